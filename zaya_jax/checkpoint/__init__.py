@@ -1,0 +1,1 @@
+"""Checkpoints: Orbax's for training, and the exchange with the public PyTorch implementation."""

@@ -1,0 +1,195 @@
+"""Names and shapes to and from the public PyTorch ZAYA (transformers' `zaya`), one row a tensor.
+
+Ours are nested dicts with layers stacked on a leading axis and matrices [in, out]; theirs are flat names, one tensor a
+layer, matrices [out, in]. A row says how one becomes the other; both directions come from the same row.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from zaya_jax.config import Model, Rope, RopeKinds, UserError, check_model, to_dict
+
+EMBEDDING = "model.embed_tokens.weight"
+BALANCE = "mlp.gate.balancing_biases"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One tensor: our path, their name (inside a layer for stacked ones), and the change of layout between them."""
+
+    path: tuple[str, ...]
+    name: str
+    layout: str = "same"  # same | matrix | depthwise | grouped
+
+    def to_torch(self, x: np.ndarray) -> np.ndarray:
+        """One of our (un-stacked) arrays in their layout."""
+        if self.layout == "matrix":
+            return x.swapaxes(-1, -2)
+        if self.layout == "depthwise":  # [t, P] -> [P, 1, t]
+            return x.T[:, None]
+        if self.layout == "grouped":  # [t, G, in, out] -> [G out, in, t]
+            taps, groups, c_in, c_out = x.shape
+            return x.transpose(1, 3, 2, 0).reshape(groups * c_out, c_in, taps)
+        return x
+
+    def from_torch(self, x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """One of their arrays in our layout; `shape` is ours."""
+        if self.layout == "matrix":
+            return x.swapaxes(-1, -2)
+        if self.layout == "depthwise":
+            return x[:, 0].T
+        if self.layout == "grouped":
+            taps, groups, c_in, c_out = shape
+            return x.reshape(groups, c_out, c_in, taps).transpose(3, 0, 2, 1)
+        return x
+
+
+def _linear(path: str, name: str, bias: bool) -> list[Row]:
+    rows = [Row((*path.split("/"), "kernel"), f"{name}.weight", "matrix")]
+    return rows + [Row((*path.split("/"), "bias"), f"{name}.bias")] * bias
+
+
+def _join(path: str, name: str) -> list[Row]:
+    theirs = {"y": "hidden_states", "h": "residual"}
+    return [Row((path, f"{a}_{b}"), f"{name}.{theirs[a]}_{b}") for a in "yh" for b in ("scale", "bias")]
+
+
+def layer_rows(model: Model) -> list[Row]:
+    """The rows of one layer (paths below `layers`, names below `model.layers.I`)."""
+    qkv, gate = "self_attn.qkv_proj", "mlp.gate"
+    b = model.attention_bias
+    return [
+        Row(("attn_norm", "scale"), "input_layernorm.weight"),
+        *_linear("cca/q", f"{qkv}.q_proj", b),
+        *_linear("cca/k", f"{qkv}.k_proj", b),
+        *_linear("cca/v_now", f"{qkv}.v_proj_current", b),
+        *_linear("cca/v_prev", f"{qkv}.v_proj_delayed", b),
+        *_linear("cca/o", "self_attn.o_proj", b),
+        Row(("cca", "conv_depthwise", "kernel"), f"{qkv}.conv_qk_depthwise.weight", "depthwise"),
+        Row(("cca", "conv_depthwise", "bias"), f"{qkv}.conv_qk_depthwise.bias"),
+        Row(("cca", "conv_grouped", "kernel"), f"{qkv}.conv_qk_grouped.weight", "grouped"),
+        Row(("cca", "conv_grouped", "bias"), f"{qkv}.conv_qk_grouped.bias"),
+        Row(("cca", "temperature"), "self_attn.qk_norm.temp"),
+        *_join("attn_join", "post_attention_residual_scale"),
+        Row(("moe_norm", "scale"), "post_attention_layernorm.weight"),
+        *_linear("router/down", f"{gate}.down_proj", True),
+        Row(("router", "eda"), f"{gate}.router_states_scale"),
+        Row(("router", "norm", "scale"), f"{gate}.router_mlp.norm.weight"),
+        *_linear("router/fc1", f"{gate}.router_mlp.fc1", True),
+        *_linear("router/fc2", f"{gate}.router_mlp.fc2", True),
+        *_linear("router/out", f"{gate}.router_mlp.out_proj", False),
+        Row(("experts", "gate_up"), "mlp.experts.gate_up_proj", "matrix"),
+        Row(("experts", "down"), "mlp.experts.down_proj", "matrix"),
+        *_join("moe_join", "post_mlp_residual_scale"),
+    ]
+
+
+def top_rows(model: Model) -> list[Row]:
+    """The rows outside the layers. The tied head's matrix stands once, as the embedding."""
+    return [
+        Row(("embed", "embedding"), EMBEDDING),
+        Row(("embed", "bias"), "model.input_hidden_states_bias"),
+        Row(("embed", "scale"), "model.input_hidden_states_scale"),
+        Row(("final_norm", "scale"), "model.norm.weight"),
+    ] + [Row(("head", "bias"), "lm_head.bias")] * model.lm_head_bias
+
+
+def all_rows(model: Model) -> Iterator[tuple[str, Row, int | None]]:
+    """(their full name, row, layer or None) of every parameter tensor; layer 0 has no EDA scale."""
+    for row in top_rows(model):
+        yield row.name, row, None
+    for layer in range(model.num_hidden_layers):
+        for row in layer_rows(model):
+            if not (layer == 0 and row.path == ("router", "eda")):
+                yield f"model.layers.{layer}.{row.name}", row, layer
+
+
+def balance_name(layer: int) -> str:
+    """Their name of a layer's balancing biases."""
+    return f"model.layers.{layer}.{BALANCE}"
+
+
+def get(tree: dict, path: tuple[str, ...], layer: int | None) -> Any:
+    """The leaf of a row (below `layers` when it belongs to one; not yet indexed by the layer)."""
+    for key in path if layer is None else ("layers", *path):
+        tree = tree[key]
+    return tree
+
+
+# What the port knows and this project does not need to: carried over unread.
+_IGNORED = {
+    "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache", "output_router_logits",
+    "output_attentions", "output_hidden_states", "return_dict", "_name_or_path", "chunk_size_feed_forward",
+    "id2label", "label2id", "problem_type", "is_encoder_decoder", "auto_map", "quantization_config", "name_or_path",
+    "_attn_implementation_autoset",
+}  # fmt: skip
+_THEIR_DEFAULTS = {
+    "num_experts_per_tok": 1,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "sliding_window": None,
+    "lm_head_bias": False,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "eos_token_id": 106,
+    "pad_token_id": 0,
+    "bos_token_id": 2,
+}
+
+
+def model_from_json(given: dict, where: str) -> Model:
+    """The Model of a config.json; UserError on a trait that this project does not have."""
+    if given.get("model_type", "zaya") != "zaya":
+        raise UserError(f"{where}: model_type is {given['model_type']!r}, expected 'zaya'")
+    fields = {f.name for f in dataclasses.fields(Model)}
+    unknown = sorted(set(given) - fields - _IGNORED)
+    if unknown:
+        raise UserError(f"{where}: unknown key {unknown[0]!r}={given[unknown[0]]!r}; this project cannot honour it")
+    if given.get("quantization_config"):
+        raise UserError(f"{where}: quantization_config is set; only unquantised weights can be read")
+    known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in fields}
+    known["layer_types"] = tuple(given.get("layer_types") or ())
+    known["rope_parameters"] = _rope_from_json(given.get("rope_parameters"), where)
+    if isinstance(known["eos_token_id"], list):
+        known["eos_token_id"] = known["eos_token_id"][0] if known["eos_token_id"] else None
+    try:
+        return check_model(known)
+    except UserError as error:
+        raise UserError(f"{where}: {str(error).replace('config.model.', '')}") from None
+
+
+def _rope_from_json(given: dict | None, where: str) -> dict:
+    if given is None:
+        return dataclasses.asdict(RopeKinds(Rope(rope_theta=5e6), Rope(rope_theta=1e4)))
+    out = {}
+    for kind, rope in given.items():
+        if kind == "rope_type":  # some published files carry one beside the kinds
+            continue
+        if kind not in ("hybrid", "hybrid_sliding") or not isinstance(rope, dict):
+            raise UserError(f"{where}: rope_parameters.{kind} is unknown; expected hybrid and hybrid_sliding")
+        extra = set(rope) - {"rope_type", "rope_theta", "partial_rotary_factor"}
+        if extra:
+            raise UserError(f"{where}: rope_parameters.{kind}.{min(extra)} is unknown to this project")
+        out[kind] = {"rope_type": "default", "partial_rotary_factor": 1.0} | rope
+    return out
+
+
+def model_to_json(model: Model, dtype: str, source: dict | None = None) -> dict:
+    """The config.json of a Model; `source`, the one it was imported with, keeps its further keys."""
+    ours = to_dict(model)
+    ours["layer_types"] = list(model.kinds)
+    fixed = {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "dtype": dtype, "use_cache": True}
+    kept = dict(source or {})
+    if isinstance(kept.get("eos_token_id"), list) and kept["eos_token_id"][:1] == [model.eos_token_id]:
+        ours["eos_token_id"] = kept["eos_token_id"]
+    kept.pop("torch_dtype", None)
+    return dict(sorted((kept | ours | fixed).items()))
+
+
+def natural(name: str) -> list:
+    """Sort key that puts layer 10 after layer 9."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]

@@ -1,0 +1,353 @@
+"""The config: an ml_collections ConfigDict at the border, frozen dataclasses inside, every key checked.
+
+A config file's `get_config()` starts from `default()` and changes what it needs; `check()` turns the result into a
+`Config`, or raises one `UserError` that names the key, what was given, what was expected and the way out.
+"""
+
+import dataclasses
+import difflib
+import json
+import types
+import typing
+from typing import Any
+
+from ml_collections import config_dict
+
+
+class UserError(ValueError):
+    """Bad input: programs print it as one line and exit with code 2."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    rope_type: str = "default"
+    rope_theta: float = 10_000.0
+    partial_rotary_factor: float = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeKinds:
+    """One rotary embedding per layer kind."""
+
+    hybrid: Rope = Rope()
+    hybrid_sliding: Rope = Rope()
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The architecture, under transformers' names; the defaults are ZAYA1-base at 4K context."""
+
+    vocab_size: int = 262_272
+    hidden_size: int = 2048
+    num_hidden_layers: int = 40
+    num_attention_heads: int = 8
+    num_key_value_heads: int = 2
+    head_dim: int = 128
+    moe_intermediate_size: int = 2048
+    num_experts: int = 16
+    num_experts_per_tok: int = 1
+    router_hidden_size: int = 256
+    cca_time0: int = 2
+    cca_time1: int = 2
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-5
+    layer_types: tuple[str, ...] = ()  # () means "hybrid" throughout
+    sliding_window: int | None = None
+    rope_parameters: RopeKinds = RopeKinds()
+    max_position_embeddings: int = 131_072
+    attention_bias: bool = False
+    lm_head_bias: bool = False
+    tie_word_embeddings: bool = True
+    attention_dropout: float = 0.0
+    initializer_range: float = 0.02
+    pad_token_id: int | None = 0
+    bos_token_id: int | None = 2
+    eos_token_id: int | None = 106
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer, bottom first."""
+        return self.layer_types or ("hybrid",) * self.num_hidden_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    path: str = "stdlib"  # "stdlib", a directory or glob of text files, or a prepared directory
+    tokenizer: str = "bytes"  # "bytes", a tokenizer.json, or a directory that holds a saved tokenizer
+    seq_len: int = 4096
+    global_batch: int = 4096  # sequences a step
+    micro_batch: int = 0  # sequences at once over all devices; 0: the whole global batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    name: str = "muon"  # muon (matrices) with adamw (the rest), or adamw for all
+    lr: float = 1e-3
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+    momentum: float = 0.95
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    enabled: bool = True
+    lr: float = 1e-3
+    b1: float = 0.9
+    b2: float = 0.95
+    dead_after: int = 100  # steps without a token after which an expert counts as dead
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    warmup_fraction: float = 0.02
+    decay_fraction: float = 0.2
+    final_lr_fraction: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    data: int = -1  # -1: all devices that the other axes leave
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    fsdp: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    seed: int = 0
+    num_steps: int = 1000
+    skip_update: str = "nonfinite"
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    every: int = 100
+    windows: int = 64  # held-out windows of seq_len tokens
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    every_steps: int = 500
+    keep: int = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The one table of number formats. Weights, residual stream, norms, softmaxes and losses are always float32."""
+
+    compute: str = "bfloat16"  # what matrices multiply in (accumulation is float32)
+    router: str = "float32"  # what the router's matrices multiply in
+    matmul: str = "default"  # XLA's matmul precision for float32 operands: default, high, highest
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    every: int = 10  # steps between lines on the terminal; the files get every step
+    sample_prompt: str = "def "
+    sample_tokens: int = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that decides a run, checked and frozen."""
+
+    name: str = "unnamed"
+    model: Model = Model()
+    data: Data = Data()
+    optim: Optim = Optim()
+    balance: Balance = Balance()
+    schedule: Schedule = Schedule()
+    mesh: Mesh = Mesh()
+    run: Run = Run()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    precision: Precision = Precision()
+    log: Log = Log()
+    remat: str = "none"
+
+
+CHOICES = {
+    "optim.name": ("muon", "adamw"),
+    "run.skip_update": ("never", "nonfinite", "spike"),
+    "precision.compute": ("bfloat16", "float32"),
+    "precision.router": ("bfloat16", "float32"),
+    "precision.matmul": ("default", "high", "highest"),
+    "remat": ("none", "layer"),
+}
+
+
+def default() -> config_dict.ConfigDict:
+    """All keys with their defaults, typed and locked: what a config file's get_config() starts from."""
+    return _to_config_dict(Config()).lock()
+
+
+def check(cfg: config_dict.ConfigDict | dict) -> Config:
+    """The frozen Config of a ConfigDict (or of what config.json holds); UserError on any key that is not right."""
+    plain = cfg.to_dict() if isinstance(cfg, config_dict.ConfigDict) else cfg
+    config = _build(Config, plain, "")
+    for path, choices in CHOICES.items():
+        value = _get(config, path)
+        if value not in choices:
+            raise UserError(f"config.{path}={value!r} is not one of {', '.join(choices)}{_nearest(value, choices)}")
+    _check_model(config.model)
+    _check_sizes(config)
+    return config
+
+
+def check_model(given: dict) -> Model:
+    """The frozen Model of a nested dict of its keys alone."""
+    model = _build(Model, given, "model.")
+    _check_model(model)
+    return model
+
+
+def to_dict(config: Any) -> dict:
+    """The config as JSON-able nested dicts; `check` reads it back to an equal Config."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def unknown_key(path: str) -> UserError:
+    """The error for a key that the config does not have, with the nearest that it has."""
+    return UserError(f"unknown config key config.{path}{_nearest(path, list(_all_paths(Config)))}")
+
+
+def _all_paths(cls: type, prefix: str = ""):
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            yield from _all_paths(typing.cast(type, field.type), f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def _nearest(value: Any, choices) -> str:
+    found = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def _get(config: Any, path: str) -> Any:
+    for part in path.split("."):
+        config = getattr(config, part)
+    return config
+
+
+def _to_config_dict(value: Any) -> config_dict.ConfigDict:
+    out = config_dict.ConfigDict()
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        optional = _optional_type(field.type)
+        if dataclasses.is_dataclass(item):
+            out[field.name] = _to_config_dict(item)
+        elif optional is not None:
+            out[field.name] = config_dict.placeholder(optional)
+            if item is not None:
+                out[field.name] = item
+        else:
+            out[field.name] = item
+    return out
+
+
+def _optional_type(kind: Any) -> type | None:
+    args = typing.get_args(kind)
+    if isinstance(kind, types.UnionType) and type(None) in args:
+        return next(a for a in args if a is not type(None))
+    return None
+
+
+def _build(cls: type, given: Any, prefix: str) -> Any:
+    if not isinstance(given, dict):
+        raise UserError(f"config.{prefix.rstrip('.')} is {given!r}; it is a group of keys, see zaya_jax/config.py")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in given:
+        if key not in fields:
+            raise unknown_key(prefix + key)
+    return cls(**{key: _convert(fields[key].type, value, prefix + key) for key, value in given.items()})
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _build(typing.cast(type, kind), value, path + ".")
+    optional = _optional_type(kind)
+    if optional is not None:
+        return None if value is None else _convert(optional, value, path)
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        if not isinstance(value, list | tuple):
+            raise _wrong(path, value, "a tuple")
+        return tuple(_convert(item, v, f"{path}[{i}]") for i, v in enumerate(value))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise _wrong(path, value, f"of type {kind.__name__}")
+    return value
+
+
+def _wrong(path: str, value: Any, expected: str) -> UserError:
+    return UserError(f"config.{path}={value!r} has the wrong type {type(value).__name__}; it must be {expected}")
+
+
+def _check_model(m: Model) -> None:
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+                 "head_dim", "moe_intermediate_size", "num_experts", "router_hidden_size", "cca_time0", "cca_time1"):
+        if getattr(m, name) < 1:
+            raise UserError(f"config.model.{name}={getattr(m, name)} must be at least 1")
+    if m.num_attention_heads % m.num_key_value_heads:
+        raise UserError(
+            f"config.model.num_attention_heads={m.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={m.num_key_value_heads}; each key-value head serves an equal group of query heads"
+        )
+    if m.num_key_value_heads * m.head_dim % 2:
+        raise UserError(
+            f"config.model.num_key_value_heads x head_dim = {m.num_key_value_heads * m.head_dim} is odd; half of the "
+            "value channels come from the token before, so it must be even"
+        )
+    if m.layer_types and len(m.layer_types) != m.num_hidden_layers:
+        raise UserError(
+            f"config.model.layer_types names {len(m.layer_types)} layers, num_hidden_layers={m.num_hidden_layers}; "
+            "give one kind a layer, or () for \"hybrid\" throughout"
+        )
+    for kind in m.kinds:
+        if kind not in ("hybrid", "hybrid_sliding"):
+            raise UserError(f"config.model.layer_types has {kind!r}; known kinds are hybrid and hybrid_sliding")
+    if "hybrid_sliding" in m.kinds and (m.sliding_window is None or m.sliding_window < 1):
+        raise UserError(
+            f"config.model.sliding_window={m.sliding_window} but layer_types has hybrid_sliding layers; "
+            "give the window in tokens, the query included"
+        )
+    traits = {"num_experts_per_tok": 1, "hidden_act": "silu", "tie_word_embeddings": True, "attention_dropout": 0.0}
+    for name, only in traits.items():
+        if getattr(m, name) != only:
+            raise UserError(f"config.model.{name}={getattr(m, name)!r} is not supported; ZAYA has {name}={only!r}")
+    for kind in sorted(set(m.kinds)):
+        rope = getattr(m.rope_parameters, kind)
+        if rope.rope_type != "default":
+            raise UserError(
+                f"config.model.rope_parameters.{kind}.rope_type={rope.rope_type!r} is not supported; use 'default'"
+            )
+        if not 0 <= rope.partial_rotary_factor <= 1 or int(m.head_dim * rope.partial_rotary_factor) % 2:
+            raise UserError(
+                f"config.model.rope_parameters.{kind}.partial_rotary_factor={rope.partial_rotary_factor} turns "
+                f"{m.head_dim * rope.partial_rotary_factor:g} of {m.head_dim} channels; it must be an even number of them"
+            )
+
+
+def _check_sizes(c: Config) -> None:
+    for path in ("data.seq_len", "data.global_batch", "run.num_steps", "eval.every", "checkpoint.every_steps",
+                 "checkpoint.keep", "log.every"):
+        if _get(c, path) < 1:
+            raise UserError(f"config.{path}={_get(c, path)} must be at least 1")
+    if c.data.micro_batch < 0 or (c.data.micro_batch and c.data.global_batch % c.data.micro_batch):
+        raise UserError(
+            f"config.data.micro_batch={c.data.micro_batch} does not divide data.global_batch={c.data.global_batch}; "
+            "give a divisor, or 0 for the whole batch at once"
+        )
+    if c.data.seq_len > c.model.max_position_embeddings:
+        raise UserError(
+            f"config.data.seq_len={c.data.seq_len} is above model.max_position_embeddings="
+            f"{c.model.max_position_embeddings}; raise the latter or shorten the sequences"
+        )

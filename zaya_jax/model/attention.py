@@ -1,0 +1,221 @@
+"""Causal grouped-query attention in blocks: online softmax forward, recomputing backward, never an [S, S] array.
+
+Letters: B batch, S sequence, H query heads, K key-value heads, G = H / K queries a group, C head channels.
+The loops over blocks have run-time bounds, so blocks that lie wholly above the diagonal or outside the window cost
+nothing. `offset` is the index of the first query minus that of the first key: 0 for a sequence attending to itself.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+NO_WINDOW = 1 << 30  # wider than any sequence, with room to add a position to it in int32
+MASKED = -1e30  # finite, so that a row without any key gives 0 and not NaN
+
+
+def reference_attention(q, k, v, q_segments=None, k_segments=None, window=None, offset=0, *, scale):
+    """The definition, with the whole [S, S] matrix: for tests and for reading."""
+    batch, q_len, num_heads, channels = q.shape
+    num_kv = k.shape[2]
+    q = q.reshape(batch, q_len, num_kv, num_heads // num_kv, channels)
+    scores = jnp.einsum("bqkgc,bjkc->bkgqj", q, k, preferred_element_type=jnp.float32) * scale
+    mask = _mask(q_len, k.shape[1], offset, 0, NO_WINDOW if window is None else window, k.shape[1], q_segments, k_segments)
+    scores = jnp.where(mask, scores, MASKED)
+    lse = jnp.where(mask.any(-1), jax.nn.logsumexp(scores, axis=-1), MASKED)
+    weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
+    out = jnp.einsum("bkgqj,bjkc->bqkgc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    lse = jnp.moveaxis(lse, 3, 1).reshape(batch, q_len, num_heads)
+    return out.reshape(batch, q_len, num_heads, channels).astype(v.dtype), lse
+
+
+def attention(
+    q: Float[Array, "B Sq H C"],
+    k: Float[Array, "B Sk K C"],
+    v: Float[Array, "B Sk K C"],
+    q_segments: Int[Array, "B Sq"] | None = None,
+    k_segments: Int[Array, "B Sk"] | None = None,
+    window: int | Int[Array, ""] | None = None,
+    offset: int | Int[Array, ""] = 0,
+    *,
+    scale: float,
+    block: int | None = None,
+) -> tuple[Float[Array, "B Sq H C"], Float[Array, "B Sq H"]]:
+    """Attention output and the log-sum-exp of each query's scores (float32), both differentiable.
+
+    A query at i attends to keys at j with 0 <= i - j < window and the same segment. A query without any key gives 0
+    and a log-sum-exp of -1e30.
+    """
+    batch, q_len, num_heads, channels = q.shape
+    k_len, num_kv = k.shape[1:3]
+    block = block or default_block(max(q_len, k_len))
+    block_q, block_k = min(block, _round_up(q_len, 8)), min(block, _round_up(k_len, 8))
+    pad_q, pad_k = -q_len % block_q, -k_len % block_k
+    if q_segments is not None and k_segments is not None:
+        q_segments = jnp.pad(q_segments, ((0, 0), (0, pad_q)))
+        k_segments = jnp.pad(k_segments, ((0, 0), (0, pad_k)))
+    q = jnp.pad(q, ((0, 0), (0, pad_q), (0, 0), (0, 0))).reshape(batch, -1, num_kv, num_heads // num_kv, channels)
+    k, v = (jnp.pad(x, ((0, 0), (0, pad_k), (0, 0), (0, 0))).transpose(0, 2, 1, 3) for x in (k, v))
+    # None stays None, so that a model without windows has no window in its program.
+    window = None if window is None else jnp.asarray(window, jnp.int32)
+    out, lse = _blockwise(
+        q.transpose(0, 2, 3, 1, 4), k, v, q_segments, k_segments, window, jnp.asarray(offset, jnp.int32),
+        scale, block_q, block_k, k_len,
+    )  # fmt: skip
+    out = out.transpose(0, 3, 1, 2, 4).reshape(batch, -1, num_heads, channels)
+    lse = lse.transpose(0, 3, 1, 2).reshape(batch, -1, num_heads)
+    return out[:, :q_len], lse[:, :q_len]
+
+
+def default_block(length: int) -> int:
+    """Side of a block of scores: small enough for a core's cache on a CPU, fewer and larger blocks on a GPU."""
+    if jax.default_backend() == "cpu":
+        return 128 if length <= 4096 else 256
+    return 512 if length <= 8192 else 1024
+
+
+def decode_attention(q, k, v, valid, *, scale):
+    """One new query a row against a cache: q [B, 1, H, C], k and v [B, T, K, C], valid [B, T] says which keys count."""
+    batch, _, num_heads, channels = q.shape
+    q = q.reshape(batch, k.shape[2], num_heads // k.shape[2], channels)
+    scores = jnp.einsum("bkgc,bjkc->bkgj", q, k, preferred_element_type=jnp.float32) * scale
+    weights = jax.nn.softmax(jnp.where(valid[:, None, None], scores, MASKED), axis=-1)
+    out = jnp.einsum("bkgj,bjkc->bkgc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return out.reshape(batch, 1, num_heads, channels).astype(v.dtype)
+
+
+def _round_up(n, multiple):
+    return -(-n // multiple) * multiple
+
+
+def _mask(num_q, num_k, q_start, k_start, window, k_len, q_segments, k_segments):
+    """[1 or B, 1, 1, num_q, num_k]: which key each query of a block may see; starts are positions on the key axis."""
+    i = q_start + lax.broadcasted_iota(jnp.int32, (num_q, num_k), 0)
+    j = k_start + lax.broadcasted_iota(jnp.int32, (num_q, num_k), 1)
+    mask = (j <= i) & (j < k_len)
+    if window is not None:
+        mask &= i - j < window
+    mask = mask[None, None, None]
+    if q_segments is not None:
+        mask = mask & (q_segments[:, :, None] == k_segments[:, None, :])[:, None, None]
+    return mask
+
+
+def _key_blocks(i, window, offset, block_q, block_k, num_k):
+    """Key blocks [lo, hi) that query block i can see."""
+    first = 0 if window is None else jnp.maximum(i * block_q + offset - window + 1, 0) // block_k
+    last = (i * block_q + block_q - 1 + offset) // block_k + 1
+    return first, jnp.clip(last, first, num_k)
+
+
+def _query_blocks(j, window, offset, block_q, block_k, num_q):
+    """Query blocks [lo, hi) that can see key block j: the transpose of `_key_blocks`."""
+    first = jnp.clip((j * block_k - offset) // block_q, 0, num_q)
+    if window is None:
+        return first, num_q
+    last = -(-(window + j * block_k + block_k - 1 - offset) // block_q)
+    return first, jnp.clip(last, first, num_q)
+
+
+def _block_of(x, index, size, axis):
+    return None if x is None else lax.dynamic_slice_in_dim(x, index * size, size, axis)
+
+
+def _scores(q_i, k_j, scale):
+    return jnp.einsum("bkgqc,bkjc->bkgqj", q_i, k_j, preferred_element_type=jnp.float32) * scale
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9, 10))
+def _blockwise(q, k, v, q_segments, k_segments, window, offset, scale, block_q, block_k, k_len):
+    return _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, block_k, k_len)
+
+
+def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, block_k, k_len):
+    batch, num_kv, group, q_pad, channels = q.shape
+    num_q, num_k = q_pad // block_q, k.shape[2] // block_k
+
+    def query_block(i):
+        q_i = _block_of(q, i, block_q, 3)
+        q_seg = _block_of(q_segments, i, block_q, 1)
+
+        def step(j, carry):
+            acc, top, total = carry
+            k_j, v_j = _block_of(k, j, block_k, 2), _block_of(v, j, block_k, 2)
+            mask = _mask(
+                block_q, block_k, i * block_q + offset, j * block_k, window, k_len,
+                q_seg, _block_of(k_segments, j, block_k, 1),
+            )  # fmt: skip
+            scores = jnp.where(mask, _scores(q_i, k_j, scale), MASKED)
+            new_top = jnp.maximum(top, scores.max(-1))
+            weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
+            shrink = jnp.exp(top - new_top)
+            update = jnp.einsum("bkgqj,bkjc->bkgqc", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
+            return acc * shrink[..., None] + update, new_top, total * shrink + weights.sum(-1)
+
+        row = (batch, num_kv, group, block_q)
+        start = (jnp.zeros((*row, channels), jnp.float32), jnp.full(row, MASKED), jnp.zeros(row))
+        acc, top, total = lax.fori_loop(*_key_blocks(i, window, offset, block_q, block_k, num_k), step, start)
+        seen = total > 0
+        safe = jnp.where(seen, total, 1.0)
+        return (acc / safe[..., None]).astype(v.dtype), jnp.where(seen, top + jnp.log(safe), MASKED)
+
+    out, lse = lax.map(query_block, jnp.arange(num_q))
+    return (
+        jnp.moveaxis(out, 0, 3).reshape(batch, num_kv, group, q_pad, channels),
+        jnp.moveaxis(lse, 0, 3).reshape(batch, num_kv, group, q_pad),
+    )
+
+
+def _blockwise_fwd(q, k, v, q_segments, k_segments, window, offset, scale, block_q, block_k, k_len):
+    out, lse = _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, block_k, k_len)
+    return (out, lse), (q, k, v, q_segments, k_segments, window, offset, out, lse)
+
+
+def _blockwise_bwd(scale, block_q, block_k, k_len, saved, cotangents):
+    q, k, v, q_segments, k_segments, window, offset, out, lse = saved
+    d_out, d_lse = cotangents
+    num_q, num_k = q.shape[3] // block_q, k.shape[2] // block_k
+    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
+    d_out = d_out.astype(v.dtype)
+
+    def key_block(dq, j):
+        k_j, v_j = _block_of(k, j, block_k, 2), _block_of(v, j, block_k, 2)
+        k_seg = _block_of(k_segments, j, block_k, 1)
+
+        def step(i, carry):
+            dq, dk_j, dv_j = carry
+            q_i, do_i = _block_of(q, i, block_q, 3), _block_of(d_out, i, block_q, 3)
+            mask = _mask(
+                block_q, block_k, i * block_q + offset, j * block_k, window, k_len,
+                _block_of(q_segments, i, block_q, 1), k_seg,
+            )  # fmt: skip
+            lse_i, delta_i = _block_of(lse, i, block_q, 3), _block_of(delta, i, block_q, 3)
+            weights = jnp.where(mask, jnp.exp(_scores(q_i, k_j, scale) - lse_i[..., None]), 0.0)
+            d_weights = jnp.einsum("bkgqc,bkjc->bkgqj", do_i, v_j, preferred_element_type=jnp.float32)
+            d_scores = (weights * (d_weights - delta_i[..., None]) * scale).astype(q.dtype)
+            weights = weights.astype(v.dtype)
+            dv_j += jnp.einsum("bkgqj,bkgqc->bkjc", weights, do_i, preferred_element_type=jnp.float32)
+            dk_j += jnp.einsum("bkgqj,bkgqc->bkjc", d_scores, q_i, preferred_element_type=jnp.float32)
+            dq_i = jnp.einsum("bkgqj,bkjc->bkgqc", d_scores, k_j, preferred_element_type=jnp.float32)
+            dq_i += _block_of(dq, i, block_q, 3)
+            return lax.dynamic_update_slice_in_dim(dq, dq_i, i * block_q, 3), dk_j, dv_j
+
+        zero = jnp.zeros(k_j.shape, jnp.float32)
+        bounds = _query_blocks(j, window, offset, block_q, block_k, num_q)
+        dq, dk_j, dv_j = lax.fori_loop(*bounds, step, (dq, zero, zero))
+        return dq, (dk_j.astype(k.dtype), dv_j.astype(v.dtype))
+
+    dq, (dk, dv) = lax.scan(key_block, jnp.zeros(q.shape, jnp.float32), jnp.arange(num_k))
+    dk, dv = (jnp.moveaxis(x, 0, 2).reshape(k.shape) for x in (dk, dv))
+    return dq.astype(q.dtype), dk, dv, None, None, None, None
+
+
+_blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
+
+
+def softmax_scale(channels: int) -> float:
+    """1 / sqrt(C)."""
+    return 1.0 / math.sqrt(channels)

@@ -1,0 +1,187 @@
+"""Compressed convolutional attention (CCA): the queries, keys and values of ZAYA, and its attention block.
+
+Queries and keys live in a latent space, are mixed over the last few tokens by a depthwise and a per-head convolution,
+and keep a path around it; half of each value comes from the token before. Letters: B batch, S sequence, D model,
+H query heads, K key-value heads, G = H / K, C head channels, P = (H + K) C packed channels.
+
+At a document's start, as at a sequence's, the tokens before count as absent: zero in the packed columns (so that the
+second convolution sees the first one's bias) and a zero input for the delayed value (so that its bias remains).
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from zaya_jax.config import Model, Precision
+from zaya_jax.model.attention import attention, decode_attention, softmax_scale
+from zaya_jax.model.layers import Linear, apply_rope, weight
+from zaya_jax.model.matmul import einsum
+
+NORM_FLOOR = 1.1920929e-07  # float32's epsilon, the port's floor under a head's norm
+
+
+class Conv(nnx.Module):
+    """The taps of a causal convolution (the last tap is the current token) and its bias."""
+
+    def __init__(self, rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], channels: int, std: float):
+        self.kernel = weight(rngs, shape, axes, std)
+        self.bias = weight(rngs, (channels,), ("heads",), "zeros")
+
+
+class CCA(nnx.Module):
+    """Attention on x [B, S, D] in the compressed space; see SPEC §1 for the six steps."""
+
+    def __init__(self, rngs, model: Model, precision: Precision):
+        d, h, k, c = model.hidden_size, model.num_attention_heads, model.num_key_value_heads, model.head_dim
+        std, bias = model.initializer_range, model.attention_bias
+        self.q = Linear(rngs, d, h * c, ("embed", "heads"), std, bias)
+        self.k = Linear(rngs, d, k * c, ("embed", "kv_heads"), std, bias)
+        self.v_now = Linear(rngs, d, k * c // 2, ("embed", "kv_heads"), std, bias)
+        self.v_prev = Linear(rngs, d, k * c // 2, ("embed", "kv_heads"), std, bias)
+        self.conv_depthwise = Conv(rngs, (model.cca_time0, (h + k) * c), (None, "heads"), (h + k) * c, std)
+        self.conv_grouped = Conv(rngs, (model.cca_time1, h + k, c, c), (None, "heads", None, None), (h + k) * c, std)
+        self.temperature = weight(rngs, (k,), ("kv_heads",), "ones")
+        self.o = Linear(rngs, h * c, d, ("heads", "embed"), std, bias)
+        self.num_heads, self.num_kv, self.channels = h, k, c
+        self.dtype = jnp.dtype(precision.compute)
+
+    def __call__(
+        self,
+        x: Float[Array, "B S D"],
+        rope: list[tuple[Any, jax.Array]],
+        window: jax.Array | None,
+        *,
+        segments: Int[Array, "B S"] | None = None,
+        mask: Int[Array, "B S"] | None = None,
+        cache: dict | None = None,
+        cache_index: jax.Array | None = None,
+        cache_valid: jax.Array | None = None,
+    ) -> tuple[Float[Array, "B S D"], dict | None]:
+        """The block's output, and the new cache where one was given.
+
+        `segments` cuts packed documents; `mask` zeroes left padding, as the public port does (its columns then hold
+        the projections' biases). `rope` is a list of (selected, table).
+        """
+        batch, seq, _ = x.shape
+        if mask is not None:
+            x = x * mask[..., None].astype(x.dtype)
+        x = x.astype(self.dtype)
+        packed = jnp.concatenate([self.q(x, self.dtype), self.k(x, self.dtype)], axis=-1)
+        v_prev = self.v_prev(x, self.dtype)
+        start = jnp.zeros((batch, 1, x.shape[-1]), x.dtype)
+        before = self.v_prev(start, self.dtype) if cache is None else cache["value"][:, None]
+        columns = self._no_columns(batch) if cache is None else cache["columns"]
+        mixed = self._convolve(packed, columns, segments)
+        q, k = self._queries_and_keys(packed, mixed)
+        delayed = jnp.concatenate([before.astype(v_prev.dtype), v_prev[:, :-1]], axis=1)
+        if segments is not None:
+            fresh = segments != _shift(segments, 1, -1)
+            delayed = jnp.where(fresh[..., None], self.v_prev(start, self.dtype), delayed)
+        v = jnp.concatenate([self.v_now(x, self.dtype), delayed], axis=-1).reshape(batch, seq, self.num_kv, self.channels)
+        q, k = (_choose(rope, x).astype(self.dtype) for x in (q, k))
+
+        scale, visible = softmax_scale(self.channels), segments if segments is not None else mask
+        if cache is None:
+            out, _ = attention(q, k, v, visible, visible, window, scale=scale)
+            new_cache = None
+        else:
+            new_cache = self._extend(cache, packed, v_prev, k, v, cache_index)
+            if seq == 1:
+                valid = _in_window(cache_valid, cache_index, window)
+                out = decode_attention(q, new_cache["k"], new_cache["v"], valid, scale=scale)
+            else:  # the prompt: it starts an empty cache, so it attends to itself alone
+                out, _ = attention(q, k, v, visible, visible, window, scale=scale)
+        return self.o(out.reshape(batch, seq, -1), self.dtype), new_cache
+
+    def _convolve(self, packed, columns, segments):
+        """Both convolutions of the packed columns, [B, S, H + K, C]; biases are added once, at the end."""
+        batch, seq, width = packed.shape
+        w0, w1 = self.conv_depthwise.kernel[...], self.conv_grouped.kernel[...]
+        taps0, taps1 = w0.shape[0], w1.shape[0]
+        history = taps0 - 1 + taps1 - 1
+        padded = jnp.concatenate([columns.astype(packed.dtype), packed], axis=1).astype(jnp.float32)
+        if segments is not None:
+            segments = jnp.concatenate([jnp.full((batch, history), -1, segments.dtype), segments], axis=1)
+
+        def tap(x, distance, length):  # the last `length` rows, each `distance` tokens earlier, within its document
+            end = x.shape[1] - distance
+            shifted = x[:, end - length : end]
+            if segments is None or distance == 0:
+                return shifted
+            then, now = segments[:, end - length : end], segments[:, -length:]
+            return jnp.where((then == now)[..., None], shifted, 0)
+
+        length = seq + taps1 - 1
+        first = sum(tap(padded, taps0 - 1 - i, length) * w0[i] for i in range(taps0))
+        grouped = jnp.concatenate(
+            [tap(first, taps1 - 1 - i, seq).reshape(batch * seq, -1, self.channels) for i in range(taps1)], axis=-1
+        )
+        kernel = w1.transpose(1, 0, 2, 3).reshape(w1.shape[1], -1, self.channels)
+        second = einsum("ngi,gio->ngo", grouped, kernel, self.dtype, jnp.float32)
+        first_bias = self.conv_depthwise.bias[...].reshape(-1, self.channels)
+        bias = jnp.einsum("gc,tgcd->gd", first_bias, w1).reshape(width) + self.conv_grouped.bias[...]
+        return second.reshape(batch, seq, -1, self.channels) + bias.reshape(-1, self.channels)
+
+    def _queries_and_keys(self, packed, mixed):
+        """Means added, normalised per head, keys times temperature; float32."""
+        batch, seq, _ = packed.shape
+        heads = packed.astype(jnp.float32).reshape(batch, seq, -1, self.channels)
+        q, k = jnp.split(heads, (self.num_heads,), axis=2)
+        q = q.reshape(batch, seq, self.num_kv, -1, self.channels)
+        mean = (q + k[:, :, :, None]) * 0.5
+        mixed_q, mixed_k = jnp.split(mixed, (self.num_heads,), axis=2)
+        q = _normalise(mixed_q + mean.reshape(mixed_q.shape))
+        k = _normalise(mixed_k + mean.mean(3))
+        return q, k * self.temperature[...][:, None]
+
+    def _no_columns(self, batch):
+        history = self.conv_depthwise.kernel.shape[0] + self.conv_grouped.kernel.shape[0] - 2
+        return jnp.zeros((batch, history, (self.num_heads + self.num_kv) * self.channels), self.dtype)
+
+    def _extend(self, cache, packed, v_prev, k, v, index):
+        columns = jnp.concatenate([cache["columns"], packed.astype(cache["columns"].dtype)], axis=1)
+        return {
+            "k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k.astype(cache["k"].dtype), index, 1),
+            "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v.astype(cache["v"].dtype), index, 1),
+            "columns": columns[:, columns.shape[1] - cache["columns"].shape[1] :],
+            "value": v_prev[:, -1].astype(cache["value"].dtype),
+        }
+
+
+def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:
+    """What decoding keeps for each layer, stacked over layers: K, V, the last packed columns, the delayed value."""
+    layers, k, c = model.num_hidden_layers, model.num_key_value_heads, model.head_dim
+    history = model.cca_time0 + model.cca_time1 - 2
+    dtype = jnp.dtype(precision.compute)
+    return {
+        "k": jnp.zeros((layers, batch, length, k, c), dtype),
+        "v": jnp.zeros((layers, batch, length, k, c), dtype),
+        "columns": jnp.zeros((layers, batch, history, (model.num_attention_heads + k) * c), dtype),
+        "value": jnp.zeros((layers, batch, k * c // 2), dtype),
+    }
+
+
+def _shift(x, distance, fill):
+    return jnp.concatenate([jnp.full_like(x[:, :distance], fill), x[:, :-distance]], axis=1)
+
+
+def _normalise(x):
+    norm = jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
+    return x * (x.shape[-1] ** 0.5 / jnp.maximum(norm, NORM_FLOOR))
+
+
+def _choose(rope, x):
+    """x rotated by the table of the layer's kind; kinds that turn other numbers of channels are told apart by data."""
+    out = apply_rope(x, rope[0][1])
+    for selected, table in rope[1:]:
+        out = jnp.where(selected, apply_rope(x, table), out)
+    return out
+
+
+def _in_window(valid, index, window):
+    if window is None:
+        return valid
+    return valid & (index - jnp.arange(valid.shape[1]) < window)

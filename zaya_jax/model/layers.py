@@ -1,0 +1,78 @@
+"""The small parts that the blocks share: a weight's declaration, linear maps, RMSNorm, residual scaling, RoPE.
+
+A weight is declared once: shape, initialiser and logical axes stand in one `weight(...)` call; its dtype is always
+float32. `axes` names what each dimension means; which mesh axis that becomes is decided elsewhere.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from zaya_jax.model.matmul import dot
+
+
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: float | str) -> nnx.Param:
+    """A float32 parameter: `init` is "zeros", "ones", or the standard deviation of a normal distribution."""
+    if init == "zeros":
+        value = jnp.zeros(shape, jnp.float32)
+    elif init == "ones":
+        value = jnp.ones(shape, jnp.float32)
+    else:
+        value = float(init) * jax.random.normal(rngs.params(), shape, jnp.float32)
+    return nnx.Param(value, axes=axes)
+
+
+class Linear(nnx.Module):
+    """x W (+ b), multiplied in `dtype`."""
+
+    def __init__(self, rngs, d_in: int, d_out: int, axes: tuple[str | None, str | None], std: float, bias: bool):
+        self.kernel = weight(rngs, (d_in, d_out), axes, std)
+        if bias:
+            self.bias = weight(rngs, (d_out,), axes[1:], "zeros")
+
+    def __call__(self, x: jax.Array, dtype, out_dtype=None) -> jax.Array:
+        out_dtype = out_dtype or dtype
+        y = dot(x, self.kernel[...], dtype, out_dtype)
+        return y + self.bias[...].astype(out_dtype) if hasattr(self, "bias") else y
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale, in float32 whatever comes in."""
+
+    def __init__(self, rngs, dim: int, axis: str, eps: float):
+        self.scale = weight(rngs, (dim,), (axis,), "ones")
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.eps) * self.scale[...]
+
+
+class Join(nnx.Module):
+    """How a block's output y joins the residual stream h, in float32: (y + b_y) a_y + (h + b_h) a_h."""
+
+    def __init__(self, rngs, dim: int):
+        self.y_scale = weight(rngs, (dim,), ("embed",), "ones")
+        self.y_bias = weight(rngs, (dim,), ("embed",), "zeros")
+        self.h_scale = weight(rngs, (dim,), ("embed",), "ones")
+        self.h_bias = weight(rngs, (dim,), ("embed",), "zeros")
+
+    def __call__(self, y: Float[Array, "B S D"], h: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
+        y = (y.astype(jnp.float32) + self.y_bias[...]) * self.y_scale[...]
+        return y + (h + self.h_bias[...]) * self.h_scale[...]
+
+
+def rope_table(positions: Int[Array, "B S"], base: float, rotary_dim: int) -> Float[Array, "B S half2"]:
+    """cos and sin (side by side) of each position's angles, float32; `rotary_dim` channels turn in pairs."""
+    inverse = 1.0 / base ** (jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim)
+    angles = positions[..., None].astype(jnp.float32) * inverse
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+
+
+def apply_rope(x: Float[Array, "B S H C"], table: Float[Array, "B S half2"]) -> Float[Array, "B S H C"]:
+    """Rotates channel i with channel i + rotary_dim / 2; the channels past rotary_dim pass through."""
+    rotary_dim = table.shape[-1]
+    cos, sin = jnp.split(table[:, :, None, :], 2, axis=-1)
+    first, second, rest = jnp.split(x, (rotary_dim // 2, rotary_dim), axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)

@@ -1,0 +1,95 @@
+"""Cross entropy over the tied head in chunks of tokens, so that [N, V] logits never exist in full.
+
+The gradient is computed in the forward pass, chunk by chunk while the chunk's logits are at hand: three products in
+all, none repeated. Letters: N tokens, D model, V vocabulary.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+CHUNK_BYTES = 64 << 20  # of float32 logits at a time
+
+
+def cross_entropy(
+    hidden: Float[Array, "N D"],
+    embedding: Float[Array, "V D"],
+    bias: Float[Array, "V"] | None,
+    targets: Int[Array, "N"],
+    weights: Float[Array, "N"],
+    *,
+    dtype,
+    z_weight: float = 0.0,
+    chunk: int | None = None,
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """(loss, z): the weighted sums over tokens of -log p(target) + z_weight log² Z, and of log² Z (not differentiated).
+
+    Divide by the number of real tokens of the whole batch, not of this piece of it.
+    """
+    num, vocab = hidden.shape[0], embedding.shape[0]
+    chunk = min(chunk or max(1, CHUNK_BYTES // (4 * vocab)), num)
+    pad = -num % chunk
+    hidden = jnp.pad(hidden, ((0, pad), (0, 0)))
+    targets, weights = jnp.pad(targets, (0, pad)), jnp.pad(weights, (0, pad))
+    return _cross_entropy(hidden, embedding, bias, targets, weights, jnp.dtype(dtype), z_weight, chunk)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _cross_entropy(hidden, embedding, bias, targets, weights, dtype, z_weight, chunk):
+    table = embedding.astype(dtype)
+
+    def step(carry, piece):
+        loss, z, _ = _chunk_loss(*piece, table, bias, dtype, z_weight)
+        return (carry[0] + loss, carry[1] + z), None
+
+    sums, _ = lax.scan(step, (jnp.zeros(()), jnp.zeros(())), _pieces(hidden, targets, weights, chunk))
+    return sums
+
+
+def _pieces(hidden, targets, weights, chunk):
+    return hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk), weights.reshape(-1, chunk)
+
+
+def _chunk_loss(hidden, targets, weights, table, bias, dtype, z_weight):
+    logits = jnp.einsum("nd,vd->nv", hidden.astype(dtype), table, preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits += bias
+    log_z = jax.nn.logsumexp(logits, axis=-1)
+    at_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    z = jnp.sum(weights * log_z**2)
+    return jnp.sum(weights * (log_z - at_target)) + z_weight * z, z, (logits, log_z)
+
+
+def _cross_entropy_fwd(hidden, embedding, bias, targets, weights, dtype, z_weight, chunk):
+    table = embedding.astype(dtype)
+
+    def step(carry, piece):
+        h, t, w = piece
+        loss_sum, z_sum, d_table, d_bias = carry
+        loss, z, (logits, log_z) = _chunk_loss(h, t, w, table, bias, dtype, z_weight)
+        probabilities = jnp.exp(logits - log_z[:, None])
+        hit = t[:, None] == lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+        d_logits = probabilities * (w * (1 + 2 * z_weight * log_z))[:, None] - jnp.where(hit, w[:, None], 0.0)
+        if d_bias is not None:
+            d_bias = d_bias + d_logits.sum(0)
+        d_logits = d_logits.astype(dtype)
+        d_table = d_table + jnp.einsum("nv,nd->vd", d_logits, h.astype(dtype), preferred_element_type=jnp.float32)
+        dh = jnp.einsum("nv,vd->nd", d_logits, table, preferred_element_type=jnp.float32)
+        return (loss_sum + loss, z_sum + z, d_table, d_bias), dh.astype(h.dtype)
+
+    zero = jnp.zeros(())
+    start = (zero, zero, jnp.zeros(embedding.shape, jnp.float32), None if bias is None else jnp.zeros_like(bias))
+    (loss, z, d_table, d_bias), dh = lax.scan(step, start, _pieces(hidden, targets, weights, chunk))
+    return (loss, z), (dh.reshape(hidden.shape), d_table, d_bias)
+
+
+def _cross_entropy_bwd(dtype, z_weight, chunk, saved, cotangents):
+    dh, d_table, d_bias = saved
+    scale = cotangents[0]
+    return (dh * scale).astype(dh.dtype), d_table * scale, None if d_bias is None else d_bias * scale, None, None
+
+
+_cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)

@@ -1,0 +1,41 @@
+"""The MLP router: a narrow stream of its own through the layers (EDA), a three-layer MLP, one choice a token.
+
+The choice is argmax(p + balancing bias); the gate is p of the chosen class, without the bias. The last class is the
+skip class. Letters: N tokens, R router width, E experts.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from zaya_jax.config import Model, Precision
+from zaya_jax.model.layers import Linear, RMSNorm, weight
+
+
+class Router(nnx.Module):
+    def __init__(self, rngs, model: Model, precision: Precision):
+        d, r, std = model.hidden_size, model.router_hidden_size, model.initializer_range
+        self.down = Linear(rngs, d, r, ("embed", "router"), std, bias=True)
+        self.eda = weight(rngs, (r,), ("router",), "ones")  # layer 0's meets a zero stream and is not exported
+        self.norm = RMSNorm(rngs, r, "router", model.rms_norm_eps)
+        self.fc1 = Linear(rngs, r, r, ("router", None), std, bias=True)
+        self.fc2 = Linear(rngs, r, r, ("router", None), std, bias=True)
+        self.out = Linear(rngs, r, model.num_experts + 1, ("router", None), std, bias=False)
+        self.dtype = jnp.dtype(precision.router)
+
+    def __call__(self, x: Float[Array, "N D"], stream: Float[Array, "N R"], balance: Float[Array, "E1"]):
+        """(choice [N], gate [N], logits [N, E + 1], the stream for the layer above)."""
+        stream = self.down(x, self.dtype, jnp.float32) + self.eda[...] * stream
+        z = _gelu(self.fc1(self.norm(stream), self.dtype, jnp.float32))
+        z = _gelu(self.fc2(z, self.dtype, jnp.float32))
+        logits = self.out(z, self.dtype, jnp.float32)
+        p = jax.nn.softmax(logits, axis=-1)
+        choice = jnp.argmax(jax.lax.stop_gradient(p) + balance, axis=-1).astype(jnp.int32)
+        # A product with a one-hot row instead of a gather: its gradient is no scatter.
+        gate = jnp.sum(p * jax.nn.one_hot(choice, p.shape[-1], dtype=p.dtype), axis=-1)
+        return choice, gate, logits, stream
+
+
+def _gelu(x):
+    return jax.nn.gelu(x, approximate=False)

@@ -1,0 +1,242 @@
+"""ZAYA1 as a pure function of a plain parameter tree.
+
+`Zaya` (Flax NNX) declares the weights and the arithmetic; layers are stacked on a leading axis and scanned, so one
+layer is traced whatever their number, and kinds of layers (full and sliding attention) differ by data. Outside this
+package parameters are nested dicts of arrays: `init` or `abstract` make them, `apply` runs the model on them.
+Balancing biases [L, E + 1] are state, not parameters, and always come as an argument.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from zaya_jax.config import Model, Precision
+from zaya_jax.model.attention import NO_WINDOW
+from zaya_jax.model.cca import CCA, empty_cache
+from zaya_jax.model.experts import expert_mlp
+from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
+from zaya_jax.model.router import Router
+
+SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Output:
+    """What a forward pass leaves: the normed last hidden state and, per layer, what was routed where."""
+
+    hidden: Float[Array, "B S D"]
+    counts: Float[Array, "L E1"]  # real tokens a class
+    cache: dict | None = None
+    hidden_states: Float[Array, "L B S D"] | None = None  # the residual stream after each layer (trace=True)
+    router_logits: Float[Array, "L N E1"] | None = None
+
+
+class Experts(nnx.Module):
+    def __init__(self, rngs, model: Model, precision: Precision):
+        e, d, f, std = model.num_experts, model.hidden_size, model.moe_intermediate_size, model.initializer_range
+        self.gate_up = weight(rngs, (e, d, 2 * f), ("expert", "embed", "mlp"), std)
+        self.down = weight(rngs, (e, f, d), ("expert", "mlp", "embed"), std)
+        self.dtype = jnp.dtype(precision.compute)
+
+    def __call__(self, x: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"]):
+        return expert_mlp(x, choice, gate, self.gate_up[...], self.down[...], dtype=self.dtype)
+
+
+class Layer(nnx.Module):
+    """Attention, then experts; each reads a norm of the stream and joins it through a scaling of its own."""
+
+    def __init__(self, rngs, model: Model, precision: Precision):
+        self.attn_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
+        self.cca = CCA(rngs, model, precision)
+        self.attn_join = Join(rngs, model.hidden_size)
+        self.moe_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
+        self.router = Router(rngs, model, precision)
+        self.experts = Experts(rngs, model, precision)
+        self.moe_join = Join(rngs, model.hidden_size)
+
+    def __call__(self, h, stream, balance, attend):
+        y, cache = self.cca(self.attn_norm(h), **attend)
+        h = self.attn_join(y, h)
+        x = self.moe_norm(h).reshape(-1, h.shape[-1])
+        choice, gate, logits, stream = self.router(x, stream, balance)
+        h = self.moe_join(self.experts(x, choice, gate).reshape(h.shape), h)
+        return h, stream, choice, logits, cache
+
+
+class Embed(nnx.Module):
+    def __init__(self, rngs, model: Model):
+        shape = (model.vocab_size, model.hidden_size)
+        self.embedding = weight(rngs, shape, ("vocab", "embed"), model.initializer_range)
+        self.bias = weight(rngs, shape[1:], ("embed",), "zeros")
+        self.scale = weight(rngs, shape[1:], ("embed",), "ones")
+
+    def __call__(self, tokens: Int[Array, "B S"], pad_id: int | None) -> Float[Array, "B S D"]:
+        rows = self.embedding[...][tokens]
+        if pad_id is not None:  # as in the port, looking up the padding id teaches it nothing
+            rows = jnp.where((tokens == pad_id)[..., None], jax.lax.stop_gradient(rows), rows)
+        return (rows + self.bias[...]) * self.scale[...]
+
+
+class Head(nnx.Module):
+    """The tied head's own weights: an optional bias."""
+
+    def __init__(self, rngs, model: Model):
+        self.bias = weight(rngs, (model.vocab_size,), ("vocab",), "zeros")
+
+
+class Zaya(nnx.Module):
+    def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
+        self.embed = Embed(rngs, model)
+        stack = nnx.vmap(lambda key: Layer(nnx.Rngs(key), model, precision))
+        self.layers = stack(jax.random.split(rngs.params(), model.num_hidden_layers))
+        self.final_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
+        if model.lm_head_bias:
+            self.head = Head(rngs, model)
+        self.model, self.precision = model, precision
+
+    def __call__(self, tokens, balance, *, segments, positions, mask, cache, cache_index, cache_valid, remat, trace):
+        model = self.model
+        batch, seq = tokens.shape
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(seq), (batch, seq))
+        h = self.embed(tokens, model.pad_token_id)
+        stream = jnp.zeros((batch * seq, model.router_hidden_size), jnp.float32)
+        kinds, tables, windows = _layer_kinds(model, positions)
+        real = segments > 0 if segments is not None else mask if mask is not None else jnp.ones_like(tokens)
+        real = real.reshape(-1).astype(jnp.float32)
+        layer_def, layer_weights = nnx.split(self.layers)
+
+        def body(carry, per_layer):
+            h, stream = carry
+            weights, balance_l, kind, window, cache_l = per_layer
+            layer = nnx.merge(layer_def, weights)
+            attend: dict[str, Any] = {
+                "rope": _rope_of(kind, tables),
+                "window": window, "segments": segments, "mask": mask,
+                "cache": cache_l, "cache_index": cache_index, "cache_valid": cache_valid,
+            }  # fmt: skip
+            h, stream, choice, logits, cache_l = layer(h, stream, balance_l, attend)
+            classes = jnp.arange(model.num_experts + 1)
+            counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
+            return (h, stream), (counts, cache_l, (h, logits) if trace else None)
+
+        if remat == "layer":
+            body = jax.checkpoint(body, prevent_cse=False)
+        (h, _), (counts, cache, traced) = jax.lax.scan(body, (h, stream), (layer_weights, balance, kinds, windows, cache))
+        hidden_states, router_logits = traced if trace else (None, None)
+        return Output(self.final_norm(h), counts, cache, hidden_states, router_logits)
+
+
+def _layer_kinds(model: Model, positions):
+    """Per layer its kind's number and window (None where no layer has one), and each kind's rotary table."""
+    names = sorted(set(model.kinds))
+    tables = []
+    for name in names:
+        rope = getattr(model.rope_parameters, name)
+        tables.append(rope_table(positions, rope.rope_theta, int(model.head_dim * rope.partial_rotary_factor)))
+    kinds = jnp.asarray([names.index(kind) for kind in model.kinds], jnp.int32)
+    windows = None
+    if "hybrid_sliding" in names:
+        wide = [model.sliding_window if kind == "hybrid_sliding" else NO_WINDOW for kind in model.kinds]
+        windows = jnp.asarray(wide, jnp.int32)
+    return kinds, tables, windows
+
+
+def _rope_of(kind, tables):
+    """(selected, table) pairs for CCA: one pair, unless kinds turn different numbers of channels."""
+    if len({table.shape for table in tables}) == 1:
+        return [(None, jnp.stack(tables)[kind] if len(tables) > 1 else tables[0])]
+    return [(kind == i, table) for i, table in enumerate(tables)]
+
+
+@functools.lru_cache(maxsize=32)
+def _abstract(model: Model, precision: Precision):
+    return nnx.split(nnx.eval_shape(lambda: Zaya(nnx.Rngs(0), model, precision)), nnx.Param)
+
+
+def abstract(model: Model, precision: Precision = Precision()) -> dict:
+    """The parameter tree as ShapeDtypeStructs: nothing is allocated."""
+    return nnx.to_pure_dict(_abstract(model, precision)[1])
+
+
+def init(model: Model, key: jax.Array, precision: Precision = Precision()) -> dict:
+    """Fresh parameters; a function of the key alone."""
+    return nnx.to_pure_dict(nnx.split(Zaya(nnx.Rngs(key), model, precision), nnx.Param)[1])
+
+
+def init_balance(model: Model) -> Float[Array, "L E1"]:
+    """Balancing biases at the start: zero for experts, -1 for the skip class."""
+    return jnp.zeros((model.num_hidden_layers, model.num_experts + 1)).at[:, -1].set(SKIP_BIAS)
+
+
+def apply(
+    model: Model,
+    params: dict,
+    balance: Float[Array, "L E1"],
+    tokens: Int[Array, "B S"],
+    *,
+    precision: Precision = Precision(),
+    segments: Int[Array, "B S"] | None = None,
+    positions: Int[Array, "B S"] | None = None,
+    mask: Int[Array, "B S"] | None = None,
+    cache: dict | None = None,
+    cache_index: jax.Array | None = None,
+    cache_valid: jax.Array | None = None,
+    remat: str = "none",
+    trace: bool = False,
+) -> Output:
+    """Runs the model. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is for left-padded rows.
+
+    With a cache (of `empty_cache`), tokens are written at `cache_index`, and `cache_valid` [B, T] says which of its
+    columns may be seen by a single new token.
+    """
+    graph, state = _abstract(model, precision)
+    state = jax.tree.map(lambda x: x, state)  # a copy: replacing is in place
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graph, state)(
+        tokens, balance, segments=segments, positions=positions, mask=mask, cache=cache, cache_index=cache_index,
+        cache_valid=cache_valid, remat=remat, trace=trace,
+    )  # fmt: skip
+
+
+def logits(model: Model, params: dict, hidden: Float[Array, "B S D"], precision: Precision) -> Float[Array, "B S V"]:
+    """The tied head on a normed hidden state, accumulated and given in float32."""
+    dtype = jnp.dtype(precision.compute)
+    embedding = params["embed"]["embedding"].astype(dtype)
+    out = jnp.einsum("bsd,vd->bsv", hidden.astype(dtype), embedding, preferred_element_type=jnp.float32)
+    return out + params["head"]["bias"] if model.lm_head_bias else out
+
+
+def param_axes(model: Model, precision: Precision = Precision()) -> dict:
+    """The logical axes of every weight, in the shape of the parameter tree; stacked ones begin with "layers"."""
+    state = _abstract(model, precision)[1]
+    shapes = nnx.to_pure_dict(state)
+    flat = {path: leaf.get_metadata()["axes"] for path, leaf in nnx.to_flat_state(state)}
+
+    def axes(path, shape):
+        names = flat[tuple(p.key for p in path)]
+        return ("layers",) * (len(shape.shape) - len(names)) + tuple(names)
+
+    return jax.tree_util.tree_map_with_path(axes, shapes)
+
+
+def param_counts(model: Model) -> dict[str, int]:
+    """Numbers of parameters, as the papers count them: in all, without the embedding, and active for one token."""
+    tree = abstract(model)
+    total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - model.router_hidden_size  # layer 0's unused EDA
+    embedding = model.vocab_size * model.hidden_size
+    expert = 3 * model.hidden_size * model.moe_intermediate_size
+    idle = model.num_hidden_layers * (model.num_experts - 1) * expert
+    return {
+        "total": total,
+        "without_embedding": total - embedding,
+        "active_without_embedding": total - embedding - idle,
+        "active": total - idle,
+    }

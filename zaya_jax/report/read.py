@@ -1,0 +1,311 @@
+"""Reads a workdir for the report: metrics.jsonl streamed into bins, and the small files beside it.
+
+A run may have a million steps, so no list of steps is kept: every metric is a `Series` (or `Vectors`, for one number per
+layer or expert) of at most a fixed number of bins, whose width in steps doubles whenever they would be exceeded. Files
+may be missing, cut short or hold NaN: what cannot be used is counted and said, never fatal.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+SERIES_BINS = 1024
+VECTOR_BINS = 240
+MAX_KEYS = 256
+MAX_LINE_BYTES = 1 << 26
+MAX_TEXT_BYTES = 1 << 16
+LARGEST = 1e300  # beyond this a sum may overflow: counted as non-finite
+LAST_LOSSES = 20  # steps averaged for the headline: one batch's loss is noisy
+
+
+@dataclasses.dataclass
+class Bin:
+    """Some neighbouring steps of one metric: how many values, their mean and range, how many were not finite."""
+
+    count: int = 0
+    mean: float = math.nan
+    step: float = math.nan  # mean step of the values
+    low: float = math.inf
+    high: float = -math.inf
+    bad: int = 0
+    bad_step: int = -1  # the first step whose value was not finite
+
+    def add(self, other: "Bin") -> None:
+        """Takes in the values of another bin."""
+        if other.bad and (not self.bad or other.bad_step < self.bad_step):
+            self.bad_step = other.bad_step
+        self.bad += other.bad
+        if other.count:
+            total = self.count + other.count
+            part = other.count / total
+            self.mean = other.mean if not self.count else self.mean + (other.mean - self.mean) * part
+            self.step = other.step if not self.count else self.step + (other.step - self.step) * part
+            self.low, self.high = min(self.low, other.low), max(self.high, other.high)
+            self.count = total
+
+
+class Series:
+    """One number per step as at most `capacity` bins of equal width, with its extremes and last value."""
+
+    def __init__(self, capacity: int = SERIES_BINS):
+        self.capacity, self.width = capacity, 1
+        self.bins: dict[int, Bin] = {}
+        self.last_step, self.last = -1, math.nan
+        self.total = Bin()
+        self.low_step = self.high_step = -1
+
+    def add(self, step: int, value: float) -> None:
+        """Records a step's value; NaN and infinities are counted apart."""
+        if math.isfinite(value) and abs(value) < LARGEST:
+            one = Bin(1, value, step, value, value)
+            self.low_step = step if value < self.total.low else self.low_step
+            self.high_step = step if value > self.total.high else self.high_step
+        else:
+            one = Bin(bad=1, bad_step=step)
+        self.total.add(one)
+        if step >= self.last_step:
+            self.last_step, self.last = step, value
+        self.bins.setdefault(step // self.width, Bin()).add(one)
+        while len(self.bins) > self.capacity:
+            self.width *= 2
+            self.bins = _merged(self.bins, 2, Bin)
+
+    def coarse(self, most: int) -> list[Bin]:
+        """The bins in order of steps, merged until there are at most `most`."""
+        bins, factor = self.bins, 1
+        while len(bins) > most:
+            factor *= 2
+            bins = _merged(self.bins, factor, Bin)
+        return [bins[i] for i in sorted(bins)]
+
+
+class VectorBin:
+    """Some neighbouring steps of an array of metrics: sums and counts of its finite entries."""
+
+    def __init__(self) -> None:
+        self.steps, self.step = 0, math.nan
+        self.sum: Any = 0.0
+        self.count: Any = 0
+
+    def add(self, other: "VectorBin") -> None:
+        """Takes in the arrays of another bin."""
+        total = self.steps + other.steps
+        self.step = other.step if not self.steps else self.step + (other.step - self.step) * other.steps / total
+        self.steps = total
+        self.sum, self.count = self.sum + other.sum, self.count + other.count
+
+    @property
+    def mean(self) -> np.ndarray:
+        """The mean of the finite values, entry by entry; NaN where there was none."""
+        return np.where(self.count > 0, self.sum / np.maximum(self.count, 1), np.nan)
+
+
+class Vectors:
+    """An array of fixed shape per step ([L] or [L, E+1]) as at most `capacity` bins of equal width."""
+
+    def __init__(self, shape: tuple[int, ...], capacity: int = VECTOR_BINS):
+        self.shape, self.capacity, self.width = shape, capacity, 1
+        self.bins: dict[int, VectorBin] = {}
+
+    def add(self, step: int, value: np.ndarray) -> None:
+        """Records a step's array; entries that are not finite count as missing."""
+        good = np.isfinite(value) & (np.abs(value) < LARGEST)
+        one = VectorBin()
+        one.steps, one.step, one.sum, one.count = 1, step, np.where(good, value, 0.0), good.astype(np.int64)
+        self.bins.setdefault(step // self.width, VectorBin()).add(one)
+        while len(self.bins) > self.capacity:
+            self.width *= 2
+            self.bins = _merged(self.bins, 2, VectorBin)
+
+    def coarse(self, most: int) -> tuple[list[float], np.ndarray]:
+        """Steps [T] and means [T, ...] in order, merged until there are at most `most`."""
+        bins, factor = self.bins, 1
+        while len(bins) > most:
+            factor *= 2
+            bins = _merged(self.bins, factor, VectorBin)
+        order = sorted(bins)
+        return [bins[i].step for i in order], np.stack([bins[i].mean for i in order])
+
+    def end(self, fraction: float = 0.05) -> tuple[np.ndarray, int]:
+        """The mean over the last part of the run, and how many recorded steps that is."""
+        order = sorted(self.bins)
+        whole, wanted = VectorBin(), max(1, fraction * sum(b.steps for b in self.bins.values()))
+        while order and whole.steps < wanted:
+            whole.add(self.bins[order.pop()])
+        return whole.mean, whole.steps
+
+
+def _merged(bins: dict[int, Any], factor: int, kind: type) -> dict[int, Any]:
+    out: dict[int, Any] = {}
+    for index, item in bins.items():
+        out.setdefault(index // factor, kind()).add(item)
+    return out
+
+
+@dataclasses.dataclass
+class Workdir:
+    """What the report knows of a run."""
+
+    path: pathlib.Path
+    series: dict[str, Series] = dataclasses.field(default_factory=dict)
+    vectors: dict[str, Vectors] = dataclasses.field(default_factory=dict)
+    config: dict = dataclasses.field(default_factory=dict)
+    environment: dict = dataclasses.field(default_factory=dict)
+    sample: str = ""
+    prompt: str = ""
+    notes: list[str] = dataclasses.field(default_factory=list)
+    lines: int = 0
+    first_step: int = 0
+    last_step: int = 0
+    last_losses: deque = dataclasses.field(default_factory=lambda: deque(maxlen=LAST_LOSSES))
+
+    def last(self, key: str) -> float:
+        """The last recorded value of a metric, NaN where there is none."""
+        return self.series[key].last if key in self.series else math.nan
+
+    @property
+    def train_loss(self) -> float:
+        """The mean loss of the last steps; NaN if the last one was not finite."""
+        if not self.last_losses or not math.isfinite(self.last_losses[-1]):
+            return math.nan
+        good = [v for v in self.last_losses if math.isfinite(v)]
+        return sum(good) / len(good)
+
+    @property
+    def seconds(self) -> float:
+        """The time that all recorded steps took together."""
+        total = self.series["step_seconds"].total if "step_seconds" in self.series else Bin()
+        return total.mean * total.count if total.count else math.nan
+
+
+def read_workdir(path: pathlib.Path) -> Workdir:
+    """Reads metrics.jsonl, config.json, environment.json and sample.txt, as far as they are there."""
+    out = Workdir(path)
+    out.config = _json_object(path / "config.json", out.notes)
+    out.environment = _json_object(path / "environment.json", out.notes)
+    out.sample = _text(path / "sample.txt", out.notes)
+    log = out.config.get("log")
+    prompt = log.get("sample_prompt") if isinstance(log, dict) else None
+    out.prompt = prompt if isinstance(prompt, str) and out.sample.startswith(prompt) else ""
+    metrics = path / "metrics.jsonl"
+    if metrics.is_file():
+        _read_metrics(metrics, out)
+    else:
+        out.notes.append("There is no metrics.jsonl in this workdir.")
+    return out
+
+
+def _read_metrics(path: pathlib.Path, out: Workdir) -> None:
+    unreadable, odd, left_out = 0, set(), set()
+    with path.open("rb") as file:
+        while line := file.readline(MAX_LINE_BYTES):
+            if not line.strip():
+                continue
+            record = _parse(line)
+            if record is None:
+                unreadable += 1
+                continue
+            step = int(record.pop("step"))
+            out.first_step = step if not out.lines else min(out.first_step, step)
+            out.last_step = max(out.last_step, step)
+            out.lines += 1
+            for key, value in record.items():
+                if key not in out.series and key not in out.vectors and len(out.series) + len(out.vectors) >= MAX_KEYS:
+                    left_out.add(key) if len(left_out) < MAX_KEYS else None
+                elif isinstance(value, list):
+                    _add_vector(out, odd, key, step, value)
+                else:
+                    _add_number(out, key, step, value)
+            _add_data_wait(out, record, step)
+    if not out.lines:
+        out.notes.append("metrics.jsonl holds no complete step yet.")
+    if unreadable:
+        lines = "1 line" if unreadable == 1 else f"{unreadable} lines"
+        out.notes.append(f"{lines} of metrics.jsonl could not be read and {'is' if unreadable == 1 else 'are'} left out.")
+    for key in sorted(odd):
+        out.notes.append(f"Some values of {key} have another shape than the first one and are left out.")
+    if left_out:
+        out.notes.append(f"Only the first {MAX_KEYS} metrics are shown.")
+
+
+def _parse(line: bytes) -> dict | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    step = record.get("step") if isinstance(record, dict) else None
+    usable = isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step < 2**53
+    return record if usable and step == int(step) else None
+
+
+def _number(value: Any) -> float | None:
+    """A float where the value is a number, or a string or null that stands for a non-finite one."""
+    if isinstance(value, int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    if isinstance(value, str) and value.strip().lower().lstrip("+-") in ("nan", "inf", "infinity"):
+        return math.nan
+    return None
+
+
+def _add_number(out: Workdir, key: str, step: int, value: Any) -> None:
+    number = _number(value)
+    if number is None and key == "loss" and value is None:
+        number = math.nan  # how strict JSON writers put it
+    if number is None:
+        return
+    out.series.setdefault(key, Series()).add(step, number)
+    if key == "loss":
+        out.last_losses.append(number)
+
+
+def _add_vector(out: Workdir, odd: set[str], key: str, step: int, value: list) -> None:
+    try:
+        array = np.asarray(value, dtype=np.float64)  # None becomes NaN
+    except (ValueError, TypeError):
+        odd.add(key)
+        return
+    dims = 2 if key == "load" else 1
+    if array.ndim != dims or not array.size or (dims == 2 and array.shape[1] < 2):
+        odd.add(key)
+    elif out.vectors.setdefault(key, Vectors(array.shape)).shape != array.shape:
+        odd.add(key)
+    else:
+        out.vectors[key].add(step, array)
+
+
+def _add_data_wait(out: Workdir, record: dict, step: int) -> None:
+    """The share of the step spent waiting for data, from `data_wait` in seconds."""
+    wait, whole = _number(record.get("data_wait")), _number(record.get("step_seconds"))
+    if wait is not None and whole is not None and whole > 0:
+        out.series.setdefault("data_wait_fraction", Series()).add(step, wait / whole)
+
+
+def _json_object(path: pathlib.Path, notes: list[str]) -> dict:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        notes.append(f"{path.name} is not a readable JSON object and is left out.")
+        return {}
+    return value
+
+
+def _text(path: pathlib.Path, notes: list[str]) -> str:
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        raw = file.read(MAX_TEXT_BYTES + 1)
+    if len(raw) > MAX_TEXT_BYTES:
+        notes.append(f"{path.name} is long: its first {MAX_TEXT_BYTES // 1024} KiB are shown.")
+    return raw[:MAX_TEXT_BYTES].decode("utf-8", errors="replace")
