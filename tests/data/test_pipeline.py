@@ -1,0 +1,122 @@
+import numpy as np
+import pytest
+
+from zaya_jax.config import UserError
+from zaya_jax.data import pipeline, tokenizers
+
+
+@pytest.fixture
+def tok():
+    return tokenizers.load("bytes")
+
+
+def take(stream, count):
+    return [next(stream) for _ in range(count)]
+
+
+def assert_same(got, expected):
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        assert a.keys() == b.keys()
+        for name in a:
+            np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+
+
+def check_batch(batch, tok):
+    """What every batch promises, whatever made it."""
+    assert {k: v.dtype for k, v in batch.items()} == {
+        "tokens": np.int32, "targets": np.int32, "segment_ids": np.int32, "positions": np.int32,
+        "loss_mask": np.float32,
+    }  # fmt: skip
+    real = batch["segment_ids"] > 0
+    assert (batch["tokens"][~real] == tok.pad_id).all() and not batch["loss_mask"][~real].any()
+    same = batch["segment_ids"][:, 1:] == batch["segment_ids"][:, :-1]
+    step = np.diff(batch["positions"], axis=1)
+    assert (step[same & real[:, 1:]] == 1).all()
+    assert (batch["positions"][:, 1:][~same] == 0).all() and (batch["positions"][:, 0] == 0).all()
+    learn = (batch["loss_mask"] > 0)[:, :-1] & same
+    assert (batch["targets"][:, :-1][learn] == batch["tokens"][:, 1:][learn]).all()
+    # a begin token opens a segment, and no target is a begin token
+    inside = batch["tokens"][:, 1:] == tok.bos_id
+    assert not same[inside].any()
+    assert not (batch["targets"][batch["loss_mask"] > 0] == tok.bos_id).any()
+
+
+def test_batches_hold_their_promises(make_config, corpus, tok):
+    for batch in take(pipeline.train_stream(make_config(path=str(corpus)), tok), 20):
+        check_batch(batch, tok)
+
+
+def test_an_epoch_holds_every_token_once(make_config, corpus, tok):
+    config = make_config(path=str(corpus), global_batch=1)
+    stream = pipeline.train_stream(config, tok)
+    train, _ = pipeline._stores(config, tok)
+    num_rows = -(-int(train.lengths.sum()) // 64)
+    epochs = [take(stream, num_rows) for _ in range(2)]
+    rows = [np.concatenate([b["tokens"] for b in epoch]) for epoch in epochs]
+    expected = np.full(num_rows * 64, tok.pad_id)
+    expected[: train.lengths.sum()] = train.read([0])[0].tokens
+    expected = expected.reshape(num_rows, 64)
+    for epoch in rows:
+        np.testing.assert_array_equal(np.unique(epoch, axis=0), np.unique(expected, axis=0))
+    assert (rows[0] != rows[1]).any()
+    learnt = sum(b["loss_mask"].sum() for b in epochs[0])
+    assert learnt == train.read([0])[0].learn.sum()  # windows overlap by one target, so none is lost
+
+
+@pytest.mark.parametrize("stop", [0, 1, 13, 57])
+def test_resuming_is_exact(make_config, corpus, tok, stop):
+    config = make_config(path=str(corpus), run_seed=3)
+    whole = take(pipeline.train_stream(config, tok), 70)
+    first = pipeline.train_stream(config, tok)
+    take(first, stop)
+    second = pipeline.train_stream(config, tok)
+    second.set_state(first.get_state())
+    assert_same(take(second, 70 - stop), whole[stop:])
+
+
+@pytest.mark.parametrize("count", [1, 2, 4, 8])
+def test_processes_share_the_same_batches(make_config, corpus, tok, count):
+    config = make_config(path=str(corpus))
+    whole = take(pipeline.train_stream(config, tok), 5)
+    parts = [take(pipeline.train_stream(config, tok, (i, count)), 5) for i in range(count)]
+    joined = [{k: np.concatenate([p[t][k] for p in parts]) for k in whole[0]} for t in range(5)]
+    assert_same(joined, whole)
+
+
+def test_seed_decides_the_order(make_config, corpus, tok):
+    a, b = (next(pipeline.train_stream(make_config(path=str(corpus), run_seed=s), tok)) for s in (0, 1))
+    assert (a["tokens"] != b["tokens"]).any()
+
+
+def test_evaluation_is_fixed_and_split_by_rows(make_config, corpus, tok):
+    config = make_config(path=str(corpus), windows=5, global_batch=4, seq_len=32)
+    whole = pipeline.eval_batches(config, tok)
+    assert_same(pipeline.eval_batches(config, tok), whole)
+    parts = [pipeline.eval_batches(config, tok, (i, 4)) for i in range(4)]
+    joined = [{k: np.concatenate([p[t][k] for p in parts]) for k in whole[0]} for t in range(len(whole))]
+    assert_same(joined, whole)
+    assert sum((b["segment_ids"][:, 0] > 0).sum() for b in whole) == 5
+    for batch in whole:
+        check_batch(batch, tok)
+
+
+def test_held_out_text_is_never_trained_on(make_config, corpus, tok):
+    train, held_out = pipeline._stores(make_config(path=str(corpus)), tok)
+    kept = tok.decode(held_out.read([0])[0].tokens)
+    assert kept[:12] not in tok.decode(train.read([0])[0].tokens)
+
+
+def test_a_state_of_other_data_is_refused(make_config, corpus, tok):
+    state = pipeline.train_stream(make_config(path=str(corpus)), tok).get_state()
+    (corpus / "more.txt").write_text("more text")
+    pipeline._text_stores.clear()
+    with pytest.raises(UserError, match="not what this run began with"):
+        pipeline.train_stream(make_config(path=str(corpus)), tok).set_state(state)
+
+
+def test_bad_configs_are_refused(make_config, corpus, tok):
+    with pytest.raises(UserError, match="264 ids"):
+        pipeline.train_stream(make_config(path=str(corpus), vocab_size=256), tok)
+    with pytest.raises(UserError, match="3 processes"):
+        pipeline.train_stream(make_config(path=str(corpus)), tok, (0, 3))

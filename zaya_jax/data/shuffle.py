@@ -1,0 +1,52 @@
+"""Random order without memory: a keyed permutation of range(n), any element of it on its own, the same everywhere.
+
+A four-round Feistel network over the next even power of two, walked until the value falls below n. NumPy's own
+generators promise no fixed stream across versions; a run that is resumed under another version must not reshuffle.
+"""
+
+import numpy as np
+
+ROUNDS = 4
+
+
+def permute(indices: np.ndarray, size: int, keys: np.ndarray | int) -> np.ndarray:
+    """The places of `indices` (all below `size`) in the permutation of range(size) that the key of each names."""
+    indices = np.asarray(indices, np.uint64)
+    keys = np.broadcast_to(np.asarray(keys, np.uint64), indices.shape)
+    half = np.uint64(max(1, (max(int(size) - 1, 1).bit_length() + 1) // 2))
+    out = indices.copy()
+    walking = np.ones(out.shape, bool)
+    while walking.any():
+        out[walking] = _feistel(out[walking], keys[walking], half)
+        walking &= out >= size
+    return out.astype(np.int64)
+
+
+def key(*parts: int) -> int:
+    """A 64-bit key from integers, in their order."""
+    value = np.uint64(0x243F6A8885A308D3)
+    for part in parts:
+        value = _mix(value ^ np.uint64(part % (1 << 64)))
+    return int(value)
+
+
+def keys(parts: tuple[int, ...], last: np.ndarray) -> np.ndarray:
+    """`key(*parts, x)` for every x of `last`."""
+    return _mix(np.uint64(key(*parts)) ^ np.asarray(last, np.uint64))
+
+
+def _feistel(values: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = values >> half, values & mask
+    for i in range(ROUNDS):
+        left, right = right, left ^ (_mix(right ^ _mix(keys + np.uint64(i + 1))) & mask)
+    return (left << half) | right
+
+
+def _mix(value):
+    """The finalising mix of the splitmix64 generator: every input bit moves about half of the output's."""
+    with np.errstate(over="ignore"):
+        value = value + np.uint64(0x9E3779B97F4A7C15)
+        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return value ^ (value >> np.uint64(31))

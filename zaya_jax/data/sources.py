@@ -1,0 +1,152 @@
+"""Where text comes from: the interpreter's own standard library, or a folder, file or glob of text files.
+
+Everything here is deterministic: files come in the order of their relative paths, and a file is held out for
+evaluation by the hash of that path alone, so that adding a file never moves another from one side to the other.
+"""
+
+import dataclasses
+import glob
+import hashlib
+import pathlib
+import sysconfig
+from collections.abc import Iterable
+
+import numpy as np
+
+from zaya_jax.config import UserError
+from zaya_jax.data.tokenizers import Tokenizer
+
+HELD_OUT_SHARE = 0.02
+IN_MEMORY_LIMIT = 2 << 30  # bytes of text; above it a corpus belongs in prepared shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle:
+    """A run of tokens with what training needs to know of each: all arrays have the same length."""
+
+    tokens: np.ndarray  # unsigned
+    targets: np.ndarray  # unsigned: the token after each (whatever it is where `learn` is false)
+    starts: np.ndarray  # bool: a document begins here
+    learn: np.ndarray  # bool: the target is real and belongs to what is to be learnt
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
+    """(name, path) of every text file that data.path names, ordered by name; "stdlib" is the standard library."""
+    if path == "stdlib":
+        root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+        skip = {"site-packages", "dist-packages", "__pycache__"}
+        found = [p for p in root.rglob("*.py") if not skip.intersection(p.relative_to(root).parts)]
+    elif pathlib.Path(path).is_dir():
+        root = pathlib.Path(path)
+        found = [p for p in root.rglob("*") if p.is_file() and not _hidden(p.relative_to(root))]
+    else:
+        found = [pathlib.Path(p) for p in glob.glob(path, recursive=True) if pathlib.Path(p).is_file()]
+        root = pathlib.Path(*_common_parts(found)) if found else pathlib.Path()
+    if not found:
+        raise UserError(
+            f"config.data.path={path!r} holds no text file; give 'stdlib', a directory, a file or a glob"
+        )
+    return sorted((p.relative_to(root).as_posix(), p) for p in found)
+
+
+def read_text(path: pathlib.Path) -> str | None:
+    """The file's text, or None where it is empty or not UTF-8."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError:
+        return None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    return text if text.strip() else None
+
+
+def held_out(name: str, share: float = HELD_OUT_SHARE) -> bool:
+    """Whether the document of this name is kept for evaluation."""
+    return _hash_share(name) < share
+
+
+def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[Bundle, Bundle]:
+    """(training, held-out) tokens of a whole text corpus, in memory."""
+    documents = []
+    size = 0
+    for name, file in list_files(path):
+        size += file.stat().st_size
+        if size > IN_MEMORY_LIMIT:
+            raise UserError(
+                f"config.data.path={path!r} is above {IN_MEMORY_LIMIT >> 30} GiB of text, too much to tokenise at every "
+                "start; prepare it once with python -m experiments.prepare_data and give that directory"
+            )
+        text = read_text(file)
+        if text is not None:
+            documents.append((name, text))
+    if not documents:
+        raise UserError(
+            f"config.data.path={path!r} has files, but none with UTF-8 text; give a corpus with text in it"
+        )
+    chosen = [held_out(name) for name, _ in documents]
+    if len(documents) == 1:
+        name, text = documents[0]
+        cut = len(text) - max(1, round(len(text) * HELD_OUT_SHARE))
+        documents, chosen = [(name, text[:cut] or text), (name, text[cut:])], [False, True]
+    elif not any(chosen) or all(chosen):
+        lowest = min(range(len(documents)), key=lambda i: _hash_share(documents[i][0]))
+        chosen = [i == lowest for i in range(len(documents))]
+    sides = []
+    for side in (False, True):
+        texts = [text for (_, text), out in zip(documents, chosen, strict=True) if out == side]
+        sides.append(concatenate(tokenizer.encode_many(texts), tokenizer))
+    return sides[0], sides[1]
+
+
+def concatenate(documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> Bundle:
+    """One bundle of documents one after another, each between a begin and an end token."""
+    documents = list(documents)
+    lengths = np.array([len(d) + 2 for d in documents], np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    tokens = np.empty(offsets[-1], tokenizer.dtype)
+    for start, document in zip(offsets[:-1], documents, strict=True):
+        tokens[start] = tokenizer.bos_id
+        tokens[start + 1 : start + 1 + len(document)] = document
+        tokens[start + 1 + len(document)] = tokenizer.eos_id
+    starts = np.zeros(len(tokens), bool)
+    starts[offsets[:-1]] = True
+    return with_targets(tokens, starts)
+
+
+def with_targets(
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    learn: np.ndarray | None = None,
+    after: tuple[int, bool] | None = None,
+) -> Bundle:
+    """The bundle of tokens: each one's target is the next, unless a document starts there.
+
+    `learn[i]` says whether token i is to be predicted (all of them by default); `after` is the token that follows
+    the last one, and whether it is to be predicted, where the document goes on in another bundle.
+    """
+    targets = np.zeros_like(tokens)
+    targets[:-1] = tokens[1:]
+    predicted = np.zeros(len(tokens), bool)
+    predicted[:-1] = ~starts[1:] if learn is None else learn[1:] & ~starts[1:]
+    if after is not None and len(tokens):
+        targets[-1], predicted[-1] = after
+    return Bundle(tokens, targets, starts, predicted)
+
+
+def _hidden(path: pathlib.Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _common_parts(files: list[pathlib.Path]) -> tuple[str, ...]:
+    parents = [f.parent.parts for f in files]
+    shared = 0
+    while all(len(p) > shared and p[shared] == parents[0][shared] for p in parents):
+        shared += 1
+    return parents[0][:shared]
+
+
+def _hash_share(name: str) -> float:
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big") / 2**64
