@@ -1,0 +1,52 @@
+# `make pretrain` and `make test` work on a fresh clone: both set up .venv first, if it is not there or not current.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup pretrain test test-all test-floor coverage lint format typecheck pins clean
+
+bin := .venv/bin
+ARGS ?=
+
+help: ## This list
+	@echo "make TARGET [ARGS='...'] [PYTHON=/path/to/python3.12] [EXTRAS=cuda|rocm|hf|eval|notebook]"
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' Makefile | while IFS='|' read -r name text; do \
+	    printf '%-14s%s\n' "$$name" "$$text"; done
+
+setup: ## The pinned environment in .venv (again only when the pinned set has changed)
+	@tools/setup.sh .venv requirements/dev.txt
+
+pretrain: setup ## Train: the embedded tiny run, or ARGS='--config=... --workdir=...'
+	@$(bin)/python -m experiments.pretrain $(ARGS)
+
+test: setup ## The default tests (ARGS='tests/model -k rope' for some)
+	@$(bin)/python -m pytest $(ARGS)
+
+test-all: setup ## The slow tests too
+	@$(bin)/python -m pytest -m "slow or not slow" $(ARGS)
+
+test-floor: ## The default tests on the oldest JAX that is supported, in .venv-floor
+	@EXTRAS= tools/setup.sh .venv-floor requirements/floor.txt
+	@.venv-floor/bin/python -m pytest $(ARGS)
+
+coverage: setup ## The default tests with line and branch coverage
+	@$(bin)/coverage run -m pytest $(ARGS)
+	@$(bin)/coverage report
+
+lint: setup ## Style and formatting, checked
+	@$(bin)/ruff check .
+	@$(bin)/ruff format --check .
+
+format: setup ## Style and formatting, mended
+	@$(bin)/ruff check --fix .
+	@$(bin)/ruff format .
+
+typecheck: setup ## Types
+	@$(bin)/mypy
+
+pins: ## Resolve requirements/ anew
+	@tools/pin.sh
+
+clean: ## Remove the environments and caches (not runs/)
+	rm -rf .venv .venv-floor .cache .ruff_cache build *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

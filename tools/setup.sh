@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# Makes a virtual environment with a pinned set and the project in it, or leaves a good one alone.
+#
+#   tools/setup.sh .venv requirements/dev.txt
+#
+# The environment holds a stamp, written last: where it lies, its extras, and a hash of what it was made from. Without
+# a stamp it is half made, and is made anew; with another hash the changed set is installed over the old one. Of two
+# that start at once the second waits. EXTRAS=cuda (or rocm, hf,...; with commas) adds optional sets, and is remembered.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+venv=$1
+pinned=$2
+python=$venv/bin/python
+stamp=$venv/.stamp
+log=.cache/setup$venv.log
+started=$SECONDS
+
+say() { echo "setup: $*" >&2; }
+
+recorded() { sed -n "$1p" "$stamp" 2>/dev/null || true; }
+
+extras=${EXTRAS-$(recorded 2)}
+place=$PWD/$venv # the scripts in an environment hold its path
+hash=$(cat pyproject.toml requirements/*.txt tools/setup.sh | cksum)
+
+sound() { # made here, whole, with these extras, by an interpreter that still runs and is the one asked for
+  [ "$(recorded 1)" = "$place" ] && [ "$(recorded 2)" = "$extras" ] || return 1
+  local base
+  base=$("$python" -I -c "import os, sys; print(os.path.realpath(sys.executable))" 2>/dev/null) || return 1
+  [ -z "${PYTHON:-}" ] || [ "$base" = "$(tools/find_python.sh 2>/dev/null)" ]
+}
+
+current() { sound && [ "$(recorded 3)" = "$hash" ]; }
+
+lock() { # held until this script ends, however it ends
+  if command -v flock >/dev/null 2>&1; then
+    exec 9>".cache/setup$venv.lock"
+    flock -n 9 || { say "waiting for another set-up of $venv"; flock 9; }
+    return
+  fi
+  local folder=.cache/setup$venv.lock.d owner
+  until mkdir "$folder" 2>/dev/null; do
+    owner=$(cat "$folder/pid" 2>/dev/null || true)
+    if [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null; then rm -rf "$folder"; else sleep 1; fi
+  done
+  echo $$ >"$folder/pid"
+  trap 'rm -rf "$folder"' EXIT
+}
+
+run() { # a step whose output matters only if it fails
+  local status=0
+  "$@" >>"$log" 2>&1 || status=$?
+  [ "$status" -eq 0 ] && return
+  tail -n 25 "$log" >&2
+  say "failed at: $*"
+  say "the whole output is in $log; with the cause mended, run the same command again"
+  exit 1
+}
+
+current && exit 0
+mkdir -p .cache
+lock
+current && exit 0
+
+: >"$log"
+if sound; then
+  say "what $venv was made from has changed: bringing it up to date"
+  rm "$stamp"
+else
+  interpreter=$(tools/find_python.sh)
+  say "making $venv with $("$interpreter" -I --version)"
+  rm -rf "$venv"
+  run "$interpreter" -I -m venv "$venv"
+fi
+say "installing the set of $pinned (a minute or two)"
+pip=("$python" -m pip install --quiet --disable-pip-version-check --no-input)
+run "${pip[@]}" -r "$pinned"
+run "${pip[@]}" --no-build-isolation -r "$pinned" -e ".${extras:+[$extras]}"
+printf '%s\n' "$place" "$extras" "$hash" >"$stamp"
+say "$venv is ready ($((SECONDS - started)) s)"
