@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.attention import attention, decode_attention, softmax_scale
 from zaya_jax.model.layers import Linear, apply_rope, weight
-from zaya_jax.model.matmul import einsum
+from zaya_jax.model.matmul import dot, einsum
 
 NORM_FLOOR = 1.1920929e-07  # float32's epsilon, the port's floor under a head's norm
 
@@ -69,8 +69,7 @@ class CCA(nnx.Module):
         if mask is not None:
             x = x * mask[..., None].astype(x.dtype)
         x = x.astype(self.dtype)
-        packed = jnp.concatenate([self.q(x, self.dtype), self.k(x, self.dtype)], axis=-1)
-        v_prev = self.v_prev(x, self.dtype)
+        packed, v_now, v_prev = self._project(x)
         start = jnp.zeros((batch, 1, x.shape[-1]), x.dtype)
         before = self.v_prev(start, self.dtype) if cache is None else cache["value"][:, None]
         columns = self._no_columns(batch) if cache is None else cache["columns"]
@@ -80,7 +79,7 @@ class CCA(nnx.Module):
         if segments is not None:
             fresh = segments != _shift(segments, 1, -1)
             delayed = jnp.where(fresh[..., None], self.v_prev(start, self.dtype), delayed)
-        v = jnp.concatenate([self.v_now(x, self.dtype), delayed], axis=-1).reshape(batch, seq, self.num_kv, self.channels)
+        v = jnp.concatenate([v_now, delayed], axis=-1).reshape(batch, seq, self.num_kv, self.channels)
         q, k = (_choose(rope, x).astype(self.dtype) for x in (q, k))
 
         scale, visible = softmax_scale(self.channels), segments if segments is not None else mask
@@ -95,6 +94,15 @@ class CCA(nnx.Module):
             else:  # the prompt: it starts an empty cache, so it attends to itself alone
                 out, _ = attention(q, k, v, visible, visible, window, scale=scale)
         return self.o(out.reshape(batch, seq, -1), self.dtype), new_cache
+
+    def _project(self, x):
+        """Packed queries and keys, current and delayed values: one product with the four matrices side by side."""
+        parts = (self.q, self.k, self.v_now, self.v_prev)
+        y = dot(x, jnp.concatenate([p.kernel[...] for p in parts], axis=1), self.dtype)
+        if hasattr(self.q, "bias"):
+            y += jnp.concatenate([p.bias[...] for p in parts]).astype(y.dtype)
+        width = (self.num_heads + self.num_kv) * self.channels
+        return jnp.split(y, (width, width + self.num_kv * self.channels // 2), axis=-1)
 
     def _convolve(self, packed, columns, segments):
         """Both convolutions of the packed columns, [B, S, H + K, C]; biases are added once, at the end."""
@@ -120,7 +128,8 @@ class CCA(nnx.Module):
             [tap(first, taps1 - 1 - i, seq).reshape(batch * seq, -1, self.channels) for i in range(taps1)], axis=-1
         )
         kernel = w1.transpose(1, 0, 2, 3).reshape(w1.shape[1], -1, self.channels)
-        second = einsum("ngi,gio->ngo", grouped, kernel, self.dtype, jnp.float32)
+        # Heads lead: a CPU has no bfloat16 product for a batch dimension in the middle.
+        second = einsum("gni,gio->gno", grouped.transpose(1, 0, 2), kernel, self.dtype, jnp.float32).transpose(1, 0, 2)
         first_bias = self.conv_depthwise.bias[...].reshape(-1, self.channels)
         bias = jnp.einsum("gc,tgcd->gd", first_bias, w1).reshape(width) + self.conv_grouped.bias[...]
         return second.reshape(batch, seq, -1, self.channels) + bias.reshape(-1, self.channels)

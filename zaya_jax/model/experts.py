@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from zaya_jax.model.matmul import rows_dot
+
 
 def sort_by_expert(choice: Int[Array, "N"], num_classes: int):
     """Order that groups tokens by class, its inverse, and the size of each group."""
@@ -153,7 +155,7 @@ def _block_dot_bwd(saved, dy):
             rows = lax.dynamic_slice_in_dim(x_pad, row, block)
             own = row + jnp.arange(block) < starts[e] + sizes[e]
             d_rows = jnp.where(own[:, None], lax.dynamic_slice_in_dim(dy_pad, row, block), 0)
-            return dw + lax.dot_general(rows, d_rows, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+            return dw + rows_dot(rows, d_rows)
 
         return None, _for_each_block(starts, sizes, block, step, jnp.zeros(w.shape[1:], jnp.float32), e)
 

@@ -30,11 +30,24 @@ def _einsum_bwd(spec, dtype, out_dtype, saved, d_out):
     x_spec, w_spec = operands.split(",")
     d_out = d_out.astype(dtype)
     dx = jnp.einsum(f"{out},{w_spec}->{x_spec}", d_out, w.astype(dtype), preferred_element_type=like_x.dtype)
-    dw = jnp.einsum(f"{x_spec},{out}->{w_spec}", x, d_out, preferred_element_type=jnp.float32)
+    if out == "nf" and x.shape[0] % 2 == 0:
+        dw = rows_dot(x, d_out)
+    else:
+        dw = jnp.einsum(f"{x_spec},{out}->{w_spec}", x, d_out, preferred_element_type=jnp.float32)
     return dx, dw.astype(w.dtype)
 
 
 einsum.defvjp(_einsum_fwd, _einsum_bwd)
+
+
+def rows_dot(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x [n, d] and y [n, f] to sum over rows of x y, [d, f], float32.
+
+    Rows are split in two contracted dimensions: as one, XLA's CPU backend has no fast bfloat16 form of this product
+    (5.9 ms against 1.4 for 2048 rows of 256 and 512).
+    """
+    x, y = (a.reshape(2, -1, a.shape[1]) for a in (x, y))
+    return jnp.einsum("bnd,bnf->df", x, y, preferred_element_type=jnp.float32)
 
 
 def dot(x: jax.Array, w: jax.Array, dtype, out_dtype=None) -> jax.Array:
