@@ -1,3 +1,5 @@
+"""The stream of batches: its promises, exactness over processes, resuming, mixtures, phases."""
+
 import numpy as np
 import pytest
 
@@ -50,7 +52,7 @@ def test_batches_hold_their_promises(make_config, corpus, tok):
 def test_an_epoch_holds_every_token_once(make_config, corpus, tok):
     config = make_config(path=str(corpus), global_batch=1)
     stream = pipeline.train_stream(config, tok)
-    train, _ = pipeline._stores(config, tok)
+    train, _ = pipeline.open_stores(config, config.data.path, tok)
     num_rows = -(-int(train.lengths.sum()) // 64)
     epochs = [take(stream, num_rows) for _ in range(2)]
     rows = [np.concatenate([b["tokens"] for b in epoch]) for epoch in epochs]
@@ -102,7 +104,7 @@ def test_evaluation_is_fixed_and_split_by_rows(make_config, corpus, tok):
 
 
 def test_held_out_text_is_never_trained_on(make_config, corpus, tok):
-    train, held_out = pipeline._stores(make_config(path=str(corpus)), tok)
+    train, held_out = pipeline.open_stores(make_config(), str(corpus), tok)
     kept = tok.decode(held_out.read([0])[0].tokens)
     assert kept[:12] not in tok.decode(train.read([0])[0].tokens)
 

@@ -1,3 +1,5 @@
+"""The keyed permutation."""
+
 import numpy as np
 import pytest
 

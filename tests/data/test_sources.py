@@ -1,3 +1,5 @@
+"""Text corpora: what is found, what is left out, what is held out."""
+
 import pytest
 
 from zaya_jax.config import UserError

@@ -1,3 +1,5 @@
+"""Tokenizers: round trips, storage, and what they refuse."""
+
 import json
 
 import numpy as np

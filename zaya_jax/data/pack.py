@@ -1,14 +1,73 @@
-"""Rows: filling a batch's rows with slices of bundles, and what a batch says of each of its tokens.
+"""Rows: which document goes into which, filling a batch's rows, and what a batch says of each of its tokens.
 
-A row is S tokens. Concatenate-and-split takes the next S tokens of a tape; a document that does not end in a row goes
-on in another, as a segment of its own there. Segment ids count documents within a row from 1; 0 is padding.
+Concatenate-and-split takes the next S tokens of a tape; a document that does not end in a row goes on in
+another, as a segment of its own there. First-fit and best-fit-decreasing keep documents whole where they fit
+into a row, and leave a little padding. Segment ids count documents within a row from 1; 0 is padding.
 """
+
+import bisect
 
 import numpy as np
 
 from zaya_jax.data.sources import Bundle
 
 Batch = dict[str, np.ndarray]
+Piece = tuple[
+    int, int, int
+]  # bundle, start, stop: a run of tokens of one document (or, on a tape, of a bundle)
+FIRST_FIT_OPEN = 1024  # first-fit gives up rows further back than this
+PACKINGS = ("concat", "first_fit", "best_fit")
+
+
+def plan(lengths: dict[int, np.ndarray], seq_len: int, packing: str) -> list[list[Piece]]:
+    """Rows of at most S tokens from the documents of some bundles, whose lengths are given bundle by bundle.
+
+    "first_fit" takes documents in their order, each into the first row with room; "best_fit" the longest first, each into
+    the row that it fills best. A document longer than S is cut into pieces of S and a rest.
+    """
+    pieces: list[Piece] = []
+    for bundle, sizes in lengths.items():
+        at = 0
+        for size in sizes.tolist():
+            pieces += [(bundle, at + cut, at + min(cut + seq_len, size)) for cut in range(0, size, seq_len)]
+            at += size
+    return _first_fit(pieces, seq_len) if packing == "first_fit" else _best_fit(pieces, seq_len)
+
+
+def _first_fit(pieces: list[Piece], seq_len: int) -> list[list[Piece]]:
+    rows: list[list[Piece]] = []
+    room = np.zeros(len(pieces), np.int64)
+    open_from = 0  # rows before it are full
+    for piece in pieces:
+        size = piece[2] - piece[1]
+        fits = room[open_from : len(rows)] >= size
+        at = open_from + int(fits.argmax()) if fits.any() else len(rows)
+        if at == len(rows):
+            rows.append([])
+            room[at] = seq_len
+        rows[at].append(piece)
+        room[at] -= size
+        open_from = max(open_from, len(rows) - FIRST_FIT_OPEN)
+        while open_from < len(rows) and room[open_from] == 0:
+            open_from += 1
+    return rows
+
+
+def _best_fit(pieces: list[Piece], seq_len: int) -> list[list[Piece]]:
+    rows: list[list[Piece]] = []
+    rooms: list[tuple[int, int]] = []  # (room, row), sorted
+    for piece in sorted(pieces, key=lambda p: p[1] - p[2]):
+        size = piece[2] - piece[1]
+        at = bisect.bisect_left(rooms, (size, 0))
+        if at == len(rooms):
+            room, row = seq_len, len(rows)
+            rows.append([])
+        else:
+            room, row = rooms.pop(at)
+        rows[row].append(piece)
+        if room > size:
+            bisect.insort(rooms, (room - size, row))
+    return rows
 
 
 class Rows:
@@ -16,24 +75,24 @@ class Rows:
 
     def __init__(self, num_rows: int, seq_len: int, pad_id: int) -> None:
         self.tokens = np.full((num_rows, seq_len), pad_id, np.int32)
-        self.targets = np.full((num_rows, seq_len), pad_id, np.int32)
+        self.targets = np.zeros((num_rows, seq_len), np.int32)
         self.starts = np.zeros((num_rows, seq_len), bool)
         self.learn = np.zeros((num_rows, seq_len), bool)
         self.filled = np.zeros(num_rows, np.int64)
-
-    def room(self, row: int) -> int:
-        """Tokens that still fit in the row."""
-        return self.tokens.shape[1] - int(self.filled[row])
+        self.holes: list[Piece] = []  # (row, start, stop) of tokens that could not be read
 
     def add(self, row: int, bundle: Bundle, start: int, stop: int) -> None:
         """Append tokens start..stop of a bundle; a segment begins where they do."""
         at = int(self.filled[row])
         end = at + stop - start
-        self.tokens[row, at:end] = bundle.tokens[start:stop]
-        self.targets[row, at:end] = bundle.targets[start:stop]
-        self.starts[row, at:end] = bundle.starts[start:stop]
-        self.learn[row, at:end] = bundle.learn[start:stop]
-        self.starts[row, at] = True
+        if bundle.real:
+            self.tokens[row, at:end] = bundle.tokens[start:stop]
+            self.targets[row, at:end] = bundle.targets[start:stop]
+            self.starts[row, at:end] = bundle.starts[start:stop]
+            self.learn[row, at:end] = bundle.learn[start:stop]
+            self.starts[row, at] = True
+        else:
+            self.holes.append((row, at, end))
         self.filled[row] = end
 
 
@@ -41,25 +100,24 @@ def finish(rows: Rows, cross_documents: bool = False) -> Batch:
     """The batch of filled rows; with `cross_documents` a row is one segment, and only padding is cut off."""
     seq_len = rows.tokens.shape[1]
     place = np.arange(seq_len, dtype=np.int32)
-    real = place < rows.filled[:, None]
     if cross_documents:
-        segment_ids = real.astype(np.int32)
-        positions = np.where(real, place, 0)
+        segment_ids = np.ones(rows.tokens.shape, np.int32)
+        positions = np.repeat(place[None], len(rows.tokens), axis=0)
     else:
         segment_ids = np.cumsum(rows.starts, axis=1, dtype=np.int32)
         positions = place - np.maximum.accumulate(np.where(rows.starts, place, 0), axis=1)
-        full = rows.filled == seq_len
-        if not full.all():
-            segment_ids *= real
-            positions *= real
-    learn = rows.learn
-    targets = np.where(learn, rows.targets, rows.tokens.dtype.type(0))
+    if not (rows.filled == seq_len).all() or rows.holes:
+        real = place < rows.filled[:, None]
+        for row, start, stop in rows.holes:
+            real[row, start:stop] = False
+        segment_ids *= real
+        positions *= real
     return {
         "tokens": rows.tokens,
-        "targets": targets,
+        "targets": rows.targets * rows.learn,
         "segment_ids": segment_ids,
         "positions": positions.astype(np.int32, copy=False),
-        "loss_mask": learn.astype(np.float32),
+        "loss_mask": rows.learn.astype(np.float32),
     }
 
 

@@ -1,7 +1,9 @@
-"""Random order without memory: a keyed permutation of range(n), any element of it on its own, the same everywhere.
+"""Random order without memory: a keyed permutation of range(n), any element of it on its own, the same
+everywhere.
 
-A four-round Feistel network over the next even power of two, walked until the value falls below n. NumPy's own
-generators promise no fixed stream across versions; a run that is resumed under another version must not reshuffle.
+A four-round Feistel network over the next even power of two, walked until the value falls below n. NumPy's
+own generators promise no fixed stream across versions; a run that is resumed under another version must not
+reshuffle.
 """
 
 import numpy as np
@@ -10,7 +12,9 @@ ROUNDS = 4
 
 
 def permute(indices: np.ndarray, size: int, keys: np.ndarray | int) -> np.ndarray:
-    """The places of `indices` (all below `size`) in the permutation of range(size) that the key of each names."""
+    """The places of `indices` (all below `size`) in the permutation of range(size) that the key of each
+    names.
+    """
     indices = np.asarray(indices, np.uint64)
     keys = np.broadcast_to(np.asarray(keys, np.uint64), indices.shape)
     half = np.uint64(max(1, (max(int(size) - 1, 1).bit_length() + 1) // 2))

@@ -1,7 +1,8 @@
 """Where text comes from: the interpreter's own standard library, or a folder, file or glob of text files.
 
 Everything here is deterministic: files come in the order of their relative paths, and a file is held out for
-evaluation by the hash of that path alone, so that adding a file never moves another from one side to the other.
+evaluation by the hash of that path alone, so that adding a file never moves another from one side to the
+other.
 """
 
 import dataclasses
@@ -28,13 +29,21 @@ class Bundle:
     targets: np.ndarray  # unsigned: the token after each (whatever it is where `learn` is false)
     starts: np.ndarray  # bool: a document begins here
     learn: np.ndarray  # bool: the target is real and belongs to what is to be learnt
+    real: bool = True  # False: the tokens could not be read, padding takes their place
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that the arrays take."""
+        return self.tokens.nbytes + self.targets.nbytes + self.starts.nbytes + self.learn.nbytes
 
     def __len__(self) -> int:
         return len(self.tokens)
 
 
 def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
-    """(name, path) of every text file that data.path names, ordered by name; "stdlib" is the standard library."""
+    """(name, path) of every text file that data.path names, ordered by name; "stdlib" is the standard
+    library.
+    """
     if path == "stdlib":
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
         skip = {"site-packages", "dist-packages", "__pycache__"}
@@ -76,7 +85,8 @@ def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[Bundle, Bundle]:
         size += file.stat().st_size
         if size > IN_MEMORY_LIMIT:
             raise UserError(
-                f"config.data.path={path!r} is above {IN_MEMORY_LIMIT >> 30} GiB of text, too much to tokenise at every "
+                f"config.data.path={path!r} is above {IN_MEMORY_LIMIT >> 30} GiB of text, too much to "
+                f"tokenise at every "
                 "start; prepare it once with python -m experiments.prepare_data and give that directory"
             )
         text = read_text(file)

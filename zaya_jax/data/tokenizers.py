@@ -1,7 +1,7 @@
 """Tokenizers: text to ids and back, bound to no framework, stored in a workdir as plain files.
 
-`load` takes "bytes", a `tokenizer.json`, a SentencePiece `.model`, or a directory that `save` wrote. Every tokenizer
-has the same few attributes, so nothing behind this module asks which kind it has.
+`load` takes "bytes", a `tokenizer.json`, a SentencePiece `.model`, or a directory that `save` wrote. Every
+tokenizer has the same few attributes, so nothing behind this module asks which kind it has.
 """
 
 import hashlib
@@ -56,7 +56,9 @@ class Tokenizer:
         return np.uint16 if self.vocab_size <= 1 << 16 else np.uint32
 
     def chat_token(self, role: str) -> list[int]:
-        """The ids that mark `role` (see CHAT_TOKENS): one special id, or its name spelt out where there is none."""
+        """The ids that mark `role` (see CHAT_TOKENS): one special id, or its name spelt out where there is
+        none.
+        """
         for name in CHAT_TOKENS[role]:
             found = self._id(name)
             if found is not None:
@@ -91,7 +93,12 @@ class Bytes(Tokenizer):
 
     kind = "bytes"
     vocab_size, bos_id, eos_id, pad_id = 264, 256, 257, 258
-    _specials: ClassVar = {"<|turn|>": 259, "<|end_turn|>": 260, "<think>": 261, "</think>": 262}  # 263 is free
+    _specials: ClassVar = {
+        "<|turn|>": 259,
+        "<|end_turn|>": 260,
+        "<think>": 261,
+        "</think>": 262,
+    }  # 263 is free
 
     def __init__(self) -> None:
         self.sha256 = self._hash(json.dumps(self._specials).encode())
@@ -120,7 +127,7 @@ class HuggingFace(Tokenizer):
 
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
-        except Exception as error:  # noqa: BLE001 the library raises bare Exceptions
+        except Exception as error:  # the library raises bare Exceptions
             raise UserError(
                 f"tokenizer {where} is not a Hugging Face tokenizer.json: {_one_line(error)}"
             ) from None
@@ -228,7 +235,9 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
-    """A byte-level BPE of exactly `vocab_size` ids (specials first) trained on `texts`: no text is unencodable."""
+    """A byte-level BPE of exactly `vocab_size` ids (specials first) trained on `texts`: no text is
+    unencodable.
+    """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -262,7 +271,8 @@ def _special_ids(lookup, given: dict[str, int], where: str) -> tuple[int, int, i
     bos, eos, pad = find("bos_id", BOS_NAMES), find("eos_id", EOS_NAMES), find("pad_id", PAD_NAMES)
     if bos is None and eos is None:
         raise UserError(
-            f"tokenizer {where} has no begin- or end-of-document token under a known name ({', '.join(BOS_NAMES)}); "
+            f"tokenizer {where} has no begin- or end-of-document token under a known name "
+            f"({', '.join(BOS_NAMES)}); "
             f"write its ids as bos_id, eos_id, pad_id into {META_FILE} beside it"
         )
     bos = eos if bos is None else bos

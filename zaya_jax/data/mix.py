@@ -1,0 +1,146 @@
+"""Mixtures: which source each row of the global batch comes from, by weight, in closed form.
+
+One table of M entries, M prime, holds each source in proportion to its weight and as evenly spread as can be;
+row r of a stretch of steps takes entry r mod M. So every batch is as balanced as its size allows, and how
+often a source was used before any (step, slot), by all slots or by one lane alone, is a prefix count instead
+of a replay. Weights and batch size may change from stretch to stretch; counts add up.
+"""
+
+import bisect
+import dataclasses
+
+import numpy as np
+
+from zaya_jax.config import UserError
+
+TABLE_SIZES = (4099, 4111)  # primes; the second for batches that are multiples of the first
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Steps of one batch size and one mixture."""
+
+    first_step: int  # 0 is the run's first
+    batch: int  # rows a step
+    weights: tuple[float, ...]  # one for each source
+
+
+class Mixture:
+    """The sources of all rows of some stretches of steps that follow one another, the last without an end."""
+
+    def __init__(self, stretches: list[Stretch]) -> None:
+        self.stretches = stretches
+        self.num_sources = len(stretches[0].weights)
+        self.starts = [s.first_step for s in stretches]
+        self.size = next(m for m in TABLE_SIZES if all(s.batch % m for s in stretches))
+        made = {s.weights: _table(_quotas(s.weights, self.size)) for s in stretches}
+        self._tables = [made[s.weights] for s in stretches]
+        self._prefixes = [_prefix(t, self.num_sources) for t in self._tables]
+        self._strided: dict[tuple[int, int], tuple[np.ndarray, int]] = {}
+
+    def at(self, step: int) -> tuple[int, Stretch]:
+        """The stretch of a step, with its number."""
+        number = bisect.bisect_right(self.starts, step) - 1
+        return number, self.stretches[number]
+
+    def sources(self, step: int) -> np.ndarray:
+        """The source of each slot of a step's global batch."""
+        p, stretch = self.at(step)
+        rows = (step - stretch.first_step) * stretch.batch + np.arange(stretch.batch)
+        return self._tables[p][rows % self.size]
+
+    def ranks(self, step: int, source: int) -> np.ndarray:
+        """For each slot of the step: how many rows the source gave before it, in all steps and slots."""
+        p, stretch = self.at(step)
+        total = 0
+        for q in range(p):
+            rows = (self.starts[q + 1] - self.starts[q]) * self.stretches[q].batch
+            total += int(self._count(self._prefixes[q], rows, source))
+        rows = (step - stretch.first_step) * stretch.batch + np.arange(stretch.batch)
+        return total + self._count(self._prefixes[p], rows, source)
+
+    def lane_counts(self, step: int, source: int, slots: np.ndarray, turns: int) -> np.ndarray:
+        """How many rows the source gave before to the lane that each slot uses now: lane (slot, step mod
+        turns).
+        """
+        turn = step % turns
+        last, _ = self.at(step)
+        total = np.zeros(len(slots), np.int64)
+        for p in range(last + 1):
+            stretch = self.stretches[p]
+            until = self.starts[p + 1] if p < last else step
+            begin = -(-(stretch.first_step - turn) // turns)  # in the lane's own count of steps
+            end = -(-(until - turn) // turns)
+            prefix, inverse = self._lane_table(p, turns)
+            origin = ((turn - stretch.first_step) * stretch.batch + slots) * inverse % self.size
+            used = self._count(prefix, origin + end, source) - self._count(prefix, origin + begin, source)
+            total += np.where(slots < stretch.batch, used, 0)
+        return total
+
+    def _count(self, prefix: np.ndarray, entries, source: int) -> np.ndarray:
+        rounds, rest = np.divmod(entries, self.size)
+        return rounds * prefix[-1, source] + prefix[rest, source]
+
+    def _lane_table(self, phase: int, turns: int) -> tuple[np.ndarray, int]:
+        """Prefix counts of the table read in strides of turns·B, the way one lane sees it, and 1/stride
+        modulo M.
+        """
+        key = phase, turns
+        if key not in self._strided:
+            stride = turns * self.stretches[phase].batch
+            table = self._tables[phase][np.arange(self.size) * stride % self.size]
+            self._strided[key] = _prefix(table, self.num_sources), pow(stride, -1, self.size)
+        return self._strided[key]
+
+
+def _quotas(weights: tuple[float, ...], size: int) -> np.ndarray:
+    shares = np.array(weights, np.float64)
+    shares = shares / shares.sum() * size
+    quotas = np.floor(shares).astype(np.int64)
+    for k in np.argsort(-(shares - quotas), kind="stable")[: size - quotas.sum()]:
+        quotas[k] += 1
+    for k, weight in enumerate(weights):
+        if weight > 0 and quotas[k] == 0:
+            raise UserError(
+                f"a mixture weight of {weight} is below the resolution of 1/{size} of all rows; raise "
+                f"it or drop it"
+            )
+    return quotas
+
+
+def _table(quotas: np.ndarray) -> np.ndarray:
+    """Each source quota times, always the one that is furthest behind its share."""
+    size = int(quotas.sum())
+    used = np.zeros(len(quotas), np.int64)
+    table = np.empty(size, np.int64)
+    for i in range(size):
+        behind = quotas * (i + 1) - used * size
+        behind[used >= quotas] = -size * size
+        k = int(behind.argmax())
+        table[i] = k
+        used[k] += 1
+    return table
+
+
+def _prefix(table: np.ndarray, num_sources: int) -> np.ndarray:
+    chosen = table[:, None] == np.arange(num_sources)
+    return np.concatenate([np.zeros((1, num_sources), np.int64), np.cumsum(chosen, axis=0)])
+
+
+def parse(parts: tuple[str, ...], where: str = "config.data.mixture") -> dict[str, float]:
+    """The weight of each path of a mixture that is written as "path=weight"."""
+    weights: dict[str, float] = {}
+    for part in parts:
+        path, _, given = part.rpartition("=")
+        try:
+            weight = float(given)
+        except ValueError:
+            weight = -1.0
+        if not path or not 0 <= weight < float("inf") or path in weights:
+            raise UserError(
+                f"{where} has {part!r}; write each source once as path=weight, such as /data/web=0.7"
+            )
+        weights[path] = weight
+    if parts and sum(weights.values()) <= 0:
+        raise UserError(f"{where}={parts} gives no source any weight; raise one above 0")
+    return weights
