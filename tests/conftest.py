@@ -1,0 +1,30 @@
+"""What every test runs under: the CPU as eight devices, and a compilation cache that outlives the process.
+
+The settings are environment variables, set before anything imports jax: programs that tests start have them too.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+flags = os.environ.get("XLA_FLAGS", "")
+if "xla_force_host_platform_device_count" not in flags:
+    os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8".strip()
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> Path:
+    """The folder of golden cases, what the public PyTorch implementation computed: base, sliding, taps."""
+    return ROOT / "tests" / "golden"
+
+
+@pytest.fixture(scope="session", params=["base", "sliding", "taps"])
+def golden_case(request: pytest.FixtureRequest, golden_dir: Path) -> Path:
+    """Each golden case in turn: a folder with config.json, model.safetensors and expected.safetensors."""
+    return golden_dir / request.param
