@@ -73,22 +73,32 @@ class Model:
 @dataclasses.dataclass(frozen=True)
 class Data:
     path: str = "stdlib"  # "stdlib", a directory or glob of text files, or a prepared directory
+    mixture: tuple[str, ...] = ()  # in place of path, several sources: "path=weight"
     tokenizer: str = "bytes"  # "bytes", a tokenizer.json, or a directory that holds a saved tokenizer
     seq_len: int = 4096
     global_batch: int = 4096  # sequences a step
     micro_batch: int = 0  # sequences at once over all devices; 0: the whole global batch
+    packing: str = "concat"  # concat (and split), first_fit, best_fit (decreasing)
+    cross_documents: bool = False  # let documents of a row attend to each other
+    on_corrupt: str = "stop"  # a damaged record: stop, or skip (padding takes its place)
+    workers: int = 0  # processes that compute batches ahead; 0: a thread, fastest on few cores
 
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
     name: str = "muon"  # muon (matrices) with adamw (the rest), or adamw for all
-    lr: float = 1e-3
-    b1: float = 0.9
+    lr: float = 1e-3  # the schedule's peak
+    b1: float = 0.9  # AdamW's
     b2: float = 0.95
     eps: float = 1e-8
+    adamw_lr_factor: float = 1.0  # AdamW's learning rate over Muon's; for muon_scale="spectral", say, 0.1
     weight_decay: float = 0.1
-    clip_norm: float = 1.0
-    momentum: float = 0.95
+    clip_norm: float = 1.0  # of the gradient over all weights; 0: no clipping
+    momentum: float = 0.95  # Muon's
+    nesterov: bool = True
+    muon_scale: str = "match_rms_adamw"  # or "spectral"
+    newton_schulz: str = "keller_jordan"  # or "polar_express": the coefficients
+    newton_schulz_steps: int = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +111,29 @@ class Balance:
 
 
 @dataclasses.dataclass(frozen=True)
+class Phase:
+    """A stretch of training; what is 0 or () is as in the model and data groups."""
+
+    name: str = ""
+    tokens: int = 0  # its length, padding counted
+    seq_len: int = 0
+    rope_theta: float = 0.0  # of full-attention layers
+    global_batch: int = 0  # sequences a step
+    micro_batch: int = 0  # sequences at once over all devices
+    ramp_from: int = 0  # sequences a step at its start, doubled until global_batch is reached; 0: no ramp
+    ramp_tokens: int = 0  # over which the doublings are spread
+    mixture: tuple[str, ...] = ()  # of "path=weight"
+
+
+@dataclasses.dataclass(frozen=True)
 class Schedule:
+    """The learning rate over the whole run: warm-up, constant, decay; the fractions are of all its tokens."""
+
     warmup_fraction: float = 0.02
-    decay_fraction: float = 0.2
+    decay_fraction: float = 0.2  # with decay="cosine" and 1 - warmup_fraction it is the plain cosine schedule
+    decay: str = "linear"  # or "cosine", "1-sqrt"
     final_lr_fraction: float = 0.0
+    phases: tuple[Phase, ...] = ()  # (): one phase of run.num_steps steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,6 +150,7 @@ class Run:
     seed: int = 0
     num_steps: int = 1000
     skip_update: str = "nonfinite"
+    spike_deviations: float = 6.0  # above the running mean of the gradient norm: what "spike" skips
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,6 +172,8 @@ class Precision:
     compute: str = "bfloat16"  # what matrices multiply in (accumulation is float32)
     router: str = "float32"  # what the router's matrices multiply in
     matmul: str = "default"  # XLA's matmul precision for float32 operands: default, high, highest
+    newton_schulz: str = "bfloat16"  # Muon's iteration and, between devices, its directions
+    momentum: str = "float32"  # in what Muon keeps its momentum
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,7 +203,14 @@ class Config:
 
 
 CHOICES = {
+    "data.packing": ("concat", "first_fit", "best_fit"),
+    "data.on_corrupt": ("stop", "skip"),
     "optim.name": ("muon", "adamw"),
+    "optim.muon_scale": ("match_rms_adamw", "spectral"),
+    "optim.newton_schulz": ("keller_jordan", "polar_express"),
+    "schedule.decay": ("linear", "cosine", "1-sqrt"),
+    "precision.newton_schulz": ("bfloat16", "float32"),
+    "precision.momentum": ("bfloat16", "float32"),
     "run.skip_update": ("never", "nonfinite", "spike"),
     "precision.compute": ("bfloat16", "float32"),
     "precision.router": ("bfloat16", "float32"),

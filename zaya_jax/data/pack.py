@@ -22,8 +22,8 @@ PACKINGS = ("concat", "first_fit", "best_fit")
 def plan(lengths: dict[int, np.ndarray], seq_len: int, packing: str) -> list[list[Piece]]:
     """Rows of at most S tokens from the documents of some bundles, whose lengths are given bundle by bundle.
 
-    "first_fit" takes documents in their order, each into the first row with room; "best_fit" the longest first, each into
-    the row that it fills best. A document longer than S is cut into pieces of S and a rest.
+    "first_fit" takes documents in their order, each into the first row with room; "best_fit" the longest first,
+    each into the row that it fills best. A document longer than S is cut into pieces of S and a rest.
     """
     pieces: list[Piece] = []
     for bundle, sizes in lengths.items():
