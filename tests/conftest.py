@@ -1,6 +1,6 @@
 """What every test runs under: the CPU as eight devices, and a compilation cache that outlives the process.
 
-The settings are environment variables, set before anything imports jax: programs that tests start have them too.
+The settings are environment variables, set before anything imports jax: programs a test starts have them too.
 """
 
 import os

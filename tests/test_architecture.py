@@ -1,0 +1,155 @@
+"""The house's rules that a machine can hold: who imports whom, how long a file may be, what it must not say.
+
+The command line's options are frozen here too: a new one is a decision, made by editing this file.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ROOMS = (
+    ".ci",
+    "benchmarks",
+    "docs",
+    "experiments",
+    "launch",
+    "pallas_kernels",
+    "requirements",
+    "tests",
+    "tools",
+)
+PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
+MAX_LINES = 600
+
+# Who may import what of this project. The first name that fits a module counts.
+ARROWS = {
+    "zaya_jax.config": ("zaya_jax.config",),
+    "zaya_jax.model": ("zaya_jax.config", "zaya_jax.model", "zaya_jax.parallel", "pallas_kernels"),
+    "zaya_jax": ("zaya_jax", "pallas_kernels"),
+    "pallas_kernels": ("pallas_kernels",),
+    "experiments": ("experiments", "zaya_jax", "pallas_kernels"),
+}
+
+
+def within(name: str, package: str) -> bool:
+    return name == package or name.startswith(f"{package}.")
+
+
+def imports(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yields the line and full name of everything that a module imports, inside its functions too."""
+    parents = module.split(".") if is_package else module.split(".")[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom):
+            base = parents[: len(parents) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield node.lineno, f"{origin}.{alias.name}"
+
+
+def forbidden_imports(source: str, module: str, is_package: bool = False) -> list[str]:
+    """The imports that break the arrows, each as a sentence."""
+    allowed = next(targets for package, targets in ARROWS.items() if within(module, package))
+    return [
+        f"{module}, line {line}, imports {name}; of this project it may import only {', '.join(allowed)}"
+        for line, name in imports(source, module, is_package)
+        if name.split(".")[0] in (*PACKAGES, "tests", "benchmarks")
+        and not any(within(name, target) for target in allowed)
+    ]
+
+
+def modules() -> list[tuple[str, Path]]:
+    """Every module of the three packages, by its dotted name."""
+    found = []
+    for path in sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found.append((".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    return found
+
+
+def texts() -> list[tuple[str, str]]:
+    """Every text file that belongs to the project, by its path."""
+    files = [path for path in ROOT.iterdir() if path.is_file()]
+    files += [path for room in (*ROOMS, *PACKAGES) for path in (ROOT / room).rglob("*") if path.is_file()]
+    found = []
+    for path in files:
+        if "__pycache__" not in path.parts:
+            try:
+                found.append((str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")))
+            except UnicodeDecodeError:
+                continue  # a picture, a tensor
+    return found
+
+
+def test_every_import_follows_the_arrows():
+    broken = []
+    for module, path in modules():
+        broken += forbidden_imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+    assert modules()
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("zaya_jax.data.pack", "import experiments.pretrain"),
+        ("zaya_jax.train.loop", "def f():\n    from experiments import pretrain"),
+        ("zaya_jax.model.cca", "from zaya_jax import checkpoint"),
+        ("zaya_jax.model.cca", "from ..train import state"),
+        ("zaya_jax.model.cca", "import zaya_jax.optim.muon as muon"),
+        ("zaya_jax.config", "from .model import zaya"),
+        ("pallas_kernels.attention", "from zaya_jax.hardware import chips"),
+        ("experiments.pretrain", "from tests import conftest"),
+    ],
+)
+def test_a_forbidden_import_is_found(module, source):
+    assert forbidden_imports(source, module)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("zaya_jax.model.cca", "from . import norm\nfrom zaya_jax.config import Model\nimport jax"),
+        ("zaya_jax.model.cca", "from pallas_kernels import attention"),
+        ("zaya_jax.train.step", "from zaya_jax import optim, model"),
+        ("experiments.pretrain", "from zaya_jax.train import loop\nfrom experiments.configs import tiny"),
+    ],
+)
+def test_a_rightful_import_passes(module, source):
+    assert not forbidden_imports(source, module)
+
+
+def test_no_program_text_is_longer_than_a_person_reads():
+    long = {
+        name: text.count("\n")
+        for name, text in texts()
+        if name.endswith((".py", ".sh", ".js", ".css", "Makefile"))
+    }
+    assert not {name: lines for name, lines in long.items() if lines > MAX_LINES}
+
+
+TELLTALE = re.compile(
+    r"(?<![\w.~:/$}-])/(?:root|home|Users|work|farm)/\w|(?:index|registry)[-_]?url|/simple/", re.I
+)
+
+
+def test_no_file_names_a_folder_of_one_machine_or_a_package_host():
+    named = [
+        f"{name}:{number}: {line.strip()[:100]}"
+        for name, text in texts()
+        for number, line in enumerate(text.splitlines(), start=1)
+        if TELLTALE.search(line)
+    ]
+    assert not named, "\n".join(named)
+
+
+def test_such_a_name_is_found():
+    assert TELLTALE.search("cd /" + "home/me/zaya")
+    assert TELLTALE.search("--extra-index" + "-url=https://host")
+    assert not TELLTALE.search("https://host/home/page and ~/home/x and $HOME/work/x")
