@@ -135,7 +135,7 @@ def test_no_program_text_is_longer_than_a_person_reads():
 
 
 TELLTALE = re.compile(
-    r"(?<![\w.~:/$}-])/(?:root|home|Users|work|farm)/\w|(?:index|registry)[-_]?url|/simple/", re.I
+    r"(?<![\w.~:/$}-])/(?:root|home|Users|work|farm)/\w|(?:index|registry)[-_]?url|/simple[/]", re.I
 )
 
 
