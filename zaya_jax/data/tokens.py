@@ -130,7 +130,9 @@ def _opened(record: bytes, magic: bytes, shard: str, number: int) -> tuple[Any, 
 
 
 class ShardWriter:
-    """Writes documents into bundles of one shard, under a temporary name until `close` has it all on disk."""
+    """Writes documents into the bundles of one shard, under a temporary name that `close` leaves to be
+    changed.
+    """
 
     def __init__(self, path: pathlib.Path, dtype: type) -> None:
         self.path, self.dtype = path, np.dtype(dtype)
@@ -166,12 +168,12 @@ class ShardWriter:
         crc, size = checksum(self._partial)
         with self._partial.open("rb") as file:
             os.fsync(file.fileno())
-        self._partial.rename(self.path)
         index = np.zeros(len(self._tokens), INDEX_TYPE)
         index["tokens"], index["pieces"] = self._tokens, [len(p) for p in self._pieces]
         index["offset"], index["size"] = offsets[:-1], self._sizes[:-1]
         return {
-            "file": self.path.name, "bytes": size, "crc32c": f"{crc:08x}", "bundles": len(self._tokens),
+            "file": self.path.name,
+            "partial": self._partial.name, "bytes": size, "crc32c": f"{crc:08x}", "bundles": len(self._tokens),
             "tokens": int(sum(self._tokens)), "documents": self.num_documents,
             "lengths_offset": int(offsets[-1]), "lengths_size": self._sizes[-1], "index": index,
         }  # fmt: skip

@@ -1,0 +1,128 @@
+"""Text to token shards: the one-off step between a corpus and a training run.
+
+    python -m experiments.prepare_data --input='corpus/**/*.jsonl.zst' --tokenizer=tokenizer.json --out=data/web
+    python -m experiments.prepare_data --input=stdlib --train_bpe=8192 --out=data/stdlib_bpe
+    python -m experiments.prepare_data --input=chats.jsonl --tokenizer=bytes --context=4096 --out=data/chats
+    python -m experiments.prepare_data --verify=data/web
+
+Input is plain text (a file is a document), JSONL and Parquet (a text field, or chats of roles and contents),
+each also as .gz or .zst. Killed at any moment and started again with the same command, it continues. See
+docs/data.md.
+"""
+
+import multiprocessing
+import os
+import sys
+import time
+
+from absl import app, flags
+from tqdm import tqdm
+
+from zaya_jax.config import UserError
+from zaya_jax.data import prepare, storage, trim
+
+FLAGS = flags.FLAGS
+flags.DEFINE_multi_string("input", [], "files, directories or globs, or stdlib; may be given several times")
+flags.DEFINE_string(
+    "tokenizer", "bytes", "bytes, a tokenizer.json, a SentencePiece .model, or a saved directory"
+)
+flags.DEFINE_integer("train_bpe", 0, "train a byte-level BPE of this many ids on the input and use it", 0)
+flags.DEFINE_string("out", None, "directory to write")
+flags.DEFINE_string("text_field", "text", "field or column of JSONL and Parquet that holds the text")
+flags.DEFINE_integer("context", 0, "trim chat samples to this many tokens, answers preserved; 0: never", 0)
+flags.DEFINE_float(
+    "held_out", 0.02, "share of documents kept for evaluation, by the hash of their names", 0.0, 0.5
+)
+flags.DEFINE_bool("skip_bad", False, "count unreadable files and samples instead of stopping at the first")
+flags.DEFINE_integer("processes", None, "worker processes; by default one a core", 1)
+flags.DEFINE_integer("part_mib", 256, "input a task, and so about the size of a shard", 1)
+flags.DEFINE_string("verify", None, "check this prepared directory against its manifest and do nothing else")
+
+
+def main(_: list[str]) -> int:
+    """Prepare or verify; the exit code."""
+    try:
+        return verify(FLAGS.verify) if FLAGS.verify else make()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except storage.StorageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 4
+    except KeyboardInterrupt:
+        print("stopped; the same command continues", file=sys.stderr)
+        return 130
+
+
+def make() -> int:
+    """Prepare FLAGS.out from FLAGS.input, and say what came of it."""
+    if not FLAGS.input or not FLAGS.out:
+        raise UserError("give --input=GLOB and --out=DIR, or --verify=DIR")
+    if FLAGS.train_bpe and FLAGS["tokenizer"].present:
+        raise UserError("--train_bpe makes the tokenizer; do not give --tokenizer as well")
+    options = prepare.Options(
+        inputs=list(FLAGS.input),
+        tokenizer=FLAGS.tokenizer,
+        train_bpe=FLAGS.train_bpe,
+        text_field=FLAGS.text_field,
+        context=FLAGS.context,
+        held_out=FLAGS.held_out,
+        skip_bad=FLAGS.skip_bad,
+        part_bytes=FLAGS.part_mib << 20,
+    )
+    began = time.perf_counter()
+    with tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True) as bar:
+
+        def progress(done: int, total: int, tokens: int) -> None:
+            bar.total = total
+            if bar.n == 0:
+                bar.initial = bar.n = bar.last_print_n = done  # what an earlier run did says nothing of speed
+            bar.set_postfix_str(
+                f"{tokens / (time.perf_counter() - began) / 1e6:.2f} M tokens/s", refresh=False
+            )
+            bar.update(done - bar.n)
+
+        manifest, was_complete = prepare.prepare(
+            options, FLAGS.out, FLAGS.processes or os.cpu_count() or 1, progress
+        )
+    if was_complete:
+        print(f"{FLAGS.out} is complete already: nothing to do")
+    summarise(manifest, FLAGS.out)
+    return 0
+
+
+def summarise(manifest: dict, out: str) -> None:
+    """Print what a prepared directory holds."""
+    for split, total in manifest["totals"].items():
+        print(
+            f"{split:9s} {total['tokens']:>16,} tokens  {total['documents']:>12,} documents  "
+            f"{total['bundles']:>9,} bundles  {total['bytes'] / 2**20:>10,.1f} MiB"
+        )
+    made = manifest["tokenizer"]
+    print(f"tokenizer {made['kind']}, {made['vocab_size']:,} ids, {manifest['token_bytes']} bytes a token")
+    print(
+        f"storage   sigma {manifest['storage_factor']:.3f} (pages read over pages of tokens, {manifest['page_bytes']} B)"
+    )
+    if manifest["trim"]:
+        print(f"chats     {trim.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}")
+    if manifest["bad"]:
+        print(f"skipped   {manifest['bad']:,} unreadable inputs, such as {manifest['bad_examples'][0]}")
+    print(f"written   {out}")
+
+
+def verify(directory: str) -> int:
+    """Check a prepared directory; 4 if anything in it is not as it was written."""
+    problems = storage.verify(directory)
+    for problem in problems:
+        print(problem)
+    if problems:
+        print(f"{directory} is damaged: {len(problems)} problems")
+        return 4
+    summarise(storage.load_manifest(directory), directory)
+    print("verified  every checksum is as the manifest says")
+    return 0
+
+
+if __name__ == "__main__":
+    multiprocessing.freeze_support()
+    app.run(main)

@@ -1,0 +1,384 @@
+"""Making a prepared directory: input files to token shards, over processes, killable at any moment.
+
+The work is a fixed list of tasks, each a stretch of the input that becomes at most one training and one
+held-out shard. A task is done when its record in `.work/` exists; it is written after the shards are on disk
+and before they get their names, so a finished shard is never written again and an unfinished one never seen.
+`manifest.json` comes last.
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import fcntl
+import json
+import multiprocessing
+import os
+import pathlib
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from zaya_jax.config import UserError
+from zaya_jax.data import chat, inputs, sources, tokenizers, trim
+from zaya_jax.data import tokens as tokens_lib
+from zaya_jax.data.inputs import Part
+from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.data.tokens import Document, ShardWriter
+
+WORK = ".work"
+ENCODE_CHARACTERS = 4 << 20  # texts are encoded by the batch of about so many characters
+BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What decides the content of a prepared directory."""
+
+    inputs: list[str]
+    tokenizer: str = "bytes"
+    train_bpe: int = 0  # train a BPE of this many ids on the input instead
+    text_field: str = "text"
+    context: int = 0  # chat samples are trimmed to it; 0: never
+    held_out: float = sources.HELD_OUT_SHARE
+    skip_bad: bool = False  # count unreadable files and samples instead of stopping at the first
+    part_bytes: int = 256 << 20
+
+
+def prepare(
+    options: Options, out: str, processes: int, progress: Callable[[int, int, int], None]
+) -> tuple[dict[str, Any], bool]:
+    """(manifest, whether it was there already) of the prepared directory `out`, made or continued.
+
+    `progress(done, total, tokens)` is called about twice a second with bytes of input and tokens written.
+    """
+    directory = pathlib.Path(out)
+    work = directory / WORK
+    paths = inputs.find(options.inputs)
+    if directory.exists() and any(directory.iterdir()) and not work.is_dir() and not _finished(directory):
+        raise UserError(f"--out={out} exists and is not a preparation; give an empty or new directory")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be written: {error.strerror}") from None
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--out={out} is being prepared by another process; wait for it or stop it"
+            ) from None
+        plan = _plan(options, paths)
+        if _finished(directory):
+            shutil.rmtree(work)
+            manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
+            if manifest["plan"] != tokens_lib.manifest_hash(plan):
+                raise UserError(
+                    f"--out={out} is complete, from other input or options; give another directory"
+                )
+            return manifest, True
+        _same_plan(work / "plan.json", plan, out)
+        tasks = inputs.split(paths, options.part_bytes)
+        _recover(directory, len(tasks))
+        tokenizer = _tokenizer(options, directory, tasks)
+        _run(options, directory, tasks, processes, progress)
+        return _finish(directory, tokenizer, plan, len(tasks)), False
+
+
+def run_task(
+    number: int, parts: list[Part], directory: str, options: Options, count: Callable[[int, int], None]
+) -> None:
+    """Tokenise one task's input into its shards and record it; `count(bytes, tokens)` is told of progress."""
+    tokenizer = tokenizers.load(pathlib.Path(directory) / tokens_lib.TOKENIZER)
+    task = _Task(number, pathlib.Path(directory), tokenizer, options)
+    for part in parts:
+        for document_tokens in task.add(part):
+            count(0, document_tokens)
+        count(part.cost, 0)
+    task.commit()
+
+
+class _Task:
+    """The writers and counts of one task."""
+
+    def __init__(self, number: int, directory: pathlib.Path, tokenizer: Tokenizer, options: Options) -> None:
+        self._number, self._directory, self._tokenizer, self._options = number, directory, tokenizer, options
+        self._chat = chat.Format(tokenizer)
+        self._writers: dict[str, ShardWriter] = {}
+        self._outcomes = trim.Counts()
+        self._sources: dict[str, list[int]] = {}
+        self._bad: list[str] = []
+        self._empty = 0
+
+    def add(self, part: Part) -> Iterator[int]:
+        """Write a part's samples; yields the tokens of each batch of them."""
+        self._sources.setdefault(part.name, [0, 0])
+        texts: list[tuple[str, str]] = []
+        size = 0
+        try:
+            for name, sample in inputs.samples(part, self._options.text_field):
+                if isinstance(sample, str):
+                    texts.append((name, sample))
+                    size += len(sample)
+                    if size >= ENCODE_CHARACTERS:
+                        yield self._add_texts(part, texts)
+                        texts, size = [], 0
+                else:
+                    yield self._add_texts(part, texts)
+                    texts, size = [], 0
+                    yield self._add_chat(part, name, sample)
+        except inputs.BadInput as error:
+            if not self._options.skip_bad:
+                raise
+            self._bad.append(str(error))
+        yield self._add_texts(part, texts)
+
+    def commit(self) -> None:
+        """Put the shards on disk, record the task, then give the shards their names."""
+        entries = []
+        for split in tokens_lib.SPLITS:
+            if split in self._writers:
+                entry = self._writers[split].close()
+                entries.append({**entry, "split": split, "index": entry["index"].tobytes().hex()})
+        record = {
+            "shards": entries, "sources": self._sources, "trim": dict(self._outcomes), "bad": self._bad,
+            "empty": self._empty,
+        }  # fmt: skip
+        path = self._directory / WORK / f"task-{self._number:05d}.json"
+        tokens_lib.write_atomically(path, json.dumps(record).encode())
+        for entry in entries:
+            (self._directory / entry["partial"]).rename(self._directory / entry["file"])
+
+    def _add_texts(self, part: Part, texts: list[tuple[str, str]]) -> int:
+        tokenizer = self._tokenizer
+        total = 0
+        for (name, _), ids in zip(texts, tokenizer.encode_many([text for _, text in texts]), strict=True):
+            if not len(ids):
+                self._empty += 1
+                continue
+            tokens = np.empty(len(ids) + 2, tokenizer.dtype)
+            tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
+            total += self._write(part, name, Document(tokens))
+        return total
+
+    def _add_chat(self, part: Part, name: str, messages: Any) -> int:
+        try:
+            document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
+        except chat.BadChat as error:
+            if not self._options.skip_bad:
+                raise inputs.BadInput(f"{part.path}: sample {name}: {error}") from None
+            self._bad.append(f"{part.path}: sample {name}: {error}")
+            return 0
+        self._outcomes[outcome] += 1
+        return 0 if document is None else self._write(part, name, document)
+
+    def _write(self, part: Part, name: str, document: Document) -> int:
+        split = "held_out" if sources.held_out(name, self._options.held_out) else "train"
+        if split not in self._writers:
+            path = self._directory / f"{split}-{self._number:05d}.arrayrecord"
+            self._writers[split] = ShardWriter(path, self._tokenizer.dtype)
+        self._writers[split].add(document)
+        source = self._sources[part.name]
+        source[0] += 1
+        source[1] += len(document.tokens)
+        return len(document.tokens)
+
+
+def _finished(directory: pathlib.Path) -> bool:
+    return (directory / tokens_lib.MANIFEST).exists()
+
+
+def _plan(options: Options, paths: list[str]) -> dict[str, Any]:
+    """Everything that the directory's content depends on, the input by names, sizes and times."""
+    stats = [os.stat(p) for p in paths]
+    files = [[p, s.st_size, s.st_mtime_ns] for p, s in zip(paths, stats, strict=True)]
+    tokenizer = "bpe" if options.train_bpe else tokenizers.load(options.tokenizer).sha256
+    return {
+        **dataclasses.asdict(options),
+        "tokenizer": tokenizer,
+        "files": files,
+        "version": tokens_lib.VERSION,
+    }
+
+
+def _same_plan(path: pathlib.Path, plan: dict[str, Any], out: str) -> None:
+    if not path.exists():
+        tokens_lib.write_atomically(path, json.dumps(plan).encode())
+        return
+    begun = json.loads(path.read_bytes())
+    if begun != json.loads(json.dumps(plan)):
+        differ = ", ".join(sorted(k for k in plan if begun.get(k) != json.loads(json.dumps(plan[k]))))
+        raise UserError(
+            f"--out={out} was begun with other {differ}; repeat the first command, or give another directory"
+        )
+
+
+def _recover(directory: pathlib.Path, num_tasks: int) -> None:
+    """Finish what a killed run recorded but did not name, and remove what it left half written."""
+    for number in range(num_tasks):
+        record = directory / WORK / f"task-{number:05d}.json"
+        if not record.exists():
+            continue
+        for entry in json.loads(record.read_bytes())["shards"]:
+            partial, final = directory / entry["partial"], directory / entry["file"]
+            if not final.exists() and partial.exists():
+                partial.rename(final)
+            if not final.exists():
+                record.unlink()  # its shard is gone: the task is done again
+                break
+    for folder in (directory, directory / WORK):
+        for partial in folder.glob("*.partial-*"):
+            partial.unlink()
+
+
+def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[list[Part]]) -> Tokenizer:
+    final = directory / tokens_lib.TOKENIZER
+    if not final.exists():
+        if options.train_bpe:
+            made: Tokenizer = tokenizers.train_bpe(_bpe_texts(options, tasks), options.train_bpe)
+        else:
+            made = tokenizers.load(options.tokenizer)
+        partial = directory / WORK / "tokenizer"
+        made.save(partial)
+        partial.rename(final)
+    return tokenizers.load(final)
+
+
+def _bpe_texts(options: Options, tasks: list[list[Part]]) -> Iterator[str]:
+    total = sum(part.cost for task in tasks for part in task)
+    share = min(1.0, BPE_BYTES / max(total, 1))
+    for task in tasks:
+        for part in task:
+            for name, sample in inputs.samples(part, options.text_field):
+                if sources.held_out("bpe " + name, share):
+                    yield from [sample] if isinstance(sample, str) else _contents(sample)
+
+
+def _contents(messages: list[dict[str, Any]]) -> Iterator[str]:
+    for message in messages:
+        if isinstance(message, dict):
+            yield from (value for value in message.values() if isinstance(value, str))
+
+
+_shared: dict[str, Any] = {}
+
+
+def _start_worker(done: Any, tokens: Any, parent: int) -> None:
+    """In a worker: keep the shared counters, leave Ctrl-C to the parent, and end when the parent has."""
+    _shared.update(done=done, tokens=tokens)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["RAYON_NUM_THREADS"] = (
+        "1"  # the tokenizers library's own threads: processes share the cores here
+    )
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _count(done: int, tokens: int) -> None:
+    for name, value in (("done", done), ("tokens", tokens)):
+        with _shared[name].get_lock():
+            _shared[name].value += value
+
+
+def _work(number: int, parts: list[Part], directory: str, options: Options) -> None:
+    run_task(number, parts, directory, options, _count)
+
+
+def _run(
+    options: Options,
+    directory: pathlib.Path,
+    tasks: list[list[Part]],
+    processes: int,
+    progress: Callable[[int, int, int], None],
+) -> None:
+    todo = [n for n in range(len(tasks)) if not (directory / WORK / f"task-{n:05d}.json").exists()]
+    total = sum(part.cost for task in tasks for part in task)
+    before = total - sum(part.cost for n in todo for part in tasks[n])
+    spawn = multiprocessing.get_context("spawn")
+    done, tokens = spawn.Value("q", before), spawn.Value("q", 0)
+    if not todo:
+        return
+    with concurrent.futures.ProcessPoolExecutor(
+        min(processes, len(todo)), spawn, _start_worker, (done, tokens, os.getpid())
+    ) as pool:
+        futures = {pool.submit(_work, n, tasks[n], str(directory), options) for n in todo}
+        try:
+            while futures:
+                finished, futures = concurrent.futures.wait(futures, 0.5, concurrent.futures.FIRST_EXCEPTION)
+                progress(done.value, total, tokens.value)
+                for future in finished:
+                    future.result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise UserError(
+                "a worker process was killed (out of memory?); run the same command again to continue, "
+                "perhaps with "
+                "fewer --processes"
+            ) from None
+        finally:
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _finish(
+    directory: pathlib.Path, tokenizer: Tokenizer, plan: dict[str, Any], num_tasks: int
+) -> dict[str, Any]:
+    records = [json.loads((directory / WORK / f"task-{n:05d}.json").read_bytes()) for n in range(num_tasks)]
+    shards, indices = [], []
+    for entry in (entry for record in records for entry in record["shards"]):
+        index = np.frombuffer(bytes.fromhex(entry["index"]), tokens_lib.INDEX_TYPE).copy()
+        index["shard"] = len(shards)
+        indices.append(index)
+        shards.append({k: v for k, v in entry.items() if k not in ("index", "partial")})
+    if not any(s["split"] == "train" for s in shards):
+        shutil.rmtree(directory / WORK)
+        raise UserError(
+            "the input has no document for training: every file is empty, undecodable, dropped or held out"
+        )
+    index = np.concatenate(indices)
+    content = index.tobytes()
+    tokens_lib.write_atomically(directory / tokens_lib.INDEX, content)
+    files: dict[str, list[int]] = {}
+    for record in records:
+        for name, (documents, count) in record["sources"].items():
+            held = files.setdefault(name, [0, 0])
+            held[0] += documents
+            held[1] += count
+    outcomes = sum((collections.Counter(r["trim"]) for r in records), collections.Counter())
+    crc, _ = tokens_lib.checksum(directory / tokens_lib.INDEX)
+    manifest: dict[str, Any] = {
+        "format": tokens_lib.FORMAT,
+        "version": tokens_lib.VERSION,
+        "tokenizer": {
+            "kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "sha256": tokenizer.sha256,
+            "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id,
+        },
+        "token_bytes": np.dtype(tokenizer.dtype).itemsize,
+        "totals": {
+            split: {
+                key: sum(s[key] for s in shards if s["split"] == split)
+                for key in ("tokens", "documents", "bundles", "bytes")
+            }
+            for split in tokens_lib.SPLITS
+        },
+        "trim": {"context": plan["context"], **dict(outcomes)} if outcomes else None,
+        "bad": sum(len(r["bad"]) for r in records),
+        "bad_examples": [line for r in records for line in r["bad"]][:20],
+        "storage_factor": tokens_lib.storage_factor(index, np.dtype(tokenizer.dtype).itemsize),
+        "page_bytes": tokens_lib.PAGE_BYTES,
+        "sources": [{"name": n, "documents": d, "tokens": t} for n, (d, t) in sorted(files.items())],
+        "shards": shards,
+        "index_crc32c": f"{crc:08x}",
+        "plan": tokens_lib.manifest_hash(plan),
+    }  # fmt: skip
+    manifest["sha256"] = tokens_lib.manifest_hash(manifest)
+    tokens_lib.write_atomically(directory / tokens_lib.MANIFEST, json.dumps(manifest, indent=1).encode())
+    shutil.rmtree(directory / WORK)
+    return manifest
