@@ -94,6 +94,7 @@ class Optim:
     adamw_lr_factor: float = 1.0  # AdamW's learning rate over Muon's; for muon_scale="spectral", say, 0.1
     weight_decay: float = 0.1
     clip_norm: float = 1.0  # of the gradient over all weights; 0: no clipping
+    z_loss: float = 0.0  # weight of the mean log² Z in the loss
     momentum: float = 0.95  # Muon's
     nesterov: bool = True
     muon_scale: str = "match_rms_adamw"  # or "spectral"
@@ -181,6 +182,7 @@ class Log:
     every: int = 10  # steps between lines on the terminal; the files get every step
     sample_prompt: str = "def "
     sample_tokens: int = 256
+    sample_temperature: float = 0.7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +253,12 @@ def to_dict(config: Any) -> dict:
 
 def unknown_key(path: str) -> UserError:
     """The error for a key that the config does not have, with the nearest that it has."""
-    return UserError(f"unknown config key config.{path}{_nearest(path, list(_all_paths(Config)))}")
+    return UserError(f"unknown config key config.{path}{_nearest(path, all_keys())}")
+
+
+def all_keys() -> list[str]:
+    """Every key, dotted."""
+    return list(_all_paths(Config))
 
 
 def _all_paths(cls: type, prefix: str = ""):

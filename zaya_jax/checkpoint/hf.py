@@ -36,7 +36,9 @@ class Directory:
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         if not self.path.is_dir():
-            raise UserError(f"{self.path} is not a directory; expected one with config.json and model.safetensors")
+            raise UserError(
+                f"{self.path} is not a directory; expected one with config.json and model.safetensors"
+            )
         self.json = _read_json(self.path / "config.json")
         self.model = names.model_from_json(self.json, str(self.path / "config.json"))
         self._files = self._locate()
@@ -64,7 +66,9 @@ class Directory:
         try:
             return safe_open(path, framework="numpy")
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{path} cannot be read, it is truncated or damaged ({error}); copy it anew") from None
+            raise UserError(
+                f"{path} cannot be read, it is truncated or damaged ({error}); copy it anew"
+            ) from None
 
     def _slice(self, name: str):
         file = self._files[name]
@@ -73,26 +77,39 @@ class Directory:
         try:
             return self._handles[file].get_slice(name)
         except SafetensorError as error:
-            raise UserError(f"{self.path / file} does not hold {name}, which the index places there ({error})") from None
+            raise UserError(
+                f"{self.path / file} does not hold {name}, which the index places there ({error})"
+            ) from None
 
     def _check(self) -> None:
         expected = expected_shapes(self.model)
         optional = {"lm_head.weight"}  # some files repeat the tied embedding
-        missing, extra = sorted(set(expected) - set(self._files)), sorted(set(self._files) - set(expected) - optional)
+        missing, extra = (
+            sorted(set(expected) - set(self._files)),
+            sorted(set(self._files) - set(expected) - optional),
+        )
         if missing:
-            raise UserError(f"{self.path} lacks tensor {missing[0]}{_and_more(missing)}, which its config.json implies")
+            raise UserError(
+                f"{self.path} lacks tensor {missing[0]}{_and_more(missing)}, which its config.json implies"
+            )
         if extra:
-            raise UserError(f"{self.path} has an unknown tensor {extra[0]}{_and_more(extra)}; its config.json implies none")
+            raise UserError(
+                f"{self.path} has an unknown tensor {extra[0]}{_and_more(extra)}; its config.json implies none"
+            )
         for name, shape in expected.items():
             found = self._slice(name)
             if tuple(found.get_shape()) != shape:
                 raise UserError(f"{self.path}: {name} has shape {tuple(found.get_shape())}, expected {shape}")
             if found.get_dtype() not in DTYPES:
-                raise UserError(f"{self.path}: {name} has dtype {found.get_dtype()}, expected one of {', '.join(DTYPES)}")
+                raise UserError(
+                    f"{self.path}: {name} has dtype {found.get_dtype()}, expected one of {', '.join(DTYPES)}"
+                )
         if "lm_head.weight" in self._files and not np.array_equal(
             self.tensor("lm_head.weight").view(np.uint8), self.tensor(names.EMBEDDING).view(np.uint8)
         ):
-            raise UserError(f"{self.path}: lm_head.weight differs from {names.EMBEDDING}; the head must be tied")
+            raise UserError(
+                f"{self.path}: lm_head.weight differs from {names.EMBEDDING}; the head must be tied"
+            )
 
     def dtype(self, name: str) -> str:
         """The stored dtype of a tensor: float32, float16 or bfloat16."""
@@ -103,7 +120,9 @@ class Directory:
         try:
             return np.asarray(self._slice(name)[:])
         except (SafetensorError, OSError, ValueError) as error:
-            raise UserError(f"{self.path}: {name} cannot be read ({error}); copy {self._files[name]} anew") from None
+            raise UserError(
+                f"{self.path}: {name} cannot be read ({error}); copy {self._files[name]} anew"
+            ) from None
 
     def leaves(self) -> Iterator[tuple[tuple[str, ...], int | None, np.ndarray]]:
         """(our path, layer or None, array in our layout and float32) of each parameter, tensor by tensor."""
@@ -154,7 +173,9 @@ def load(path: str | os.PathLike, dtype: str = "float32") -> "Loaded":
     if dtype not in ("float32", "bfloat16"):
         raise UserError(f"dtype={dtype!r} is not one of float32, bfloat16")
     directory = Directory(path)
-    precision = Precision(compute=dtype, router="float32", matmul="highest" if dtype == "float32" else "default")
+    precision = Precision(
+        compute=dtype, router="float32", matmul="highest" if dtype == "float32" else "default"
+    )
     params = jax.tree.map(jnp.asarray, directory.params())
     return Loaded(directory.model, params, jnp.asarray(directory.balance()), precision)
 
@@ -171,7 +192,9 @@ class Loaded:
     def trace(self, ids, mask=None) -> dict[str, np.ndarray]:
         """logits, and every layer's residual stream and router logits (`hidden_states.I`, `router_logits.I`)."""
         with jax.default_matmul_precision(self.precision.matmul):
-            out, logits = _forward(self.model, self.precision, True, self.params, self.balance, *self._inputs(ids, mask))
+            out, logits = _forward(
+                self.model, self.precision, True, self.params, self.balance, *self._inputs(ids, mask)
+            )
         traced = {"logits": np.asarray(logits)}
         for layer in range(self.model.num_hidden_layers):
             traced[f"hidden_states.{layer}"] = np.asarray(out.hidden_states[layer])
@@ -182,14 +205,18 @@ class Loaded:
         """Next-token logits [B, S, V], float32."""
         with jax.default_matmul_precision(self.precision.matmul):
             return np.asarray(
-                _forward(self.model, self.precision, False, self.params, self.balance, *self._inputs(ids, mask))[1]
+                _forward(
+                    self.model, self.precision, False, self.params, self.balance, *self._inputs(ids, mask)
+                )[1]
             )
 
     def generate(self, ids, num_tokens: int, mask=None) -> np.ndarray:
         """ids [B, S] continued greedily by `num_tokens`, with the cache: [B, S + num_tokens]."""
         ids, mask = self._inputs(ids, mask)
         with jax.default_matmul_precision(self.precision.matmul):
-            new = decode.generate(self.model, self.params, self.balance, ids, num_tokens, self.precision, mask=mask)
+            new = decode.generate(
+                self.model, self.params, self.balance, ids, num_tokens, self.precision, mask=mask
+            )
         return np.concatenate([np.asarray(ids), np.asarray(new)], axis=1)
 
     def loss_and_grads(self, ids, labels) -> tuple[float, dict[str, np.ndarray]]:

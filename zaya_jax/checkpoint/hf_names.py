@@ -148,7 +148,9 @@ def model_from_json(given: dict, where: str) -> Model:
     fields = {f.name for f in dataclasses.fields(Model)}
     unknown = sorted(set(given) - fields - _IGNORED)
     if unknown:
-        raise UserError(f"{where}: unknown key {unknown[0]!r}={given[unknown[0]]!r}; this project cannot honour it")
+        raise UserError(
+            f"{where}: unknown key {unknown[0]!r}={given[unknown[0]]!r}; this project cannot honour it"
+        )
     if given.get("quantization_config"):
         raise UserError(f"{where}: quantization_config is set; only unquantised weights can be read")
     known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in fields}

@@ -23,7 +23,16 @@ def reference_attention(q, k, v, q_segments=None, k_segments=None, window=None, 
     num_kv = k.shape[2]
     q = q.reshape(batch, q_len, num_kv, num_heads // num_kv, channels)
     scores = jnp.einsum("bqkgc,bjkc->bkgqj", q, k, preferred_element_type=jnp.float32) * scale
-    mask = _mask(q_len, k.shape[1], offset, 0, NO_WINDOW if window is None else window, k.shape[1], q_segments, k_segments)
+    mask = _mask(
+        q_len,
+        k.shape[1],
+        offset,
+        0,
+        NO_WINDOW if window is None else window,
+        k.shape[1],
+        q_segments,
+        k_segments,
+    )
     scores = jnp.where(mask, scores, MASKED)
     lse = jnp.where(mask.any(-1), jax.nn.logsumexp(scores, axis=-1), MASKED)
     weights = jnp.where(mask, jnp.exp(scores - lse[..., None]), 0.0)
@@ -57,7 +66,9 @@ def attention(
     if q_segments is not None and k_segments is not None:
         q_segments = jnp.pad(q_segments, ((0, 0), (0, pad_q)))
         k_segments = jnp.pad(k_segments, ((0, 0), (0, pad_k)))
-    q = jnp.pad(q, ((0, 0), (0, pad_q), (0, 0), (0, 0))).reshape(batch, -1, num_kv, num_heads // num_kv, channels)
+    q = jnp.pad(q, ((0, 0), (0, pad_q), (0, 0), (0, 0))).reshape(
+        batch, -1, num_kv, num_heads // num_kv, channels
+    )
     k, v = (jnp.pad(x, ((0, 0), (0, pad_k), (0, 0), (0, 0))).transpose(0, 2, 1, 3) for x in (k, v))
     # None stays None, so that a model without windows has no window in its program.
     window = None if window is None else jnp.asarray(window, jnp.int32)
@@ -152,7 +163,9 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, bl
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
             shrink = jnp.exp(top - new_top)
-            update = jnp.einsum("bkgqj,bkjc->bkgqc", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
+            update = jnp.einsum(
+                "bkgqj,bkjc->bkgqc", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32
+            )
             return acc * shrink[..., None] + update, new_top, total * shrink + weights.sum(-1)
 
         row = (batch, num_kv, group, block_q)

@@ -42,7 +42,9 @@ class CCA(nnx.Module):
         self.v_now = Linear(rngs, d, k * c // 2, ("embed", "kv_heads"), std, bias)
         self.v_prev = Linear(rngs, d, k * c // 2, ("embed", "kv_heads"), std, bias)
         self.conv_depthwise = Conv(rngs, (model.cca_time0, (h + k) * c), (None, "heads"), (h + k) * c, std)
-        self.conv_grouped = Conv(rngs, (model.cca_time1, h + k, c, c), (None, "heads", None, None), (h + k) * c, std)
+        self.conv_grouped = Conv(
+            rngs, (model.cca_time1, h + k, c, c), (None, "heads", None, None), (h + k) * c, std
+        )
         self.temperature = weight(rngs, (k,), ("kv_heads",), "ones")
         self.o = Linear(rngs, h * c, d, ("heads", "embed"), std, bias)
         self.num_heads, self.num_kv, self.channels = h, k, c
@@ -114,7 +116,9 @@ class CCA(nnx.Module):
         if segments is not None:
             segments = jnp.concatenate([jnp.full((batch, history), -1, segments.dtype), segments], axis=1)
 
-        def tap(x, distance, length):  # the last `length` rows, each `distance` tokens earlier, within its document
+        def tap(
+            x, distance, length
+        ):  # the last `length` rows, each `distance` tokens earlier, within its document
             end = x.shape[1] - distance
             shifted = x[:, end - length : end]
             if segments is None or distance == 0:
@@ -125,11 +129,14 @@ class CCA(nnx.Module):
         length = seq + taps1 - 1
         first = sum(tap(padded, taps0 - 1 - i, length) * w0[i] for i in range(taps0))
         grouped = jnp.concatenate(
-            [tap(first, taps1 - 1 - i, seq).reshape(batch * seq, -1, self.channels) for i in range(taps1)], axis=-1
+            [tap(first, taps1 - 1 - i, seq).reshape(batch * seq, -1, self.channels) for i in range(taps1)],
+            axis=-1,
         )
         kernel = w1.transpose(1, 0, 2, 3).reshape(w1.shape[1], -1, self.channels)
         # Heads lead: a CPU has no bfloat16 product for a batch dimension in the middle.
-        second = einsum("gni,gio->gno", grouped.transpose(1, 0, 2), kernel, self.dtype, jnp.float32).transpose(1, 0, 2)
+        second = einsum(
+            "gni,gio->gno", grouped.transpose(1, 0, 2), kernel, self.dtype, jnp.float32
+        ).transpose(1, 0, 2)
         first_bias = self.conv_depthwise.bias[...].reshape(-1, self.channels)
         bias = jnp.einsum("gc,tgcd->gd", first_bias, w1).reshape(width) + self.conv_grouped.bias[...]
         return second.reshape(batch, seq, -1, self.channels) + bias.reshape(-1, self.channels)

@@ -54,7 +54,9 @@ def _generate(params, balance, ids, mask, key, model, precision, num_tokens, tem
     def step(carry, step_key):
         token, position, index, valid, cache = carry
         valid = valid.at[:, index].set(True)
-        out = run(token[:, None], positions=position[:, None], cache=cache, cache_index=index, cache_valid=valid)
+        out = run(
+            token[:, None], positions=position[:, None], cache=cache, cache_index=index, cache_valid=valid
+        )
         token = pick(out.hidden, step_key)
         return (token, position + 1, index + 1, valid, out.cache), token
 

@@ -4,7 +4,6 @@ Letters: N tokens, D model, E experts, F expert width. Router classes run from 0
 costs nothing and gives zero. `grouped_dot` is the one place that knows how a backend multiplies groups.
 """
 
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -16,7 +15,9 @@ from zaya_jax.model.matmul import rows_dot
 def sort_by_expert(choice: Int[Array, "N"], num_classes: int):
     """Order that groups tokens by class, its inverse, and the size of each group."""
     order = jnp.argsort(choice, stable=True)
-    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    inverse = (
+        jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
+    )
     counts = (choice[:, None] == jnp.arange(num_classes)).sum(0, dtype=jnp.int32)
     return order, inverse, counts
 
@@ -27,7 +28,9 @@ def permute(x: Float[Array, "N D"], order: Int[Array, "N"], inverse: Int[Array, 
     return x[order]
 
 
-permute.defvjp(lambda x, order, inverse: (x[order], (order, inverse)), lambda saved, g: (g[saved[1]], None, None))
+permute.defvjp(
+    lambda x, order, inverse: (x[order], (order, inverse)), lambda saved, g: (g[saved[1]], None, None)
+)
 
 
 def expert_mlp(
@@ -58,7 +61,9 @@ def reference_grouped_dot(x, w, sizes):
     return jnp.einsum("nd,ne,edf->nf", x, one_hot, w.astype(x.dtype))
 
 
-def grouped_dot(x: Float[Array, "N I"], w: Float[Array, "E I O"], sizes: Int[Array, "E"]) -> Float[Array, "N O"]:
+def grouped_dot(
+    x: Float[Array, "N I"], w: Float[Array, "E I O"], sizes: Int[Array, "E"]
+) -> Float[Array, "N O"]:
     """Rows of x, sorted by group, times their group's matrix in x's dtype; rows past the last group give zero.
 
     The gradient of w is float32. On a CPU `lax.ragged_dot` computes every row for every expert, so there it is a loop
@@ -94,7 +99,9 @@ _ragged_dot.defvjp(_ragged_fwd, _ragged_bwd)
 
 def _block_rows(num_rows: int, num_groups: int) -> int:
     """Rows a block: about a quarter of a balanced group, so that the partly filled last blocks waste an eighth."""
-    return int(min(256, max(32, 1 << (num_rows // num_groups // 4).bit_length() - 1))) if num_rows >= 32 else 32
+    return (
+        int(min(256, max(32, 1 << (num_rows // num_groups // 4).bit_length() - 1))) if num_rows >= 32 else 32
+    )
 
 
 def _for_each_block(starts, size, block, step, carry, group):
@@ -145,7 +152,9 @@ def _block_dot_fwd(x, w, sizes):
 def _block_dot_bwd(saved, dy):
     x, w, sizes = saved
     dy = dy.astype(x.dtype)
-    dx = _apply_blocks(dy, w, sizes, w.shape[1], lambda rows, w_e: lax.dot_general(rows, w_e, (((1,), (1,)), ((), ()))))
+    dx = _apply_blocks(
+        dy, w, sizes, w.shape[1], lambda rows, w_e: lax.dot_general(rows, w_e, (((1,), (1,)), ((), ())))
+    )
     block = _block_rows(x.shape[0], w.shape[0])
     starts = jnp.cumsum(sizes) - sizes
     x_pad, dy_pad = _pad_rows(x, block), _pad_rows(dy, block)
@@ -164,4 +173,3 @@ def _block_dot_bwd(saved, dy):
 
 
 _block_dot.defvjp(_block_dot_fwd, _block_dot_bwd)
-

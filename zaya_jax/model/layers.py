@@ -12,7 +12,9 @@ from jaxtyping import Array, Float, Int
 from zaya_jax.model.matmul import dot
 
 
-def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: float | str) -> nnx.Param:
+def weight(
+    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: float | str
+) -> nnx.Param:
     """A float32 parameter: `init` is "zeros", "ones", or the standard deviation of a normal distribution."""
     if init == "zeros":
         value = jnp.zeros(shape, jnp.float32)
@@ -26,7 +28,9 @@ def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...],
 class Linear(nnx.Module):
     """x W (+ b), multiplied in `dtype`."""
 
-    def __init__(self, rngs, d_in: int, d_out: int, axes: tuple[str | None, str | None], std: float, bias: bool):
+    def __init__(
+        self, rngs, d_in: int, d_out: int, axes: tuple[str | None, str | None], std: float, bias: bool
+    ):
         self.kernel = weight(rngs, (d_in, d_out), axes, std)
         if bias:
             self.bias = weight(rngs, (d_out,), axes[1:], "zeros")

@@ -76,12 +76,19 @@ def _cross_entropy_fwd(hidden, embedding, bias, targets, weights, dtype, z_weigh
         if d_bias is not None:
             d_bias = d_bias + d_logits.sum(0)
         d_logits = d_logits.astype(dtype)
-        d_table = d_table + jnp.einsum("nv,nd->vd", d_logits, h.astype(dtype), preferred_element_type=jnp.float32)
+        d_table = d_table + jnp.einsum(
+            "nv,nd->vd", d_logits, h.astype(dtype), preferred_element_type=jnp.float32
+        )
         dh = jnp.einsum("nv,vd->nd", d_logits, table, preferred_element_type=jnp.float32)
         return (loss_sum + loss, z_sum + z, d_table, d_bias), dh.astype(h.dtype)
 
     zero = jnp.zeros(())
-    start = (zero, zero, jnp.zeros(embedding.shape, jnp.float32), None if bias is None else jnp.zeros_like(bias))
+    start = (
+        zero,
+        zero,
+        jnp.zeros(embedding.shape, jnp.float32),
+        None if bias is None else jnp.zeros_like(bias),
+    )
     (loss, z, d_table, d_bias), dh = lax.scan(step, start, _pieces(hidden, targets, weights, chunk))
     return (loss, z), (dh.reshape(hidden.shape), d_table, d_bias)
 
@@ -89,7 +96,13 @@ def _cross_entropy_fwd(hidden, embedding, bias, targets, weights, dtype, z_weigh
 def _cross_entropy_bwd(dtype, z_weight, chunk, saved, cotangents):
     dh, d_table, d_bias = saved
     scale = cotangents[0]
-    return (dh * scale).astype(dh.dtype), d_table * scale, None if d_bias is None else d_bias * scale, None, None
+    return (
+        (dh * scale).astype(dh.dtype),
+        d_table * scale,
+        None if d_bias is None else d_bias * scale,
+        None,
+        None,
+    )
 
 
 _cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)

@@ -52,4 +52,6 @@ def rows_dot(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def dot(x: jax.Array, w: jax.Array, dtype, out_dtype=None) -> jax.Array:
     """x [..., in] times w [in, out]."""
-    return einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, dtype, out_dtype or dtype).reshape(*x.shape[:-1], -1)
+    return einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, dtype, out_dtype or dtype).reshape(
+        *x.shape[:-1], -1
+    )

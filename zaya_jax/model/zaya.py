@@ -40,7 +40,12 @@ class Output:
 
 class Experts(nnx.Module):
     def __init__(self, rngs, model: Model, precision: Precision):
-        e, d, f, std = model.num_experts, model.hidden_size, model.moe_intermediate_size, model.initializer_range
+        e, d, f, std = (
+            model.num_experts,
+            model.hidden_size,
+            model.moe_intermediate_size,
+            model.initializer_range,
+        )
         self.gate_up = weight(rngs, (e, d, 2 * f), ("expert", "embed", "mlp"), std)
         self.down = weight(rngs, (e, f, d), ("expert", "mlp", "embed"), std)
         self.dtype = jnp.dtype(precision.compute)
@@ -101,7 +106,9 @@ class Zaya(nnx.Module):
             self.head = Head(rngs, model)
         self.model, self.precision = model, precision
 
-    def __call__(self, tokens, balance, *, segments, positions, mask, cache, cache_index, cache_valid, remat, trace):
+    def __call__(
+        self, tokens, balance, *, segments, positions, mask, cache, cache_index, cache_valid, remat, trace
+    ):
         model = self.model
         batch, seq = tokens.shape
         if positions is None:
@@ -129,7 +136,9 @@ class Zaya(nnx.Module):
 
         if remat == "layer":
             body = jax.checkpoint(body, prevent_cse=False)
-        (h, _), (counts, cache, traced) = jax.lax.scan(body, (h, stream), (layer_weights, balance, kinds, windows, cache))
+        (h, _), (counts, cache, traced) = jax.lax.scan(
+            body, (h, stream), (layer_weights, balance, kinds, windows, cache)
+        )
         hidden_states, router_logits = traced if trace else (None, None)
         return Output(self.final_norm(h), counts, cache, hidden_states, router_logits)
 
@@ -140,7 +149,9 @@ def _layer_kinds(model: Model, positions):
     tables = []
     for name in names:
         rope = getattr(model.rope_parameters, name)
-        tables.append(rope_table(positions, rope.rope_theta, int(model.head_dim * rope.partial_rotary_factor)))
+        tables.append(
+            rope_table(positions, rope.rope_theta, int(model.head_dim * rope.partial_rotary_factor))
+        )
     kinds = jnp.asarray([names.index(kind) for kind in model.kinds], jnp.int32)
     windows = None
     if "hybrid_sliding" in names:
@@ -206,7 +217,9 @@ def apply(
     )  # fmt: skip
 
 
-def logits(model: Model, params: dict, hidden: Float[Array, "B S D"], precision: Precision) -> Float[Array, "B S V"]:
+def logits(
+    model: Model, params: dict, hidden: Float[Array, "B S D"], precision: Precision
+) -> Float[Array, "B S V"]:
     """The tied head on a normed hidden state, accumulated and given in float32."""
     dtype = jnp.dtype(precision.compute)
     embedding = params["embed"]["embedding"].astype(dtype)
@@ -230,7 +243,9 @@ def param_axes(model: Model, precision: Precision = Precision()) -> dict:
 def param_counts(model: Model) -> dict[str, int]:
     """Numbers of parameters, as the papers count them: in all, without the embedding, and active for one token."""
     tree = abstract(model)
-    total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - model.router_hidden_size  # layer 0's unused EDA
+    total = (
+        sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - model.router_hidden_size
+    )  # layer 0's unused EDA
     embedding = model.vocab_size * model.hidden_size
     expert = 3 * model.hidden_size * model.moe_intermediate_size
     idle = model.num_hidden_layers * (model.num_experts - 1) * expert

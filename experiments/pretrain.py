@@ -1,0 +1,287 @@
+"""Pre-training, from a config to a report; read it from top to bottom.
+
+    python -m experiments.pretrain [--config=experiments/configs/tiny.py] [--workdir=runs/tiny] [--config.KEY=VALUE ...]
+
+Without options it trains `tiny`. Everything a run leaves is under its workdir; the same command on a workdir that has
+checkpoints goes on from the newest, bit for bit as if it had never stopped. Exit codes: 0 done, 2 bad input,
+3 unhealthy (no finite gradient for many steps), 75 stopped by a signal after saving (start me again).
+"""
+
+import functools
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+import zaya_jax
+from zaya_jax import cli
+from zaya_jax import config as config_lib
+from zaya_jax.checkpoint.store import Store, abstract_like
+from zaya_jax.config import Config, UserError
+from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.hardware.chips import model_flops, peak_flops
+from zaya_jax.model import decode, zaya
+from zaya_jax.optim import balance, chain, schedule
+from zaya_jax.parallel.mesh import BATCH_AXES, check_batch, make_mesh
+from zaya_jax.report import write_report
+from zaya_jax.train import step as steps
+from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Writer
+from zaya_jax.train.workdir import open_workdir, write_json
+
+CONFIG = cli.define_config(str(Path(__file__).parent / "configs" / "tiny.py"))
+WORKDIR = flags.DEFINE_string(
+    "workdir", None, "Where the run keeps everything; by default runs/<config name>."
+)
+
+UNHEALTHY_AFTER = 50  # skipped steps in a row
+
+
+def main() -> int:
+    ####################################################################################################################
+    # The config, checked before anything is compiled or written
+    ####################################################################################################################
+    config = config_lib.check(CONFIG.value)
+    cli.keep_compiled()
+    mesh = make_mesh(config.mesh)
+    plan = schedule.make_plan(config)
+    last_step = min(plan.total_steps, config.run.num_steps)
+    for segment in plan.segments:
+        check_batch(mesh, segment.sequences, segment.micro_batches)
+    tokenizer = tokenizers.load(config.data.tokenizer)
+    process = (jax.process_index(), jax.process_count())
+    stream = pipeline.train_stream(config, tokenizer, process)
+    held_out = pipeline.eval_batches(config, tokenizer, process)
+
+    workdir = open_workdir(WORKDIR.value or Path("runs") / config.name, config)
+    store = Store(workdir, keep=config.checkpoint.keep)
+    reached = max(store.steps(), default=0)
+    if reached > last_step:
+        raise UserError(
+            f"config.run.num_steps={last_step}, but {workdir} has already reached step {reached}; "
+            "give at least as many steps, or a new workdir"
+        )
+    if reached == last_step:
+        report = write_report(workdir)
+        print(
+            f"{workdir} is complete: {reached} steps done. More: --config.run.num_steps=N.  Report: {report}"
+        )
+        return cli.DONE
+    tokenizer.save(workdir / "tokenizer")
+    write_json(workdir / "environment.json", environment())
+
+    ####################################################################################################################
+    # The state: fresh, or that of the newest checkpoint
+    ####################################################################################################################
+    shapes = zaya.abstract(config.model, config.precision)
+    optimizer = chain.build(
+        config.optim, config.precision, shapes, axes=dict(mesh.shape),
+        skip_update=config.run.skip_update, spike_deviations=config.run.spike_deviations,
+    )  # fmt: skip
+    to_logical, from_logical = state_codecs(optimizer, mesh)
+    state = steps.init_state(config, optimizer, mesh)
+    if reached:
+        everywhere = jax.sharding.NamedSharding(mesh, steps.REPLICATED)
+        logical, meta = store.restore(reached, abstract_like(jax.eval_shape(to_logical, state), everywhere))
+        state = from_logical(logical)
+        stream.set_state(meta["data"])
+        note_new_length(meta, config, last_step)
+    save = functools.partial(save_checkpoint, store, to_logical, config, tokenizer, stream)
+
+    ####################################################################################################################
+    # The programs: one training step for each phase, one evaluation step
+    ####################################################################################################################
+    @functools.cache
+    def program(phase_index: int, evaluation: bool = False):
+        phase = next(s.phase for s in plan.segments if s.phase_index == phase_index)
+        model = schedule.phase_config(config, phase).model
+        make = steps.make_eval_step if evaluation else steps.make_train_step
+        return make(config, model, optimizer, mesh)
+
+    shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
+    eval_rows = max(config.data.micro_batch or config.data.global_batch, shards)
+    held_out = [steps.put_batch(mesh, b, max(config.data.global_batch // eval_rows, 1)) for b in held_out]
+
+    def evaluate(state, phase_index: int) -> float:
+        """Mean loss over the held-out targets, in nats."""
+        sums = [program(phase_index, evaluation=True)(state, batch) for batch in held_out]
+        loss, count = np.asarray(jax.device_get(sums), np.float64).sum(0)
+        return float(loss / max(count, 1.0))
+
+    ####################################################################################################################
+    # The loop: a step is dispatched before the figures of the one before are read, so the device never waits
+    ####################################################################################################################
+    print(describe_run(config, mesh, shapes, plan, last_step, workdir, reached), flush=True)
+    writer = Writer(workdir, reached)
+    console = Console(reached, last_step, config.log.every)
+    stop = StopSignal()
+    pending: tuple[schedule.Step, Any, dict] | None = None
+    peak, skipped_in_a_row = peak_flops(jax.devices()[0], config.precision.compute), 0
+    clock = time.perf_counter()
+
+    def finish(pending) -> None:
+        """Reads a step's figures and hands them on."""
+        nonlocal clock, skipped_in_a_row
+        now, figures, extra = pending
+        figures = jax.device_get(figures)
+        seconds, clock = time.perf_counter() - clock, time.perf_counter()
+        tokens = now.tokens_after - now.tokens_before
+        figures = {"tokens": now.tokens_after, **figures, **extra}
+        figures |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds}
+        if peak:
+            flops = model_flops(schedule.phase_config(config, now.phase).model, now.phase.seq_len) * tokens
+            figures["mfu"] = flops / seconds / peak / len(jax.devices())
+        skipped_in_a_row = skipped_in_a_row + 1 if figures["skipped"] else 0
+        if now.number % PER_LAYER_EVERY and now.number not in (1, last_step):
+            figures.pop("load")
+        writer.write(now.number, figures)
+        console.step(now.number, figures)
+
+    for number in range(reached + 1, last_step + 1):
+        now = plan.step(number)
+        batch = steps.put_batch(mesh, next(stream), now.micro_batches)
+        state, figures = program(now.phase_index)(state, batch, np.float32(now.lr))
+        if pending:
+            finish(pending)
+        pending = (now, figures, {})
+        due_eval = bool(held_out) and (number % config.eval.every == 0 or number == last_step)
+        due_save = number % config.checkpoint.every_steps == 0 or number == last_step or stop.asked
+        if due_eval or due_save:
+            jax.block_until_ready(state)
+            extra = {f"data/{k.removeprefix('data/')}": v for k, v in stream.metrics().items()}
+            begun = time.perf_counter()
+            if due_eval:
+                extra["eval/loss"] = evaluate(state, now.phase_index)
+            clock += time.perf_counter() - begun  # evaluation is not the step's time
+            finish((now, figures, extra))
+            pending = None
+            if due_save:
+                writer.flush()
+                begun = time.perf_counter()
+                save(number, now.tokens_after, state)
+                clock += time.perf_counter() - begun
+        if stop.asked and due_save:
+            store.close()
+            console.say(f"stopped by {stop.asked} after step {number}; saved. The same command goes on.")
+            return cli.PREEMPTED
+        if skipped_in_a_row >= UNHEALTHY_AFTER:
+            store.close()
+            console.say(
+                f"error: the last {skipped_in_a_row} updates were skipped; see grad_norm in {writer.path}"
+            )
+            return cli.UNHEALTHY
+
+    ####################################################################################################################
+    # The end: the last checkpoint, a sample, the report
+    ####################################################################################################################
+    console.close()
+    writer.close()
+    store.close()
+    write_sample(workdir, config, tokenizer, state)
+    report = write_report(workdir)
+    print(f"done: {last_step} steps, {plan.tokens_of_step(last_step):,} tokens. Report: {report}")
+    return cli.DONE
+
+
+def state_codecs(optimizer: chain.Optimizer, mesh: jax.sharding.Mesh):
+    """To and from what a checkpoint holds: each array in its own shape, no padding, no placement."""
+
+    def to_logical(state):
+        optimizer_part = optimizer.to_logical(state["optimizer"])
+        return {"params": state["params"], "optimizer": optimizer_part, "balance": state["balance"]._asdict()}
+
+    def from_logical(logical):
+        optimizer_part = optimizer.from_logical(logical["optimizer"])
+        return {
+            "params": logical["params"],
+            "optimizer": optimizer_part,
+            "balance": balance.State(**logical["balance"]),
+        }
+
+    return jax.jit(to_logical), jax.jit(from_logical, out_shardings=steps.state_shardings(mesh, optimizer))
+
+
+def save_checkpoint(
+    store: Store, to_logical, config: Config, tokenizer, stream, step: int, tokens: int, state
+) -> None:
+    """Begins to write everything that a run needs to go on, or a reader to know what it was."""
+    meta = {
+        "step": step,
+        "tokens": tokens,
+        "data": stream.get_state(),
+        "config": config_lib.to_dict(config),
+        "tokenizer": tokenizer.sha256,
+        "version": zaya_jax.__version__,
+    }
+    store.save(step, to_logical(state), meta)
+
+
+def note_new_length(meta: dict, config: Config, last_step: int) -> None:
+    """Says so where another number of steps than before changes the learning rate's course."""
+    before = meta["config"]["run"]["num_steps"]
+    if before != config.run.num_steps and not config.schedule.phases:
+        print(
+            f"note: run.num_steps was {before}, now it is {last_step}; the learning rate follows the new length"
+        )
+
+
+def environment() -> dict[str, str]:
+    """What the run ran on."""
+    device = jax.devices()[0]
+    return {
+        "device": f"{jax.device_count()} x {device.device_kind}",
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+        "zaya_jax": zaya_jax.__version__,
+    }
+
+
+def describe_run(config: Config, mesh, shapes, plan, last_step: int, workdir: Path, reached: int) -> str:
+    """The line that a run begins with."""
+    counts = zaya.param_counts(config.model)
+    sizes = " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "one device"
+    return (
+        f"{config.name}: {counts['total']:,} parameters ({counts['active']:,} active) on {sizes} "
+        f"({jax.devices()[0].device_kind}), {last_step} steps of {plan.step(last_step).sequences} x "
+        f"{plan.step(last_step).phase.seq_len} tokens, in {workdir}"
+        + (f", from step {reached}" if reached else "")
+    )
+
+
+def write_sample(workdir: Path, config: Config, tokenizer, state) -> None:
+    """A continuation of the config's prompt, for the report."""
+    if jax.process_index():
+        return
+    prompt = config.log.sample_prompt
+    ids = np.asarray([[tokenizer.bos_id, *tokenizer.encode(prompt)]], np.int32)
+    params = jax.device_put(state["params"], jax.devices()[0])
+    bias = jax.device_put(state["balance"].bias, jax.devices()[0])
+    new = decode.generate(
+        config.model, params, bias, ids, config.log.sample_tokens, config.precision,
+        temperature=config.log.sample_temperature, key=jax.random.key(config.run.seed),
+    )  # fmt: skip
+    (workdir / "sample.txt").write_text(
+        prompt + tokenizer.decode(np.asarray(new)[0].tolist()), encoding="utf-8"
+    )
+
+
+class StopSignal:
+    """SIGTERM or SIGINT as a wish that the loop reads: the step in flight is finished and saved."""
+
+    def __init__(self) -> None:
+        self.asked = ""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self.asked:  # asked twice: at once
+            raise KeyboardInterrupt
+        self.asked = signal.Signals(number).name
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main))

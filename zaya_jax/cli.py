@@ -1,0 +1,66 @@
+"""What the programs share: flags with a config among them, and bad input as one line with exit code 2."""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import jax
+from absl import flags
+from ml_collections import config_flags
+
+from zaya_jax import config as config_lib
+from zaya_jax.config import UserError
+
+DONE, BAD_INPUT, UNHEALTHY, STORAGE, PREEMPTED = 0, 2, 3, 4, 75
+
+
+def define_config(default: str) -> flags.FlagHolder:
+    """The --config flag: a Python file with get_config(), its keys overridden by --config.KEY=VALUE."""
+    return config_flags.DEFINE_config_file("config", default, "The experiment's file.", lock_config=True)
+
+
+def run(main: Callable[[], int], argv: Sequence[str] | None = None) -> int:
+    """Parses the flags, runs `main`, and gives the exit code; a UserError becomes one line."""
+    argv = list(sys.argv if argv is None else argv)
+    try:
+        _parse(argv)
+        return main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return BAD_INPUT
+
+
+def _parse(argv: list[str]) -> None:
+    # ml_collections reads --config before its overrides, wherever the user wrote it.
+    config_file = [a for a in argv[1:] if a.startswith("--config=") or a.startswith("-config=")]
+    others = [a for a in argv[1:] if a not in config_file]
+    for path in config_file:
+        name = path.split("=", 1)[1]
+        if not Path(name).is_file():
+            raise UserError(
+                f"--config={name} is no file; give a Python file with get_config(), see experiments/configs"
+            )
+    known = set(config_lib.all_keys())
+    for arg in others:
+        if arg.lstrip("-").startswith("config."):
+            key = arg.lstrip("-").removeprefix("config.").split("=", 1)[0]
+            if key not in known and key.split("[")[0] not in known:
+                raise config_lib.unknown_key(key)
+    try:
+        rest = flags.FLAGS([argv[0], *config_file, *others])
+    except (flags.Error, TypeError, ValueError, AttributeError, KeyError, SyntaxError) as error:
+        raise UserError(f"{_first_line(error)} (--helpfull lists the options)") from None
+    if len(rest) > 1:
+        raise UserError(f"unexpected argument {rest[1]!r}; options begin with --")
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def keep_compiled() -> None:
+    """Compiled programs outlive the process (JAX_COMPILATION_CACHE_DIR, by default below the user's cache folder)."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zaya_jax"
+        jax.config.update("jax_compilation_cache_dir", str(cache))

@@ -1,0 +1,44 @@
+"""Peak rates of accelerators, and what a training step must compute: the two halves of an honest MFU."""
+
+from zaya_jax.config import Model
+
+# Dense peak, FLOP/s, by a part of JAX's device_kind; the vendors' data sheets.
+PEAKS = {
+    "MI300X": {
+        "bfloat16": 1307.4e12,
+        "float32": 163.4e12,
+    },  # AMD Instinct MI300X data sheet (without sparsity)
+    "gfx942": {"bfloat16": 1307.4e12, "float32": 163.4e12},  # the same chip by its architecture's name
+    "H200": {"bfloat16": 989.4e12, "float32": 66.9e12},  # NVIDIA H200 data sheet (SXM, without sparsity)
+    "H100": {"bfloat16": 989.4e12, "float32": 66.9e12},  # NVIDIA H100 data sheet (SXM, without sparsity)
+}
+
+
+def peak_flops(device, dtype: str) -> float | None:
+    """The chip's peak for matrices of `dtype`, or None for a chip that is not in the table: no guess."""
+    for name, peaks in PEAKS.items():
+        if name.lower() in device.device_kind.lower():
+            return peaks[dtype]
+    return None
+
+
+def model_flops(model: Model, seq_len: int) -> float:
+    """FLOPs a token of one training step (forward, and twice that backward), from the real shapes.
+
+    Attention counts the causal half, and a sliding layer's window; a token counts one expert, as if none were skipped;
+    norms, softmaxes and what is recomputed count nothing.
+    """
+    d, c = model.hidden_size, model.head_dim
+    h, k, r = model.num_attention_heads, model.num_key_value_heads, model.router_hidden_size
+    packed = (h + k) * c
+    cca = d * (packed + k * c) + h * c * d  # q, k, both halves of v; o
+    cca += packed * model.cca_time0 + packed * c * model.cca_time1
+    router = d * r + 2 * r * r + r * (model.num_experts + 1)
+    expert = 3 * d * model.moe_intermediate_size
+    total = 0.0
+    for kind in model.kinds:
+        window = min(model.sliding_window or seq_len, seq_len) if kind == "hybrid_sliding" else seq_len
+        # Token i sees min(i + 1, window) keys.
+        seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+        total += cca + router + expert + 2 * h * c * seen
+    return 6.0 * (total + d * model.vocab_size)

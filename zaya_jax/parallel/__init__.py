@@ -1,0 +1,1 @@
+"""How a run lies on its devices."""

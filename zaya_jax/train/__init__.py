@@ -1,0 +1,1 @@
+"""Training: the state, the pure step, the figures it leaves."""

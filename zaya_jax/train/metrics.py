@@ -1,0 +1,131 @@
+"""Where a run's figures go: metrics.jsonl and TensorBoard every step, one dense line or a progress bar for people."""
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+PER_LAYER_EVERY = 10  # steps between full expert loads in the files; the entropy is there every step
+
+
+class Writer:
+    """Appends a step's figures to the workdir's files; on resume first drops those after the restored step."""
+
+    def __init__(self, workdir: Path, restored_step: int):
+        self.path = workdir / "metrics.jsonl"
+        if self.path.exists():
+            _keep_until(self.path, restored_step)
+        self._file = self.path.open("a", encoding="utf-8")
+        self._events = SummaryWriter(str(workdir), purge_step=restored_step + 1 if restored_step else None)
+
+    def write(self, step: int, figures: dict[str, Any]) -> None:
+        """One step's figures: numbers and arrays of numbers."""
+        plain = {name: _plain(value) for name, value in figures.items()}
+        self._file.write(json.dumps({"step": step, **plain}) + "\n")
+        for name, value in plain.items():
+            if isinstance(value, float | int):
+                self._events.add_scalar(name, value, step)
+            elif value and isinstance(value[0], float):
+                self._events.add_scalar(f"{name}/mean", float(np.mean(value)), step)
+                self._events.add_scalar(f"{name}/least", float(np.min(value)), step)
+
+    def flush(self) -> None:
+        """Hands everything to the operating system, before a checkpoint that counts on it."""
+        self._file.flush()
+        self._events.flush()
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        self._file.close()
+        self._events.close()
+
+
+def _plain(value: Any) -> Any:
+    value = np.asarray(value)
+    return value.item() if value.ndim == 0 else value.tolist()
+
+
+def _keep_until(path: Path, step: int) -> None:
+    """Drops lines of later steps, and a last line that a kill cut short."""
+    part = path.with_name(".metrics.jsonl.part")
+    with path.open("rb") as old, part.open("wb") as new:
+        for line in old:
+            if not line.endswith(b"\n"):
+                break
+            try:
+                if json.loads(line)["step"] > step:
+                    break
+            except (ValueError, KeyError, TypeError):
+                continue
+            new.write(line)
+    part.replace(path)
+
+
+class Console:
+    """The line a person reads: a progress bar on a terminal, else a line every few steps."""
+
+    def __init__(self, first: int, last: int, every: int):
+        self.last, self.every = last, every
+        self._started, self._first = time.perf_counter(), first
+        self._bar = (
+            tqdm(total=last, initial=first, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
+        )
+
+    def step(self, step: int, figures: dict[str, Any]) -> None:
+        """Shows a step."""
+        line = describe(step, self.last, figures, self._eta(step))
+        if self._bar is not None:
+            self._bar.set_description_str(line.split(" | eta")[0], refresh=False)
+            self._bar.update(1)
+        elif step % self.every == 0 or step == self.last or step == self._first + 1 or "eval/loss" in figures:
+            print(line, flush=True)
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        if self._bar is not None:
+            self._bar.write(text)
+        else:
+            print(text, flush=True)
+
+    def close(self) -> None:
+        """Leaves the terminal as it was."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _eta(self, step: int) -> float:
+        done = step - self._first
+        return (time.perf_counter() - self._started) / max(done, 1) * (self.last - step)
+
+
+def describe(step: int, last: int, figures: dict[str, Any], eta: float) -> str:
+    """step | loss | lr | time a step | tokens per second | load | eta, on one line."""
+    parts = [
+        f"step {step:>{len(str(last))}}/{last}",
+        f"loss {float(figures['loss']):.4f}",
+        f"lr {float(figures['lr']):.2e}",
+        f"{1e3 * figures['step_seconds']:.0f} ms",
+        f"{figures['tokens_per_second']:,.0f} tok/s",
+    ]
+    if "mfu" in figures:
+        parts.append(f"mfu {100 * figures['mfu']:.1f}%")
+    parts.append(f"load {float(np.mean(figures['load_entropy'])):.3f}")
+    if "eval/loss" in figures:
+        parts.append(f"held-out {figures['eval/loss']:.4f}")
+    return " | ".join([*parts, f"eta {duration(eta)}"])
+
+
+def duration(seconds: float) -> str:
+    """2h03m, 4m05s or 12s."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

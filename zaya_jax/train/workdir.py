@@ -1,0 +1,87 @@
+"""A run's folder: whose it is, and what may differ when the run is started again on it.
+
+config.json        the recorded config            tokenizer/         the tokenizer
+checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object a step
+events.out.*       TensorBoard's                  report.html        the picture of it all
+"""
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from zaya_jax import config as config_lib
+from zaya_jax.config import Config, UserError
+
+# What may differ from the recorded config when a run goes on: nothing here changes what a step computes.
+MAY_CHANGE = (
+    "name",
+    "mesh",
+    "run.num_steps",
+    "log",
+    "eval",
+    "checkpoint",
+    "remat",
+    "data.workers",
+    "data.path",
+)
+
+
+def open_workdir(path: str | os.PathLike, config: Config) -> Path:
+    """Creates the folder or checks that it is this run's, and records the config; UserError otherwise."""
+    workdir = Path(path)
+    recorded = workdir / "config.json"
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=workdir):
+            pass
+    except OSError as error:
+        raise UserError(
+            f"--workdir={workdir} cannot be written ({error.strerror}); give a folder that can"
+        ) from None
+    if not recorded.exists():
+        others = sorted(p.name for p in workdir.iterdir())
+        if others:
+            raise UserError(
+                f"--workdir={workdir} holds {others[0]} and no config.json, so it is not a run's; give a new folder"
+            )
+    else:
+        _check_same(read_config(workdir), config, workdir)
+    write_json(recorded, config_lib.to_dict(config))
+    return workdir
+
+
+def read_config(workdir: str | os.PathLike) -> Config:
+    """The config that a workdir's run was started with."""
+    path = Path(workdir) / "config.json"
+    try:
+        return config_lib.check(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise UserError(f"--workdir={workdir} has no config.json; give the folder of a run") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read ({error}); it is the recorded config of a run") from None
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Writes a small file whole or not at all."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def _check_same(old: Config, new: Config, workdir: Path) -> None:
+    before, after = _flat(config_lib.to_dict(old)), _flat(config_lib.to_dict(new))
+    for key in sorted(before.keys() | after.keys()):
+        free = any(key == name or key.startswith(name + ".") for name in MAY_CHANGE)
+        if not free and before.get(key) != after.get(key):
+            raise UserError(
+                f"--workdir={workdir} was started with config.{key}={before.get(key)!r}, now it is {after.get(key)!r}; "
+                "restore it, or give a new workdir"
+            )
+
+
+def _flat(tree: dict, prefix: str = "") -> dict:
+    out = {}
+    for key, value in tree.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
