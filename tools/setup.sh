@@ -39,13 +39,11 @@ lock() { # held until this script ends, however it ends
     flock -n 9 || { say "waiting for another set-up of $venv"; flock 9; }
     return
   fi
-  local folder=.cache/setup$venv.lock.d owner
-  until mkdir "$folder" 2>/dev/null; do
-    owner=$(cat "$folder/pid" 2>/dev/null || true)
-    if [ -n "$owner" ] && ! kill -0 "$owner" 2>/dev/null; then rm -rf "$folder"; else sleep 1; fi
+  link=.cache/setup$venv.lock.pid # a symbolic link to the owner's process number: made and named in one motion
+  until ln -s $$ "$link" 2>/dev/null; do
+    if kill -0 "$(readlink "$link")" 2>/dev/null; then sleep 1; else rm -f "$link"; fi
   done
-  echo $$ >"$folder/pid"
-  trap 'rm -rf "$folder"' EXIT
+  trap 'rm -f "$link"' EXIT
 }
 
 run() { # a step whose output matters only if it fails
