@@ -11,10 +11,12 @@ import functools
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
@@ -42,6 +44,7 @@ UNHEALTHY_AFTER = 50  # skipped steps in a row
 
 
 def main() -> int:
+    """One run, or the rest of one; returns the exit code."""
     ####################################################################################################################
     # The config, checked before anything is compiled or written
     ####################################################################################################################
@@ -104,11 +107,11 @@ def main() -> int:
 
     shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
     eval_rows = max(config.data.micro_batch or config.data.global_batch, shards)
-    held_out = [steps.put_batch(mesh, b, max(config.data.global_batch // eval_rows, 1)) for b in held_out]
+    windows = [steps.put_batch(mesh, b, max(config.data.global_batch // eval_rows, 1)) for b in held_out]
 
     def evaluate(state, phase_index: int) -> float:
         """Mean loss over the held-out targets, in nats."""
-        sums = [program(phase_index, evaluation=True)(state, batch) for batch in held_out]
+        sums = [program(phase_index, evaluation=True)(state, batch) for batch in windows]
         loss, count = np.asarray(jax.device_get(sums), np.float64).sum(0)
         return float(loss / max(count, 1.0))
 
@@ -148,7 +151,7 @@ def main() -> int:
         if pending:
             finish(pending)
         pending = (now, figures, {})
-        due_eval = bool(held_out) and (number % config.eval.every == 0 or number == last_step)
+        due_eval = bool(windows) and (number % config.eval.every == 0 or number == last_step)
         due_save = number % config.checkpoint.every_steps == 0 or number == last_step or stop.asked
         if due_eval or due_save:
             jax.block_until_ready(state)
@@ -187,7 +190,7 @@ def main() -> int:
     return cli.DONE
 
 
-def state_codecs(optimizer: chain.Optimizer, mesh: jax.sharding.Mesh):
+def state_codecs(optimizer: chain.Optimizer, mesh: jax.sharding.Mesh) -> tuple[Callable, Callable]:
     """To and from what a checkpoint holds: each array in its own shape, no padding, no placement."""
 
     def to_logical(state):
@@ -257,7 +260,7 @@ def write_sample(workdir: Path, config: Config, tokenizer, state) -> None:
     if jax.process_index():
         return
     prompt = config.log.sample_prompt
-    ids = np.asarray([[tokenizer.bos_id, *tokenizer.encode(prompt)]], np.int32)
+    ids = jnp.asarray([[tokenizer.bos_id, *tokenizer.encode(prompt)]], jnp.int32)
     params = jax.device_put(state["params"], jax.devices()[0])
     bias = jax.device_put(state["balance"].bias, jax.devices()[0])
     new = decode.generate(

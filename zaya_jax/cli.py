@@ -15,9 +15,13 @@ from zaya_jax.config import UserError
 DONE, BAD_INPUT, UNHEALTHY, STORAGE, PREEMPTED = 0, 2, 3, 4, 75
 
 
+_default_config: list[str] = []
+
+
 def define_config(default: str) -> flags.FlagHolder:
     """The --config flag: a Python file with get_config(), its keys overridden by --config.KEY=VALUE."""
-    return config_flags.DEFINE_config_file("config", default, "The experiment's file.", lock_config=True)
+    _default_config.append(default)
+    return config_flags.DEFINE_config_file("config", None, "The experiment's file.", lock_config=True)
 
 
 def run(main: Callable[[], int], argv: Sequence[str] | None = None) -> int:
@@ -33,8 +37,12 @@ def run(main: Callable[[], int], argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: list[str]) -> None:
     # ml_collections reads --config before its overrides, wherever the user wrote it.
-    config_file = [a for a in argv[1:] if a.startswith("--config=") or a.startswith("-config=")]
+    config_file = [a for a in argv[1:] if a.startswith(("--config=", "-config="))]
     others = [a for a in argv[1:] if a not in config_file]
+    if (
+        not config_file and _default_config
+    ):  # not the flag's own default: that would be parsed, and fail, at import
+        config_file = [f"--config={_default_config[-1]}"]
     for path in config_file:
         name = path.split("=", 1)[1]
         if not Path(name).is_file():
@@ -48,7 +56,8 @@ def _parse(argv: list[str]) -> None:
             if key not in known and key.split("[")[0] not in known:
                 raise config_lib.unknown_key(key)
     try:
-        rest = flags.FLAGS([argv[0], *config_file, *others])
+        sys.argv = [argv[0], *config_file, *others]  # ml_collections looks there too
+        rest = flags.FLAGS(sys.argv)
     except (flags.Error, TypeError, ValueError, AttributeError, KeyError, SyntaxError) as error:
         raise UserError(f"{_first_line(error)} (--helpfull lists the options)") from None
     if len(rest) > 1:

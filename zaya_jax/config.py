@@ -233,7 +233,9 @@ def check(cfg: config_dict.ConfigDict | dict) -> Config:
     for path, choices in CHOICES.items():
         value = _get(config, path)
         if value not in choices:
-            raise UserError(f"config.{path}={value!r} is not one of {', '.join(choices)}{_nearest(value, choices)}")
+            raise UserError(
+                f"config.{path}={value!r} is not one of {', '.join(choices)}{_nearest(value, choices)}"
+            )
     _check_model(config.model)
     _check_sizes(config)
     return config
@@ -305,7 +307,9 @@ def _optional_type(kind: Any) -> type | None:
 
 def _build(cls: type, given: Any, prefix: str) -> Any:
     if not isinstance(given, dict):
-        raise UserError(f"config.{prefix.rstrip('.')} is {given!r}; it is a group of keys, see zaya_jax/config.py")
+        raise UserError(
+            f"config.{prefix.rstrip('.')} is {given!r}; it is a group of keys, see zaya_jax/config.py"
+        )
     fields = {f.name: f for f in dataclasses.fields(cls)}
     for key in given:
         if key not in fields:
@@ -334,12 +338,25 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
 
 
 def _wrong(path: str, value: Any, expected: str) -> UserError:
-    return UserError(f"config.{path}={value!r} has the wrong type {type(value).__name__}; it must be {expected}")
+    return UserError(
+        f"config.{path}={value!r} has the wrong type {type(value).__name__}; it must be {expected}"
+    )
 
 
 def _check_model(m: Model) -> None:
-    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-                 "head_dim", "moe_intermediate_size", "num_experts", "router_hidden_size", "cca_time0", "cca_time1"):
+    for name in (
+        "vocab_size",
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "moe_intermediate_size",
+        "num_experts",
+        "router_hidden_size",
+        "cca_time0",
+        "cca_time1",
+    ):
         if getattr(m, name) < 1:
             raise UserError(f"config.model.{name}={getattr(m, name)} must be at least 1")
     if m.num_attention_heads % m.num_key_value_heads:
@@ -355,20 +372,29 @@ def _check_model(m: Model) -> None:
     if m.layer_types and len(m.layer_types) != m.num_hidden_layers:
         raise UserError(
             f"config.model.layer_types names {len(m.layer_types)} layers, num_hidden_layers={m.num_hidden_layers}; "
-            "give one kind a layer, or () for \"hybrid\" throughout"
+            'give one kind a layer, or () for "hybrid" throughout'
         )
     for kind in m.kinds:
         if kind not in ("hybrid", "hybrid_sliding"):
-            raise UserError(f"config.model.layer_types has {kind!r}; known kinds are hybrid and hybrid_sliding")
+            raise UserError(
+                f"config.model.layer_types has {kind!r}; known kinds are hybrid and hybrid_sliding"
+            )
     if "hybrid_sliding" in m.kinds and (m.sliding_window is None or m.sliding_window < 1):
         raise UserError(
             f"config.model.sliding_window={m.sliding_window} but layer_types has hybrid_sliding layers; "
             "give the window in tokens, the query included"
         )
-    traits = {"num_experts_per_tok": 1, "hidden_act": "silu", "tie_word_embeddings": True, "attention_dropout": 0.0}
+    traits = {
+        "num_experts_per_tok": 1,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "attention_dropout": 0.0,
+    }
     for name, only in traits.items():
         if getattr(m, name) != only:
-            raise UserError(f"config.model.{name}={getattr(m, name)!r} is not supported; ZAYA has {name}={only!r}")
+            raise UserError(
+                f"config.model.{name}={getattr(m, name)!r} is not supported; ZAYA has {name}={only!r}"
+            )
     for kind in sorted(set(m.kinds)):
         rope = getattr(m.rope_parameters, kind)
         if rope.rope_type != "default":
@@ -378,13 +404,20 @@ def _check_model(m: Model) -> None:
         if not 0 <= rope.partial_rotary_factor <= 1 or int(m.head_dim * rope.partial_rotary_factor) % 2:
             raise UserError(
                 f"config.model.rope_parameters.{kind}.partial_rotary_factor={rope.partial_rotary_factor} turns "
-                f"{m.head_dim * rope.partial_rotary_factor:g} of {m.head_dim} channels; it must be an even number of them"
+                f"{m.head_dim * rope.partial_rotary_factor:g} of {m.head_dim} channels; it must be an even number"
             )
 
 
 def _check_sizes(c: Config) -> None:
-    for path in ("data.seq_len", "data.global_batch", "run.num_steps", "eval.every", "checkpoint.every_steps",
-                 "checkpoint.keep", "log.every"):
+    for path in (
+        "data.seq_len",
+        "data.global_batch",
+        "run.num_steps",
+        "eval.every",
+        "checkpoint.every_steps",
+        "checkpoint.keep",
+        "log.every",
+    ):
         if _get(c, path) < 1:
             raise UserError(f"config.{path}={_get(c, path)} must be at least 1")
     if c.data.micro_batch < 0 or (c.data.micro_batch and c.data.global_batch % c.data.micro_batch):

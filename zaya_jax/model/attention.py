@@ -17,7 +17,7 @@ NO_WINDOW = 1 << 30  # wider than any sequence, with room to add a position to i
 MASKED = -1e30  # finite, so that a row without any key gives 0 and not NaN
 
 
-def reference_attention(q, k, v, q_segments=None, k_segments=None, window=None, offset=0, *, scale):
+def reference_attention(q, k, v, q_segments=None, k_segments=None, window=None, offset=0, *, scale) -> tuple:
     """The definition, with the whole [S, S] matrix: for tests and for reading."""
     batch, q_len, num_heads, channels = q.shape
     num_kv = k.shape[2]
@@ -88,7 +88,7 @@ def default_block(length: int) -> int:
     return 512 if length <= 8192 else 1024
 
 
-def decode_attention(q, k, v, valid, *, scale):
+def decode_attention(q, k, v, valid, *, scale) -> jax.Array:
     """One new query a row against a cache: q [B, 1, H, C], k and v [B, T, K, C], valid [B, T] says which keys count."""
     batch, _, num_heads, channels = q.shape
     q = q.reshape(batch, k.shape[2], num_heads // k.shape[2], channels)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from zaya_jax.model.matmul import rows_dot
 
 
-def sort_by_expert(choice: Int[Array, "N"], num_classes: int):
+def sort_by_expert(choice: Int[Array, "N"], num_classes: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Order that groups tokens by class, its inverse, and the size of each group."""
     order = jnp.argsort(choice, stable=True)
     inverse = (
@@ -53,7 +53,7 @@ def expert_mlp(
     return y * jnp.where(choice < num_experts, gate, 0.0)[:, None]
 
 
-def reference_grouped_dot(x, w, sizes):
+def reference_grouped_dot(x, w, sizes) -> jax.Array:
     """The definition: row n times its group's matrix, rows past the last group zero."""
     ends = jnp.cumsum(sizes)
     group = (jnp.arange(x.shape[0])[:, None] >= ends).sum(-1)

@@ -42,7 +42,8 @@ def _cross_entropy(hidden, embedding, bias, targets, weights, dtype, z_weight, c
     table = embedding.astype(dtype)
 
     def step(carry, piece):
-        loss, z, _ = _chunk_loss(*piece, table, bias, dtype, z_weight)
+        h, t, w = piece
+        loss, z, _ = _chunk_loss(h, t, w, table, bias, dtype, z_weight)
         return (carry[0] + loss, carry[1] + z), None
 
     sums, _ = lax.scan(step, (jnp.zeros(()), jnp.zeros(())), _pieces(hidden, targets, weights, chunk))

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.attention import NO_WINDOW
-from zaya_jax.model.cca import CCA, empty_cache
+from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import expert_mlp
 from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
 from zaya_jax.model.router import Router

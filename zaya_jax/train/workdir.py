@@ -81,7 +81,7 @@ def _check_same(old: Config, new: Config, workdir: Path) -> None:
 
 
 def _flat(tree: dict, prefix: str = "") -> dict:
-    out = {}
+    out: dict = {}
     for key, value in tree.items():
         out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return out
