@@ -1,8 +1,9 @@
 """Reads a workdir for the report: metrics.jsonl streamed into bins, and the small files beside it.
 
-A run may have a million steps, so no list of steps is kept: every metric is a `Series` (or `Vectors`, for one number per
-layer or expert) of at most a fixed number of bins, whose width in steps doubles whenever they would be exceeded. Files
-may be missing, cut short or hold NaN: what cannot be used is counted and said, never fatal.
+A run may have a million steps, so no list of steps is kept: every metric is a `Series` (or `Vectors`, for
+one number per layer or expert) of at most a fixed number of bins, whose width in steps doubles whenever
+they would be exceeded. Files may be missing, cut short or hold NaN: what cannot be used is counted and
+said, never fatal.
 """
 
 import dataclasses
@@ -17,15 +18,16 @@ import numpy as np
 SERIES_BINS = 1024
 VECTOR_BINS = 240
 MAX_KEYS = 256
+MAX_ENTRIES = 1 << 16  # of one array: 64 layers of 1,023 experts and the skip class
 MAX_LINE_BYTES = 1 << 26
 MAX_TEXT_BYTES = 1 << 16
 LARGEST = 1e300  # beyond this a sum may overflow: counted as non-finite
 LAST_LOSSES = 20  # steps averaged for the headline: one batch's loss is noisy
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(slots=True)
 class Bin:
-    """Some neighbouring steps of one metric: how many values, their mean and range, how many were not finite."""
+    """Neighbouring steps of one metric: how many values, their mean and range, how many were not finite."""
 
     count: int = 0
     mean: float = math.nan
@@ -56,24 +58,36 @@ class Series:
         self.capacity, self.width = capacity, 1
         self.bins: dict[int, Bin] = {}
         self.last_step, self.last = -1, math.nan
-        self.total = Bin()
-        self.low_step = self.high_step = -1
+        self.low, self.low_step, self.high, self.high_step = math.inf, -1, -math.inf, -1
 
     def add(self, step: int, value: float) -> None:
         """Records a step's value; NaN and infinities are counted apart."""
-        if math.isfinite(value) and abs(value) < LARGEST:
+        if -LARGEST < value < LARGEST:
             one = Bin(1, value, step, value, value)
-            self.low_step = step if value < self.total.low else self.low_step
-            self.high_step = step if value > self.total.high else self.high_step
+            if value < self.low:
+                self.low, self.low_step = value, step
+            if value > self.high:
+                self.high, self.high_step = value, step
         else:
             one = Bin(bad=1, bad_step=step)
-        self.total.add(one)
         if step >= self.last_step:
             self.last_step, self.last = step, value
-        self.bins.setdefault(step // self.width, Bin()).add(one)
+        index = step // self.width
+        if index in self.bins:
+            self.bins[index].add(one)
+            return
+        self.bins[index] = one
         while len(self.bins) > self.capacity:
             self.width *= 2
             self.bins = _merged(self.bins, 2, Bin)
+
+    @property
+    def total(self) -> Bin:
+        """All bins in one."""
+        total = Bin()
+        for part in self.bins.values():
+            total.add(part)
+        return total
 
     def coarse(self, most: int) -> list[Bin]:
         """The bins in order of steps, merged until there are at most `most`."""
@@ -95,7 +109,9 @@ class VectorBin:
     def add(self, other: "VectorBin") -> None:
         """Takes in the arrays of another bin."""
         total = self.steps + other.steps
-        self.step = other.step if not self.steps else self.step + (other.step - self.step) * other.steps / total
+        self.step = (
+            other.step if not self.steps else self.step + (other.step - self.step) * other.steps / total
+        )
         self.steps = total
         self.sum, self.count = self.sum + other.sum, self.count + other.count
 
@@ -164,6 +180,23 @@ class Workdir:
     last_step: int = 0
     last_losses: deque = dataclasses.field(default_factory=lambda: deque(maxlen=LAST_LOSSES))
 
+    def setting(self, path: str) -> Any:
+        """A key of the recorded config by its dotted path, None where it is not there."""
+        value: Any = self.config
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        return value
+
+    @property
+    def name(self) -> str:
+        """The config's name, else the folder's."""
+        return str(self.setting("name") or self.path.resolve().name)
+
+    @property
+    def unit(self) -> str:
+        """What the losses are measured in."""
+        return "nats per byte" if self.setting("data.tokenizer") == "bytes" else "nats per token"
+
     def last(self, key: str) -> float:
         """The last recorded value of a metric, NaN where there is none."""
         return self.series[key].last if key in self.series else math.nan
@@ -189,8 +222,7 @@ def read_workdir(path: pathlib.Path) -> Workdir:
     out.config = _json_object(path / "config.json", out.notes)
     out.environment = _json_object(path / "environment.json", out.notes)
     out.sample = _text(path / "sample.txt", out.notes)
-    log = out.config.get("log")
-    prompt = log.get("sample_prompt") if isinstance(log, dict) else None
+    prompt = out.setting("log.sample_prompt")
     out.prompt = prompt if isinstance(prompt, str) and out.sample.startswith(prompt) else ""
     metrics = path / "metrics.jsonl"
     if metrics.is_file():
@@ -201,7 +233,8 @@ def read_workdir(path: pathlib.Path) -> Workdir:
 
 
 def _read_metrics(path: pathlib.Path, out: Workdir) -> None:
-    unreadable, odd, left_out = 0, set(), set()
+    odd: set[str] = set()
+    unreadable, left_out = 0, False
     with path.open("rb") as file:
         while line := file.readline(MAX_LINE_BYTES):
             if not line.strip():
@@ -215,8 +248,9 @@ def _read_metrics(path: pathlib.Path, out: Workdir) -> None:
             out.last_step = max(out.last_step, step)
             out.lines += 1
             for key, value in record.items():
-                if key not in out.series and key not in out.vectors and len(out.series) + len(out.vectors) >= MAX_KEYS:
-                    left_out.add(key) if len(left_out) < MAX_KEYS else None
+                known = key in out.series or key in out.vectors
+                if not known and len(out.series) + len(out.vectors) + len(odd) >= MAX_KEYS:
+                    left_out = True
                 elif isinstance(value, list):
                     _add_vector(out, odd, key, step, value)
                 else:
@@ -226,9 +260,14 @@ def _read_metrics(path: pathlib.Path, out: Workdir) -> None:
         out.notes.append("metrics.jsonl holds no complete step yet.")
     if unreadable:
         lines = "1 line" if unreadable == 1 else f"{unreadable} lines"
-        out.notes.append(f"{lines} of metrics.jsonl could not be read and {'is' if unreadable == 1 else 'are'} left out.")
-    for key in sorted(odd):
-        out.notes.append(f"Some values of {key} have another shape than the first one and are left out.")
+        out.notes.append(
+            f"{lines} of metrics.jsonl could not be read and {'is' if unreadable == 1 else 'are'} left out."
+        )
+    if odd:
+        keys = ", ".join(sorted(odd)[:8])
+        out.notes.append(
+            f"Left out of {keys}: lists of something else than numbers, too long or of another shape."
+        )
     if left_out:
         out.notes.append(f"Only the first {MAX_KEYS} metrics are shown.")
 
@@ -239,8 +278,9 @@ def _parse(line: bytes) -> dict | None:
     except (ValueError, RecursionError):
         return None
     step = record.get("step") if isinstance(record, dict) else None
-    usable = isinstance(step, int | float) and not isinstance(step, bool) and 0 <= step < 2**53
-    return record if usable and step == int(step) else None
+    if not isinstance(step, int | float) or isinstance(step, bool) or not 0 <= step < 2**53:
+        return None
+    return record if step == int(step) else None
 
 
 def _number(value: Any) -> float | None:
@@ -269,22 +309,23 @@ def _add_number(out: Workdir, key: str, step: int, value: Any) -> None:
 def _add_vector(out: Workdir, odd: set[str], key: str, step: int, value: list) -> None:
     try:
         array = np.asarray(value, dtype=np.float64)  # None becomes NaN
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         odd.add(key)
         return
-    dims = 2 if key == "load" else 1
-    if array.ndim != dims or not array.size or (dims == 2 and array.shape[1] < 2):
-        odd.add(key)
-    elif out.vectors.setdefault(key, Vectors(array.shape)).shape != array.shape:
-        odd.add(key)
-    else:
-        out.vectors[key].add(step, array)
+    right_shape = array.ndim == 2 and array.shape[1] > 1 if key == "load" else array.ndim == 1
+    if right_shape and 0 < array.size <= MAX_ENTRIES:
+        vectors = out.vectors.setdefault(key, Vectors(array.shape))
+        if vectors.shape == array.shape:
+            vectors.add(step, array)
+            return
+    odd.add(key)
 
 
 def _add_data_wait(out: Workdir, record: dict, step: int) -> None:
     """The share of the step spent waiting for data, from `data_wait` in seconds."""
     wait, whole = _number(record.get("data_wait")), _number(record.get("step_seconds"))
-    if wait is not None and whole is not None and whole > 0:
+    known = "data_wait_fraction" in record
+    if not known and wait is not None and whole is not None and whole > 0:
         out.series.setdefault("data_wait_fraction", Series()).add(step, wait / whole)
 
 

@@ -1,0 +1,109 @@
+"""The report's words and numbers: a generated sample, every metric's last value, the config beside its
+defaults.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+
+from zaya_jax import config as config_module
+from zaya_jax.report.read import Workdir
+from zaya_jax.report.svg import escape, number
+
+OPEN_ROWS = 24  # a longer table starts folded
+
+
+def sample_section(run: Workdir) -> str:
+    """The generated text, its prompt marked."""
+    if not run.sample:
+        return ""
+    text = escape(run.sample[len(run.prompt) :])
+    prompt = f"<mark>{escape(run.prompt)}</mark>" if run.prompt else ""
+    intro = "What the trained model writes" + (" after the marked prompt." if prompt else ".")
+    return (
+        f'<section><h2>Sample</h2><p>{intro}</p><div class="card"><pre>{prompt}{text}</pre></div></section>\n'
+    )
+
+
+def numbers_section(run: Workdir) -> str:
+    """A table of all metrics: the pictures in numbers."""
+    rows = []
+    for key, series in sorted(run.series.items()):
+        total = series.total
+        ends = [number(total.low), number(total.high)] if total.count else ["–", "–"]
+        bad = f"{total.bad:,}" if total.bad else "–"
+        cells = [number(series.last, 5), f"{series.last_step:,}", *ends, bad]
+        rows.append(_row(escape(key), cells))
+    if not rows:
+        return ""
+    table = _table(["metric", "last", "at step", "lowest", "highest", "not finite"], rows, "wide num")
+    folded = _folded("All metrics", table, opened=len(rows) <= OPEN_ROWS)
+    return f"<section><h2>Numbers</h2>{folded}</section>\n"
+
+
+def config_section(run: Workdir) -> str:
+    """The recorded config by group, what differs from the defaults marked; then where the run took place."""
+    out = ""
+    if run.config:
+        rows, changed = _config_rows(run.config)
+        note = f" <span>({changed} differ from the defaults, marked)</span>"
+        out += _folded(f"All keys{note}", _table(["key", "value", "default"], rows, "wide"))
+    if run.environment:
+        rows = [_row(_code(key), [_code(_text(value))]) for key, value in _flat(run.environment)]
+        out += _folded("Environment", _table(["fact", "value"], rows, "wide"))
+    return f"<section><h2>Config</h2>{out}</section>\n" if out else ""
+
+
+def _config_rows(config: dict) -> tuple[list[str], int]:
+    """The table's rows, keys without a group first, and how many keys differ from the defaults."""
+    defaults = dict(_flat(config_module.to_dict(config_module.Config())))
+    groups: dict[str, list[str]] = {"": []}
+    changed = 0
+    for key, value in _flat(config):
+        group, name = key.split(".", 1) if "." in key else ("", key)
+        if group not in groups:
+            groups[group] = [f'<tr class="group"><th scope="colgroup" colspan="3">{escape(group)}</th></tr>']
+        differs = key not in defaults or not _same(value, defaults[key])
+        changed += differs
+        was = _code(_text(defaults[key])) if differs and key in defaults else "–" if differs else ""
+        groups[group].append(_row(_code(name), [_code(_text(value)), was], "changed" if differs else ""))
+    return [row for rows in groups.values() for row in rows], changed
+
+
+def _row(name: str, cells: Iterable[str], kind: str = "") -> str:
+    mark = f' class="{kind}"' if kind else ""
+    return f'<tr{mark}><th scope="row">{name}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
+
+
+def _table(head: Iterable[str], rows: Iterable[str], kind: str) -> str:
+    columns = "".join(f'<th scope="col">{name}</th>' for name in head)
+    return f'<table class="{kind}"><thead><tr>{columns}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+
+
+def _folded(summary: str, table: str, opened: bool = False) -> str:
+    start = "<details open>" if opened else "<details>"
+    return f'{start}<summary>{summary}</summary><div class="scroll">{table}</div></details>'
+
+
+def _code(text: str) -> str:
+    return f"<code>{escape(text)}</code>"
+
+
+def _flat(value: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, item in value.items():
+        if isinstance(item, dict) and item:
+            yield from _flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def _same(value: object, default: object) -> bool:
+    """Equal as a config takes it: 1 is 1.0, but not true."""
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def _text(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    if isinstance(value, list) and len(value) > 4 and all(item == value[0] for item in value):
+        return f"{len(value)} × {json.dumps(value[0], ensure_ascii=False)}"
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
