@@ -4,7 +4,10 @@ The command line's options are frozen here too: a new one is a decision, made by
 """
 
 import ast
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -33,6 +36,62 @@ ARROWS = {
     "pallas_kernels": ("pallas_kernels",),
     "experiments": ("experiments", "zaya_jax", "pallas_kernels"),
 }
+
+# Every program of experiments/ and the options it has of its own.
+OPTIONS = {
+    "prepare_data": {
+        "": [
+            "input",
+            "tokenizer",
+            "train_bpe",
+            "out",
+            "text_field",
+            "context",
+            "held_out",
+            "skip_bad",
+            "processes",
+            "part_mib",
+            "verify",
+        ]
+    },
+    "pretrain": {"": ["config", "workdir"]},
+}
+
+# Run in a process of its own: absl's flags are global. Prints {subcommand: options} of a program without running it.
+TELL_OPTIONS = """
+import argparse, importlib, json, sys
+from absl import flags
+
+class Stop(BaseException):
+    pass
+
+def stop(parser, *_):
+    raise Stop(parser)
+
+def of(parser, name=""):
+    options, found = [], {}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command, below in action.choices.items():
+                found |= of(below, f"{name} {command}".strip())
+        elif not isinstance(action, argparse._HelpAction):
+            options.append(max(action.option_strings, key=len, default=action.dest).lstrip("-"))
+    return ({name: options} if options or not found else {}) | found
+
+program = importlib.import_module(sys.argv[1])
+defined = flags.FLAGS.flags_by_module_dict().items()
+ours = [f.name for module, fs in defined if module.startswith(("experiments", "zaya_jax")) for f in fs]
+if ours:
+    found = {"": ours}
+else:
+    argparse.ArgumentParser.parse_known_args = stop
+    try:
+        program.main()
+        raise SystemExit("neither absl flags nor an argparse parser")
+    except Stop as stopped:
+        found = of(stopped.args[0])
+print(json.dumps({command: sorted(options) for command, options in found.items()}))
+"""
 
 
 def within(name: str, package: str) -> bool:
@@ -153,3 +212,19 @@ def test_such_a_name_is_found():
     assert TELLTALE.search("cd /" + "home/me/zaya")
     assert TELLTALE.search("--extra-index" + "-url=https://host")
     assert not TELLTALE.search("https://host/home/page and ~/home/x and $HOME/work/x")
+
+
+def test_the_options_of_every_program_are_frozen():
+    programs = sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py"))
+    asked = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", TELL_OPTIONS, f"experiments.{name}"],
+            cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        )
+        for name in programs
+    }  # fmt: skip
+    told = {
+        name: json.loads(process.communicate(timeout=120)[0] or "null") for name, process in asked.items()
+    }
+    frozen = {name: {k: sorted(v) for k, v in commands.items()} for name, commands in OPTIONS.items()}
+    assert told == frozen
