@@ -101,7 +101,8 @@ def summarise(manifest: dict, out: str) -> None:
     made = manifest["tokenizer"]
     print(f"tokenizer {made['kind']}, {made['vocab_size']:,} ids, {manifest['token_bytes']} bytes a token")
     print(
-        f"storage   sigma {manifest['storage_factor']:.3f} (pages read over pages of tokens, {manifest['page_bytes']} B)"
+        f"storage   sigma {manifest['storage_factor']:.3f} (pages read over pages of tokens, "
+        f"{manifest['page_bytes']} B)"
     )
     if manifest["trim"]:
         print(f"chats     {trim.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}")

@@ -1,5 +1,6 @@
 """Small corpora and configs for the data tests."""
 
+import json
 import pathlib
 from collections.abc import Callable
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from zaya_jax import config as config_lib
+from zaya_jax.data import prepare, tokens
 
 
 @pytest.fixture
@@ -34,5 +36,43 @@ def make_config() -> Callable[..., config_lib.Config]:
         for name, value in {"seq_len": 64, "global_batch": 8, **data}.items():
             raw.data[name] = value
         return config_lib.check(raw)
+
+    return make
+
+
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preparing runs here, without worker processes, which take a second to start."""
+
+    def run(options, directory, tasks, processes, progress) -> None:
+        for number, parts in enumerate(tasks):
+            if not (directory / prepare.WORK / f"task-{number:05d}.json").exists():
+                prepare.run_task(number, parts, str(directory), options, lambda *_: None)
+
+    monkeypatch.setattr(prepare, "_run", run)
+
+
+@pytest.fixture
+def prepare_text(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, in_process: None
+) -> Callable[..., pathlib.Path]:
+    """Writes documents as a prepared directory of many small shards and bundles, in this process."""
+
+    def make(
+        name: str, count: int, seed: int = 0, bundle_bytes: int = 2048, longest: int = 700
+    ) -> pathlib.Path:
+        monkeypatch.setattr(tokens, "BUNDLE_BYTES", bundle_bytes)
+        monkeypatch.setattr(tokens, "MAX_BUNDLE_BYTES", 4 * bundle_bytes)
+        rng = np.random.default_rng(seed)
+        source = tmp_path / f"{name}.jsonl"
+        with source.open("w") as file:
+            for i in range(count):
+                letters = (
+                    rng.integers(97, 123, int(rng.integers(1, longest))).astype(np.uint8).tobytes().decode()
+                )
+                file.write(json.dumps({"text": f"{name}{i}:{letters}"}) + "\n")
+        options = prepare.Options([str(source)], part_bytes=1 + source.stat().st_size // 3)
+        prepare.prepare(options, str(tmp_path / name), 1, lambda *_: None)
+        return tmp_path / name
 
     return make

@@ -30,6 +30,17 @@ from zaya_jax.data.tokens import CorruptRecord
 READER_OPTIONS, READER_BUFFER = "readahead_buffer_size:0,max_parallelism:0", 8 << 10
 ATTEMPTS, FIRST_PAUSE, GREATEST_PAUSE = 6, 0.25, 8.0
 READ_THREADS = 16
+# ArrayRecord raises RuntimeErrors for damage and for failing storage alike; these words are of the latter.
+PASSING = (
+    "Input/output",
+    "timed out",
+    "Connection",
+    "temporar",
+    "UNAVAILABLE",
+    "DEADLINE",
+    "EXHAUSTED",
+    "No such file",
+)
 CACHE_BYTES = 1 << 30
 _log = logging.getLogger(__name__)
 
@@ -59,7 +70,13 @@ class Shard(Protocol):
 class ArrayRecordShard:
     """A shard that ArrayRecord opens itself."""
 
-    def __init__(self, url: str, num_records: int) -> None:
+    def __init__(self, url: str, num_records: int, num_bytes: int) -> None:
+        if is_local(url):
+            found = pathlib.Path(url).stat().st_size
+            if found != num_bytes:
+                raise CorruptRecord(
+                    url.rsplit("/", 1)[-1], -1, f"the shard has {found} bytes instead of {num_bytes}"
+                )
         self._reader = array_record_module.ArrayRecordReader(
             url, READER_OPTIONS, file_reader_buffer_size=READER_BUFFER
         )
@@ -236,10 +253,9 @@ class Prepared:
             except Exception as error:  # storage clients raise what they like
                 self._open.pop(shard, None)
                 why = " ".join(str(error).split())[:200] or type(error).__name__
-                if "hash mismatch" in why or "Corrupted" in why or "Invalid ArrayRecord" in why:
-                    number = -1
-                    raise CorruptRecord(entry["file"], number, why) from None
-                if attempt == ATTEMPTS or isinstance(error, FileNotFoundError) or "No such file" in why:
+                if isinstance(error, (RuntimeError, ValueError)) and not any(w in why for w in PASSING):
+                    raise CorruptRecord(entry["file"], -1, why) from None  # ArrayRecord's word for damage
+                if attempt == ATTEMPTS or "No such file" in why or isinstance(error, FileNotFoundError):
                     raise StorageError(f"cannot read shard {entry['file']} of {self.name}: {why}") from None
                 with self._lock:
                     self.counters.retries += 1
@@ -260,7 +276,7 @@ class Prepared:
             entry = self.shards[shard]
             url = join(self.name, entry["file"])
             if is_local(url) or url.startswith("gs://"):
-                found = ArrayRecordShard(url, entry["bundles"] + 1)
+                found = ArrayRecordShard(url, entry["bundles"] + 1, entry["bytes"])
             else:
                 rows = self.index[self.shard_of == shard]
                 offsets = np.append(rows["offset"].astype(np.int64), entry["lengths_offset"])

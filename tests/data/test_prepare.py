@@ -1,0 +1,241 @@
+"""Preparing: every input format, restarting after kill -9, and what is refused in one line."""
+
+import gzip
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from zaya_jax.config import UserError
+from zaya_jax.data import prepare, storage, tokenizers
+from zaya_jax.data.prepare import Options
+from zaya_jax.data.storage import Prepared
+
+TEXTS = [f"text number {i} " + "x" * i for i in range(50)]
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>hm</think>hello"}]
+
+
+def run(*arguments, **options):
+    command = [sys.executable, "-m", "experiments.prepare_data", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
+
+
+def jsonl(records):
+    return "".join(json.dumps(r) + "\n" for r in records).encode()
+
+
+def texts_of(directory, tokenizer=None):
+    """The documents of both splits as text, sorted."""
+    tokenizer = tokenizer or tokenizers.load(os.path.join(directory, "tokenizer"))
+    out = []
+    for split in ("train", "held_out"):
+        store = Prepared(str(directory), split)
+        for b in range(len(store.lengths)):
+            bundle = store.read([b])[b]
+            out += [
+                tokenizer.decode(part) for part in np.split(bundle.tokens, np.flatnonzero(bundle.starts)[1:])
+            ]
+    return sorted(out)
+
+
+def here(options, out):
+    """Prepare in this process, without workers."""
+    return prepare.prepare(options, str(out), 1, lambda *_: None)
+
+
+@pytest.mark.parametrize("part_bytes", [100, 1000, 1 << 20])
+@pytest.mark.usefixtures("in_process")
+def test_every_format_gives_its_documents(tmp_path, part_bytes):
+    source = tmp_path / "in"
+    source.mkdir()
+    raw = jsonl({"text": t} for t in TEXTS)
+    (source / "a.jsonl").write_bytes(raw)
+    (source / "b.jsonl.gz").write_bytes(gzip.compress(raw))
+    (source / "c.jsonl.zst").write_bytes(zstandard.compress(raw[:1000]) + zstandard.compress(raw[1000:]))
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": TEXTS, "n": list(range(50))}), source / "d.parquet", row_group_size=7
+    )
+    (source / "e.txt").write_text(TEXTS[7])
+    (source / "f.md.gz").write_bytes(gzip.compress(TEXTS[8].encode()))
+    (source / "g.bin").write_bytes(b"\xff\xfe\x00")
+    manifest, _ = here(Options([str(source)], part_bytes=part_bytes), tmp_path / "out")
+    assert texts_of(tmp_path / "out") == sorted(TEXTS * 4 + [TEXTS[7], TEXTS[8]])
+    assert sum(t["documents"] for t in manifest["totals"].values()) == 202
+    assert storage.verify(str(tmp_path / "out")) == []
+    names = [s["name"] for s in manifest["sources"]]
+    assert names == ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.txt", "f.md.gz", "g.bin"]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_chats_are_trimmed_and_counted(tmp_path):
+    long = [CHAT[0], {"role": "assistant", "content": f"<think>{'r' * 500}</think>hello"}]
+    several = [*long, *long]
+    dropped = [CHAT[0], {"role": "assistant", "content": "a" * 500}]
+    (tmp_path / "c.jsonl").write_bytes(jsonl({"messages": m} for m in (CHAT, CHAT, long, several, dropped)))
+    manifest, _ = here(Options([str(tmp_path / "c.jsonl")], context=200), tmp_path / "out")
+    assert manifest["trim"] == {"context": 200, "kept": 2, "trimmed": 1, "reduced": 1, "dropped": 1}
+    store = Prepared(str(tmp_path / "out"))
+    bundle = store.read([0])[0]
+    assert 0 < bundle.learn.sum() < len(bundle) - 4
+    assert (np.diff(np.append(np.flatnonzero(bundle.starts), len(bundle))) <= 200).all()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_vocabulary_of_gemmas_size_takes_four_bytes(tmp_path):
+    tok = tokenizers.train_bpe(TEXTS, 270)
+    model = json.loads(tok._content)
+    model["model"]["vocab"].update({f"filler{i}": i for i in range(270, 262_200)})
+    model["model"]["vocab"]["Zz"] = 262_200
+    model["model"]["merges"].append(["Z", "z"])
+    (tmp_path / "tokenizer.json").write_text(json.dumps(model))
+    (tmp_path / "t.txt").write_text("ab Zz" * 20)
+    (tmp_path / "u.txt").write_text("Zz")
+    manifest, _ = here(
+        Options([str(tmp_path / "*.txt")], tokenizer=str(tmp_path / "tokenizer.json"), held_out=0.0),
+        tmp_path / "out",
+    )
+    assert manifest["token_bytes"] == 4 and manifest["tokenizer"]["vocab_size"] == 262_201
+    assert texts_of(tmp_path / "out") == ["Zz", "ab Zz" * 20]
+    assert Prepared(str(tmp_path / "out")).read([0])[0].tokens.max() == 262_200
+
+
+@pytest.mark.usefixtures("in_process")
+def test_sentencepiece_models_work(tmp_path):
+    import sentencepiece
+
+    (tmp_path / "t.txt").write_text("\n".join(TEXTS))
+    sentencepiece.SentencePieceTrainer.Train(
+        input=str(tmp_path / "t.txt"), model_prefix=str(tmp_path / "sp"), vocab_size=40, minloglevel=2
+    )
+    here(
+        Options([str(tmp_path / "t.txt")], tokenizer=str(tmp_path / "sp.model"), held_out=0.0),
+        tmp_path / "out",
+    )
+    assert texts_of(tmp_path / "out")[0].split() == "\n".join(TEXTS).split()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_bpe_can_be_trained_on_the_input(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl({"body": t} for t in TEXTS))
+    manifest, _ = here(
+        Options([str(tmp_path / "a.jsonl")], train_bpe=290, text_field="body"), tmp_path / "out"
+    )
+    assert manifest["tokenizer"]["vocab_size"] == 290
+    assert texts_of(tmp_path / "out") == sorted(TEXTS)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_input_that_is_wrong_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "fine"}\n{"text": \n')
+    (tmp_path / "b.jsonl").write_bytes(b'{"body": "other field"}\n')
+    (tmp_path / "c.jsonl.zst").write_bytes(zstandard.compress(jsonl({"text": t} for t in TEXTS))[:-5])
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(jsonl({"text": t} for t in TEXTS))[:-9])
+    (tmp_path / "e.jsonl").write_bytes(jsonl([{"messages": [{"role": "user", "content": "?"}]}]))
+    (tmp_path / "f.parquet").write_bytes(b"PAR1 no")
+    wanted = {
+        "a.jsonl": "line at byte 17 that is not JSON", "b.jsonl": r"neither a text under 'text'",
+        "c.jsonl.zst": "truncated", "d.jsonl.gz": "cannot read", "e.jsonl": "without an answer",
+        "f.parquet": "not a Parquet file",
+    }  # fmt: skip
+    for name, message in wanted.items():
+        with pytest.raises(UserError, match=message) as error:
+            here(Options([str(tmp_path / name)]), tmp_path / f"out-{name}")
+        assert name in str(error.value) and "\n" not in str(error.value)
+    (tmp_path / "f.parquet").unlink()
+    (tmp_path / "ok.txt").write_text("fine text")
+    manifest, _ = here(Options([str(tmp_path / "*.*")], skip_bad=True, held_out=0.0), tmp_path / "skipping")
+    assert manifest["bad"] == 5 and any("byte 17" in line for line in manifest["bad_examples"])
+    assert "fine text" in texts_of(tmp_path / "skipping")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_other_input_or_options_are_refused(tmp_path):
+    (tmp_path / "t.txt").write_text("some text")
+    options = Options([str(tmp_path / "t.txt")], held_out=0.0)
+    here(options, tmp_path / "out")
+    assert here(options, tmp_path / "out")[1]  # complete already
+    with pytest.raises(UserError, match="other input or options"):
+        here(Options([str(tmp_path / "t.txt")], held_out=0.5), tmp_path / "out")
+    with pytest.raises(UserError, match="not a preparation"):
+        here(options, tmp_path)
+    with pytest.raises(UserError, match="names no file"):
+        here(Options([str(tmp_path / "no*")]), tmp_path / "new")
+    (tmp_path / "empty.txt").write_text(" ")
+    with pytest.raises(UserError, match="no document for training"):
+        here(Options([str(tmp_path / "empty.txt")]), tmp_path / "new")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_an_unfinished_task_leaves_nothing_visible_and_a_finished_one_stays(tmp_path):
+    source = tmp_path / "a.jsonl"
+    source.write_bytes(jsonl({"text": t} for t in TEXTS))
+    options = Options([str(source)], part_bytes=500)
+    expected, _ = here(options, tmp_path / "whole")
+    out = tmp_path / "out"
+    calls = []
+
+    def killed(options, directory, tasks, processes, progress):
+        for n in (0, 2):
+            prepare.run_task(n, tasks[n], str(directory), options, lambda *_: None)
+        task = prepare._Task(1, directory, tokenizers.load(directory / "tokenizer"), options)
+        list(task.add(tasks[1][0]))  # never committed
+        calls.append({p.name: p.stat().st_mtime_ns for p in directory.glob("*.arrayrecord")})
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "_run", killed)
+        patch.setattr(prepare, "_finish", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            here(options, out)
+    assert set(calls[0]) <= {"train-00000.arrayrecord", "train-00002.arrayrecord"} | {
+        "held_out-00000.arrayrecord", "held_out-00002.arrayrecord"
+    }  # fmt: skip
+    with pytest.raises(UserError, match="not finished"):
+        storage.is_prepared(str(out))
+    manifest, complete = here(options, out)
+    assert not complete
+    assert not list(out.glob("*.partial-*")) and not (out / ".work").exists()
+    for name, time_ns in calls[0].items():
+        assert (out / name).stat().st_mtime_ns == time_ns
+    assert manifest["shards"] == expected["shards"] and texts_of(out) == sorted(TEXTS)
+
+
+@pytest.mark.slow
+def test_killed_for_good_and_continued(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    for i in range(40):
+        (source / f"{i}.jsonl").write_bytes(jsonl({"text": f"{i} {j} " + "word " * 2000} for j in range(300)))
+    command = (f"--input={source}", f"--out={tmp_path / 'out'}", "--part_mib=4", "--processes=2")
+    kills = 0
+    for delay in (2.5, 3.5):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "experiments.prepare_data", *command], start_new_session=True
+        )
+        time.sleep(delay)
+        kills += process.poll() is None
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        assert not (tmp_path / "out" / "manifest.json").exists() or process.returncode == 0
+    assert kills
+    time.sleep(1)  # orphaned workers see that their parent is gone
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.arrayrecord")}
+    done = run(*command)
+    assert done.returncode == 0, done.stderr
+    assert all(p.stat().st_mtime_ns == t for p, t in before.items())
+    checked = run(f"--verify={tmp_path / 'out'}")
+    assert checked.returncode == 0 and "verified" in checked.stdout
+    assert len(texts_of(tmp_path / "out")) == 40 * 300
+    victim = next(iter(before or (tmp_path / "out").glob("train-*")))
+    content = bytearray(victim.read_bytes())
+    content[len(content) // 2] ^= 4
+    victim.write_bytes(content)
+    checked = run(f"--verify={tmp_path / 'out'}")
+    assert checked.returncode == 4 and victim.name in checked.stdout
