@@ -1,0 +1,203 @@
+"""Reads a compiled program: which collectives it has, how many bytes they move, and whether they sit in a
+loop.
+
+    found = hlo.collectives(jax.jit(f).lower(*args).compile())
+    [c.kind for c in found if c.in_loop]
+
+What the compiler made of a program is the only proof of how it communicates; tests and plans read it here.
+The text is XLA's own and the same on every backend; asynchronous pairs (`all-gather-start`,
+`all-gather-done`) count once.
+"""
+
+import dataclasses
+import math
+import re
+from typing import Any
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
+
+_SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
+_CALLED = re.compile(
+    r"\b(calls|to_apply|body|condition|branch_computations|called_computations)"
+    r"=\{?([^,}\s]+(?:, ?%[^,}\s]+)*)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """An array in the program: its number format as XLA writes it, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        digits = re.search(r"\d+", self.dtype)
+        bits = BITS[self.dtype] if self.dtype in BITS else int(digits.group()) if digits else 8
+        return math.prod(self.shape) * bits // 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective of the program, as one device sees it."""
+
+    kind: str
+    name: str
+    operands: tuple[Array, ...]  # what the device puts in
+    results: tuple[Array, ...]  # what it gets out
+    group_size: int  # devices that take part together
+    in_loop: bool  # inside the body of a while loop
+    times: int | None  # how often it runs: the product of the loops' known lengths; None if one is unknown
+    op_name: str  # where in the Python program it comes from
+
+    @property
+    def bytes(self) -> int:
+        """Its payload: the larger of what a device puts in and gets out."""
+        return max(sum(a.bytes for a in self.operands), sum(a.bytes for a in self.results))
+
+    @property
+    def wire_bytes(self) -> float:
+        """What a device must at least send: (g - 1) / g of the payload, twice that for an all-reduce."""
+        if self.kind in ("collective-permute", "collective-broadcast"):
+            return float(self.bytes)
+        return self.bytes * (self.group_size - 1) / self.group_size * (2 if self.kind == "all-reduce" else 1)
+
+    @property
+    def scalar(self) -> bool:
+        """Whether it moves no more than a handful of numbers: norms, counts, flags."""
+        return self.bytes <= 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    shape: str
+    op: str
+    rest: str
+
+
+def collectives(compiled: Any) -> list[Collective]:
+    """All collectives of a compiled program (or of its text), in the order of the text."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    computations = _parse(text)
+    loops = _loops(computations)
+    found = re.search(r"num_partitions=(\d+)", text) or re.search(r"replica_count=(\d+)", text)
+    devices = int(found.group(1)) if found else 1
+    result = []
+    for computation, instructions in computations.items():
+        shapes = {i.name: i.shape for i in instructions}
+        for i in instructions:
+            kind = i.op.removesuffix("-start")
+            if kind not in KINDS:
+                continue
+            operands = tuple(a for name in _operands(i.rest) for a in _arrays(shapes.get(name, "")))
+            results = _arrays(i.shape)
+            if i.op.endswith("-start") and len(results) > len(
+                operands
+            ):  # a tuple of operands, results and contexts
+                results = results[len(operands) : 2 * len(operands)]
+            lengths = loops.get(computation, ())
+            times = None if None in lengths else math.prod(n for n in lengths if n is not None)
+            where = re.search(r'op_name="([^"]*)"', i.rest)
+            result.append(
+                Collective(
+                    kind,
+                    i.name,
+                    operands,
+                    results,
+                    _group_size(i.rest, devices),
+                    bool(lengths),
+                    times,
+                    where.group(1) if where else "",
+                )
+            )
+    return result
+
+
+def loop_bodies(compiled: Any) -> int:
+    """The number of while loops that a compiled program has."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    return sum(i.op == "while" for instructions in _parse(text).values() for i in instructions)
+
+
+def _parse(text: str) -> dict[str, list[_Instruction]]:
+    computations: dict[str, list[_Instruction]] = {}
+    current = None
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            start = _COMPUTATION.match(line)
+            current = computations.setdefault(start.group(2), []) if start else None
+        elif current is not None:
+            match = _INSTRUCTION.match(line)
+            if match:
+                current.append(_Instruction(*match.groups()))
+    return computations
+
+
+def _loops(computations: dict[str, list[_Instruction]]) -> dict[str, tuple[int | None, ...]]:
+    """For every computation that runs inside loops, the lengths of these, outermost first."""
+    called = {name for instructions in computations.values() for i in instructions for _, name in _calls(i)}
+    found: dict[str, tuple[int | None, ...]] = {}
+    pending: list[tuple[str, tuple[int | None, ...]]] = [
+        (name, ()) for name in computations if name not in called
+    ]
+    while pending:
+        name, lengths = pending.pop()
+        if name in found and len(found[name]) >= len(lengths):
+            continue
+        found[name] = lengths
+        for i in computations.get(name, []):
+            for how, callee in _calls(i):
+                inner = lengths
+                if how in ("body", "condition"):
+                    known = re.search(r"known_trip_count[^\d]*(\d+)", i.rest)
+                    inner = (*lengths, int(known.group(1)) if known else None)
+                pending.append((callee, inner))
+    return found
+
+
+def _calls(i: _Instruction) -> list[tuple[str, str]]:
+    return [
+        (match.group(1), name.strip().lstrip("%"))
+        for match in _CALLED.finditer(i.rest)
+        for name in match.group(2).split(",")
+    ]
+
+
+def _operands(rest: str) -> list[str]:
+    depth = 1
+    for end, char in enumerate(rest):
+        depth += (char == "(") - (char == ")")
+        if depth == 0:
+            return re.findall(r"%([\w.\-]+)", rest[:end])
+    return []
+
+
+def _arrays(shape: str) -> tuple[Array, ...]:
+    return tuple(Array(d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _SHAPE.findall(shape))
+
+
+def _group_size(rest: str, devices: int) -> int:
+    listed = re.search(r"replica_groups=\{\{([\d, ]+)\}", rest)
+    if listed:
+        return len(listed.group(1).split(","))
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=", rest)
+    if iota:
+        return int(iota.group(1).split(",")[-1])
+    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest)
+    if mesh:
+        sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", mesh.group(1))}
+        return math.prod(sizes[axis] for axis in re.findall(r"'([^']*)'", mesh.group(2)))
+    return devices
