@@ -1,0 +1,170 @@
+"""A small parameter tree with every kind of weight, gradients for it, and the optimizer run on a mesh or on none.
+
+    python tests/optim/optim_helpers.py 8 3
+
+compares the two on that many devices (data × expert) and prints the greatest relative difference of a weight after ten
+steps: for meshes of other sizes than the test suite's.
+"""
+
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from zaya_jax.config import Optim, Precision
+from zaya_jax.optim import chain
+
+FLOAT32 = Precision(newton_schulz="float32")
+
+
+def shapes(L=5, D=32, H=2, K=1, C=8, E=4, F=16, R=8, V=50):
+    """The parameter tree's shapes."""
+    P = (H + K) * C
+    join = {"y_scale": (L, D), "y_bias": (L, D), "h_scale": (L, D), "h_bias": (L, D)}
+    cca = {
+        name: {"kernel": (L, D, out)}
+        for name, out in {"q": H * C, "k": K * C, "v_now": K * C // 2, "v_prev": K * C // 2}.items()
+    }
+    cca |= {
+        "o": {"kernel": (L, H * C, D)},
+        "conv_depthwise": {"kernel": (L, 2, P), "bias": (L, P)},
+        "conv_grouped": {"kernel": (L, 2, H + K, C, C), "bias": (L, P)},
+        "temperature": (L, K),
+    }
+    dense = {"kernel": (L, R, R), "bias": (L, R)}
+    router = {
+        "down": {"kernel": (L, D, R), "bias": (L, R)},
+        "eda": (L, R),
+        "norm": {"scale": (L, R)},
+        "fc1": dense,
+        "fc2": dict(dense),
+        "out": {"kernel": (L, R, E + 1)},
+    }
+    tree = {
+        "embed": {"embedding": (V, D), "bias": (D,), "scale": (D,)},
+        "final_norm": {"scale": (D,)},
+        "head": {"bias": (V,)},
+        "layers": {
+            "attn_norm": {"scale": (L, D)},
+            "cca": cca,
+            "attn_join": join,
+            "moe_norm": {"scale": (L, D)},
+            "router": router,
+            "experts": {"gate_up": (L, E, D, 2 * F), "down": (L, E, F, D)},
+            "moe_join": dict(join),
+        },
+    }
+    return jax.tree.map(
+        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def random_tree(like, seed, scale=1.0):
+    """NumPy arrays of these shapes."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda x: (scale * random.standard_normal(x.shape)).astype(np.float32), like)
+
+
+def mesh_of(**axes):
+    """A mesh over the first devices there are."""
+    devices = np.array(jax.devices()[: math.prod(axes.values())]).reshape(tuple(axes.values()))
+    return jax.sharding.Mesh(devices, tuple(axes), axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+
+
+def replicated(tree):
+    """A PartitionSpec for each leaf: everything everywhere."""
+    return jax.tree.map(lambda x: PartitionSpec(), tree)
+
+
+def expert_specs(tree):
+    """Experts over the expert axis, all else everywhere."""
+    specs = replicated(tree)
+    specs["layers"]["experts"] = {name: PartitionSpec(None, "expert") for name in ("gate_up", "down")}
+    return specs
+
+
+def whole_step(optimizer):
+    """The jitted step (params, state, gradients, lr) → (params, state) of an optimizer without a mesh."""
+
+    def step(params, state, grads, lr):
+        updates, state = optimizer.update(grads, state, params, lr=lr)
+        return optax.apply_updates(params, updates), state
+
+    return jax.jit(step)
+
+
+def mesh_step(optimizer, mesh, specs):
+    """The same on a mesh; gradients come with a first dim of one part a device, whose sum is the gradient."""
+
+    def step(params, state, parts, lr):
+        grads = jax.tree.map(lambda x: x[0], parts)
+        updates, state = optimizer.update(grads, state, params, lr=lr)
+        return optax.apply_updates(params, updates), state
+
+    axes = tuple(mesh.shape)
+
+    def part_spec(spec):
+        used = [axis for dim in spec if dim for axis in (dim if isinstance(dim, tuple) else (dim,))]
+        return PartitionSpec(tuple(axis for axis in axes if axis not in used), *spec)
+
+    grad_specs = jax.tree.map(part_spec, specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
+    state_specs = optimizer.specs()
+    mapped = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(specs, state_specs, grad_specs, PartitionSpec()),
+        out_specs=(specs, state_specs),
+        check_vma=False,
+    )
+    return jax.jit(mapped), grad_specs
+
+
+def split(grads, grad_specs, mesh, seed):
+    """Uneven parts of each gradient, as many as there are devices that share the weight."""
+    random = np.random.default_rng(seed)
+
+    def parts(g, spec):
+        axes = spec[0] if isinstance(spec[0], tuple) else (spec[0],) if spec[0] else ()
+        count = math.prod(mesh.shape[axis] for axis in axes)
+        noise = random.standard_normal((count, *g.shape)).astype(np.float32)
+        return g / count + noise - noise.mean(0, dtype=np.float64).astype(np.float32)
+
+    return jax.tree.map(parts, grads, grad_specs)
+
+
+def place(tree, specs, mesh):
+    """Arrays where these specs say."""
+    return jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), tree, specs)
+
+
+def compare(mesh, like, specs, steps):
+    """The greatest relative difference of a weight after so many steps, and both final states."""
+    whole = chain.build(Optim(), FLOAT32, like)
+    sharded = chain.build(Optim(), FLOAT32, like, specs=specs, axes=mesh.shape)
+    one, (many, grad_specs) = whole_step(whole), mesh_step(sharded, mesh, specs)
+    start = random_tree(like, 0, 0.3)
+    params, state = start, jax.jit(whole.init)()
+    mesh_params, mesh_state = place(start, specs, mesh), place(jax.jit(sharded.init)(), sharded.specs(), mesh)
+    for step in range(steps):
+        lr = np.float32(0.02 * (step + 1) / steps)
+        parts = split(random_tree(like, step + 1), grad_specs, mesh, step)
+        grads = jax.tree.map(lambda x: x.sum(0, dtype=np.float64).astype(np.float32), parts)
+        params, state = one(params, state, grads, lr)
+        mesh_params, mesh_state = many(mesh_params, mesh_state, parts, lr)
+        jax.block_until_ready(mesh_params)
+
+    def distance(a, b):
+        return float(np.linalg.norm(np.asarray(a) - np.asarray(b)) / np.linalg.norm(np.asarray(a)))
+
+    errors = jax.tree.leaves(jax.tree.map(distance, params, mesh_params))
+    return max(errors), (whole, state), (sharded, mesh_state)
+
+
+if __name__ == "__main__":
+    data, expert = int(sys.argv[1]), int(sys.argv[2])
+    tree = shapes(L=40, D=8, H=2, K=2, C=2, E=6, F=8, R=4, V=11)
+    print(compare(mesh_of(data=data, expert=expert), tree, expert_specs(tree), steps=10)[0])

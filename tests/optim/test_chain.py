@@ -1,0 +1,176 @@
+"""The table claims each weight once; clipping, decay, learning rates, skipping and figures do what they say."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optim_helpers
+import pytest
+
+from zaya_jax.config import Optim, Precision, UserError
+from zaya_jax.optim import chain
+
+
+@pytest.fixture(scope="module")
+def like():
+    return optim_helpers.shapes(L=2, D=8, H=2, K=1, C=4, E=2, F=4, R=4, V=6)
+
+
+@pytest.fixture(scope="module")
+def params(like):
+    return optim_helpers.random_tree(like, 0)
+
+
+def updated(optim, params, grads, lr=0.1, steps=1, **options):
+    optimizer = chain.build(optim, optim_helpers.FLOAT32, params, **options)
+
+    @jax.jit
+    def step(state, grads):
+        return optimizer.update(grads, state, params, lr=lr)
+
+    state = optimizer.init()
+    for _ in range(steps):
+        updates, state = step(state, grads)
+    return updates, state
+
+
+def test_table_gives_matrices_to_muon_and_nothing_else(like):
+    claims = chain.build(Optim(), Precision(), like).claims
+    assert len(claims) == len(jax.tree.leaves(like))
+    to_muon = {path for path, row in claims.items() if row.method == "muon"}
+    assert to_muon == {
+        *(f"layers/cca/{name}/kernel" for name in ("q", "k", "v_now", "v_prev", "o")),
+        *(f"layers/router/{name}/kernel" for name in ("down", "fc1", "fc2", "out")),
+        "layers/experts/gate_up",
+        "layers/experts/down",
+    }
+    assert {path for path, row in claims.items() if row.decay} == to_muon
+    assert all(row.reason for row in chain.TABLE)
+    # With biases in attention the same rows still claim each weight once.
+    chain.claim({f"layers/cca/{name}/bias": (2, 8) for name in ("q", "k", "v_now", "v_prev", "o")})
+
+
+def test_a_weight_that_no_row_or_two_rows_claim_is_named(like):
+    with pytest.raises(UserError, match=r"no row .* claims the weight layers/mixer/a_log \[2, 4\]"):
+        chain.build(
+            Optim(),
+            Precision(),
+            like
+            | {"layers": like["layers"] | {"mixer": {"a_log": like["embed"]["bias"].update(shape=(2, 4))}}},
+        )
+    twice = (*chain.TABLE, chain.Row(r".*/temperature", "vectors", "adamw", False, "again"))
+    with pytest.raises(UserError, match=r"2 rows .* claim the weight layers/cca/temperature"):
+        chain.build(Optim(), Precision(), like, table=twice)
+    with pytest.raises(UserError, match=r"weight head/bias \[6\] to Muon, which needs matrices"):
+        chain.claim({"head/bias": (6,)}, (chain.Row(".*", "all", "muon", True, "a test"),))
+
+
+def test_decay_uses_the_learning_rate_alone_and_only_its_mask(params):
+    zeros = jax.tree.map(np.zeros_like, params)
+    for name, factor in (("muon", 1.0), ("adamw", 1.0), ("adamw", 0.5)):
+        optim = Optim(name=name, weight_decay=0.2, adamw_lr_factor=factor)
+        updates, _ = updated(optim, params, zeros, lr=0.1)
+        claims = chain.build(optim, Precision(), params).claims
+        for (path, u), p in zip(
+            jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True
+        ):
+            row = claims[jax.tree_util.keystr(path, simple=True, separator="/")]
+            expected = -0.1 * factor * 0.2 * p if row.decay else np.zeros_like(p)
+            np.testing.assert_allclose(u, expected, rtol=1e-6, err_msg=str(path))
+
+
+def test_learning_rates(params):
+    grads = optim_helpers.random_tree(params, 1)
+    optim = Optim(weight_decay=0.0)
+    one, _ = updated(optim, params, grads, lr=0.1)
+    two, _ = updated(dataclasses.replace(optim, adamw_lr_factor=0.25), params, grads, lr=0.2)
+    np.testing.assert_allclose(
+        two["layers"]["experts"]["down"], 2 * one["layers"]["experts"]["down"], rtol=1e-5
+    )
+    np.testing.assert_allclose(two["embed"]["embedding"], 0.5 * one["embed"]["embedding"], rtol=1e-5)
+
+
+def test_adamw_alone_is_optax_adamw(params):
+    optim = Optim(name="adamw", clip_norm=0.0)
+    claims = chain.build(optim, Precision(), params).claims
+    paths = [
+        jax.tree_util.keystr(p, simple=True, separator="/")
+        for p, _ in jax.tree_util.tree_leaves_with_path(params)
+    ]
+    mask = jax.tree.unflatten(jax.tree.structure(params), [claims[path].decay for path in paths])
+    reference = optax.adamw(0.1, optim.b1, optim.b2, optim.eps, weight_decay=optim.weight_decay, mask=mask)
+    state = reference.init(params)
+    grads = optim_helpers.random_tree(params, 1)
+    for _ in range(3):
+        expected, state = reference.update(grads, state, params)
+    got, _ = updated(optim, params, grads, lr=0.1, steps=3)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7)
+
+
+def test_clipping_is_by_the_norm_of_all_weights(params):
+    grads = optim_helpers.random_tree(params, 1)
+    norm = float(optax.tree.norm(grads))
+    for limit, clipped in ((norm / 4, 1), (norm * 4, 0), (0.0, 0)):
+        _, state = updated(Optim(clip_norm=limit), params, grads)
+        assert float(state.figures["clipped"]) == clipped
+        np.testing.assert_allclose(state.figures["grad_norm"], norm, rtol=1e-6)
+        factor = min(1, limit / norm) if limit else 1
+        optimizer = chain.build(Optim(), Precision(), params)
+        logical = optimizer.to_logical(state)
+        momentum = logical["momentum"]["layers"]["router"]["out"]["kernel"]
+        np.testing.assert_allclose(
+            momentum, 0.05 * factor * grads["layers"]["router"]["out"]["kernel"], rtol=1e-4
+        )
+        np.testing.assert_allclose(
+            logical["mean"]["embed"]["bias"], 0.1 * factor * grads["embed"]["bias"], rtol=1e-4
+        )
+
+
+def test_figures(params):
+    grads = optim_helpers.random_tree(params, 1)
+    updates, state = updated(Optim(), params, grads)
+    groups = {row.group for row in chain.TABLE}
+    for name, tree in (("grad_norm", grads), ("update_norm", updates), ("param_norm", params)):
+        np.testing.assert_allclose(state.figures[name], optax.tree.norm(tree), rtol=1e-5)
+        total = sum(float(state.figures[f"{name}/{group}"]) ** 2 for group in groups)
+        np.testing.assert_allclose(total, float(state.figures[name]) ** 2, rtol=1e-5)
+    expected = optax.tree.norm(grads["layers"]["experts"])
+    np.testing.assert_allclose(state.figures["grad_norm/experts"], expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        state.figures["grad_norm/embedding"], np.linalg.norm(grads["embed"]["embedding"]), rtol=1e-5
+    )
+
+
+def test_skipped_update_leaves_no_trace(params):
+    grads = optim_helpers.random_tree(params, 1)
+    bad = jax.tree.map(np.copy, grads)
+    bad["embed"]["bias"][0] = np.nan
+    optimizer = chain.build(Optim(), optim_helpers.FLOAT32, params, skip_update="nonfinite")
+    step = jax.jit(lambda g, s: optimizer.update(g, s, params, lr=0.1))
+    _, before = step(grads, optimizer.init())
+    updates, after = step(bad, before)
+    assert not any(np.any(u) for u in jax.tree.leaves(updates))
+    assert float(after.figures["skipped"]) == 1 and float(before.figures["skipped"]) == 0
+    assert jax.tree.all(jax.tree.map(np.array_equal, after[:2], before[:2]))
+    updates, _ = step(grads, after)
+    expected, _ = step(grads, before)
+    assert jax.tree.all(jax.tree.map(np.array_equal, updates, expected))
+    never, _ = updated(Optim(), params, bad)
+    assert np.isnan(never["embed"]["embedding"]).any()
+
+
+def test_numbers_of_the_formats(params):
+    optimizer = chain.build(Optim(), Precision(momentum="bfloat16"), params)
+    state = jax.eval_shape(optimizer.init)
+    logical = jax.eval_shape(optimizer.to_logical, state)
+    assert {x.dtype for x in jax.tree.leaves(logical["momentum"])} == {jnp.bfloat16.dtype}
+    assert {x.dtype for x in jax.tree.leaves((logical["mean"], logical["square"]))} == {np.dtype("float32")}
+    kept = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), logical)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), optimizer.from_logical(kept)) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), state
+    )
+    updates, _ = jax.eval_shape(lambda g, s: optimizer.update(g, s, g, lr=0.1), params, state)
+    assert {x.dtype for x in jax.tree.leaves(updates)} == {np.dtype("float32")}

@@ -1,0 +1,158 @@
+"""The iteration's mathematics, its coefficients, and what optax.contrib.muon claims too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zaya_jax.optim import muon
+
+
+def singular_values_after(polynomials, s):
+    for a, b, c in polynomials:
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32), (2, 3, 16, 24), (2, 3, 24, 16)])
+@pytest.mark.parametrize("name", muon.COEFFICIENTS)
+def test_iteration_moves_singular_values_alone(shape, name):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    polynomials = muon.coefficients(name, 5)
+    u, s, v = np.linalg.svd(x.astype(np.float64), full_matrices=False)
+    s = s / np.linalg.norm(x, axis=(-2, -1))[..., None]
+    expected = u * singular_values_after(polynomials, s)[..., None, :] @ v
+    got = muon.orthogonalize(jnp.asarray(x), polynomials, jnp.float32)
+    np.testing.assert_allclose(got, expected, atol=1e-5)
+    rough = muon.orthogonalize(jnp.asarray(x), polynomials, jnp.bfloat16)
+    assert rough.dtype == jnp.bfloat16
+    assert np.linalg.norm(rough.astype(jnp.float32) - expected) < 0.03 * np.linalg.norm(expected)
+
+
+def test_keller_jordan_ends_between_two_thirds_and_six_fifths():
+    s = singular_values_after(muon.coefficients("keller_jordan", 5), np.linspace(0.01, 1, 10_000))
+    assert s.min() > 0.67 and s.max() < 1.21
+
+
+def test_polar_express():
+    # The published coefficients of the first steps and of the last, before the head room.
+    bare = muon.polar_express(9, head_room=1.0)
+    np.testing.assert_allclose(bare[0], (8.28721, -23.59589, 17.30039), atol=1e-5)
+    np.testing.assert_allclose(bare[1], (4.10706, -2.94785, 0.54484), atol=1e-5)
+    np.testing.assert_allclose(bare[4], (2.30065, -1.66890, 0.41881), atol=1e-5)
+    np.testing.assert_allclose(bare[8], (1.875, -1.25, 0.375), atol=1e-5)
+    # It does converge, which Keller Jordan's does not, and the head room costs little.
+    s = np.geomspace(1e-3, 1, 10_000)
+    assert np.abs(singular_values_after(bare, s) - 1).max() < 1e-6
+    for steps, off in ((5, 0.3), (7, 0.02)):
+        ends = singular_values_after(muon.polar_express(steps), s)
+        assert np.abs(ends - 1).max() < off
+
+
+def test_polar_express_minimax():
+    """No other odd quintic stays nearer to 1 on its interval: the error has equal height at four points in turn."""
+    low, high = 0.2, 1.0
+    a, b, c = muon._nearest_quintic(low, high)
+    x = np.linspace(low, high, 200_001)
+    error = a * x + b * x**3 + c * x**5 - 1
+    height = np.abs(error).max()
+    signs = np.sign(error[np.abs(error) > height * (1 - 1e-6)])
+    assert (np.diff(signs) != 0).sum() == 3
+
+
+def test_zero_stays_zero_and_stacks_are_apart():
+    x = np.random.default_rng(0).standard_normal((3, 8, 12)).astype(np.float32)
+    x[1] = 0
+    for dtype in (jnp.float32, jnp.bfloat16):
+        got = np.asarray(
+            muon.orthogonalize(jnp.asarray(x), muon.coefficients("keller_jordan", 5), dtype), np.float32
+        )
+        assert not got[1].any() and np.isfinite(got).all()
+        alone = muon.orthogonalize(jnp.asarray(x[2]), muon.coefficients("keller_jordan", 5), dtype)
+        np.testing.assert_allclose(
+            got[2], np.asarray(alone, np.float32), atol=1e-2 if dtype == jnp.bfloat16 else 1e-6
+        )
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_momentum(nesterov):
+    random = np.random.default_rng(0)
+    transformation = muon.scale_by_muon(0.9, nesterov, muon.coefficients("keller_jordan", 5), jnp.float32)
+    state, buf = transformation.init({"w": np.zeros((6, 4), np.float32)}), np.zeros((6, 4))
+    for _ in range(5):
+        g = random.standard_normal((6, 4)).astype(np.float32)
+        got, state = transformation.update({"w": g}, state)
+        buf = 0.9 * buf + 0.1 * g
+        u = 0.1 * g + 0.9 * buf if nesterov else buf
+        np.testing.assert_allclose(state.momentum["w"], buf, atol=1e-6)
+        expected = muon.orthogonalize(
+            jnp.asarray(u, jnp.float32), muon.coefficients("keller_jordan", 5), jnp.float32
+        )
+        np.testing.assert_allclose(got["w"], expected, atol=1e-4)
+
+
+def test_bfloat16_momentum_stays_near():
+    random = np.random.default_rng(0)
+    kinds = [muon.scale_by_muon(dtype=jnp.float32, momentum_dtype=d) for d in (jnp.float32, jnp.bfloat16)]
+    states = [kind.init(np.zeros((16, 24), np.float32)) for kind in kinds]
+    assert [s.momentum.dtype for s in states] == [jnp.float32, jnp.bfloat16]
+    drift = random.standard_normal((16, 24))
+    for _ in range(50):
+        g = (drift + random.standard_normal((16, 24))).astype(np.float32)
+        (_, a), (_, b) = (kind.update(g, state) for kind, state in zip(kinds, states, strict=True))
+        states = [a, b]
+    a, b = (np.asarray(s.momentum, np.float32) for s in states)
+    assert 0 < np.linalg.norm(a - b) < 0.02 * np.linalg.norm(a)
+
+
+@pytest.mark.parametrize("shape", [(24, 16), (16, 24)])
+@pytest.mark.parametrize("scale", muon.SCALES)
+def test_optax_contrib_muon_agrees_without_momentum(shape, scale):
+    """Its momentum is a bias-corrected average, so the two claim the same for mu = 0: direction and scale."""
+    g = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    theirs = optax.contrib.scale_by_muon(
+        beta=0.0,
+        nesterov=False,
+        eps=0.0,
+        weight_dimension_numbers={"w": optax.contrib.MuonDimensionNumbers()},
+    )
+    direction, _ = theirs.update({"w": g}, theirs.init({"w": g}))
+    ours = muon.scale_by_muon(0.0, False, dtype=jnp.float32)
+    got, _ = ours.update({"w": g}, ours.init({"w": g}))
+    np.testing.assert_allclose(got["w"], direction["w"], atol=1e-5)
+    rms = None if scale == "spectral" else 0.2
+    theirs = optax.contrib.muon(0.1, beta=0.0, nesterov=False, consistent_rms=rms, eps=0.0)
+    update, _ = theirs.update({"w": g}, theirs.init({"w": g}), {"w": g})
+    np.testing.assert_allclose(-0.1 * got["w"] * muon.matrix_scale(scale, shape), update["w"], atol=1e-5)
+
+
+def test_matched_scale_has_the_size_of_an_adamw_update():
+    x = np.random.default_rng(0).standard_normal((3, 48, 64)).astype(np.float32)
+    direction = muon.orthogonalize(jnp.asarray(x), muon.polar_express(8), jnp.float32)
+    update = direction * muon.matrix_scale("match_rms_adamw", x.shape)
+    rms = jnp.sqrt(jnp.mean(jnp.square(update), (-2, -1)))
+    np.testing.assert_allclose(rms, 0.2, rtol=1e-2)
+
+
+def test_flops_are_the_dots_of_the_program():
+    shape = (3, 16, 40)
+    lowered = jax.jit(
+        lambda x: muon.orthogonalize(x, muon.coefficients("keller_jordan", 5), jnp.float32)
+    ).lower(jax.ShapeDtypeStruct(shape, jnp.float32))
+    counted = 0
+    for line in lowered.as_text().splitlines():
+        if "stablehlo.dot_general" in line:
+            (n, i, k), (_, _, j) = (
+                [int(d) for d in part.split("xf32")[0].split("x")]
+                for part in (line.split("(tensor<")[1], line.split("-> tensor<")[1])
+            )
+            counted += 2 * n * i * j * k
+    assert counted == muon.newton_schulz_flops(shape, 5) == muon.newton_schulz_flops((3, 40, 16), 5)
+
+
+def test_unknown_names_are_told():
+    with pytest.raises(ValueError, match="keller_jordan, polar_express"):
+        muon.coefficients("newton", 5)
+    with pytest.raises(ValueError, match="match_rms_adamw, spectral"):
+        muon.matrix_scale("raw", (2, 2))

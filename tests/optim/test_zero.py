@@ -1,0 +1,166 @@
+"""ZeRO-1 gives the unsharded chain's parameters, with the collectives, bytes and memory that its docstring promises."""
+
+import math
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import optim_helpers
+import pytest
+from jax.sharding import PartitionSpec
+
+from zaya_jax.config import Optim, Precision, UserError
+from zaya_jax.hardware import hlo
+from zaya_jax.optim import chain, zero
+
+
+@pytest.fixture(scope="module")
+def like():
+    return optim_helpers.shapes()
+
+
+def tensor_specs(like):
+    """Weights sharded over matrix dims too: expert width over tensor, q over both its dims, the embedding by rows."""
+    specs = optim_helpers.expert_specs(like)
+    specs["layers"]["experts"] = {
+        "gate_up": PartitionSpec(None, "expert", None, "tensor"),
+        "down": PartitionSpec(None, "expert", "tensor"),
+    }
+    specs["layers"]["cca"]["q"]["kernel"] = PartitionSpec(None, "data", "tensor")
+    specs["embed"]["embedding"] = PartitionSpec("tensor")
+    specs["head"]["bias"] = PartitionSpec(("data", "tensor"))
+    return specs
+
+
+MESHES = {
+    "data and expert": (dict(data=4, expert=2), optim_helpers.replicated),
+    "sharded experts": (dict(data=2, expert=4), optim_helpers.expert_specs),
+    "sharded matrices": (dict(data=2, expert=2, tensor=2), tensor_specs),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_fifty_steps_give_the_unsharded_parameters(name):
+    axes, make_specs = MESHES[name]
+    like = optim_helpers.shapes(V=52)
+    error, (whole, state), (sharded, mesh_state) = optim_helpers.compare(
+        optim_helpers.mesh_of(**axes), like, make_specs(like), steps=50
+    )
+    assert error < 1e-5
+    for figure, value in state.figures.items():
+        np.testing.assert_allclose(mesh_state.figures[figure], value, rtol=1e-4, err_msg=figure)
+    # The logical state is the unsharded one's, and comes back whole on any mesh.
+    state, mesh_state = jax.device_get((state, mesh_state))
+    logical, expected = sharded.to_logical(mesh_state), whole.to_logical(state)
+    assert jax.tree.structure(logical) == jax.tree.structure(expected)
+    for got, want in zip(jax.tree.leaves(logical), jax.tree.leaves(expected), strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
+    other = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=dict(data=3))
+    for optimizer in (sharded, other, whole):
+        again = optimizer.to_logical(optimizer.from_logical(logical))
+        assert jax.tree.all(jax.tree.map(np.array_equal, again, logical))
+    restored = sharded.from_logical(logical)
+    assert jax.tree.all(jax.tree.map(np.array_equal, restored.core, mesh_state.core))
+
+
+def test_forty_layers_on_8_by_3_devices():
+    script = pathlib.Path(__file__).with_name("optim_helpers.py")
+    env = os.environ | {
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=24",
+        "PYTHONPATH": str(script.parents[2]),
+    }
+    done = subprocess.run(
+        [sys.executable, script, "8", "3"], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 1e-5
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_collectives_bytes_and_memory(like, precision):
+    mesh, specs = optim_helpers.mesh_of(data=4, expert=2), optim_helpers.replicated(like)
+    optimizer = chain.build(Optim(), Precision(newton_schulz=precision), like, specs=specs, axes=mesh.shape)
+    step, _ = optim_helpers.mesh_step(optimizer, mesh, specs)
+    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), like)
+    state = jax.eval_shape(optimizer.init)
+    compiled = step.lower(like, state, parts, 0.1).compile()
+    found = hlo.collectives(compiled)
+    layout = optimizer.layout
+    assert isinstance(layout, zero.ShardedLayout)
+    matrices = {"muon 16x32", "muon 32x16", "muon 32x32", "muon 32x8", "muon 32x4", "muon 8x8", "muon 8x5"}
+    assert set(layout.buckets) == matrices | {"adamw 128"}
+
+    numbers = {name: b.padded * math.prod(b.row) for name, b in layout.buckets.items()}
+    size = {
+        name: 2 if b.method == "muon" and precision == "bfloat16" else 4 for name, b in layout.buckets.items()
+    }
+    by_kind = {kind: sorted(c.bytes for c in found if c.kind == kind) for kind in hlo.KINDS}
+    # XLA:CPU has a reduce-scatter of its own; one and one all-gather a bucket, as the formula says, once each.
+    assert by_kind.pop("reduce-scatter") == sorted(4 * n for n in numbers.values())
+    assert by_kind.pop("all-gather") == sorted(size[name] * n for name, n in numbers.items())
+    assert by_kind.pop("all-reduce") == [4 * len(layout.groups)]
+    assert not any(by_kind.values())
+    assert all(c.group_size == 8 and c.times == 1 for c in found)
+    for name in layout.buckets:
+        traffic = layout.traffic(name, size[name])
+        assert traffic == {"reduce-scatter": 4 * numbers[name], "all-gather": size[name] * numbers[name]}
+    kept = {name: n * (4 if layout.methods[name] == "muon" else 8) // 8 for name, n in numbers.items()}
+    assert 0 <= optimizer.bytes_per_device() - sum(kept.values()) < 256  # beside them counters and figures
+    assert 0 < layout.padding_share() < 0.3
+
+
+def test_memory_is_an_eighth_where_stacks_divide():
+    like = optim_helpers.shapes(L=8, D=64, H=4, K=2, C=16, E=8, F=32, R=16, V=512)
+    whole = chain.build(Optim(), Precision(), like).bytes_per_device()
+    share = chain.build(Optim(), Precision(), like, axes=dict(data=8)).bytes_per_device()
+    assert whole / 8 <= share < 1.03 * whole / 8
+
+
+def test_program_holds_its_share_alone():
+    """The compiled program's own arguments: state takes an eighth of the unsharded one's room on each device."""
+    like = optim_helpers.shapes(L=8)
+    mesh, specs = optim_helpers.mesh_of(data=8), optim_helpers.replicated(like)
+    optimizer = chain.build(Optim(), Precision(), like, specs=specs, axes=mesh.shape)
+    step, _ = optim_helpers.mesh_step(optimizer, mesh, specs)
+    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), like)
+    compiled = step.lower(like, jax.eval_shape(optimizer.init), parts, 0.1).compile()
+    weights = sum(4 * x.size for x in jax.tree.leaves(like))
+    state = (
+        compiled.memory_analysis().argument_size_in_bytes - 2 * weights
+    )  # parameters and one part of gradients
+    assert abs(state - optimizer.bytes_per_device()) < 4096
+
+
+def test_newton_schulz_has_no_collective_when_the_compiler_partitions_it():
+    from zaya_jax.optim import muon
+
+    mesh = optim_helpers.mesh_of(data=4, expert=2)
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("data", "expert"))
+    f = jax.jit(lambda x: muon.orthogonalize(x, (muon.KELLER_JORDAN,) * 5), out_shardings=sharding)
+    for shape in ((4, 4, 32, 16), (4, 4, 16, 32)):
+        x = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
+        assert hlo.collectives(f.lower(x).compile()) == []
+
+
+def test_one_device_needs_no_bucket(like):
+    optimizer = chain.build(Optim(), Precision(), like, axes=dict(data=1, expert=1))
+    assert isinstance(optimizer.layout, zero.WholeLayout)
+
+
+def test_buckets_join_stacks_of_one_shape():
+    like = optim_helpers.shapes(L=3, D=16, H=2, K=2, C=8, E=4, F=8, R=16, V=20)
+    layout = chain.build(Optim(), Precision(), like, axes=dict(data=8)).layout
+    # q, k and o are 16x16, so are the router's down, fc1, fc2, and each of the 4 experts' gate_up: 3 layers of them.
+    bucket = layout.buckets["muon 16x16"]
+    assert bucket.rows == 3 * 6 + 3 * 4 and bucket.padded == 32
+    assert layout.buckets["muon 8x16"].rows == 12
+
+
+def test_sizes_that_do_not_divide_are_named(like):
+    specs = optim_helpers.expert_specs(like)
+    with pytest.raises(UserError, match=r"layers/experts/down \[5, 4, 16, 32\] is sharded over 3 devices"):
+        chain.build(Optim(), Precision(), like, specs=specs, axes=dict(data=1, expert=3))

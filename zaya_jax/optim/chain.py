@@ -1,0 +1,346 @@
+"""The optimizer: one Optax chain, a table that says which weight goes where, and its state for checkpoints.
+
+    optimizer = chain.build(config.optim, config.precision, params, specs=specs, axes=mesh.shape)
+    state = optimizer.init()  # global arrays; optimizer.specs() says how they lie on the mesh
+    updates, state = optimizer.update(grads, state, params, lr=lr)  # with a mesh: inside jax.shard_map
+    params = optax.apply_updates(params, updates)
+
+`update` follows Optax's protocol with one extra argument, the learning rate: progress is counted in tokens,
+so the caller knows it (`zaya_jax.optim.schedule`) and the state does not. Within one update:
+
+    reduce    gradients, summed over devices, to each device's share (`zaya_jax.optim.zero`)
+    norm      of all gradients; by it skip the update (`zaya_jax.optim.skip`) or clip
+    core      Muon's (`zaya_jax.optim.muon`) and AdamW's directions, on the share alone
+    gather    every device's directions
+    finish    size, decay of the weights (times the learning rate, not times Muon's scale), learning rate
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+
+from zaya_jax.config import Optim, Precision, UserError
+from zaya_jax.optim import muon, skip, zero
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Weights (a regular expression for the path), their group in figures, their method, decay or not."""
+
+    pattern: str
+    group: str
+    method: str
+    decay: bool
+    reason: str
+
+
+TABLE = (
+    # pattern, group, method, decay, reason
+    Row(
+        r"layers/cca/(q|k|v_now|v_prev|o)/kernel",
+        "attention",
+        "muon",
+        True,
+        "matrices: a step bounded in spectral norm",
+    ),
+    Row(r"layers/experts/(gate_up|down)", "experts", "muon", True, "matrices, one for each layer and expert"),
+    Row(r"layers/router/(down|fc1|fc2|out)/kernel", "router", "muon", True, "matrices, small ones"),
+    Row(
+        r"embed/embedding",
+        "embedding",
+        "adamw",
+        False,
+        "a table: most rows have no gradient in a step, so Muon would shout them and decay forget them",
+    ),
+    Row(
+        r"layers/cca/conv_(depthwise|grouped)/kernel",
+        "convolution",
+        "adamw",
+        False,
+        "taps, not maps: the last one starts and stays apart from the others; few numbers",
+    ),
+    Row(r"(.*[/_])bias", "vectors", "adamw", False, "no matrix; decay would pull it to 0 without need"),
+    Row(
+        r"(.*[/_])scale", "vectors", "adamw", False, "no matrix; decay would pull it to 0, and it starts at 1"
+    ),
+    Row(r"layers/cca/temperature", "vectors", "adamw", False, "one number a head, starts at 1"),
+    Row(r"layers/router/eda", "vectors", "adamw", False, "one number a channel, starts at 1"),
+)
+
+
+class State(NamedTuple):
+    """What the optimizer carries from step to step; `figures` is what it says about the last one."""
+
+    core: Any
+    skip: skip.SkipState
+    figures: dict[str, Any]  # scalars by name
+
+
+@dataclasses.dataclass(frozen=True)
+class Optimizer:
+    """An Optax transformation, and what a program around it needs."""
+
+    transformation: optax.GradientTransformationExtraArgs
+    layout: zero.WholeLayout | zero.ShardedLayout
+    claims: dict[str, Row]  # the table's row of every weight
+
+    def init(self) -> State:
+        """The state at the start, as global arrays; on a mesh jit it with the shardings of `specs`."""
+        return self.transformation.init(None)
+
+    def update(self, grads: Any, state: State, params: Any, *, lr: jax.Array | float) -> tuple[Any, State]:
+        """(updates to add to the parameters, new state); inside shard_map if it was built for a mesh."""
+        return self.transformation.update(grads, state, params, lr=lr)
+
+    def specs(self) -> State:
+        """The PartitionSpec of every array of the state."""
+        specs = {name: self.layout.spec(name) for name in self.layout.methods}
+
+        def spec(path, leaf):
+            del leaf
+            return specs.get(_bucket_name(path, specs), PartitionSpec())
+
+        return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(self.init))
+
+    def to_logical(self, state: State) -> dict[str, Any]:
+        """The state without padding and placement: a nested dict, each array in the shape of its weight, for
+        checkpoints.
+
+        `steps`, `skip`, and for the weights of each method `momentum` or `mean` and `square`. Takes global
+        arrays: NumPy's, which stay on the host, or JAX's, in jit too.
+        """
+        arrays = {name: _nested(self.layout.to_logical(part)) for name, part in _parts(state.core).items()}
+        return {"steps": _adam(state.core).count, "skip": state.skip._asdict(), **arrays}
+
+    def from_logical(self, logical: Mapping[str, Any]) -> State:
+        """The inverse of `to_logical`, for the mesh that this optimizer was built for."""
+        state = jax.eval_shape(self.init)
+        arrays = {}
+        for name, part in _parts(state.core).items():
+            arrays[name] = self.layout.from_logical(_flat(logical[name]))
+            arrays[name] = {key: x.astype(part[key].dtype) for key, x in arrays[name].items()}
+        core = _with_parts(state.core, arrays, logical["steps"])
+        figures = {name: np.zeros(x.shape, x.dtype) for name, x in state.figures.items()}
+        return State(core, skip.SkipState(**logical["skip"]), figures)
+
+    def bytes_per_device(self) -> int:
+        """Bytes of optimizer state that each device holds."""
+        parts = {name: self.layout.parts(name) for name in self.layout.methods}
+
+        def size(path, leaf):
+            return leaf.size * leaf.dtype.itemsize // parts.get(_bucket_name(path, parts), 1)
+
+        return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(size, jax.eval_shape(self.init))))
+
+
+def claim(paths_and_shapes: Mapping[str, tuple[int, ...]], table: tuple[Row, ...] = TABLE) -> dict[str, Row]:
+    """The one row that claims each weight; UserError naming the weight if none does, or several do."""
+    claims = {}
+    for path, shape in paths_and_shapes.items():
+        rows = [row for row in table if re.fullmatch(row.pattern, path)]
+        if not rows:
+            raise UserError(
+                f"no row of the optimizer's table claims the weight {path} {list(shape)}; add one that says "
+                "how it is trained to TABLE in zaya_jax/optim/chain.py"
+            )
+        if len(rows) > 1:
+            patterns = " and ".join(repr(row.pattern) for row in rows)
+            raise UserError(
+                f"{len(rows)} rows of the optimizer's table claim the weight {path}: {patterns}; each weight "
+                "must be claimed once, so narrow one of the patterns in zaya_jax/optim/chain.py"
+            )
+        if rows[0].method == "muon" and len(shape) < 2:
+            raise UserError(
+                f"the optimizer's table gives the weight {path} {list(shape)} to Muon, which needs matrices "
+                "[.., in, out]; give it to adamw in zaya_jax/optim/chain.py"
+            )
+        claims[path] = rows[0]
+    return claims
+
+
+def build(
+    optim: Optim,
+    precision: Precision,
+    params: Any,
+    *,
+    specs: Any = None,
+    axes: Mapping[str, int] | None = None,
+    skip_update: str = "never",
+    spike_deviations: float = 6.0,
+    table: tuple[Row, ...] = TABLE,
+) -> Optimizer:
+    """The optimizer for parameters of these shapes (arrays or ShapeDtypeStructs, over all devices).
+
+    `axes` are the mesh's axis sizes; with more than one device the state is spread over them (ZeRO-1) and
+    `update` must run in `jax.shard_map` over all of them. `specs`, a tree like `params`, says how the weights
+    themselves lie; by default every device has all of them. `optim.name` "adamw" gives the rows of Muon to
+    AdamW.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
+    shapes = {_path(path): tuple(leaf.shape) for path, leaf in leaves}
+    claims = claim(shapes, table)
+    if optim.name == "adamw":
+        claims = {path: dataclasses.replace(row, method="adamw") for path, row in claims.items()}
+    layout = _layout(shapes, treedef, claims, specs, dict(axes or {}))
+    methods = jax.tree.unflatten(treedef, [row.method for row in claims.values()])
+    decay = jax.tree.unflatten(treedef, [row.decay for row in claims.values()])
+    core = optax.partition(
+        {
+            "muon": muon.scale_by_muon(
+                optim.momentum,
+                optim.nesterov,
+                muon.coefficients(optim.newton_schulz, optim.newton_schulz_steps),
+                jnp.dtype(precision.newton_schulz),
+                jnp.dtype(precision.momentum),
+            ),
+            "adamw": optax.scale_by_adam(optim.b1, optim.b2, optim.eps),
+        },
+        layout.methods,
+    )
+    finish = optax.chain(
+        _size(optim.muon_scale, params, methods),
+        optax.add_decayed_weights(optim.weight_decay, decay),
+        _scale_by_learning_rate(optim.adamw_lr_factor, methods),
+    )
+    transformation = _around(
+        core, finish, finish.init(params), layout, optim.clip_norm, skip_update, spike_deviations
+    )
+    return Optimizer(transformation, layout, claims)
+
+
+def _layout(shapes, treedef, claims, specs, axes) -> zero.WholeLayout | zero.ShardedLayout:
+    flat = [PartitionSpec()] * len(shapes) if specs is None else treedef.flatten_up_to(specs)
+    weights = []
+    for (path, shape), spec in zip(shapes.items(), flat, strict=True):
+        dims = tuple((dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec)
+        dims = tuple(tuple(axis for axis in dim if axes.get(axis, 1) > 1) for dim in dims)
+        weights.append(zero.Weight(path, shape, claims[path].method, claims[path].group, dims))
+    sharded = any(size > 1 for size in axes.values())
+    return zero.ShardedLayout(weights, treedef, axes) if sharded else zero.WholeLayout(weights, treedef)
+
+
+def _around(
+    core, finish, finish_state, layout, clip_norm, rule, deviations
+) -> optax.GradientTransformationExtraArgs:
+    """The whole update around `core` (on shares) and `finish` (on whole weights, without own state)."""
+    groups = sorted({w.group for w in layout.weights})
+    names = ["grad_norm", "update_norm", "param_norm"]
+    figure_names = [*names, *(f"{name}/{group}" for name in names for group in groups), "clipped", "skipped"]
+
+    def init(params):
+        del params  # only shapes matter, and these are known
+        shares = {name: jnp.zeros(shape, jnp.float32) for name, shape in layout.state_shapes().items()}
+        figures = {name: jnp.zeros((), jnp.float32) for name in figure_names}
+        return State(core.init(shares), skip.init(), figures)
+
+    def update(grads, state, params, *, lr, **extra):
+        del extra
+        shares = layout.reduce(grads)
+        squares = layout.sum_squares(shares)
+        norm = jnp.sqrt(sum(squares.values()))
+        keep, skip_state = skip.decide(rule, norm, state.skip, deviations)
+        factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.ones(())
+        if clip_norm:
+            shares = jax.tree.map(lambda g: g * factor, shares)
+        directions, core_state = core.update(shares, state.core)
+        updates, _ = finish.update(layout.gather(directions), finish_state, params, lr=lr)
+        if rule != "never":
+            core_state = jax.tree.map(lambda new, old: jnp.where(keep, new, old), core_state, state.core)
+            updates = jax.tree.map(lambda u: jnp.where(keep, u, 0.0), updates)
+        figures = _norms("grad_norm", squares)
+        figures |= _norms("update_norm", layout.tree_sum_squares(updates))
+        figures |= _norms("param_norm", layout.tree_sum_squares(params))
+        figures["clipped"] = (factor < 1).astype(jnp.float32)
+        figures["skipped"] = 1 - keep.astype(jnp.float32)
+        return updates, State(core_state, skip_state, figures)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _size(kind: str, params: Any, methods: Any) -> optax.GradientTransformation:
+    """Muon's directions to their size in float32; AdamW's have it."""
+
+    def factor(p, method):  # by the whole matrix, of which a device may hold a part
+        return muon.matrix_scale(kind, p.shape) if method == "muon" else 1.0
+
+    factors = jax.tree.map(factor, params, methods)
+
+    def update(updates, state, params=None):
+        del params
+        return jax.tree.map(lambda u, f: u.astype(jnp.float32) * f, updates, factors), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+
+
+def _scale_by_learning_rate(adamw_factor: float, methods: Any) -> optax.GradientTransformationExtraArgs:
+    """Times minus the learning rate that the caller gives at each update, and AdamW's factor on it."""
+
+    def update(updates, state, params=None, *, lr, **extra):
+        del params, extra
+        rates = {"muon": -lr, "adamw": -lr * adamw_factor}
+        return jax.tree.map(lambda u, method: rates[method] * u, updates, methods), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+def _norms(name: str, squares: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    by_group = {f"{name}/{group}": jnp.sqrt(x) for group, x in squares.items()}
+    return {name: jnp.sqrt(sum(squares.values())), **by_group}
+
+
+def _adam(core: Any) -> Any:
+    return core.inner_states["adamw"].inner_state
+
+
+def _parts(core: Any) -> dict[str, dict[str, Any]]:
+    """The arrays of the core's state by what they are, then by bucket, of those that have them."""
+    adam = _adam(core)
+    parts = {"momentum": core.inner_states["muon"].inner_state.momentum, "mean": adam.mu, "square": adam.nu}
+    return {
+        name: {key: x for key, x in part.items() if not isinstance(x, optax.MaskedNode)}
+        for name, part in parts.items()
+    }
+
+
+def _with_parts(core: Any, parts: dict[str, dict[str, Any]], count: jax.Array) -> Any:
+    """The core's state with other arrays."""
+    old, adam = core.inner_states, _adam(core)
+    momentum = old["muon"].inner_state.momentum | parts["momentum"]
+    adam = adam._replace(count=count, mu=adam.mu | parts["mean"], nu=adam.nu | parts["square"])
+    inner = {
+        "muon": old["muon"]._replace(inner_state=muon.MuonState(momentum)),
+        "adamw": old["adamw"]._replace(inner_state=adam),
+    }
+    return core._replace(inner_states=inner)
+
+
+def _bucket_name(path: tuple, names: Mapping[str, Any]) -> str:
+    """The bucket that an array of the state belongs to, by its place there; "" if to none."""
+    keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in names]
+    return keys[-1] if keys else ""
+
+
+def _path(path: tuple) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, x in flat.items():
+        *parents, name = path.split("/")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[name] = x
+    return tree
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    return {_path(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}

@@ -1,0 +1,52 @@
+"""Whether to leave out an update: decided on the device from the gradient's norm, alike on all devices.
+
+`decide` is a pure function of the norm and a small running state; the chain asks it, keeps the optimizer's
+state as it was and makes the update zero when the answer is no. The data position advances all the same.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+RULES = ("never", "nonfinite", "spike")
+MEMORY = 0.99  # of the running mean and variance: about the last 100 steps
+SETTLE = 30  # steps before anything counts as a spike
+LEAST_DEVIATION = 0.05  # of the mean: below it a deviation is taken for noise, however steady the norms were
+
+
+class SkipState(NamedTuple):
+    """Running statistics of the gradient norm."""
+
+    mean: jax.Array
+    variance: jax.Array
+    steps: jax.Array
+
+
+def init() -> SkipState:
+    """Nothing seen yet."""
+    return SkipState(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
+
+
+def decide(
+    rule: str, norm: jax.Array, state: SkipState, deviations: float = 6.0
+) -> tuple[jax.Array, SkipState]:
+    """(whether to make the update, the new state).
+
+    A spike is a norm more than `deviations` standard deviations above the running mean. It enters the
+    statistics as that limit, not as itself: one spike moves them little, yet a norm that has risen for good
+    is accepted after a while.
+    """
+    finite = jnp.isfinite(norm)
+    deviation = jnp.maximum(jnp.sqrt(state.variance), LEAST_DEVIATION * state.mean)
+    limit = jnp.where(state.steps < SETTLE, jnp.inf, state.mean + deviations * deviation)
+    keep = {"never": jnp.ones((), bool), "nonfinite": finite, "spike": finite & (norm <= limit)}[rule]
+    seen = jnp.minimum(norm, limit)
+    weight = jnp.maximum(1 - MEMORY, 1 / (state.steps + 1))
+    delta = seen - state.mean
+    new = SkipState(
+        state.mean + weight * delta,
+        (1 - weight) * (state.variance + weight * jnp.square(delta)),
+        state.steps + 1,
+    )
+    return keep, jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)
