@@ -127,7 +127,7 @@ class CCA(nnx.Module):
             return jnp.where((then == now)[..., None], shifted, 0)
 
         length = seq + taps1 - 1
-        first = sum(tap(padded, taps0 - 1 - i, length) * w0[i] for i in range(taps0))
+        first = sum(tap(padded, taps0 - 1 - i, length) * w0[i] for i in range(taps0)).astype(self.dtype)
         grouped = jnp.concatenate(
             [tap(first, taps1 - 1 - i, seq).reshape(batch * seq, -1, self.channels) for i in range(taps1)],
             axis=-1,
