@@ -212,7 +212,7 @@ def test_killed_for_good_and_continued(tmp_path):
     source = tmp_path / "in"
     source.mkdir()
     for i in range(40):
-        (source / f"{i}.jsonl").write_bytes(jsonl({"text": f"{i} {j} " + "word " * 2000} for j in range(300)))
+        (source / f"{i}.jsonl").write_bytes(jsonl({"text": f"{i} {j} " + "word " * 2000} for j in range(150)))
     command = (f"--input={source}", f"--out={tmp_path / 'out'}", "--part_mib=4", "--processes=2")
     kills = 0
     for delay in (2.5, 3.5):
@@ -232,7 +232,7 @@ def test_killed_for_good_and_continued(tmp_path):
     assert all(p.stat().st_mtime_ns == t for p, t in before.items())
     checked = run(f"--verify={tmp_path / 'out'}")
     assert checked.returncode == 0 and "verified" in checked.stdout
-    assert len(texts_of(tmp_path / "out")) == 40 * 300
+    assert len(texts_of(tmp_path / "out")) == 40 * 150
     victim = next(iter(before or (tmp_path / "out").glob("train-*")))
     content = bytearray(victim.read_bytes())
     content[len(content) // 2] ^= 4

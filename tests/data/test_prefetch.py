@@ -1,0 +1,67 @@
+"""Prefetching to the device: same batches, honest state, errors raised where the step can see them."""
+
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.data.prefetch import DevicePrefetch
+
+TOK = tokenizers.load("bytes")
+
+
+def test_batches_arrive_on_the_device_in_order(make_config, corpus):
+    config = make_config(path=str(corpus))
+    plain = pipeline.train_stream(config, TOK)
+    ahead = DevicePrefetch(pipeline.train_stream(config, TOK), jax.device_put)
+    for _ in range(10):
+        expected, got = next(plain), next(ahead)
+        assert isinstance(got["tokens"], jax.Array)
+        for name in expected:
+            np.testing.assert_array_equal(got[name], expected[name])
+    ahead.close()
+
+
+def test_the_state_is_that_of_the_last_batch_given_out(make_config, corpus):
+    config = make_config(path=str(corpus))
+    whole = [next(s) for s in [pipeline.train_stream(config, TOK)] for _ in range(9)]
+    ahead = DevicePrefetch(pipeline.train_stream(config, TOK), lambda b: b, depth=4)
+    for _ in range(3):
+        next(ahead)
+    time.sleep(0.1)  # the thread is well ahead by now
+    state = ahead.get_state()
+    assert state["step"] == 3
+    np.testing.assert_array_equal(next(ahead)["tokens"], whole[3]["tokens"])
+    ahead.close()
+    np.testing.assert_array_equal(next(ahead)["tokens"], whole[4]["tokens"])  # closing loses nothing
+    ahead.set_state(state)
+    np.testing.assert_array_equal(next(ahead)["tokens"], whole[3]["tokens"])
+    ahead.close()
+
+
+def test_waiting_is_measured(make_config, corpus):
+    def slow(batch):
+        time.sleep(0.02)
+        return batch
+
+    ahead = DevicePrefetch(pipeline.train_stream(make_config(path=str(corpus)), TOK), slow)
+    for _ in range(10):
+        next(ahead)
+    assert ahead.metrics()["data/wait_fraction"] > 0.5
+    for _ in range(10):
+        time.sleep(0.05)  # a step that is slower than the data never waits
+        next(ahead)
+    assert ahead.metrics()["data/wait_fraction"] < 0.1
+    ahead.close()
+
+
+def test_an_error_reaches_the_step(make_config, corpus):
+    def broken(batch):
+        raise OSError("no device")
+
+    ahead = DevicePrefetch(pipeline.train_stream(make_config(path=str(corpus)), TOK), broken)
+    with pytest.raises(OSError, match="no device"):
+        next(ahead)
+    ahead.close()

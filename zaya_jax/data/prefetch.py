@@ -1,0 +1,88 @@
+"""Batches on the device before the step asks for them, and how long it had to wait nevertheless.
+
+A thread takes batches from the stream and starts their transfer; the step takes finished ones. The state it reports is
+that of the last batch given out, not of the last one fetched, so a checkpoint never skips what lay in the queue.
+"""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from zaya_jax.data.pack import Batch
+from zaya_jax.data.pipeline import Stream
+
+_END = object()
+
+
+class DevicePrefetch(Iterator[Any]):
+    """A stream whose batches `put` has sent to the device, `depth` of them ahead of the step.
+
+    `put` is, say, `lambda batch: jax.device_put(batch, shardings)`, or with several processes
+    `lambda b: jax.tree.map(jax.make_array_from_process_local_data, shardings, b)`.
+    """
+
+    def __init__(self, stream: Stream, put: Callable[[Batch], Any], depth: int = 2) -> None:
+        self._stream, self._put, self._depth = stream, put, depth
+        self._state = stream.get_state()
+        self._waited, self._since = 0.0, time.perf_counter()
+        self._thread: threading.Thread | None = None
+
+    def __next__(self) -> Any:
+        if self._thread is None:
+            self._begin()
+        began = time.perf_counter()
+        batch, state = self._queue.get()
+        self._waited += time.perf_counter() - began
+        if batch is _END:
+            self._thread = None
+            raise state
+        self._state = state
+        return batch
+
+    def get_state(self) -> dict[str, int | str]:
+        """The stream's state after the last batch given out."""
+        return self._state
+
+    def set_state(self, state: dict[str, int | str]) -> None:
+        """Go on where the state was taken."""
+        self.close()
+        self._stream.set_state(state)
+        self._state = self._stream.get_state()
+
+    def metrics(self) -> dict[str, float]:
+        """The stream's metrics since the last call, with the share of time that the step waited here."""
+        now = time.perf_counter()
+        out = {**self._stream.metrics(), "data/wait_fraction": self._waited / max(now - self._since, 1e-9)}
+        self._waited, self._since = 0.0, now
+        return out
+
+    def close(self) -> None:
+        """Stop fetching; the next batch starts it again after the last one given out."""
+        if self._thread is not None:
+            self._stopping.set()
+            while self._thread.is_alive():
+                try:
+                    self._queue.get(timeout=0.05)
+                except queue.Empty:
+                    continue
+            self._thread = None
+            self._stream.set_state(self._state)
+        self._stream.close()
+
+    def _begin(self) -> None:
+        self._queue: queue.Queue[tuple[Any, Any]] = queue.Queue(self._depth)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._fetch, name="device-prefetch", daemon=True)
+        self._thread.start()
+
+    def _fetch(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                item = self._put(next(self._stream)), self._stream.get_state()
+            except Exception as error:  # handed to the step, which raises it
+                item = _END, error
+            self._queue.put(item)
+            if item[0] is _END:
+                return
