@@ -6,7 +6,7 @@
     model.generate(ids, num_tokens=12)                  # [B, S + 12], greedy, cached
     loss, grads = model.loss_and_grads(ids, labels)     # gradients under the PyTorch names
 
-Only safetensors is needed; every tensor's name, shape and dtype is checked before any is read.
+No PyTorch is needed; every tensor's name, shape and dtype is checked before any is read.
 """
 
 import dataclasses
@@ -17,17 +17,14 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from zaya_jax.checkpoint import hf_names as names
+from zaya_jax.checkpoint import tensor_files
+from zaya_jax.checkpoint.tensor_files import TensorFile
 from zaya_jax.config import Model, Precision, UserError
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.loss import cross_entropy
-
-DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-DTYPE_NAMES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
 
 class Directory:
@@ -42,52 +39,44 @@ class Directory:
         self.json = _read_json(self.path / "config.json")
         self.model = names.model_from_json(self.json, str(self.path / "config.json"))
         self._files = self._locate()
-        self._handles: dict[str, safe_open] = {}
         self._check()
 
-    def _locate(self) -> dict[str, str]:
-        """File of each tensor."""
-        index = self.path / "model.safetensors.index.json"
-        if index.exists():
-            where = _read_json(index).get("weight_map")
-            if not isinstance(where, dict) or not where:
-                raise UserError(f"{index} has no weight_map; expected a map from tensor names to files")
-            for file in sorted(set(where.values())):
-                if Path(file).name != file:
-                    raise UserError(f"{index} names {file!r}; expected files beside it")
-            return dict(where)
-        with self._open("model.safetensors") as f:
-            return dict.fromkeys(f.keys(), "model.safetensors")
+    def _locate(self) -> dict[str, TensorFile]:
+        """The file of each tensor."""
+        index = self.path / tensor_files.INDEX
+        if (self.path / tensor_files.SINGLE).exists() or not index.exists():
+            file = self._open(tensor_files.SINGLE)
+            return dict.fromkeys(file.names(), file)
+        where = _read_json(index).get("weight_map")
+        if not isinstance(where, dict) or not where:
+            raise UserError(f"{index} has no weight_map; expected a map from tensor names to files")
+        files = {}
+        for name, file in sorted(where.items()):
+            if not isinstance(file, str) or Path(file).name != file:
+                raise UserError(f"{index} places {name} in {file!r}; expected a file beside it")
+            if file not in files:
+                files[file] = self._open(file)
+            if name not in files[file].names():
+                raise UserError(f"{self.path / file} lacks {name}, which {index.name} places there")
+        for file, held in files.items():
+            extra = sorted(held.names() - set(where))
+            if extra:
+                raise UserError(
+                    f"{self.path / file} holds {extra[0]}{_and_more(extra)}, unknown to {index.name}"
+                )
+        return {name: files[file] for name, file in where.items()}
 
-    def _open(self, file: str) -> safe_open:
+    def _open(self, file: str) -> TensorFile:
         path = self.path / file
-        if not path.exists():
+        if not path.is_file():
             raise UserError(f"{path} is missing; expected model.safetensors, or the files its index names")
-        try:
-            return safe_open(path, framework="numpy")
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{path} cannot be read, it is truncated or damaged ({error}); copy it anew"
-            ) from None
-
-    def _slice(self, name: str):
-        file = self._files[name]
-        if file not in self._handles:
-            self._handles[file] = self._open(file)
-        try:
-            return self._handles[file].get_slice(name)
-        except SafetensorError as error:
-            raise UserError(
-                f"{self.path / file} does not hold {name}, which the index places there ({error})"
-            ) from None
+        return TensorFile(path)
 
     def _check(self) -> None:
         expected = expected_shapes(self.model)
-        optional = {"lm_head.weight"}  # some files repeat the tied embedding
-        missing, extra = (
-            sorted(set(expected) - set(self._files)),
-            sorted(set(self._files) - set(expected) - optional),
-        )
+        missing = sorted(set(expected) - set(self._files), key=names.natural)
+        # Some files repeat the tied embedding.
+        extra = sorted(set(self._files) - set(expected) - {names.HEAD}, key=names.natural)
         if missing:
             raise UserError(
                 f"{self.path} lacks tensor {missing[0]}{_and_more(missing)}, which its config.json implies"
@@ -96,33 +85,31 @@ class Directory:
             raise UserError(
                 f"{self.path} has an unknown tensor {extra[0]}{_and_more(extra)}; its config.json implies none"
             )
+        if names.HEAD in self._files:
+            expected[names.HEAD] = expected[names.EMBEDDING]
         for name, shape in expected.items():
-            found = self._slice(name)
-            if tuple(found.get_shape()) != shape:
-                raise UserError(f"{self.path}: {name} has shape {tuple(found.get_shape())}, expected {shape}")
-            if found.get_dtype() not in DTYPES:
+            file = self._files[name]
+            if file.shape(name) != shape:
+                raise UserError(f"{self.path}: {name} has shape {file.shape(name)}, expected {shape}")
+            if file.dtype_name(name) not in tensor_files.DTYPES:
+                known = ", ".join(tensor_files.DTYPES)
                 raise UserError(
-                    f"{self.path}: {name} has dtype {found.get_dtype()}, expected one of {', '.join(DTYPES)}"
+                    f"{self.path}: {name} has dtype {file.dtype_name(name)}, expected one of {known}"
                 )
-        if "lm_head.weight" in self._files and not np.array_equal(
-            self.tensor("lm_head.weight").view(np.uint8), self.tensor(names.EMBEDDING).view(np.uint8)
+        if names.HEAD in self._files and not np.array_equal(
+            self.tensor(names.HEAD).view(np.uint8), self.tensor(names.EMBEDDING).view(np.uint8)
         ):
             raise UserError(
-                f"{self.path}: lm_head.weight differs from {names.EMBEDDING}; the head must be tied"
+                f"{self.path}: {names.HEAD} differs from {names.EMBEDDING}; the head must be tied"
             )
 
-    def dtype(self, name: str) -> str:
-        """The stored dtype of a tensor: float32, float16 or bfloat16."""
-        return DTYPES[self._slice(name).get_dtype()].name
+    def dtypes(self) -> dict[str, str]:
+        """The stored dtype of every tensor: float32, float16 or bfloat16."""
+        return {n: tensor_files.DTYPES[f.dtype_name(n)].name for n, f in self._files.items()}
 
     def tensor(self, name: str) -> np.ndarray:
         """One tensor as it is stored."""
-        try:
-            return np.asarray(self._slice(name)[:])
-        except (SafetensorError, OSError, ValueError) as error:
-            raise UserError(
-                f"{self.path}: {name} cannot be read ({error}); copy {self._files[name]} anew"
-            ) from None
+        return self._files[name].read(name)
 
     def leaves(self) -> Iterator[tuple[tuple[str, ...], int | None, np.ndarray]]:
         """(our path, layer or None, array in our layout and float32) of each parameter, tensor by tensor."""

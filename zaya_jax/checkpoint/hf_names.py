@@ -14,6 +14,7 @@ import numpy as np
 from zaya_jax.config import Model, Rope, RopeKinds, UserError, check_model, to_dict
 
 EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"  # tied: in a file at all only as the embedding once more
 BALANCE = "mlp.gate.balancing_biases"
 
 
