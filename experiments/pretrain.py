@@ -44,11 +44,15 @@ UNHEALTHY_AFTER = 50  # skipped steps in a row
 
 
 def main() -> int:
+    """The program: its options are --config, the config's keys, and --workdir."""
+    return train(config_lib.check(CONFIG.value), WORKDIR.value)
+
+
+def train(config: Config, workdir: str | Path | None = None) -> int:
     """One run, or the rest of one; returns the exit code."""
     ####################################################################################################################
-    # The config, checked before anything is compiled or written
+    # Everything that can be wrong is checked before anything is compiled or written
     ####################################################################################################################
-    config = config_lib.check(CONFIG.value)
     cli.keep_compiled()
     mesh = make_mesh(config.mesh)
     plan = schedule.make_plan(config)
@@ -60,7 +64,7 @@ def main() -> int:
     stream = pipeline.train_stream(config, tokenizer, process)
     held_out = pipeline.eval_batches(config, tokenizer, process)
 
-    workdir = open_workdir(WORKDIR.value or Path("runs") / config.name, config)
+    workdir = open_workdir(workdir or Path("runs") / config.name, config)
     store = Store(workdir, keep=config.checkpoint.keep)
     reached = max(store.steps(), default=0)
     if reached > last_step:

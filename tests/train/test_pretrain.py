@@ -1,0 +1,194 @@
+"""The training program from outside: resuming, refusing, and being the same on any number of devices."""
+
+import json
+import signal
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import pretrain
+from experiments.configs import tiny
+from zaya_jax import cli, config
+from zaya_jax.checkpoint.store import Store, abstract_like
+from zaya_jax.model import zaya
+from zaya_jax.optim import balance, chain
+from zaya_jax.train.workdir import open_workdir, read_config
+
+ALL_DEVICES = jax.devices()
+SMALL = {
+    "model.hidden_size": 32, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 32,
+    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 32, "data.global_batch": 8,
+    "eval.every": 2, "eval.windows": 4, "log.sample_tokens": 4, "checkpoint.every_steps": 2, "mesh.data": 1,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A small folder of text, so that a run starts at once."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(60):
+        (folder / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(40)))
+    return folder
+
+
+@pytest.fixture
+def run(corpus, monkeypatch):
+    """Runs the program in this process, on as many devices as mesh.data says."""
+
+    def call(workdir, **overrides):
+        keys = SMALL | {"data.path": str(corpus)} | {k.replace("__", "."): v for k, v in overrides.items()}
+        devices = ALL_DEVICES[: keys["mesh.data"]]
+        monkeypatch.setattr(jax, "devices", lambda *args: devices)
+        settings = tiny.get_config()
+        settings.update_from_flattened_dict(keys)
+        return pretrain.train(config.check(settings), workdir)
+
+    yield call
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+
+def lines(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def final_state(workdir, step):
+    settings = read_config(workdir)
+    shapes = zaya.abstract(settings.model, settings.precision)
+    optimizer = chain.build(settings.optim, settings.precision, shapes)
+    biases = balance.init(settings.model.num_hidden_layers, settings.model.num_experts)._asdict()
+    tree = {
+        "params": shapes,
+        "optimizer": jax.eval_shape(lambda: optimizer.to_logical(optimizer.init())),
+        "balance": biases,
+    }
+    store = Store(workdir)
+    state, _ = store.restore(step, abstract_like(tree, jax.sharding.SingleDeviceSharding(ALL_DEVICES[0])))
+    store.close()
+    return state
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    assert run(whole, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
+    assert run(halves, run__num_steps=3, schedule__decay_fraction=0.0) == cli.DONE
+    with (halves / "metrics.jsonl").open(
+        "a"
+    ) as f:  # what a run killed after step 4, before its checkpoint, leaves
+        f.write(json.dumps({"step": 4, "loss": 0.0}) + "\n" + '{"step": 5, "lo')
+    assert run(halves, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
+    same(final_state(whole, 5), final_state(halves, 5))
+    a, b = lines(whole), lines(halves)
+    assert [x["step"] for x in b] == [1, 2, 3, 4, 5]
+    assert [x["loss"] for x in a] == [x["loss"] for x in b]
+    assert a[-1]["eval/loss"] == b[-1]["eval/loss"]
+    capsys.readouterr()
+    assert run(halves, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
+    assert "is complete" in capsys.readouterr().out
+    assert len(lines(halves)) == 5
+    assert (halves / "report.html").stat().st_size > 1000
+    assert list(halves.glob("events.out.*"))
+
+
+def test_devices_and_micro_batches_change_nothing_but_rounding(run, tmp_path):
+    exact = {"precision__compute": "float32", "precision__newton_schulz": "float32", "run__num_steps": 3}
+    for name, more in {
+        "one": {}, "four": {"mesh__data": 4}, "micro": {"data__micro_batch": 2},
+        "both": {"mesh__data": 2, "data__micro_batch": 4},
+    }.items():  # fmt: skip
+        assert run(tmp_path / name, **exact, **more) == cli.DONE
+    one = lines(tmp_path / "one")
+    for name in ("four", "micro", "both"):
+        other = lines(tmp_path / name)
+        np.testing.assert_allclose(other[0]["loss"], one[0]["loss"], rtol=1e-6)
+        np.testing.assert_allclose(other[0]["grad_norm"], one[0]["grad_norm"], rtol=1e-5)
+        np.testing.assert_allclose([x["loss"] for x in other], [x["loss"] for x in one], rtol=1e-5)
+        np.testing.assert_allclose(other[-1]["eval/loss"], one[-1]["eval/loss"], rtol=1e-5)
+
+
+def test_a_signal_saves_and_asks_to_be_started_again(corpus, tmp_path):
+    keys = SMALL | {"data.path": str(corpus), "run.num_steps": 100000, "checkpoint.every_steps": 100000}
+    options = [f"--config.{k}={v}" for k, v in keys.items() if k != "mesh.data"] + ["--config.mesh.data=8"]
+    command = [sys.executable, "-m", "experiments.pretrain", f"--workdir={tmp_path / 'run'}", *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == cli.PREEMPTED, out
+    store = Store(tmp_path / "run")
+    (step,) = store.steps()
+    store.close()
+    assert lines(tmp_path / "run")[-1]["step"] == step
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"model__num_attention_heads": 3}, ("num_attention_heads=3", "num_key_value_heads=2")),
+        ({"data__path": "/nowhere/at/all"}, ("/nowhere/at/all",)),
+        ({"data__micro_batch": 3}, ("micro_batch=3", "global_batch=8")),
+        ({"mesh__data": 3}, ("over 3 devices", "micro-batch of 8")),
+        ({"optim__name": "muonn"}, ("optim.name", "did you mean muon")),
+        ({"data__tokenizer": "no/such.json"}, ("no/such.json",)),
+    ],
+)
+def test_bad_input_is_named_before_anything_is_written(run, tmp_path, overrides, words):
+    with pytest.raises(config.UserError) as error:
+        run(tmp_path / "run", **overrides)
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_corpus_is_named(run, tmp_path):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(config.UserError, match="empty"):
+        run(tmp_path / "run", data__path=str(tmp_path / "empty"))
+
+
+def test_the_command_line_says_bad_input_in_one_line(tmp_path):
+    for option, words in (
+        ("--config.run.num_stepz=3", ("run.num_stepz", "run.num_steps")),
+        ("--config.run.num_steps=many", ("num_steps", "many")),
+        ("--no_such_option", ("no_such_option",)),
+        ("--config=nowhere.py", ("nowhere.py",)),
+    ):
+        command = [sys.executable, "-m", "experiments.pretrain", f"--workdir={tmp_path / 'run'}", option]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert done.returncode == cli.BAD_INPUT
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert all(word in done.stderr for word in words), done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_workdir_belongs_to_one_run(run, tmp_path):
+    workdir = tmp_path / "run"
+    assert run(workdir, run__num_steps=2) == cli.DONE
+    before = sorted((p.name, p.stat().st_mtime_ns) for p in workdir.rglob("*"))
+    with pytest.raises(config.UserError, match=r"optim\.lr=0\.003, now it is 0\.5"):
+        run(workdir, run__num_steps=2, optim__lr=0.5)
+    assert before == sorted((p.name, p.stat().st_mtime_ns) for p in workdir.rglob("*"))
+    with pytest.raises(config.UserError, match=r"num_steps=1, but .* step 2"):
+        run(workdir, run__num_steps=1)
+
+
+def test_a_foreign_folder_is_refused(tmp_path):
+    (tmp_path / "holiday.txt").write_text("not a run")
+    with pytest.raises(config.UserError, match=r"holiday\.txt"):
+        open_workdir(tmp_path, config.Config())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(config.UserError, match="cannot be written"):
+        open_workdir(tmp_path / "file", config.Config())
+    with pytest.raises(config.UserError, match=r"config\.json"):
+        read_config(tmp_path)
