@@ -10,12 +10,11 @@ each also as .gz or .zst. Killed at any moment and started again with the same c
 docs/data.md.
 """
 
-import multiprocessing
 import os
 import sys
 import time
 
-from absl import app, flags
+from absl import flags
 from tqdm import tqdm
 
 from zaya_jax.config import UserError
@@ -39,19 +38,9 @@ flags.DEFINE_integer("part_mib", 256, "input a task, and so about the size of a 
 flags.DEFINE_string("verify", None, "check this prepared directory against its manifest and do nothing else")
 
 
-def main(_: list[str]) -> int:
+def main() -> int:
     """Prepare or verify; the exit code."""
-    try:
-        return verify(FLAGS.verify) if FLAGS.verify else make()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except storage.StorageError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 4
-    except KeyboardInterrupt:
-        print("stopped; the same command continues", file=sys.stderr)
-        return 130
+    return verify(FLAGS.verify) if FLAGS.verify else make()
 
 
 def make() -> int:
@@ -125,5 +114,6 @@ def verify(directory: str) -> int:
 
 
 if __name__ == "__main__":
-    multiprocessing.freeze_support()
-    app.run(main)
+    from zaya_jax import cli  # not above: worker processes import this file, and need no JAX
+
+    sys.exit(cli.run(main))

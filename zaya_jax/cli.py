@@ -1,5 +1,6 @@
 """What the programs share: flags with a config among them, and bad input as one line with exit code 2."""
 
+import argparse
 import ctypes
 import os
 import platform
@@ -7,13 +8,14 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Any, NoReturn
 
 import jax
 from absl import flags
 from ml_collections import config_flags
 
 from zaya_jax import config as config_lib
-from zaya_jax.config import UserError
+from zaya_jax.config import StorageError, UserError
 
 DONE, BAD_INPUT, UNHEALTHY, STORAGE, PREEMPTED = 0, 2, 3, 4, 75
 
@@ -31,12 +33,36 @@ def run(main: Callable[[], int], argv: Sequence[str] | None = None) -> int:
     """Parses the flags, runs `main`, and gives the exit code; a UserError becomes one line."""
     argv = list(sys.argv if argv is None else argv)
     keep_memory()
-    try:
+
+    def parse_and_run() -> int:
         _parse(argv)
+        return main()
+
+    return exit_code(parse_and_run)
+
+
+class Parser(argparse.ArgumentParser):
+    """For programs without a config: argparse with whole option names only, whose complaints are UserErrors."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """One line instead of the usage and another prefix."""
+        raise UserError(f"{message} (--help lists the options)")
+
+
+def exit_code(main: Callable[[], int]) -> int:
+    """What `main` gives; an error that a person can mend becomes one line and its code."""
+    try:
         return main()
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
+    except StorageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return STORAGE
 
 
 def _parse(argv: list[str]) -> None:

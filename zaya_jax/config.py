@@ -18,6 +18,10 @@ class UserError(ValueError):
     """Bad input: programs print it as one line and exit with code 2."""
 
 
+class StorageError(RuntimeError):
+    """Storage that stays unreadable after all retries, or damaged data: one line, exit code 4."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Rope:
     rope_type: str = "default"
@@ -217,7 +221,7 @@ CHOICES = {
     "precision.compute": ("bfloat16", "float32"),
     "precision.router": ("bfloat16", "float32"),
     "precision.matmul": ("default", "high", "highest"),
-    "remat": ("none", "layer"),
+    "remat": ("none", "layer", "attention", "offload"),
 }
 
 

@@ -1,5 +1,7 @@
 """Packing: every token once, documents whole where they fit, rows well filled."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -15,7 +17,7 @@ def test_plans_hold_every_token_once_within_the_row(packing):
     for bundle, sizes in lengths.items():
         spans = sorted((start, stop) for row in rows for b, start, stop in row if b == bundle)
         assert spans[0][0] == 0 and spans[-1][1] == sizes.sum()
-        assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
         edges = np.cumsum(sizes) - sizes
         short = {(int(e), int(e + s)) for e, s in zip(edges, sizes, strict=True) if s <= 64}
         assert short <= set(spans)  # what fits is not cut

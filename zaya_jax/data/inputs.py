@@ -127,7 +127,7 @@ def _open(path: str) -> BinaryIO:
     if path.endswith(".gz"):
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.endswith(".zst"):
-        return io.BufferedReader(_Zstandard(path))  # type: ignore[arg-type,return-value]
+        return io.BufferedReader(_Zstandard(path))
     return open(path, "rb")
 
 
@@ -136,7 +136,7 @@ class _Zstandard(io.RawIOBase):
 
     def __init__(self, path: str) -> None:
         self._file = open(path, "rb")  # noqa: SIM115 closed with this object
-        self._frame = None
+        self._frame: Any = None
         self._raw = b""
         self._ready = memoryview(b"")
 

@@ -52,12 +52,12 @@ class Mixture:
     def ranks(self, step: int, source: int) -> np.ndarray:
         """For each slot of the step: how many rows the source gave before it, in all steps and slots."""
         p, stretch = self.at(step)
-        total = 0
+        before = 0
         for q in range(p):
-            rows = (self.starts[q + 1] - self.starts[q]) * self.stretches[q].batch
-            total += int(self._count(self._prefixes[q], rows, source))
+            done = (self.starts[q + 1] - self.starts[q]) * self.stretches[q].batch
+            before += int(self._count(self._prefixes[q], np.int64(done), source))
         rows = (step - stretch.first_step) * stretch.batch + np.arange(stretch.batch)
-        return total + self._count(self._prefixes[p], rows, source)
+        return before + self._count(self._prefixes[p], rows, source)
 
     def lane_counts(self, step: int, source: int, slots: np.ndarray, turns: int) -> np.ndarray:
         """How many rows the source gave before to the lane that each slot uses now: lane (slot, step mod

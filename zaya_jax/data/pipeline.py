@@ -33,10 +33,12 @@ Store = order.Memory | storage.Prepared
 class Source:
     """One source in an era: its store, and the order in which its rows come."""
 
-    def __init__(self, store: Store, data: Data, seq_len: int, batch: int, key: int, most_here: int) -> None:
+    def __init__(
+        self, store: Store, data: Data, seq_len: int, batch: int, key: int, most_here: int, lanes: bool
+    ) -> None:
         self.store = store
         self.turns = 1
-        big = int(store.lengths.sum()) > WINDOW_TOKENS
+        big = lanes or int(store.lengths.sum()) > WINDOW_TOKENS
         most = None
         if big:  # lanes may hold at most about half an epoch between them
             while self.turns < order.LANES_PER_SLOT and len(store.lengths) >= 8 * self.turns * batch:
@@ -85,7 +87,10 @@ class Era:
 class Batches:
     """Random access to the batches of a run: element t is this process's rows of the batch of step t."""
 
-    def __init__(self, config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1), lanes: bool = False
+    ) -> None:
+        # `lanes` measures the order of large sources on small ones.
         self.data, self.process, self.pad_id = config.data, process, tokenizer.pad_id
         paths, stretches = plan_sources(config)
         stores = [open_stores(config, path, tokenizer)[0] for path in paths]
@@ -103,6 +108,7 @@ class Batches:
                     batch,
                     shuffle.key(config.run.seed, k, len(self.eras)),
                     most_here,
+                    lanes,
                 )
                 for k, store in enumerate(stores)
             ]
@@ -284,19 +290,16 @@ _text_stores: dict[tuple[str, str], tuple[order.Memory, order.Memory]] = {}
 def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Store, Store]:
     """(training, held-out) stores of a path; a text corpus is tokenised once a program."""
     if path != "stdlib" and storage.is_prepared(path):
-        train, held_out = (
-            storage.Prepared(path, split, config.data.on_corrupt) for split in ("train", "held_out")
-        )
-        made = train.manifest["tokenizer"]
+        shards = storage.Prepared(path, "train", config.data.on_corrupt)
+        made = shards.manifest["tokenizer"]
         if made["sha256"] != tokenizer.sha256:
             raise UserError(
                 f"{path} was prepared with another tokenizer ({made['kind']}, {made['vocab_size']} ids) than "
-                f"config.data.tokenizer={config.data.tokenizer!r}; set that to "
-                f"{storage.join(path, 'tokenizer')}"
+                f"config.data.tokenizer={config.data.tokenizer!r}; set that to {storage.join(path, 'tokenizer')}"
             )
-        if not len(train.lengths):
+        if not len(shards.lengths):
             raise UserError(f"{path} holds no training tokens; prepare it with more input")
-        return train, held_out
+        return shards, storage.Prepared(path, "held_out", config.data.on_corrupt)
     key = (path, tokenizer.sha256)
     if key not in _text_stores:
         sides = sources.text_corpus(path, tokenizer)

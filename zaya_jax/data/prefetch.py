@@ -1,7 +1,8 @@
 """Batches on the device before the step asks for them, and how long it had to wait nevertheless.
 
-A thread takes batches from the stream and starts their transfer; the step takes finished ones. The state it reports is
-that of the last batch given out, not of the last one fetched, so a checkpoint never skips what lay in the queue.
+A thread takes batches from the stream and starts their transfer; the step takes finished ones. The state it
+reports is that of the last batch given out, not of the last one fetched, so a checkpoint never skips what lay
+in the queue.
 """
 
 import queue
@@ -80,7 +81,7 @@ class DevicePrefetch(Iterator[Any]):
     def _fetch(self) -> None:
         while not self._stopping.is_set():
             try:
-                item = self._put(next(self._stream)), self._stream.get_state()
+                item: tuple[Any, Any] = self._put(next(self._stream)), self._stream.get_state()
             except Exception as error:  # handed to the step, which raises it
                 item = _END, error
             self._queue.put(item)

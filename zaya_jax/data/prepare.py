@@ -160,7 +160,7 @@ class _Task:
             if not len(ids):
                 self._empty += 1
                 continue
-            tokens = np.empty(len(ids) + 2, tokenizer.dtype)
+            tokens: np.ndarray = np.empty(len(ids) + 2, tokenizer.dtype)
             tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
             total += self._write(part, name, Document(tokens))
         return total
@@ -331,7 +331,8 @@ def _finish(
     directory: pathlib.Path, tokenizer: Tokenizer, plan: dict[str, Any], num_tasks: int
 ) -> dict[str, Any]:
     records = [json.loads((directory / WORK / f"task-{n:05d}.json").read_bytes()) for n in range(num_tasks)]
-    shards, indices = [], []
+    shards: list[dict[str, Any]] = []
+    indices: list[np.ndarray] = []
     for entry in (entry for record in records for entry in record["shards"]):
         index = np.frombuffer(bytes.fromhex(entry["index"]), tokens_lib.INDEX_TYPE).copy()
         index["shard"] = len(shards)

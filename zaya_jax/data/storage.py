@@ -21,7 +21,7 @@ import google_crc32c
 import numpy as np
 from array_record.python import array_record_module
 
-from zaya_jax.config import UserError
+from zaya_jax.config import StorageError, UserError
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.sources import Bundle
 from zaya_jax.data.tokens import CorruptRecord
@@ -45,16 +45,13 @@ CACHE_BYTES = 1 << 30
 _log = logging.getLogger(__name__)
 
 
-class StorageError(RuntimeError):
-    """Storage that stayed unreadable after all retries, or data that is damaged: exit code 4."""
-
-
 @dataclasses.dataclass
 class Counters:
     """What reading has met so far."""
 
     records: int = 0
     bytes: int = 0
+    tokens: int = 0
     retries: int = 0
     corrupt: int = 0
 
@@ -116,7 +113,7 @@ class Prepared:
     """One split of a prepared directory: bundles by number, with retries, checksums and a bounded cache."""
 
     def __init__(
-        self, directory: str, split: str = "train", on_corrupt: str = "stop", cache_bytes: int = CACHE_BYTES
+        self, directory: str, split: str = "train", on_corrupt: str = "stop", cache_bytes: int | None = None
     ) -> None:
         self.name, self.split, self.on_corrupt = directory, split, on_corrupt
         self.counters = Counters()
@@ -131,7 +128,7 @@ class Prepared:
         bundles = np.array([s["bundles"] for s in self.shards], np.int64)
         self.first_bundle = np.cumsum(bundles) - bundles
         self.fingerprint = f"{self.manifest['sha256']}/{split}"
-        self.cache_bytes = cache_bytes
+        self.cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
         self._cache: collections.OrderedDict[int, Bundle] = collections.OrderedDict()
         self._cached_bytes = 0
         self._open: dict[int, Shard] = {}
@@ -205,6 +202,7 @@ class Prepared:
             with self._lock:
                 self.counters.records += len(records)
                 self.counters.bytes += sum(map(len, records))
+                self.counters.tokens += int(self.lengths[bundles].sum())
             found = [
                 self._decode(entry["file"], b, b - first, r) for b, r in zip(bundles, records, strict=True)
             ]
@@ -386,7 +384,7 @@ def _fetch(directory: str, name: str) -> bytes:
     for attempt in range(1, ATTEMPTS + 1):
         try:
             with fsspec.open(url, "rb") as file:
-                return file.read()  # type: ignore[union-attr]
+                return file.read()
         except FileNotFoundError:
             raise UserError(f"{directory} is not a prepared directory: it has no {name}") from None
         except ImportError as error:

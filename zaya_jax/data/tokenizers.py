@@ -220,9 +220,8 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
             raise UserError(
                 f"{directory} holds no tokenizer: expected {META_FILE}, tokenizer.json or tokenizer.model"
             )
-        ids = {key: meta[key] for key in ("bos_id", "eos_id", "pad_id") if key in meta} or _config_ids(
-            directory, path
-        )
+        stored: dict[str, int] = {key: meta[key] for key in ("bos_id", "eos_id", "pad_id") if key in meta}
+        ids = stored or _config_ids(directory, path)
     else:
         ids = _config_ids(path.parent, path)
     kind = SentencePiece if path.suffix == ".model" else HuggingFace

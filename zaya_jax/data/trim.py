@@ -35,8 +35,8 @@ class Turn:
 def trim(turns: Sequence[Turn], context: int) -> tuple[list[Turn], str]:
     """(the turns that fit into `context` tokens, what was done); no turns where the sample is dropped.
 
-    What was done: kept as it was; trimmed (the last reasoning's end is cut); reduced (earlier reasoning is gone, and the
-    last one's end where that was not enough); dropped.
+    What was done: kept as it was; trimmed (the last reasoning's end is cut); reduced (earlier reasoning is gone,
+    and the last one's end where that was not enough); dropped.
     """
     turns = list(turns)
     if _length(turns) <= context:

@@ -1,0 +1,90 @@
+"""How fast batches come, from text in memory and from prepared shards, with each packing, and that memory
+stays flat.
+
+    python benchmarks/bench_data.py --data=DIR [--seq_len=4096] [--global_batch=16]
+
+DIR is a prepared directory (python -m experiments.prepare_data --input=stdlib --out=DIR). Nothing is done
+with the batches, so the figures are what the reading side can give; the last line reads 10 million tokens and
+more and compares the memory of the process at one million and at the end.
+"""
+
+import dataclasses
+import itertools
+import resource
+import time
+
+import psutil
+from absl import app, flags
+
+from zaya_jax import config as config_lib
+from zaya_jax.data import pipeline, storage, tokenizers
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("data", None, "prepared directory", required=True)
+flags.DEFINE_integer("seq_len", 4096, "context")
+flags.DEFINE_integer("global_batch", 16, "rows a step")
+flags.DEFINE_float("seconds", 5.0, "time for each measurement")
+
+
+def main(_: list[str]) -> None:
+    """Print a Markdown table."""
+    tokenizer = tokenizers.load(f"{FLAGS.data}/tokenizer")
+    raw = config_lib.default()
+    raw.data.seq_len, raw.data.global_batch = FLAGS.seq_len, FLAGS.global_batch
+    base = config_lib.check(raw)
+    print("| source | order | packing | M tokens/s | rows filled | cache |")
+    print("|---|---|---|---|---|---|")
+    for source, kind, packing in itertools.product(
+        (FLAGS.data, "stdlib"), ("windows", "lanes"), ("concat", "first_fit", "best_fit")
+    ):
+        if source == "stdlib" and (tokenizer.kind != "bytes" or kind == "lanes"):
+            continue
+        for cold in (True, False) if source != "stdlib" else (False,):
+            config = dataclasses.replace(
+                base, data=dataclasses.replace(base.data, path=source, packing=packing)
+            )
+            pipeline.WINDOW_TOKENS = 0 if kind == "lanes" else 1 << 40
+            storage.CACHE_BYTES = 0 if cold else 1 << 30
+            rate, filled = measure(pipeline.train_stream(config, tokenizer))
+            what = "in memory" if source == "stdlib" else "shards"
+            cache = "bundles decoded anew" if cold else "bundles kept"
+            print(f"| {what} | {kind} | {packing} | {rate / 1e6:.1f} | {filled:.1%} | {cache} |", flush=True)
+    storage.CACHE_BYTES = 8 << 20
+    flat(
+        pipeline.train_stream(
+            dataclasses.replace(base, data=dataclasses.replace(base.data, path=FLAGS.data)), tokenizer
+        )
+    )
+
+
+def measure(stream: pipeline.Stream) -> tuple[float, float]:
+    """(tokens a second, share of places filled) after a warm-up."""
+    for _ in range(20):
+        next(stream)
+    stream.metrics()
+    places, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < FLAGS.seconds:
+        places += next(stream)["tokens"].size
+    seconds = time.perf_counter() - begin
+    filled = stream.metrics()["data/efficiency"]
+    stream.close()
+    return places * filled / seconds, filled
+
+
+def flat(stream: pipeline.Stream) -> None:
+    """Memory after 1 and after 20 million tokens."""
+    process, seen, early = psutil.Process(), 0, 0
+    while seen < 20e6:
+        seen += next(stream)["tokens"].size
+        if seen >= 1e6 and not early:
+            early = process.memory_info().rss
+    late = process.memory_info().rss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        f"\nmemory: {early / 2**20:.0f} MiB after 1 M tokens, {late / 2**20:.0f} MiB after 20 M, "
+        f"peak {peak / 2**10:.0f} MiB"
+    )
+
+
+if __name__ == "__main__":
+    app.run(main)

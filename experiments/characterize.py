@@ -1,0 +1,181 @@
+"""What a machine can do, measured, and what follows from it for a run.
+
+    python -m experiments.characterize storage --data=DIR --out=DIR [--iops-budget=70000]
+
+`storage` reads a prepared directory as training would, with a cold and with a warm page cache, and says what
+the storage behind a run must give: by default for ZAYA1's batch of 4096 sequences of 4096 tokens every 2.5
+seconds.
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+
+from absl import flags
+
+from zaya_jax import cli
+from zaya_jax import config as config_lib
+from zaya_jax.config import UserError
+from zaya_jax.data import sizing, storage
+from zaya_jax.data.tokens import PAGE_BYTES
+
+FLAGS = flags.FLAGS
+flags.DEFINE_string("data", None, "storage: prepared directory to read")
+flags.DEFINE_string("out", None, "directory for the table, the picture and the figures")
+flags.DEFINE_float(
+    "iops-budget", 0.0, "storage: page reads a second that the cluster's storage gives; 0: as measured", 0.0
+)
+flags.DEFINE_float("seconds", 5.0, "storage: longest time for each measurement", 0.1)
+flags.DEFINE_integer(
+    "rows", 16, "storage: rows of a batch while measuring, a process's share of the global batch", 1
+)
+flags.DEFINE_integer("seq_len", 4096, "context of the run that is sized", 1)
+flags.DEFINE_integer("global_batch", 4096, "sequences a step of the run that is sized", 1)
+flags.DEFINE_float("step_seconds", 2.5, "step time of the run that is sized", 1e-6)
+
+COLORS = {"cold": "#3b6fb6", "warm": "#d08b2c"}
+
+
+def storage_main() -> int:
+    """Measure, then write storage.md, storage.svg and storage.json into --out."""
+    if not FLAGS.data or not FLAGS.out:
+        raise UserError("give --data=DIR (a prepared directory) and --out=DIR")
+    if not storage.is_prepared(FLAGS.data) or not storage.is_local(FLAGS.data):
+        raise UserError(
+            f"--data={FLAGS.data} is not a local prepared directory; make one with experiments.prepare_data"
+        )
+    manifest = storage.load_manifest(FLAGS.data)
+    raw = config_lib.default()
+    raw.data.seq_len, raw.data.global_batch = FLAGS.seq_len, FLAGS.rows
+    raw.model.max_position_embeddings = max(raw.model.max_position_embeddings, FLAGS.seq_len)
+    config = config_lib.check(raw)
+    readings = [sizing.measure(config, FLAGS.data, FLAGS.seconds, cold) for cold in (True, False)]
+
+    need = sizing.Need(
+        readings[0].sigma, FLAGS.global_batch, FLAGS.seq_len, manifest["token_bytes"], FLAGS.step_seconds
+    )
+    budget = FLAGS["iops-budget"].value or readings[0].pages_per_second
+    whose = "given" if FLAGS["iops-budget"].value else "measured here, cold, one reader"
+    text = table(readings, manifest) + "\n" + verdict(need, budget, whose)
+    out = pathlib.Path(FLAGS.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "storage.md").write_text(text)
+    (out / "storage.svg").write_text(picture(need, budget))
+    figures = {
+        "readings": [dataclasses.asdict(r) for r in readings],
+        "need": dataclasses.asdict(need),
+        "budget": budget,
+    }
+    (out / "storage.json").write_text(json.dumps(figures, indent=1) + "\n")
+    print(text)
+    print(f"written: {out}/storage.md, storage.svg, storage.json")
+    return cli.DONE
+
+
+def table(readings: list[sizing.Reading], manifest: dict) -> str:
+    """The measurements as Markdown, one column for each state of the page cache."""
+    rows = {
+        "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in readings],
+        f"page reads/s ({PAGE_BYTES} B)": [f"{r.pages_per_second:,.0f}" for r in readings],
+        "read calls/s": [f"{r.reads_per_second:,.0f}" for r in readings],
+        "bytes a read call": [f"{r.bytes_read / max(r.reads, 1):,.0f}" for r in readings],
+        "sigma, pages asked for over pages of tokens": [f"{r.sigma:.3f}" for r in readings],
+        "read from the device, MiB": [f"{r.bytes_device / 2**20:,.1f}" for r in readings],
+        "page faults, minor / major": [f"{r.minor_faults:,} / {r.major_faults:,}" for r in readings],
+        "measured over, s / M tokens": [f"{r.seconds:.2f} / {r.tokens / 1e6:.1f}" for r in readings],
+    }
+    head = (
+        "| | " + " | ".join(f"{r.cache} page cache" for r in readings) + " |\n|---|" + "---|" * len(readings)
+    )
+    body = "\n".join(f"| {name} | {' | '.join(values)} |" for name, values in rows.items())
+    layout = f"sigma of the files' layout, all bundles once: {manifest['storage_factor']:.3f}"
+    note = ""
+    if readings[0].bytes_device < readings[0].bytes_read / 2:
+        note = "The device gave less than half of the cold reading: this system would not empty its page cache.\n"
+    return f"{head}\n{body}\n\n{layout}; {manifest['token_bytes']} bytes a token\n{note}"
+
+
+def verdict(need: sizing.Need, budget: float, whose: str) -> str:
+    """What the formula says of the run that is sized."""
+    share = need.pages_per_second / budget
+    even = need.break_even_seconds(budget)
+    judged = (
+        "storage is not the limit" if share <= 1 else "storage IS the limit: steps take the break-even time"
+    )
+    return (
+        f"A step of {need.global_batch:,} sequences of {need.seq_len:,} tokens reads "
+        f"{need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in N = {need.pages:,.0f} pages; "
+        f"every {need.step_seconds:g} s that is {need.pages_per_second:,.0f} page reads/s.\n"
+        f"Budget {budget:,.0f} page reads/s ({whose}): {share:.1%} of it, break-even step time "
+        f"{even:.3f} s; {judged}.\n"
+    )
+
+
+def picture(need: sizing.Need, budget: float) -> str:
+    """Needed page reads a second over the step time, the budget across it, the run's own step marked."""
+    width, height, left, top, right, bottom = 640, 360, 80, 44, 24, 52
+    times = [need.step_seconds * 2 ** (i / 4 - 4) for i in range(33)]
+    values = [need.pages / t for t in times]
+    low, high = min([*values, budget]) / 1.5, max([*values, budget]) * 1.5
+
+    def x(t: float) -> float:
+        return left + (width - left - right) * _log_share(t, times[0], times[-1])
+
+    def y(v: float) -> float:
+        return height - bottom - (height - top - bottom) * _log_share(v, low, high)
+
+    curve = " ".join(f"{x(t):.1f},{y(v):.1f}" for t, v in zip(times, values, strict=True))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+        'font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+        f'<text x="{left}" y="20" font-size="14">Page reads a second that training needs, by step time</text>',
+    ]
+    for i in range(7):
+        t = times[0] * (times[-1] / times[0]) ** (i / 6)
+        v = low * (high / low) ** (i / 6)
+        parts += [
+            f'<line x1="{x(t):.1f}" x2="{x(t):.1f}" y1="{top}" y2="{height - bottom}" stroke="#e5e5e5"/>',
+            f'<text x="{x(t):.1f}" y="{height - bottom + 18}" text-anchor="middle" fill="#555">{t:.3g}</text>',
+            f'<line x1="{left}" x2="{width - right}" y1="{y(v):.1f}" y2="{y(v):.1f}" stroke="#e5e5e5"/>',
+            f'<text x="{left - 8}" y="{y(v) + 4:.1f}" text-anchor="end" fill="#555">{v:,.0f}</text>',
+        ]
+    at_x, at_y = x(need.step_seconds), y(need.pages_per_second)
+    parts += [
+        f'<text x="{(left + width - right) / 2}" y="{height - 12}" text-anchor="middle" fill="#555">'
+        "step time, s</text>",
+        f'<line x1="{left}" x2="{width - right}" y1="{y(budget):.1f}" y2="{y(budget):.1f}" stroke="{COLORS["warm"]}" '
+        'stroke-width="2" stroke-dasharray="6 4"/>',
+        f'<text x="{width - right - 4}" y="{y(budget) - 6:.1f}" text-anchor="end" fill="{COLORS["warm"]}">'
+        f"budget {budget:,.0f}</text>",
+        f'<polyline points="{curve}" fill="none" stroke="{COLORS["cold"]}" stroke-width="2"/>',
+        f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="5" fill="{COLORS["cold"]}"/>',
+        f'<text x="{at_x + 9:.1f}" y="{at_y - 7:.1f}" fill="{COLORS["cold"]}">{need.step_seconds:g} s: '
+        f"{need.pages_per_second:,.0f}</text>",
+        "</svg>",
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _log_share(value: float, low: float, high: float) -> float:
+    return math.log(value / low) / math.log(high / low)
+
+
+MEASUREMENTS = {"storage": storage_main}
+
+
+def main() -> int:
+    """Run the measurement that the first argument named."""
+    return MEASUREMENTS[_chosen[0]]()
+
+
+_chosen: list[str] = []
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2 or sys.argv[1] not in MEASUREMENTS:
+        print(f"error: say what to measure first: {', '.join(MEASUREMENTS)}", file=sys.stderr)
+        sys.exit(cli.BAD_INPUT)
+    _chosen.append(sys.argv.pop(1))
+    sys.exit(cli.run(main))

@@ -1,0 +1,114 @@
+"""The data programs from the command line, and worker processes: what only a process of its own shows."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from zaya_jax.data import order, pipeline, tokenizers
+
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
+
+
+def run(*arguments):
+    command = [sys.executable, "-m", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": f"{i} " + "word " * 300}) + "\n" for i in range(600)))
+    return path
+
+
+@pytest.mark.slow
+def test_prepare_verify_and_size(tmp_path, source):
+    out = tmp_path / "out"
+    made = run("experiments.prepare_data", f"--input={source}", f"--out={out}", "--processes=2")
+    assert made.returncode == 0, made.stderr
+    assert "600" in made.stdout.replace(",", "") or "documents" in made.stdout
+    again = run("experiments.prepare_data", f"--input={source}", f"--out={out}")
+    assert again.returncode == 0 and "complete already" in again.stdout
+    sized = run(
+        "experiments.characterize", "storage", f"--data={out}", f"--out={tmp_path / 's'}", "--iops-budget=70000",
+        "--seconds=0.3", "--rows=2", "--seq_len=512",
+    )  # fmt: skip
+    assert sized.returncode == 0, sized.stderr
+    assert "break-even" in sized.stdout and "70,000" in sized.stdout
+    ElementTree.parse(tmp_path / "s" / "storage.svg")
+    figures = json.loads((tmp_path / "s" / "storage.json").read_text())
+    assert [r["cache"] for r in figures["readings"]] == ["cold", "warm"]
+    assert 1 < figures["need"]["sigma"] < 1.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["experiments.prepare_data"], "--input"),
+        (["experiments.prepare_data", "--input=/no/such", "--out=x"], "names no file"),
+        (["experiments.prepare_data", "--verify=/no/such"], "not a prepared directory"),
+        (["experiments.characterize", "storage"], "--data"),
+        (["experiments.characterize", "everything"], "say what to measure"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+WORKERS = """
+import sys
+from absl import app
+from zaya_jax import config as config_lib
+from zaya_jax.data import pipeline, tokenizers
+import hashlib
+
+def main(_):
+    raw = config_lib.default()
+    raw.model.vocab_size, raw.data.path, raw.data.seq_len, raw.data.global_batch = 264, sys.argv[1], 128, 8
+    raw.data.workers = int(sys.argv[2])
+    stream = pipeline.train_stream(config_lib.check(raw), tokenizers.load("bytes"))
+    next(stream)
+    stream.set_state({**stream.get_state(), "step": 5})
+    print(hashlib.sha256(b"".join(next(stream)["tokens"].tobytes() for _ in range(12))).hexdigest())
+    stream.close()
+
+if __name__ == "__main__":
+    app.run(main, argv=sys.argv[:1])
+"""
+
+
+@pytest.mark.slow
+def test_workers_give_the_same_batches(tmp_path, prepare_text):
+    directory = prepare_text("web", 200)
+    (tmp_path / "workers.py").write_text(WORKERS)
+    outputs = []
+    for workers in (0, 2):
+        command = [sys.executable, str(tmp_path / "workers.py"), str(directory), str(workers)]
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=200, check=False, env=ENVIRONMENT
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        outputs.append(done.stdout)
+    assert outputs[0] == outputs[1]
+
+
+def test_turns_keep_neighbouring_steps_apart(monkeypatch, make_config, prepare_text):
+    monkeypatch.setattr(pipeline, "WINDOW_TOKENS", 0)
+    config = make_config(path=str(prepare_text("web", 1500)), global_batch=2)
+    batches = pipeline.train_stream(config, tokenizers.load("bytes")).batches
+    source = batches.eras[0].sources[0]
+    assert source.turns == order.LANES_PER_SLOT
+    bundles = [
+        {b for row in source.spans(batches.eras[0].mixture, 0, t, np.arange(2)) for b, _, _ in row}
+        for t in range(9)
+    ]
+    assert not bundles[0] & bundles[1] and bundles[0] & bundles[8]

@@ -1,0 +1,138 @@
+"""What storage must give for training never to wait, measured on a prepared directory.
+
+The formula: G sequences of s tokens of b bytes in pages of P cost N = sigma·G·s·b/P page reads a step, so a
+step of t seconds needs N/t page reads a second, and storage that can do I of them is the limit for steps
+shorter than N/I.
+"""
+
+import dataclasses
+import os
+import pathlib
+import resource
+import time
+
+from zaya_jax.config import Config, UserError
+from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.data.tokens import PAGE_BYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One measurement of reading as training would."""
+
+    cache: str  # cold or warm
+    seconds: float
+    tokens: int
+    reads: int  # calls that read
+    bytes_read: int  # by those calls
+    bytes_device: int  # that came from the device, the kernel's own reading ahead included
+    bytes_ideal: int  # of the tokens themselves
+    minor_faults: int
+    major_faults: int
+
+    @property
+    def tokens_per_second(self) -> float:
+        """How fast batches came."""
+        return self.tokens / self.seconds
+
+    @property
+    def reads_per_second(self) -> float:
+        """Read calls a second."""
+        return self.reads / self.seconds
+
+    @property
+    def pages_per_second(self) -> float:
+        """Page reads a second: the formula's I, as far as this machine was asked for it."""
+        return self.bytes_read / PAGE_BYTES / self.seconds
+
+    @property
+    def sigma(self) -> float:
+        """Pages that were asked for over pages that the tokens fill; each call touches one page more than it
+        fills.
+        """
+        return (self.bytes_read / PAGE_BYTES + self.reads) / (self.bytes_ideal / PAGE_BYTES)
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """The formula for one training step."""
+
+    sigma: float
+    global_batch: int
+    seq_len: int
+    token_bytes: int
+    step_seconds: float
+
+    @property
+    def pages(self) -> float:
+        """N: page reads a step."""
+        return self.sigma * self.global_batch * self.seq_len * self.token_bytes / PAGE_BYTES
+
+    @property
+    def pages_per_second(self) -> float:
+        """N/t."""
+        return self.pages / self.step_seconds
+
+    def break_even_seconds(self, budget: float) -> float:
+        """The step time below which storage of `budget` page reads a second is the limit."""
+        return self.pages / budget
+
+
+def measure(config: Config, directory: str, seconds: float, cold: bool) -> Reading:
+    """Read batches for some seconds, each bundle from its file, after emptying or filling the page cache."""
+    if not os.path.exists("/proc/self/io"):
+        raise UserError("this system has no /proc/self/io to count reads with; run it on Linux")
+    data = dataclasses.replace(config.data, path=directory, mixture=())
+    config = dataclasses.replace(config, data=data, schedule=dataclasses.replace(config.schedule, phases=()))
+    tokenizer = tokenizers.load(pathlib.Path(directory) / "tokenizer")
+    if tokenizer.vocab_size > config.model.vocab_size:
+        model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+        config = dataclasses.replace(config, model=model)
+    batches = pipeline.Batches(config, tokenizer, lanes=True)
+    (store,) = batches.stores
+    # As in a large source: what the lanes are reading is kept, and nothing else.
+    lanes = data.global_batch * batches.eras[0].sources[0].turns
+    store.cache_bytes = 2 * lanes * int(store.lengths.mean()) * 6
+    for path in sorted(pathlib.Path(directory).glob("*.arrayrecord")):
+        _forget(path) if cold else path.read_bytes()
+    batches[0]  # opens shards
+    epoch = int(store.lengths.sum()) // (data.global_batch * data.seq_len)
+    io, faults, begin, tokens, step = _io(), _faults(), time.perf_counter(), 0, 1
+    ideal = store.counters.tokens
+    while time.perf_counter() - begin < seconds and (not cold or step < epoch):  # a second epoch is warm
+        tokens += batches[step]["tokens"].size
+        step += 1
+    elapsed = time.perf_counter() - begin
+    if not tokens:
+        raise UserError(
+            f"{directory} is smaller than two batches of {data.global_batch} x {data.seq_len}; ask for less"
+        )
+    io_after, faults_after = _io(), _faults()
+    return Reading(
+        cache="cold" if cold else "warm",
+        seconds=elapsed,
+        tokens=tokens,
+        reads=io_after["syscr"] - io["syscr"],
+        bytes_read=io_after["rchar"] - io["rchar"],
+        bytes_device=io_after["read_bytes"] - io["read_bytes"],
+        bytes_ideal=(store.counters.tokens - ideal) * store.manifest["token_bytes"],
+        minor_faults=faults_after[0] - faults[0],
+        major_faults=faults_after[1] - faults[1],
+    )
+
+
+def _forget(path: pathlib.Path) -> None:
+    """Ask the kernel to drop a file's pages from its cache; written pages go to disk first."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _io() -> dict[str, int]:
+    lines = pathlib.Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+def _faults() -> tuple[int, int]:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_minflt, usage.ru_majflt
