@@ -36,7 +36,7 @@ class Directory:
             raise UserError(
                 f"{self.path} is not a directory; expected one with config.json and model.safetensors"
             )
-        self.json = _read_json(self.path / "config.json")
+        self.json = read_json(self.path / "config.json")
         self.model = names.model_from_json(self.json, str(self.path / "config.json"))
         self._files = self._locate()
         self._check()
@@ -47,7 +47,7 @@ class Directory:
         if (self.path / tensor_files.SINGLE).exists() or not index.exists():
             file = self._open(tensor_files.SINGLE)
             return dict.fromkeys(file.names(), file)
-        where = _read_json(index).get("weight_map")
+        where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
             raise UserError(f"{index} has no weight_map; expected a map from tensor names to files")
         files = {}
@@ -270,7 +270,8 @@ def _loss_and_grads(model, precision, params, balance, ids, labels):
     return _loss_and_grads_jit(params, balance, ids, labels, model=model, precision=precision)
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
+    """What a JSON file of a model directory holds; UserError where it is no object."""
     try:
         out = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

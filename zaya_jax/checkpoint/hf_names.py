@@ -193,6 +193,12 @@ def model_to_json(model: Model, dtype: str, source: dict | None = None) -> dict:
     return dict(sorted((kept | ours | fixed).items()))
 
 
+def generation_json(model: Model) -> dict:
+    """The generation_config.json of a Model that was imported without one."""
+    ids = {key: getattr(model, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    return {"_from_model_config": True, "use_cache": True, **{k: v for k, v in ids.items() if v is not None}}
+
+
 def natural(name: str) -> list:
     """Sort key that puts layer 10 after layer 9."""
     return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
