@@ -42,14 +42,19 @@ MESHES = {
 }
 
 
-@pytest.mark.parametrize("name", MESHES)
-def test_fifty_steps_give_the_unsharded_parameters(name):
+@pytest.mark.parametrize(
+    ("name", "sliced_from"),
+    [*((name, zero.SLICED_FROM) for name in MESHES), ("data and expert", 0), ("sharded matrices", 0)],
+)
+def test_fifty_steps_give_the_unsharded_parameters(name, sliced_from, monkeypatch):
+    monkeypatch.setattr(zero, "SLICED_FROM", sliced_from)
     axes, make_specs = MESHES[name]
     like = optim_helpers.shapes(V=52)
     error, (whole, state), (sharded, mesh_state) = optim_helpers.compare(
         optim_helpers.mesh_of(**axes), like, make_specs(like), steps=50
     )
     assert error < 1e-5
+    assert any(bucket.sliced for bucket in sharded.layout.buckets.values()) == (sliced_from == 0)
     for figure, value in state.figures.items():
         np.testing.assert_allclose(mesh_state.figures[figure], value, rtol=1e-4, err_msg=figure)
     # The logical state is the unsharded one's, and comes back whole on any mesh.
@@ -111,6 +116,31 @@ def test_collectives_bytes_and_memory(like, precision):
     kept = {name: n * (4 if layout.methods[name] == "muon" else 8) // 8 for name, n in numbers.items()}
     assert 0 <= optimizer.bytes_per_device() - sum(kept.values()) < 256  # beside them counters and figures
     assert 0 < layout.padding_share() < 0.3
+
+
+def test_stacks_far_smaller_than_the_mesh_do_not_travel_as_padding(monkeypatch):
+    """On 1,024 devices, by the formula; and on 8, in the program: no padding, and small all-to-alls beside."""
+    full = optim_helpers.shapes(L=40, D=2048, H=8, K=2, C=128, E=16, F=2048, R=256, V=262_272)
+    for devices, waste in ((8, 0.001), (64, 0.02), (1024, 0.01)):
+        layout = chain.build(Optim(), Precision(), full, axes=dict(data=devices)).layout
+        assert 0 <= layout.padding_share() < waste
+    assert {b.rows for b in layout.buckets.values() if b.sliced} == {640, 80, 40}
+
+    monkeypatch.setattr(zero, "SLICED_FROM", 0)
+    like = {"embed": {"embedding": jax.ShapeDtypeStruct((32, 32), np.float32)}}
+    like["layers"] = {"experts": {"down": jax.ShapeDtypeStruct((1, 3, 32, 24), np.float32)}}
+    mesh, specs = optim_helpers.mesh_of(data=8), optim_helpers.replicated(like)
+    optimizer = chain.build(Optim(), Precision(), like, specs=specs, axes=mesh.shape)
+    step, _ = optim_helpers.mesh_step(optimizer, mesh, specs)
+    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), like)
+    found = hlo.collectives(step.lower(like, jax.eval_shape(optimizer.init), parts, 0.1).compile())
+    numbers, table = 3 * 32 * 24, 32 * 32  # un-padded; what each device trades is an eighth of 8 matrices
+    assert sorted(c.bytes for c in found if c.kind == "reduce-scatter") == sorted([4 * numbers, 4 * table])
+    assert sorted(c.bytes for c in found if c.kind == "all-gather") == sorted([2 * numbers, 4 * table])
+    assert sorted(c.bytes for c in found if c.kind == "all-to-all") == [2 * 32 * 24, 4 * 32 * 24]
+    assert len(found) == 7
+    traffic = optimizer.layout.traffic("muon 32x24", 2)
+    assert traffic == {"reduce-scatter": 4 * numbers, "all-gather": 2 * numbers}
 
 
 def test_memory_is_an_eighth_where_stacks_divide():
