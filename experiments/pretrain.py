@@ -26,6 +26,7 @@ from zaya_jax import config as config_lib
 from zaya_jax.checkpoint.store import Store, abstract_like
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.data.prefetch import DevicePrefetch
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.model import decode, zaya
 from zaya_jax.optim import balance, chain, schedule
@@ -61,7 +62,13 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
         check_batch(mesh, segment.sequences, segment.micro_batches)
     tokenizer = tokenizers.load(config.data.tokenizer)
     process = (jax.process_index(), jax.process_count())
-    stream = pipeline.train_stream(config, tokenizer, process)
+    micro_batches = {(s.sequences, s.phase.seq_len): s.micro_batches for s in plan.segments}
+
+    def put(batch):
+        sequences, seq_len = batch["tokens"].shape
+        return steps.put_batch(mesh, batch, micro_batches[sequences * process[1], seq_len])
+
+    stream = DevicePrefetch(pipeline.train_stream(config, tokenizer, process), put)
     held_out = pipeline.eval_batches(config, tokenizer, process)
 
     workdir = open_workdir(workdir or Path("runs") / config.name, config)
@@ -150,8 +157,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
 
     for number in range(reached + 1, last_step + 1):
         now = plan.step(number)
-        batch = steps.put_batch(mesh, next(stream), now.micro_batches)
-        state, figures = program(now.phase_index)(state, batch, np.float32(now.lr))
+        state, figures = program(now.phase_index)(state, next(stream), np.float32(now.lr))
         if pending:
             finish(pending)
         pending = (now, figures, {})
@@ -159,7 +165,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
         due_save = number % config.checkpoint.every_steps == 0 or number == last_step or stop.asked
         if due_eval or due_save:
             jax.block_until_ready(state)
-            extra = {f"data/{k.removeprefix('data/')}": v for k, v in stream.metrics().items()}
+            extra = stream.metrics()
             begun = time.perf_counter()
             if due_eval:
                 extra["eval/loss"] = evaluate(state, now.phase_index)
@@ -187,6 +193,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     ####################################################################################################################
     console.close()
     writer.close()
+    stream.close()
     store.close()
     write_sample(workdir, config, tokenizer, state)
     report = write_report(workdir)

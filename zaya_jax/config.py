@@ -7,6 +7,7 @@ A config file's `get_config()` starts from `default()` and changes what it needs
 import dataclasses
 import difflib
 import json
+import math
 import types
 import typing
 from typing import Any
@@ -224,6 +225,26 @@ CHOICES = {
     "remat": ("none", "layer", "attention", "offload"),
 }
 
+RANGES = {  # least and greatest value
+    "optim.lr": (0, math.inf),
+    "optim.b1": (0, 1 - 1e-9),
+    "optim.b2": (0, 1 - 1e-9),
+    "optim.eps": (0, math.inf),
+    "optim.adamw_lr_factor": (0, math.inf),
+    "optim.weight_decay": (0, math.inf),
+    "optim.clip_norm": (0, math.inf),
+    "optim.momentum": (0, 1 - 1e-9),
+    "optim.newton_schulz_steps": (1, 99),
+    "balance.lr": (0, math.inf),
+    "balance.b1": (0, 1 - 1e-9),
+    "balance.b2": (0, 1 - 1e-9),
+    "balance.dead_after": (1, math.inf),
+    "schedule.warmup_fraction": (0, 1),
+    "schedule.decay_fraction": (0, 1),
+    "schedule.final_lr_fraction": (0, 1),
+    "run.spike_deviations": (0, math.inf),
+}
+
 
 def default() -> config_dict.ConfigDict:
     """All keys with their defaults, typed and locked: what a config file's get_config() starts from."""
@@ -242,6 +263,7 @@ def check(cfg: config_dict.ConfigDict | dict) -> Config:
             )
     _check_model(config.model)
     _check_sizes(config)
+    _check_ranges(config)
     return config
 
 
@@ -323,6 +345,10 @@ def _build(cls: type, given: Any, prefix: str) -> Any:
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
     if dataclasses.is_dataclass(kind):
+        if isinstance(value, config_dict.ConfigDict):
+            value = value.to_dict()
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
         return _build(typing.cast(type, kind), value, path + ".")
     optional = _optional_type(kind)
     if optional is not None:
@@ -434,3 +460,11 @@ def _check_sizes(c: Config) -> None:
             f"config.data.seq_len={c.data.seq_len} is above model.max_position_embeddings="
             f"{c.model.max_position_embeddings}; raise the latter or shorten the sequences"
         )
+
+
+def _check_ranges(c: Config) -> None:
+    for path, (least, greatest) in RANGES.items():
+        value = _get(c, path)
+        if not least <= value <= greatest:
+            above = f" and at most {greatest:g}" if greatest < math.inf else ""
+            raise UserError(f"config.{path}={value!r} is out of range; it must be at least {least:g}{above}")

@@ -11,9 +11,11 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 NO_WINDOW = 1 << 30  # wider than any sequence, with room to add a position to it in int32
+SAVED = "attention"  # the name under which a remat policy finds the output and its log-sum-exp
 MASKED = -1e30  # finite, so that a row without any key gives 0 and not NaN
 
 
@@ -184,6 +186,7 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, bl
 
 def _blockwise_fwd(q, k, v, q_segments, k_segments, window, offset, scale, block_q, block_k, k_len):
     out, lse = _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, block_k, k_len)
+    out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
     return (out, lse), (q, k, v, q_segments, k_segments, window, offset, out, lse)
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from zaya_jax.config import Model, Precision
-from zaya_jax.model.attention import NO_WINDOW
+from zaya_jax.model.attention import NO_WINDOW, SAVED
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import expert_mlp
 from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
@@ -134,8 +134,7 @@ class Zaya(nnx.Module):
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
             return (h, stream), (counts, cache_l, (h, logits) if trace else None)
 
-        if remat == "layer":
-            body = jax.checkpoint(body, prevent_cse=False)
+        body = _remat(body, remat)
         (h, _), (counts, cache, traced) = jax.lax.scan(
             body, (h, stream), (layer_weights, balance, kinds, windows, cache)
         )
@@ -165,6 +164,25 @@ def _rope_of(kind, tables):
     if len({table.shape for table in tables}) == 1:
         return [(None, jnp.stack(tables)[kind] if len(tables) > 1 else tables[0])]
     return [(kind == i, table) for i, table in enumerate(tables)]
+
+
+def _remat(body, policy: str):
+    """What the backward pass finds of a layer: "none" recomputes nothing, "layer" all but the layer's input,
+    "attention" all but that and the attention's output, "offload" likewise with the latter in the host's memory."""
+    policies = jax.checkpoint_policies
+    if policy == "none":
+        return body
+    keep = None
+    if policy == "attention" or (policy == "offload" and jax.default_backend() == "cpu"):  # a CPU is its own host
+        keep = policies.save_only_these_names(SAVED)
+    elif policy == "offload":
+        keep = policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[SAVED],
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+    return jax.checkpoint(body, prevent_cse=False, policy=keep)
 
 
 @functools.lru_cache(maxsize=32)
