@@ -1,6 +1,8 @@
-"""Greedy and sampled continuation with the cache: one prompt pass, then one token at a time inside a single scan."""
+"""Greedy and sampled continuation with the cache: one prompt pass, then one token at a time inside a scan."""
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,8 @@ from jaxtyping import Array, Int
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import zaya
 from zaya_jax.model.cca import empty_cache
+
+Carry = tuple[Any, ...]  # last token, its position, its column, which columns may be seen, the cache
 
 
 def generate(
@@ -26,40 +30,79 @@ def generate(
     """The next `num_tokens` ids of each row; temperature 0 is greedy. `mask` (1 = real) marks left padding."""
     if num_tokens < 1:
         return jnp.zeros((ids.shape[0], 0), ids.dtype)
-    key = jax.random.key(0) if key is None else key
-    return _generate(params, balance, ids, mask, key, model, precision, num_tokens, temperature)
+    keys = jax.random.split(jax.random.key(0) if key is None else key, num_tokens)
+    return _generate(params, balance, ids, mask, keys, model, precision, temperature)
 
 
-@functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))
-def _generate(params, balance, ids, mask, key, model, precision, num_tokens, temperature):
+def stream(
+    model: Model,
+    params: dict,
+    balance: jax.Array,
+    ids: Int[Array, "B S"],
+    num_tokens: int,
+    precision: Precision = Precision(),
+    *,
+    temperature: float = 0.0,
+    key: jax.Array | None = None,
+    piece: int = 16,
+) -> Iterator[Int[Array, "B T"]]:
+    """What `generate` gives, as it comes: the first token, then pieces of `piece`, the last one shorter."""
+    keys = jax.random.split(jax.random.key(0) if key is None else key, num_tokens)
+    carry, first = _start_jit(params, balance, ids, None, keys[0], model, precision, temperature, num_tokens)
+    yield first
+    for begin in range(1, num_tokens, piece):
+        carry, tokens = _go_on_jit(
+            params, balance, carry, keys[begin : begin + piece], model, precision, temperature
+        )
+        yield tokens
+
+
+def _generate_impl(params, balance, ids, mask, keys, model, precision, temperature):
+    carry, first = _start(params, balance, ids, mask, keys[0], model, precision, temperature, keys.size)
+    _, rest = _go_on(params, balance, carry, keys[1:], model, precision, temperature)
+    return jnp.concatenate([first, rest], axis=1)
+
+
+def _start(params, balance, ids, mask, key, model, precision, temperature, num_tokens) -> tuple[Carry, Any]:
+    """The prompt through the model, and the first new token [B, 1]."""
     batch, length = ids.shape
-    total = length + num_tokens
-    cache = empty_cache(model, precision, batch, total)
+    cache = empty_cache(model, precision, batch, length + num_tokens)
     real = jnp.ones_like(ids) if mask is None else mask
     # A row's first real token is at position 0, as the port's generate counts.
     positions = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
     valid = jnp.concatenate([real > 0, jnp.zeros((batch, num_tokens), bool)], axis=1)
-    run = functools.partial(zaya.apply, model, params, balance, precision=precision)
+    out = zaya.apply(
+        model, params, balance, ids, precision=precision, mask=mask, positions=positions, cache=cache,
+        cache_index=jnp.int32(0),
+    )  # fmt: skip
+    token = _pick(model, params, out.hidden[:, -1:], precision, temperature, key).astype(ids.dtype)
+    return (token, positions[:, -1] + 1, jnp.int32(length), valid, out.cache), token[:, None]
 
-    def pick(hidden, key):
-        logits = zaya.logits(model, params, hidden, precision)[:, -1]
-        if temperature == 0:
-            return jnp.argmax(logits, axis=-1).astype(ids.dtype)
-        return jax.random.categorical(key, logits / temperature, axis=-1).astype(ids.dtype)
 
-    keys = jax.random.split(key, num_tokens)
-    out = run(ids, mask=mask, positions=positions, cache=cache, cache_index=jnp.int32(0))
-    first = pick(out.hidden[:, -1:], keys[0])
+def _go_on(params, balance, carry, keys, model, precision, temperature) -> tuple[Carry, Any]:
+    """One more token a key: [B, T]."""
 
-    def step(carry, step_key):
+    def step(carry, key):
         token, position, index, valid, cache = carry
         valid = valid.at[:, index].set(True)
-        out = run(
-            token[:, None], positions=position[:, None], cache=cache, cache_index=index, cache_valid=valid
-        )
-        token = pick(out.hidden, step_key)
+        out = zaya.apply(
+            model, params, balance, token[:, None], precision=precision, positions=position[:, None],
+            cache=cache, cache_index=index, cache_valid=valid,
+        )  # fmt: skip
+        token = _pick(model, params, out.hidden, precision, temperature, key).astype(token.dtype)
         return (token, position + 1, index + 1, valid, out.cache), token
 
-    start = (first, positions[:, -1] + 1, jnp.int32(length), valid, out.cache)
-    _, rest = jax.lax.scan(step, start, keys[1:])
-    return jnp.concatenate([first[:, None], rest.T], axis=1)
+    carry, tokens = jax.lax.scan(step, carry, keys)
+    return carry, tokens.T
+
+
+def _pick(model, params, hidden, precision, temperature, key):
+    logits = zaya.logits(model, params, hidden, precision)[:, -1]
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1)
+    return jax.random.categorical(key, logits / temperature, axis=-1)
+
+
+_generate = functools.partial(jax.jit, static_argnums=(5, 6, 7))(_generate_impl)
+_start_jit = functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))(_start)
+_go_on_jit = functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=(2,))(_go_on)
