@@ -39,6 +39,11 @@ ARROWS = {
 
 # Every program of experiments/ and the options it has of its own.
 OPTIONS = {
+    "checkpoint": {
+        "from_hf": ["model", "workdir"],
+        "to_hf": ["workdir", "step", "out", "dtype", "shard-gb"],
+    },
+    "generate": {"": ["workdir", "prompt", "prompt_file", "num_tokens", "temperature", "seed", "step"]},
     "prepare_data": {
         "": [
             "input",
