@@ -98,12 +98,16 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     )  # fmt: skip
     to_logical, from_logical = state_codecs(optimizer, mesh)
     state = steps.init_state(config, optimizer, mesh)
+    everywhere = jax.sharding.NamedSharding(mesh, steps.REPLICATED)
     if reached:
-        everywhere = jax.sharding.NamedSharding(mesh, steps.REPLICATED)
         logical, meta = store.restore(reached, abstract_like(jax.eval_shape(to_logical, state), everywhere))
         state = from_logical(logical)
         stream.set_state(meta["data"])
         note_new_length(meta, config, last_step)
+    elif store.steps():  # step 0 is an imported model's: weights and biases, no optimizer yet
+        imported = {"params": state["params"], "balance": state["balance"]._asdict()}
+        imported, _ = store.restore(0, abstract_like(imported, everywhere))
+        state |= {"params": imported["params"], "balance": balance.State(**imported["balance"])}
     save = functools.partial(save_checkpoint, store, to_logical, config, tokenizer, stream)
 
     ####################################################################################################################

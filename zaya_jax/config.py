@@ -248,7 +248,12 @@ RANGES = {  # least and greatest value
 
 def default() -> config_dict.ConfigDict:
     """All keys with their defaults, typed and locked: what a config file's get_config() starts from."""
-    return _to_config_dict(Config()).lock()
+    return editable(Config())
+
+
+def editable(config: Config) -> config_dict.ConfigDict:
+    """A Config as config files return it: for one that starts from a recorded config instead of the defaults."""
+    return _to_config_dict(config).lock()
 
 
 def check(cfg: config_dict.ConfigDict | dict) -> Config:

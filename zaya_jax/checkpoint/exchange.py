@@ -25,14 +25,13 @@ from zaya_jax.config import Config, Model, UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance, schedule
-from zaya_jax.train.workdir import read_config, write_json
+from zaya_jax.train.workdir import IMPORTED, read_config, write_json
 
 DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-IMPORTED = "imported.json"
 SHARD_GB = 5.0  # transformers' own
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",

@@ -3,6 +3,7 @@
 config.json        the recorded config            tokenizer/         the tokenizer
 checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object a step
 events.out.*       TensorBoard's                  report.html        the picture of it all
+imported.json      where the weights came from PyTorch: what their config says beyond ours, their dtypes
 """
 
 import json
@@ -25,6 +26,10 @@ MAY_CHANGE = (
     "data.workers",
     "data.path",
 )
+
+
+# What an imported model's workdir has beside the rest. Until it is trained, all but the model may change.
+IMPORTED = "imported.json"
 
 
 def open_workdir(path: str | os.PathLike, config: Config) -> Path:
@@ -71,8 +76,10 @@ def write_json(path: Path, content: dict) -> None:
 
 def _check_same(old: Config, new: Config, workdir: Path) -> None:
     before, after = _flat(config_lib.to_dict(old)), _flat(config_lib.to_dict(new))
+    untrained = (workdir / IMPORTED).exists() and not any((workdir / "checkpoints").glob("[1-9]*"))
     for key in sorted(before.keys() | after.keys()):
         free = any(key == name or key.startswith(name + ".") for name in MAY_CHANGE)
+        free |= untrained and not key.startswith("model.")
         if not free and before.get(key) != after.get(key):
             raise UserError(
                 f"--workdir={workdir} was started with config.{key}={before.get(key)!r}, now it is {after.get(key)!r}; "
