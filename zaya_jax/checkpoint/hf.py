@@ -118,7 +118,7 @@ class Directory:
             shape = names.get(shapes, row.path, layer).shape
             x = row.from_torch(self.tensor(name), shape if layer is None else shape[1:])
             path = row.path if layer is None else ("layers", *row.path)
-            yield path, layer, x.astype(np.float32)
+            yield path, layer, x.astype(np.float32, copy=False)
 
     def balance(self) -> np.ndarray:
         """Balancing biases [L, E + 1]."""

@@ -69,7 +69,7 @@ class Writer:
         """Sets an array, or its entry at `index` of the first dimension; all must be set."""
         array = self._arrays[path]
         if index is None:
-            array.write(x).result()
+            _write_rows(array, x)
         elif store.by_layer(path, array.shape):
             array[index].write(x).result()
         else:
@@ -80,8 +80,18 @@ class Writer:
     def close(self) -> None:
         """Writes what was gathered."""
         for path, x in self._gathered.items():
-            self._arrays[path].write(x).result()
+            _write_rows(self._arrays[path], x)
         self._gathered.clear()
+
+
+def _write_rows(array: ts.TensorStore, x: np.ndarray) -> None:
+    """Writes an array a row of chunks at a time: TensorStore copies what it is given before it returns."""
+    if not x.ndim:
+        array.write(x).result()
+        return
+    rows = array.chunk_layout.write_chunk.shape[0]
+    for begin in range(0, len(x), rows):
+        array[begin : begin + rows].write(x[begin : begin + rows]).result()
 
 
 def _spec(folder: Path, path: tuple[str, ...]) -> dict[str, Any]:
