@@ -24,8 +24,9 @@ from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.optim import schedule
 
 PREFETCH_BATCHES = 4
-# A source up to this size is shuffled row by row: all its bundles end up in the cache, about 6 bytes a token.
-WINDOW_TOKENS = 128 << 20
+# A source up to this size is shuffled row by row: all its bundles end up in the cache, 4 bytes a token with
+# 16-bit ids.
+WINDOW_TOKENS = 64 << 20
 
 Store = order.Memory | storage.Prepared
 
@@ -51,11 +52,9 @@ class Source:
         self.windows = None if big else order.Windows(layout, key)
         self.lanes = order.Lanes(layout, key, batch * self.turns) if big else None
         self.batch = batch
-        if big and isinstance(
-            store, storage.Prepared
-        ):  # what this process's lanes are reading stays in memory
-            held = most_here * self.turns * (layout.unit + 1) * int(store.lengths.mean()) * 10
-            store.cache_bytes = max(store.cache_bytes, held)
+        if big and isinstance(store, storage.Prepared):  # what the lanes here are reading stays in memory
+            store.cache_bytes = max(store.lane_bytes, most_here * self.turns * lane_bytes(store, layout.unit))
+            store.lane_bytes = store.cache_bytes
 
     def spans(self, mixture: mix.Mixture, source: int, step: int, slots: np.ndarray) -> list[list[Piece]]:
         """What these slots of the step's batch hold, all of which are this source's."""
@@ -72,6 +71,16 @@ class Source:
         for row, pieces in zip(row_ids, spans, strict=True):
             for bundle, start, stop in pieces:
                 rows.add(row, bundles[bundle], start, stop)
+
+
+def lane_bytes(store: storage.Prepared, unit: int) -> int:
+    """Memory that a lane needs not to read a bundle twice: what it is in, decoded, and half as much to spare.
+
+    A lane is longer in a long bundle, so their sizes count by themselves: sum of squares over sum.
+    """
+    lengths = store.lengths.astype(np.float64)
+    per_token = store.manifest["token_bytes"] + 2  # and two flags
+    return int((unit + 0.5) * (lengths**2).sum() / lengths.sum() * per_token)
 
 
 @dataclasses.dataclass(frozen=True)

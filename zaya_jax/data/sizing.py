@@ -91,14 +91,14 @@ def measure(config: Config, directory: str, seconds: float, cold: bool) -> Readi
     batches = pipeline.Batches(config, tokenizer, lanes=True)
     (store,) = batches.stores
     # As in a large source: what the lanes are reading is kept, and nothing else.
-    lanes = data.global_batch * batches.eras[0].sources[0].turns
-    store.cache_bytes = 2 * lanes * int(store.lengths.mean()) * 6
+    turns = batches.eras[0].sources[0].turns
+    store.cache_bytes = data.global_batch * turns * pipeline.lane_bytes(store, 1)
     for path in sorted(pathlib.Path(directory).glob("*.arrayrecord")):
         _forget(path) if cold else path.read_bytes()
-    batches[0]  # opens shards
+    for step in range(turns):  # opens shards, and each lane's first bundle
+        batches[step]
     epoch = int(store.lengths.sum()) // (data.global_batch * data.seq_len)
-    io, faults, begin, tokens, step = _io(), _faults(), time.perf_counter(), 0, 1
-    ideal = store.counters.tokens
+    io, faults, begin, tokens, step = _io(), _faults(), time.perf_counter(), 0, turns
     while time.perf_counter() - begin < seconds and (not cold or step < epoch):  # a second epoch is warm
         tokens += batches[step]["tokens"].size
         step += 1
@@ -115,7 +115,7 @@ def measure(config: Config, directory: str, seconds: float, cold: bool) -> Readi
         reads=io_after["syscr"] - io["syscr"],
         bytes_read=io_after["rchar"] - io["rchar"],
         bytes_device=io_after["read_bytes"] - io["read_bytes"],
-        bytes_ideal=(store.counters.tokens - ideal) * store.manifest["token_bytes"],
+        bytes_ideal=tokens * store.manifest["token_bytes"],
         minor_faults=faults_after[0] - faults[0],
         major_faults=faults_after[1] - faults[1],
     )

@@ -34,7 +34,7 @@ class Bundle:
     @property
     def num_bytes(self) -> int:
         """Memory that the arrays take."""
-        return self.tokens.nbytes + self.targets.nbytes + self.starts.nbytes + self.learn.nbytes
+        return self.tokens.nbytes + self.starts.nbytes + self.learn.nbytes  # targets share their memory
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -137,13 +137,13 @@ def with_targets(
     `learn[i]` says whether token i is to be predicted (all of them by default); `after` is the token that follows
     the last one, and whether it is to be predicted, where the document goes on in another bundle.
     """
-    targets = np.zeros_like(tokens)
-    targets[:-1] = tokens[1:]
+    both = np.zeros(len(tokens) + 1, tokens.dtype)  # tokens and targets are two views of it
+    both[:-1] = tokens
     predicted = np.zeros(len(tokens), bool)
     predicted[:-1] = ~starts[1:] if learn is None else learn[1:] & ~starts[1:]
     if after is not None and len(tokens):
-        targets[-1], predicted[-1] = after
-    return Bundle(tokens, targets, starts, predicted)
+        both[-1], predicted[-1] = after
+    return Bundle(both[:-1], both[1:], starts, predicted)
 
 
 def _hidden(path: pathlib.Path) -> bool:

@@ -41,7 +41,7 @@ PASSING = (
     "EXHAUSTED",
     "No such file",
 )
-CACHE_BYTES = 1 << 30
+CACHE_BYTES = 256 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -51,7 +51,6 @@ class Counters:
 
     records: int = 0
     bytes: int = 0
-    tokens: int = 0
     retries: int = 0
     corrupt: int = 0
 
@@ -129,6 +128,7 @@ class Prepared:
         self.first_bundle = np.cumsum(bundles) - bundles
         self.fingerprint = f"{self.manifest['sha256']}/{split}"
         self.cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
+        self.lane_bytes = 0  # the part of it that lanes asked for
         self._cache: collections.OrderedDict[int, Bundle] = collections.OrderedDict()
         self._cached_bytes = 0
         self._open: dict[int, Shard] = {}
@@ -202,7 +202,6 @@ class Prepared:
             with self._lock:
                 self.counters.records += len(records)
                 self.counters.bytes += sum(map(len, records))
-                self.counters.tokens += int(self.lengths[bundles].sum())
             found = [
                 self._decode(entry["file"], b, b - first, r) for b, r in zip(bundles, records, strict=True)
             ]

@@ -27,7 +27,7 @@ FORMAT, VERSION = "zaya_jax tokens", 1
 MANIFEST, INDEX, TOKENIZER = "manifest.json", "index.bin", "tokenizer"
 SPLITS = ("train", "held_out")
 BUNDLE_BYTES = 64 << 10
-MAX_BUNDLE_BYTES = 2 << 20  # a document above this is continued in the next bundle
+MAX_BUNDLE_BYTES = 1 << 20  # a document above this is continued in the next bundle
 WRITER_OPTIONS = "group_size:1,uncompressed"
 PAGE_BYTES = 4096
 
