@@ -20,11 +20,11 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 @pytest.fixture(scope="session")
 def golden_dir() -> Path:
-    """The folder of golden cases, what the public PyTorch implementation computed: base, sliding, taps."""
+    """The folder of golden cases, what the public PyTorch implementation computed: base, sliding, taps, mixed."""
     return ROOT / "tests" / "golden"
 
 
-@pytest.fixture(scope="session", params=["base", "sliding", "taps"])
+@pytest.fixture(scope="session", params=["base", "sliding", "taps", "mixed"])
 def golden_case(request: pytest.FixtureRequest, golden_dir: Path) -> Path:
     """Each golden case in turn: a folder with config.json, model.safetensors and expected.safetensors."""
     return golden_dir / request.param

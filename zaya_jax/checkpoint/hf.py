@@ -26,6 +26,8 @@ from zaya_jax.config import Model, Precision, UserError
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.loss import cross_entropy
 
+IGNORED = -100  # a label that counts for nothing
+
 
 class Directory:
     """A checked model directory: its config, and its tensors one at a time."""
@@ -209,7 +211,11 @@ class Loaded:
     def loss_and_grads(self, ids, labels) -> tuple[float, dict[str, np.ndarray]]:
         """Mean next-token loss (labels un-shifted, -100 ignored), and its gradients in the PyTorch names and shapes."""
         ids, _ = self._inputs(ids, None)
-        labels = self._inputs(labels, None)[0]
+        labels = np.asarray(labels)
+        if labels.shape != ids.shape:
+            raise UserError(f"labels have shape {labels.shape}; expected that of the ids, {ids.shape}")
+        self._inputs(np.where(labels == IGNORED, 0, labels), None)
+        labels = jnp.asarray(labels.astype(np.int32))
         with jax.default_matmul_precision(self.precision.matmul):
             loss, grads = _loss_and_grads(self.model, self.precision, self.params, self.balance, ids, labels)
         return float(loss), to_torch_tree(self.model, grads)
@@ -218,8 +224,9 @@ class Loaded:
         ids = np.asarray(ids)
         if ids.ndim != 2 or not np.issubdtype(ids.dtype, np.integer):
             raise UserError(f"ids have shape {ids.shape} and dtype {ids.dtype}; expected integers [B, S]")
-        if ids.size and ids.max() >= self.model.vocab_size:
-            raise UserError(f"token {ids.max()} is outside the vocabulary of {self.model.vocab_size}")
+        for token in (ids.min(), ids.max()) if ids.size else ():
+            if not 0 <= token < self.model.vocab_size:
+                raise UserError(f"token {token} is outside the vocabulary of {self.model.vocab_size}")
         if mask is not None:
             mask = np.asarray(mask)
             if mask.shape != ids.shape:
@@ -250,7 +257,7 @@ def _forward_impl(params, balance, ids, mask, *, model, precision, trace):
 def _loss_impl(params, balance, ids, labels, *, model, precision):
     def loss_fn(params):
         out = zaya.apply(model, params, balance, ids, precision=precision)
-        targets = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=-100).reshape(-1)
+        targets = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED).reshape(-1)
         real = (targets >= 0).astype(jnp.float32)
         total, _ = cross_entropy(
             out.hidden.reshape(targets.size, -1), params["embed"]["embedding"],

@@ -1,0 +1,94 @@
+"""The model equals the public PyTorch implementation: the golden cases, through the public API, in float32.
+
+Bounds: 2e-5 of the greatest magnitude (at least 1) for values, 1e-4 of its norm (and 1e-7) for every gradient, and
+generated tokens exactly.
+"""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from zaya_jax.checkpoint import hf
+
+
+@pytest.fixture(scope="module")
+def loaded():
+    """Models by folder: a case's programs are compiled once."""
+    models = {}
+    return lambda folder: models.setdefault(folder, hf.load(folder, dtype="float32"))
+
+
+@pytest.fixture
+def expected(golden_case):
+    return load_file(golden_case / "expected.safetensors")
+
+
+def assert_near(ours, theirs, name):
+    assert ours.shape == theirs.shape, name
+    bound = 2e-5 * max(1, np.abs(theirs).max())
+    assert np.abs(ours - theirs).max() <= bound, name
+
+
+def test_every_residual_stream_router_logit_and_logit(golden_case, loaded, expected):
+    trace = loaded(golden_case).trace(expected["input_ids"])
+    layers = range(loaded(golden_case).model.num_hidden_layers)
+    assert set(trace) == {"logits", *(f"{x}.{i}" for x in ("hidden_states", "router_logits") for i in layers)}
+    for name, ours in trace.items():
+        assert_near(ours, expected[name], name)
+
+
+def test_the_loss_and_every_gradient(golden_case, loaded, expected):
+    loss, grads = loaded(golden_case).loss_and_grads(expected["input_ids"], expected["labels"])
+    assert abs(loss - expected["loss"]) <= 2e-5
+    theirs = {name.removeprefix("grad."): g for name, g in expected.items() if name.startswith("grad.")}
+    assert set(grads) == set(theirs)
+    for name, g in theirs.items():
+        assert grads[name].shape == g.shape, name
+        assert np.linalg.norm(grads[name] - g) <= 1e-4 * np.linalg.norm(g) + 1e-7, name
+
+
+def test_a_left_padded_batch_at_its_real_positions(golden_case, loaded, expected):
+    logits = loaded(golden_case).logits(expected["padded_input_ids"], mask=expected["padded_mask"])
+    real = expected["padded_mask"].astype(bool)
+    assert_near(logits[real], expected["padded_logits"][real], "padded")
+
+
+def test_greedy_decoding_with_the_cache(golden_case, loaded, expected):
+    ids = expected["input_ids"]
+    generated = loaded(golden_case).generate(ids, expected["generated"].shape[1] - ids.shape[1])
+    np.testing.assert_array_equal(generated, expected["generated"])
+
+
+def test_greedy_decoding_of_a_left_padded_batch(golden_case, golden_dir, loaded):
+    cases = load_file(golden_dir / "padded_generation.safetensors")
+    ids, mask, theirs = (cases[f"{golden_case.name}.{name}"] for name in ("ids", "mask", "generated"))
+    generated = loaded(golden_case).generate(ids, theirs.shape[1] - ids.shape[1], mask=mask)
+    np.testing.assert_array_equal(generated, theirs)
+
+
+def test_ignored_labels_count_for_nothing(golden_dir, loaded):
+    model, rng = loaded(golden_dir / "base"), np.random.default_rng(0)
+    ids = rng.integers(3, 320, (2, 33))
+    labels = np.where(rng.random(ids.shape) < 0.5, -100, ids)
+    loss, _ = model.loss_and_grads(ids, labels)
+    logits = model.logits(ids).astype(np.float64)[:, :-1]
+    log_p = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+    log_p -= logits.max(-1, keepdims=True)
+    real = labels[:, 1:] >= 0
+    at_target = np.take_along_axis(log_p, np.maximum(labels[:, 1:], 0)[..., None], -1)[..., 0]
+    assert abs(loss + at_target[real].mean()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("ids", "mask", "says"),
+    [
+        (np.zeros((2, 3), np.float32), None, "expected integers"),
+        (np.zeros(3, np.int32), None, r"expected integers \[B, S\]"),
+        (np.full((1, 3), 320), None, "outside the vocabulary of 320"),
+        (np.full((1, 3), -1), None, "outside the vocabulary of 320"),
+        (np.zeros((1, 3), np.int64), np.ones((1, 4)), "expected that of the ids"),
+    ],
+)
+def test_inputs_that_cannot_be(golden_dir, loaded, ids, mask, says):
+    with pytest.raises(ValueError, match=says):
+        loaded(golden_dir / "base").logits(ids, mask)
