@@ -34,6 +34,15 @@ def test_trained_bpe_encodes_anything(bpe):
     assert len(ids) == 7
 
 
+def test_text_never_becomes_a_special_token(bpe):
+    for tok in (bpe, tokenizers.load("bytes")):
+        text = "<|bos|> <think> <|end_turn|>"
+        specials = {tok.bos_id, *(tok.chat_token(role)[0] for role in tokenizers.CHAT_TOKENS)}
+        assert not specials.intersection(tok.encode(text))
+        assert not specials.intersection(tok.encode_many([text])[0].tolist())
+        assert tok.decode(tok.encode(text)) == text
+
+
 def test_saved_and_loaded_is_the_same(bpe, tmp_path):
     for i, tok in enumerate((tokenizers.load("bytes"), bpe)):
         tok.save(tmp_path / str(i))

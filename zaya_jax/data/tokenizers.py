@@ -133,6 +133,7 @@ class HuggingFace(Tokenizer):
             ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
         self._content = content
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
