@@ -168,6 +168,10 @@ def model_from_json(given: dict, where: str) -> Model:
 def _rope_from_json(given: dict | None, where: str) -> dict:
     if given is None:
         return dataclasses.asdict(RopeKinds(Rope(rope_theta=5e6), Rope(rope_theta=1e4)))
+    if not isinstance(given, dict):
+        raise UserError(
+            f"{where}: rope_parameters is {given!r}; expected a rotary embedding for each layer kind"
+        )
     out = {}
     for kind, rope in given.items():
         if kind == "rope_type":  # some published files carry one beside the kinds

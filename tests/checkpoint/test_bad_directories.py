@@ -1,0 +1,219 @@
+"""Every way a model directory can be wrong is one error that names it, and nothing is written."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from zaya_jax.checkpoint import exchange, hf
+from zaya_jax.checkpoint import hf_names as names
+from zaya_jax.config import Model, UserError
+
+MODEL = Model(
+    vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+    moe_intermediate_size=4, num_experts=2, router_hidden_size=4, max_position_embeddings=32,
+)  # fmt: skip
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A good directory, to be spoilt."""
+    folder = tmp_path / "in"
+    folder.mkdir()
+    tensors = {name: np.ones(shape, np.float32) for name, shape in hf.expected_shapes(MODEL).items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(names.model_to_json(MODEL, "float32")))
+    return folder
+
+
+def refused(folder, says):
+    """Loading and importing fail with one line that says so, and leave nothing behind."""
+    for use in (lambda: hf.load(folder), lambda: exchange.from_hf(folder, folder.parent / "work")):
+        with pytest.raises(UserError, match=says) as caught:
+            use()
+        assert "\n" not in str(caught.value)
+    assert [p.name for p in folder.parent.iterdir()] == [folder.name]
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_config(folder, **changes):
+    held = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(held))
+
+
+def test_the_directory_itself(tmp_path, source):
+    with pytest.raises(UserError, match="nowhere is not a directory"):
+        hf.load(tmp_path / "nowhere")
+    (source / "model.safetensors").unlink()
+    refused(source, r"model\.safetensors is missing")
+
+
+def test_a_missing_tensor(source):
+    change_tensors(source, lambda t: t.pop(NORM))
+    refused(source, f"lacks tensor {NORM}, which")
+
+
+def test_several_missing_tensors_are_counted(source):
+    change_tensors(
+        source, lambda t: [t.pop(name) for name in sorted(t) if name.startswith("model.layers.1.")]
+    )
+    refused(source, r"lacks tensor model\.layers\.1\.[a-z_.]+ and \d+ more")
+
+
+def test_an_extra_tensor(source):
+    change_tensors(source, lambda t: t.update({"model.layers.2.foo": np.ones(1, np.float32)}))
+    refused(source, r"unknown tensor model\.layers\.2\.foo;")
+
+
+def test_a_misshapen_tensor(source):
+    change_tensors(source, lambda t: t.update({NORM: np.ones((8, 1), np.float32)}))
+    refused(source, rf"{NORM} has shape \(8, 1\), expected \(8,\)")
+
+
+def test_a_tensor_of_another_kind(source):
+    change_tensors(source, lambda t: t.update({NORM: np.ones(8, np.int64)}))
+    refused(source, f"{NORM} has dtype I64, expected one of F32")
+
+
+def test_an_untied_head(source):
+    change_tensors(source, lambda t: t.update({names.HEAD: 2 * t[names.EMBEDDING]}))
+    refused(source, "the head must be tied")
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 0.5, -1])
+def test_a_truncated_file(source, keep):
+    whole = (source / "model.safetensors").read_bytes()
+    cut = int(len(whole) * keep) if isinstance(keep, float) else keep
+    (source / "model.safetensors").write_bytes(whole[:cut])
+    refused(source, r"model\.safetensors cannot be read, it is truncated or damaged")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"[]",
+        b"{",
+        b'{"a": 1}',
+        b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}',
+        b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}',
+        b"\xff\xfe",
+    ],
+)
+def test_a_damaged_header(source, header):
+    raw = len(header).to_bytes(8, "little") + header + bytes(8)
+    (source / "model.safetensors").write_bytes(raw)
+    refused(source, r"model\.safetensors cannot be read, it is truncated or damaged")
+
+
+@pytest.fixture
+def sharded(source):
+    """The same in two files and an index."""
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    where = {name: f"model-{1 + (name > NORM)}.safetensors" for name in tensors}
+    for file in set(where.values()):
+        save_file({name: x for name, x in tensors.items() if where[name] == file}, source / file)
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return source, where
+
+
+def write_index(folder, where):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def test_a_good_index_passes(sharded):
+    hf.load(sharded[0])
+
+
+def test_an_index_naming_an_absent_file(sharded):
+    folder, where = sharded
+    write_index(folder, where | {NORM: "model-9.safetensors"})
+    refused(folder, r"model-9\.safetensors is missing")
+
+
+@pytest.mark.parametrize("file", ["../model-1.safetensors", "/etc/model.safetensors", "", "..", 3])
+def test_an_index_naming_a_file_elsewhere(sharded, file):
+    folder, where = sharded
+    write_index(folder, where | {NORM: file})
+    refused(folder, rf"places {NORM} in|is missing")
+
+
+def test_an_index_that_disagrees_with_a_file(sharded):
+    folder, where = sharded
+    write_index(folder, where | {NORM: "model-2.safetensors"})
+    refused(folder, rf"model-2\.safetensors lacks {NORM}, which|model-1\.safetensors holds {NORM}, unknown")
+    write_index(folder, {name: file for name, file in where.items() if name != NORM})
+    refused(folder, rf"model-1\.safetensors holds {NORM}, unknown to")
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": []}', "nothing", '{"weight_map": {}}'])
+def test_an_index_that_is_none(sharded, index):
+    (sharded[0] / "model.safetensors.index.json").write_text(index)
+    refused(sharded[0], r"index\.json (has no weight_map|cannot be read as JSON)")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", b"\xff{}"])
+def test_a_config_that_is_no_json_object(source, text):
+    (source / "config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    refused(source, r"config\.json (cannot be read as JSON|holds list)")
+
+
+def test_a_missing_config(source):
+    (source / "config.json").unlink()
+    refused(source, r"config\.json is missing")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("num_experts_per_tok", 2, "num_experts_per_tok=2 is not supported"),
+        ("hidden_act", "gelu", "hidden_act='gelu' is not supported"),
+        ("tie_word_embeddings", False, "tie_word_embeddings=False is not supported"),
+        ("attention_dropout", 0.1, "attention_dropout=0.1 is not supported"),
+        ("quantization_config", {"bits": 4}, "quantization_config is set"),
+        ("model_type", "llama", "model_type is 'llama'"),
+        ("num_shared_experts", 1, "unknown key 'num_shared_experts'=1"),
+        ("num_key_value_heads", 3, "is not a multiple"),
+        ("hidden_size", "8", "hidden_size='8' has the wrong type"),
+        ("layer_types", ["hybrid", "mamba"], "'mamba'"),
+        ("layer_types", ["hybrid", "hybrid_sliding"], "sliding_window=None"),
+        ("layer_types", ["hybrid"], "names 1 layers"),
+        ("layer_types", "hybrid", "layer_types"),
+        ("rope_parameters", {"hybrid": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
+        ("rope_parameters", {"hybrid": {"rope_theta": 1e4, "factor": 8.0}}, "rope_parameters.hybrid.factor"),
+        ("rope_parameters", {"full": {"rope_theta": 1e4}}, "rope_parameters.full is unknown"),
+        ("rope_parameters", {"hybrid": 3}, "rope_parameters.hybrid is unknown"),
+        ("rope_parameters", [1], "rope_parameters"),
+        ("num_experts", 3, r"gate_up_proj has shape|gate\..* has shape"),
+        ("attention_bias", True, "lacks tensor model.layers.0.self_attn"),
+        ("eos_token_id", "x", "eos_token_id='x' has the wrong type"),
+    ],
+)
+def test_a_config_with_a_trait_that_is_not_zaya_s(source, key, value, says):
+    change_config(source, **{key: value})
+    refused(source, says)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "says"),
+    [(3, r"lacks tensor model\.layers\.2\."), (1, r"unknown tensor model\.layers\.1\.")],
+)
+def test_another_number_of_layers(source, num_layers, says):
+    change_config(source, num_hidden_layers=num_layers, layer_types=None)
+    refused(source, says)
+
+
+@pytest.mark.parametrize("eos", [7, [7, 9], None])
+def test_end_of_text_may_be_several(source, eos):
+    change_config(source, eos_token_id=eos)
+    exchange.from_hf(source, source.parent / "work")
+    out = exchange.to_hf(source.parent / "work", source.parent / "out")
+    assert json.loads((out / "config.json").read_text())["eos_token_id"] == eos
