@@ -107,39 +107,37 @@ class CCA(nnx.Module):
         return jnp.split(y, (width, width + self.num_kv * self.channels // 2), axis=-1)
 
     def _convolve(self, packed, columns, segments):
-        """Both convolutions of the packed columns, [B, S, H + K, C]; biases are added once, at the end."""
-        batch, seq, width = packed.shape
-        w0, w1 = self.conv_depthwise.kernel[...], self.conv_grouped.kernel[...]
-        taps0, taps1 = w0.shape[0], w1.shape[0]
-        history = taps0 - 1 + taps1 - 1
-        padded = jnp.concatenate([columns.astype(packed.dtype), packed], axis=1).astype(jnp.float32)
-        if segments is not None:
-            segments = jnp.concatenate([jnp.full((batch, history), -1, segments.dtype), segments], axis=1)
+        """Both convolutions of the packed columns, [B, S, H + K, C].
 
-        def tap(
-            x, distance, length
-        ):  # the last `length` rows, each `distance` tokens earlier, within its document
-            end = x.shape[1] - distance
-            shifted = x[:, end - length : end]
+        Nothing stands between them but the first one's bias, so they are one convolution with t0 + t1 - 1 taps, whose
+        kernel is made from theirs. Documents are cut alike: tokens of a document lie together, so what both would
+        mask is what lies before it. The biases are added once, at the end.
+        """
+        batch, seq, _ = packed.shape
+        w0, w1 = self.conv_depthwise.kernel[...], self.conv_grouped.kernel[...]
+        heads = w1.shape[1]
+        taps = w0.shape[0] + w1.shape[0] - 1
+        w0 = w0.reshape(-1, heads, self.channels, 1)
+        kernel = sum(
+            jnp.pad(w0[i] * w1, ((i, w0.shape[0] - 1 - i), (0, 0), (0, 0), (0, 0))) for i in range(w0.shape[0])
+        )
+        # Heads lead: a CPU has no bfloat16 product for a batch dimension in the middle.
+        padded = jnp.concatenate([columns.astype(packed.dtype), packed], axis=1)
+        padded = padded.reshape(batch, -1, heads, self.channels).transpose(2, 0, 1, 3)
+
+        def tap(distance):
+            shifted = padded[:, :, taps - 1 - distance :][:, :, :seq]
             if segments is None or distance == 0:
                 return shifted
-            then, now = segments[:, end - length : end], segments[:, -length:]
-            return jnp.where((then == now)[..., None], shifted, 0)
+            within = _shift(segments, distance, -1) == segments
+            return jnp.where(within[..., None], shifted, 0)
 
-        length = seq + taps1 - 1
-        first = sum(tap(padded, taps0 - 1 - i, length) * w0[i] for i in range(taps0)).astype(self.dtype)
-        grouped = jnp.concatenate(
-            [tap(first, taps1 - 1 - i, seq).reshape(batch * seq, -1, self.channels) for i in range(taps1)],
-            axis=-1,
-        )
-        kernel = w1.transpose(1, 0, 2, 3).reshape(w1.shape[1], -1, self.channels)
-        # Heads lead: a CPU has no bfloat16 product for a batch dimension in the middle.
-        second = einsum(
-            "gni,gio->gno", grouped.transpose(1, 0, 2), kernel, self.dtype, jnp.float32
-        ).transpose(1, 0, 2)
-        first_bias = self.conv_depthwise.bias[...].reshape(-1, self.channels)
-        bias = jnp.einsum("gc,tgcd->gd", first_bias, w1).reshape(width) + self.conv_grouped.bias[...]
-        return second.reshape(batch, seq, -1, self.channels) + bias.reshape(-1, self.channels)
+        taken = jnp.concatenate([tap(taps - 1 - i) for i in range(taps)], axis=-1).reshape(heads, batch * seq, -1)
+        kernel = kernel.transpose(1, 0, 2, 3).reshape(heads, -1, self.channels)
+        mixed = einsum("gni,gio->gno", taken, kernel, self.dtype, jnp.float32)
+        first_bias = self.conv_depthwise.bias[...].reshape(heads, self.channels)
+        bias = jnp.einsum("gc,tgcd->gd", first_bias, w1) + self.conv_grouped.bias[...].reshape(heads, -1)
+        return (mixed + bias[:, None]).reshape(heads, batch, seq, -1).transpose(1, 2, 0, 3)
 
     def _queries_and_keys(self, packed, mixed):
         """Means added, normalised per head, keys times temperature; float32."""
@@ -181,7 +179,7 @@ def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> 
 
 
 def _shift(x, distance, fill):
-    return jnp.concatenate([jnp.full_like(x[:, :distance], fill), x[:, :-distance]], axis=1)
+    return jnp.pad(x, ((0, 0), (distance, 0)), constant_values=fill)[:, : x.shape[1]]
 
 
 def _normalise(x):

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from zaya_jax.model.matmul import rows_dot
+
 
 
 def cross_entropy(
@@ -81,9 +83,7 @@ def _cross_entropy_fwd(hidden, embedding, bias, targets, weights, dtype, z_weigh
         if d_bias is not None:
             d_bias = d_bias + d_logits.sum(0)
         d_logits = d_logits.astype(dtype)
-        d_table = d_table + jnp.einsum(
-            "nv,nd->vd", d_logits, h.astype(dtype), preferred_element_type=jnp.float32
-        )
+        d_table = d_table + rows_dot(d_logits, h.astype(dtype))
         dh = jnp.einsum("nv,vd->nd", d_logits, table, preferred_element_type=jnp.float32)
         return (loss_sum + loss, z_sum + z, d_table, d_bias), dh.astype(h.dtype)
 
