@@ -214,17 +214,16 @@ def test_killed_for_good_and_continued(tmp_path):
     for i in range(40):
         (source / f"{i}.jsonl").write_bytes(jsonl({"text": f"{i} {j} " + "word " * 2000} for j in range(150)))
     command = (f"--input={source}", f"--out={tmp_path / 'out'}", "--part_mib=4", "--processes=2")
-    kills = 0
-    for delay in (2.5, 3.5):
+    for tasks_done in (1, 4):  # each time in the middle of the tasks that follow
         process = subprocess.Popen(
             [sys.executable, "-m", "experiments.prepare_data", *command], start_new_session=True
         )
-        time.sleep(delay)
-        kills += process.poll() is None
+        while len(list((tmp_path / "out" / ".work").glob("task-*.json"))) < tasks_done:
+            assert process.poll() is None
+            time.sleep(0.02)
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        assert not (tmp_path / "out" / "manifest.json").exists() or process.returncode == 0
-    assert kills
+        assert not (tmp_path / "out" / "manifest.json").exists()
     time.sleep(1)  # orphaned workers see that their parent is gone
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.arrayrecord")}
     done = run(*command)
