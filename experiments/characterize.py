@@ -53,9 +53,9 @@ def storage_main() -> int:
     config = config_lib.check(raw)
     readings = [sizing.measure(config, FLAGS.data, FLAGS.seconds, cold) for cold in (True, False)]
 
-    need = sizing.Need(
-        readings[0].sigma, FLAGS.global_batch, FLAGS.seq_len, manifest["token_bytes"], FLAGS.step_seconds
-    )
+    # A small directory's bundles come round again while they are still in memory, which a large one's never do.
+    sigma = max(readings[0].sigma, manifest["storage_factor"])
+    need = sizing.Need(sigma, FLAGS.global_batch, FLAGS.seq_len, manifest["token_bytes"], FLAGS.step_seconds)
     budget = FLAGS["iops-budget"].value or readings[0].pages_per_second
     whose = "given" if FLAGS["iops-budget"].value else "measured here, cold, one reader"
     text = table(readings, manifest) + "\n" + verdict(need, budget, whose)
@@ -106,7 +106,7 @@ def verdict(need: sizing.Need, budget: float, whose: str) -> str:
     )
     return (
         f"A step of {need.global_batch:,} sequences of {need.seq_len:,} tokens reads "
-        f"{need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in N = {need.pages:,.0f} pages; "
+        f"{need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in N = {need.pages:,.0f} pages (sigma {need.sigma:.3f}); "
         f"every {need.step_seconds:g} s that is {need.pages_per_second:,.0f} page reads/s.\n"
         f"Budget {budget:,.0f} page reads/s ({whose}): {share:.1%} of it, break-even step time "
         f"{even:.3f} s; {judged}.\n"

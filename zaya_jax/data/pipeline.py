@@ -74,13 +74,14 @@ class Source:
 
 
 def lane_bytes(store: storage.Prepared, unit: int) -> int:
-    """Memory that a lane needs not to read a bundle twice: what it is in, decoded, and half as much to spare.
+    """Memory that a lane needs not to read a bundle twice: what it is in and the next one, decoded (all lanes may
+    change bundles at once).
 
     A lane is longer in a long bundle, so their sizes count by themselves: sum of squares over sum.
     """
     lengths = store.lengths.astype(np.float64)
     per_token = store.manifest["token_bytes"] + 2  # and two flags
-    return int((unit + 0.5) * (lengths**2).sum() / lengths.sum() * per_token)
+    return int((unit + 1.1) * (lengths**2).sum() / lengths.sum() * per_token)
 
 
 @dataclasses.dataclass(frozen=True)

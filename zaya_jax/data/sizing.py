@@ -95,11 +95,13 @@ def measure(config: Config, directory: str, seconds: float, cold: bool) -> Readi
     store.cache_bytes = data.global_batch * turns * pipeline.lane_bytes(store, 1)
     for path in sorted(pathlib.Path(directory).glob("*.arrayrecord")):
         _forget(path) if cold else path.read_bytes()
-    for step in range(turns):  # opens shards, and each lane's first bundle
-        batches[step]
     epoch = int(store.lengths.sum()) // (data.global_batch * data.seq_len)
-    io, faults, begin, tokens, step = _io(), _faults(), time.perf_counter(), 0, turns
-    while time.perf_counter() - begin < seconds and (not cold or step < epoch):  # a second epoch is warm
+    begin_step = 3 * epoch // turns * turns  # lanes begin together and drift apart, as they are in a long run
+    for step in range(begin_step, begin_step + turns):  # opens shards, and each lane's bundle of the moment
+        batches[step]
+    io, faults, begin, tokens, step = _io(), _faults(), time.perf_counter(), 0, begin_step + turns
+    until = begin_step + epoch if cold else 1 << 40  # a second epoch is warm
+    while time.perf_counter() - begin < seconds and step < until:
         tokens += batches[step]["tokens"].size
         step += 1
     elapsed = time.perf_counter() - begin
