@@ -106,7 +106,8 @@ def verdict(need: sizing.Need, budget: float, whose: str) -> str:
     )
     return (
         f"A step of {need.global_batch:,} sequences of {need.seq_len:,} tokens reads "
-        f"{need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in N = {need.pages:,.0f} pages (sigma {need.sigma:.3f}); "
+        f"{need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in "
+        f"N = {need.pages:,.0f} pages (sigma {need.sigma:.3f}); "
         f"every {need.step_seconds:g} s that is {need.pages_per_second:,.0f} page reads/s.\n"
         f"Budget {budget:,.0f} page reads/s ({whose}): {share:.1%} of it, break-even step time "
         f"{even:.3f} s; {judged}.\n"
