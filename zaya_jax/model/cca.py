@@ -73,7 +73,8 @@ class CCA(nnx.Module):
         x = x.astype(self.dtype)
         packed, v_now, v_prev = self._project(x)
         start = jnp.zeros((batch, 1, x.shape[-1]), x.dtype)
-        before = self.v_prev(start, self.dtype) if cache is None else cache["value"][:, None]
+        going_on = cache is not None and cache_valid is not None  # else no token comes before the first one
+        before = cache["value"][:, None] if going_on else self.v_prev(start, self.dtype)
         columns = self._no_columns(batch) if cache is None else cache["columns"]
         mixed = self._convolve(packed, columns, segments)
         q, k = self._queries_and_keys(packed, mixed)
@@ -90,7 +91,7 @@ class CCA(nnx.Module):
             new_cache = None
         else:
             new_cache = self._extend(cache, packed, v_prev, k, v, cache_index)
-            if seq == 1:
+            if going_on:
                 valid = _in_window(cache_valid, cache_index, window)
                 out = decode_attention(q, new_cache["k"], new_cache["v"], valid, scale=scale)
             else:  # the prompt: it starts an empty cache, so it attends to itself alone
@@ -119,7 +120,8 @@ class CCA(nnx.Module):
         taps = w0.shape[0] + w1.shape[0] - 1
         w0 = w0.reshape(-1, heads, self.channels, 1)
         kernel = sum(
-            jnp.pad(w0[i] * w1, ((i, w0.shape[0] - 1 - i), (0, 0), (0, 0), (0, 0))) for i in range(w0.shape[0])
+            jnp.pad(w0[i] * w1, ((i, w0.shape[0] - 1 - i), (0, 0), (0, 0), (0, 0)))
+            for i in range(w0.shape[0])
         )
         # Heads lead: a CPU has no bfloat16 product for a batch dimension in the middle.
         padded = jnp.concatenate([columns.astype(packed.dtype), packed], axis=1)
@@ -132,7 +134,9 @@ class CCA(nnx.Module):
             within = _shift(segments, distance, -1) == segments
             return jnp.where(within[..., None], shifted, 0)
 
-        taken = jnp.concatenate([tap(taps - 1 - i) for i in range(taps)], axis=-1).reshape(heads, batch * seq, -1)
+        taken = jnp.concatenate([tap(taps - 1 - i) for i in range(taps)], axis=-1).reshape(
+            heads, batch * seq, -1
+        )
         kernel = kernel.transpose(1, 0, 2, 3).reshape(heads, -1, self.channels)
         mixed = einsum("gni,gio->gno", taken, kernel, self.dtype, jnp.float32)
         first_bias = self.conv_depthwise.bias[...].reshape(heads, self.channels)

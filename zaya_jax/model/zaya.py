@@ -173,7 +173,9 @@ def _remat(body, policy: str):
     if policy == "none":
         return body
     keep = None
-    if policy == "attention" or (policy == "offload" and jax.default_backend() == "cpu"):  # a CPU is its own host
+    if policy == "attention" or (
+        policy == "offload" and jax.default_backend() == "cpu"
+    ):  # a CPU is its own host
         keep = policies.save_only_these_names(SAVED)
     elif policy == "offload":
         keep = policies.save_and_offload_only_these_names(
@@ -223,8 +225,8 @@ def apply(
 ) -> Output:
     """Runs the model. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is for left-padded rows.
 
-    With a cache (of `empty_cache`), tokens are written at `cache_index`, and `cache_valid` [B, T] says which of its
-    columns may be seen by a single new token.
+    With a cache, tokens are written at `cache_index`: a prompt into one of `empty_cache`, or, where `cache_valid`
+    [B, T] says which columns may be seen, a single new token.
     """
     graph, state = _abstract(model, precision)
     state = jax.tree.map(lambda x: x, state)  # a copy: replacing is in place

@@ -1,0 +1,39 @@
+"""Small models whose every weight is random, so that nothing can be left out without a difference."""
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax.config import Model, Precision, Rope, RopeKinds
+from zaya_jax.model import zaya
+
+EXACT = Precision(compute="float32", router="float32", matmul="highest")
+
+
+def small(**changes):
+    """A two-kind model: full attention, then a sliding window of 4, with biases everywhere."""
+    return Model(**{
+        "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 8, "moe_intermediate_size": 12, "num_experts": 3,
+        "router_hidden_size": 8, "layer_types": ("hybrid", "hybrid_sliding"), "sliding_window": 4,
+        "rope_parameters": RopeKinds(Rope(rope_theta=1e4), Rope(rope_theta=100.0, partial_rotary_factor=0.75)),
+        "attention_bias": True, "lm_head_bias": True, "pad_token_id": None,
+        **changes,
+    })  # fmt: skip
+
+
+def weights(model, seed=0):
+    """(parameters, balancing biases), all random."""
+    shapes = zaya.abstract(model)
+    leaves, treedef = jax.tree.flatten_with_path(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(leaves) + 1)
+
+    def draw(path, shape, key):
+        noise = jax.random.normal(key, shape.shape)
+        name = path[-1].key
+        if name.endswith("scale") or name in ("eda", "temperature"):
+            return 1 + 0.2 * noise
+        return 0.1 * noise if name.endswith("bias") else noise * shape.shape[-2] ** -0.5
+
+    params = [draw(path, shape, key) for (path, shape), key in zip(leaves, keys, strict=False)]
+    bias = 0.05 * jax.random.normal(keys[-1], (model.num_hidden_layers, model.num_experts + 1))
+    return jax.tree.unflatten(treedef, params), jnp.asarray(bias)

@@ -1,0 +1,94 @@
+"""Grouped products against their definition, on the CPU's path and on `ragged_dot`'s: values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zaya_jax.model import experts
+
+E, D, F = 4, 12, 20
+SIZES = {
+    "uneven": (30, 5, 1, 41),
+    "one has all": (0, 77, 0, 0),
+    "the last is empty": (40, 30, 7, 0),
+    "some rows skipped": (10, 0, 25, 12),
+    "all skipped": (0, 0, 0, 0),
+}
+
+
+@pytest.fixture(params=["blocks", "ragged"])
+def path(request, monkeypatch):
+    """Each implementation in turn, as `grouped_dot` chooses them by backend."""
+    if request.param == "ragged":
+        monkeypatch.setattr(experts, "_block_dot", experts._ragged_dot)
+    return request.param
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("num_rows", [77, 300])
+def test_grouped_products(path, sizes, num_rows):
+    keys = jax.random.split(jax.random.key(0), 3)
+    x, w = jax.random.normal(keys[0], (num_rows, D)), jax.random.normal(keys[1], (E, D, F))
+    weight = jax.random.normal(keys[2], (num_rows, F))
+    sizes = jnp.asarray(sizes, jnp.int32)
+
+    def run(dot):
+        return jax.jit(jax.value_and_grad(lambda x, w: jnp.vdot(dot(x, w, sizes), weight), argnums=(0, 1)))(
+            x, w
+        )
+
+    with jax.default_matmul_precision("highest"):
+        ours, theirs = run(experts.grouped_dot), run(experts.reference_grouped_dot)
+        y = jax.jit(experts.grouped_dot)(x, w, sizes)
+        np.testing.assert_allclose(y, experts.reference_grouped_dot(x, w, sizes), atol=1e-4)
+    np.testing.assert_array_equal(y[int(sizes.sum()) :], 0)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
+
+
+def test_weight_gradients_are_float32_of_bfloat16_rows(path):
+    keys = jax.random.split(jax.random.key(0), 2)
+    x, w = jax.random.normal(keys[0], (64, D), jnp.bfloat16), jax.random.normal(keys[1], (E, D, F))
+    sizes = jnp.asarray((20, 4, 0, 40), jnp.int32)
+    y, pull = jax.vjp(lambda x, w: experts.grouped_dot(x, w, sizes), x, w)
+    dx, dw = pull(jnp.ones_like(y))
+    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
+    exact = experts.reference_grouped_dot(x.astype(jnp.float32), w, sizes)
+    np.testing.assert_allclose(y.astype(jnp.float32), exact, atol=0.15)
+
+
+def plain_mlp(x, choice, gate, gate_up, down):
+    """Every token through every expert, then its own is taken."""
+    g, u = jnp.split(jnp.einsum("nd,edf->enf", x, gate_up), 2, axis=-1)
+    y = jnp.einsum("enf,efd->end", jax.nn.silu(g) * u, down)
+    y = jnp.concatenate([y, jnp.zeros_like(y[:1])])
+    return jnp.take_along_axis(y, choice[None, :, None], 0)[0] * gate[:, None]
+
+
+@pytest.mark.parametrize("who", ["mixed", "all one", "all skip"])
+def test_the_whole_mlp(path, who):
+    keys = jax.random.split(jax.random.key(1), 6)
+    n = 60
+    choice = {
+        "mixed": jax.random.randint(keys[0], (n,), 0, E + 1),
+        "all one": jnp.full((n,), 2),
+        "all skip": jnp.full((n,), E),
+    }[who].astype(jnp.int32)
+    args = (
+        jax.random.normal(keys[1], (n, D)), jax.random.uniform(keys[2], (n,)),
+        jax.random.normal(keys[3], (E, D, 2 * F)) / D**0.5, jax.random.normal(keys[4], (E, F, D)) / F**0.5,
+    )  # fmt: skip
+    weight = jax.random.normal(keys[5], (n, D))
+
+    def run(mlp):
+        objective = lambda x, gate, gate_up, down: jnp.vdot(mlp(x, choice, gate, gate_up, down), weight)  # noqa: E731
+        return jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2, 3)))(*args)
+
+    with jax.default_matmul_precision("highest"):
+        ours = run(lambda *a: experts.expert_mlp(*a, dtype=jnp.float32))
+        theirs = run(plain_mlp)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)
+    gate_gradient = ours[1][1]
+    np.testing.assert_array_equal(gate_gradient[choice == E], 0)  # a skipped token teaches the gate nothing

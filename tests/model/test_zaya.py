@@ -1,0 +1,104 @@
+"""The whole model's facts: parameter counts, fresh weights, what a layer's kind changes, memory."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import model_helpers
+import numpy as np
+import pytest
+
+from zaya_jax.config import Model, Precision
+from zaya_jax.model import zaya
+
+
+def test_parameter_counts_of_the_full_size_model():
+    assert zaya.param_counts(Model()) == {
+        "total": 8_840_488_784,
+        "without_embedding": 8_303_355_728,
+        "active_without_embedding": 753_608_528,
+        "active": 1_290_741_584,
+    }
+
+
+def test_every_weight_has_a_float32_shape_and_named_dimensions():
+    model = model_helpers.small()
+    shapes, axes = zaya.abstract(model), zaya.param_axes(model)
+    for shape, names in zip(
+        jax.tree.leaves(shapes), jax.tree.leaves(axes, is_leaf=lambda x: isinstance(x, tuple)), strict=True
+    ):
+        assert shape.dtype == jnp.float32 and len(names) == len(shape.shape)
+    assert axes["layers"]["experts"]["down"] == ("layers", "expert", "mlp", "embed")
+
+
+def test_fresh_weights():
+    model = model_helpers.small(hidden_size=64, initializer_range=0.5)
+    params = zaya.init(model, jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, params, zaya.init(model, jax.random.key(0)))
+    layers = params["layers"]
+    assert (layers["cca"]["temperature"] == 1).all() and (layers["router"]["eda"] == 1).all()
+    assert (layers["attn_join"]["y_scale"] == 1).all() and (layers["moe_join"]["h_bias"] == 0).all()
+    assert (layers["cca"]["q"]["bias"] == 0).all() and (params["head"]["bias"] == 0).all()
+    for kernel in (layers["cca"]["q"]["kernel"], layers["experts"]["gate_up"], params["embed"]["embedding"]):
+        assert abs(kernel.std() - 0.5) < 0.03 and abs(kernel.mean()) < 0.05
+    assert not (layers["cca"]["q"]["kernel"][0] == layers["cca"]["q"]["kernel"][1]).any()
+    bias = zaya.init_balance(model)
+    assert (bias[:, -1] == -1).all() and (bias[:, :-1] == 0).all()
+
+
+def run(model, params, bias, ids, **options):
+    return jax.jit(
+        lambda p: zaya.apply(model, p, bias, ids, precision=model_helpers.EXACT, **options).hidden
+    )(params)
+
+
+def test_a_window_as_wide_as_the_sequence_is_none():
+    ids = np.arange(10)[None]
+    kinds = model_helpers.small().rope_parameters
+    kinds = dataclasses.replace(kinds, hybrid_sliding=kinds.hybrid)
+    wide = model_helpers.small(sliding_window=10, rope_parameters=kinds)
+    full = dataclasses.replace(wide, layer_types=("hybrid", "hybrid"), sliding_window=None)
+    params, bias = model_helpers.weights(wide)
+    np.testing.assert_allclose(run(wide, params, bias, ids), run(full, params, bias, ids), atol=1e-5)
+
+
+def test_the_window_counts_the_query():
+    """Window 4: a token reaches attention's output three places on (two more by values and convolutions)."""
+    model = model_helpers.small(num_hidden_layers=1, layer_types=("hybrid_sliding",))
+    params, bias = model_helpers.weights(model)
+    one, other = np.zeros((2, 1, 12), np.int32)
+    other[0, 2] = 7
+    changed = np.abs(run(model, params, bias, one) - run(model, params, bias, other)).max(-1)[0] > 1e-6
+    assert changed[2:6].all() and not changed[:2].any() and not changed[2 + 3 + 2 + 1 :].any()
+
+
+@pytest.mark.parametrize("remat", ["layer", "attention", "offload"])
+def test_recomputing_changes_no_gradient(remat):
+    model = model_helpers.small()
+    params, bias = model_helpers.weights(model)
+    ids = np.arange(10)[None]
+
+    def grads(remat):
+        def objective(p):
+            out = zaya.apply(model, p, bias, ids, precision=model_helpers.EXACT, remat=remat)
+            return jnp.sum(out.hidden**2)
+
+        return jax.jit(jax.grad(objective))(params)
+
+    for a, b in zip(jax.tree.leaves(grads("none")), jax.tree.leaves(grads(remat)), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
+
+
+def test_the_whole_model_at_32k_tokens_has_no_square_array():
+    model = model_helpers.small(num_hidden_layers=3, layer_types=("hybrid", "hybrid_sliding", "hybrid"))
+    length = 32768
+    params = zaya.abstract(model)
+
+    def loss(params, bias, ids):
+        return jnp.sum(zaya.apply(model, params, bias, ids, precision=Precision(), remat="layer").hidden)
+
+    bias = jax.ShapeDtypeStruct((3, model.num_experts + 1), jnp.float32)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    compiled = jax.jit(jax.grad(loss)).lower(params, bias, ids).compile()
+    assert f"{length},{length}" not in compiled.as_text()
+    assert compiled.memory_analysis().temp_size_in_bytes < length * length * 4 / 20
