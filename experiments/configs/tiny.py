@@ -2,8 +2,8 @@
 
     python -m experiments.pretrain
 
-Hardware: two CPU cores, no network, no data; about four minutes.
-Expected: a held-out loss below 1.55 nats per byte, and text that looks like Python.
+Hardware: two CPU cores, no network, no data; about three minutes.
+Expected: a held-out loss of about 1.33 nats per byte (1.9 bits), and text that looks like Python.
 """
 
 from ml_collections import ConfigDict
@@ -34,7 +34,7 @@ def get_config() -> ConfigDict:
     c.data.global_batch = 16
 
     c.optim.lr = 3e-3
-    c.run.num_steps = 800
+    c.run.num_steps = 400
     c.eval.every = 100
-    c.checkpoint.every_steps = 200
+    c.checkpoint.every_steps = 100
     return c

@@ -1,0 +1,139 @@
+"""The compiled training step: what crosses devices and when, and that pieces of a batch add up to the batch."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zaya_jax import config
+from zaya_jax.hardware import hlo
+from zaya_jax.model import zaya
+from zaya_jax.model.loss import cross_entropy
+from zaya_jax.optim import chain
+from zaya_jax.parallel.mesh import check_batch, make_mesh
+from zaya_jax.train import step as steps
+
+SETTINGS = config.check(
+    {
+        "model": dict(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, moe_intermediate_size=16, num_experts=4, router_hidden_size=8, pad_token_id=None,
+        ),
+        "precision": {"compute": "float32", "newton_schulz": "float32", "matmul": "highest"},
+        "data": {"seq_len": 16},
+    }
+)  # fmt: skip
+ROWS, LENGTH = 16, 16
+
+
+def batch(rng):
+    """Rows of documents of uneven lengths, and very uneven numbers of real targets."""
+    tokens = rng.integers(0, 64, (ROWS, LENGTH + 1)).astype(np.int32)
+    starts = rng.random((ROWS, LENGTH)) < 0.15
+    segments = (1 + np.cumsum(starts, 1)).astype(np.int32)
+    mask = (np.arange(LENGTH) < rng.integers(0, LENGTH + 1, (ROWS, 1))).astype(np.float32)
+    mask[3] = 0
+    return {
+        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": segments,
+        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1)), "loss_mask": mask,
+    }  # fmt: skip
+
+
+def program(num_devices, settings=SETTINGS):
+    mesh = make_mesh(settings.mesh, jax.devices()[:num_devices])
+    shapes = zaya.abstract(settings.model, settings.precision)
+    optimizer = chain.build(settings.optim, settings.precision, shapes, axes=dict(mesh.shape))
+    step = steps.make_train_step(settings, settings.model, optimizer, mesh)
+    return mesh, optimizer, step
+
+
+def run(num_devices, micro_batches, num_steps=2, settings=SETTINGS):
+    mesh, optimizer, step = program(num_devices, settings)
+    state = steps.init_state(settings, optimizer, mesh)
+    rng, figures = np.random.default_rng(0), []
+    for _ in range(num_steps):
+        state, found = step(state, steps.put_batch(mesh, batch(rng), micro_batches), np.float32(1e-3))
+        figures.append(jax.device_get(found))
+    return jax.device_get(state["params"]), figures
+
+
+@pytest.fixture(scope="module")
+def whole():
+    return run(1, 1)
+
+
+@pytest.mark.parametrize(("num_devices", "micro_batches"), [(1, 4), (4, 1), (2, 4)])
+def test_any_split_of_the_batch_is_the_batch(whole, num_devices, micro_batches):
+    params, figures = run(num_devices, micro_batches)
+    for ours, theirs in zip(figures, whole[1], strict=True):
+        np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-6)
+        np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-5)
+        np.testing.assert_array_equal(ours["target_tokens"], theirs["target_tokens"])
+        np.testing.assert_allclose(ours["load"], theirs["load"], atol=1e-6)
+    for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(whole[0]), strict=True):
+        # AdamW moves by the learning rate however tiny a gradient is, so there rounding shows.
+        np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_no_weight_crosses_devices_inside_the_accumulation():
+    mesh, optimizer, step = program(8)
+    state = jax.eval_shape(lambda: steps.init_state(SETTINGS, optimizer, mesh))
+    found = {}
+    for micro_batches in (2, 1):
+        like = steps.put_batch(mesh, batch(np.random.default_rng(0)), micro_batches)
+        compiled = step.lower(state, like, np.float32(1e-3)).compile()
+        collectives = hlo.collectives(compiled)
+        assert not [c for c in collectives if c.in_loop and not c.scalar], (
+            "a weight is reduced once a micro-batch"
+        )
+        found[micro_batches] = sorted((c.kind, c.bytes) for c in collectives)
+    assert found[1] == found[2]
+    buckets = len(optimizer.layout.buckets)
+    assert sum(kind == "all-gather" for kind, _ in found[1]) == buckets
+
+
+def test_a_mesh_must_fit_devices_and_batch():
+    with pytest.raises(config.UserError, match=r"3 x 1 x 1 x 1, but there are 8 devices; set mesh\.data=8"):
+        make_mesh(config.Mesh(data=3), jax.devices()[:8])
+    with pytest.raises(config.UserError, match="fsdp"):
+        make_mesh(config.Mesh(fsdp=True))
+    with pytest.raises(config.UserError, match="micro-batch of 6 sequences does not divide over 4 devices"):
+        check_batch(make_mesh(config.Mesh(), jax.devices()[:4]), 12, 2)
+
+
+def test_logits_of_the_full_vocabulary_never_exist():
+    """At 262,272 words the logits of 4,096 tokens are 4.3 GB; the program's temporaries are chunks of them."""
+    tokens, width, vocab = 4096, 256, 262_272
+    like = (
+        jax.ShapeDtypeStruct((tokens, width), jnp.float32),
+        jax.ShapeDtypeStruct((vocab, width), jnp.float32),
+        jax.ShapeDtypeStruct((tokens,), jnp.int32),
+        jax.ShapeDtypeStruct((tokens,), jnp.float32),
+    )
+
+    def loss(hidden, embedding, targets, weights):
+        return cross_entropy(hidden, embedding, None, targets, weights, dtype=jnp.bfloat16)[0]
+
+    compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*like).compile()
+    logits = 4 * tokens * vocab
+    assert compiled.memory_analysis().temp_size_in_bytes < logits / 4
+
+
+@pytest.mark.parametrize("policy", ["layer", "attention", "offload"])
+def test_remat_saves_memory_and_changes_nothing(policy):
+    def gradient(remat):
+        settings = dataclasses.replace(SETTINGS, remat=remat)
+        loss = steps.make_loss(settings, settings.model)
+        arrays = {name: jnp.asarray(x) for name, x in batch(np.random.default_rng(1)).items()}
+        params = zaya.init(settings.model, jax.random.key(0), settings.precision)
+        bias = zaya.init_balance(settings.model)
+        with jax.default_matmul_precision("highest"):
+            f = jax.jit(jax.grad(lambda p: loss(p, bias, arrays, 100.0)[0])).lower(params).compile()
+        return f(params), f.memory_analysis().temp_size_in_bytes
+
+    (ours, our_bytes), (plain, plain_bytes) = gradient(policy), gradient("none")
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    assert our_bytes < plain_bytes

@@ -1,0 +1,1 @@
+"""Chips, and what programs compiled for them contain."""
