@@ -44,9 +44,9 @@ def run(main: Callable[[], int], argv: Sequence[str] | None = None) -> int:
 class Parser(argparse.ArgumentParser):
     """For programs without a config: argparse with whole option names only, whose complaints are UserErrors."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
+    def __init__(self, **kwargs: Any):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(*args, allow_abbrev=False, **kwargs)
+        super().__init__(**{**kwargs, "allow_abbrev": False})
 
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage and another prefix."""

@@ -56,7 +56,9 @@ def from_hf(
             "tokenizer": tokenizer.sha256 if tokenizer else None, "version": zaya_jax.__version__,
         }  # fmt: skip
         writer = pieces.Writer(part, state, meta)
-        writer.write(("params", "layers", "router", "eda"), np.float32(1), 0)
+        writer.write(
+            ("params", "layers", "router", "eda"), np.ones(source.model.router_hidden_size, np.float32), 0
+        )
         done, total = 0, sum(x.size for x in jax.tree.leaves(state["params"])) * 4
         for path, layer, x in source.leaves():
             writer.write(("params", *path), x, layer)

@@ -47,8 +47,8 @@ class Directory:
         """The file of each tensor."""
         index = self.path / tensor_files.INDEX
         if (self.path / tensor_files.SINGLE).exists() or not index.exists():
-            file = self._open(tensor_files.SINGLE)
-            return dict.fromkeys(file.names(), file)
+            single = self._open(tensor_files.SINGLE)
+            return dict.fromkeys(single.names(), single)
         where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
             raise UserError(f"{index} has no weight_map; expected a map from tensor names to files")

@@ -89,7 +89,9 @@ def _write_rows(array: ts.TensorStore, x: np.ndarray) -> None:
     if not x.ndim:
         array.write(x).result()
         return
-    rows = array.chunk_layout.write_chunk.shape[0]
+    chunk = array.chunk_layout.write_chunk.shape
+    assert chunk is not None
+    rows = chunk[0] or len(x)
     for begin in range(0, len(x), rows):
         array[begin : begin + rows].write(x[begin : begin + rows]).result()
 

@@ -73,8 +73,8 @@ class CCA(nnx.Module):
         x = x.astype(self.dtype)
         packed, v_now, v_prev = self._project(x)
         start = jnp.zeros((batch, 1, x.shape[-1]), x.dtype)
-        going_on = cache is not None and cache_valid is not None  # else no token comes before the first one
-        before = cache["value"][:, None] if going_on else self.v_prev(start, self.dtype)
+        going_on = cache_valid is not None  # else no token comes before the first one
+        before = cache["value"][:, None] if cache and going_on else self.v_prev(start, self.dtype)
         columns = self._no_columns(batch) if cache is None else cache["columns"]
         mixed = self._convolve(packed, columns, segments)
         q, k = self._queries_and_keys(packed, mixed)

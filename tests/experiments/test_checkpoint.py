@@ -1,0 +1,80 @@
+"""The exchange from the command line, and training on from what was imported."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from experiments import checkpoint, pretrain
+from zaya_jax import cli, config
+from zaya_jax.train.workdir import read_config
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The program's exit code, and what it printed."""
+
+    def call(*options):
+        monkeypatch.setattr("sys.argv", ["checkpoint", *map(str, options)])
+        code = cli.exit_code(checkpoint.main)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_there_and_back(run, golden_dir, tmp_path):
+    source = golden_dir / "mixed"
+    assert run("from_hf", f"--model={source}", f"--workdir={tmp_path / 'run'}")[0] == 0
+    code, out, err = run("to_hf", f"--workdir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}")
+    assert (code, out, err) == (0, f"written: {tmp_path / 'out'}\n", "")
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", source))
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name].tobytes() == x.tobytes() for name, x in theirs.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["from_hf", "--model=/nowhere", "--workdir={tmp}/new"], "/nowhere is not a directory"),
+        (["from_hf", "--model={golden}/base", "--workdir={golden}"], "is not empty"),
+        (["to_hf", "--workdir={tmp}", "--out={tmp}/out"], "has no config.json"),
+        (["to_hf", "--workdir={tmp}", "--out={tmp}/out", "--dtype=int8"], "invalid choice: 'int8'"),
+        (["to_hf", "--workdir={tmp}"], "required: --out"),
+        (["inspect"], "invalid choice: 'inspect'"),
+        ([], "required: from_hf | to_hf"),
+    ],
+)
+def test_bad_input_is_one_line(run, golden_dir, tmp_path, options, says):
+    code, out, err = run(*(o.format(golden=golden_dir, tmp=tmp_path) for o in options))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+    assert not any(tmp_path.iterdir())
+
+
+def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeypatch):
+    """With a learning rate of zero the weights stay what they were: the run did begin with them."""
+    workdir = tmp_path / "run"
+    run("from_hf", f"--model={golden_dir / 'base'}", f"--workdir={workdir}")
+    (tmp_path / "text").mkdir()
+    for i in range(40):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"some words, file {i}\n" * 40)
+    settings = config.editable(read_config(workdir))
+    settings.update_from_flattened_dict({
+        "data.path": str(tmp_path / "text"), "data.seq_len": 32, "data.global_batch": 4, "run.num_steps": 2,
+        "optim.lr": 0.0, "eval.windows": 2, "log.sample_tokens": 2, "mesh.data": 1, "balance.enabled": False,
+    })  # fmt: skip
+    monkeypatch.setattr("signal.signal", lambda *args: None)
+    devices = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *args: devices)
+    assert pretrain.train(config.check(settings), workdir) == 0
+    assert [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()] == [
+        1,
+        2,
+    ]
+    code, _, _ = run("to_hf", f"--workdir={workdir}", "--step=2", f"--out={tmp_path / 'out'}")
+    assert code == 0
+    theirs = load_file(golden_dir / "base" / "model.safetensors")
+    for name, x in load_file(tmp_path / "out" / "model.safetensors").items():
+        np.testing.assert_array_equal(x, theirs[name], err_msg=name)

@@ -1,0 +1,126 @@
+"""Continuing a prompt from the command line: what is printed, where it stops, and what is refused."""
+
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import generate
+from zaya_jax import cli, config
+from zaya_jax.checkpoint import store
+from zaya_jax.config import Model
+from zaya_jax.data import tokenizers
+from zaya_jax.model import decode, zaya
+from zaya_jax.train.workdir import open_workdir, read_config
+
+MODEL = Model(
+    vocab_size=264, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,
+    moe_intermediate_size=12, num_experts=2, router_hidden_size=6, max_position_embeddings=64, initializer_range=0.5,
+    lm_head_bias=True,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A run's folder with two steps, whose model writes only letters."""
+    given = config.default().to_dict() | {"model": config.to_dict(MODEL)}
+    given["data"]["seq_len"] = 16
+    folder = open_workdir(tmp_path_factory.mktemp("runs") / "small", config.check(given))
+    tokenizers.load("bytes").save(folder / "tokenizer")
+    checkpoints = store.Store(folder)
+    letters = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0.0).astype(np.float32)
+    for step in (3, 5):
+        params = zaya.init(MODEL, jax.random.key(step))
+        params["head"]["bias"] = (
+            letters if step == 5 else np.eye(264, dtype=np.float32)[257] * 1000
+        )  # end of document
+        state = {
+            "params": params,
+            "balance": {"bias": zaya.init_balance(MODEL)},
+            "optimizer": {"mean": params},
+        }
+        checkpoints.save(step, state, {"step": step})
+    checkpoints.close()
+    return folder
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """The program's exit code, and what it printed."""
+
+    def call(*options):
+        monkeypatch.setattr("sys.argv", ["generate", *map(str, options)])
+        code = cli.exit_code(generate.main)
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_it_prints_what_the_model_generates(run, workdir):
+    code, out, err = run(f"--workdir={workdir}", "--prompt=abc", "--num_tokens=20")
+    assert (code, err) == (0, "")
+    assert re.fullmatch(r"abc[a-z]{20}\n", out)
+    settings = read_config(workdir)
+    params = zaya.init(MODEL, jax.random.key(5))
+    params["head"]["bias"] = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0.0)
+    ids = np.asarray([[256, *b"abc"]], np.int32)
+    new = decode.generate(MODEL, params, zaya.init_balance(MODEL), ids, 20, settings.precision)
+    assert out == "abc" + bytes(np.asarray(new)[0].tolist()).decode() + "\n"
+
+
+def test_sampling_by_seed_and_a_prompt_from_a_file(run, workdir, tmp_path):
+    (tmp_path / "prompt.txt").write_bytes("caf\u00e9\r\n".encode())
+    options = (
+        f"--workdir={workdir}",
+        f"--prompt_file={tmp_path / 'prompt.txt'}",
+        "--num_tokens=12",
+        "--temperature=3",
+    )
+    one, same, other = run(*options)[1], run(*options)[1], run(*options, "--seed=1")[1]
+    assert one == same != other
+    assert re.fullmatch("caf\u00e9\r\n[a-z]{12}\n", one)
+
+
+def test_it_stops_at_the_end_of_the_document(run, workdir):
+    options = (f"--workdir={workdir}", "--prompt=abc", "--num_tokens=20", "--step=3")
+    assert run(*options) == (0, "abc\n", "")
+
+
+def test_a_character_waits_until_it_is_whole():
+    text = generate.Text(tokenizers.load("bytes"))
+    raw = "a\u20acb".encode()
+    assert [text.add([byte]) for byte in raw] == ["a", "", "", "\u20ac", "b"]
+    assert text.add([0xE2]) == "" and text.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--workdir=/nowhere"], "has no config.json"),
+        (["--workdir={empty}"], "has no config.json"),
+        (["--workdir={run}", "--step=4"], "no checkpoint of step 4; it has 3, 5"),
+        (["--workdir={run}", "--prompt_file={bad}"], "not UTF-8 (byte 0xe9 at 3)"),
+        (["--workdir={run}", "--prompt_file=/nowhere"], "cannot be read"),
+        (["--workdir={run}", "--num_tokens=64"], "above the model's max_position_embeddings=64"),
+        (["--workdir={run}", "--num_tokens=0"], "must be at least 1"),
+        (["--workdir={run}", "--temperature=-1"], "at least 0"),
+        (["--workdir={run}", "--prompt=a", "--prompt_file=b"], "not allowed with"),
+        (["--workdir={run}", "--prompts=a"], "unrecognized arguments"),
+        ([], "required: --workdir"),
+    ],
+)
+def test_bad_input_is_one_line(run, workdir, tmp_path, options, says):
+    (tmp_path / "bad").write_bytes(b"caf\xe9")
+    (tmp_path / "empty").mkdir()
+    places = {"run": workdir, "bad": tmp_path / "bad", "empty": tmp_path / "empty"}
+    code, out, err = run(*(o.format(**places) for o in options))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+
+
+def test_a_workdir_without_tokenizer_or_checkpoint(run, workdir, tmp_path):
+    (tmp_path / "config.json").write_bytes((workdir / "config.json").read_bytes())
+    assert "has no checkpoint" in run(f"--workdir={tmp_path}")[2]
+    (tmp_path / "checkpoints").symlink_to(workdir / "checkpoints")
+    assert "holds no tokenizer" in run(f"--workdir={tmp_path}")[2]
