@@ -140,10 +140,6 @@ def test_what_model_and_data_see():
     assert (seen.data.seq_len, seen.data.global_batch, seen.data.micro_batch) == (131_072, 128, 128)
     assert seen.model.rope_parameters.hybrid.rope_theta == 5e6
     assert seen.model.rope_parameters.hybrid_sliding.rope_theta == 1e4
-    mixture, borders = schedule.mixture(plan)
-    assert mixture == ("web=0.8,0.4,0,0", "code=0.2,0.4,0,0", "math=0,0.2,0,0")
-    assert borders == tuple(plan.segments[i].first_step - 1 for i in (3, 4, 5))
-    assert schedule.mixture(schedule.make_plan(config())) == ((), ())
 
 
 @pytest.mark.parametrize(

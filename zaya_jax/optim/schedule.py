@@ -163,22 +163,6 @@ def make_plan(config: Config) -> Plan:
     return Plan(tuple(segments), config.schedule, config.optim.lr)
 
 
-def mixture(plan: Plan) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """The phases' mixtures as data.mixture and data.phases write them: "path=weight,weight,.." and batches
-    before a phase.
-
-    A source that a phase does not name has weight 0 in it; no phase names one: ((), ()).
-    """
-    firsts = {s.phase_index: s for s in reversed(plan.segments)}
-    phases = [firsts[index] for index in sorted(firsts)]
-    weights = [dict(part.rpartition("=")[::2] for part in s.phase.mixture) for s in phases]
-    paths = dict.fromkeys(path for named in weights for path in named)
-    if not paths:
-        return (), ()
-    columns = tuple(f"{path}={','.join(named.get(path, '0') for named in weights)}" for path in paths)
-    return columns, tuple(s.first_step - 1 for s in phases[1:])
-
-
 def phase_config(config: Config, phase: Phase) -> Config:
     """The config as model and data see it in a phase: context, RoPE base and batch in their usual places."""
     data = dataclasses.replace(
