@@ -104,7 +104,7 @@ def keep_memory() -> None:
     XLA's CPU backend allocates its temporaries anew each step; handed back and taken again they cost a page fault every
     4 KiB, 148,000 a step of a 15M-parameter model and a fifth of its time.
     """
-    # Asking JAX for its backend would start the threads whose arenas must not be made: look for an accelerator's plugin.
+    # Asking JAX for its backend would start the threads whose arenas must not be made: look for a GPU's plugin.
     accelerated = any(entry_points(group="jax_plugins"))
     if accelerated or platform.libc_ver()[0] != "glibc":
         return

@@ -119,10 +119,9 @@ class CCA(nnx.Module):
         heads = w1.shape[1]
         taps = w0.shape[0] + w1.shape[0] - 1
         w0 = w0.reshape(-1, heads, self.channels, 1)
-        kernel = sum(
-            jnp.pad(w0[i] * w1, ((i, w0.shape[0] - 1 - i), (0, 0), (0, 0), (0, 0)))
-            for i in range(w0.shape[0])
-        )
+        kernel = jnp.zeros((taps, *w1.shape[1:]), w1.dtype)
+        for i in range(w0.shape[0]):
+            kernel = kernel.at[i : i + w1.shape[0]].add(w0[i] * w1)
         # Heads lead: a CPU has no bfloat16 product for a batch dimension in the middle.
         padded = jnp.concatenate([columns.astype(packed.dtype), packed], axis=1)
         padded = padded.reshape(batch, -1, heads, self.channels).transpose(2, 0, 1, 3)

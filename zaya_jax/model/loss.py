@@ -14,7 +14,6 @@ from jaxtyping import Array, Float, Int
 from zaya_jax.model.matmul import rows_dot
 
 
-
 def cross_entropy(
     hidden: Float[Array, "N D"],
     embedding: Float[Array, "V D"],
