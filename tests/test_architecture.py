@@ -39,6 +39,9 @@ ARROWS = {
 
 # Every program of experiments/ and the options it has of its own.
 OPTIONS = {
+    "characterize": {
+        "": ["data", "out", "iops-budget", "seconds", "rows", "seq_len", "global_batch", "step_seconds"]
+    },
     "checkpoint": {
         "from_hf": ["model", "workdir"],
         "to_hf": ["workdir", "step", "out", "dtype", "shard-gb"],

@@ -7,8 +7,8 @@ Hardware: 128 nodes of 8 MI300X. 8,840,488,784 parameters, 760M of them active w
 Expected: 2.5 s a step of 16.8M tokens on that cluster (published), 8T + 4T + 1.2T + 0.66T tokens in all.
 
 Phases, contexts, RoPE bases and the batch of pre-training are the published ones; batches after it, the ramp, the
-learning rate and its schedule are this project's choice. The last two phases need the sequence spread over devices at this
-model's size: 2 of them at 32K tokens, 8 at 131K.
+learning rate and its schedule are this project's choice. The last two phases need the sequence spread over devices:
+2 of them at 32K tokens, 8 at 131K.
 """
 
 from ml_collections import ConfigDict
