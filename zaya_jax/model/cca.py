@@ -8,6 +8,7 @@ At a document's start, as at a sequence's, the tokens before count as absent: ze
 second convolution sees the first one's bias) and a zero input for the delayed value (so that its bias remains).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -77,13 +78,12 @@ class CCA(nnx.Module):
         before = cache["value"][:, None] if cache and going_on else self.v_prev(start, self.dtype)
         columns = self._no_columns(batch) if cache is None else cache["columns"]
         mixed = self._convolve(packed, columns, segments)
-        q, k = self._queries_and_keys(packed, mixed)
         delayed = jnp.concatenate([before.astype(v_prev.dtype), v_prev[:, :-1]], axis=1)
         if segments is not None:
             fresh = segments != _shift(segments, 1, -1)
             delayed = jnp.where(fresh[..., None], self.v_prev(start, self.dtype), delayed)
         v = jnp.concatenate([v_now, delayed], axis=-1).reshape(batch, seq, self.num_kv, self.channels)
-        q, k = (_choose(rope, x).astype(self.dtype) for x in (q, k))
+        q, k = _queries_and_keys(packed, mixed, self.temperature[...], rope, self.num_kv)
 
         scale, visible = softmax_scale(self.channels), segments if segments is not None else mask
         if cache is None:
@@ -142,18 +142,6 @@ class CCA(nnx.Module):
         bias = jnp.einsum("gc,tgcd->gd", first_bias, w1) + self.conv_grouped.bias[...].reshape(heads, -1)
         return (mixed + bias[:, None]).reshape(heads, batch, seq, -1).transpose(1, 2, 0, 3)
 
-    def _queries_and_keys(self, packed, mixed):
-        """Means added, normalised per head, keys times temperature; float32."""
-        batch, seq, _ = packed.shape
-        heads = packed.astype(jnp.float32).reshape(batch, seq, -1, self.channels)
-        q, k = jnp.split(heads, (self.num_heads,), axis=2)
-        q = q.reshape(batch, seq, self.num_kv, -1, self.channels)
-        mean = (q + k[:, :, :, None]) * 0.5
-        mixed_q, mixed_k = jnp.split(mixed, (self.num_heads,), axis=2)
-        q = _normalise(mixed_q + mean.reshape(mixed_q.shape))
-        k = _normalise(mixed_k + mean.mean(3))
-        return q, k * self.temperature[...][:, None]
-
     def _no_columns(self, batch):
         history = self.conv_depthwise.kernel.shape[0] + self.conv_grouped.kernel.shape[0] - 2
         return jnp.zeros((batch, history, (self.num_heads + self.num_kv) * self.channels), self.dtype)
@@ -166,6 +154,20 @@ class CCA(nnx.Module):
             "columns": columns[:, columns.shape[1] - cache["columns"].shape[1] :],
             "value": v_prev[:, -1].astype(cache["value"].dtype),
         }
+
+
+@functools.partial(jax.checkpoint, static_argnums=4)
+def _queries_and_keys(packed, mixed, temperature, rope, num_kv):
+    """Means added, normalised per head in float32, keys times temperature, rotated; repeated in the backward pass."""
+    batch, seq, heads, channels = mixed.shape
+    packed_heads = packed.astype(jnp.float32).reshape(mixed.shape)
+    q, k = jnp.split(packed_heads, (heads - num_kv,), axis=2)
+    q = q.reshape(batch, seq, num_kv, -1, channels)
+    mean = (q + k[:, :, :, None]) * 0.5
+    mixed_q, mixed_k = jnp.split(mixed, (heads - num_kv,), axis=2)
+    q = _normalise(mixed_q + mean.reshape(mixed_q.shape))
+    k = _normalise(mixed_k + mean.mean(3)) * temperature[:, None]
+    return tuple(_choose(rope, x).astype(packed.dtype) for x in (q, k))
 
 
 def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:

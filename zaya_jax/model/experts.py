@@ -47,10 +47,15 @@ def expert_mlp(
     order, inverse, counts = sort_by_expert(choice, num_experts + 1)
     rows = permute(x.astype(dtype), order, inverse)
     hidden = grouped_dot(rows, gate_up, counts[:num_experts])
-    g, u = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
-    y = grouped_dot((jax.nn.silu(g) * u).astype(dtype), down, counts[:num_experts])
+    y = grouped_dot(_swiglu(hidden), down, counts[:num_experts])
     y = permute(y, inverse, order).astype(jnp.float32)
     return y * jnp.where(choice < num_experts, gate, 0.0)[:, None]
+
+
+@jax.checkpoint
+def _swiglu(hidden: Float[Array, "N F2"]) -> Float[Array, "N F"]:
+    g, u = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
+    return (jax.nn.silu(g) * u).astype(hidden.dtype)
 
 
 def reference_grouped_dot(x, w, sizes) -> jax.Array:

@@ -4,6 +4,8 @@ A weight is declared once: shape, initialiser and logical axes stand in one `wei
 float32. `axes` names what each dimension means; which mesh axis that becomes is decided elsewhere.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -49,8 +51,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + self.eps) * self.scale[...]
+        return _rms_norm(x, self.scale[...], self.eps)
 
 
 class Join(nnx.Module):
@@ -63,8 +64,19 @@ class Join(nnx.Module):
         self.h_bias = weight(rngs, (dim,), ("embed",), "zeros")
 
     def __call__(self, y: Float[Array, "B S D"], h: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        y = (y.astype(jnp.float32) + self.y_bias[...]) * self.y_scale[...]
-        return y + (h + self.h_bias[...]) * self.h_scale[...]
+        return _join(y, h, self.y_scale[...], self.y_bias[...], self.h_scale[...], self.h_bias[...])
+
+
+# Cheap arithmetic on the wide stream: the backward pass repeats it instead of reading back what it gave.
+@functools.partial(jax.checkpoint, static_argnums=2)
+def _rms_norm(x, scale, eps):
+    x = x.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
+
+
+@jax.checkpoint
+def _join(y, h, y_scale, y_bias, h_scale, h_bias):
+    return (y.astype(jnp.float32) + y_bias) * y_scale + (h + h_bias) * h_scale
 
 
 def rope_table(positions: Int[Array, "B S"], base: float, rotary_dim: int) -> Float[Array, "B S half2"]:
