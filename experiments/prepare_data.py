@@ -3,13 +3,14 @@
     python -m experiments.prepare_data --input='corpus/**/*.jsonl.zst' --tokenizer=tokenizer.json --out=data/web
     python -m experiments.prepare_data --input=stdlib --train_bpe=8192 --out=data/stdlib_bpe
     python -m experiments.prepare_data --input=chats.jsonl --tokenizer=bytes --context=4096 --out=data/chats
-    python -m experiments.prepare_data --verify=data/web
+    python -m experiments.prepare_data --verify=data/web          # or --verify --out=data/web
 
 Input is plain text (a file is a document), JSONL and Parquet (a text field, or chats of roles and contents),
 each also as .gz or .zst. Killed at any moment and started again with the same command, it continues. See
 docs/data.md.
 """
 
+import itertools
 import os
 import sys
 import time
@@ -41,6 +42,15 @@ flags.DEFINE_string("verify", None, "check this prepared directory against its m
 def main() -> int:
     """Prepare or verify; the exit code."""
     return verify(FLAGS.verify) if FLAGS.verify else make()
+
+
+def spell_out(argv: list[str]) -> list[str]:
+    """The arguments with a bare --verify given the directory of --out."""
+    bare = [i for i, arg in enumerate(argv) if arg == "--verify" and argv[i + 1 : i + 2] in ([], [""])]
+    bare += [i for i, arg in enumerate(argv[:-1]) if arg == "--verify" and argv[i + 1].startswith("-")]
+    out = [arg.removeprefix("--out=") for arg in argv if arg.startswith("--out=")]
+    out += [after for arg, after in itertools.pairwise(argv) if arg == "--out"]
+    return [f"--verify={out[0]}" if i in bare and out else arg for i, arg in enumerate(argv)]
 
 
 def make() -> int:
@@ -116,4 +126,4 @@ def verify(directory: str) -> int:
 if __name__ == "__main__":
     from zaya_jax import cli  # not above: worker processes import this file, and need no JAX
 
-    sys.exit(cli.run(main))
+    sys.exit(cli.run(main, spell_out(sys.argv)))

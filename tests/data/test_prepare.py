@@ -238,3 +238,12 @@ def test_killed_for_good_and_continued(tmp_path):
     victim.write_bytes(content)
     checked = run(f"--verify={tmp_path / 'out'}")
     assert checked.returncode == 4 and victim.name in checked.stdout
+
+
+def test_a_bare_verify_means_the_directory_of_out():
+    from experiments.prepare_data import spell_out
+
+    assert spell_out(["p", "--verify", "--out=a"]) == ["p", "--verify=a", "--out=a"]
+    assert spell_out(["p", "--out", "a", "--verify"]) == ["p", "--out", "a", "--verify=a"]
+    assert spell_out(["p", "--verify", "a"]) == ["p", "--verify", "a"]
+    assert spell_out(["p", "--verify=a"]) == ["p", "--verify=a"]
