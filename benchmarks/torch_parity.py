@@ -144,9 +144,8 @@ def main() -> None:
     for i, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if i % 5 == 4 or i == 0:
             print(f"| {i + 1} | {a:.6f} | {b:.6f} | {a - b:+.1e} |")
-    print(
-        f"\nGreatest difference over {args.steps} steps: {max(abs(a - b) for a, b in zip(ours, theirs, strict=True)):.1e}"
-    )
+    worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    print(f"\nGreatest difference over {args.steps} steps: {worst:.1e}")
     if args.out:
         Path(args.out).write_text(json.dumps({"steps": args.steps, "losses": theirs}, indent=1) + "\n")
 
