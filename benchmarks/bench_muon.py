@@ -1,0 +1,156 @@
+"""Times Muon's update beside torch.optim.Muon's, on the same matrices, in turns, in one run.
+
+    python benchmarks/bench_muon.py --torch-python=PATH
+    python benchmarks/bench_muon.py --formula
+
+PATH is a Python that has PyTorch 2.13 or later; it runs as a process of its own that waits while ours steps.
+Both make the whole update in bfloat16: momentum, Newton-Schulz, decay, the new weights. What is printed is
+the median of the rounds, the ratio, and which share of JAX's own rate of batched bfloat16 products the
+iteration reaches.
+
+With --formula nothing runs: it prints Muon's FLOPs against the model's, for the full-size model, by tokens a
+step and by devices. A device has ceil(n / devices) of the n matrices of each shape, each of steps · (4 m² n +
+2 m³) FLOPs.
+"""
+
+import argparse
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from zaya_jax.config import Model, Optim, Precision
+from zaya_jax.hardware import chips
+from zaya_jax.model import zaya
+from zaya_jax.optim import chain, muon
+
+TOKENS = (2**15, 2**18, 2**21, 2**24)
+DEVICES = (1, 8, 64, 1024)
+SETS = {
+    "64 of 512x512 and 64 of 512x1408": ((64, 512, 512), (64, 512, 1408)),
+    "64 of 512x512 and 64 of 1408x512": ((64, 512, 512), (64, 1408, 512)),
+}
+
+TORCH = """
+import sys, time, torch
+device = sys.argv[1]
+def sync():
+    if device != "cpu": torch.cuda.synchronize()
+print(torch.__version__, torch.get_num_threads(), flush=True)
+for line in sys.stdin:
+    words = line.split()
+    if words[0] == "shapes":
+        torch.manual_seed(0)
+        sizes = [[int(n) for n in word.split("x")] for word in words[1:]]
+        weights = [torch.nn.Parameter(torch.randn(a, b, device=device)) for n, a, b in sizes for _ in range(n)]
+        for w in weights: w.grad = torch.randn_like(w)
+        optimizer = torch.optim.Muon(weights, lr=0.01, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    sync(); start = time.perf_counter(); optimizer.step(); sync()
+    print(time.perf_counter() - start, flush=True)
+"""
+
+
+def ours(shapes: tuple[tuple[int, ...], ...]) -> Callable[[], float]:
+    """A function that makes one update and returns its seconds."""
+    random = np.random.default_rng(0)
+    draw = lambda: {f"w{i}": jnp.asarray(random.standard_normal(s, np.float32)) for i, s in enumerate(shapes)}  # noqa: E731
+    params, grads = draw(), draw()
+    table = (chain.Row(".*", "matrices", "muon", True, "a benchmark"),)
+    optimizer = chain.build(Optim(clip_norm=0.0), Precision(), params, table=table)
+
+    def update(params, state, grads):
+        updates, state = optimizer.update(grads, state, params, lr=0.01)
+        return optax.apply_updates(params, updates), state
+
+    step, carried = jax.jit(update, donate_argnums=(0, 1)), [params, optimizer.init()]
+
+    def timed() -> float:
+        start = time.perf_counter()
+        carried[:] = jax.block_until_ready(step(*carried, grads))
+        return time.perf_counter() - start
+
+    return timed
+
+
+def matmul_rate(shapes: tuple[tuple[int, ...], ...], rounds: int) -> float:
+    """FLOP/s of JAX's batched bfloat16 products as the iteration has them: the small side squared, times the large."""
+    flops, seconds = 0.0, 0.0
+    for n, *sides in shapes:
+        small, large = sorted(sides)
+        a, b = jnp.ones((n, small, small), jnp.bfloat16), jnp.ones((n, small, large), jnp.bfloat16)
+        product = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
+        times = []
+        for _ in range(rounds + 1):
+            start = time.perf_counter()
+            jax.block_until_ready(product(a, b))
+            times.append(time.perf_counter() - start)
+        flops, seconds = flops + 2.0 * n * small * small * large, seconds + statistics.median(times[1:])
+    return flops / seconds
+
+
+def print_formula() -> None:
+    """Prints Muon's FLOPs over the model's on the busiest device: ZAYA1-base at 4K context."""
+    model = Model()
+    per_token, shapes = chips.model_flops(model, 4096), zaya.abstract(model)
+    print("| tokens a step | " + " | ".join(f"{n:,} devices" for n in DEVICES) + " |")
+    print("|---|" + "---|" * len(DEVICES))
+    for tokens in TOKENS:
+        shares = []
+        for devices in DEVICES:
+            layout = chain.build(Optim(), Precision(), shapes, axes={"data": devices}).layout
+            rows = {name: shape[0] // devices for name, shape in layout.state_shapes().items()}
+            if devices == 1:
+                stacks = [w.shape for w in layout.weights if w.method == "muon"]
+            else:
+                stacks = [(rows[b.name], *b.row) for b in layout.buckets.values() if b.method == "muon"]
+            shares.append(sum(muon.newton_schulz_flops(s) for s in stacks) / (per_token * tokens / devices))
+        print(f"| {tokens:,} | " + " | ".join(f"{share:.2%}" for share in shares) + " |")
+
+
+def main() -> None:
+    """Runs the rounds and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--torch-python", help="a Python interpreter that has PyTorch")
+    what.add_argument("--formula", action="store_true", help="print the share of FLOPs instead")
+    parser.add_argument("--rounds", type=int, default=7)
+    options = parser.parse_args()
+    if options.formula:
+        print_formula()
+        return
+    backend = jax.default_backend()
+    device = "cpu" if backend == "cpu" else "cuda"
+    command = [options.torch_python, "-c", TORCH, device]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as torch:
+        version, threads = torch.stdout.readline().split()
+        print(f"jax {jax.__version__} on {jax.devices()[0].device_kind}, torch {version} ({threads} threads)")
+        print(
+            "| matrices | ours, ms | torch, ms | ours / torch | ours, GFLOP/s | share of JAX's product rate |"
+        )
+        print("|---|---|---|---|---|---|")
+        for name, shapes in SETS.items():
+            step = ours(shapes)
+            step()
+            asked = "shapes " + " ".join("x".join(map(str, s)) for s in shapes)
+            times = {"ours": [], "torch": []}
+            for round_ in range(options.rounds + 1):
+                print(asked if round_ == 0 else "step", file=torch.stdin, flush=True)
+                times["torch"].append(float(torch.stdout.readline()))
+                time.sleep(0.3)  # threads of a pool that still spin would slow the other down
+                times["ours"].append(step())
+            a, b = (statistics.median(times[who][1:]) for who in ("ours", "torch"))
+            rate = sum(muon.newton_schulz_flops(s) for s in shapes) / a
+            share = rate / matmul_rate(shapes, options.rounds)
+            print(
+                f"| {name} | {a * 1e3:.0f} | {b * 1e3:.0f} | {a / b:.2f} | {rate / 1e9:.0f} | {share:.0%} |"
+            )
+        torch.stdin.close()
+
+
+if __name__ == "__main__":
+    main()
