@@ -148,7 +148,9 @@ class Mesh:
     expert: int = 1
     context: int = 1
     tensor: int = 1
-    fsdp: bool = False
+    fsdp: bool = False  # weights lie over data too, gathered layer by layer
+    tsp: bool = False  # the tensor axis carries the sequence too: weights travel in place of activations
+    ring: bool = False  # over context, keys and values travel round a ring in place of being gathered
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from zaya_jax.config import Model, Precision
 from zaya_jax.model.attention import attention, decode_attention, softmax_scale
 from zaya_jax.model.layers import Linear, apply_rope, weight
 from zaya_jax.model.matmul import dot, einsum
+from zaya_jax.parallel.spread import ALONE, Spread
 
 NORM_FLOOR = 1.1920929e-07  # float32's epsilon, the port's floor under a head's norm
 
@@ -62,6 +63,7 @@ class CCA(nnx.Module):
         cache: dict | None = None,
         cache_index: jax.Array | None = None,
         cache_valid: jax.Array | None = None,
+        spread: Spread = ALONE,
     ) -> tuple[Float[Array, "B S D"], dict | None]:
         """The block's output, and the new cache where one was given.
 

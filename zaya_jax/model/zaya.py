@@ -22,6 +22,7 @@ from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import expert_mlp
 from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
 from zaya_jax.model.router import Router
+from zaya_jax.parallel.spread import ALONE, Spread
 
 SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
 
@@ -50,7 +51,9 @@ class Experts(nnx.Module):
         self.down = weight(rngs, (e, f, d), ("expert", "mlp", "embed"), std)
         self.dtype = jnp.dtype(precision.compute)
 
-    def __call__(self, x: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"]):
+    def __call__(
+        self, x: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], spread: Spread
+    ):
         return expert_mlp(x, choice, gate, self.gate_up[...], self.down[...], dtype=self.dtype)
 
 
@@ -66,12 +69,12 @@ class Layer(nnx.Module):
         self.experts = Experts(rngs, model, precision)
         self.moe_join = Join(rngs, model.hidden_size)
 
-    def __call__(self, h, stream, balance, attend):
-        y, cache = self.cca(self.attn_norm(h), **attend)
+    def __call__(self, h, stream, balance, attend, spread: Spread):
+        y, cache = self.cca(self.attn_norm(h), spread=spread, **attend)
         h = self.attn_join(y, h)
         x = self.moe_norm(h).reshape(-1, h.shape[-1])
         choice, gate, logits, stream = self.router(x, stream, balance)
-        h = self.moe_join(self.experts(x, choice, gate).reshape(h.shape), h)
+        h = self.moe_join(self.experts(x, choice, gate, spread).reshape(h.shape), h)
         return h, stream, choice, logits, cache
 
 
@@ -107,7 +110,19 @@ class Zaya(nnx.Module):
         self.model, self.precision = model, precision
 
     def __call__(
-        self, tokens, balance, *, segments, positions, mask, cache, cache_index, cache_valid, remat, trace
+        self,
+        tokens,
+        balance,
+        *,
+        segments,
+        positions,
+        mask,
+        cache,
+        cache_index,
+        cache_valid,
+        remat,
+        trace,
+        spread,
     ):
         model = self.model
         batch, seq = tokens.shape
@@ -129,7 +144,7 @@ class Zaya(nnx.Module):
                 "window": window, "segments": segments, "mask": mask,
                 "cache": cache_l, "cache_index": cache_index, "cache_valid": cache_valid,
             }  # fmt: skip
-            h, stream, choice, logits, cache_l = layer(h, stream, balance_l, attend)
+            h, stream, choice, logits, cache_l = layer(h, stream, balance_l, attend, spread)
             classes = jnp.arange(model.num_experts + 1)
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
             return (h, stream), (counts, cache_l, (h, logits) if trace else None)
@@ -222,18 +237,20 @@ def apply(
     cache_valid: jax.Array | None = None,
     remat: str = "none",
     trace: bool = False,
+    spread: Spread = ALONE,
 ) -> Output:
     """Runs the model. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is for left-padded rows.
 
     With a cache, tokens are written at `cache_index`: a prompt into one of `empty_cache`, or, where `cache_valid`
-    [B, T] says which columns may be seen, a single new token.
+    [B, T] says which columns may be seen, a single new token. Where `spread` is not ALONE this runs
+    inside `shard_map`, on a device's part of weights and tokens.
     """
     graph, state = _abstract(model, precision)
     state = jax.tree.map(lambda x: x, state)  # a copy: replacing is in place
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)(
         tokens, balance, segments=segments, positions=positions, mask=mask, cache=cache, cache_index=cache_index,
-        cache_valid=cache_valid, remat=remat, trace=trace,
+        cache_valid=cache_valid, remat=remat, trace=trace, spread=spread,
     )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from zaya_jax import config
 from zaya_jax.config import UserError
+from zaya_jax.parallel.spread import AXES
 
-AXES = ("data", "expert", "context", "tensor")
 BATCH_AXES = ("data", "expert")
 BATCH_SPEC = PartitionSpec(None, BATCH_AXES)  # [micro-batches, sequences, S]
 

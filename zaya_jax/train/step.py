@@ -20,7 +20,8 @@ from zaya_jax.model import zaya
 from zaya_jax.model.loss import cross_entropy
 from zaya_jax.optim import balance
 from zaya_jax.optim.chain import Optimizer
-from zaya_jax.parallel.mesh import AXES, BATCH_SPEC
+from zaya_jax.parallel.mesh import BATCH_SPEC
+from zaya_jax.parallel.spread import AXES
 
 REPLICATED = PartitionSpec()
 
