@@ -86,7 +86,7 @@ def our_losses(case: str | Path, ids: np.ndarray) -> list[float]:
     state = steps.init_state(settings, optimizer, mesh)
     start = balance.init(settings.model.num_hidden_layers, settings.model.num_experts)
     state |= {"params": directory.params(), "balance": start._replace(bias=directory.balance())}
-    state = jax.device_put(jax.tree.map(np.array, state), steps.state_shardings(mesh, optimizer))
+    state = jax.device_put(jax.tree.map(np.array, state), steps.state_shardings(settings, optimizer, mesh))
     step, losses = steps.make_train_step(settings, settings.model, optimizer, mesh), []
     for rows in ids.astype(np.int32):
         shape = (BATCH, LENGTH - 1)

@@ -11,7 +11,6 @@ import functools
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,15 @@ from absl import flags
 import zaya_jax
 from zaya_jax import cli
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint.store import Store, abstract_like
+from zaya_jax.checkpoint.store import Store
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, tokenizers
 from zaya_jax.data.prefetch import DevicePrefetch
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.model import decode, zaya
-from zaya_jax.optim import balance, chain, schedule
-from zaya_jax.parallel.mesh import BATCH_AXES, check_batch, make_mesh
+from zaya_jax.optim import schedule
+from zaya_jax.parallel import rules
+from zaya_jax.parallel.mesh import BATCH_AXES, check_batch, make_mesh, rows_of_process
 from zaya_jax.report import write_report
 from zaya_jax.train import step as steps
 from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Writer
@@ -56,20 +56,23 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     ####################################################################################################################
     cli.keep_compiled()
     mesh = make_mesh(config.mesh)
+    spread = steps.spread_of(config, mesh)
+    rules.check(config, spread)
     plan = schedule.make_plan(config)
     last_step = min(plan.total_steps, config.run.num_steps)
     for segment in plan.segments:
         check_batch(mesh, segment.sequences, segment.micro_batches)
+        rules.check_sequence(spread, segment.phase.seq_len)
     tokenizer = tokenizers.load(config.data.tokenizer)
-    process = (jax.process_index(), jax.process_count())
+    rows = rows_of_process(mesh)  # which part of each batch this process reads
     micro_batches = {(s.sequences, s.phase.seq_len): s.micro_batches for s in plan.segments}
 
     def put(batch):
         sequences, seq_len = batch["tokens"].shape
-        return steps.put_batch(mesh, batch, micro_batches[sequences * process[1], seq_len])
+        return steps.put_batch(mesh, batch, micro_batches[sequences * rows[1], seq_len], spread)
 
-    stream = DevicePrefetch(pipeline.train_stream(config, tokenizer, process), put)
-    held_out = pipeline.eval_batches(config, tokenizer, process)
+    stream = DevicePrefetch(pipeline.train_stream(config, tokenizer, rows), put)
+    held_out = pipeline.eval_batches(config, tokenizer, rows)
 
     workdir = open_workdir(workdir or Path("runs") / config.name, config)
     store = Store(workdir, keep=config.checkpoint.keep)
@@ -92,22 +95,17 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     # The state: fresh, or that of the newest checkpoint
     ####################################################################################################################
     shapes = zaya.abstract(config.model, config.precision)
-    optimizer = chain.build(
-        config.optim, config.precision, shapes, axes=dict(mesh.shape),
-        skip_update=config.run.skip_update, spike_deviations=config.run.spike_deviations,
-    )  # fmt: skip
-    to_logical, from_logical = state_codecs(optimizer, mesh)
+    optimizer = steps.build_optimizer(config, mesh)
+    to_logical, from_logical, logical_like = steps.codecs(config, optimizer, mesh)
     state = steps.init_state(config, optimizer, mesh)
-    everywhere = jax.sharding.NamedSharding(mesh, steps.REPLICATED)
     if reached:
-        logical, meta = store.restore(reached, abstract_like(jax.eval_shape(to_logical, state), everywhere))
+        logical, meta = store.restore(reached, logical_like)
         state = from_logical(logical)
         stream.set_state(meta["data"])
         note_new_length(meta, config, last_step)
     elif store.steps():  # step 0 is an imported model's: weights and biases, no optimizer yet
-        imported = {"params": state["params"], "balance": state["balance"]._asdict()}
-        imported, _ = store.restore(0, abstract_like(imported, everywhere))
-        state |= {"params": imported["params"], "balance": balance.State(**imported["balance"])}
+        imported, _ = store.restore(0, {name: logical_like[name] for name in ("params", "balance")})
+        state = from_logical({**to_logical(state), **imported})
     save = functools.partial(save_checkpoint, store, to_logical, config, tokenizer, stream)
 
     ####################################################################################################################
@@ -122,7 +120,8 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
 
     shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
     eval_rows = max(config.data.micro_batch or config.data.global_batch, shards)
-    windows = [steps.put_batch(mesh, b, max(config.data.global_batch // eval_rows, 1)) for b in held_out]
+    held_pieces = max(config.data.global_batch // eval_rows, 1)
+    windows = [steps.put_batch(mesh, b, held_pieces, spread) for b in held_out]
 
     def evaluate(state, phase_index: int) -> float:
         """Mean loss over the held-out targets, in nats."""
@@ -199,28 +198,10 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     writer.close()
     stream.close()
     store.close()
-    write_sample(workdir, config, tokenizer, state)
+    write_sample(workdir, config, tokenizer, to_logical(state))
     report = write_report(workdir)
     print(f"done: {last_step} steps, {plan.tokens_of_step(last_step):,} tokens. Report: {report}")
     return cli.DONE
-
-
-def state_codecs(optimizer: chain.Optimizer, mesh: jax.sharding.Mesh) -> tuple[Callable, Callable]:
-    """To and from what a checkpoint holds: each array in its own shape, no padding, no placement."""
-
-    def to_logical(state):
-        optimizer_part = optimizer.to_logical(state["optimizer"])
-        return {"params": state["params"], "optimizer": optimizer_part, "balance": state["balance"]._asdict()}
-
-    def from_logical(logical):
-        optimizer_part = optimizer.from_logical(logical["optimizer"])
-        return {
-            "params": logical["params"],
-            "optimizer": optimizer_part,
-            "balance": balance.State(**logical["balance"]),
-        }
-
-    return jax.jit(to_logical), jax.jit(from_logical, out_shardings=steps.state_shardings(mesh, optimizer))
 
 
 def save_checkpoint(
@@ -270,14 +251,14 @@ def describe_run(config: Config, mesh, shapes, plan, last_step: int, workdir: Pa
     )
 
 
-def write_sample(workdir: Path, config: Config, tokenizer, state) -> None:
+def write_sample(workdir: Path, config: Config, tokenizer, logical) -> None:
     """A continuation of the config's prompt, for the report."""
     if jax.process_index():
         return
     prompt = config.log.sample_prompt
     ids = jnp.asarray([[tokenizer.bos_id, *tokenizer.encode(prompt)]], jnp.int32)
-    params = jax.device_put(state["params"], jax.devices()[0])
-    bias = jax.device_put(state["balance"].bias, jax.devices()[0])
+    params = jax.device_put(logical["params"], jax.devices()[0])
+    bias = jax.device_put(logical["balance"]["bias"], jax.devices()[0])
     new = decode.generate(
         config.model, params, bias, ids, config.log.sample_tokens, config.precision,
         temperature=config.log.sample_temperature, key=jax.random.key(config.run.seed),

@@ -97,8 +97,8 @@ def test_no_weight_crosses_devices_inside_the_accumulation():
 def test_a_mesh_must_fit_devices_and_batch():
     with pytest.raises(config.UserError, match=r"3 x 1 x 1 x 1, but there are 8 devices; set mesh\.data=8"):
         make_mesh(config.Mesh(data=3), jax.devices()[:8])
-    with pytest.raises(config.UserError, match="fsdp"):
-        make_mesh(config.Mesh(fsdp=True))
+    with pytest.raises(config.UserError, match=r"expert x context x tensor = 3 must divide 8, as 2 does"):
+        make_mesh(config.Mesh(expert=3), jax.devices()[:8])
     with pytest.raises(config.UserError, match="micro-batch of 6 sequences does not divide over 4 devices"):
         check_batch(make_mesh(config.Mesh(), jax.devices()[:4]), 12, 2)
 

@@ -20,6 +20,7 @@ from zaya_jax.config import Model, Precision
 from zaya_jax.model.attention import attention, decode_attention, softmax_scale
 from zaya_jax.model.layers import Linear, apply_rope, weight
 from zaya_jax.model.matmul import dot, einsum
+from zaya_jax.parallel import heads
 from zaya_jax.parallel.spread import ALONE, Spread
 
 NORM_FLOOR = 1.1920929e-07  # float32's epsilon, the port's floor under a head's norm
@@ -30,7 +31,7 @@ class Conv(nnx.Module):
 
     def __init__(self, rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], channels: int, std: float):
         self.kernel = weight(rngs, shape, axes, std)
-        self.bias = weight(rngs, (channels,), ("heads",), "zeros")
+        self.bias = weight(rngs, (channels,), ("packed",), "zeros")
 
 
 class CCA(nnx.Module):
@@ -43,9 +44,9 @@ class CCA(nnx.Module):
         self.k = Linear(rngs, d, k * c, ("embed", "kv_heads"), std, bias)
         self.v_now = Linear(rngs, d, k * c // 2, ("embed", "kv_heads"), std, bias)
         self.v_prev = Linear(rngs, d, k * c // 2, ("embed", "kv_heads"), std, bias)
-        self.conv_depthwise = Conv(rngs, (model.cca_time0, (h + k) * c), (None, "heads"), (h + k) * c, std)
+        self.conv_depthwise = Conv(rngs, (model.cca_time0, (h + k) * c), (None, "packed"), (h + k) * c, std)
         self.conv_grouped = Conv(
-            rngs, (model.cca_time1, h + k, c, c), (None, "heads", None, None), (h + k) * c, std
+            rngs, (model.cca_time1, h + k, c, c), (None, "packed", None, None), (h + k) * c, std
         )
         self.temperature = weight(rngs, (k,), ("kv_heads",), "ones")
         self.o = Linear(rngs, h * c, d, ("heads", "embed"), std, bias)
@@ -74,18 +75,21 @@ class CCA(nnx.Module):
         if mask is not None:
             x = x * mask[..., None].astype(x.dtype)
         x = x.astype(self.dtype)
-        packed, v_now, v_prev = self._project(x)
-        start = jnp.zeros((batch, 1, x.shape[-1]), x.dtype)
+        part = self._part(spread)
+        packed, v_now, v_prev = self._project(x, part)
         going_on = cache_valid is not None  # else no token comes before the first one
-        before = cache["value"][:, None] if cache and going_on else self.v_prev(start, self.dtype)
-        columns = self._no_columns(batch) if cache is None else cache["columns"]
-        mixed = self._convolve(packed, columns, segments)
+        first = self._value_of_nothing(batch, part)
+        before = cache["value"][:, None] if cache and going_on else first
+        columns = self._no_columns(batch, part) if cache is None else cache["columns"]
+        mixed = self._convolve(packed, columns, segments, part)
         delayed = jnp.concatenate([before.astype(v_prev.dtype), v_prev[:, :-1]], axis=1)
         if segments is not None:
             fresh = segments != _shift(segments, 1, -1)
-            delayed = jnp.where(fresh[..., None], self.v_prev(start, self.dtype), delayed)
-        v = jnp.concatenate([v_now, delayed], axis=-1).reshape(batch, seq, self.num_kv, self.channels)
-        q, k = _queries_and_keys(packed, mixed, self.temperature[...], rope, self.num_kv)
+            delayed = jnp.where(fresh[..., None], first, delayed)
+        v = part.join_values(v_now, delayed).reshape(batch, seq, part.kv, self.channels)
+        q, k = _queries_and_keys(
+            packed, mixed, part.kv_dim(self.temperature[...]), rope, part.kv, part.mean_queries
+        )
 
         scale, visible = softmax_scale(self.channels), segments if segments is not None else mask
         if cache is None:
@@ -98,18 +102,27 @@ class CCA(nnx.Module):
                 out = decode_attention(q, new_cache["k"], new_cache["v"], valid, scale=scale)
             else:  # the prompt: it starts an empty cache, so it attends to itself alone
                 out, _ = attention(q, k, v, visible, visible, window, scale=scale)
-        return self.o(out.reshape(batch, seq, -1), self.dtype), new_cache
+        y = part.sum(dot(out.reshape(batch, seq, -1), self.o.kernel[...], self.dtype))
+        return y + self.o.bias[...].astype(y.dtype) if hasattr(self.o, "bias") else y, new_cache
 
-    def _project(self, x):
+    def _part(self, spread: Spread) -> heads.Part:
+        return heads.part(self.num_heads, self.num_kv, self.channels, spread)
+
+    def _project(self, x, part: heads.Part):
         """Packed queries and keys, current and delayed values: one product with the four matrices side by side."""
-        parts = (self.q, self.k, self.v_now, self.v_prev)
-        y = dot(x, jnp.concatenate([p.kernel[...] for p in parts], axis=1), self.dtype)
-        if hasattr(self.q, "bias"):
-            y += jnp.concatenate([p.bias[...] for p in parts]).astype(y.dtype)
-        width = (self.num_heads + self.num_kv) * self.channels
-        return jnp.split(y, (width, width + self.num_kv * self.channels // 2), axis=-1)
 
-    def _convolve(self, packed, columns, segments):
+        def side_by_side(q, k, v_now, v_prev):
+            values = part.value_columns(jnp.concatenate([v_now, v_prev], axis=-1))
+            return jnp.concatenate([q, part.kv_columns(k), values], axis=-1)
+
+        parts = (self.q, self.k, self.v_now, self.v_prev)
+        y = dot(x, side_by_side(*(p.kernel[...] for p in parts)), self.dtype)
+        if hasattr(self.q, "bias"):
+            y += side_by_side(*(p.bias[...] for p in parts)).astype(y.dtype)
+        packed, values = jnp.split(y, (part.packed * self.channels,), axis=-1)
+        return packed, *part.split_values(values)
+
+    def _convolve(self, packed, columns, segments, part: heads.Part):
         """Both convolutions of the packed columns, [B, S, H + K, C].
 
         Nothing stands between them but the first one's bias, so they are one convolution with t0 + t1 - 1 taps, whose
@@ -117,8 +130,8 @@ class CCA(nnx.Module):
         mask is what lies before it. The biases are added once, at the end.
         """
         batch, seq, _ = packed.shape
-        w0, w1 = self.conv_depthwise.kernel[...], self.conv_grouped.kernel[...]
-        heads = w1.shape[1]
+        w1, heads = part.packed_dim(self.conv_grouped.kernel[...], 1), part.packed
+        w0 = part.packed_columns(self.conv_depthwise.kernel[...])
         taps = w0.shape[0] + w1.shape[0] - 1
         w0 = w0.reshape(-1, heads, self.channels, 1)
         kernel = jnp.zeros((taps, *w1.shape[1:]), w1.dtype)
@@ -140,13 +153,25 @@ class CCA(nnx.Module):
         )
         kernel = kernel.transpose(1, 0, 2, 3).reshape(heads, -1, self.channels)
         mixed = einsum("gni,gio->gno", taken, kernel, self.dtype, jnp.float32)
-        first_bias = self.conv_depthwise.bias[...].reshape(heads, self.channels)
-        bias = jnp.einsum("gc,tgcd->gd", first_bias, w1) + self.conv_grouped.bias[...].reshape(heads, -1)
+        first_bias, last_bias = (
+            part.packed_columns(conv.bias[...]).reshape(heads, self.channels)
+            for conv in (self.conv_depthwise, self.conv_grouped)
+        )
+        bias = jnp.einsum("gc,tgcd->gd", first_bias, w1) + last_bias
         return (mixed + bias[:, None]).reshape(heads, batch, seq, -1).transpose(1, 2, 0, 3)
 
-    def _no_columns(self, batch):
+    def _value_of_nothing(self, batch, part: heads.Part):
+        """The delayed value after a zero input: the projection's bias, where it has one."""
+        value = jnp.zeros((part.kv * self.channels,), self.dtype)
+        if hasattr(self.v_prev, "bias"):
+            biases = (self.v_now.bias[...], self.v_prev.bias[...])
+            value = part.value_columns(jnp.concatenate(biases)).astype(self.dtype)
+        delayed = part.split_values(value)[1]
+        return jnp.broadcast_to(delayed, (batch, 1, delayed.size))
+
+    def _no_columns(self, batch, part: heads.Part):
         history = self.conv_depthwise.kernel.shape[0] + self.conv_grouped.kernel.shape[0] - 2
-        return jnp.zeros((batch, history, (self.num_heads + self.num_kv) * self.channels), self.dtype)
+        return jnp.zeros((batch, history, part.packed * self.channels), self.dtype)
 
     def _extend(self, cache, packed, v_prev, k, v, index):
         columns = jnp.concatenate([cache["columns"], packed.astype(cache["columns"].dtype)], axis=1)
@@ -158,8 +183,8 @@ class CCA(nnx.Module):
         }
 
 
-@functools.partial(jax.checkpoint, static_argnums=4)
-def _queries_and_keys(packed, mixed, temperature, rope, num_kv):
+@functools.partial(jax.checkpoint, static_argnums=(4, 5))
+def _queries_and_keys(packed, mixed, temperature, rope, num_kv, mean_queries):
     """Means added, normalised per head in float32, keys times temperature, rotated; repeated in the backward pass."""
     batch, seq, heads, channels = mixed.shape
     packed_heads = packed.astype(jnp.float32).reshape(mixed.shape)
@@ -167,8 +192,11 @@ def _queries_and_keys(packed, mixed, temperature, rope, num_kv):
     q = q.reshape(batch, seq, num_kv, -1, channels)
     mean = (q + k[:, :, :, None]) * 0.5
     mixed_q, mixed_k = jnp.split(mixed, (heads - num_kv,), axis=2)
+    mean_k = (
+        mean_queries(q) + k
+    ) * 0.5  # of (q + k) / 2 over a group, whose queries may lie on several devices
     q = _normalise(mixed_q + mean.reshape(mixed_q.shape))
-    k = _normalise(mixed_k + mean.mean(3)) * temperature[:, None]
+    k = _normalise(mixed_k + mean_k) * temperature[:, None]
     return tuple(_choose(rope, x).astype(packed.dtype) for x in (q, k))
 
 

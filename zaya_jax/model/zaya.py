@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from zaya_jax.config import Model, Precision
@@ -22,8 +23,9 @@ from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import expert_mlp
 from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
 from zaya_jax.model.router import Router
-from zaya_jax.parallel.spread import ALONE, Spread
+from zaya_jax.parallel.spread import ALONE, Spread, gather_over_data
 
+GATHERED = "gathered"  # the name under which a remat policy finds weights that fsdp gathered
 SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
 
 
@@ -54,7 +56,8 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], spread: Spread
     ):
-        return expert_mlp(x, choice, gate, self.gate_up[...], self.down[...], dtype=self.dtype)
+        y = expert_mlp(x, choice, gate, self.gate_up[...], self.down[...], dtype=self.dtype)
+        return jax.lax.psum(y.astype(self.dtype), "tensor") if spread.heads > 1 else y
 
 
 class Layer(nnx.Module):
@@ -138,7 +141,7 @@ class Zaya(nnx.Module):
         def body(carry, per_layer):
             h, stream = carry
             weights, balance_l, kind, window, cache_l = per_layer
-            layer = nnx.merge(layer_def, weights)
+            layer = nnx.merge(layer_def, _gathered(weights) if spread.fsdp else weights)
             attend: dict[str, Any] = {
                 "rope": _rope_of(kind, tables),
                 "window": window, "segments": segments, "mask": mask,
@@ -149,12 +152,22 @@ class Zaya(nnx.Module):
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
             return (h, stream), (counts, cache_l, (h, logits) if trace else None)
 
-        body = _remat(body, remat)
+        body = _remat(body, "gathered" if spread.fsdp and remat == "none" else remat)
         (h, _), (counts, cache, traced) = jax.lax.scan(
             body, (h, stream), (layer_weights, balance, kinds, windows, cache)
         )
         hidden_states, router_logits = traced if trace else (None, None)
         return Output(self.final_norm(h), counts, cache, hidden_states, router_logits)
+
+
+def _gathered(weights):
+    """A layer's weights, whole, of those that fsdp spread over the data axis."""
+
+    def gather(w):
+        whole = checkpoint_name(gather_over_data(w[...], w.get_metadata()["axes"]), GATHERED)
+        return w.replace(whole)
+
+    return jax.tree.map(gather, weights, is_leaf=lambda x: isinstance(x, nnx.Param))
 
 
 def _layer_kinds(model: Model, positions):
@@ -188,7 +201,9 @@ def _remat(body, policy: str):
     if policy == "none":
         return body
     keep = None
-    if policy == "attention" or (
+    if policy == "gathered":  # all but weights that other devices keep: these are gathered again
+        keep = policies.save_anything_except_these_names(GATHERED)
+    elif policy == "attention" or (
         policy == "offload" and jax.default_backend() == "cpu"
     ):  # a CPU is its own host
         keep = policies.save_only_these_names(SAVED)

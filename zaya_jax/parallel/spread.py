@@ -7,9 +7,13 @@ devices of what each computes, each token counted by one device; gradients of a 
 import dataclasses
 import math
 
+import jax
+import numpy as np
+
 from zaya_jax import config
 
 AXES = ("data", "expert", "context", "tensor")
+FSDP_DIM = "embed"  # the logical axis of matrices that fsdp spreads over data
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +45,12 @@ class Spread:
         return AXES if self.tsp else AXES[:3]
 
     @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes that whole experts lie over: with TSP tensor too, since there its devices hold other tokens."""
+        axes = ("expert", "tensor") if self.tsp else ("expert",)
+        return tuple(axis for axis in axes if getattr(self, axis) > 1)
+
+    @property
     def heads(self) -> int:
         """On how many devices attention's heads and the experts' width lie."""
         return 1 if self.tsp else self.tensor
@@ -58,3 +68,32 @@ def of(sizes: config.Mesh, shape: dict[str, int]) -> Spread:
         tsp=sizes.tsp and axes["tensor"] > 1,
         ring=sizes.ring and axes["context"] > 1,
     )
+
+
+def is_matrix(names: tuple[str | None, ...]) -> bool:
+    """Whether a weight with these logical axes is a matrix, or a stack of them: what fsdp spreads."""
+    return len([name for name in names if name not in ("layers", "expert")]) > 1
+
+
+def gather_over_data(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
+    """A weight that fsdp spread over data, whole again; its gradient is summed and spread on the way back."""
+    if not is_matrix(names) or FSDP_DIM not in names:
+        return x
+    return jax.lax.all_gather(x, "data", axis=names.index(FSDP_DIM), tiled=True)
+
+
+def share_of_tokens(x: jax.Array, spread: Spread) -> jax.Array:
+    """This device's part of rows that the tensor axis holds in common: each counts for the loss on one device."""
+    if spread.heads == 1:
+        return x
+    size = x.shape[0] // spread.heads
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * size, size, 0)
+
+
+def zigzag(length: int, parts: int) -> np.ndarray:
+    """Which token stands at each place of a sequence cut over devices; causal attention is then equal work for all.
+
+    Of 2 x parts pieces, device i holds the i-th and the i-th from the end, in that order.
+    """
+    pieces = np.arange(length).reshape(2 * parts, -1)
+    return np.stack([pieces[:parts], pieces[: parts - 1 : -1]], axis=1).reshape(-1)

@@ -7,6 +7,7 @@ over the micro-batches, and the optimizer then sums it over devices once, whatev
 over all real targets of the global batch, however these are spread over micro-batches and devices.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,57 +19,124 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zaya_jax.config import Config, Model
 from zaya_jax.model import zaya
 from zaya_jax.model.loss import cross_entropy
-from zaya_jax.optim import balance
+from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
-from zaya_jax.parallel.mesh import BATCH_SPEC
-from zaya_jax.parallel.spread import AXES
+from zaya_jax.parallel import rules
+from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel.mesh import batch_spec, rows_of_process
+from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens, zigzag
 
 REPLICATED = PartitionSpec()
 
 
-def state_specs(optimizer: Optimizer) -> dict[str, Any]:
+def state_specs(config: Config, optimizer: Optimizer, spread: Spread) -> dict[str, Any]:
     """How each part of the state lies on the mesh (a prefix of its tree)."""
-    return {"params": REPLICATED, "optimizer": optimizer.specs(), "balance": REPLICATED}
+    params = rules.param_specs(config.model, config.precision, spread)
+    return {"params": params, "optimizer": optimizer.specs(), "balance": REPLICATED}
 
 
-def state_shardings(mesh: Mesh, optimizer: Optimizer) -> dict[str, Any]:
+def state_shardings(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     """The same as shardings."""
+    return _shardings(mesh, state_specs(config, optimizer, spread_of(config, mesh)))
+
+
+def _shardings(mesh: Mesh, specs: Any) -> Any:
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), state_specs(optimizer), is_leaf=is_spec)
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+
+
+def spread_of(config: Config, mesh: Mesh) -> Spread:
+    """How a run's work is spread over a mesh."""
+    return spread_lib.of(config.mesh, dict(mesh.shape))
+
+
+def build_optimizer(config: Config, mesh: Mesh) -> Optimizer:
+    """The optimizer of a run, for weights as they lie on the mesh."""
+    spread = spread_of(config, mesh)
+    return chain.build(
+        config.optim, config.precision, zaya.abstract(config.model, config.precision),
+        specs=rules.param_specs(config.model, config.precision, spread), axes=dict(mesh.shape),
+        skip_update=config.run.skip_update, spike_deviations=config.run.spike_deviations,
+    )  # fmt: skip
 
 
 def init_state(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     """The state before the first step: a function of the seed alone, whatever the mesh."""
 
+    parts = spread_of(config, mesh).heads
+
     def init():
+        params = zaya.init(config.model, jax.random.key(config.run.seed), config.precision)
         return {
-            "params": zaya.init(config.model, jax.random.key(config.run.seed), config.precision),
+            "params": rules.arrange(params, parts),
             "optimizer": optimizer.init(),
             "balance": balance.init(config.model.num_hidden_layers, config.model.num_experts, zaya.SKIP_BIAS),
         }
 
     with jax.default_matmul_precision(config.precision.matmul):
-        return jax.jit(init, out_shardings=state_shardings(mesh, optimizer))()
+        return jax.jit(init, out_shardings=state_shardings(config, optimizer, mesh))()
 
 
-def make_loss(config: Config, model: Model) -> Callable:
+def codecs(config: Config, optimizer: Optimizer, mesh: Mesh) -> tuple[Callable, Callable, Any]:
+    """(to_logical, from_logical, what is between as ShapeDtypeStructs): the state as a checkpoint holds it.
+
+    Logical arrays have the weight's own shape, un-padded, whatever the mesh; they lie as the weights do.
+    """
+    parts = spread_of(config, mesh).heads
+
+    def to_logical(state):
+        logical = {"params": state["params"], "optimizer": optimizer.to_logical(state["optimizer"])}
+        return {**rules.arrange(logical, parts, inverse=True), "balance": state["balance"]._asdict()}
+
+    def from_logical(logical):
+        arranged = rules.arrange({name: logical[name] for name in ("params", "optimizer")}, parts)
+        return {
+            "params": arranged["params"],
+            "optimizer": optimizer.from_logical(arranged["optimizer"]),
+            "balance": balance.State(**logical["balance"]),
+        }
+
+    specs = state_specs(config, optimizer, spread_of(config, mesh))["params"]
+    by_path = {jax.tree_util.keystr(p): spec for p, spec in jax.tree_util.tree_flatten_with_path(specs)[0]}
+
+    def placed(path, x):
+        found = (by_path.get(jax.tree_util.keystr(path[i:])) for i in range(len(path)))
+        spec = next((spec for spec in found if spec is not None), REPLICATED)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+    state = jax.eval_shape(functools.partial(init_state, config, optimizer, mesh))
+    between = jax.tree_util.tree_map_with_path(placed, jax.eval_shape(to_logical, state))
+    return (
+        jax.jit(to_logical, out_shardings=jax.tree.map(lambda x: x.sharding, between)),
+        jax.jit(from_logical, out_shardings=state_shardings(config, optimizer, mesh)),
+        between,
+    )
+
+
+def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
     """loss(params, bias, micro-batch, total) → (loss / total, (cross entropy, log² Z, tokens a class)).
 
-    `total` is the number of real targets that the mean is taken over.
+    `total` is the number of real targets that the mean is taken over. On a mesh the loss is the sum over devices, and
+    counts are of a device's tokens.
     """
     z_weight = config.optim.z_loss
+    axes = zaya.param_axes(model, config.precision)
 
     def loss_fn(params, bias, batch, total):
+        if spread.fsdp:  # layers gather their weights themselves, one after the other
+            outer = {name: part for name, part in params.items() if name != "layers"}
+            names = {name: axes[name] for name in outer}
+            params = {**jax.tree.map(gather_over_data, outer, names), "layers": params["layers"]}
         out = zaya.apply(
-            model, params, bias, batch["tokens"], precision=config.precision,
+            model, params, bias, batch["tokens"], precision=config.precision, spread=spread,
             segments=batch["segment_ids"], positions=batch["positions"], remat=config.remat,
         )  # fmt: skip
         loss, z = cross_entropy(
-            out.hidden.reshape(-1, model.hidden_size),
+            share_of_tokens(out.hidden.reshape(-1, model.hidden_size), spread),
             params["embed"]["embedding"],
             params["head"]["bias"] if model.lm_head_bias else None,
-            batch["targets"].reshape(-1),
-            batch["loss_mask"].reshape(-1),
+            share_of_tokens(batch["targets"].reshape(-1), spread),
+            share_of_tokens(batch["loss_mask"].reshape(-1), spread),
             dtype=config.precision.compute,
             z_weight=z_weight,
         )
@@ -80,11 +148,12 @@ def make_loss(config: Config, model: Model) -> Callable:
 
 def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mesh) -> Callable:
     """step(state, batch, lr) → (state, figures); the state is donated, the figures are scalars and [L, ..] arrays."""
-    loss_fn = make_loss(config, model)
+    spread = spread_of(config, mesh)
+    loss_fn = make_loss(config, model, spread)
 
     def step(state, batch, lr):
         params, bias = state["params"], state["balance"].bias
-        total = jnp.maximum(jax.lax.psum(jnp.sum(batch["loss_mask"]), AXES), 1.0)
+        total = jnp.maximum(jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes), 1.0)
         gradient = jax.grad(loss_fn, has_aux=True)
 
         if batch["tokens"].shape[0] == 1:
@@ -101,7 +170,8 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
             )
             (grads, sums), _ = jax.lax.scan(accumulate, zero, batch)
 
-        loss, z, counts = jax.lax.psum(sums, AXES)
+        loss, z = jax.lax.psum(sums[:2], AXES)
+        counts = jax.lax.psum(sums[2], spread.token_axes)
         updates, opt_state = optimizer.update(grads, state["optimizer"], params, lr=lr)
         figures = dict(opt_state.figures)
         new_balance, load = balance.update(
@@ -116,12 +186,14 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
         }
         return state, figures
 
-    return _on_mesh(config, mesh, step, (state_specs(optimizer), BATCH_SPEC, REPLICATED), donate=(0,))
+    in_specs = (state_specs(config, optimizer, spread), batch_spec(spread), REPLICATED)
+    return _on_mesh(config, mesh, step, in_specs, donate=(0,))
 
 
 def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mesh) -> Callable:
     """step(state, batch) → (summed loss, number of targets) over all devices."""
-    loss_fn = make_loss(config, model)
+    spread = spread_of(config, mesh)
+    loss_fn = make_loss(config, model, spread)
 
     def step(state, batch):
         def add(carry, micro):
@@ -129,10 +201,12 @@ def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mes
             return (carry[0] + loss, carry[1] + jnp.sum(micro["loss_mask"])), None
 
         zero = jnp.zeros(())
-        sums, _ = jax.lax.scan(add, (zero, zero), batch)
-        return jax.lax.psum(sums, AXES)
+        (loss, count), _ = jax.lax.scan(add, (zero, zero), batch)
+        return jax.lax.psum(loss, AXES), jax.lax.psum(count, spread.token_axes)
 
-    return _on_mesh(config, mesh, step, (state_specs(optimizer), BATCH_SPEC), out=REPLICATED)
+    return _on_mesh(
+        config, mesh, step, (state_specs(config, optimizer, spread), batch_spec(spread)), out=REPLICATED
+    )
 
 
 def _on_mesh(config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate=(), out=None) -> Callable:
@@ -147,12 +221,24 @@ def _on_mesh(config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate
     return jax.jit(mapped, donate_argnums=donate)
 
 
-def put_batch(mesh: Mesh, batch: dict, micro_batches: int) -> dict[str, jax.Array]:
-    """A process's rows of a global batch as global arrays [micro-batches, sequences, S] on the mesh."""
-    sharding = NamedSharding(mesh, BATCH_SPEC)
+def put_batch(mesh: Mesh, batch: dict, micro_batches: int, spread: Spread = ALONE) -> dict[str, jax.Array]:
+    """A process's rows of a global batch (`mesh.rows_of_process`) as global arrays [micro-batches, sequences, S].
+
+    Each process's rows are a part of every micro-batch. A sequence that is cut over devices lies in zig-zag order.
+    """
+    part, parts = rows_of_process(mesh)
+    sharding = NamedSharding(mesh, batch_spec(spread))
 
     def put(x):
+        if spread.sequence_parts > 1:
+            x = x[:, zigzag(x.shape[1], spread.sequence_parts)]
         x = x.reshape(micro_batches, -1, x.shape[-1])
-        return jax.make_array_from_process_local_data(sharding, x)
+        own = part * x.shape[1]
+
+        def piece(index):
+            rows = index[1].indices(x.shape[1] * parts)
+            return x[index[0], rows[0] - own : rows[1] - own, index[2]]
+
+        return jax.make_array_from_callback((x.shape[0], x.shape[1] * parts, x.shape[2]), sharding, piece)
 
     return {name: put(x) for name, x in batch.items()}

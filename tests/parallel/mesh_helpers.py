@@ -1,0 +1,110 @@
+"""One model, one batch of uneven documents, and its loss and gradients on any mesh: what the tests compare."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from zaya_jax import config
+from zaya_jax.model import zaya
+from zaya_jax.parallel import rules
+from zaya_jax.parallel.mesh import batch_spec, make_mesh
+from zaya_jax.train import step as steps
+
+ROWS, LENGTH = 8, 32
+SETTINGS = config.check(
+    {
+        "model": dict(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+            head_dim=8, moe_intermediate_size=16, num_experts=8, router_hidden_size=8, pad_token_id=None,
+            attention_bias=True, lm_head_bias=True, layer_types=("hybrid", "hybrid_sliding"), sliding_window=9,
+        ),
+        "precision": {"compute": "float32", "newton_schulz": "float32", "matmul": "highest"},
+        "data": {"seq_len": LENGTH},
+    }
+)  # fmt: skip
+
+
+def with_model(**keys) -> config.Config:
+    """The settings with other keys of the model."""
+    return dataclasses.replace(SETTINGS, model=dataclasses.replace(SETTINGS.model, **keys))
+
+
+def batch(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> dict[str, np.ndarray]:
+    """Rows of documents of uneven lengths, and very uneven numbers of real targets."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 64, (rows, length + 1)).astype(np.int32)
+    starts = rng.random((rows, length)) < 0.1
+    segments = (1 + np.cumsum(starts, 1)).astype(np.int32)
+    mask = (np.arange(length) < rng.integers(0, length + 1, (rows, 1))).astype(np.float32)
+    mask[3], mask[5] = 0, 1
+    return {
+        "tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segment_ids": segments,
+        "positions": np.tile(np.arange(length, dtype=np.int32), (rows, 1)), "loss_mask": mask,
+    }  # fmt: skip
+
+
+def parameters(settings: config.Config):
+    """Parameters that are all of some size, biases and scales too: zeros would hide mistakes."""
+    tree = jax.jit(lambda: zaya.init(settings.model, jax.random.key(0), settings.precision))()
+    leaves, treedef = jax.tree.flatten(tree)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [x + 0.1 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(treedef, noisy)
+
+
+def program(settings: config.Config, num_devices: int):
+    """(mesh, function of (params, bias, batch)): loss, counts and summed gradients on the mesh of the settings."""
+    mesh = make_mesh(settings.mesh, jax.devices()[:num_devices])
+    spread = steps.spread_of(settings, mesh)
+    rules.check(settings, spread)
+    specs = rules.param_specs(settings.model, settings.precision, spread)
+    loss_fn = steps.make_loss(settings, settings.model, spread)
+
+    def compute(params, bias, batch):
+        total = jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes)
+        micro = jax.tree.map(lambda x: x[0], batch)
+        grads, (loss, _, counts) = jax.grad(loss_fn, has_aux=True)(params, bias, micro, total)
+
+        def whole(g, spec):
+            used = {axis for dim in spec for axis in ((dim,) if isinstance(dim, str) else dim or ())}
+            return jax.lax.psum(g, tuple(axis for axis in mesh.axis_names if axis not in used))
+
+        grads = jax.tree.map(whole, grads, specs)
+        return jax.lax.psum(loss, mesh.axis_names), jax.lax.psum(counts, spread.token_axes), grads
+
+    def precise(*args):
+        with jax.default_matmul_precision("highest"):
+            return compute(*args)
+
+    in_specs = (specs, PartitionSpec(), batch_spec(spread))
+    out_specs = (PartitionSpec(), PartitionSpec(), specs)
+    mapped = jax.shard_map(precise, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mesh, jax.jit(mapped)
+
+
+def loss_and_gradients(settings: config.Config, num_devices: int, host: dict, bias=None):
+    """Loss, counts and gradients (as a checkpoint would order them), on the host."""
+    mesh, run = program(settings, num_devices)
+    spread = steps.spread_of(settings, mesh)
+    params = rules.arrange(parameters(settings), spread.heads)
+    bias = zaya.init_balance(settings.model) if bias is None else bias
+    loss, counts, grads = run(params, bias, steps.put_batch(mesh, host, 1, spread))
+    return jax.device_get((loss, counts, rules.arrange(grads, spread.heads, inverse=True)))
+
+
+def assert_same(ours, theirs):
+    """Loss within 1e-6, counts equal, every gradient within 1e-5 of its norm."""
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
+    np.testing.assert_array_equal(ours[1], theirs[1])
+    for (path, a), b in zip(
+        jax.tree_util.tree_flatten_with_path(ours[2])[0], jax.tree.leaves(theirs[2]), strict=True
+    ):
+        bound = 1e-5 * np.linalg.norm(b) + 1e-8
+        assert np.linalg.norm(a - b) <= bound, (
+            jax.tree_util.keystr(path),
+            np.linalg.norm(a - b),
+            np.linalg.norm(b),
+        )

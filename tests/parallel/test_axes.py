@@ -1,0 +1,32 @@
+"""Every mesh gives the loss and the gradients of one device."""
+
+import dataclasses
+import functools
+
+import mesh_helpers as helpers
+import pytest
+
+from zaya_jax import config
+
+
+@functools.cache
+def alone():
+    return helpers.loss_and_gradients(helpers.SETTINGS, 1, helpers.batch())
+
+
+def spread_over(**sizes):
+    return dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes"),
+    [
+        (2, dict(tensor=2)),
+        (4, dict(tensor=4)),
+        (8, dict(tensor=8)),
+        (4, dict(data=4, fsdp=True)),
+        (8, dict(data=2, tensor=4, fsdp=True)),
+    ],
+)
+def test_a_mesh_gives_what_one_device_gives(devices, sizes):
+    helpers.assert_same(helpers.loss_and_gradients(spread_over(**sizes), devices, helpers.batch()), alone())
