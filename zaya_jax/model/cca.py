@@ -87,9 +87,8 @@ class CCA(nnx.Module):
             fresh = segments != _shift(segments, 1, -1)
             delayed = jnp.where(fresh[..., None], first, delayed)
         v = part.join_values(v_now, delayed).reshape(batch, seq, part.kv, self.channels)
-        q, k = _queries_and_keys(
-            packed, mixed, part.kv_dim(self.temperature[...]), rope, part.kv, part.mean_queries
-        )
+        temperature = part.kv_dim(self.temperature[...])
+        q, k = _queries_and_keys(packed, mixed, temperature, rope, part.kv, part.mean_queries(packed))
 
         scale, visible = softmax_scale(self.channels), segments if segments is not None else mask
         if cache is None:
@@ -183,8 +182,8 @@ class CCA(nnx.Module):
         }
 
 
-@functools.partial(jax.checkpoint, static_argnums=(4, 5))
-def _queries_and_keys(packed, mixed, temperature, rope, num_kv, mean_queries):
+@functools.partial(jax.checkpoint, static_argnums=4)
+def _queries_and_keys(packed, mixed, temperature, rope, num_kv, mean_q):
     """Means added, normalised per head in float32, keys times temperature, rotated; repeated in the backward pass."""
     batch, seq, heads, channels = mixed.shape
     packed_heads = packed.astype(jnp.float32).reshape(mixed.shape)
@@ -192,11 +191,9 @@ def _queries_and_keys(packed, mixed, temperature, rope, num_kv, mean_queries):
     q = q.reshape(batch, seq, num_kv, -1, channels)
     mean = (q + k[:, :, :, None]) * 0.5
     mixed_q, mixed_k = jnp.split(mixed, (heads - num_kv,), axis=2)
-    mean_k = (
-        mean_queries(q) + k
-    ) * 0.5  # of (q + k) / 2 over a group, whose queries may lie on several devices
+    mean_q = q.mean(3) if mean_q is None else mean_q  # else its queries lie on several devices
     q = _normalise(mixed_q + mean.reshape(mixed_q.shape))
-    k = _normalise(mixed_k + mean_k) * temperature[:, None]
+    k = _normalise(mixed_k + (mean_q + k) * 0.5) * temperature[:, None]
     return tuple(_choose(rope, x).astype(packed.dtype) for x in (q, k))
 
 

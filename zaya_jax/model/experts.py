@@ -7,9 +7,12 @@ costs nothing and gives zero. `grouped_dot` is the one place that knows how a ba
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from zaya_jax.model.matmul import rows_dot
+
+PRODUCTS = "experts"  # the name under which a remat policy finds what the grouped products gave
 
 
 def sort_by_expert(choice: Int[Array, "N"], num_classes: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -74,9 +77,8 @@ def grouped_dot(
     The gradient of w is float32. On a CPU `lax.ragged_dot` computes every row for every expert, so there it is a loop
     over blocks of rows; elsewhere it is `lax.ragged_dot`.
     """
-    if jax.default_backend() == "cpu":
-        return _block_dot(x, w, sizes)
-    return _ragged_dot(x, w, sizes)
+    product = _block_dot if jax.default_backend() == "cpu" else _ragged_dot
+    return checkpoint_name(product(x, w, sizes), PRODUCTS)
 
 
 @jax.custom_vjp

@@ -14,18 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.attention import NO_WINDOW, SAVED
 from zaya_jax.model.cca import CCA
-from zaya_jax.model.experts import expert_mlp
+from zaya_jax.model.experts import PRODUCTS, expert_mlp
 from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
 from zaya_jax.model.router import Router
 from zaya_jax.parallel.spread import ALONE, Spread, gather_over_data
 
-GATHERED = "gathered"  # the name under which a remat policy finds weights that fsdp gathered
 SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
 
 
@@ -152,7 +150,7 @@ class Zaya(nnx.Module):
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
             return (h, stream), (counts, cache_l, (h, logits) if trace else None)
 
-        body = _remat(body, "gathered" if spread.fsdp and remat == "none" else remat)
+        body = _remat(body, "fsdp" if spread.fsdp and remat == "none" else remat)
         (h, _), (counts, cache, traced) = jax.lax.scan(
             body, (h, stream), (layer_weights, balance, kinds, windows, cache)
         )
@@ -164,8 +162,7 @@ def _gathered(weights):
     """A layer's weights, whole, of those that fsdp spread over the data axis."""
 
     def gather(w):
-        whole = checkpoint_name(gather_over_data(w[...], w.get_metadata()["axes"]), GATHERED)
-        return w.replace(whole)
+        return w.replace(gather_over_data(w[...], w.get_metadata()["axes"]))
 
     return jax.tree.map(gather, weights, is_leaf=lambda x: isinstance(x, nnx.Param))
 
@@ -201,8 +198,12 @@ def _remat(body, policy: str):
     if policy == "none":
         return body
     keep = None
-    if policy == "gathered":  # all but weights that other devices keep: these are gathered again
-        keep = policies.save_anything_except_these_names(GATHERED)
+    if (
+        policy == "fsdp"
+    ):  # what products gave, and so nothing made of gathered weights: these are gathered again
+        keep = policies.save_from_both_policies(
+            policies.checkpoint_dots, policies.save_only_these_names(SAVED, PRODUCTS)
+        )
     elif policy == "attention" or (
         policy == "offload" and jax.default_backend() == "cpu"
     ):  # a CPU is its own host

@@ -82,12 +82,14 @@ class Part:
         column = self._first_kv() * self.channels + jnp.arange(self.kv * self.channels)
         return jnp.where(column < self.all_kv * self.channels // 2, now, delayed)
 
-    def mean_queries(self, q: jax.Array) -> jax.Array:
-        """The mean over each group of q [B, S, K, G, C], of which this device may have a part."""
+    def mean_queries(self, packed: jax.Array) -> jax.Array | None:
+        """The mean of q over each group, [B, S, K, C], where its queries lie on several devices; else None."""
         if self.over <= self.all_kv:
-            return q.mean(3)
+            return None
+        own = packed[..., : self.heads * self.channels].astype(jnp.float32)
+        own = own.reshape(*own.shape[:-1], 1, self.heads, self.channels).sum(-2)
         slot = jnp.arange(self.all_kv) == self._first_kv()
-        sums = lax.psum(jnp.where(slot[:, None], q.sum(3), 0.0), AXIS)
+        sums = lax.psum(jnp.where(slot[:, None], own, 0.0), AXIS)
         return self.kv_dim(sums, 2) / (self.all_heads // self.all_kv)
 
     def sum(self, y: jax.Array) -> jax.Array:

@@ -1,0 +1,61 @@
+"""Which collectives an axis adds to the compiled program, how many bytes they move, and what it saves."""
+
+import dataclasses
+
+import jax
+import mesh_helpers as helpers
+
+from zaya_jax import config
+from zaya_jax.hardware import hlo
+from zaya_jax.model import zaya
+from zaya_jax.parallel import rules
+
+MODEL = helpers.SETTINGS.model
+LAYERS, D = MODEL.num_hidden_layers, MODEL.hidden_size
+TOKENS = helpers.ROWS * helpers.LENGTH
+
+
+def compiled(num_devices, settings=helpers.SETTINGS, **sizes):
+    """The program of loss and gradients, compiled from shapes alone."""
+    settings = dataclasses.replace(settings, mesh=config.Mesh(**sizes))
+    _, run = helpers.program(settings, num_devices)
+    params = zaya.abstract(settings.model, settings.precision)
+    bias = jax.ShapeDtypeStruct((LAYERS, MODEL.num_experts + 1), "float32")
+    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), helpers.batch())
+    return run.lower(params, bias, batch).compile()
+
+
+def in_layers(program):
+    """(kind, bytes of one, how often) of the collectives inside the loops over layers."""
+    return [(c.kind, c.bytes, c.times) for c in hlo.collectives(program) if c.in_loop]
+
+
+def test_tensor_sums_activations_twice_a_layer_and_direction():
+    assert in_layers(compiled(2, tensor=2)) == [("all-reduce", 4 * TOKENS * D, LAYERS)] * 4
+
+
+def test_more_devices_than_key_value_heads_also_sum_the_queries_of_a_group():
+    means = 4 * TOKENS * MODEL.num_key_value_heads * MODEL.head_dim
+    found = sorted(in_layers(compiled(4, tensor=4)), key=lambda x: x[1])
+    assert found == [("all-reduce", means, LAYERS)] * 2 + [("all-reduce", 4 * TOKENS * D, LAYERS)] * 4
+
+
+def test_fsdp_gathers_each_layer_forward_and_again_backward_and_scatters_its_gradient():
+    axes = jax.tree.leaves(zaya.param_axes(MODEL)["layers"], is_leaf=lambda x: isinstance(x, tuple))
+    shapes = jax.tree.leaves(zaya.abstract(MODEL)["layers"])
+    matrices = [
+        4 * x.size // LAYERS
+        for x, names in zip(shapes, axes, strict=True)
+        if rules.is_matrix(names) and "embed" in names
+    ]
+    program = compiled(4, data=4, fsdp=True)
+    found = in_layers(program)
+    for kind, times in (("all-gather", 2), ("reduce-scatter", 1)):
+        assert sorted(size for k, size, _ in found if k == kind) == sorted(matrices * times)
+    assert len(found) == 3 * len(matrices)
+    whole = compiled(4, data=4)
+    assert (
+        program.memory_analysis().argument_size_in_bytes
+        < 0.5 * whole.memory_analysis().argument_size_in_bytes
+    )
+    assert program.memory_analysis().temp_size_in_bytes < whole.memory_analysis().temp_size_in_bytes
