@@ -131,9 +131,7 @@ def program(name: str) -> dict[str, Callable[[], None]]:
     raw.optim.name = name
     config = config_lib.check(raw)
     mesh = make_mesh(config.mesh)
-    optimizer = chain.build(
-        config.optim, config.precision, zaya.abstract(config.model), axes=dict(mesh.shape)
-    )
+    optimizer = steps.build_optimizer(config, mesh)
     carried = steps.init_state(config, optimizer, mesh)
     host = next(pipeline.train_stream(config, tokenizers.load(config.data.tokenizer)))
     batch = steps.put_batch(mesh, host, 1)

@@ -1,0 +1,129 @@
+"""What each remat policy costs: the training step's greatest temporary memory, and its time.
+
+    python benchmarks/remat.py memory      compiles only: bytes of temporaries, by XLA's own account
+    python benchmarks/remat.py time        seconds a step of those that fit a small machine, in turns
+
+The memory is `compiled.memory_analysis().temp_size_in_bytes` of the whole step (forward, backward, optimizer), without
+state and batch. On a CPU, "offload" is "attention": the host's memory is the device's.
+"""
+
+import dataclasses
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.configs import tiny
+from zaya_jax import cli
+from zaya_jax import config as config_lib
+from zaya_jax.config import Config, Data
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.train import step as steps
+
+POLICIES = ("none", "attention", "layer", "offload")
+ROUNDS, TURN = 5, 2  # of `time`: rounds, steps of each in a round
+WIDE = {  # 1.3B parameters
+    "vocab_size": 32_768, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "head_dim": 64, "moe_intermediate_size": 1024, "num_experts": 16,
+    "router_hidden_size": 128,
+}  # fmt: skip
+CASES = {  # name: (keys of the model other than tiny's, sequences, tokens in each)
+    "tiny, 16 x 256": ({}, 16, 256),
+    "tiny, 2 x 4096": ({}, 2, 4096),
+    "D 1024, 24 layers, 16 experts, V 32k, 4 x 4096": (WIDE, 4, 4096),
+}
+TIMED = ("tiny, 16 x 256", "tiny, 2 x 4096")
+
+
+def settings(case: str, policy: str) -> Config:
+    """The config of a case."""
+    keys, sequences, seq_len = CASES[case]
+    c = tiny.get_config()
+    c.model.max_position_embeddings = 4096
+    c.model.update(keys)
+    config = config_lib.check(c)
+    data = Data(seq_len=seq_len, global_batch=sequences)
+    return dataclasses.replace(config, data=data, remat=policy)
+
+
+def compiled_step(config: Config) -> tuple[jax.stages.Compiled, Callable]:
+    """The compiled step, and a function that makes its state."""
+    mesh = make_mesh(config.mesh)
+    optimizer = steps.build_optimizer(config, mesh)
+    make_state = lambda: steps.init_state(config, optimizer, mesh)  # noqa: E731
+    shape = (1, config.data.global_batch, config.data.seq_len)
+    batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in BATCH.items()}
+    step = steps.make_train_step(config, config.model, optimizer, mesh)
+    lr = jax.ShapeDtypeStruct((), jnp.float32)
+    return step.lower(jax.eval_shape(make_state), batch, lr).compile(), make_state
+
+
+BATCH = {
+    "tokens": jnp.int32, "targets": jnp.int32, "segment_ids": jnp.int32, "positions": jnp.int32,
+    "loss_mask": jnp.float32,
+}  # fmt: skip
+
+
+def host_batch(config: Config) -> dict[str, np.ndarray]:
+    """Random tokens, one document a row."""
+    shape = (1, config.data.global_batch, config.data.seq_len)
+    ids = np.random.default_rng(0).integers(0, 256, shape).astype(np.int32)
+    ones = np.ones(shape, np.int32)
+    positions = np.broadcast_to(np.arange(shape[-1], dtype=np.int32), shape)
+    parts = (ids, np.roll(ids, -1, -1), ones, positions, ones.astype(np.float32))
+    return dict(zip(BATCH, parts, strict=True))
+
+
+def memory() -> None:
+    """Prints the table of temporaries."""
+    print("| shape | " + " | ".join(POLICIES) + " |")
+    print("|---|" + "---|" * len(POLICIES))
+    for case in CASES:
+        sizes = []
+        for policy in POLICIES:
+            analysis = compiled_step(settings(case, policy))[0].memory_analysis()
+            sizes.append(f"{analysis.temp_size_in_bytes / 2**20:,.0f} MiB")
+        print(f"| {case} | " + " | ".join(sizes) + " |", flush=True)
+
+
+def timed() -> None:
+    """Prints the table of times."""
+    policies = [p for p in POLICIES if p != "offload" or jax.default_backend() != "cpu"]
+    print("| shape | " + " | ".join(f"{p}, ms" for p in policies) + " |")
+    print("|---|" + "---|" * len(policies))
+    for case in TIMED:
+        batch = host_batch(settings(case, "none"))
+        programs = {p: compiled_step(settings(case, p)) for p in policies}
+        states = {p: make_state() for p, (_, make_state) in programs.items()}
+        seconds: dict[str, list[float]] = {p: [] for p in policies}
+        for round_ in range(ROUNDS + 1):
+            for p in policies:
+                begun = time.perf_counter()
+                for _ in range(TURN if round_ else 1):
+                    states[p], _ = jax.block_until_ready(programs[p][0](states[p], batch, np.float32(1e-3)))
+                if round_:
+                    seconds[p].append((time.perf_counter() - begun) / TURN)
+        print(
+            f"| {case} | "
+            + " | ".join(f"{1e3 * statistics.median(seconds[p]):,.0f}" for p in policies)
+            + " |"
+        )
+
+
+def main() -> int:
+    """One of the two commands."""
+    parser = cli.Parser(description=__doc__)
+    parser.add_argument("command", choices=("memory", "time"))
+    options = parser.parse_args()
+    cli.keep_memory()
+    cli.keep_compiled()
+    {"memory": memory, "time": timed}[options.command]()
+    return cli.DONE
+
+
+if __name__ == "__main__":
+    sys.exit(cli.exit_code(main))
