@@ -1,0 +1,138 @@
+"""LASP-2 and the ring: equal to one device's linear attention, and what they send, read from the compiled program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from zaya_jax.hardware import hlo
+from zaya_jax.model.linear_attention import linear_attention
+from zaya_jax.parallel import linear
+
+B, H, K, C = 2, 4, 2, 8
+SPEC = PartitionSpec(None, "context")
+
+
+def mesh_of(size):
+    return jax.make_mesh((size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+
+
+def inputs(length):
+    keys = jax.random.split(jax.random.key(0), 4)
+    q = jax.random.normal(keys[0], (B, length, H, C))
+    k, v = (jax.random.normal(key, (B, length, K, C)) for key in keys[1:3])
+    return q, k, v, jax.random.normal(keys[3], q.shape)
+
+
+def documents(length):
+    """One row whose documents are long and short, begin on a piece's edge or not; one with a single long document."""
+    ids = np.ones((B, length), np.int32)
+    for start in (3, 16, 17, 40, 41, length // 2, length - 9):
+        ids[0, start:] += 1
+    ids[:, length - 5 :] = 0
+    return jnp.asarray(ids)
+
+
+def order(length, size, zigzag):
+    """Columns as the devices hold them, one device after the other."""
+    if not zigzag:
+        return np.arange(length)
+    pieces = np.arange(length).reshape(2 * size, -1)
+    return np.concatenate([pieces[[i, 2 * size - 1 - i]].reshape(-1) for i in range(size)])
+
+
+def on_devices(function, size, zigzag, **options):
+    """The function on whole arrays: cut over devices, put together again."""
+    mapped = jax.shard_map(
+        functools.partial(function, axis="context", zigzag=zigzag, **options),
+        mesh=mesh_of(size),
+        in_specs=(SPEC,) * 4,
+        out_specs=SPEC,
+        check_vma=False,
+    )
+
+    def run(q, k, v, segments):
+        columns = order(q.shape[1], size, zigzag)
+        out = mapped(*(x[:, columns] for x in (q, k, v, segments)))
+        return out[:, np.argsort(columns)]
+
+    return run
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("function", [linear.lasp2, linear.lasp1])
+def test_equal_to_one_device(function, size, zigzag):
+    q, k, v, d_out = inputs(96)
+    segments = documents(96)
+
+    def with_gradients(run):
+        def loss(q, k, v):
+            out = run(q, k, v, segments)
+            return jnp.sum(out * d_out), out
+
+        (value, out), grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+        return value, out, *grads
+
+    ours = with_gradients(on_devices(function, size, zigzag, chunk=4))
+    theirs = with_gradients(functools.partial(linear_attention, chunk=16))
+    assert abs(ours[0] - theirs[0]) <= 1e-6 * np.sum(np.abs(theirs[1] * d_out))
+    for name, a, b in zip(("out", "dq", "dk", "dv"), ours[1:], theirs[1:], strict=True):
+        assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b), name
+
+
+def compiled(function, length, size=8, zigzag=True, gradient=False, batch=1, heads=H, kv_heads=K, channels=C):
+    """One call compiled for shapes alone."""
+    sharding = NamedSharding(mesh_of(size), SPEC)
+
+    def shape(*dims, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct((batch, length, *dims), dtype, sharding=sharding)
+
+    q, k = shape(heads, channels), shape(kv_heads, channels)
+    mapped = jax.shard_map(
+        functools.partial(function, axis="context", zigzag=zigzag),
+        mesh=mesh_of(size), in_specs=(SPEC,) * 4, out_specs=SPEC, check_vma=False,
+    )  # fmt: skip
+
+    def backward(q, k, v, segments, d_out):
+        return jax.vjp(lambda *a: mapped(*a, segments), q, k, v)[1](d_out)
+
+    segments = shape(dtype=jnp.int32)
+    args = (q, k, k, segments, q) if gradient else (q, k, k, segments)
+    return jax.jit(backward if gradient else mapped).lower(*args).compile()
+
+
+@pytest.mark.parametrize("length", [8 * 1024, 512 * 1024])
+def test_one_all_gather_each_way_whatever_the_length(length):
+    forward, backward = linear.gathered_bytes(8, 1, K, C)
+    assert [(c.kind, c.bytes, c.times) for c in hlo.collectives(compiled(linear.lasp2, length))] == [
+        ("all-gather", forward, 1)
+    ]
+    both = hlo.collectives(compiled(linear.lasp2, length, gradient=True))
+    assert [(c.kind, c.bytes, c.times) for c in both] == [("all-gather", n, 1) for n in (forward, backward)]
+
+
+@pytest.mark.parametrize("zigzag", [True, False])
+def test_the_rings_hops(zigzag):
+    hops = 7 * (2 if zigzag else 1)
+    found = hlo.collectives(compiled(linear.lasp1, 1024, zigzag=zigzag))
+    assert [(c.kind, c.bytes) for c in found] == [("collective-permute", linear.passed_bytes(1, K, C))] * hops
+
+
+def test_the_states_do_not_wait_for_the_work_within_a_device():
+    """The all-gather's operand does not come from the loop over chunks, so both can run at once."""
+    text = compiled(linear.lasp2, 8 * 1024).as_text()
+    entry = text[text.index("ENTRY") :]
+    made = {
+        line.split(" = ")[0].split()[-1].lstrip("%"): line for line in entry.splitlines() if " = " in line
+    }
+    pending, seen = [name for name, line in made.items() if " all-gather(" in line], set()
+    while pending:
+        name = pending.pop()
+        if name in made and name not in seen:
+            seen.add(name)
+            pending += [word.strip("%,() ") for word in made[name].split(" = ")[1].replace("(", " ").split()]
+    assert len(seen) > 2 and not any(" while(" in made[name] for name in seen)

@@ -1,0 +1,158 @@
+"""Linear attention over devices that hold pieces of a sequence: LASP-2, and LASP-1's ring to compare it with.
+
+Each piece leaves a state of fixed size, [K, C, C + 1] a row in float32; a piece's queries need the sum of the states
+of the pieces before it, as far as its first document reaches back. Pieces lie contiguously (device i holds piece i of
+N) or zig-zag (device i holds pieces i and 2N - 1 - i of 2N, as the halves of its tokens). With P = 1 or 2 pieces a
+device and X = K C (C + 1) numbers a state, traffic does not depend on the length of the sequence:
+
+    lasp2   one all-gather forward, N P B (X + 2) 4 bytes gathered, one backward, N P B X 4 bytes
+    lasp1   P (N - 1) collective-permutes one after the other, B (X + 1) 4 bytes each, and as many backward
+
+(the further numbers are the ids of a piece's first and last document). What a device can do alone, within its own
+pieces, depends on no collective, so that it is done while the states travel. Both run inside `jax.shard_map`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from zaya_jax.model.attention import SAVED
+from zaya_jax.model.linear_attention import finish, heads_first, read, summary, sums
+
+Axis = str | tuple[str, ...]
+
+
+def lasp2(
+    q: Float[Array, "B S H C"],
+    k: Float[Array, "B S K C"],
+    v: Float[Array, "B S K C"],
+    segments: Int[Array, "B S"] | None = None,
+    *,
+    axis: Axis,
+    zigzag: bool = True,
+    chunk: int | None = None,
+) -> Float[Array, "B S H C"]:
+    """Linear attention of this device's S tokens to those of all devices of `axis`; one all-gather each way."""
+    return _over_pieces(_gathered, q, k, v, segments, axis, zigzag, chunk)
+
+
+def lasp1(q, k, v, segments=None, *, axis: Axis, zigzag: bool = True, chunk: int | None = None) -> jax.Array:
+    """The same by states that go from device to device, each waiting for the one before."""
+    return _over_pieces(_passed_on, q, k, v, segments, axis, zigzag, chunk)
+
+
+def gathered_bytes(
+    devices: int, batch: int, num_kv: int, channels: int, zigzag: bool = True
+) -> tuple[int, int]:
+    """What a device's all-gather of `lasp2` gives it, forward and backward."""
+    states, numbers = devices * (2 if zigzag else 1) * batch, num_kv * channels * (channels + 1)
+    return states * (numbers + 2) * 4, states * numbers * 4
+
+
+def passed_bytes(batch: int, num_kv: int, channels: int) -> int:
+    """What one of `lasp1`'s collective-permutes moves."""
+    return batch * (num_kv * channels * (channels + 1) + 1) * 4
+
+
+def _over_pieces(exchange, q, k, v, segments, axis, zigzag, chunk):
+    batch, seq = q.shape[:2]
+    pieces = 2 if zigzag else 1
+
+    def cut(x):  # pieces become rows of the batch, [P B, S / P, ..]
+        x = x.reshape(batch, pieces, seq // pieces, *x.shape[2:])
+        return x.swapaxes(0, 1).reshape(-1, *x.shape[2:])
+
+    rows = [cut(x) for x in (q, k, v)]
+    segments = cut(jnp.zeros((batch, seq), jnp.int32) if segments is None else segments)
+    features_q, features_k, values = heads_first(*rows)
+    states = summary(features_k, values, segments)
+    entering = exchange(
+        states.reshape(pieces, batch, *states.shape[1:]),
+        segments[:, 0].reshape(pieces, batch),
+        segments[:, -1].reshape(pieces, batch),
+        axis,
+    )
+    # Kept where a remat policy keeps attention: the backward pass does not gather again then.
+    entering = checkpoint_name(entering, SAVED).reshape(states.shape)
+    alone = sums(features_q, features_k, values, segments, chunk)
+    past = read(features_q, entering, segments == segments[:, :1])
+    out = finish(alone[0] + past[0], alone[1] + past[1], v.dtype)
+    return out.reshape(pieces, batch, seq // pieces, *out.shape[2:]).swapaxes(0, 1).reshape(q.shape)
+
+
+def _ordered(x):
+    """What an all-gather gave, [N, P, ..], in the sequence's order: [N P, ..]."""
+    return x[:, 0] if x.shape[1] == 1 else jnp.concatenate([x[:, 0], x[::-1, 1]])
+
+
+def _places(pieces, axis):
+    """Where in that order this device's pieces stand, and all of them: [P], [N P]."""
+    me, everywhere = lax.axis_index(axis), jnp.arange(lax.axis_size(axis) * pieces)
+    return jnp.stack([me, everywhere.size - 1 - me][:pieces]), everywhere
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _gathered(states, first, last, axis):
+    """The state that enters each piece, from those that each leaves, [P, B, K, C, C + 1]; documents are [P, B]."""
+    return _gathered_fwd(states, first, last, axis)[0]
+
+
+def _gathered_fwd(states, first, last, axis):
+    pieces, batch = first.shape
+    documents = jnp.stack([first, last], axis=-1).astype(jnp.float32)  # exact below 2^24 documents a row
+    packed = jnp.concatenate([states.reshape(pieces, batch, -1), documents], axis=-1)
+    packed = _ordered(lax.all_gather(packed, axis))
+    first_of, last_of = packed[..., -2], packed[..., -1]
+    mine, places = _places(pieces, axis)
+    before = places < mine[:, None]
+    reaches = before[..., None] & (last_of == first.astype(jnp.float32)[:, None])
+    after = places > mine[:, None]
+    reached = after[..., None] & (first_of == last.astype(jnp.float32)[:, None])
+    return _pick(reaches, packed[..., :-2]).reshape(states.shape), reached
+
+
+def _gathered_bwd(axis, reached, d_entering):
+    pieces, batch = d_entering.shape[:2]
+    everyones = _ordered(lax.all_gather(d_entering.reshape(pieces, batch, -1), axis))
+    return _pick(reached, everyones).reshape(d_entering.shape), None, None
+
+
+_gathered.defvjp(_gathered_fwd, _gathered_bwd)
+
+
+def _pick(chosen, states):
+    """Sums of the chosen [P, N P, B] of all states [N P, B, X]: [P, B, X]."""
+    return jnp.einsum("pnb,nbx->pbx", chosen.astype(jnp.float32), states, precision=lax.Precision.HIGHEST)
+
+
+def _passed_on(states, first, last, axis):
+    """As `_gathered`, by states that travel: up the devices through their first pieces, down through the second."""
+    size, me = lax.axis_size(axis), lax.axis_index(axis)
+
+    def leave(piece, entering):
+        through = (first[piece] == last[piece])[:, None, None, None]
+        return states[piece] + jnp.where(through, entering, 0)
+
+    def admitted(piece, state, ended):
+        return jnp.where((ended == first[piece].astype(jnp.float32))[:, None, None, None], state, 0)
+
+    found = []
+    begin = jnp.zeros_like(states[0])  # what enters the sweep's first piece
+    for piece in range(states.shape[0]):
+        is_first = me == (0 if piece == 0 else size - 1)
+        hops = [(i, i + 1) if piece == 0 else (i + 1, i) for i in range(size - 1)]
+        entering = jnp.where(is_first, begin, 0)
+        for _ in range(size - 1):
+            ended = last[piece].astype(jnp.float32)[:, None]
+            packed = jnp.concatenate([leave(piece, entering).reshape(ended.shape[0], -1), ended], axis=-1)
+            packed = lax.ppermute(packed, axis, hops)
+            received = admitted(piece, packed[:, :-1].reshape(begin.shape), packed[:, -1])
+            entering = jnp.where(is_first, begin, received)
+        found.append(entering)
+        if piece + 1 < states.shape[0]:
+            begin = admitted(piece + 1, leave(piece, entering), last[piece].astype(jnp.float32))
+    return jnp.stack(found)
