@@ -23,6 +23,9 @@ class StorageError(RuntimeError):
     """Storage that stays unreadable after all retries, or damaged data: one line, exit code 4."""
 
 
+LAYER_KINDS = ("hybrid", "hybrid_sliding", "hybrid_linear")  # full, windowed and linear attention
+
+
 @dataclasses.dataclass(frozen=True)
 class Rope:
     rope_type: str = "default"
@@ -32,7 +35,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True)
 class RopeKinds:
-    """One rotary embedding per layer kind."""
+    """One rotary embedding per layer kind; linear attention has none."""
 
     hybrid: Rope = Rope()
     hybrid_sliding: Rope = Rope()
@@ -412,9 +415,10 @@ def _check_model(m: Model) -> None:
             'give one kind a layer, or () for "hybrid" throughout'
         )
     for kind in m.kinds:
-        if kind not in ("hybrid", "hybrid_sliding"):
+        if kind not in LAYER_KINDS:
             raise UserError(
-                f"config.model.layer_types has {kind!r}; known kinds are hybrid and hybrid_sliding"
+                f"config.model.layer_types has {kind!r}; known kinds are {', '.join(LAYER_KINDS)}"
+                f"{_nearest(kind, LAYER_KINDS)}"
             )
     if "hybrid_sliding" in m.kinds and (m.sliding_window is None or m.sliding_window < 1):
         raise UserError(
@@ -432,7 +436,7 @@ def _check_model(m: Model) -> None:
             raise UserError(
                 f"config.model.{name}={getattr(m, name)!r} is not supported; ZAYA has {name}={only!r}"
             )
-    for kind in sorted(set(m.kinds)):
+    for kind in sorted(set(m.kinds) - {"hybrid_linear"}):
         rope = getattr(m.rope_parameters, kind)
         if rope.rope_type != "default":
             raise UserError(

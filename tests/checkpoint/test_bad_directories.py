@@ -185,6 +185,11 @@ def test_a_missing_config(source):
         ("hidden_size", "8", "hidden_size='8' has the wrong type"),
         ("layer_types", ["hybrid", "mamba"], "'mamba'"),
         ("layer_types", ["hybrid", "hybrid_sliding"], "sliding_window=None"),
+        (
+            "layer_types",
+            ["hybrid", "hybrid_linear"],
+            "layer 1 is hybrid_linear, which PyTorch's zaya does not",
+        ),
         ("layer_types", ["hybrid"], "names 1 layers"),
         ("layer_types", "hybrid", "layer_types"),
         ("rope_parameters", {"hybrid": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),

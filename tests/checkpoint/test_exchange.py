@@ -270,3 +270,16 @@ def test_host_memory_stays_near_one_shard(tmp_path):
     there, back = hf.Directory(source), hf.Directory(tmp_path / "out")
     for name in tensors:
         np.testing.assert_array_equal(there.tensor(name), back.tensor(name))
+
+
+def test_a_model_with_linear_attention_is_not_exported(tmp_path):
+    source, _ = write_model(tmp_path / "in")
+    exchange.from_hf(source, tmp_path / "work")
+    settings = config.editable(read_config(tmp_path / "work"))
+    settings.model.layer_types = ("hybrid", "hybrid_linear", "hybrid")
+    (tmp_path / "work" / "config.json").write_text(json.dumps(config.to_dict(config.check(settings))))
+    with pytest.raises(
+        UserError, match=r"layer 1 is hybrid_linear, which PyTorch's zaya does not have; only"
+    ):
+        exchange.to_hf(tmp_path / "work", tmp_path / "out")
+    assert not (tmp_path / "out").exists()

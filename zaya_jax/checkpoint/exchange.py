@@ -98,6 +98,7 @@ def to_hf(
         raise UserError(f"--shard_gb={shard_gb:g} must be above 0")
     workdir = Path(workdir)
     config = read_config(workdir)
+    names.check_kinds(config.model, f"--workdir={workdir}")
     step = store.latest_step(workdir, step)
     model = model_at(config, step)
     reader = pieces.Reader(workdir, step)

@@ -160,9 +160,20 @@ def model_from_json(given: dict, where: str) -> Model:
     if isinstance(known["eos_token_id"], list):
         known["eos_token_id"] = known["eos_token_id"][0] if known["eos_token_id"] else None
     try:
-        return check_model(known)
+        model = check_model(known)
     except UserError as error:
         raise UserError(f"{where}: {str(error).replace('config.model.', '')}") from None
+    check_kinds(model, where)
+    return model
+
+
+def check_kinds(model: Model, where: object) -> None:
+    """UserError on a layer kind that the PyTorch implementation does not have."""
+    if "hybrid_linear" in model.kinds:
+        raise UserError(
+            f"{where}: layer {model.kinds.index('hybrid_linear')} is hybrid_linear, which PyTorch's zaya does not "
+            "have; only models of hybrid and hybrid_sliding layers can be exchanged"
+        )
 
 
 def _rope_from_json(given: dict | None, where: str) -> dict:

@@ -25,8 +25,8 @@ def peak_flops(device, dtype: str) -> float | None:
 def model_flops(model: Model, seq_len: int) -> float:
     """FLOPs a token of one training step (forward, and twice that backward), from the real shapes.
 
-    Attention counts the causal half, and a sliding layer's window; a token counts one expert, as if none were skipped;
-    norms, softmaxes and what is recomputed count nothing.
+    Attention counts the causal half, and a sliding layer's window; linear attention counts a state written and read a
+    token; a token counts one expert, as if none were skipped; norms, softmaxes and what is recomputed count nothing.
     """
     d, c = model.hidden_size, model.head_dim
     h, k, r = model.num_attention_heads, model.num_key_value_heads, model.router_hidden_size
@@ -40,5 +40,6 @@ def model_flops(model: Model, seq_len: int) -> float:
         window = min(model.sliding_window or seq_len, seq_len) if kind == "hybrid_sliding" else seq_len
         # Token i sees min(i + 1, window) keys.
         seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-        total += cca + router + expert + 2 * h * c * seen
+        mixing = (h + k) * c * (c + 1) if kind == "hybrid_linear" else 2 * h * c * seen
+        total += cca + router + expert + mixing
     return 6.0 * (total + d * model.vocab_size)

@@ -19,8 +19,10 @@ from jaxtyping import Array, Float, Int
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.attention import attention, decode_attention, softmax_scale
 from zaya_jax.model.layers import Linear, apply_rope, weight
+from zaya_jax.model.linear_attention import decode_linear_attention, linear_attention, prompt_state
 from zaya_jax.model.matmul import dot, einsum
 from zaya_jax.parallel import heads
+from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import ALONE, Spread
 
 NORM_FLOOR = 1.1920929e-07  # float32's epsilon, the port's floor under a head's norm
@@ -64,12 +66,13 @@ class CCA(nnx.Module):
         cache: dict | None = None,
         cache_index: jax.Array | None = None,
         cache_valid: jax.Array | None = None,
+        linear: bool = False,
         spread: Spread = ALONE,
     ) -> tuple[Float[Array, "B S D"], dict | None]:
         """The block's output, and the new cache where one was given.
 
         `segments` cuts packed documents; `mask` zeroes left padding, as the public port does (its columns then hold
-        the projections' biases). `rope` is a list of (selected, table).
+        the projections' biases). `rope` is a list of (selected, table), empty for no rotation.
         """
         batch, seq, _ = x.shape
         if mask is not None:
@@ -91,11 +94,15 @@ class CCA(nnx.Module):
         q, k = _queries_and_keys(packed, mixed, temperature, rope, part.kv, part.mean_queries(packed))
 
         scale, visible = softmax_scale(self.channels), segments if segments is not None else mask
-        if cache is None:
+        if linear:
+            out, new_cache = self._attend_linearly(q, k, v, visible, cache, going_on, spread)
+            if cache is not None:
+                new_cache |= self._extend(cache, packed, v_prev)
+        elif cache is None:
             out, _ = attention(q, k, v, visible, visible, window, scale=scale)
             new_cache = None
         else:
-            new_cache = self._extend(cache, packed, v_prev, k, v, cache_index)
+            new_cache = _written(cache, k, v, cache_index) | self._extend(cache, packed, v_prev)
             if going_on:
                 valid = _in_window(cache_valid, cache_index, window)
                 out = decode_attention(q, new_cache["k"], new_cache["v"], valid, scale=scale)
@@ -172,11 +179,21 @@ class CCA(nnx.Module):
         history = self.conv_depthwise.kernel.shape[0] + self.conv_grouped.kernel.shape[0] - 2
         return jnp.zeros((batch, history, part.packed * self.channels), self.dtype)
 
-    def _extend(self, cache, packed, v_prev, k, v, index):
+    def _attend_linearly(self, q, k, v, visible, cache, going_on, spread):
+        """Linear attention in the softmax's place: its output, and the state where there is a cache."""
+        if cache is None:
+            if spread.sequence_axes:
+                return lasp2(q, k, v, visible, axis=spread.sequence_axes), None
+            return linear_attention(q, k, v, visible), None
+        if going_on:
+            out, state = decode_linear_attention(q, k, v, cache["state"])
+        else:
+            out, state = linear_attention(q, k, v, visible), prompt_state(k, v, visible)
+        return out, {"state": state}
+
+    def _extend(self, cache, packed, v_prev):
         columns = jnp.concatenate([cache["columns"], packed.astype(cache["columns"].dtype)], axis=1)
         return {
-            "k": jax.lax.dynamic_update_slice_in_dim(cache["k"], k.astype(cache["k"].dtype), index, 1),
-            "v": jax.lax.dynamic_update_slice_in_dim(cache["v"], v.astype(cache["v"].dtype), index, 1),
             "columns": columns[:, columns.shape[1] - cache["columns"].shape[1] :],
             "value": v_prev[:, -1].astype(cache["value"].dtype),
         }
@@ -198,15 +215,29 @@ def _queries_and_keys(packed, mixed, temperature, rope, num_kv, mean_q):
 
 
 def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:
-    """What decoding keeps for each layer, stacked over layers: K, V, the last packed columns, the delayed value."""
+    """What decoding keeps, stacked over the layers that have it: all the last packed columns and the delayed value,
+    those with a softmax K and V, those with linear attention its state."""
     layers, k, c = model.num_hidden_layers, model.num_key_value_heads, model.head_dim
     history = model.cca_time0 + model.cca_time1 - 2
     dtype = jnp.dtype(precision.compute)
-    return {
-        "k": jnp.zeros((layers, batch, length, k, c), dtype),
-        "v": jnp.zeros((layers, batch, length, k, c), dtype),
+    linear = model.kinds.count("hybrid_linear")
+    cache = {
         "columns": jnp.zeros((layers, batch, history, (model.num_attention_heads + k) * c), dtype),
         "value": jnp.zeros((layers, batch, k * c // 2), dtype),
+    }
+    if linear < layers:
+        cache |= {name: jnp.zeros((layers - linear, batch, length, k, c), dtype) for name in ("k", "v")}
+    if linear:
+        cache["state"] = jnp.zeros((linear, batch, k, c, c + 1), jnp.float32)
+    return cache
+
+
+def _written(cache, k, v, index):
+    """K and V with new ones from `index` on."""
+    new = {"k": k, "v": v}
+    return {
+        name: jax.lax.dynamic_update_slice_in_dim(cache[name], x.astype(cache[name].dtype), index, 1)
+        for name, x in new.items()
     }
 
 
@@ -221,6 +252,8 @@ def _normalise(x):
 
 def _choose(rope, x):
     """x rotated by the table of the layer's kind; kinds that turn other numbers of channels are told apart by data."""
+    if not rope:
+        return x
     out = apply_rope(x, rope[0][1])
     for selected, table in rope[1:]:
         out = jnp.where(selected, apply_rope(x, table), out)

@@ -1,8 +1,9 @@
 """ZAYA1 as a pure function of a plain parameter tree.
 
 `Zaya` (Flax NNX) declares the weights and the arithmetic; layers are stacked on a leading axis and scanned, so one
-layer is traced whatever their number, and kinds of layers (full and sliding attention) differ by data. Outside this
-package parameters are nested dicts of arrays: `init` or `abstract` make them, `apply` runs the model on them.
+layer is traced whatever their number, and kinds of layers (full and sliding attention) differ by data; where some have
+linear attention a repeating stretch of layers is traced (zaya_jax/model/stack.py). Outside this package parameters are
+nested dicts of arrays: `init` or `abstract` make them, `apply` runs the model on them.
 Balancing biases [L, E + 1] are state, not parameters, and always come as an argument.
 """
 
@@ -22,6 +23,7 @@ from zaya_jax.model.cca import CCA
 from zaya_jax.model.experts import PRODUCTS, expert_mlp
 from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
 from zaya_jax.model.router import Router
+from zaya_jax.model.stack import linear_pattern, scan_layers
 from zaya_jax.parallel.spread import ALONE, Spread, gather_over_data
 
 SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
@@ -136,23 +138,25 @@ class Zaya(nnx.Module):
         real = real.reshape(-1).astype(jnp.float32)
         layer_def, layer_weights = nnx.split(self.layers)
 
-        def body(carry, per_layer):
+        def body(linear, carry, per_layer, cache_l):
             h, stream = carry
-            weights, balance_l, kind, window, cache_l = per_layer
+            weights, balance_l, kind, window = per_layer
             layer = nnx.merge(layer_def, _gathered(weights) if spread.fsdp else weights)
             attend: dict[str, Any] = {
-                "rope": _rope_of(kind, tables),
-                "window": window, "segments": segments, "mask": mask,
+                "rope": [] if linear else _rope_of(kind, tables),
+                "window": window, "segments": segments, "mask": mask, "linear": linear,
                 "cache": cache_l, "cache_index": cache_index, "cache_valid": cache_valid,
             }  # fmt: skip
             h, stream, choice, logits, cache_l = layer(h, stream, balance_l, attend, spread)
             classes = jnp.arange(model.num_experts + 1)
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
-            return (h, stream), (counts, cache_l, (h, logits) if trace else None)
+            return (h, stream), (counts, (h, logits) if trace else None), cache_l
 
-        body = _remat(body, "fsdp" if spread.fsdp and remat == "none" else remat)
-        (h, _), (counts, cache, traced) = jax.lax.scan(
-            body, (h, stream), (layer_weights, balance, kinds, windows, cache)
+        pattern = linear_pattern(model)
+        policy = "fsdp" if spread.fsdp and remat == "none" else remat
+        steps = [_remat(functools.partial(body, linear), policy) for linear in pattern]
+        (h, _), (counts, traced), cache = scan_layers(
+            steps, pattern, (h, stream), (layer_weights, balance, kinds, windows), cache
         )
         hidden_states, router_logits = traced if trace else (None, None)
         return Output(self.final_norm(h), counts, cache, hidden_states, router_logits)
@@ -168,15 +172,18 @@ def _gathered(weights):
 
 
 def _layer_kinds(model: Model, positions):
-    """Per layer its kind's number and window (None where no layer has one), and each kind's rotary table."""
-    names = sorted(set(model.kinds))
+    """Per layer its kind's number and window (None where no layer has one), and each kind's rotary table.
+
+    Linear layers have neither table nor window; what stands in their place is not read.
+    """
+    names = sorted(set(model.kinds) - {"hybrid_linear"})
     tables = []
     for name in names:
         rope = getattr(model.rope_parameters, name)
         tables.append(
             rope_table(positions, rope.rope_theta, int(model.head_dim * rope.partial_rotary_factor))
         )
-    kinds = jnp.asarray([names.index(kind) for kind in model.kinds], jnp.int32)
+    kinds = jnp.asarray([names.index(kind) if kind in names else 0 for kind in model.kinds], jnp.int32)
     windows = None
     if "hybrid_sliding" in names:
         wide = [model.sliding_window if kind == "hybrid_sliding" else NO_WINDOW for kind in model.kinds]

@@ -1,0 +1,19 @@
+"""`tiny` with linear attention in three layers of four (LASP-2H's hybrid): on the same data, byte by byte.
+
+    python -m experiments.pretrain --config=experiments/configs/tiny_linear.py
+
+Hardware: two CPU cores, no network, no data; about five minutes.
+Expected: HELDOUT
+"""
+
+from ml_collections import ConfigDict
+
+from experiments.configs import tiny
+
+
+def get_config() -> ConfigDict:
+    """The whole config of the run."""
+    c = tiny.get_config()
+    c.name = "tiny_linear"
+    c.model.layer_types = ("hybrid_linear", "hybrid_linear", "hybrid_linear", "hybrid")
+    return c
