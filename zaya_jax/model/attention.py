@@ -60,27 +60,66 @@ def attention(
     A query at i attends to keys at j with 0 <= i - j < window and the same segment. A query without any key gives 0
     and a log-sum-exp of -1e30.
     """
-    batch, q_len, num_heads, channels = q.shape
-    k_len, num_kv = k.shape[1:3]
+    q_len, k_len = q.shape[1], k.shape[1]
+    q, k, v, q_segments, k_segments, blocks = _arrange(q, k, v, q_segments, k_segments, block)
+    out, lse = _blockwise(q, k, v, q_segments, k_segments, *_bounds(window, offset), scale, *blocks, k_len)
+    return _by_token(out)[:, :q_len], _by_token(lse[..., None])[:, :q_len, :, 0]
+
+
+def attention_gradients(
+    q: Float[Array, "B Sq H C"],
+    k: Float[Array, "B Sk K C"],
+    v: Float[Array, "B Sk K C"],
+    out: Float[Array, "B Sq H C"],
+    lse: Float[Array, "B Sq H"],
+    d_out: Float[Array, "B Sq H C"],
+    q_segments: Int[Array, "B Sq"] | None = None,
+    k_segments: Int[Array, "B Sk"] | None = None,
+    window: int | Int[Array, ""] | None = None,
+    offset: int | Int[Array, ""] = 0,
+    *,
+    scale: float,
+    block: int | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What keys that are a part of all give to dq, dk and dv (float32); `out` and `lse` are those of all keys."""
+    q_len, k_len, num_kv = q.shape[1], *k.shape[1:3]
+    q, k, v, q_segments, k_segments, blocks = _arrange(q, k, v, q_segments, k_segments, block)
+    out, d_out, lse = (_by_group(x, num_kv, blocks[0]) for x in (out, d_out, lse[..., None]))
+    saved = (q, k, v, q_segments, k_segments, *_bounds(window, offset), out, lse[..., 0])
+    dq, dk, dv = _gradients(scale, *blocks, k_len, saved, (d_out, 0.0), jnp.float32)
+    dk, dv = (x.transpose(0, 2, 1, 3)[:, :k_len] for x in (dk, dv))
+    return _by_token(dq)[:, :q_len], dk, dv
+
+
+def _arrange(q, k, v, q_segments, k_segments, block):
+    """Heads first, lengths padded to whole blocks: q [B, K, G, Sq, C], k and v [B, K, Sk, C], and the blocks' sides."""
+    q_len, k_len, num_kv = q.shape[1], *k.shape[1:3]
     block = block or default_block(max(q_len, k_len))
     block_q, block_k = min(block, _round_up(q_len, 8)), min(block, _round_up(k_len, 8))
-    pad_q, pad_k = -q_len % block_q, -k_len % block_k
+    pad_k = -k_len % block_k
     if q_segments is not None and k_segments is not None:
-        q_segments = jnp.pad(q_segments, ((0, 0), (0, pad_q)))
+        q_segments = jnp.pad(q_segments, ((0, 0), (0, -q_len % block_q)))
         k_segments = jnp.pad(k_segments, ((0, 0), (0, pad_k)))
-    q = jnp.pad(q, ((0, 0), (0, pad_q), (0, 0), (0, 0))).reshape(
-        batch, -1, num_kv, num_heads // num_kv, channels
-    )
     k, v = (jnp.pad(x, ((0, 0), (0, pad_k), (0, 0), (0, 0))).transpose(0, 2, 1, 3) for x in (k, v))
+    return _by_group(q, num_kv, block_q), k, v, q_segments, k_segments, (block_q, block_k)
+
+
+def _by_group(x, num_kv, block):
+    """[B, S, H, C] to [B, K, G, S, C], S padded to whole blocks."""
+    batch, length, num_heads, channels = x.shape
+    x = jnp.pad(x, ((0, 0), (0, -length % block), (0, 0), (0, 0)))
+    return x.reshape(batch, -1, num_kv, num_heads // num_kv, channels).transpose(0, 2, 3, 1, 4)
+
+
+def _by_token(x):
+    """[B, K, G, S, C] to [B, S, H, C]."""
+    batch, num_kv, group, length, channels = x.shape
+    return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, num_kv * group, channels)
+
+
+def _bounds(window, offset):
     # None stays None, so that a model without windows has no window in its program.
-    window = None if window is None else jnp.asarray(window, jnp.int32)
-    out, lse = _blockwise(
-        q.transpose(0, 2, 3, 1, 4), k, v, q_segments, k_segments, window, jnp.asarray(offset, jnp.int32),
-        scale, block_q, block_k, k_len,
-    )  # fmt: skip
-    out = out.transpose(0, 3, 1, 2, 4).reshape(batch, -1, num_heads, channels)
-    lse = lse.transpose(0, 3, 1, 2).reshape(batch, -1, num_heads)
-    return out[:, :q_len], lse[:, :q_len]
+    return None if window is None else jnp.asarray(window, jnp.int32), jnp.asarray(offset, jnp.int32)
 
 
 def default_block(length: int) -> int:
@@ -117,15 +156,15 @@ def _mask(num_q, num_k, q_start, k_start, window, k_len, q_segments, k_segments)
     return mask
 
 
-def _key_blocks(i, window, offset, block_q, block_k, num_k):
-    """Key blocks [lo, hi) that query block i can see."""
+def key_blocks(i, window, offset, block_q, block_k, num_k) -> tuple:
+    """Key blocks [lo, hi) that query block i can see: all that is ever computed for it."""
     first = 0 if window is None else jnp.maximum(i * block_q + offset - window + 1, 0) // block_k
     last = (i * block_q + block_q - 1 + offset) // block_k + 1
     return first, jnp.clip(last, first, num_k)
 
 
 def _query_blocks(j, window, offset, block_q, block_k, num_q):
-    """Query blocks [lo, hi) that can see key block j: the transpose of `_key_blocks`."""
+    """Query blocks [lo, hi) that can see key block j: the transpose of `key_blocks`."""
     first = jnp.clip((j * block_k - offset) // block_q, 0, num_q)
     if window is None:
         return first, num_q
@@ -172,7 +211,7 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, bl
 
         row = (batch, num_kv, group, block_q)
         start = (jnp.zeros((*row, channels), jnp.float32), jnp.full(row, MASKED), jnp.zeros(row))
-        acc, top, total = lax.fori_loop(*_key_blocks(i, window, offset, block_q, block_k, num_k), step, start)
+        acc, top, total = lax.fori_loop(*key_blocks(i, window, offset, block_q, block_k, num_k), step, start)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
         return (acc / safe[..., None]).astype(v.dtype), jnp.where(seen, top + jnp.log(safe), MASKED)
@@ -191,6 +230,13 @@ def _blockwise_fwd(q, k, v, q_segments, k_segments, window, offset, scale, block
 
 
 def _blockwise_bwd(scale, block_q, block_k, k_len, saved, cotangents):
+    q, k = saved[:2]
+    dq, dk, dv = _gradients(scale, block_q, block_k, k_len, saved, cotangents, k.dtype)
+    return dq.astype(q.dtype), dk, dv, None, None, None, None
+
+
+def _gradients(scale, block_q, block_k, k_len, saved, cotangents, dtype):
+    """dq in float32, dk and dv in `dtype`."""
     q, k, v, q_segments, k_segments, window, offset, out, lse = saved
     d_out, d_lse = cotangents
     num_q, num_k = q.shape[3] // block_q, k.shape[2] // block_k
@@ -222,11 +268,11 @@ def _blockwise_bwd(scale, block_q, block_k, k_len, saved, cotangents):
         zero = jnp.zeros(k_j.shape, jnp.float32)
         bounds = _query_blocks(j, window, offset, block_q, block_k, num_q)
         dq, dk_j, dv_j = lax.fori_loop(*bounds, step, (dq, zero, zero))
-        return dq, (dk_j.astype(k.dtype), dv_j.astype(v.dtype))
+        return dq, (dk_j.astype(dtype), dv_j.astype(dtype))
 
     dq, (dk, dv) = lax.scan(key_block, jnp.zeros(q.shape, jnp.float32), jnp.arange(num_k))
     dk, dv = (jnp.moveaxis(x, 0, 2).reshape(k.shape) for x in (dk, dv))
-    return dq.astype(q.dtype), dk, dv, None, None, None, None
+    return dq, dk, dv
 
 
 _blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)

@@ -21,7 +21,7 @@ from zaya_jax.model.attention import attention, decode_attention, softmax_scale
 from zaya_jax.model.layers import Linear, apply_rope, weight
 from zaya_jax.model.linear_attention import decode_linear_attention, linear_attention, prompt_state
 from zaya_jax.model.matmul import dot, einsum
-from zaya_jax.parallel import heads
+from zaya_jax.parallel import context, heads
 from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import ALONE, Spread
 
@@ -68,28 +68,39 @@ class CCA(nnx.Module):
         cache_valid: jax.Array | None = None,
         linear: bool = False,
         spread: Spread = ALONE,
+        place: context.Place | None = None,
     ) -> tuple[Float[Array, "B S D"], dict | None]:
         """The block's output, and the new cache where one was given.
 
         `segments` cuts packed documents; `mask` zeroes left padding, as the public port does (its columns then hold
-        the projections' biases). `rope` is a list of (selected, table), empty for no rotation.
+        the projections' biases). `rope` is a list of (selected, table), empty for no rotation. `place` is where the
+        device's two chunks of a sequence lie that is spread over several: they stand as rows of their own before the
+        attention.
         """
         batch, seq, _ = x.shape
         if mask is not None:
             x = x * mask[..., None].astype(x.dtype)
         x = x.astype(self.dtype)
         part = self._part(spread)
+        edges = None if place is None else context.halo(x, self._reach(), place)
         packed, v_now, v_prev = self._project(x, part)
         going_on = cache_valid is not None  # else no token comes before the first one
         first = self._value_of_nothing(batch, part)
         before = cache["value"][:, None] if cache and going_on else first
         columns = self._no_columns(batch, part) if cache is None else cache["columns"]
-        mixed = self._convolve(packed, columns, segments, part)
-        delayed = jnp.concatenate([before.astype(v_prev.dtype), v_prev[:, :-1]], axis=1)
+        rows, earlier = segments, None
+        split, join = (lambda y: y), (lambda y: y)
+        if place is not None:
+            split, join = place.split, place.join
+            columns, before = self._left_of(edges, place, part)
+            if segments is not None:
+                rows, earlier = split(segments), place.segments_before(self._reach())
+        mixed = join(self._convolve(split(packed), columns, rows, earlier, part))
+        delayed = jnp.concatenate([before.astype(v_prev.dtype), split(v_prev)[:, :-1]], axis=1)
         if segments is not None:
-            fresh = segments != _shift(segments, 1, -1)
-            delayed = jnp.where(fresh[..., None], first, delayed)
-        v = part.join_values(v_now, delayed).reshape(batch, seq, part.kv, self.channels)
+            fresh = rows != _shift(rows, 1, earlier)
+            delayed = jnp.where(fresh[..., None], first[:1], delayed)
+        v = part.join_values(v_now, join(delayed)).reshape(batch, seq, part.kv, self.channels)
         temperature = part.kv_dim(self.temperature[...])
         q, k = _queries_and_keys(packed, mixed, temperature, rope, part.kv, part.mean_queries(packed))
 
@@ -98,6 +109,8 @@ class CCA(nnx.Module):
             out, new_cache = self._attend_linearly(q, k, v, visible, cache, going_on, spread)
             if cache is not None:
                 new_cache |= self._extend(cache, packed, v_prev)
+        elif place is not None:
+            out, new_cache = context.attend(q, k, v, window, place, scale=scale), None
         elif cache is None:
             out, _ = attention(q, k, v, visible, visible, window, scale=scale)
             new_cache = None
@@ -128,12 +141,13 @@ class CCA(nnx.Module):
         packed, values = jnp.split(y, (part.packed * self.channels,), axis=-1)
         return packed, *part.split_values(values)
 
-    def _convolve(self, packed, columns, segments, part: heads.Part):
+    def _convolve(self, packed, columns, segments, earlier, part: heads.Part):
         """Both convolutions of the packed columns, [B, S, H + K, C].
 
         Nothing stands between them but the first one's bias, so they are one convolution with t0 + t1 - 1 taps, whose
         kernel is made from theirs. Documents are cut alike: tokens of a document lie together, so what both would
-        mask is what lies before it. The biases are added once, at the end.
+        mask is what lies before it. The biases are added once, at the end. `columns` and `earlier`, their segments,
+        come before the first one.
         """
         batch, seq, _ = packed.shape
         w1, heads = part.packed_dim(self.conv_grouped.kernel[...], 1), part.packed
@@ -151,7 +165,7 @@ class CCA(nnx.Module):
             shifted = padded[:, :, taps - 1 - distance :][:, :, :seq]
             if segments is None or distance == 0:
                 return shifted
-            within = _shift(segments, distance, -1) == segments
+            within = _shift(segments, distance, earlier) == segments
             return jnp.where(within[..., None], shifted, 0)
 
         taken = jnp.concatenate([tap(taps - 1 - i) for i in range(taps)], axis=-1).reshape(
@@ -166,6 +180,20 @@ class CCA(nnx.Module):
         bias = jnp.einsum("gc,tgcd->gd", first_bias, w1) + last_bias
         return (mixed + bias[:, None]).reshape(heads, batch, seq, -1).transpose(1, 2, 0, 3)
 
+    def _history(self):
+        """How many packed columns the convolutions look back."""
+        return self.conv_depthwise.kernel.shape[0] + self.conv_grouped.kernel.shape[0] - 2
+
+    def _reach(self):
+        return max(self._history(), 1)  # the delayed value looks one back
+
+    def _left_of(self, edges, place, part: heads.Part):
+        """Packed columns and delayed value before each chunk, of the inputs there."""
+        columns, _, values = self._project(edges, part)
+        # Before the sequence the input is zero: right for the value, but columns then hold the projections' biases.
+        columns = jnp.where(place.first(edges.shape[0])[:, None, None], 0, columns)
+        return columns[:, columns.shape[1] - self._history() :], values[:, -1:]
+
     def _value_of_nothing(self, batch, part: heads.Part):
         """The delayed value after a zero input: the projection's bias, where it has one."""
         value = jnp.zeros((part.kv * self.channels,), self.dtype)
@@ -176,8 +204,7 @@ class CCA(nnx.Module):
         return jnp.broadcast_to(delayed, (batch, 1, delayed.size))
 
     def _no_columns(self, batch, part: heads.Part):
-        history = self.conv_depthwise.kernel.shape[0] + self.conv_grouped.kernel.shape[0] - 2
-        return jnp.zeros((batch, history, part.packed * self.channels), self.dtype)
+        return jnp.zeros((batch, self._history(), part.packed * self.channels), self.dtype)
 
     def _attend_linearly(self, q, k, v, visible, cache, going_on, spread):
         """Linear attention in the softmax's place: its output, and the state where there is a cache."""
@@ -241,8 +268,12 @@ def _written(cache, k, v, index):
     }
 
 
-def _shift(x, distance, fill):
-    return jnp.pad(x, ((0, 0), (distance, 0)), constant_values=fill)[:, : x.shape[1]]
+def _shift(segments, distance, earlier):
+    """Segments of the tokens `distance` before; `earlier` [B, >= distance] stands before the first one, else -1."""
+    if earlier is None:
+        return jnp.pad(segments, ((0, 0), (distance, 0)), constant_values=-1)[:, : segments.shape[1]]
+    row = jnp.concatenate([earlier, segments], axis=1)
+    return row[:, earlier.shape[1] - distance :][:, : segments.shape[1]]
 
 
 def _normalise(x):

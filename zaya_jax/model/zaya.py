@@ -24,6 +24,7 @@ from zaya_jax.model.experts import PRODUCTS, expert_mlp
 from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
 from zaya_jax.model.router import Router
 from zaya_jax.model.stack import linear_pattern, scan_layers
+from zaya_jax.parallel import context
 from zaya_jax.parallel.spread import ALONE, Spread, gather_over_data
 
 SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
@@ -129,7 +130,12 @@ class Zaya(nnx.Module):
     ):
         model = self.model
         batch, seq = tokens.shape
-        if positions is None:
+        place = None
+        if spread.sequence_parts > 1 and cache is None:
+            place = context.place(spread, seq, segments if segments is not None else mask)
+        if positions is None and place is not None:
+            positions = place.positions(batch)
+        elif positions is None:
             positions = jnp.broadcast_to(jnp.arange(seq), (batch, seq))
         h = self.embed(tokens, model.pad_token_id)
         stream = jnp.zeros((batch * seq, model.router_hidden_size), jnp.float32)
@@ -145,7 +151,7 @@ class Zaya(nnx.Module):
             attend: dict[str, Any] = {
                 "rope": [] if linear else _rope_of(kind, tables),
                 "window": window, "segments": segments, "mask": mask, "linear": linear,
-                "cache": cache_l, "cache_index": cache_index, "cache_valid": cache_valid,
+                "cache": cache_l, "cache_index": cache_index, "cache_valid": cache_valid, "place": place,
             }  # fmt: skip
             h, stream, choice, logits, cache_l = layer(h, stream, balance_l, attend, spread)
             classes = jnp.arange(model.num_experts + 1)

@@ -1,0 +1,212 @@
+"""Context parallelism: a sequence lies over devices in zig-zag chunks, and attention gathers keys and values.
+
+Over N devices the sequence is cut into 2N chunks and device i holds chunks i and 2N - 1 - i, in that order: under a
+causal mask a late chunk is much work and an early one little, and each pair is the same. The model treats the two as
+extra rows of the batch, each with the columns before it (`halo`), and only attention needs the rest: `attend` gathers
+all keys and values, or sends them round a ring (`ring.py`). Everything else is per token.
+
+All functions run inside `shard_map`; `axes` are the mesh axes that carry the sequence, flattened in that order.
+Letters: B batch, S whole sequence, S / N a device's part, c = S / 2N a chunk, H query heads, K KV heads, C channels.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from zaya_jax.config import UserError
+from zaya_jax.model.attention import attention, key_blocks
+from zaya_jax.parallel import ring
+from zaya_jax.parallel.spread import Spread
+
+Axes = tuple[str, ...]
+
+
+def zigzag(length: int, parts: int) -> np.ndarray:
+    """Which token of a sequence stands at each place, so that a plain split gives device i chunks i and 2N - 1 - i."""
+    if parts == 1:
+        return np.arange(length)
+    chunks = 2 * parts
+    if length % chunks:
+        nearest = max(round(length / chunks), 1) * chunks
+        raise UserError(
+            f"a sequence of {length} tokens does not divide into the {chunks} chunks of {parts} devices "
+            f"(two each); the nearest length that does is {nearest}"
+        )
+    pieces = np.arange(length).reshape(chunks, -1)
+    return np.stack([pieces[:parts], pieces[: parts - 1 : -1]], axis=1).reshape(-1)
+
+
+def natural(length: int, parts: int) -> np.ndarray:
+    """The inverse of `zigzag`: at which place each token stands."""
+    return np.argsort(zigzag(length, parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Which two chunks of a sequence the device holds, and the whole sequence's segments, gathered once a step."""
+
+    axes: Axes
+    parts: int  # devices that a sequence lies on
+    chunk: int  # tokens in a chunk
+    starts: Int[Array, "2"]  # where the device's chunks begin in the sequence
+    segments: Int[Array, "B S"] | None  # of all devices, in the sequence's own order
+    meet: jax.Array | None  # [2N, 2N]: chunks that have a document in common in some row (the ring asks)
+    ring: bool
+
+    def split(self, x: jax.Array) -> jax.Array:
+        """[B, S / N, ...] to [2 B, c, ...]: chunks as rows of the batch."""
+        return x.reshape(-1, self.chunk, *x.shape[2:])
+
+    def join(self, x: jax.Array) -> jax.Array:
+        """The inverse of `split`."""
+        return x.reshape(-1, 2 * self.chunk, *x.shape[2:])
+
+    def positions(self, batch: int) -> Int[Array, "B S/N"]:
+        """Each token's index in the sequence."""
+        row = self.starts[:, None] + jnp.arange(self.chunk)
+        return jnp.broadcast_to(row.reshape(-1), (batch, 2 * self.chunk))
+
+    def first(self, rows: int) -> jax.Array:
+        """[rows], of rows that `split` gave: whether it is the sequence's first chunk."""
+        return jnp.tile(self.starts == 0, rows // 2)
+
+    def segments_before(self, reach: int) -> Int[Array, "2B reach"] | None:
+        """Segments of the columns before each chunk, -1 before the sequence."""
+        if self.segments is None:
+            return None
+        padded = jnp.pad(self.segments, ((0, 0), (reach, 0)), constant_values=-1)
+        both = [lax.dynamic_slice_in_dim(padded, start, reach, 1) for start in self.starts]
+        return jnp.stack(both, axis=1).reshape(-1, reach)
+
+
+def place(spread: Spread, length: int, segments: Int[Array, "B S/N"] | None) -> Place:
+    """The device's place in sequences of which it holds `length` tokens. One all-gather: 4 B S bytes of segments."""
+    axes, parts = spread.sequence_axes, spread.sequence_parts
+    if length % 2:
+        raise UserError(
+            f"a device holds {length} tokens of a sequence, which are not two chunks; "
+            f"sequences over {parts} devices must be a multiple of {2 * parts} tokens"
+        )
+    me, chunk = lax.axis_index(axes), length // 2
+    starts = jnp.stack([me, 2 * parts - 1 - me]).astype(jnp.int32) * chunk
+    whole = None if segments is None else gather(segments, axes)
+    meet = ring.chunks_that_meet(whole, chunk) if spread.ring and whole is not None else None
+    return Place(axes, parts, chunk, starts, whole, meet, spread.ring)
+
+
+def halo(x: Float[Array, "B S/N D"], reach: int, at: Place) -> Float[Array, "2B reach D"]:
+    """The `reach` columns before each of the device's chunks, zero before the sequence.
+
+    One collective-permute each way: an early chunk's neighbour lies on the device before, a late one's on the device
+    after, and the two chunks in the middle of the sequence on the same device. A device sends 2 B reach D numbers
+    forward and as many back. What travels is the block's input and not its projections: it is there before the
+    projection, which thus hides the exchange; the receiver projects these few columns itself, with whatever part of
+    the weights it works with.
+    """
+    if at.chunk < reach:
+        parts = at.parts
+        raise UserError(
+            f"the {2 * parts} chunks of a sequence of {2 * parts * at.chunk} tokens over {parts} devices hold "
+            f"{at.chunk} tokens each, but the convolutions look {reach} tokens back; use sequences of at least "
+            f"{2 * parts * reach} tokens, or {max(parts * at.chunk // reach, 1)} devices"
+        )
+    early, late = x[:, at.chunk - reach : at.chunk], x[:, 2 * at.chunk - reach :]
+    pairs = [(i, i + 1) for i in range(at.parts - 1)]
+    before_early = lax.ppermute(early, at.axes, pairs)
+    before_late = lax.ppermute(late, at.axes, [(b, a) for a, b in pairs])
+    middle = lax.axis_index(at.axes) == at.parts - 1
+    both = jnp.stack([before_early, jnp.where(middle, early, before_late)], axis=1)
+    return both.reshape(-1, *both.shape[2:])
+
+
+def gather(x: Array, axes: Axes) -> Array:
+    """[B, S / N, ...] of all devices to [B, S, ...] in the sequence's own order; one all-gather, backwards one
+    reduce-scatter in x's number format."""
+    pieces = lax.all_gather(x, axes)
+    parts, batch, local = pieces.shape[:3]
+    pieces = pieces.reshape(parts, batch, 2, local // 2, *x.shape[2:])
+    ordered = jnp.concatenate([pieces[:, :, 0], pieces[::-1, :, 1]])
+    return jnp.moveaxis(ordered, 0, 1).reshape(batch, parts * local, *x.shape[2:])
+
+
+def attend(
+    q: Float[Array, "B S/N H C"],
+    k: Float[Array, "B S/N K C"],
+    v: Float[Array, "B S/N K C"],
+    window: int | Int[Array, ""] | None,
+    at: Place,
+    *,
+    scale: float,
+) -> Float[Array, "B S/N H C"]:
+    """Causal attention of the device's queries over the whole sequence; any number of heads will do.
+
+    Gathered: N - 1 times the device's own 2 B (S / N) K C numbers come in (`traffic`), and all S keys and values stand
+    in memory. In a ring as many come in, and two devices' parts stand in memory.
+    """
+    kv = jnp.concatenate([k, v], axis=-1)
+    if at.ring:
+        return ring.attend(q, kv, at.segments, at.meet, window, at.axes, at.parts, scale)
+    kv = gather(kv, at.axes)
+    outs = []
+    for i, q_i in enumerate(jnp.split(q, 2, axis=1)):
+        seen = kv.shape[1] // (2 - i)  # no early chunk reaches into the second half
+        k, v = jnp.split(kv[:, :seen], 2, axis=-1)
+        segments = at.segments
+        if segments is not None:
+            own = lax.dynamic_slice_in_dim(segments, at.starts[i], at.chunk, 1)
+            segments = segments[:, :seen]
+        else:
+            own = None
+        outs.append(attention(q_i, k, v, own, segments, window, at.starts[i], scale=scale)[0])
+    return jnp.concatenate(outs, axis=1)
+
+
+def traffic(
+    batch: int,
+    length: int,
+    parts: int,
+    num_kv: int,
+    channels: int,
+    width: int,
+    reach: int,
+    size: int,
+    ring: bool,
+) -> dict[str, int]:
+    """Bytes that a device sends for one layer's attention, of numbers of `size` bytes.
+
+    kv = 2 B (S / N) K C size are the device's own keys and values, halo = 2 B reach D size.
+
+                  gathered                         ring
+        forward   halo + (N - 1) kv                halo + (N - 1) kv
+        backward  halo + (N - 1) kv                halo + (N - 1) kv + N x the gradients of kv in float32
+
+    Where the layer is computed again in the backward pass, the forward's keys, values and halo are exchanged again.
+    """
+    if parts == 1:
+        return {"forward": 0, "backward": 0}
+    numbers = 2 * batch * (length // parts) * num_kv * channels
+    once = 2 * batch * reach * width * size + (parts - 1) * numbers * size
+    return {"forward": once, "backward": once + (parts * numbers * 4 if ring else 0)}
+
+
+def blocks_visited(
+    length: int, parts: int, block: int, window: int | None = None, zigzagged: bool = True
+) -> list[int]:
+    """Blocks of scores that each device computes in one layer: its work, under the zig-zag or a plain cut."""
+    if zigzagged:
+        starts = zigzag(length, parts).reshape(parts, 2, -1)[:, :, 0]
+    else:
+        starts = np.arange(parts)[:, None] * (length // parts)
+    side = length // starts.size
+    block = min(block, side)
+    queries = np.arange(-(-side // block))
+
+    def visited(start):
+        first, last = key_blocks(queries, window, start, block, block, -(-length // block))
+        return int(np.sum(np.asarray(last - first)))
+
+    return [sum(visited(int(start)) for start in own) for own in starts]
