@@ -5,7 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zaya_jax.model.attention import attention, decode_attention, reference_attention
+from zaya_jax.model.attention import (
+    attention,
+    attention_gradients,
+    decode_attention,
+    reference_attention,
+)
 
 B, H, K, C = 2, 4, 2, 8
 
@@ -106,6 +111,27 @@ def test_parts_join_by_their_log_sum_exp():
 
     for a, b in zip(jax.vjp(joined, q, k, v)[1](d_out), jax.vjp(whole, q, k, v)[1](d_out), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_gradients_of_parts_add_up(window):
+    """Each part of the keys gives its share, from the output and the log-sum-exp of all: what a ring rests on."""
+    q, k, v, d_out, _ = inputs(19, 43)
+    segments = documents(np.random.default_rng(1), 43)
+    own = segments[:, 24:]
+    (out, lse), pull = jax.vjp(
+        lambda *qkv: reference_attention(*qkv, own, segments, window, 24, scale=0.3), q, k, v
+    )
+    parts = [
+        attention_gradients(
+            q, k[:, s], v[:, s], out, lse, d_out, own, segments[:, s], window, 24 - s.start, scale=0.3, block=8
+        )
+        for s in (slice(0, 20), slice(20, 43))
+    ]  # fmt: skip
+    dq = parts[0][0] + parts[1][0]
+    dk, dv = (jnp.concatenate([part[i] for part in parts], axis=1) for i in (1, 2))
+    for ours, theirs in zip((dq, dk, dv), pull((d_out, jnp.zeros_like(lse))), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def test_bfloat16_accumulates_in_float32():

@@ -82,7 +82,7 @@ def attention_gradients(
     block: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What keys that are a part of all give to dq, dk and dv (float32); `out` and `lse` are those of all keys."""
-    q_len, k_len, num_kv = q.shape[1], *k.shape[1:3]
+    q_len, (k_len, num_kv) = q.shape[1], k.shape[1:3]
     q, k, v, q_segments, k_segments, blocks = _arrange(q, k, v, q_segments, k_segments, block)
     out, d_out, lse = (_by_group(x, num_kv, blocks[0]) for x in (out, d_out, lse[..., None]))
     saved = (q, k, v, q_segments, k_segments, *_bounds(window, offset), out, lse[..., 0])
@@ -93,7 +93,7 @@ def attention_gradients(
 
 def _arrange(q, k, v, q_segments, k_segments, block):
     """Heads first, lengths padded to whole blocks: q [B, K, G, Sq, C], k and v [B, K, Sk, C], and the blocks' sides."""
-    q_len, k_len, num_kv = q.shape[1], *k.shape[1:3]
+    q_len, (k_len, num_kv) = q.shape[1], k.shape[1:3]
     block = block or default_block(max(q_len, k_len))
     block_q, block_k = min(block, _round_up(q_len, 8)), min(block, _round_up(k_len, 8))
     pad_k = -k_len % block_k

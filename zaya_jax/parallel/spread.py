@@ -8,7 +8,6 @@ import dataclasses
 import math
 
 import jax
-import numpy as np
 
 from zaya_jax import config
 
@@ -88,12 +87,3 @@ def share_of_tokens(x: jax.Array, spread: Spread) -> jax.Array:
         return x
     size = x.shape[0] // spread.heads
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index("tensor") * size, size, 0)
-
-
-def zigzag(length: int, parts: int) -> np.ndarray:
-    """Which token stands at each place of a sequence cut over devices; causal attention is then equal work for all.
-
-    Of 2 x parts pieces, device i holds the i-th and the i-th from the end, in that order.
-    """
-    pieces = np.arange(length).reshape(2 * parts, -1)
-    return np.stack([pieces[:parts], pieces[: parts - 1 : -1]], axis=1).reshape(-1)

@@ -23,8 +23,9 @@ from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
-from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens, zigzag
+from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens
 
 REPLICATED = PartitionSpec()
 

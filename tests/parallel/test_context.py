@@ -1,0 +1,339 @@
+"""Sequences cut over devices: same loss and gradients, the halo, what travels, what is skipped, who works how much."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import mesh_helpers as helpers
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import PartitionSpec
+
+from zaya_jax import config
+from zaya_jax.config import UserError
+from zaya_jax.hardware import hlo
+from zaya_jax.model.attention import reference_attention
+from zaya_jax.model.cca import CCA
+from zaya_jax.model.layers import rope_table
+from zaya_jax.parallel import context, ring
+from zaya_jax.parallel.spread import ALONE, Spread
+
+BATCH, LENGTH = 2, 64
+
+
+def documents(length=LENGTH, batch=BATCH):
+    """Segment ids: a document over most of the row, very short ones, padding; in another row one of all tokens."""
+    row = np.repeat(
+        [1, 2, 3, 4, 5, 0],
+        np.diff([0, length // 8 + 1, length // 8 + 2, length // 4, length * 7 // 8, length - 3, length]),
+    )
+    return np.stack([row, *([np.ones(length, int)] * (batch - 1))]).astype(np.int32)
+
+
+def on_sequence(spread, body, out_specs, replicated=0):
+    """body on devices, its first arguments whole and the others' columns cut."""
+    sizes = {axis: getattr(spread, axis) for axis in spread.sequence_axes}
+    mesh = jax.make_mesh(
+        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
+    )
+
+    def run(*args):
+        specs = [PartitionSpec()] * replicated + [PartitionSpec(None, spread.sequence_axes)] * (
+            len(args) - replicated
+        )
+        with jax.default_matmul_precision("highest"):
+            return jax.shard_map(
+                body, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False
+            )(*args)
+
+    return jax.jit(run)
+
+
+def cut(spread):
+    return PartitionSpec(None, spread.sequence_axes)
+
+
+# The whole model
+
+
+@functools.cache
+def alone():
+    return helpers.loss_and_gradients(helpers.SETTINGS, 1, helpers.batch())
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes"),
+    [
+        (2, dict(context=2)),
+        (4, dict(context=4, ring=True)),
+        (8, dict(context=8)),
+        pytest.param(2, dict(context=2, ring=True), marks=pytest.mark.slow),
+        pytest.param(4, dict(context=4), marks=pytest.mark.slow),
+        pytest.param(8, dict(context=8, ring=True), marks=pytest.mark.slow),
+        pytest.param(8, dict(data=2, context=2, tensor=2), marks=pytest.mark.slow),
+        pytest.param(8, dict(data=2, context=4, ring=True, fsdp=True), marks=pytest.mark.slow),
+    ],
+)
+def test_a_cut_sequence_gives_what_one_device_gives(devices, sizes):
+    """Full and sliding layers, documents over several chunks; over 8 devices a chunk is as short as the halo."""
+    settings = dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(**sizes))
+    helpers.assert_same(helpers.loss_and_gradients(settings, devices, helpers.batch()), alone())
+
+
+# CCA: the halo, with other tap counts
+
+
+def cca_of(taps, bias=True):
+    model = config.Model(
+        hidden_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8, cca_time0=taps[0], cca_time1=taps[1],
+        attention_bias=bias,
+    )  # fmt: skip
+    exact = config.Precision(compute="float32", matmul="highest")
+    graph, state = nnx.split(CCA(nnx.Rngs(0), model, exact), nnx.Param)
+    leaves, treedef = jax.tree.flatten(state)
+    keys = jax.random.split(jax.random.key(1), len(leaves))
+    noisy = [x + 0.3 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
+    return graph, jax.tree.unflatten(treedef, noisy)
+
+
+def run_cca(spread, taps, x, weight, segments, window, bias=True):
+    """(out, (dx, gradients of the weights)) of one block, the sequence cut as `spread` says."""
+    graph, state = cca_of(taps, bias)
+    parts = spread.sequence_parts
+    order = context.zigzag(x.shape[1], parts)
+
+    def body(state, window, x, weight, *segments):
+        segments = segments[0] if segments else None
+        place = context.place(spread, x.shape[1], segments) if parts > 1 else None
+        positions = (
+            place.positions(len(x)) if place else jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
+        )
+        rope = [(None, rope_table(positions, 1e4, 4))]
+
+        def loss(state, x):
+            out, _ = nnx.merge(graph, state)(x, rope, window, segments=segments, spread=spread, place=place)
+            return jnp.sum(out * weight), out
+
+        (dstate, dx), out = jax.grad(loss, argnums=(0, 1), has_aux=True)(state, x)
+        if parts > 1:
+            dstate = jax.lax.psum(dstate, spread.sequence_axes)
+        return out, dx, dstate
+
+    given = (x, weight) if segments is None else (x, weight, segments)
+    if parts == 1:
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(body)(state, window, *given)
+    run = on_sequence(spread, body, (cut(spread), cut(spread), PartitionSpec()), replicated=2)
+    out, dx, dstate = run(state, window, *(y[:, order] for y in given))
+    back = context.natural(x.shape[1], parts)
+    return out[:, back], dx[:, back], dstate
+
+
+@pytest.mark.parametrize(
+    ("spread", "taps", "length", "packed", "window"),
+    [
+        (Spread(context=4), (3, 4), 40, True, None),  # a chunk of 5, as many as the taps look back
+        (Spread(context=4, ring=True), (3, 4), 48, True, 7),
+        (Spread(context=2), (2, 2), 16, False, 3),
+        (
+            Spread(context=8),
+            (1, 1),
+            16,
+            False,
+            None,
+        ),  # chunks of one token: only the delayed value looks back
+        (Spread(context=2, tensor=2, tsp=True), (1, 3), 32, True, 5),  # two axes as one
+        (Spread(context=2, tensor=4, tsp=True, ring=True), (2, 1), 32, True, None),
+    ],
+)
+def test_attention_of_a_cut_sequence(spread, taps, length, packed, window):
+    rng = np.random.default_rng(length)
+    x, weight = rng.standard_normal((2, BATCH, length, 16)).astype(np.float32)
+    segments = documents(length) if packed else None
+    window = None if window is None else np.int32(window)
+    ours = run_cca(spread, taps, x, weight, segments, window)
+    theirs = run_cca(ALONE, taps, x, weight, segments, window)
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(ours), jax.tree.leaves(theirs), strict=True):
+        error = np.linalg.norm(np.asarray(a) - b)
+        assert error <= 1e-5 * np.linalg.norm(b) + 1e-6, (jax.tree_util.keystr(path), error)
+
+
+# The host's order, and errors
+
+
+@pytest.mark.parametrize(("length", "parts"), [(16, 1), (16, 2), (24, 4), (48, 8)])
+def test_zigzag_and_back(length, parts):
+    order, back = context.zigzag(length, parts), context.natural(length, parts)
+    np.testing.assert_array_equal(order[back], np.arange(length))
+    side = length // parts // 2
+    for device, own in enumerate(order.reshape(parts, -1)):
+        if parts > 1:
+            starts = device * side, (2 * parts - 1 - device) * side
+            np.testing.assert_array_equal(own, np.concatenate([np.arange(s, s + side) for s in starts]))
+
+
+def test_a_length_that_does_not_divide_names_the_nearest_that_does():
+    with pytest.raises(UserError, match=r"30 tokens does not divide into the 8 chunks of 4 devices.*is 32"):
+        context.zigzag(30, 4)
+    with pytest.raises(UserError, match="nearest length that does is 16"):
+        context.zigzag(3, 8)
+    with pytest.raises(UserError, match=r"holds 5 tokens.*multiple of 4 tokens"):
+        run_place(Spread(context=2), 10)
+
+
+def test_a_chunk_shorter_than_the_halo_is_refused():
+    x = np.zeros((1, 32, 16), np.float32)
+    with pytest.raises(
+        UserError, match=r"16 chunks of a sequence of 32 .* 5 tokens back; .* at least 80 .* or 3 devices"
+    ):
+        run_cca(Spread(context=8), (3, 4), x, x, None, None)
+
+
+def run_place(spread, length):
+    on_sequence(spread, lambda x: context.place(spread, x.shape[1], None).positions(1), cut(spread)).lower(
+        jax.ShapeDtypeStruct((1, length), jnp.int32)
+    )
+
+
+# What travels
+
+
+def compiled_layer(
+    spread, batch=BATCH, length=LENGTH, gradient=True, heads=4, kv=2, channels=8, dtype=jnp.float32
+):
+    """The compiled attention block: halo of x and attention of q, k, v, with gradients."""
+
+    def body(x, q, k, v, segments):
+        place = context.place(spread, x.shape[1], segments)
+
+        def loss(x, q, k, v):
+            edges = context.halo(x, 2, place)
+            out = context.attend(q, k, v, None, place, scale=0.3)
+            return jnp.sum(jnp.sin(edges)) + jnp.sum(jnp.sin(out))
+
+        return jax.grad(loss, argnums=(0, 1, 2, 3))(x, q, k, v) if gradient else loss(x, q, k, v)
+
+    out_specs = (cut(spread),) * 4 if gradient else PartitionSpec()
+    shapes = [(16,), (heads, channels), (kv, channels), (kv, channels)]
+    args = [jax.ShapeDtypeStruct((batch, length, *rest), dtype) for rest in shapes]
+    args.append(jax.ShapeDtypeStruct((batch, length), jnp.int32))
+    return on_sequence(spread, body, out_specs).lower(*args).compile()
+
+
+def sent(found, kinds):
+    """Bytes a device sends in collectives of these kinds."""
+    return sum(c.wire_bytes * (c.times or 1) for c in found if c.kind in kinds)
+
+
+# In a ring of two this small program's forward and backward pass share the one exchange of keys and values.
+@pytest.mark.parametrize(("parts", "by_ring"), [(2, False), (8, False), (4, True), (8, True)])
+def test_what_travels_is_what_the_docstring_says(parts, by_ring):
+    spread = Spread(context=parts, ring=by_ring)
+    formula = context.traffic(
+        BATCH, LENGTH, parts, num_kv=2, channels=8, width=16, reach=2, size=4, ring=by_ring
+    )
+    forward, both = (hlo.collectives(compiled_layer(spread, gradient=g)) for g in (False, True))
+    segments = 4 * BATCH * LENGTH * (parts - 1) / parts  # once a step, not a layer
+    every = ("all-gather", "reduce-scatter", "collective-permute", "all-to-all", "all-reduce")
+    assert sent(forward, every) == formula["forward"] + segments
+    assert sent(both, every) == formula["forward"] + formula["backward"] + segments
+
+    halo = BATCH * 2 * 16 * 4
+    permutes = [c for c in both if c.kind == "collective-permute"]
+    assert sum(c.bytes == halo and not c.in_loop for c in permutes) == 4  # one each way, and back
+    gathers = [c for c in both if c.kind == "all-gather" and "s32" not in {a.dtype for a in c.operands}]
+    scatters = [c for c in both if c.kind == "reduce-scatter"]
+    assert (len(gathers), len(scatters)) == ((0, 0) if by_ring else (1, 1))
+    assert by_ring or len(permutes) == 4
+
+
+def test_the_ring_needs_no_more_memory_on_more_devices():
+    """1024 tokens a device: gathered keys and values grow with the number of devices, a ring's don't."""
+
+    def temporaries(parts, by_ring):
+        spread = Spread(context=parts, ring=by_ring)
+        compiled = compiled_layer(spread, batch=1, length=1024 * parts, channels=32)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    own = 2 * 1024 * 2 * 32 * 4  # a device's keys and values
+    assert temporaries(8, True) < temporaries(4, True) + own / 10
+    assert temporaries(8, False) > temporaries(4, False) + 4 * own
+    assert temporaries(8, True) < temporaries(8, False) / 3
+
+
+# What is skipped, and who works how much
+
+
+def run_ring(parts, q, k, v, segments, window, monkeypatch):
+    """The ring's output in the sequence's order, and how many pairs of chunks each device attended to."""
+    spread = Spread(context=parts, ring=True)
+    visits = []
+
+    def counted(*args, **options):
+        jax.debug.callback(lambda device: visits.append(int(device)), jax.lax.axis_index("context"))
+        return attention(*args, **options)
+
+    attention = ring.attention
+    monkeypatch.setattr(ring, "attention", counted)
+
+    def body(q, k, v, segments):
+        place = context.place(spread, q.shape[1], segments)
+        return context.attend(q, k, v, window, place, scale=0.3)
+
+    order = context.zigzag(q.shape[1], parts)
+    out = on_sequence(spread, body, cut(spread))(*(x[:, order] for x in (q, k, v, segments)))
+    jax.effects_barrier()
+    return out[:, context.natural(q.shape[1], parts)], np.bincount(visits, minlength=parts).tolist()
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("whole", [9, 9, 9, 9]),  # of 4 x 4 pairs of chunks, half above the diagonal; 2 N + 1
+        (
+            "window",
+            [3, 4, 4, 4],
+        ),  # of 9 tokens: each chunk of 8 sees itself and, but for the first, its neighbour
+        ("documents", [2, 2, 2, 2]),  # of a chunk each
+        ("two documents", [5, 5, 5, 5]),  # of half the sequence each
+    ],
+)
+def test_the_ring_computes_only_pairs_that_see_each_other(case, expected, monkeypatch):
+    """Counted as the program runs; the gradients of the same pairs are compared above."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, LENGTH, heads, 8)).astype(np.float32) for heads in (4, 2, 2))
+    chunk = {"documents": 8, "two documents": 32}.get(case, LENGTH)
+    segments = (1 + np.arange(LENGTH)[None] // chunk).astype(np.int32)
+    window = np.int32(9) if case == "window" else None
+    out, visits = run_ring(4, q, k, v, segments, window, monkeypatch)
+    assert visits == expected
+    np.testing.assert_allclose(
+        out, reference_attention(q, k, v, segments, segments, window, scale=0.3)[0], atol=2e-5
+    )
+
+
+def test_chunks_that_meet():
+    segments = jnp.asarray([[1, 1, 1, 2, 3, 3, 0, 0], [1, 1, 2, 2, 3, 0, 0, 0]])
+    expected = [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 1], [0, 0, 1, 1]]
+    np.testing.assert_array_equal(ring.chunks_that_meet(segments, 2), np.array(expected, bool))
+
+
+@pytest.mark.parametrize(("length", "parts"), [(32768, 2), (131072, 8)])
+def test_every_device_has_the_same_work(length, parts):
+    zigzag = context.blocks_visited(length, parts, 512)
+    plain = context.blocks_visited(length, parts, 512, zigzagged=False)
+    assert len(set(zigzag)) == 1 and sum(zigzag) == sum(plain)
+    assert max(plain) / np.mean(plain) == pytest.approx(2 - 1 / parts, rel=0.01)
+
+
+def test_balance_is_of_the_blocks_that_a_mask_leaves():
+    """Counted from the mask itself."""
+    length, parts, block, window = 64, 4, 4, 11
+    i, j = np.indices((length, length))
+    seen = ((j <= i) & (i - j < window)).reshape(length // block, block, -1, block).any((1, 3)).sum(1)
+    for zigzagged in (True, False):
+        order = context.zigzag(length, parts) if zigzagged else np.arange(length)
+        own = order.reshape(parts, -1)[:, ::block] // block
+        assert context.blocks_visited(length, parts, block, window, zigzagged) == seen[own].sum(1).tolist()
