@@ -83,10 +83,10 @@ def attention_gradients(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """What keys that are a part of all give to dq, dk and dv (float32); `out` and `lse` are those of all keys."""
     q_len, (k_len, num_kv) = q.shape[1], k.shape[1:3]
-    q, k, v, q_segments, k_segments, blocks = _arrange(q, k, v, q_segments, k_segments, block)
-    out, d_out, lse = (_by_group(x, num_kv, blocks[0]) for x in (out, d_out, lse[..., None]))
+    q, k, v, q_segments, k_segments, (block_q, block_k) = _arrange(q, k, v, q_segments, k_segments, block)
+    out, d_out, lse = (_by_group(x, num_kv, block_q) for x in (out, d_out, lse[..., None]))
     saved = (q, k, v, q_segments, k_segments, *_bounds(window, offset), out, lse[..., 0])
-    dq, dk, dv = _gradients(scale, *blocks, k_len, saved, (d_out, 0.0), jnp.float32)
+    dq, dk, dv = _gradients(scale, block_q, block_k, k_len, saved, (d_out, 0.0), jnp.float32)
     dk, dv = (x.transpose(0, 2, 1, 3)[:, :k_len] for x in (dk, dv))
     return _by_token(dq)[:, :q_len], dk, dv
 
