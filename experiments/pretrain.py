@@ -154,7 +154,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
             figures["mfu"] = flops / seconds / peak / len(jax.devices())
         skipped_in_a_row = skipped_in_a_row + 1 if figures["skipped"] else 0
         if now.number % PER_LAYER_EVERY and now.number not in (1, last_step):
-            figures.pop("load")
+            figures.pop("load", None)
         writer.write(now.number, figures)
         console.step(now.number, figures)
 

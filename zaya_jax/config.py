@@ -45,14 +45,16 @@ class RopeKinds:
 class Model:
     """The architecture, under transformers' names; the defaults are ZAYA1-base at 4K context."""
 
+    model_type: str = "zaya"  # or "dense": plain attention and one gated MLP a layer
     vocab_size: int = 262_272
     hidden_size: int = 2048
     num_hidden_layers: int = 40
     num_attention_heads: int = 8
     num_key_value_heads: int = 2
     head_dim: int = 128
+    intermediate_size: int = 0  # the gated MLP's width in a dense model
     moe_intermediate_size: int = 2048
-    num_experts: int = 16
+    num_experts: int = 16  # a dense model's one MLP counts as one
     num_experts_per_tok: int = 1
     router_hidden_size: int = 256
     cca_time0: int = 2
@@ -215,6 +217,7 @@ class Config:
 
 
 CHOICES = {
+    "model.model_type": ("zaya", "dense"),
     "data.packing": ("concat", "first_fit", "best_fit"),
     "data.on_corrupt": ("stop", "skip"),
     "optim.name": ("muon", "adamw"),
@@ -425,6 +428,8 @@ def _check_model(m: Model) -> None:
             f"config.model.sliding_window={m.sliding_window} but layer_types has hybrid_sliding layers; "
             "give the window in tokens, the query included"
         )
+    if m.model_type == "dense":
+        _check_dense(m)
     traits = {
         "num_experts_per_tok": 1,
         "hidden_act": "silu",
@@ -447,6 +452,22 @@ def _check_model(m: Model) -> None:
                 f"config.model.rope_parameters.{kind}.partial_rotary_factor={rope.partial_rotary_factor} turns "
                 f"{m.head_dim * rope.partial_rotary_factor:g} of {m.head_dim} channels; it must be an even number"
             )
+
+
+def _check_dense(m: Model) -> None:
+    if m.intermediate_size < 1:
+        raise UserError(
+            f"config.model.intermediate_size={m.intermediate_size} must be at least 1 with model_type='dense': "
+            "the width of the gated MLP"
+        )
+    if m.num_experts != 1:
+        raise UserError(
+            f"config.model.num_experts={m.num_experts} with model_type='dense', which has no router; set it to 1"
+        )
+    if m.attention_bias:
+        raise UserError(
+            "config.model.attention_bias is set, but model_type='dense' has no biases; set it to False"
+        )
 
 
 def _check_sizes(c: Config) -> None:

@@ -101,6 +101,11 @@ def to_hf(
     names.check_kinds(config.model, f"--workdir={workdir}")
     step = store.latest_step(workdir, step)
     model = model_at(config, step)
+    if model.model_type != "zaya":
+        raise UserError(
+            f"--workdir={workdir} holds a model of model_type={model.model_type!r}; only 'zaya' has a form "
+            "that transformers' `zaya` loads"
+        )
     reader = pieces.Reader(workdir, step)
     _check_shapes(reader, model, workdir)
     imported = _read_imported(workdir)

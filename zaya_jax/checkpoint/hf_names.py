@@ -146,7 +146,7 @@ def model_from_json(given: dict, where: str) -> Model:
     """The Model of a config.json; UserError on a trait that this project does not have."""
     if given.get("model_type", "zaya") != "zaya":
         raise UserError(f"{where}: model_type is {given['model_type']!r}, expected 'zaya'")
-    fields = {f.name for f in dataclasses.fields(Model)}
+    fields = {f.name for f in dataclasses.fields(Model)} - {"intermediate_size"}
     unknown = sorted(set(given) - fields - _IGNORED)
     if unknown:
         raise UserError(
@@ -200,6 +200,7 @@ def model_to_json(model: Model, dtype: str, source: dict | None = None) -> dict:
     """The config.json of a Model; `source`, the one it was imported with, keeps its further keys."""
     ours = to_dict(model)
     ours["layer_types"] = list(model.kinds)
+    del ours["intermediate_size"]  # dense models have no form in the port
     fixed = {"architectures": ["ZayaForCausalLM"], "model_type": "zaya", "dtype": dtype, "use_cache": True}
     kept = dict(source or {})
     if isinstance(kept.get("eos_token_id"), list) and kept["eos_token_id"][:1] == [model.eos_token_id]:

@@ -35,11 +35,14 @@ def model_flops(model: Model, seq_len: int) -> float:
     cca += packed * model.cca_time0 + packed * c * model.cca_time1
     router = d * r + 2 * r * r + r * (model.num_experts + 1)
     expert = 3 * d * model.moe_intermediate_size
+    block = cca + router + expert
+    if model.model_type == "dense":
+        block = 2 * d * (h + k) * c + 3 * d * model.intermediate_size  # q, o, k, v; gate, up, down
     total = 0.0
     for kind in model.kinds:
         window = min(model.sliding_window or seq_len, seq_len) if kind == "hybrid_sliding" else seq_len
         # Token i sees min(i + 1, window) keys.
         seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
         mixing = (h + k) * c * (c + 1) if kind == "hybrid_linear" else 2 * h * c * seen
-        total += cca + router + expert + mixing
+        total += block + mixing
     return 6.0 * (total + d * model.vocab_size)

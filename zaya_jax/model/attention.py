@@ -139,6 +139,13 @@ def decode_attention(q, k, v, valid, *, scale) -> jax.Array:
     return out.reshape(batch, 1, num_heads, channels).astype(v.dtype)
 
 
+def in_window(valid, index, window) -> jax.Array:
+    """Of the columns [B, T] of a cache that may be seen, those within the window of the query at `index`."""
+    if window is None:
+        return valid
+    return valid & (index - jnp.arange(valid.shape[1]) < window)
+
+
 def _round_up(n, multiple):
     return -(-n // multiple) * multiple
 

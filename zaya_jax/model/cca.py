@@ -17,8 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from zaya_jax.config import Model, Precision
-from zaya_jax.model.attention import attention, decode_attention, softmax_scale
-from zaya_jax.model.layers import Linear, apply_rope, weight
+from zaya_jax.model.attention import attention, decode_attention, in_window, softmax_scale
+from zaya_jax.model.layers import Linear, rotate, weight
 from zaya_jax.model.linear_attention import decode_linear_attention, linear_attention, prompt_state
 from zaya_jax.model.matmul import dot, einsum
 from zaya_jax.parallel import context, heads
@@ -117,7 +117,7 @@ class CCA(nnx.Module):
         else:
             new_cache = _written(cache, k, v, cache_index) | self._extend(cache, packed, v_prev)
             if going_on:
-                valid = _in_window(cache_valid, cache_index, window)
+                valid = in_window(cache_valid, cache_index, window)
                 out = decode_attention(q, new_cache["k"], new_cache["v"], valid, scale=scale)
             else:  # the prompt: it starts an empty cache, so it attends to itself alone
                 out, _ = attention(q, k, v, visible, visible, window, scale=scale)
@@ -238,7 +238,7 @@ def _queries_and_keys(packed, mixed, temperature, rope, num_kv, mean_q):
     mean_q = q.mean(3) if mean_q is None else mean_q  # else its queries lie on several devices
     q = _normalise(mixed_q + mean.reshape(mixed_q.shape))
     k = _normalise(mixed_k + (mean_q + k) * 0.5) * temperature[:, None]
-    return tuple(_choose(rope, x).astype(packed.dtype) for x in (q, k))
+    return tuple(rotate(rope, x).astype(packed.dtype) for x in (q, k))
 
 
 def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:
@@ -279,19 +279,3 @@ def _shift(segments, distance, earlier):
 def _normalise(x):
     norm = jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
     return x * (x.shape[-1] ** 0.5 / jnp.maximum(norm, NORM_FLOOR))
-
-
-def _choose(rope, x):
-    """x rotated by the table of the layer's kind; kinds that turn other numbers of channels are told apart by data."""
-    if not rope:
-        return x
-    out = apply_rope(x, rope[0][1])
-    for selected, table in rope[1:]:
-        out = jnp.where(selected, apply_rope(x, table), out)
-    return out
-
-
-def _in_window(valid, index, window):
-    if window is None:
-        return valid
-    return valid & (index - jnp.arange(valid.shape[1]) < window)

@@ -92,3 +92,18 @@ def apply_rope(x: Float[Array, "B S H C"], table: Float[Array, "B S half2"]) -> 
     cos, sin = jnp.split(table[:, :, None, :], 2, axis=-1)
     first, second, rest = jnp.split(x, (rotary_dim // 2, rotary_dim), axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+
+
+def rotate(
+    rope: list[tuple[jax.Array | None, jax.Array]], x: Float[Array, "B S H C"]
+) -> Float[Array, "B S H C"]:
+    """x rotated by the table of the layer's kind; kinds that turn other numbers of channels are told apart by data.
+
+    An empty list is no rotation.
+    """
+    if not rope:
+        return x
+    out = apply_rope(x, rope[0][1])
+    for selected, table in rope[1:]:
+        out = jnp.where(selected, apply_rope(x, table), out)
+    return out

@@ -1,4 +1,4 @@
-"""ZAYA1 as a pure function of a plain parameter tree.
+"""ZAYA1, or a dense model, as a pure function of a plain parameter tree.
 
 `Zaya` (Flax NNX) declares the weights and the arithmetic; layers are stacked on a leading axis and scanned, so one
 layer is traced whatever their number, and kinds of layers (full and sliding attention) differ by data; where some have
@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.attention import NO_WINDOW, SAVED
 from zaya_jax.model.cca import CCA
+from zaya_jax.model.dense import DenseLayer
 from zaya_jax.model.experts import PRODUCTS, expert_mlp
 from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
 from zaya_jax.model.router import Router
@@ -82,6 +83,9 @@ class Layer(nnx.Module):
         return h, stream, choice, logits, cache
 
 
+LAYERS = {"zaya": Layer, "dense": DenseLayer}  # by model_type
+
+
 class Embed(nnx.Module):
     def __init__(self, rngs, model: Model):
         shape = (model.vocab_size, model.hidden_size)
@@ -106,7 +110,8 @@ class Head(nnx.Module):
 class Zaya(nnx.Module):
     def __init__(self, rngs: nnx.Rngs, model: Model, precision: Precision):
         self.embed = Embed(rngs, model)
-        stack = nnx.vmap(lambda key: Layer(nnx.Rngs(key), model, precision))
+        layer = LAYERS[model.model_type]
+        stack = nnx.vmap(lambda key: layer(nnx.Rngs(key), model, precision))
         self.layers = stack(jax.random.split(rngs.params(), model.num_hidden_layers))
         self.final_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
         if model.lm_head_bias:
@@ -138,7 +143,7 @@ class Zaya(nnx.Module):
         elif positions is None:
             positions = jnp.broadcast_to(jnp.arange(seq), (batch, seq))
         h = self.embed(tokens, model.pad_token_id)
-        stream = jnp.zeros((batch * seq, model.router_hidden_size), jnp.float32)
+        stream = jnp.zeros((batch * seq, _stream_width(model)), jnp.float32)
         kinds, tables, windows = _layer_kinds(model, positions)
         real = segments > 0 if segments is not None else mask if mask is not None else jnp.ones_like(tokens)
         real = real.reshape(-1).astype(jnp.float32)
@@ -158,8 +163,10 @@ class Zaya(nnx.Module):
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
             return (h, stream), (counts, (h, logits) if trace else None), cache_l
 
+        # ZAYA's layers fetch weights that other devices keep; they are fetched again in the backward pass, not stored.
+        fetched = spread.fsdp or (spread.tsp and model.model_type == "zaya")
+        policy = "fsdp" if fetched and remat == "none" else remat
         pattern = linear_pattern(model)
-        policy = "fsdp" if spread.fsdp and remat == "none" else remat
         steps = [_remat(functools.partial(body, linear), policy) for linear in pattern]
         (h, _), (counts, traced), cache = scan_layers(
             steps, pattern, (h, stream), (layer_weights, balance, kinds, windows), cache
@@ -175,6 +182,11 @@ def _gathered(weights):
         return w.replace(gather_over_data(w[...], w.get_metadata()["axes"]))
 
     return jax.tree.map(gather, weights, is_leaf=lambda x: isinstance(x, nnx.Param))
+
+
+def _stream_width(model: Model) -> int:
+    """The router's own stream; dense layers have none."""
+    return model.router_hidden_size if model.model_type == "zaya" else 0
 
 
 def _layer_kinds(model: Model, positions):
@@ -309,8 +321,8 @@ def param_axes(model: Model, precision: Precision = Precision()) -> dict:
 def param_counts(model: Model) -> dict[str, int]:
     """Numbers of parameters, as the papers count them: in all, without the embedding, and active for one token."""
     tree = abstract(model)
-    total = (
-        sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - model.router_hidden_size
+    total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - _stream_width(
+        model
     )  # layer 0's unused EDA
     embedding = model.vocab_size * model.hidden_size
     expert = 3 * model.hidden_size * model.moe_intermediate_size

@@ -50,6 +50,8 @@ TABLE = (
         True,
         "matrices: a step bounded in spectral norm",
     ),
+    Row(r"layers/attention/(q|k|v|o)/kernel", "attention", "muon", True, "a dense model's; matrices"),
+    Row(r"layers/mlp/(gate|up|down)/kernel", "mlp", "muon", True, "a dense model's; matrices"),
     Row(r"layers/experts/(gate_up|down)", "experts", "muon", True, "matrices, one for each layer and expert"),
     Row(r"layers/router/(down|fc1|fc2|out)/kernel", "router", "muon", True, "matrices, small ones"),
     Row(

@@ -29,6 +29,7 @@ TABLE = (
     Rule("expert", ("expert",), "whole experts stay where they are: tokens are fewer bytes than matrices"),
     Rule("heads", ("tensor",), "a head attends by itself; its columns of q and rows of o go with it"),
     Rule("mlp", ("tensor",), "gate and up columns and down rows of one expert channel go together"),
+    Rule("width", ("tensor",), "the same of a dense model's MLP"),
 )
 TSP_TABLE = (  # tensor carries the sequence: experts are spread over it too, since each device has other tokens there
     Rule(
@@ -37,6 +38,7 @@ TSP_TABLE = (  # tensor carries the sequence: experts are spread over it too, si
         "experts do not travel; with the sequence, tokens are spread over tensor",
     ),
     Rule("heads", ("tensor",), "held in parts, sent round to the devices that hold the tokens"),
+    Rule("width", ("tensor",), "a dense model's MLP: likewise"),
 )
 FSDP = Rule(FSDP_DIM, ("data",), "the one dim that every matrix of a block has, and no other rule names")
 
@@ -82,6 +84,9 @@ def arrange(params: Any, parts: int, inverse: bool = False) -> Any:
 def check(config: Config, spread: Spread) -> None:
     """UserError where a dim of the model does not divide over its axis, with the nearest size that does."""
     model = config.model
+    if model.model_type == "dense":
+        _check_dense(model, spread)
+        return
     if spread.tsp:
         axes = "expert x tensor"
     else:
@@ -97,6 +102,22 @@ def check(config: Config, spread: Spread) -> None:
         )
     if not spread.tsp:
         _divides("model.moe_intermediate_size", model.moe_intermediate_size, "mesh.tensor", spread.tensor)
+    if spread.fsdp:
+        _divides("model.hidden_size", model.hidden_size, "mesh.data (with mesh.fsdp)", spread.data)
+
+
+def _check_dense(model: Model, spread: Spread) -> None:
+    for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
+        _divides(f"model.{name}", getattr(model, name), "mesh.tensor", spread.tensor)
+    if spread.expert > 1:
+        raise UserError(
+            f"config.mesh.expert={spread.expert}, but a dense model has no experts; use mesh.data for it"
+        )
+    if spread.tsp and spread.ring:
+        raise UserError(
+            "config.mesh.ring is set with mesh.tsp, but a dense model's keys and values are gathered a few heads at a "
+            "time there; leave mesh.ring off"
+        )
     if spread.fsdp:
         _divides("model.hidden_size", model.hidden_size, "mesh.data (with mesh.fsdp)", spread.data)
 

@@ -94,7 +94,8 @@ def _header(run: Workdir) -> str:
     model, data = run.config.get("model"), run.config.get("data")
     facts = [str(run.environment["device"])] if run.environment.get("device") else []
     if isinstance(model, dict) and model.get("num_hidden_layers"):
-        facts.append(f"{model['num_hidden_layers']} layers of {model.get('num_experts', '?')} experts")
+        kind = f" of {model.get('num_experts', '?')} experts" if model.get("model_type") != "dense" else ""
+        facts.append(f"{model['num_hidden_layers']} layers{kind}")
         facts.append(f"width {model.get('hidden_size', '?')}")
     if isinstance(data, dict) and data.get("seq_len"):
         facts.append(f"{data.get('global_batch', '?')} × {data['seq_len']} tokens a step")

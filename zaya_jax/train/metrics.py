@@ -114,7 +114,8 @@ def describe(step: int, last: int, figures: dict[str, Any], eta: float) -> str:
     ]
     if "mfu" in figures:
         parts.append(f"mfu {100 * figures['mfu']:.1f}%")
-    parts.append(f"load {float(np.mean(figures['load_entropy'])):.3f}")
+    if "load_entropy" in figures:
+        parts.append(f"load {float(np.mean(figures['load_entropy'])):.3f}")
     if "eval/loss" in figures:
         parts.append(f"held-out {figures['eval/loss']:.4f}")
     return " | ".join([*parts, f"eta {duration(eta)}"])

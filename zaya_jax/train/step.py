@@ -179,7 +179,8 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
             state["balance"], counts, lr=config.balance.lr, b1=config.balance.b1, b2=config.balance.b2,
             dead_after=config.balance.dead_after, enabled=config.balance.enabled, keep=figures["skipped"] == 0,
         )  # fmt: skip
-        figures |= load | {"loss": loss, "z": z, "target_tokens": total, "lr": lr}
+        figures |= load if model.model_type == "zaya" else {}  # one MLP for all tokens is no load
+        figures |= {"loss": loss, "z": z, "target_tokens": total, "lr": lr}
         state = {
             "params": optax.apply_updates(params, updates),
             "optimizer": opt_state,

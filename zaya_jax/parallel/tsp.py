@@ -1,0 +1,283 @@
+"""TSP: each device of the tensor axis holds a part of the weights and a part of the sequence; weights travel.
+
+No sum of activations crosses devices. Letters: N devices, B batch, S sequence, D model, H query and K key-value heads,
+G = H / K, C head channels, F the MLP's width; a device holds S / N tokens, H / N heads and F / N channels.
+
+`ring`, for the gated MLP: the shards go round. In each of N rounds a device adds what the visiting shard gives for its
+own tokens, while the next one is on its way. Backward they go round once more and each shard's gradient goes one step
+behind it, so that it comes home complete.
+
+`attention`, in K / N rounds. All devices must work on the same heads at a time, since each needs the keys and values
+of all tokens. So a round takes one key-value head with its queries from *every* device: their columns of q, k, v and
+rows of o, packed, are broadcast by all to all at once, which is one all-gather of N equal pieces. Broadcasting one
+device's whole shard at a time moves as many bytes, but over one device's links while the others' are idle, and its
+transpose, which takes the gradients home, would be a reduction to one device; as a sum of masked buffers (XLA has no
+broadcast on every backend) it moves twice the bytes. The all-gather and its transpose, the reduce-scatter, are native
+everywhere. Then each device computes the round's heads for its tokens, gathers their keys and values along the
+sequence (`context`, zig-zag order) and adds their part of the output. The next round's weights are fetched before this
+round computes. Backward weights, keys and values are fetched again and nothing of size N is kept: of the forward pass
+only the device's own attention output and its log-sum-exp.
+
+Elements that come in, a layer and device, forward (`traffic`): (N - 1) / N of
+
+    2 D (H + K) C + 3 D F      weights, in the compute format; 16 D² for multi-head attention with F = 4 D
+    2 B S K C                  keys and values; 2 B S D
+
+and backward the same again, and the gradients of both: keys' and values' in the compute format, weights' in float32.
+
+ZAYA's attention has so few key-value heads that a device holds k, v, convolutions and temperatures whole, as without
+TSP, and gathers keys and values of all heads at once (512 B S). Its q and o are fetched with `fetch`. Experts do not
+travel: they are spread over the tensor axis as over the expert axis, and tokens go to them.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from zaya_jax.model import attention as blockwise
+from zaya_jax.model.layers import rotate
+from zaya_jax.model.matmul import dot, einsum
+from zaya_jax.parallel import context
+from zaya_jax.parallel.spread import Spread
+
+AXIS = "tensor"
+
+
+def fetch(part: jax.Array, dim: int, spread: Spread) -> jax.Array:
+    """A weight that is cut along `dim`, whole; its gradient is summed and cut on the way back."""
+    return lax.all_gather(part, AXIS, axis=dim, tiled=True) if spread.tsp else part
+
+
+def ring(
+    fn: Callable, x: Float[Array, "B S D"], shards: Any, dtype: Any, spread: Spread
+) -> Float[Array, "B S D"]:
+    """The sum over the axis's devices of fn(x, shards), for the device's own x: shards travel in `dtype`.
+
+    A device sends (N - 1) / N of all shards; backward again, and as many gradients in float32. `fn` must be a plain
+    function, and linear in nothing.
+    """
+    return _ring(fn, jnp.dtype(dtype), spread.tensor, x, shards)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _ring(fn, dtype, parts, x, shards):
+    def step(carry, _):
+        visiting, y = carry
+        following = _pass_on(visiting, parts)
+        return (following, y + fn(x, _wide(visiting))), None
+
+    zero = jnp.zeros(x.shape, jnp.float32)
+    start = jax.tree.map(lambda w: w.astype(dtype), shards)
+    (visiting, y), _ = lax.scan(step, (start, zero), length=parts - 1)
+    return y + fn(x, _wide(visiting))
+
+
+def _ring_fwd(fn, dtype, parts, x, shards):
+    return _ring(fn, dtype, parts, x, shards), (x, shards)
+
+
+def _ring_bwd(fn, dtype, parts, saved, dy):
+    x, shards = saved
+
+    def visit(visiting, dx):
+        d_x, d_shards = jax.vjp(fn, x, _wide(visiting))[1](dy)
+        return dx + d_x.astype(jnp.float32), d_shards
+
+    def step(carry, _):
+        visiting, dx, behind = carry
+        following, behind = _pass_on(visiting, parts), _pass_on(behind, parts)
+        dx, added = visit(visiting, dx)
+        return (following, dx, _add(behind, added)), None
+
+    # A device's own shard is the first; its gradients wait for those of the others, which begin one device on.
+    own = jax.tree.map(lambda w: w.astype(dtype), shards)
+    visiting = _pass_on(own, parts)
+    dx, own_gradients = visit(own, jnp.zeros(x.shape, jnp.float32))
+    if parts == 2:
+        dx, behind = visit(visiting, dx)
+    else:
+        following = _pass_on(visiting, parts)
+        dx, behind = visit(visiting, dx)
+        (visiting, dx, behind), _ = lax.scan(step, (following, dx, behind), length=parts - 3)
+        behind = _pass_on(behind, parts)
+        dx, added = visit(visiting, dx)
+        behind = _add(behind, added)
+    return dx.astype(x.dtype), _add(own_gradients, _pass_on(behind, parts))
+
+
+_ring.defvjp(_ring_fwd, _ring_bwd)
+
+
+def _pass_on(tree, parts):
+    pairs = [(i, (i + 1) % parts) for i in range(parts)]
+    return jax.tree.map(lambda x: _as_bits(lambda bits: lax.ppermute(bits, AXIS, pairs), x), tree)
+
+
+def _as_bits(move, x):
+    """Moves 2-byte numbers as bare bits: XLA:CPU would make 4 bytes of each, and any compiler may."""
+    if x.dtype.itemsize != 2:
+        return move(x)
+    return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
+
+
+def _wide(tree):
+    """As float32, which leaves products as they are and gives float32 gradients."""
+    return jax.tree.map(lambda w: w.astype(jnp.float32), tree)
+
+
+def _add(a, b):
+    return jax.tree.map(jnp.add, a, b)
+
+
+class _Sizes(NamedTuple):
+    """What is static in a round."""
+
+    parts: int  # devices that share the weights
+    axes: tuple[str, ...]  # that carry the sequence
+    model: int
+    group: int
+    channels: int
+    dtype: Any
+
+    @property
+    def columns(self) -> int:
+        """Columns of q, k and v together, from one device."""
+        return (self.group + 2) * self.channels
+
+
+class _Where(NamedTuple):
+    """The arrays of a round that are no weights and have no gradient."""
+
+    rope: Any
+    window: Int[Array, ""] | None
+    starts: Int[Array, "2"]
+    segments: Int[Array, "B S"] | None
+
+
+def attention(
+    x: Float[Array, "B S/N D"],
+    weights: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    channels: int,
+    rope: list[tuple[Any, jax.Array]],
+    window: jax.Array | None,
+    place: context.Place,
+    spread: Spread,
+) -> Float[Array, "B S/N D"]:
+    """Causal attention with the kernels of q, k, v [D, heads C] and o [heads C, D], of which a device has its heads."""
+    q, k, v, o = weights
+    rounds = k.shape[1] // channels
+    sizes = _Sizes(spread.tensor, place.axes, x.shape[-1], q.shape[1] // k.shape[1], channels, x.dtype)
+    by_round = (w.reshape(sizes.model, rounds, -1).transpose(1, 0, 2) for w in (q, k, v))
+    columns = jnp.concatenate(list(by_round), axis=-1).reshape(rounds, -1)
+    packed = jnp.concatenate([columns, o.reshape(rounds, -1)], axis=1)
+    window = None if window is None else jnp.asarray(window, jnp.int32)
+    return _attention(sizes, x, packed, _Where(rope, window, place.starts, place.segments))
+
+
+def _fetch_round(part, sizes):
+    """All devices' columns [N, D, (G + 2) C] and rows [N G C, D] of a round."""
+    whole = _as_bits(lambda bits: lax.all_gather(bits, AXIS), part.astype(sizes.dtype))
+    columns, rows = jnp.split(whole, (sizes.model * sizes.columns,), axis=1)
+    return columns.reshape(sizes.parts, sizes.model, -1), rows.reshape(-1, sizes.model)
+
+
+def _project(sizes, rope, x, columns):
+    """q [B, S, N G, C], k and v [B, S, N, C] of a round."""
+    batch, seq, model = x.shape
+    y = einsum("nd,gdf->ngf", x.reshape(-1, model), columns, sizes.dtype, sizes.dtype)
+    q, k, v = jnp.split(y, (sizes.group * sizes.channels, (sizes.group + 1) * sizes.channels), axis=-1)
+    q, k, v = (part.reshape(batch, seq, -1, sizes.channels) for part in (q, k, v))
+    return rotate(rope, q).astype(q.dtype), jnp.concatenate([rotate(rope, k).astype(k.dtype), v], axis=-1)
+
+
+def _output(sizes, out, rows):
+    return dot(out.reshape(*out.shape[:2], -1), rows, sizes.dtype, jnp.float32)
+
+
+def _chunks(where, kv, *local):
+    """For each of the device's two chunks its part of `local`, the keys and values it may see, and the masks."""
+    chunk = local[0].shape[1] // 2
+    for i in range(2):
+        seen = kv.shape[1] // (2 - i)  # no early chunk reaches into the second half
+        own = all_seen = None
+        if where.segments is not None:
+            own = lax.dynamic_slice_in_dim(where.segments, where.starts[i], chunk, 1)
+            all_seen = where.segments[:, :seen]
+        k, v = jnp.split(kv[:, :seen], 2, axis=-1)
+        q, *rest = (x[:, i * chunk : (i + 1) * chunk] for x in local)
+        yield (q, k, v, *rest), (own, all_seen, where.window, where.starts[i])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(sizes, x, packed, where):
+    return _attention_fwd(sizes, x, packed, where)[0]
+
+
+def _attention_fwd(sizes, x, packed, where):
+    scale = blockwise.softmax_scale(sizes.channels)
+
+    def compute(weights, y):
+        columns, rows = weights
+        q, kv = _project(sizes, where.rope, x, columns)
+        found = [
+            blockwise.attention(*arrays, *masks, scale=scale)
+            for arrays, masks in _chunks(where, context.gather(kv, sizes.axes), q)
+        ]
+        out, lse = (
+            checkpoint_name(jnp.concatenate(x, axis=1), blockwise.SAVED) for x in zip(*found, strict=True)
+        )
+        return y + _output(sizes, out, rows), (out, lse)
+
+    def step(carry, following):
+        weights, y = carry
+        following = _fetch_round(following, sizes)
+        y, found = compute(weights, y)
+        return (following, y), found
+
+    first = _fetch_round(packed[0], sizes)
+    (weights, y), found = lax.scan(step, (first, jnp.zeros(x.shape, jnp.float32)), packed[1:])
+    y, last = compute(weights, y)
+    return y, (x, packed, where, found, last)
+
+
+def _attention_bwd(sizes, saved, dy):
+    x, packed, where, found, last = saved
+    scale = blockwise.softmax_scale(sizes.channels)
+
+    def compute(weights, dx, out, lse):
+        columns, rows = _wide(weights)
+        d_out, d_rows = jax.vjp(functools.partial(_output, sizes), out, rows)[1](dy)
+        (q, kv), back = jax.vjp(functools.partial(_project, sizes, where.rope), x, columns)
+        whole, home = jax.vjp(lambda kv: context.gather(kv, sizes.axes), kv)
+        d_q, d_whole = [], jnp.zeros(whole.shape, jnp.float32)
+        for (q_i, k, v, *rest), masks in _chunks(where, whole, q, out, lse, d_out):
+            d_q_i, d_k, d_v = blockwise.attention_gradients(q_i, k, v, *rest, *masks, scale=scale)
+            d_q.append(d_q_i)
+            d_whole = d_whole.at[:, : k.shape[1]].add(jnp.concatenate([d_k, d_v], axis=-1))
+        (d_kv,) = home(d_whole.astype(kv.dtype))
+        d_x, d_columns = back((jnp.concatenate(d_q, axis=1).astype(q.dtype), d_kv))
+        flat = [d.reshape(sizes.parts, -1) for d in (d_columns, d_rows)]
+        gradients = lax.psum_scatter(jnp.concatenate(flat, axis=1), AXIS)
+        return dx + d_x.astype(jnp.float32), gradients
+
+    def step(carry, inputs):
+        weights, dx = carry
+        following, found = inputs
+        following = _fetch_round(following, sizes)
+        dx, gradients = compute(weights, dx, *found)
+        return (following, dx), gradients
+
+    first = _fetch_round(packed[0], sizes)
+    start = (first, jnp.zeros(x.shape, jnp.float32))
+    (weights, dx), gradients = lax.scan(step, start, (packed[1:], found))
+    dx, last_gradients = compute(weights, dx, *last)
+    return dx.astype(x.dtype), jnp.concatenate([gradients, last_gradients[None]]), None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
