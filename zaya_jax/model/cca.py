@@ -21,7 +21,7 @@ from zaya_jax.model.attention import attention, decode_attention, in_window, sof
 from zaya_jax.model.layers import Linear, rotate, weight
 from zaya_jax.model.linear_attention import decode_linear_attention, linear_attention, prompt_state
 from zaya_jax.model.matmul import dot, einsum
-from zaya_jax.parallel import context, heads
+from zaya_jax.parallel import context, heads, tsp
 from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import ALONE, Spread
 
@@ -83,7 +83,8 @@ class CCA(nnx.Module):
         x = x.astype(self.dtype)
         part = self._part(spread)
         edges = None if place is None else context.halo(x, self._reach(), place)
-        packed, v_now, v_prev = self._project(x, part)
+        weights = self._side_by_side(part, spread)
+        packed, v_now, v_prev = self._project(x, weights, part)
         going_on = cache_valid is not None  # else no token comes before the first one
         first = self._value_of_nothing(batch, part)
         before = cache["value"][:, None] if cache and going_on else first
@@ -92,7 +93,7 @@ class CCA(nnx.Module):
         split, join = (lambda y: y), (lambda y: y)
         if place is not None:
             split, join = place.split, place.join
-            columns, before = self._left_of(edges, place, part)
+            columns, before = self._left_of(edges, place, weights, part)
             if segments is not None:
                 rows, earlier = split(segments), place.segments_before(self._reach())
         mixed = join(self._convolve(split(packed), columns, rows, earlier, part))
@@ -121,23 +122,30 @@ class CCA(nnx.Module):
                 out = decode_attention(q, new_cache["k"], new_cache["v"], valid, scale=scale)
             else:  # the prompt: it starts an empty cache, so it attends to itself alone
                 out, _ = attention(q, k, v, visible, visible, window, scale=scale)
-        y = part.sum(dot(out.reshape(batch, seq, -1), self.o.kernel[...], self.dtype))
+        o = tsp.fetch(self.o.kernel[...], 0, self.dtype, spread)
+        y = part.sum(dot(out.reshape(batch, seq, -1), o, self.dtype))
         return y + self.o.bias[...].astype(y.dtype) if hasattr(self.o, "bias") else y, new_cache
 
     def _part(self, spread: Spread) -> heads.Part:
         return heads.part(self.num_heads, self.num_kv, self.channels, spread)
 
-    def _project(self, x, part: heads.Part):
-        """Packed queries and keys, current and delayed values: one product with the four matrices side by side."""
+    def _side_by_side(self, part: heads.Part, spread: Spread):
+        """The kernels of q, k and both halves of v as one, of the device's heads, and their biases (or None)."""
 
-        def side_by_side(q, k, v_now, v_prev):
+        def joined(q, k, v_now, v_prev):
             values = part.value_columns(jnp.concatenate([v_now, v_prev], axis=-1))
+            q = tsp.fetch(q, q.ndim - 1, self.dtype, spread)
             return jnp.concatenate([q, part.kv_columns(k), values], axis=-1)
 
         parts = (self.q, self.k, self.v_now, self.v_prev)
-        y = dot(x, side_by_side(*(p.kernel[...] for p in parts)), self.dtype)
-        if hasattr(self.q, "bias"):
-            y += side_by_side(*(p.bias[...] for p in parts)).astype(y.dtype)
+        biases = joined(*(p.bias[...] for p in parts)) if hasattr(self.q, "bias") else None
+        return joined(*(p.kernel[...] for p in parts)), biases
+
+    def _project(self, x, weights, part: heads.Part):
+        """Packed queries and keys, current and delayed values: one product."""
+        kernel, bias = weights
+        y = dot(x, kernel, self.dtype)
+        y = y if bias is None else y + bias.astype(y.dtype)
         packed, values = jnp.split(y, (part.packed * self.channels,), axis=-1)
         return packed, *part.split_values(values)
 
@@ -187,9 +195,9 @@ class CCA(nnx.Module):
     def _reach(self):
         return max(self._history(), 1)  # the delayed value looks one back
 
-    def _left_of(self, edges, place, part: heads.Part):
+    def _left_of(self, edges, place, weights, part: heads.Part):
         """Packed columns and delayed value before each chunk, of the inputs there."""
-        columns, _, values = self._project(edges, part)
+        columns, _, values = self._project(edges, weights, part)
         # Before the sequence the input is zero: right for the value, but columns then hold the projections' biases.
         columns = jnp.where(place.first(edges.shape[0])[:, None, None], 0, columns)
         return columns[:, columns.shape[1] - self._history() :], values[:, -1:]

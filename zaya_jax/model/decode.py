@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from zaya_jax.config import Model, Precision
-from zaya_jax.model import zaya
-from zaya_jax.model.cca import empty_cache
+from zaya_jax.model import cca, dense, zaya
 
 Carry = tuple[Any, ...]  # last token, its position, its column, which columns may be seen, the cache
 
@@ -66,6 +65,7 @@ def _generate_impl(params, balance, ids, mask, keys, model, precision, temperatu
 def _start(params, balance, ids, mask, key, model, precision, temperature, num_tokens) -> tuple[Carry, Any]:
     """The prompt through the model, and the first new token [B, 1]."""
     batch, length = ids.shape
+    empty_cache = dense.empty_cache if model.model_type == "dense" else cca.empty_cache
     cache = empty_cache(model, precision, batch, length + num_tokens)
     real = jnp.ones_like(ids) if mask is None else mask
     # A row's first real token is at position 0, as the port's generate counts.

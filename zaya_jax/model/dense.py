@@ -123,3 +123,9 @@ class DenseLayer(nnx.Module):
         h = h + self.mlp(self.mlp_norm(h), spread)
         choice = jnp.zeros(h.shape[0] * h.shape[1], jnp.int32)
         return h, stream, choice, None, cache
+
+
+def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:
+    """What decoding keeps for each layer, stacked over layers: K and V."""
+    shape = (model.num_hidden_layers, batch, length, model.num_key_value_heads, model.head_dim)
+    return {name: jnp.zeros(shape, precision.compute) for name in ("k", "v")}

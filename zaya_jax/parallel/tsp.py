@@ -49,9 +49,24 @@ from zaya_jax.parallel.spread import Spread
 AXIS = "tensor"
 
 
-def fetch(part: jax.Array, dim: int, spread: Spread) -> jax.Array:
-    """A weight that is cut along `dim`, whole; its gradient is summed and cut on the way back."""
-    return lax.all_gather(part, AXIS, axis=dim, tiled=True) if spread.tsp else part
+def fetch(part: jax.Array, dim: int, dtype: Any, spread: Spread) -> jax.Array:
+    """A weight that TSP cuts along `dim`, whole, for products in `dtype`; without TSP, the weight.
+
+    Its gradient is summed over devices in float32, each keeping its part.
+    """
+    return _fetch(dim, jnp.dtype(dtype), part) if spread.tsp else part
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _fetch(dim, dtype, part):
+    gather = functools.partial(lax.all_gather, axis_name=AXIS, axis=dim, tiled=True)
+    return _as_bits(gather, part.astype(dtype)).astype(part.dtype)
+
+
+_fetch.defvjp(
+    lambda dim, dtype, part: (_fetch(dim, dtype, part), None),
+    lambda dim, dtype, _, d: (lax.psum_scatter(d, AXIS, scatter_dimension=dim, tiled=True),),
+)
 
 
 def ring(
@@ -59,8 +74,8 @@ def ring(
 ) -> Float[Array, "B S D"]:
     """The sum over the axis's devices of fn(x, shards), for the device's own x: shards travel in `dtype`.
 
-    A device sends (N - 1) / N of all shards; backward again, and as many gradients in float32. `fn` must be a plain
-    function, and linear in nothing.
+    A device sends (N - 1) / N of all shards; backward again, and as many gradients in float32. `fn` is a plain
+    function, not a closure over traced arrays.
     """
     return _ring(fn, jnp.dtype(dtype), spread.tensor, x, shards)
 
