@@ -468,6 +468,11 @@ def _check_dense(m: Model) -> None:
         raise UserError(
             "config.model.attention_bias is set, but model_type='dense' has no biases; set it to False"
         )
+    if "hybrid_linear" in m.kinds:
+        raise UserError(
+            "config.model.layer_types has hybrid_linear, which is a form of ZAYA's attention, but model_type='dense'; "
+            "dense layers are hybrid (full attention) or hybrid_sliding"
+        )
 
 
 def _check_sizes(c: Config) -> None:

@@ -117,6 +117,7 @@ def test_the_7b_shape():
         ({"num_experts": 16}, r"num_experts=16 with model_type='dense', which has no router; set it to 1"),
         ({"intermediate_size": 0}, r"intermediate_size=0 must be at least 1"),
         ({"attention_bias": True}, r"attention_bias is set"),
+        ({"layer_types": ("hybrid", "hybrid_linear")}, r"layer_types has hybrid_linear"),
     ],
 )
 def test_what_a_dense_model_has_not_is_refused(changes, message):

@@ -132,7 +132,7 @@ def test_clipping_is_by_the_norm_of_all_weights(params):
 def test_figures(params):
     grads = optim_helpers.random_tree(params, 1)
     updates, state = updated(Optim(), params, grads)
-    groups = {row.group for row in chain.TABLE}
+    groups = {row.group for row in chain.build(Optim(), Precision(), params).claims.values()}
     for name, tree in (("grad_norm", grads), ("update_norm", updates), ("param_norm", params)):
         np.testing.assert_allclose(state.figures[name], optax.tree.norm(tree), rtol=1e-5)
         total = sum(float(state.figures[f"{name}/{group}"]) ** 2 for group in groups)

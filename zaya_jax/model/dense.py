@@ -46,10 +46,12 @@ class SelfAttention(nnx.Module):
         cache: dict | None = None,
         cache_index: jax.Array | None = None,
         cache_valid: jax.Array | None = None,
+        linear: bool = False,
         spread: Spread = ALONE,
         place: context.Place | None = None,
     ) -> tuple[Float[Array, "B S D"], dict | None]:
         """The block's output, and the new cache where one was given; arguments are those of ZAYA's attention."""
+        assert not linear, "the config refuses linear layers of a dense model"
         x = x.astype(self.dtype)
         scale, visible = softmax_scale(self.channels), segments if segments is not None else mask
         if place is not None and spread.tsp:

@@ -5,6 +5,7 @@ float32. `axes` names what each dimension means; which mesh axis that becomes is
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -94,9 +95,7 @@ def apply_rope(x: Float[Array, "B S H C"], table: Float[Array, "B S half2"]) -> 
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def rotate(
-    rope: list[tuple[jax.Array | None, jax.Array]], x: Float[Array, "B S H C"]
-) -> Float[Array, "B S H C"]:
+def rotate(rope: list[tuple[Any, jax.Array]], x: Float[Array, "B S H C"]) -> Float[Array, "B S H C"]:
     """x rotated by the table of the layer's kind; kinds that turn other numbers of channels are told apart by data.
 
     An empty list is no rotation.

@@ -177,7 +177,7 @@ class _Where(NamedTuple):
 
 def attention(
     x: Float[Array, "B S/N D"],
-    weights: tuple[jax.Array, jax.Array, jax.Array, jax.Array],
+    weights: tuple[jax.Array, ...],
     channels: int,
     rope: list[tuple[Any, jax.Array]],
     window: jax.Array | None,
