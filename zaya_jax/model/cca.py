@@ -17,7 +17,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from zaya_jax.config import Model, Precision
-from zaya_jax.model.attention import attention, decode_attention, in_window, softmax_scale
+from zaya_jax.model import cache as kept
+from zaya_jax.model.attention import attention, softmax_scale
 from zaya_jax.model.layers import Linear, rotate, weight
 from zaya_jax.model.linear_attention import decode_linear_attention, linear_attention, prompt_state
 from zaya_jax.model.matmul import dot, einsum
@@ -75,7 +76,8 @@ class CCA(nnx.Module):
         `segments` cuts packed documents; `mask` zeroes left padding, as the public port does (its columns then hold
         the projections' biases). `rope` is a list of (selected, table), empty for no rotation. `place` is where the
         device's two chunks of a sequence lie that is spread over several: they stand as rows of their own before the
-        attention.
+        attention. Where there is a cache, the context axis holds its K and V in parts instead, and the tokens are the
+        same on all its devices.
         """
         batch, seq, _ = x.shape
         if mask is not None:
@@ -116,10 +118,9 @@ class CCA(nnx.Module):
             out, _ = attention(q, k, v, visible, visible, window, scale=scale)
             new_cache = None
         else:
-            new_cache = _written(cache, k, v, cache_index) | self._extend(cache, packed, v_prev)
-            if going_on:
-                valid = in_window(cache_valid, cache_index, window)
-                out = decode_attention(q, new_cache["k"], new_cache["v"], valid, scale=scale)
+            new_cache = kept.extend(cache, k, v, cache_index, spread) | self._extend(cache, packed, v_prev)
+            if cache_valid is not None:
+                out = kept.attend(q, new_cache, cache_valid, cache_index, window, spread, scale=scale)
             else:  # the prompt: it starts an empty cache, so it attends to itself alone
                 out, _ = attention(q, k, v, visible, visible, window, scale=scale)
         o = tsp.fetch(self.o.kernel[...], 0, self.dtype, spread)
@@ -265,15 +266,6 @@ def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> 
     if linear:
         cache["state"] = jnp.zeros((linear, batch, k, c, c + 1), jnp.float32)
     return cache
-
-
-def _written(cache, k, v, index):
-    """K and V with new ones from `index` on."""
-    new = {"k": k, "v": v}
-    return {
-        name: jax.lax.dynamic_update_slice_in_dim(cache[name], x.astype(cache[name].dtype), index, 1)
-        for name, x in new.items()
-    }
 
 
 def _shift(segments, distance, earlier):

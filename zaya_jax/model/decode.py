@@ -1,4 +1,8 @@
-"""Greedy and sampled continuation with the cache: one prompt pass, then one token at a time inside a scan."""
+"""Greedy and sampled continuation with the cache: one prompt pass, then one token at a time inside a scan.
+
+With a mesh, its context axis holds the keys and values in parts, for caches that one device cannot hold
+(zaya_jax/parallel/tree.py); everything else, the prompt's pass too, is done alike on all its devices.
+"""
 
 import functools
 from collections.abc import Iterator
@@ -6,12 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import cca, dense, zaya
+from zaya_jax.parallel import tree
+from zaya_jax.parallel.spread import ALONE, Spread
 
 Carry = tuple[Any, ...]  # last token, its position, its column, which columns may be seen, the cache
+REPLICATED = PartitionSpec()
 
 
 def generate(
@@ -25,12 +33,14 @@ def generate(
     mask: Int[Array, "B S"] | None = None,
     temperature: float = 0.0,
     key: jax.Array | None = None,
+    mesh: Mesh | None = None,
 ) -> Int[Array, "B T"]:
     """The next `num_tokens` ids of each row; temperature 0 is greedy. `mask` (1 = real) marks left padding."""
     if num_tokens < 1:
         return jnp.zeros((ids.shape[0], 0), ids.dtype)
     keys = jax.random.split(jax.random.key(0) if key is None else key, num_tokens)
-    return _generate(params, balance, ids, mask, keys, model, precision, temperature)
+    arguments = _everywhere(mesh, (params, balance, ids, mask, keys))
+    return _generate(*arguments, model, precision, temperature, mesh)
 
 
 def stream(
@@ -44,42 +54,92 @@ def stream(
     temperature: float = 0.0,
     key: jax.Array | None = None,
     piece: int = 16,
+    mesh: Mesh | None = None,
 ) -> Iterator[Int[Array, "B T"]]:
     """What `generate` gives, as it comes: the first token, then pieces of `piece`, the last one shorter."""
     keys = jax.random.split(jax.random.key(0) if key is None else key, num_tokens)
-    carry, first = _start_jit(params, balance, ids, None, keys[0], model, precision, temperature, num_tokens)
+    params, balance, ids, keys = _everywhere(mesh, (params, balance, ids, keys))
+    carry, first = _start_jit(
+        params, balance, ids, None, keys[0], model, precision, temperature, num_tokens, mesh
+    )
     yield first
     for begin in range(1, num_tokens, piece):
         carry, tokens = _go_on_jit(
-            params, balance, carry, keys[begin : begin + piece], model, precision, temperature
+            params, balance, carry, keys[begin : begin + piece], model, precision, temperature, mesh
         )
         yield tokens
 
 
-def _generate_impl(params, balance, ids, mask, keys, model, precision, temperature):
-    carry, first = _start(params, balance, ids, mask, keys[0], model, precision, temperature, keys.size)
-    _, rest = _go_on(params, balance, carry, keys[1:], model, precision, temperature)
-    return jnp.concatenate([first, rest], axis=1)
+def _empty_cache(model, precision, batch, length):
+    make = dense.empty_cache if model.model_type == "dense" else cca.empty_cache
+    return make(model, precision, batch, length)
 
 
-def _start(params, balance, ids, mask, key, model, precision, temperature, num_tokens) -> tuple[Carry, Any]:
+def _everywhere(mesh, arguments):
+    """The arguments on all devices of the mesh."""
+    return arguments if mesh is None else jax.device_put(arguments, NamedSharding(mesh, REPLICATED))
+
+
+def _on_mesh(mesh, model, run, arguments, *, out_specs):
+    """run(spread, *arguments), on each device of the mesh where there is one; "carry" stands for a Carry's specs."""
+    if mesh is None or mesh.shape["context"] == 1:
+        return run(ALONE, *arguments)
+    cache = jax.eval_shape(lambda: _empty_cache(model, Precision(), 1, 1))
+    in_parts = {name: PartitionSpec(None, None, "context") for name in ("k", "v")}
+    carry = (*[REPLICATED] * 4, {name: in_parts.get(name, REPLICATED) for name in cache})
+    in_specs = tuple(carry if isinstance(x, tuple) else REPLICATED for x in arguments)
+    out_specs = jax.tree.map(lambda x: carry if x == "carry" else x, out_specs)
+    run = functools.partial(run, Spread(context=mesh.shape["context"]))
+    # What every device computes alike is the same on all of them, which the check of replication cannot see.
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mapped(*arguments)
+
+
+def _generate_impl(params, balance, ids, mask, keys, model, precision, temperature, mesh):
+    def run(spread, params, balance, ids, mask, keys):
+        carry, first = _start(
+            spread, params, balance, ids, mask, keys[0], model, precision, temperature, keys.size
+        )
+        _, rest = _go_on(spread, params, balance, carry, keys[1:], model, precision, temperature)
+        return jnp.concatenate([first, rest], axis=1)
+
+    return _on_mesh(mesh, model, run, (params, balance, ids, mask, keys), out_specs=REPLICATED)
+
+
+def _start_impl(params, balance, ids, mask, key, model, precision, temperature, num_tokens, mesh):
+    def run(spread, params, balance, ids, mask, key):
+        return _start(spread, params, balance, ids, mask, key, model, precision, temperature, num_tokens)
+
+    return _on_mesh(mesh, model, run, (params, balance, ids, mask, key), out_specs=("carry", REPLICATED))
+
+
+def _go_on_impl(params, balance, carry, keys, model, precision, temperature, mesh):
+    def run(spread, params, balance, carry, keys):
+        return _go_on(spread, params, balance, carry, keys, model, precision, temperature)
+
+    return _on_mesh(mesh, model, run, (params, balance, carry, keys), out_specs=("carry", REPLICATED))
+
+
+def _start(
+    spread, params, balance, ids, mask, key, model, precision, temperature, num_tokens
+) -> tuple[Carry, Any]:
     """The prompt through the model, and the first new token [B, 1]."""
     batch, length = ids.shape
-    empty_cache = dense.empty_cache if model.model_type == "dense" else cca.empty_cache
-    cache = empty_cache(model, precision, batch, length + num_tokens)
+    columns = tree.columns_of(length + num_tokens, spread.context)
+    cache = _empty_cache(model, precision, batch, columns)
     real = jnp.ones_like(ids) if mask is None else mask
     # A row's first real token is at position 0, as the port's generate counts.
     positions = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
     valid = jnp.concatenate([real > 0, jnp.zeros((batch, num_tokens), bool)], axis=1)
     out = zaya.apply(
         model, params, balance, ids, precision=precision, mask=mask, positions=positions, cache=cache,
-        cache_index=jnp.int32(0),
+        cache_index=jnp.int32(0), spread=spread,
     )  # fmt: skip
     token = _pick(model, params, out.hidden[:, -1:], precision, temperature, key).astype(ids.dtype)
     return (token, positions[:, -1] + 1, jnp.int32(length), valid, out.cache), token[:, None]
 
 
-def _go_on(params, balance, carry, keys, model, precision, temperature) -> tuple[Carry, Any]:
+def _go_on(spread, params, balance, carry, keys, model, precision, temperature) -> tuple[Carry, Any]:
     """One more token a key: [B, T]."""
 
     def step(carry, key):
@@ -87,7 +147,7 @@ def _go_on(params, balance, carry, keys, model, precision, temperature) -> tuple
         valid = valid.at[:, index].set(True)
         out = zaya.apply(
             model, params, balance, token[:, None], precision=precision, positions=position[:, None],
-            cache=cache, cache_index=index, cache_valid=valid,
+            cache=cache, cache_index=index, cache_valid=valid, spread=spread,
         )  # fmt: skip
         token = _pick(model, params, out.hidden, precision, temperature, key).astype(token.dtype)
         return (token, position + 1, index + 1, valid, out.cache), token
@@ -103,6 +163,6 @@ def _pick(model, params, hidden, precision, temperature, key):
     return jax.random.categorical(key, logits / temperature, axis=-1)
 
 
-_generate = functools.partial(jax.jit, static_argnums=(5, 6, 7))(_generate_impl)
-_start_jit = functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))(_start)
-_go_on_jit = functools.partial(jax.jit, static_argnums=(4, 5, 6), donate_argnums=(2,))(_go_on)
+_generate = functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))(_generate_impl)
+_start_jit = functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))(_start_impl)
+_go_on_jit = functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), donate_argnums=(2,))(_go_on_impl)

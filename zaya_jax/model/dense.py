@@ -16,7 +16,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from zaya_jax.config import Model, Precision
-from zaya_jax.model.attention import attention, decode_attention, in_window, softmax_scale
+from zaya_jax.model import cache as kept
+from zaya_jax.model.attention import attention, softmax_scale
 from zaya_jax.model.layers import Linear, RMSNorm, rotate
 from zaya_jax.model.matmul import dot
 from zaya_jax.parallel import context, tsp
@@ -64,10 +65,9 @@ class SelfAttention(nnx.Module):
         elif cache_valid is None:  # a whole sequence, or a prompt, which starts an empty cache
             out, _ = attention(q, k, v, visible, visible, window, scale=scale)
         if cache is not None:
-            cache = {"k": _write(cache["k"], k, cache_index), "v": _write(cache["v"], v, cache_index)}
+            cache = kept.extend(cache, k, v, cache_index, spread)
         if cache is not None and cache_valid is not None:
-            valid = in_window(cache_valid, cache_index, window)
-            out = decode_attention(q, cache["k"], cache["v"], valid, scale=scale)
+            out = kept.attend(q, cache, cache_valid, cache_index, window, spread, scale=scale)
         y = self.o(out.reshape(*x.shape[:2], -1), self.dtype)
         return lax.psum(y, "tensor") if spread.heads > 1 else y, cache
 
@@ -103,10 +103,6 @@ def gated_mlp(x: Float[Array, "B S D"], weights: tuple[jax.Array, ...]) -> Float
 @jax.checkpoint
 def _gated(gate, up):
     return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
-
-
-def _write(cache, new, index):
-    return lax.dynamic_update_slice_in_dim(cache, new.astype(cache.dtype), index, 1)
 
 
 class DenseLayer(nnx.Module):

@@ -1,0 +1,87 @@
+"""Attention of a new token to a cache in parts: equal to one device's, and what is sent, read from the program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from zaya_jax.hardware import hlo
+from zaya_jax.model.attention import decode_attention
+from zaya_jax.parallel import tree
+
+B, H, K, C = 2, 4, 2, 8
+ALL = PartitionSpec()
+PARTS = PartitionSpec(None, "context")
+
+
+def mesh_of(size):
+    return jax.make_mesh((size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+
+
+def lay_out(x, size):
+    """[B, T, ..] as the devices hold it: one device's columns after the other's."""
+    return jnp.concatenate([x[:, i::size] for i in range(size)], axis=1)
+
+
+def on_devices(function, size):
+    mapped = functools.partial(function, scale=0.3, axis="context")
+    return jax.shard_map(
+        mapped, mesh=mesh_of(size), in_specs=(ALL, PARTS, PARTS, ALL), out_specs=ALL, check_vma=False
+    )
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("function", [tree.tree_attention, tree.ring_of_parts, tree.ring_of_keys])
+def test_equal_to_one_device(function, size):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = jax.random.normal(keys[0], (B, 1, H, C))
+    k, v = (jax.random.normal(key, (B, 16, K, C)) for key in keys[1:])
+    # Left padding; and a row with a single key, so that most devices have none.
+    valid = jnp.stack([(jnp.arange(16) > 2) & (jnp.arange(16) < 13), jnp.arange(16) == 4])
+    out = jax.jit(on_devices(function, size))(q, lay_out(k, size), lay_out(v, size), valid)
+    np.testing.assert_allclose(out, decode_attention(q, k, v, valid, scale=0.3), atol=1e-6)
+
+
+def test_a_prompt_and_new_columns_go_where_they_belong():
+    size, length = 4, 12
+    x = jnp.arange(2.0 * length).reshape(2, length, 1, 1)
+
+    def fill(x):
+        cache = tree.write(jnp.full((2, length // size, 1, 1), -1.0), x[:, :6], jnp.int32(0), "context")
+        for index in range(6, length):
+            cache = tree.write(cache, x[:, index : index + 1], jnp.int32(index), "context")
+        return cache
+
+    filled = jax.shard_map(fill, mesh=mesh_of(size), in_specs=ALL, out_specs=PARTS, check_vma=False)(x)
+    np.testing.assert_array_equal(filled, lay_out(x, size))
+
+
+def lowered(function, size, length):
+    sharding = functools.partial(NamedSharding, mesh_of(size))
+    q = jax.ShapeDtypeStruct((B, 1, H, C), jnp.float32, sharding=sharding(ALL))
+    k = jax.ShapeDtypeStruct((B, length, K, C), jnp.float32, sharding=sharding(PARTS))
+    valid = jax.ShapeDtypeStruct((B, length), bool, sharding=sharding(ALL))
+    return jax.jit(on_devices(function, size)).lower(q, k, k, valid)
+
+
+@pytest.mark.parametrize("length", [64, 64 * 1024])
+def test_three_small_all_reduces_whatever_the_length(length):
+    """The compiler makes one message of the two sums: three arrays are reduced, by two instructions."""
+    program = lowered(tree.tree_attention, 8, length)
+    assert program.as_text().count("stablehlo.all_reduce") == 3
+    found = hlo.collectives(program.compile())
+    assert {c.kind for c in found} == {"all-reduce"}
+    assert len(found) <= 3
+    reduced = [a.bytes for c in found for a in c.operands]
+    assert sorted(reduced) == [4 * B * H, 4 * B * H, 4 * B * H * C]
+
+
+def test_what_the_rings_send():
+    def sent(function):
+        return [(c.kind, c.bytes) for c in hlo.collectives(lowered(function, 8, 64).compile())]
+
+    assert sent(tree.ring_of_parts) == [("collective-permute", 4 * B * H * (C + 1))] * 7
+    assert sent(tree.ring_of_keys) == [("collective-permute", 2 * 4 * B * 8 * K * C)] * 7
