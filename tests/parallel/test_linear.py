@@ -1,16 +1,22 @@
 """LASP-2 and the ring: equal to one device's linear attention, and what they send, read from the compiled program."""
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
+import mesh_helpers as helpers
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from zaya_jax import config
 from zaya_jax.hardware import hlo
+from zaya_jax.model import zaya
 from zaya_jax.model.linear_attention import linear_attention
 from zaya_jax.parallel import linear
+from zaya_jax.parallel.context import zigzag as zigzag_order
+from zaya_jax.train import step as steps
 
 B, H, K, C = 2, 4, 2, 8
 SPEC = PartitionSpec(None, "context")
@@ -38,10 +44,7 @@ def documents(length):
 
 def order(length, size, zigzag):
     """Columns as the devices hold them, one device after the other."""
-    if not zigzag:
-        return np.arange(length)
-    pieces = np.arange(length).reshape(2 * size, -1)
-    return np.concatenate([pieces[[i, 2 * size - 1 - i]].reshape(-1) for i in range(size)])
+    return zigzag_order(length, size) if zigzag else np.arange(length)
 
 
 def on_devices(function, size, zigzag, **options):
@@ -136,3 +139,41 @@ def test_the_states_do_not_wait_for_the_work_within_a_device():
             seen.add(name)
             pending += [word.strip("%,() ") for word in made[name].split(" = ")[1].replace("(", " ").split()]
     assert len(seen) > 2 and not any(" while(" in made[name] for name in seen)
+
+
+LAYERS = ("hybrid_linear", "hybrid", "hybrid_linear", "hybrid")
+MIXED = helpers.with_model(layer_types=LAYERS, num_hidden_layers=4, sliding_window=None)
+
+
+@functools.cache
+def alone():
+    return helpers.loss_and_gradients(MIXED, 1, helpers.batch())
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes"),
+    [
+        (2, dict(context=2)),
+        (8, dict(context=8)),
+        (4, dict(context=4, ring=True)),
+        (8, dict(data=2, context=2, tensor=2, fsdp=True)),
+    ],
+)
+def test_a_model_of_both_kinds_gives_what_one_device_gives(devices, sizes):
+    settings = dataclasses.replace(MIXED, mesh=config.Mesh(**sizes))
+    helpers.assert_same(helpers.loss_and_gradients(settings, devices, helpers.batch()), alone())
+
+
+def test_linear_layers_of_a_model_gather_states_alone():
+    """Besides what a layer's halo sends, each gathers once forward and once backward."""
+    settings = helpers.with_model(layer_types=("hybrid_linear",) * 2, sliding_window=None)
+    settings = dataclasses.replace(settings, mesh=config.Mesh(context=4))
+    mesh, run = helpers.program(settings, 4)
+    spread = steps.spread_of(settings, mesh)
+    args = helpers.parameters(settings), zaya.init_balance(settings.model)
+    batch = steps.put_batch(mesh, helpers.batch(), 1, spread)
+    found = hlo.collectives(run.lower(*args, batch).compile())
+    gathers = [(c.bytes, c.times) for c in found if c.kind == "all-gather" and c.in_loop]
+    model = settings.model
+    expected = linear.gathered_bytes(4, helpers.ROWS, model.num_key_value_heads, model.head_dim)
+    assert gathers == [(n, model.num_hidden_layers) for n in expected]
