@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from model_helpers import EXACT, weights
 
 from experiments.configs import dense_7b
@@ -90,6 +91,9 @@ def test_cached_decoding_is_the_whole_pass():
     ids = jax.random.randint(jax.random.key(2), (2, 5), 0, 32)
     with jax.default_matmul_precision("highest"):
         new = decode.generate(model, params, bias, ids, 6, EXACT)
+        mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+        in_parts = decode.generate(model, params, bias, ids, 6, EXACT, mesh=mesh)
+    np.testing.assert_array_equal(in_parts, new)
     for _ in range(6):
         hidden = run(model, params, bias, ids).hidden[:, -1:]
         ids = jnp.concatenate([ids, jnp.argmax(zaya.logits(model, params, hidden, EXACT), -1)], axis=1)
