@@ -1,0 +1,62 @@
+"""The compiler flags of GPU runs: known to the installed jaxlib, with reasons, and never over the user's own."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from zaya_jax.hardware import flags
+
+
+def start_jax(xla_flags):
+    code = "import jax; print(len(jax.devices()))"
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_installed_jaxlib_knows_every_flag():
+    every = {flag.name: flag for chosen in flags.PLATFORMS.values() for flag in chosen}
+    done = start_jax(flags.merged("", tuple(every.values())))
+    assert done.returncode == 0, done.stderr[-2000:]
+    unknown = start_jax("--xla_gpu_no_such_flag=1")  # else the above would show nothing
+    assert unknown.returncode != 0 and "xla_gpu_no_such_flag" in unknown.stderr
+
+
+@pytest.mark.parametrize("platform", flags.PLATFORMS)
+def test_each_is_set_once_and_has_a_reason(platform):
+    chosen = flags.PLATFORMS[platform]
+    assert len({flag.name for flag in chosen}) == len(chosen)
+    assert all(len(flag.reason) > 10 for flag in chosen)
+    kinds = ("all_reduce", "reduce_scatter", "all_gather", "collective_permute")
+    assert all(f"xla_gpu_{kind}_combine_threshold_bytes" in {flag.name for flag in chosen} for kind in kinds)
+
+
+def test_what_the_user_set_stays():
+    mine = "--xla_gpu_all_reduce_combine_threshold_bytes=1 --xla_dump_to=d"
+    environ = {"JAX_PLATFORMS": "rocm", "XLA_FLAGS": mine}
+    flags.set_for_platform(environ)
+    words = environ["XLA_FLAGS"].split()
+    assert words[:2] == mine.split()
+    assert sum(word.startswith("--xla_gpu_all_reduce_combine") for word in words) == 1
+    assert "--xla_gpu_enable_command_buffer=" in words
+    before = dict(environ)
+    flags.set_for_platform(environ)
+    assert environ == before
+
+
+def test_the_platform_is_what_jax_will_choose(monkeypatch):
+    class Plugin:
+        name = "xla_rocm7"
+
+    monkeypatch.setattr(flags, "entry_points", lambda group: [Plugin])
+    assert flags.platform({}) == "rocm"
+    assert flags.platform({"JAX_PLATFORMS": "gpu"}) == "rocm"
+    assert flags.platform({"JAX_PLATFORMS": "cuda,cpu"}) == "cuda"
+    assert flags.platform({"JAX_PLATFORMS": "cpu"}) is None
+    monkeypatch.setattr(flags, "entry_points", lambda group: [])
+    environ: dict[str, str] = {}
+    flags.set_for_platform(environ)
+    assert flags.platform({}) is None and environ == {}
