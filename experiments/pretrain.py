@@ -1,6 +1,7 @@
 """Pre-training, from a config to a report; read it from top to bottom.
 
     python -m experiments.pretrain [--config=experiments/configs/tiny.py] [--workdir=runs/tiny] [--config.KEY=VALUE ...]
+        [--coordinator=HOST:PORT --num_processes=N --process_id=I]     (or from Slurm or variables: docs/clusters.md)
 
 Without options it trains `tiny`. Everything a run leaves is under its workdir; the same command on a workdir that has
 checkpoints goes on from the newest, bit for bit as if it had never stopped. Exit codes: 0 done, 2 bad input,
@@ -8,7 +9,6 @@ checkpoints goes on from the newest, bit for bit as if it had never stopped. Exi
 """
 
 import functools
-import signal
 import sys
 import time
 from pathlib import Path
@@ -26,12 +26,14 @@ from zaya_jax.checkpoint.store import Store
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, tokenizers
 from zaya_jax.data.prefetch import DevicePrefetch
+from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.model import decode, zaya
 from zaya_jax.optim import schedule
-from zaya_jax.parallel import rules
+from zaya_jax.parallel import multihost, rules
 from zaya_jax.parallel.mesh import BATCH_AXES, check_batch, make_mesh, rows_of_process
 from zaya_jax.report import write_report
+from zaya_jax.train import logs
 from zaya_jax.train import step as steps
 from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Writer
 from zaya_jax.train.workdir import open_workdir, write_json
@@ -40,13 +42,15 @@ CONFIG = cli.define_config(str(Path(__file__).parent / "configs" / "tiny.py"))
 WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where the run keeps everything; by default runs/<config name>."
 )
+multihost.define_flags()
 
 UNHEALTHY_AFTER = 50  # skipped steps in a row
 
 
 def main() -> int:
-    """The program: its options are --config, the config's keys, and --workdir."""
-    return train(config_lib.check(CONFIG.value), WORKDIR.value)
+    """The program: its options are --config, the config's keys, --workdir, and which of several processes this is."""
+    xla_flags.set_for_platform()
+    return multihost.together(lambda: train(config_lib.check(CONFIG.value), WORKDIR.value))
 
 
 def train(config: Config, workdir: str | Path | None = None) -> int:
@@ -76,20 +80,25 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
 
     workdir = open_workdir(workdir or Path("runs") / config.name, config)
     store = Store(workdir, keep=config.checkpoint.keep)
-    reached = max(store.steps(), default=0)
+    there = multihost.from_first("checkpoints", store.steps)
+    reached = max(there, default=0)
     if reached > last_step:
         raise UserError(
             f"config.run.num_steps={last_step}, but {workdir} has already reached step {reached}; "
             "give at least as many steps, or a new workdir"
         )
     if reached == last_step:
-        report = write_report(workdir)
-        print(
-            f"{workdir} is complete: {reached} steps done. More: --config.run.num_steps=N.  Report: {report}"
-        )
+        if multihost.is_writer():
+            report = write_report(workdir)
+            print(
+                f"{workdir} is complete: {reached} steps done. More: --config.run.num_steps=N.  Report: {report}"
+            )
         return cli.DONE
-    tokenizer.save(workdir / "tokenizer")
-    write_json(workdir / "environment.json", environment())
+    logs.open_log(workdir)
+    if multihost.is_writer():
+        tokenizer.save(workdir / "tokenizer")
+        write_json(workdir / "environment.json", environment())
+    multihost.barrier("set-up")
 
     ####################################################################################################################
     # The state: fresh, or that of the newest checkpoint
@@ -103,7 +112,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
         state = from_logical(logical)
         stream.set_state(meta["data"])
         note_new_length(meta, config, last_step)
-    elif store.steps():  # step 0 is an imported model's: weights and biases, no optimizer yet
+    elif there:  # step 0 is an imported model's: weights and biases, no optimizer yet
         imported, _ = store.restore(0, {name: logical_like[name] for name in ("params", "balance")})
         state = from_logical({**to_logical(state), **imported})
     save = functools.partial(save_checkpoint, store, to_logical, config, tokenizer, stream)
@@ -132,10 +141,11 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     ####################################################################################################################
     # The loop: a step is dispatched before the figures of the one before are read, so the device never waits
     ####################################################################################################################
-    print(describe_run(config, mesh, shapes, plan, last_step, workdir, reached), flush=True)
+    multihost.barrier("the first step")
+    logs.say(describe_run(config, mesh, shapes, plan, last_step, workdir, reached))
     writer = Writer(workdir, reached)
     console = Console(reached, last_step, config.log.every)
-    stop = StopSignal()
+    stop = multihost.StopSignal()
     pending: tuple[schedule.Step, Any, dict] | None = None
     peak, skipped_in_a_row = peak_flops(jax.devices()[0], config.precision.compute), 0
     clock = time.perf_counter()
@@ -164,11 +174,13 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
         if pending:
             finish(pending)
         pending = (now, figures, {})
+        multihost.collect_garbage(number)
+        stopping = stop.after(number)
         due_eval = bool(windows) and (number % config.eval.every == 0 or number == last_step)
-        due_save = number % config.checkpoint.every_steps == 0 or number == last_step or stop.asked
+        due_save = number % config.checkpoint.every_steps == 0 or number == last_step or stopping
         if due_eval or due_save:
             jax.block_until_ready(state)
-            extra = stream.metrics()
+            extra = multihost.over_processes(stream.metrics(), pipeline.OVER_PROCESSES)
             begun = time.perf_counter()
             if due_eval:
                 extra["eval/loss"] = evaluate(state, now.phase_index)
@@ -180,7 +192,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
                 begun = time.perf_counter()
                 save(number, now.tokens_after, state)
                 clock += time.perf_counter() - begun
-        if stop.asked and due_save:
+        if stopping:
             store.close()
             console.say(f"stopped by {stop.asked} after step {number}; saved. The same command goes on.")
             return cli.PREEMPTED
@@ -198,9 +210,9 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     writer.close()
     stream.close()
     store.close()
-    write_sample(workdir, config, tokenizer, to_logical(state))
-    report = write_report(workdir)
-    print(f"done: {last_step} steps, {plan.tokens_of_step(last_step):,} tokens. Report: {report}")
+    write_sample(workdir, config, tokenizer, to_logical(state), mesh)
+    report = write_report(workdir) if multihost.is_writer() else workdir / "report.html"
+    logs.say(f"done: {last_step} steps, {plan.tokens_of_step(last_step):,} tokens. Report: {report}")
     return cli.DONE
 
 
@@ -223,7 +235,7 @@ def note_new_length(meta: dict, config: Config, last_step: int) -> None:
     """Says so where another number of steps than before changes the learning rate's course."""
     before = meta["config"]["run"]["num_steps"]
     if before != config.run.num_steps and not config.schedule.phases:
-        print(
+        logs.say(
             f"note: run.num_steps was {before}, now it is {last_step}; the learning rate follows the new length"
         )
 
@@ -233,6 +245,7 @@ def environment() -> dict[str, str]:
     device = jax.devices()[0]
     return {
         "device": f"{jax.device_count()} x {device.device_kind}",
+        "processes": str(jax.process_count()),
         "jax": jax.__version__,
         "python": sys.version.split()[0],
         "zaya_jax": zaya_jax.__version__,
@@ -251,14 +264,15 @@ def describe_run(config: Config, mesh, shapes, plan, last_step: int, workdir: Pa
     )
 
 
-def write_sample(workdir: Path, config: Config, tokenizer, logical) -> None:
-    """A continuation of the config's prompt, for the report."""
-    if jax.process_index():
+def write_sample(workdir: Path, config: Config, tokenizer, logical, mesh) -> None:
+    """A continuation of the config's prompt, for the report; each process gives its part of the weights, one writes."""
+    everywhere = jax.sharding.NamedSharding(mesh, steps.REPLICATED)
+    whole = jax.jit(lambda x: x, out_shardings=everywhere)((logical["params"], logical["balance"]["bias"]))
+    if not multihost.is_writer():
         return
+    params, bias = jax.tree.map(lambda x: x.addressable_data(0), whole)
     prompt = config.log.sample_prompt
     ids = jnp.asarray([[tokenizer.bos_id, *tokenizer.encode(prompt)]], jnp.int32)
-    params = jax.device_put(logical["params"], jax.devices()[0])
-    bias = jax.device_put(logical["balance"]["bias"], jax.devices()[0])
     new = decode.generate(
         config.model, params, bias, ids, config.log.sample_tokens, config.precision,
         temperature=config.log.sample_temperature, key=jax.random.key(config.run.seed),
@@ -266,20 +280,6 @@ def write_sample(workdir: Path, config: Config, tokenizer, logical) -> None:
     (workdir / "sample.txt").write_text(
         prompt + tokenizer.decode(np.asarray(new)[0].tolist()), encoding="utf-8"
     )
-
-
-class StopSignal:
-    """SIGTERM or SIGINT as a wish that the loop reads: the step in flight is finished and saved."""
-
-    def __init__(self) -> None:
-        self.asked = ""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._ask)
-
-    def _ask(self, number: int, frame: Any) -> None:
-        if self.asked:  # asked twice: at once
-            raise KeyboardInterrupt
-        self.asked = signal.Signals(number).name
 
 
 if __name__ == "__main__":

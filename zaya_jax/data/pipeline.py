@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grain
@@ -24,6 +24,12 @@ from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.optim import schedule
 
 PREFETCH_BATCHES = 4
+# How several processes' figures (`Stream.metrics`) become one; the mean where nothing is said.
+OVER_PROCESSES: dict[str, Callable] = {
+    "data/wait_fraction": np.max,
+    "data/retries": np.sum,
+    "data/corrupt": np.sum,
+}
 # A source up to this size is shuffled row by row: all its bundles end up in the cache, 4 bytes a token with
 # 16-bit ids.
 WINDOW_TOKENS = 64 << 20

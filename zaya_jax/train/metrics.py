@@ -1,4 +1,7 @@
-"""Where a run's figures go: metrics.jsonl and TensorBoard every step, one dense line or a progress bar for people."""
+"""Where a run's figures go: metrics.jsonl and TensorBoard every step, one dense line or a progress bar for people.
+
+Figures are the same in all processes; process 0 writes and shows them.
+"""
 
 import json
 import math
@@ -11,6 +14,9 @@ import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from zaya_jax.parallel.multihost import is_writer
+from zaya_jax.train.logs import note, say
+
 PER_LAYER_EVERY = 10  # steps between full expert loads in the files; the entropy is there every step
 
 
@@ -19,6 +25,9 @@ class Writer:
 
     def __init__(self, workdir: Path, restored_step: int):
         self.path = workdir / "metrics.jsonl"
+        self._writes = is_writer()
+        if not self._writes:
+            return
         if self.path.exists():
             _keep_until(self.path, restored_step)
         self._file = self.path.open("a", encoding="utf-8")
@@ -26,6 +35,8 @@ class Writer:
 
     def write(self, step: int, figures: dict[str, Any]) -> None:
         """One step's figures: numbers and arrays of numbers."""
+        if not self._writes:
+            return
         plain = {name: _plain(value) for name, value in figures.items()}
         self._file.write(json.dumps({"step": step, **plain}) + "\n")
         for name, value in plain.items():
@@ -37,13 +48,15 @@ class Writer:
 
     def flush(self) -> None:
         """Hands everything to the operating system, before a checkpoint that counts on it."""
-        self._file.flush()
-        self._events.flush()
+        if self._writes:
+            self._file.flush()
+            self._events.flush()
 
     def close(self) -> None:
         """Flushes and closes the files."""
-        self._file.close()
-        self._events.close()
+        if self._writes:
+            self._file.close()
+            self._events.close()
 
 
 def _plain(value: Any) -> Any:
@@ -73,25 +86,29 @@ class Console:
     def __init__(self, first: int, last: int, every: int):
         self.last, self.every = last, every
         self._started, self._first = time.perf_counter(), first
-        self._bar = (
-            tqdm(total=last, initial=first, unit="step", dynamic_ncols=True) if sys.stderr.isatty() else None
-        )
+        self._bar: tqdm | None = None
+        if sys.stderr.isatty() and is_writer():
+            self._bar = tqdm(total=last, initial=first, unit="step", dynamic_ncols=True)
 
     def step(self, step: int, figures: dict[str, Any]) -> None:
         """Shows a step."""
         line = describe(step, self.last, figures, self._eta(step))
+        shown = step % self.every == 0 or step in (self.last, self._first + 1) or "eval/loss" in figures
         if self._bar is not None:
             self._bar.set_description_str(line.split(" | eta")[0], refresh=False)
             self._bar.update(1)
-        elif step % self.every == 0 or step == self.last or step == self._first + 1 or "eval/loss" in figures:
-            print(line, flush=True)
+            if shown:
+                note(line)
+        elif shown:
+            say(line)
 
     def say(self, text: str) -> None:
         """A line of its own."""
         if self._bar is not None:
             self._bar.write(text)
+            note(text)
         else:
-            print(text, flush=True)
+            say(text)
 
     def close(self) -> None:
         """Leaves the terminal as it was."""

@@ -3,6 +3,7 @@
 config.json        the recorded config            tokenizer/         the tokenizer
 checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object a step
 events.out.*       TensorBoard's                  report.html        the picture of it all
+logs/              one file a process, see `logs`  environment.json   what it ran on
 imported.json      where the weights came from PyTorch: what their config says beyond ours, their dtypes
 """
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from zaya_jax import config as config_lib
 from zaya_jax.config import Config, UserError
+from zaya_jax.parallel import multihost
 
 # What may differ from the recorded config when a run goes on: nothing here changes what a step computes.
 MAY_CHANGE = (
@@ -33,8 +35,29 @@ IMPORTED = "imported.json"
 
 
 def open_workdir(path: str | os.PathLike, config: Config) -> Path:
-    """Creates the folder or checks that it is this run's, and records the config; UserError otherwise."""
-    workdir = Path(path)
+    """Creates the folder or checks that it is this run's, and records the config; UserError otherwise.
+
+    Of several processes the first does it; the others must have the same config and see the same folder.
+    """
+    here = config_lib.to_dict(config)
+    chosen, first = multihost.from_first("workdir", lambda: [str(_open(Path(path), config)), here])
+    workdir = Path(chosen)
+    a, b = _flat(first), _flat(here)
+    for key in sorted(a.keys() | b.keys()):
+        if a.get(key) != b.get(key):
+            raise UserError(
+                f"config.{key}={b.get(key)!r} here, but {a.get(key)!r} in process 0; "
+                "start all processes with the same command"
+            )
+    if not (workdir / "config.json").exists():
+        raise UserError(
+            f"--workdir={workdir} is not the folder that process 0 has opened: config.json is not there; "
+            "give one on a file system that all nodes share"
+        )
+    return workdir
+
+
+def _open(workdir: Path, config: Config) -> Path:
     recorded = workdir / "config.json"
     try:
         workdir.mkdir(parents=True, exist_ok=True)

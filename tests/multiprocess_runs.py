@@ -1,0 +1,113 @@
+"""Programs as several processes of one run on this machine, over JAX's distributed runtime and gloo.
+
+with multiprocess_runs.start(["-m", "experiments.pretrain", ...], count=2, devices=2) as run:
+    results = run.wait()          [Result(code, out, err), ...]
+"""
+
+import dataclasses
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+GLOO = re.compile(r"^\[Gloo\].*\n", re.M)  # says on stdout that it is connected
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """How a process ended, and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Run:
+    """The processes of one run; `process_id` is their place in `processes`."""
+
+    def __init__(self, processes: list[subprocess.Popen], folder: Path):
+        self.processes, self._folder = processes, folder
+
+    def out(self, index: int) -> str:
+        """What a process has printed so far."""
+        return GLOO.sub("", (self._folder / f"{index}.out").read_text())
+
+    def wait_for(self, text: str, index: int = 0, seconds: float = 240) -> None:
+        """Returns when a process has printed `text`."""
+        deadline = time.monotonic() + seconds
+        while text not in self.out(index):
+            ended = self.processes[index].poll()
+            assert ended is None, f"ended with {ended} before {text!r}:\n{self._told(index)}"
+            assert time.monotonic() < deadline, f"no {text!r} within {seconds} s:\n{self._told(index)}"
+            time.sleep(0.05)
+
+    def wait(self, seconds: float = 240) -> list[Result]:
+        """The results of all, when all have ended."""
+        deadline = time.monotonic() + seconds
+        results = []
+        for index, process in enumerate(self.processes):
+            try:
+                code = process.wait(max(deadline - time.monotonic(), 0.1))
+            except subprocess.TimeoutExpired:
+                told = "\n".join(self._told(i) for i in range(len(self.processes)))
+                raise AssertionError(f"process {index} still runs after {seconds} s:\n{told}") from None
+            results.append(Result(code, self.out(index), (self._folder / f"{index}.err").read_text()))
+        return results
+
+    def _told(self, index: int) -> str:
+        return f"--- {index}\n{self.out(index)}\n{(self._folder / f'{index}.err').read_text()[-3000:]}"
+
+
+@contextmanager
+def start(
+    arguments: Sequence[str | Path],
+    count: int,
+    folder: Path,
+    devices: int = 1,
+    variables: dict[str, str] | None = None,
+) -> Iterator[Run]:
+    """`python ARGUMENTS` as `count` processes of `devices` virtual CPU devices each; their output goes to `folder`.
+
+    One process gets no coordinator. Whatever still runs at the end is killed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    coordinator = f"localhost:{free_port()}"
+    processes = []
+    for index in range(count):
+        environ = os.environ | {
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "ZAYA_JOIN_SECONDS": "120",
+            "ZAYA_WAIT_SECONDS": "120",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        }
+        if count > 1:
+            environ |= {
+                "JAX_COORDINATOR_ADDRESS": coordinator,
+                "JAX_NUM_PROCESSES": str(count),
+                "JAX_PROCESS_ID": str(index),
+            }
+        with (folder / f"{index}.out").open("w") as out, (folder / f"{index}.err").open("w") as err:
+            command = [sys.executable, *map(str, arguments)]
+            processes.append(
+                subprocess.Popen(command, cwd=ROOT, env=environ | (variables or {}), stdout=out, stderr=err)
+            )
+    try:
+        yield Run(processes, folder)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]

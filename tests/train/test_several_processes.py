@@ -1,0 +1,129 @@
+"""The training program as several real processes: the same losses, one writer, one last step, one exit code."""
+
+import json
+import re
+import signal
+
+import numpy as np
+import pytest
+from multiprocess_runs import start
+
+from zaya_jax import cli
+from zaya_jax.checkpoint.store import read_meta
+
+SMALL = {
+    "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
+    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
+    "eval.every": 2, "eval.windows": 4, "log.sample_tokens": 2, "log.every": 1, "checkpoint.every_steps": 2,
+    "run.num_steps": 3, "precision.compute": "float32", "precision.newton_schulz": "float32",
+}  # fmt: skip
+
+
+@pytest.fixture
+def pretrain(tmp_path):
+    """start(workdir, count, devices each, {config key: value}) of the program, on a small corpus."""
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(60):
+        (corpus / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(20)))
+
+    def call(workdir, count, devices=1, keys=()):
+        keys = SMALL | {"data.path": corpus} | dict(keys)
+        options = [f"--config.{key}={value}" for key, value in keys.items()]
+        arguments = ["-m", "experiments.pretrain", f"--workdir={workdir}", *options]
+        return start(arguments, count, tmp_path / f"out-{workdir.name}-{count}", devices)
+
+    return call
+
+
+def done(runner):
+    """The results of a run, all of whose processes must have ended well."""
+    with runner as run:
+        results = run.wait()
+    assert [result.code for result in results] == [cli.DONE] * len(results), results
+    return results
+
+
+def lines(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_training(a, b):
+    assert [x["step"] for x in a] == [x["step"] for x in b]
+    np.testing.assert_allclose(a[0]["loss"], b[0]["loss"], rtol=1e-6)
+    np.testing.assert_allclose(a[0]["grad_norm"], b[0]["grad_norm"], rtol=1e-5)
+    np.testing.assert_allclose([x["loss"] for x in a], [x["loss"] for x in b], rtol=1e-5)
+    held_out = [[x["eval/loss"] for x in run if "eval/loss" in x] for run in (a, b)]
+    assert held_out[0]
+    np.testing.assert_allclose(*held_out, rtol=1e-5)
+
+
+def test_two_processes_train_as_one_does(pretrain, tmp_path):
+    results = done(pretrain(tmp_path / "two", 2))
+    done(pretrain(tmp_path / "one", 1))
+    same_training(lines(tmp_path / "two"), lines(tmp_path / "one"))
+    assert results[0].out.count("step 3/3") == 1 and "done: 3 steps" in results[0].out
+    assert results[1].out == ""
+    logs = [tmp_path / "two" / "logs" / f"process-0000{i}.log" for i in (0, 1)]
+    assert all("step 3/3" in log.read_text() and "of 2, pid" in log.read_text() for log in logs)
+    there = {path.name for path in (tmp_path / "two").iterdir() if not path.name.startswith("events")}
+    assert there == {path.name for path in (tmp_path / "one").iterdir() if not path.name.startswith("events")}
+    assert len(list((tmp_path / "two").glob("events*"))) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "devices", "mesh"),
+    [(4, 1, {}), (4, 2, {"mesh.tensor": 2}), (4, 1, {"mesh.tensor": 4}), (2, 2, {"mesh.fsdp": True})],
+)
+def test_however_the_mesh_lies_on_the_processes(pretrain, tmp_path, count, devices, mesh):
+    keys = {"model.num_attention_heads": 4} | mesh
+    done(pretrain(tmp_path / "many", count, devices, keys))
+    done(pretrain(tmp_path / "one", 1, 1, {"model.num_attention_heads": 4}))
+    same_training(lines(tmp_path / "many"), lines(tmp_path / "one"))
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_stops_all_and_another_number_goes_on(pretrain, tmp_path):
+    workdir, endless = tmp_path / "run", {"run.num_steps": 100_000, "checkpoint.every_steps": 100_000}
+    with pretrain(workdir, 2, 1, endless) as run:
+        run.wait_for("step      3/")
+        run.processes[1].send_signal(signal.SIGTERM)
+        results = run.wait()
+    assert [result.code for result in results] == [cli.PREEMPTED] * 2, results
+    said = re.search(r"stopped by SIGTERM to process 1 after step (\d+); saved", results[0].out)
+    assert said, results[0].out
+    step = int(said[1])
+    assert said[0] in (workdir / "logs" / "process-00001.log").read_text()
+    assert [path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()] == [str(step)]
+    assert read_meta(workdir, step)["step"] == step == lines(workdir)[-1]["step"]
+    for count, devices in ((1, 1), (4, 1)):
+        step += 2
+        done(pretrain(workdir, count, devices, {"run.num_steps": step}))
+    assert [line["step"] for line in lines(workdir)] == list(range(1, step + 1))
+    again = done(pretrain(workdir, 2, 1, {"run.num_steps": step}))
+    assert "is complete" in again[0].out and again[1].out == ""
+
+
+@pytest.mark.slow
+def test_a_refusal_is_everybodys(pretrain, tmp_path):
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "holiday.txt").write_text("not a run")
+    with pretrain(tmp_path / "foreign", 2) as run:
+        results = run.wait()
+    assert [result.code for result in results] == [cli.BAD_INPUT] * 2, results
+    assert re.fullmatch(r"error: --workdir=\S+ holds holiday.txt and no config.json.*\n", results[0].err)
+    assert sorted(path.name for path in (tmp_path / "foreign").iterdir()) == ["holiday.txt"]
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_run_and_it_can_go_on(pretrain, tmp_path):
+    workdir = tmp_path / "run"
+    with pretrain(workdir, 2, 1, {"run.num_steps": 100_000}) as run:
+        run.wait_for("step      5/")
+        run.processes[1].kill()
+        results = run.wait(60)
+    assert results[1].code == -signal.SIGKILL and results[0].code not in (cli.DONE, cli.PREEMPTED), results
+    reached = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    done(pretrain(workdir, 2, 1, {"run.num_steps": reached + 1}))
+    assert [line["step"] for line in lines(workdir)] == list(range(1, reached + 2))

@@ -1,0 +1,292 @@
+"""Several processes as one run: they start together, wait for each other by name, stop at one step, and end together.
+
+    multihost.together(program)     finds the other processes, runs the program, and gives everybody's exit code
+    is_writer()                     who writes what exists once
+    from_first(name, function)      what `function` gives in process 0, everywhere
+    barrier(name)                   LostProcess names who has not come
+    StopSignal, collect_garbage     the same decision after the same step everywhere
+
+What they say to each other goes through the key-value store of JAX's coordinator, in process 0. With one process all of
+this costs nothing and needs no set-up.
+"""
+
+import collections
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from zaya_jax.config import StorageError, UserError
+from zaya_jax.parallel.cluster import NAMES, LostProcess, find_place, name_processes, roll_call
+
+# Seconds, each the environment's to change: at 1,024 processes the slowest image pull or disk decides.
+JOIN = ("ZAYA_JOIN_SECONDS", 600)  # until all processes have come
+WAIT = ("ZAYA_WAIT_SECONDS", 3600)  # at a barrier, or for process 0: restoring and reporting take their time
+HEARTBEAT = ("ZAYA_HEARTBEAT_SECONDS", 100)  # after which a silent process counts as dead
+GARBAGE_EVERY = 100  # steps; a collection takes 20 to 100 ms, and one process's is everybody's
+
+_PREFIX = "zaya_jax"
+_log = logging.getLogger("zaya_jax")
+_calls: collections.Counter[str] = collections.Counter()
+
+
+def define_flags() -> None:
+    """--coordinator, --num_processes and --process_id, for a program that may be several."""
+    flags.DEFINE_string("coordinator", None, "host:port of process 0, where there are several processes.")
+    flags.DEFINE_integer("num_processes", None, "How many processes take part.")
+    flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
+
+
+def together(program: Callable[[], int]) -> int:
+    """Runs a program as one of the processes that flags, variables or Slurm name, or alone where there are none.
+
+    An error in one process ends all of them with its exit code; the line is printed by that process and by process 0.
+    """
+    given = {name: flags.FLAGS[name].value for name in NAMES if name in flags.FLAGS}
+    place = find_place(os.environ, given)
+    if place is None:
+        return program()
+    try:
+        roll_call(place, _seconds(JOIN))
+    except LostProcess as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    jax.distributed.initialize(
+        place.coordinator, place.count, place.index, local_device_ids=list(place.devices) or None,
+        cluster_detection_method="deactivate", initialization_timeout=_seconds(JOIN),
+        heartbeat_timeout_seconds=_seconds(HEARTBEAT), shutdown_timeout_seconds=_seconds(WAIT),
+    )  # fmt: skip
+    # JAX has SIGTERM only noted, for its own protocol; until StopSignal takes over there is nothing to save.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    end = _End()
+    try:
+        code = program()
+    except BaseException as error:
+        end.because(error)
+    end.watch_no_more()
+    jax.distributed.shutdown()
+    return code
+
+
+def is_writer() -> bool:
+    """Whether this process writes what a run has once: metrics, config, report."""
+    return jax.process_index() == 0
+
+
+def from_first(name: str, function: Callable[[], Any]) -> Any:
+    """What `function` gives in process 0 (JSON), in every process; an error there ends all."""
+    if jax.process_count() == 1:
+        return function()
+    key = f"{_PREFIX}/first/{name}/{_turn(name)}"
+    if is_writer():
+        value = function()
+        _client().key_value_set(key, json.dumps(value))
+        return value
+    try:
+        return json.loads(_client().blocking_key_value_get(key, 1000 * _seconds(WAIT)))
+    except jax.errors.JaxRuntimeError as error:
+        raise LostProcess(f"process 0 did not come to {name!r} within {_seconds(WAIT)} s") from error
+
+
+def barrier(name: str, seconds: float | None = None) -> None:
+    """Returns when every process has called it; LostProcess names those who have not within `seconds`."""
+    count, index = jax.process_count(), jax.process_index()
+    if count == 1:
+        return
+    seconds = _seconds(WAIT) if seconds is None else seconds
+    here = f"{_PREFIX}/barrier/{name}/{_turn(name)}"
+    _client().key_value_set(f"{here}/{index}", socket.gethostname())
+    try:
+        _client().wait_at_barrier(here, int(1000 * seconds))
+    except jax.errors.JaxRuntimeError as error:
+        came = {int(key.rsplit("/", 1)[1]) for key, _ in _client().key_value_dir_get(here)}
+        absent = [i for i in range(count) if i not in came]
+        if not absent:
+            raise LostProcess(f"{name!r}: {_first_line(error)}") from error
+        raise LostProcess(
+            f"{name_processes(absent)} of {count} did not come to {name!r} within {seconds:g} s; see logs/ there"
+        ) from error
+    _client().key_value_delete(f"{here}/{index}")
+
+
+def over_processes(figures: dict[str, float], how: dict[str, Callable]) -> dict[str, float]:
+    """Each figure of all processes as one, by the NumPy function that `how` names for it, else the mean."""
+    if jax.process_count() == 1:
+        return figures
+    # Imported here: it pulls in half of JAX's experiments.
+    from jax.experimental import multihost_utils
+
+    values = multihost_utils.process_allgather(np.array(list(figures.values()), np.float32))
+    return {
+        name: float(how.get(name, np.mean)(column)) for name, column in zip(figures, values.T, strict=True)
+    }
+
+
+def collect_garbage(step: int) -> None:
+    """Python's garbage collection after the same steps in all processes, in place of whenever each pleases."""
+    if jax.process_count() == 1:
+        return
+    if gc.isenabled():
+        gc.disable()
+        gc.collect()
+        gc.freeze()  # modules and what set-up left: never looked through again
+    elif step % GARBAGE_EVERY == 0:
+        gc.collect()
+
+
+class StopSignal:
+    """SIGTERM or SIGINT as a wish that the loop reads: the step in flight is finished and saved, in all processes.
+
+    Whoever is asked at step n writes n + 2 into the store before it dispatches step n + 1. Nobody ends step n + 1
+    without everybody's part in it, so at step n + 2 all know; it needs a loop that reads each step's figures before it
+    asks about the next but one.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self._told = "", False
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._ask)
+
+    def after(self, step: int) -> bool:
+        """Whether to stop after this step; the same answer in every process. Called once a step."""
+        if jax.process_count() == 1:
+            return bool(self.asked)
+        key = f"{_PREFIX}/stop"
+        if self.asked and not self._told:
+            self._told = True
+            message = [step + 2, f"{self.asked} to process {jax.process_index()}"]
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # somebody else was first
+                _client().key_value_set(key, json.dumps(message))
+        found = _try_get(key)
+        if found is None:
+            return False
+        last, self.asked = json.loads(found)
+        self._told = True
+        return step >= last
+
+    def _ask(self, number: int, frame: Any) -> None:
+        if self.asked:  # asked twice: at once
+            raise KeyboardInterrupt
+        self.asked = signal.Signals(number).name
+
+
+class _End:
+    """An error anywhere is the end everywhere: whoever has one says so in the store, a thread looks there."""
+
+    _KEY = f"{_PREFIX}/end"
+
+    def __init__(self) -> None:
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watch-others", daemon=True)
+        self._thread.start()
+
+    def watch_no_more(self) -> None:
+        """Before the coordinator goes."""
+        self._done.set()
+        self._thread.join()
+
+    def because(self, error: BaseException) -> None:
+        """Ends all processes; does not return."""
+        code, text = _code_of(error)
+        mine = json.dumps([code, jax.process_index(), socket.gethostname(), text])
+        first: str | None = mine
+        try:
+            _client().key_value_set(self._KEY, mine)
+        except jax.errors.JaxRuntimeError:
+            first = _try_get(self._KEY) or mine  # an error often follows from another process's end
+        if first == mine and code == 1 and not isinstance(error, LostProcess):
+            _log.error("unexpected", exc_info=error)
+            traceback.print_exception(error)
+        self.watch_no_more()
+        self._leave(first or mine)
+
+    def _watch(self) -> None:
+        while not self._done.wait(1.0):
+            try:
+                found = _try_get(self._KEY)
+            except jax.errors.JaxRuntimeError as error:
+                gone = f"the coordinator in process 0 is gone ({_first_line(error)})"
+                found = json.dumps([1, jax.process_index(), socket.gethostname(), gone])
+            if found and not self._done.is_set():
+                self._leave(found)
+
+    def _leave(self, message: str) -> None:
+        code, index, host, text = json.loads(message)
+        me, count = jax.process_index(), jax.process_count()
+        line = f"error: {text}" if index == me else f"error: process {index} on {host}: {text}"
+        if _log.hasHandlers():  # else Python would print it a second time
+            _log.error(line)
+        if me in (0, index):
+            print(line, file=sys.stderr)
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            if me:
+                _client().key_value_set(f"{_PREFIX}/left/{me}", "")
+            else:  # the store goes with this process
+                last = time.monotonic() + 10
+                while (
+                    len(_client().key_value_dir_get(f"{_PREFIX}/left")) < count - 1
+                    and time.monotonic() < last
+                ):
+                    time.sleep(0.1)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # an orderly end would wait for the others
+
+
+def _code_of(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, UserError):
+        return 2, str(error)
+    if isinstance(error, StorageError):
+        return 4, str(error)
+    if isinstance(error, LostProcess):
+        return 1, str(error)
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1, f"exit {error.code}"
+    return 1, f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _client() -> Any:
+    from jax._src import distributed  # JAX has no public name for its coordinator's client
+
+    return distributed.global_state.client
+
+
+def _try_get(key: str) -> str | None:
+    try:
+        return _client().key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
+def _turn(name: str) -> int:
+    """The how-manieth use of a name this is: the same in all processes, since they run the same program."""
+    _calls[name] += 1
+    return _calls[name]
+
+
+def _seconds(setting: tuple[str, int]) -> int:
+    name, usual = setting
+    try:
+        return int(os.environ.get(name) or usual)
+    except ValueError:
+        raise UserError(f"{name}={os.environ[name]!r} is no whole number of seconds") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,57 @@
+"""What each process writes down for itself: workdir/logs/process-00000.log, one file a process.
+
+The terminal and metrics.jsonl are process 0's alone; here stands when each process did what, its warnings, its errors.
+`kill -USR1 PID` adds where all its threads are, for a run that hangs.
+"""
+
+import faulthandler
+import logging
+import os
+import signal
+import socket
+from pathlib import Path
+
+import jax
+
+from zaya_jax.parallel import multihost
+
+_log = logging.getLogger("zaya_jax")
+_handler: logging.FileHandler | None = None
+
+
+def open_log(workdir: Path) -> None:
+    """Begins or goes on with this process's file; a run that begins in the same process takes over."""
+    global _handler
+    if _handler is not None:
+        for logger in (_log, logging.getLogger()):
+            logger.removeHandler(_handler)
+        faulthandler.unregister(signal.SIGUSR1)
+        _handler.close()
+    folder = workdir / "logs"
+    folder.mkdir(exist_ok=True)
+    _handler = logging.FileHandler(folder / f"process-{jax.process_index():05d}.log", encoding="utf-8")
+    _handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
+    _handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == _log.name)
+    for logger in (_log, logging.getLogger()):
+        logger.addHandler(_handler)
+    _log.setLevel(logging.INFO)
+    _log.propagate = False  # some library gives the root logger a handler that prints
+    assert _handler.stream is not None  # it opens at once
+    faulthandler.register(signal.SIGUSR1, file=_handler.stream.fileno(), all_threads=True)
+    _log.info(
+        "process %d of %d, pid %d on %s, jax %s, devices %s, XLA_FLAGS %s",
+        jax.process_index(), jax.process_count(), os.getpid(), socket.gethostname(), jax.__version__,
+        [d.id for d in jax.local_devices()], os.environ.get("XLA_FLAGS", ""),
+    )  # fmt: skip
+
+
+def note(message: str) -> None:
+    """A line in this process's file."""
+    _log.info(message)
+
+
+def say(message: str) -> None:
+    """A line in every process's file, and in process 0 for the person who looks on."""
+    _log.info(message)
+    if multihost.is_writer():
+        print(message, flush=True)
