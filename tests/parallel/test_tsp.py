@@ -3,11 +3,15 @@
 import dataclasses
 import functools
 
+import jax
 import mesh_helpers as helpers
 import pytest
 
 from zaya_jax import config
 from zaya_jax.config import Rope, RopeKinds
+from zaya_jax.hardware import hlo
+from zaya_jax.model import zaya
+from zaya_jax.parallel import rules, tsp
 
 DENSE = helpers.with_model(
     model_type="dense", num_experts=1, intermediate_size=48, attention_bias=False, num_key_value_heads=8,
@@ -48,3 +52,89 @@ def test_a_mesh_gives_what_one_device_gives(devices, settings, sizes):
 @pytest.mark.parametrize("remat", ["layer", "attention"])
 def test_remat_changes_nothing(remat):
     helpers.assert_same(on(DENSE, 4, remat, tensor=4, tsp=True), alone(DENSE))
+
+
+def compiled(settings, devices, rows=helpers.ROWS, length=helpers.LENGTH, remat="none", **sizes):
+    """The program of loss and gradients, from shapes alone."""
+    settings = dataclasses.replace(settings, mesh=config.Mesh(**sizes), remat=remat)
+    _, run = helpers.program(settings, devices)
+    model = settings.model
+    bias = jax.ShapeDtypeStruct((model.num_hidden_layers, model.num_experts + 1), "float32")
+    batch = {
+        name: jax.ShapeDtypeStruct((1, rows, length), x.dtype) for name, x in helpers.batch(length=64).items()
+    }
+    return run.lower(zaya.abstract(model, settings.precision), bias, batch).compile()
+
+
+def moved(program):
+    """Bytes that come in at a device in the loops over layers, by kind of collective."""
+    found = {}
+    for c in hlo.collectives(program):
+        if c.in_loop:
+            found[c.kind] = found.get(c.kind, 0) + c.wire_bytes * c.times
+    return found
+
+
+@pytest.mark.parametrize(("settings", "devices"), [(DENSE, 8), (GROUPED, 4)])
+def test_what_travels_is_the_formula(settings, devices):
+    model, layers = settings.model, settings.model.num_hidden_layers
+    found = moved(compiled(settings, devices, tensor=devices, tsp=True))
+    expected = tsp.traffic(model, helpers.ROWS, helpers.LENGTH, devices, size=4)
+    assert sum(found.values()) == pytest.approx(
+        layers * (expected["forward"] + expected["backward"]), rel=1e-9
+    )
+    mlp = 3 * model.hidden_size * model.intermediate_size
+    # Twice the shards, once their gradients, by permutes alone; and no activation is summed.
+    assert found["collective-permute"] == pytest.approx(
+        layers * 3 * 4 * mlp * (devices - 1) / devices, rel=1e-9
+    )
+    assert "all-reduce" not in found
+
+
+def test_at_the_published_ratio_weights_are_sixteen_squares():
+    d = 64
+    model = dataclasses.replace(
+        DENSE.model, hidden_size=d, head_dim=d // 8, num_attention_heads=8, intermediate_size=4 * d
+    )
+    expected = tsp.traffic(model, 1, 1024, 8, size=1)
+    assert expected["forward"] == (16 * d**2 + 2 * 1024 * d) * 7 / 8
+
+
+def test_weights_tokens_and_what_the_backward_pass_keeps_are_parts():
+    """Against one device: of weights and of activations each of eight holds an eighth, and nothing of full size."""
+    wide = helpers.with_model(
+        model_type="dense", num_experts=1, hidden_size=128, head_dim=16, intermediate_size=512, attention_bias=False,
+        num_key_value_heads=8, layer_types=(), num_hidden_layers=4,
+    )  # fmt: skip
+    whole, parted = (
+        compiled(wide, n, 1, 4096, "layer", tensor=n, tsp=n > 1).memory_analysis() for n in (1, 8)
+    )
+    inputs = 5 * 4 * 4096 + 4 * wide.model.vocab_size * 128
+    assert parted.argument_size_in_bytes - inputs < 0.15 * whole.argument_size_in_bytes
+    assert parted.temp_size_in_bytes < 0.25 * whole.temp_size_in_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "sizes", "message"),
+    [
+        (
+            {},
+            dict(tensor=3, tsp=True),
+            r"num_key_value_heads=8 does not divide over config.mesh.tensor=3; .* is 2",
+        ),
+        ({}, dict(expert=2), r"mesh.expert=2, but a dense model has no experts; use mesh.data"),
+        ({}, dict(context=2, tensor=2, tsp=True, ring=True), r"leave mesh.ring off"),
+        (
+            {"intermediate_size": 50},
+            dict(tensor=4),
+            r"intermediate_size=50 does not divide over config.mesh.tensor=4",
+        ),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(changes, sizes, message):
+    settings = dataclasses.replace(DENSE, model=dataclasses.replace(DENSE.model, **changes))
+    spread = {axis: sizes.get(axis, 1) for axis in ("data", "expert", "context", "tensor")}
+    with pytest.raises(config.UserError, match=message):
+        rules.check(
+            settings, rules.Spread(**spread, tsp=sizes.get("tsp", False), ring=sizes.get("ring", False))
+        )

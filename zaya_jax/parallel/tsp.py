@@ -20,10 +20,12 @@ only the device's own attention output and its log-sum-exp.
 
 Elements that come in, a layer and device, forward (`traffic`): (N - 1) / N of
 
-    2 D (H + K) C + 3 D F      weights, in the compute format; 16 D² for multi-head attention with F = 4 D
-    2 B S K C                  keys and values; 2 B S D
+    2 D (H + K) C + 3 D F      weights; 16 D² for multi-head attention with F = 4 D
+    2 B S K C                  keys and values; then 2 B S D
 
 and backward the same again, and the gradients of both: keys' and values' in the compute format, weights' in float32.
+Tensor parallelism moves 4 B S D forward (two all-reduces, each in and out) and as many backward: TSP moves fewer where
+a device group has more than 8 D tokens in flight.
 
 ZAYA's attention has so few key-value heads that a device holds k, v, convolutions and temperatures whole, as without
 TSP, and gathers keys and values of all heads at once (512 B S). Its q and o are fetched with `fetch`. Experts do not
@@ -40,6 +42,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from zaya_jax.config import Model
 from zaya_jax.model import attention as blockwise
 from zaya_jax.model.layers import rotate
 from zaya_jax.model.matmul import dot, einsum
@@ -47,6 +50,25 @@ from zaya_jax.parallel import context
 from zaya_jax.parallel.spread import Spread
 
 AXIS = "tensor"
+
+
+def traffic(model: Model, batch: int, length: int, parts: int, size: int) -> dict[str, float]:
+    """Bytes that come in at a device for one dense layer, numbers of the compute format having `size` bytes.
+
+    `length` is the whole sequence's. Where the layer is computed again in the backward pass, attention's part of the
+    forward (the MLP's output is not needed) comes in once more.
+    """
+    d, c = model.hidden_size, model.head_dim
+    attention = 2 * d * (model.num_attention_heads + model.num_key_value_heads) * c
+    mlp = 3 * d * model.intermediate_size
+    kv = 2 * batch * length * model.num_key_value_heads * c
+    share = (parts - 1) / parts
+    forward = share * size * (attention + mlp + kv)
+    return {
+        "forward": forward,
+        "again": share * size * (attention + kv),
+        "backward": forward + share * (size * kv + 4 * (attention + mlp)),
+    }
 
 
 def fetch(part: jax.Array, dim: int, dtype: Any, spread: Spread) -> jax.Array:
