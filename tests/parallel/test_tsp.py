@@ -23,6 +23,10 @@ GROUPED = helpers.with_model(
 )  # fmt: skip
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @functools.cache
 def alone(settings):
     return helpers.loss_and_gradients(settings, 1, helpers.batch())
@@ -36,20 +40,20 @@ def on(settings, devices, remat="none", **sizes):
 @pytest.mark.parametrize(
     ("devices", "settings", "sizes"),
     [
-        (2, GROUPED, dict(tensor=2, tsp=True)),
-        (4, DENSE, dict(tensor=4, tsp=True)),
-        (8, DENSE, dict(tensor=8, tsp=True)),
+        slow(2, GROUPED, dict(tensor=2, tsp=True)),
+        slow(4, DENSE, dict(tensor=4, tsp=True)),
+        slow(8, DENSE, dict(tensor=8, tsp=True)),
         (8, GROUPED, dict(context=2, tensor=4, tsp=True)),
         (8, DENSE, dict(data=2, tensor=4, tsp=True, fsdp=True)),
         (4, DENSE, dict(tensor=4)),
-        (8, GROUPED, dict(data=2, context=2, tensor=2, fsdp=True)),
+        slow(8, GROUPED, dict(data=2, context=2, tensor=2, fsdp=True)),
     ],
 )
 def test_a_mesh_gives_what_one_device_gives(devices, settings, sizes):
     helpers.assert_same(on(settings, devices, **sizes), alone(settings))
 
 
-@pytest.mark.parametrize("remat", ["layer", "attention"])
+@pytest.mark.parametrize("remat", ["layer", pytest.param("attention", marks=pytest.mark.slow)])
 def test_remat_changes_nothing(remat):
     helpers.assert_same(on(DENSE, 4, remat, tensor=4, tsp=True), alone(DENSE))
 
