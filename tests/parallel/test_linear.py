@@ -87,6 +87,23 @@ def test_equal_to_one_device(function, size, zigzag):
         assert np.linalg.norm(a - b) <= 1e-5 * np.linalg.norm(b), name
 
 
+def test_a_sequence_over_two_axes():
+    """As with TSP, where the tensor axis carries the sequence too."""
+    mesh = jax.make_mesh(
+        (2, 2), ("context", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
+    )
+    axes = ("context", "tensor")
+    spec = PartitionSpec(None, axes)
+    q, k, v, _ = inputs(32)
+    columns = order(32, 4, True)
+    mapped = jax.shard_map(
+        lambda q, k, v: (linear.lasp2(q, k, v, axis=axes), linear.lasp1(q, k, v, axis=axes)),
+        mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
+    )  # fmt: skip
+    for out in jax.jit(mapped)(*(x[:, columns] for x in (q, k, v))):
+        np.testing.assert_allclose(out, linear_attention(q, k, v)[:, columns], atol=1e-6)
+
+
 def compiled(function, length, size=8, zigzag=True, gradient=False, batch=1, heads=H, kv_heads=K, channels=C):
     """One call compiled for shapes alone."""
     sharding = NamedSharding(mesh_of(size), SPEC)
