@@ -292,13 +292,16 @@ def _attention_bwd(sizes, saved, dy):
         d_out, d_rows = jax.vjp(functools.partial(_output, sizes), out, rows)[1](dy)
         (q, kv), back = jax.vjp(functools.partial(_project, sizes, where.rope), x, columns)
         whole, home = jax.vjp(lambda kv: context.gather(kv, sizes.axes), kv)
-        d_q, d_whole = [], jnp.zeros(whole.shape, jnp.float32)
-        for (q_i, k, v, *rest), masks in _chunks(where, whole, q, out, lse, d_out):
-            d_q_i, d_k, d_v = blockwise.attention_gradients(q_i, k, v, *rest, *masks, scale=scale)
-            d_q.append(d_q_i)
-            d_whole = d_whole.at[:, : k.shape[1]].add(jnp.concatenate([d_k, d_v], axis=-1))
-        (d_kv,) = home(d_whole.astype(kv.dtype))
-        d_x, d_columns = back((jnp.concatenate(d_q, axis=1).astype(q.dtype), d_kv))
+        chunks = _chunks(where, whole, q, out, lse, d_out)
+        early, late = (
+            blockwise.attention_gradients(*arrays, *masks, scale=scale) for arrays, masks in chunks
+        )
+        # Late queries see all keys, early ones the first half: summed in float32, and sent home as they came.
+        unseen = [(0, 0), (0, late[1].shape[1] - early[1].shape[1]), (0, 0), (0, 0)]
+        d_kv = [(b + jnp.pad(a, unseen)).astype(kv.dtype) for a, b in zip(early[1:], late[1:], strict=True)]
+        (d_kv,) = home(jnp.concatenate(d_kv, axis=-1))
+        d_q = jnp.concatenate([early[0], late[0]], axis=1).astype(q.dtype)
+        d_x, d_columns = back((d_q, d_kv))
         flat = [d.reshape(sizes.parts, -1) for d in (d_columns, d_rows)]
         gradients = lax.psum_scatter(jnp.concatenate(flat, axis=1), AXIS)
         return dx + d_x.astype(jnp.float32), gradients
