@@ -26,6 +26,9 @@ def spread_over(**sizes):
         (8, dict(tensor=8)),
         (4, dict(data=4, fsdp=True)),
         (8, dict(data=2, tensor=4, fsdp=True)),
+        (8, dict(data=2, context=2, tensor=2)),
+        (8, dict(data=2, context=2, tensor=2, fsdp=True)),
+        (4, dict(context=2, tensor=2, ring=True)),
     ],
 )
 def test_a_mesh_gives_what_one_device_gives(devices, sizes):
