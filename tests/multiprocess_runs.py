@@ -38,7 +38,7 @@ class Run:
         """What a process has printed so far."""
         return GLOO.sub("", (self._folder / f"{index}.out").read_text())
 
-    def wait_for(self, text: str, index: int = 0, seconds: float = 240) -> None:
+    def wait_for(self, text: str, index: int = 0, seconds: float = 600) -> None:
         """Returns when a process has printed `text`."""
         deadline = time.monotonic() + seconds
         while text not in self.out(index):
@@ -47,7 +47,7 @@ class Run:
             assert time.monotonic() < deadline, f"no {text!r} within {seconds} s:\n{self._told(index)}"
             time.sleep(0.05)
 
-    def wait(self, seconds: float = 240) -> list[Result]:
+    def wait(self, seconds: float = 600) -> list[Result]:
         """The results of all, when all have ended."""
         deadline = time.monotonic() + seconds
         results = []

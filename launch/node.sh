@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Starts several processes of one run on this machine: one per GPU, each beside its GPU's NUMA node.
+#
+#   launch/node.sh 4 .venv/bin/python -m experiments.pretrain --workdir=runs/four      this machine alone
+#   NODE=3 NODES=16 JAX_COORDINATOR_ADDRESS=host:port launch/node.sh 8 COMMAND         the fourth of sixteen
+#
+# Hands SIGTERM and SIGINT on, ends when all have ended, with the highest exit code among theirs.
+set -euo pipefail
+
+if [ $# -lt 2 ] || ! [ "$1" -gt 0 ] 2>/dev/null; then
+  echo "error: launch/node.sh PROCESSES COMMAND ...; PROCESSES is how many to start here" >&2
+  exit 2
+fi
+here=$1
+shift
+node=${NODE:-0}
+nodes=${NODES:-1}
+if [ "$nodes" -gt 1 ] && [ -z "${JAX_COORDINATOR_ADDRESS:-}" ]; then
+  echo "error: NODES=$nodes, but JAX_COORDINATOR_ADDRESS is not set; give host:port of node 0" >&2
+  exit 2
+fi
+export JAX_COORDINATOR_ADDRESS=${JAX_COORDINATOR_ADDRESS:-localhost:$((20000 + RANDOM % 10000))}
+export JAX_NUM_PROCESSES=$((nodes * here))
+
+# NUMA nodes of the accelerators, in the order of their PCI addresses, which is the order the drivers number them in.
+numa=()
+for device in "${PCI_DEVICES:-/sys/bus/pci/devices}"/*; do
+  # 0x1200: processing accelerator (MI300X), 0x0302: 3D controller (H100, H200)
+  case $(cat "$device/class" 2>/dev/null || true) in
+    0x1200* | 0x0302*) numa+=("$(cat "$device/numa_node" 2>/dev/null || echo -1)") ;;
+  esac
+done
+
+pids=()
+trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' TERM INT
+for ((i = 0; i < here; i++)); do
+  near=()
+  one=()
+  if [ "${#numa[@]}" -ge "$here" ]; then
+    one=("JAX_LOCAL_DEVICE_IDS=$i")
+    # Else batches and checkpoints pass the link between the sockets on their way to and from the GPU.
+    if [ "${numa[i]}" -ge 0 ] && command -v numactl >/dev/null; then
+      near=(numactl "--cpunodebind=${numa[i]}" "--preferred=${numa[i]}")
+    fi
+  fi
+  env "JAX_PROCESS_ID=$((node * here + i))" ${one[@]+"${one[@]}"} ${near[@]+"${near[@]}"} "$@" &
+  pids+=($!)
+done
+
+highest=0
+for pid in "${pids[@]}"; do
+  while kill -0 "$pid" 2>/dev/null; do # a signal ends `wait`, not the process
+    wait "$pid" || true
+  done
+  code=0
+  wait "$pid" || code=$?
+  if [ "$code" -gt "$highest" ]; then highest=$code; fi
+done
+exit "$highest"

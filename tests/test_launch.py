@@ -1,0 +1,248 @@
+"""The launch templates without a cluster: shells that lint, a JobSet of the right shape, one set of values in both."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from zaya_jax import cli
+from zaya_jax.parallel import multihost
+from zaya_jax.parallel.cluster import find_place
+
+LAUNCH = Path(__file__).resolve().parent.parent / "launch"
+NODE = LAUNCH / "node.sh"
+SHELLS = (
+    NODE,
+    LAUNCH / "slurm.sbatch",
+    LAUNCH.parent / ".ci" / "run",
+    *(LAUNCH.parent / "tools").glob("*.sh"),
+)
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+
+# The part of the API that the template uses: a dict's keys are all required unless marked with "?", and no others are
+# known; [x] is a list of x, at least one; a type, a tuple of types or a set of values is itself.
+LIMITS = {"amd.com/gpu": int, "amd.com/nic": int, "cpu": str, "memory": str}
+VARIABLE = {
+    "name": str, "value?": str, "valueFrom?": {"fieldRef": {"fieldPath": str}},
+}  # fmt: skip
+CONTAINER = {
+    "name": str, "image": str, "workingDir": str, "command": [str], "env": [VARIABLE],
+    "securityContext": {"capabilities": {"add": [str]}}, "resources": {"limits": LIMITS},
+    "volumeMounts": [{"name": str, "mountPath": str}],
+}  # fmt: skip
+POD = {
+    "restartPolicy": {"Never"}, "terminationGracePeriodSeconds": int, "hostNetwork": bool,
+    "dnsPolicy": {"ClusterFirstWithHostNet"}, "containers": [CONTAINER],
+    "volumes": [
+        {
+            "name": str,
+            "persistentVolumeClaim?": {"claimName": str},
+            "emptyDir?": {"medium": {"Memory"}, "sizeLimit": str},
+        }
+    ],
+}  # fmt: skip
+JOB = {
+    "completionMode": {"Indexed"}, "parallelism": int, "completions": int, "backoffLimit": int,
+    "podFailurePolicy": {
+        "rules": [
+            {"action": {"FailJob"}, "onExitCodes": {"containerName": str, "operator": {"In"}, "values": [int]}}
+        ]
+    },
+    "template": {"spec": POD},
+}  # fmt: skip
+JOBSET = {
+    "apiVersion": {"jobset.x-k8s.io/v1alpha2"}, "kind": {"JobSet"}, "metadata": {"name": str},
+    "spec": {
+        "network": {"enableDNSHostnames": bool, "publishNotReadyAddresses": bool},
+        "failurePolicy": {
+            "maxRestarts": int,
+            "rules": [
+                {
+                    "name": str,
+                    "action": {"FailJobSet", "RestartJobSet"},
+                    "onJobFailureReasons": [{"PodFailurePolicy", "BackoffLimitExceeded", "DeadlineExceeded"}],
+                }
+            ],
+        },
+        "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": JOB}}],
+    },
+}  # fmt: skip
+
+
+def misfits(value, shape, path="jobset"):
+    """Where a value is not of its shape."""
+    if isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return [f"{path} is no mapping"]
+        known = {name.rstrip("?"): below for name, below in shape.items()}
+        found = [f"{path}.{name} is missing" for name in shape if name[-1] != "?" and name not in value]
+        found += [f"{path}.{name} is unknown" for name in value.keys() - known.keys()]
+        both = value.keys() & known.keys()
+        return found + [
+            m for name in sorted(both) for m in misfits(value[name], known[name], f"{path}.{name}")
+        ]
+    if isinstance(shape, list):
+        if not isinstance(value, list) or not value:
+            return [f"{path} is no list, or empty"]
+        return [m for i, item in enumerate(value) for m in misfits(item, shape[0], f"{path}[{i}]")]
+    fits = value in shape if isinstance(shape, set) else type(value) is shape
+    return [] if fits else [f"{path}={value!r} is not {shape}"]
+
+
+@pytest.fixture(scope="module")
+def jobset():
+    return yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
+
+
+def job_of(jobset):
+    (replicated,) = jobset["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    return replicated, job, container, {v["name"]: v.get("value") for v in container["env"]}
+
+
+@pytest.mark.parametrize("path", SHELLS, ids=lambda path: path.name)
+def test_the_projects_shells_parse_and_lint(path):
+    subprocess.run(["bash", "-n", path], check=True)
+    linted = subprocess.run([SHELLCHECK, path], capture_output=True, text=True)
+    assert linted.returncode == 0, linted.stdout
+
+
+def test_the_jobset_has_its_shape(jobset):
+    assert misfits(jobset, JOBSET) == []
+    jobset = yaml.safe_load((LAUNCH / "jobset.yaml").read_text().replace("backoffLimit: 0", "backofLimit: 0"))
+    assert len(misfits(jobset, JOBSET)) == 2
+
+
+def test_the_jobset_names_its_parts_consistently(jobset):
+    replicated, job, container, variables = job_of(jobset)
+    name = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['metadata']['name']}"
+    assert variables["JAX_COORDINATOR_ADDRESS"].split(":")[0] == name
+    assert replicated["replicas"] == 1 and job["parallelism"] == job["completions"] == int(variables["NODES"])
+    assert (Path("launch") / NODE.name).as_posix() == container["command"][0]
+    assert int(container["command"][1]) == container["resources"]["limits"]["amd.com/gpu"]
+    volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
+    assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["values"] == [cli.BAD_INPUT, cli.UNHEALTHY, cli.STORAGE]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+
+
+def test_slurm_and_jobset_set_the_same_values(jobset):
+    slurm = (LAUNCH / "slurm.sbatch").read_text()
+    there = dict(re.findall(r"^export (\w+)=(.*)$", slurm, re.M))
+    there = {name: re.sub(r"^\$\{\w+:-(.*)\}$", r"\1", value) for name, value in there.items()}
+    *_, variables = job_of(jobset)
+    common = there.keys() & variables.keys()
+    assert {name for name in variables if name.startswith(("NCCL", "ZAYA", "HSA", "XLA", "GLIBC"))} <= common
+    for name in common - {"JAX_COMPILATION_CACHE_DIR", "OMP_NUM_THREADS"}:
+        assert there[name] == variables[name], name
+    known = {setting[0] for setting in (multihost.JOIN, multihost.WAIT, multihost.HEARTBEAT)}
+    assert {name for name in there if name.startswith("ZAYA")} == known
+    assert f"0 | {cli.BAD_INPUT} | {cli.UNHEALTHY} | {cli.STORAGE})" in slurm
+
+
+def test_every_variable_has_its_reason_in_a_comment():
+    lines = (LAUNCH / "slurm.sbatch").read_text().splitlines()
+    for i, line in enumerate(lines):
+        if line.startswith("export"):
+            above = next(before for before in reversed(lines[:i]) if not before.startswith("export"))
+            assert above.startswith("#"), line
+    lines = (LAUNCH / "jobset.yaml").read_text().splitlines()
+    for i, line in enumerate(lines):
+        if re.search(r"- name: [A-Z]", line):
+            assert any("# " in near for near in lines[i - 1 : i + 2]), line
+
+
+def node(count, script, **variables):
+    """node.sh running a bash script as each process, with no accelerators but those of `variables`."""
+    environ = {"PATH": os.environ["PATH"], "PCI_DEVICES": "none"} | variables
+    return subprocess.Popen(
+        [NODE, str(count), "bash", "-c", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )  # fmt: skip
+
+
+SHOW = 'echo "$JAX_PROCESS_ID $JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS ${JAX_LOCAL_DEVICE_IDS-all}"'
+
+
+def places(out):
+    """The places that the program would find in what SHOW printed."""
+    found = {}
+    for line in out.splitlines():
+        index, count, address, devices = line.split()
+        names = {
+            "JAX_PROCESS_ID": index, "JAX_NUM_PROCESSES": count, "JAX_COORDINATOR_ADDRESS": address,
+        }  # fmt: skip
+        found[int(index)] = (find_place(names), devices)
+    return found
+
+
+def test_node_starts_the_processes_of_a_machine():
+    out, _ = node(3, SHOW).communicate(timeout=30)
+    found = places(out)
+    assert sorted(found) == [0, 1, 2]
+    assert len({place.coordinator for place, _ in found.values()}) == 1
+    assert all(place.count == 3 and devices == "all" for place, devices in found.values())
+
+
+def test_node_counts_on_from_the_nodes_before_it_and_gives_each_its_device(tmp_path):
+    for i in range(4):
+        device = tmp_path / f"0000:0{i}:00.0"
+        device.mkdir()
+        (device / "class").write_text("0x120000\n" if i != 1 else "0x020000\n")  # three GPUs and a NIC
+        (device / "numa_node").write_text("-1\n")
+    variables = {"NODE": "2", "NODES": "5", "JAX_COORDINATOR_ADDRESS": "host:1", "PCI_DEVICES": str(tmp_path)}
+    out, _ = node(3, SHOW, **variables).communicate(timeout=30)
+    found = places(out)
+    assert {index: devices for index, (_, devices) in found.items()} == {6: "0", 7: "1", 8: "2"}
+    assert all(place.count == 15 and place.coordinator == "host:1" for place, _ in found.values())
+
+
+def test_node_binds_to_the_numa_node_of_the_gpu(tmp_path):
+    for i, numa in enumerate((1, 0)):
+        device = tmp_path / "pci" / f"0000:0{i}:00.0"
+        device.mkdir(parents=True)
+        (device / "class").write_text("0x030200\n")
+        (device / "numa_node").write_text(f"{numa}\n")
+    (tmp_path / "numactl").write_text('#!/bin/sh\necho "$1 $2"\nshift 2\nexec "$@"\n')
+    (tmp_path / "numactl").chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    running = node(2, "echo ran", PCI_DEVICES=str(tmp_path / "pci"), PATH=path)
+    out, _ = running.communicate(timeout=30)
+    assert sorted(out.splitlines()) == [
+        "--cpunodebind=0 --preferred=0", "--cpunodebind=1 --preferred=1", "ran", "ran",
+    ]  # fmt: skip
+
+
+def test_node_hands_signals_on_and_gives_the_highest_exit_code():
+    running = node(3, "exit $((JAX_PROCESS_ID * 2))")
+    running.communicate(timeout=30)
+    assert running.returncode == 4
+    waits = 'trap "sleep 0.2; exit 7$JAX_PROCESS_ID" TERM; echo up; while :; do sleep 0.05; done'
+    running = node(3, waits)
+    assert [running.stdout.readline() for _ in range(3)] == ["up\n"] * 3
+    time.sleep(0.1)
+    running.send_signal(signal.SIGTERM)
+    running.communicate(timeout=30)
+    assert running.returncode == 72
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "words"),
+    [
+        ([], {}, "PROCESSES COMMAND"),
+        (["some", "true"], {}, "PROCESSES COMMAND"),
+        (["2", "true"], {"NODES": "2"}, "NODES=2, but JAX_COORDINATOR_ADDRESS is not set"),
+    ],
+)
+def test_node_refuses_in_one_line(arguments, variables, words):
+    environ = {"PATH": os.environ["PATH"]} | variables
+    done = subprocess.run([NODE, *arguments], env=environ, capture_output=True, text=True, timeout=30)
+    assert done.returncode == cli.BAD_INPUT
+    assert words in done.stderr and done.stderr.count("\n") == 1
