@@ -1,0 +1,299 @@
+"""Memory and traffic of one training step of a dense 7B model under TP, SP, TP+SP and TSP, read from compiled programs.
+
+    .venv/bin/python benchmarks/tsp.py [--target=h200] [--schemes=tsp,tp,...] [--tokens=16384,...] [--out=FILE.json]
+    .venv/bin/python benchmarks/tsp.py --tables --out=FILE.json   (what FILE.json holds, as tables and tsp.svg)
+
+Nothing is allocated: each program is compiled from shapes for eight devices, in a process of its own with a time limit.
+`--target=cpu` (the default) compiles for eight virtual CPU devices; `--target=h200` for eight H200 that need not be
+there (pip install jax-cuda13-plugin jax-cuda13-pjrt, of jax's version). The step is the same everywhere: batch 1, the
+loss, gradients in float32, AdamW with float32 weights and moments on whatever part of a weight a device holds (no ZeRO:
+what is replicated is kept by all), each layer recomputed in the backward pass.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+SCHEMES = {
+    "tp": dict(tensor=8),
+    "sp": dict(context=8),
+    "tp+sp 4x2": dict(tensor=4, context=2),
+    "tp+sp 2x4": dict(tensor=2, context=4),
+    "tp+sp folded": dict(tensor=8, tsp=True),
+    "tsp": dict(tensor=8, tsp=True),
+    "tsp kept": dict(tensor=8, tsp=True),
+}
+REMAT = {"tsp kept": "attention"}  # keeps the attention's output of every layer; all others recompute all
+TOKENS = (16_384, 32_768, 65_536, 131_072)
+LIMIT = 900  # seconds a compilation may take
+H200 = """
+gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
+  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000
+  l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184 registers_per_core_limit: 65536
+  registers_per_block_limit: 65536 shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES } }
+platform_name: "CUDA" runtime_version { major: 13 } dnn_version_info { major: 9 minor: 28 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def devices_of(target: str) -> list:
+    """Eight devices to compile for."""
+    import jax
+
+    if target == "cpu":
+        return jax.devices()[:8]
+    from jax.experimental import topologies
+
+    jax.devices()
+    return topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x8").devices
+
+
+def compile_step(scheme: str, tokens: int, target: str) -> dict:
+    """Bytes of the step's arguments, temporaries and traffic, on one device."""
+    import dataclasses
+
+    import jax
+    import jax.numpy as jnp
+    import optax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from experiments.configs import dense_7b
+    from zaya_jax import config
+    from zaya_jax.hardware import hlo
+    from zaya_jax.model import zaya
+    from zaya_jax.parallel import rules
+    from zaya_jax.parallel.mesh import batch_spec, make_mesh
+    from zaya_jax.train import step as steps
+
+    if scheme == "tp+sp folded":
+        zaya.LAYERS["dense"] = folded_layer()
+    settings = config.check(dense_7b.get_config())
+    sizes = config.Mesh(data=1, **SCHEMES[scheme])
+    settings = dataclasses.replace(settings, mesh=sizes, remat=REMAT.get(scheme, "layer"))
+    mesh = make_mesh(settings.mesh, devices_of(target))
+    spread = steps.spread_of(settings, mesh)
+    rules.check(settings, spread)
+    specs = rules.param_specs(settings.model, settings.precision, spread)
+    loss_fn = steps.make_loss(settings, settings.model, spread)
+    optimizer = optax.adamw(1e-4, 0.9, 0.95, weight_decay=0.1)
+
+    def step(params, moments, bias, batch):
+        total = jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes)
+        grads, _ = jax.grad(loss_fn, has_aux=True)(params, bias, batch, total)
+
+        def whole(g, spec):  # the sum over devices that hold the same part
+            axes = [axis for axis in mesh.axis_names if axis not in spec and mesh.shape[axis] > 1]
+            return jax.lax.psum(g, tuple(axes)) if axes else g
+
+        updates, moments = optimizer.update(jax.tree.map(whole, grads, specs), moments, params)
+        return optax.apply_updates(params, updates), moments
+
+    def placed(tree, specs):
+        def one(x, spec):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+
+        return jax.tree.map(one, tree, specs)
+
+    params = zaya.abstract(settings.model, settings.precision)
+    moments = jax.eval_shape(optimizer.init, params)
+    by_moment = optax.tree.map_params(
+        optimizer, lambda _, spec: spec, moments, specs, transform_non_params=lambda _: PartitionSpec()
+    )
+    bias = jax.ShapeDtypeStruct((settings.model.num_hidden_layers, 2), jnp.float32)
+    batch = {
+        name: jax.ShapeDtypeStruct((1, tokens), jnp.float32 if name == "loss_mask" else jnp.int32)
+        for name in ("tokens", "targets", "segment_ids", "positions", "loss_mask")
+    }
+    rows = PartitionSpec(None, *batch_spec(spread)[2:])
+    in_specs = (specs, by_moment, PartitionSpec(), jax.tree.map(lambda _: rows, batch))
+    args = [
+        placed(tree, spec)
+        for tree, spec in zip((params, moments, batch), (specs, by_moment, in_specs[3]), strict=True)
+    ]
+    args.insert(
+        2, jax.ShapeDtypeStruct(bias.shape, bias.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+    )
+    mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=in_specs[:2], check_vma=False)
+    begun = time.perf_counter()
+    compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*args).compile()
+    memory = compiled.memory_analysis()
+    collectives = [c for c in hlo.collectives(compiled) if not c.scalar]
+    moved: dict[str, float] = {}
+    for c in collectives:
+        where = "layers" if c.in_loop else "once"
+        moved[f"{where} {c.kind}"] = moved.get(f"{where} {c.kind}", 0) + c.wire_bytes * (c.times or 1)
+    return {
+        "scheme": scheme, "tokens": tokens, "target": target, "jax": jax.__version__,
+        "arguments": memory.argument_size_in_bytes, "temporaries": memory.temp_size_in_bytes,
+        "traffic": moved, "unknown_loops": sum(c.times is None for c in collectives),
+        "compile_seconds": time.perf_counter() - begun,
+    }  # fmt: skip
+
+
+def folded_layer() -> type:
+    """The dense layer under tensor and sequence parallelism on one axis, weights at rest: for the comparison only.
+
+    Between blocks tokens lie over the devices; each block gathers them, computes its heads or channels for all of them
+    and scatters the sum.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from zaya_jax.model import dense
+    from zaya_jax.model.attention import attention, softmax_scale
+    from zaya_jax.parallel import context
+
+    def block(fn, x, place):
+        gather = lambda x: context.gather(x, place.axes)  # noqa: E731
+        y = fn(gather(x.astype(jnp.bfloat16)))
+        return jax.linear_transpose(gather, jax.ShapeDtypeStruct(x.shape, y.dtype))(y)[0]
+
+    class FoldedLayer(dense.DenseLayer):
+        def __call__(self, h, stream, balance, attend, spread):
+            place, (_, table) = attend["place"], attend["rope"][0]
+            rope = [(None, context.gather(table, place.axes))]
+            part = self.attention
+
+            def heads(x):
+                q, k, v = (part._heads(weights, x) for weights in (part.q, part.k, part.v))
+                q, k = (dense.rotate(rope, y).astype(y.dtype) for y in (q, k))
+                scale = softmax_scale(part.channels)
+                out, _ = attention(q, k, v, place.segments, place.segments, scale=scale)
+                return part.o(out.reshape(*x.shape[:2], -1), part.dtype)
+
+            def mlp(x):
+                weights = tuple(w.kernel[...] for w in (self.mlp.gate, self.mlp.up, self.mlp.down))
+                return dense.gated_mlp(x, weights).astype(x.dtype)
+
+            h = h + block(heads, self.attn_norm(h), place)
+            h = h + block(mlp, self.mlp_norm(h), place)
+            return h, stream, jnp.zeros(h.shape[0] * h.shape[1], jnp.int32), None, None
+
+    return FoldedLayer
+
+
+def tables(path: str) -> str:
+    """Memory and traffic as Markdown tables, a row a scheme; the picture goes beside this file."""
+    with open(path, encoding="utf-8") as file:
+        found = {(d["target"], d["scheme"], d["tokens"]): d for d in map(json.loads, file)}
+    memory = {key: (d["arguments"] + d["temporaries"]) / 1e9 for key, d in found.items()}
+    traffic = {key: sum(d["traffic"].values()) / 1e9 for key, d in found.items()}
+    lines = []
+    for title, values, target in (
+        ("memory, GB, compiled for CPUs", memory, "cpu"),
+        ("memory, GB, compiled for H200", memory, "h200"),
+        ("traffic, GB, compiled for H200", traffic, "h200"),
+    ):
+        lines += [
+            f"| {title} | " + " | ".join(f"{n // 1024}K" for n in TOKENS) + " |",
+            "|---|" + "---|" * len(TOKENS),
+        ]
+        for scheme in SCHEMES:
+            row = [values.get((target, scheme, n)) for n in TOKENS]
+            if any(row):
+                lines.append(
+                    f"| {scheme} | " + " | ".join("" if x is None else f"{x:.1f}" for x in row) + " |"
+                )
+        lines.append("")
+    with open(os.path.join(os.path.dirname(__file__), "tsp.svg"), "w", encoding="utf-8") as file:
+        file.write(picture(memory))
+    return "\n".join(lines)
+
+
+COLOURS = ("#c2543d", "#8a8a8a", "#d9a441", "#b8860b", "#5b8fb9", "#2f6f4f", "#7fb08f")
+PUBLISHED = {"tsp": 38.8, "tp": 70.0}  # GB at 131,072 tokens, on 8 MI300X
+
+
+def picture(memory: dict) -> str:
+    """Bars of the memory that each scheme takes at each length."""
+    width, height, left, bottom, high = 720, 330, 50, 46, 150.0
+    tall = height - bottom - 30
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        f'font-size="12" role="img"><title>Peak memory of a device by scheme and sequence length</title>'
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
+    ]
+    for tick in range(0, 151, 50):
+        y = 30 + tall * (1 - tick / high)
+        parts.append(f'<path d="M{left} {y:.1f}H{width - 10}" stroke="#dddddd"/>')
+        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#444444">{tick}</text>')
+    parts.append(
+        '<text x="8" y="16" fill="#444444">GB a device, compiled for CPUs (rings: published, 8 MI300X)</text>'
+    )
+    schemes = [name for name in SCHEMES if name not in REMAT]
+    group = (width - left - 10) / len(TOKENS)
+    bar = group / (len(schemes) + 1.5)
+    for i, tokens in enumerate(TOKENS):
+        start = left + i * group + bar / 2
+        for j, scheme in enumerate(schemes):
+            value = memory.get(("cpu", scheme, tokens), 0)
+            x, tip = start + j * bar, 30 + tall * (1 - value / high)
+            parts.append(
+                f'<rect x="{x:.1f}" y="{tip:.1f}" width="{bar - 2:.1f}" height="{height - bottom - tip:.1f}" '
+                f'fill="{COLOURS[j]}"><title>{scheme}, {tokens:,} tokens: {value:.1f} GB</title></rect>'
+            )
+            if tokens == TOKENS[-1] and scheme in PUBLISHED:
+                y = 30 + tall * (1 - PUBLISHED[scheme] / high)
+                parts.append(
+                    f'<circle cx="{x + bar / 2 - 1:.1f}" cy="{y:.1f}" r="4" fill="none" stroke="#000" '
+                    'stroke-width="2"/>'
+                )
+        middle = start + len(schemes) * bar / 2
+        parts.append(
+            f'<text x="{middle:.1f}" y="{height - 30}" text-anchor="middle" fill="#444444">'
+            f"{tokens // 1024}K tokens</text>"
+        )
+    for j, scheme in enumerate(schemes):
+        x = left + j * 108
+        parts.append(f'<rect x="{x}" y="{height - 17}" width="10" height="10" fill="{COLOURS[j]}"/>')
+        parts.append(f'<text x="{x + 14}" y="{height - 8}" fill="#444444">{scheme}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def main() -> None:
+    """Compiles what was asked for and writes it down, or makes the page of what was written."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", choices=["cpu", "h200"], default="cpu")
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))
+    parser.add_argument("--out", default="tsp.json")
+    parser.add_argument("--tables", action="store_true")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    schemes, tokens = args.schemes.split(","), [int(n) for n in args.tokens.split(",")]
+    if args.one:
+        print(json.dumps(compile_step(schemes[0], tokens[0], args.target)))
+        return
+    if args.tables:
+        print(tables(args.out))
+        return
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment["XLA_FLAGS"] = environment.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    for scheme in schemes:
+        for number in tokens:
+            command = [sys.executable, __file__, "--one", f"--schemes={scheme}", f"--tokens={number}"]
+            command.append(f"--target={args.target}")
+            try:
+                done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+            except subprocess.TimeoutExpired:
+                print(f"{scheme} at {number} tokens did not compile in {LIMIT} s", flush=True)
+                continue
+            if done.returncode:
+                print(f"{scheme} at {number} tokens: {done.stderr.strip().splitlines()[-1]}", flush=True)
+                continue
+            line = done.stdout.strip().splitlines()[-1]
+            with open(args.out, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+            found = json.loads(line)
+            print(scheme, number, f"{(found['arguments'] + found['temporaries']) / 1e9:.1f} GB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
