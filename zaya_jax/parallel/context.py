@@ -178,19 +178,25 @@ def traffic(
 ) -> dict[str, int]:
     """Bytes that a device sends for one layer's attention, of numbers of `size` bytes.
 
-    kv = 2 B (S / N) K C size are the device's own keys and values, halo = 2 B reach D size.
+    kv = 2 B (S / N) K C size are the device's own keys and values, halo = 2 B reach D size; gradients of kv are in
+    the same format where they are reduced and scattered, in float32 where they go round the ring.
 
-                  gathered                         ring
-        forward   halo + (N - 1) kv                halo + (N - 1) kv
-        backward  halo + (N - 1) kv                halo + (N - 1) kv + N x the gradients of kv in float32
+                  gathered                ring
+        forward   halo + (N - 1) kv       halo + (N - 1) kv
+        backward  halo + (N - 1) kv       halo + (N - 1) kv + N kv 4 / size
+        again     halo + (N - 1) kv       halo
 
-    Where the layer is computed again in the backward pass, the forward's keys, values and halo are exchanged again.
+    "again" comes on top where the backward pass computes the layer again but for the attention's output (remat
+    "attention"). With "layer", which does not keep that either, the ring sends (N - 1) kv again as well.
     """
     if parts == 1:
-        return {"forward": 0, "backward": 0}
-    numbers = 2 * batch * (length // parts) * num_kv * channels
-    once = 2 * batch * reach * width * size + (parts - 1) * numbers * size
-    return {"forward": once, "backward": once + (parts * numbers * 4 if ring else 0)}
+        return {"forward": 0, "backward": 0, "again": 0}
+    kv = 2 * batch * (length // parts) * num_kv * channels * size
+    edges = 2 * batch * reach * width * size
+    once = edges + (parts - 1) * kv
+    if ring:
+        return {"forward": once, "backward": once + parts * kv * 4 // size, "again": edges}
+    return {"forward": once, "backward": once, "again": once}
 
 
 def blocks_visited(
