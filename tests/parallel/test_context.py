@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import hlo
-from zaya_jax.model.attention import reference_attention
+from zaya_jax.model.attention import SAVED, reference_attention
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.layers import rope_table
 from zaya_jax.parallel import context, ring
@@ -201,9 +201,17 @@ def run_place(spread, length):
 
 
 def compiled_layer(
-    spread, batch=BATCH, length=LENGTH, gradient=True, heads=4, kv=2, channels=8, dtype=jnp.float32
+    spread,
+    batch=BATCH,
+    length=LENGTH,
+    gradient=True,
+    again=False,
+    heads=4,
+    kv=2,
+    channels=8,
+    dtype=jnp.float32,
 ):
-    """The compiled attention block: halo of x and attention of q, k, v, with gradients."""
+    """Halo of x and attention of q, k, v, compiled; with gradients, and computed again but for the attention."""
 
     def body(x, q, k, v, segments):
         place = context.place(spread, x.shape[1], segments)
@@ -213,9 +221,11 @@ def compiled_layer(
             out = context.attend(q, k, v, None, place, scale=0.3)
             return jnp.sum(jnp.sin(edges)) + jnp.sum(jnp.sin(out))
 
-        return jax.grad(loss, argnums=(0, 1, 2, 3))(x, q, k, v) if gradient else loss(x, q, k, v)
+        if again:
+            loss = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(SAVED))
+        return (jax.value_and_grad(loss, argnums=(0, 1, 2, 3)) if gradient else loss)(x, q, k, v)
 
-    out_specs = (cut(spread),) * 4 if gradient else PartitionSpec()
+    out_specs = (PartitionSpec(), cut(spread)) if gradient else PartitionSpec()
     shapes = [(16,), (heads, channels), (kv, channels), (kv, channels)]
     args = [jax.ShapeDtypeStruct((batch, length, *rest), dtype) for rest in shapes]
     args.append(jax.ShapeDtypeStruct((batch, length), jnp.int32))
@@ -239,6 +249,9 @@ def test_what_travels_is_what_the_docstring_says(parts, by_ring):
     every = ("all-gather", "reduce-scatter", "collective-permute", "all-to-all", "all-reduce")
     assert sent(forward, every) == formula["forward"] + segments
     assert sent(both, every) == formula["forward"] + formula["backward"] + segments
+    if parts < 8:
+        again = sent(hlo.collectives(compiled_layer(spread, again=True)), every)
+        assert again == sum(formula.values()) + segments
 
     halo = BATCH * 2 * 16 * 4
     permutes = [c for c in both if c.kind == "collective-permute"]
@@ -247,6 +260,38 @@ def test_what_travels_is_what_the_docstring_says(parts, by_ring):
     scatters = [c for c in both if c.kind == "reduce-scatter"]
     assert (len(gathers), len(scatters)) == ((0, 0) if by_ring else (1, 1))
     assert by_ring or len(permutes) == 4
+
+
+def test_the_projection_does_not_wait_for_the_halo():
+    """What depends on the exchange, followed through the traced block: not the projection, but its result."""
+    spread, taps = Spread(context=4), (2, 2)
+    graph, state = cca_of(taps)
+
+    def body(state, x):
+        place = context.place(spread, x.shape[1], None)
+        rope = [(None, rope_table(place.positions(len(x)), 1e4, 4))]
+        return nnx.merge(graph, state)(x, rope, None, spread=spread, place=place)[0]
+
+    x = jax.ShapeDtypeStruct((BATCH, LENGTH, 16), jnp.float32)
+    traced = jax.make_jaxpr(on_sequence(spread, body, cut(spread), replicated=1))(state, x)
+
+    def inner(jaxpr):
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "shard_map":
+                return eqn.params["jaxpr"]
+            if "jaxpr" in eqn.params and (found := inner(eqn.params["jaxpr"].jaxpr)):
+                return found
+        return None
+
+    program = inner(traced.jaxpr)
+    waiting, projection = set(), (BATCH * LENGTH // 4, (4 + 2 + 2) * 8)
+    waits = []
+    for eqn in program.eqns:
+        late = eqn.primitive.name == "ppermute" or any(str(v) in waiting for v in eqn.invars)
+        waiting |= {str(v) for v in eqn.outvars} if late else set()
+        waits += [late for v in eqn.outvars if v.aval.shape == projection]
+    assert waits and not any(waits)
+    assert all(str(v) in waiting for v in program.outvars)
 
 
 def test_the_ring_needs_no_more_memory_on_more_devices():
@@ -312,6 +357,22 @@ def test_the_ring_computes_only_pairs_that_see_each_other(case, expected, monkey
     np.testing.assert_allclose(
         out, reference_attention(q, k, v, segments, segments, window, scale=0.3)[0], atol=2e-5
     )
+
+
+@pytest.mark.parametrize("by_ring", [False, True])
+def test_bfloat16(by_ring):
+    spread = Spread(context=4, ring=by_ring)
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((1, LENGTH, heads, 8)), jnp.bfloat16) for heads in (4, 2, 2))
+    order, back = context.zigzag(LENGTH, 4), context.natural(LENGTH, 4)
+
+    def body(q, k, v):
+        return context.attend(q, k, v, None, context.place(spread, q.shape[1], None), scale=0.3)
+
+    out = on_sequence(spread, body, cut(spread))(q[:, order], k[:, order], v[:, order])[:, back]
+    assert out.dtype == jnp.bfloat16
+    exact = reference_attention(*(x.astype(jnp.float32) for x in (q, k, v)), scale=0.3)[0]
+    np.testing.assert_allclose(out.astype(jnp.float32), exact, atol=0.03)
 
 
 def test_chunks_that_meet():

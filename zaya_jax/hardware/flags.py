@@ -29,6 +29,12 @@ BOTH = (
         "exchanges run under the matmuls beside them",
     ),
     Flag(
+        "xla_gpu_experimental_parallel_collective_overlap_limit",
+        4,
+        "with XLA's 1, of two exchanges that could travel together one stands before the compute: the ring's backward "
+        "pass sends keys and values and their gradients, a halo goes both ways (benchmarks/context.md)",
+    ),
+    Flag(
         "xla_gpu_enable_pipelined_all_gather",
         "true",
         "with fsdp the weights of layer l + 1 are gathered inside the scan while layer l computes",
