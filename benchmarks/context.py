@@ -52,7 +52,7 @@ def compiled_block(length: int, parts: int, ring: bool, compute: str, devices: l
         rope = [(None, rope_table(place.positions(1), 1e6, MODEL.head_dim // 2))]
 
         def block(state, x):
-            return nnx.merge(graph, state)(x, rope, None, segments=segments, spread=spread, place=place)[0]
+            return nnx.merge(graph, state)(x, rope, None, segments=segments, place=place)[0]
 
         block = jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(SAVED))
         return jax.grad(lambda *args: jnp.sum(block(*args).astype(jnp.float32)), argnums=(0, 1))(state, x)

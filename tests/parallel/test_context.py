@@ -113,7 +113,8 @@ def run_cca(spread, taps, x, weight, segments, window, bias=True):
         rope = [(None, rope_table(positions, 1e4, 4))]
 
         def loss(state, x):
-            out, _ = nnx.merge(graph, state)(x, rope, window, segments=segments, spread=spread, place=place)
+            # Weights are whole here, on any mesh: all that the block needs of the spread is its place.
+            out, _ = nnx.merge(graph, state)(x, rope, window, segments=segments, place=place)
             return jnp.sum(out * weight), out
 
         (dstate, dx), out = jax.grad(loss, argnums=(0, 1), has_aux=True)(state, x)
@@ -270,7 +271,7 @@ def test_the_projection_does_not_wait_for_the_halo():
     def body(state, x):
         place = context.place(spread, x.shape[1], None)
         rope = [(None, rope_table(place.positions(len(x)), 1e4, 4))]
-        return nnx.merge(graph, state)(x, rope, None, spread=spread, place=place)[0]
+        return nnx.merge(graph, state)(x, rope, None, place=place)[0]
 
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, 16), jnp.float32)
     traced = jax.make_jaxpr(on_sequence(spread, body, cut(spread), replicated=1))(state, x)
