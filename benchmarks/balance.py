@@ -1,15 +1,16 @@
 """Loss-free balancing on the embedded tiny run: with and without it, over a shift of the data, and at the start.
 
     python benchmarks/balance.py corpora --out=DIR     prose/ and code/, from Python's own library
-    python benchmarks/balance.py train --out=DIR       the eight runs (those that are complete are not repeated)
+    python benchmarks/balance.py train --out=DIR       the seven runs (those that are complete are not repeated)
     python benchmarks/balance.py draw --out=DIR        the tables, and benchmarks/balance*.png
     python benchmarks/balance.py spread                how far apart a fresh router's probabilities lie
 
 Every run is `experiments.pretrain` on a config derived from experiments/configs/tiny.py:
 
     tiny, tiny_off     make pretrain, and the same with balance.enabled=False
-    shift, shift_off   200 steps of prose, then 150 of code (two schedule.phases), the learning rate constant
-    start_*            the first 60 of tiny's 400 steps with other initialisations and balancing rates
+    shift, shift_off   200 steps of prose, then 150 of code (two schedule.phases) at a constant learning rate, 8
+                       sequences a step in place of 16
+    start_*            the first 60 of tiny's 400 steps with its former initialisation and other balancing rates
 """
 
 import ast
@@ -37,7 +38,6 @@ from zaya_jax.model.router import Router
 SHIFT = (200, 150)  # steps of prose, steps of code
 START_STEPS = 60
 STARTS = {  # (model.initializer_range, balance.lr)
-    "start_050": (0.05, 1e-3),
     "start_020": (0.02, 1e-3),
     "start_020_slow": (0.02, 1e-4),
     "start_020_slower": (0.02, 3e-5),
@@ -91,19 +91,24 @@ def settings(name: str, out: pathlib.Path) -> ConfigDict:
     c.name = name
     c.balance.enabled = not name.endswith("_off")
     c.checkpoint.every_steps = 10_000  # only the last
-    tokens = c.data.seq_len * c.data.global_batch
     if name.startswith("shift"):
+        c.data.global_batch = 8
         c.data.path = str(out / "prose")
         kinds = ("prose", "code")
         c.schedule.phases = tuple(
-            {"name": kind, "tokens": steps * tokens, "mixture": (f"{out / kind}=1",)}
+            {
+                "name": kind,
+                "tokens": steps * c.data.global_batch * c.data.seq_len,
+                "mixture": (f"{out / kind}=1",),
+            }
             for kind, steps in zip(kinds, SHIFT, strict=True)
         )
         c.schedule.decay_fraction = 0.0
         c.eval.every = 50
     if name in STARTS:
         c.model.initializer_range, c.balance.lr = STARTS[name]
-        c.schedule.phases = ({"name": "all", "tokens": c.run.num_steps * tokens},)  # as long as tiny's
+        tokens = c.run.num_steps * c.data.global_batch * c.data.seq_len
+        c.schedule.phases = ({"name": "all", "tokens": tokens},)  # as long as tiny's, stopped early
         c.run.num_steps = START_STEPS
         c.eval.every = START_STEPS
     return c
@@ -168,11 +173,13 @@ def draw(out: pathlib.Path) -> None:
     figure.savefig(HERE / "balance.png", dpi=100)
 
     figure, panel = plt.subplots(figsize=(7, 3.4), layout="constrained")
-    for name, (spread_of_weights, lr) in STARTS.items():
-        entropy = read(out / name)["load_entropy"].mean(1)
-        label = f"initializer_range {spread_of_weights:g}, balance.lr {lr:g}"
+    starts = {"tiny": (0.05, 1e-3), **STARTS}
+    for name, (width, lr) in starts.items():
+        entropy = read(out / name)["load_entropy"][:START_STEPS].mean(1)
+        label = f"initializer_range {width:g}, balance.lr {lr:g}"
         panel.plot(np.arange(1, len(entropy) + 1), entropy, label=label)
-        table_rows(name, read(out / name))
+        if name in STARTS:
+            table_rows(name, read(out / name))
     panel.set(title="The start of tiny: load entropy, mean over layers", xlabel="step", ylim=(-0.02, 1.02))
     panel.grid(alpha=0.3)
     panel.legend(fontsize=8)

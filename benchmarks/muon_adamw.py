@@ -32,7 +32,7 @@ from zaya_jax.optim import chain, muon
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train import step as steps
 
-GRID = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (1.5e-3, 3e-3, 6e-3)}
+GRID = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (1.5e-3, 3e-3, 6e-3, 1.2e-2)}
 COLORS = {"adamw": "tab:red", "muon": "tab:blue"}
 ROUNDS, TURN = 8, 3  # of `time`: rounds, steps of each in a round
 HERE = pathlib.Path(__file__).parent
@@ -91,6 +91,8 @@ def draw(out: pathlib.Path) -> None:
         right.plot(rates, [final[name, lr] for lr in rates], "o-", color=COLORS[name], label=name)
     left.set(title="Train loss (mean of 9 steps)", xlabel="step", ylabel="nats per byte", ylim=(None, 4))
     right.set(title="Held-out loss after 200 steps", xlabel="peak learning rate", xscale="log")
+    right.set_xticks((1e-3, 2e-3, 4e-3, 8e-3), ("0.001", "0.002", "0.004", "0.008"))
+    right.minorticks_off()
     for panel in (left, right):
         panel.grid(alpha=0.3)
         panel.legend(fontsize=8)

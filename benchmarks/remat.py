@@ -16,17 +16,20 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from experiments.configs import tiny
 from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.config import Config, Data
+from zaya_jax.model import zaya
+from zaya_jax.optim import chain
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train import step as steps
 
 POLICIES = ("none", "attention", "layer", "offload")
 ROUNDS, TURN = 5, 2  # of `time`: rounds, steps of each in a round
-WIDE = {  # 1.3B parameters
+WIDE = {  # "1.3B"
     "vocab_size": 32_768, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8,
     "num_key_value_heads": 2, "head_dim": 64, "moe_intermediate_size": 1024, "num_experts": 16,
     "router_hidden_size": 128,
@@ -34,7 +37,8 @@ WIDE = {  # 1.3B parameters
 CASES = {  # name: (keys of the model other than tiny's, sequences, tokens in each)
     "tiny, 16 x 256": ({}, 16, 256),
     "tiny, 2 x 4096": ({}, 2, 4096),
-    "D 1024, 24 layers, 16 experts, V 32k, 4 x 4096": (WIDE, 4, 4096),
+    "1.3B, 4 x 4096": (WIDE, 4, 4096),
+    "1.3B, 32 x 4096": (WIDE, 32, 4096),
 }
 TIMED = ("tiny, 16 x 256", "tiny, 2 x 4096")
 
@@ -78,16 +82,33 @@ def host_batch(config: Config) -> dict[str, np.ndarray]:
     return dict(zip(BATCH, parts, strict=True))
 
 
+def update_alone(config: Config) -> int:
+    """Bytes of temporaries of the optimizer's update and the gradients that it gets."""
+    optimizer = chain.build(config.optim, config.precision, zaya.abstract(config.model, config.precision))
+
+    def update(state, params):
+        grads = jax.lax.optimization_barrier(jax.tree.map(lambda p: 2 * p, params))  # as if just computed
+        updates, state = optimizer.update(grads, state, params, lr=1e-3)
+        return optax.apply_updates(params, updates), state
+
+    params = zaya.abstract(config.model, config.precision)
+    state = jax.eval_shape(optimizer.init)
+    lowered = jax.jit(update, donate_argnums=(0, 1)).lower(state, params)
+    return lowered.compile().memory_analysis().temp_size_in_bytes
+
+
 def memory() -> None:
     """Prints the table of temporaries."""
-    print("| shape | " + " | ".join(POLICIES) + " |")
-    print("|---|" + "---|" * len(POLICIES))
+    print("| shape | " + " | ".join(POLICIES) + " | gradients and update alone |")
+    print("|---|" + "---|" * (len(POLICIES) + 1))
     for case in CASES:
-        sizes = []
-        for policy in POLICIES:
-            analysis = compiled_step(settings(case, policy))[0].memory_analysis()
-            sizes.append(f"{analysis.temp_size_in_bytes / 2**20:,.0f} MiB")
-        print(f"| {case} | " + " | ".join(sizes) + " |", flush=True)
+        config = settings(case, "none")
+        sizes = [
+            compiled_step(settings(case, policy))[0].memory_analysis().temp_size_in_bytes
+            for policy in POLICIES
+        ]
+        sizes.append(update_alone(config))
+        print(f"| {case} | " + " | ".join(f"{size / 2**20:,.0f} MiB" for size in sizes) + " |", flush=True)
 
 
 def timed() -> None:
