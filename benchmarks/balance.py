@@ -144,7 +144,7 @@ def draw(out: pathlib.Path) -> None:
     print("|---|---|---|---|---|---|")
     rows = {
         "tiny": ("tiny", "tiny_off"),
-        f"prose to code after step {SHIFT[0]}": ("shift", "shift_off"),
+        f"prose, after step {SHIFT[0]} code": ("shift", "shift_off"),
     }
     figure, axes = plt.subplots(2, 3, figsize=(13, 6.4), layout="constrained")
     for panels, (title, names) in zip(axes, rows.items(), strict=True):
@@ -161,7 +161,7 @@ def draw(out: pathlib.Path) -> None:
             panels[1].plot(steps, f["greatest_share"].max(1), color=color, lw=0.7, alpha=0.7)
             panels[2].plot(steps, f["dead_experts"].sum(1), color=color)
             table_rows(name, f)
-        panels[0].set(title=f"{title}: normalised load entropy", ylim=(-0.02, 1.02))
+        panels[0].set(title=f"{title}: load entropy", ylim=(-0.02, 1.02))
         panels[1].set(title="greatest share of an expert", ylim=(0, 1.02))
         panels[2].set(title="dead experts, of 32 in 4 layers", ylim=(-0.5, 32))
         for panel in panels:
