@@ -4,6 +4,8 @@ Letters: N tokens, D model, E experts, F expert width. Router classes run from 0
 costs nothing and gives zero. `grouped_dot` is the one place that knows how a backend multiplies groups.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -47,12 +49,38 @@ def expert_mlp(
 ) -> Float[Array, "N D"]:
     """gate * SwiGLU of each token's chosen expert, float32; zero for tokens of the skip class."""
     num_experts = gate_up.shape[0]
+    y = through_groups(
+        x.astype(dtype), choice, num_experts, lambda rows, sizes: swiglu(rows, sizes, gate_up, down)
+    )
+    return gated(y, choice, gate, num_experts)
+
+
+def through_groups(
+    x: Float[Array, "N D"],
+    choice: Int[Array, "N"],
+    num_experts: int,
+    function: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Float[Array, "N D"]:
+    """function(rows sorted by expert, rows of each expert) [N, D], in the tokens' own order again."""
     order, inverse, counts = sort_by_expert(choice, num_experts + 1)
-    rows = permute(x.astype(dtype), order, inverse)
-    hidden = grouped_dot(rows, gate_up, counts[:num_experts])
-    y = grouped_dot(_swiglu(hidden), down, counts[:num_experts])
-    y = permute(y, inverse, order).astype(jnp.float32)
-    return y * jnp.where(choice < num_experts, gate, 0.0)[:, None]
+    return permute(function(permute(x, order, inverse), counts[:num_experts]), inverse, order)
+
+
+def swiglu(
+    rows: Float[Array, "N D"],
+    sizes: Int[Array, "E"],
+    gate_up: Float[Array, "E D F2"],
+    down: Float[Array, "E F D"],
+) -> Float[Array, "N D"]:
+    """The gated MLP of rows sorted by expert; rows past the last group give zero."""
+    return grouped_dot(_swiglu(grouped_dot(rows, gate_up, sizes)), down, sizes)
+
+
+def gated(
+    y: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], num_experts: int
+) -> Float[Array, "N D"]:
+    """gate * y, float32; zero for tokens of the skip class."""
+    return y.astype(jnp.float32) * jnp.where(choice < num_experts, gate, 0.0)[:, None]
 
 
 @jax.checkpoint

@@ -25,7 +25,7 @@ from zaya_jax.model.experts import PRODUCTS, expert_mlp
 from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
 from zaya_jax.model.router import Router
 from zaya_jax.model.stack import linear_pattern, scan_layers
-from zaya_jax.parallel import context
+from zaya_jax.parallel import context, expert
 from zaya_jax.parallel.spread import ALONE, Spread, gather_over_data
 
 SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
@@ -58,7 +58,8 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], spread: Spread
     ):
-        y = expert_mlp(x, choice, gate, self.gate_up[...], self.down[...], dtype=self.dtype)
+        mlp = functools.partial(expert.expert_mlp, spread=spread) if spread.expert_axes else expert_mlp
+        y = mlp(x, choice, gate, self.gate_up[...], self.down[...], dtype=self.dtype)
         return jax.lax.psum(y.astype(self.dtype), "tensor") if spread.heads > 1 else y
 
 

@@ -1,0 +1,228 @@
+"""Experts spread over devices: equal to all of them on one, and what the exchange sends and keeps in memory."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import mesh_helpers as helpers
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from zaya_jax import config
+from zaya_jax.config import UserError
+from zaya_jax.hardware import hlo
+from zaya_jax.model import experts, zaya
+from zaya_jax.parallel import expert, rules
+from zaya_jax.parallel.spread import Spread
+
+E, D, F = 8, 16, 12
+TOKENS, EXPERTS = PartitionSpec(("data", "expert")), PartitionSpec("expert")
+ARGUMENTS = (TOKENS, TOKENS, TOKENS, EXPERTS, EXPERTS)
+
+
+def mesh_of(spread):
+    shape = (spread.data, spread.expert)
+    devices = jax.devices()[: spread.data * spread.expert]
+    return jax.make_mesh(shape, ("data", "expert"), axis_types=(AxisType.Auto,) * 2, devices=devices)
+
+
+def on_devices(spread, form):
+    """The function of whole arrays and its gradients: each device's of its part of the loss, then summed over data."""
+    mlp = functools.partial(expert.expert_mlp, dtype=jnp.float32, spread=spread, form=form)
+
+    def run(x, choice, gate, gate_up, down, d_out):
+        y, pull = jax.vjp(lambda *a: mlp(a[0], choice, *a[1:]), x, gate, gate_up, down)
+        dx, d_gate, *d_weights = pull(d_out)
+        return y, dx, d_gate, *(lax.psum(d, "data") for d in d_weights)
+
+    out = (TOKENS, TOKENS, TOKENS, EXPERTS, EXPERTS)
+    return jax.jit(
+        jax.shard_map(
+            run, mesh=mesh_of(spread), in_specs=(*ARGUMENTS, TOKENS), out_specs=out, check_vma=False
+        )
+    )
+
+
+@jax.jit
+def on_one(x, choice, gate, gate_up, down, d_out):
+    mlp = functools.partial(experts.expert_mlp, dtype=jnp.float32)
+    y, pull = jax.vjp(lambda *a: mlp(a[0], choice, *a[1:]), x, gate, gate_up, down)
+    return y, *pull(d_out)
+
+
+def ragged_all_to_all(operand, output, source, sizes, target, coming, *, axis_name):
+    """What `lax.ragged_all_to_all` is documented to do, which a CPU cannot: every device sees all that is sent."""
+    sent, source, sizes, target = (lax.all_gather(a, axis_name) for a in (operand, source, sizes, target))
+    me = lax.axis_index(axis_name)
+    for device in range(sent.shape[0]):
+        number = jnp.arange(output.shape[0]) - target[device, me]
+        here = (number >= 0) & (number < sizes[device, me])
+        place = jnp.where(here, source[device, me] + number, 0)
+        output = jnp.where(here[:, None], sent[device][place], output)
+    return output
+
+
+def choices(who, key, num):
+    """Mixed: every device's own mixture. Uneven: a few experts for most tokens, of some devices only."""
+    mixed = jax.random.randint(key, (num,), 0, E + 1)
+    return {
+        "mixed": mixed,
+        "uneven": jnp.where(jnp.arange(num) < num // 2, jnp.minimum(mixed, 3), E - 1),
+        "all one": jnp.full((num,), E - 2),
+        "all skip": jnp.full((num,), E),
+    }[who].astype(jnp.int32)
+
+
+@pytest.mark.parametrize("form", ["slots", "ragged"])
+@pytest.mark.parametrize(
+    ("spread", "num"),
+    [(Spread(data=2, expert=4), 30), pytest.param(Spread(expert=8), 13, marks=pytest.mark.slow)],
+    ids=["2x4", "1x8"],
+)
+def test_equal_to_one_device_whatever_the_router_chose(monkeypatch, form, spread, num):
+    monkeypatch.setattr(lax, "ragged_all_to_all", ragged_all_to_all)
+    run = on_devices(spread, form)
+    num *= spread.data * spread.expert
+    keys = jax.random.split(jax.random.key(0), 6)
+    x, d_out = (jax.random.normal(key, (num, D)) for key in keys[:2])
+    gate = jax.random.uniform(keys[2], (num,))
+    weights = jax.random.normal(keys[3], (E, D, 2 * F)), jax.random.normal(keys[4], (E, F, D))
+    with jax.default_matmul_precision("highest"):
+        for who in ("mixed", "uneven", "all one", "all skip"):
+            args = (x, choices(who, keys[5], num), gate, *weights, d_out)
+            for name, a, b in zip(
+                ("y", "dx", "d_gate", "d_gate_up", "d_down"), run(*args), on_one(*args), strict=True
+            ):
+                assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b), (who, name)
+
+
+@pytest.mark.parametrize("form", ["slots", "ragged"])
+def test_one_round_up_to_twice_the_even_load_and_no_more_than_stated_beyond(form):
+    devices, num = 8, 32
+    spread = Spread(expert=devices)
+
+    def rounds(sizes):
+        def body(own):
+            counts = lax.all_gather(own[0], "expert").reshape(devices, devices, -1)
+            return expert.FORMS[form](counts, num, ("expert",)).rounds
+
+        mapped = jax.shard_map(
+            body, mesh=mesh_of(spread), in_specs=EXPERTS, out_specs=PartitionSpec(), check_vma=False
+        )
+        return int(jax.jit(mapped)(jnp.asarray(sizes, jnp.int32)))
+
+    even = np.full((devices, E), num // E)
+    assert rounds(even) == 1
+    double = np.zeros((devices, E))
+    double[:, ::2] = 2 * num // E
+    assert rounds(double) == 1
+    to_one = np.zeros((devices, E))
+    to_one[:, 3] = num
+    assert rounds(to_one) == expert.most_rounds(num, devices, form) == 4
+    assert rounds(0 * even) == 0
+
+
+def test_the_form_follows_from_backend_and_span():
+    within, beyond = Spread(data=16, expert=8), Spread(expert=8, tensor=2)
+    assert [expert.exchange_form(within, b) for b in ("cpu", "gpu")] == ["slots", "slots"]
+    assert [expert.exchange_form(beyond, b) for b in ("cpu", "gpu")] == ["slots", "ragged"]
+
+
+def lowered(spread, num, dim, width, num_experts, form, backward):
+    """Values alone, or gradients alone, from shapes; `num` tokens a device."""
+    devices = spread.data * spread.expert
+    mesh = mesh_of(spread)
+
+    def shape(spec, *dims, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, spec))
+
+    args = (
+        shape(TOKENS, num * devices, dim), shape(TOKENS, num * devices, dtype=jnp.int32),
+        shape(TOKENS, num * devices), shape(EXPERTS, num_experts, dim, 2 * width),
+        shape(EXPERTS, num_experts, width, dim),
+    )  # fmt: skip
+    mlp = functools.partial(expert.expert_mlp, dtype=jnp.float32, spread=spread, form=form)
+
+    def gradients(x, choice, gate, gate_up, down, d_out):
+        return jax.vjp(lambda *a: mlp(a[0], choice, *a[1:]), x, gate, gate_up, down)[1](d_out)
+
+    if backward:
+        args = (*args, args[0])
+    body = gradients if backward else mlp
+    in_specs = (*ARGUMENTS, TOKENS) if backward else ARGUMENTS
+    out_specs = (TOKENS, TOKENS, EXPERTS, EXPERTS) if backward else TOKENS
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped).trace(*args)
+
+
+@pytest.mark.parametrize(
+    ("devices", "num", "dim", "width", "num_experts"),
+    [(8, 1024, 128, 128, 16), pytest.param(4, 500, 128, 32, 8, marks=pytest.mark.slow)],
+)
+def test_traffic_and_memory_of_a_round(devices, num, dim, width, num_experts):
+    """The program is one for every load, so what it sends a round and what it needs is so too."""
+    rows = 4 * dim * devices * expert.slot_rows(num, devices)
+    counts = 4 * devices * num_experts
+    # Forward two exchanges; backward three more, and the forward's stay, since the gate's gradient needs its result.
+    for backward, times in ((False, 2), (True, 5)):
+        program = (
+            lowered(Spread(expert=devices), num, dim, width, num_experts, "slots", backward).lower().compile()
+        )
+        found = sorted((c.kind, c.bytes, c.in_loop) for c in hlo.collectives(program))
+        assert found == [("all-gather", counts, False)] + [("all-to-all", rows, True)] * times
+        own = num_experts // devices
+        bound = expert.most_temporaries(num, devices, dim, width, own, 4, backward)
+        assert 0.5 * bound < program.memory_analysis().temp_size_in_bytes <= bound
+
+
+def test_the_ragged_form_lowers_for_gpus():
+    traced = lowered(Spread(expert=8), 64, D, F, E, "ragged", True)
+    for platform in ("cuda", "rocm"):
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        assert text.count("@ragged_all_to_all") == 5
+
+
+SETTINGS = helpers.with_model(initializer_range=0.2)  # wide enough for the router to use most experts
+
+
+def biases(who):
+    """Balancing biases that leave the router its choice, or send every token to one expert."""
+    bias = np.array(zaya.init_balance(SETTINGS.model))
+    if who == "all one":
+        bias[:, 5] += 100
+    return bias
+
+
+@functools.cache
+def alone(who):
+    return helpers.loss_and_gradients(SETTINGS, 1, helpers.batch(), biases(who))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "who"),
+    [
+        (dict(data=2, expert=4), "as chosen"),
+        (dict(expert=8), "as chosen"),
+        pytest.param(dict(data=8), "as chosen", marks=pytest.mark.slow),
+        pytest.param(dict(expert=8), "all one", marks=pytest.mark.slow),
+        pytest.param(dict(data=2, expert=4), "all one", marks=pytest.mark.slow),
+        pytest.param(dict(data=2, expert=2, tensor=2, fsdp=True), "as chosen", marks=pytest.mark.slow),
+        pytest.param(dict(expert=4, context=2), "as chosen", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_model_is_that_of_one_device(sizes, who):
+    theirs = alone(who)
+    used = np.count_nonzero(theirs[1], axis=1)
+    assert (used == 1).all() if who == "all one" else (used >= 7).all()
+    settings = dataclasses.replace(SETTINGS, mesh=config.Mesh(**sizes))
+    helpers.assert_same(helpers.loss_and_gradients(settings, 8, helpers.batch(), biases(who)), theirs)
+
+
+def test_experts_that_do_not_divide_are_refused_with_both_sides_and_a_way_out():
+    settings = helpers.with_model(num_experts=6)
+    with pytest.raises(UserError, match=r"num_experts=6.*mesh\.expert=4.*nearest that does is 3"):
+        rules.check(settings, Spread(data=2, expert=4))

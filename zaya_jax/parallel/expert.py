@@ -1,0 +1,235 @@
+"""Expert parallelism: tokens travel to the devices that hold their experts, and their outputs travel back.
+
+Device i of X holds experts i E/X to (i + 1) E/X - 1, and N tokens. No token is dropped, whatever the router chose, and
+no buffer grows with how uneven it was: tokens travel in rounds of at most R = min(2, X) N rows a device. The number of
+rounds is computed from the counts, which every device has, so that all agree on it. With rows of D numbers of b bytes
+a device puts in and gets out:
+
+                               forward   backward   bytes of each
+    all-gather of counts          1         -       4 X E
+    exchange of rows, a round     2         3       slots: X C D b, C = min(ceil(2 N / X), N); of it 1/X stays here
+                                                    ragged: D b for each row that exists, at most R
+    rounds                        slots: the most rows that one device has for another, / C;  at most ceil(N / C)
+                                  ragged: the most rows that one device gets, / R;            at most ceil(X N / R)
+
+The backward pass sends tokens and cotangents again and recomputes the hidden activations, round by round, so that a
+layer keeps its N rows and nothing of the rounds. One round's buffers are R rows each: what is sent and what comes, in
+the order of arrival and by expert, and the hidden width. `most_temporaries` bounds them, and with them all that the
+exchange needs beyond its arguments and results.
+
+A round has twice the room that even loads need (SLACK): a router that is balanced over the batch is less so on one
+device's tokens. All-gathering the tokens, and reduce-scattering what comes back, is not a form of its own: it moves
+X N rows, which is what slots move in one round where X <= 2 and what they move in all rounds in the worst case, and it
+saves no collective, since the choices have to be gathered too. benchmarks/expert.md has the figures.
+
+With TSP experts lie over expert x tensor. Where the experts' width is cut over tensor instead, what this gives is a
+partial sum. It runs inside `jax.shard_map`; gradients of weights are of the tokens that came to this device.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from zaya_jax.model.experts import PRODUCTS, gated, swiglu, through_groups
+from zaya_jax.parallel.spread import Spread
+
+SLACK = (
+    2  # rows of a round / rows of an even load; above 1, or the least unevenness would take a second round
+)
+HOST_DEVICES = 8  # accelerators whose links are faster than the network's
+
+Axes = tuple[str, ...]
+
+
+def expert_mlp(
+    x: Float[Array, "N D"],
+    choice: Int[Array, "N"],
+    gate: Float[Array, "N"],
+    gate_up: Float[Array, "EX D F2"],
+    down: Float[Array, "EX F D"],
+    *,
+    dtype,
+    spread: Spread,
+    form: str | None = None,
+) -> Float[Array, "N D"]:
+    """What `model.experts.expert_mlp` gives, of experts that lie over `spread.expert_axes`.
+
+    `form` is for programs that are compiled for devices which are not there, and tests; else `exchange_form` decides.
+    """
+    axes = spread.expert_axes
+    num_experts = gate_up.shape[0] * lax.axis_size(axes)
+    form = form or exchange_form(spread, jax.default_backend())
+
+    def elsewhere(rows, sizes):
+        counts = lax.all_gather(sizes, axes).reshape(lax.axis_size(axes), lax.axis_size(axes), -1)
+        return _exchanged(rows, gate_up, down, counts, axes, form)
+
+    y = through_groups(x.astype(dtype), choice, num_experts, elsewhere)
+    # Named as the products of one device are: a policy that keeps those does not send tokens again for the gate.
+    return gated(checkpoint_name(y, PRODUCTS), choice, gate, num_experts)
+
+
+def exchange_form(spread: Spread, backend: str) -> str:
+    """ "ragged" (`lax.ragged_all_to_all`) where a group of experts' devices spans hosts, else "slots".
+
+    Over the network bytes count: ragged moves the rows that exist, slots twice as many. Within a host it is the other
+    way about: openxla/xla issue 33386 has ragged at 2% of what the links of eight B200 carry, and near the network's
+    limit between hosts, since XLA copies with one kernel of its own up to 8 devices and sends by NCCL or RCCL above.
+    CPUs have no ragged form. Devices of a group stand in a row of the mesh: their span tells whether one host has them.
+    """
+    span = spread.expert * spread.context * spread.tensor
+    return "ragged" if backend != "cpu" and span > HOST_DEVICES else "slots"
+
+
+def slot_rows(num_tokens: int, devices: int) -> int:
+    """C: the rows that a device has room for, a round, for each device that it sends to."""
+    return min(-(-SLACK * num_tokens // devices), num_tokens)
+
+
+def round_rows(num_tokens: int, devices: int, form: str = "slots") -> int:
+    """Rows of the buffer in which a device gets a round's tokens."""
+    return slot_rows(num_tokens, devices) * devices if form == "slots" else min(SLACK, devices) * num_tokens
+
+
+def most_rounds(num_tokens: int, devices: int, form: str = "slots") -> int:
+    """Rounds where all tokens go to one device."""
+    return -(-num_tokens * devices // round_rows(num_tokens, devices, form))
+
+
+def most_temporaries(
+    num_tokens: int, devices: int, dim: int, width: int, experts: int, itemsize: int, backward: bool
+) -> int:
+    """Bytes that no program needs more of, however uneven the load: rows of one round, of the device's tokens, and of
+    its `experts` experts the gradient twice."""
+    rows = round_rows(num_tokens, devices) * itemsize
+    if not backward:
+        return rows * (4 * dim + 3 * width) + num_tokens * 2 * dim * 4
+    return rows * (6 * dim + 7 * width) + num_tokens * 3 * dim * 4 + 2 * experts * 3 * dim * width * 4
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _exchanged(rows, gate_up, down, counts, axes, form):
+    """The MLP of rows [N, D], sorted by expert; counts [X from, X to, E/X] are of all devices."""
+    return _exchanged_fwd(rows, gate_up, down, counts, axes, form)[0]
+
+
+def _local(rows, classes, gate_up, down):
+    return through_groups(rows, classes, gate_up.shape[0], lambda x, sizes: swiglu(x, sizes, gate_up, down))
+
+
+def _exchanged_fwd(rows, gate_up, down, counts, axes, form):
+    exchange = FORMS[form](counts, rows.shape[0], axes)
+
+    def round_of(r, y):
+        return exchange.back(_local(exchange.send(rows, r), exchange.classes(r), gate_up, down), y, r)
+
+    return lax.fori_loop(0, exchange.rounds, round_of, jnp.zeros_like(rows)), (rows, gate_up, down, counts)
+
+
+def _exchanged_bwd(axes, form, saved, dy):
+    rows, gate_up, down, counts = saved
+    exchange = FORMS[form](counts, rows.shape[0], axes)
+    dy = dy.astype(rows.dtype)
+
+    def round_of(r, carry):
+        d_rows, *d_weights = carry
+        local = functools.partial(_local, classes=exchange.classes(r))
+        _, pull = jax.vjp(
+            lambda x, *w: local(x, gate_up=w[0], down=w[1]), exchange.send(rows, r), gate_up, down
+        )
+        d_received, *more = pull(exchange.send(dy, r))
+        return (exchange.back(d_received, d_rows, r), *map(jnp.add, d_weights, more))
+
+    zero = tuple(map(jnp.zeros_like, (rows, gate_up, down)))
+    return (*lax.fori_loop(0, exchange.rounds, round_of, zero), None)
+
+
+_exchanged.defvjp(_exchanged_fwd, _exchanged_bwd)
+
+
+class _Exchange:
+    """Which of the rows, sorted by expert and so by device, travel in round r: what both forms have in common."""
+
+    def __init__(self, counts, num_rows, axes):
+        self.axes, self.num_rows, self.devices = axes, num_rows, counts.shape[0]
+        self.me = lax.axis_index(axes)
+        self.pairs = counts.sum(-1)  # rows from s to d
+        self.first = jnp.cumsum(self.pairs, 1) - self.pairs  # where s's rows for d begin among s's rows
+        self.coming = counts[:, self.me]  # rows from s for each expert of this device
+
+
+class _Slots(_Exchange):
+    """Every device sends every device C rows a round, the r-th C of those it has for it, and fills up what lacks."""
+
+    def __init__(self, counts, num_rows, axes):
+        super().__init__(counts, num_rows, axes)
+        self.slots = slot_rows(num_rows, self.devices)
+        self.rounds = -(-self.pairs.max() // self.slots)
+
+    def send(self, rows, r):
+        """The rows that this device gets in round r, [X C, D], those of each sender together."""
+        places = self.first[self.me][:, None] + r * self.slots + jnp.arange(self.slots)
+        return lax.all_to_all(
+            rows[jnp.minimum(places, self.num_rows - 1).reshape(-1)], self.axes, 0, 0, tiled=True
+        )
+
+    def classes(self, r):
+        """The expert, of this device's, that each of these rows is for; one past the last where a slot is empty."""
+        number = r * self.slots + jnp.arange(self.slots)
+        return (number[:, None] >= jnp.cumsum(self.coming, 1)[:, None]).sum(-1).reshape(-1)
+
+    def back(self, y, out, r):
+        """`out` [N, D] with what came of this device's rows of round r written where they stand."""
+        y = lax.all_to_all(y, self.axes, 0, 0, tiled=True)
+        place = jnp.arange(self.num_rows)
+        first, rows = self.first[self.me], self.pairs[self.me]
+        device = (place[:, None] >= first + rows).sum(-1)
+        number = place - first[jnp.minimum(device, self.devices - 1)]
+        travelled = (device < self.devices) & (number // self.slots == r)
+        slot = device * self.slots + number - r * self.slots
+        return jnp.where(travelled[:, None], y[jnp.where(travelled, slot, 0)], out)
+
+
+class _Ragged(_Exchange):
+    """A device gets the rows that are for it, those of each sender together, `room` of them a round."""
+
+    def __init__(self, counts, num_rows, axes):
+        super().__init__(counts, num_rows, axes)
+        self.room = round_rows(num_rows, self.devices, "ragged")
+        self.before = jnp.cumsum(self.pairs, 0) - self.pairs  # rows that d gets from devices before s
+        self.rounds = -(-self.pairs.sum(0).max() // self.room)
+
+    def _part(self, r):
+        """Of the rows from s to d: how many went before round r, how many go now, and where d has them now."""
+        start, stop = (jnp.clip(n * self.room - self.before, 0, self.pairs) for n in (r, r + 1))
+        return start, stop - start, jnp.clip(self.before + start - r * self.room, 0, self.room)
+
+    def send(self, rows, r):
+        """The rows that this device gets in round r, [room, D]; zero past the last."""
+        start, sizes, landing = self._part(r)
+        buffer = jnp.zeros((self.room, rows.shape[1]), rows.dtype)
+        source = (self.first + start)[self.me]
+        return self._move(rows, buffer, source, sizes[self.me], landing[self.me], sizes[:, self.me])
+
+    def classes(self, r):
+        """The expert, of this device's, that each of these rows is for; one past the last where none came."""
+        ends = jnp.cumsum(self.coming.reshape(-1))
+        at = ((r * self.room + jnp.arange(self.room))[:, None] >= ends).sum(-1)
+        experts = self.coming.shape[1]
+        return jnp.where(at < ends.size, at % experts, experts)
+
+    def back(self, y, out, r):
+        """`out` [N, D] with what came of this device's rows of round r written where they stand."""
+        start, sizes, landing = self._part(r)
+        home = (self.first + start)[:, self.me]
+        return self._move(y, out, landing[:, self.me], sizes[:, self.me], home, sizes[self.me])
+
+    def _move(self, rows, buffer, source, sizes, target, coming):
+        return lax.ragged_all_to_all(rows, buffer, source, sizes, target, coming, axis_name=self.axes)
+
+
+FORMS: dict[str, type[_Slots] | type[_Ragged]] = {"slots": _Slots, "ragged": _Ragged}
