@@ -43,6 +43,11 @@ def on(settings, devices, remat="none", **sizes):
         slow(2, GROUPED, dict(tensor=2, tsp=True)),
         slow(4, DENSE, dict(tensor=4, tsp=True)),
         slow(8, DENSE, dict(tensor=8, tsp=True)),
+        (4, helpers.SETTINGS, dict(tensor=4, tsp=True)),
+        (8, helpers.SETTINGS, dict(expert=2, tensor=4, tsp=True)),
+        slow(8, helpers.SETTINGS, dict(context=2, tensor=4, tsp=True)),
+        slow(8, helpers.SETTINGS, dict(context=2, tensor=4, tsp=True, ring=True)),
+        slow(8, helpers.SETTINGS, dict(data=2, tensor=4, tsp=True, fsdp=True)),
         (8, GROUPED, dict(context=2, tensor=4, tsp=True)),
         (8, DENSE, dict(data=2, tensor=4, tsp=True, fsdp=True)),
         (4, DENSE, dict(tensor=4)),
@@ -93,6 +98,21 @@ def test_what_travels_is_the_formula(settings, devices):
         layers * 3 * 4 * mlp * (devices - 1) / devices, rel=1e-9
     )
     assert "all-reduce" not in found
+
+
+def test_zaya_fetches_q_and_o_and_gathers_keys_and_values_of_all_heads():
+    model = helpers.SETTINGS.model
+    program = compiled(helpers.SETTINGS, 4, tensor=4, tsp=True)
+    found = [(c.kind, c.bytes, c.times) for c in hlo.collectives(program) if c.in_loop]
+    heads = model.num_attention_heads * model.head_dim
+    kv = 2 * helpers.ROWS * helpers.LENGTH * model.num_key_value_heads * model.head_dim
+    for weight in (model.hidden_size * heads, heads):  # q's and o's kernel, q's bias
+        assert ("all-gather", 4 * weight, model.num_hidden_layers) in found
+        assert ("reduce-scatter", 4 * weight, model.num_hidden_layers) in found
+    assert ("all-gather", 4 * kv, model.num_hidden_layers) in found
+    assert not [kind for kind, size, _ in found if kind == "all-reduce" and size > 1024], (
+        "activations are summed"
+    )
 
 
 def test_at_the_published_ratio_weights_are_sixteen_squares():
