@@ -65,6 +65,19 @@ def test_bfloat16_is_as_exact_as_its_operands():
     np.testing.assert_allclose(low.astype(jnp.float32), reference_linear_attention(q, k, v), atol=0.02)
 
 
+def test_gradients_in_bfloat16():
+    *qkv, d_out = inputs(200)
+    segments = documents(200)
+    low = with_gradients(
+        lambda *a: linear_attention(*a, segments).astype(jnp.float32),
+        *(x.astype(jnp.bfloat16) for x in qkv), d_out,
+    )  # fmt: skip
+    exact = with_gradients(lambda *a: reference_linear_attention(*a, segments), *qkv, d_out)
+    for a, b in zip(low[1:], exact[1:], strict=True):
+        assert a.dtype == jnp.bfloat16
+        assert np.linalg.norm(a.astype(jnp.float32) - b) < 0.015 * np.linalg.norm(b)
+
+
 def test_token_by_token():
     q, k, v, _ = inputs(12)
     visible = jnp.asarray([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])

@@ -181,10 +181,11 @@ def test_a_model_of_both_kinds_gives_what_one_device_gives(devices, sizes):
     helpers.assert_same(helpers.loss_and_gradients(settings, devices, helpers.batch()), alone())
 
 
-def test_linear_layers_of_a_model_gather_states_alone():
-    """Besides what a layer's halo sends, each gathers once forward and once backward."""
+@pytest.mark.parametrize("remat", ["none", "attention"])
+def test_linear_layers_of_a_model_gather_states_alone(remat):
+    """Besides what a layer's halo sends, each gathers once forward and once backward, repeated or not."""
     settings = helpers.with_model(layer_types=("hybrid_linear",) * 2, sliding_window=None)
-    settings = dataclasses.replace(settings, mesh=config.Mesh(context=4))
+    settings = dataclasses.replace(settings, mesh=config.Mesh(context=4), remat=remat)
     mesh, run = helpers.program(settings, 4)
     spread = steps.spread_of(settings, mesh)
     args = helpers.parameters(settings), zaya.init_balance(settings.model)

@@ -10,6 +10,8 @@ counts exactly where the document that it ended with goes on.
 Letters: B batch, S sequence, H query heads, K key-value heads, G = H / K queries a group, C head channels.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -92,11 +94,8 @@ def sums(
         if documents is not None:
             mask = (causal & (documents[:, :, None] == documents[:, None, :]))[:, None, None]
             goes_on = documents == ended[:, None]
-        weights = jnp.einsum("bkgic,bkjc->bkgij", q, k, preferred_element_type=jnp.float32)
-        weights = jnp.where(mask, weights, 0)
-        numerator = jnp.einsum(
-            "bkgij,bkjd->bkgid", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
+        weights = jnp.where(mask, _product("bkgic,bkjc->bkgij", q, k), 0)
+        numerator = _product("bkgij,bkjd->bkgid", weights.astype(v.dtype), v)
         past = read(q, state, goes_on)
         added = summary(k, v, documents)
         if goes_on is None:
@@ -127,7 +126,7 @@ def summary(
     """The state that tokens leave behind: that of the document which the last one belongs to."""
     if segments is not None:
         k = jnp.where((segments == segments[:, -1:])[:, None, :, None], k, 0)
-    products = jnp.einsum("bksc,bksd->bkcd", k, v, preferred_element_type=jnp.float32)
+    products = _product("bksc,bksd->bkcd", k, v)
     return jnp.concatenate([products, k.astype(jnp.float32).sum(2)[..., None]], axis=-1)
 
 
@@ -138,10 +137,34 @@ def read(
     if goes_on is not None:
         q = jnp.where(goes_on[:, None, None, :, None], q, 0)
     products, total = state[..., :-1], state[..., -1]
-    numerator = jnp.einsum(
-        "bkgsc,bkcd->bkgsd", q, products.astype(q.dtype), preferred_element_type=jnp.float32
-    )
+    numerator = _product("bkgsc,bkcd->bkgsd", q, products)
     return numerator, (q.astype(jnp.float32) * total[:, :, None, None]).sum(-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """einsum in x's number format, accumulated and given in float32, with the cotangent in that format too.
+
+    Plain einsum would run both backward products in float32, and round the gradient of a state.
+    """
+    return jnp.einsum(spec, x, y.astype(x.dtype), preferred_element_type=jnp.float32)
+
+
+def _product_fwd(spec, x, y):
+    return _product(spec, x, y), (x, y)
+
+
+def _product_bwd(spec, saved, d_out):
+    x, y = saved
+    operands, out = spec.split("->")
+    x_spec, y_spec = operands.split(",")
+    d_out = d_out.astype(x.dtype)
+    dx = jnp.einsum(f"{out},{y_spec}->{x_spec}", d_out, y.astype(x.dtype), preferred_element_type=jnp.float32)
+    dy = jnp.einsum(f"{out},{x_spec}->{y_spec}", d_out, x, preferred_element_type=jnp.float32)
+    return dx.astype(x.dtype), dy.astype(y.dtype)
+
+
+_product.defvjp(_product_fwd, _product_bwd)
 
 
 def decode_linear_attention(

@@ -76,8 +76,7 @@ def _over_pieces(exchange, q, k, v, segments, axis, zigzag, chunk):
         segments[:, -1].reshape(pieces, batch),
         axis,
     )
-    # Kept where a remat policy keeps attention: the backward pass does not gather again then.
-    entering = checkpoint_name(entering, SAVED).reshape(states.shape)
+    entering = entering.reshape(states.shape)
     alone = sums(features_q, features_k, values, segments, chunk)
     past = read(features_q, entering, segments == segments[:, :1])
     out = finish(alone[0] + past[0], alone[1] + past[1], v.dtype)
@@ -112,7 +111,9 @@ def _gathered_fwd(states, first, last, axis):
     reaches = before[..., None] & (last_of == first.astype(jnp.float32)[:, None])
     after = places > mine[:, None]
     reached = after[..., None] & (first_of == last.astype(jnp.float32)[:, None])
-    return _pick(reaches, packed[..., :-2]).reshape(states.shape), reached
+    # Both are kept where a remat policy keeps attention: the backward pass does not gather again then.
+    entering = checkpoint_name(_pick(reaches, packed[..., :-2]).reshape(states.shape), SAVED)
+    return entering, checkpoint_name(reached, SAVED)
 
 
 def _gathered_bwd(axis, reached, d_entering):
