@@ -18,17 +18,24 @@ def spread_over(**sizes):
     return dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(**sizes))
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     ("devices", "sizes"),
     [
-        (2, dict(tensor=2)),
+        pytest.param(2, dict(tensor=2), marks=SLOW),
         (4, dict(tensor=4)),
-        (8, dict(tensor=8)),
-        (4, dict(data=4, fsdp=True)),
-        (8, dict(data=2, tensor=4, fsdp=True)),
-        (8, dict(data=2, context=2, tensor=2)),
+        pytest.param(8, dict(tensor=8), marks=SLOW),
+        pytest.param(4, dict(data=4, fsdp=True), marks=SLOW),
+        pytest.param(8, dict(data=2, tensor=4, fsdp=True), marks=SLOW),
+        pytest.param(8, dict(data=2, context=2, tensor=2), marks=SLOW),
         (8, dict(data=2, context=2, tensor=2, fsdp=True)),
-        (4, dict(context=2, tensor=2, ring=True)),
+        pytest.param(4, dict(context=2, tensor=2, ring=True), marks=SLOW),
+        (8, dict(data=2, expert=2, context=2)),
+        pytest.param(8, dict(expert=2, context=2, tensor=2), marks=SLOW),
+        pytest.param(8, dict(data=2, expert=2, tensor=2, fsdp=True), marks=SLOW),
+        pytest.param(8, dict(expert=2, context=2, tensor=2, tsp=True), marks=SLOW),
     ],
 )
 def test_a_mesh_gives_what_one_device_gives(devices, sizes):

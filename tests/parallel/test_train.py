@@ -17,7 +17,11 @@ MESHES = {
     "tensor": (4, dict(data=2, tensor=2)),
     "fsdp": (4, dict(data=4, fsdp=True)),
     "fsdp and tensor": (8, dict(data=2, tensor=4, fsdp=True)),
+    "data, expert and context": (8, dict(data=2, expert=2, context=2)),
+    "expert, tensor and fsdp": (8, dict(data=2, expert=2, tensor=2, fsdp=True)),
+    "tsp": (8, dict(data=2, expert=2, tensor=2, tsp=True)),
 }
+SLOW = pytest.mark.slow
 
 
 class Run:
@@ -52,7 +56,17 @@ def reference():
     return run.train(range(4)), run.logical()
 
 
-@pytest.mark.parametrize("name", ["tensor", "fsdp", "fsdp and tensor"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("tensor", marks=SLOW),
+        pytest.param("fsdp", marks=SLOW),
+        "fsdp and tensor",
+        "data, expert and context",
+        pytest.param("expert, tensor and fsdp", marks=SLOW),
+        pytest.param("tsp", marks=SLOW),
+    ],
+)
 def test_training_on_a_mesh_is_training_on_one_device(name):
     run = Run(name)
     losses = run.train(range(2))
@@ -68,6 +82,7 @@ def test_training_on_a_mesh_is_training_on_one_device(name):
             np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+@SLOW
 def test_a_state_goes_to_another_mesh():
     source, target = Run("tensor"), Run("fsdp")
     losses = source.train(range(2))
