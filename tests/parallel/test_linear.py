@@ -173,6 +173,7 @@ def alone():
         (2, dict(context=2)),
         (8, dict(context=8)),
         (4, dict(context=4, ring=True)),
+        (4, dict(context=2, tensor=2, tsp=True)),
         (8, dict(data=2, context=2, tensor=2, fsdp=True)),
     ],
 )
