@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from multiprocess_runs import start
 
-from zaya_jax import cli
+from zaya_jax import cli, config
 from zaya_jax.checkpoint.store import read_meta
+from zaya_jax.parallel import multihost
+from zaya_jax.train.workdir import open_workdir
 
 SMALL = {
     "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
@@ -75,12 +77,16 @@ def test_two_processes_train_as_one_does(pretrain, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("count", "devices", "mesh"),
-    [(4, 1, {}), (4, 2, {"mesh.tensor": 2}), (4, 1, {"mesh.tensor": 4}), (2, 2, {"mesh.fsdp": True})],
+    [
+        (4, 1, {"mesh.context": 2, "optim.name": "adamw"}),  # two processes read the same rows
+        (4, 1, {"mesh.tensor": 4, "optim.name": "adamw"}),  # all read the same rows
+        (2, 2, {"mesh.fsdp": True}),
+    ],
 )
 def test_however_the_mesh_lies_on_the_processes(pretrain, tmp_path, count, devices, mesh):
     keys = {"model.num_attention_heads": 4} | mesh
     done(pretrain(tmp_path / "many", count, devices, keys))
-    done(pretrain(tmp_path / "one", 1, 1, {"model.num_attention_heads": 4}))
+    done(pretrain(tmp_path / "one", 1, 1, {k: v for k, v in keys.items() if not k.startswith("mesh")}))
     same_training(lines(tmp_path / "many"), lines(tmp_path / "one"))
 
 
@@ -104,6 +110,18 @@ def test_a_signal_to_one_stops_all_and_another_number_goes_on(pretrain, tmp_path
     assert [line["step"] for line in lines(workdir)] == list(range(1, step + 1))
     again = done(pretrain(workdir, 2, 1, {"run.num_steps": step}))
     assert "is complete" in again[0].out and again[1].out == ""
+
+
+@pytest.mark.parametrize(
+    ("seed", "words"),
+    [(1, "config.run.seed=0 here, but 1 in process 0"), (0, "a file system that all nodes share")],
+)
+def test_another_command_or_another_folder_than_the_first_is_refused(tmp_path, monkeypatch, seed, words):
+    first = config.to_dict(config.Config(run=config.Run(seed=seed)))
+    monkeypatch.setattr(multihost, "from_first", lambda name, function: [str(tmp_path / "run"), first])
+    with pytest.raises(config.UserError, match=words):
+        open_workdir(tmp_path / "run", config.Config())
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow

@@ -40,6 +40,8 @@ GARBAGE_EVERY = 100  # steps; a collection takes 20 to 100 ms, and one process's
 
 _PREFIX = "zaya_jax"
 _log = logging.getLogger("zaya_jax")
+_log.addHandler(logging.NullHandler())  # this process's file, once `logs` has opened it
+_log.propagate = False  # libraries give the root logger a handler that prints
 _calls: collections.Counter[str] = collections.Counter()
 
 
@@ -227,8 +229,7 @@ class _End:
         code, index, host, text = json.loads(message)
         me, count = jax.process_index(), jax.process_count()
         line = f"error: {text}" if index == me else f"error: process {index} on {host}: {text}"
-        if _log.hasHandlers():  # else Python would print it a second time
-            _log.error(line)
+        _log.error(line)
         if me in (0, index):
             print(line, file=sys.stderr)
         with contextlib.suppress(jax.errors.JaxRuntimeError):

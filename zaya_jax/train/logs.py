@@ -35,7 +35,6 @@ def open_log(workdir: Path) -> None:
     for logger in (_log, logging.getLogger()):
         logger.addHandler(_handler)
     _log.setLevel(logging.INFO)
-    _log.propagate = False  # some library gives the root logger a handler that prints
     assert _handler.stream is not None  # it opens at once
     faulthandler.register(signal.SIGUSR1, file=_handler.stream.fileno(), all_threads=True)
     _log.info(
