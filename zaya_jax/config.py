@@ -185,7 +185,9 @@ class Precision:
     compute: str = "bfloat16"  # what matrices multiply in (accumulation is float32)
     router: str = "float32"  # what the router's matrices multiply in
     matmul: str = "default"  # XLA's matmul precision for float32 operands: default, high, highest
-    newton_schulz: str = "bfloat16"  # Muon's iteration and, between devices, its directions
+    newton_schulz: str = (
+        "compute"  # Muon's iteration and, between devices, its directions; "compute": like compute
+    )
     momentum: str = "float32"  # in what Muon keeps its momentum
 
 
@@ -224,7 +226,7 @@ CHOICES = {
     "optim.muon_scale": ("match_rms_adamw", "spectral"),
     "optim.newton_schulz": ("keller_jordan", "polar_express"),
     "schedule.decay": ("linear", "cosine", "1-sqrt"),
-    "precision.newton_schulz": ("bfloat16", "float32"),
+    "precision.newton_schulz": ("compute", "bfloat16", "float32"),
     "precision.momentum": ("bfloat16", "float32"),
     "run.skip_update": ("never", "nonfinite", "spike"),
     "precision.compute": ("bfloat16", "float32"),

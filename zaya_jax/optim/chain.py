@@ -193,13 +193,14 @@ def build(
     layout = _layout(shapes, treedef, claims, specs, dict(axes or {}))
     methods = jax.tree.unflatten(treedef, [row.method for row in claims.values()])
     decay = jax.tree.unflatten(treedef, [row.decay for row in claims.values()])
+    iteration = precision.compute if precision.newton_schulz == "compute" else precision.newton_schulz
     core = optax.partition(
         {
             "muon": muon.scale_by_muon(
                 optim.momentum,
                 optim.nesterov,
                 muon.coefficients(optim.newton_schulz, optim.newton_schulz_steps),
-                jnp.dtype(precision.newton_schulz),
+                jnp.dtype(iteration),
                 jnp.dtype(precision.momentum),
             ),
             "adamw": optax.scale_by_adam(optim.b1, optim.b2, optim.eps),
