@@ -1,5 +1,7 @@
 """What test_multihost runs as several processes: `several.py SCENE`, each scene one behaviour of multihost."""
 
+import os
+import signal
 import sys
 import time
 
@@ -41,6 +43,10 @@ def main() -> int:
             if index == 1:
                 raise UserError("the cheese is missing; bring some")
             multihost.barrier("supper")
+        case "killed":
+            if index == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            multihost.barrier("supper", 2)
         case "storage":
             if index == 0:
                 raise StorageError("the shelf fell down")

@@ -45,6 +45,14 @@ def test_an_error_in_one_ends_all_with_its_code(tmp_path, scene, code, who, line
 
 
 @pytest.mark.slow
+def test_a_process_that_was_killed_is_named(tmp_path):
+    results = play("killed", tmp_path)
+    assert [result.code for result in results] == [1, -signal.SIGKILL], results
+    lost = "error: process 1 of 2 did not come to 'supper' within 2 s; see logs/ there\n"
+    assert results[0].err == lost + "error: process 1 of 2 gave no answer\n"
+
+
+@pytest.mark.slow
 def test_a_signal_to_one_stops_all_after_the_same_step(tmp_path):
     with start([SEVERAL, "stop"], 3, tmp_path) as run:
         run.wait_for("step 20\n", index=2)

@@ -236,12 +236,9 @@ class _End:
             if me:
                 _client().key_value_set(f"{_PREFIX}/left/{me}", "")
             else:  # the store goes with this process
-                last = time.monotonic() + 10
-                while (
-                    len(_client().key_value_dir_get(f"{_PREFIX}/left")) < count - 1
-                    and time.monotonic() < last
-                ):
-                    time.sleep(0.1)
+                silent = _silent(count)
+                if silent:
+                    print(f"error: {name_processes(silent)} of {count} gave no answer", file=sys.stderr)
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -273,6 +270,16 @@ def _try_get(key: str) -> str | None:
         if "NOT_FOUND" in str(error):
             return None
         raise
+
+
+def _silent(count: int) -> list[int]:
+    """Who has not said within ten seconds that it leaves."""
+    last, silent = time.monotonic() + 10, list(range(1, count))
+    while silent and time.monotonic() < last:
+        time.sleep(0.1)
+        left = {int(key.rsplit("/", 1)[1]) for key, _ in _client().key_value_dir_get(f"{_PREFIX}/left")}
+        silent = [i for i in silent if i not in left]
+    return silent
 
 
 def _turn(name: str) -> int:
