@@ -29,11 +29,11 @@ def pretrain(tmp_path):
     for i in range(60):
         (corpus / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(20)))
 
-    def call(workdir, count, devices=1, keys=()):
+    def call(workdir, count, devices=1, keys=(), **variables):
         keys = SMALL | {"data.path": corpus} | dict(keys)
         options = [f"--config.{key}={value}" for key, value in keys.items()]
         arguments = ["-m", "experiments.pretrain", f"--workdir={workdir}", *options]
-        return start(arguments, count, tmp_path / f"out-{workdir.name}-{count}", devices)
+        return start(arguments, count, tmp_path / f"out-{workdir.name}-{count}", devices, variables)
 
     return call
 
@@ -138,12 +138,12 @@ def test_a_refusal_is_everybodys(pretrain, tmp_path):
 @pytest.mark.slow
 def test_a_killed_process_ends_the_run_and_it_can_go_on(pretrain, tmp_path):
     workdir, adamw = tmp_path / "run", {"optim.name": "adamw"}
-    with pretrain(workdir, 2, 1, adamw | {"run.num_steps": 100_000}) as run:
+    # It may have been in a collective, which fails at once, or saving, when only missing heartbeats tell.
+    with pretrain(workdir, 2, 1, adamw | {"run.num_steps": 100_000}, ZAYA_HEARTBEAT_SECONDS="40") as run:
         run.wait_for("step      5/")
         run.processes[1].kill()
-        results = run.wait(60)
-    assert results[1].code == -signal.SIGKILL and results[0].code == 1, results
-    assert results[0].err.endswith("error: process 1 of 2 gave no answer\n")
+        results = run.wait()
+    assert results[1].code == -signal.SIGKILL and results[0].code in (1, -signal.SIGABRT), results
     reached = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
     done(pretrain(workdir, 2, 1, adamw | {"run.num_steps": reached + 1}))
     assert [line["step"] for line in lines(workdir)] == list(range(1, reached + 2))
