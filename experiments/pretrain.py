@@ -66,7 +66,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     last_step = min(plan.total_steps, config.run.num_steps)
     for segment in plan.segments:
         check_batch(mesh, segment.sequences, segment.micro_batches)
-        rules.check_sequence(spread, segment.phase.seq_len)
+        rules.check_sequence(config.model, spread, segment.phase.seq_len)
     tokenizer = tokenizers.load(config.data.tokenizer)
     rows = rows_of_process(mesh)  # which part of each batch this process reads
     micro_batches = {(s.sequences, s.phase.seq_len): s.micro_batches for s in plan.segments}

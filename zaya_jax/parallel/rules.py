@@ -122,7 +122,7 @@ def _check_dense(model: Model, spread: Spread) -> None:
         _divides("model.hidden_size", model.hidden_size, "mesh.data (with mesh.fsdp)", spread.data)
 
 
-def check_sequence(spread: Spread, seq_len: int) -> None:
+def check_sequence(model: Model, spread: Spread, seq_len: int) -> None:
     """UserError where a sequence of this length cannot be cut as the spread asks."""
     parts = spread.sequence_parts
     if parts > 1 and seq_len % (2 * parts):
@@ -130,6 +130,12 @@ def check_sequence(spread: Spread, seq_len: int) -> None:
         raise UserError(
             f"config.data.seq_len={seq_len} does not divide into 2 x {parts} pieces ({axes} = {parts}); "
             f"set data.seq_len to {max(1, round(seq_len / (2 * parts))) * 2 * parts}"
+        )
+    reach = 0 if model.model_type == "dense" else model.cca_time0 + model.cca_time1 - 2
+    if parts > 1 and seq_len // (2 * parts) < reach:
+        raise UserError(
+            f"config.data.seq_len={seq_len} over {parts} devices gives pieces of {seq_len // (2 * parts)} tokens, but the "
+            f"convolutions look {reach} tokens back; set data.seq_len to at least {2 * parts * reach}"
         )
     if seq_len // parts % spread.heads:
         raise UserError(
