@@ -19,12 +19,12 @@ from zaya_jax.parallel.spread import Spread
         ),
         (
             Spread(expert=4, tensor=4, tsp=True),
-            r"num_experts=8 .* mesh\.expert x tensor=16; the nearest that does is 8",
+            r"num_experts=8 .*mesh\.expert x tensor=16; the nearest that does is 8",
         ),
-        (Spread(tensor=3), r"num_attention_heads=8 .* mesh\.tensor=3; the nearest that does is 2"),
+        (Spread(tensor=3), r"num_attention_heads=8 .*mesh\.tensor=3; the nearest that does is 2"),
         (
             Spread(data=5, fsdp=True),
-            r"hidden_size=32 .* mesh\.data \(with mesh\.fsdp\)=5; the nearest that does is 4",
+            r"hidden_size=32 .*mesh\.data \(with mesh\.fsdp\)=5; the nearest that does is 4",
         ),
     ],
 )

@@ -134,8 +134,8 @@ def check_sequence(model: Model, spread: Spread, seq_len: int) -> None:
     reach = 0 if model.model_type == "dense" else model.cca_time0 + model.cca_time1 - 2
     if parts > 1 and seq_len // (2 * parts) < reach:
         raise UserError(
-            f"config.data.seq_len={seq_len} over {parts} devices gives pieces of {seq_len // (2 * parts)} tokens, but the "
-            f"convolutions look {reach} tokens back; set data.seq_len to at least {2 * parts * reach}"
+            f"config.data.seq_len={seq_len} over {parts} devices gives pieces of {seq_len // (2 * parts)} tokens, but "
+            f"the convolutions look {reach} tokens back; set data.seq_len to at least {2 * parts * reach}"
         )
     if seq_len // parts % spread.heads:
         raise UserError(
