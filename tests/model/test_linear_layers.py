@@ -34,7 +34,9 @@ def test_the_shortest_pattern_that_repeats():
     assert pattern(LINEAR, FULL, LINEAR) == (True, False, True)
 
 
-@pytest.mark.parametrize("kinds", [(LINEAR, FULL, LINEAR, SLIDING), (LINEAR, LINEAR)])
+@pytest.mark.parametrize(
+    "kinds", [(LINEAR, FULL, LINEAR, SLIDING), pytest.param((LINEAR, LINEAR), marks=pytest.mark.slow)]
+)
 def test_packed_documents_equal_lone_ones(kinds):
     model = mixed(*kinds)
     params, bias = model_helpers.weights(model)
@@ -51,7 +53,9 @@ def test_packed_documents_equal_lone_ones(kinds):
     assert np.abs(packed[:, 7:] - whole[:, 7:]).max() > 1e-3
 
 
-@pytest.mark.parametrize("kinds", [(LINEAR, FULL, LINEAR, SLIDING), (LINEAR, LINEAR)])
+@pytest.mark.parametrize(
+    "kinds", [(LINEAR, FULL, LINEAR, SLIDING), pytest.param((LINEAR, LINEAR), marks=pytest.mark.slow)]
+)
 def test_every_step_with_the_cache_equals_the_whole_pass(kinds):
     model = mixed(*kinds)
     params, bias = model_helpers.weights(model)

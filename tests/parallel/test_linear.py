@@ -65,8 +65,10 @@ def on_devices(function, size, zigzag, **options):
     return run
 
 
-@pytest.mark.parametrize("zigzag", [True, False])
-@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("zigzag", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "size", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("function", [linear.lasp2, linear.lasp1])
 def test_equal_to_one_device(function, size, zigzag):
     q, k, v, d_out = inputs(96)
@@ -170,10 +172,10 @@ def alone():
 @pytest.mark.parametrize(
     ("devices", "sizes"),
     [
-        (2, dict(context=2)),
-        (8, dict(context=8)),
-        (4, dict(context=4, ring=True)),
-        (4, dict(context=2, tensor=2, tsp=True)),
+        pytest.param(2, dict(context=2), marks=pytest.mark.slow),
+        pytest.param(8, dict(context=8), marks=pytest.mark.slow),
+        pytest.param(4, dict(context=4, ring=True), marks=pytest.mark.slow),
+        pytest.param(4, dict(context=2, tensor=2, tsp=True), marks=pytest.mark.slow),
         (8, dict(data=2, context=2, tensor=2, fsdp=True)),
     ],
 )
@@ -182,7 +184,7 @@ def test_a_model_of_both_kinds_gives_what_one_device_gives(devices, sizes):
     helpers.assert_same(helpers.loss_and_gradients(settings, devices, helpers.batch()), alone())
 
 
-@pytest.mark.parametrize("remat", ["none", "attention"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("attention", marks=pytest.mark.slow)])
 def test_linear_layers_of_a_model_gather_states_alone(remat):
     """Besides what a layer's halo sends, each gathers once forward and once backward, repeated or not."""
     settings = helpers.with_model(layer_types=("hybrid_linear",) * 2, sliding_window=None)
