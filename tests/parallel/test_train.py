@@ -16,6 +16,7 @@ MESHES = {
     "one": (1, dict()),
     "tensor": (4, dict(data=2, tensor=2)),
     "fsdp": (4, dict(data=4, fsdp=True)),
+    "expert": (8, dict(data=2, expert=4)),
     "fsdp and tensor": (8, dict(data=2, tensor=4, fsdp=True)),
     "data, expert and context": (8, dict(data=2, expert=2, context=2)),
     "expert, tensor and fsdp": (8, dict(data=2, expert=2, tensor=2, fsdp=True)),
@@ -61,6 +62,7 @@ def reference():
     [
         pytest.param("tensor", marks=SLOW),
         pytest.param("fsdp", marks=SLOW),
+        pytest.param("expert", marks=SLOW),
         "fsdp and tensor",
         "data, expert and context",
         pytest.param("expert, tensor and fsdp", marks=SLOW),

@@ -7,20 +7,22 @@ a device puts in and gets out:
 
                                forward   backward   bytes of each
     all-gather of counts          1         -       4 X E
-    exchange of rows, a round     2         3       slots: X C D b, C = min(ceil(2 N / X), N); of it 1/X stays here
-                                                    ragged: D b for each row that exists, at most R
+    exchanges, first round        2         2       slots: X C D b, C = min(ceil(2 N / X), N); of it 1/X stays here
+    exchanges, a further round    2         3       ragged: D b for each row that exists, at most R
     rounds                        slots: the most rows that one device has for another, / C;  at most ceil(N / C)
                                   ragged: the most rows that one device gets, / R;            at most ceil(X N / R)
 
-The backward pass sends tokens and cotangents again and recomputes the hidden activations, round by round, so that a
-layer keeps its N rows and nothing of the rounds. One round's buffers are R rows each: what is sent and what comes, in
+A round has twice the room that even loads need (SLACK): a router that is balanced over the batch is less so on one
+device's tokens. Further rounds are a loop that then runs not once; on two devices there are none, since C = N.
+
+A layer keeps its N rows for the backward pass, and those that came in the first round; later ones are sent again, and
+hidden activations are recomputed, round by round. One round's buffers are R rows each: what is sent and what comes, in
 the order of arrival and by expert, and the hidden width. `most_temporaries` bounds them, and with them all that the
 exchange needs beyond its arguments and results.
 
-A round has twice the room that even loads need (SLACK): a router that is balanced over the batch is less so on one
-device's tokens. All-gathering the tokens, and reduce-scattering what comes back, is not a form of its own: it moves
-X N rows, which is what slots move in one round where X <= 2 and what they move in all rounds in the worst case, and it
-saves no collective, since the choices have to be gathered too. benchmarks/expert.md has the figures.
+All-gathering the tokens, and reduce-scattering what comes back, is not a form of its own. It moves X N rows: as many
+as slots do in one round where X <= 2, and in all rounds in the worst case; it needs as many collectives, since choices
+have to be gathered too, and memory for X N rows. benchmarks/expert.md has the figures.
 
 With TSP experts lie over expert x tensor. Where the experts' width is cut over tensor instead, what this gives is a
 partial sum. It runs inside `jax.shard_map`; gradients of weights are of the tokens that came to this device.
@@ -103,12 +105,15 @@ def most_rounds(num_tokens: int, devices: int, form: str = "slots") -> int:
 def most_temporaries(
     num_tokens: int, devices: int, dim: int, width: int, experts: int, itemsize: int, backward: bool
 ) -> int:
-    """Bytes that no program needs more of, however uneven the load: rows of one round, of the device's tokens, and of
-    its `experts` experts the gradient twice."""
+    """Bytes that no load needs more of: rows of a round, of the device's tokens, and of its experts the gradient.
+
+    That is float32, and there twice where a second round may add to the first's.
+    """
     rows = round_rows(num_tokens, devices) * itemsize
     if not backward:
         return rows * (4 * dim + 3 * width) + num_tokens * 2 * dim * 4
-    return rows * (6 * dim + 7 * width) + num_tokens * 3 * dim * 4 + 2 * experts * 3 * dim * width * 4
+    gradients = 3 * experts * dim * width * 4 * min(most_rounds(num_tokens, devices), 2)
+    return rows * (6 * dim + 7 * width) + num_tokens * 3 * dim * 4 + gradients
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -124,28 +129,33 @@ def _local(rows, classes, gate_up, down):
 def _exchanged_fwd(rows, gate_up, down, counts, axes, form):
     exchange = FORMS[form](counts, rows.shape[0], axes)
 
-    def round_of(r, y):
-        return exchange.back(_local(exchange.send(rows, r), exchange.classes(r), gate_up, down), y, r)
+    def finish(received, y, r):
+        return exchange.back(_local(received, exchange.classes(r), gate_up, down), y, r)
 
-    return lax.fori_loop(0, exchange.rounds, round_of, jnp.zeros_like(rows)), (rows, gate_up, down, counts)
+    received = checkpoint_name(exchange.send(rows, 0), PRODUCTS)
+    y = finish(received, jnp.zeros_like(rows), 0)
+    y = exchange.further_rounds(lambda r, y: finish(exchange.send(rows, r), y, r), y)
+    return y, (rows, received, gate_up, down, counts)
 
 
 def _exchanged_bwd(axes, form, saved, dy):
-    rows, gate_up, down, counts = saved
+    rows, received, gate_up, down, counts = saved
     exchange = FORMS[form](counts, rows.shape[0], axes)
     dy = dy.astype(rows.dtype)
 
-    def round_of(r, carry):
-        d_rows, *d_weights = carry
-        local = functools.partial(_local, classes=exchange.classes(r))
-        _, pull = jax.vjp(
-            lambda x, *w: local(x, gate_up=w[0], down=w[1]), exchange.send(rows, r), gate_up, down
-        )
-        d_received, *more = pull(exchange.send(dy, r))
-        return (exchange.back(d_received, d_rows, r), *map(jnp.add, d_weights, more))
+    def gradients(received, d_rows, r):
+        classes = exchange.classes(r)
+        _, pull = jax.vjp(lambda x, *w: _local(x, classes, *w), received, gate_up, down)
+        d_received, *d_weights = pull(exchange.send(dy, r))
+        return exchange.back(d_received, d_rows, r), *d_weights
 
-    zero = tuple(map(jnp.zeros_like, (rows, gate_up, down)))
-    return (*lax.fori_loop(0, exchange.rounds, round_of, zero), None)
+    def another(r, carry):
+        d_rows, *d_weights = carry
+        d_rows, *more = gradients(exchange.send(rows, r), d_rows, r)
+        return d_rows, *map(jnp.add, d_weights, more)
+
+    first = gradients(received, jnp.zeros_like(rows), 0)
+    return *exchange.further_rounds(another, first), None
 
 
 _exchanged.defvjp(_exchanged_fwd, _exchanged_bwd)
@@ -154,6 +164,9 @@ _exchanged.defvjp(_exchanged_fwd, _exchanged_bwd)
 class _Exchange:
     """Which of the rows, sorted by expert and so by device, travel in round r: what both forms have in common."""
 
+    form: str
+    rounds: jax.Array  # that this load takes
+
     def __init__(self, counts, num_rows, axes):
         self.axes, self.num_rows, self.devices = axes, num_rows, counts.shape[0]
         self.me = lax.axis_index(axes)
@@ -161,9 +174,17 @@ class _Exchange:
         self.first = jnp.cumsum(self.pairs, 1) - self.pairs  # where s's rows for d begin among s's rows
         self.coming = counts[:, self.me]  # rows from s for each expert of this device
 
+    def further_rounds(self, body, carry):
+        """carry after body(r, carry) for each round but the first; a loop only where any load takes a second one."""
+        if most_rounds(self.num_rows, self.devices, self.form) == 1:
+            return carry
+        return lax.fori_loop(1, self.rounds, body, carry)
+
 
 class _Slots(_Exchange):
     """Every device sends every device C rows a round, the r-th C of those it has for it, and fills up what lacks."""
+
+    form = "slots"
 
     def __init__(self, counts, num_rows, axes):
         super().__init__(counts, num_rows, axes)
@@ -197,9 +218,11 @@ class _Slots(_Exchange):
 class _Ragged(_Exchange):
     """A device gets the rows that are for it, those of each sender together, `room` of them a round."""
 
+    form = "ragged"
+
     def __init__(self, counts, num_rows, axes):
         super().__init__(counts, num_rows, axes)
-        self.room = round_rows(num_rows, self.devices, "ragged")
+        self.room = round_rows(num_rows, self.devices, self.form)
         self.before = jnp.cumsum(self.pairs, 0) - self.pairs  # rows that d gets from devices before s
         self.rounds = -(-self.pairs.sum(0).max() // self.room)
 
