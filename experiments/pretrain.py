@@ -5,7 +5,8 @@
 
 Without options it trains `tiny`. Everything a run leaves is under its workdir; the same command on a workdir that has
 checkpoints goes on from the newest, bit for bit as if it had never stopped. Exit codes: 0 done, 2 bad input,
-3 unhealthy (no finite gradient for many steps), 75 stopped by a signal after saving (start me again).
+3 unhealthy (no finite gradient for many steps), 4 storage that fails or is damaged, 75 stopped by a signal after saving
+(start me again).
 """
 
 import functools
@@ -36,7 +37,7 @@ from zaya_jax.report import write_report
 from zaya_jax.train import logs
 from zaya_jax.train import step as steps
 from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Writer
-from zaya_jax.train.workdir import open_workdir, write_json
+from zaya_jax.train.workdir import check_same, open_workdir, write_json
 
 CONFIG = cli.define_config(str(Path(__file__).parent / "configs" / "tiny.py"))
 WORKDIR = flags.DEFINE_string(
@@ -79,9 +80,9 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     held_out = pipeline.eval_batches(config, tokenizer, rows)
 
     workdir = open_workdir(workdir or Path("runs") / config.name, config)
-    store = Store(workdir, keep=config.checkpoint.keep)
-    there = multihost.from_first("checkpoints", store.steps)
-    reached = max(there, default=0)
+    store = Store(workdir, config.checkpoint, logs.say)
+    newest = store.newest()
+    reached = newest or 0
     if reached > last_step:
         raise UserError(
             f"config.run.num_steps={last_step}, but {workdir} has already reached step {reached}; "
@@ -106,16 +107,27 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     shapes = zaya.abstract(config.model, config.precision)
     optimizer = steps.build_optimizer(config, mesh)
     to_logical, from_logical, logical_like = steps.codecs(config, optimizer, mesh)
-    state = steps.init_state(config, optimizer, mesh)
     if reached:
-        logical, meta = store.restore(reached, logical_like)
-        state = from_logical(logical)
+        state, meta = store.restore(reached, logical_like, from_logical)
+        check_same(config_lib.check(meta["config"]), config, workdir)  # it may come from another place
         stream.set_state(meta["data"])
         note_new_length(meta, config, last_step)
-    elif there:  # step 0 is an imported model's: weights and biases, no optimizer yet
+    else:
+        state = steps.init_state(config, optimizer, mesh)
+    if newest == 0:  # an imported model's: weights and biases, no optimizer yet
         imported, _ = store.restore(0, {name: logical_like[name] for name in ("params", "balance")})
         state = from_logical({**to_logical(state), **imported})
-    save = functools.partial(save_checkpoint, store, to_logical, config, tokenizer, stream)
+
+    def save(number: int, tokens: int, figures: dict, last: bool) -> None:
+        """Begins to save what a run needs to go on, or a reader to know what it was; the last time, sees it through."""
+        writer.flush()
+        if not last and not store.free(number):
+            return
+        meta = {
+            "step": number, "tokens": tokens, "data": stream.get_state(), "config": config_lib.to_dict(config),
+            "tokenizer": tokenizer.sha256, "version": zaya_jax.__version__, "metrics": figures,
+        }  # fmt: skip
+        (store.save_now if last else store.save)(number, to_logical(state, store.spare()), meta)
 
     ####################################################################################################################
     # The programs: one training step for each phase, one evaluation step
@@ -145,7 +157,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     logs.say(describe_run(config, mesh, shapes, plan, last_step, workdir, reached))
     writer = Writer(workdir, reached)
     console = Console(reached, last_step, config.log.every)
-    stop = multihost.StopSignal()
+    stop, timer = multihost.StopSignal(), multihost.Timer(60 * config.checkpoint.every_minutes)
     pending: tuple[schedule.Step, Any, dict] | None = None
     peak, skipped_in_a_row = peak_flops(jax.devices()[0], config.precision.compute), 0
     clock = time.perf_counter()
@@ -165,6 +177,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
         skipped_in_a_row = skipped_in_a_row + 1 if figures["skipped"] else 0
         if now.number % PER_LAYER_EVERY and now.number not in (1, last_step):
             figures.pop("load", None)
+        figures |= store.figures()
         writer.write(now.number, figures)
         console.step(now.number, figures)
 
@@ -177,8 +190,9 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
         multihost.collect_garbage(number)
         stopping = stop.after(number)
         due_eval = bool(windows) and (number % config.eval.every == 0 or number == last_step)
-        due_save = number % config.checkpoint.every_steps == 0 or number == last_step or stopping
-        if due_eval or due_save:
+        due_save = timer.after(number) or number % config.checkpoint.every_steps == 0
+        last = number == last_step or stopping
+        if due_eval or due_save or last:
             jax.block_until_ready(state)
             extra = multihost.over_processes(stream.metrics(), pipeline.OVER_PROCESSES)
             begun = time.perf_counter()
@@ -187,11 +201,9 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
             clock += time.perf_counter() - begun  # evaluation is not the step's time
             finish((now, figures, extra))
             pending = None
-            if due_save:
-                writer.flush()
-                begun = time.perf_counter()
-                save(number, now.tokens_after, state)
-                clock += time.perf_counter() - begun
+            if due_save or last:
+                kept = {"loss": float(figures["loss"]), **extra}
+                save(number, now.tokens_after, kept, last)
         if stopping:
             store.close()
             console.say(f"stopped by {stop.asked} after step {number}; saved. The same command goes on.")
@@ -214,21 +226,6 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     report = write_report(workdir) if multihost.is_writer() else workdir / "report.html"
     logs.say(f"done: {last_step} steps, {plan.tokens_of_step(last_step):,} tokens. Report: {report}")
     return cli.DONE
-
-
-def save_checkpoint(
-    store: Store, to_logical, config: Config, tokenizer, stream, step: int, tokens: int, state
-) -> None:
-    """Begins to write everything that a run needs to go on, or a reader to know what it was."""
-    meta = {
-        "step": step,
-        "tokens": tokens,
-        "data": stream.get_state(),
-        "config": config_lib.to_dict(config),
-        "tokenizer": tokenizer.sha256,
-        "version": zaya_jax.__version__,
-    }
-    store.save(step, to_logical(state), meta)
 
 
 def note_new_length(meta: dict, config: Config, last_step: int) -> None:

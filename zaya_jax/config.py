@@ -174,8 +174,19 @@ class Eval:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
+    """When the state is saved, where, and which checkpoints stay; docs/checkpoints.md."""
+
     every_steps: int = 500
-    keep: int = 3
+    every_minutes: float = 0.0  # and whenever so much time has passed; 0: by steps alone
+    keep: int = 3  # the newest so many
+    keep_every: int = 0  # also those of every so many steps
+    keep_best: int = 0  # also the so many of least held-out loss
+    keep_tokens: int = 0  # also the first after every so many tokens
+    local: str = ""  # a fast folder, may be each node's own, that saves go to first
+    durable: str = ""  # a folder or URL (s3://, gs://) that gets a copy of each
+    on_corrupt: str = "stop"  # or "previous": goes on from the newest that is whole
+    max_failures: int = 3  # saves that may fail in a row before the run stops
+    max_wait: float = 60.0  # seconds that a due save waits for the one before; then it counts as failed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +239,7 @@ CHOICES = {
     "schedule.decay": ("linear", "cosine", "1-sqrt"),
     "precision.newton_schulz": ("compute", "bfloat16", "float32"),
     "precision.momentum": ("bfloat16", "float32"),
+    "checkpoint.on_corrupt": ("stop", "previous"),
     "run.skip_update": ("never", "nonfinite", "spike"),
     "precision.compute": ("bfloat16", "float32"),
     "precision.router": ("bfloat16", "float32"),
@@ -253,6 +265,12 @@ RANGES = {  # least and greatest value
     "schedule.decay_fraction": (0, 1),
     "schedule.final_lr_fraction": (0, 1),
     "run.spike_deviations": (0, math.inf),
+    "checkpoint.every_minutes": (0, math.inf),
+    "checkpoint.keep_every": (0, math.inf),
+    "checkpoint.keep_best": (0, math.inf),
+    "checkpoint.keep_tokens": (0, math.inf),
+    "checkpoint.max_failures": (1, math.inf),
+    "checkpoint.max_wait": (0, math.inf),
 }
 
 

@@ -55,7 +55,7 @@ def from_hf(
             "step": 0, "tokens": 0, "imported": True, "config": config_lib.to_dict(config),
             "tokenizer": tokenizer.sha256 if tokenizer else None, "version": zaya_jax.__version__,
         }  # fmt: skip
-        writer = pieces.Writer(part, state, meta)
+        writer = pieces.Writer(part, 0, state, meta)
         writer.write(
             ("params", "layers", "router", "eda"), np.ones(source.model.router_hidden_size, np.float32), 0
         )

@@ -143,6 +143,7 @@ def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Named
 
     Each device's part lies in what it has already, so nothing travels. Parts do not get smaller than PART_BYTES.
     """
+    assert isinstance(sharding.mesh, Mesh)
     mesh, names = _factored(sharding.mesh)
     spec = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
     dims: list[list[str]] = []
@@ -165,7 +166,8 @@ def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Named
 
 def make_plan(abstract: Any) -> Plan:
     """The plan for a tree of ShapeDtypeStructs with shardings; the same in every process."""
-    arrays, held, load = [], [], defaultdict(int)
+    arrays, held = [], []
+    load: dict[int, int] = defaultdict(int)
     pieces: dict[int, list[Piece]] = defaultdict(list)
     for name, x in flat(abstract).items():
         itemsize = np.dtype(x.dtype).itemsize

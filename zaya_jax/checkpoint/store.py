@@ -1,20 +1,321 @@
-"""Training checkpoints: the state by logical array, through Orbax's v1 API, which this module alone knows.
+"""A run's checkpoints: saved beside the training, complete or absent, read on any mesh.
 
-A step's folder holds `state` (parameters, optimizer, balancing biases, each array in its own un-padded shape) and
-`meta` (JSON: data position, tokens seen, config, tokenizer, version). Orbax writes it under another name and renames
-it when it is whole, so a folder called STEP is a complete checkpoint.
+    store = Store(workdir, config.checkpoint, say)
+    step = store.newest()                                   the newest whole one, checked; 0 where there is none
+    state, meta = store.restore(step, abstract_state)
+    store.save(step, snapshot, meta)                        begins, and returns; the training goes on
+    store.save_now(step, snapshot, meta)                    the last one: returns when it is there
+
+The arrays are written by this package in Orbax's layout (`layout`, `writing`) and read by Orbax's v1 API, which this
+module alone knows. A save goes: copy (the caller's snapshot, on the device), serialise and write (each process its own
+pieces, by threads), commit (process 0, when all have told it that theirs are written). What fails is said and counted,
+and the run goes on; nothing is deleted before a newer checkpoint is complete.
 """
 
+import concurrent.futures
+import contextlib
+import functools
+import json
 import os
+import shutil
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.config import UserError
+from zaya_jax.checkpoint import keep, layout, tiers, writing
+from zaya_jax.config import Checkpoint, StorageError, UserError
+from zaya_jax.parallel import multihost
 
-CHUNK_BYTES = 32 << 20  # of one stored piece: what a reader of a part must read at least
+TIMES = "checkpoint_times.jsonl"
+RETRY_SECONDS = 5.0  # between attempts at the last save
+
+
+class Store:
+    """The checkpoints below `workdir/checkpoints`, and their copies in faster and safer places."""
+
+    def __init__(
+        self,
+        workdir: str | os.PathLike,
+        settings: Checkpoint | None = None,
+        say: Callable[[str], None] = print,
+    ):
+        self.root = Path(workdir).absolute() / "checkpoints"
+        self.settings, self._say = settings or Checkpoint(), say
+        self.tiers = tiers.Tiers(self.root, self.settings, say, self._record)
+        self._times = self.root.parent / TIMES
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "save")
+        self._pending: concurrent.futures.Future | None = None
+        self._spare: dict[str, Any] | None = None
+        self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
+        self._plan: tuple[Any, layout.Plan] | None = None
+
+    ####################################################################################################################
+    # Saving
+    ####################################################################################################################
+
+    def spare(self) -> dict[str, Any] | None:
+        """The arrays of the last save, whose memory the next snapshot may take; None where they are still needed."""
+        if self._pending is not None and not self._pending.done():
+            return None
+        spare, self._spare = self._spare, None
+        return spare
+
+    def free(self, step: int) -> bool:
+        """Whether a save can begin: waits a while for the one before. The same answer in every process.
+
+        StorageError when too many saves have failed in a row.
+        """
+        begun = time.perf_counter()
+        late = not self._collect(self.settings.max_wait)
+        late |= not self.tiers.settle(max(begun + self.settings.max_wait - time.perf_counter(), 0), most=1)
+        late = bool(multihost.over_processes({"late": float(late)}, {"late": np.max})["late"])
+        if late:
+            self._failures += 1
+            self._complain(
+                step, f"the one before is still being written after {time.perf_counter() - begun:.0f} s"
+            )
+        self._stop_after_too_many()
+        return not late
+
+    def save(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
+        """Begins to write a checkpoint of arrays that nobody else will change; call `free` before."""
+        self._collect(None)
+        state = jax.tree.map(jnp.asarray, state)
+        plan = self._plan_of(state)
+        meta = {
+            **meta,
+            "layout": layout.describe(state),
+            "processes": jax.process_count(),
+            "run": self.tiers.run(),
+        }
+        self._pending = self._thread.submit(self._save, step, state, plan, meta, time.time())
+
+    def save_now(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
+        """Writes the last checkpoint, with several attempts; StorageError if none succeeds."""
+        self._collect(None)
+        for attempt in range(self.settings.max_failures):
+            if attempt:
+                time.sleep(RETRY_SECONDS)
+            self.save(step, state, meta)
+            self._collect(None)
+            if not self._failures:
+                return
+        self._stop_after_too_many()
+        raise StorageError(f"the state of step {step} could not be saved: {self._last_error}")
+
+    def wait(self) -> None:
+        """Returns when nothing is being written any more."""
+        self._collect(None)
+        self.tiers.settle(None)
+
+    def close(self) -> None:
+        """Finishes what is being written or copied."""
+        self.wait()
+        self._thread.shutdown()
+        self.tiers.close()
+
+    def figures(self) -> dict[str, float]:
+        """Seconds of each stage of the last save that ended, once, for the metrics."""
+        figures, self._seconds = self._seconds, {}
+        return {f"checkpoint/{name}_seconds": value for name, value in figures.items()}
+
+    def _collect(self, seconds: float | None) -> bool:
+        """Waits for the save in flight and counts how it ended; False if it has not within `seconds`."""
+        if self._pending is None:
+            return True
+        try:
+            error = self._pending.result(seconds)
+        except concurrent.futures.TimeoutError:
+            return False
+        self._pending = None
+        self._failures = self._failures + 1 if error else 0
+        self._last_error = error or ""
+        return True
+
+    def _stop_after_too_many(self) -> None:
+        if self._failures >= self.settings.max_failures:
+            raise StorageError(
+                f"{self._failures} saves failed in a row, the last with: {self._last_error or 'it took too long'}. "
+                f"{self._newest_line()}; mend the storage and start the same command again, or raise "
+                "config.checkpoint.max_failures"
+            )
+
+    def _complain(self, step: int, error: str) -> None:
+        self._say(
+            f"warning: step {step} is NOT saved: {error}. {self._newest_line()}; training goes on "
+            f"(at most {self.settings.max_failures} failures in a row)"
+        )
+
+    def _newest_line(self) -> str:
+        steps = writing.steps_in(self.root)
+        return (
+            f"The newest complete checkpoint is step {steps[-1]}'s"
+            if steps
+            else "No checkpoint is complete yet"
+        )
+
+    def _plan_of(self, state: dict[str, Any]) -> layout.Plan:
+        key = [(name, x.shape, x.dtype, x.sharding) for name, x in layout.flat(state).items()]
+        if self._plan is None or self._plan[0] != key:
+            self._plan = key, layout.make_plan(state)
+        return self._plan[1]
+
+    def _save(
+        self, step: int, state: dict[str, Any], plan: layout.Plan, meta: dict[str, Any], begun: float
+    ) -> str | None:
+        """What went wrong, if anything; runs in a thread, in all processes together."""
+        me, times = jax.process_index(), writing.Times()
+        sums, error = writing.Sums(), None
+        folder = self.tiers.staging(step)
+        try:
+            with times.stage("copy"):
+                jax.block_until_ready(state)
+            folder.mkdir(parents=True, exist_ok=True)
+            sums = writing.write_pieces(folder, plan.pieces.get(me, []), layout.flat(state), times)
+            if me == 0:
+                sums |= writing.write_files(folder, layout.frame(plan.arrays, meta))
+            self.tiers.written(step, sums)
+        except Exception as failure:
+            error = writing.reason(failure)
+        self._spare = state
+        clock = time.perf_counter()
+        parts = multihost.to_first("save", [error, sums, times.seconds(), plan.bytes.get(me, 0)])
+        verdict = multihost.from_first("saved", lambda: self._end_of_save(step, folder, parts or []))
+        stages = {**times.seconds(), "commit": time.perf_counter() - clock}
+        if verdict:
+            if me == 0:
+                self._complain(step, verdict)
+            return verdict
+        if parts is not None:
+            self._record(
+                "save",
+                step,
+                begun,
+                [{**part[2], "commit": stages["commit"]} for part in parts],
+                [p[3] for p in parts],
+            )
+        self._seconds = stages
+        self.tiers.pass_on(step)
+        return None
+
+    def _end_of_save(self, step: int, folder: Path, parts: list) -> str | None:
+        """Commits what all have written, or cleans up; in process 0."""
+        errors = {i: part[0] for i, part in enumerate(parts) if part[0]}
+        if not errors:
+            try:
+                self.tiers.commit(
+                    step, folder, {name: entry for part in parts for name, entry in part[1].items()}
+                )
+                self._delete_old()
+                return None
+            except OSError as failure:
+                errors[0] = writing.reason(failure)
+        shutil.rmtree(folder, ignore_errors=True)
+        who, error = next(iter(errors.items()))
+        return error if len(parts) == 1 else f"{error} (process {who}; {len(errors)} of {len(parts)} failed)"
+
+    def _delete_old(self) -> None:
+        steps = writing.steps_in(self.root)
+        saved = []
+        for step in steps:
+            with contextlib.suppress(OSError, ValueError, KeyError):
+                meta = json.loads((self.root / str(step) / layout.META).read_text())
+                saved.append(keep.Saved(step, meta["tokens"], meta.get("metrics", {}).get("eval/loss")))
+        for step in keep.to_delete(saved, self.settings):
+            if self.tiers.may_go(step):
+                with contextlib.suppress(OSError):
+                    writing.remove(self.root, step)
+
+    def _record(self, kind: str, step: int, begun: float, stages: list[dict], sizes: list[int]) -> None:
+        """A line for each process in the file of times; that it cannot be written stops nothing."""
+        with contextlib.suppress(OSError), self._times.open("a", encoding="utf-8") as file:
+            for process, (seconds, size) in enumerate(zip(stages, sizes, strict=True)):
+                line = {
+                    "kind": kind,
+                    "step": step,
+                    "process": process,
+                    "stages": seconds,
+                    "bytes": size,
+                    "time": begun,
+                }
+                file.write(json.dumps(line) + "\n")
+
+    ####################################################################################################################
+    # Loading
+    ####################################################################################################################
+
+    def steps(self) -> list[int]:
+        """Steps of the complete checkpoints here, oldest first."""
+        return writing.steps_in(self.root)
+
+    def newest(self) -> int | None:
+        """The newest checkpoint that any tier has, here and whole; None where there is none. All processes together.
+
+        A damaged one is StorageError, or with on_corrupt = "previous" is set aside for the one before.
+        """
+        self.tiers.bring_newest()
+        while True:
+            step = multihost.from_first("newest", lambda: max(self.steps(), default=None))
+            if step is None:
+                return None
+            damages = self._verify(step)
+            if not damages:
+                return step
+            found = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
+            found += f" and {len(damages) - 3} more" if len(damages) > 3 else ""
+            if self.settings.on_corrupt == "stop":
+                raise StorageError(
+                    f"{found}. `python -m experiments.checkpoint verify --workdir={self.root.parent}` lists it all; "
+                    "--config.checkpoint.on_corrupt=previous goes on from the one before"
+                )
+            where = multihost.from_first("aside", functools.partial(self._set_aside, step))
+            if multihost.is_writer():
+                self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
+
+    def _set_aside(self, step: int) -> str:
+        return str(writing.set_aside(self.root, step))
+
+    def _verify(self, step: int) -> list[str]:
+        """What is wrong with a checkpoint's files, each read by one process; the same answer everywhere."""
+        folder, damages = self.root / str(step), []
+        try:
+            files = writing.read_seal(folder)
+            mine = tiers.share(files)
+            with concurrent.futures.ThreadPoolExecutor(writing.THREADS, "verify") as pool:
+                found = pool.map(lambda name: writing.check_file(folder / name, *files[name]), mine)
+                damages = [f"{name} is {what}" for name, what in zip(mine, found, strict=True) if what]
+        except (OSError, ValueError, KeyError, TypeError) as failure:
+            damages = [writing.reason(failure)]
+        told = multihost.to_first("damages", damages[:100])
+        return multihost.from_first("all damages", lambda: sorted({d for part in told or [] for d in part}))
+
+    def restore(
+        self, step: int, abstract_state: dict[str, Any], place: Callable[[Any], Any] | None = None
+    ) -> tuple[Any, dict[str, Any]]:
+        """(state, meta) of a step, laid out as `abstract_state` (ShapeDtypeStructs with shardings) says.
+
+        `place` is applied to the state; its time is recorded as a stage of its own.
+        """
+        began, clock = time.time(), time.perf_counter()
+        with _context():
+            found = ocp.load_checkpointables(self.root / str(step), {"state": abstract_state, "meta": None})
+        state = jax.block_until_ready(found["state"])
+        stages = {"read": time.perf_counter() - clock}
+        size = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
+        if place is not None:
+            clock = time.perf_counter()
+            state = jax.block_until_ready(place(state))
+            stages["place"] = time.perf_counter() - clock
+            parts = multihost.to_first("loaded", [stages, size])
+            if parts is not None:
+                self._record("load", step, began, [part[0] for part in parts], [part[1] for part in parts])
+        return state, found["meta"]
 
 
 def _context() -> ocp.Context:
@@ -23,74 +324,12 @@ def _context() -> ocp.Context:
     registry.add(ocp.handlers.JsonHandler, checkpointable_name="meta")
     context = ocp.Context()
     context.checkpointables.registry = registry
-    context.array.saving.use_compression = False  # weights hardly shrink: 3.4 s against 1.2 for 2 GB
-    context.array.saving.storage_options.chunk_byte_size = CHUNK_BYTES
-    context.array.saving.scoped_storage_options_creator = _storage_of
     return context
-
-
-def _storage_of(key: tuple, value: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions | None:
-    """Stacked matrices are cut between layers, so that a layer can be read without the others."""
-    if not by_layer(tuple(getattr(k, "key", None) for k in key), value.shape):
-        return None
-    return ocp.options.ArrayOptions.Saving.StorageOptions(chunk_byte_size=CHUNK_BYTES, shard_axes=(0,))
-
-
-def by_layer(path: tuple, shape: tuple[int, ...]) -> bool:
-    """Whether an array of the state is stored layer by layer: matrices are, stacked vectors lie together."""
-    return "layers" in path and len(shape) >= 3
-
-
-class Store:
-    """The checkpoints below `workdir/checkpoints`."""
-
-    def __init__(self, workdir: str | os.PathLike, keep: int | None = None):
-        self.root = Path(workdir).absolute() / "checkpoints"
-        policies = ocp.training.preservation_policies
-        self._context = _context()
-        with self._context:
-            self._checkpointer = ocp.training.Checkpointer(
-                self.root,
-                preservation_policy=policies.LatestN(keep) if keep else None,
-                save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
-                cleanup_tmp_directories=True,
-            )
-
-    def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, oldest first."""
-        self._checkpointer.reload()
-        return sorted(checkpoint.step for checkpoint in self._checkpointer.checkpoints)
-
-    def save(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Begins to write a checkpoint and returns when the state may be overwritten."""
-        with self._context:
-            self.wait()
-            self._pending = self._checkpointer.save_checkpointables_async(
-                step, {"state": state, "meta": meta}
-            )
-
-    def wait(self) -> None:
-        """Returns when nothing is being written any more."""
-        pending, self._pending = getattr(self, "_pending", None), None
-        if pending is not None:
-            pending.result()
-
-    def restore(self, step: int, abstract_state: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """(state, meta) of a step, laid out as `abstract_state` (ShapeDtypeStructs with shardings) says."""
-        with self._context:
-            found = self._checkpointer.load_checkpointables(step, {"state": abstract_state, "meta": None})
-        return found["state"], found["meta"]
-
-    def close(self) -> None:
-        """Finishes what is being written."""
-        self.wait()
-        self._checkpointer.close()
 
 
 def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
     """The newest complete checkpoint of a workdir, or `step` if it is one; UserError otherwise."""
-    root = Path(workdir) / "checkpoints"
-    steps = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.is_dir() else []
+    steps = writing.steps_in(Path(workdir) / "checkpoints")
     if not steps:
         raise UserError(f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run")
     if step is not None and step not in steps:
@@ -107,8 +346,7 @@ def step_folder(workdir: str | os.PathLike, step: int) -> Path:
 
 def read_meta(workdir: str | os.PathLike, step: int) -> dict[str, Any]:
     """The JSON part of a checkpoint alone; touches nothing, so a run may be writing there."""
-    with _context():
-        return ocp.load_checkpointables(step_folder(workdir, step), {"meta": None})["meta"]
+    return json.loads((step_folder(workdir, step) / layout.META).read_text(encoding="utf-8"))
 
 
 def read_part(workdir: str | os.PathLike, step: int, abstract_part: dict[str, Any]) -> dict[str, Any]:

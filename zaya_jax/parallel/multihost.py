@@ -3,8 +3,9 @@
     multihost.together(program)     finds the other processes, runs the program, and gives everybody's exit code
     is_writer()                     who writes what exists once
     from_first(name, function)      what `function` gives in process 0, everywhere
+    to_first(name, value)           what everybody gives, in process 0
     barrier(name)                   LostProcess names who has not come
-    StopSignal, collect_garbage     the same decision after the same step everywhere
+    StopSignal, Timer               the same decision after the same step everywhere
 
 What they say to each other goes through the key-value store of JAX's coordinator, in process 0. With one process all of
 this costs nothing and needs no set-up.
@@ -103,6 +104,29 @@ def from_first(name: str, function: Callable[[], Any]) -> Any:
         raise LostProcess(f"process 0 did not come to {name!r} within {_seconds(WAIT)} s") from error
 
 
+def to_first(name: str, value: Any) -> list[Any] | None:
+    """What all processes give (JSON), in their order, in process 0; None elsewhere."""
+    count, index = jax.process_count(), jax.process_index()
+    if count == 1:
+        return [value]
+    here = f"{_PREFIX}/all/{name}/{_turn(name)}"
+    if index:
+        _client().key_value_set(f"{here}/{index}", json.dumps(value))
+        return None
+    values = [value]
+    for other in range(1, count):
+        try:
+            values.append(
+                json.loads(_client().blocking_key_value_get(f"{here}/{other}", 1000 * _seconds(WAIT)))
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise LostProcess(
+                f"process {other} did not come to {name!r} within {_seconds(WAIT)} s"
+            ) from error
+        _client().key_value_delete(f"{here}/{other}")
+    return values
+
+
 def barrier(name: str, seconds: float | None = None) -> None:
     """Returns when every process has called it; LostProcess names those who have not within `seconds`."""
     count, index = jax.process_count(), jax.process_index()
@@ -183,6 +207,35 @@ class StopSignal:
         if self.asked:  # asked twice: at once
             raise KeyboardInterrupt
         self.asked = signal.Signals(number).name
+
+
+class Timer:
+    """Every so many seconds of process 0, after the same step in all processes; 0 seconds: never.
+
+    It decides for the step after the next, as StopSignal does.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds, self._begun, self._told = seconds, time.monotonic(), 0
+
+    def after(self, step: int) -> bool:
+        """Whether the time is up after this step; called once a step."""
+        if not self._seconds:
+            return False
+        due = time.monotonic() - self._begun >= self._seconds
+        if jax.process_count() == 1:
+            if due:
+                self._begun = time.monotonic()
+            return due
+        key = f"{_PREFIX}/timer/{self._told}"
+        if is_writer() and due:
+            self._begun = time.monotonic()
+            _client().key_value_set(key, str(step + 2), allow_overwrite=True)
+        found = _try_get(key)
+        if found is None or step < int(found):
+            return False
+        self._told += 1
+        return True
 
 
 class _End:

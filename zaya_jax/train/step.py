@@ -9,13 +9,14 @@ over all real targets of the global batch, however these are spread over micro-b
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from zaya_jax.checkpoint import layout
 from zaya_jax.config import Config, Model
 from zaya_jax.model import zaya
 from zaya_jax.model.loss import cross_entropy
@@ -78,11 +79,18 @@ def init_state(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, An
         return jax.jit(init, out_shardings=state_shardings(config, optimizer, mesh))()
 
 
-def codecs(config: Config, optimizer: Optimizer, mesh: Mesh) -> tuple[Callable, Callable, Any]:
-    """(to_logical, from_logical, what is between as ShapeDtypeStructs): the state as a checkpoint holds it.
+class Codecs(NamedTuple):
+    """Between the state of a run and its logical arrays: each in its own shape, un-padded, whatever the mesh."""
 
-    Logical arrays have the weight's own shape, un-padded, whatever the mesh; they lie as the weights do.
-    """
+    to_logical: Callable[
+        ..., Any
+    ]  # (state, spare=None): into the memory of an older result, where one is given
+    from_logical: Callable[[Any], Any]
+    like: Any  # what is between, as ShapeDtypeStructs: cut over all devices, as `layout.spread` has it
+
+
+def codecs(config: Config, optimizer: Optimizer, mesh: Mesh) -> Codecs:
+    """How the state of a run goes into checkpoints and comes out of them."""
     parts = spread_of(config, mesh).heads
 
     def to_logical(state):
@@ -103,12 +111,20 @@ def codecs(config: Config, optimizer: Optimizer, mesh: Mesh) -> tuple[Callable, 
     def placed(path, x):
         found = (by_path.get(jax.tree_util.keystr(path[i:])) for i in range(len(path)))
         spec = next((spec for spec in found if spec is not None), REPLICATED)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        sharding = layout.spread(x.shape, x.dtype, NamedSharding(mesh, spec))
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     state = jax.eval_shape(functools.partial(init_state, config, optimizer, mesh))
     between = jax.tree_util.tree_map_with_path(placed, jax.eval_shape(to_logical, state))
-    return (
-        jax.jit(to_logical, out_shardings=jax.tree.map(lambda x: x.sharding, between)),
+    shardings = jax.tree.map(lambda x: x.sharding, between)
+    empty = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), between), out_shardings=shardings
+    )
+    into = jax.jit(
+        lambda state, spare: to_logical(state), donate_argnums=1, keep_unused=True, out_shardings=shardings
+    )
+    return Codecs(
+        lambda state, spare=None: into(state, empty() if spare is None else spare),
         jax.jit(from_logical, out_shardings=state_shardings(config, optimizer, mesh)),
         between,
     )

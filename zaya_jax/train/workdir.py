@@ -74,7 +74,7 @@ def _open(workdir: Path, config: Config) -> Path:
                 f"--workdir={workdir} holds {others[0]} and no config.json, so it is not a run's; give a new folder"
             )
     else:
-        _check_same(read_config(workdir), config, workdir)
+        check_same(read_config(workdir), config, workdir)
     write_json(recorded, config_lib.to_dict(config))
     return workdir
 
@@ -97,7 +97,8 @@ def write_json(path: Path, content: dict) -> None:
     part.replace(path)
 
 
-def _check_same(old: Config, new: Config, workdir: Path) -> None:
+def check_same(old: Config, new: Config, workdir: Path) -> None:
+    """UserError where a run cannot go on with another config than it had."""
     before, after = _flat(config_lib.to_dict(old)), _flat(config_lib.to_dict(new))
     untrained = (workdir / IMPORTED).exists() and not any((workdir / "checkpoints").glob("[1-9]*"))
     for key in sorted(before.keys() | after.keys()):

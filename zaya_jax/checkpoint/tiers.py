@@ -1,0 +1,315 @@
+"""Where checkpoints go beside `workdir/checkpoints`: a fast folder before it, a safe place after it.
+
+    [checkpoint.local, each node's own]  →  workdir/checkpoints  →  [checkpoint.durable, a folder or URL]
+
+With a local folder a save is over when each process's part lies there; both further ways are gone by one thread in the
+background, in the order of the steps. At the start of a run `bring_newest` makes the newest step of any tier whole in
+`workdir/checkpoints`: parts that a killed run had only in local folders are put together by whoever sees them.
+"""
+
+import concurrent.futures
+import contextlib
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import google_crc32c
+import jax
+
+from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint.layout import META
+from zaya_jax.config import Checkpoint, StorageError, UserError
+from zaya_jax.parallel import multihost
+
+if TYPE_CHECKING:
+    from zaya_jax.checkpoint import remote
+
+PART = "part.json"  # of one process: its files, and of how many parts it is one
+RUN = ".run"  # whose checkpoints these are: local folders may hold another run's
+
+
+class Tiers:
+    """The ways of a run's checkpoints; `record` takes their times."""
+
+    def __init__(
+        self, root: Path, settings: Checkpoint, say: Callable[[str], None], record: Callable[..., None]
+    ):
+        self.root, self._say, self._record = root, say, record
+        self._local: Path | None = None
+        if settings.local:
+            # Runs that share a local folder are told apart by where their workdirs are.
+            name = f"{root.parent.name}-{google_crc32c.value(str(root).encode()):08x}"
+            self._local = Path(settings.local).absolute() / name
+        self._vault = _vault(settings.durable) if settings.durable else None
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "tiers")
+        self._jobs: list[tuple[int, concurrent.futures.Future]] = []
+        self._deleted: list[int] = []
+        self.failures = 0  # in a row
+
+    def _mine(self) -> Path:
+        assert self._local is not None
+        return self._local / f"process-{jax.process_index()}"
+
+    def staging(self, step: int) -> Path:
+        """Where this process writes its pieces of a step."""
+        return (self._mine() if self._local else self.root) / f"{writing.SAVING}{step}"
+
+    def commit(self, step: int, folder: Path, files: writing.Sums) -> None:
+        """Makes a step whole, when all processes have written; in process 0."""
+        if self._local is None:
+            writing.commit(folder, self.root / str(step), files)
+
+    def written(self, step: int, files: writing.Sums) -> None:
+        """Notes what this process has written in its local folder."""
+        if self._local:
+            part = {
+                "step": step, "process": jax.process_index(), "count": jax.process_count(), "files": files,
+                "run": self.run(),
+            }  # fmt: skip
+            writing.write_files(self.staging(step), {PART: json.dumps(part).encode()})
+
+    def pass_on(self, step: int) -> None:
+        """Begins to bring a saved step to the next tiers."""
+        if self._local:
+            target = self._mine() / str(step)
+            shutil.rmtree(target, ignore_errors=True)
+            with contextlib.suppress(OSError):  # it is then missed where it is read
+                self.staging(step).rename(target)
+        if self._local or self._vault:
+            self._jobs = [job for job in self._jobs if not job[1].done()]
+            self._jobs.append((step, self._thread.submit(self._bring, step)))
+
+    def may_go(self, step: int) -> bool:
+        """Whether nobody needs a step in workdir/checkpoints any more; if so, its copy goes too."""
+        if any(waiting == step and not job.done() for waiting, job in self._jobs):
+            return False
+        self._deleted.append(step)
+        return True
+
+    def settle(self, seconds: float | None, most: int = 0) -> bool:
+        """Waits until at most so many steps are on their way; False if that takes longer."""
+        waiting = [job for _, job in self._jobs if not job.done()]
+        waiting = waiting[: max(len(waiting) - most, 0)]
+        done, late = concurrent.futures.wait(waiting, seconds)
+        for job in done:
+            job.result()
+        return not late
+
+    def close(self) -> None:
+        """Finishes what is on its way."""
+        self.settle(None)
+        self._thread.shutdown()
+
+    def run(self) -> str:
+        """The run's own name, made at its first save."""
+        with contextlib.suppress(OSError):
+            return (self.root / RUN).read_text()
+        return ""
+
+    ####################################################################################################################
+    # One step on its way; in all processes together, in a thread
+    ####################################################################################################################
+
+    def _bring(self, step: int) -> None:
+        begun, error = time.time(), None
+        if self._local:
+            parts = {jax.process_index(): self._mine() / str(step)}
+            error = self._publish("publish", step, parts)
+            if not error:
+                for old in writing.numbered(self._mine()):
+                    if old < step:
+                        writing.remove(self._mine(), old)
+        if self._vault and not error:
+            error = self._send(step, begun)
+        self.failures = self.failures + 1 if error else 0
+        if error and multihost.is_writer():
+            self._say(f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on")
+
+    def _publish(self, name: str, step: int, parts: dict[int, Path]) -> str | None:
+        """Copies parts of a step into workdir/checkpoints and makes it whole there; what went wrong, if anything."""
+        files, error = writing.Sums(), None
+        folder = self.root / f"{writing.SAVING}{step}"
+        try:
+            for part in parts.values():
+                sums = json.loads((part / PART).read_text())["files"]
+                with concurrent.futures.ThreadPoolExecutor(writing.THREADS, "publish") as pool:
+                    list(pool.map(lambda item, part=part: _copy(part, folder, *item), sums.items()))
+                files |= sums
+        except (OSError, ValueError, StorageError) as failure:
+            error = writing.reason(failure)
+        told = multihost.to_first(f"{name} part", [error, files])
+
+        def end() -> str | None:
+            errors = [part[0] for part in told or [] if part[0]]
+            try:
+                if not errors and not (self.root / str(step)).exists():
+                    writing.commit(
+                        folder,
+                        self.root / str(step),
+                        {k: v for part in told or [] for k, v in part[1].items()},
+                    )
+            except OSError as failure:
+                errors.append(writing.reason(failure))
+            if errors:
+                shutil.rmtree(folder, ignore_errors=True)
+            return errors[0] if errors else None
+
+        return multihost.from_first(f"{name} end", end)
+
+    def _send(self, step: int, begun: float) -> str | None:
+        vault, clock, error = self._vault, time.perf_counter(), None
+        assert vault is not None
+        folder = self.root / str(step)
+        names = share(writing.read_seal(folder))
+        size = sum((folder / name).stat().st_size for name in names)
+        try:
+            vault.upload(folder, step, names)
+        except (StorageError, OSError) as failure:
+            error = writing.reason(failure)
+        stages = {"write": time.perf_counter() - clock}
+        told = multihost.to_first("sent", [error, stages, size])
+
+        def end() -> str | None:
+            errors = [part[0] for part in told or [] if part[0]]
+            if errors:
+                return errors[0]
+            try:
+                clock = time.perf_counter()
+                vault.complete(folder, step)
+                seconds = time.perf_counter() - clock
+                self._record(
+                    "copy",
+                    step,
+                    begun,
+                    [p[1] | {"commit": seconds} for p in told or []],
+                    [p[2] for p in told or []],
+                )
+                while self._deleted:
+                    vault.remove(self._deleted.pop())
+            except (StorageError, OSError) as failure:
+                return writing.reason(failure)
+            return None
+
+        return multihost.from_first("sent end", end)
+
+    ####################################################################################################################
+    # At the start of a run; in all processes together
+    ####################################################################################################################
+
+    def bring_newest(self) -> None:
+        """Makes the newest step of any tier whole in workdir/checkpoints; clears what was left half-done."""
+        here = multihost.from_first("tiers", self._tidy)
+        if self._local:
+            self._publish_newest(here)
+        if self._vault:
+            self._fetch_newest(self._vault)
+
+    def _tidy(self) -> int:
+        writing.clear(self.root)
+        self.root.mkdir(parents=True, exist_ok=True)
+        if not (self.root / RUN).exists():
+            (self.root / RUN).write_text(uuid.uuid4().hex)
+        return max(writing.steps_in(self.root), default=-1)
+
+    def _publish_newest(self, here: int) -> None:
+        assert self._local is not None
+        writing.clear(self._mine())
+        seen: dict[int, list] = {}  # by step: [process that wrote it, of how many]
+        run = self.run()
+        for folder in sorted(self._local.glob("process-*")):
+            for step in writing.numbered(folder):
+                with contextlib.suppress(OSError, ValueError, KeyError):
+                    part = json.loads((folder / str(step) / PART).read_text())
+                    if part["run"] == run:
+                        seen.setdefault(step, []).append([part["process"], part["count"]])
+                        continue
+                shutil.rmtree(folder / str(step), ignore_errors=True)  # another run's
+        told = multihost.to_first("local", {str(step): parts for step, parts in seen.items()})
+
+        def choose() -> list:
+            for step in sorted({int(s) for view in told or [] for s in view}, reverse=True):
+                if step <= here:
+                    break
+                views = [view.get(str(step), []) for view in told or []]
+                count = max(c for parts in views for _, c in parts)
+                # Each part is copied by the first process that sees it.
+                who = {p: i for i, parts in reversed(list(enumerate(views))) for p, c in parts if c == count}
+                if len(who) == count:
+                    return [step, who]
+            return [None, {}]
+
+        step, who = multihost.from_first("local step", choose)
+        if step is None:
+            return
+        mine = [int(part) for part, reader in who.items() if reader == jax.process_index()]
+        error = self._publish("rescue", step, {i: self._local / f"process-{i}" / str(step) for i in mine})
+        if multihost.is_writer():
+            self._say(
+                f"warning: step {step} of the local folders could not be put together: {error}"
+                if error
+                else f"step {step} was only in the local folders; it is put together in {self.root}"
+            )
+
+    def _fetch_newest(self, vault: "remote.Vault") -> None:
+        def look() -> list:
+            there = max(vault.steps(), default=-1)
+            return [there, there > max(writing.steps_in(self.root), default=-1)]
+
+        step, newer = multihost.from_first("durable", look)
+        if not newer:
+            return
+        folder, error = self.root / f"{writing.SAVING}{step}", None
+        try:
+            vault.download(step, folder, share(vault.manifest(step)["files"]))
+        except (StorageError, OSError) as failure:
+            error = writing.reason(failure)
+        told = multihost.to_first("fetched", error)
+
+        def end() -> str | None:
+            errors = [part for part in told or [] if part]
+            if not errors:
+                files = vault.manifest(step)["files"]
+                run = json.loads((folder / META).read_text()).get("run")
+                mine = writing.steps_in(self.root)
+                if mine and run != self.run():
+                    raise UserError(
+                        f"config.checkpoint.durable holds step {step} of another run than {self.root.parent}; "
+                        "give each run a place of its own"
+                    )
+                (self.root / RUN).write_text(run or self.run())
+                writing.commit(folder, self.root / str(step), files)
+                self._say(f"step {step} was fetched from {vault.url}")
+            return errors[0] if errors else None
+
+        error = multihost.from_first("fetched end", end)
+        if error:
+            raise StorageError(f"step {step} could not be fetched: {error}")
+
+
+def _vault(url: str) -> "remote.Vault":
+    from zaya_jax.checkpoint import remote  # with all that reaches other machines
+
+    return remote.Vault(url)
+
+
+def _copy(source: Path, target: Path, name: str, sums: list[int]) -> None:
+    content = (source / name).read_bytes()
+    if [len(content), writing.crc32c(content)] != sums:
+        raise StorageError(f"{source / name} is not what was written there")
+    writing.write_files(target, {name: content})
+
+
+def share(files: writing.Sums) -> list[str]:
+    """Which files this process handles: about as many bytes as each other one."""
+    count, load = jax.process_count(), [0] * jax.process_count()
+    mine = []
+    for name, (size, _) in sorted(files.items(), key=lambda f: (-f[1][0], f[0])):
+        least = min(range(count), key=load.__getitem__)
+        load[least] += size
+        if least == jax.process_index():
+            mine.append(name)
+    return mine
