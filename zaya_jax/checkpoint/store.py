@@ -303,9 +303,7 @@ class Store:
         `place` is applied to the state; its time is recorded as a stage of its own.
         """
         began, clock = time.time(), time.perf_counter()
-        with _context():
-            found = ocp.load_checkpointables(self.root / str(step), {"state": abstract_state, "meta": None})
-        state = jax.block_until_ready(found["state"])
+        state = jax.block_until_ready(_load(self.root / str(step), abstract_state))
         stages = {"read": time.perf_counter() - clock}
         size = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
         if place is not None:
@@ -315,7 +313,22 @@ class Store:
             parts = multihost.to_first("loaded", [stages, size])
             if parts is not None:
                 self._record("load", step, began, [part[0] for part in parts], [part[1] for part in parts])
-        return state, found["meta"]
+        return state, json.loads((self.root / str(step) / layout.META).read_text(encoding="utf-8"))
+
+
+def _load(folder: Path, abstract_state: dict[str, Any], part: bool = False) -> dict[str, Any]:
+    """Arrays of a checkpoint as an abstract tree says; `part`: the checkpoint may hold others too."""
+    context = _context()
+    context.pytree.loading.partial_load = part
+    wanted = layout.flat(abstract_state)  # without the empty folders of its tree, which are not stored
+    try:
+        with context:
+            found = ocp.load_checkpointables(folder, {"state": layout.nested(wanted)})["state"]
+    except Exception as error:
+        cause = error.__cause__ or error  # Orbax tells it to whoever reads on
+        raise StorageError(f"{folder} cannot be read: {' '.join(str(cause).split())[:600]}") from error
+    found = layout.flat(found)
+    return jax.tree.unflatten(jax.tree.structure(abstract_state), [found[name] for name in wanted])
 
 
 def _context() -> ocp.Context:
@@ -351,10 +364,7 @@ def read_meta(workdir: str | os.PathLike, step: int) -> dict[str, Any]:
 
 def read_part(workdir: str | os.PathLike, step: int, abstract_part: dict[str, Any]) -> dict[str, Any]:
     """Some arrays of a checkpoint's state, by a part of its tree; touches nothing either."""
-    context = _context()
-    context.pytree.loading.partial_load = True
-    with context:
-        return ocp.load_checkpointables(step_folder(workdir, step), {"state": abstract_part})["state"]
+    return _load(step_folder(workdir, step), abstract_part, part=True)
 
 
 def abstract_like(tree: Any, sharding: jax.sharding.Sharding) -> Any:
