@@ -214,9 +214,14 @@ def frame(arrays: tuple[Array, ...], meta: dict[str, Any]) -> dict[str, bytes]:
 
 
 def describe(abstract: Any) -> dict[str, Any]:
-    """Where each array lay when it was written, for people who look into a checkpoint."""
+    """Where each array lay when it was written, for people who look into a checkpoint: the mesh axes over each dim."""
     return {
-        name: {"axes": [str(axes) for axes in x.sharding.spec], "mesh": dict(x.sharding.mesh.shape)}
+        name: {
+            "axes": [
+                str(axes) for axes in (*x.sharding.spec, *[None] * (len(x.shape) - len(x.sharding.spec)))
+            ],
+            "mesh": dict(x.sharding.mesh.shape),
+        }
         for name, x in flat(abstract).items()
         if isinstance(x.sharding, NamedSharding)
     }

@@ -1,0 +1,347 @@
+"""The engine of checkpoints: complete or absent, failing storage, damage, what is kept, the local tier."""
+
+import errno
+import gc
+import json
+import shutil
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from zaya_jax.checkpoint import keep, layout, store, writing
+from zaya_jax.config import Checkpoint, StorageError
+
+META = {"step": 0, "tokens": 0}
+
+
+def state(seed, rows=64):
+    """A small state on eight devices: one array cut, one on all of them, a number."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+    key = jax.random.key(seed)
+    return {
+        "params": {"layers": {"w": put(jax.random.normal(key, (2, rows, 8)), None, "data")}},
+        "optimizer": {"momentum": put(jnp.full((rows, 3), seed, jnp.bfloat16)), "empty": {}},
+        "balance": {"steps": put(jnp.int32(seed))},
+    }
+
+
+def like(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+class Run:
+    """A store in a folder, and what it said."""
+
+    def __init__(self, folder, **settings):
+        self.said = []
+        self.store = store.Store(folder, Checkpoint(**{"max_wait": 0.2, **settings}), self.said.append)
+
+    def save(self, step, tree=None, **meta):
+        self.store.save(step, tree or state(step), META | {"step": step, "tokens": step} | meta)
+        self.store.wait()
+
+
+def visible(folder):
+    return sorted(p.name for p in (folder / "checkpoints").iterdir() if not p.name.startswith("."))
+
+
+def test_what_is_saved_comes_back_on_other_meshes(tmp_path):
+    run, tree = Run(tmp_path), state(7)
+    run.save(3, tree)
+    assert run.said == [] and run.store.newest() == 3
+    got, meta = run.store.restore(3, like(tree))
+    same(got, tree)
+    assert meta["step"] == 3 and meta["processes"] == 1
+    assert meta["layout"]["params.layers.w"] == {
+        "axes": ["None", "data", "None"],
+        "mesh": {"data": 4, "expert": 2},
+    }
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    same(run.store.restore(3, store.abstract_like(tree, one))[0], tree)
+
+
+def test_each_byte_is_written_once_and_by_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(layout, "PART_BYTES", 32)
+    tree = state(1)
+    wide = jax.tree.map(lambda x: jax.device_put(x, layout.spread(x.shape, x.dtype, x.sharding)), tree)
+    momentum = wide["optimizer"]["momentum"]
+    assert tree["optimizer"]["momentum"].sharding.is_fully_replicated
+    assert {shard.data.shape for shard in momentum.addressable_shards} == {(8, 3)}
+    run = Run(tmp_path)
+    run.save(1, wide)
+    files = [p for p in (tmp_path / "checkpoints" / "1" / "state").rglob("c*") if p.is_file()]
+    stored = sum(p.stat().st_size - 4 for p in files)
+    assert stored == sum(x.nbytes for x in jax.tree.leaves(tree))
+    same(run.store.restore(1, like(tree))[0], tree)
+
+
+def test_the_plan_gives_each_process_its_part():
+    class Device:
+        def __init__(self, number):
+            self.id, self.process_index = number, number // 2
+
+    class Sharding:  # as on four processes of two devices
+        def __init__(self, shape, dim):
+            self.shape, self.dim, self.devices = shape, dim, [Device(i) for i in range(8)]
+
+        def shard_shape(self, shape):
+            return tuple(n // 8 if d == self.dim else n for d, n in enumerate(shape))
+
+        def devices_indices_map(self, shape):
+            part = self.shard_shape(shape)
+            cut = lambda i, d: slice(i * part[d], (i + 1) * part[d]) if d == self.dim else slice(None)  # noqa: E731
+            return {d: tuple(cut(d.id, dim) for dim in range(len(shape))) for d in self.devices}
+
+    class Leaf:
+        def __init__(self, shape, dim):
+            self.shape, self.dtype, self.sharding = shape, np.dtype(np.float32), Sharding(shape, dim)
+
+    tree = {"cut": Leaf((16, 4), 0)} | {f"whole{i}": Leaf((10 + i, 10), None) for i in range(9)}
+    plan = layout.make_plan(tree)
+    assert sum(plan.bytes.values()) == sum(4 * x.shape[0] * x.shape[1] for x in tree.values())
+    assert max(plan.bytes.values()) - min(plan.bytes.values()) <= 800
+    assert {p.array.name for pieces in plan.pieces.values() for p in pieces} == set(tree)
+    for process, pieces in plan.pieces.items():
+        assert all(piece.device.process_index == process for piece in pieces)
+
+
+def test_a_second_save_takes_the_memory_of_the_first(tmp_path):
+    tree = state(2)
+    into = jax.jit(lambda x, spare: jax.tree.map(jnp.copy, x), donate_argnums=1, keep_unused=True)
+
+    def places(tree):
+        return [
+            shard.data.unsafe_buffer_pointer()
+            for x in jax.tree.leaves(tree)
+            for shard in x.addressable_shards
+        ]
+
+    run = Run(tmp_path)
+    assert run.store.spare() is None
+    snapshot = into(tree, jax.tree.map(jnp.zeros_like, tree))
+    before = places(snapshot)
+    run.save(1, snapshot)
+    del snapshot
+    second = into(tree, run.store.spare())
+    assert places(second) == before and run.store.spare() is None
+    run.save(2, second)
+    same(run.store.restore(1, like(tree))[0], tree)
+
+
+class Killed(BaseException):
+    pass
+
+
+def operations(monkeypatch, stop_at):
+    """From now on the `stop_at`-th change of the file system, and all after it, do not happen."""
+    done, lock = [0], threading.Lock()
+
+    def counted(function):
+        def call(*args, **kwargs):
+            with lock:
+                done[0] += 1
+                if done[0] > stop_at:
+                    raise Killed
+            return function(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(writing, "write_file", counted(writing.write_file))
+    monkeypatch.setattr(writing.Path, "rename", counted(writing.Path.rename))
+    monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+    return done
+
+
+def test_killed_at_any_operation_it_is_complete_or_absent(tmp_path):
+    total, stop_at = None, 0
+    while total is None or stop_at <= total:
+        folder = tmp_path / str(stop_at)
+        run = Run(folder, keep=1)
+        run.save(1)
+        with pytest.MonkeyPatch.context() as patch:
+            done = operations(patch, stop_at)
+            try:
+                run.save(2)
+            except Killed:
+                assert done[0] > stop_at
+            else:
+                total = done[0]
+        steps = visible(folder)
+        assert steps in (["1"], ["1", "2"], ["2"])  # and deleted only when the newer is there
+        again = Run(folder, keep=1)
+        assert again.store.newest() == max(map(int, steps))
+        for step in map(int, steps):
+            same(again.store.restore(step, like(state(step)))[0], state(step))
+        left = {p.name for p in (folder / "checkpoints").iterdir()} - set(steps)
+        assert left == {".run"}, "what was half-done is cleared"
+        stop_at += 1
+    assert total > 10
+
+
+def test_a_full_disk_is_said_each_time_and_ends_the_run_after_so_many(tmp_path, monkeypatch):
+    run = Run(tmp_path, max_failures=2)
+    run.save(1)
+
+    def full(path, buffers):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "write_file", full)
+        run.save(2)
+        assert run.store.free(3)
+        assert visible(tmp_path) == ["1"] and not (tmp_path / "checkpoints" / ".saving-2").exists()
+        assert "step 2 is NOT saved: No space left on device" in run.said[0]
+        assert "newest complete checkpoint is step 1's; training goes on" in run.said[0]
+    run.save(3)
+    assert run.store.free(4), "a success forgets the failures"
+    monkeypatch.setattr(writing, "write_file", full)
+    run.save(4)
+    run.save(5)
+    assert len(run.said) == 3
+    with pytest.raises(StorageError, match=r"2 saves failed in a row.*No space left.*step 3's"):
+        run.store.free(6)
+    monkeypatch.setattr(store, "RETRY_SECONDS", 0)
+    with pytest.raises(StorageError, match="No space left"):
+        run.store.save_now(6, state(6), META)
+    assert len(run.said) == 5
+    monkeypatch.undo()
+    run.store.save_now(7, state(7), META)
+    assert visible(tmp_path) == ["1", "3", "7"]
+
+
+def test_a_slow_store_is_waited_for_a_while(tmp_path, monkeypatch):
+    run, slow, write = Run(tmp_path, max_failures=2), threading.Event(), writing.write_file
+
+    def waits(path, buffers):
+        slow.wait()
+        write(path, buffers)
+
+    monkeypatch.setattr(writing, "write_file", waits)
+    run.store.save(1, state(1), META)
+    assert run.store.spare() is None
+    assert not run.store.free(2) and "still being written" in run.said[0]
+    with pytest.raises(StorageError, match="2 saves failed in a row"):
+        run.store.free(3)
+    slow.set()
+    assert run.store.free(4)
+    run.store.wait()
+    assert visible(tmp_path) == ["1"]
+
+
+# Orbax leaves coroutines of a failed load un-awaited.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_damage_stops_or_goes_one_back(tmp_path):
+    run = Run(tmp_path)
+    run.save(1)
+    run.save(2)
+    victim = next((tmp_path / "checkpoints" / "2").rglob("c.0.0.0"))
+    content = bytearray(victim.read_bytes())
+    content[5] ^= 4
+    victim.write_bytes(content)
+    with pytest.raises(StorageError, match=r"state/params.layers.w/c.0.0.0 is changed.*on_corrupt=previous"):
+        run.store.newest()
+    with pytest.raises(StorageError, match=r"cannot be read.*params.layers.w"):
+        run.store.restore(2, like(state(2)))
+    other = Run(tmp_path, on_corrupt="previous")
+    assert other.store.newest() == 1 and visible(tmp_path) == ["1"]
+    assert "WARNING" in other.said[0] and (tmp_path / "checkpoints" / ".damaged-2").is_dir()
+    other.save(2)
+    assert other.store.newest() == 2
+    gc.collect()
+
+
+def test_every_file_is_watched(tmp_path):
+    run = Run(tmp_path)
+    run.save(1)
+    folder = tmp_path / "checkpoints" / "1"
+    for path in [p for p in folder.rglob("*") if p.is_file()]:
+        content = path.read_bytes()
+        for damaged in (content[:-1], bytes([content[0] ^ 1]) + content[1:], None):
+            path.unlink()
+            if damaged is not None:
+                path.write_bytes(damaged)
+            if path.name == layout.MARKER and damaged is None:
+                assert run.store.newest() is None
+            else:
+                with pytest.raises(StorageError, match=path.name.replace("_", ".")):
+                    run.store.newest()
+            path.write_bytes(content)
+    assert run.store.newest() == 1
+
+
+def test_what_is_kept():
+    losses = [9, 3, 5, None, 4, 8, 7, 9, 9, 9]
+    saved = [keep.Saved(i + 1, 100 * (i + 1), loss) for i, loss in enumerate(losses)]
+    gone = lambda **rules: keep.to_delete(saved, Checkpoint(**rules))  # noqa: E731
+    assert gone(keep=3) == [1, 2, 3, 4, 5, 6, 7]
+    assert gone(keep=1, keep_every=4) == [1, 2, 3, 5, 6, 7, 9]
+    assert gone(keep=1, keep_best=2) == [1, 3, 4, 6, 7, 8, 9]
+    assert gone(keep=1, keep_tokens=350) == [1, 2, 3, 5, 6, 8, 9]
+    assert gone(keep=20) == []
+
+
+def test_old_steps_go_when_a_newer_is_there(tmp_path):
+    run = Run(tmp_path, keep=1, keep_best=1)
+    for step, loss in ((1, 3.0), (2, 1.0), (3, 2.0), (4, None)):
+        run.save(step, metrics={"eval/loss": loss} if loss else {})
+    assert visible(tmp_path) == ["2", "4"]
+
+
+def test_a_local_folder_comes_first(tmp_path, monkeypatch):
+    fast, run = tmp_path / "fast", None
+    go = threading.Event()
+    publish = store.tiers.Tiers._publish
+    monkeypatch.setattr(store.tiers.Tiers, "_publish", lambda self, *args: go.wait() and publish(self, *args))
+    run = Run(tmp_path / "run", local=str(fast))
+    assert run.store.newest() is None
+    run.store.save(1, state(1), META)
+    run.store._collect(None)
+    assert visible(tmp_path / "run") == [], "the save is over before the slow folder has it"
+    shutil.copytree(fast, tmp_path / "killed here")
+    go.set()
+    run.store.wait()
+    assert visible(tmp_path / "run") == ["1"]
+    same(run.store.restore(1, like(state(1)))[0], state(1))
+
+    # A run that was killed with its newest step in the local folder alone.
+    writing.remove(tmp_path / "run" / "checkpoints", 1)
+    again = Run(tmp_path / "run", local=str(fast))
+    assert again.store.newest() == 1 and "only in the local folders" in again.said[0]
+    same(again.store.restore(1, like(state(1)))[0], state(1))
+
+    # Damaged there, it is not put together.
+    writing.remove(tmp_path / "run" / "checkpoints", 1)
+    victim = next(fast.rglob("c.0.0.0"))
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    worse = Run(tmp_path / "run", local=str(fast))
+    assert worse.store.newest() is None and "could not be put together" in worse.said[0]
+
+    # Another run's are not taken.
+    shutil.rmtree(tmp_path / "run")
+    other = Run(tmp_path / "run", local=str(fast))
+    assert other.store.newest() is None and other.said == []
+    assert not list(fast.rglob("c.0.0.0"))
+
+
+def test_times_are_written_down(tmp_path):
+    run = Run(tmp_path)
+    run.save(1)
+    run.store.restore(1, like(state(1)), place=lambda x: x)
+    save, load = [json.loads(line) for line in (tmp_path / store.TIMES).read_text().splitlines()]
+    assert save["kind"] == "save" and set(save["stages"]) == {"copy", "serialise", "write", "commit"}
+    assert load["kind"] == "load" and set(load["stages"]) == {"read", "place"}
+    assert save["bytes"] == sum(x.nbytes for x in jax.tree.leaves(state(1)))
+    assert set(run.store.figures()) == {f"checkpoint/{s}_seconds" for s in save["stages"]}
+    assert run.store.figures() == {}
