@@ -4,6 +4,7 @@ The settings are environment variables, set before anything imports jax: program
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,3 +29,25 @@ def golden_dir() -> Path:
 def golden_case(request: pytest.FixtureRequest, golden_dir: Path) -> Path:
     """Each golden case in turn: a folder with config.json, model.safetensors and expected.safetensors."""
     return golden_dir / request.param
+
+
+@pytest.fixture(scope="session")
+def _s3() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture
+def s3_server(_s3: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a real S3 server on this machine; also for the programs that a test starts."""
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": _s3,
+    }.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    return _s3

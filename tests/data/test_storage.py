@@ -55,6 +55,14 @@ def test_byte_ranges_give_what_array_record_gives(directory):
     assert storage.verify(url) == []
 
 
+def test_a_real_s3_server_gives_it_too(directory, s3_server):
+    files = fsspec.filesystem("s3")
+    files.mkdir("corpus")
+    files.put(str(directory), "corpus/web", recursive=True)
+    np.testing.assert_array_equal(contents(Prepared("s3://corpus/web")), contents(Prepared(str(directory))))
+    assert storage.verify("s3://corpus/web") == []
+
+
 def test_an_unreliable_store_is_retried_and_counted(directory, monkeypatch):
     url = to_memory(directory, "unreliable")
     monkeypatch.setattr(storage, "FIRST_PAUSE", 0.001)

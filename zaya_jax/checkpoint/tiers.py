@@ -256,6 +256,7 @@ class Tiers:
 
     def _fetch_newest(self, vault: "remote.Vault") -> None:
         def look() -> list:
+            vault.clear()
             there = max(vault.steps(), default=-1)
             return [there, there > max(writing.steps_in(self.root), default=-1)]
 
@@ -264,7 +265,7 @@ class Tiers:
             return
         folder, error = self.root / f"{writing.SAVING}{step}", None
         try:
-            vault.download(step, folder, share(vault.manifest(step)["files"]))
+            vault.download(step, folder, share(vault.manifest(step)))
         except (StorageError, OSError) as failure:
             error = writing.reason(failure)
         told = multihost.to_first("fetched", error)
@@ -272,7 +273,7 @@ class Tiers:
         def end() -> str | None:
             errors = [part for part in told or [] if part]
             if not errors:
-                files = vault.manifest(step)["files"]
+                files = vault.manifest(step)
                 run = json.loads((folder / META).read_text()).get("run")
                 mine = writing.steps_in(self.root)
                 if mine and run != self.run():

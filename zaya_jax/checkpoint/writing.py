@@ -119,10 +119,15 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> Sums:
 
 def read_seal(folder: Path) -> Sums:
     """A whole checkpoint's files, with sizes and checksums; ValueError where that list itself is damaged."""
+    return parse_seal((folder / MARKER).read_bytes())
+
+
+def parse_seal(content: bytes) -> Sums:
+    """The same of the marker's content."""
     try:
-        content = json.loads((folder / MARKER).read_bytes())
-        if crc32c(_canonical(content["files"])) == content["crc32c"]:
-            return content["files"]
+        found = json.loads(content)
+        if crc32c(_canonical(found["files"])) == found["crc32c"]:
+            return found["files"]
     except (ValueError, KeyError, TypeError):
         pass
     raise ValueError(f"{MARKER} is changed: it does not have its own checksum")

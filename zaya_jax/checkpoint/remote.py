@@ -1,0 +1,226 @@
+"""Finished checkpoints in another place: a folder, s3://, gs:// or whatever fsspec reaches.
+
+    vault = Vault("s3://bucket/run")          the endpoint: argument, else AWS_ENDPOINT_URL
+    vault.upload(folder, step, names)         some files of a whole local checkpoint; several processes share them
+    vault.complete(folder, step)              its marker, last: before this the step does not exist there
+    vault.download(step, folder)              checked on the way
+
+Objects lie at URL/STEP/NAME. Object stores cannot rename, so it is `checksums.json` that makes a step whole; deleting
+takes it away first.
+"""
+
+import concurrent.futures
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+
+from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint.layout import MARKER, STATE
+from zaya_jax.config import StorageError, UserError
+
+IN_FLIGHT = 8  # files at once, each of at most layout.CHUNK_BYTES
+PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+# What trying again does not mend.
+FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+
+T = TypeVar("T")
+
+
+class Vault:
+    """Whole checkpoints below a URL."""
+
+    def __init__(self, url: str, endpoint: str | None = None, megabytes_per_second: float = 0.0):
+        """`megabytes_per_second` bounds what this process writes; 0: as fast as it goes."""
+        self.url = url.rstrip("/")
+        protocol = self.url.split("://", 1)[0] if "://" in self.url else "file"
+        options: dict[str, Any] = {}
+        if protocol in ("s3", "s3a"):
+            options = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}}
+            if endpoint:
+                options["endpoint_url"] = endpoint
+        if protocol != "file":
+            options["use_listings_cache"] = False  # others write there too
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
+        except ImportError as error:
+            extra = EXTRAS.get(protocol, protocol)
+            raise UserError(
+                f"{self.url} needs a package more ({error}): pip install 'zaya_jax[{extra}]'"
+            ) from None
+        except ValueError as error:
+            raise UserError(f"{self.url} is no folder and no URL that fsspec knows ({error})") from None
+        self._local = protocol == "file"
+        self._rate, self._lock, self._free_at = megabytes_per_second * 1e6, threading.Lock(), 0.0
+
+    def steps(self) -> list[int]:
+        """The whole checkpoints, oldest first."""
+        return sorted(self._numbered(marked=True))
+
+    def manifest(self, step: int) -> dict[str, list[int]]:
+        """A whole checkpoint's files with sizes and checksums."""
+        try:
+            return writing.parse_seal(self._get(f"{step}/{MARKER}"))
+        except ValueError as error:
+            raise StorageError(f"{self.url}/{step}: {error}") from None
+
+    def upload(self, folder: Path, step: int, names: Sequence[str]) -> None:
+        """Copies files of a local checkpoint; any process may give any of them."""
+
+        def one(name: str) -> None:
+            content = (folder / name).read_bytes()
+            self._throttle(len(content))
+            self._put(f"{step}/{name}", content)
+
+        _each(one, names)
+
+    def complete(self, folder: Path, step: int) -> None:
+        """Makes an uploaded step whole, if all its files are there."""
+        files = writing.read_seal(folder)
+        there = self._sizes(step)
+        wrong = [name for name, (size, _) in files.items() if there.get(name) != size]
+        if wrong:
+            raise StorageError(
+                f"{self.url}/{step} lacks {len(wrong)} of {len(files)} files, such as {wrong[0]}; upload them first"
+            )
+        self._put(f"{step}/{MARKER}", (folder / MARKER).read_bytes())
+
+    def download(self, step: int, folder: Path, names: Iterable[str] | None = None) -> None:
+        """Fetches a step's files (but the marker), or those named, below a folder; StorageError if one is damaged."""
+        files = self.manifest(step)
+
+        def one(name: str) -> None:
+            content = self._get(f"{step}/{name}")
+            what = wrong_with(content, *files[name])
+            if what:
+                raise StorageError(f"{self.url}/{step}/{name}{of_array(name)} is {what}")
+            writing.write_files(folder, {name: content})
+
+        _each(one, list(files if names is None else names))
+
+    def check(self, step: int, name: str, size: int, crc: int) -> str | None:
+        """What is wrong with a file there; None if nothing is."""
+        try:
+            return wrong_with(self._get(f"{step}/{name}"), size, crc)
+        except StorageError as error:
+            return "missing" if isinstance(error.__cause__, FileNotFoundError) else str(error)
+
+    def remove(self, step: int) -> None:
+        """Deletes a step: the marker first, so that a half-deleted one is none."""
+        names = sorted(self._sizes(step), key=lambda name: name != MARKER)
+        for part in (names[:1], names[1:]):
+            _each(lambda name: self._attempt("delete", name, self._delete, f"{step}/{name}"), part)
+        if self._local:
+            with contextlib.suppress(OSError):
+                self._files.rm(f"{self._root}/{step}", recursive=True)
+
+    def clear(self) -> list[int]:
+        """Deletes what uploads that never ended have left, and says of which steps."""
+        left = sorted(set(self._numbered()) - set(self._numbered(marked=True)))
+        for step in left:
+            self.remove(step)
+        return left
+
+    def _numbered(self, marked: bool = False) -> list[int]:
+        def names() -> list[str]:
+            try:
+                return [str(entry["name"]) for entry in self._files.ls(self._root, detail=True)]
+            except FileNotFoundError:
+                self._must_exist()
+                return []
+
+        found = self._attempt("list", "", names)
+        steps = [
+            int(last) for last in (name.rstrip("/").rsplit("/", 1)[-1] for name in found) if last.isdigit()
+        ]
+        return [s for s in steps if not marked or self._attempt("look at", f"{s}/{MARKER}", self._exists, s)]
+
+    def _must_exist(self) -> None:
+        """An empty place is fine; a bucket that is not there is an error."""
+        if not self._local and "/" in self._root:
+            self._files.ls(self._root.split("/", 1)[0], detail=False)
+
+    def _exists(self, step: int) -> bool:
+        return self._files.exists(f"{self._root}/{step}/{MARKER}")
+
+    def _sizes(self, step: int) -> dict[str, int]:
+        prefix = f"{self._root}/{step}"
+
+        def find() -> dict[str, int]:
+            found = self._files.find(prefix, detail=True)
+            return {path[len(prefix) + 1 :]: int(entry["size"]) for path, entry in found.items()}
+
+        return self._attempt("list", str(step), find)
+
+    def _get(self, name: str) -> bytes:
+        return self._attempt("read", name, self._files.cat_file, f"{self._root}/{name}")
+
+    def _put(self, name: str, content: bytes) -> None:
+        self._attempt("write", name, self._write, name, content)
+
+    def _write(self, name: str, content: bytes) -> None:
+        if not self._local:
+            self._files.pipe_file(f"{self._root}/{name}", content)
+            return
+        path = Path(self._root) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        writing.write_file(part, [content])
+        part.replace(path)
+
+    def _delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._root}/{name}")
+
+    def _throttle(self, size: int) -> None:
+        if self._rate:
+            with self._lock:
+                begin = max(time.monotonic(), self._free_at)
+                self._free_at = begin + size / self._rate
+            time.sleep(max(self._free_at - time.monotonic(), 0))
+
+    def _attempt(self, verb: str, name: str, function: Callable[..., T], *args: Any) -> T:
+        where = f"{self.url}/{name}" if name else self.url
+        for pause in (*PAUSES, None):
+            try:
+                return function(*args)
+            except Exception as error:
+                # Whatever a client library raises: its own classes are no OSErrors.
+                if isinstance(error, FINAL) or pause is None:
+                    tries = "" if isinstance(error, FINAL) else f" after {len(PAUSES) + 1} attempts"
+                    raise StorageError(
+                        f"cannot {verb} {where}{tries}: {writing.reason(error)}; look at the address, the credentials "
+                        "and (for s3://) AWS_ENDPOINT_URL"
+                    ) from error
+            time.sleep(pause)
+        raise AssertionError("not reached")
+
+
+def wrong_with(content: bytes, size: int, crc: int) -> str | None:
+    """What is wrong with a file's content; None if nothing is."""
+    if len(content) != size:
+        return f"{'truncated' if len(content) < size else 'too long'}: {len(content)} bytes instead of {size}"
+    found = writing.crc32c(content)
+    return None if found == crc else f"changed: crc32c {found:08x} instead of {crc:08x}"
+
+
+def of_array(name: str) -> str:
+    """ " (array X)" for a file of one."""
+    parts = name.split("/")
+    return f" (array {parts[1]})" if parts[0] == STATE and len(parts) > 2 else ""
+
+
+def _each(function: Callable[[str], None], names: Sequence[str]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(IN_FLIGHT, "vault") as pool:
+        waiting = [pool.submit(function, name) for name in names]
+        try:
+            for done in waiting:
+                done.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
