@@ -1,29 +1,63 @@
-"""Checkpoints to and from the public PyTorch implementation.
+"""Looks into a run's checkpoints, checks, moves and exports them.
 
+    python -m experiments.checkpoint inspect --workdir=DIR [--step=N] [--html]
+    python -m experiments.checkpoint verify --workdir=DIR|URL [--step=N]
     python -m experiments.checkpoint from_hf --model=DIR --workdir=DIR
     python -m experiments.checkpoint to_hf --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16] [--shard-gb=5]
 
-DIR is a directory of transformers' `zaya`: config.json and safetensors. An imported workdir has its weights as step 0:
-`experiments.generate` runs it, `experiments.pretrain` trains it further. See docs/pytorch.md.
+The model of from_hf and to_hf is a directory of transformers' `zaya`: config.json and safetensors. An imported workdir
+has its weights as step 0: `experiments.generate` runs it, `experiments.pretrain` trains it further. URL is a place that
+`checkpoint.durable` names. Exit codes: 0 done, 2 bad input, 4 damaged. See docs/checkpoints.md and docs/pytorch.md.
 """
 
+import contextlib
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from zaya_jax import cli
-from zaya_jax.checkpoint import exchange
+from zaya_jax.checkpoint import audit, exchange, look, monitor, store, writing
+from zaya_jax.config import UserError
+from zaya_jax.train.workdir import read_config
 
 
 def main() -> int:
     """Runs the subcommand that was asked for."""
+    args = _parser().parse_args()
+    return args.function(args)
+
+
+def _parser() -> cli.Parser:
     parser = cli.Parser(prog="python -m experiments.checkpoint", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="from_hf | to_hf")
-    add = commands.add_parser("from_hf", help="make a workdir of a model directory")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def command(name: str, function: Callable[[Any], int], about: str) -> Any:
+        add = commands.add_parser(name, help=about)
+        add.set_defaults(function=function)
+        return add
+
+    add = command("inspect", inspect, "what the checkpoints of a run hold, and what saving them took")
+    add.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="the run's folder")
+    add.add_argument("--step", type=int, metavar="N", help="whose arrays; by default the newest's")
+    add.add_argument(
+        "--html",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="also as a picture, by default DIR/checkpoints.html",
+    )
+    add = command("verify", verify, "find every changed, truncated or missing file")
+    add.add_argument(
+        "--workdir", required=True, metavar="DIR|URL", help="the run's folder, or where its copies are"
+    )
+    add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default all")
+    add = command("from_hf", from_hf, "make a workdir of a model directory")
     add.add_argument("--model", required=True, type=Path, metavar="DIR", help="the directory to read")
     add.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="the workdir to make")
-    add = commands.add_parser("to_hf", help="write a step of a workdir as a model directory")
+    add = command("to_hf", to_hf, "write a step of a workdir as a model directory")
     add.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="the workdir to read")
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
     add.add_argument("--out", required=True, type=Path, metavar="DIR", help="the directory to make")
@@ -31,19 +65,94 @@ def main() -> int:
     add.add_argument(
         "--shard-gb", type=float, default=exchange.SHARD_GB, metavar="GB", help="greatest size of a file"
     )
-    args = parser.parse_args()
+    return parser
+
+
+def inspect(args: Any) -> int:
+    """Prints tables, and draws the page if asked to."""
+    read_config(args.workdir)  # or it is no run's folder
+    step = store.latest_step(args.workdir, args.step)
+    print(look.steps_text(args.workdir))
+    print()
+    print(look.arrays_text(args.workdir, step))
+    if args.html is not None:
+        print(f"written: {monitor.write_page(args.workdir, args.html or None)}")
+    return cli.DONE
+
+
+def verify(args: Any) -> int:
+    """A line for each step, and one for each damage."""
+    if "://" in args.workdir:
+        from zaya_jax.checkpoint.remote import Vault
+
+        vault = Vault(args.workdir)
+        steps, check = vault.steps(), vault.verify
+        if not steps:
+            raise UserError(
+                f"--workdir={args.workdir} has no checkpoint; give the place that checkpoint.durable names"
+            )
+    else:
+        root = Path(args.workdir).absolute() / "checkpoints"
+        steps = [s for s in writing.numbered(root) if any((root / str(s)).iterdir())]
+        if not steps:
+            store.latest_step(args.workdir)  # says what is wrong
+
+        def check(step: int, progress: audit.Progress | None = None) -> list[audit.Damage]:
+            return audit.verify(root / str(step), progress)
+
+    if args.step is not None:
+        if args.step not in steps:
+            raise UserError(
+                f"--workdir={args.workdir} has no checkpoint of step {args.step}; it has {', '.join(map(str, steps))}"
+            )
+        steps = [args.step]
+    damaged = 0
+    for step in steps:
+        total = 0
+        with _progress() as progress:
+
+            def count(done: int, all_bytes: int) -> None:
+                nonlocal total
+                total = all_bytes
+                progress(done, all_bytes)
+
+            damages = check(step, count)
+        if not damages:
+            print(f"step {step}: {look.size_text(total)}, whole")
+        for damage in damages:
+            print(f"step {step}: {damage}")
+        damaged += bool(damages)
+    if damaged:
+        print(f"error: {damaged} of {len(steps)} checkpoints damaged", file=sys.stderr)
+    return cli.STORAGE if damaged else cli.DONE
+
+
+def from_hf(args: Any) -> int:
+    """See `exchange`."""
+    with _progress() as progress:
+        made = exchange.from_hf(args.model, args.workdir, progress)
+    print(f"written: {made}")
+    return cli.DONE
+
+
+def to_hf(args: Any) -> int:
+    """See `exchange`."""
+    with _progress() as progress:
+        made = exchange.to_hf(args.workdir, args.out, args.step, args.dtype, args.shard_gb, progress)
+    print(f"written: {made}")
+    return cli.DONE
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes, where there is a terminal."""
     with tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, leave=False) as bar:
 
         def progress(done: int, total: int) -> None:
             bar.total = total
             bar.update(done - bar.n)
 
-        if args.command == "from_hf":
-            made = exchange.from_hf(args.model, args.workdir, progress)
-        else:
-            made = exchange.to_hf(args.workdir, args.out, args.step, args.dtype, args.shard_gb, progress)
-    print(f"written: {made}")
-    return cli.DONE
+        yield progress
 
 
 if __name__ == "__main__":

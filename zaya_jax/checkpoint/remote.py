@@ -19,8 +19,9 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from zaya_jax.checkpoint import writing
-from zaya_jax.checkpoint.layout import MARKER, STATE
+from zaya_jax.checkpoint import audit, writing
+from zaya_jax.checkpoint.audit import Damage, Progress
+from zaya_jax.checkpoint.layout import MARKER
 from zaya_jax.config import StorageError, UserError
 
 IN_FLIGHT = 8  # files at once, each of at most layout.CHUNK_BYTES
@@ -98,17 +99,25 @@ class Vault:
             content = self._get(f"{step}/{name}")
             what = wrong_with(content, *files[name])
             if what:
-                raise StorageError(f"{self.url}/{step}/{name}{of_array(name)} is {what}")
+                raise StorageError(f"{self.url}/{step}/{Damage(name, what)}")
             writing.write_files(folder, {name: content})
 
         _each(one, list(files if names is None else names))
 
-    def check(self, step: int, name: str, size: int, crc: int) -> str | None:
-        """What is wrong with a file there; None if nothing is."""
+    def verify(self, step: int, progress: Progress | None = None) -> list[Damage]:
+        """What is wrong with a step's files."""
         try:
-            return wrong_with(self._get(f"{step}/{name}"), size, crc)
+            files = self.manifest(step)
         except StorageError as error:
-            return "missing" if isinstance(error.__cause__, FileNotFoundError) else str(error)
+            return [Damage(MARKER, str(error))]
+
+        def one(name: str) -> str | None:
+            try:
+                return wrong_with(self._get(f"{step}/{name}"), *files[name])
+            except StorageError as error:
+                return "missing" if isinstance(error.__cause__, FileNotFoundError) else str(error)
+
+        return audit.check(files, one, progress)
 
     def remove(self, step: int) -> None:
         """Deletes a step: the marker first, so that a half-deleted one is none."""
@@ -207,12 +216,6 @@ def wrong_with(content: bytes, size: int, crc: int) -> str | None:
         return f"{'truncated' if len(content) < size else 'too long'}: {len(content)} bytes instead of {size}"
     found = writing.crc32c(content)
     return None if found == crc else f"changed: crc32c {found:08x} instead of {crc:08x}"
-
-
-def of_array(name: str) -> str:
-    """ " (array X)" for a file of one."""
-    parts = name.split("/")
-    return f" (array {parts[1]})" if parts[0] == STATE and len(parts) > 2 else ""
 
 
 def _each(function: Callable[[str], None], names: Sequence[str]) -> None:

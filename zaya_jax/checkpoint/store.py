@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.checkpoint import keep, layout, tiers, writing
+from zaya_jax.checkpoint import audit, keep, layout, tiers, writing
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.parallel import multihost
 
@@ -53,6 +53,7 @@ class Store:
         self._pending: concurrent.futures.Future | None = None
         self._spare: dict[str, Any] | None = None
         self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
+        self._verify_seconds = 0.0
         self._plan: tuple[Any, layout.Plan] | None = None
 
     ####################################################################################################################
@@ -264,7 +265,9 @@ class Store:
             step = multihost.from_first("newest", lambda: max(self.steps(), default=None))
             if step is None:
                 return None
+            clock = time.perf_counter()
             damages = self._verify(step)
+            self._verify_seconds = time.perf_counter() - clock
             if not damages:
                 return step
             found = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
@@ -283,14 +286,11 @@ class Store:
 
     def _verify(self, step: int) -> list[str]:
         """What is wrong with a checkpoint's files, each read by one process; the same answer everywhere."""
-        folder, damages = self.root / str(step), []
+        folder = self.root / str(step)
         try:
-            files = writing.read_seal(folder)
-            mine = tiers.share(files)
-            with concurrent.futures.ThreadPoolExecutor(writing.THREADS, "verify") as pool:
-                found = pool.map(lambda name: writing.check_file(folder / name, *files[name]), mine)
-                damages = [f"{name} is {what}" for name, what in zip(mine, found, strict=True) if what]
-        except (OSError, ValueError, KeyError, TypeError) as failure:
+            found = audit.verify_some(folder, tiers.share(writing.read_seal(folder)))
+            damages = [str(damage) for damage in found]
+        except (OSError, ValueError) as failure:
             damages = [writing.reason(failure)]
         told = multihost.to_first("damages", damages[:100])
         return multihost.from_first("all damages", lambda: sorted({d for part in told or [] for d in part}))
@@ -304,7 +304,7 @@ class Store:
         """
         began, clock = time.time(), time.perf_counter()
         state = jax.block_until_ready(_load(self.root / str(step), abstract_state))
-        stages = {"read": time.perf_counter() - clock}
+        stages = {"verify": self._verify_seconds, "read": time.perf_counter() - clock}
         size = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
         if place is not None:
             clock = time.perf_counter()

@@ -1,0 +1,214 @@
+"""What a run's checkpoints hold and what their saving took, from small files alone; a run may be writing there.
+
+print(look.steps_text(workdir))            a line a step
+print(look.arrays_text(workdir, step))     a line an array of one
+"""
+
+import dataclasses
+import datetime
+import json
+import math
+import re
+import statistics
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zaya_jax.checkpoint import layout, store, writing
+from zaya_jax.config import StorageError, UserError
+
+STAGES = ("copy", "serialise", "write", "commit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    """One checkpoint, as its small files tell."""
+
+    step: int
+    meta: dict[str, Any]
+    files: dict[str, list[int]]
+    arrays: list[dict[str, Any]]  # name, shape, dtype, chunk, chunks, bytes
+
+    @property
+    def bytes(self) -> int:
+        """Its size on disk."""
+        return sum(size for size, _ in self.files.values())
+
+    def part_bytes(self) -> dict[str, int]:
+        """Bytes of parameters, optimizer and balancing."""
+        parts: dict[str, int] = defaultdict(int)
+        for array in self.arrays:
+            parts[array["name"].split(".")[0]] += array["bytes"]
+        return dict(parts)
+
+
+def see(workdir: str | Path, step: int) -> Seen:
+    """Looks at one step; StorageError where its small files are damaged."""
+    folder = store.step_folder(workdir, step)
+    try:
+        files = writing.read_seal(folder)
+        meta = json.loads((folder / layout.META).read_text(encoding="utf-8"))
+        chunks: dict[str, int] = defaultdict(int)
+        for name in files:
+            parts = name.split("/")
+            if parts[0] == layout.STATE and parts[-1].split(".")[0] == "c":
+                chunks[parts[1]] += 1
+        arrays = []
+        for name in sorted(n.split("/")[1] for n in files if n.endswith("/zarr.json")):
+            about = json.loads((folder / layout.STATE / name / "zarr.json").read_text(encoding="utf-8"))
+            shape, chunk = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
+            itemsize = np.dtype(about["data_type"]).itemsize
+            arrays.append(
+                {
+                    "name": name, "shape": shape, "dtype": about["data_type"], "chunk": chunk, "chunks": chunks[name],
+                    "bytes": math.prod(shape) * itemsize,
+                }
+            )  # fmt: skip
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(
+            f"{folder} cannot be looked at: {writing.reason(error)}; "
+            f"`python -m experiments.checkpoint verify --workdir={workdir} --step={step}` says what is damaged"
+        ) from None
+    return Seen(step, meta, files, arrays)
+
+
+def read_times(workdir: str | Path) -> list[dict[str, Any]]:
+    """The lines of checkpoint_times.jsonl, without what a kill cut short."""
+    lines = []
+    try:
+        content = (Path(workdir) / store.TIMES).read_bytes()
+    except OSError:
+        return []
+    for raw in content.splitlines():
+        try:
+            line = json.loads(raw)
+            line["stages"] = {str(k): float(v) for k, v in line["stages"].items()}
+            lines.append({**line, "step": int(line["step"]), "process": int(line["process"])})
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return lines
+
+
+def last_saves(times: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """By step the lines of its last save, one a process: a resumed run may have saved a step again."""
+    found: dict[int, dict[float, dict[int, dict]]] = defaultdict(lambda: defaultdict(dict))
+    for line in times:
+        if line["kind"] == "save":
+            found[line["step"]][line["time"]][line["process"]] = line
+    return {
+        step: [lines for _, lines in sorted(by_time[max(by_time)].items())]
+        for step, by_time in sorted(found.items())
+    }
+
+
+def steps_text(workdir: str | Path) -> str:
+    """A table of all steps."""
+    root = Path(workdir) / "checkpoints"
+    saves = last_saves(read_times(workdir))
+    rows = [["step", "tokens", "size", "arrays", "files", "processes", "held-out", "saved at", *STAGES]]
+    for step in writing.steps_in(root):
+        seen = see(workdir, step)
+        lines = saves.get(step, [])
+        when = datetime.datetime.fromtimestamp((root / str(step) / layout.MARKER).stat().st_mtime)
+        loss = seen.meta.get("metrics", {}).get("eval/loss")
+        rows.append(
+            [
+                str(step), f"{seen.meta.get('tokens', 0):,}", size_text(seen.bytes), str(len(seen.arrays)),
+                str(len(seen.files) + 1), str(seen.meta.get("processes", 1)), f"{loss:.4f}" if loss else "",
+                f"{when:%Y-%m-%d %H:%M:%S}", *[_stage_text(lines, stage) for stage in STAGES],
+            ]
+        )  # fmt: skip
+    if len(rows) == 1:
+        raise UserError(f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run")
+    left = sorted(p.name for p in root.iterdir() if p.name.startswith((writing.SAVING, writing.DELETING)))
+    text = _table(rows)
+    if any(len(lines) > 1 for lines in saves.values()):
+        text += "\nStages: seconds of the slowest process (median)."
+    if left:
+        text += (
+            f"\nNot complete: {', '.join(left)} (being written or deleted, or left by a run that was killed)."
+        )
+    aside = sorted(p.name for p in root.iterdir() if p.name.startswith(writing.DAMAGED))
+    if aside:
+        text += f"\nSet aside as damaged: {', '.join(aside)}."
+    return text
+
+
+def arrays_text(workdir: str | Path, step: int) -> str:
+    """A table of the arrays of a step, with sums of its parts."""
+    seen = see(workdir, step)
+    rows = [["array", "shape", "type", "size", "chunk", "chunks", "on the mesh"]]
+    where = seen.meta.get("layout", {})
+    for part in dict.fromkeys(array["name"].split(".")[0] for array in seen.arrays):
+        rows += [
+            [
+                array["name"], _shape(array["shape"]), array["dtype"], size_text(array["bytes"]),
+                _shape(array["chunk"]), str(array["chunks"]), mesh_text(where.get(array["name"])),
+            ]
+            for array in seen.arrays
+            if array["name"].split(".")[0] == part
+        ]  # fmt: skip
+        rows.append([f"= {part}", "", "", size_text(seen.part_bytes()[part]), "", "", ""])
+    return (
+        f"step {step}, by {seen.meta.get('processes', 1)} process(es), version {seen.meta.get('version')}\n"
+        + _table(rows, right=(3, 5))
+    )
+
+
+def mesh_text(lay: dict[str, Any] | None) -> str:
+    """`data x expert, -` for an array whose first dim lies over two mesh axes and whose second over none."""
+    if not lay:
+        return ""
+    # layout.spread cuts axes into prime factors: data/0, data/1; together they are data again.
+    whole: dict[str, list[str]] = defaultdict(list)
+    for axis in lay["mesh"]:
+        whole[axis.split("/")[0]].append(axis)
+    dims = []
+    for text in lay["axes"]:
+        names = re.findall(r"[\w/]+", text) if text != "None" else []
+        used: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            used[name.split("/")[0]].append(name)
+        told = []
+        for axis, parts in used.items():
+            count = math.prod(lay["mesh"][p] for p in parts)
+            full = math.prod(lay["mesh"][p] for p in whole[axis])
+            if count > 1:
+                told.append(axis if count == full else f"{axis} ({count} of {full})")
+        dims.append(" x ".join(told) or "-")
+    return ", ".join(dims) if any(dim != "-" for dim in dims) else "whole"
+
+
+def size_text(size: float) -> str:
+    """1.2 GB, 34 kB or 12 B."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}"
+    return f"{size} B"
+
+
+def _stage_text(lines: list[dict[str, Any]], stage: str) -> str:
+    seconds = [line["stages"][stage] for line in lines if stage in line["stages"]]
+    if not seconds:
+        return ""
+    if len(seconds) == 1:
+        return f"{seconds[0]:.3f} s"
+    return f"{max(seconds):.3f} s ({statistics.median(seconds):.3f})"
+
+
+def _shape(shape: list[int]) -> str:
+    return " x ".join(map(str, shape)) or "()"
+
+
+def _table(rows: list[list[str]], right: tuple[int, ...] = ()) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
