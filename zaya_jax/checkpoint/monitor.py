@@ -98,7 +98,7 @@ def _course(saves: dict[int, list[dict]]) -> str:
     for color, (label, value) in enumerate((("whole save", _total), ("copy", lambda s: _slowest(s, "copy")))):
         points = [(float(step), value(entries)) for step, entries in saves.items()]
         most = max(most, *(y for _, y in points))
-        lines.append(Line(label, points, color, "line" if len(points) > 40 else "dots"))
+        lines.append(Line(label, points, color, "line" if len(points) > 12 else "dots"))
     chart = line_chart(
         "Seconds a save", lines, x_range=(min(saves), max(saves)), y_range=(0, most * 1.08 or 1), unit=" s",
         describe="The slowest process's time of each save, and of its copy.",
@@ -106,7 +106,7 @@ def _course(saves: dict[int, list[dict]]) -> str:
     return section(
         "Over the run",
         "The training waits for the copy alone; the rest runs beside it.",
-        f'<div class="grid2">{chart}</div>',
+        chart,
     )
 
 
@@ -118,16 +118,16 @@ def _stages(saves: dict[int, list[dict]]) -> str:
             continue
         names, steps, cells = rows
         good = [v for row in cells for v in row if math.isfinite(v)]
-        low, high = min(good), max(good)
+        high = max(good)
         note = (
             f"Each row is the slowest of {math.ceil(_processes(saves) / len(names))} processes."
             if _processes(saves) > len(names)
             else ""
         )
         pictures += heat_map(
-            TITLES[stage], names, steps, cells, Scale(low, high),
+            TITLES[stage], names, steps, cells, Scale(0.0, high),
             x_range=(min(steps), max(steps)) if len(steps) > 1 else (steps[0] - 1, steps[0] + 1),
-            row_name="process", ends=(_seconds(low), _seconds(high)), note=note,
+            row_name="process", ends=("0 s", _seconds(high)), note=note,
             describe=f"Seconds of {stage} by process and save.",
         )  # fmt: skip
     if not pictures:
@@ -135,7 +135,7 @@ def _stages(saves: dict[int, list[dict]]) -> str:
     text = (
         "Seconds by process and save. A dark row is a slow host, a dark column a slow moment of the storage."
     )
-    return section("Where the time goes", text, f'<div class="grid2">{pictures}</div>')
+    return section("Where the time goes", text, pictures)
 
 
 def _rows(
