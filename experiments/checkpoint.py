@@ -2,6 +2,8 @@
 
     python -m experiments.checkpoint inspect --workdir=DIR [--step=N] [--html]
     python -m experiments.checkpoint verify --workdir=DIR|URL [--step=N]
+    python -m experiments.checkpoint reshard --from=DIR|URL --to=DIR|URL [--step=N] [--chunk-mb=32]
+    python -m experiments.checkpoint export_params --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16]
     python -m experiments.checkpoint from_hf --model=DIR --workdir=DIR
     python -m experiments.checkpoint to_hf --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16] [--shard-gb=5]
 
@@ -19,7 +21,8 @@ from typing import Any
 from tqdm import tqdm
 
 from zaya_jax import cli
-from zaya_jax.checkpoint import audit, exchange, look, monitor, store, writing
+from zaya_jax.checkpoint import audit, exchange, layout, look, monitor, rewrite, store, writing
+from zaya_jax.checkpoint.remote import Vault
 from zaya_jax.config import UserError
 from zaya_jax.train.workdir import read_config
 
@@ -54,6 +57,23 @@ def _parser() -> cli.Parser:
         "--workdir", required=True, metavar="DIR|URL", help="the run's folder, or where its copies are"
     )
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default all")
+    add = command("reshard", reshard, "write a checkpoint anew in other chunks, or in another place")
+    add.add_argument(
+        "--from", required=True, dest="source", metavar="DIR|URL", help="a run's folder, or its copies'"
+    )
+    add.add_argument(
+        "--to", required=True, dest="target", metavar="DIR|URL", help="a new folder, or a place for copies"
+    )
+    add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
+    add.add_argument(
+        "--chunk-mb", type=float, default=layout.CHUNK_BYTES / 2**20, metavar="MB",
+        help="greatest size of a file in MiB; memory holds two of them",
+    )  # fmt: skip
+    add = command("export_params", export_params, "write the parameters alone, for Orbax to load anywhere")
+    add.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="the workdir to read")
+    add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
+    add.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to make")
+    add.add_argument("--dtype", choices=list(exchange.DTYPES), help="by default float32")
     add = command("from_hf", from_hf, "make a workdir of a model directory")
     add.add_argument("--model", required=True, type=Path, metavar="DIR", help="the directory to read")
     add.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="the workdir to make")
@@ -82,23 +102,18 @@ def inspect(args: Any) -> int:
 
 def verify(args: Any) -> int:
     """A line for each step, and one for each damage."""
-    if "://" in args.workdir:
-        from zaya_jax.checkpoint.remote import Vault
-
-        vault = Vault(args.workdir)
-        steps, check = vault.steps(), vault.verify
+    root = Path(args.workdir).absolute() / "checkpoints"
+    vault = Vault(args.workdir) if "://" in args.workdir else None
+    if vault:
+        steps = vault.steps()
         if not steps:
             raise UserError(
                 f"--workdir={args.workdir} has no checkpoint; give the place that checkpoint.durable names"
             )
     else:
-        root = Path(args.workdir).absolute() / "checkpoints"
         steps = [s for s in writing.numbered(root) if any((root / str(s)).iterdir())]
         if not steps:
             store.latest_step(args.workdir)  # says what is wrong
-
-        def check(step: int, progress: audit.Progress | None = None) -> list[audit.Damage]:
-            return audit.verify(root / str(step), progress)
 
     if args.step is not None:
         if args.step not in steps:
@@ -116,7 +131,7 @@ def verify(args: Any) -> int:
                 total = all_bytes
                 progress(done, all_bytes)
 
-            damages = check(step, count)
+            damages = vault.verify(step, count) if vault else audit.verify(root / str(step), count)
         if not damages:
             print(f"step {step}: {look.size_text(total)}, whole")
         for damage in damages:
@@ -125,6 +140,22 @@ def verify(args: Any) -> int:
     if damaged:
         print(f"error: {damaged} of {len(steps)} checkpoints damaged", file=sys.stderr)
     return cli.STORAGE if damaged else cli.DONE
+
+
+def reshard(args: Any) -> int:
+    """See `rewrite`."""
+    with _progress() as progress:
+        made = rewrite.reshard(args.source, args.target, args.step, args.chunk_mb, progress)
+    print(f"written: {made}")
+    return cli.DONE
+
+
+def export_params(args: Any) -> int:
+    """See `rewrite`."""
+    with _progress() as progress:
+        made = rewrite.export_params(args.workdir, args.out, args.step, args.dtype, progress)
+    print(f"written: {made}")
+    return cli.DONE
 
 
 def from_hf(args: Any) -> int:

@@ -23,6 +23,7 @@ from absl import flags
 import zaya_jax
 from zaya_jax import cli
 from zaya_jax import config as config_lib
+from zaya_jax.checkpoint import partial
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, tokenizers
@@ -117,6 +118,9 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     if newest == 0:  # an imported model's: weights and biases, no optimizer yet
         imported, _ = store.restore(0, {name: logical_like[name] for name in ("params", "balance")})
         state = from_logical({**to_logical(state), **imported})
+    elif newest is None and config.run.init_from:
+        init_from, grow = config.run.init_from, config.run.init_grow
+        state = from_logical(partial.begin_from(init_from, to_logical(state), grow, logs.say))
 
     def save(number: int, tokens: int, figures: dict, last: bool) -> None:
         """Begins to save what a run needs to go on, or a reader to know what it was; the last time, sees it through."""

@@ -43,6 +43,10 @@ OPTIONS = {
         "": ["data", "out", "iops-budget", "seconds", "rows", "seq_len", "global_batch", "step_seconds"]
     },
     "checkpoint": {
+        "inspect": ["workdir", "step", "html"],
+        "verify": ["workdir", "step"],
+        "reshard": ["from", "to", "step", "chunk-mb"],
+        "export_params": ["workdir", "step", "out", "dtype"],
         "from_hf": ["model", "workdir"],
         "to_hf": ["workdir", "step", "out", "dtype", "shard-gb"],
     },

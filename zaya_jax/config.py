@@ -164,6 +164,8 @@ class Run:
     num_steps: int = 1000
     skip_update: str = "nonfinite"
     spike_deviations: float = 6.0  # above the running mean of the gradient norm: what "spike" skips
+    init_from: str = ""  # weights to begin with: another run's folder, FOLDER@STEP, or exported parameters
+    init_grow: bool = False  # let a model of more layers or experts take what fits
 
 
 @dataclasses.dataclass(frozen=True)

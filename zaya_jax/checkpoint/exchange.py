@@ -46,10 +46,10 @@ def from_hf(
 ) -> Path:
     """Makes a workdir of a model directory; UserError, and nothing left behind, where either will not do."""
     source = hf.Directory(directory)
-    target = _new_folder(workdir, "--workdir")
+    target = new_folder(workdir, "--workdir")
     tokenizer = _tokenizer(source)
     config = _config(source.model, target / "tokenizer" if tokenizer else None)
-    with _whole_or_nothing(target) as part:
+    with whole_or_nothing(target) as part:
         state = _abstract_state(source.model)
         meta = {
             "step": 0, "tokens": 0, "imported": True, "config": config_lib.to_dict(config),
@@ -109,7 +109,7 @@ def to_hf(
     reader = pieces.Reader(workdir, step)
     _check_shapes(reader, model, workdir)
     imported = _read_imported(workdir)
-    target = _new_folder(out, "--out")
+    target = new_folder(out, "--out")
     specs = _specs(model, imported["dtypes"], dtype)
     total = sum(map(tensor_files.num_bytes, specs))
 
@@ -123,7 +123,7 @@ def to_hf(
             if progress:
                 progress(done, total)
 
-    with _whole_or_nothing(target) as part:
+    with whole_or_nothing(target) as part:
         tensor_files.write_sharded(part, specs, tensors(), int(shard_gb * 1e9))
         written = dtype or imported["config"].get("dtype") or imported["config"].get("torch_dtype")
         write_json(part / "config.json", names.model_to_json(model, written or "float32", imported["config"]))
@@ -224,7 +224,7 @@ def _tensor(reader: pieces.Reader, model: Model, sources: dict, spec: tensor_fil
     return row.to_torch(reader.read(("params", *path), layer)).astype(dtype)
 
 
-def _new_folder(path: str | os.PathLike, option: str) -> Path:
+def new_folder(path: str | os.PathLike, option: str) -> Path:
     """A folder that may be made: it does not exist, or is empty; and its parent can be written."""
     target = Path(path).absolute()
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
@@ -243,7 +243,7 @@ def _new_folder(path: str | os.PathLike, option: str) -> Path:
 
 
 @contextlib.contextmanager
-def _whole_or_nothing(target: Path) -> Iterator[Path]:
+def whole_or_nothing(target: Path) -> Iterator[Path]:
     """A folder beside `target` that takes its name when the block is over, and disappears if it fails."""
     part = target.parent / f".{target.name}.part"
     part.mkdir()

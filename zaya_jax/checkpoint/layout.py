@@ -122,18 +122,22 @@ def by_layer(name: str, shape: tuple[int, ...]) -> bool:
 
 
 def chunk_shape(
-    name: str, shape: tuple[int, ...], itemsize: int, part: tuple[int, ...] | None = None
+    name: str, shape: tuple[int, ...], itemsize: int, part: tuple[int, ...] | None = None, most: int = 0
 ) -> tuple[int, ...]:
-    """Chunks that tile a device's part of an array: of single layers unless these are small, and never large."""
+    """Chunks that tile a device's part of an array: of single layers unless these are small, and never large.
+
+    `most`: bytes of a chunk, if not CHUNK_BYTES.
+    """
+    most = most or CHUNK_BYTES
     part = tuple(part or shape)
     chunk = list(part)
     if by_layer(name, shape):
         layer = math.prod(part[1:]) * itemsize
-        chunk[0] = max(n for n in _divisors(part[0]) if n == 1 or n * layer <= PART_BYTES)
+        chunk[0] = max(n for n in _divisors(part[0]) if n == 1 or n * layer <= min(PART_BYTES, most))
     for dim, size in enumerate(part):
         rest = math.prod(chunk) * itemsize
-        if rest > CHUNK_BYTES:
-            wanted = chunk[dim] / math.ceil(rest / CHUNK_BYTES)
+        if rest > most:
+            wanted = chunk[dim] / math.ceil(rest / most)
             chunk[dim] = max((n for n in _divisors(size) if n <= wanted), default=1)
     return tuple(chunk)
 
@@ -192,14 +196,17 @@ def make_plan(abstract: Any) -> Plan:
 
 
 def frame(arrays: tuple[Array, ...], meta: dict[str, Any]) -> dict[str, bytes]:
-    """The files of a checkpoint that are no chunks, but for the marker."""
+    """The files of a checkpoint that are no chunks, but for the marker.
+
+    Arrays count as NumPy's, so that Orbax also gives them to a reader who does not say on which devices to put them.
+    """
     tree = {}
     for array in arrays:
         keys = array.name.split(".")
         tree[str(tuple(keys))] = {
             "key_metadata": [{"key": key, "key_type": 2} for key in keys],
             "value_metadata": {
-                "value_type": "jax.Array",
+                "value_type": "np.ndarray",
                 "skip_deserialize": False,
                 "write_shape": list(array.shape),
             },

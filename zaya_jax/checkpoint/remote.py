@@ -104,10 +104,12 @@ class Vault:
 
         _each(one, list(files if names is None else names))
 
-    def verify(self, step: int, progress: Progress | None = None) -> list[Damage]:
-        """What is wrong with a step's files."""
+    def verify(
+        self, step: int, progress: Progress | None = None, some: writing.Sums | None = None
+    ) -> list[Damage]:
+        """What is wrong with a step's files, or with some of them."""
         try:
-            files = self.manifest(step)
+            files = self.manifest(step) if some is None else some
         except StorageError as error:
             return [Damage(MARKER, str(error))]
 
@@ -118,6 +120,15 @@ class Vault:
                 return "missing" if isinstance(error.__cause__, FileNotFoundError) else str(error)
 
         return audit.check(files, one, progress)
+
+    def get(self, step: int, name: str) -> bytes:
+        """One file."""
+        return self._get(f"{step}/{name}")
+
+    def put(self, step: int, name: str, content: bytes | memoryview) -> None:
+        """One file; the marker last."""
+        self._throttle(len(content))
+        self._put(f"{step}/{name}", bytes(content))
 
     def remove(self, step: int) -> None:
         """Deletes a step: the marker first, so that a half-deleted one is none."""

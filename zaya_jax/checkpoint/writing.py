@@ -175,10 +175,10 @@ def check_file(path: Path, size: int, crc: int) -> str | None:
         there = path.stat().st_size
         if there != size:
             return f"{'truncated' if there < size else 'too long'}: {there} bytes instead of {size}"
-        found = 0
+        found, block = 0, memoryview(bytearray(1 << 20))
         with path.open("rb", buffering=0) as file:
-            while block := file.read(BLOCK):
-                found = google_crc32c.extend(found, block)
+            while count := file.readinto(block):
+                found = crc32c(block[:count], found)
     except FileNotFoundError:
         return "missing"
     except OSError as error:

@@ -1,0 +1,237 @@
+"""Checkpoints written anew, exported, and read in part; all bit for bit, in little memory."""
+
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from zaya_jax import config
+from zaya_jax.checkpoint import audit, layout, partial, rewrite, store
+from zaya_jax.config import Checkpoint, StorageError, UserError
+from zaya_jax.train.workdir import open_workdir
+
+
+def params(layers=2, experts=3, width=8, seed=0):
+    keys = iter(jax.random.split(jax.random.key(seed), 20))
+    normal = lambda *shape: jax.random.normal(next(keys), shape)  # noqa: E731
+    return {
+        "params": {
+            "embed": {"embedding": normal(50, width)},
+            "layers": {
+                "experts": {"down": normal(layers, experts, 4, width)},
+                "router": {"out": {"kernel": normal(layers, 6, experts + 1)}, "eda": normal(layers, 6)},
+            },
+        },
+        "balance": {"bias": normal(layers, experts + 1), "steps": jnp.int32(3)},
+        "optimizer": {"momentum": normal(50, width)},
+    }
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """A run's folder with steps 4 and 9."""
+    folder = open_workdir(tmp_path / "run", config.check(config.default()))
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    checkpoints = store.Store(folder, Checkpoint())
+    for step in (4, 9):
+        checkpoints.save(step, params(seed=step), {"step": step, "tokens": step, "data": {"at": step}})
+    checkpoints.close()
+    return folder
+
+
+def load(folder, step, like):
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return store.Store(folder).restore(step, store.abstract_like(like, one))
+
+
+def same(a, b):
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("chunk", [64, 500, 1 << 20])
+def test_other_chunks_hold_the_same(workdir, tmp_path, chunk):
+    rewrite.reshard(workdir, tmp_path / "other", chunk_mb=chunk / 2**20)
+    folder = tmp_path / "other" / "checkpoints" / "9"
+    assert audit.verify(folder) == []
+    largest = max(p.stat().st_size - 4 for p in folder.rglob("c.*"))
+    assert largest <= chunk
+    state, meta = load(tmp_path / "other", 9, params())
+    same(state, params(seed=9))
+    assert meta["data"] == {"at": 9}
+    assert (tmp_path / "other" / "config.json").read_bytes() == (workdir / "config.json").read_bytes()
+    assert (tmp_path / "other" / "tokenizer" / "tokenizer.json").exists()
+    # A second step goes beside it, and from large chunks to small ones and back nothing is lost.
+    rewrite.reshard(workdir, tmp_path / "other", step=4)
+    assert store.Store(tmp_path / "other").steps() == [4, 9]
+    rewrite.reshard(tmp_path / "other", tmp_path / "back", step=9)
+    same(load(tmp_path / "back", 9, params())[0], params(seed=9))
+
+
+def test_what_is_not_resharded(workdir, tmp_path):
+    for call, words in (
+        (lambda: rewrite.reshard(workdir, tmp_path / "x", chunk_mb=0), "--chunk-mb=0 must be above 0"),
+        (lambda: rewrite.reshard(workdir, tmp_path / "x", step=5), "no checkpoint of step 5; it has 4, 9"),
+        (lambda: rewrite.reshard(workdir, workdir), "has a checkpoint of step 9 already"),
+        (lambda: rewrite.reshard(workdir, "/proc/nowhere"), "cannot be written"),
+        (lambda: rewrite.export_params(workdir, workdir), "exists and is not empty"),
+        (lambda: rewrite.export_params(workdir, tmp_path / "x", dtype="int8"), "--dtype=int8 is not one of"),
+    ):
+        with pytest.raises(UserError, match=words):
+            call()
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter").write_text("dear")
+    with pytest.raises(UserError, match="is not empty and no run's folder"):
+        rewrite.reshard(workdir, tmp_path / "home")
+    victim = next((workdir / "checkpoints" / "9").rglob("c.0.0.0.0"))
+    victim.write_bytes(victim.read_bytes()[:-5] + b"12345")
+    with pytest.raises(StorageError, match=r"damaged: .*\(array params.layers.experts.down\) is changed"):
+        rewrite.reshard(workdir, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+def test_to_s3_and_back(workdir, tmp_path, s3_server):
+    import boto3
+
+    boto3.client("s3").create_bucket(Bucket="reshard")
+    rewrite.reshard(workdir, "s3://reshard/run", chunk_mb=0.001)
+    with pytest.raises(UserError, match="step 9 already"):
+        rewrite.reshard(workdir, "s3://reshard/run")
+    rewrite.reshard("s3://reshard/run", tmp_path / "back")
+    same(load(tmp_path / "back", 9, params())[0], params(seed=9))
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from zaya_jax.checkpoint import rewrite
+
+def memory(what):  # MiB
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(what)).split()[1]) / 1024
+
+Path("/proc/self/clear_refs").write_text("5")  # forgets the peak so far
+before = memory("VmRSS")
+rewrite.reshard(sys.argv[1], sys.argv[2], chunk_mb=float(sys.argv[3]))
+print(memory("VmHWM") - before)
+"""
+
+
+@pytest.mark.parametrize(("chunk_from", "chunk_to"), [(32, 8), (8, 32), (32, 32)])
+def test_memory_is_below_two_chunks(tmp_path, monkeypatch, chunk_from, chunk_to):
+    monkeypatch.setattr(layout, "CHUNK_BYTES", chunk_from << 20)
+    folder = open_workdir(tmp_path / "run", config.check(config.default()))
+    checkpoints = store.Store(folder, Checkpoint())
+    checkpoints.save(1, {"params": {"w": jnp.ones((64, 1024, 1024), jnp.float32)}}, {"step": 1, "tokens": 1})
+    checkpoints.close()
+    command = [sys.executable, "-c", MEASURE, folder, tmp_path / "to", str(chunk_to)]
+    grown = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert 0.5 * chunk_to < grown < 2 * max(chunk_from, chunk_to), "MiB over the baseline"
+
+
+NOTEBOOK = """
+from orbax.checkpoint import v1 as ocp
+state = ocp.load_checkpointables(sys.argv[1])["state"]
+"""
+ON_DEVICES = """
+import jax
+mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+put = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+like = {"params": {"embed": {"embedding": jax.ShapeDtypeStruct((50, 8), "float32", sharding=put)}}}
+context = ocp.Context()
+context.pytree.loading.partial_load = True
+with context:
+    cut = ocp.load_checkpointables(sys.argv[1], {"state": like})["state"]["params"]["embed"]["embedding"]
+assert cut.sharding == put and (cut == state["params"]["embed"]["embedding"]).all()
+"""
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_a_notebook_loads_exported_parameters_without_this_package(workdir, tmp_path, dtype):
+    rewrite.export_params(workdir, tmp_path / "out", step=4, dtype=dtype)
+    assert audit.verify(tmp_path / "out") == []
+    code = "import sys\n" + NOTEBOOK + (ON_DEVICES if dtype is None else "")
+    code += f"import numpy as np\nnp.save({str(tmp_path / 'x.npy')!r}, state['balance']['bias'])\n"
+    code += "down = state['params']['layers']['experts']['down']\n"
+    code += f"np.save({str(tmp_path / 'y.npy')!r}, down.view(np.uint8))\nprint(down.dtype, sorted(state))\n"
+    code += "assert not any(name.startswith('zaya') for name in sys.modules)"
+    command = [sys.executable, "-c", code, tmp_path / "out"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{dtype or 'float32'} ['balance', 'params']\n"
+    np.testing.assert_array_equal(np.load(tmp_path / "x.npy"), params(seed=4)["balance"]["bias"])
+    kept = ml_dtypes.bfloat16 if dtype else np.float32
+    expected = np.asarray(params(seed=4)["params"]["layers"]["experts"]["down"]).astype(kept)
+    np.testing.assert_array_equal(np.load(tmp_path / "y.npy").view(kept), expected)
+
+
+def test_reading_a_part(workdir, tmp_path):
+    same(partial.read(workdir, "params.*"), {"params": jax.tree.map(np.asarray, params(seed=9)["params"])})
+    got = partial.read(workdir, "*.router.*", step=4, dtype="bfloat16")
+    router = params(seed=4)["params"]["layers"]["router"]
+    assert list(got["params"]["layers"]) == ["router"]
+    np.testing.assert_array_equal(
+        got["params"]["layers"]["router"]["eda"], np.asarray(router["eda"]).astype(ml_dtypes.bfloat16)
+    )
+    assert partial.read(workdir, "balance.*", dtype="float16")["balance"]["steps"].dtype == np.int32
+    with pytest.raises(UserError, match=r"no array of step 9 .* is called 'parms'; it has balance.*params"):
+        partial.read(workdir, "parms")
+    exported = rewrite.export_params(workdir, tmp_path / "out")
+    same(partial.read(exported), partial.read(workdir))
+    victim = next((workdir / "checkpoints" / "9").rglob("params.embed.embedding/c.0.0"))
+    victim.write_bytes(victim.read_bytes()[:-1])
+    partial.read(workdir, "*.router.*")  # what it does not read may be damaged
+    with pytest.raises(StorageError, match=r"array params.embed.embedding\) is truncated"):
+        partial.read(workdir)
+
+
+def test_a_run_begins_from_another_s_weights(workdir):
+    said, fresh = [], params(seed=77)
+    begun = partial.begin_from(f"{workdir}@4", fresh, False, said.append)
+    expected = {**fresh, "params": params(seed=4)["params"]}
+    expected["balance"] = {"bias": params(seed=4)["balance"]["bias"], "steps": fresh["balance"]["steps"]}
+    same(begun, expected)
+    assert said == [f"begins from step 4 of {workdir}: 5 of 5 arrays taken, 0 of them in part"]
+
+
+def test_a_larger_model_takes_what_fits(workdir):
+    fresh, old, said = params(layers=3, experts=5, seed=77), params(seed=9), []
+    with pytest.raises(
+        UserError, match=r"of balance.bias it has \(2, 4\), the model needs \(3, 6\).*init_grow=True"
+    ):
+        partial.begin_from(str(workdir), fresh, False, said.append)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:5]), ("expert",))
+    down = fresh["params"]["layers"]["experts"]["down"]
+    cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "expert"))
+    fresh["params"]["layers"]["experts"]["down"] = jax.device_put(down, cut)
+    begun = partial.begin_from(str(workdir), fresh, True, said.append)
+    got, taken = begun["params"]["layers"], old["params"]["layers"]
+    assert got["experts"]["down"].sharding == cut
+    np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[:2, :3], taken["experts"]["down"])
+    np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[2:], down[2:])
+    np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[:, 3:], down[:, 3:])
+    out, fresh_out = (
+        np.asarray(got["router"]["out"]["kernel"]),
+        fresh["params"]["layers"]["router"]["out"]["kernel"],
+    )
+    np.testing.assert_array_equal(out[:2, :, :3], taken["router"]["out"]["kernel"][..., :3])
+    np.testing.assert_array_equal(out[:2, :, 5], taken["router"]["out"]["kernel"][..., 3])
+    np.testing.assert_array_equal(out[:, :, 3:5], fresh_out[:, :, 3:5])
+    bias = np.asarray(begun["balance"]["bias"])
+    np.testing.assert_array_equal(bias[:2, [0, 1, 2, 5]], old["balance"]["bias"])
+    np.testing.assert_array_equal(bias[2], fresh["balance"]["bias"][2])
+    np.testing.assert_array_equal(begun["optimizer"]["momentum"], fresh["optimizer"]["momentum"])
+    assert "5 of 5 arrays taken, 4 of them in part" in said[0] and "taken in part: balance.bias" in said[1]
+
+    other, said = params(width=12, seed=77), []
+    begun = partial.begin_from(str(workdir), other, True, said.append)
+    same(begun["params"]["embed"], other["params"]["embed"])
+    assert "left fresh: params.embed.embedding, params.layers.experts.down" in said[1]
+    assert "not used: params.embed.embedding, params.layers.experts.down" in said[2]

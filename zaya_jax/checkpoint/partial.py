@@ -1,0 +1,130 @@
+"""Part of a checkpoint for another model or program: parameters alone, some arrays, another type, a smaller model's.
+
+    params = partial.read(folder, "params.*", dtype="bfloat16")["params"]        NumPy arrays, as a tree
+    logical = partial.begin_from("runs/small@300", fresh, grow=True, say=print)  a run's first state
+
+A grown model takes what fits: layers and experts that the smaller one has, in their places; the skip class stays last.
+What it does not take keeps its fresh values and is named.
+"""
+
+import fnmatch
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zaya_jax.checkpoint import layout
+from zaya_jax.checkpoint.rewrite import Source
+from zaya_jax.config import UserError
+from zaya_jax.parallel import multihost
+
+SKIP_LAST = (
+    "params.layers.router.out.kernel",
+    "balance.bias",
+)  # their last dim is experts and the skip class
+Segment = tuple[slice, slice]  # from, to
+
+
+def read(
+    place: str | Path, pattern: str = "params.*", step: int | None = None, dtype: str | None = None
+) -> dict[str, Any]:
+    """The arrays of a checkpoint whose names fit a pattern (params.layers.router.*), on the host.
+
+    `place` is a workdir, the folder of one checkpoint or of exported parameters, or a URL; `dtype` is what floating
+    point numbers become.
+    """
+    source = _source(str(place), step)
+    chosen = [array for array in source.arrays() if fnmatch.fnmatchcase(array.name, pattern)]
+    if not chosen:
+        names = ", ".join(sorted({array.name.split(".")[0] + ".*" for array in source.arrays()}))
+        raise UserError(f"no array of {source.name} is called {pattern!r}; it has {names}")
+    source.check(names=[array.folder for array in chosen])
+    found = {}
+    for array in chosen:
+        cast = dtype is not None and np.issubdtype(np.dtype(array.dtype), np.inexact) | (
+            array.dtype == "bfloat16"
+        )
+        out = np.empty(array.shape, np.dtype(dtype if cast else array.dtype))
+        source.read(array, tuple(slice(0, n) for n in array.shape), out)
+        found[array.name] = out
+    return layout.nested(found)
+
+
+def begin_from(place: str, fresh: dict[str, Any], grow: bool, say: Callable[[str], None]) -> dict[str, Any]:
+    """A run's logical state with the parameters and balancing biases of a checkpoint.
+
+    `place` is WORKDIR, WORKDIR@STEP, a folder or a URL. UserError where they do not fit, unless `grow` is set.
+    """
+    source = _source(place, None)
+    theirs = {array.name: array for array in source.arrays()}
+    ours = {n: x for n, x in layout.flat(fresh).items() if n.startswith("params.") or n == "balance.bias"}
+    plans = {name: _segments(name, theirs[name].shape, x.shape) for name, x in ours.items() if name in theirs}
+    whole = [name for name, x in ours.items() if name in theirs and theirs[name].shape == tuple(x.shape)]
+    if not grow and len(whole) < len(ours):
+        name = next(name for name in ours if name not in whole)
+        has = f"has {theirs[name].shape}" if name in theirs else "has none"
+        raise UserError(
+            f"config.run.init_from={place} does not fit this model: of {name} it {has}, the model needs "
+            f"{tuple(ours[name].shape)} ({len(ours) - len(whole)} such arrays); give a checkpoint of the same shapes, "
+            "or let a larger model take what fits with --config.run.init_grow=True"
+        )
+    taken = {name: plan for name, plan in plans.items() if plan is not None}
+    multihost.from_first("init", lambda: source.check(names=[theirs[name].folder for name in taken]))
+    state = layout.flat(fresh)
+    for name, plan in taken.items():
+        state[name] = _placed(source, theirs[name], state[name], plan)
+    parts = [name for name in taken if name not in whole]
+    left = [name for name in ours if name not in taken]
+    unused = [n for n in theirs if (n.startswith("params.") or n == "balance.bias") and n not in taken]
+    say(f"begins from {source.name}: {len(taken)} of {len(ours)} arrays taken, {len(parts)} of them in part")
+    for what, names in (("taken in part", parts), ("left fresh", left), ("not used", unused)):
+        if names:
+            say(f"  {what}: {', '.join(names)}")
+    return jax.tree.unflatten(jax.tree.structure(fresh), list(state.values()))
+
+
+def _source(place: str, step: int | None) -> Source:
+    path, at, number = place.rpartition("@")
+    if at and number.isdigit():
+        place, step = path, int(number)
+    return Source(place, step)
+
+
+def _segments(name: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> list[list[Segment]] | None:
+    """For each dim which stretches go where; None if the array does not fit."""
+    if len(theirs) != len(ours):
+        return None
+    dims: list[list[Segment]] = []
+    for dim, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+        layers = dim == 0 and ("layers" in name.split(".") or name.startswith("balance."))
+        experts = dim == 1 and ".experts." in name
+        if name in SKIP_LAST and dim == len(ours) - 1 and b >= a:
+            dims.append([(slice(0, a - 1), slice(0, a - 1)), (slice(a - 1, a), slice(b - 1, b))])
+        elif a == b or (b > a and (layers or experts)):
+            dims.append([(slice(0, a), slice(0, a))])
+        else:
+            return None
+    return dims
+
+
+def _placed(source: Source, array: layout.Array, fresh: jax.Array, dims: list[list[Segment]]) -> jax.Array:
+    """`fresh` with the stretches of a stored array in it; each device's part is read for it alone."""
+    parts = []
+    for shard in fresh.addressable_shards:
+        out = np.array(shard.data)
+        begins = [s.start or 0 for s in shard.index]
+        for pieces in itertools.product(*dims):
+            box, here = [], []
+            for (source_at, target), begin, size in zip(pieces, begins, out.shape, strict=True):
+                low, high = max(target.start, begin), min(target.stop, begin + size)
+                box.append(slice(low - target.start + source_at.start, high - target.start + source_at.start))
+                here.append(slice(low - begin, high - begin))
+            if all(s.stop > s.start for s in box):
+                part = np.empty([s.stop - s.start for s in box], out.dtype)
+                source.read(array, tuple(box), part)
+                out[tuple(here)] = part
+        parts.append(jax.device_put(out, shard.device))
+    return jax.make_array_from_single_device_arrays(fresh.shape, fresh.sharding, parts)

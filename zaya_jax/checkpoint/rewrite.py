@@ -1,0 +1,262 @@
+"""Checkpoints written anew, a chunk at a time: in other chunks, in another place, or the parameters alone.
+
+    reshard(source, target, step, chunk_mb)         a workdir, or a place such as s3://bucket/run, to another
+    export_params(workdir, out, step, dtype)        an Orbax checkpoint for whoever has no use for the rest
+
+Memory holds one chunk of the result and, while it is filled, what it takes of one chunk of the source: local chunks are
+mapped, not read. Sources are checked whole before anything is written.
+"""
+
+import contextlib
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from zaya_jax.checkpoint import audit, layout, store, writing
+from zaya_jax.checkpoint.exchange import DTYPES, new_folder, whole_or_nothing
+from zaya_jax.checkpoint.remote import Vault
+from zaya_jax.config import StorageError, UserError
+from zaya_jax.train.workdir import IMPORTED
+
+Progress = Callable[[int, int], None]
+Put = Callable[[str, bytes | memoryview], None]
+SLAB = 4 << 20
+# What a workdir has beside its checkpoints that a run needs to go on.
+BESIDE = ("config.json", "environment.json", IMPORTED, "tokenizer")
+
+
+class Source:
+    """A whole checkpoint's files, in a folder or in a vault."""
+
+    def __init__(self, place: str | Path, step: int | None):
+        self.workdir: Path | None = None
+        if "://" in str(place):
+            vault = Vault(str(place))
+            steps = vault.steps()
+            if not steps or step not in (None, *steps):
+                raise UserError(
+                    f"--from={place} has no checkpoint{f' of step {step}' if step is not None else ''}"
+                )
+            self.step = max(steps) if step is None else step
+            self._vault: Vault | None = vault
+            self.files = vault.manifest(self.step)
+        else:
+            self.workdir, self._vault = Path(place).absolute(), None
+            if (
+                self.workdir / layout.MARKER
+            ).is_file():  # one checkpoint's own folder, or exported parameters
+                self._folder, self.workdir = self.workdir, None
+            else:
+                self._folder = store.step_folder(place, store.latest_step(place, step))
+            try:
+                self.files = writing.read_seal(self._folder)
+                self.step = int(self.json(layout.META)["step"])
+            except (OSError, ValueError, KeyError) as error:
+                raise StorageError(f"{self._folder} is damaged: {writing.reason(error)}") from None
+        self.name = f"step {self.step} of {place}"
+        self._kept: tuple[str, np.ndarray] | None = None
+
+    def check(self, progress: Progress | None = None, names: Sequence[str] = ("",)) -> None:
+        """StorageError if files that begin with one of these names, or by which they are found, are damaged."""
+        wanted = (*names, layout.META, "_CHECKPOINT", f"{layout.STATE}/_METADATA")
+        files = {name: sums for name, sums in self.files.items() if name.startswith(wanted)}
+        if self._vault:
+            damages = self._vault.verify(self.step, progress, files)
+        else:
+            damages = audit.check(
+                files, lambda name: writing.check_file(self._folder / name, *files[name]), progress
+            )
+        if damages:
+            more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
+            raise StorageError(f"{self.name} is damaged: {damages[0]}{more}; nothing was written")
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A small file."""
+        return json.loads(
+            self._vault.get(self.step, name) if self._vault else (self._folder / name).read_bytes()
+        )
+
+    def arrays(self) -> list[layout.Array]:
+        """All arrays."""
+        found = []
+        for name in sorted(n.split("/")[1] for n in self.files if n.endswith("/zarr.json")):
+            about = self.json(f"{layout.STATE}/{name}/zarr.json")
+            chunk = tuple(about["chunk_grid"]["configuration"]["chunk_shape"])
+            found.append(layout.Array(name, tuple(about["shape"]), about["data_type"], chunk))
+        return found
+
+    def read(self, array: layout.Array, box: tuple[slice, ...], out: np.ndarray) -> None:
+        """Fills `out` with a part of an array, in `out`'s own type."""
+        first = [s.start // c for s, c in zip(box, array.chunk, strict=True)]
+        counts = [-(-s.stop // c) - f for s, c, f in zip(box, array.chunk, first, strict=True)]
+        for at in np.ndindex(*counts):
+            index = tuple(f + i for f, i in zip(first, at, strict=True))
+            here, there = [], []
+            for s, c, i in zip(box, array.chunk, index, strict=True):
+                begin, end = max(s.start, i * c), min(s.stop, (i + 1) * c)
+                here.append(slice(begin - s.start, end - s.start))
+                there.append(slice(begin - i * c, end - i * c))
+            for a, b in _slabs(here, there, np.dtype(array.dtype).itemsize):
+                out[a] = self._chunk(array, index)[b]  # mapped anew, so that what was copied can go
+
+    def _chunk(self, array: layout.Array, index: tuple[int, ...]) -> np.ndarray:
+        name, dtype = array.file(index), np.dtype(array.dtype)
+        if self._vault is None:
+            return np.memmap(self._folder / name, dtype, "r", shape=array.chunk)
+        if self._kept is None or self._kept[0] != name:
+            self._kept = None
+            raw = np.frombuffer(self._vault.get(self.step, name), np.uint8)[:-4]
+            self._kept = name, raw.view(dtype).reshape(array.chunk)
+        return self._kept[1]
+
+
+def _slabs(
+    here: list[slice], there: list[slice], itemsize: int
+) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Two boxes of one shape cut alike into slabs of about SLAB bytes, along their first dim that has a length."""
+    sizes = [s.stop - s.start for s in here]
+    dim = next((d for d, n in enumerate(sizes) if n > 1), None)
+    if dim is None:
+        yield tuple(here), tuple(there)
+        return
+    rows = max(1, SLAB // (math.prod(sizes) // sizes[dim] * itemsize))
+    for begin in range(0, sizes[dim], rows):
+        end = min(begin + rows, sizes[dim])
+        cut = [list(here), list(there)]
+        for box in cut:
+            box[dim] = slice(box[dim].start + begin, box[dim].start + end)
+        yield tuple(cut[0]), tuple(cut[1])
+
+
+def reshard(
+    source: str | Path,
+    target: str | Path,
+    step: int | None = None,
+    chunk_mb: float = layout.CHUNK_BYTES / 2**20,
+    progress: Progress | None = None,
+) -> str:
+    """Writes a step (by default the newest) in chunks of at most so many MiB to another workdir or place."""
+    if not chunk_mb > 0:
+        raise UserError(f"--chunk-mb={chunk_mb:g} must be above 0")
+    found = Source(source, step)
+    with _sink(found, target) as (put, finish):
+        found.check()
+        arrays = [_resized(array, array.dtype, chunk_mb) for array in found.arrays()]
+        finish(_write(found, arrays, found.json(layout.META), put, progress))
+    return f"step {found.step} in {target}"
+
+
+def export_params(
+    workdir: str | Path,
+    out: str | Path,
+    step: int | None = None,
+    dtype: str | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes the parameters, in float32 or another type, and the balancing biases (always float32)."""
+    if dtype not in (None, *DTYPES):
+        raise UserError(f"--dtype={dtype} is not one of {', '.join(DTYPES)}")
+    found, target = Source(workdir, step), new_folder(out, "--out")
+    arrays = [
+        _resized(array, dtype if dtype and array.name.startswith("params.") else array.dtype)
+        for array in found.arrays()
+        if array.name.startswith("params.") or array.name == "balance.bias"
+    ]
+    found.check()
+    meta = {name: value for name, value in found.json(layout.META).items() if name not in ("data", "layout")}
+    with whole_or_nothing(target) as part:
+        sums = _write(found, arrays, meta, lambda name, content: _put_file(part, name, content), progress)
+        writing.write_files(part, {layout.MARKER: writing.seal(sums)})
+    return target
+
+
+def _resized(array: layout.Array, dtype: str, chunk_mb: float | None = None) -> layout.Array:
+    most = int(chunk_mb * 2**20) if chunk_mb else 0
+    chunk = layout.chunk_shape(array.name, array.shape, np.dtype(dtype).itemsize, most=most)
+    return layout.Array(array.name, array.shape, dtype, chunk)
+
+
+def _write(
+    source: Source, arrays: list[layout.Array], meta: dict[str, Any], put: Put, progress: Progress | None
+) -> writing.Sums:
+    """All files but the marker, one after the other; their sizes and checksums."""
+    sums: writing.Sums = {}
+    for name, content in layout.frame(tuple(arrays), meta).items():
+        put(name, content)
+        sums[name] = [len(content), writing.crc32c(content)]
+    sizes = {array.name: math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays}
+    done, originals = 0, {array.name: array for array in source.arrays()}
+    for array in arrays:
+        whole = tuple(slice(0, n) for n in array.shape)
+        for index, place in array.chunks(whole):
+            buffer = np.empty(math.prod(array.chunk) * np.dtype(array.dtype).itemsize + 4, np.uint8)
+            source.read(originals[array.name], place, buffer[:-4].view(array.dtype).reshape(array.chunk))
+            buffer[-4:] = np.frombuffer(writing.crc32c(buffer[:-4]).to_bytes(4, "little"), np.uint8)
+            name = array.file(index)
+            put(name, memoryview(buffer))
+            sums[name] = [len(buffer), writing.crc32c(buffer)]
+            done += len(buffer) - 4
+            del buffer  # before the next is made
+            if progress:
+                progress(done, sum(sizes.values()))
+    return sums
+
+
+@contextlib.contextmanager
+def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[writing.Sums], None]]]:
+    """(where files go, what makes them a checkpoint) of a workdir or a place; a failure leaves neither."""
+    step = source.step
+    if "://" in str(target):
+        vault = Vault(str(target))
+        if step in vault.steps():
+            raise UserError(
+                f"--to={target} has a checkpoint of step {step} already; give another place or --step"
+            )
+        yield (
+            lambda name, content: vault.put(step, name, content),
+            lambda sums: vault.put(step, layout.MARKER, writing.seal(sums)),
+        )
+        return
+    workdir = Path(target).absolute()
+    root = workdir / "checkpoints"
+    if step in writing.steps_in(root):
+        raise UserError(
+            f"--to={target} has a checkpoint of step {step} already; give another folder or --step"
+        )
+    others = [p.name for p in workdir.iterdir() if p.name != "checkpoints"] if workdir.exists() else []
+    if others and not (workdir / "config.json").exists():
+        raise UserError(f"--to={target} is not empty and no run's folder; give a new one")
+    new, folder = not workdir.exists(), root / f"{writing.SAVING}{step}"
+    shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(
+            f"--to={target} cannot be written ({error.strerror}); give a folder that can"
+        ) from None
+
+    def finish(sums: writing.Sums) -> None:
+        if source.workdir and not (workdir / "config.json").exists():
+            for name in BESIDE:
+                path = source.workdir / name
+                if path.is_dir():
+                    shutil.copytree(path, workdir / name, dirs_exist_ok=True)
+                elif path.exists():
+                    shutil.copyfile(path, workdir / name)
+        writing.commit(folder, root / str(step), sums)
+
+    try:
+        yield lambda name, content: _put_file(folder, name, content), finish
+    except BaseException:
+        shutil.rmtree(workdir if new else folder, ignore_errors=True)
+        raise
+
+
+def _put_file(folder: Path, name: str, content: bytes | memoryview) -> None:
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    writing.write_file(folder / name, [content])
