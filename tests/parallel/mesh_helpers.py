@@ -108,3 +108,33 @@ def assert_same(ours, theirs):
             np.linalg.norm(a - b),
             np.linalg.norm(b),
         )
+
+
+class Run:
+    """A training run on a mesh of so many devices, step by step."""
+
+    def __init__(self, devices, sizes):
+        self.settings = dataclasses.replace(SETTINGS, mesh=config.Mesh(**sizes))
+        self.mesh = make_mesh(self.settings.mesh, jax.devices()[:devices])
+        self.optimizer = steps.build_optimizer(self.settings, self.mesh)
+        self.step = steps.make_train_step(self.settings, self.settings.model, self.optimizer, self.mesh)
+        self.to_logical, self.from_logical, self.like = steps.codecs(self.settings, self.optimizer, self.mesh)
+        self.restart()
+
+    def restart(self):
+        """The state before the first step."""
+        self.state = steps.init_state(self.settings, self.optimizer, self.mesh)
+
+    def train(self, seeds):
+        """The losses of a step for each seed."""
+        spread, losses = steps.spread_of(self.settings, self.mesh), []
+        micro_batches = 2 if ROWS // 2 % (spread.data * spread.expert) == 0 else 1
+        for seed in seeds:
+            given = steps.put_batch(self.mesh, batch(seed=seed), micro_batches, spread)
+            self.state, figures = self.step(self.state, given, np.float32(1e-3))
+            losses.append(float(figures["loss"]))
+        return losses
+
+    def logical(self):
+        """The state as a checkpoint holds it, on the host."""
+        return jax.device_get(self.to_logical(self.state))

@@ -1,16 +1,11 @@
 """Whole training steps, Muon and ZeRO-1 included, on meshes that cut weights; and states that go from mesh to mesh."""
 
-import dataclasses
 import functools
 
 import jax
-import mesh_helpers as helpers
 import numpy as np
 import pytest
-
-from zaya_jax import config
-from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train import step as steps
+from mesh_helpers import Run
 
 MESHES = {
     "one": (1, dict()),
@@ -25,35 +20,9 @@ MESHES = {
 SLOW = pytest.mark.slow
 
 
-class Run:
-    """A training run on one of the meshes, step by step."""
-
-    def __init__(self, name):
-        devices, sizes = MESHES[name]
-        self.settings = dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(**sizes))
-        self.mesh = make_mesh(self.settings.mesh, jax.devices()[:devices])
-        self.optimizer = steps.build_optimizer(self.settings, self.mesh)
-        self.step = steps.make_train_step(self.settings, self.settings.model, self.optimizer, self.mesh)
-        self.to_logical, self.from_logical, self.like = steps.codecs(self.settings, self.optimizer, self.mesh)
-        self.state = steps.init_state(self.settings, self.optimizer, self.mesh)
-
-    def train(self, seeds):
-        """The losses of a step for each seed."""
-        spread, losses = steps.spread_of(self.settings, self.mesh), []
-        for seed in seeds:
-            batch = steps.put_batch(self.mesh, helpers.batch(seed=seed), 2, spread)
-            self.state, figures = self.step(self.state, batch, np.float32(1e-3))
-            losses.append(float(figures["loss"]))
-        return losses
-
-    def logical(self):
-        """The state as a checkpoint holds it, on the host."""
-        return jax.device_get(self.to_logical(self.state))
-
-
 @functools.cache
 def reference():
-    run = Run("one")
+    run = Run(*MESHES["one"])
     return run.train(range(4)), run.logical()
 
 
@@ -70,7 +39,7 @@ def reference():
     ],
 )
 def test_training_on_a_mesh_is_training_on_one_device(name):
-    run = Run(name)
+    run = Run(*MESHES[name])
     losses = run.train(range(2))
     # Out of the mesh's layout and into it again: what a checkpoint does.
     between = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), run.logical(), run.like)
@@ -82,14 +51,3 @@ def test_training_on_a_mesh_is_training_on_one_device(name):
             jax.tree.leaves(run.logical()[part]), jax.tree.leaves(reference()[1][part]), strict=True
         ):
             np.testing.assert_allclose(a, b, atol=2e-5)
-
-
-@SLOW
-def test_a_state_goes_to_another_mesh():
-    source, target = Run("tensor"), Run("fsdp")
-    losses = source.train(range(2))
-    placed = jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), source.logical(), target.like)
-    target.state = target.from_logical(placed)
-    for a, b in zip(jax.tree.leaves(source.logical()), jax.tree.leaves(target.logical()), strict=True):
-        np.testing.assert_array_equal(a, b)
-    np.testing.assert_allclose(losses + target.train(range(2, 4)), reference()[0], rtol=2e-6)

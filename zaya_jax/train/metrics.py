@@ -7,6 +7,7 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tqdm import tqdm
 from zaya_jax.parallel.multihost import is_writer
 from zaya_jax.train.logs import note, say
 
+BUFFER = 1 << 16  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
 PER_LAYER_EVERY = 10  # steps between full expert loads in the files; the entropy is there every step
 
 
@@ -30,15 +32,22 @@ class Writer:
             return
         if self.path.exists():
             _keep_until(self.path, restored_step)
-        self._file = self.path.open("a", encoding="utf-8")
-        self._events = SummaryWriter(str(workdir), purge_step=restored_step + 1 if restored_step else None)
+        self._file = self.path.open("ab", buffering=0)
+        self._lines, self._failing = b"", ""
+        self._workdir, self._purge = workdir, restored_step + 1 if restored_step else None
+        self._events: SummaryWriter | None = None
+        self._open_events()
 
     def write(self, step: int, figures: dict[str, Any]) -> None:
-        """One step's figures: numbers and arrays of numbers."""
+        """One step's figures: numbers and arrays of numbers. A full disk costs none of the lines of metrics.jsonl."""
         if not self._writes:
             return
         plain = {name: _plain(value) for name, value in figures.items()}
-        self._file.write(json.dumps({"step": step, **plain}) + "\n")
+        self._lines += json.dumps({"step": step, **plain}).encode() + b"\n"
+        if len(self._lines) > BUFFER:
+            self._try(self._write_lines)
+        if self._events is None or not self._events.file_writer.event_writer._worker.is_alive():
+            return  # its thread ends at the first error
         for name, value in plain.items():
             if isinstance(value, float | int):
                 self._events.add_scalar(name, value, step)
@@ -49,14 +58,46 @@ class Writer:
     def flush(self) -> None:
         """Hands everything to the operating system, before a checkpoint that counts on it."""
         if self._writes:
-            self._file.flush()
-            self._events.flush()
+            self._try(self._write_lines, self._flush_events)
 
     def close(self) -> None:
         """Flushes and closes the files."""
         if self._writes:
+            self.flush()
             self._file.close()
-            self._events.close()
+            if self._events is not None:
+                self._try(self._events.close)
+
+    def _try(self, *functions: Callable[[], None]) -> None:
+        """The training goes on without its figures, and says so when that begins and when it ends."""
+        failing = ""
+        for function in functions:
+            try:
+                function()
+            except OSError as error:
+                failing = error.strerror or str(error)
+        if failing != self._failing:
+            self._failing = failing
+            say(
+                f"warning: metrics cannot be written ({failing}: {self._workdir}); training goes on, lines are kept"
+                if failing
+                else "metrics are written again"
+            )
+
+    def _write_lines(self) -> None:
+        while self._lines:
+            self._lines = self._lines[self._file.write(self._lines) :]
+
+    def _flush_events(self) -> None:
+        if self._events is not None and self._events.file_writer.event_writer._worker.is_alive():
+            self._events.flush()
+        else:
+            self._open_events()
+
+    def _open_events(self) -> None:
+        self._events = None
+        # A queue that the thread no longer empties would block the training when it is full.
+        self._events = SummaryWriter(str(self._workdir), purge_step=self._purge, max_queue=20_000)
 
 
 def _plain(value: Any) -> Any:
