@@ -284,4 +284,4 @@ def write_sample(workdir: Path, config: Config, tokenizer, logical, mesh) -> Non
 
 
 if __name__ == "__main__":
-    sys.exit(cli.run(main))
+    cli.leave(cli.run(main))

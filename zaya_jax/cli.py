@@ -65,6 +65,15 @@ def exit_code(main: Callable[[], int]) -> int:
         return STORAGE
 
 
+def leave(code: int) -> NoReturn:
+    """Ends the process; at once where storage failed, since threads may wait for ever for a disk that hangs."""
+    if code != STORAGE:
+        sys.exit(code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def _parse(argv: list[str]) -> None:
     # ml_collections reads --config before its overrides, wherever the user wrote it.
     config_file = [a for a in argv[1:] if a.startswith(("--config=", "-config="))]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from mesh_helpers import Run
 
-from zaya_jax.checkpoint import layout
+from zaya_jax.checkpoint import layout, pieces
 from zaya_jax.checkpoint.store import Store
 
 MESHES = {
@@ -61,6 +61,9 @@ def test_any_mesh_reads_what_any_mesh_wrote(tmp_path_factory, source, target, st
     assert meta["step"] == 2
     for a, b in zip(jax.tree.leaves(there.logical()), jax.tree.leaves(logical), strict=True):
         np.testing.assert_array_equal(a, b)
+    reader = pieces.Reader(store.root.parent, 2)  # what to_hf reads with
+    path = ("params", "layers", "experts", "gate_up")
+    np.testing.assert_array_equal(reader.read(path, 1), logical["params"]["layers"]["experts"]["gate_up"][1])
     again = there.train(range(2, 2 + steps))
     if source == target:
         assert again == losses

@@ -79,7 +79,7 @@ def complete_steps(workdir):
     ],
 )
 def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_path, kills, keys):
-    keys = {name: str(tmp_path / value) for name, value in keys.items()} | {"run.num_steps": 25 * kills}
+    keys = {name: str(tmp_path / value) for name, value in keys.items()} | {"run.num_steps": 12 * kills}
     done(pretrain(tmp_path / "whole", keys | {"checkpoint.every_steps": 10_000}))
     workdir, times, newest = tmp_path / "killed", random.Random(0), 0
     for kill in range(kills):

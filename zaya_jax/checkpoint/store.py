@@ -184,7 +184,9 @@ class Store:
             self.tiers.written(step, sums)
         except Exception as failure:
             error = writing.reason(failure)
-        self._spare = state
+        # On a GPU the next snapshot takes memory anew: this one, and its copy on the host, are more than a spare is worth.
+        self._spare = state if jax.default_backend() == "cpu" else None
+        del state
         clock = time.perf_counter()
         parts = multihost.to_first("save", [error, sums, times.seconds(), plan.bytes.get(me, 0)])
         verdict = multihost.from_first("saved", lambda: self._end_of_save(step, folder, parts or []))

@@ -1,0 +1,270 @@
+"""What saving and loading cost: the step's wait, several processes on a slow store, and reading once or everywhere.
+
+    python benchmarks/bench_checkpoint.py stall     [--gb=2] [--folder=DIR]     one process
+    python benchmarks/bench_checkpoint.py processes [--gb=2] [--count=8] [--rate=50]
+    python benchmarks/bench_checkpoint.py load      [--gb=2] [--count=4]
+
+`stall` compares with one copy of the state into memory that was touched before, with saving while the step waits, and
+with what Orbax does by itself (its asynchronous save). `processes` gives each process a store of RATE MB/s and compares
+with gathering everything in process 0, which writes. `load` reads a state that all devices hold: each process its part,
+handed on between devices, against each process all of it. Prints Markdown; timings in one run, in turns.
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
+
+from zaya_jax import cli
+from zaya_jax.checkpoint import layout, store, writing
+from zaya_jax.config import Checkpoint
+from zaya_jax.parallel import multihost
+
+ARRAYS = 24  # of one size, as a model's stacked matrices
+
+
+def make_state(gb: float, mesh: jax.sharding.Mesh, whole: bool = False) -> dict:
+    """ARRAYS float32 arrays [layers, rows, 1024] of so many GB together, cut over the mesh or on all devices."""
+    rows = int(gb * 1e9 / ARRAYS / 16 / 1024 / 4) // 64 * 64
+    put = NamedSharding(mesh, PartitionSpec() if whole else PartitionSpec("data"))
+    make = jax.jit(lambda i: jnp.full((16, rows, 1024), i, jnp.float32) + jnp.arange(1024), out_shardings=put)
+    return {"params": {"layers": {f"w{i:02d}": make(jnp.float32(i)) for i in range(ARRAYS)}}}
+
+
+def snapshots(state: dict) -> tuple:
+    """(the program that copies a state into a spare one, the first spare): as the training's `codecs` have them."""
+    spread = jax.tree.map(lambda x: layout.spread(x.shape, x.dtype, x.sharding), state)
+    zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state), out_shardings=spread)
+    into = jax.jit(
+        lambda state, spare: jax.tree.map(jnp.copy, state),
+        donate_argnums=1,
+        keep_unused=True,
+        out_shardings=spread,
+    )
+    return into, zeros()
+
+
+def mesh_of_all() -> jax.sharding.Mesh:
+    """All devices along `data`."""
+    return jax.make_mesh((jax.device_count(),), ("data",), axis_types=(AxisType.Auto,))
+
+
+def timed(function, *args) -> tuple[float, object]:
+    """(seconds, result)."""
+    begun = time.perf_counter()
+    result = function(*args)
+    return time.perf_counter() - begun, result
+
+
+def stall(args: argparse.Namespace) -> None:
+    """How long a step waits for a save."""
+    folder = Path(tempfile.mkdtemp(dir=args.folder))
+    state = jax.block_until_ready(make_state(args.gb, mesh_of_all()))
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    raw = folder / "raw"
+    block = np.ones(32 << 20, np.uint8)
+    disk, _ = timed(lambda: writing.write_file(raw, [block] * (size // len(block))))
+    raw.unlink()
+    host = [np.asarray(x) for x in jax.tree.leaves(state)]
+    touched = [np.ones_like(x) for x in host]
+    into, spare = snapshots(state)
+    checkpoints = store.Store(folder / "run", Checkpoint(keep=1), print)
+    copies, holds, saves, syncs = [], [], [], []
+
+    def copy() -> None:
+        for to, x in zip(touched, host, strict=True):
+            np.copyto(to, x)
+
+    def begin(step: int, spare: dict | None) -> None:
+        snapshot = jax.block_until_ready(into(state, spare))  # the training need not even wait for this
+        checkpoints.save(step, snapshot, {"step": step, "tokens": step})
+
+    for step in range(1, args.saves + 1):
+        copies.append(timed(copy)[0])
+        given = spare if step == 1 else checkpoints.spare()
+        held, _ = timed(begin, step, given)
+        spare = given = None
+        after, _ = timed(checkpoints.wait)
+        holds.append(held)
+        saves.append(held + after)
+    for step in range(args.saves + 1, args.saves + 4):
+        spare = checkpoints.spare()
+        seconds, _ = timed(lambda: (begin(step, spare), checkpoints.wait()))  # noqa: B023
+        syncs.append(seconds)
+        spare = None
+    checkpoints.close()
+    del checkpoints, spare, touched
+    shutil.rmtree(folder / "run")
+    orbax = []
+    for step in range(3):
+        begun = time.perf_counter()
+        response = ocp.save_checkpointables_async(folder / f"orbax{step}", {"state": state})
+        orbax.append((time.perf_counter() - begun, timed(response.result)[0]))
+        shutil.rmtree(folder / f"orbax{step}")
+    shutil.rmtree(folder)
+    copy_time, hold = statistics.median(copies), statistics.median(holds[1:])
+    print(f"\n{size / 1e9:.2f} GB in {ARRAYS} arrays, {len(holds)} saves; medians, the first save apart\n")
+    print("| | seconds | GB/s |\n|---|---|---|")
+    rows = [
+        ("one copy into touched memory", copy_time),
+        ("the step waits, first save", holds[0]),
+        ("the step waits, from the second save on", hold),
+        ("whole save, beside the training", statistics.median(saves[1:])),
+        ("the step waits until all is committed (synchronous)", statistics.median(syncs)),
+        ("Orbax's own asynchronous save: the step waits", statistics.median(o[0] for o in orbax)),
+        ("Orbax's own asynchronous save: whole", statistics.median(sum(o) for o in orbax)),
+        ("the disk: one file of that size, fsynced", disk),
+    ]
+    for name, seconds in rows:
+        print(f"| {name} | {seconds:.3f} | {size / 1e9 / seconds:.2f} |")
+    print(
+        f"\nwait / copy = {hold / copy_time:.2f}; synchronous / wait = {statistics.median(syncs) / hold:.1f}"
+    )
+
+
+def processes(args: argparse.Namespace) -> None:
+    """One of several processes: its own store against gathering in process 0."""
+    write, bucket = writing.write_file, [0.0]
+
+    def throttled(path: Path, buffers: list) -> None:
+        write(path, buffers)
+        begin = max(time.monotonic(), bucket[0])
+        bucket[0] = begin + sum(memoryview(b).nbytes for b in buffers) / (args.rate * 1e6)
+        time.sleep(max(bucket[0] - time.monotonic(), 0))
+
+    writing.write_file = throttled
+    state = jax.block_until_ready(make_state(args.gb, mesh_of_all()))
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    into, spare = snapshots(state)
+    folder = Path(args.folder)
+    ours, gathers = [], []
+    checkpoints = store.Store(folder / "run", Checkpoint(keep=1), print)
+    checkpoints.newest()
+    for step in (1, 2, 3):
+        multihost.barrier("ours")
+        begun = time.perf_counter()
+        given = spare if step == 1 else checkpoints.spare()
+        spare = None
+        checkpoints.save(step, into(state, given), {"step": step, "tokens": step})
+        given = None
+        checkpoints.wait()
+        ours.append(time.perf_counter() - begun)
+        multihost.barrier("gather")
+        begun = time.perf_counter()
+        gather_and_write(state, folder / "gathered")
+        multihost.barrier("gathered")
+        gathers.append(time.perf_counter() - begun)
+    if multihost.is_writer():
+        a, b = statistics.median(ours), statistics.median(gathers)
+        print(f"\n{size / 1e9:.2f} GB on {jax.process_count()} processes, {args.rate:g} MB/s of store each\n")
+        print("| | seconds |\n|---|---|")
+        print(f"| each process writes its own | {a:.2f} |\n| gather in process 0, which writes | {b:.2f} |")
+        print(f"\n{b / a:.2f} times faster")
+
+
+def gather_and_write(state: dict, folder: Path) -> None:
+    """The naive way: every array to process 0, which writes it, one after the other."""
+    everywhere = NamedSharding(mesh_of_all(), PartitionSpec())
+    whole = jax.jit(lambda x: x, out_shardings=everywhere)
+    if multihost.is_writer():
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    for name, x in layout.flat(state).items():
+        gathered = whole(x)
+        if multihost.is_writer():
+            raw = np.asarray(gathered.addressable_data(0)).reshape(-1).view(np.uint8)
+            chunks = [raw[i : i + layout.CHUNK_BYTES] for i in range(0, len(raw), layout.CHUNK_BYTES)]
+            for i, chunk in enumerate(chunks):
+                writing.write_file(folder / f"{name}.{i}", [chunk])
+
+
+def load(args: argparse.Namespace) -> None:
+    """One of several processes: a state that all devices hold, read once or by everybody."""
+    mesh = mesh_of_all()
+    state = make_state(args.gb, mesh, whole=True)
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    into, spare = snapshots(state)
+    once = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), spare)
+    checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(), print)
+    checkpoints.newest()
+    checkpoints.save(1, into(state, spare), {"step": 1, "tokens": 1})
+    checkpoints.wait()
+    del state, spare
+    checkpoints._spare = None
+    hand_on = jax.jit(lambda x: x, out_shardings=jax.tree.map(lambda x: x.sharding, like), donate_argnums=0)
+    times: dict[str, list[float]] = {"each byte read by all": [], "each byte read once, handed on": []}
+    for _ in range(3):
+        for name, wanted, place in (
+            ("each byte read by all", like, lambda x: x),
+            ("each byte read once, handed on", once, hand_on),
+        ):
+            multihost.barrier(name)
+            seconds, found = timed(lambda w=wanted, p=place: checkpoints.restore(1, w, p))
+            del found
+            multihost.barrier(f"{name} done")
+            times[name].append(seconds)
+    if multihost.is_writer():
+        print(f"\n{size / 1e9:.2f} GB, held by all of {jax.process_count()} processes; from the page cache\n")
+        print("| | seconds |\n|---|---|")
+        for name, seconds in times.items():
+            print(f"| {name} | {statistics.median(seconds):.2f} |")
+
+
+def start(args: argparse.Namespace) -> int:
+    """Starts the processes of one measurement, and ends with them."""
+    folder = tempfile.mkdtemp(dir=args.folder)
+    script = Path(__file__).resolve().parent.parent / "launch" / "node.sh"
+    environ = os.environ | {"JAX_PLATFORMS": "cpu", "BENCH_WORKER": "1"}
+    command = [script, str(args.count), sys.executable, __file__, *sys.argv[1:], f"--folder={folder}"]
+    try:
+        return subprocess.run([str(c) for c in command], env=environ).returncode
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=("stall", "processes", "load"))
+    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--saves", type=int, default=6)
+    parser.add_argument("--count", type=int, default=8)
+    parser.add_argument("--rate", type=float, default=50.0, help="MB/s of each process's store")
+    parser.add_argument(
+        "--folder", default=None, help="where to write; by default the system's temporary folder"
+    )
+    args = parser.parse_args()
+    if args.what == "stall":
+        cli.keep_memory()
+        stall(args)
+        return 0
+    if "BENCH_WORKER" not in os.environ:
+        return start(args)
+    jax.distributed.initialize(
+        os.environ["JAX_COORDINATOR_ADDRESS"], int(os.environ["JAX_NUM_PROCESSES"]),
+        int(os.environ["JAX_PROCESS_ID"]), cluster_detection_method="deactivate",
+    )  # fmt: skip
+    {"processes": processes, "load": load}[args.what](args)
+    multihost.barrier("end")
+    jax.distributed.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
