@@ -184,7 +184,7 @@ class Store:
             self.tiers.written(step, sums)
         except Exception as failure:
             error = writing.reason(failure)
-        # On a GPU the next snapshot takes memory anew: this one, and its copy on the host, are more than a spare is worth.
+        # On a GPU the next snapshot takes memory anew: this one and its copy on the host are not worth keeping.
         self._spare = state if jax.default_backend() == "cpu" else None
         del state
         clock = time.perf_counter()
