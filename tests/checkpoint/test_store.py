@@ -234,7 +234,9 @@ def test_a_slow_store_is_waited_for_a_while(tmp_path, monkeypatch):
     assert not run.store.free(2) and "still being written" in run.said[0]
     with pytest.raises(StorageError, match="2 saves failed in a row"):
         run.store.free(3)
-    slow.set()
+    threading.Timer(1.5, slow.set).start()
+    run.store.wait()
+    assert "the last save is still being written" in run.said[-1]
     assert run.store.free(4)
     run.store.wait()
     assert visible(tmp_path) == ["1"]
@@ -275,13 +277,28 @@ def test_every_file_is_watched(tmp_path):
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
-            if path.name == layout.MARKER and damaged is None:
-                assert run.store.newest() is None
-            else:
-                with pytest.raises(StorageError, match=path.name.replace("_", ".")):
-                    run.store.newest()
+            with pytest.raises(StorageError, match=path.name.replace("_", ".")):
+                run.store.newest()
             path.write_bytes(content)
     assert run.store.newest() == 1
+
+
+def test_a_list_of_files_that_leads_outside_is_refused():
+    for name in ("../evil", "/etc/evil", "state/../../evil"):
+        with pytest.raises(ValueError, match="outside of the checkpoint"):
+            writing.parse_seal(writing.seal({name: [1, 2]}))
+
+
+def test_a_step_that_one_process_cannot_write_is_nobody_s(tmp_path):
+    run = Run(tmp_path)
+    sums = {"meta/data.json": [2, 3]}
+    folder = run.store.tiers.staging(5)
+    folder.mkdir(parents=True)
+    error = run.store._end_of_save(
+        5, folder, [[None, sums, {}, 2], ["no space", {}, {}, 0], [None, {}, {}, 0]]
+    )
+    assert error == "no space (process 1; 1 of 3 failed)"
+    assert not folder.exists() and visible(tmp_path) == []
 
 
 def test_what_is_kept():
@@ -317,9 +334,17 @@ def test_a_local_folder_comes_first(tmp_path, monkeypatch):
     run.store.wait()
     assert visible(tmp_path / "run") == ["1"]
     same(run.store.restore(1, like(state(1)))[0], state(1))
+    for step in (2, 3, 4, 5):
+        run.save(step)
+    assert visible(tmp_path / "run") == ["3", "4", "5"]
+    assert sorted(p.name for p in fast.glob("*/process-0/*")) == ["5"]
+    for step in (3, 4):
+        writing.remove(tmp_path / "run" / "checkpoints", step)
+    shutil.rmtree(next(fast.glob("*/process-0")) / "5")
+    writing.remove(tmp_path / "run" / "checkpoints", 5)
+    shutil.copytree(tmp_path / "killed here", fast, dirs_exist_ok=True)
 
     # A run that was killed with its newest step in the local folder alone.
-    writing.remove(tmp_path / "run" / "checkpoints", 1)
     again = Run(tmp_path / "run", local=str(fast))
     assert again.store.newest() == 1 and "only in the local folders" in again.said[0]
     same(again.store.restore(1, like(state(1)))[0], state(1))

@@ -47,7 +47,7 @@ class Store:
     ):
         self.root = Path(workdir).absolute() / "checkpoints"
         self.settings, self._say = settings or Checkpoint(), say
-        self.tiers = tiers.Tiers(self.root, self.settings, say, self._record)
+        self.tiers = tiers.Tiers(self.root, self.settings, say, self._record, self._delete_old)
         self._times = self.root.parent / TIMES
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "save")
         self._pending: concurrent.futures.Future | None = None
@@ -99,12 +99,12 @@ class Store:
 
     def save_now(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
         """Writes the last checkpoint, with several attempts; StorageError if none succeeds."""
-        self._collect(None)
+        self._see_through()
         for attempt in range(self.settings.max_failures):
             if attempt:
                 time.sleep(RETRY_SECONDS)
             self.save(step, state, meta)
-            self._collect(None)
+            self._see_through()
             if not self._failures:
                 return
         self._stop_after_too_many()
@@ -112,8 +112,14 @@ class Store:
 
     def wait(self) -> None:
         """Returns when nothing is being written any more."""
-        self._collect(None)
+        self._see_through()
         self.tiers.settle(None)
+
+    def _see_through(self) -> None:
+        """Waits for the save in flight, and says so where that takes long."""
+        begun = time.perf_counter()
+        while not self._collect(max(self.settings.max_wait, 1.0)):
+            self._say(f"the last save is still being written, since {time.perf_counter() - begun:.0f} s")
 
     def close(self) -> None:
         """Finishes what is being written or copied."""
@@ -194,6 +200,7 @@ class Store:
         if verdict:
             if me == 0:
                 self._complain(step, verdict)
+            self.tiers.give_up(step)
             return verdict
         if parts is not None:
             self._record(
@@ -264,7 +271,8 @@ class Store:
         """
         self.tiers.bring_newest()
         while True:
-            step = multihost.from_first("newest", lambda: max(self.steps(), default=None))
+            # A folder that has a step's name and no marker is a damaged one: it got its name with the marker in it.
+            step = multihost.from_first("newest", lambda: max(writing.numbered(self.root), default=None))
             if step is None:
                 return None
             clock = time.perf_counter()

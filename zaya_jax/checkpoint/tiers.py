@@ -36,9 +36,10 @@ class Tiers:
     """The ways of a run's checkpoints; `record` takes their times."""
 
     def __init__(
-        self, root: Path, settings: Checkpoint, say: Callable[[str], None], record: Callable[..., None]
-    ):
-        self.root, self._say, self._record = root, say, record
+        self, root: Path, settings: Checkpoint, say: Callable[[str], None], record: Callable[..., None],
+        delete_old: Callable[[], None],
+    ):  # fmt: skip
+        self.root, self._say, self._record, self._delete_old = root, say, record, delete_old
         self._local: Path | None = None
         if settings.local:
             # Runs that share a local folder are told apart by where their workdirs are.
@@ -48,7 +49,6 @@ class Tiers:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "tiers")
         self._jobs: list[tuple[int, concurrent.futures.Future]] = []
         self._deleted: list[int] = []
-        self.failures = 0  # in a row
 
     def _mine(self) -> Path:
         assert self._local is not None
@@ -71,6 +71,11 @@ class Tiers:
                 "run": self.run(),
             }  # fmt: skip
             writing.write_files(self.staging(step), {PART: json.dumps(part).encode()})
+
+    def give_up(self, step: int) -> None:
+        """Clears this process's local folder of a step that others could not write."""
+        if self._local:
+            shutil.rmtree(self.staging(step), ignore_errors=True)
 
     def pass_on(self, step: int) -> None:
         """Begins to bring a saved step to the next tiers."""
@@ -105,7 +110,7 @@ class Tiers:
         self._thread.shutdown()
 
     def run(self) -> str:
-        """The run's own name, made at its first save."""
+        """The run's own name, made when it begins."""
         with contextlib.suppress(OSError):
             return (self.root / RUN).read_text()
         return ""
@@ -125,7 +130,6 @@ class Tiers:
                         writing.remove(self._mine(), old)
         if self._vault and not error:
             error = self._send(step, begun)
-        self.failures = self.failures + 1 if error else 0
         if error and multihost.is_writer():
             self._say(f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on")
 
@@ -152,6 +156,7 @@ class Tiers:
                         self.root / str(step),
                         {k: v for part in told or [] for k, v in part[1].items()},
                     )
+                    self._delete_old()
             except OSError as failure:
                 errors.append(writing.reason(failure))
             if errors:

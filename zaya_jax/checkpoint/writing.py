@@ -126,11 +126,15 @@ def parse_seal(content: bytes) -> Sums:
     """The same of the marker's content."""
     try:
         found = json.loads(content)
-        if crc32c(_canonical(found["files"])) == found["crc32c"]:
-            return found["files"]
+        whole = crc32c(_canonical(found["files"])) == found["crc32c"]
     except (ValueError, KeyError, TypeError):
-        pass
-    raise ValueError(f"{MARKER} is changed: it does not have its own checksum")
+        whole = False
+    if not whole:
+        raise ValueError(f"{MARKER} is changed: it does not have its own checksum")
+    for name in found["files"]:  # it may come from anywhere, and files are written by these names
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(f"{MARKER} names a file outside of the checkpoint: {name}")
+    return found["files"]
 
 
 def seal(files: Sums) -> bytes:
