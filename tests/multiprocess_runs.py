@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -105,6 +105,26 @@ def start(
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def pretrain(
+    folder: Path,
+    workdir: Path,
+    keys: dict[str, object],
+    count: int = 1,
+    devices: int = 1,
+    variables: dict[str, str] | None = None,
+) -> AbstractContextManager[Run]:
+    """The training program with these config keys, on a small corpus in `folder`."""
+    corpus = folder / "corpus"
+    if not corpus.exists():
+        corpus.mkdir()
+        for i in range(60):
+            text = "".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(20))
+            (corpus / f"{i}.txt").write_text(text)
+    options = [f"--config.{key}={value}" for key, value in {**keys, "data.path": corpus}.items()]
+    arguments = ["-m", "experiments.pretrain", f"--workdir={workdir}", *options]
+    return start(arguments, count, folder / f"out-{workdir.name}-{count}", devices, variables)
 
 
 def free_port() -> int:

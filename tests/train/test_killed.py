@@ -6,9 +6,9 @@ import signal
 import time
 
 import jax
+import multiprocess_runs
 import numpy as np
 import pytest
-from multiprocess_runs import start
 
 from zaya_jax import cli
 from zaya_jax.checkpoint import audit, partial
@@ -23,19 +23,8 @@ SMALL = {
 
 @pytest.fixture
 def pretrain(tmp_path):
-    """start(workdir, {config key: value}, processes) of the program on a small corpus."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(60):
-        (corpus / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(20)))
-
-    def call(workdir, keys, count=1):
-        keys = SMALL | {"data.path": corpus} | keys
-        options = [f"--config.{key}={value}" for key, value in keys.items()]
-        arguments = ["-m", "experiments.pretrain", f"--workdir={workdir}", *options]
-        return start(arguments, count, tmp_path / f"out-{workdir.name}")
-
-    return call
+    """start(workdir, {config key: value}, processes) of the program."""
+    return lambda workdir, keys, count=1: multiprocess_runs.pretrain(tmp_path, workdir, SMALL | keys, count)
 
 
 def done(runner):

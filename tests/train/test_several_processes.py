@@ -4,9 +4,9 @@ import json
 import re
 import signal
 
+import multiprocess_runs
 import numpy as np
 import pytest
-from multiprocess_runs import start
 
 from zaya_jax import cli, config
 from zaya_jax.checkpoint.store import read_meta
@@ -23,17 +23,10 @@ SMALL = {
 
 @pytest.fixture
 def pretrain(tmp_path):
-    """start(workdir, count, devices each, {config key: value}) of the program, on a small corpus."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(60):
-        (corpus / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(20)))
+    """start(workdir, count, devices each, {config key: value}) of the program."""
 
     def call(workdir, count, devices=1, keys=(), **variables):
-        keys = SMALL | {"data.path": corpus} | dict(keys)
-        options = [f"--config.{key}={value}" for key, value in keys.items()]
-        arguments = ["-m", "experiments.pretrain", f"--workdir={workdir}", *options]
-        return start(arguments, count, tmp_path / f"out-{workdir.name}-{count}", devices, variables)
+        return multiprocess_runs.pretrain(tmp_path, workdir, SMALL | dict(keys), count, devices, variables)
 
     return call
 
