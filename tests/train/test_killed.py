@@ -68,11 +68,12 @@ def complete_steps(workdir):
     ],
 )
 def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_path, kills, keys):
-    keys = {name: str(tmp_path / value) for name, value in keys.items()} | {"run.num_steps": 12 * kills}
-    done(pretrain(tmp_path / "whole", keys | {"checkpoint.every_steps": 10_000}))
+    length = {"run.num_steps": 12 * kills}
+    done(pretrain(tmp_path / "whole", length | {"checkpoint.every_steps": 10_000}))
+    keys = {name: str(tmp_path / value) for name, value in keys.items()} | length
     workdir, times, newest = tmp_path / "killed", random.Random(0), 0
     for kill in range(kills):
-        with pretrain(workdir, keys | {"run.seed": 0}) as run:
+        with pretrain(workdir, keys) as run:
             if kill % 4:
                 # Somewhere in its steps and saves.
                 run.wait_for("ms |")
