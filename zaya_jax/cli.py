@@ -63,6 +63,9 @@ def exit_code(main: Callable[[], int]) -> int:
     except StorageError as error:
         print(f"error: {error}", file=sys.stderr)
         return STORAGE
+    except BrokenPipeError:  # whoever reads has read enough, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
 
 
 def leave(code: int) -> NoReturn:
