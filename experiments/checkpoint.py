@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from zaya_jax import cli
 from zaya_jax.checkpoint import audit, exchange, layout, look, monitor, rewrite, store, writing
-from zaya_jax.checkpoint.remote import Vault
+from zaya_jax.checkpoint.remote import vault_at
 from zaya_jax.config import UserError
 from zaya_jax.train.workdir import read_config
 
@@ -103,7 +103,7 @@ def inspect(args: Any) -> int:
 def verify(args: Any) -> int:
     """A line for each step, and one for each damage."""
     root = Path(args.workdir).absolute() / "checkpoints"
-    vault = Vault(args.workdir) if "://" in args.workdir else None
+    vault = vault_at(args.workdir)
     if vault:
         steps = vault.steps()
         if not steps:

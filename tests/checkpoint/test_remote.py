@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zaya_jax.checkpoint import layout, remote, store, writing
+from zaya_jax.checkpoint import layout, remote, rewrite, store, writing
 from zaya_jax.checkpoint.remote import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
 
@@ -185,7 +185,11 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_
 
 
 def test_nobody_there(tmp_path, monkeypatch):
-    for name, value in (("AWS_ACCESS_KEY_ID", "a"), ("AWS_SECRET_ACCESS_KEY", "b")):
+    for name, value in (
+        ("AWS_ACCESS_KEY_ID", "a"),
+        ("AWS_SECRET_ACCESS_KEY", "b"),
+        ("AWS_MAX_ATTEMPTS", "1"),
+    ):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(remote, "PAUSES", ())
     vault = Vault("s3://bucket/run", endpoint="http://127.0.0.1:9")
@@ -200,6 +204,11 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     assert Vault(place.url).steps() == [5, 6]
     kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / store.TIMES).read_text().splitlines()]
     assert kinds == ["save", "copy"] * 2
+    # The commands take its address as they take a workdir.
+    rewrite.reshard(place.url, tmp_path / "moved", step=5)
+    assert store.Store(tmp_path / "moved").steps() == [5]
+    found = remote.vault_at(place.url)
+    assert found is not None and found.steps() == [5, 6] and remote.vault_at(tmp_path / "run") is None
     # Another machine, and an empty folder.
     said = []
     other = store.Store(tmp_path / "other", Checkpoint(durable=place.url), said.append)

@@ -221,6 +221,14 @@ class Vault:
         raise AssertionError("not reached")
 
 
+def vault_at(place: str | Path) -> Vault | None:
+    """The vault at a URL, or in a folder of steps; None for a workdir or anything else."""
+    folder = Path(place)
+    if "://" in str(place) or (writing.steps_in(folder) and not (folder / "checkpoints").is_dir()):
+        return Vault(str(place))
+    return None
+
+
 def wrong_with(content: bytes, size: int, crc: int) -> str | None:
     """What is wrong with a file's content; None if nothing is."""
     if len(content) != size:

@@ -19,7 +19,7 @@ import numpy as np
 
 from zaya_jax.checkpoint import audit, layout, store, writing
 from zaya_jax.checkpoint.exchange import DTYPES, new_folder, whole_or_nothing
-from zaya_jax.checkpoint.remote import Vault
+from zaya_jax.checkpoint.remote import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.train.workdir import IMPORTED
 
@@ -35,8 +35,8 @@ class Source:
 
     def __init__(self, place: str | Path, step: int | None):
         self.workdir: Path | None = None
-        if "://" in str(place):
-            vault = Vault(str(place))
+        vault = vault_at(place)
+        if vault is not None:
             steps = vault.steps()
             if not steps or step not in (None, *steps):
                 raise UserError(
