@@ -216,10 +216,21 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {"params": {"w": jax.ShapeDtypeStruct((1000,), np.float32, sharding=one)}}
     np.testing.assert_array_equal(other.restore(6, like)[0]["params"]["w"], np.arange(1000.0) + 6)
+    # A damaged copy is not taken.
+    name = "6/state/params.w/c.0"
+    place.put(name, place.get(name)[:-1] + b"?")
+    with pytest.raises(
+        StorageError, match=r"6/state/params.w/c.0 \(array params.w\) is changed.*on_corrupt=previous"
+    ):
+        store.Store(tmp_path / "third", Checkpoint(durable=place.url), said.append).newest()
+    careful = Checkpoint(durable=place.url, on_corrupt="previous")
+    assert (
+        store.Store(tmp_path / "third", careful, said.append).newest() == 5 and "WARNING: step 6" in said[1]
+    )
     # A run that has begun by itself does not take another's.
     saved(tmp_path / "stranger", 1)
-    with pytest.raises(UserError, match="holds step 6 of another run"):
-        store.Store(tmp_path / "stranger", Checkpoint(durable=place.url), said.append).newest()
+    with pytest.raises(UserError, match="holds step 5 of another run"):
+        store.Store(tmp_path / "stranger", careful, said.append).newest()
     # What the rules delete goes there too.
     saved(tmp_path / "run", 7, durable=place.url, keep=1)
     assert Vault(place.url).steps() == [7]

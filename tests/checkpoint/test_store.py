@@ -363,6 +363,18 @@ def test_a_local_folder_comes_first(tmp_path, monkeypatch):
     assert not list(fast.rglob("c.0.0.0"))
 
 
+def test_files_are_shared_out_evenly(monkeypatch):
+    files = {f"f{i}": [i * 37 % 101, 0] for i in range(200)}
+    shares = []
+    monkeypatch.setattr(jax, "process_count", lambda: 7)
+    for process in range(7):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        shares.append(store.tiers.share(files))
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    sizes = [sum(files[name][0] for name in share) for share in shares]
+    assert max(sizes) - min(sizes) <= 101
+
+
 def test_times_are_written_down(tmp_path):
     run = Run(tmp_path)
     run.save(1)

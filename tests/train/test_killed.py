@@ -96,10 +96,12 @@ def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_p
 
 
 @pytest.mark.slow
-def test_two_processes_killed_then_one_then_four(pretrain, tmp_path):
+@pytest.mark.parametrize("tiers", [(), ("local", "durable")])
+def test_two_processes_killed_then_one_then_four(pretrain, tmp_path, tiers):
     keys = {"run.num_steps": 60, "precision.newton_schulz": "float32", "optim.name": "muon"}
     done(pretrain(tmp_path / "alone", keys | {"checkpoint.every_steps": 1000}, 2))
     workdir = tmp_path / "moved"
+    keys |= {f"checkpoint.{tier}": str(tmp_path / tier) for tier in tiers}
     for count in (2, 1):
         with pretrain(workdir, keys, count) as run:
             run.wait_for("step  1/" if count == 2 else "ms |")

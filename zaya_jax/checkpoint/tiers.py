@@ -9,6 +9,8 @@ background, in the order of the steps. At the start of a run `bring_newest` make
 
 import concurrent.futures
 import contextlib
+import functools
+import heapq
 import json
 import shutil
 import time
@@ -40,6 +42,7 @@ class Tiers:
         delete_old: Callable[[], None],
     ):  # fmt: skip
         self.root, self._say, self._record, self._delete_old = root, say, record, delete_old
+        self._settings = settings
         self._local: Path | None = None
         if settings.local:
             # Runs that share a local folder are told apart by where their workdirs are.
@@ -235,10 +238,12 @@ class Tiers:
                 shutil.rmtree(folder / str(step), ignore_errors=True)  # another run's
         told = multihost.to_first("local", {str(step): parts for step, parts in seen.items()})
 
-        def choose() -> list:
+        def choose(failed: list[int]) -> list:
             for step in sorted({int(s) for view in told or [] for s in view}, reverse=True):
                 if step <= here:
                     break
+                if step in failed:
+                    continue
                 views = [view.get(str(step), []) for view in told or []]
                 count = max(c for parts in views for _, c in parts)
                 # Each part is copied by the first process that sees it.
@@ -247,27 +252,42 @@ class Tiers:
                     return [step, who]
             return [None, {}]
 
-        step, who = multihost.from_first("local step", choose)
-        if step is None:
-            return
-        mine = [int(part) for part, reader in who.items() if reader == jax.process_index()]
-        error = self._publish("rescue", step, {i: self._local / f"process-{i}" / str(step) for i in mine})
-        if multihost.is_writer():
-            self._say(
-                f"warning: step {step} of the local folders could not be put together: {error}"
-                if error
-                else f"step {step} was only in the local folders; it is put together in {self.root}"
-            )
+        failed: list[int] = []
+        while True:
+            step, who = multihost.from_first("local step", functools.partial(choose, failed))
+            if step is None:
+                return
+            mine = [int(part) for part, reader in who.items() if reader == jax.process_index()]
+            error = self._publish("rescue", step, {i: self._local / f"process-{i}" / str(step) for i in mine})
+            if multihost.is_writer():
+                self._say(
+                    f"warning: step {step} of the local folders could not be put together: {error}"
+                    if error
+                    else f"step {step} was only in the local folders; it is put together in {self.root}"
+                )
+            if not error:
+                return
+            failed.append(step)
 
     def _fetch_newest(self, vault: "remote.Vault") -> None:
-        def look() -> list:
+        def look() -> list[int]:
             vault.clear()
-            there = max(vault.steps(), default=-1)
-            return [there, there > max(writing.steps_in(self.root), default=-1)]
+            here = max(writing.steps_in(self.root), default=-1)
+            return sorted((step for step in vault.steps() if step > here), reverse=True)
 
-        step, newer = multihost.from_first("durable", look)
-        if not newer:
-            return
+        for step in multihost.from_first("durable", look):
+            error = self._fetch(vault, step)
+            if not error:
+                return
+            if self._settings.on_corrupt == "stop":
+                raise StorageError(
+                    f"{error}; --config.checkpoint.on_corrupt=previous goes on from the one before"
+                )
+            if multihost.is_writer():
+                self._say(f"WARNING: step {step} could not be fetched: {error}; looking for the one before")
+
+    def _fetch(self, vault: "remote.Vault", step: int) -> str | None:
+        """Makes a step of the vault whole in workdir/checkpoints; what went wrong, if anything."""
         folder, error = self.root / f"{writing.SAVING}{step}", None
         try:
             vault.download(step, folder, share(vault.manifest(step)))
@@ -277,23 +297,21 @@ class Tiers:
 
         def end() -> str | None:
             errors = [part for part in told or [] if part]
-            if not errors:
-                files = vault.manifest(step)
-                run = json.loads((folder / META).read_text()).get("run")
-                mine = writing.steps_in(self.root)
-                if mine and run != self.run():
-                    raise UserError(
-                        f"config.checkpoint.durable holds step {step} of another run than {self.root.parent}; "
-                        "give each run a place of its own"
-                    )
-                (self.root / RUN).write_text(run or self.run())
-                writing.commit(folder, self.root / str(step), files)
-                self._say(f"step {step} was fetched from {vault.url}")
-            return errors[0] if errors else None
+            if errors:
+                shutil.rmtree(folder, ignore_errors=True)
+                return errors[0]
+            run = json.loads((folder / META).read_text()).get("run")
+            if writing.steps_in(self.root) and run != self.run():
+                raise UserError(
+                    f"config.checkpoint.durable holds step {step} of another run than {self.root.parent}; "
+                    "give each run a place of its own"
+                )
+            (self.root / RUN).write_text(run or self.run())
+            writing.commit(folder, self.root / str(step), vault.manifest(step))
+            self._say(f"step {step} was fetched from {vault.url}")
+            return None
 
-        error = multihost.from_first("fetched end", end)
-        if error:
-            raise StorageError(f"step {step} could not be fetched: {error}")
+        return multihost.from_first("fetched end", end)
 
 
 def _vault(url: str) -> "remote.Vault":
@@ -311,11 +329,10 @@ def _copy(source: Path, target: Path, name: str, sums: list[int]) -> None:
 
 def share(files: writing.Sums) -> list[str]:
     """Which files this process handles: about as many bytes as each other one."""
-    count, load = jax.process_count(), [0] * jax.process_count()
-    mine = []
+    loads, mine = [(0, process) for process in range(jax.process_count())], []
     for name, (size, _) in sorted(files.items(), key=lambda f: (-f[1][0], f[0])):
-        least = min(range(count), key=load.__getitem__)
-        load[least] += size
+        load, least = loads[0]
+        heapq.heapreplace(loads, (load + size, least))
         if least == jax.process_index():
             mine.append(name)
     return mine
