@@ -9,6 +9,7 @@ from mesh_helpers import Run
 
 from zaya_jax.checkpoint import layout, pieces
 from zaya_jax.checkpoint.store import Store
+from zaya_jax.hardware import hlo
 
 MESHES = {
     "one": (1, dict()),
@@ -80,3 +81,14 @@ def test_each_device_holds_its_part_alone():
     assert size <= held < 1.6 * size
     plan = layout.make_plan(snapshot)
     assert sum(plan.bytes.values()) == size
+
+
+@pytest.mark.parametrize("name", ["data, ZeRO-1", "data x context", "fsdp"])
+def test_parameters_are_cut_where_they_lie(name):
+    here = run(name)
+    shardings = jax.tree.map(lambda x: x.sharding, here.like["params"])
+    cut = jax.jit(lambda params: jax.tree.map(lambda x: x + 0, params), out_shardings=shardings)
+    compiled = cut.lower(here.state["params"]).compile()
+    assert hlo.collectives(compiled) == []
+    parts = [x.sharding.shard_shape(x.shape) for x in jax.tree.leaves(here.like["params"])]
+    assert any(part != x.shape for part, x in zip(parts, jax.tree.leaves(here.like["params"]), strict=True))

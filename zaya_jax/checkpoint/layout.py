@@ -145,7 +145,8 @@ def chunk_shape(
 def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> NamedSharding:
     """A sharding that also cuts what `sharding` keeps several times, over the devices that keep it.
 
-    Each device's part lies in what it has already, so nothing travels. Parts do not get smaller than PART_BYTES.
+    Each device's part lies in what it has already, so that an array of that sharding need not travel. Parts do not get
+    smaller than PART_BYTES.
     """
     assert isinstance(sharding.mesh, Mesh)
     mesh, names = _factored(sharding.mesh)
