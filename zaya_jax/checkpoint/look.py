@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.checkpoint import layout, store, writing
+from zaya_jax.checkpoint.times import STAGES, Event, read
 from zaya_jax.config import StorageError, UserError
-
-STAGES = ("copy", "serialise", "write", "commit")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +29,7 @@ class Seen:
     meta: dict[str, Any]
     files: dict[str, list[int]]
     arrays: list[dict[str, Any]]  # name, shape, dtype, chunk, chunks, bytes
+    saved: float  # unix seconds of its completion
 
     @property
     def bytes(self) -> int:
@@ -48,7 +48,7 @@ def see(workdir: str | Path, step: int) -> Seen:
     """Looks at one step; StorageError where its small files are damaged."""
     folder = store.step_folder(workdir, step)
     try:
-        files = writing.read_seal(folder)
+        files, saved = writing.read_seal(folder), (folder / layout.MARKER).stat().st_mtime
         meta = json.loads((folder / layout.META).read_text(encoding="utf-8"))
         chunks: dict[str, int] = defaultdict(int)
         for name in files:
@@ -71,60 +71,42 @@ def see(workdir: str | Path, step: int) -> Seen:
             f"{folder} cannot be looked at: {writing.reason(error)}; "
             f"`python -m experiments.checkpoint verify --workdir={workdir} --step={step}` says what is damaged"
         ) from None
-    return Seen(step, meta, files, arrays)
+    return Seen(step, meta, files, arrays, saved)
 
 
-def read_times(workdir: str | Path) -> list[dict[str, Any]]:
-    """The lines of checkpoint_times.jsonl, without what a kill cut short."""
-    lines = []
-    try:
-        content = (Path(workdir) / store.TIMES).read_bytes()
-    except OSError:
-        return []
-    for raw in content.splitlines():
+def see_all(workdir: str | Path) -> list[Seen]:
+    """Looks at all steps, oldest first; one that the run deletes meanwhile is none."""
+    found = []
+    for step in writing.steps_in(Path(workdir) / "checkpoints"):
         try:
-            line = json.loads(raw)
-            line["stages"] = {str(k): float(v) for k, v in line["stages"].items()}
-            lines.append({**line, "step": int(line["step"]), "process": int(line["process"])})
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue
-    return lines
-
-
-def last_saves(times: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
-    """By step the lines of its last save, one a process: a resumed run may have saved a step again."""
-    found: dict[int, dict[float, dict[int, dict]]] = defaultdict(lambda: defaultdict(dict))
-    for line in times:
-        if line["kind"] == "save":
-            found[line["step"]][line["time"]][line["process"]] = line
-    return {
-        step: [lines for _, lines in sorted(by_time[max(by_time)].items())]
-        for step, by_time in sorted(found.items())
-    }
+            found.append(see(workdir, step))
+        except StorageError:
+            if store.step_folder(workdir, step).is_dir():
+                raise
+    return found
 
 
 def steps_text(workdir: str | Path) -> str:
     """A table of all steps."""
     root = Path(workdir) / "checkpoints"
-    saves = last_saves(read_times(workdir))
-    rows = [["step", "tokens", "size", "arrays", "files", "processes", "held-out", "saved at", *STAGES]]
-    for step in writing.steps_in(root):
-        seen = see(workdir, step)
-        lines = saves.get(step, [])
-        when = datetime.datetime.fromtimestamp((root / str(step) / layout.MARKER).stat().st_mtime)
-        loss = seen.meta.get("metrics", {}).get("eval/loss")
+    saves = read(Path(workdir)).get("save", {})
+    head = ["step", "tokens", "size", "arrays", "files", "processes", "held-out", "saved at", "version"]
+    rows = [[*head, *STAGES]]
+    for seen in see_all(workdir):
+        when = datetime.datetime.fromtimestamp(seen.saved)
         rows.append(
             [
-                str(step), f"{seen.meta.get('tokens', 0):,}", size_text(seen.bytes), str(len(seen.arrays)),
-                str(len(seen.files) + 1), str(seen.meta.get("processes", 1)), f"{loss:.4f}" if loss else "",
-                f"{when:%Y-%m-%d %H:%M:%S}", *[_stage_text(lines, stage) for stage in STAGES],
+                str(seen.step), f"{seen.meta.get('tokens', 0):,}", size_text(seen.bytes), str(len(seen.arrays)),
+                str(len(seen.files) + 1), str(seen.meta.get("processes", 1)), loss_text(seen),
+                f"{when:%Y-%m-%d %H:%M:%S}", str(seen.meta.get("version", "")),
+                *[_stage_text(saves.get(seen.step), stage) for stage in STAGES],
             ]
         )  # fmt: skip
     if len(rows) == 1:
         raise UserError(f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run")
     left = sorted(p.name for p in root.iterdir() if p.name.startswith((writing.SAVING, writing.DELETING)))
     text = _table(rows)
-    if any(len(lines) > 1 for lines in saves.values()):
+    if any(save.processes > 1 for save in saves.values()):
         text += "\nStages: seconds of the slowest process (median)."
     if left:
         text += (
@@ -181,6 +163,12 @@ def mesh_text(lay: dict[str, Any] | None) -> str:
     return ", ".join(dims) if any(dim != "-" for dim in dims) else "whole"
 
 
+def loss_text(seen: Seen) -> str:
+    """Its held-out loss, where the run evaluated at its step."""
+    loss = (seen.meta.get("metrics") or {}).get("eval/loss")
+    return f"{loss:.4f}" if isinstance(loss, float | int) else ""
+
+
 def size_text(size: float) -> str:
     """1.2 GB, 34 kB or 12 B."""
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -189,8 +177,8 @@ def size_text(size: float) -> str:
     return f"{size} B"
 
 
-def _stage_text(lines: list[dict[str, Any]], stage: str) -> str:
-    seconds = [line["stages"][stage] for line in lines if stage in line["stages"]]
+def _stage_text(save: Event | None, stage: str) -> str:
+    seconds = [v for v in save.stages.get(stage, ()) if v == v] if save else []
     if not seconds:
         return ""
     if len(seconds) == 1:

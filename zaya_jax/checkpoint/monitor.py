@@ -1,28 +1,37 @@
 """The picture of where checkpoints' time goes: per stage a heat map of processes over saves, and the last load.
 
-It shows a slow host as a dark row and a slow moment of the storage as a dark column.
+It shows a slow host as a dark row and a slow moment of the storage as a dark column. Many processes and many saves are
+drawn in groups by their slowest, which the page then says.
 """
 
+import contextlib
 import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from zaya_jax.checkpoint import look, writing
+import numpy as np
+
+from zaya_jax.checkpoint import look, times, writing
+from zaya_jax.checkpoint.times import Event
 from zaya_jax.config import StorageError, UserError
+from zaya_jax.report.bars import bar_chart, grouped
 from zaya_jax.report.heat import Scale, columns, heat_map
+from zaya_jax.report.saves import WAITS, save_curves
 from zaya_jax.report.script import SCRIPT
 from zaya_jax.report.style import style_sheet
-from zaya_jax.report.svg import Line, escape, line_chart, section
+from zaya_jax.report.svg import escape, section
 
-ROWS = 64  # more processes are shown in groups
 TITLES = {
-    "copy": "Copy (device to snapshot: all that the step waits for)",
-    "serialise": "Serialise (cut into chunks, checksums)",
+    "copy": "Copy (to the snapshot)",
+    "serialise": "Serialise (chunks, checksums)",
     "write": "Write",
-    "commit": "Commit (until all have written, and the name is given)",
+    "commit": "Commit (wait for all, then the name)",
 }
+TYPICAL = 3  # times the median: where a scale may end although there is worse
+SLOW = 1.5  # times the others' median: a process that is named as slow
+FEWEST_SAVES, FEWEST_PROCESSES = 3, 3  # to name one
+UNITS = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("B", 1.0))
 
 
 def write_page(workdir: str | Path, target: str | Path | None = None) -> Path:
@@ -40,23 +49,21 @@ def write_page(workdir: str | Path, target: str | Path | None = None) -> Path:
 
 def render(workdir: Path) -> str:
     """The page as one string."""
-    times = look.read_times(workdir)
-    saves = look.last_saves(times)
+    events = times.read(workdir)
+    saves = list(events.get("save", {}).values())
     seen = []
     for step in writing.steps_in(workdir / "checkpoints"):
-        try:
+        with contextlib.suppress(StorageError):
             seen.append(look.see(workdir, step))
-        except StorageError:
-            continue
     if not seen and not saves:
         raise UserError(f"--workdir={workdir} has no checkpoint and no times of any; train first")
+    load = max(events.get("load", {}).values(), key=lambda event: event.time, default=None)
     body = (
         _head(workdir, seen, saves)
-        + _course(saves)
+        + section("Over the run", WAITS, save_curves(saves))
         + _stages(saves)
-        + _balance(saves)
-        + _load(times)
-        + _steps(seen)
+        + section("By process", "", _balance(saves) + _load(load))
+        + _steps(seen, {save.step: save for save in saves})
     )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -67,201 +74,193 @@ def render(workdir: Path) -> str:
     )
 
 
-def _head(workdir: Path, seen: Sequence[look.Seen], saves: dict[int, list[dict]]) -> str:
+def _head(workdir: Path, seen: Sequence[look.Seen], saves: Sequence[Event]) -> str:
     tiles = []
     if seen:
         newest = seen[-1]
         tiles.append(("Newest complete step", f"{newest.step:,}", f"{newest.meta.get('tokens', 0):,} tokens"))
         parts = ", ".join(f"{name} {look.size_text(size)}" for name, size in newest.part_bytes().items())
         tiles.append(("Size", look.size_text(newest.bytes), parts))
+    warning = ""
     if saves:
-        copies = [_slowest(lines, "copy") for lines in saves.values()]
-        totals = [_total(lines) for lines in saves.values()]
-        processes = len(next(reversed(saves.values())))
+        processes = saves[-1].processes
         tiles.append(("Saves", f"{len(saves):,}", f"by {processes} process{'es' if processes > 1 else ''}"))
-        tiles.append(
-            ("Copy", _seconds(statistics.median(copies)), f"median; longest {_seconds(max(copies))}")
-        )
-        tiles.append(
-            ("Whole save", _seconds(statistics.median(totals)), f"median; longest {_seconds(max(totals))}")
-        )
+        for title, values in (
+            ("Copy", [save.slowest("copy") for save in saves]),
+            ("Whole save", [save.whole() for save in saves]),
+        ):
+            good = [v for v in values if math.isfinite(v)]
+            if good:
+                longest = f"median; longest {seconds_text(max(good))}"
+                tiles.append((title, seconds_text(statistics.median(good)), longest))
+        slow = "".join(f"<p>{escape(text)}</p>" for text in slow_processes(saves))
+        warning = f'<div class="warn">{slow}</div>' if slow else ""
     cells = "".join(
         f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd>{escape(c)}</dd></div>" for a, b, c in tiles
     )
-    return f'<header><h1>{escape(workdir.name)} <span>checkpoints</span></h1><dl class="tiles">{cells}</dl></header>\n'
-
-
-def _course(saves: dict[int, list[dict]]) -> str:
-    if len(saves) < 2:
-        return ""
-    lines, most = [], 0.0
-    for color, (label, value) in enumerate((("whole save", _total), ("copy", lambda s: _slowest(s, "copy")))):
-        points = [(float(step), value(entries)) for step, entries in saves.items()]
-        most = max(most, *(y for _, y in points))
-        lines.append(Line(label, points, color, "line" if len(points) > 12 else "dots"))
-    chart = line_chart(
-        "Seconds a save", lines, x_range=(min(saves), max(saves)), y_range=(0, most * 1.08 or 1), unit=" s",
-        describe="The slowest process's time of each save, and of its copy.",
-    )  # fmt: skip
-    return section(
-        "Over the run",
-        "The training waits for the copy alone; the rest runs beside it.",
-        chart,
+    name = escape(workdir.resolve().name)
+    return (
+        f'<header><h1>{name} <span>checkpoints</span></h1><dl class="tiles">{cells}</dl>{warning}</header>\n'
     )
 
 
-def _stages(saves: dict[int, list[dict]]) -> str:
+def slow_processes(saves: Sequence[Event]) -> list[str]:
+    """Sentences on processes whose stages took much longer than the others', by medians over the saves."""
+    saves = [save for save in saves if save.processes == saves[-1].processes]
+    if len(saves) < FEWEST_SAVES or saves[-1].processes < FEWEST_PROCESSES:
+        return []
+    told = []
+    for stage in ("copy", "serialise", "write"):  # the commit waits for others
+        own = _medians(np.stack([save.of(stage) for save in saves], axis=1))
+        usual = float(np.nanmedian(own)) if np.isfinite(own).any() else math.nan
+        worst = np.argsort(-np.nan_to_num(own))[:3]
+        names = [i for i in worst if own[i] > SLOW * usual and own[i] - usual > 0.05]
+        told += [
+            f"Process {i} is slow: its {stage} takes {seconds_text(own[i])}, the others' {seconds_text(usual)} "
+            f"(medians of {len(saves):,} saves)."
+            for i in names
+        ]
+    return told
+
+
+def _stages(saves: Sequence[Event]) -> str:
     pictures = ""
-    for stage in look.STAGES:
-        rows = _rows(saves, stage)
+    for stage in times.STAGES:
+        rows = stage_rows(saves, stage)
         if not rows:
             continue
-        names, steps, cells = rows
-        good = [v for row in cells for v in row if math.isfinite(v)]
-        high = max(good)
-        note = (
-            f"Each row is the slowest of {math.ceil(_processes(saves) / len(names))} processes."
-            if _processes(saves) > len(names)
-            else ""
-        )
+        names, steps, cells, notes = rows
+        good = cells[np.isfinite(cells)]
+        longest = high = float(good.max())
+        typical = max(float(np.quantile(good, 0.98)), TYPICAL * float(np.median(good)))
+        if longest > 1.5 * typical:  # else one bad moment would hide all that is usual
+            high = typical
+            notes = [*notes, f"The longest, {seconds_text(longest)}, is beyond the colours."]
+        # Cells reach half-way to their neighbours, the outer ones as far outwards.
+        first, last = (steps[1] - steps[0], steps[-1] - steps[-2]) if len(steps) > 1 else (0.8, 0.8)
         pictures += heat_map(
-            TITLES[stage], names, steps, cells, Scale(0.0, high),
-            x_range=(min(steps), max(steps)) if len(steps) > 1 else (steps[0] - 1, steps[0] + 1),
-            row_name="process", ends=("0 s", _seconds(high)), note=note,
-            describe=f"Seconds of {stage} by process and save.",
+            TITLES[stage], names, steps, cells.tolist(), Scale(0.0, high or 1.0),
+            x_range=(steps[0] - first / 2, steps[-1] + last / 2), row_name="process", unit=" s",
+            ends=("0 s", ("≥ " if high < longest else "") + seconds_text(high)), note=" ".join(notes),
+            describe=f"Seconds of {stage} by process and save, from {seconds_text(float(good.min()))} to "
+            f"{seconds_text(longest)}.",
         )  # fmt: skip
-    if not pictures:
-        return ""
     text = (
         "Seconds by process and save. A dark row is a slow host, a dark column a slow moment of the storage."
     )
     return section("Where the time goes", text, pictures)
 
 
-def _rows(
-    saves: dict[int, list[dict]], stage: str
-) -> tuple[list[str], list[float], list[list[float]]] | None:
-    """(names of rows, steps, seconds): processes and saves in groups where there are many, the slowest of each."""
-    count = _processes(saves)
-    group = math.ceil(count / ROWS)
-    starts = range(0, count, group)
-    names = [str(s) if group == 1 else f"{s}–{min(s + group, count) - 1}" for s in starts]
-    steps = list(saves)
-    width = math.ceil(len(steps) / columns(len(names)))
-    cells: list[list[float]] = [[] for _ in names]
-    shown = []
-    for begin in range(0, len(steps), width):
-        some = steps[begin : begin + width]
-        shown.append(float(some[len(some) // 2]))
-        slowest = [-math.inf] * len(names)
-        for step in some:
-            for line in saves[step]:
-                if stage in line["stages"]:
-                    row = line["process"] // group
-                    slowest[row] = max(slowest[row], line["stages"][stage])
-        for row, value in zip(cells, slowest, strict=True):
-            row.append(value if value >= 0 else math.nan)
-    if not any(math.isfinite(v) for row in cells for v in row):
+def stage_rows(
+    saves: Sequence[Event], stage: str
+) -> tuple[list[str], list[float], np.ndarray, list[str]] | None:
+    """(names of rows, steps, seconds [rows, columns], notes): in groups where there are many, the slowest of each."""
+    if not any(stage in save.stages for save in saves):
         return None
-    return names, shown, cells
+    count = max(save.processes for save in saves)
+    cells = np.full((count, len(saves)), np.nan)
+    for column, save in enumerate(saves):
+        cells[: save.processes, column] = save.of(stage)
+    notes = []
+    if count > 1 and bool(((cells == cells[0]) | np.isnan(cells)).all()):
+        cells, notes = cells[:1], ["One row: the same in all processes, as process 0 commits."]
+        starts, names = [0], ["all"]
+    else:
+        starts, names = grouped(count)
+        if len(starts) < count:
+            notes = [f"Each row is the slowest of {starts[1]} processes."]
+    begins = range(0, len(saves), math.ceil(len(saves) / columns(len(names))))
+    if begins.step > 1:
+        notes.append(f"Each column is the slowest of {begins.step} saves.")
+    cells = np.fmax.reduceat(np.fmax.reduceat(cells, starts, axis=0), list(begins), axis=1)
+    steps = [float(saves[min(b + begins.step // 2, len(saves) - 1)].step) for b in begins]
+    return names, steps, cells, notes
 
 
-def _balance(saves: dict[int, list[dict]]) -> str:
-    if not saves:
+def _balance(saves: Sequence[Event]) -> str:
+    if not saves or saves[-1].processes < 2:
         return ""
-    lines = next(reversed(saves.values()))
-    if len(lines) < 2:
+    last = saves[-1]
+    starts, names = grouped(last.processes)
+    sizes = np.fmax.reduceat(np.nan_to_num(last.bytes), starts)
+    unit, scale = _unit(float(sizes.max()))
+    return bar_chart(
+        f"Bytes written, step {last.step:,}", names, [("median", sizes.tolist())], name="process", unit=f" {unit}",
+        scale=scale, text=look.size_text, note=_groups_note(starts, "greatest"),
+        describe=f"From {look.size_text(float(sizes.min()))} to {look.size_text(float(sizes.max()))} a process.",
+    )  # fmt: skip
+
+
+def _load(load: Event | None) -> str:
+    if load is None or not load.stages:
         return ""
-    sizes = _grouped([line["bytes"] for line in lines], sum)
-    bars = [(name, [("bytes", size)], look.size_text(size)) for name, size in sizes]
-    return section(
-        "Who wrote how much",
-        f"Bytes of the last save, step {lines[0]['step']:,}, by process.",
-        _bars(bars, ("bytes",)),
-    )
-
-
-def _load(times: list[dict[str, Any]]) -> str:
-    loads = [line for line in times if line["kind"] == "load"]
-    if not loads:
-        return ""
-    last = max(line["time"] for line in loads)
-    lines = sorted((line for line in loads if line["time"] == last), key=lambda line: line["process"])
-    stages = tuple(dict.fromkeys(stage for line in lines for stage in line["stages"]))
-    groups = {
-        stage: dict(_grouped([line["stages"].get(stage, 0.0) for line in lines], max)) for stage in stages
-    }
-    bars = []
-    for name in next(iter(groups.values())):
-        parts = [(stage, groups[stage][name]) for stage in stages]
-        bars.append((name, parts, " + ".join(f"{stage} {_seconds(v)}" for stage, v in parts)))
-    size = look.size_text(sum(line["bytes"] for line in lines))
-    text = f"Step {lines[0]['step']:,}, {size} in all: verify the files, read, place on the devices."
-    return section("The last load", text, _bars(bars, stages))
-
-
-def _grouped(values: Sequence[float], how: Any) -> list[tuple[str, float]]:
-    group = math.ceil(len(values) / ROWS)
-    return [
-        (str(s) if group == 1 else f"{s}–{min(s + group, len(values)) - 1}", how(values[s : s + group]))
-        for s in range(0, len(values), group)
+    starts, names = grouped(load.processes)
+    parts = [
+        (stage, np.fmax.reduceat(np.nan_to_num(load.of(stage)), starts).tolist()) for stage in load.stages
     ]
+    size = look.size_text(float(np.nansum(load.bytes)))
+    note = f"{size} onto all processes: the files verified, read, placed on the devices. "
+    return bar_chart(
+        f"The last load, step {load.step:,}", names, parts, name="process", unit=" s", text=seconds_text,
+        note=note + _groups_note(starts, "slowest"),
+        describe="; ".join(f"{stage} at most {seconds_text(max(values))}" for stage, values in parts),
+    )  # fmt: skip
 
 
-def _bars(bars: Sequence[tuple[str, list[tuple[str, float]], str]], kinds: Sequence[str]) -> str:
-    """Rows of a name, a bar of parts, and a text."""
-    most = max(sum(value for _, value in parts) for _, parts, _ in bars) or 1.0
-    legend = ""
-    if len(kinds) > 1:
-        keys = "".join(f'<li><i class="key c{i}"></i>{escape(kind)}</li>' for i, kind in enumerate(kinds))
-        legend = f'<ul class="legend">{keys}</ul>'
-    rows = []
-    for name, parts, text in bars:
-        drawn = "".join(
-            f'<i class="c{kinds.index(kind)}" style="display:inline-block;height:11px;background:currentColor;'
-            f'width:{100 * value / most:.2f}%" title="{escape(kind)}"></i>'
-            for kind, value in parts
-        )
-        rows.append(
-            f'<tr><th scope="row">{escape(name)}</th><td style="width:60%;white-space:nowrap">{drawn}</td>'
-            f"<td>{escape(text)}</td></tr>"
-        )
-    return f'<div class="card">{legend}<table class="wide"><tbody>{"".join(rows)}</tbody></table></div>'
+def _groups_note(starts: Sequence[int], which: str) -> str:
+    return f"Each bar is the {which} of {starts[1]} processes." if len(starts) > 1 and starts[1] > 1 else ""
 
 
-def _steps(seen: Sequence[look.Seen]) -> str:
+def _steps(seen: Sequence[look.Seen], saves: dict[int, Event]) -> str:
     if not seen:
         return ""
-    head = "".join(
-        f'<th scope="col">{name}</th>'
-        for name in ("step", "tokens", "size", "files", "processes", "held-out")
-    )
+    titles = ("step", "tokens", "size", "processes", "held-out", "copy", "save")
+    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     rows = []
     for one in seen:
-        loss = one.meta.get("metrics", {}).get("eval/loss")
+        save = saves.get(one.step)
         cells = (
-            f"{one.meta.get('tokens', 0):,}", look.size_text(one.bytes), f"{len(one.files) + 1:,}",
-            one.meta.get("processes", 1), f"{loss:.4f}" if loss else "–",
+            f"{one.meta.get('tokens', 0):,}", look.size_text(one.bytes), one.meta.get("processes", 1),
+            look.loss_text(one) or "–",
+            seconds_text(save.slowest("copy")) if save else "–", seconds_text(save.whole()) if save else "–",
         )  # fmt: skip
         rows.append(
             f'<tr><th scope="row">{one.step:,}</th>{"".join(f"<td>{escape(c)}</td>" for c in cells)}</tr>'
         )
     table = f'<table class="num wide"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    return section("Complete checkpoints", "What a run can go on from.", f'<div class="card">{table}</div>')
+    card = f'<div class="card" style="margin:0;max-height:340px;overflow:auto">{table}</div>'
+    return section("Complete checkpoints", "What a run can go on from.", _sizes(seen) + card)
 
 
-def _processes(saves: dict[int, list[dict]]) -> int:
-    return 1 + max(line["process"] for lines in saves.values() for line in lines)
+def _sizes(seen: Sequence[look.Seen]) -> str:
+    """The parts of each checkpoint's state."""
+    kinds = list(dict.fromkeys(part for one in seen for part in one.part_bytes()))
+    kinds.sort(key=lambda kind: -seen[-1].part_bytes().get(kind, 0))
+    starts, _ = grouped(len(seen))
+    parts = [(kind, [seen[s].part_bytes().get(kind, 0) for s in starts]) for kind in kinds]
+    unit, scale = _unit(max(map(sum, zip(*(values for _, values in parts), strict=True))))
+    return bar_chart(
+        "Size of parts", [f"{seen[s].step}" for s in starts], parts, name="step", unit=f" {unit}", scale=scale,
+        text=look.size_text, note=f"One of {starts[1]} checkpoints." if len(starts) < len(seen) else "",
+        describe="; ".join(f"{kind} {look.size_text(values[-1])}" for kind, values in parts),
+    )  # fmt: skip
 
 
-def _slowest(lines: Sequence[dict], stage: str) -> float:
-    return max(line["stages"].get(stage, 0.0) for line in lines)
+def _medians(cells: np.ndarray) -> np.ndarray:
+    """Of each row that has a value; NaN of others."""
+    out = np.full(len(cells), np.nan)
+    for i, row in enumerate(cells):
+        good = row[np.isfinite(row)]
+        out[i] = np.median(good) if good.size else np.nan
+    return out
 
 
-def _total(lines: Sequence[dict]) -> float:
-    """Copy, write and commit follow each other; serialising goes beside writing."""
-    return max(sum(v for k, v in line["stages"].items() if k in look.STAGES) for line in lines)
+def _unit(size: float) -> tuple[str, float]:
+    return next((unit for unit in UNITS if size >= unit[1]), UNITS[-1])
 
 
-def _seconds(value: float) -> str:
-    return f"{value:.3g} s" if value >= 0.1 else f"{1e3 * value:.3g} ms"
+def seconds_text(value: float) -> str:
+    """2.4 s or 35 ms."""
+    if not math.isfinite(value):
+        return "–"
+    return f"{value:.3g} s" if value >= 0.1 or not value else f"{1e3 * value:.3g} ms"

@@ -29,10 +29,10 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.checkpoint import audit, keep, layout, tiers, writing
+from zaya_jax.checkpoint.times import TIMES
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.parallel import multihost
 
-TIMES = "checkpoint_times.jsonl"
 RETRY_SECONDS = 5.0  # between attempts at the last save
 
 

@@ -68,6 +68,7 @@ def heat_map(
     last: Scale | None = None,
     in_percent: bool = False,
     column_name: str = "step",
+    unit: str = "",
 ) -> str:
     """Cells [row][column], each reaching half-way to the next; `last`: the last row's own scale (a share)."""
     size = min(24.0, max(4.0, (HEIGHT - BOTTOM - TOP) / len(rows)))
@@ -87,7 +88,7 @@ def heat_map(
     )
     names = f'data-heat="{row_name}" data-column="{column_name}" data-rows="{escape("|".join(rows))}"'
     shares = "all" if in_percent else "last" if last else ""
-    data = f'{names} data-percent="{shares}" {_places(steps, edges, tops, size)} {_values(cells)}'
+    data = f'{names} data-percent="{shares}" data-unit="{unit}" {_places(steps, edges, tops, size)} {_values(cells)}'
     svg = (
         open_svg(title, describe, bottom + BOTTOM, data)
         + f'<g class="cells">{_rectangles(cells, scales, edges, tops, size)}</g>{labels}'

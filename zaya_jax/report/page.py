@@ -13,7 +13,7 @@ import os
 import pathlib
 
 from zaya_jax import config as config_module
-from zaya_jax.report import curves, experts, tables
+from zaya_jax.report import curves, experts, saves, tables
 from zaya_jax.report.read import Workdir, read_workdir
 from zaya_jax.report.script import SCRIPT
 from zaya_jax.report.style import style_sheet
@@ -163,6 +163,7 @@ SECTIONS = (
     experts.experts_section,
     curves.optimiser_section,
     curves.speed_section,
+    saves.saves_section,
     curves.other_section,
     tables.sample_section,
     tables.numbers_section,

@@ -1,7 +1,7 @@
 """The report's script: reads out the values under the pointer, in the legend of the picture.
 
 The page is complete without it. It needs no data of its own: curves are read back from their drawn points
-with the scales in `data-x` and `data-y`, heat maps from the digits in `data-cells`.
+with the scales in `data-x` and `data-y`, heat maps from the digits in `data-cells`, bars have theirs in `data-values`.
 """
 
 SCRIPT = """
@@ -75,7 +75,7 @@ function cells(svg, figure, at) {
       const code = data.cells.slice(place, place + 2);
       const value = Number(data.low) + (data.high - data.low) * parseInt(code, 36) / 1295;
       const share = data.percent === 'all' || data.percent === 'last' && row === rows.length - 1;
-      const short = share ? show(+(100 * value).toPrecision(3)) + ' %' : show(+value.toPrecision(3));
+      const short = share ? show(+(100 * value).toPrecision(3)) + ' %' : show(+value.toPrecision(3)) + data.unit;
       const name = (/^\\d/.test(rows[row]) ? data.heat + ' ' : '') + rows[row];
       at.textContent = `${name}, ${data.column} ${show(steps[column])}: ${code === '--' ? '–' : short}`;
     },
@@ -85,15 +85,32 @@ function cells(svg, figure, at) {
   };
 }
 
+function bars(svg, figure, at) {
+  const out = [...figure.querySelectorAll('b[data-line]')], medians = out.map(one => one.textContent);
+  const tell = (name, texts) => {
+    at.textContent = name;
+    out.forEach((one, i) => { one.textContent = texts[i]; });
+  };
+  return {
+    move(x, y, target) {
+      const bar = target.closest('[data-values]');
+      if (bar) tell(bar.dataset.name, bar.dataset.values.split('|'));
+    },
+    leave() {
+      tell('', medians);
+    },
+  };
+}
+
 for (const svg of document.querySelectorAll('figure svg')) {
   const figure = svg.closest('figure'), title = svg.querySelector('title');
   svg.setAttribute('aria-label', title.textContent);  // a <title> would also be shown as a tooltip
   svg.removeAttribute('aria-labelledby');
   title.remove();
-  const reader = (svg.dataset.x ? curves : cells)(svg, figure, figure.querySelector('.at'));
+  const reader = (svg.dataset.x ? curves : svg.dataset.bars ? bars : cells)(svg, figure, figure.querySelector('.at'));
   const move = event => {
     const matrix = svg.getScreenCTM();
-    reader.move((event.clientX - matrix.e) / matrix.a, (event.clientY - matrix.f) / matrix.d);
+    reader.move((event.clientX - matrix.e) / matrix.a, (event.clientY - matrix.f) / matrix.d, event.target);
   };
   svg.addEventListener('pointermove', move);
   svg.addEventListener('pointerdown', move);

@@ -94,7 +94,8 @@ polyline.line { stroke-width: 2; }
 polyline.raw { stroke-width: 1; opacity: .35; }
 polyline.dots { stroke-width: 1.5; opacity: .7; }
 .band { fill: currentColor; opacity: .2; }
-.alone { fill: currentColor; }
+.alone, .bar { fill: currentColor; }
+.area { fill: none; pointer-events: all; }
 .dot { fill: currentColor; stroke: var(--card); stroke-width: 1.5; }
 .cursor { stroke: var(--soft); stroke-width: 1; visibility: hidden; }
 .bad path { stroke: var(--bad); stroke-width: 1.8; fill: none; }

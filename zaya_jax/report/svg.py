@@ -186,13 +186,14 @@ def _point_labels(line: Line, x: Axis, y: Axis) -> str:
     return "".join(parts)
 
 
-def _frame(x: Axis, y: Axis, bottom: float, unit: str) -> str:
+def value_axis(y: Axis, left: float, right: float, unit: str) -> str:
+    """The values beside a picture, with a line through it at each."""
     parts = []
     for tick, label in zip(y.ticks, _tick_labels(y.ticks), strict=True):
         py = y(tick)
-        parts.append(f'<path class="grid" d="M{x.start} {py:.1f}H{x.end}"/>')
-        parts.append(f'<text x="{x.start - 6}" y="{py + 4:.1f}" text-anchor="end">{label}{unit}</text>')
-    return "".join(parts) + step_axis(x, bottom)
+        parts.append(f'<path class="grid" d="M{left} {py:.1f}H{right}"/>')
+        parts.append(f'<text x="{left - 6}" y="{py + 4:.1f}" text-anchor="end">{label}{unit}</text>')
+    return "".join(parts)
 
 
 def step_axis(x: Axis, bottom: float, name: str = "step") -> str:
@@ -262,7 +263,8 @@ def line_chart(
     svg = (
         open_svg(title, describe, HEIGHT, f'data-x="{x.data()}" data-y="{y.data()}" data-unit="{unit}"')
         + f'<clipPath id="{clip}"><rect {box}/></clipPath>'
-        + _frame(x, y, HEIGHT - BOTTOM, unit)
+        + value_axis(y, x.start, x.end, unit)
+        + step_axis(x, HEIGHT - BOTTOM)
         + f'<g clip-path="url(#{clip})">{drawn}</g>{labels}{marks}'
         + f'<path class="cursor" d="M0 {TOP}V{HEIGHT - BOTTOM}"/></svg>'
     )

@@ -1,0 +1,89 @@
+"""What saves, loads and copies of checkpoints took, from the lines that a run appends to checkpoint_times.jsonl.
+
+The file may be long (1,024 processes write as many lines a save), is read while a run writes, and may hold lines that a
+kill has cut short. Needs no JAX: `inspect`, its page and the training report all read it here.
+"""
+
+import dataclasses
+import json
+import math
+from array import array
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+TIMES = "checkpoint_times.jsonl"
+STAGES = ("copy", "serialise", "write", "commit")  # of a save, in their order
+MOST_PROCESSES = 1 << 20  # a greater number is not a process's
+
+
+@dataclasses.dataclass
+class Event:
+    """A save, load or copy of a step: each process's bytes and seconds of each stage, NaN where it told none."""
+
+    step: int
+    time: float  # when it began
+    bytes: array = dataclasses.field(default_factory=lambda: array("d"))
+    stages: dict[str, array] = dataclasses.field(default_factory=dict)
+
+    def put(self, process: int, seconds: dict[str, float], size: float) -> None:
+        """Takes in what one process wrote down."""
+        _set(self.bytes, process, size)
+        for stage, value in seconds.items():
+            _set(self.stages.setdefault(stage, array("d")), process, value)
+
+    @property
+    def processes(self) -> int:
+        """How many processes took part."""
+        return len(self.bytes)
+
+    def of(self, stage: str) -> np.ndarray:
+        """Seconds of a stage by process, NaN where it is not known."""
+        found = self.stages.get(stage, array("d"))
+        return np.pad(np.array(found), (0, self.processes - len(found)), constant_values=np.nan)
+
+    def slowest(self, stage: str) -> float:
+        """The slowest process's seconds of a stage, NaN where no process told it."""
+        return max((v for v in self.stages.get(stage, ()) if v == v), default=math.nan)
+
+    def whole(self) -> float:
+        """From the begin to the end: process 0's stages follow each other, and its commit waits for all others."""
+        sums = np.nansum([self.of(stage) for stage in self.stages] or [[0.0]], axis=0)
+        return float(sums[0] or sums.max())
+
+
+def read(workdir: Path) -> dict[str, dict[int, Event]]:
+    """By kind (save, load, copy) and step the newest event: a resumed run may have saved a step again."""
+    found: dict[str, dict[int, Event]] = defaultdict(dict)
+    try:
+        with (workdir / TIMES).open("rb") as file:
+            for raw in file:
+                _take(raw, found)
+    except OSError:
+        pass
+    return {kind: dict(sorted(events.items())) for kind, events in found.items()}
+
+
+def _take(raw: bytes, found: dict[str, dict[int, Event]]) -> None:
+    begin = raw.rfind(b'{"kind"')  # after what a kill has cut short the next line goes on in the same one
+    try:
+        line = json.loads(raw[max(begin, 0) :])
+        kind, step, process = str(line["kind"]), int(line["step"]), int(line["process"])
+        time, size = float(line["time"]), float(line["bytes"])
+        seconds = {str(stage): float(value) for stage, value in line["stages"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        return
+    if not (0 <= process < MOST_PROCESSES and all(map(math.isfinite, (time, size, *seconds.values())))):
+        return
+    event = found[kind].get(step)
+    if event is None or time > event.time:
+        event = found[kind][step] = Event(step, time)
+    if time == event.time:
+        event.put(process, seconds, size)
+
+
+def _set(values: array, place: int, value: float) -> None:
+    if place >= len(values):
+        values.extend([math.nan] * (place + 1 - len(values)))
+    values[place] = value
