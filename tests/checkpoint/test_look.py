@@ -1,6 +1,8 @@
 """What people see of checkpoints: the tables, the picture, and the commands around them."""
 
+import datetime
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,8 +14,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zaya_jax import config
-from zaya_jax.checkpoint import layout, look, monitor, store
-from zaya_jax.config import Checkpoint, UserError
+from zaya_jax.checkpoint import layout, look, store, times, writing
+from zaya_jax.config import Checkpoint
 from zaya_jax.train.workdir import open_workdir
 
 
@@ -49,7 +51,7 @@ def test_inspect_shows_steps_and_arrays(workdir):
     done = run("inspect", "--workdir", workdir, "--step", 4, "--html")
     assert done.returncode == 0, done.stderr
     text = re.sub(" +", " ", done.stdout)
-    assert re.search(r"4 4,000 19\d kB 3 24 1 1.3333 20\S+ \S+ 0.\d+ s 0.\d+ s 0.\d+ s 0.\d+ s\n", text)
+    assert re.search(r"4 4,000 19\d kB 3 24 1 1.3333 20\S+ \S+ 1 0.\d+ s 0.\d+ s 0.\d+ s 0.\d+ s\n", text)
     assert "\n9 9,000 " in text and "Not complete: .saving-12" in text
     assert "params.w 32 x 1000 float32 128 kB 4 x 1000 8 data x expert, -\n" in text
     assert "params.b 7 float32 28 B 7 1 whole\n" in text
@@ -107,56 +109,56 @@ def test_damage_in_what_it_reads_is_said(workdir):
     meta.write_bytes(content)
 
 
-def times(folder, processes, saves):
-    with (folder / store.TIMES).open("w") as file:
-        for save in range(1, saves + 1):
-            for process in range(processes):
-                slow = 9.0 if process == processes - 1 else 1.0
-                stages = {"copy": 0.1, "serialise": 0.2, "write": slow, "commit": 0.3}
-                line = {
-                    "kind": "save",
-                    "step": save,
-                    "process": process,
-                    "stages": stages,
-                    "bytes": 10,
-                    "time": save,
-                }
-                file.write(json.dumps(line) + "\n")
-        for process in range(processes):
-            stages = {"verify": 0.5, "read": 2.0, "place": 1.0}
-            line = {"kind": "load", "step": 1, "process": process, "stages": stages, "bytes": 10, "time": 99}
+def test_steps_in_one_text(tmp_path):
+    arrays = [
+        layout.Array("balance.bias", (2, 5), "float32", (2, 5)),
+        layout.Array("params.w", (8,), "bfloat16", (4,)),
+    ]
+    lay = {
+        "balance.bias": {"axes": ["None", "None"], "mesh": {"data/0": 2, "data/1": 2}},
+        "params.w": {"axes": ["data/1"], "mesh": {"data/0": 2, "data/1": 2}},
+    }
+    sizes = {}
+    for step in (3, 10):
+        meta = {"step": step, "tokens": 1000 * step, "version": "1.2", "processes": 2, "layout": lay}
+        folder = tmp_path / "checkpoints" / str(step)
+        files = layout.frame(tuple(arrays), meta | ({"metrics": {"eval/loss": 2.5}} if step == 10 else {}))
+        files |= {array.file(i): b"x" * 44 for array in arrays for i in [(0,) * len(array.shape)]}
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        sums = writing.write_files(folder, files)
+        sizes[step] = f"{sum(size for size, _ in sums.values()) / 1e3:.3g} kB"
+        (folder / layout.MARKER).write_bytes(writing.seal(sums))
+        when = datetime.datetime(2026, 11, 21, 5, 0, step).timestamp()
+        os.utime(folder / layout.MARKER, (when, when))
+    (tmp_path / "checkpoints" / ".deleting-1").mkdir()
+    with (tmp_path / times.TIMES).open("w") as file:
+        for process, seconds in enumerate((1.0, 3.0, 1.5)):
+            stages = {"copy": 0.01, "serialise": 0.02, "write": seconds, "commit": 0.2}
+            line = {"kind": "save", "step": 10, "process": process, "stages": stages, "bytes": 7, "time": 5.0}
             file.write(json.dumps(line) + "\n")
-        file.write('{"kind": "save", "step": 3')  # killed while writing
+    assert look.steps_text(tmp_path).splitlines() == [
+        "step  tokens  size     arrays  files  processes  held-out  saved at             version  copy             "
+        "serialise        write            commit",
+        f"3     3,000   {sizes[3]}  2       8      2                    2026-11-21 05:00:03  1.2",
+        f"10    10,000  {sizes[10]}  2       8      2          2.5000    2026-11-21 05:00:10  1.2      "
+        "0.010 s (0.010)  0.020 s (0.020)  3.000 s (1.500)  0.200 s (0.200)",
+        "Stages: seconds of the slowest process (median).",
+        "Not complete: .deleting-1 (being written or deleted, or left by a run that was killed).",
+    ]
+    assert look.arrays_text(tmp_path, 10).splitlines() == [
+        "step 10, by 2 process(es), version 1.2",
+        "array         shape  type      size  chunk  chunks  on the mesh",
+        "balance.bias  2 x 5  float32   40 B  2 x 5       1  whole",
+        "= balance                      40 B",
+        "params.w      8      bfloat16  16 B  4           1  data (2 of 4)",
+        "= params                       16 B",
+    ]
 
 
-@pytest.mark.parametrize(("processes", "saves"), [(1, 1), (8, 3), (300, 500)])
-def test_the_picture_of_many_and_of_few(tmp_path, processes, saves):
-    times(tmp_path, processes, saves)
-    lines = look.read_times(tmp_path)
-    assert len(lines) == processes * (saves + 1)
-    found = look.last_saves(lines)
-    assert list(found) == list(range(1, saves + 1)) and all(len(x) == processes for x in found.values())
-    names, steps, cells = monitor._rows(found, "write")
-    assert (
-        len(names) <= monitor.ROWS
-        and len(cells) == len(names)
-        and {len(row) for row in cells} == {len(steps)}
-    )
-    assert cells[-1] == [9.0] * len(steps) and (processes == 1 or cells[0] == [1.0] * len(steps))
-    page = monitor.render(tmp_path)
-    assert page.count("<figure") == 4 + (saves > 1) and "The last load" in page
-    assert ("slowest of 5 processes" in page) == (processes == 300)
-    assert len(page) < 400_000
-
-
-def test_a_step_saved_twice_counts_once(tmp_path):
-    times(tmp_path, 2, 2)
-    again = {"kind": "save", "step": 2, "process": 0, "stages": {"write": 5.0}, "bytes": 1, "time": 50}
-    with (tmp_path / store.TIMES).open("a") as file:
-        file.write("\n" + json.dumps(again) + "\n")
-    assert look.last_saves(look.read_times(tmp_path))[2] == [again]
-    with pytest.raises(UserError, match="no checkpoint and no times"):
-        monitor.render(tmp_path / "nothing")
+def test_a_step_that_the_run_deletes_meanwhile_is_none(workdir, monkeypatch):
+    monkeypatch.setattr(writing, "steps_in", lambda root: [2, 4, 9])
+    assert [seen.step for seen in look.see_all(workdir)] == [4, 9]
 
 
 def test_where_an_array_lay():

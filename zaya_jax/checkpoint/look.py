@@ -174,7 +174,7 @@ def size_text(size: float) -> str:
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if size >= scale:
             return f"{size / scale:.3g} {unit}"
-    return f"{size} B"
+    return f"{round(size)} B"
 
 
 def _stage_text(save: Event | None, stage: str) -> str:

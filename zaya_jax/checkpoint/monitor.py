@@ -185,7 +185,7 @@ def _balance(saves: Sequence[Event]) -> str:
     sizes = np.fmax.reduceat(np.nan_to_num(last.bytes), starts)
     unit, scale = _unit(float(sizes.max()))
     return bar_chart(
-        f"Bytes written, step {last.step:,}", names, [("median", sizes.tolist())], name="process", unit=f" {unit}",
+        f"Bytes written, step {last.step:,}", names, [("bytes", sizes.tolist())], name="process", unit=f" {unit}",
         scale=scale, text=look.size_text, note=_groups_note(starts, "greatest"),
         describe=f"From {look.size_text(float(sizes.min()))} to {look.size_text(float(sizes.max()))} a process.",
     )  # fmt: skip

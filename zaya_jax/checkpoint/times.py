@@ -49,7 +49,7 @@ class Event:
 
     def whole(self) -> float:
         """From the begin to the end: process 0's stages follow each other, and its commit waits for all others."""
-        sums = np.nansum([self.of(stage) for stage in self.stages] or [[0.0]], axis=0)
+        sums = np.nansum([self.of(stage) for stage in self.stages], axis=0) if self.stages else np.zeros(1)
         return float(sums[0] or sums.max())
 
 

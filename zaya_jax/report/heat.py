@@ -80,7 +80,7 @@ def heat_map(
     middles = [(x(a) + x(b)) / 2 for a, b in itertools.pairwise(steps)]
     edges = [round(v, 1) for v in (x.start, *middles, x.end)]
     scales = [scale] * (len(rows) - 1) + [last or scale]
-    stride = math.ceil(11 / size)
+    stride = math.ceil(14 / size)  # a phone has larger letters
     labels = "".join(
         f'<text x="{LEFT - 6}" y="{tops[r] + size / 2 + 4:.1f}" text-anchor="end">{escape(name)}</text>'
         for r, name in enumerate(rows)

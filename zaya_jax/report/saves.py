@@ -34,15 +34,16 @@ def save_curves(saves: Sequence[Event]) -> str:
         slowest = np.fmax.reduceat(values, list(starts))
         if not np.isfinite(slowest).any():
             continue
+        unit, scale = (" s", 1.0) if np.nanmax(slowest) >= 0.1 else (" ms", 1e3)
         line = svg.Line(
             "slowest process" if color else "begin to commit",
-            list(zip(map(float, steps), slowest.tolist(), strict=True)),
+            list(zip(map(float, steps), (slowest * scale).tolist(), strict=True)),
             color,
             "line" if len(saves) > FEW else "dots",
         )
         pictures += svg.line_chart(
-            f"{title}, seconds", [line], x_range=(steps[0], steps[-1]), unit=" s", note=note,
-            y_range=(0.0, float(np.nanmax(slowest)) * 1.08 or 1.0),
+            title, [line], x_range=(steps[0], steps[-1]), unit=unit, note=note,
+            y_range=(0.0, float(np.nanmax(slowest)) * scale * 1.08 or 1.0),
             describe=f"{title}: median {np.nanmedian(values):.3g} s, longest {np.nanmax(values):.3g} s.",
         )  # fmt: skip
     return pictures

@@ -91,13 +91,15 @@ function bars(svg, figure, at) {
     at.textContent = name;
     out.forEach((one, i) => { one.textContent = texts[i]; });
   };
+  const rest = svg.querySelectorAll('[data-values]').length > 1 ? 'medians' : '';
+  tell(rest, medians);
   return {
     move(x, y, target) {
       const bar = target.closest('[data-values]');
       if (bar) tell(bar.dataset.name, bar.dataset.values.split('|'));
     },
     leave() {
-      tell('', medians);
+      tell(rest, medians);
     },
   };
 }
