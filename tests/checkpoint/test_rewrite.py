@@ -124,7 +124,14 @@ print(memory("VmHWM") - before)
 """
 
 
-@pytest.mark.parametrize(("chunk_from", "chunk_to"), [(32, 8), (8, 32), (32, 32)])
+@pytest.mark.parametrize(
+    ("chunk_from", "chunk_to"),
+    [
+        (32, 32),
+        pytest.param(32, 8, marks=pytest.mark.slow),
+        pytest.param(8, 32, marks=pytest.mark.slow),
+    ],
+)
 def test_memory_is_below_two_chunks(tmp_path, monkeypatch, chunk_from, chunk_to):
     monkeypatch.setattr(layout, "CHUNK_BYTES", chunk_from << 20)
     folder = open_workdir(tmp_path / "run", config.check(config.default()))

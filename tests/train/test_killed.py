@@ -137,13 +137,13 @@ def test_a_place_that_cannot_be_written_ends_the_run_with_its_own_code(pretrain,
 
 def test_saves_by_the_clock_and_by_tokens(pretrain, tmp_path):
     keys = {
-        "run.num_steps": 90, "checkpoint.every_steps": 100_000, "checkpoint.every_minutes": 0.002,
-        "checkpoint.keep": 1, "checkpoint.keep_tokens": 128 * 40,
+        "run.num_steps": 50, "checkpoint.every_steps": 100_000, "checkpoint.every_minutes": 0.002,
+        "checkpoint.keep": 1, "checkpoint.keep_tokens": 128 * 20,
     }  # fmt: skip
     done(pretrain(tmp_path / "run", keys))
     steps = complete_steps(tmp_path / "run")
-    assert steps[-1] == 90 and 2 <= len(steps) <= 3  # the first after each 40 steps, and the last
-    assert all(step >= 40 for step in steps)
+    assert steps[-1] == 50 and 2 <= len(steps) <= 3  # the first after each 20 steps, and the last
+    assert all(step >= 20 for step in steps)
 
 
 def test_a_run_begins_with_another_s_weights(pretrain, tmp_path):

@@ -53,7 +53,7 @@ class Store:
         self._pending: concurrent.futures.Future | None = None
         self._spare: dict[str, Any] | None = None
         self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
-        self._verify_seconds = 0.0
+        self._verify_seconds, self._asked = 0.0, 0.0
         self._plan: tuple[Any, layout.Plan] | None = None
 
     ####################################################################################################################
@@ -72,7 +72,7 @@ class Store:
 
         StorageError when too many saves have failed in a row.
         """
-        begun = time.perf_counter()
+        self._asked = begun = time.perf_counter()
         late = not self._collect(self.settings.max_wait)
         late |= not self.tiers.settle(max(begun + self.settings.max_wait - time.perf_counter(), 0), most=1)
         late = bool(multihost.over_processes({"late": float(late)}, {"late": np.max})["late"])
@@ -95,7 +95,9 @@ class Store:
             "processes": jax.process_count(),
             "run": self.tiers.run(),
         }
-        self._pending = self._thread.submit(self._save, step, state, plan, meta, time.time())
+        held = time.perf_counter() - self._asked if self._asked else 0.0
+        self._asked = 0.0
+        self._pending = self._thread.submit(self._save, step, state, plan, meta, time.time(), held)
 
     def save_now(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
         """Writes the last checkpoint, with several attempts; StorageError if none succeeds."""
@@ -174,9 +176,18 @@ class Store:
         return self._plan[1]
 
     def _save(
-        self, step: int, state: dict[str, Any], plan: layout.Plan, meta: dict[str, Any], begun: float
+        self,
+        step: int,
+        state: dict[str, Any],
+        plan: layout.Plan,
+        meta: dict[str, Any],
+        begun: float,
+        held: float,
     ) -> str | None:
-        """What went wrong, if anything; runs in a thread, in all processes together."""
+        """What went wrong, if anything; runs in a thread, in all processes together.
+
+        `held`: seconds from asking whether a save can begin until the training went on.
+        """
         me, times = jax.process_index(), writing.Times()
         sums, error = writing.Sums(), None
         folder = self.tiers.staging(step)
@@ -210,7 +221,7 @@ class Store:
                 [{**part[2], "commit": stages["commit"]} for part in parts],
                 [p[3] for p in parts],
             )
-        self._seconds = stages
+        self._seconds = {"held": held, **stages}
         self.tiers.pass_on(step)
         return None
 
