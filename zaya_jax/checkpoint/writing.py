@@ -93,7 +93,9 @@ def write_pieces(
 
 
 def _held(array: jax.Array, device: jax.Device) -> jax.Array:
-    return next(shard.data for shard in array.addressable_shards if shard.device == device)
+    held = next(shard.data for shard in array.addressable_shards if shard.device == device)
+    # Another view of it: an array keeps its copy on the host, which shall go when it is written.
+    return jax.make_array_from_single_device_arrays(held.shape, held.sharding, [held])
 
 
 def write_chunk(path: Path, chunk: np.ndarray, times: Times | None = None) -> list[int]:
