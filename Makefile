@@ -7,6 +7,7 @@ SHELL := bash
 
 bin := .venv/bin
 ARGS ?=
+pytest := -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 help: ## This list
 	@echo "make TARGET [ARGS='...'] [PYTHON=/path/to/python3.12] [EXTRAS=cuda|rocm|hf|eval|notebook]"
@@ -20,14 +21,14 @@ pretrain: setup ## Train: the embedded tiny run, or ARGS='--config=... --workdir
 	@$(bin)/python -m experiments.pretrain $(ARGS)
 
 test: setup ## The default tests (ARGS='tests/model -k rope' for some)
-	@$(bin)/python -m pytest $(ARGS)
+	@$(bin)/python $(pytest) $(ARGS)
 
 test-all: setup ## The slow tests too
-	@$(bin)/python -m pytest -m "slow or not slow" $(ARGS)
+	@$(bin)/python $(pytest) -m "slow or not slow" $(ARGS)
 
 test-floor: ## The default tests on the oldest JAX that is supported, in .venv-floor
 	@EXTRAS= tools/setup.sh .venv-floor requirements/floor.txt
-	@.venv-floor/bin/python -m pytest $(ARGS)
+	@.venv-floor/bin/python $(pytest) $(ARGS)
 
 coverage: setup ## The default tests with line and branch coverage
 	@$(bin)/coverage run -m pytest $(ARGS)
