@@ -26,7 +26,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from zaya_jax.config import Model
 from zaya_jax.hardware import hlo
-from zaya_jax.model.experts import gated, swiglu, through_groups
+from zaya_jax.model.experts import gated, of_own_expert
 from zaya_jax.parallel import expert
 from zaya_jax.parallel.spread import Spread
 
@@ -42,7 +42,7 @@ def gathered(x, choice, gate, gate_up, down, *, dtype, spread) -> jax.Array:
     rows, of_all = (lax.all_gather(a, "expert", tiled=True) for a in (x.astype(dtype), choice))
     here = of_all - lax.axis_index("expert") * own
     classes = jnp.where((here >= 0) & (here < own), here, own)
-    y = through_groups(rows, classes, own, lambda rows, sizes: swiglu(rows, sizes, gate_up, down))
+    y = of_own_expert(rows, classes, gate_up, down)
     y = lax.psum_scatter(y, "expert", tiled=True)
     return gated(y, choice, gate, own * spread.expert)
 

@@ -1,11 +1,11 @@
-"""Grouped products against their definition, on the CPU's path and on `ragged_dot`'s: values and gradients."""
+"""Experts against their definition, on the CPU's path and on `ragged_dot`'s: values and gradients."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zaya_jax.model import experts
+from zaya_jax.model import blocks, experts
 
 E, D, F = 4, 12, 20
 SIZES = {
@@ -19,15 +19,14 @@ SIZES = {
 
 @pytest.fixture(params=["blocks", "ragged"])
 def path(request, monkeypatch):
-    """Each implementation in turn, as `grouped_dot` chooses them by backend."""
+    """Each implementation in turn, as `of_own_expert` chooses them by backend."""
     if request.param == "ragged":
-        monkeypatch.setattr(experts, "_block_dot", experts._ragged_dot)
-    return request.param
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 @pytest.mark.parametrize("num_rows", [77, 300])
-def test_grouped_products(path, sizes, num_rows):
+def test_grouped_products(sizes, num_rows):
     keys = jax.random.split(jax.random.key(0), 3)
     x, w = jax.random.normal(keys[0], (num_rows, D)), jax.random.normal(keys[1], (E, D, F))
     weight = jax.random.normal(keys[2], (num_rows, F))
@@ -47,15 +46,54 @@ def test_grouped_products(path, sizes, num_rows):
         np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
 
 
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("heights", [(8,), (8, 16, 24), blocks.heights(100, E)], ids=str)
+def test_blocks_of_any_height(sizes, heights):
+    """Many whole blocks, one that fits, and both, each running over into the next expert's rows."""
+    keys, num = jax.random.split(jax.random.key(0), 4), sum(sizes)
+    rows, weight = (jax.random.normal(key, (num + heights[-1], D)) for key in keys[:2])
+    gate_up, down = jax.random.normal(keys[2], (E, D, 2 * F)) / 3, jax.random.normal(keys[3], (E, F, D)) / 3
+    sizes = jnp.asarray(sizes, jnp.int32)
+
+    def through_blocks(*args):
+        return blocks.swiglu(args[0], sizes, *args[1:], heights)
+
+    def plain(rows, gate_up, down):
+        hidden = blocks.gated(experts.reference_grouped_dot(rows, gate_up, sizes))
+        return experts.reference_grouped_dot(hidden, down, sizes)
+
+    def run(mlp):
+        objective = lambda *args: jnp.vdot(mlp(*args)[:num], weight[:num])  # noqa: E731
+        value, (d_rows, *d_weights) = jax.jit(jax.value_and_grad(objective, (0, 1, 2)))(rows, gate_up, down)
+        return value, d_rows[:num], d_weights
+
+    with jax.default_matmul_precision("highest"):
+        ours, theirs = run(through_blocks), run(plain)
+        np.testing.assert_allclose(
+            jax.jit(through_blocks)(rows, gate_up, down)[:num], plain(rows, gate_up, down)[:num], atol=1e-4
+        )
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
+
+
+def test_heights_of_blocks():
+    assert blocks.heights(2048, 8) == (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+    assert blocks.heights(1, 16) == (8,)  # a decoded token
+    assert blocks.heights(20, 2) == (8, 16, 32)  # none above what can be needed
+    assert blocks.heights(1 << 20, 16)[-1] == 1024
+
+
 def test_weight_gradients_are_float32_of_bfloat16_rows(path):
-    keys = jax.random.split(jax.random.key(0), 2)
-    x, w = jax.random.normal(keys[0], (64, D), jnp.bfloat16), jax.random.normal(keys[1], (E, D, F))
-    sizes = jnp.asarray((20, 4, 0, 40), jnp.int32)
-    y, pull = jax.vjp(lambda x, w: experts.grouped_dot(x, w, sizes), x, w)
-    dx, dw = pull(jnp.ones_like(y))
-    assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
-    exact = experts.reference_grouped_dot(x.astype(jnp.float32), w, sizes)
-    np.testing.assert_allclose(y.astype(jnp.float32), exact, atol=0.15)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (64, D), jnp.bfloat16)
+    gate_up, down = jax.random.normal(keys[1], (E, D, 2 * F)) / 3, jax.random.normal(keys[2], (E, F, D)) / 3
+    choice = jnp.arange(64, dtype=jnp.int32) % (E + 1)
+    y, pull = jax.vjp(lambda *args: experts.of_own_expert(args[0], choice, *args[1:]), x, gate_up, down)
+    dx, *d_weights = pull(jnp.ones_like(y))
+    assert (y.dtype, dx.dtype) == (jnp.bfloat16, jnp.bfloat16)
+    assert {dw.dtype for dw in d_weights} == {jnp.dtype(jnp.float32)}
+    exact = plain_mlp(x.astype(jnp.float32), choice, jnp.ones(64), gate_up, down)
+    np.testing.assert_allclose(y.astype(jnp.float32), exact, atol=0.1)
 
 
 def plain_mlp(x, choice, gate, gate_up, down):

@@ -209,7 +209,7 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, bl
             )  # fmt: skip
             scores = jnp.where(mask, _scores(q_i, k_j, scale), MASKED)
             new_top = jnp.maximum(top, scores.max(-1))
-            weights = jnp.where(mask, jnp.exp(scores - new_top[..., None]), 0.0)
+            weights = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
             update = jnp.einsum(
                 "bkgqj,bkjc->bkgqc", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32
@@ -217,7 +217,8 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, bl
             return acc * shrink[..., None] + update, new_top, total * shrink + weights.sum(-1)
 
         row = (batch, num_kv, group, block_q)
-        start = (jnp.zeros((*row, channels), jnp.float32), jnp.full(row, MASKED), jnp.zeros(row))
+        # Above MASKED, so that a row's weights are 0, not 1, as long as it has seen no key.
+        start = (jnp.zeros((*row, channels), jnp.float32), jnp.full(row, MASKED / 2), jnp.zeros(row))
         acc, top, total = lax.fori_loop(*key_blocks(i, window, offset, block_q, block_k, num_k), step, start)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
@@ -246,13 +247,16 @@ def _gradients(scale, block_q, block_k, k_len, saved, cotangents, dtype):
     """dq in float32, dk and dv in `dtype`."""
     q, k, v, q_segments, k_segments, window, offset, out, lse = saved
     d_out, d_lse = cotangents
-    num_q, num_k = q.shape[3] // block_q, k.shape[2] // block_k
+    batch, num_kv, group, q_pad, channels = q.shape
+    num_q, num_k = q_pad // block_q, k.shape[2] // block_k
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
     d_out = d_out.astype(v.dtype)
 
+    # Scores stand with keys first and queries last, and dq with channels first: no product then needs a transposed
+    # copy of anything as large as the scores.
     def key_block(dq, j):
         k_j, v_j = _block_of(k, j, block_k, 2), _block_of(v, j, block_k, 2)
-        k_seg = _block_of(k_segments, j, block_k, 1)
+        k_seg, k_turned = _block_of(k_segments, j, block_k, 1), k_j.swapaxes(2, 3)
 
         def step(i, carry):
             dq, dk_j, dv_j = carry
@@ -261,25 +265,31 @@ def _gradients(scale, block_q, block_k, k_len, saved, cotangents, dtype):
                 block_q, block_k, i * block_q + offset, j * block_k, window, k_len,
                 _block_of(q_segments, i, block_q, 1), k_seg,
             )  # fmt: skip
-            lse_i, delta_i = _block_of(lse, i, block_q, 3), _block_of(delta, i, block_q, 3)
-            weights = jnp.where(mask, jnp.exp(_scores(q_i, k_j, scale) - lse_i[..., None]), 0.0)
-            d_weights = jnp.einsum("bkgqc,bkjc->bkgqj", do_i, v_j, preferred_element_type=jnp.float32)
-            d_scores = (weights * (d_weights - delta_i[..., None]) * scale).astype(q.dtype)
+            mask = mask.transpose(0, 1, 4, 2, 3)
+            lse_i, delta_i = (_block_of(x, i, block_q, 3)[:, :, None] for x in (lse, delta))
+            weights = jnp.exp(jnp.where(mask, _by_key(k_j, q_i) * scale - lse_i, MASKED))
+            d_scores = (weights * (_by_key(v_j, do_i) - delta_i) * scale).astype(q.dtype)
             weights = weights.astype(v.dtype)
-            dv_j += jnp.einsum("bkgqj,bkgqc->bkjc", weights, do_i, preferred_element_type=jnp.float32)
-            dk_j += jnp.einsum("bkgqj,bkgqc->bkjc", d_scores, q_i, preferred_element_type=jnp.float32)
-            dq_i = jnp.einsum("bkgqj,bkjc->bkgqc", d_scores, k_j, preferred_element_type=jnp.float32)
-            dq_i += _block_of(dq, i, block_q, 3)
-            return lax.dynamic_update_slice_in_dim(dq, dq_i, i * block_q, 3), dk_j, dv_j
+            dv_j += jnp.einsum("bkjgq,bkgqc->bkjc", weights, do_i, preferred_element_type=jnp.float32)
+            dk_j += jnp.einsum("bkjgq,bkgqc->bkjc", d_scores, q_i, preferred_element_type=jnp.float32)
+            dq_i = jnp.einsum("bkcj,bkjgq->bkcgq", k_turned, d_scores, preferred_element_type=jnp.float32)
+            dq_i += _block_of(dq, i, block_q, 4)
+            return lax.dynamic_update_slice_in_dim(dq, dq_i, i * block_q, 4), dk_j, dv_j
 
         zero = jnp.zeros(k_j.shape, jnp.float32)
         bounds = _query_blocks(j, window, offset, block_q, block_k, num_q)
         dq, dk_j, dv_j = lax.fori_loop(*bounds, step, (dq, zero, zero))
         return dq, (dk_j.astype(dtype), dv_j.astype(dtype))
 
-    dq, (dk, dv) = lax.scan(key_block, jnp.zeros(q.shape, jnp.float32), jnp.arange(num_k))
+    dq = jnp.zeros((batch, num_kv, channels, group, q_pad), jnp.float32)
+    dq, (dk, dv) = lax.scan(key_block, dq, jnp.arange(num_k))
     dk, dv = (jnp.moveaxis(x, 0, 2).reshape(k.shape) for x in (dk, dv))
-    return dq, dk, dv
+    return jnp.moveaxis(dq, 2, -1), dk, dv
+
+
+def _by_key(k_j, q_i):
+    """Products of each key with each query, [B, K, keys, G, queries]."""
+    return jnp.einsum("bkjc,bkgqc->bkjgq", k_j, q_i, preferred_element_type=jnp.float32)
 
 
 _blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)

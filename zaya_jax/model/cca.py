@@ -21,7 +21,7 @@ from zaya_jax.model import cache as kept
 from zaya_jax.model.attention import attention, softmax_scale
 from zaya_jax.model.layers import Linear, rotate, weight
 from zaya_jax.model.linear_attention import decode_linear_attention, linear_attention, prompt_state
-from zaya_jax.model.matmul import dot, einsum
+from zaya_jax.model.matmul import apart, dot, einsum
 from zaya_jax.parallel import context, heads, tsp
 from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import ALONE, Spread
@@ -238,15 +238,17 @@ class CCA(nnx.Module):
 @functools.partial(jax.checkpoint, static_argnums=4)
 def _queries_and_keys(packed, mixed, temperature, rope, num_kv, mean_q):
     """Means added, normalised per head in float32, keys times temperature, rotated; repeated in the backward pass."""
-    batch, seq, heads, channels = mixed.shape
-    packed_heads = packed.astype(jnp.float32).reshape(mixed.shape)
-    q, k = jnp.split(packed_heads, (heads - num_kv,), axis=2)
-    q = q.reshape(batch, seq, num_kv, -1, channels)
-    mean = (q + k[:, :, :, None]) * 0.5
-    mixed_q, mixed_k = jnp.split(mixed, (heads - num_kv,), axis=2)
-    mean_q = q.mean(3) if mean_q is None else mean_q  # else its queries lie on several devices
-    q = _normalise(mixed_q + mean.reshape(mixed_q.shape))
-    k = _normalise(mixed_k + (mean_q + k) * 0.5) * temperature[:, None]
+    num_heads = mixed.shape[2] - num_kv
+    group = num_heads // num_kv
+    q, k = jnp.split(packed.astype(jnp.float32).reshape(mixed.shape), (num_heads,), axis=2)
+    mixed_q, mixed_k = jnp.split(mixed, (num_heads,), axis=2)
+    # Heads are taken one by one: a CPU is slow at dimensions as short as a group.
+    each_k = jnp.concatenate([k[:, :, i // group, None] for i in range(num_heads)], axis=2)
+    if mean_q is None:  # else its queries lie on several devices
+        groups = [[q[:, :, i, None] for i in range(j * group, (j + 1) * group)] for j in range(num_kv)]
+        mean_q = jnp.concatenate([sum(heads[1:], heads[0]) / group for heads in groups], axis=2)
+    q, k = apart((mixed_q + (q + each_k) * 0.5, mixed_k + (mean_q + k) * 0.5))
+    q, k = _normalise(q), _normalise(k) * temperature[:, None]
     return tuple(rotate(rope, x).astype(packed.dtype) for x in (q, k))
 
 

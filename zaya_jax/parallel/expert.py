@@ -36,7 +36,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from zaya_jax.model.experts import PRODUCTS, gated, swiglu, through_groups
+from zaya_jax.model.experts import PRODUCTS, gated, of_own_expert, through_groups
 from zaya_jax.parallel.spread import Spread
 
 SLACK = (
@@ -122,15 +122,11 @@ def _exchanged(rows, gate_up, down, counts, axes, form):
     return _exchanged_fwd(rows, gate_up, down, counts, axes, form)[0]
 
 
-def _local(rows, classes, gate_up, down):
-    return through_groups(rows, classes, gate_up.shape[0], lambda x, sizes: swiglu(x, sizes, gate_up, down))
-
-
 def _exchanged_fwd(rows, gate_up, down, counts, axes, form):
     exchange = FORMS[form](counts, rows.shape[0], axes)
 
     def finish(received, y, r):
-        return exchange.back(_local(received, exchange.classes(r), gate_up, down), y, r)
+        return exchange.back(of_own_expert(received, exchange.classes(r), gate_up, down), y, r)
 
     received = checkpoint_name(exchange.send(rows, 0), PRODUCTS)
     y = finish(received, jnp.zeros_like(rows), 0)
@@ -145,7 +141,7 @@ def _exchanged_bwd(axes, form, saved, dy):
 
     def gradients(received, d_rows, r):
         classes = exchange.classes(r)
-        _, pull = jax.vjp(lambda x, *w: _local(x, classes, *w), received, gate_up, down)
+        _, pull = jax.vjp(lambda x, *w: of_own_expert(x, classes, *w), received, gate_up, down)
         d_received, *d_weights = pull(exchange.send(dy, r))
         return exchange.back(d_received, d_rows, r), *d_weights
 
