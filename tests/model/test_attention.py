@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from zaya_jax.model import attention as module
 from zaya_jax.model.attention import (
     attention,
     attention_gradients,
@@ -48,8 +49,10 @@ def assert_equal_to_the_reference(q, k, v, d_out, d_lse, *args, block=16, tolera
         np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance, err_msg=name)
 
 
+@pytest.mark.parametrize("written_out", [0, 4], ids=["in loops", "written out"])
 @pytest.mark.parametrize("length", [1, 7, 16, 33, 50])
-def test_odd_lengths(length):
+def test_odd_lengths(length, written_out, monkeypatch):
+    monkeypatch.setattr(module, "WRITTEN_OUT", written_out)
     assert_equal_to_the_reference(*inputs(length, length))
 
 

@@ -14,8 +14,11 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from zaya_jax.model.matmul import apart
+
 NO_WINDOW = 1 << 30  # wider than any sequence, with room to add a position to it in int32
 SAVED = "attention"  # the name under which a remat policy finds the output and its log-sum-exp
+WRITTEN_OUT = 4  # blocks of queries or keys up to which a CPU gets no loops
 MASKED = -1e30  # finite, so that a row without any key gives 0 and not NaN
 
 
@@ -118,8 +121,12 @@ def _by_token(x):
 
 
 def _bounds(window, offset):
-    # None stays None, so that a model without windows has no window in its program.
-    return None if window is None else jnp.asarray(window, jnp.int32), jnp.asarray(offset, jnp.int32)
+    # None is known while tracing: a model without windows has none in its program, and nor has a sequence that attends
+    # to itself an offset.
+    known = isinstance(offset, int) and offset == 0
+    return tuple(
+        None if x is None else jnp.asarray(x, jnp.int32) for x in (window, None if known else offset)
+    )
 
 
 def default_block(length: int) -> int:
@@ -165,6 +172,8 @@ def _mask(num_q, num_k, q_start, k_start, window, k_len, q_segments, k_segments)
 
 def key_blocks(i, window, offset, block_q, block_k, num_k) -> tuple:
     """Key blocks [lo, hi) that query block i can see: all that is ever computed for it."""
+    if window is None and isinstance(i, int) and isinstance(offset, int):
+        return 0, min(max((i * block_q + block_q - 1 + offset) // block_k + 1, 0), num_k)
     first = 0 if window is None else jnp.maximum(i * block_q + offset - window + 1, 0) // block_k
     last = (i * block_q + block_q - 1 + offset) // block_k + 1
     return first, jnp.clip(last, first, num_k)
@@ -172,11 +181,33 @@ def key_blocks(i, window, offset, block_q, block_k, num_k) -> tuple:
 
 def _query_blocks(j, window, offset, block_q, block_k, num_q):
     """Query blocks [lo, hi) that can see key block j: the transpose of `key_blocks`."""
+    if window is None and isinstance(j, int) and isinstance(offset, int):
+        return min(max((j * block_k - offset) // block_q, 0), num_q), num_q
     first = jnp.clip((j * block_k - offset) // block_q, 0, num_q)
     if window is None:
         return first, num_q
     last = -(-(window + j * block_k + block_k - 1 - offset) // block_q)
     return first, jnp.clip(last, first, num_q)
+
+
+def _written_out(num_q, num_k, window, offset) -> bool:
+    """Whether all loops over blocks are so short, and their bounds known, that they are written out one by one.
+
+    A CPU runs what is in a loop on one core, but for matrix products.
+    """
+    return (
+        jax.default_backend() == "cpu"
+        and window is None
+        and offset is None
+        and max(num_q, num_k) <= WRITTEN_OUT
+    )
+
+
+def _loop(bounds, step, carry):
+    """lax.fori_loop, or what it means where bounds are plain numbers."""
+    if all(isinstance(bound, int) for bound in bounds):
+        return functools.reduce(lambda carry, i: step(i, carry), range(*bounds), carry)
+    return lax.fori_loop(*bounds, step, carry)
 
 
 def _block_of(x, index, size, axis):
@@ -195,6 +226,8 @@ def _blockwise(q, k, v, q_segments, k_segments, window, offset, scale, block_q, 
 def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, block_k, k_len):
     batch, num_kv, group, q_pad, channels = q.shape
     num_q, num_k = q_pad // block_q, k.shape[2] // block_k
+    written_out = _written_out(num_q, num_k, window, offset)
+    offset = 0 if offset is None else offset
 
     def query_block(i):
         q_i = _block_of(q, i, block_q, 3)
@@ -219,12 +252,15 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, bl
         row = (batch, num_kv, group, block_q)
         # Above MASKED, so that a row's weights are 0, not 1, as long as it has seen no key.
         start = (jnp.zeros((*row, channels), jnp.float32), jnp.full(row, MASKED / 2), jnp.zeros(row))
-        acc, top, total = lax.fori_loop(*key_blocks(i, window, offset, block_q, block_k, num_k), step, start)
+        acc, top, total = _loop(key_blocks(i, window, offset, block_q, block_k, num_k), step, start)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
         return (acc / safe[..., None]).astype(v.dtype), jnp.where(seen, top + jnp.log(safe), MASKED)
 
-    out, lse = lax.map(query_block, jnp.arange(num_q))
+    if written_out:
+        out, lse = (jnp.stack(x) for x in zip(*map(query_block, range(num_q)), strict=True))
+    else:
+        out, lse = lax.map(query_block, jnp.arange(num_q))
     return (
         jnp.moveaxis(out, 0, 3).reshape(batch, num_kv, group, q_pad, channels),
         jnp.moveaxis(lse, 0, 3).reshape(batch, num_kv, group, q_pad),
@@ -249,6 +285,8 @@ def _gradients(scale, block_q, block_k, k_len, saved, cotangents, dtype):
     d_out, d_lse = cotangents
     batch, num_kv, group, q_pad, channels = q.shape
     num_q, num_k = q_pad // block_q, k.shape[2] // block_k
+    written_out = _written_out(num_q, num_k, window, offset)
+    offset = 0 if offset is None else offset
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
     d_out = d_out.astype(v.dtype)
 
@@ -256,7 +294,7 @@ def _gradients(scale, block_q, block_k, k_len, saved, cotangents, dtype):
     # copy of anything as large as the scores.
     def key_block(dq, j):
         k_j, v_j = _block_of(k, j, block_k, 2), _block_of(v, j, block_k, 2)
-        k_seg, k_turned = _block_of(k_segments, j, block_k, 1), k_j.swapaxes(2, 3)
+        k_seg, k_turned = _block_of(k_segments, j, block_k, 1), apart(k_j.swapaxes(2, 3))
 
         def step(i, carry):
             dq, dk_j, dv_j = carry
@@ -278,11 +316,18 @@ def _gradients(scale, block_q, block_k, k_len, saved, cotangents, dtype):
 
         zero = jnp.zeros(k_j.shape, jnp.float32)
         bounds = _query_blocks(j, window, offset, block_q, block_k, num_q)
-        dq, dk_j, dv_j = lax.fori_loop(*bounds, step, (dq, zero, zero))
+        dq, dk_j, dv_j = _loop(bounds, step, (dq, zero, zero))
         return dq, (dk_j.astype(dtype), dv_j.astype(dtype))
 
     dq = jnp.zeros((batch, num_kv, channels, group, q_pad), jnp.float32)
-    dq, (dk, dv) = lax.scan(key_block, dq, jnp.arange(num_k))
+    if written_out:
+        found = []
+        for j in range(num_k):
+            dq, dkv_j = key_block(dq, j)
+            found.append(dkv_j)
+        dk, dv = (jnp.stack(x) for x in zip(*found, strict=True))
+    else:
+        dq, (dk, dv) = lax.scan(key_block, dq, jnp.arange(num_k))
     dk, dv = (jnp.moveaxis(x, 0, 2).reshape(k.shape) for x in (dk, dv))
     return jnp.moveaxis(dq, 2, -1), dk, dv
 

@@ -24,12 +24,18 @@ def linear_pattern(model: Model) -> tuple[bool, ...]:
 
 
 def scan_layers(
-    steps: list[Callable], pattern: tuple[bool, ...], carry: Any, per_layer: Any, cache: dict | None
+    steps: list[Callable],
+    pattern: tuple[bool, ...],
+    carry: Any,
+    per_layer: Any,
+    cache: dict | None,
+    unroll: bool = False,
 ) -> tuple[Any, Any, dict | None]:
     """Runs step(carry, what belongs to a layer, its cache) → (carry, output, cache) on all layers, bottom first.
 
     `steps` are those of the layers of the repeating stretch. What belongs to layers is stacked, and so are the
-    outputs; an entry of the cache is stacked over the layers that have it.
+    outputs; an entry of the cache is stacked over the layers that have it. `unroll` writes the layers out, where they
+    are all of one kind.
     """
     if len(pattern) == 1:
 
@@ -37,7 +43,7 @@ def scan_layers(
             carry, out, cache = steps[0](carry, *inputs)
             return carry, (out, cache)
 
-        carry, (outs, cache) = jax.lax.scan(one, carry, (per_layer, cache))
+        carry, (outs, cache) = jax.lax.scan(one, carry, (per_layer, cache), unroll=unroll)
         return carry, outs, cache
 
     def stretch(carry, inputs):
