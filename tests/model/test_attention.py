@@ -52,7 +52,7 @@ def assert_equal_to_the_reference(q, k, v, d_out, d_lse, *args, block=16, tolera
 @pytest.mark.parametrize("written_out", [0, 4], ids=["in loops", "written out"])
 @pytest.mark.parametrize("length", [1, 7, 16, 33, 50])
 def test_odd_lengths(length, written_out, monkeypatch):
-    monkeypatch.setattr(module, "WRITTEN_OUT", written_out)
+    monkeypatch.setattr(module, "SHORT", written_out)
     assert_equal_to_the_reference(*inputs(length, length))
 
 

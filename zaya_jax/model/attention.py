@@ -14,12 +14,13 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from zaya_jax.model import short_attention as short
 from zaya_jax.model.matmul import apart
+from zaya_jax.model.short_attention import MASKED, mask_of
 
 NO_WINDOW = 1 << 30  # wider than any sequence, with room to add a position to it in int32
 SAVED = "attention"  # the name under which a remat policy finds the output and its log-sum-exp
-WRITTEN_OUT = 4  # blocks of queries or keys up to which a CPU gets no loops
-MASKED = -1e30  # finite, so that a row without any key gives 0 and not NaN
+SHORT = 4  # blocks of queries or keys up to which a CPU gets no loops
 
 
 def reference_attention(q, k, v, q_segments=None, k_segments=None, window=None, offset=0, *, scale) -> tuple:
@@ -28,7 +29,7 @@ def reference_attention(q, k, v, q_segments=None, k_segments=None, window=None, 
     num_kv = k.shape[2]
     q = q.reshape(batch, q_len, num_kv, num_heads // num_kv, channels)
     scores = jnp.einsum("bqkgc,bjkc->bkgqj", q, k, preferred_element_type=jnp.float32) * scale
-    mask = _mask(
+    mask = mask_of(
         q_len,
         k.shape[1],
         offset,
@@ -132,7 +133,7 @@ def _bounds(window, offset):
 def default_block(length: int) -> int:
     """Side of a block of scores: small enough for a core's cache on a CPU, fewer and larger blocks on a GPU."""
     if jax.default_backend() == "cpu":
-        return 128 if length <= 4096 else 256
+        return 64 if length <= 256 else 128 if length <= 4096 else 256
     return 512 if length <= 8192 else 1024
 
 
@@ -157,23 +158,8 @@ def _round_up(n, multiple):
     return -(-n // multiple) * multiple
 
 
-def _mask(num_q, num_k, q_start, k_start, window, k_len, q_segments, k_segments):
-    """[1 or B, 1, 1, num_q, num_k]: which key each query of a block may see; starts are positions on the key axis."""
-    i = q_start + lax.broadcasted_iota(jnp.int32, (num_q, num_k), 0)
-    j = k_start + lax.broadcasted_iota(jnp.int32, (num_q, num_k), 1)
-    mask = (j <= i) & (j < k_len)
-    if window is not None:
-        mask &= i - j < window
-    mask = mask[None, None, None]
-    if q_segments is not None:
-        mask = mask & (q_segments[:, :, None] == k_segments[:, None, :])[:, None, None]
-    return mask
-
-
 def key_blocks(i, window, offset, block_q, block_k, num_k) -> tuple:
     """Key blocks [lo, hi) that query block i can see: all that is ever computed for it."""
-    if window is None and isinstance(i, int) and isinstance(offset, int):
-        return 0, min(max((i * block_q + block_q - 1 + offset) // block_k + 1, 0), num_k)
     first = 0 if window is None else jnp.maximum(i * block_q + offset - window + 1, 0) // block_k
     last = (i * block_q + block_q - 1 + offset) // block_k + 1
     return first, jnp.clip(last, first, num_k)
@@ -181,8 +167,6 @@ def key_blocks(i, window, offset, block_q, block_k, num_k) -> tuple:
 
 def _query_blocks(j, window, offset, block_q, block_k, num_q):
     """Query blocks [lo, hi) that can see key block j: the transpose of `key_blocks`."""
-    if window is None and isinstance(j, int) and isinstance(offset, int):
-        return min(max((j * block_k - offset) // block_q, 0), num_q), num_q
     first = jnp.clip((j * block_k - offset) // block_q, 0, num_q)
     if window is None:
         return first, num_q
@@ -190,24 +174,11 @@ def _query_blocks(j, window, offset, block_q, block_k, num_q):
     return first, jnp.clip(last, first, num_q)
 
 
-def _written_out(num_q, num_k, window, offset) -> bool:
-    """Whether all loops over blocks are so short, and their bounds known, that they are written out one by one.
-
-    A CPU runs what is in a loop on one core, but for matrix products.
-    """
-    return (
-        jax.default_backend() == "cpu"
-        and window is None
-        and offset is None
-        and max(num_q, num_k) <= WRITTEN_OUT
-    )
-
-
-def _loop(bounds, step, carry):
-    """lax.fori_loop, or what it means where bounds are plain numbers."""
-    if all(isinstance(bound, int) for bound in bounds):
-        return functools.reduce(lambda carry, i: step(i, carry), range(*bounds), carry)
-    return lax.fori_loop(*bounds, step, carry)
+def _is_short(num_q, num_k, window, offset) -> bool:
+    """Whether a CPU computes it without loops: few blocks, of a sequence that attends to itself without a window."""
+    if jax.default_backend() != "cpu" or window is not None or offset is not None:
+        return False
+    return max(num_q, num_k) <= SHORT
 
 
 def _block_of(x, index, size, axis):
@@ -226,7 +197,8 @@ def _blockwise(q, k, v, q_segments, k_segments, window, offset, scale, block_q, 
 def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, block_k, k_len):
     batch, num_kv, group, q_pad, channels = q.shape
     num_q, num_k = q_pad // block_q, k.shape[2] // block_k
-    written_out = _written_out(num_q, num_k, window, offset)
+    if _is_short(num_q, num_k, window, offset):
+        return short.forward(q, k, v, q_segments, k_segments, scale, block_q, k_len)
     offset = 0 if offset is None else offset
 
     def query_block(i):
@@ -236,7 +208,7 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, bl
         def step(j, carry):
             acc, top, total = carry
             k_j, v_j = _block_of(k, j, block_k, 2), _block_of(v, j, block_k, 2)
-            mask = _mask(
+            mask = mask_of(
                 block_q, block_k, i * block_q + offset, j * block_k, window, k_len,
                 q_seg, _block_of(k_segments, j, block_k, 1),
             )  # fmt: skip
@@ -252,15 +224,13 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, bl
         row = (batch, num_kv, group, block_q)
         # Above MASKED, so that a row's weights are 0, not 1, as long as it has seen no key.
         start = (jnp.zeros((*row, channels), jnp.float32), jnp.full(row, MASKED / 2), jnp.zeros(row))
-        acc, top, total = _loop(key_blocks(i, window, offset, block_q, block_k, num_k), step, start)
+        bounds = key_blocks(i, window, offset, block_q, block_k, num_k)
+        acc, top, total = lax.fori_loop(*bounds, step, start)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
         return (acc / safe[..., None]).astype(v.dtype), jnp.where(seen, top + jnp.log(safe), MASKED)
 
-    if written_out:
-        out, lse = (jnp.stack(x) for x in zip(*map(query_block, range(num_q)), strict=True))
-    else:
-        out, lse = lax.map(query_block, jnp.arange(num_q))
+    out, lse = lax.map(query_block, jnp.arange(num_q))
     return (
         jnp.moveaxis(out, 0, 3).reshape(batch, num_kv, group, q_pad, channels),
         jnp.moveaxis(lse, 0, 3).reshape(batch, num_kv, group, q_pad),
@@ -285,10 +255,12 @@ def _gradients(scale, block_q, block_k, k_len, saved, cotangents, dtype):
     d_out, d_lse = cotangents
     batch, num_kv, group, q_pad, channels = q.shape
     num_q, num_k = q_pad // block_q, k.shape[2] // block_k
-    written_out = _written_out(num_q, num_k, window, offset)
-    offset = 0 if offset is None else offset
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
     d_out = d_out.astype(v.dtype)
+    if _is_short(num_q, num_k, window, offset):
+        dq, dk, dv = short.gradients(q, k, v, q_segments, k_segments, lse, d_out, delta, scale, block_q, k_len)
+        return dq, dk.astype(dtype), dv.astype(dtype)
+    offset = 0 if offset is None else offset
 
     # Scores stand with keys first and queries last, and dq with channels first: no product then needs a transposed
     # copy of anything as large as the scores.
@@ -299,7 +271,7 @@ def _gradients(scale, block_q, block_k, k_len, saved, cotangents, dtype):
         def step(i, carry):
             dq, dk_j, dv_j = carry
             q_i, do_i = _block_of(q, i, block_q, 3), _block_of(d_out, i, block_q, 3)
-            mask = _mask(
+            mask = mask_of(
                 block_q, block_k, i * block_q + offset, j * block_k, window, k_len,
                 _block_of(q_segments, i, block_q, 1), k_seg,
             )  # fmt: skip
@@ -316,18 +288,11 @@ def _gradients(scale, block_q, block_k, k_len, saved, cotangents, dtype):
 
         zero = jnp.zeros(k_j.shape, jnp.float32)
         bounds = _query_blocks(j, window, offset, block_q, block_k, num_q)
-        dq, dk_j, dv_j = _loop(bounds, step, (dq, zero, zero))
+        dq, dk_j, dv_j = lax.fori_loop(*bounds, step, (dq, zero, zero))
         return dq, (dk_j.astype(dtype), dv_j.astype(dtype))
 
     dq = jnp.zeros((batch, num_kv, channels, group, q_pad), jnp.float32)
-    if written_out:
-        found = []
-        for j in range(num_k):
-            dq, dkv_j = key_block(dq, j)
-            found.append(dkv_j)
-        dk, dv = (jnp.stack(x) for x in zip(*found, strict=True))
-    else:
-        dq, (dk, dv) = lax.scan(key_block, dq, jnp.arange(num_k))
+    dq, (dk, dv) = lax.scan(key_block, dq, jnp.arange(num_k))
     dk, dv = (jnp.moveaxis(x, 0, 2).reshape(k.shape) for x in (dk, dv))
     return jnp.moveaxis(dq, 2, -1), dk, dv
 

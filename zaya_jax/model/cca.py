@@ -19,9 +19,10 @@ from jaxtyping import Array, Float, Int
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import cache as kept
 from zaya_jax.model.attention import attention, softmax_scale
+from zaya_jax.model.convolution import convolve
 from zaya_jax.model.layers import Linear, rotate, weight
 from zaya_jax.model.linear_attention import decode_linear_attention, linear_attention, prompt_state
-from zaya_jax.model.matmul import apart, dot, einsum
+from zaya_jax.model.matmul import apart, dot
 from zaya_jax.parallel import context, heads, tsp
 from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import ALONE, Spread
@@ -90,7 +91,7 @@ class CCA(nnx.Module):
         going_on = cache_valid is not None  # else no token comes before the first one
         first = self._value_of_nothing(batch, part)
         before = cache["value"][:, None] if cache and going_on else first
-        columns = self._no_columns(batch, part) if cache is None else cache["columns"]
+        columns = None if cache is None else cache["columns"]
         rows, earlier = segments, None
         split, join = (lambda y: y), (lambda y: y)
         if place is not None:
@@ -166,28 +167,20 @@ class CCA(nnx.Module):
         kernel = jnp.zeros((taps, *w1.shape[1:]), w1.dtype)
         for i in range(w0.shape[0]):
             kernel = kernel.at[i : i + w1.shape[0]].add(w0[i] * w1)
-        # Heads lead: a CPU has no bfloat16 product for a batch dimension in the middle.
-        padded = jnp.concatenate([columns.astype(packed.dtype), packed], axis=1)
-        padded = padded.reshape(batch, -1, heads, self.channels).transpose(2, 0, 1, 3)
-
-        def tap(distance):
-            shifted = padded[:, :, taps - 1 - distance :][:, :, :seq]
-            if segments is None or distance == 0:
-                return shifted
-            within = _shift(segments, distance, earlier) == segments
-            return jnp.where(within[..., None], shifted, 0)
-
-        taken = jnp.concatenate([tap(taps - 1 - i) for i in range(taps)], axis=-1).reshape(
-            heads, batch * seq, -1
-        )
-        kernel = kernel.transpose(1, 0, 2, 3).reshape(heads, -1, self.channels)
-        mixed = einsum("gni,gio->gno", taken, kernel, self.dtype, jnp.float32)
+        by_head = packed.reshape(batch, seq, heads, self.channels)
+        before = None if columns is None else columns.reshape(batch, -1, heads, self.channels)
+        distances = range(taps)
+        if segments is None:
+            within = [None for _ in distances]
+        else:
+            within = [_shift(segments, d, earlier) == segments if d else None for d in distances]
+        mixed = convolve(by_head, before, kernel, within, self.dtype)
         first_bias, last_bias = (
             part.packed_columns(conv.bias[...]).reshape(heads, self.channels)
             for conv in (self.conv_depthwise, self.conv_grouped)
         )
         bias = jnp.einsum("gc,tgcd->gd", first_bias, w1) + last_bias
-        return (mixed + bias[:, None]).reshape(heads, batch, seq, -1).transpose(1, 2, 0, 3)
+        return mixed + bias
 
     def _history(self):
         """How many packed columns the convolutions look back."""
@@ -212,9 +205,6 @@ class CCA(nnx.Module):
         delayed = part.split_values(value)[1]
         return jnp.broadcast_to(delayed, (batch, 1, delayed.size))
 
-    def _no_columns(self, batch, part: heads.Part):
-        return jnp.zeros((batch, self._history(), part.packed * self.channels), self.dtype)
-
     def _attend_linearly(self, q, k, v, visible, cache, going_on, spread):
         """Linear attention in the softmax's place: its output, and the state where there is a cache."""
         if cache is None:
@@ -238,7 +228,7 @@ class CCA(nnx.Module):
 @functools.partial(jax.checkpoint, static_argnums=4)
 def _queries_and_keys(packed, mixed, temperature, rope, num_kv, mean_q):
     """Means added, normalised per head in float32, keys times temperature, rotated; repeated in the backward pass."""
-    num_heads = mixed.shape[2] - num_kv
+    packed, num_heads = apart(packed), mixed.shape[2] - num_kv
     group = num_heads // num_kv
     q, k = jnp.split(packed.astype(jnp.float32).reshape(mixed.shape), (num_heads,), axis=2)
     mixed_q, mixed_k = jnp.split(mixed, (num_heads,), axis=2)

@@ -27,6 +27,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from zaya_jax.config import Optim, Precision, UserError
+from zaya_jax.model.matmul import apart
 from zaya_jax.optim import muon, skip, zero
 
 
@@ -246,7 +247,7 @@ def _around(
     def update(grads, state, params, *, lr, **extra):
         del extra
         shares = layout.reduce(grads)
-        squares = layout.sum_squares(shares)
+        squares = layout.sum_squares(apart(shares))
         norm = jnp.sqrt(sum(squares.values()))
         keep, skip_state = skip.decide(rule, norm, state.skip, deviations)
         factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.ones(())
@@ -262,6 +263,8 @@ def _around(
         figures |= _norms("param_norm", layout.tree_sum_squares(params))
         figures["clipped"] = (factor < 1).astype(jnp.float32)
         figures["skipped"] = 1 - keep.astype(jnp.float32)
+        # The weights' norm is read before the weights are written over, else a CPU copies them.
+        updates, figures = apart((updates, figures))
         return updates, State(core_state, skip_state, figures)
 
     return optax.GradientTransformationExtraArgs(init, update)
