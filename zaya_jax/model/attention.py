@@ -258,7 +258,9 @@ def _gradients(scale, block_q, block_k, k_len, saved, cotangents, dtype):
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
     d_out = d_out.astype(v.dtype)
     if _is_short(num_q, num_k, window, offset):
-        dq, dk, dv = short.gradients(q, k, v, q_segments, k_segments, lse, d_out, delta, scale, block_q, k_len)
+        dq, dk, dv = short.gradients(
+            q, k, v, q_segments, k_segments, lse, d_out, delta, scale, block_q, k_len
+        )
         return dq, dk.astype(dtype), dv.astype(dtype)
     offset = 0 if offset is None else offset
 

@@ -16,15 +16,25 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from zaya_jax.model.matmul import rows_dot
+from zaya_jax.model.matmul import apart, rows_dot
 
 PRODUCTS = "experts"  # the name under which a remat policy finds what the grouped products gave
 
 
 def gated(hidden: Float[Array, "M F2"]) -> Float[Array, "M F"]:
     """silu of the first half times the second, in float32, given in the number format that came."""
-    g, u = jnp.split(hidden.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(g) * u).astype(hidden.dtype)
+    g, u = jnp.split(apart(hidden.astype(jnp.float32)), 2, axis=-1)
+    return apart(jax.nn.silu(g) * u).astype(hidden.dtype)
+
+
+def _gated_gradients(hidden, d):
+    """gated(hidden) again, and hidden's gradient for that of the output in float32, from one sigmoid."""
+    g, u = jnp.split(apart(hidden.astype(jnp.float32)), 2, axis=-1)
+    sigmoid = apart(jax.nn.sigmoid(g))
+    silu = g * sigmoid
+    dg, du = apart((d * u * (sigmoid + silu - silu * sigmoid), d * silu))
+    gradient = apart(jnp.concatenate([dg, du], axis=-1)).astype(hidden.dtype)
+    return apart(silu * u).astype(hidden.dtype), gradient
 
 
 def heights(num_rows: int, num_groups: int) -> tuple[int, ...]:
@@ -97,9 +107,10 @@ def _swiglu_bwd(heights, saved, d_out):
             dy = _slice(d_out, row, height)
             if count is not None:
                 dy = jnp.where(jnp.arange(height)[:, None] < count, dy, 0)
-            activation, pull = jax.vjp(gated, _slice(hidden, row, height))
-            (dh,) = pull(_times_transposed(dy, w2))
-            d_rows = _write(d_rows, _times_transposed(dh, w1), row)
+            activation, dh = _gated_gradients(
+                _slice(hidden, row, height), _times_transposed(dy, w2, jnp.float32)
+            )
+            d_rows = _write(d_rows, _times_transposed(dh, w1, rows.dtype), row)
             return d_rows, rows_dot(_slice(rows, row, height), dh), rows_dot(activation, dy)
 
         def another(height, row, count, carry):
@@ -147,6 +158,6 @@ def _write(x, block, row):
     return lax.dynamic_update_slice_in_dim(x, block, row, 0)
 
 
-def _times_transposed(x, w):
-    """x [n, b] times w [a, b] transposed, in x's number format."""
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+def _times_transposed(x, w, dtype):
+    """x [n, b] times w [a, b] transposed, given in `dtype`."""
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)

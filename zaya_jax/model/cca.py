@@ -22,7 +22,7 @@ from zaya_jax.model.attention import attention, softmax_scale
 from zaya_jax.model.convolution import convolve
 from zaya_jax.model.layers import Linear, rotate, weight
 from zaya_jax.model.linear_attention import decode_linear_attention, linear_attention, prompt_state
-from zaya_jax.model.matmul import apart, dot
+from zaya_jax.model.matmul import apart, dot, turn
 from zaya_jax.parallel import context, heads, tsp
 from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import ALONE, Spread
@@ -99,14 +99,19 @@ class CCA(nnx.Module):
             columns, before = self._left_of(edges, place, weights, part)
             if segments is not None:
                 rows, earlier = split(segments), place.segments_before(self._reach())
-        mixed = join(self._convolve(split(packed), columns, rows, earlier, part))
+        by_head = self._by_head(packed)
+        if place is None:
+            mixed = self._convolve(by_head, columns, rows, earlier, part)
+        else:
+            mixed = self._convolve(self._by_head(split(packed)), columns, rows, earlier, part)
+            mixed = turn(join(turn(mixed, (1, 2, 0, 3))), (2, 0, 1, 3))
         delayed = jnp.concatenate([before.astype(v_prev.dtype), split(v_prev)[:, :-1]], axis=1)
         if segments is not None:
-            fresh = rows != _shift(rows, 1, earlier)
+            fresh = rows != _with_earlier(rows, earlier, 1)[:, :-1]
             delayed = jnp.where(fresh[..., None], first[:1], delayed)
         v = part.join_values(v_now, join(delayed)).reshape(batch, seq, part.kv, self.channels)
         temperature = part.kv_dim(self.temperature[...])
-        q, k = _queries_and_keys(packed, mixed, temperature, rope, part.kv, part.mean_queries(packed))
+        q, k = _queries_and_keys(by_head, mixed, temperature, rope, part.kv, part.mean_queries(packed))
 
         scale, visible = softmax_scale(self.channels), segments if segments is not None else mask
         if linear:
@@ -151,36 +156,30 @@ class CCA(nnx.Module):
         packed, values = jnp.split(y, (part.packed * self.channels,), axis=-1)
         return packed, *part.split_values(values)
 
-    def _convolve(self, packed, columns, segments, earlier, part: heads.Part):
-        """Both convolutions of the packed columns, [B, S, H + K, C].
+    def _by_head(self, packed):
+        """[B, S, P] to [H + K, B, S, C]: heads lead, as the convolution's products want it and attention's."""
+        heads = packed.shape[-1] // self.channels
+        return turn(packed.reshape(*packed.shape[:2], heads, self.channels), (2, 0, 1, 3))
 
-        Nothing stands between them but the first one's bias, so they are one convolution with t0 + t1 - 1 taps, whose
-        kernel is made from theirs. Documents are cut alike: tokens of a document lie together, so what both would
-        mask is what lies before it. The biases are added once, at the end. `columns` and `earlier`, their segments,
-        come before the first one.
+    def _convolve(self, by_head, columns, segments, earlier, part: heads.Part):
+        """Both convolutions of the packed columns, [H + K, B, S, C].
+
+        Nothing stands between them but the first one's bias, so both biases are added once, at the end. Documents are
+        cut alike: tokens of a document lie together, so what both would mask is what lies before it. `columns` and
+        `earlier`, their segments, come before the first token.
         """
-        batch, seq, _ = packed.shape
         w1, heads = part.packed_dim(self.conv_grouped.kernel[...], 1), part.packed
-        w0 = part.packed_columns(self.conv_depthwise.kernel[...])
-        taps = w0.shape[0] + w1.shape[0] - 1
-        w0 = w0.reshape(-1, heads, self.channels, 1)
-        kernel = jnp.zeros((taps, *w1.shape[1:]), w1.dtype)
-        for i in range(w0.shape[0]):
-            kernel = kernel.at[i : i + w1.shape[0]].add(w0[i] * w1)
-        by_head = packed.reshape(batch, seq, heads, self.channels)
-        before = None if columns is None else columns.reshape(batch, -1, heads, self.channels)
-        distances = range(taps)
-        if segments is None:
-            within = [None for _ in distances]
-        else:
-            within = [_shift(segments, d, earlier) == segments if d else None for d in distances]
-        mixed = convolve(by_head, before, kernel, within, self.dtype)
+        w0 = part.packed_columns(self.conv_depthwise.kernel[...]).reshape(-1, heads, self.channels)
+        if segments is not None:
+            segments = _with_earlier(segments, earlier, self._history())
+        before = None if columns is None else self._by_head(columns)
+        mixed = convolve(by_head, before, w0, w1, segments, self.dtype)
         first_bias, last_bias = (
             part.packed_columns(conv.bias[...]).reshape(heads, self.channels)
             for conv in (self.conv_depthwise, self.conv_grouped)
         )
         bias = jnp.einsum("gc,tgcd->gd", first_bias, w1) + last_bias
-        return mixed + bias
+        return mixed + bias[:, None, None]
 
     def _history(self):
         """How many packed columns the convolutions look back."""
@@ -226,20 +225,46 @@ class CCA(nnx.Module):
 
 
 @functools.partial(jax.checkpoint, static_argnums=4)
-def _queries_and_keys(packed, mixed, temperature, rope, num_kv, mean_q):
-    """Means added, normalised per head in float32, keys times temperature, rotated; repeated in the backward pass."""
-    packed, num_heads = apart(packed), mixed.shape[2] - num_kv
-    group = num_heads // num_kv
-    q, k = jnp.split(packed.astype(jnp.float32).reshape(mixed.shape), (num_heads,), axis=2)
-    mixed_q, mixed_k = jnp.split(mixed, (num_heads,), axis=2)
-    # Heads are taken one by one: a CPU is slow at dimensions as short as a group.
-    each_k = jnp.concatenate([k[:, :, i // group, None] for i in range(num_heads)], axis=2)
-    if mean_q is None:  # else its queries lie on several devices
-        groups = [[q[:, :, i, None] for i in range(j * group, (j + 1) * group)] for j in range(num_kv)]
-        mean_q = jnp.concatenate([sum(heads[1:], heads[0]) / group for heads in groups], axis=2)
-    q, k = apart((mixed_q + (q + each_k) * 0.5, mixed_k + (mean_q + k) * 0.5))
-    q, k = _normalise(q), _normalise(k) * temperature[:, None]
-    return tuple(rotate(rope, x).astype(packed.dtype) for x in (q, k))
+def _queries_and_keys(by_head, mixed, temperature, rope, num_kv, mean_q):
+    """Means added, normalised per head in float32, keys times temperature, rotated; repeated in the backward pass.
+
+    Comes with heads first, leaves as [B, S, H, C] and [B, S, K, C].
+    """
+    num_heads = mixed.shape[0] - num_kv
+    q, k = jnp.split(apart(by_head).astype(jnp.float32), (num_heads,))
+    if mean_q is None:
+        q, k = _with_means(q, k)
+    else:  # its queries lie on several devices
+        q, k = (q + _each(k, num_heads)) * 0.5, (mean_q.transpose(2, 0, 1, 3) + k) * 0.5
+    mixed_q, mixed_k = jnp.split(mixed, (num_heads,))
+    q, k = apart((mixed_q + q, mixed_k + k))
+    q, k = _normalise(q), _normalise(k) * temperature[:, None, None, None]
+    return tuple(apart(rotate(rope, x, heads=0)).astype(by_head.dtype).transpose(1, 2, 0, 3) for x in (q, k))
+
+
+@jax.custom_vjp
+def _with_means(q, k):
+    """Half of each query and of its key, half of each key and of its queries' mean."""
+    return _blend(q, k, 0.5, 0.5 * k.shape[0] / q.shape[0])
+
+
+_with_means.defvjp(
+    lambda q, k: (_with_means(q, k), None),
+    lambda _, d: _blend(*apart(d), 0.5 * d[1].shape[0] / d[0].shape[0], 0.5),
+)
+
+
+def _blend(q, k, of_key, of_queries):
+    """Half of each query and `of_key` of its key, half of each key and `of_queries` of its queries' sum."""
+    groups = q.reshape(k.shape[0], -1, *q.shape[1:])
+    total = sum((groups[:, i] for i in range(1, groups.shape[1])), groups[:, 0])
+    return q * 0.5 + _each(k, q.shape[0]) * of_key, k * 0.5 + total * of_queries
+
+
+def _each(k, num_heads):
+    """The key of each query's group."""
+    groups = jnp.broadcast_to(k[:, None], (k.shape[0], num_heads // k.shape[0], *k.shape[1:]))
+    return groups.reshape(num_heads, *k.shape[1:])
 
 
 def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:
@@ -260,12 +285,11 @@ def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> 
     return cache
 
 
-def _shift(segments, distance, earlier):
-    """Segments of the tokens `distance` before; `earlier` [B, >= distance] stands before the first one, else -1."""
+def _with_earlier(segments, earlier, num):
+    """Segments with those of the `num` tokens before the first one; `earlier` [B, >= num] ends with them, else -1."""
     if earlier is None:
-        return jnp.pad(segments, ((0, 0), (distance, 0)), constant_values=-1)[:, : segments.shape[1]]
-    row = jnp.concatenate([earlier, segments], axis=1)
-    return row[:, earlier.shape[1] - distance :][:, : segments.shape[1]]
+        return jnp.pad(segments, ((0, 0), (num, 0)), constant_values=-1)
+    return jnp.concatenate([earlier[:, earlier.shape[1] - num :], segments], axis=1)
 
 
 def _normalise(x):

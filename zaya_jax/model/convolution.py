@@ -1,89 +1,116 @@
-"""A causal convolution with a kernel for each head, one matrix product in either direction.
+"""CCA's two causal convolutions: one for each channel, then one for each head, a matrix product in either direction.
 
-Letters: B batch, S sequence, G heads, C channels of a head, T taps before the current token.
+Letters: B batch, S sequence, G heads, C channels of a head; the taps of both look back T0 and T1 tokens, T in all. An
+array over the sequence also holds the T tokens before it, or the last few of them. Heads lead: a CPU has no bfloat16
+product with a batch dimension in the middle.
 """
 
 import functools
-from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jax import lax
+from jaxtyping import Array, Float, Int
 
-from zaya_jax.model.matmul import apart, sum_rows, written
+from zaya_jax.model.matmul import apart, sum_rows
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
 def convolve(
-    x: Float[Array, "B S G C"],
-    before: Float[Array, "B T G C"] | None,
-    kernel: Float[Array, "T1 G C C"],
-    within: Sequence[Bool[Array, "B S"] | None],
+    x: Float[Array, "G B S C"],
+    before: Float[Array, "G B T C"] | None,
+    by_channel: Float[Array, "T0+1 G C"],
+    by_head: Float[Array, "T1+1 G C C"],
+    segments: Int[Array, "B T+S"] | None,
     dtype,
-) -> Float[Array, "B S G C"]:
-    """Sum over taps of the token `taps - 1 - i` back times kernel[i], products in `dtype`, given in float32.
+) -> Float[Array, "G B S C"]:
+    """Both convolutions without biases, in float32; what passes between them and into products is in `dtype`.
 
-    `before` are the tokens ahead of the first one, None for zeros. within[d] says of each token whether the one d
-    back counts, None that it does.
+    The last tap is the token itself. `before` are the tokens ahead of the first one, None for zeros. A token takes
+    nothing from those of other `segments`; None is one segment.
     """
-    batch, seq, heads, channels = x.shape
+    reach = by_channel.shape[0] + by_head.shape[0] - 2
+    y = _each_channel(_extended(x, before, reach, dtype), by_channel, segments)
+    return _each_head(y, by_head.astype(dtype), segments).reshape(x.shape)
+
+
+def _extended(x, before, reach, dtype):
+    """[G, B, T + S, C]."""
+    start = jnp.zeros((*x.shape[:2], reach, x.shape[3]), dtype) if before is None else before.astype(dtype)
+    return jnp.concatenate([start, x.astype(dtype)], axis=2)
+
+
+def _each_channel(x, kernel, segments):
     last = kernel.shape[0] - 1
-    x = _heads_first(x.astype(dtype))
-    start = jnp.zeros((heads, batch, last, channels), dtype)
-    padded = jnp.concatenate([start if before is None else _heads_first(before.astype(dtype)), x], axis=2)
-    taps = [_masked(padded[:, :, last - d :][:, :, :seq], within[d]) for d in range(last, -1, -1)]
-    weights = kernel.astype(dtype).transpose(1, 0, 2, 3).reshape(heads, -1, channels)
-    out = jnp.einsum("gni,gio->gno", _side_by_side(taps), weights, preferred_element_type=jnp.float32)
-    return _tokens_first(out, batch)
+    taps = [_tap(x, segments, d, last) * kernel[last - d][:, None, None] for d in range(last, -1, -1)]
+    return sum(taps[1:], taps[0]).astype(x.dtype)
 
 
-def _convolve_fwd(x, before, kernel, within, dtype):
-    return convolve(x, before, kernel, within, dtype), (x, before, kernel, within)
+def _each_head(y, kernel, segments):
+    last, heads, channels, _ = kernel.shape[0] - 1, *kernel.shape[1:]
+    taps = [_tap(y, segments, d, last) for d in range(last, -1, -1)]
+    weights = kernel.transpose(1, 0, 2, 3).reshape(heads, -1, channels)
+    return jnp.einsum("gni,gio->gno", _side_by_side(taps), weights, preferred_element_type=jnp.float32)
+
+
+def _convolve_fwd(x, before, by_channel, by_head, segments, dtype):
+    out = convolve(x, before, by_channel, by_head, segments, dtype)
+    return out, (x, before, by_channel, by_head, segments)
 
 
 def _convolve_bwd(dtype, saved, d_out):
-    """The same the other way round: a token's gradient is a convolution of those of the tokens after it."""
-    x, before, kernel, within = saved
-    last, batch = kernel.shape[0] - 1, x.shape[0]
-    d_out = _heads_first(d_out.astype(dtype))
-    weights = kernel.astype(dtype).transpose(1, 2, 0, 3).reshape(*kernel.shape[1:3], -1)
-    # What each tap passes on, with `last` tokens before the first one and as many after the last.
-    passed = [
-        jnp.pad(_masked(d_out, within[d]), ((0, 0), (0, 0), (last - d, d), (0, 0))) for d in range(last, -1, -1)
-    ]
+    """A token's gradient is a convolution of those of the tokens after it; tokens before count where they are given."""
+    x, before, by_channel, by_head, segments = saved
+    _, heads, channels, _ = by_head.shape
+    t0, t1 = by_channel.shape[0] - 1, by_head.shape[0] - 1
+    lead0, lead1 = (0, 0) if before is None else (t0, t1)  # tokens ahead of those whose gradients are wanted
+    x, d_out = _extended(x, before, t0 + t1, dtype), apart(d_out).astype(dtype)
 
-    def gradients(x, later):
-        later = _side_by_side(later)
-        dx = jnp.einsum("gno,gio->gni", later, weights, preferred_element_type=x.dtype)
-        dw = sum_rows("gni", "gno", "gio", _side_by_side([_heads_first(x.astype(dtype))]), later)
-        dw = dw.reshape(*kernel.shape[1:3], last + 1, -1).transpose(2, 0, 1, 3)
-        return _tokens_first(dx, batch), dw
+    later = _side_by_side([_passed(d_out, segments, d, lead1) for d in range(t1, -1, -1)])
+    weights = by_head.astype(dtype).transpose(1, 2, 0, 3).reshape(heads, channels, -1)
+    dy = jnp.einsum("gno,gio->gni", later, weights, preferred_element_type=dtype)
+    y = _each_channel(x, by_channel, segments)[:, :, t1 - lead1 :]
+    d_by_head = sum_rows("gni", "gno", "gio", _side_by_side([y]), later)
+    d_by_head = d_by_head.reshape(heads, channels, -1, channels).transpose(2, 0, 1, 3)
 
-    dx, dw = gradients(x, [p[:, :, last:] for p in passed])
-    if before is None:
-        return dx, None, dw.astype(kernel.dtype), None
-    d_before, more = gradients(before, [p[:, :, :last] for p in passed])
-    return dx, d_before, (dw + more).astype(kernel.dtype), None
+    dy = dy.reshape(heads, x.shape[1], -1, channels)
+    passed = apart([_passed(dy, segments, d, lead0) for d in range(t0, -1, -1)])
+    dx = sum(p.astype(jnp.float32) * w[:, None, None] for p, w in zip(passed, by_channel, strict=True))
+    own = x[:, :, x.shape[2] - dx.shape[2] :].astype(jnp.float32)
+    d_by_channel = jnp.stack([jnp.sum(p.astype(jnp.float32) * own, axis=(1, 2)) for p in passed])
+
+    dx = apart(dx).astype(saved[0].dtype)
+    d_before = None if before is None else dx[:, :, : t0 + t1].astype(before.dtype)
+    dx = dx if before is None else dx[:, :, t0 + t1 :]
+    return dx, d_before, d_by_channel, d_by_head.astype(by_head.dtype), None
 
 
 convolve.defvjp(_convolve_fwd, _convolve_bwd)
 
 
-def _masked(x, within):
-    return x if within is None else jnp.where(within[..., None], x, 0)
+def _tap(x, segments, distance, last):
+    """What stands `distance` before each token but the first `last` ones, if in its segment."""
+    length = x.shape[2] - last
+    taken = x[:, :, last - distance :][:, :, :length]
+    if segments is None or distance == 0:
+        return taken
+    ends = segments[:, segments.shape[1] - length :]
+    starts = segments[:, segments.shape[1] - length - distance :][:, :length]
+    return jnp.where((ends == starts)[..., None], taken, 0)
 
 
-def _heads_first(x):
-    """[B, S, G, C] to [G, B, S, C]: a CPU has no bfloat16 product with a batch dimension in the middle."""
-    return written(apart(x).transpose(2, 0, 1, 3))
+def _passed(dz, segments, distance, lead):
+    """What each token, from `lead` ones before, gets from the one `distance` after it, if in its segment."""
+    if segments is not None and distance:
+        length = dz.shape[2]
+        ends = segments[:, segments.shape[1] - length :]
+        starts = segments[:, segments.shape[1] - length - distance :][:, :length]
+        dz = jnp.where((ends == starts)[..., None], dz, 0)
+    around = ((0, 0, 0), (0, 0, 0), (lead - distance, distance, 0), (0, 0, 0))
+    return lax.pad(dz, jnp.zeros((), dz.dtype), around)
 
 
 def _side_by_side(taps):
-    heads, batch, seq, _ = taps[0].shape
-    return jnp.concatenate(taps, axis=-1).reshape(heads, batch * seq, -1)
-
-
-def _tokens_first(rows, batch):
-    """[G, B S, C] to [B, S, G, C]."""
-    heads, num, channels = rows.shape
-    return rows.reshape(heads, batch, num // batch, channels).transpose(1, 2, 0, 3)
+    """[G, B, S, C] each to [G, B S, all their channels]."""
+    heads, batch, length, _ = taps[0].shape
+    return jnp.concatenate(taps, axis=-1).reshape(heads, batch * length, -1)

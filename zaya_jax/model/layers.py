@@ -75,9 +75,25 @@ def _rms_norm(x, scale, eps):
     return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
 
 
-@jax.checkpoint
+@jax.custom_vjp
 def _join(y, h, y_scale, y_bias, h_scale, h_bias):
     return (y.astype(jnp.float32) + y_bias) * y_scale + (h + h_bias) * h_scale
+
+
+def _join_fwd(*args):
+    return _join(*args), args
+
+
+def _join_bwd(saved, d):
+    """All four vectors' gradients from three sums over tokens: of d, d y and d h."""
+    y, h, y_scale, y_bias, h_scale, h_bias = saved
+    tokens = tuple(range(d.ndim - 1))
+    total, by_y, by_h = (jnp.sum(x, tokens) for x in (d, d * y.astype(jnp.float32), d * h))
+    vectors = (by_y + y_bias * total, y_scale * total, by_h + h_bias * total, h_scale * total)
+    return (d * y_scale).astype(y.dtype), d * h_scale, *vectors
+
+
+_join.defvjp(_join_fwd, _join_bwd)
 
 
 def rope_table(positions: Int[Array, "B S"], base: float, rotary_dim: int) -> Float[Array, "B S half2"]:
@@ -87,22 +103,22 @@ def rope_table(positions: Int[Array, "B S"], base: float, rotary_dim: int) -> Fl
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
 
 
-def apply_rope(x: Float[Array, "B S H C"], table: Float[Array, "B S half2"]) -> Float[Array, "B S H C"]:
+def apply_rope(x: jax.Array, table: jax.Array) -> jax.Array:
     """Rotates channel i with channel i + rotary_dim / 2; the channels past rotary_dim pass through."""
     rotary_dim = table.shape[-1]
-    cos, sin = jnp.split(table[:, :, None, :], 2, axis=-1)
+    cos, sin = jnp.split(table, 2, axis=-1)
     first, second, rest = jnp.split(x, (rotary_dim // 2, rotary_dim), axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
 
 
-def rotate(rope: list[tuple[Any, jax.Array]], x: Float[Array, "B S H C"]) -> Float[Array, "B S H C"]:
-    """x rotated by the table of the layer's kind; kinds that turn other numbers of channels are told apart by data.
+def rotate(rope: list[tuple[Any, jax.Array]], x: jax.Array, heads: int = 2) -> jax.Array:
+    """x [B, S, H, C], or with its heads at another place, rotated by the table of the layer's kind.
 
-    An empty list is no rotation.
+    Kinds that turn other numbers of channels are told apart by data. An empty list is no rotation.
     """
     if not rope:
         return x
-    out = apply_rope(x, rope[0][1])
+    out = apply_rope(x, jnp.expand_dims(rope[0][1], heads))
     for selected, table in rope[1:]:
-        out = jnp.where(selected, apply_rope(x, table), out)
+        out = jnp.where(selected, apply_rope(x, jnp.expand_dims(table, heads)), out)
     return out

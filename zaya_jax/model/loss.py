@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from zaya_jax.model.matmul import rows_dot
+from zaya_jax.model.matmul import apart, rows_dot
 
 
 def cross_entropy(
@@ -81,7 +81,7 @@ def _cross_entropy_fwd(hidden, embedding, bias, targets, weights, dtype, z_weigh
         d_logits = probabilities * (w * (1 + 2 * z_weight * log_z))[:, None] - jnp.where(hit, w[:, None], 0.0)
         if d_bias is not None:
             d_bias = d_bias + d_logits.sum(0)
-        d_logits = d_logits.astype(dtype)
+        d_logits = apart(d_logits).astype(dtype)
         d_table = d_table + rows_dot(d_logits, h.astype(dtype))
         dh = jnp.einsum("nv,vd->nd", d_logits, table, preferred_element_type=jnp.float32)
         return (loss_sum + loss, z_sum + z, d_table, d_bias), dh.astype(h.dtype)

@@ -78,3 +78,17 @@ def written(x: jax.Array) -> jax.Array:
     if jax.default_backend() != "cpu":
         return x
     return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def turn(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """x transposed and written out, and so is its gradient."""
+    return written(apart(x).transpose(axes))
+
+
+def _turn_bwd(axes, _, d):
+    back = sorted(range(len(axes)), key=axes.__getitem__)
+    return (turn(d, tuple(back)),)
+
+
+turn.defvjp(lambda x, axes: (turn(x, axes), None), _turn_bwd)

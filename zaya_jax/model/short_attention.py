@@ -14,7 +14,7 @@ from zaya_jax.model.matmul import apart, written
 MASKED = -1e30  # finite, so that a row without any key gives 0 and not NaN
 
 
-def forward(q, k, v, q_segments, k_segments, scale, block, k_len):
+def forward(q, k, v, q_segments, k_segments, scale, block, k_len) -> tuple[jax.Array, jax.Array]:
     """Output [B, K, G, S, C] and log-sum-exp [B, K, G, S] of q [B, K, G, S, C] and k, v [B, K, S, C]."""
     outs, sums = [], []
     for start, k_i, v_i, mask in _blocks(q, k, v, q_segments, k_segments, block, k_len):
@@ -22,7 +22,7 @@ def forward(q, k, v, q_segments, k_segments, scale, block, k_len):
         scores = jnp.where(mask, _by_query(products, block) * scale, MASKED)
         # Above MASKED, so that a row without a key has weights of 0, not 1.
         top = jnp.maximum(scores.max(-1), MASKED / 2)
-        weights = jnp.exp(scores - top[..., None])
+        weights = apart(jnp.exp(scores - top[..., None]))
         total = weights.sum(-1)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
@@ -32,7 +32,7 @@ def forward(q, k, v, q_segments, k_segments, scale, block, k_len):
     return jnp.concatenate(outs, axis=3), jnp.concatenate(sums, axis=3)
 
 
-def gradients(q, k, v, q_segments, k_segments, lse, d_out, delta, scale, block, k_len):
+def gradients(q, k, v, q_segments, k_segments, lse, d_out, delta, scale, block, k_len) -> tuple:
     """dq, dk and dv in float32, of what `forward` took and gave, and delta, sum of d_out times out less d_lse."""
     # Scores stand with keys first, and dq with channels first: no product then needs a transposed copy of scores.
     turned = written(apart(k).swapaxes(2, 3))
@@ -42,10 +42,10 @@ def gradients(q, k, v, q_segments, k_segments, lse, d_out, delta, scale, block, 
         lse_i, delta_i = (x[:, :, None, :, start : start + block] for x in (lse, delta))
         by_key = (*k_i.shape[:3], -1, block)
         scores = _products("bkjc,bknc->bkjn", k_i, q_i).reshape(by_key) * scale - lse_i
-        weights = jnp.exp(jnp.where(mask.transpose(0, 1, 4, 2, 3), scores, MASKED)).astype(v.dtype)
+        weights = apart(jnp.exp(jnp.where(mask.transpose(0, 1, 4, 2, 3), scores, MASKED)))
         d_weights = _products("bkjc,bknc->bkjn", v_i, do_i).reshape(by_key)
-        d_scores = (weights.astype(jnp.float32) * (d_weights - delta_i) * scale).astype(q.dtype)
-        weights, d_scores = _merged(weights, 3), _merged(d_scores, 3)
+        d_scores = apart(weights * (d_weights - delta_i) * scale).astype(q.dtype)
+        weights, d_scores = _merged(weights.astype(v.dtype), 3), _merged(d_scores, 3)
         dvs.append(_products("bkjn,bknc->bkjc", weights, do_i))
         dks.append(_products("bkjn,bknc->bkjc", d_scores, q_i))
         dq = _products("bkcj,bkjn->bkcn", turned[..., : k_i.shape[2]], d_scores)
@@ -58,11 +58,14 @@ def _blocks(q, k, v, q_segments, k_segments, block, k_len):
     """Of each block of queries: its start, the keys and values up to its last one, and the mask."""
     for start in range(0, q.shape[3], block):
         end = min(start + block, k.shape[2])
-        own, seen = (None if x is None else x[:, a:b] for x, a, b in ((q_segments, start, start + block), (k_segments, 0, end)))
+        own, seen = (
+            None if x is None else x[:, a:b]
+            for x, a, b in ((q_segments, start, start + block), (k_segments, 0, end))
+        )
         yield start, k[:, :, :end], v[:, :, :end], mask_of(block, end, start, 0, None, k_len, own, seen)
 
 
-def mask_of(num_q, num_k, q_start, k_start, window, k_len, q_segments, k_segments):
+def mask_of(num_q, num_k, q_start, k_start, window, k_len, q_segments, k_segments) -> jax.Array:
     """[1 or B, 1, 1, num_q, num_k]: which key each query of a block may see; starts are positions on the key axis."""
     i = q_start + lax.broadcasted_iota(jnp.int32, (num_q, num_k), 0)
     j = k_start + lax.broadcasted_iota(jnp.int32, (num_q, num_k), 1)
