@@ -248,10 +248,12 @@ def _with_means(q, k):
     return _blend(q, k, 0.5, 0.5 * k.shape[0] / q.shape[0])
 
 
-_with_means.defvjp(
-    lambda q, k: (_with_means(q, k), None),
-    lambda _, d: _blend(*apart(d), 0.5 * d[1].shape[0] / d[0].shape[0], 0.5),
-)
+def _with_means_bwd(_, cotangents):
+    dq, dk = apart(cotangents)
+    return _blend(dq, dk, 0.5 * dk.shape[0] / dq.shape[0], 0.5)
+
+
+_with_means.defvjp(lambda q, k: (_with_means(q, k), None), _with_means_bwd)
 
 
 def _blend(q, k, of_key, of_queries):

@@ -47,7 +47,7 @@ def _each_channel(x, kernel, segments):
 
 
 def _each_head(y, kernel, segments):
-    last, heads, channels, _ = kernel.shape[0] - 1, *kernel.shape[1:]
+    last, (heads, channels) = kernel.shape[0] - 1, kernel.shape[1:3]
     taps = [_tap(y, segments, d, last) for d in range(last, -1, -1)]
     weights = kernel.transpose(1, 0, 2, 3).reshape(heads, -1, channels)
     return jnp.einsum("gni,gio->gno", _side_by_side(taps), weights, preferred_element_type=jnp.float32)
