@@ -106,6 +106,9 @@ def test_two_processes_killed_then_one_then_four(pretrain, tmp_path, tiers):
         with pretrain(workdir, keys, count) as run:
             run.wait_for("step  1/" if count == 2 else "ms |")
             time.sleep(2)
+            latest = time.monotonic() + 30  # a busy machine takes longer to its first checkpoint
+            while not complete_steps(workdir) and time.monotonic() < latest:
+                time.sleep(0.1)
             for process in run.processes:
                 process.kill()
             run.wait()
