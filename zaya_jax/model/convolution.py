@@ -91,23 +91,23 @@ convolve.defvjp(_convolve_fwd, _convolve_bwd)
 def _tap(x, segments, distance, last):
     """What stands `distance` before each token but the first `last` ones, if in its segment."""
     length = x.shape[2] - last
-    taken = x[:, :, last - distance :][:, :, :length]
-    if segments is None or distance == 0:
-        return taken
-    ends = segments[:, segments.shape[1] - length :]
-    starts = segments[:, segments.shape[1] - length - distance :][:, :length]
-    return jnp.where((ends == starts)[..., None], taken, 0)
+    return _within(x[:, :, last - distance :][:, :, :length], segments, distance)
 
 
 def _passed(dz, segments, distance, lead):
     """What each token, from `lead` ones before, gets from the one `distance` after it, if in its segment."""
-    if segments is not None and distance:
-        length = dz.shape[2]
-        ends = segments[:, segments.shape[1] - length :]
-        starts = segments[:, segments.shape[1] - length - distance :][:, :length]
-        dz = jnp.where((ends == starts)[..., None], dz, 0)
     around = ((0, 0, 0), (0, 0, 0), (lead - distance, distance, 0), (0, 0, 0))
-    return lax.pad(dz, jnp.zeros((), dz.dtype), around)
+    return lax.pad(_within(dz, segments, distance), jnp.zeros((), dz.dtype), around)
+
+
+def _within(x, segments, distance):
+    """x of the last tokens, but zero where the token `distance` before is of another segment."""
+    if segments is None or distance == 0:
+        return x
+    length = x.shape[2]
+    ends = segments[:, segments.shape[1] - length :]
+    starts = segments[:, segments.shape[1] - length - distance :][:, :length]
+    return jnp.where((ends == starts)[..., None], x, 0)
 
 
 def _side_by_side(taps):
