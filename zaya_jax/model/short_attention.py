@@ -17,6 +17,7 @@ MASKED = -1e30  # finite, so that a row without any key gives 0 and not NaN
 def forward(q, k, v, q_segments, k_segments, scale, block, k_len) -> tuple[jax.Array, jax.Array]:
     """Output [B, K, G, S, C] and log-sum-exp [B, K, G, S] of q [B, K, G, S, C] and k, v [B, K, S, C]."""
     outs, sums = [], []
+    k, v = written(k), written(v)
     for start, k_i, v_i, mask in _blocks(q, k, v, q_segments, k_segments, block, k_len):
         products = _products("bknc,bkjc->bknj", _rows(q, start, block), k_i)
         scores = jnp.where(mask, _by_query(products, block) * scale, MASKED)
@@ -35,7 +36,8 @@ def forward(q, k, v, q_segments, k_segments, scale, block, k_len) -> tuple[jax.A
 def gradients(q, k, v, q_segments, k_segments, lse, d_out, delta, scale, block, k_len) -> tuple:
     """dq, dk and dv in float32, of what `forward` took and gave, and delta, sum of d_out times out less d_lse."""
     # Scores stand with keys first, and dq with channels first: no product then needs a transposed copy of scores.
-    turned = written(apart(k).swapaxes(2, 3))
+    k, v = written(k), written(v)
+    turned = written(k.swapaxes(2, 3))
     dqs, dks, dvs = [], [], []
     for start, k_i, v_i, mask in _blocks(q, k, v, q_segments, k_segments, block, k_len):
         q_i, do_i = _rows(q, start, block), _rows(d_out, start, block)

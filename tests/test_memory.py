@@ -1,0 +1,54 @@
+"""What a program's memory on a CPU does: kept from step to step, in huge pages, and not growing."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+
+# A program with 128 MiB of temporaries, asked for again before its last result is looked at, as a training loop does.
+PROGRAM = """
+import json, resource, sys
+from zaya_jax import cli
+if sys.argv[1] == "kept":
+    cli.keep_memory()
+import jax, jax.numpy as jnp
+
+@jax.jit
+def step(x):
+    rows = jax.lax.optimization_barrier(jnp.broadcast_to(x, (16, *x.shape)) + 1)
+    return jax.lax.optimization_barrier(rows.at[0].set(x)).sum(0) / 16
+
+x, counts = jnp.ones((1024, 2048)), []
+for _ in range(12):
+    for _ in range(3):
+        x = step(x)
+    x.block_until_ready()
+    counts.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+huge = sum(int(line.split()[1]) for line in open("/proc/self/smaps") if line.startswith("AnonHugePages"))
+print(json.dumps({"faults": [b - a for a, b in zip(counts, counts[1:])], "huge_mib": huge // 1024}))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is glibc that is told to keep memory")
+@pytest.mark.parametrize("virtual_devices", [1, 2])
+def test_steps_take_no_new_pages(virtual_devices):
+    def run(how):
+        flags = f"--xla_force_host_platform_device_count={virtual_devices}" if virtual_devices > 1 else ""
+        environment = os.environ | {"XLA_FLAGS": flags}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM, how], env=environment, check=True, capture_output=True, text=True
+        )
+        return json.loads(done.stdout)
+
+    kept, plain = run("kept"), run("plain")
+    three_steps = 3 * 2**27 // os.sysconf("SC_PAGE_SIZE")
+    assert min(plain["faults"]) > three_steps / 2  # else this measures nothing
+    assert sum(kept["faults"][3:]) < three_steps / 10
+    if HUGE_PAGES.is_file() and "[never]" not in HUGE_PAGES.read_text():
+        assert kept["huge_mib"] >= 100
