@@ -62,7 +62,13 @@ def swiglu(
     A block may run over the end of its expert's rows; the next expert's then write over it. So the last heights[-1] of
     all M rows are spare ones, and what comes for rows past the last expert's has no meaning.
     """
-    return _forward(rows, sizes, gate_up, down, heights, keep=False)[0]
+    w1, w2 = _cast(rows, gate_up, down)
+    return _forward(rows, sizes, w1, w2, heights, keep=False)[0]
+
+
+def _cast(rows, *weights) -> tuple[jax.Array, ...]:
+    """The weights in the rows' number format, all experts' in one pass; the backward pass has them from the forward."""
+    return tuple(w if w.dtype == rows.dtype else apart(w.astype(rows.dtype)) for w in weights)
 
 
 def _forward(rows, sizes, gate_up, down, heights, keep):
@@ -70,8 +76,7 @@ def _forward(rows, sizes, gate_up, down, heights, keep):
     starts = jnp.cumsum(sizes) - sizes
 
     def expert(carry, own):
-        start, size, *weights = own
-        w1, w2 = (w.astype(rows.dtype) for w in weights)
+        start, size, w1, w2 = own
 
         def block(height, row, count, carry):
             del count
@@ -88,19 +93,19 @@ def _forward(rows, sizes, gate_up, down, heights, keep):
 
 
 def _swiglu_fwd(rows, sizes, gate_up, down, heights):
-    out, hidden = _forward(rows, sizes, gate_up, down, heights, keep=True)
+    w1, w2 = _cast(rows, gate_up, down)
+    out, hidden = _forward(rows, sizes, w1, w2, heights, keep=True)
     out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
-    return out, (rows, hidden, sizes, gate_up, down)
+    return out, (rows, hidden, sizes, w1, w2, jnp.zeros((), gate_up.dtype), jnp.zeros((), down.dtype))
 
 
 def _swiglu_bwd(heights, saved, d_out):
-    rows, hidden, sizes, gate_up, down = saved
+    rows, hidden, sizes, gate_up, down, like_gate_up, like_down = saved
     d_out = d_out.astype(rows.dtype)
     starts = jnp.cumsum(sizes) - sizes
 
     def expert(d_rows, own):
-        start, size, *weights = own
-        w1, w2 = (w.astype(rows.dtype) for w in weights)
+        start, size, w1, w2 = own
 
         def block(height, row, count, d_rows):
             """The gradients of a block's rows, of which `count` are the expert's, and what they give its weights'."""
@@ -126,7 +131,7 @@ def _swiglu_bwd(heights, saved, d_out):
         return d_rows, d_weights
 
     d_rows, (d_gate_up, d_down) = lax.scan(expert, jnp.zeros_like(rows), (starts, sizes, gate_up, down))
-    return d_rows, None, d_gate_up.astype(gate_up.dtype), d_down.astype(down.dtype)
+    return d_rows, None, d_gate_up.astype(like_gate_up.dtype), d_down.astype(like_down.dtype)
 
 
 swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
