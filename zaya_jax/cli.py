@@ -136,12 +136,18 @@ def keep_memory() -> None:
 
 
 def _ask_for_huge_pages(libc: ctypes.CDLL, size: int) -> None:
-    """For the next `size` bytes of the heap: addresses, which take no memory until something is written there."""
+    """For the next `size` bytes of the heap: addresses, which take no memory until something is written there.
+
+    Where the system counts addresses as memory, or limits them, pages stay small.
+    """
+    never_overcommit = "2"
+    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == never_overcommit:
+        return
     libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.free.argtypes = [ctypes.c_void_p]
     region = libc.malloc(size)
-    if region:  # None where the addresses are limited: then pages stay small
+    if region:
         start = -(-region // mmap.PAGESIZE) * mmap.PAGESIZE
         libc.madvise(start, region + size - start, mmap.MADV_HUGEPAGE)
         libc.free(region)
