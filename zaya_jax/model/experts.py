@@ -4,13 +4,14 @@ Letters: N tokens, D model, E experts, F expert width. Router classes run from 0
 costs nothing and gives zero. `of_own_expert` is the one place that knows how a backend multiplies groups.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from zaya_jax.model import blocks
 from zaya_jax.model.blocks import PRODUCTS
@@ -68,7 +69,7 @@ def of_own_expert(
             return blocks.swiglu(rows, sizes, gate_up, down, heights)
 
         y = through_groups(x, choice, num_experts, mlp, spare=heights[-1])
-        return jnp.where((choice < num_experts)[:, None], y, 0)
+        return _where(choice < num_experts, y)
     return through_groups(x, choice, num_experts, lambda rows, sizes: swiglu(rows, sizes, gate_up, down))
 
 
@@ -98,6 +99,12 @@ def swiglu(
     return grouped_dot(jax.checkpoint(blocks.gated)(grouped_dot(rows, gate_up, sizes)), down, sizes)
 
 
+@jax.checkpoint  # else the mask would be kept for each channel
+def _where(own: Bool[Array, "N"], y: Float[Array, "N D"]) -> Float[Array, "N D"]:
+    return jnp.where(own[:, None], y, 0)
+
+
+@functools.partial(jax.checkpoint, static_argnums=3)  # y is kept as it comes, not in float32
 def gated(
     y: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], num_experts: int
 ) -> Float[Array, "N D"]:
