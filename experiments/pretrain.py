@@ -162,16 +162,22 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     writer = Writer(workdir, reached)
     console = Console(reached, last_step, config.log.every)
     stop, timer = multihost.StopSignal(), multihost.Timer(60 * config.checkpoint.every_minutes)
-    pending: tuple[schedule.Step, Any, dict] | None = None
+    pending: tuple[schedule.Step, Any, dict, float | None] | None = None
     peak, skipped_in_a_row = peak_flops(jax.devices()[0], config.precision.compute), 0
     clock = time.perf_counter()
 
+    def lap() -> float:
+        """Seconds since the last lap."""
+        nonlocal clock
+        last, clock = clock, time.perf_counter()
+        return clock - last
+
     def finish(pending) -> None:
         """Reads a step's figures and hands them on."""
-        nonlocal clock, skipped_in_a_row
-        now, figures, extra = pending
+        nonlocal skipped_in_a_row
+        now, figures, extra, seconds = pending
         figures = jax.device_get(figures)
-        seconds, clock = time.perf_counter() - clock, time.perf_counter()
+        seconds = seconds or lap()
         tokens = now.tokens_after - now.tokens_before
         figures = {"tokens": now.tokens_after, **figures, **extra}
         figures |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds}
@@ -190,7 +196,8 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
         state, figures = program(now.phase_index)(state, next(stream), np.float32(now.lr))
         if pending:
             finish(pending)
-        pending = (now, figures, {})
+        # A CPU is done with the step by now, an accelerator when its figures have come.
+        pending = (now, figures, {}, lap() if figures["loss"].is_ready() else None)
         multihost.collect_garbage(number)
         stopping = stop.after(number)
         due_eval = bool(windows) and (number % config.eval.every == 0 or number == last_step)
@@ -203,7 +210,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
             if due_eval:
                 extra["eval/loss"] = evaluate(state, now.phase_index)
             clock += time.perf_counter() - begun  # evaluation is not the step's time
-            finish((now, figures, extra))
+            finish((now, figures, extra, pending[-1]))
             pending = None
             if due_save or last:
                 kept = {"loss": float(figures["loss"]), **extra}

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from zaya_jax import cli, config
 from zaya_jax.checkpoint.store import Store, abstract_like
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance, chain
+from zaya_jax.train import step as steps
 from zaya_jax.train.workdir import open_workdir, read_config
 
 ALL_DEVICES = jax.devices()
@@ -113,6 +115,25 @@ def test_devices_and_micro_batches_change_nothing_but_rounding(run, tmp_path):
         np.testing.assert_allclose(other[0]["grad_norm"], one[0]["grad_norm"], rtol=1e-5)
         np.testing.assert_allclose([x["loss"] for x in other], [x["loss"] for x in one], rtol=1e-5)
         np.testing.assert_allclose(other[-1]["eval/loss"], one[-1]["eval/loss"], rtol=1e-5)
+
+
+def test_each_step_is_given_its_own_time(run, tmp_path, monkeypatch):
+    """Where a step is done when the call returns, as on a CPU in the program; evaluation is not counted."""
+    made, least = steps.make_train_step, 0.2
+
+    def make(*args):
+        step = made(*args)
+
+        def slow(*args):
+            time.sleep(least)
+            return jax.block_until_ready(step(*args))
+
+        return slow
+
+    monkeypatch.setattr(steps, "make_train_step", make)
+    run(tmp_path / "run", run__num_steps=6, eval__every=3)
+    seconds = [line["step_seconds"] for line in lines(tmp_path / "run")]
+    assert min(seconds) >= least, seconds
 
 
 def test_a_signal_saves_and_asks_to_be_started_again(corpus, tmp_path):
