@@ -255,7 +255,7 @@ def _gradients(scale, block_q, block_k, k_len, saved, cotangents, dtype):
     d_out, d_lse = cotangents
     batch, num_kv, group, q_pad, channels = q.shape
     num_q, num_k = q_pad // block_q, k.shape[2] // block_k
-    delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
+    delta = apart(d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1) - d_lse
     d_out = d_out.astype(v.dtype)
     if _is_short(num_q, num_k, window, offset):
         dq, dk, dv = short.gradients(

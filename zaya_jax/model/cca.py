@@ -22,7 +22,7 @@ from zaya_jax.model.attention import attention, softmax_scale
 from zaya_jax.model.convolution import convolve
 from zaya_jax.model.layers import Linear, rotate, weight
 from zaya_jax.model.linear_attention import decode_linear_attention, linear_attention, prompt_state
-from zaya_jax.model.matmul import apart, dot, turn
+from zaya_jax.model.matmul import apart, dot, heads_first, turn
 from zaya_jax.parallel import context, heads, tsp
 from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import ALONE, Spread
@@ -101,9 +101,9 @@ class CCA(nnx.Module):
                 rows, earlier = split(segments), place.segments_before(self._reach())
         by_head = self._by_head(packed)
         if place is None:
-            mixed = self._convolve(by_head, columns, rows, earlier, part)
+            mixed, bias = self._convolve(by_head, columns, rows, earlier, part)
         else:
-            mixed = self._convolve(self._by_head(split(packed)), columns, rows, earlier, part)
+            mixed, bias = self._convolve(self._by_head(split(packed)), columns, rows, earlier, part)
             mixed = turn(join(turn(mixed, (1, 2, 0, 3))), (2, 0, 1, 3))
         delayed = jnp.concatenate([before.astype(v_prev.dtype), split(v_prev)[:, :-1]], axis=1)
         if segments is not None:
@@ -111,7 +111,7 @@ class CCA(nnx.Module):
             delayed = jnp.where(fresh[..., None], first[:1], delayed)
         v = part.join_values(v_now, join(delayed)).reshape(batch, seq, part.kv, self.channels)
         temperature = part.kv_dim(self.temperature[...])
-        q, k = _queries_and_keys(by_head, mixed, temperature, rope, part.kv, part.mean_queries(packed))
+        q, k = _queries_and_keys(by_head, mixed, bias, temperature, rope, part.kv, part.mean_queries(packed))
 
         scale, visible = softmax_scale(self.channels), segments if segments is not None else mask
         if linear:
@@ -159,10 +159,10 @@ class CCA(nnx.Module):
     def _by_head(self, packed):
         """[B, S, P] to [H + K, B, S, C]: heads lead, as the convolution's products want it and attention's."""
         heads = packed.shape[-1] // self.channels
-        return turn(packed.reshape(*packed.shape[:2], heads, self.channels), (2, 0, 1, 3))
+        return heads_first(packed.reshape(*packed.shape[:2], heads, self.channels))
 
     def _convolve(self, by_head, columns, segments, earlier, part: heads.Part):
-        """Both convolutions of the packed columns, [H + K, B, S, C].
+        """Both convolutions of the packed columns, [H + K, B, S, C], and what is still to be added for their biases.
 
         Nothing stands between them but the first one's bias, so both biases are added once, at the end. Documents are
         cut alike: tokens of a document lie together, so what both would mask is what lies before it. `columns` and
@@ -178,8 +178,7 @@ class CCA(nnx.Module):
             part.packed_columns(conv.bias[...]).reshape(heads, self.channels)
             for conv in (self.conv_depthwise, self.conv_grouped)
         )
-        bias = jnp.einsum("gc,tgcd->gd", first_bias, w1) + last_bias
-        return mixed + bias[:, None, None]
+        return mixed, jnp.einsum("gc,tgcd->gd", first_bias, w1) + last_bias
 
     def _history(self):
         """How many packed columns the convolutions look back."""
@@ -224,9 +223,9 @@ class CCA(nnx.Module):
         }
 
 
-@functools.partial(jax.checkpoint, static_argnums=4)
-def _queries_and_keys(by_head, mixed, temperature, rope, num_kv, mean_q):
-    """Means added, normalised per head in float32, keys times temperature, rotated; repeated in the backward pass.
+@functools.partial(jax.checkpoint, static_argnums=5)
+def _queries_and_keys(by_head, mixed, bias, temperature, rope, num_kv, mean_q):
+    """Biases and means added, normalised per head in float32, keys times temperature, rotated; repeated in the backward pass.
 
     Comes with heads first, leaves as [B, S, H, C] and [B, S, K, C].
     """
@@ -236,7 +235,7 @@ def _queries_and_keys(by_head, mixed, temperature, rope, num_kv, mean_q):
         q, k = _with_means(q, k)
     else:  # its queries lie on several devices
         q, k = (q + _each(k, num_heads)) * 0.5, (mean_q.transpose(2, 0, 1, 3) + k) * 0.5
-    mixed_q, mixed_k = jnp.split(mixed, (num_heads,))
+    mixed_q, mixed_k = jnp.split(mixed.astype(jnp.float32) + bias[:, None, None], (num_heads,))
     q, k = apart((mixed_q + q, mixed_k + k))
     q, k = _normalise(q), _normalise(k) * temperature[:, None, None, None]
     return tuple(apart(rotate(rope, x, heads=0)).astype(by_head.dtype).transpose(1, 2, 0, 3) for x in (q, k))

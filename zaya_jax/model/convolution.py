@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from zaya_jax.model.matmul import apart, sum_rows
+from zaya_jax.model.matmul import apart, sum_rows, sum_tokens
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
@@ -24,7 +24,7 @@ def convolve(
     segments: Int[Array, "B T+S"] | None,
     dtype,
 ) -> Float[Array, "G B S C"]:
-    """Both convolutions without biases, in float32; what passes between them and into products is in `dtype`.
+    """Both convolutions without biases, in `dtype`, as is what passes between them.
 
     The last tap is the token itself. `before` are the tokens ahead of the first one, None for zeros. A token takes
     nothing from those of other `segments`; None is one segment.
@@ -50,7 +50,7 @@ def _each_head(y, kernel, segments):
     last, (heads, channels) = kernel.shape[0] - 1, kernel.shape[1:3]
     taps = [_tap(y, segments, d, last) for d in range(last, -1, -1)]
     weights = kernel.transpose(1, 0, 2, 3).reshape(heads, -1, channels)
-    return jnp.einsum("gni,gio->gno", _side_by_side(taps), weights, preferred_element_type=jnp.float32)
+    return jnp.einsum("gni,gio->gno", _side_by_side(taps), weights, preferred_element_type=y.dtype)
 
 
 def _convolve_fwd(x, before, by_channel, by_head, segments, dtype):
@@ -77,7 +77,7 @@ def _convolve_bwd(dtype, saved, d_out):
     passed = apart([_passed(dy, segments, d, lead0) for d in range(t0, -1, -1)])
     dx = sum(p.astype(jnp.float32) * w[:, None, None] for p, w in zip(passed, by_channel, strict=True))
     own = x[:, :, x.shape[2] - dx.shape[2] :].astype(jnp.float32)
-    d_by_channel = jnp.stack([jnp.sum(p.astype(jnp.float32) * own, axis=(1, 2)) for p in passed])
+    d_by_channel = jnp.stack([sum_tokens(p.astype(jnp.float32) * own, axis=1) for p in passed])
 
     dx = apart(dx).astype(saved[0].dtype)
     d_before = None if before is None else dx[:, :, : t0 + t1].astype(before.dtype)

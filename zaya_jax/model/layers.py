@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from zaya_jax.model.matmul import dot
+from zaya_jax.model.matmul import apart, dot, sum_tokens
 
 
 def weight(
@@ -87,8 +87,8 @@ def _join_fwd(*args):
 def _join_bwd(saved, d):
     """All four vectors' gradients from three sums over tokens: of d, d y and d h."""
     y, h, y_scale, y_bias, h_scale, h_bias = saved
-    tokens = tuple(range(d.ndim - 1))
-    total, by_y, by_h = (jnp.sum(x, tokens) for x in (d, d * y.astype(jnp.float32), d * h))
+    d = apart(d)
+    total, by_y, by_h = (sum_tokens(x) for x in (d, d * y.astype(jnp.float32), d * h))
     vectors = (by_y + y_bias * total, y_scale * total, by_h + h_bias * total, h_scale * total)
     return (d * y_scale).astype(y.dtype), d * h_scale, *vectors
 

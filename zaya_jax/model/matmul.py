@@ -57,6 +57,22 @@ def rows_dot(x: jax.Array, y: jax.Array) -> jax.Array:
     return sum_rows("nd", "nf", "df", x, y)
 
 
+def sum_tokens(x: jax.Array, axis: int = 0) -> jax.Array:
+    """The sum of x over this axis and the others but the last one. On a CPU its eighths are added to one another first.
+
+    That is one pass, in which what x is made of is read in its own format; a reduction would have it written out.
+    """
+    x = x.reshape(*x.shape[:axis], -1, x.shape[-1])
+    if jax.default_backend() == "cpu" and x.shape[axis] % 8 == 0:
+        parts = [
+            jax.lax.slice_in_dim(x, i, i + n, axis=axis)
+            for n in (x.shape[axis] // 8,)
+            for i in range(0, 8 * n, n)
+        ]
+        x = apart(sum(parts[1:], parts[0]))
+    return x.sum(axis)
+
+
 def dot(x: jax.Array, w: jax.Array, dtype, out_dtype=None) -> jax.Array:
     """x [..., in] times w [in, out]."""
     return einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, dtype, out_dtype or dtype).reshape(
@@ -92,3 +108,21 @@ def _turn_bwd(axes, _, d):
 
 
 turn.defvjp(lambda x, axes: (turn(x, axes), None), _turn_bwd)
+
+
+@jax.custom_vjp
+def heads_first(x: jax.Array) -> jax.Array:
+    """x [B, S, H, C] as [H, B, S, C]. On a CPU its gradient is put together from a head's at a time: faster than turned."""
+    return written(x.transpose(2, 0, 1, 3))
+
+
+def _heads_first_bwd(_, d):
+    if jax.default_backend() != "cpu":
+        return (d.transpose(1, 2, 0, 3),)
+    heads, batch, length, channels = d.shape
+    d = apart(d)
+    side_by_side = jnp.concatenate([d[i] for i in range(heads)], axis=-1)
+    return (side_by_side.reshape(batch, length, heads, channels),)
+
+
+heads_first.defvjp(lambda x: (heads_first(x), None), _heads_first_bwd)
