@@ -225,7 +225,7 @@ class CCA(nnx.Module):
 
 @functools.partial(jax.checkpoint, static_argnums=5)
 def _queries_and_keys(by_head, mixed, bias, temperature, rope, num_kv, mean_q):
-    """Biases and means added, normalised per head in float32, keys times temperature, rotated; repeated in the backward pass.
+    """Biases and means added, normalised per head in float32, keys times temperature, rotated; repeated going back.
 
     Comes with heads first, leaves as [B, S, H, C] and [B, S, K, C].
     """

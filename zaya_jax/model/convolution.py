@@ -29,26 +29,30 @@ def convolve(
     The last tap is the token itself. `before` are the tokens ahead of the first one, None for zeros. A token takes
     nothing from those of other `segments`; None is one segment.
     """
-    reach = by_channel.shape[0] + by_head.shape[0] - 2
-    y = _each_channel(_extended(x, before, reach, dtype), by_channel, segments)
-    return _each_head(y, by_head.astype(dtype), segments).reshape(x.shape)
+    extended, segments = _extended(x, before, segments, dtype)
+    y = _each_channel(extended, by_channel, segments)
+    z = _each_head(y, by_head.astype(dtype), segments).reshape(y.shape)
+    return z[:, :, z.shape[2] - x.shape[2] :]
 
 
-def _extended(x, before, reach, dtype):
-    """[G, B, T + S, C]."""
-    start = jnp.zeros((*x.shape[:2], reach, x.shape[3]), dtype) if before is None else before.astype(dtype)
-    return jnp.concatenate([start, x.astype(dtype)], axis=2)
+def _extended(x, before, segments, dtype):
+    """x with the tokens before it, where they are given, and the segments of these and of as many before them."""
+    if before is None:
+        return x.astype(dtype), segments
+    if segments is not None:  # what stands before all counts as zero, whatever its segment
+        segments = jnp.pad(segments, ((0, 0), (before.shape[2], 0)))
+    return jnp.concatenate([before.astype(dtype), x.astype(dtype)], axis=2), segments
 
 
 def _each_channel(x, kernel, segments):
     last = kernel.shape[0] - 1
-    taps = [_tap(x, segments, d, last) * kernel[last - d][:, None, None] for d in range(last, -1, -1)]
-    return sum(taps[1:], taps[0]).astype(x.dtype)
+    taps = [_tap(x, segments, d) * kernel[last - d][:, None, None] for d in range(last, -1, -1)]
+    return apart(sum(taps[1:], taps[0]).astype(x.dtype))
 
 
 def _each_head(y, kernel, segments):
     last, (heads, channels) = kernel.shape[0] - 1, kernel.shape[1:3]
-    taps = [_tap(y, segments, d, last) for d in range(last, -1, -1)]
+    taps = [_tap(y, segments, d) for d in range(last, -1, -1)]
     weights = kernel.transpose(1, 0, 2, 3).reshape(heads, -1, channels)
     return jnp.einsum("gni,gio->gno", _side_by_side(taps), weights, preferred_element_type=y.dtype)
 
@@ -64,12 +68,14 @@ def _convolve_bwd(dtype, saved, d_out):
     _, heads, channels, _ = by_head.shape
     t0, t1 = by_channel.shape[0] - 1, by_head.shape[0] - 1
     lead0, lead1 = (0, 0) if before is None else (t0, t1)  # tokens ahead of those whose gradients are wanted
-    x, d_out = _extended(x, before, t0 + t1, dtype), apart(d_out).astype(dtype)
+    (x, segments), d_out = _extended(x, before, segments, dtype), apart(d_out).astype(dtype)
+    length = d_out.shape[2]
 
     later = _side_by_side([_passed(d_out, segments, d, lead1) for d in range(t1, -1, -1)])
     weights = by_head.astype(dtype).transpose(1, 2, 0, 3).reshape(heads, channels, -1)
     dy = jnp.einsum("gno,gio->gni", later, weights, preferred_element_type=dtype)
-    y = _each_channel(x, by_channel, segments)[:, :, t1 - lead1 :]
+    y = _each_channel(x, by_channel, segments)
+    y = y[:, :, y.shape[2] - length - lead1 :]
     d_by_head = sum_rows("gni", "gno", "gio", _side_by_side([y]), later)
     d_by_head = d_by_head.reshape(heads, channels, -1, channels).transpose(2, 0, 1, 3)
 
@@ -88,10 +94,10 @@ def _convolve_bwd(dtype, saved, d_out):
 convolve.defvjp(_convolve_fwd, _convolve_bwd)
 
 
-def _tap(x, segments, distance, last):
-    """What stands `distance` before each token but the first `last` ones, if in its segment."""
-    length = x.shape[2] - last
-    return _within(x[:, :, last - distance :][:, :, :length], segments, distance)
+def _tap(x, segments, distance):
+    """What stands `distance` before each token, if in its segment; zero before the first one."""
+    around = ((0, 0, 0), (0, 0, 0), (distance, -distance, 0), (0, 0, 0))
+    return _within(lax.pad(x, jnp.zeros((), x.dtype), around), segments, distance)
 
 
 def _passed(dz, segments, distance, lead):

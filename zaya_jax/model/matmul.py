@@ -112,7 +112,7 @@ turn.defvjp(lambda x, axes: (turn(x, axes), None), _turn_bwd)
 
 @jax.custom_vjp
 def heads_first(x: jax.Array) -> jax.Array:
-    """x [B, S, H, C] as [H, B, S, C]. On a CPU its gradient is put together from a head's at a time: faster than turned."""
+    """x [B, S, H, C] as [H, B, S, C]. On a CPU its gradient is put together head by head, not turned."""
     return written(x.transpose(2, 0, 1, 3))
 
 
