@@ -238,7 +238,7 @@ def _queries_and_keys(by_head, mixed, bias, temperature, rope, num_kv, mean_q):
     mixed_q, mixed_k = jnp.split(mixed.astype(jnp.float32) + bias[:, None, None], (num_heads,))
     q, k = apart((mixed_q + q, mixed_k + k))
     q, k = _normalise(q), _normalise(k) * temperature[:, None, None, None]
-    return tuple(apart(rotate(rope, x, heads=0)).astype(by_head.dtype).transpose(1, 2, 0, 3) for x in (q, k))
+    return tuple(apart(rotate(rope, x, heads=0).astype(by_head.dtype)).transpose(1, 2, 0, 3) for x in (q, k))
 
 
 @jax.custom_vjp
