@@ -63,10 +63,13 @@ def _chunk_loss(hidden, targets, weights, table, bias, dtype, z_weight):
     logits = jnp.einsum("nd,vd->nv", hidden.astype(dtype), table, preferred_element_type=jnp.float32)
     if bias is not None:
         logits += bias
-    log_z = jax.nn.logsumexp(logits, axis=-1)
+    top = logits.max(-1)
+    shares = apart(jnp.exp(logits - top[:, None]))  # of each word, not yet divided by their sum
+    total = shares.sum(-1)
+    log_z = top + jnp.log(total)
     at_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     z = jnp.sum(weights * log_z**2)
-    return jnp.sum(weights * (log_z - at_target)) + z_weight * z, z, (logits, log_z)
+    return jnp.sum(weights * (log_z - at_target)) + z_weight * z, z, (shares, total, log_z)
 
 
 def _cross_entropy_fwd(hidden, embedding, bias, targets, weights, dtype, z_weight, chunk):
@@ -75,13 +78,13 @@ def _cross_entropy_fwd(hidden, embedding, bias, targets, weights, dtype, z_weigh
     def step(carry, piece):
         h, t, w = piece
         loss_sum, z_sum, d_table, d_bias = carry
-        loss, z, (logits, log_z) = _chunk_loss(h, t, w, table, bias, dtype, z_weight)
-        probabilities = jnp.exp(logits - log_z[:, None])
-        hit = t[:, None] == lax.broadcasted_iota(jnp.int32, logits.shape, 1)
-        d_logits = probabilities * (w * (1 + 2 * z_weight * log_z))[:, None] - jnp.where(hit, w[:, None], 0.0)
+        loss, z, (shares, total, log_z) = _chunk_loss(h, t, w, table, bias, dtype, z_weight)
+        hit = t[:, None] == lax.broadcasted_iota(jnp.int32, shares.shape, 1)
+        factor = w * (1 + 2 * z_weight * log_z) / total
+        d_logits = shares * factor[:, None] - jnp.where(hit, w[:, None], 0.0)
         if d_bias is not None:
             d_bias = d_bias + d_logits.sum(0)
-        d_logits = apart(d_logits).astype(dtype)
+        d_logits = d_logits.astype(dtype)
         d_table = d_table + rows_dot(d_logits, h.astype(dtype))
         dh = jnp.einsum("nv,vd->nd", d_logits, table, preferred_element_type=jnp.float32)
         return (loss_sum + loss, z_sum + z, d_table, d_bias), dh.astype(h.dtype)
