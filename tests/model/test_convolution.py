@@ -7,7 +7,7 @@ import pytest
 
 from zaya_jax.model.convolution import convolve
 
-G, B, S, C = 3, 2, 11, 4
+G, B, S, C = 3, 2, 12, 4
 
 
 def definition(x, before, by_channel, by_head, segments):
