@@ -87,7 +87,7 @@ def _join_fwd(*args):
 def _join_bwd(saved, d):
     """All four vectors' gradients from three sums over tokens: of d, d y and d h."""
     y, h, y_scale, y_bias, h_scale, h_bias = saved
-    d = apart(d)
+    d = apart(d)  # as `sum_tokens` asks
     total, by_y, by_h = (sum_tokens(x) for x in (d, d * y.astype(jnp.float32), d * h))
     vectors = (by_y + y_bias * total, y_scale * total, by_h + h_bias * total, h_scale * total)
     return (d * y_scale).astype(y.dtype), d * h_scale, *vectors

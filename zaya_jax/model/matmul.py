@@ -60,7 +60,8 @@ def rows_dot(x: jax.Array, y: jax.Array) -> jax.Array:
 def sum_tokens(x: jax.Array, axis: int = 0) -> jax.Array:
     """The sum of x over this axis and the others but the last one. On a CPU its eighths are added to one another first.
 
-    That is one pass, in which what x is made of is read in its own format; a reduction would have it written out.
+    That is one pass, in which what x is made of is read in its own format; a reduction would have it written out. Let x
+    be a cheap product of arrays that stand `apart`: what made these would else be computed again for each eighth.
     """
     x = x.reshape(*x.shape[:axis], -1, x.shape[-1])
     if jax.default_backend() == "cpu" and x.shape[axis] % 8 == 0:
