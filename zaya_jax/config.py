@@ -134,6 +134,7 @@ class Phase:
     ramp_from: int = 0  # sequences a step at its start, doubled until global_batch is reached; 0: no ramp
     ramp_tokens: int = 0  # over which the doublings are spread
     mixture: tuple[str, ...] = ()  # of "path=weight"
+    packing: str = ""  # concat, first_fit, best_fit
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,7 +19,7 @@ import dataclasses
 import math
 from fractions import Fraction
 
-from zaya_jax.config import Config, Phase, Schedule, UserError
+from zaya_jax.config import CHOICES, Config, Phase, Schedule, UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,8 +166,9 @@ def make_plan(config: Config) -> Plan:
 def phase_config(config: Config, phase: Phase) -> Config:
     """The config as model and data see it in a phase: context, RoPE base and batch in their usual places."""
     data = dataclasses.replace(
-        config.data, seq_len=phase.seq_len, global_batch=phase.global_batch, micro_batch=phase.micro_batch
-    )
+        config.data, seq_len=phase.seq_len, global_batch=phase.global_batch, micro_batch=phase.micro_batch,
+        packing=phase.packing,
+    )  # fmt: skip
     kinds = config.model.rope_parameters
     hybrid = dataclasses.replace(kinds.hybrid, rope_theta=phase.rope_theta)
     model = dataclasses.replace(config.model, rope_parameters=dataclasses.replace(kinds, hybrid=hybrid))
@@ -183,8 +184,13 @@ def _filled(config: Config, phase: Phase, index: int) -> Phase:
         rope_theta=phase.rope_theta or config.model.rope_parameters.hybrid.rope_theta,
         global_batch=phase.global_batch or config.data.global_batch,
         micro_batch=phase.micro_batch or config.data.micro_batch,
+        packing=phase.packing or config.data.packing,
     )
     where = f"config.schedule.phases[{index}]"
+    if phase.packing not in CHOICES["data.packing"]:
+        raise UserError(
+            f"{where}.packing={phase.packing!r} is not one of {', '.join(CHOICES['data.packing'])}"
+        )
     if phase.tokens < 1:
         raise UserError(f"{where}.tokens={phase.tokens} must be at least 1: a phase is as long as its tokens")
     if (
