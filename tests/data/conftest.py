@@ -59,10 +59,9 @@ def prepare_text(
     """Writes documents as a prepared directory of many small shards and bundles, in this process."""
 
     def make(
-        name: str, count: int, seed: int = 0, bundle_bytes: int = 2048, longest: int = 700
+        name: str, count: int, seed: int = 0, bundle_bytes: int = 2048, longest: int = 700, shards: int = 3
     ) -> pathlib.Path:
         monkeypatch.setattr(tokens, "BUNDLE_BYTES", bundle_bytes)
-        monkeypatch.setattr(tokens, "MAX_BUNDLE_BYTES", 4 * bundle_bytes)
         rng = np.random.default_rng(seed)
         source = tmp_path / f"{name}.jsonl"
         with source.open("w") as file:
@@ -71,7 +70,7 @@ def prepare_text(
                     rng.integers(97, 123, int(rng.integers(1, longest))).astype(np.uint8).tobytes().decode()
                 )
                 file.write(json.dumps({"text": f"{name}{i}:{letters}"}) + "\n")
-        options = prepare.Options([str(source)], part_bytes=1 + source.stat().st_size // 3)
+        options = prepare.Options([str(source)], part_bytes=1 + source.stat().st_size // shards)
         prepare.prepare(options, str(tmp_path / name), 1, lambda *_: None)
         return tmp_path / name
 

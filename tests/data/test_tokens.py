@@ -1,85 +1,108 @@
-"""The shard format: what is written is read again, bit for bit, by record and by place in the file."""
+"""The shard format: what is written is read again, bit for bit, and nothing else passes for it."""
+
+import itertools
 
 import numpy as np
 import pytest
-from array_record.python import array_record_module
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zaya_jax.data import tokens as tokens_lib
-from zaya_jax.data.tokens import CorruptRecord, Document, ShardWriter
+from zaya_jax.data.tokens import CorruptRecord, Document, Place, ShardWriter
+
+PLACE = Place(2**63 + 5, 12, 3)
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32])
-def test_a_shard_gives_back_its_documents(tmp_path, dtype):
-    rng = np.random.default_rng(0)
-    documents = []
-    for i in range(80):
-        size = int(rng.integers(1, 30_000)) if i % 30 else 1_200_000  # some are longer than a bundle may be
-        mask = rng.random(size) < 0.5 if i % 3 == 0 else None
-        documents.append(Document(rng.integers(0, np.iinfo(dtype).max, size).astype(dtype), mask))
-    writer = ShardWriter(tmp_path / "shard", dtype)
+def write(path, documents, dtype=np.uint16):
+    """(entry, the file's bytes) of a shard."""
+    writer = ShardWriter(path, dtype, PLACE.corpus, 0, 6)
     for document in documents:
         writer.add(document)
     entry = writer.close()
-    path = tmp_path / entry["partial"]
-    assert not (tmp_path / "shard").exists()  # naming it is the caller's last step
-    crc, size = tokens_lib.checksum(path)
-    assert (f"{crc:08x}", size) == (entry["crc32c"], entry["bytes"])
+    assert not path.exists()  # naming it is the caller's last step
+    return entry, (path.parent / entry["partial"]).read_bytes()
 
-    raw = path.read_bytes()
-    reader = array_record_module.ArrayRecordReader(str(path), "readahead_buffer_size:0,max_parallelism:0")
-    bundles = []
-    for i, (offset, size) in enumerate(zip(entry["index"]["offset"], entry["index"]["size"], strict=True)):
-        offset, size = int(offset), int(size)
-        record = tokens_lib.strip_blocks(raw[offset : offset + tokens_lib.raw_size(offset, size)], offset)
-        assert record == reader.read([i])[0]
-        bundles.append(tokens_lib.decode_bundle(record, "shard", i))
+
+def read(entry, raw):
+    """(bundles, documents' lengths) in a shard's bytes."""
+    place = Place(PLACE.corpus, tokens_lib.shard_id(0, 6), 0)
+    places = tokens_lib.decode_numbers(
+        raw[entry["places_at"] : entry["lengths_at"]], tokens_lib.PLACES, "s", place
+    )
+    lengths = tokens_lib.decode_numbers(raw[entry["lengths_at"] :], tokens_lib.LENGTHS, "s", place)
+    assert places[0] == 0 and places[-1] == entry["places_at"] and len(places) == entry["bundles"] + 1
+    bundles = [
+        tokens_lib.decode_bundle(raw[a:b], "s", place._replace(number=i))
+        for i, (a, b) in enumerate(itertools.pairwise(places))
+    ]
+    return bundles, lengths
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=40),
+    bundle=st.integers(2, 64),
+    masked=st.sampled_from([0, 2, 3]),
+    dtype=st.sampled_from([np.uint16, np.uint32]),
+    seed=st.integers(0, 99),
+)
+def test_a_shard_gives_back_its_documents(tmp_path_factory, sizes, bundle, masked, dtype, seed):
+    rng = np.random.default_rng(seed)
+    documents = [
+        Document(
+            rng.integers(0, np.iinfo(dtype).max, n).astype(dtype),
+            rng.random(n) < 0.5 if masked and i % masked == 0 else None,
+        )
+        for i, n in enumerate(sizes)
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tokens_lib, "BUNDLE_BYTES", bundle * np.dtype(dtype).itemsize)
+        path = tmp_path_factory.mktemp("shard") / "x"
+        entry, raw = write(path, documents, dtype)
+    assert entry["bytes"] == len(raw)
+    assert entry["crc32c"] == tokens_lib.checksum(path.parent / entry["partial"])[0]
+    bundles, lengths = read(entry, raw)
+    assert lengths.tolist() == sizes and entry["documents"] == len(sizes)
+    assert [len(b) for b in bundles[:-1]] == [bundle] * (len(bundles) - 1) and len(bundles[-1]) <= bundle
     together = {
         f: np.concatenate([getattr(b, f) for b in bundles]) for f in ("tokens", "targets", "starts", "learn")
     }
     np.testing.assert_array_equal(together["tokens"], np.concatenate([d.tokens for d in documents]))
-    ends = np.cumsum([len(d.tokens) for d in documents])
+    ends = np.cumsum(sizes)
     np.testing.assert_array_equal(np.flatnonzero(together["starts"]), np.append(0, ends[:-1]))
     mask = np.concatenate([np.ones(len(d.tokens), bool) if d.learn is None else d.learn for d in documents])
     expected = np.append(mask[1:] & ~together["starts"][1:], False)
     np.testing.assert_array_equal(together["learn"], expected)
     learnt = np.flatnonzero(expected)
     np.testing.assert_array_equal(together["targets"][learnt], together["tokens"][learnt + 1])
-    lengths = tokens_lib.decode_lengths(reader.read([len(bundles)])[0], "shard", len(bundles))
-    assert lengths.sum() == entry["tokens"] == len(together["tokens"])
-    assert 1 < tokens_lib.storage_factor(entry["index"], np.dtype(dtype).itemsize) < 1.2
 
 
-def test_ids_above_65536_need_and_get_four_bytes(tmp_path):
-    writer = ShardWriter(tmp_path / "shard", np.uint32)
-    writer.add(Document(np.array([262_144, 2**32 - 1, 5], np.uint32)))
-    entry = writer.close()
-    reader = array_record_module.ArrayRecordReader(str(tmp_path / entry["partial"]))
-    assert tokens_lib.decode_bundle(reader.read([0])[0], "shard", 0).tokens.tolist() == [
-        262_144,
-        2**32 - 1,
-        5,
-    ]
+def test_reading_touches_few_pages_more_than_the_tokens_fill(tmp_path):
+    documents = [Document(np.arange(900, dtype=np.uint16)) for _ in range(2000)]
+    entry, _ = write(tmp_path / "x", documents)
+    assert 1 < entry["pages"] * tokens_lib.PAGE_BYTES / (2 * entry["tokens"]) < 1.08
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_flipped_bit_and_any_cut_is_found(data):
     tokens = np.arange(50, dtype=np.uint16)
-    record = tokens_lib.encode_bundle(tokens, np.array([0, 9]), tokens > 20, (7, True))
-    tokens_lib.decode_bundle(record, "s", 3)
+    record = tokens_lib.encode_bundle(tokens, np.array([0, 9]), tokens > 20, (7, True), PLACE)
+    tokens_lib.decode_bundle(record, "s", PLACE)
     if data.draw(st.booleans()):
         broken = bytearray(record)
         broken[data.draw(st.integers(0, len(record) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     else:
         broken = record[: data.draw(st.integers(0, len(record) - 1))]
     with pytest.raises(CorruptRecord, match="corrupt record 3 of shard s"):
-        tokens_lib.decode_bundle(bytes(broken), "s", 3)
+        tokens_lib.decode_bundle(bytes(broken), "s", PLACE)
 
 
-@given(st.integers(0, 1 << 20), st.integers(1, 300_000))
-def test_places_in_the_file_are_consistent(offset, size):
-    raw = tokens_lib.raw_size(offset, size)
-    assert len(tokens_lib.strip_blocks(bytes(raw), offset)) == size
-    assert len(tokens_lib.strip_blocks(bytes(raw - 1), offset)) < size
+@pytest.mark.parametrize("other", [{"corpus": 1}, {"shard": 13}, {"number": 4}])
+def test_a_whole_record_of_another_place_is_found(other):
+    record = tokens_lib.encode_bundle(np.arange(9, dtype=np.uint16), np.array([0]), None, None, PLACE)
+    with pytest.raises(CorruptRecord, match="belongs elsewhere"):
+        tokens_lib.decode_bundle(record, "s", PLACE._replace(**other))
+    table = tokens_lib.encode_numbers(tokens_lib.PLACES, np.arange(4), PLACE)
+    with pytest.raises(CorruptRecord, match="begins with"):
+        tokens_lib.decode_numbers(table, tokens_lib.LENGTHS, "s", PLACE)

@@ -1,9 +1,9 @@
 """Mixtures: which source each row of the global batch comes from, by weight, in closed form.
 
-One table of M entries, M prime, holds each source in proportion to its weight and as evenly spread as can be;
+One table of M entries holds each source in proportion to its weight and as evenly spread as can be;
 row r of a stretch of steps takes entry r mod M. So every batch is as balanced as its size allows, and how
-often a source was used before any (step, slot), by all slots or by one lane alone, is a prefix count instead
-of a replay. Weights and batch size may change from stretch to stretch; counts add up.
+often a source was used before any (step, slot) is a prefix count instead of a replay. Weights and batch size may
+change from stretch to stretch; counts add up.
 """
 
 import bisect
@@ -13,7 +13,7 @@ import numpy as np
 
 from zaya_jax.config import UserError
 
-TABLE_SIZES = (4099, 4111)  # primes; the second for batches that are multiples of the first
+TABLE_SIZE = 4099  # a prime, so that no usual batch sees the same part of the table each time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,10 @@ class Mixture:
         self.stretches = stretches
         self.num_sources = len(stretches[0].weights)
         self.starts = [s.first_step for s in stretches]
-        self.size = next(m for m in TABLE_SIZES if all(s.batch % m for s in stretches))
+        self.size = TABLE_SIZE
         made = {s.weights: _table(_quotas(s.weights, self.size)) for s in stretches}
         self._tables = [made[s.weights] for s in stretches]
         self._prefixes = [_prefix(t, self.num_sources) for t in self._tables]
-        self._strided: dict[tuple[int, int], tuple[np.ndarray, int]] = {}
 
     def at(self, step: int) -> tuple[int, Stretch]:
         """The stretch of a step, with its number."""
@@ -59,38 +58,19 @@ class Mixture:
         rows = (step - stretch.first_step) * stretch.batch + np.arange(stretch.batch)
         return before + self._count(self._prefixes[p], rows, source)
 
-    def lane_counts(self, step: int, source: int, slots: np.ndarray, turns: int) -> np.ndarray:
-        """How many rows the source gave before to the lane that each slot uses now: lane (slot, step mod
-        turns).
-        """
-        turn = step % turns
-        last, _ = self.at(step)
-        total = np.zeros(len(slots), np.int64)
-        for p in range(last + 1):
-            stretch = self.stretches[p]
-            until = self.starts[p + 1] if p < last else step
-            begin = -(-(stretch.first_step - turn) // turns)  # in the lane's own count of steps
-            end = -(-(until - turn) // turns)
-            prefix, inverse = self._lane_table(p, turns)
-            origin = ((turn - stretch.first_step) * stretch.batch + slots) * inverse % self.size
-            used = self._count(prefix, origin + end, source) - self._count(prefix, origin + begin, source)
-            total += np.where(slots < stretch.batch, used, 0)
-        return total
+    def rows_of(self, source: int) -> tuple[int, int]:
+        """(rows that the source has at most in a batch, and as a rule), where it has most; (0, 0) without any."""
+        most = share = 0
+        for stretch, prefix in zip(self.stretches, self._prefixes, strict=True):
+            places = np.arange(self.size)
+            counts = self._count(prefix, places + stretch.batch, source) - prefix[:-1, source]
+            most = max(most, int(counts.max()))
+            share = max(share, round(stretch.batch * int(prefix[-1, source]) / self.size))
+        return most, max(share, min(most, 1))
 
     def _count(self, prefix: np.ndarray, entries, source: int) -> np.ndarray:
         rounds, rest = np.divmod(entries, self.size)
         return rounds * prefix[-1, source] + prefix[rest, source]
-
-    def _lane_table(self, phase: int, turns: int) -> tuple[np.ndarray, int]:
-        """Prefix counts of the table read in strides of turns·B, the way one lane sees it, and 1/stride
-        modulo M.
-        """
-        key = phase, turns
-        if key not in self._strided:
-            stride = turns * self.stretches[phase].batch
-            table = self._tables[phase][np.arange(self.size) * stride % self.size]
-            self._strided[key] = _prefix(table, self.num_sources), pow(stride, -1, self.size)
-        return self._strided[key]
 
 
 def _quotas(weights: tuple[float, ...], size: int) -> np.ndarray:

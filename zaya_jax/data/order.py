@@ -1,224 +1,204 @@
 """Which tokens a row holds: pure functions of the row's number, so that any process can ask for any row.
 
-A row is a list of spans (bundle, start, stop). There are two orders. `Windows` is for sources that fit in
-memory: rows of the whole source in an order that is new each epoch. `Lanes` is for sources that do not:
-bundles are permuted each epoch and dealt out to lanes, a lane's bundles form one endless tape, and the batch
-slot that owns the lane reads it from left to right. So a bundle is read once, by one process, whatever the
-number of processes; and a slot has several lanes and takes turns, so that one step's rows are not the
-continuation of the last one's. Both orders work in tokens (concatenate-and-split) or in whole rows that
-`pack.plan` has made.
+A source is a tape of tokens. Its *layout* cuts the tape into numbered rows (`Tape`: every S tokens;
+`Plan`: whole documents, packed), its *order* says which of them comes when: each once an epoch, exactly, for any
+number of rows, in closed form. No list of rows exists, and none is shuffled.
+
+An epoch's order has locality, since a read brings a whole bundle, of which a short row is a small part:
+
+- Rows are taken in *blocks* of R neighbours, some bundles long. A few rows at the end that fill no block come last.
+- Blocks are permuted anew each epoch and opened L at a time, a *round*; rows go round its blocks, so that one batch has
+  one row of each, and a block's next row comes `TURNS` steps later. L is a multiple of the rows that the source gives
+  to a step, so a block belongs to one batch slot, and is read by one process. (Blocks that are left over, fewer than a
+  batch has rows, go round by themselves.)
+- A source has at least `ROUNDS` rounds an epoch, otherwise R is smaller; small sources have R = 1: all rows shuffled.
+
+No row comes twice in a batch, at an epoch's end neither: blocks belong to one of G groups for ever, an epoch goes
+through the groups one after another, and no group is larger than the rows of an epoch less those of a batch. G is two,
+where a source has twice the rows of a batch. One with fewer rows than a batch gives each equally often.
 """
 
-from collections.abc import Callable
+import collections
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 
 from zaya_jax.data import pack, shuffle
-from zaya_jax.data.pack import Piece
+from zaya_jax.data.pack import Part, Span
 from zaya_jax.data.sources import Bundle
 
-ORDER_BLOCK = 4096  # rows whose order is worked out at once: it is all overhead for a few (0.5 ms for 8)
-LANE_BLOCK = 64  # bundles by which a lane's tape grows
-LANES_PER_SLOT = 8
+VERSION = 2  # of the order: a run is not continued in another one
+BLOCK_BUNDLES = 16  # of a block, which reads two more: the ones at its ends are its neighbours' too
+TURNS = 8  # steps between two rows of a block
+ROUNDS = 8  # of blocks in an epoch, at least
 UNIT_ROWS = 64  # rows that are packed together: best-fit leaves part of one row empty in each unit
+UNITS = 4096  # whose rows stay planned
 
 
 class Store(Protocol):
-    """A source's tokens in bundles, readable in any order."""
+    """A source's tokens: a tape of documents in shards, none of which crosses a shard's end."""
 
     name: str
     fingerprint: str  # of everything the tokens depend on
-    lengths: np.ndarray  # int64: tokens of each bundle
 
-    def read(self, bundles: list[int]) -> dict[int, Bundle]:
-        """The bundles of these numbers."""
+    @property
+    def bundle_tokens(self) -> int:
+        """Tokens that one read brings; 0 where reading costs nothing."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens on the tape."""
+        ...
+
+    @property
+    def num_shards(self) -> int:
+        """Shards on the tape."""
+        ...
+
+    @property
+    def first_token(self) -> np.ndarray:
+        """The place of each shard on the tape, and its end."""
+        ...
+
+    def lengths(self, shard: int) -> np.ndarray:
+        """The tokens of each document of a shard."""
+        ...
+
+    def parts(self, spans: Sequence[Span]) -> list[list[Part]]:
+        """For each (start, stop) of the tape: the pieces of bundles that it is, one after another."""
         ...
 
 
 class Memory:
     """A store of one bundle that is in memory already."""
 
+    bundle_tokens, num_shards = 0, 1
+
     def __init__(self, name: str, bundle: Bundle, fingerprint: str) -> None:
-        self.name, self.fingerprint, self._bundle = name, fingerprint, bundle
-        self.lengths = np.array([len(bundle)], np.int64)
+        self.name, self.fingerprint, self.bundle = name, fingerprint, bundle
+        self.num_tokens = len(bundle)
+        self.first_token = np.array([0, len(bundle)], np.int64)
 
-    def read(self, bundles: list[int]) -> dict[int, Bundle]:
-        """The one bundle."""
-        return dict.fromkeys(bundles, self._bundle)
-
-    def pieces(self, bundle: int) -> np.ndarray:
+    def lengths(self, shard: int) -> np.ndarray:
         """The tokens of each document."""
-        return np.diff(np.append(np.flatnonzero(self._bundle.starts), len(self._bundle)))
+        return np.diff(np.append(np.flatnonzero(self.bundle.starts), len(self.bundle)))
+
+    def parts(self, spans: Sequence[Span]) -> list[list[Part]]:
+        """Each span, as a piece of the one bundle."""
+        return [[(self.bundle, start, stop)] for start, stop in spans]
 
 
 class Tape:
-    """Bundles one after another, cut every S tokens: concatenate-and-split."""
+    """Rows are every S tokens: concatenate-and-split. The last one may be shorter."""
 
-    def __init__(self, lengths: np.ndarray, seq_len: int) -> None:
-        self.sizes, self.unit, self.seq_len = lengths, 1, seq_len
+    def __init__(self, num_tokens: int, seq_len: int) -> None:
+        self.num_tokens, self.seq_len = num_tokens, seq_len
+        self.num_rows = -(-num_tokens // seq_len)
+        self.unit_tokens = seq_len
 
-    def size(self, unit: int) -> int:
-        """Tokens in a unit, which is one bundle."""
-        return int(self.sizes[unit])
-
-    @property
-    def num_units(self) -> int:
-        """Units in an epoch."""
-        return len(self.sizes)
-
-    @property
-    def step(self) -> int:
-        """How far one row advances."""
-        return self.seq_len
-
-    def cut(self, unit: int, start: int, stop: int) -> list[Piece]:
-        """The spans that places start..stop of a unit are."""
-        return [(unit, start, stop)]
+    def spans(self, row: int) -> list[Span]:
+        """The stretch of the tape that a row is."""
+        return [(row * self.seq_len, min((row + 1) * self.seq_len, self.num_tokens))]
 
 
 class Plan:
-    """Units of consecutive bundles whose documents `pack.plan` puts into rows; a place is one row."""
+    """Rows are documents that `pack.plan` puts together, a unit of some consecutive documents at a time.
 
-    step = 1
+    A unit is the documents that begin in one of the even stretches of about 64 rows that a shard is divided into. All are
+    planned at the start, to number their rows, at about a million documents a second.
+    """
+
+    def __init__(self, store: Store, seq_len: int, packing: str) -> None:
+        self._store, self._seq_len, self._packing = store, seq_len, packing
+        self.unit_tokens = UNIT_ROWS * seq_len
+        shards, places, counts = [], [], []
+        for shard in range(store.num_shards):
+            cuts = self._cuts(lengths := store.lengths(shard))
+            for place in range(len(cuts) - 1):
+                shards.append(shard)
+                places.append(place)
+                counts.append(len(pack.plan(lengths[cuts[place] : cuts[place + 1]], seq_len, packing)))
+        self._shards, self._places = np.array(shards, np.int64), np.array(places, np.int64)
+        self._ends = np.cumsum(np.array(counts, np.int64))
+        self.num_rows = int(self._ends[-1]) if counts else 0
+        self._planned: collections.OrderedDict[int, list[list[Span]]] = collections.OrderedDict()
+
+    def _cuts(self, lengths: np.ndarray) -> np.ndarray:
+        """Where a shard's units begin and the last one ends, in documents."""
+        total = int(lengths.sum())
+        size = -(-total // max(1, round(total / self.unit_tokens)))
+        stretch = (np.cumsum(lengths) - lengths) // size
+        return np.concatenate([[0], np.flatnonzero(np.diff(stretch)) + 1, [len(lengths)]]).astype(np.int64)
+
+    def spans(self, row: int) -> list[Span]:
+        """The documents of a row."""
+        unit = int(np.searchsorted(self._ends, row, side="right"))
+        rows = self._unit(unit)
+        return rows[row - int(self._ends[unit]) + len(rows)]
+
+    def _unit(self, unit: int) -> list[list[Span]]:
+        if unit not in self._planned:
+            shard = int(self._shards[unit])
+            lengths = self._store.lengths(shard)
+            first, stop = self._cuts(lengths)[self._places[unit] :][:2]
+            begin = int(self._store.first_token[shard] + lengths[:first].sum())
+            rows = pack.plan(lengths[first:stop], self._seq_len, self._packing)
+            # Best-fit has the longest documents first.
+            places = shuffle.permute(np.arange(len(rows)), len(rows), shuffle.key(unit))
+            self._planned[unit] = [[(begin + a, begin + b) for a, b in rows[p]] for p in places]
+            while len(self._planned) > UNITS:
+                self._planned.popitem(last=False)
+        self._planned.move_to_end(unit)
+        return self._planned[unit]
+
+
+class Order:
+    """The order in which a source's rows come, epoch after epoch: the module's text says how it is made.
+
+    `most`: rows that one batch may have of the source; `share`: those it has as a rule; `block_rows`: rows of a block,
+    where the source has enough of them.
+    """
 
     def __init__(
-        self,
-        store: Store,
-        seq_len: int,
-        packing: str,
-        pieces: Callable[[int], np.ndarray],
-        most_bundles: int | None,
+        self, num_rows: int, most: int, share: int, block_rows: int, key: int, rounds: int = ROUNDS
     ) -> None:
-        self._store, self._seq_len, self._packing, self._pieces = store, seq_len, packing, pieces
-        mean = max(1.0, float(store.lengths.mean()))
-        self.unit = max(1, round(UNIT_ROWS * seq_len / mean))
-        if most_bundles is not None:
-            self.unit = max(1, min(self.unit, most_bundles))
-        self._rows: dict[int, list[list[Piece]]] = {}
-        self._counts: dict[int, int] = {}
+        self.num_rows, self.key = num_rows, key
+        self.share, self.lanes = share, TURNS * share
+        self.block_rows = max(1, min(block_rows, num_rows // (rounds * self.lanes)))
+        self.num_blocks = num_rows // self.block_rows
+        apart = (
+            max(num_rows - most, 0) + 1
+        )  # rows of the largest group that keeps a row out of the next batch
+        groups = -(-num_rows // apart)
+        if self.block_rows > 1:
+            assert num_rows >= 2 * most
+            groups = 2
+        self._bounds = self.num_blocks * np.arange(groups + 1, dtype=np.int64) // groups  # in blocks
+        self._members = shuffle.key(key, 0)  # of the permutation that says which blocks a group has
 
-    @property
-    def num_units(self) -> int:
-        """Units in an epoch."""
-        return -(-len(self._store.lengths) // self.unit)
-
-    def size(self, unit: int) -> int:
-        """Rows that the unit's documents fill."""
-        if unit not in self._counts:
-            self._counts[unit] = len(self.rows(unit))
-        return self._counts[unit]
-
-    def rows(self, unit: int) -> list[list[Piece]]:
-        """The unit's rows."""
-        if unit not in self._rows:
-            if len(self._rows) > 4096:
-                self._rows.clear()
-            bundles = range(unit * self.unit, min((unit + 1) * self.unit, len(self._store.lengths)))
-            planned = pack.plan({b: self._pieces(b) for b in bundles}, self._seq_len, self._packing)
-            places = shuffle.permute(np.arange(len(planned)), len(planned), shuffle.key(unit))
-            self._rows[unit] = [planned[p] for p in places]
-        return self._rows[unit]
-
-    def cut(self, unit: int, start: int, stop: int) -> list[Piece]:
-        """The spans of rows start..stop of a unit."""
-        return [piece for row in self.rows(unit)[start:stop] for piece in row]
-
-
-class Windows:
-    """Every row of a source once an epoch, in an order of that epoch's own."""
-
-    def __init__(self, layout: Tape | Plan, key: int) -> None:
-        self.layout, self.key = layout, key
-        sizes = np.array([layout.size(u) for u in range(layout.num_units)], np.int64)
-        self.ends = np.cumsum(sizes)
-        self.num_rows = -(-int(self.ends[-1]) // layout.step)
-        self._block = -1, np.zeros(0, np.int64)
-
-    def rows(self, numbers: np.ndarray) -> list[list[Piece]]:
-        """The spans of the rows of these numbers, counted from the first row of the run."""
-        out = np.empty(len(numbers), np.int64)
-        blocks, within = np.divmod(numbers, ORDER_BLOCK)
-        for block in np.unique(blocks):
-            held = self._block
-            if held[0] != block:
-                epochs, places = np.divmod(int(block) * ORDER_BLOCK + np.arange(ORDER_BLOCK), self.num_rows)
-                windows = shuffle.permute(places, self.num_rows, shuffle.keys((self.key,), epochs))
-                self._block = held = int(block), windows
-            mine = blocks == block
-            out[mine] = held[1][within[mine]]
-        return self.windows(out)
-
-    def windows(self, windows: np.ndarray) -> list[list[Piece]]:
-        """The spans of these rows in the order of the source itself."""
-        starts = windows * self.layout.step
-        stops = np.minimum(starts + self.layout.step, self.ends[-1])
-        units = np.searchsorted(self.ends, starts, side="right")
-        return [
-            _cut(self.layout, self.ends, 0, u, a, b) for u, a, b in zip(units, starts, stops, strict=True)
-        ]
-
-
-class Lanes:
-    """Endless tapes of permuted bundles, one for each lane, each read by one batch slot from left to right."""
-
-    def __init__(self, layout: Tape | Plan, key: int, num_lanes: int) -> None:
-        self.layout, self.key, self.num_lanes = layout, key, num_lanes
-        self._tapes: dict[int, _LaneTape] = {}
-
-    def rows(self, lanes: np.ndarray, numbers: np.ndarray) -> list[list[Piece]]:
-        """The spans of row `number` of each lane."""
-        out = []
-        for lane, number in zip(lanes, numbers, strict=True):
-            tape = self._tapes.get(int(lane))
-            start = int(number) * self.layout.step
-            if tape is None or start < tape.begin:
-                tape = self._tapes[int(lane)] = _LaneTape(self, int(lane))
-            out.append(tape.cut(start, start + self.layout.step))
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """The source's rows that come as number `numbers`, counted from the first of the run."""
+        epochs, places = np.divmod(np.asarray(numbers, np.int64), self.num_rows)
+        out = places.copy()  # what fills no block comes last, as it stands
+        whole = places < self.num_blocks * self.block_rows
+        epochs, places = epochs[whole], places[whole]
+        group = np.searchsorted(self._bounds, places // self.block_rows, side="right") - 1
+        first, size = self._bounds[group], np.diff(self._bounds)[group]
+        inside = places - first * self.block_rows
+        # Rounds of a multiple of `share` blocks; fewer than that many are left over, and go round by themselves.
+        even = size // self.share * self.share
+        rest = inside >= even * self.block_rows
+        rounds = np.maximum(even // self.lanes, 1)
+        this = np.where(rest, 0, np.minimum(inside // (self.lanes * self.block_rows), rounds - 1))
+        lanes = np.where(this < rounds - 1, self.lanes, even - (rounds - 1) * self.lanes)
+        lanes = np.where(rest, size - even, lanes)
+        opened = np.where(rest, even, this * self.lanes)  # before this round
+        visit, lane = np.divmod(inside - opened * self.block_rows, lanes)
+        keys = shuffle.keys((self.key, 1), epochs * (len(self._bounds) - 1) + group)
+        turn = shuffle.permute(opened + lane, size, keys)
+        block = shuffle.permute(first + turn, self.num_blocks, self._members)
+        # Lanes begin at different places of their blocks, so that they do not all come to new bundles at once.
+        out[whole] = block * self.block_rows + (visit + lane) % self.block_rows
         return out
-
-    def deal(self, lane: int, begin: int, count: int) -> np.ndarray:
-        """Units `begin`..`begin + count` of a lane: every num_lanes-th of the permuted epochs in a row."""
-        dealt = lane + self.num_lanes * np.arange(begin, begin + count, dtype=np.int64)
-        epochs, places = np.divmod(dealt, self.layout.num_units)
-        return shuffle.permute(places, self.layout.num_units, shuffle.keys((self.key,), epochs))
-
-
-class _LaneTape:
-    """The stretch of a lane's tape that is being read."""
-
-    def __init__(self, lanes: Lanes, lane: int) -> None:
-        self._lanes, self._lane = lanes, lane
-        self._dealt = 0  # units of the lane before the end of this stretch
-        self.begin = 0  # where the stretch begins on the tape
-        self._units = np.zeros(0, np.int64)
-        self._ends = np.zeros(0, np.int64)
-
-    def cut(self, start: int, stop: int) -> list[Piece]:
-        layout = self._lanes.layout
-        while not len(self._ends) or self._ends[-1] < stop:
-            keep = int(np.searchsorted(self._ends, start, side="right"))
-            self.begin = int(self._ends[keep - 1]) if keep else self.begin
-            units = self._lanes.deal(self._lane, self._dealt, LANE_BLOCK)
-            if isinstance(layout, Tape):
-                sizes = layout.sizes[units]
-            else:
-                sizes = np.array([layout.size(int(u)) for u in units], np.int64)
-            last = int(self._ends[-1]) if len(self._ends) else self.begin
-            self._ends = np.concatenate([self._ends[keep:], last + np.cumsum(sizes)])
-            self._units = np.concatenate([self._units[keep:], units])
-            self._dealt += LANE_BLOCK
-        first = int(np.searchsorted(self._ends, start, side="right"))
-        return _cut(layout, self._ends, self.begin, first, start, stop, self._units)
-
-
-def _cut(layout, ends, begin, place, start, stop, units=None) -> list[Piece]:
-    """The spans of start..stop on a tape of units that end at `ends`, from unit number `place` on."""
-    out = []
-    while start < stop:
-        base = int(ends[place - 1]) if place else begin
-        here = min(int(stop), int(ends[place]))
-        unit = int(place) if units is None else int(units[place])
-        out += layout.cut(unit, int(start) - base, here - base)
-        start, place = here, place + 1
-    return out

@@ -12,40 +12,38 @@ import numpy as np
 from zaya_jax.data.sources import Bundle
 
 Batch = dict[str, np.ndarray]
-Piece = tuple[
-    int, int, int
-]  # bundle, start, stop: a run of tokens of one document (or, on a tape, of a bundle)
+Span = tuple[int, int]  # start, stop on a source's tape of documents
+Part = tuple[Bundle, int, int]  # start, stop within a bundle: a piece of a span
 FIRST_FIT_OPEN = 1024  # first-fit gives up rows further back than this
 PACKINGS = ("concat", "first_fit", "best_fit")
 
 
-def plan(lengths: dict[int, np.ndarray], seq_len: int, packing: str) -> list[list[Piece]]:
-    """Rows of at most S tokens from the documents of some bundles, whose lengths are given bundle by bundle.
+def plan(lengths: np.ndarray, seq_len: int, packing: str) -> list[list[Span]]:
+    """Rows of at most S tokens from documents of these lengths, one after another from 0 on.
 
     "first_fit" takes documents in their order, each into the first row with room; "best_fit" the longest first,
     each into the row that it fills best. A document longer than S is cut into pieces of S and a rest.
     """
-    pieces: list[Piece] = []
-    for bundle, sizes in lengths.items():
-        at = 0
-        for size in sizes.tolist():
-            pieces += [(bundle, at + cut, at + min(cut + seq_len, size)) for cut in range(0, size, seq_len)]
-            at += size
-    return _first_fit(pieces, seq_len) if packing == "first_fit" else _best_fit(pieces, seq_len)
+    spans: list[Span] = []
+    at = 0
+    for size in lengths.tolist():
+        spans += [(at + cut, at + min(cut + seq_len, size)) for cut in range(0, size, seq_len)]
+        at += size
+    return _first_fit(spans, seq_len) if packing == "first_fit" else _best_fit(spans, seq_len)
 
 
-def _first_fit(pieces: list[Piece], seq_len: int) -> list[list[Piece]]:
-    rows: list[list[Piece]] = []
-    room = np.zeros(len(pieces), np.int64)
+def _first_fit(spans: list[Span], seq_len: int) -> list[list[Span]]:
+    rows: list[list[Span]] = []
+    room = np.zeros(len(spans), np.int64)
     open_from = 0  # rows before it are full
-    for piece in pieces:
-        size = piece[2] - piece[1]
+    for span in spans:
+        size = span[1] - span[0]
         fits = room[open_from : len(rows)] >= size
         at = open_from + int(fits.argmax()) if fits.any() else len(rows)
         if at == len(rows):
             rows.append([])
             room[at] = seq_len
-        rows[at].append(piece)
+        rows[at].append(span)
         room[at] -= size
         open_from = max(open_from, len(rows) - FIRST_FIT_OPEN)
         while open_from < len(rows) and room[open_from] == 0:
@@ -53,18 +51,18 @@ def _first_fit(pieces: list[Piece], seq_len: int) -> list[list[Piece]]:
     return rows
 
 
-def _best_fit(pieces: list[Piece], seq_len: int) -> list[list[Piece]]:
-    rows: list[list[Piece]] = []
+def _best_fit(spans: list[Span], seq_len: int) -> list[list[Span]]:
+    rows: list[list[Span]] = []
     rooms: list[tuple[int, int]] = []  # (room, row), sorted
-    for piece in sorted(pieces, key=lambda p: p[1] - p[2]):
-        size = piece[2] - piece[1]
+    for span in sorted(spans, key=lambda s: s[0] - s[1]):
+        size = span[1] - span[0]
         at = bisect.bisect_left(rooms, (size, 0))
         if at == len(rooms):
             room, row = seq_len, len(rows)
             rows.append([])
         else:
             room, row = rooms.pop(at)
-        rows[row].append(piece)
+        rows[row].append(span)
         if room > size:
             bisect.insort(rooms, (room - size, row))
     return rows
@@ -79,21 +77,24 @@ class Rows:
         self.starts = np.zeros((num_rows, seq_len), bool)
         self.learn = np.zeros((num_rows, seq_len), bool)
         self.filled = np.zeros(num_rows, np.int64)
-        self.holes: list[Piece] = []  # (row, start, stop) of tokens that could not be read
+        self.holes: list[tuple[int, int, int]] = []  # (row, start, stop) of tokens that could not be read
 
-    def add(self, row: int, bundle: Bundle, start: int, stop: int) -> None:
-        """Append tokens start..stop of a bundle; a segment begins where they do."""
-        at = int(self.filled[row])
-        end = at + stop - start
-        if bundle.real:
-            self.tokens[row, at:end] = bundle.tokens[start:stop]
-            self.targets[row, at:end] = bundle.targets[start:stop]
-            self.starts[row, at:end] = bundle.starts[start:stop]
-            self.learn[row, at:end] = bundle.learn[start:stop]
-            self.starts[row, at] = True
-        else:
-            self.holes.append((row, at, end))
-        self.filled[row] = end
+    def add(self, row: int, parts: list[Part]) -> None:
+        """Append the parts of one span; a segment begins where they do, and after what could not be read."""
+        begins = True
+        for bundle, start, stop in parts:
+            at = int(self.filled[row])
+            end = at + stop - start
+            if bundle.real:
+                self.tokens[row, at:end] = bundle.tokens[start:stop]
+                self.targets[row, at:end] = bundle.targets[start:stop]
+                self.starts[row, at:end] = bundle.starts[start:stop]
+                self.learn[row, at:end] = bundle.learn[start:stop]
+                self.starts[row, at] |= begins
+            else:
+                self.holes.append((row, at, end))
+            begins = not bundle.real
+            self.filled[row] = end
 
 
 def finish(rows: Rows, cross_documents: bool = False) -> Batch:

@@ -6,10 +6,13 @@ the training step; its element t is the batch of step t, so a stream's whole sta
 process computes its own rows of the global batch and nothing else.
 """
 
+import copy
 import dataclasses
 import hashlib
 import itertools
 import json
+import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,9 +20,9 @@ from typing import Any
 import grain
 import numpy as np
 
-from zaya_jax.config import Config, Data, UserError
-from zaya_jax.data import mix, order, pack, shuffle, sources, storage
-from zaya_jax.data.pack import Batch, Piece
+from zaya_jax.config import Config, UserError
+from zaya_jax.data import mix, order, pack, shuffle, sources, storage, workers
+from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.optim import schedule
 
@@ -30,123 +33,154 @@ OVER_PROCESSES: dict[str, Callable] = {
     "data/retries": np.sum,
     "data/corrupt": np.sum,
 }
-# A source up to this size is shuffled row by row: all its bundles end up in the cache, 4 bytes a token with
-# 16-bit ids.
-WINDOW_TOKENS = 64 << 20
+# Of the machine's memory that one process's bundles may take; beyond it some are read more than once.
+CACHE_SHARE = 1 / 16
+_log = logging.getLogger(__name__)
 
 Store = order.Memory | storage.Prepared
 
 
 class Source:
-    """One source in an era: its store, and the order in which its rows come."""
+    """One source in an era: its store, how that is cut into rows, and the order in which they come."""
 
     def __init__(
-        self, store: Store, data: Data, seq_len: int, batch: int, key: int, most_here: int, lanes: bool
+        self, store: Store, seq_len: int, packing: str, rows: tuple[int, int], key: int, rounds: int
     ) -> None:
         self.store = store
-        self.turns = 1
-        big = lanes or int(store.lengths.sum()) > WINDOW_TOKENS
-        most = None
-        if big:  # lanes may hold at most about half an epoch between them
-            while self.turns < order.LANES_PER_SLOT and len(store.lengths) >= 8 * self.turns * batch:
-                self.turns *= 2
-            most = len(store.lengths) // (2 * self.turns * batch)
-        if data.packing == "concat":
-            layout: order.Tape | order.Plan = order.Tape(store.lengths, seq_len)
+        began = time.perf_counter()
+        if packing == "concat":
+            self.layout: order.Tape | order.Plan = order.Tape(store.num_tokens, seq_len)
         else:
-            layout = order.Plan(store, seq_len, data.packing, store.pieces, most)
-        self.windows = None if big else order.Windows(layout, key)
-        self.lanes = order.Lanes(layout, key, batch * self.turns) if big else None
-        self.batch = batch
-        if big and isinstance(store, storage.Prepared):  # what the lanes here are reading stays in memory
-            store.cache_bytes = max(store.lane_bytes, most_here * self.turns * lane_bytes(store, layout.unit))
-            store.lane_bytes = store.cache_bytes
+            self.layout = order.Plan(store, seq_len, packing)
+        seconds = time.perf_counter() - began
+        if seconds > 5:
+            _log.info("planned %d rows of %s in %.0f s", self.layout.num_rows, store.name, seconds)
+        most, share = rows
+        if self.layout.num_rows < most:
+            _log.warning(
+                "%s has %d rows of %d tokens, fewer than the %d that one batch takes of it: rows come up to %d times "
+                "in a batch", store.name, self.layout.num_rows, seq_len, most, -(-most // self.layout.num_rows),
+            )  # fmt: skip
+        block_rows = order.BLOCK_BUNDLES * store.bundle_tokens // seq_len
+        self.order = order.Order(self.layout.num_rows, most, share, block_rows, key, rounds)
 
-    def spans(self, mixture: mix.Mixture, source: int, step: int, slots: np.ndarray) -> list[list[Piece]]:
-        """What these slots of the step's batch hold, all of which are this source's."""
-        if self.windows is not None:
-            return self.windows.rows(mixture.ranks(step, source)[slots])
-        assert self.lanes is not None
-        lanes = slots + self.batch * (step % self.turns)
-        return self.lanes.rows(lanes, mixture.lane_counts(step, source, slots, self.turns))
+    def spans(self, numbers: np.ndarray) -> list[list[Span]]:
+        """What the rows hold that come as these numbers."""
+        return [self.layout.spans(int(row)) for row in self.order.rows(numbers)]
 
-    def fill(self, rows: pack.Rows, row_ids: np.ndarray, spans: list[list[Piece]]) -> None:
-        """Read what the spans name and put it into these rows."""
-        needed = sorted({bundle for row in spans for bundle, _, _ in row})
-        bundles = self.store.read(needed)
-        for row, pieces in zip(row_ids, spans, strict=True):
-            for bundle, start, stop in pieces:
-                rows.add(row, bundles[bundle], start, stop)
+    def fill(self, rows: pack.Rows, row_ids: np.ndarray, numbers: np.ndarray) -> None:
+        """Read the rows that come as these numbers, and put each into its place."""
+        fill(self.store, rows, row_ids, self.spans(numbers))
+
+    def keep(self, share_here: float) -> None:
+        """Makes room for all that is open at a time in a process that reads so much of the source."""
+        store = self.store
+        if isinstance(store, storage.Prepared) and self.order.block_rows > 1:
+            # What a row lies in and the next, decoded, with two flags a token: all may change bundles at once.
+            each = max(2 * store.bundle_tokens, self.layout.unit_tokens) * (store.manifest["token_bytes"] + 2)
+            machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            wanted = int(self.order.lanes * share_here * each)
+            store.cache_bytes = max(store.cache_bytes, min(wanted, int(machine * CACHE_SHARE)))
 
 
-def lane_bytes(store: storage.Prepared, unit: int) -> int:
-    """Memory that a lane needs not to read a bundle twice: what it is in and the next one, decoded (all lanes may
-    change bundles at once).
-
-    A lane is longer in a long bundle, so their sizes count by themselves: sum of squares over sum.
-    """
-    lengths = store.lengths.astype(np.float64)
-    per_token = store.manifest["token_bytes"] + 2  # and two flags
-    return int((unit + 1.1) * (lengths**2).sum() / lengths.sum() * per_token)
+def fill(store: Store, rows: pack.Rows, row_ids, spans: list[list[Span]]) -> None:
+    """Read what the spans name and put it into these rows."""
+    found = iter(store.parts([span for row in spans for span in row]))
+    for row, pieces in zip(row_ids, spans, strict=True):
+        for _ in pieces:
+            rows.add(row, next(found))
 
 
 @dataclasses.dataclass(frozen=True)
 class Era:
-    """Steps of one context length: orders begin anew with each, since rows are of another size."""
+    """Steps of one context length and packing: orders begin anew with each, since rows are other ones."""
 
+    number: int
     first_step: int
     seq_len: int
+    packing: str
     mixture: mix.Mixture
-    sources: list[Source]
 
 
 class Batches:
     """Random access to the batches of a run: element t is this process's rows of the batch of step t."""
 
     def __init__(
-        self, config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1), lanes: bool = False
+        self,
+        config: Config,
+        tokenizer: Tokenizer,
+        process: tuple[int, int] = (0, 1),
+        rounds: int = order.ROUNDS,
     ) -> None:
-        # `lanes` measures the order of large sources on small ones.
+        # Fewer `rounds` measure the order of large sources on small ones.
         self.data, self.process, self.pad_id = config.data, process, tokenizer.pad_id
+        self._rounds, self._seed, self._tokenizer = rounds, config.run.seed, tokenizer.sha256
+        self._part = 0, 1  # of the process's rows: a worker has its own
         paths, stretches = plan_sources(config)
-        stores = [open_stores(config, path, tokenizer)[0] for path in paths]
-        self.stores = [store for store in stores if isinstance(store, storage.Prepared)]
+        self._all_stores = [open_stores(config, path, tokenizer)[0] for path in paths]
+        self.stores = [store for store in self._all_stores if isinstance(store, storage.Prepared)]
         self.eras: list[Era] = []
-        for seq_len, group in itertools.groupby(stretches, key=lambda item: item[0]):
-            here = [stretch for _, stretch in group]
-            batch = max(s.batch for s in here)
-            most_here = max(len(local_rows(s.batch, process)) for s in here)
-            sources_here = [
-                Source(
-                    store,
-                    config.data,
-                    seq_len,
-                    batch,
-                    shuffle.key(config.run.seed, k, len(self.eras)),
-                    most_here,
-                    lanes,
-                )
-                for k, store in enumerate(stores)
-            ]
-            self.eras.append(Era(here[0].first_step, seq_len, mix.Mixture(here), sources_here))
-        facts: list[Any] = [tokenizer.sha256, [s.fingerprint for s in stores], config.run.seed]
-        facts += [config.data.packing, config.data.cross_documents]
-        facts += [[seq_len, dataclasses.astuple(stretch)] for seq_len, stretch in stretches]
-        self.fingerprint = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+        for (seq_len, packing), group in itertools.groupby(stretches, key=lambda item: item[:2]):
+            here = [stretch for *_, stretch in group]
+            for stretch in here:
+                local_rows(stretch.batch, process)
+            era = Era(len(self.eras), here[0].first_step, seq_len, packing, mix.Mixture(here))
+            self.eras.append(era)
+        self._sources: dict[tuple[int, int], Source] = {}
+        self._fingerprints: dict[int, str] = {}
+
+    def fingerprint(self, step: int) -> str:
+        """Of everything that the batches before a step depend on: of the eras that have begun then."""
+        begun = max(1, sum(era.first_step < step for era in self.eras))
+        if begun not in self._fingerprints:
+            self._fingerprints[begun] = self._facts(self.eras[:begun])
+        return self._fingerprints[begun]
+
+    def _facts(self, eras: list[Era]) -> str:
+        facts: list[Any] = [order.VERSION, self._tokenizer, self._seed, self.data.cross_documents]
+        for era in eras:
+            facts.append([era.number, era.first_step, era.seq_len, era.packing])
+            for stretch in era.mixture.stretches:
+                weights = [
+                    (k, self._all_stores[k].fingerprint, weight)
+                    for k, weight in enumerate(stretch.weights)
+                    if weight
+                ]
+                facts.append([stretch.first_step, stretch.batch, weights])
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+
+    def part(self, index: int, count: int) -> "Batches":
+        """The same batches, of which element t has only the index-th of `count` parts of this process's rows."""
+        one = copy.copy(self)
+        one._part = index, count
+        return one
 
     def __len__(self) -> int:
         return 1 << 48  # epochs without end
 
     def __getitem__(self, step: int) -> Batch:
         era = next(e for e in reversed(self.eras) if e.first_step <= step)
-        slots = np.array(local_rows(era.mixture.at(step)[1].batch, self.process))
+        mine = np.array(local_rows(era.mixture.at(step)[1].batch, self.process))
+        index, count = self._part
+        slots = np.array_split(mine, count)[index]
         rows = pack.Rows(len(slots), era.seq_len, self.pad_id)
         from_source = era.mixture.sources(step)[slots]
-        for k, source in enumerate(era.sources):
+        for k in np.unique(from_source):
             row_ids = np.flatnonzero(from_source == k)
-            if len(row_ids):
-                source.fill(rows, row_ids, source.spans(era.mixture, k, step, slots[row_ids]))
+            numbers = era.mixture.ranks(step, k)[slots[row_ids]]
+            self.source(era, int(k)).fill(rows, row_ids, numbers)
         return pack.finish(rows, self.data.cross_documents)
+
+    def source(self, era: Era, k: int) -> Source:
+        """One of the sources in an era, made when it is first wanted: a packed one is planned then."""
+        if (era.number, k) not in self._sources:
+            store, rows = self._all_stores[k], era.mixture.rows_of(k)
+            key = shuffle.key(self._seed, k, era.number)
+            made = Source(store, era.seq_len, era.packing, rows, key, self._rounds)
+            made.keep(1 / (self.process[1] * self._part[1]))
+            self._sources = {at: held for at, held in self._sources.items() if at[0] == era.number}
+            self._sources[era.number, k] = made
+        return self._sources[era.number, k]
 
     def counters(self) -> dict[str, int]:
         """What reading has met so far, over all sources: records, bytes, retries, corrupt records."""
@@ -157,14 +191,15 @@ class Batches:
 class Stream(Iterator[Batch]):
     """An endless iterator over batches with an exact, small state."""
 
-    def __init__(self, batches: Batches, workers: int = 0) -> None:
+    def __init__(self, batches: Batches, num_workers: int = 0) -> None:
         self.batches = batches
-        self._workers = workers
+        self._num_workers = num_workers
         self._step = 0
         self._iterator: Any = None
         self._waited = 0.0
         self._since = time.perf_counter()
         self._places, self._real = 0, 0
+        self._of_workers = dict.fromkeys(vars(storage.Counters()), 0)  # of those that have ended
 
     def __next__(self) -> Batch:
         begin = time.perf_counter()
@@ -179,22 +214,35 @@ class Stream(Iterator[Batch]):
 
     def get_state(self) -> dict[str, int | str]:
         """What `set_state` needs to go on after the last batch given, on any number of processes and workers."""
-        return {"step": self._step, "fingerprint": self.batches.fingerprint}
+        fingerprint = self.batches.fingerprint(self._step)
+        return {"step": self._step, "order": order.VERSION, "fingerprint": fingerprint}
 
     def set_state(self, state: dict[str, int | str]) -> None:
         """Go on where the state was taken; UserError where data, tokenizer, seed or batch shape are not the
         same.
         """
-        if state.get("fingerprint") != self.batches.fingerprint:
+        if state.get("order") != order.VERSION:
             raise UserError(
-                f"the data is not what this run began with (fingerprint {self.batches.fingerprint}, its "
-                f"checkpoint has "
-                f"{state.get('fingerprint')}): corpus, tokenizer, run.seed or a data.* key that decides "
-                f"batches differ; "
-                "restore them, or start a new workdir"
+                f"this checkpoint was written when data came in another order (version {state.get('order', 1)}, this "
+                f"program has {order.VERSION}), so the run cannot go on exactly; go on with the program that wrote it, "
+                "or begin a new workdir with config.run.init_from naming this run's folder"
+            )
+        expected = self.batches.fingerprint(int(state["step"]))
+        if state.get("fingerprint") != expected:
+            raise UserError(
+                f"the data is not what this run began with (fingerprint {expected}, its checkpoint has "
+                f"{state.get('fingerprint')}): corpus, tokenizer, run.seed or a key that decides "
+                f"batches differs; restore them, or start a new workdir"
             )
         self.close()
         self._step = int(state["step"])
+
+    def counters(self) -> dict[str, int]:
+        """What reading has met so far in this process and its workers."""
+        found = [self.batches.counters(), self._of_workers]
+        if isinstance(self._iterator, workers.Workers):
+            found.append(self._iterator.counters())
+        return {name: sum(c[name] for c in found) for name in found[0]}
 
     def metrics(self) -> dict[str, float]:
         """Since the last call: share of time spent waiting here, share of places filled; and reading's
@@ -206,20 +254,23 @@ class Stream(Iterator[Batch]):
             "data/efficiency": self._real / max(self._places, 1),
         }
         self._waited, self._since, self._places, self._real = 0.0, now, 0, 0
-        counters = self.batches.counters()
+        counters = self.counters()
         return {**out, "data/retries": counters["retries"], "data/corrupt": counters["corrupt"]}
 
     def close(self) -> None:
         """Stop reading ahead; the stream can go on afterwards."""
+        if isinstance(self._iterator, workers.Workers):
+            ended = self._iterator.counters()
+            self._of_workers = {name: self._of_workers[name] + ended[name] for name in ended}
         if self._iterator is not None and hasattr(self._iterator, "close"):
             self._iterator.close()
         self._iterator = None
 
     def _start(self) -> Iterator[Batch]:
+        if self._num_workers:
+            return workers.Workers(self.batches, self._num_workers, self._step, PREFETCH_BATCHES)
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH_BATCHES)
         dataset = grain.MapDataset.source(self.batches)[self._step :].to_iter_dataset(ahead)
-        if self._workers:
-            dataset = dataset.mp_prefetch(grain.MultiprocessingOptions(num_workers=self._workers))
         return iter(dataset)
 
 
@@ -231,42 +282,43 @@ def train_stream(config: Config, tokenizer: Tokenizer, process: tuple[int, int] 
     return Stream(Batches(config, tokenizer, process), config.data.workers)
 
 
-def eval_batches(config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1)) -> list[Batch]:
+def eval_batches(
+    config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1), rows: int | None = None
+) -> list[Batch]:
     """Fixed held-out batches of `eval.windows` windows, an equal share from each source, spread evenly over its text.
 
-    The last batch is filled up with empty rows; without held-out text the list is empty.
+    A batch has `rows` rows over all processes (otherwise the global batch's). The last is filled up with empty rows;
+    without held-out text the list is empty.
     """
     check_tokenizer(config, tokenizer)
     data = config.data
     stores = [open_stores(config, path, tokenizer)[1] for path in plan_sources(config)[0]]
-    stores = [store for store in stores if len(store.lengths)]
-    rows: list[tuple[Store, list[Piece]]] = []
+    stores = [store for store in stores if store.num_tokens]
+    chosen: list[tuple[Store, list[Span]]] = []
     for k, store in enumerate(stores):
         share = config.eval.windows * (k + 1) // len(stores) - config.eval.windows * k // len(stores)
-        windows = order.Windows(order.Tape(store.lengths, data.seq_len), 0)
-        share = min(share, windows.num_rows)
-        chosen = np.arange(share) * windows.num_rows // max(share, 1)
-        rows += [(store, spans) for spans in windows.windows(chosen)]
-    mine = local_rows(data.global_batch, process)
+        tape = order.Tape(store.num_tokens, data.seq_len)
+        share = min(share, tape.num_rows)
+        chosen += [(store, tape.spans(n * tape.num_rows // share)) for n in range(share)]
+    rows = rows or data.global_batch
+    mine = local_rows(rows, process)
     batches = []
-    for begin in range(0, len(rows), data.global_batch):
+    for begin in range(0, len(chosen), rows):
         filled = pack.Rows(len(mine), data.seq_len, tokenizer.pad_id)
-        for row, (store, spans) in enumerate(rows[begin : begin + data.global_batch][mine.start : mine.stop]):
-            bundles = store.read(sorted({bundle for bundle, _, _ in spans}))
-            for bundle, start, stop in spans:
-                filled.add(row, bundles[bundle], start, stop)
+        for row, (store, spans) in enumerate(chosen[begin : begin + rows][mine.start : mine.stop]):
+            fill(store, filled, [row], [spans])
         batches.append(pack.finish(filled, data.cross_documents))
     return batches
 
 
-def plan_sources(config: Config) -> tuple[list[str], list[tuple[int, mix.Stretch]]]:
-    """(paths of all sources, (context length, stretch) of each part of the run) from data.* and
+def plan_sources(config: Config) -> tuple[list[str], list[tuple[int, str, mix.Stretch]]]:
+    """(paths of all sources, (context length, packing, stretch) of each part of the run) from data.* and
     schedule.phases.
     """
     default = mix.parse(config.data.mixture) or {config.data.path: 1.0}
     if not config.schedule.phases:
         stretch = mix.Stretch(0, config.data.global_batch, tuple(default.values()))
-        return list(default), [(config.data.seq_len, stretch)]
+        return list(default), [(config.data.seq_len, config.data.packing, stretch)]
     segments = schedule.make_plan(config).segments
     named = [
         mix.parse(s.phase.mixture, f"config.schedule.phases[{s.phase_index}].mixture") or default
@@ -276,7 +328,8 @@ def plan_sources(config: Config) -> tuple[list[str], list[tuple[int, mix.Stretch
     stretches = []
     for segment, weights in zip(segments, named, strict=True):
         row = tuple(weights.get(path, 0.0) for path in paths)
-        stretches.append((segment.phase.seq_len, mix.Stretch(segment.first_step - 1, segment.sequences, row)))
+        stretch = mix.Stretch(segment.first_step - 1, segment.sequences, row)
+        stretches.append((segment.phase.seq_len, segment.phase.packing, stretch))
     return paths, stretches
 
 
@@ -313,7 +366,7 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Store,
                 f"{path} was prepared with another tokenizer ({made['kind']}, {made['vocab_size']} ids) than "
                 f"config.data.tokenizer={config.data.tokenizer!r}; set that to {storage.join(path, 'tokenizer')}"
             )
-        if not len(shards.lengths):
+        if not shards.num_tokens:
             raise UserError(f"{path} holds no training tokens; prepare it with more input")
         return shards, storage.Prepared(path, "held_out", config.data.on_corrupt)
     key = (path, tokenizer.sha256)

@@ -19,8 +19,9 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TextIO
 
+import google_crc32c
 import numpy as np
 
 from zaya_jax.config import UserError
@@ -94,7 +95,8 @@ def run_task(
 ) -> None:
     """Tokenise one task's input into its shards and record it; `count(bytes, tokens)` is told of progress."""
     tokenizer = tokenizers.load(pathlib.Path(directory) / tokens_lib.TOKENIZER)
-    task = _Task(number, pathlib.Path(directory), tokenizer, options)
+    plan = json.loads((pathlib.Path(directory) / WORK / "plan.json").read_bytes())
+    task = _Task(number, pathlib.Path(directory), tokenizer, options, _corpus(plan))
     for part in parts:
         for document_tokens in task.add(part):
             count(0, document_tokens)
@@ -105,8 +107,11 @@ def run_task(
 class _Task:
     """The writers and counts of one task."""
 
-    def __init__(self, number: int, directory: pathlib.Path, tokenizer: Tokenizer, options: Options) -> None:
+    def __init__(
+        self, number: int, directory: pathlib.Path, tokenizer: Tokenizer, options: Options, corpus: int
+    ) -> None:
         self._number, self._directory, self._tokenizer, self._options = number, directory, tokenizer, options
+        self._corpus = corpus
         self._chat = chat.Format(tokenizer)
         self._writers: dict[str, ShardWriter] = {}
         self._outcomes = trim.Counts()
@@ -139,11 +144,7 @@ class _Task:
 
     def commit(self) -> None:
         """Put the shards on disk, record the task, then give the shards their names."""
-        entries = []
-        for split in tokens_lib.SPLITS:
-            if split in self._writers:
-                entry = self._writers[split].close()
-                entries.append({**entry, "split": split, "index": entry["index"].tobytes().hex()})
+        entries = [self._writers[s].close() for s in tokens_lib.SPLITS if s in self._writers]
         record = {
             "shards": entries, "sources": self._sources, "trim": dict(self._outcomes), "bad": self._bad,
             "empty": self._empty,
@@ -179,8 +180,9 @@ class _Task:
     def _write(self, part: Part, name: str, document: Document) -> int:
         split = "held_out" if sources.held_out(name, self._options.held_out) else "train"
         if split not in self._writers:
-            path = self._directory / f"{split}-{self._number:05d}.arrayrecord"
-            self._writers[split] = ShardWriter(path, self._tokenizer.dtype)
+            kind = tokens_lib.SPLITS.index(split)
+            path = self._directory / tokens_lib.shard_name(kind, self._number)
+            self._writers[split] = ShardWriter(path, self._tokenizer.dtype, self._corpus, kind, self._number)
         self._writers[split].add(document)
         source = self._sources[part.name]
         source[0] += 1
@@ -203,6 +205,12 @@ def _plan(options: Options, paths: list[str]) -> dict[str, Any]:
         "files": files,
         "version": tokens_lib.VERSION,
     }
+
+
+def _corpus(plan: dict[str, Any]) -> int:
+    """What tells this preparation's shards from all others: not where the input lies, or since when."""
+    files = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
+    return tokens_lib.corpus_id({**plan, "inputs": None, "files": files})
 
 
 def _same_plan(path: pathlib.Path, plan: dict[str, Any], out: str) -> None:
@@ -330,56 +338,80 @@ def _run(
 def _finish(
     directory: pathlib.Path, tokenizer: Tokenizer, plan: dict[str, Any], num_tasks: int
 ) -> dict[str, Any]:
-    records = [json.loads((directory / WORK / f"task-{n:05d}.json").read_bytes()) for n in range(num_tasks)]
-    shards: list[dict[str, Any]] = []
-    indices: list[np.ndarray] = []
-    for entry in (entry for record in records for entry in record["shards"]):
-        index = np.frombuffer(bytes.fromhex(entry["index"]), tokens_lib.INDEX_TYPE).copy()
-        index["shard"] = len(shards)
-        indices.append(index)
-        shards.append({k: v for k, v in entry.items() if k not in ("index", "partial")})
-    if not any(s["split"] == "train" for s in shards):
+    """Put the tasks' records together, one at a time: a large corpus has hundreds of thousands."""
+    shards = np.zeros(2 * num_tasks, tokens_lib.SHARD_TYPE)
+    num_shards, bad, empty = 0, 0, 0
+    bad_examples: list[str] = []
+    outcomes: collections.Counter[str] = collections.Counter()
+    sources_part = directory / WORK / tokens_lib.SOURCES
+    with sources_part.open("w", encoding="utf-8") as file:
+        last: list[Any] | None = None  # a file's parts follow one another, some in the next task
+        for number in range(num_tasks):
+            record = json.loads((directory / WORK / f"task-{number:05d}.json").read_bytes())
+            for entry in record["shards"]:
+                for name in tokens_lib.SHARD_TYPE.names or ():
+                    shards[num_shards][name] = entry[name]
+                num_shards += 1
+            for name, (documents, count) in record["sources"].items():
+                if last is not None and last[0] == name:
+                    last[1], last[2] = last[1] + documents, last[2] + count
+                    continue
+                _write_source(file, last)
+                last = [name, documents, count]
+            bad, empty = bad + len(record["bad"]), empty + record["empty"]
+            bad_examples += record["bad"][: 20 - len(bad_examples)]
+            outcomes.update(record["trim"])
+        _write_source(file, last)
+        file.flush()
+        os.fsync(file.fileno())
+    shards = shards[:num_shards]
+    of_split = {name: shards[shards["split"] == i] for i, name in enumerate(tokens_lib.SPLITS)}
+    if not len(of_split["train"]):
         shutil.rmtree(directory / WORK)
         raise UserError(
             "the input has no document for training: every file is empty, undecodable, dropped or held out"
         )
-    index = np.concatenate(indices)
-    content = index.tobytes()
-    tokens_lib.write_atomically(directory / tokens_lib.INDEX, content)
-    files: dict[str, list[int]] = {}
-    for record in records:
-        for name, (documents, count) in record["sources"].items():
-            held = files.setdefault(name, [0, 0])
-            held[0] += documents
-            held[1] += count
-    outcomes = sum((collections.Counter(r["trim"]) for r in records), collections.Counter())
-    crc, _ = tokens_lib.checksum(directory / tokens_lib.INDEX)
+    content = np.concatenate(list(of_split.values())).tobytes()
+    tokens_lib.write_atomically(directory / tokens_lib.SHARDS, content)
+    sources_crc, _ = tokens_lib.checksum(sources_part)
+    sources_part.rename(directory / tokens_lib.SOURCES)
+    width = np.dtype(tokenizer.dtype).itemsize
     manifest: dict[str, Any] = {
         "format": tokens_lib.FORMAT,
         "version": tokens_lib.VERSION,
+        "corpus": _corpus(plan),
         "tokenizer": {
             "kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "sha256": tokenizer.sha256,
             "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id,
         },
-        "token_bytes": np.dtype(tokenizer.dtype).itemsize,
+        "token_bytes": width,
+        "bundle_tokens": tokens_lib.BUNDLE_BYTES // width,
         "totals": {
             split: {
-                key: sum(s[key] for s in shards if s["split"] == split)
-                for key in ("tokens", "documents", "bundles", "bytes")
+                "shards": len(held),
+                **{key: int(held[key].sum()) for key in ("tokens", "documents", "bundles", "bytes")},
             }
-            for split in tokens_lib.SPLITS
+            for split, held in of_split.items()
         },
         "trim": {"context": plan["context"], **dict(outcomes)} if outcomes else None,
-        "bad": sum(len(r["bad"]) for r in records),
-        "bad_examples": [line for r in records for line in r["bad"]][:20],
-        "storage_factor": tokens_lib.storage_factor(index, np.dtype(tokenizer.dtype).itemsize),
+        "bad": bad,
+        "bad_examples": bad_examples,
+        "empty": empty,
+        "storage_factor": int(shards["pages"].sum())
+        * tokens_lib.PAGE_BYTES
+        / (int(shards["tokens"].sum()) * width),
         "page_bytes": tokens_lib.PAGE_BYTES,
-        "sources": [{"name": n, "documents": d, "tokens": t} for n, (d, t) in sorted(files.items())],
-        "shards": shards,
-        "index_crc32c": f"{crc:08x}",
+        "shards_crc32c": google_crc32c.value(content),
+        "sources_crc32c": sources_crc,
         "plan": tokens_lib.manifest_hash(plan),
     }  # fmt: skip
     manifest["sha256"] = tokens_lib.manifest_hash(manifest)
     tokens_lib.write_atomically(directory / tokens_lib.MANIFEST, json.dumps(manifest, indent=1).encode())
     shutil.rmtree(directory / WORK)
     return manifest
+
+
+def _write_source(file: TextIO, source: list[Any] | None) -> None:
+    if source is not None:
+        name, documents, count = source
+        file.write(json.dumps({"name": name, "documents": documents, "tokens": count}) + "\n")

@@ -11,17 +11,18 @@ import numpy as np
 ROUNDS = 4
 
 
-def permute(indices: np.ndarray, size: int, keys: np.ndarray | int) -> np.ndarray:
-    """The places of `indices` (all below `size`) in the permutation of range(size) that the key of each
+def permute(indices: np.ndarray, size: np.ndarray | int, keys: np.ndarray | int) -> np.ndarray:
+    """The places of `indices` (each below its `size`) in the permutation of range(size) that the key of each
     names.
     """
-    indices = np.asarray(indices, np.uint64)
-    keys = np.broadcast_to(np.asarray(keys, np.uint64), indices.shape)
-    half = np.uint64(max(1, (max(int(size) - 1, 1).bit_length() + 1) // 2))
-    out = indices.copy()
+    out = np.array(indices, np.uint64)
+    keys = np.broadcast_to(np.asarray(keys, np.uint64), out.shape)
+    size = np.broadcast_to(np.asarray(size, np.uint64), out.shape)
+    bits = np.frexp(np.maximum(size.astype(np.int64) - 1, 1).astype(np.float64))[1]  # exact below 2^53
+    half = ((bits + 1) // 2).astype(np.uint64)
     walking = np.ones(out.shape, bool)
     while walking.any():
-        out[walking] = _feistel(out[walking], keys[walking], half)
+        out[walking] = _feistel(out[walking], keys[walking], half[walking])
         walking &= out >= size
     return out.astype(np.int64)
 
@@ -39,7 +40,7 @@ def keys(parts: tuple[int, ...], last: np.ndarray) -> np.ndarray:
     return _mix(np.uint64(key(*parts)) ^ np.asarray(last, np.uint64))
 
 
-def _feistel(values: np.ndarray, keys: np.ndarray, half: np.uint64) -> np.ndarray:
+def _feistel(values: np.ndarray, keys: np.ndarray, half: np.ndarray) -> np.ndarray:
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & mask
     for i in range(ROUNDS):

@@ -13,7 +13,8 @@ import time
 
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, tokenizers
-from zaya_jax.data.tokens import PAGE_BYTES
+from zaya_jax.data.order import TURNS
+from zaya_jax.data.tokens import PAGE_BYTES, SUFFIX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,16 +89,17 @@ def measure(config: Config, directory: str, seconds: float, cold: bool) -> Readi
     if tokenizer.vocab_size > config.model.vocab_size:
         model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
         config = dataclasses.replace(config, model=model)
-    batches = pipeline.Batches(config, tokenizer, lanes=True)
+    # As in a large source: blocks of several bundles, and what is open stays in memory.
+    batches = pipeline.Batches(config, tokenizer, rounds=1)
     (store,) = batches.stores
-    # As in a large source: what the lanes are reading is kept, and nothing else.
-    turns = batches.eras[0].sources[0].turns
-    store.cache_bytes = data.global_batch * turns * pipeline.lane_bytes(store, 1)
-    for path in sorted(pathlib.Path(directory).glob("*.arrayrecord")):
+    store.cache_bytes = 0
+    source = batches.source(batches.eras[0], 0)
+    for path in sorted(pathlib.Path(directory).glob(f"*{SUFFIX}")):
         _forget(path) if cold else path.read_bytes()
-    epoch = int(store.lengths.sum()) // (data.global_batch * data.seq_len)
-    begin_step = 3 * epoch // turns * turns  # lanes begin together and drift apart, as they are in a long run
-    for step in range(begin_step, begin_step + turns):  # opens shards, and each lane's bundle of the moment
+    epoch = source.layout.num_rows // data.global_batch
+    turns = min(TURNS, epoch)
+    begin_step = 3 * epoch  # all blocks begin together: measure from the start of an epoch
+    for step in range(begin_step, begin_step + turns):  # opens shards, and the bundles of the moment
         batches[step]
     io, faults, begin, tokens, step = _io(), _faults(), time.perf_counter(), 0, begin_step + turns
     until = begin_step + epoch if cold else 1 << 40  # a second epoch is warm

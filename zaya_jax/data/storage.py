@@ -1,47 +1,40 @@
-"""Prepared shards wherever they lie: one store over local files, gs:// and anything that fsspec reaches
-(s3://, ...).
+"""Prepared shards wherever they lie: one store over local files and anything that fsspec reaches (s3://, gs://, ...).
 
-Local files and gs:// are read by ArrayRecord; other addresses by byte ranges, whose places the index knows. A
-failed read is retried with a growing pause and counted. A record that is not what was written is named, and
-then either ends the run or leaves padding where its tokens were, as the caller chose.
+What a start reads is the manifest and the table of shards, some fifty bytes a shard; a shard's own tables are read
+when something of it is wanted. A failed read is retried with a growing pause and counted. Only what the bytes
+themselves prove is damage: a record that is not what was written is named, and then either ends the run or leaves
+padding where its tokens were, as the caller chose.
 """
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import logging
+import os
 import pathlib
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import fsspec
 import google_crc32c
 import numpy as np
-from array_record.python import array_record_module
 
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.data import tokens as tokens_lib
+from zaya_jax.data.pack import Part, Span
 from zaya_jax.data.sources import Bundle
-from zaya_jax.data.tokens import CorruptRecord
+from zaya_jax.data.tokens import CorruptRecord, Place
 
-# Record by record: larger buffers make ArrayRecord read up to 40% more than the record.
-READER_OPTIONS, READER_BUFFER = "readahead_buffer_size:0,max_parallelism:0", 8 << 10
 ATTEMPTS, FIRST_PAUSE, GREATEST_PAUSE = 6, 0.25, 8.0
 READ_THREADS = 16
-# ArrayRecord raises RuntimeErrors for damage and for failing storage alike; these words are of the latter.
-PASSING = (
-    "Input/output",
-    "timed out",
-    "Connection",
-    "temporar",
-    "UNAVAILABLE",
-    "DEADLINE",
-    "EXHAUSTED",
-    "No such file",
-)
+OPEN_FILES = 64  # shards that stay open; with what their readers hold, well below the usual limit of 1,024
 CACHE_BYTES = 256 << 20
+TABLES = 256  # shards whose tables stay in memory, some tens of KiB each
+# What waiting does not mend.
+FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _log = logging.getLogger(__name__)
 
 
@@ -55,61 +48,70 @@ class Counters:
     corrupt: int = 0
 
 
-class Shard(Protocol):
-    """One shard's records, by number or all of them by place."""
+class OpenFiles:
+    """Local files kept open for reading at any place, a bounded number of them."""
 
-    def read(self, numbers: Sequence[int]) -> list[bytes]:
-        """The records of these numbers."""
-        ...
-
-
-class ArrayRecordShard:
-    """A shard that ArrayRecord opens itself."""
-
-    def __init__(self, url: str, num_records: int, num_bytes: int) -> None:
-        if is_local(url):
-            found = pathlib.Path(url).stat().st_size
-            if found != num_bytes:
-                raise CorruptRecord(
-                    url.rsplit("/", 1)[-1], -1, f"the shard has {found} bytes instead of {num_bytes}"
-                )
-        self._reader = array_record_module.ArrayRecordReader(
-            url, READER_OPTIONS, file_reader_buffer_size=READER_BUFFER
-        )
-        found = self._reader.num_records()
-        if found != num_records:
-            self._reader.close()
-            raise CorruptRecord(
-                url.rsplit("/", 1)[-1], found, f"{found} records instead of {num_records}: truncated?"
-            )
+    def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._idle: collections.OrderedDict[str, int] = collections.OrderedDict()
 
-    def read(self, numbers: Sequence[int]) -> list[bytes]:
-        """The records of these numbers, in their order."""
+    @contextlib.contextmanager
+    def use(self, path: str) -> Iterator[int]:
+        """The descriptor of a file, that of an earlier use where nobody else has it now."""
         with self._lock:
-            return self._reader.read(list(numbers))
+            descriptor = self._idle.pop(path, None)
+        if descriptor is None:
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        with self._lock:
+            other = self._idle.pop(path, None)
+            self._idle[path] = descriptor
+            surplus = [self._idle.popitem(last=False)[1] for _ in range(len(self._idle) - OPEN_FILES)]
+        for old in surplus if other is None else [*surplus, other]:
+            os.close(old)
+
+    def close(self) -> None:
+        """Close all that nobody uses."""
+        with self._lock:
+            idle, self._idle = list(self._idle.values()), collections.OrderedDict()
+        for descriptor in idle:
+            os.close(descriptor)
 
 
-class RangeShard:
-    """A shard read by byte ranges through fsspec."""
+_files = OpenFiles()
 
-    def __init__(self, url: str, offsets: np.ndarray, sizes: np.ndarray) -> None:
-        self._files, self._path = fsspec.core.url_to_fs(url)
-        self._offsets, self._sizes = offsets, sizes
 
-    def read(self, numbers: Sequence[int]) -> list[bytes]:
-        """The records of these numbers, in their order, fetched together."""
-        starts = [int(self._offsets[n]) for n in numbers]
-        ends = [s + tokens_lib.raw_size(s, int(self._sizes[n])) for s, n in zip(starts, numbers, strict=True)]
-        raws = self._files.cat_ranges([self._path] * len(starts), starts, ends)
-        for raw in raws:
-            if isinstance(raw, Exception):
-                raise raw
-        return [tokens_lib.strip_blocks(bytes(raw), start) for raw, start in zip(raws, starts, strict=True)]
+def read_ranges(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+    """The bytes of each (start, stop) of a file; fewer where it ends before."""
+    if is_local(url):
+        with _files.use(url) as file:
+            return [_pread(file, start, stop) for start, stop in ranges]
+    files, path = fsspec.core.url_to_fs(url)
+    starts, stops = zip(*ranges, strict=True)
+    raws = files.cat_ranges([path] * len(ranges), list(starts), list(stops))
+    for raw in raws:
+        if isinstance(raw, Exception):
+            raise raw
+    return [bytes(raw) for raw in raws]
+
+
+def _pread(file: int, start: int, stop: int) -> bytes:
+    parts = []
+    while start < stop:  # a call gives at most 2 GiB, and may give less
+        part = os.pread(file, stop - start, start)
+        if not part:
+            break
+        parts.append(part)
+        start += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 class Prepared:
-    """One split of a prepared directory: bundles by number, with retries, checksums and a bounded cache."""
+    """One split of a prepared directory as a tape of tokens, with retries, checksums and a bounded cache."""
 
     def __init__(
         self, directory: str, split: str = "train", on_corrupt: str = "stop", cache_bytes: int | None = None
@@ -117,51 +119,88 @@ class Prepared:
         self.name, self.split, self.on_corrupt = directory, split, on_corrupt
         self.counters = Counters()
         self.manifest = load_manifest(directory)
-        self.shards = [s for s in self.manifest["shards"] if s["split"] == split]
-        index = load_index(directory, self.manifest)
-        numbers = [i for i, s in enumerate(self.manifest["shards"]) if s["split"] == split]
-        index = index[np.isin(index["shard"], numbers)]
-        self.index = index
-        self.lengths = index["tokens"].astype(np.int64)
-        self.shard_of = np.searchsorted(np.array(numbers, np.int64), index["shard"])
-        bundles = np.array([s["bundles"] for s in self.shards], np.int64)
-        self.first_bundle = np.cumsum(bundles) - bundles
+        table = load_shards(directory, self.manifest)
+        self.shards = table[table["split"] == tokens_lib.SPLITS.index(split)]
+        self.first_token = np.append(0, np.cumsum(self.shards["tokens"].astype(np.int64)))
+        self.bundle_tokens = int(self.manifest["bundle_tokens"])
         self.fingerprint = f"{self.manifest['sha256']}/{split}"
         self.cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
-        self.lane_bytes = 0  # the part of it that lanes asked for
-        self._cache: collections.OrderedDict[int, Bundle] = collections.OrderedDict()
-        self._cached_bytes = 0
-        self._open: dict[int, Shard] = {}
-        self._pieces: dict[int, list[np.ndarray]] = {}
-        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._fresh()
+
+    def _fresh(self) -> None:
         self._lock = threading.Lock()
+        self._cache: collections.OrderedDict[tuple[int, int], Bundle] = collections.OrderedDict()
+        self._cached_bytes = 0
+        self._places: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {
-            "_cache": collections.OrderedDict(),
-            "_cached_bytes": 0,
-            "_open": {},
-            "_pool": None,
-            "_lock": None,
-        }
-        return {**self.__dict__, **fresh}
+        own = ("_lock", "_cache", "_cached_bytes", "_places", "_pool")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._lock = threading.Lock()
+        self._fresh()
 
-    def read(self, bundles: list[int]) -> dict[int, Bundle]:
-        """The bundles of these numbers, from the cache or from storage (many shards at once)."""
-        out: dict[int, Bundle] = {}
-        with self._lock:
-            for b in bundles:
-                if b in self._cache:
-                    self._cache.move_to_end(b)
-                    out[b] = self._cache[b]
+    @property
+    def num_tokens(self) -> int:
+        """Tokens on the tape."""
+        return int(self.first_token[-1])
+
+    @property
+    def num_shards(self) -> int:
+        """Shards of this split."""
+        return len(self.shards)
+
+    def file(self, shard: int) -> str:
+        """A shard's file name."""
+        return tokens_lib.shard_name(int(self.shards["split"][shard]), int(self.shards["task"][shard]))
+
+    def lengths(self, shard: int) -> np.ndarray:
+        """The tokens of each document of a shard."""
+        entry = self.shards[shard]
+        try:
+            found = self._table(shard, tokens_lib.LENGTHS, int(entry["lengths_at"]), int(entry["documents"]))
+        except CorruptRecord as error:
+            raise StorageError(
+                f"{self.name}: {error}; packing cannot do without it: restore the shard"
+            ) from None
+        return found
+
+    def parts(self, spans: Sequence[Span]) -> list[list[Part]]:
+        """For each (start, stop) of the tape: the pieces of bundles that it is, one after another."""
+        wanted = [list(self._bundles_of(*span)) for span in spans]
+        bundles = self._read([key for pieces in wanted for key, _, _ in pieces])
+        return [[(bundles[key], start, stop) for key, start, stop in pieces] for pieces in wanted]
+
+    def _bundles_of(self, start: int, stop: int) -> Iterator[tuple[tuple[int, int], int, int]]:
+        """((shard, bundle), start, stop) of each bundle that a stretch of the tape touches."""
+        shard = int(np.searchsorted(self.first_token, start, side="right")) - 1
+        while start < stop:
+            if start >= self.first_token[shard + 1]:
+                shard += 1
+                continue
+            first = int(self.first_token[shard])
+            bundle, inside = divmod(start - first, self.bundle_tokens)
+            size = min(stop - start, self._size(shard, bundle) - inside)
+            yield (shard, bundle), inside, inside + size
+            start += size
+
+    def _size(self, shard: int, bundle: int) -> int:
+        """Tokens of a bundle."""
+        return min(self.bundle_tokens, int(self.shards["tokens"][shard]) - bundle * self.bundle_tokens)
+
+    def _read(self, keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Bundle]:
+        """Bundles from the cache or from storage (many shards at once)."""
+        out: dict[tuple[int, int], Bundle] = {}
         by_shard: dict[int, list[int]] = {}
-        for b in bundles:
-            if b not in out:
-                by_shard.setdefault(int(self.shard_of[b]), []).append(b)
+        with self._lock:
+            for key in dict.fromkeys(keys):
+                if key in self._cache:
+                    self._cache.move_to_end(key)
+                    out[key] = self._cache[key]
+                else:
+                    by_shard.setdefault(key[0], []).append(key[1])
         if len(by_shard) > 1:
             if self._pool is None:
                 self._pool = concurrent.futures.ThreadPoolExecutor(READ_THREADS, "bundles")
@@ -173,59 +212,66 @@ class Prepared:
             self._keep(part)
         return out
 
-    def piece_lengths(self, shard: int) -> np.ndarray:
-        """The tokens of each document piece of a shard."""
-        entry = self.shards[shard]
+    def _read_shard(self, shard: int, bundles: list[int], again: bool = False) -> dict:
         try:
-            record = self._with_retries(shard, lambda s: s.read([entry["bundles"]])[0])
-            lengths = tokens_lib.decode_lengths(record, entry["file"], entry["bundles"])
-        except CorruptRecord as error:
-            raise StorageError(
-                f"{self.name}: {error}; packing cannot do without it: restore the shard"
-            ) from None
-        return lengths
-
-    def pieces(self, bundle: int) -> np.ndarray:
-        """The tokens of each document piece of a bundle."""
-        shard = int(self.shard_of[bundle])
-        if shard not in self._pieces:
-            first = int(self.first_bundle[shard])
-            counts = self.index["pieces"][first : first + self.shards[shard]["bundles"]]
-            self._pieces[shard] = np.split(self.piece_lengths(shard), np.cumsum(counts)[:-1])
-        return self._pieces[shard][bundle - int(self.first_bundle[shard])]
-
-    def _read_shard(self, shard: int, bundles: list[int], again: bool = False) -> dict[int, Bundle]:
-        first = int(self.first_bundle[shard])
-        entry = self.shards[shard]
-        try:
-            records = self._with_retries(shard, lambda s: s.read([b - first for b in bundles]))
+            places = self._places_of(shard)
+            ranges = [(int(places[b]), int(places[b + 1])) for b in bundles]
+            records = self._with_retries(shard, ranges)
             with self._lock:
                 self.counters.records += len(records)
                 self.counters.bytes += sum(map(len, records))
-            found = [
-                self._decode(entry["file"], b, b - first, r) for b, r in zip(bundles, records, strict=True)
-            ]
-            return dict(zip(bundles, found, strict=True))
+            return {
+                (shard, b): self._decode(shard, b, record) for b, record in zip(bundles, records, strict=True)
+            }
         except CorruptRecord as error:
             if len(bundles) > 1:  # one by one, to blame no sound neighbour
-                return {b: self._read_shard(shard, [b])[b] for b in bundles}
-            if not again:  # the transfer may have damaged it
-                self._open.pop(shard, None)
+                return {key: found for b in bundles for key, found in self._read_shard(shard, [b]).items()}
+            if not again:  # the transfer may have damaged it, or the file was restored
+                _files.close()
                 return self._read_shard(shard, bundles, again=True)
-            return {bundles[0]: self._corrupt(bundles[0], error)}
+            return {(shard, bundles[0]): self._corrupt(shard, bundles[0], error)}
 
-    def _decode(self, shard: str, bundle: int, number: int, record: bytes) -> Bundle:
-        decoded = tokens_lib.decode_bundle(record, shard, number)
-        if len(decoded) != self.lengths[bundle]:
-            raise CorruptRecord(
-                shard, number, f"{len(decoded)} tokens, the index says {self.lengths[bundle]}"
-            )
+    def _places_of(self, shard: int) -> np.ndarray:
+        """Where each bundle of a shard begins in its file, and the last one ends."""
+        with self._lock:
+            if shard in self._places:
+                self._places.move_to_end(shard)
+                return self._places[shard]
+        entry = self.shards[shard]
+        found = self._table(shard, tokens_lib.PLACES, int(entry["places_at"]), int(entry["bundles"]) + 1)
+        with self._lock:
+            self._places[shard] = found
+            while len(self._places) > TABLES:
+                self._places.popitem(last=False)
+        return found
+
+    def _table(self, shard: int, magic: bytes, at: int, count: int) -> np.ndarray:
+        """One of the tables behind a shard's bundles."""
+        for attempt in (1, 2):  # the transfer may have damaged it
+            (record,) = self._with_retries(shard, [(at, at + tokens_lib.numbers_size(count))])
+            try:
+                return tokens_lib.decode_numbers(record, magic, self.file(shard), self._place(shard, 0))
+            except CorruptRecord:
+                if attempt == 2:
+                    raise
+        raise AssertionError
+
+    def _place(self, shard: int, number: int) -> Place:
+        split, task = int(self.shards["split"][shard]), int(self.shards["task"][shard])
+        return Place(self.manifest["corpus"], tokens_lib.shard_id(split, task), number)
+
+    def _decode(self, shard: int, bundle: int, record: bytes) -> Bundle:
+        name = self.file(shard)
+        decoded = tokens_lib.decode_bundle(record, name, self._place(shard, bundle))
+        if len(decoded) != self._size(shard, bundle):
+            why = f"{len(decoded)} tokens, the table of shards says {self._size(shard, bundle)}"
+            raise CorruptRecord(name, f"record {bundle}", why)
         return decoded
 
-    def _corrupt(self, bundle: int, error: CorruptRecord) -> Bundle:
-        shard = int(self.shard_of[bundle])
-        number = bundle - int(self.first_bundle[shard])
-        what = f"corrupt record {number} of shard {self.shards[shard]['file']} in {self.name}: {error.why}"
+    def _corrupt(self, shard: int, bundle: int, error: CorruptRecord) -> Bundle:
+        what = f"corrupt record {bundle} of shard {self.file(shard)} in {self.name}: {error.why}"
+        if not error.record.endswith(f" {bundle}"):
+            what += f" ({error.record})"
         with self._lock:
             self.counters.corrupt += 1
         if self.on_corrupt != "skip":
@@ -233,65 +279,55 @@ class Prepared:
                 f"{what}; restore the shard (--verify of prepare_data checks all), or set "
                 f"data.on_corrupt to 'skip'"
             )
-        _log.warning("%s; its %d tokens become padding", what, self.lengths[bundle])
-        count = int(self.lengths[bundle])
+        count = self._size(shard, bundle)
+        _log.warning("%s; its %d tokens become padding", what, count)
         nothing = np.zeros(count, bool)
         zeros = np.zeros(count, np.uint16)
         return Bundle(zeros, zeros, nothing, nothing, real=False)
 
-    def _with_retries(self, shard: int, read: Callable[[Shard], Any]) -> Any:
-        entry = self.shards[shard]
-        pause = FIRST_PAUSE
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                return read(self._shard(shard))
-            except CorruptRecord:
-                raise
-            except Exception as error:  # storage clients raise what they like
-                self._open.pop(shard, None)
-                why = " ".join(str(error).split())[:200] or type(error).__name__
-                if isinstance(error, (RuntimeError, ValueError)) and not any(w in why for w in PASSING):
-                    raise CorruptRecord(entry["file"], -1, why) from None  # ArrayRecord's word for damage
-                if attempt == ATTEMPTS or "No such file" in why or isinstance(error, FileNotFoundError):
-                    raise StorageError(f"cannot read shard {entry['file']} of {self.name}: {why}") from None
-                with self._lock:
-                    self.counters.retries += 1
-                _log.warning(
-                    "reading %s failed (%s); attempt %d follows in %.2f s",
-                    entry["file"],
-                    why,
-                    attempt + 1,
-                    pause,
-                )
-                time.sleep(pause)
-                pause = min(2 * pause, GREATEST_PAUSE)
-        raise AssertionError
+    def _with_retries(self, shard: int, ranges: list[tuple[int, int]]) -> list[bytes]:
+        def again(why: str, attempt: int, pause: float) -> None:
+            with self._lock:
+                self.counters.retries += 1
+            _log.warning(
+                "reading %s failed (%s); attempt %d follows in %.2f s",
+                self.file(shard), why, attempt, pause,
+            )  # fmt: skip
 
-    def _shard(self, shard: int) -> Shard:
-        found = self._open.get(shard)
-        if found is None:
-            entry = self.shards[shard]
-            url = join(self.name, entry["file"])
-            if is_local(url) or url.startswith("gs://"):
-                found = ArrayRecordShard(url, entry["bundles"] + 1, entry["bytes"])
-            else:
-                rows = self.index[self.shard_of == shard]
-                offsets = np.append(rows["offset"].astype(np.int64), entry["lengths_offset"])
-                found = RangeShard(
-                    url, offsets, np.append(rows["size"].astype(np.int64), entry["lengths_size"])
-                )
-            self._open[shard] = found
-        return found
+        url = join(self.name, self.file(shard))
+        return retried(lambda: read_ranges(url, ranges), f"shard {self.file(shard)} of {self.name}", again)
 
-    def _keep(self, part: dict[int, Bundle]) -> None:
+    def _keep(self, part: dict[tuple[int, int], Bundle]) -> None:
         with self._lock:
-            for b, bundle in part.items():
-                if b not in self._cache:
-                    self._cache[b] = bundle
+            for key, bundle in part.items():
+                if key not in self._cache:
+                    self._cache[key] = bundle
                     self._cached_bytes += bundle.num_bytes
             while self._cached_bytes > self.cache_bytes and len(self._cache) > 1:
                 _, old = self._cache.popitem(last=False)
                 self._cached_bytes -= old.num_bytes
+
+
+def retried(
+    read: Callable[[], Any], what: str, again: Callable[[str, int, float], None] | None = None
+) -> Any:
+    """What `read` gives, after some attempts where it fails; then StorageError. None of it is damage."""
+    pause = FIRST_PAUSE
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return read()
+        except (UserError, ImportError):
+            raise
+        except Exception as error:  # storage clients raise what they like
+            why = " ".join(str(error).split())[:200] or type(error).__name__
+            if attempt == ATTEMPTS or isinstance(error, FINAL):
+                raise StorageError(f"cannot read {what}: {why}") from None
+            _files.close()  # too many open files is a reason like any other
+            if again is not None:
+                again(why, attempt + 1, pause)
+            time.sleep(pause)
+            pause = min(2 * pause, GREATEST_PAUSE)
+    raise AssertionError
 
 
 def is_local(url: str) -> bool:
@@ -316,6 +352,12 @@ def is_prepared(directory: str) -> bool:
             f"{directory} is a preparation that has not finished; run the same prepare_data command "
             f"again, it continues"
         )
+    remains = sorted(path.glob(f"*{tokens_lib.SUFFIX}*")) or sorted(path.glob(tokens_lib.SHARDS))
+    if remains:
+        raise UserError(
+            f"{directory} holds {remains[0].name} and no {tokens_lib.MANIFEST}: what is left of a prepared "
+            f"directory; restore the manifest, or prepare into a new directory"
+        )
     return False
 
 
@@ -326,61 +368,72 @@ def load_manifest(directory: str) -> dict[str, Any]:
     )
 
 
-def load_index(directory: str, manifest: dict[str, Any]) -> np.ndarray:
-    """One entry a bundle, in the manifest's order of shards, checked against the manifest."""
-    content = _fetch(directory, tokens_lib.INDEX)
-    if f"{google_crc32c.value(content):08x}" != manifest["index_crc32c"]:
+def load_shards(directory: str, manifest: dict[str, Any]) -> np.ndarray:
+    """One entry a shard, checked against the manifest."""
+    content = _fetch(directory, tokens_lib.SHARDS)
+    if google_crc32c.value(content) != manifest["shards_crc32c"]:
         raise StorageError(
-            f"{join(directory, tokens_lib.INDEX)} is damaged: its CRC32C differs from the manifest's"
+            f"{join(directory, tokens_lib.SHARDS)} is damaged: its CRC32C differs from the manifest's"
         )
-    return np.frombuffer(content, tokens_lib.INDEX_TYPE)
+    return np.frombuffer(content, tokens_lib.SHARD_TYPE)
 
 
 def verify(directory: str) -> list[str]:
-    """Every difference between a prepared directory and its manifest: each file's size, checksum, and each
-    record.
-    """
-    problems: list[str] = []
+    """Every difference between a prepared directory and its manifest: files, checksums, and each record."""
     manifest = load_manifest(directory)
     try:
-        load_index(directory, manifest)
+        load_shards(directory, manifest)
     except StorageError as error:
         return [str(error)]
-    for split in tokens_lib.SPLITS:
-        store = Prepared(directory, split, on_corrupt="stop", cache_bytes=0)
-        for number, entry in enumerate(store.shards):
-            problems += _verify_shard(store, number, entry)
+    problems: list[str] = []
+    stores = [Prepared(directory, split, cache_bytes=0) for split in tokens_lib.SPLITS]
+    if is_local(directory):
+        crc, _ = tokens_lib.checksum(pathlib.Path(directory) / tokens_lib.SOURCES)
+        if crc != manifest["sources_crc32c"]:
+            problems.append(f"{tokens_lib.SOURCES} has another CRC32C than the manifest says")
+        known = {store.file(number) for store in stores for number in range(store.num_shards)}
+        known |= {tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER}
+        others = sorted({path.name for path in pathlib.Path(directory).iterdir()} - known)
+        problems += [f"{name} does not belong to the prepared directory" for name in others]
+    for store in stores:
+        for number in range(store.num_shards):
+            problems += _verify_shard(store, number)
     return problems
 
 
-def _verify_shard(store: Prepared, number: int, entry: dict[str, Any]) -> list[str]:
+def _verify_shard(store: Prepared, number: int) -> list[str]:
     problems = []
-    url = join(store.name, entry["file"])
+    entry, name = store.shards[number], store.file(number)
+    url = join(store.name, name)
     if is_local(url):
         if not pathlib.Path(url).is_file():
-            return [f"shard {entry['file']} is missing"]
+            return [f"shard {name} is missing"]
         crc, size = tokens_lib.checksum(pathlib.Path(url))
         if size != entry["bytes"]:
-            problems.append(f"shard {entry['file']} has {size} bytes instead of {entry['bytes']}")
-        if f"{crc:08x}" != entry["crc32c"]:
-            problems.append(f"shard {entry['file']} has CRC32C {crc:08x} instead of {entry['crc32c']}")
-    first = int(store.first_bundle[number])
-    for bundle in range(first, first + entry["bundles"]):
+            problems.append(f"shard {name} has {size} bytes instead of {entry['bytes']}")
+        if crc != entry["crc32c"]:
+            problems.append(f"shard {name} has CRC32C {crc:08x} instead of {entry['crc32c']:08x}")
+    begin, end = store.first_token[number : number + 2].tolist()
+    for start in range(begin, end, store.bundle_tokens):
         try:
-            store.read([bundle])
+            store.parts([(start, min(start + store.bundle_tokens, end))])
         except StorageError as error:
             problems.append(str(error).split(";")[0])
     try:
-        store.piece_lengths(number)
-    except (StorageError, CorruptRecord) as error:
+        lengths = store.lengths(number)
+        if lengths.sum() != entry["tokens"]:
+            problems.append(
+                f"shard {name} has documents of {lengths.sum()} tokens and {entry['tokens']} tokens"
+            )
+    except StorageError as error:
         problems.append(str(error).split(";")[0])
     return problems
 
 
 def _fetch(directory: str, name: str) -> bytes:
     url = join(directory, name)
-    pause = FIRST_PAUSE
-    for attempt in range(1, ATTEMPTS + 1):
+
+    def read() -> bytes:
         try:
             with fsspec.open(url, "rb") as file:
                 return file.read()
@@ -388,9 +441,5 @@ def _fetch(directory: str, name: str) -> bytes:
             raise UserError(f"{directory} is not a prepared directory: it has no {name}") from None
         except ImportError as error:
             raise UserError(f"{url} needs another package: {error}") from None
-        except Exception as error:  # storage clients raise what they like
-            if attempt == ATTEMPTS:
-                raise StorageError(f"cannot read {url}: {error}") from None
-            time.sleep(pause)
-            pause = min(2 * pause, GREATEST_PAUSE)
-    raise AssertionError
+
+    return retried(read, url)

@@ -1,56 +1,64 @@
-"""Prepared token shards: the format, a shard's writer, a directory's manifest and its index.
+"""Prepared token shards: the format, a shard's writer, a directory's manifest and its table of shards.
 
-A shard is an ArrayRecord file (uncompressed, one record a chunk). Each record but the last is a *bundle*:
-whole documents one after another, about 64 KiB of tokens, so that reading a batch costs one sequential read
-for every few sequences. The last record has the length of each document piece of the shard, which packing
-plans with. `index.bin` has one fixed-size entry a bundle (tokens, pieces, bytes and place in the file), so
-that a reader opens no shard before it needs one and can read a bundle by byte range where ArrayRecord cannot
-go. `manifest.json` is written last: without it there is no dataset.
+A split's shards, one after another, are its *tape*: whole documents, each between a begin and an end token. A
+shard's file is a row of *bundles* of one size (64 KiB of tokens, the last one shorter), so that the place of a
+token on the tape says which bundle holds it, and one read brings it. A bundle has the places where documents
+begin, the loss mask if there is one, the token that follows, and a checksum over all of it and over where it
+belongs: corpus, shard and number. Behind the bundles lie two more records: where each bundle begins, and the
+length of each document, which packing plans with.
+
+    manifest.json   written last: without it there is no dataset      shards.bin      one entry a shard
+    train-00000.tokens, held_out-00000.tokens, ...                    sources.jsonl   documents of each input file
 """
 
+import array
 import dataclasses
 import hashlib
 import json
 import os
 import pathlib
 import struct
-from typing import Any
+from typing import Any, NamedTuple
 
 import google_crc32c
 import numpy as np
-from array_record.python import array_record_module
 
 from zaya_jax.config import UserError
 from zaya_jax.data.sources import Bundle, with_targets
 
-FORMAT, VERSION = "zaya_jax tokens", 1
-MANIFEST, INDEX, TOKENIZER = "manifest.json", "index.bin", "tokenizer"
+FORMAT, VERSION = "zaya_jax tokens", 2
+MANIFEST, SHARDS, SOURCES, TOKENIZER = "manifest.json", "shards.bin", "sources.jsonl", "tokenizer"
 SPLITS = ("train", "held_out")
-BUNDLE_BYTES = 64 << 10
-MAX_BUNDLE_BYTES = 1 << 20  # a document above this is continued in the next bundle
-WRITER_OPTIONS = "group_size:1,uncompressed"
+SUFFIX = ".tokens"
+BUNDLE_BYTES = 64 << 10  # of tokens: one read for every few sequences
 PAGE_BYTES = 4096
 
-# Riegeli, ArrayRecord's container, puts a header of 24 bytes wherever the file offset is a multiple of 64
-# KiB.
-BLOCK_BYTES, BLOCK_HEADER_BYTES = 64 << 10, 24
+SHARD_TYPE = np.dtype(
+    [
+        ("task", "<u4"), ("split", "<u4"), ("bundles", "<u4"), ("crc32c", "<u4"), ("bytes", "<u8"),
+        ("tokens", "<u8"), ("documents", "<u8"), ("pages", "<u8"), ("places_at", "<u8"), ("lengths_at", "<u8"),
+    ]
+)  # fmt: skip
 
-_HEADER = struct.Struct(
-    "<4sIIIqHH"
-)  # magic, crc32c of the rest, tokens, starts, token after, bytes a token, flags
-_BUNDLE_MAGIC, _LENGTHS_MAGIC = b"ZJB1", b"ZJL1"
+# magic, crc32c of the rest, corpus, shard, number, tokens (or entries), starts, token after, bytes a token, flags
+_HEADER = struct.Struct("<4sIQIIIIqHH")
+BUNDLE, PLACES, LENGTHS = b"ZJB2", b"ZJP2", b"ZJL2"
 _HAS_MASK, _LEARN_AFTER = 1, 2
 
-INDEX_TYPE = np.dtype(
-    [("tokens", "<u4"), ("pieces", "<u4"), ("offset", "<u8"), ("size", "<u4"), ("shard", "<u4")]
-)
+
+class Place(NamedTuple):
+    """Where a record belongs; part of what its checksum covers, so that none can stand in for another."""
+
+    corpus: int  # `corpus_id` of the preparation
+    shard: int  # `shard_id`
+    number: int  # of the bundle in its shard; 0 for the two records behind them
 
 
 class CorruptRecord(Exception):
     """A record whose bytes are not what was written; says which."""
 
-    def __init__(self, shard: str, record: int, why: str) -> None:
-        super().__init__(f"corrupt record {record} of shard {shard}: {why}")
+    def __init__(self, shard: str, record: str, why: str) -> None:
+        super().__init__(f"corrupt {record} of shard {shard}: {why}")
         self.shard, self.record, self.why = shard, record, why
 
     def __reduce__(self):
@@ -65,11 +73,30 @@ class Document:
     learn: np.ndarray | None = None
 
 
+def shard_id(split: int, task: int) -> int:
+    """One number for a task's shard of a split (by its place in SPLITS)."""
+    return 2 * task + split
+
+
+def shard_name(split: int, task: int) -> str:
+    """The file of a task's shard of a split."""
+    return f"{SPLITS[split]}-{task:05d}{SUFFIX}"
+
+
+def corpus_id(facts: Any) -> int:
+    """A number for a preparation, of everything that its content depends on."""
+    return int.from_bytes(hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).digest()[:8], "little")
+
+
 def encode_bundle(
-    tokens: np.ndarray, starts: np.ndarray, learn: np.ndarray | None, after: tuple[int, bool] | None
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    learn: np.ndarray | None,
+    after: tuple[int, bool] | None,
+    place: Place,
 ) -> bytes:
-    """The record of a bundle: `starts` are the places where documents begin, `after` the token that follows
-    it.
+    """The record of a bundle: `starts` are the places where documents begin, `after` the token that follows it in
+    its last document, and whether that is to be learnt.
     """
     flags = (_HAS_MASK if learn is not None else 0) | (_LEARN_AFTER if after is not None and after[1] else 0)
     parts = [starts.astype("<u4").tobytes()]
@@ -77,17 +104,18 @@ def encode_bundle(
         parts.append(np.packbits(learn).tobytes())
     parts.append(tokens.astype(tokens.dtype.newbyteorder("<"), copy=False).tobytes())
     next_token = -1 if after is None else after[0]
-    head = _HEADER.pack(_BUNDLE_MAGIC, 0, len(tokens), len(starts), next_token, tokens.dtype.itemsize, flags)
-    return _sealed(head, b"".join(parts))
+    counts = len(tokens), len(starts), next_token, tokens.dtype.itemsize, flags
+    return _sealed(BUNDLE, place, counts, b"".join(parts))
 
 
-def decode_bundle(record: bytes, shard: str, number: int) -> Bundle:
-    """The bundle in a record; CorruptRecord where any bit of it is not as written."""
-    _, count, num_starts, next_token, width, flags = _opened(record, _BUNDLE_MAGIC, shard, number)
+def decode_bundle(record: bytes, shard: str, place: Place) -> Bundle:
+    """The bundle in a record; CorruptRecord where any bit of it is not as written, or it is another's."""
+    what = f"record {place.number}"
+    count, num_starts, next_token, width, flags = _opened(record, BUNDLE, shard, what, place)
     at = _HEADER.size
     mask_bytes = (count + 7) // 8 if flags & _HAS_MASK else 0
     if len(record) != at + 4 * num_starts + mask_bytes + count * width or width not in (2, 4):
-        raise CorruptRecord(shard, number, f"{len(record)} bytes do not fit its header")
+        raise CorruptRecord(shard, what, f"{len(record)} bytes do not fit its header")
     places = np.frombuffer(record, "<u4", num_starts, at)
     at += 4 * num_starts
     learn = None
@@ -100,171 +128,131 @@ def decode_bundle(record: bytes, shard: str, number: int) -> Bundle:
     return with_targets(tokens, starts, learn, after)
 
 
-def encode_lengths(lengths: np.ndarray) -> bytes:
-    """The last record of a shard: the tokens of each document piece, bundle after bundle."""
-    return _sealed(_HEADER.pack(_LENGTHS_MAGIC, 0, len(lengths), 0, 0, 4, 0), lengths.astype("<u4").tobytes())
+def encode_numbers(magic: bytes, numbers: np.ndarray, place: Place) -> bytes:
+    """One of the two records behind the bundles: where each begins (and the last ends), or documents' lengths."""
+    return _sealed(magic, place, (len(numbers), 0, 0, 8, 0), numbers.astype("<u8").tobytes())
 
 
-def decode_lengths(record: bytes, shard: str, number: int) -> np.ndarray:
-    """The piece lengths of a shard."""
-    _, count, *_ = _opened(record, _LENGTHS_MAGIC, shard, number)
-    if len(record) != _HEADER.size + 4 * count:
-        raise CorruptRecord(shard, number, f"{len(record)} bytes do not fit its header")
-    return np.frombuffer(record, "<u4", count, _HEADER.size).astype(np.int64)
+def decode_numbers(record: bytes, magic: bytes, shard: str, place: Place) -> np.ndarray:
+    """The numbers in such a record; CorruptRecord where any bit of it is not as written, or it is another's."""
+    what = "table of bundles" if magic == PLACES else "table of documents"
+    count, *_ = _opened(record, magic, shard, what, place)
+    if len(record) != numbers_size(count):
+        raise CorruptRecord(shard, what, f"{len(record)} bytes do not fit its header")
+    return np.frombuffer(record, "<u8", count, _HEADER.size).astype(np.int64)
 
 
-def _sealed(head: bytes, body: bytes) -> bytes:
-    crc = google_crc32c.value(head[8:] + body)
-    return head[:4] + struct.pack("<I", crc) + head[8:] + body
+def numbers_size(count: int) -> int:
+    """Bytes of a record of so many numbers."""
+    return _HEADER.size + 8 * count
 
 
-def _opened(record: bytes, magic: bytes, shard: str, number: int) -> tuple[Any, ...]:
+def _sealed(magic: bytes, place: Place, counts: tuple[int, ...], body: bytes) -> bytes:
+    head = _HEADER.pack(magic, 0, *place, *counts)
+    crc = google_crc32c.extend(google_crc32c.value(head[8:]), body)
+    return b"".join([magic, struct.pack("<I", crc), head[8:], body])
+
+
+def _opened(record: bytes, magic: bytes, shard: str, what: str, place: Place) -> tuple[int, ...]:
     if len(record) < _HEADER.size:
-        raise CorruptRecord(shard, number, f"only {len(record)} bytes")
-    found, crc, *rest = _HEADER.unpack_from(record)
+        raise CorruptRecord(shard, what, f"only {len(record)} bytes")
+    found, crc, corpus, of_shard, number, *counts = _HEADER.unpack_from(record)
     if found != magic:
-        raise CorruptRecord(shard, number, f"begins with {found!r}, not {magic!r}")
+        raise CorruptRecord(shard, what, f"begins with {found!r}, not {magic!r}")
     if google_crc32c.value(record[8:]) != crc:
-        raise CorruptRecord(shard, number, "CRC32C differs")
-    return (crc, *rest)
+        raise CorruptRecord(shard, what, "CRC32C differs")
+    if (corpus, of_shard, number) != tuple(place):
+        raise CorruptRecord(
+            shard,
+            what,
+            f"it is whole, but belongs elsewhere ({Place(corpus, of_shard, number)} is not {place})",
+        )
+    return tuple(counts)
 
 
 class ShardWriter:
-    """Writes documents into the bundles of one shard, under a temporary name that `close` leaves to be
-    changed.
-    """
+    """Writes documents into the bundles of one shard, under a temporary name; giving it its own is the caller's."""
 
-    def __init__(self, path: pathlib.Path, dtype: type) -> None:
+    def __init__(self, path: pathlib.Path, dtype: type, corpus: int, split: int, task: int) -> None:
         self.path, self.dtype = path, np.dtype(dtype)
+        self._split, self._task = split, task
+        self._place = Place(corpus, shard_id(split, task), 0)
+        self._size = BUNDLE_BYTES // self.dtype.itemsize  # tokens a bundle
         self._partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-        self._writer = array_record_module.ArrayRecordWriter(str(self._partial), WRITER_OPTIONS)
-        self._pending: list[Document] = []
-        self._pending_tokens = 0
-        self._heads: list[bytes] = []  # of each record, to find it in the file again
-        self._sizes: list[int] = []
-        self._tokens: list[int] = []
-        self._pieces: list[list[int]] = []
-        self.num_documents = 0
+        self._file = self._partial.open("wb")
+        self._crc = 0
+        self._pending: list[Document] = []  # at most a bundle's tokens
+        self._pending_tokens, self._goes_on = 0, False  # the first of them is the rest of a document
+        self._offsets, self._lengths = array.array("Q", [0]), array.array("Q")
+        self._tokens = self._pages = 0
 
     def add(self, document: Document) -> None:
         """Append one document."""
-        self.num_documents += 1
-        if (self._pending_tokens + len(document.tokens)) * self.dtype.itemsize > MAX_BUNDLE_BYTES:
-            self._flush()
+        self._lengths.append(len(document.tokens))
         self._pending.append(document)
         self._pending_tokens += len(document.tokens)
-        if self._pending_tokens * self.dtype.itemsize >= BUNDLE_BYTES:
+        if self._pending_tokens > self._size:  # one more than it holds, so that what follows it is known
             self._flush()
 
     def close(self) -> dict[str, Any]:
-        """Finish the shard and give it its name; returns its manifest entry, with the index entries under
-        "index".
-        """
-        self._flush()
-        lengths = np.array([n for pieces in self._pieces for n in pieces], np.int64)
-        self._write(encode_lengths(lengths))
-        self._writer.close()
-        offsets = self._locate()
-        crc, size = checksum(self._partial)
-        with self._partial.open("rb") as file:
-            os.fsync(file.fileno())
-        index = np.zeros(len(self._tokens), INDEX_TYPE)
-        index["tokens"], index["pieces"] = self._tokens, [len(p) for p in self._pieces]
-        index["offset"], index["size"] = offsets[:-1], self._sizes[:-1]
+        """Finish the file; its entry, with the name it has until then under "partial"."""
+        self._flush(last=True)
+        places_at = self._offsets[-1]
+        numbers = ((PLACES, self._offsets), (LENGTHS, self._lengths))
+        records = [
+            encode_numbers(magic, np.frombuffer(held, np.uint64), self._place) for magic, held in numbers
+        ]
+        for record in records:
+            self._write(record)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        lengths_at = places_at + len(records[0])
         return {
-            "file": self.path.name,
-            "partial": self._partial.name, "bytes": size, "crc32c": f"{crc:08x}", "bundles": len(self._tokens),
-            "tokens": int(sum(self._tokens)), "documents": self.num_documents,
-            "lengths_offset": int(offsets[-1]), "lengths_size": self._sizes[-1], "index": index,
+            "file": self.path.name, "partial": self._partial.name, "split": self._split, "task": self._task,
+            "bundles": len(self._offsets) - 1, "crc32c": self._crc, "bytes": lengths_at + len(records[1]),
+            "tokens": self._tokens, "documents": len(self._lengths), "pages": self._pages,
+            "places_at": places_at, "lengths_at": lengths_at,
         }  # fmt: skip
 
-    def _flush(self) -> None:
+    def _flush(self, last: bool = False) -> None:
+        """Write all full bundles of what is pending, at last the rest too."""
         if not self._pending:
             return
-        masked = any(d.learn is not None for d in self._pending)
         tokens = np.concatenate([d.tokens for d in self._pending]).astype(self.dtype, copy=False)
         learn = None
-        if masked:
-            learn = np.concatenate(
-                [np.ones(len(d.tokens), bool) if d.learn is None else d.learn for d in self._pending]
-            )
+        if any(d.learn is not None for d in self._pending):
+            parts = [np.ones(len(d.tokens), bool) if d.learn is None else d.learn for d in self._pending]
+            learn = np.concatenate(parts)
         lengths = np.array([len(d.tokens) for d in self._pending], np.int64)
-        starts = np.cumsum(lengths) - lengths
-        limit = MAX_BUNDLE_BYTES // self.dtype.itemsize
-        for begin in range(0, len(tokens), limit):
-            end = min(begin + limit, len(tokens))
-            here = starts[(starts >= begin) & (starts < end)] - begin
+        starts = (np.cumsum(lengths) - lengths)[1 if self._goes_on else 0 :]
+        begin, whole = 0, len(tokens)
+        while begin < whole if last else begin + self._size < whole:
+            end = min(begin + self._size, whole)
+            first, stop = np.searchsorted(starts, [begin, end])
             after = None
-            if end < len(tokens) and not (starts == end).any():
+            if end < whole and not (stop < len(starts) and starts[stop] == end):
                 after = int(tokens[end]), bool(learn is None or learn[end])
-            record = encode_bundle(
-                tokens[begin:end], here, None if learn is None else learn[begin:end], after
-            )
-            self._write(record)
-            self._tokens.append(end - begin)
-            cuts = np.unique(np.concatenate([[0], here, [end - begin]]))
-            self._pieces.append(np.diff(cuts).tolist())
-        self._pending, self._pending_tokens = [], 0
+            masked = None if learn is None or learn[begin:end].all() else learn[begin:end]
+            self._write_bundle(tokens[begin:end], starts[first:stop] - begin, masked, after)
+            begin = end
+        # The first bundle took all documents but the last, since they filled no bundle before it came.
+        self._goes_on = begin > whole - lengths[-1]
+        self._pending = [Document(tokens[begin:], None if learn is None else learn[begin:])]
+        self._pending_tokens = whole - begin
+
+    def _write_bundle(self, tokens, starts, learn, after) -> None:
+        place = self._place._replace(number=len(self._offsets) - 1)
+        record = encode_bundle(tokens, starts, learn, after, place)
+        begin, end = self._offsets[-1], self._offsets[-1] + len(record)
+        self._write(record)
+        self._offsets.append(end)
+        self._pages += (end - 1) // PAGE_BYTES - begin // PAGE_BYTES + 1
+        self._tokens += len(tokens)
 
     def _write(self, record: bytes) -> None:
-        self._writer.write(record)
-        self._heads.append(record[:24])
-        self._sizes.append(len(record))
-
-    def _locate(self) -> np.ndarray:
-        """Where each record's bytes begin in the file: its head (with a checksum in it) is looked for after
-        the last.
-        """
-        offsets = np.zeros(len(self._sizes), np.int64)
-        at = 0
-        with self._partial.open("rb") as file:
-            for i, (head, size) in enumerate(zip(self._heads, self._sizes, strict=True)):
-                file.seek(at)
-                window = file.read(1024)
-                found = strip_blocks(window, at).find(head)
-                assert found >= 0, (
-                    f"record {i} of {self._partial} is not where ArrayRecord should have put it"
-                )
-                offsets[i] = at = raw_offset(at, found)
-                file.seek(at)
-                raw = file.read(raw_size(at, size))
-                assert strip_blocks(raw, at)[:24] == head
-                at += len(raw)
-        return offsets
-
-
-def strip_blocks(raw: bytes, offset: int) -> bytes:
-    """File bytes from `offset` on without the container's block headers."""
-    parts = []
-    at = 0
-    while at < len(raw):
-        in_block = (offset + at) % BLOCK_BYTES
-        if in_block < BLOCK_HEADER_BYTES:
-            at += BLOCK_HEADER_BYTES - in_block
-            in_block = BLOCK_HEADER_BYTES
-        stop = at + BLOCK_BYTES - in_block
-        parts.append(raw[at:stop])
-        at = stop
-    return b"".join(parts)
-
-
-def raw_size(offset: int, size: int) -> int:
-    """File bytes from `offset` on that hold `size` bytes of data."""
-    return raw_offset(offset, size) - offset
-
-
-def raw_offset(offset: int, skip: int) -> int:
-    """The file offset just after `skip` data bytes, counted from file offset `offset`."""
-    room = BLOCK_BYTES - BLOCK_HEADER_BYTES
-
-    def data_before(file_offset: int) -> int:
-        blocks, inside = divmod(file_offset, BLOCK_BYTES)
-        return blocks * room + max(inside - BLOCK_HEADER_BYTES, 0)
-
-    blocks, inside = divmod(data_before(offset) + skip, room)
-    if inside == 0 and skip:
-        return blocks * BLOCK_BYTES
-    return blocks * BLOCK_BYTES + BLOCK_HEADER_BYTES + inside
+        self._file.write(record)
+        self._crc = google_crc32c.extend(self._crc, record)
 
 
 def checksum(path: pathlib.Path) -> tuple[int, int]:
@@ -293,14 +281,14 @@ def check_manifest(content: bytes, where: str) -> dict[str, Any]:
         manifest = json.loads(content)
         if manifest["format"] != FORMAT:
             raise KeyError("format")
-    except (ValueError, KeyError, TypeError):
+        version = manifest["version"]
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(
             f"{where} is not a manifest of prepared tokens; prepare the directory again"
         ) from None
-    if manifest["version"] != VERSION:
+    if version != VERSION:
         raise UserError(
-            f"{where} has format version {manifest['version']}, this program reads {VERSION}; prepare "
-            f"it again"
+            f"{where} has format version {version}, this program reads {VERSION}; prepare it again"
         )
     sealed = {k: v for k, v in manifest.items() if k != "sha256"}
     if manifest.get("sha256") != manifest_hash(sealed):
@@ -313,14 +301,3 @@ def check_manifest(content: bytes, where: str) -> dict[str, Any]:
 def manifest_hash(manifest: dict[str, Any]) -> str:
     """SHA-256 of a manifest's content, whatever its layout as text."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
-
-
-def storage_factor(index: np.ndarray, token_bytes: int) -> float:
-    """Sigma of the storage formula: pages that reading every bundle once touches, over the pages its tokens
-    fill.
-    """
-    first = index["offset"].astype(np.int64) // PAGE_BYTES
-    sizes = [raw_size(int(o), int(s)) for o, s in zip(index["offset"], index["size"], strict=True)]
-    last = (index["offset"].astype(np.int64) + np.array(sizes, np.int64) - 1) // PAGE_BYTES
-    ideal = index["tokens"].sum(dtype=np.int64) * token_bytes / PAGE_BYTES
-    return float((last - first + 1).sum() / max(ideal, 1e-9))

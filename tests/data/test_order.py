@@ -1,0 +1,92 @@
+"""The order of rows: each once an epoch, none twice in a batch, for any number of rows; and read once."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zaya_jax.data import order
+from zaya_jax.data.order import Order, Plan, Tape
+from zaya_jax.data.sources import with_targets
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    num_rows=st.integers(1, 3000),
+    batch=st.integers(1, 300),
+    block_rows=st.integers(0, 40),
+    key=st.integers(0, 2**64 - 1),
+    rounds=st.integers(1, 8),
+)
+def test_each_row_once_an_epoch_and_never_twice_in_a_batch(num_rows, batch, block_rows, key, rounds):
+    made = Order(num_rows, batch, batch, block_rows, key, rounds)
+    epochs = made.rows(np.arange(3 * num_rows)).reshape(3, num_rows)
+    assert (np.sort(epochs, axis=1) == np.arange(num_rows)).all()
+    # The places of each row, epoch by epoch: no batch can hold two of them, wherever batches begin.
+    places = np.argsort(epochs, axis=1) + num_rows * np.arange(3)[:, None]
+    assert (np.diff(places, axis=0) >= min(batch, num_rows)).all()
+
+
+@pytest.mark.parametrize(("num_rows", "batch"), [(1000, 16), (100_000, 64), (33, 32), (5, 3)])
+def test_epochs_differ_and_any_number_may_be_asked_for(num_rows, batch):
+    made = Order(num_rows, batch, batch, 16, key=7)
+    whole = made.rows(np.arange(2 * num_rows))
+    some = np.random.default_rng(0).integers(0, 2 * num_rows, 50)
+    np.testing.assert_array_equal(made.rows(some), whole[some])
+    assert (whole[:num_rows] != whole[num_rows:]).any()
+    assert (Order(num_rows, batch, batch, 16, key=8).rows(np.arange(num_rows)) != whole[:num_rows]).any()
+
+
+def test_blocks_are_in_few_hands_and_their_rows_apart():
+    """A row's neighbours come in the same slot, some steps later; a batch has one row of each block."""
+    batch, block = 16, 8
+    made = Order(50_003, batch, batch, block, key=3)
+    assert made.block_rows == block
+    rows = made.rows(np.arange(50_003))
+    blocks, slots, steps = rows // block, np.arange(len(rows)) % batch, np.arange(len(rows)) // batch
+    held, last = {}, {}
+    strays = close = 0
+    for b, slot, step in zip(blocks.tolist(), slots.tolist(), steps.tolist(), strict=True):
+        strays += held.setdefault(b, slot) != slot
+        close += step - last.get(b, -99) < order.TURNS
+        last[b] = step
+    assert strays + close < 0.03 * len(rows)  # the few blocks that are left over
+    first = blocks[: batch * order.TURNS]
+    assert len(np.unique(first)) == len(first)
+
+
+def store_of(lengths, shards=1):
+    """Documents in memory; cut in shards, as prepared ones are."""
+    starts = np.zeros(int(np.sum(lengths)), bool)
+    starts[np.cumsum(lengths) - lengths] = True
+    made = order.Memory("x", with_targets(np.arange(len(starts), dtype=np.uint32), starts), "f")
+    parts = np.array_split(np.asarray(lengths), shards)
+    made.num_shards = shards
+    made.first_token = np.append(0, np.cumsum([p.sum() for p in parts]))
+    made.lengths = lambda shard: parts[shard]
+    return made
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 200), min_size=1, max_size=120),
+    seq_len=st.integers(2, 64),
+    packing=st.sampled_from(["concat", "first_fit", "best_fit"]),
+    shards=st.integers(1, 4),
+)
+def test_layouts_hold_every_token_once(lengths, seq_len, packing, shards):
+    lengths = np.array(lengths)
+    shards = min(shards, len(lengths))
+    store = store_of(lengths, shards)
+    layout = Tape(int(lengths.sum()), seq_len) if packing == "concat" else Plan(store, seq_len, packing)
+    rows = [layout.spans(r) for r in range(layout.num_rows)]
+    assert all(0 < sum(b - a for a, b in row) <= seq_len for row in rows)
+    spans = sorted(span for row in rows for span in row)
+    assert spans[0][0] == 0 and spans[-1][1] == lengths.sum()
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(spans))
+    if packing != "concat":  # what fits is not cut
+        edges = np.cumsum(lengths) - lengths
+        short = {(int(e), int(e + n)) for e, n in zip(edges, lengths, strict=True) if n <= seq_len}
+        assert short <= set(spans)
