@@ -32,44 +32,40 @@ def main(_: list[str]) -> None:
     raw = config_lib.default()
     raw.data.seq_len, raw.data.global_batch = FLAGS.seq_len, FLAGS.global_batch
     base = config_lib.check(raw)
-    storage.CACHE_BYTES = 64 << 20
-    pipeline.WINDOW_TOKENS = 0
-    flat(
-        pipeline.train_stream(
-            dataclasses.replace(base, data=dataclasses.replace(base.data, path=FLAGS.data)), tokenizer
-        )
-    )
-    print("| source | order | packing | M tokens/s | rows filled | cache |")
+    storage.CACHE_BYTES = 0
+    flat(pipeline.Stream(pipeline.Batches(on(base, FLAGS.data, "concat"), tokenizer, rounds=1)))
+    print("| source | order | packing | M tokens/s | rows filled | bundles read a bundle of rows |")
     print("|---|---|---|---|---|---|")
-    for source, kind, packing in itertools.product(
-        (FLAGS.data, "stdlib"), ("windows", "lanes"), ("concat", "first_fit", "best_fit")
+    for source, rounds, packing in itertools.product(
+        (FLAGS.data, "stdlib"), (1, 1 << 40), ("concat", "first_fit", "best_fit")
     ):
-        if source == "stdlib" and (tokenizer.kind != "bytes" or kind == "lanes"):
+        if source == "stdlib" and (tokenizer.kind != "bytes" or rounds == 1):
             continue
-        for cold in (True, False) if kind == "lanes" else (False,):  # windows always keep all
-            config = dataclasses.replace(
-                base, data=dataclasses.replace(base.data, path=source, packing=packing)
-            )
-            pipeline.WINDOW_TOKENS = 0 if kind == "lanes" else 1 << 40
-            storage.CACHE_BYTES = 0 if cold else 2 << 30
-            rate, filled = measure(pipeline.train_stream(config, tokenizer))
-            what = "in memory" if source == "stdlib" else "shards"
-            cache = "bundles decoded anew" if cold else "bundles kept"
-            print(f"| {what} | {kind} | {packing} | {rate / 1e6:.1f} | {filled:.1%} | {cache} |", flush=True)
+        batches = pipeline.Batches(on(base, source, packing), tokenizer, rounds=rounds)
+        rate, filled, read = measure(pipeline.Stream(batches))
+        what = "in memory" if source == "stdlib" else "shards"
+        order = "blocks, as in a large source" if rounds == 1 else "all rows shuffled, as in a small one"
+        print(f"| {what} | {order} | {packing} | {rate / 1e6:.1f} | {filled:.1%} | {read:.2f} |", flush=True)
 
 
-def measure(stream: pipeline.Stream) -> tuple[float, float]:
-    """(tokens a second, share of places filled) after a warm-up."""
+def on(config: config_lib.Config, path: str, packing: str) -> config_lib.Config:
+    """The config with another source and packing."""
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=path, packing=packing))
+
+
+def measure(stream: pipeline.Stream) -> tuple[float, float, float]:
+    """(tokens a second, share of places filled, bundles read over those that the tokens fill) after a warm-up."""
     for _ in range(20):
         next(stream)
     stream.metrics()
-    places, begin = 0, time.perf_counter()
+    places, before, begin = 0, stream.counters()["records"], time.perf_counter()
     while time.perf_counter() - begin < FLAGS.seconds:
         places += next(stream)["tokens"].size
-    seconds = time.perf_counter() - begin
+    seconds, records = time.perf_counter() - begin, stream.counters()["records"] - before
     filled = stream.metrics()["data/efficiency"]
     stream.close()
-    return places * filled / seconds, filled
+    bundle = stream.batches.stores[0].bundle_tokens if stream.batches.stores else 1
+    return places * filled / seconds, filled, records * bundle / places
 
 
 def flat(stream: pipeline.Stream) -> None:

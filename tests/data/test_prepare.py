@@ -38,11 +38,13 @@ def texts_of(directory, tokenizer=None):
     out = []
     for split in ("train", "held_out"):
         store = Prepared(str(directory), split)
-        for b in range(len(store.lengths)):
-            bundle = store.read([b])[b]
-            out += [
-                tokenizer.decode(part) for part in np.split(bundle.tokens, np.flatnonzero(bundle.starts)[1:])
-            ]
+        tokens = [b.tokens[a:z] for row in store.parts([(0, store.num_tokens)]) for b, a, z in row]
+        ends = [
+            np.cumsum(store.lengths(shard)) + store.first_token[shard] for shard in range(store.num_shards)
+        ]
+        if tokens:
+            documents = np.split(np.concatenate(tokens), np.concatenate(ends)[:-1])
+            out += [tokenizer.decode(part) for part in documents]
     return sorted(out)
 
 
@@ -70,7 +72,9 @@ def test_every_format_gives_its_documents(tmp_path, part_bytes):
     assert texts_of(tmp_path / "out") == sorted(TEXTS * 4 + [TEXTS[7], TEXTS[8]])
     assert sum(t["documents"] for t in manifest["totals"].values()) == 202
     assert storage.verify(str(tmp_path / "out")) == []
-    names = [s["name"] for s in manifest["sources"]]
+    names = [
+        json.loads(line)["name"] for line in (tmp_path / "out" / "sources.jsonl").read_text().splitlines()
+    ]
     assert names == ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.txt", "f.md.gz", "g.bin"]
 
 
@@ -83,7 +87,7 @@ def test_chats_are_trimmed_and_counted(tmp_path):
     manifest, _ = here(Options([str(tmp_path / "c.jsonl")], context=200), tmp_path / "out")
     assert manifest["trim"] == {"context": 200, "kept": 2, "trimmed": 1, "reduced": 1, "dropped": 1}
     store = Prepared(str(tmp_path / "out"))
-    bundle = store.read([0])[0]
+    (((bundle, _, _),),) = store.parts([(0, store.num_tokens)])
     assert 0 < bundle.learn.sum() < len(bundle) - 4
     assert (np.diff(np.append(np.flatnonzero(bundle.starts), len(bundle))) <= 200).all()
 
@@ -104,7 +108,8 @@ def test_a_vocabulary_of_gemmas_size_takes_four_bytes(tmp_path):
     )
     assert manifest["token_bytes"] == 4 and manifest["tokenizer"]["vocab_size"] == 262_201
     assert texts_of(tmp_path / "out") == ["Zz", "ab Zz" * 20]
-    assert Prepared(str(tmp_path / "out")).read([0])[0].tokens.max() == 262_200
+    (((bundle, _, _),),) = Prepared(str(tmp_path / "out")).parts([(0, 3)])
+    assert bundle.tokens.max() == 262_200
 
 
 @pytest.mark.usefixtures("in_process")
@@ -187,15 +192,16 @@ def test_an_unfinished_task_leaves_nothing_visible_and_a_finished_one_stays(tmp_
             prepare.run_task(n, tasks[n], str(directory), options, lambda *_: None)
         task = prepare._Task(1, directory, tokenizers.load(directory / "tokenizer"), options)
         list(task.add(tasks[1][0]))  # never committed
-        calls.append({p.name: p.stat().st_mtime_ns for p in directory.glob("*.arrayrecord")})
+        task.close()
+        calls.append({p.name: p.stat().st_mtime_ns for p in directory.glob("*.tokens")})
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "_run", killed)
         patch.setattr(prepare, "_finish", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             here(options, out)
-    assert set(calls[0]) <= {"train-00000.arrayrecord", "train-00002.arrayrecord"} | {
-        "held_out-00000.arrayrecord", "held_out-00002.arrayrecord"
+    assert set(calls[0]) <= {"train-00000.tokens", "train-00002.tokens"} | {
+        "held_out-00000.tokens", "held_out-00002.tokens"
     }  # fmt: skip
     with pytest.raises(UserError, match="not finished"):
         storage.is_prepared(str(out))
@@ -204,7 +210,8 @@ def test_an_unfinished_task_leaves_nothing_visible_and_a_finished_one_stays(tmp_
     assert not list(out.glob("*.partial-*")) and not (out / ".work").exists()
     for name, time_ns in calls[0].items():
         assert (out / name).stat().st_mtime_ns == time_ns
-    assert manifest["shards"] == expected["shards"] and texts_of(out) == sorted(TEXTS)
+    assert manifest == expected and texts_of(out) == sorted(TEXTS)
+    assert (out / "shards.bin").read_bytes() == (tmp_path / "whole" / "shards.bin").read_bytes()
 
 
 @pytest.mark.slow
@@ -225,7 +232,7 @@ def test_killed_for_good_and_continued(tmp_path):
         process.wait()
         assert not (tmp_path / "out" / "manifest.json").exists()
     time.sleep(1)  # orphaned workers see that their parent is gone
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.arrayrecord")}
+    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("*.tokens")}
     done = run(*command)
     assert done.returncode == 0, done.stderr
     assert all(p.stat().st_mtime_ns == t for p, t in before.items())

@@ -7,10 +7,7 @@ import subprocess
 import sys
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
-
-from zaya_jax.data import order, pipeline, tokenizers
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2])}
 
@@ -102,16 +99,3 @@ def test_workers_give_the_same_batches(tmp_path, prepare_text):
         assert done.returncode == 0, done.stderr[-2000:]
         outputs.append(done.stdout)
     assert outputs[0] == outputs[1]
-
-
-def test_turns_keep_neighbouring_steps_apart(monkeypatch, make_config, prepare_text):
-    monkeypatch.setattr(pipeline, "WINDOW_TOKENS", 0)
-    config = make_config(path=str(prepare_text("web", 1500)), global_batch=2)
-    batches = pipeline.train_stream(config, tokenizers.load("bytes")).batches
-    source = batches.eras[0].sources[0]
-    assert source.turns == order.LANES_PER_SLOT
-    bundles = [
-        {b for row in source.spans(batches.eras[0].mixture, 0, t, np.arange(2)) for b, _, _ in row}
-        for t in range(9)
-    ]
-    assert not bundles[0] & bundles[1] and bundles[0] & bundles[8]

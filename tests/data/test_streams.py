@@ -20,6 +20,7 @@ from zaya_jax.data.sources import with_targets
 
 TOK = tokenizers.load("bytes")
 PACKINGS = ("concat", "first_fit", "best_fit")
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -155,7 +156,7 @@ def test_a_large_source_of_few_bundles_gives_no_copies(make_config):
             assert len(np.unique(rows)) == 4096
 
 
-@pytest.mark.parametrize("processes", [1, 4])
+@pytest.mark.parametrize("processes", [4, pytest.param(1, marks=SLOW)])
 def test_bundles_are_read_about_once_whatever_the_processes(make_config, prepare_text, processes):
     directory = str(prepare_text("web", 3000, bundle_bytes=1024))
     config = make_config(path=directory, seq_len=64, global_batch=8)
@@ -210,7 +211,7 @@ def names(batch):
         yield from (n for n in ("web", "code") if any(text[i:].startswith(n) for i in range(len(text))))
 
 
-@pytest.mark.parametrize("workers", [1, 3, 5])
+@pytest.mark.parametrize("workers", [3, pytest.param(1, marks=SLOW), pytest.param(5, marks=SLOW)])
 def test_workers_change_nothing_but_speed(make_config, directories, workers):
     """The same batches, and each bundle read by one of them, also where they share the rows unevenly."""
     plain = pipeline.train_stream(make_config(path=directories[0]), TOK)
@@ -229,12 +230,12 @@ def test_workers_change_nothing_but_speed(make_config, directories, workers):
 def test_workers_read_what_one_process_reads(make_config, prepare_text):
     config = make_config(path=str(prepare_text("web", 3000, bundle_bytes=1024)), seq_len=64, global_batch=8)
     counts = []
-    for parts in (1, 3, 5, 8):
+    for parts in (1, 3, 8):
         records = 0
         for index in range(parts):
             batches = pickle.loads(pickle.dumps(pipeline.Batches(config, TOK).part(index, parts)))
             batches.stores[0].cache_bytes = 0
-            for step in range(300):
+            for step in range(200):
                 batches[step]
             records += batches.counters()["records"]
         counts.append(records)

@@ -106,8 +106,8 @@ class Tape:
 class Plan:
     """Rows are documents that `pack.plan` puts together, a unit of some consecutive documents at a time.
 
-    A unit is the documents that begin in one of the even stretches of about 64 rows that a shard is divided into. All are
-    planned at the start, to number their rows, at about a million documents a second.
+    A unit is the documents that begin in one of the even stretches of about 64 rows that a shard is divided into. All
+    are planned at the start, to number their rows, at about a million documents a second.
     """
 
     def __init__(self, store: Store, seq_len: int, packing: str) -> None:

@@ -95,23 +95,23 @@ def run_task(
 ) -> None:
     """Tokenise one task's input into its shards and record it; `count(bytes, tokens)` is told of progress."""
     tokenizer = tokenizers.load(pathlib.Path(directory) / tokens_lib.TOKENIZER)
-    plan = json.loads((pathlib.Path(directory) / WORK / "plan.json").read_bytes())
-    task = _Task(number, pathlib.Path(directory), tokenizer, options, _corpus(plan))
-    for part in parts:
-        for document_tokens in task.add(part):
-            count(0, document_tokens)
-        count(part.cost, 0)
-    task.commit()
+    task = _Task(number, pathlib.Path(directory), tokenizer, options)
+    try:
+        for part in parts:
+            for document_tokens in task.add(part):
+                count(0, document_tokens)
+            count(part.cost, 0)
+        task.commit()
+    finally:
+        task.close()
 
 
 class _Task:
     """The writers and counts of one task."""
 
-    def __init__(
-        self, number: int, directory: pathlib.Path, tokenizer: Tokenizer, options: Options, corpus: int
-    ) -> None:
+    def __init__(self, number: int, directory: pathlib.Path, tokenizer: Tokenizer, options: Options) -> None:
         self._number, self._directory, self._tokenizer, self._options = number, directory, tokenizer, options
-        self._corpus = corpus
+        self._corpus = _corpus(json.loads((directory / WORK / "plan.json").read_bytes()))
         self._chat = chat.Format(tokenizer)
         self._writers: dict[str, ShardWriter] = {}
         self._outcomes = trim.Counts()
@@ -141,6 +141,11 @@ class _Task:
                 raise
             self._bad.append(str(error))
         yield self._add_texts(part, texts)
+
+    def close(self) -> None:
+        """Let go of the files; what was not committed stays behind under its temporary name."""
+        for writer in self._writers.values():
+            writer.release()
 
     def commit(self) -> None:
         """Put the shards on disk, record the task, then give the shards their names."""

@@ -206,7 +206,7 @@ class ShardWriter:
             self._write(record)
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._file.close()
+        self.release()
         lengths_at = places_at + len(records[0])
         return {
             "file": self.path.name, "partial": self._partial.name, "split": self._split, "task": self._task,
@@ -214,6 +214,10 @@ class ShardWriter:
             "tokens": self._tokens, "documents": len(self._lengths), "pages": self._pages,
             "places_at": places_at, "lengths_at": lengths_at,
         }  # fmt: skip
+
+    def release(self) -> None:
+        """Close the file, finished or not."""
+        self._file.close()
 
     def _flush(self, last: bool = False) -> None:
         """Write all full bundles of what is pending, at last the rest too."""
