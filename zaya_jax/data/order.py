@@ -176,6 +176,9 @@ class Order:
             assert num_rows >= 2 * most
             groups = 2
         self._bounds = self.num_blocks * np.arange(groups + 1, dtype=np.int64) // groups  # in blocks
+        sizes = np.diff(self._bounds) // share * share
+        # Blocks that are open at a time, at most: a group's last round has up to twice the others'.
+        self.most_open = int((sizes - (np.maximum(sizes // self.lanes, 1) - 1) * self.lanes).max())
         self._members = shuffle.key(key, 0)  # of the permutation that says which blocks a group has
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:

@@ -76,10 +76,11 @@ class Source:
         """Makes room for all that is open at a time in a process that reads so much of the source."""
         store = self.store
         if isinstance(store, storage.Prepared) and self.order.block_rows > 1:
-            # What a row lies in and the next, decoded, with two flags a token: all may change bundles at once.
-            each = max(2 * store.bundle_tokens, self.layout.unit_tokens) * (store.manifest["token_bytes"] + 2)
+            # What rows lie in, begun and ended inside a bundle, decoded, with two flags a token. With somewhat less
+            # than that, each bundle is read at each visit: the least recently used is the next one wanted.
+            each = (self.layout.unit_tokens + 2 * store.bundle_tokens) * (store.manifest["token_bytes"] + 2)
             machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            wanted = int(self.order.lanes * share_here * each)
+            wanted = int(self.order.most_open * share_here * each)
             store.cache_bytes = max(store.cache_bytes, min(wanted, int(machine * CACHE_SHARE)))
 
 

@@ -1,13 +1,18 @@
 """Processes that compute batches ahead: each has its own part of this process's rows, of every batch.
 
 So a bundle is read by one worker, like it is by one process, and any number of workers may share the rows. They hand
-over through pipes, which leave nothing behind however a process ends, with their counters and log lines.
+over through pipes, which leave nothing behind however a process ends, with their counters and log lines. A worker is a
+program of its own: it imports what reading needs, and nothing of the program that started it.
 """
 
 import logging
 import multiprocessing
+import os
+import pathlib
 import queue
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
@@ -24,20 +29,26 @@ class Workers(Iterator[dict[str, np.ndarray]]):
     """The batches from a step on, each put together from the workers' parts of it."""
 
     def __init__(self, batches: Any, count: int, step: int, ahead: int) -> None:
-        spawn = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
-        self._processes = []
+        self._processes: list[subprocess.Popen] = []
         self._counters = [dict.fromkeys(batches.counters(), 0) for _ in range(count)]
-        for index in range(count):
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(
-                target=_work, args=(theirs, batches.part(index, count), step, ahead), daemon=True,
-                name=f"data-{index}",
-            )  # fmt: skip
-            process.start()
+        root = str(pathlib.Path(__file__).resolve().parents[2])
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
+        for _ in range(count):
+            ours, theirs = multiprocessing.Pipe()
+            command = [
+                sys.executable,
+                "-c",
+                f"from zaya_jax.data import workers; workers.work({theirs.fileno()})",
+            ]
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+            )
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        for index, pipe in enumerate(self._pipes):
+            pipe.send((batches.part(index, count), step, ahead))
 
     def __next__(self) -> dict[str, np.ndarray]:
         parts = [self._receive(index) for index in range(len(self._pipes))]
@@ -47,10 +58,10 @@ class Workers(Iterator[dict[str, np.ndarray]]):
         try:
             batch, self._counters[index], lines = self._pipes[index].recv()
         except (EOFError, ConnectionError):
-            self._processes[index].join(5)
+            code = self._processes[index].wait()
             raise StorageError(
-                f"data worker {index} ended with code {self._processes[index].exitcode} (out of memory?); start the "
-                "same command again, perhaps with a smaller data.workers"
+                f"data worker {index} ended with code {code} (out of memory?); start the same command again, perhaps "
+                "with a smaller data.workers"
             ) from None
         for level, line in lines:
             _log.log(level, "worker %d: %s", index, line)
@@ -68,7 +79,7 @@ class Workers(Iterator[dict[str, np.ndarray]]):
             pipe.close()
         for process in self._processes:
             process.kill()
-            process.join()
+            process.wait()
 
 
 class _Lines(logging.Handler):
@@ -85,10 +96,12 @@ class _Lines(logging.Handler):
         return [self.lines.get() for _ in range(self.lines.qsize())]
 
 
-def _work(pipe: Connection, batches: Any, step: int, ahead: int) -> None:
+def work(descriptor: int) -> None:
     """In a worker: computes its part of each batch, a few ahead of what was sent, until nobody listens."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the training decides when it ends, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
+    pipe = Connection(descriptor)
+    batches, step, ahead = pipe.recv()
     handler = _Lines()
     logging.getLogger().addHandler(handler)
     logging.getLogger("zaya_jax").setLevel(logging.INFO)
@@ -113,5 +126,5 @@ def _work(pipe: Connection, batches: Any, step: int, ahead: int) -> None:
             pipe.send(item)
             if isinstance(item[0], Exception):
                 return
-    except (BrokenPipeError, ConnectionError):
-        return  # the training has gone on without us, or has ended
+    except ConnectionError:
+        os._exit(0)  # the training has gone on without us, or has ended
