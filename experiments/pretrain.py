@@ -23,7 +23,7 @@ from absl import flags
 import zaya_jax
 from zaya_jax import cli
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import partial
+from zaya_jax.checkpoint import keep, partial
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, tokenizers
@@ -46,7 +46,7 @@ WORKDIR = flags.DEFINE_string(
 )
 multihost.define_flags()
 
-UNHEALTHY_AFTER = 50  # skipped steps in a row
+UNHEALTHY_AFTER = 50  # steps in a row whose update was skipped or not finite
 
 
 def main() -> int:
@@ -163,7 +163,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
     console = Console(reached, last_step, config.log.every)
     stop, timer = multihost.StopSignal(), multihost.Timer(60 * config.checkpoint.every_minutes)
     pending: tuple[schedule.Step, Any, dict, float | None] | None = None
-    peak, skipped_in_a_row = peak_flops(jax.devices()[0], config.precision.compute), 0
+    peak, unsound_in_a_row = peak_flops(jax.devices()[0], config.precision.compute), 0
     clock = time.perf_counter()
 
     def lap() -> float:
@@ -174,7 +174,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
 
     def finish(pending) -> None:
         """Reads a step's figures and hands them on."""
-        nonlocal skipped_in_a_row
+        nonlocal unsound_in_a_row
         now, figures, extra, seconds = pending
         figures = jax.device_get(figures)
         seconds = seconds or lap()
@@ -184,7 +184,7 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
         if peak:
             flops = model_flops(schedule.phase_config(config, now.phase).model, now.phase.seq_len) * tokens
             figures["mfu"] = flops / seconds / peak / len(jax.devices())
-        skipped_in_a_row = skipped_in_a_row + 1 if figures["skipped"] else 0
+        unsound_in_a_row = 0 if keep.sound(figures) else unsound_in_a_row + 1
         if now.number % PER_LAYER_EVERY and now.number not in (1, last_step):
             figures.pop("load", None)
         figures |= store.figures()
@@ -213,16 +213,17 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
             finish((now, figures, extra, pending[-1]))
             pending = None
             if due_save or last:
-                kept = {"loss": float(figures["loss"]), **extra}
+                kept = {name: float(figures[name]) for name in keep.FIGURES} | extra
                 save(number, now.tokens_after, kept, last)
         if stopping:
             store.close()
             console.say(f"stopped by {stop.asked} after step {number}; saved. The same command goes on.")
             return cli.PREEMPTED
-        if skipped_in_a_row >= UNHEALTHY_AFTER:
+        if unsound_in_a_row >= UNHEALTHY_AFTER:
             store.close()
             console.say(
-                f"error: the last {skipped_in_a_row} updates were skipped; see grad_norm in {writer.path}"
+                f"error: the last {unsound_in_a_row} updates were skipped or not finite; see grad_norm in "
+                f"{writer.path}. {store.way_back()}"
             )
             return cli.UNHEALTHY
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zaya_jax.checkpoint import keep, layout, store, writing
+from zaya_jax.checkpoint import keep, layout, look, store, writing
 from zaya_jax.config import Checkpoint, StorageError
 
 META = {"step": 0, "tokens": 0}
@@ -310,6 +310,52 @@ def test_what_is_kept():
     assert gone(keep=1, keep_best=2) == [1, 3, 4, 6, 7, 8, 9]
     assert gone(keep=1, keep_tokens=350) == [1, 2, 3, 5, 6, 8, 9]
     assert gone(keep=20) == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None])
+def test_what_is_not_finite_is_never_the_best(bad):
+    gone = lambda losses, **rules: keep.to_delete(  # noqa: E731
+        [keep.Saved(i + 1, i + 1, loss) for i, loss in enumerate(losses)], Checkpoint(keep=1, **rules)
+    )
+    for at in range(4):  # wherever it stands in the order that a sort would go through
+        losses = [3.0, 1.0, 2.0]
+        losses.insert(at, bad)
+        best = losses.index(1.0) + 1
+        assert best not in gone([*losses, 9.0], keep_best=1)
+        assert gone([*losses, 9.0], keep_best=9) == ([at + 1] if at < 4 else [])
+    assert gone([bad, bad, bad], keep_best=2) == [1, 2], "with none evaluated the newest stays"
+    assert gone([5.0, 5.0, bad, 5.0], keep_best=1) == [2, 3], "of equal ones the first"
+
+
+def test_steps_whose_update_was_not_made_replace_none():
+    good, bad = {}, {"sound": False}
+    gone = lambda kinds, **rules: keep.to_delete(  # noqa: E731
+        [keep.Saved(i + 1, 10 * (i + 1), **kind) for i, kind in enumerate(kinds)], Checkpoint(keep=2, **rules)
+    )
+    assert gone([good] * 3 + [bad] * 50) == [], "nothing goes while the newest is not sound"
+    assert gone([good] * 3 + [bad] * 50 + [good]) == [1, 2, *range(4, 54)]
+    assert gone([good, bad, good, bad, good], keep_every=2) == [1]
+    assert gone([good, bad, good, good, good], keep_tokens=20) == [1, 2], "a milestone is the first sound one"
+    assert keep.sound({"loss": 2.0, "grad_norm": 1.0, "skipped": 0.0})
+    assert keep.sound({"loss": 2.0}) and keep.sound({}), "older checkpoints tell less"
+    for figures in (
+        {"skipped": 1.0}, {"loss": float("nan")}, {"grad_norm": float("inf")}, {"loss": None}, {"loss": "NaN"},
+        {"loss": np.float32("nan")},
+    ):  # fmt: skip
+        assert not keep.sound({"loss": 1.0} | figures)
+
+
+def test_checkpoints_of_skipped_steps_are_marked_and_the_way_back_is_said(tmp_path):
+    run = Run(tmp_path, keep=1)
+    assert run.store.way_back() == "No checkpoint is from before"
+    run.save(1, metrics={"loss": 2.0, "skipped": 0.0})
+    run.save(2, metrics={"loss": float("nan"), "skipped": 1.0})
+    run.save(3, metrics={"loss": 2.0, "skipped": 1.0})
+    assert visible(tmp_path) == ["1", "2", "3"]
+    assert f"init_from={tmp_path}@1" in run.store.way_back()
+    assert "skipped or not finite: 2, 3." in look.steps_text(tmp_path)
+    run.save(4, metrics={"loss": 2.0, "skipped": 0.0})
+    assert visible(tmp_path) == ["4"]
 
 
 def test_old_steps_go_when_a_newer_is_there(tmp_path):

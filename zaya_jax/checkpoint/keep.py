@@ -1,9 +1,17 @@
-"""Which checkpoints are kept: the newest, and beside them every n-th, the best, and token milestones."""
+"""Which checkpoints are kept: the newest, and beside them every n-th, the best, and token milestones.
+
+A checkpoint that was saved after an update without effect (skipped, or not finite) is not sound: it replaces none that
+was kept before, and while it is the newest nothing is deleted.
+"""
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from zaya_jax.config import Checkpoint
+
+FIGURES = ("loss", "grad_norm", "skipped")  # by which a step is sound; saved with each checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,22 +20,46 @@ class Saved:
 
     step: int
     tokens: int
-    loss: float | None = None  # on held-out text, where it was evaluated
+    loss: float | None = None  # on held-out text, where it was evaluated and is finite
+    sound: bool = True
+
+    @classmethod
+    def of(cls, meta: Mapping[str, Any]) -> "Saved":
+        """What its small file tells; KeyError or TypeError where that is no checkpoint's."""
+        figures = meta.get("metrics") or {}
+        loss = figures.get("eval/loss")
+        return cls(int(meta["step"]), int(meta["tokens"]), loss if _finite(loss) else None, sound(figures))
+
+
+def sound(figures: Mapping[str, Any]) -> bool:
+    """Whether a step's update was made, of finite numbers.
+
+    An update skipped for a spike counts as not made too. Its state is as good as the one before; but a run that spikes
+    on and on may have gone wrong earlier, and then the older checkpoints are the ones to go back to.
+    """
+    return not figures.get("skipped") and all(_finite(figures.get(name, 0.0)) for name in FIGURES)
 
 
 def to_delete(saved: Sequence[Saved], rules: Checkpoint) -> list[int]:
     """The steps that no rule keeps."""
     saved = sorted(saved, key=lambda s: s.step)
-    kept = {s.step for s in saved[-rules.keep :]}
+    if not saved or not saved[-1].sound:
+        return []
+    trusted = [s for s in saved if s.sound]
+    kept = {s.step for s in trusted[-rules.keep :]}
     if rules.keep_every:
         kept |= {s.step for s in saved if s.step % rules.keep_every == 0}
     if rules.keep_best:
-        judged = sorted((s for s in saved if s.loss is not None), key=lambda s: (s.loss, s.step))
-        kept |= {s.step for s in judged[: rules.keep_best]}
+        judged = [(s.loss, s.step) for s in saved if _finite(s.loss)]
+        kept |= {step for _, step in sorted(judged)[: rules.keep_best]}
     if rules.keep_tokens:
         reached = 0
-        for s in saved:  # the first one at or after each milestone
+        for s in trusted:  # the first one at or after each milestone
             if s.tokens // rules.keep_tokens > reached:
                 reached = s.tokens // rules.keep_tokens
                 kept.add(s.step)
     return [s.step for s in saved if s.step not in kept]
+
+
+def _finite(value: Any) -> bool:
+    return value is not None and not isinstance(value, str) and math.isfinite(value)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.checkpoint import layout, store, writing
+from zaya_jax.checkpoint import keep, layout, store, writing
 from zaya_jax.checkpoint.times import STAGES, Event, read
 from zaya_jax.config import StorageError, UserError
 
@@ -90,9 +90,10 @@ def steps_text(workdir: str | Path) -> str:
     """A table of all steps."""
     root = Path(workdir) / "checkpoints"
     saves = read(Path(workdir)).get("save", {})
+    seen_all = see_all(workdir)
     head = ["step", "tokens", "size", "arrays", "files", "processes", "held-out", "saved at", "version"]
     rows = [[*head, *STAGES]]
-    for seen in see_all(workdir):
+    for seen in seen_all:
         when = datetime.datetime.fromtimestamp(seen.saved)
         rows.append(
             [
@@ -108,6 +109,9 @@ def steps_text(workdir: str | Path) -> str:
     text = _table(rows)
     if any(save.processes > 1 for save in saves.values()):
         text += "\nStages: seconds of the slowest process (median)."
+    unsound = [str(seen.step) for seen in seen_all if not keep.sound(seen.meta.get("metrics") or {})]
+    if unsound:
+        text += f"\nSaved after an update that was skipped or not finite: {', '.join(unsound)}."
     if left:
         text += (
             f"\nNot complete: {', '.join(left)} (being written or deleted, or left by a run that was killed)."

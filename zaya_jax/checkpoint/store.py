@@ -242,16 +242,29 @@ class Store:
         return error if len(parts) == 1 else f"{error} (process {who}; {len(errors)} of {len(parts)} failed)"
 
     def _delete_old(self) -> None:
-        steps = writing.steps_in(self.root)
-        saved = []
-        for step in steps:
-            with contextlib.suppress(OSError, ValueError, KeyError):
-                meta = json.loads((self.root / str(step) / layout.META).read_text())
-                saved.append(keep.Saved(step, meta["tokens"], meta.get("metrics", {}).get("eval/loss")))
-        for step in keep.to_delete(saved, self.settings):
+        for step in keep.to_delete(self._saved(), self.settings):
             if self.tiers.may_go(step):
                 with contextlib.suppress(OSError):
                     writing.remove(self.root, step)
+
+    def _saved(self) -> list[keep.Saved]:
+        """What the rules ask of each complete checkpoint; one whose small file is damaged is none of theirs."""
+        saved = []
+        for step in writing.steps_in(self.root):
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+                meta = json.loads((self.root / str(step) / layout.META).read_text(encoding="utf-8"))
+                saved.append(keep.Saved.of(meta | {"step": step}))
+        return saved
+
+    def way_back(self) -> str:
+        """The newest checkpoint of a sound step, and how a run begins with it; for one that has gone wrong."""
+        sound = [saved.step for saved in self._saved() if saved.sound]
+        if not sound:
+            return "No checkpoint is from before"
+        return (
+            f"The newest checkpoint from before is step {sound[-1]}'s: a run in a new workdir begins with its weights "
+            f"by --config.run.init_from={self.root.parent}@{sound[-1]}"
+        )
 
     def _record(self, kind: str, step: int, begun: float, stages: list[dict], sizes: list[int]) -> None:
         """A line for each process in the file of times; that it cannot be written stops nothing."""
