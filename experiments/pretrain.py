@@ -6,9 +6,10 @@
 Without options it trains `tiny`. Everything a run leaves is under its workdir; the same command on a workdir that has
 checkpoints goes on from the newest, bit for bit as if it had never stopped. Exit codes: 0 done, 2 bad input,
 3 unhealthy (no finite gradient for many steps), 4 storage that fails or is damaged, 75 stopped by a signal after saving
-(start me again).
+(start me again), 130 and 143 stopped by a second signal, at once.
 """
 
+import contextlib
 import functools
 import sys
 import time
@@ -32,7 +33,7 @@ from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.model import decode, zaya
 from zaya_jax.optim import schedule
-from zaya_jax.parallel import multihost, rules
+from zaya_jax.parallel import leaving, multihost, rules
 from zaya_jax.parallel.mesh import BATCH_AXES, check_batch, make_mesh, rows_of_process
 from zaya_jax.report import write_report
 from zaya_jax.train import logs
@@ -56,7 +57,12 @@ def main() -> int:
 
 
 def train(config: Config, workdir: str | Path | None = None) -> int:
-    """One run, or the rest of one; returns the exit code."""
+    """One run, or the rest of one; returns the exit code. However it ends, its figures are written."""
+    with contextlib.ExitStack() as at_end:
+        return _train(config, workdir, at_end)
+
+
+def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitStack) -> int:
     ####################################################################################################################
     # Everything that can be wrong is checked before anything is compiled or written
     ####################################################################################################################
@@ -191,6 +197,23 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
         writer.write(now.number, figures)
         console.step(now.number, figures)
 
+    def wind_up() -> None:
+        """However the run ends: the figures that are not read yet, all lines that are not written, and a report."""
+        if pending and pending[0].number > writer.last_step:
+            with contextlib.suppress(Exception):
+                finish(pending)
+        console.close()
+        writer.close()
+        if multihost.is_writer() and "SIGTERM" not in stop.asked:  # then seconds count
+            with contextlib.suppress(Exception):
+                write_report(workdir)
+
+    def failed(kind, *_) -> None:
+        if kind:  # a disk that hangs must not hold up what is to be said of it
+            leaving.within(leaving.PATIENCE, wind_up)
+
+    at_end.push(failed)
+
     for number in range(reached + 1, last_step + 1):
         now = plan.step(number)
         state, figures = program(now.phase_index)(state, next(stream), np.float32(now.lr))
@@ -217,10 +240,12 @@ def train(config: Config, workdir: str | Path | None = None) -> int:
                 save(number, now.tokens_after, kept, last)
         if stopping:
             store.close()
+            wind_up()
             console.say(f"stopped by {stop.asked} after step {number}; saved. The same command goes on.")
             return cli.PREEMPTED
         if unsound_in_a_row >= UNHEALTHY_AFTER:
             store.close()
+            wind_up()
             console.say(
                 f"error: the last {unsound_in_a_row} updates were skipped or not finite; see grad_norm in "
                 f"{writer.path}. {store.way_back()}"

@@ -1,15 +1,17 @@
 """What the programs share: flags with a config among them, and bad input as one line with exit code 2."""
 
 import argparse
+import contextlib
 import ctypes
+import errno
 import mmap
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 import jax
 from absl import flags
@@ -17,8 +19,9 @@ from ml_collections import config_flags
 
 from zaya_jax import config as config_lib
 from zaya_jax.config import StorageError, UserError
+from zaya_jax.parallel import leaving
 
-DONE, BAD_INPUT, UNHEALTHY, STORAGE, PREEMPTED = 0, 2, 3, 4, 75
+DONE, BAD_INPUT, UNHEALTHY, STORAGE, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 75, 130
 
 
 _default_config: list[str] = []
@@ -56,6 +59,11 @@ class Parser(argparse.ArgumentParser):
 
 def exit_code(main: Callable[[], int]) -> int:
     """What `main` gives; an error that a person can mend becomes one line and its code."""
+    with outlive_readers():
+        return _code(main)
+
+
+def _code(main: Callable[[], int]) -> int:
     try:
         return main()
     except UserError as error:
@@ -64,18 +72,68 @@ def exit_code(main: Callable[[], int]) -> int:
     except StorageError as error:
         print(f"error: {error}", file=sys.stderr)
         return STORAGE
-    except BrokenPipeError:  # whoever reads has read enough, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return DONE
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return INTERRUPTED
 
 
 def leave(code: int) -> NoReturn:
     """Ends the process; at once where storage failed, since threads may wait for ever for a disk that hangs."""
-    if code != STORAGE:
+    if code not in (STORAGE, INTERRUPTED):
         sys.exit(code)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    leaving.now(code)
+    raise AssertionError("not reached")
+
+
+@contextlib.contextmanager
+def outlive_readers() -> Iterator[None]:
+    """Whoever reads what a program prints may go, as `head` does or a terminal: it works on, and says no more."""
+    for number in range(3):  # else the next file that is opened would take the place of one that was closed
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    streams = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    sys.stdout, sys.stderr = guarded = [cast(TextIO, _Outliving(stream)) for stream in streams]
+    try:
+        yield
+    finally:
+        for stream in guarded:
+            stream.flush()
+        sys.stdout, sys.stderr = streams
+
+
+class _Outliving:
+    """A text stream that nobody may be reading."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """As the stream does."""
+        self._try(self._stream.write, text)
+        return len(text)
+
+    def flush(self) -> None:
+        """As the stream does."""
+        self._try(self._stream.flush)
+
+    def _try(self, function: Callable, *args: Any) -> None:
+        try:
+            function(*args)
+        except OSError as error:
+            if error.errno not in (
+                errno.EPIPE,
+                errno.EIO,
+            ):  # a full disk is not to be taken for a reader that went
+                raise
+            # What the stream still holds, and what C libraries print, must go somewhere too.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _parse(argv: list[str]) -> None:

@@ -31,6 +31,7 @@ import numpy as np
 from absl import flags
 
 from zaya_jax.config import StorageError, UserError
+from zaya_jax.parallel import leaving
 from zaya_jax.parallel.cluster import NAMES, LostProcess, find_place, name_processes, roll_call
 
 # Seconds, each the environment's to change: at 1,024 processes the slowest image pull or disk decides.
@@ -44,6 +45,7 @@ _log = logging.getLogger("zaya_jax")
 _log.addHandler(logging.NullHandler())  # this process's file, once `logs` has opened it
 _log.propagate = False  # libraries give the root logger a handler that prints
 _calls: collections.Counter[str] = collections.Counter()
+_ends: list["_End"] = []  # of several processes: how an error here becomes everybody's
 
 
 def define_flags() -> None:
@@ -75,6 +77,7 @@ def together(program: Callable[[], int]) -> int:
     # JAX has SIGTERM only noted, for its own protocol; until StopSignal takes over there is nothing to save.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     end = _End()
+    _ends.append(end)
     try:
         code = program()
     except BaseException as error:
@@ -174,7 +177,7 @@ def collect_garbage(step: int) -> None:
 
 
 class StopSignal:
-    """SIGTERM or SIGINT as a wish that the loop reads: the step in flight is finished and saved, in all processes.
+    """SIGTERM, SIGINT or SIGHUP as a wish that the loop reads: it finishes and saves the step in flight, everywhere.
 
     Whoever is asked at step n writes n + 2 into the store before it dispatches step n + 1. Nobody ends step n + 1
     without everybody's part in it, so at step n + 2 all know; it needs a loop that reads each step's figures before it
@@ -183,8 +186,11 @@ class StopSignal:
 
     def __init__(self) -> None:
         self.asked, self._told = "", False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in leaving.STOPPING:
             signal.signal(number, self._ask)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a terminal that closes, without nohup
+            signal.signal(signal.SIGHUP, self._ask)
+        leaving.at_second_signal(_interrupted)
 
     def after(self, step: int) -> bool:
         """Whether to stop after this step; the same answer in every process. Called once a step."""
@@ -204,9 +210,7 @@ class StopSignal:
         return step >= last
 
     def _ask(self, number: int, frame: Any) -> None:
-        if self.asked:  # asked twice: at once
-            raise KeyboardInterrupt
-        self.asked = signal.Signals(number).name
+        self.asked = self.asked or signal.Signals(number).name
 
 
 class Timer:
@@ -292,10 +296,16 @@ class _End:
                 silent = _silent(count)
                 if silent:
                     print(f"error: {name_processes(silent)} of {count} gave no answer", file=sys.stderr)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)  # an orderly end would wait for the others
+        leaving.now(code)  # an orderly end would wait for the others
+
+
+def _interrupted(number: signal.Signals) -> None:
+    """A second signal: at once, and all of several processes."""
+    error = KeyboardInterrupt(number)
+    if _ends:
+        _ends[-1].because(error)
+    code, text = _code_of(error)
+    leaving.now(code, f"error: {text}")
 
 
 def _code_of(error: BaseException) -> tuple[int, str]:
@@ -305,6 +315,9 @@ def _code_of(error: BaseException) -> tuple[int, str]:
         return 4, str(error)
     if isinstance(error, LostProcess):
         return 1, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+        return 128 + number, f"interrupted by {number.name}; nothing more was saved"
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1, f"exit {error.code}"
     return 1, f"{type(error).__name__}: {_first_line(error)}"

@@ -4,6 +4,7 @@ The terminal and metrics.jsonl are process 0's alone; here stands when each proc
 `kill -USR1 PID` adds where all its threads are, for a run that hangs.
 """
 
+import contextlib
 import faulthandler
 import logging
 import os
@@ -29,7 +30,7 @@ def open_log(workdir: Path) -> None:
         _handler.close()
     folder = workdir / "logs"
     folder.mkdir(exist_ok=True)
-    _handler = logging.FileHandler(folder / f"process-{jax.process_index():05d}.log", encoding="utf-8")
+    _handler = _File(folder / f"process-{jax.process_index():05d}.log", encoding="utf-8")
     _handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
     _handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == _log.name)
     for logger in (_log, logging.getLogger()):
@@ -50,7 +51,15 @@ def note(message: str) -> None:
 
 
 def say(message: str) -> None:
-    """A line in every process's file, and in process 0 for the person who looks on."""
+    """A line in every process's file, and in process 0 for the person who looks on; neither stops a run."""
     _log.info(message)
     if multihost.is_writer():
-        print(message, flush=True)
+        with contextlib.suppress(OSError):  # such as a full disk
+            print(message, flush=True)
+
+
+class _File(logging.FileHandler):
+    """A file whose disk may be full: the lines are on the terminal too, and a traceback for each helps nobody."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Nothing."""

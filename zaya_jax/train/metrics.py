@@ -6,6 +6,7 @@ Figures are the same in all processes; process 0 writes and shows them.
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from zaya_jax.parallel import leaving
 from zaya_jax.parallel.multihost import is_writer
 from zaya_jax.train.logs import note, say
 
@@ -26,7 +28,7 @@ class Writer:
     """Appends a step's figures to the workdir's files; on resume first drops those after the restored step."""
 
     def __init__(self, workdir: Path, restored_step: int):
-        self.path = workdir / "metrics.jsonl"
+        self.path, self.last_step = workdir / "metrics.jsonl", restored_step
         self._writes = is_writer()
         if not self._writes:
             return
@@ -34,18 +36,22 @@ class Writer:
             _keep_until(self.path, restored_step)
         self._file = self.path.open("ab", buffering=0)
         self._lines, self._failing = b"", ""
+        self._lock = threading.RLock()  # the end may come in another thread
         self._workdir, self._purge = workdir, restored_step + 1 if restored_step else None
         self._events: SummaryWriter | None = None
         self._open_events()
+        leaving.before(self.close)
 
     def write(self, step: int, figures: dict[str, Any]) -> None:
         """One step's figures: numbers and arrays of numbers. A full disk costs none of the lines of metrics.jsonl."""
+        self.last_step = step
         if not self._writes:
             return
         plain = {name: _plain(value) for name, value in figures.items()}
-        self._lines += json.dumps({"step": step, **plain}).encode() + b"\n"
-        if len(self._lines) > BUFFER:
-            self._try(self._write_lines)
+        with self._lock:
+            self._lines += json.dumps({"step": step, **plain}).encode() + b"\n"
+            if len(self._lines) > BUFFER:
+                self._try(self._write_lines)
         if self._events is None or not self._events.file_writer.event_writer._worker.is_alive():
             return  # its thread ends at the first error
         for name, value in plain.items():
@@ -58,12 +64,21 @@ class Writer:
     def flush(self) -> None:
         """Hands everything to the operating system, before a checkpoint that counts on it."""
         if self._writes:
-            self._try(self._write_lines, self._flush_events)
+            with self._lock:
+                self._try(self._write_lines, self._flush_events)
 
     def close(self) -> None:
-        """Flushes and closes the files."""
-        if self._writes:
+        """Flushes and closes the files, once."""
+        if not self._writes:
+            return
+        with self._lock:
+            if self._file.closed:
+                return
+            leaving.forget(self.close)
             self.flush()
+            if self._lines:
+                count = self._lines.count(b"\n")
+                say(f"warning: the last {count} lines of {self.path} could not be written and are lost")
             self._file.close()
             if self._events is not None:
                 self._try(self._events.close)

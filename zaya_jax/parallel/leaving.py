@@ -1,0 +1,73 @@
+"""How a process ends at once, without waiting for others or for a disk: what must not be lost is written first.
+
+before(function)           to be called on the way out
+within(seconds, function)  whether it came to its end by then
+now(code, line)            does not return
+at_second_signal(how)      from now on a second SIGTERM or SIGINT ends the process, whatever it is doing
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+PATIENCE = 10.0  # seconds; a disk that hangs would take all that there are
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+_functions: list[Callable[[], None]] = []
+
+
+def before(function: Callable[[], None]) -> None:
+    """Has `now` call a function, from whatever thread."""
+    _functions.append(function)
+
+
+def forget(function: Callable[[], None]) -> None:
+    """Takes it back."""
+    with contextlib.suppress(ValueError):
+        _functions.remove(function)
+
+
+def within(seconds: float, function: Callable[[], None]) -> bool:
+    """Calls it in a thread that is left behind if it takes longer; False then."""
+    thread = threading.Thread(target=function, name="leaving", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def now(code: int, line: str = "") -> None:
+    """Ends the process."""
+
+    def last_words() -> None:
+        if line:
+            with contextlib.suppress(OSError, ValueError):
+                print(line, file=sys.stderr)
+        for function in [*_functions, logging.shutdown, *(f.flush for f in (sys.stdout, sys.stderr) if f)]:
+            with contextlib.suppress(Exception):
+                function()
+
+    within(PATIENCE, last_words)
+    os._exit(code)
+
+
+def at_second_signal(how: Callable[[signal.Signals], None]) -> None:
+    """Calls `how` in a thread: Python's own handlers wait while the main thread compiles, computes or writes."""
+    listening, telling = os.pipe()
+    os.set_blocking(telling, False)
+    before_this = signal.set_wakeup_fd(telling, warn_on_full_buffer=False)
+    if before_this >= 0:
+        os.close(before_this)  # which ends the thread of the run before
+
+    def watch() -> None:
+        seen = 0
+        while number := os.read(listening, 1):
+            seen += number[0] in STOPPING
+            if seen == 2:
+                how(signal.Signals(number[0]))
+        os.close(listening)
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()
