@@ -5,22 +5,26 @@ Figures are the same in all processes; process 0 writes and shows them.
 
 import json
 import math
+import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from zaya_jax.config import UserError
 from zaya_jax.parallel import leaving
 from zaya_jax.parallel.multihost import is_writer
 from zaya_jax.train.logs import note, say
 
 BUFFER = 1 << 16  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
+BLOCK = 1 << 20  # bytes that a resumed run reads at a time, from the end
+MAX_LINE_BYTES = 1 << 26  # as the report's: more is no line
 PER_LAYER_EVERY = 10  # steps between full expert loads in the files; the entropy is there every step
 
 
@@ -32,9 +36,15 @@ class Writer:
         self._writes = is_writer()
         if not self._writes:
             return
-        if self.path.exists():
-            _keep_until(self.path, restored_step)
-        self._file = self.path.open("ab", buffering=0)
+        try:
+            dropped = keep_until(self.path, restored_step) if self.path.exists() else 0
+            self._file = self.path.open("ab", buffering=0)
+        except OSError as error:
+            raise UserError(
+                f"{self.path} cannot be written ({error.strerror}); it must be a file that can, or not be there"
+            ) from None
+        if dropped:
+            say(f"{self.path}: its last {dropped:,} bytes, from after step {restored_step}, are dropped")
         self._lines, self._failing = b"", ""
         self._lock = threading.RLock()  # the end may come in another thread
         self._workdir, self._purge = workdir, restored_step + 1 if restored_step else None
@@ -120,20 +130,58 @@ def _plain(value: Any) -> Any:
     return value.item() if value.ndim == 0 else value.tolist()
 
 
-def _keep_until(path: Path, step: int) -> None:
-    """Drops lines of later steps, and a last line that a kill cut short."""
-    part = path.with_name(".metrics.jsonl.part")
-    with path.open("rb") as old, part.open("wb") as new:
-        for line in old:
-            if not line.endswith(b"\n"):
+def keep_until(path: Path, step: int) -> int:
+    """Drops lines of later steps, and what a kill or a power cut has left after them; how many bytes that was.
+
+    Reads the end alone, a block at a time, back to a line of `step` or before: late in a long run there are gigabytes.
+    It looks at one block at least, so that steps that are there twice are cut where they come first. Cutting is one
+    operation: killed at any time, the file is as it was or as it shall be. A damaged line before the last good one
+    stays; the report counts it.
+    """
+    with path.open("rb+") as file:
+        size = file.seek(0, os.SEEK_END)
+        last, enough = 0, False
+        for end, line in _lines_backwards(file, size):
+            if enough and end <= size - BLOCK:
                 break
-            try:
-                if json.loads(line)["step"] > step:
-                    break
-            except (ValueError, KeyError, TypeError):
-                continue
-            new.write(line)
-    part.replace(path)
+            found = _step_of(line)
+            if found is not None:
+                enough = found <= step
+                last = (last or end) if enough else 0
+        file.truncate(last)
+    return size - last
+
+
+def _lines_backwards(file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
+    """(where it ends, the line) of all lines that a newline ends, the last one first; b"" for one that is too long."""
+    end, rest, too_long = (
+        0,
+        b"",
+        False,
+    )  # of the line whose begin is not read yet; end 0: nothing has ended it
+    while size:
+        begin = max(size - BLOCK, 0)
+        file.seek(begin)
+        first, *others = file.read(size - begin).split(b"\n")
+        for part in reversed(others):
+            if end:
+                yield end, b"" if too_long else part + rest
+            size -= len(part)
+            end, rest, too_long = size, b"", False
+            size -= 1  # the newline
+        too_long |= len(rest) + len(first) > MAX_LINE_BYTES
+        rest = b"" if too_long or not end else first + rest
+        size = begin
+    if end:
+        yield end, b"" if too_long else rest
+
+
+def _step_of(line: bytes) -> float | None:
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int | float) and not isinstance(step, bool) else None
 
 
 class Console:
