@@ -20,11 +20,11 @@ from typing import Any
 
 from tqdm import tqdm
 
-from zaya_jax import cli
+from zaya_jax import cli, config
 from zaya_jax.checkpoint import audit, exchange, layout, look, monitor, rewrite, store, writing
 from zaya_jax.checkpoint.remote import vault_at
 from zaya_jax.config import UserError
-from zaya_jax.train.workdir import read_config
+from zaya_jax.train.workdir import check_same, read_config
 
 
 def main() -> int:
@@ -133,13 +133,35 @@ def verify(args: Any) -> int:
 
             damages = vault.verify(step, count) if vault else audit.verify(root / str(step), count)
         if not damages:
-            print(f"step {step}: {look.size_text(total)}, whole")
+            found = vault.manifest(step) if vault else writing.read_seal(root / str(step))
+            less = ", but an older version's: chunks in each other's places would not be seen; `reshard` mends that"
+            print(f"step {step}: {look.size_text(total)}, whole{less if found.older() else ''}")
         for damage in damages:
             print(f"step {step}: {damage}")
         damaged += bool(damages)
-    if damaged:
-        print(f"error: {damaged} of {len(steps)} checkpoints damaged", file=sys.stderr)
-    return cli.STORAGE if damaged else cli.DONE
+    wrong = "" if vault else _wrong_config(Path(args.workdir), steps[-1])
+    if wrong:
+        print(wrong)
+    if damaged or wrong:
+        also = " and config.json is wrong" if wrong else ""
+        print(f"error: {damaged} of {len(steps)} checkpoints damaged{also}", file=sys.stderr)
+    return cli.STORAGE if damaged or wrong else cli.DONE
+
+
+def _wrong_config(workdir: Path, step: int) -> str:
+    """What the recorded config has that the checkpoint of a step says otherwise; "" where they agree."""
+    if not (workdir / "config.json").exists():  # copies of checkpoints alone
+        return ""
+    try:
+        recorded = read_config(workdir)
+        saved = store.read_meta(workdir, step).get("config")
+        if saved:
+            check_same(config.check(saved), recorded, workdir)
+    except UserError as error:
+        return f"config.json: {error}"
+    except (OSError, ValueError, AttributeError):  # damage there is told already
+        pass
+    return ""
 
 
 def reshard(args: Any) -> int:

@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from zaya_jax import config
-from zaya_jax.checkpoint import layout, look, store, times, writing
+from zaya_jax.checkpoint import layout, look, seal, store, times, writing
 from zaya_jax.config import Checkpoint
 from zaya_jax.train.workdir import open_workdir
 
@@ -127,8 +127,8 @@ def test_steps_in_one_text(tmp_path):
         for name in files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
         sums = writing.write_files(folder, files)
-        sizes[step] = f"{sum(size for size, _ in sums.values()) / 1e3:.3g} kB"
-        (folder / layout.MARKER).write_bytes(writing.seal(sums))
+        sizes[step] = f"{sum(entry[0] for entry in sums.values()) / 1e3:.3g} kB"
+        (folder / layout.MARKER).write_bytes(seal.Seal(sums).content())
         when = datetime.datetime(2026, 11, 21, 5, 0, step).timestamp()
         os.utime(folder / layout.MARKER, (when, when))
     (tmp_path / "checkpoints" / ".deleting-1").mkdir()

@@ -71,7 +71,7 @@ def saved(folder, step=5, **settings):
     checkpoints.save(step, {"params": {"w": jnp.arange(1000.0) + step}}, {"step": step, "tokens": step})
     checkpoints.close()
     there = folder / "checkpoints" / str(step)
-    return there, list(writing.read_seal(there))
+    return there, list(writing.read_seal(there).files)
 
 
 def test_there_and_back(place, tmp_path):

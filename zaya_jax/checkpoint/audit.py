@@ -5,12 +5,16 @@ for damage in audit.verify(folder):          a checkpoint's folder; `verify_ther
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from pathlib import Path
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path, PurePosixPath
 
 from zaya_jax.checkpoint import writing
-from zaya_jax.checkpoint.layout import MARKER, STATE
+from zaya_jax.checkpoint.layout import MARKER, META, STATE
+from zaya_jax.checkpoint.seal import Seal, Sums, check_file
+from zaya_jax.config import StorageError, UserError
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -33,32 +37,67 @@ class Damage:
 
 
 def verify(folder: Path, progress: Progress | None = None) -> list[Damage]:
-    """What is wrong with a checkpoint's folder: changed, truncated and missing files, and such as nobody wrote."""
+    """What is wrong with a step's folder: changed, exchanged, truncated and missing files, and such as nobody wrote."""
     try:
-        files = writing.read_seal(folder)
+        found = writing.read_seal(folder)
     except (OSError, ValueError) as error:
-        return [
-            Damage(
-                MARKER, "missing" if isinstance(error, FileNotFoundError) else "changed: not its own checksum"
-            )
-        ]
-    there = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    extra = [Damage(name, "not part of the checkpoint") for name in sorted(there - files.keys() - {MARKER})]
-    return check(files, lambda name: writing.check_file(folder / name, *files[name]), progress) + extra
+        return [Damage(MARKER, unreadable(error))]
+    return identity(folder, found) + check_here(folder, found.files, progress) + foreign(folder, found)
 
 
-def verify_some(folder: Path, names: list[str]) -> list[Damage]:
-    """The same of some files alone."""
-    files = writing.read_seal(folder)
-    mine = {name: files[name] for name in names}
-    return check(mine, lambda name: writing.check_file(folder / name, *files[name]))
+def unreadable(error: OSError | ValueError) -> str:
+    """What is wrong with a file that could not be read."""
+    if isinstance(error, OSError):
+        return "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
+    return str(error)
 
 
-def check(
-    files: writing.Sums, one: Callable[[str], str | None], progress: Progress | None = None
-) -> list[Damage]:
+def identity(folder: Path, found: Seal, run: str | None = None) -> list[Damage]:
+    """Whether a step's folder is of the step that it is called, and of the run it lies with (or of `run`)."""
+    if found.step is None:  # format 1; its small file knew
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            meta = json.loads((folder / META).read_bytes())
+            found = Seal(found.files, meta.get("step"), meta.get("run"))
+    steps = writing.steps_of([folder.name.removeprefix(writing.SAVING)])
+    what = found.differs(steps[0] if steps else None, run or writing.run_of(folder.parent))
+    return [Damage(MARKER, what)] if what else []
+
+
+def foreign(folder: Path, found: Seal) -> list[Damage]:
+    """What lies in a step's folder and is not listed: files, links, empty folders."""
+    listed = {MARKER, *found.files}
+    folders = {str(parent) for name in listed for parent in PurePosixPath(name).parents}
+    there = {str(path.relative_to(folder)): path for path in folder.rglob("*")}
+    return [
+        Damage(name, "not part of the checkpoint")
+        for name, path in sorted(there.items())
+        if name not in (folders if path.is_dir() and not path.is_symlink() else listed)
+    ]
+
+
+def check_here(folder: Path, files: Sums, progress: Progress | None = None) -> list[Damage]:
+    """What is wrong with some files of a folder."""
+    return check(files, lambda name: check_file(folder / name, files[name]), progress)
+
+
+def require(folder: Path, prefixes: Sequence[str] = ("",)) -> None:
+    """StorageError unless the files of a step's folder that begin with one of these are what was written."""
+    try:
+        found = writing.read_seal(folder)
+        damages = identity(folder, found)
+        damages += check_here(folder, {n: e for n, e in found.files.items() if n.startswith(tuple(prefixes))})
+    except (OSError, ValueError) as error:
+        damages = [Damage(MARKER, unreadable(error))]
+    if damages and not folder.exists():
+        raise UserError(f"{folder} has gone meanwhile, as old steps of a run do; take a newer one")
+    if damages:
+        more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
+        raise StorageError(f"{folder} is damaged: {damages[0]}{more}")
+
+
+def check(files: Sums, one: Callable[[str], str | None], progress: Progress | None = None) -> list[Damage]:
     """Applies a check to all files, several at once."""
-    total, done = sum(size for size, _ in files.values()), 0
+    total, done = sum(entry[0] for entry in files.values()), 0
     damages = []
     with concurrent.futures.ThreadPoolExecutor(writing.THREADS, "verify") as pool:
         for name, what in _in_order(pool, one, list(files)):

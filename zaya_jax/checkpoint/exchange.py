@@ -19,7 +19,7 @@ import numpy as np
 
 import zaya_jax
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import hf, pieces, store, tensor_files
+from zaya_jax.checkpoint import audit, hf, pieces, store, tensor_files
 from zaya_jax.checkpoint import hf_names as names
 from zaya_jax.config import Config, Model, UserError
 from zaya_jax.data import tokenizers
@@ -32,6 +32,13 @@ DTYPES = {
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
+WEIGHTS = (
+    "state/params.",
+    "state/balance.",
+    "state/_METADATA",
+    "meta",
+    "_CHECKPOINT",
+)  # files of a checkpoint
 SHARD_GB = 5.0  # transformers' own
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -100,6 +107,7 @@ def to_hf(
     config = read_config(workdir)
     names.check_kinds(config.model, f"--workdir={workdir}")
     step = store.latest_step(workdir, step)
+    audit.require(store.step_folder(workdir, step), WEIGHTS)
     model = model_at(config, step)
     if model.model_type != "zaya":
         raise UserError(
@@ -147,6 +155,7 @@ def model_at(config: Config, step: int) -> Model:
 
 def read_weights(workdir: str | os.PathLike, step: int, model: Model) -> tuple[dict, jax.Array]:
     """(parameters, balancing biases) of a step on the first device, without the rest of the state."""
+    audit.require(store.step_folder(workdir, step), WEIGHTS)
     _check_shapes(pieces.Reader(workdir, step), model, Path(workdir))
     shape = (model.num_hidden_layers, model.num_experts + 1)
     wanted = {

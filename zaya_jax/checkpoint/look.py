@@ -34,7 +34,7 @@ class Seen:
     @property
     def bytes(self) -> int:
         """Its size on disk."""
-        return sum(size for size, _ in self.files.values())
+        return sum(entry[0] for entry in self.files.values())
 
     def part_bytes(self) -> dict[str, int]:
         """Bytes of parameters, optimizer and balancing."""
@@ -48,7 +48,7 @@ def see(workdir: str | Path, step: int) -> Seen:
     """Looks at one step; StorageError where its small files are damaged."""
     folder = store.step_folder(workdir, step)
     try:
-        files, saved = writing.read_seal(folder), (folder / layout.MARKER).stat().st_mtime
+        files, saved = writing.read_seal(folder).files, (folder / layout.MARKER).stat().st_mtime
         meta = json.loads((folder / layout.META).read_text(encoding="utf-8"))
         chunks: dict[str, int] = defaultdict(int)
         for name in files:

@@ -12,6 +12,7 @@ import numpy as np
 import tensorstore as ts
 
 from zaya_jax.checkpoint import layout, store, writing
+from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.config import StorageError, UserError
 
 
@@ -53,6 +54,8 @@ class Writer:
     def __init__(self, workdir: Path, step: int, abstract_state: dict[str, Any], meta: dict[str, Any]):
         """`abstract_state` has the shape and dtype of every array."""
         root = store.step_folder(workdir, step).parent
+        self._step, self._run = step, writing.begin_run(root)
+        meta = meta | {"run": self._run}
         self._folder, self._target = root / f"{writing.SAVING}{step}", root / str(step)
         self._arrays = {
             name: layout.Array(name, tuple(x.shape), np.dtype(x.dtype).name, chunk_of(name, x))
@@ -79,7 +82,7 @@ class Writer:
         for name, x in self._gathered.items():
             self._write(self._arrays[name], x, tuple(slice(0, n) for n in x.shape))
         self._gathered.clear()
-        writing.commit(self._folder, self._target, self._sums)
+        writing.commit(self._folder, self._target, Seal(self._sums, self._step, self._run))
 
     def _write(self, array: layout.Array, x: np.ndarray, box: tuple[slice, ...]) -> None:
         (self._folder / array.folder).mkdir(parents=True, exist_ok=True)

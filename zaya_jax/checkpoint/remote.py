@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 
 import fsspec
 
-from zaya_jax.checkpoint import audit, writing
+from zaya_jax.checkpoint import audit, seal, writing
 from zaya_jax.checkpoint.audit import Damage, Progress
 from zaya_jax.checkpoint.layout import MARKER
+from zaya_jax.checkpoint.seal import Seal, Sums
 from zaya_jax.config import StorageError, UserError
 
 IN_FLIGHT = 8  # files at once, each of at most layout.CHUNK_BYTES
@@ -63,12 +64,16 @@ class Vault:
         """The whole checkpoints, oldest first."""
         return sorted(self._numbered(marked=True))
 
-    def manifest(self, step: int) -> dict[str, list[int]]:
-        """A whole checkpoint's files with sizes and checksums."""
+    def manifest(self, step: int) -> Seal:
+        """A whole checkpoint's files with sizes and checksums, and whose they are."""
         try:
-            return writing.parse_seal(self._get(f"{step}/{MARKER}"))
+            found = seal.parse(self._get(f"{step}/{MARKER}"))
         except ValueError as error:
-            raise StorageError(f"{self.url}/{step}: {error}") from None
+            raise StorageError(f"{self.url}/{step}/{MARKER} is {error}") from None
+        what = found.differs(step, None)
+        if what:
+            raise StorageError(f"{self.url}/{step}/{MARKER} is {what}")
+        return found
 
     def upload(self, folder: Path, step: int, names: Sequence[str]) -> None:
         """Copies files of a local checkpoint; any process may give any of them."""
@@ -82,9 +87,9 @@ class Vault:
 
     def complete(self, folder: Path, step: int) -> None:
         """Makes an uploaded step whole, if all its files are there."""
-        files = writing.read_seal(folder)
+        files = writing.read_seal(folder).files
         there = self._sizes(step)
-        wrong = [name for name, (size, _) in files.items() if there.get(name) != size]
+        wrong = [name for name, entry in files.items() if there.get(name) != entry[0]]
         if wrong:
             raise StorageError(
                 f"{self.url}/{step} lacks {len(wrong)} of {len(files)} files, such as {wrong[0]}; upload them first"
@@ -93,33 +98,34 @@ class Vault:
 
     def download(self, step: int, folder: Path, names: Iterable[str] | None = None) -> None:
         """Fetches a step's files (but the marker), or those named, below a folder; StorageError if one is damaged."""
-        files = self.manifest(step)
+        files = self.manifest(step).files
 
         def one(name: str) -> None:
             content = self._get(f"{step}/{name}")
-            what = wrong_with(content, *files[name])
+            what = wrong_with(content, files[name])
             if what:
                 raise StorageError(f"{self.url}/{step}/{Damage(name, what)}")
             writing.write_files(folder, {name: content})
 
         _each(one, list(files if names is None else names))
 
-    def verify(
-        self, step: int, progress: Progress | None = None, some: writing.Sums | None = None
-    ) -> list[Damage]:
+    def verify(self, step: int, progress: Progress | None = None, some: Sums | None = None) -> list[Damage]:
         """What is wrong with a step's files, or with some of them."""
         try:
-            files = self.manifest(step) if some is None else some
+            files = self.manifest(step).files if some is None else some
+            extra = [] if some is not None else sorted(self._sizes(step).keys() - files.keys() - {MARKER})
         except StorageError as error:
             return [Damage(MARKER, str(error))]
 
         def one(name: str) -> str | None:
             try:
-                return wrong_with(self._get(f"{step}/{name}"), *files[name])
+                return wrong_with(self._get(f"{step}/{name}"), files[name])
             except StorageError as error:
                 return "missing" if isinstance(error.__cause__, FileNotFoundError) else str(error)
 
-        return audit.check(files, one, progress)
+        return audit.check(files, one, progress) + [
+            Damage(name, "not part of the checkpoint") for name in extra
+        ]
 
     def get(self, step: int, name: str) -> bytes:
         """One file."""
@@ -155,9 +161,7 @@ class Vault:
                 return []
 
         found = self._attempt("list", "", names)
-        steps = [
-            int(last) for last in (name.rstrip("/").rsplit("/", 1)[-1] for name in found) if last.isdigit()
-        ]
+        steps = writing.steps_of(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
         return [s for s in steps if not marked or self._attempt("look at", f"{s}/{MARKER}", self._exists, s)]
 
     def _must_exist(self) -> None:
@@ -229,12 +233,9 @@ def vault_at(place: str | Path) -> Vault | None:
     return None
 
 
-def wrong_with(content: bytes, size: int, crc: int) -> str | None:
+def wrong_with(content: bytes, entry: list[int]) -> str | None:
     """What is wrong with a file's content; None if nothing is."""
-    if len(content) != size:
-        return f"{'truncated' if len(content) < size else 'too long'}: {len(content)} bytes instead of {size}"
-    found = writing.crc32c(content)
-    return None if found == crc else f"changed: crc32c {found:08x} instead of {crc:08x}"
+    return seal.wrong_with([memoryview(content)], len(content), entry)
 
 
 def _each(function: Callable[[str], None], names: Sequence[str]) -> None:

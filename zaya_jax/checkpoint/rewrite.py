@@ -20,6 +20,7 @@ import numpy as np
 from zaya_jax.checkpoint import audit, layout, store, writing
 from zaya_jax.checkpoint.exchange import DTYPES, new_folder, whole_or_nothing
 from zaya_jax.checkpoint.remote import Vault, vault_at
+from zaya_jax.checkpoint.seal import TAIL, Seal, Sums, crc32c, entry_of
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.train.workdir import IMPORTED
 
@@ -44,7 +45,7 @@ class Source:
                 )
             self.step = max(steps) if step is None else step
             self._vault: Vault | None = vault
-            self.files = vault.manifest(self.step)
+            found = vault.manifest(self.step)
         else:
             self.workdir, self._vault = Path(place).absolute(), None
             if (
@@ -54,10 +55,14 @@ class Source:
             else:
                 self._folder = store.step_folder(place, store.latest_step(place, step))
             try:
-                self.files = writing.read_seal(self._folder)
+                found = writing.read_seal(self._folder)
                 self.step = int(self.json(layout.META)["step"])
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 raise StorageError(f"{self._folder} is damaged: {writing.reason(error)}") from None
+            is_run_s = self._folder.parent.name == "checkpoints"  # else it may have any name
+            for damage in audit.identity(self._folder, found) if is_run_s else ():
+                raise StorageError(f"{self._folder} is damaged: {damage}")
+        self.files, self.run = found.files, found.run
         self.name = f"step {self.step} of {place}"
         self._kept: tuple[str, np.ndarray] | None = None
 
@@ -68,9 +73,7 @@ class Source:
         if self._vault:
             damages = self._vault.verify(self.step, progress, files)
         else:
-            damages = audit.check(
-                files, lambda name: writing.check_file(self._folder / name, *files[name]), progress
-            )
+            damages = audit.check_here(self._folder, files, progress)
         if damages:
             more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
             raise StorageError(f"{self.name} is damaged: {damages[0]}{more}; nothing was written")
@@ -171,7 +174,7 @@ def export_params(
     meta = {name: value for name, value in found.json(layout.META).items() if name not in ("data", "layout")}
     with whole_or_nothing(target) as part:
         sums = _write(found, arrays, meta, lambda name, content: _put_file(part, name, content), progress)
-        writing.write_files(part, {layout.MARKER: writing.seal(sums)})
+        writing.write_files(part, {layout.MARKER: Seal(sums, found.step, found.run).content()})
     return target
 
 
@@ -183,24 +186,25 @@ def _resized(array: layout.Array, dtype: str, chunk_mb: float | None = None) -> 
 
 def _write(
     source: Source, arrays: list[layout.Array], meta: dict[str, Any], put: Put, progress: Progress | None
-) -> writing.Sums:
+) -> Sums:
     """All files but the marker, one after the other; their sizes and checksums."""
-    sums: writing.Sums = {}
+    sums: Sums = {}
     for name, content in layout.frame(tuple(arrays), meta).items():
         put(name, content)
-        sums[name] = [len(content), writing.crc32c(content)]
+        sums[name] = entry_of(content)
     sizes = {array.name: math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays}
     done, originals = 0, {array.name: array for array in source.arrays()}
     for array in arrays:
         whole = tuple(slice(0, n) for n in array.shape)
         for index, place in array.chunks(whole):
-            buffer = np.empty(math.prod(array.chunk) * np.dtype(array.dtype).itemsize + 4, np.uint8)
-            source.read(originals[array.name], place, buffer[:-4].view(array.dtype).reshape(array.chunk))
-            buffer[-4:] = np.frombuffer(writing.crc32c(buffer[:-4]).to_bytes(4, "little"), np.uint8)
+            buffer = np.empty(math.prod(array.chunk) * np.dtype(array.dtype).itemsize + TAIL, np.uint8)
+            source.read(originals[array.name], place, buffer[:-TAIL].view(array.dtype).reshape(array.chunk))
+            crc = crc32c(buffer[:-TAIL])
+            buffer[-TAIL:] = np.frombuffer(crc.to_bytes(TAIL, "little"), np.uint8)
             name = array.file(index)
             put(name, memoryview(buffer))
-            sums[name] = [len(buffer), writing.crc32c(buffer)]
-            done += len(buffer) - 4
+            sums[name] = [len(buffer), crc, TAIL]
+            done += len(buffer) - TAIL
             del buffer  # before the next is made
             if progress:
                 progress(done, sum(sizes.values()))
@@ -208,7 +212,7 @@ def _write(
 
 
 @contextlib.contextmanager
-def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[writing.Sums], None]]]:
+def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[Sums], None]]]:
     """(where files go, what makes them a checkpoint) of a workdir or a place; a failure leaves neither."""
     step = source.step
     if "://" in str(target):
@@ -219,7 +223,7 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[w
             )
         yield (
             lambda name, content: vault.put(step, name, content),
-            lambda sums: vault.put(step, layout.MARKER, writing.seal(sums)),
+            lambda sums: vault.put(step, layout.MARKER, Seal(sums, step, source.run).content()),
         )
         return
     workdir = Path(target).absolute()
@@ -240,7 +244,7 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[w
             f"--to={target} cannot be written ({error.strerror}); give a folder that can"
         ) from None
 
-    def finish(sums: writing.Sums) -> None:
+    def finish(sums: Sums) -> None:
         if source.workdir and not (workdir / "config.json").exists():
             for name in BESIDE:
                 path = source.workdir / name
@@ -248,7 +252,8 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[w
                     shutil.copytree(path, workdir / name, dirs_exist_ok=True)
                 elif path.exists():
                     shutil.copyfile(path, workdir / name)
-        writing.commit(folder, root / str(step), sums)
+        run = writing.run_of(root) or writing.begin_run(root, source.run or "")
+        writing.commit(folder, root / str(step), Seal(sums, step, run))
 
     try:
         yield lambda name, content: _put_file(folder, name, content), finish

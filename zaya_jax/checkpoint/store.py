@@ -29,6 +29,7 @@ import numpy as np
 from orbax.checkpoint import v1 as ocp
 
 from zaya_jax.checkpoint import audit, keep, layout, tiers, writing
+from zaya_jax.checkpoint.seal import Sums
 from zaya_jax.checkpoint.times import TIMES
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.parallel import multihost
@@ -189,7 +190,7 @@ class Store:
         `held`: seconds from asking whether a save can begin until the training went on.
         """
         me, times = jax.process_index(), writing.Times()
-        sums, error = writing.Sums(), None
+        sums, error = Sums(), None
         folder = self.tiers.staging(step)
         try:
             with times.stage("copy"):
@@ -322,10 +323,18 @@ class Store:
         """What is wrong with a checkpoint's files, each read by one process; the same answer everywhere."""
         folder = self.root / str(step)
         try:
-            found = audit.verify_some(folder, tiers.share(writing.read_seal(folder)))
-            damages = [str(damage) for damage in found]
+            found = writing.read_seal(folder)
+            mine = {name: found.files[name] for name in tiers.share(found.files)}
+            damaged = audit.check_here(folder, mine)
+            if multihost.is_writer():
+                damaged += audit.identity(folder, found) + audit.foreign(folder, found)
+                if found.older():
+                    self._say(
+                        f"note: step {step} is an older version's: chunks in each other's places would not be seen"
+                    )
+            damages = [str(damage) for damage in damaged]
         except (OSError, ValueError) as failure:
-            damages = [writing.reason(failure)]
+            damages = [f"{layout.MARKER} is {audit.unreadable(failure)}"]
         told = multihost.to_first("damages", damages[:100])
         return multihost.from_first("all damages", lambda: sorted({d for part in told or [] for d in part}))
 

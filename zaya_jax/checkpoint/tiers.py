@@ -14,16 +14,16 @@ import heapq
 import json
 import shutil
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import jax
 
 from zaya_jax.checkpoint import writing
 from zaya_jax.checkpoint.layout import META
+from zaya_jax.checkpoint.seal import RUN, Seal, Sums, signed, unsigned, wrong_with
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.parallel import multihost
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from zaya_jax.checkpoint import remote
 
 PART = "part.json"  # of one process: its files, and of how many parts it is one
-RUN = ".run"  # whose checkpoints these are: local folders may hold another run's
 
 
 class Tiers:
@@ -61,19 +60,19 @@ class Tiers:
         """Where this process writes its pieces of a step."""
         return (self._mine() if self._local else self.root) / f"{writing.SAVING}{step}"
 
-    def commit(self, step: int, folder: Path, files: writing.Sums) -> None:
+    def commit(self, step: int, folder: Path, files: Sums) -> None:
         """Makes a step whole, when all processes have written; in process 0."""
         if self._local is None:
-            writing.commit(folder, self.root / str(step), files)
+            writing.commit(folder, self.root / str(step), Seal(files, step, self.run() or None))
 
-    def written(self, step: int, files: writing.Sums) -> None:
+    def written(self, step: int, files: Sums) -> None:
         """Notes what this process has written in its local folder."""
         if self._local:
             part = {
                 "step": step, "process": jax.process_index(), "count": jax.process_count(), "files": files,
                 "run": self.run(),
             }  # fmt: skip
-            writing.write_files(self.staging(step), {PART: json.dumps(part).encode()})
+            writing.write_files(self.staging(step), {PART: signed(part)})
 
     def give_up(self, step: int) -> None:
         """Clears this process's local folder of a step that others could not write."""
@@ -114,9 +113,7 @@ class Tiers:
 
     def run(self) -> str:
         """The run's own name, made when it begins."""
-        with contextlib.suppress(OSError):
-            return (self.root / RUN).read_text()
-        return ""
+        return writing.run_of(self.root)
 
     ####################################################################################################################
     # One step on its way; in all processes together, in a thread
@@ -138,11 +135,11 @@ class Tiers:
 
     def _publish(self, name: str, step: int, parts: dict[int, Path]) -> str | None:
         """Copies parts of a step into workdir/checkpoints and makes it whole there; what went wrong, if anything."""
-        files, error = writing.Sums(), None
+        files, error = Sums(), None
         folder = self.root / f"{writing.SAVING}{step}"
         try:
             for part in parts.values():
-                sums = json.loads((part / PART).read_text())["files"]
+                sums = _read_part(part)["files"]
                 with concurrent.futures.ThreadPoolExecutor(writing.THREADS, "publish") as pool:
                     list(pool.map(lambda item, part=part: _copy(part, folder, *item), sums.items()))
                 files |= sums
@@ -154,11 +151,8 @@ class Tiers:
             errors = [part[0] for part in told or [] if part[0]]
             try:
                 if not errors and not (self.root / str(step)).exists():
-                    writing.commit(
-                        folder,
-                        self.root / str(step),
-                        {k: v for part in told or [] for k, v in part[1].items()},
-                    )
+                    whole = {k: v for part in told or [] for k, v in part[1].items()}
+                    writing.commit(folder, self.root / str(step), Seal(whole, step, self.run()))
                     self._delete_old()
             except OSError as failure:
                 errors.append(writing.reason(failure))
@@ -172,7 +166,7 @@ class Tiers:
         vault, clock, error = self._vault, time.perf_counter(), None
         assert vault is not None
         folder = self.root / str(step)
-        names = share(writing.read_seal(folder))
+        names = share(writing.read_seal(folder).files)
         size = sum((folder / name).stat().st_size for name in names)
         try:
             vault.upload(folder, step, names)
@@ -219,9 +213,27 @@ class Tiers:
     def _tidy(self) -> int:
         writing.clear(self.root)
         self.root.mkdir(parents=True, exist_ok=True)
-        if not (self.root / RUN).exists():
-            (self.root / RUN).write_text(uuid.uuid4().hex)
+        self._name_run()
         return max(writing.steps_in(self.root), default=-1)
+
+    def _name_run(self) -> None:
+        """Makes the run's name, or finds it again where it was lost or changed: each checkpoint has it too."""
+        runs = set()
+        for step in writing.steps_in(self.root):
+            with contextlib.suppress(OSError, ValueError):
+                runs.add(writing.read_seal(self.root / str(step)).run)
+        here, known = self.run(), sorted(run for run in runs if run)
+        if here and (here in known or not known):
+            return
+        if here or len(known) > 1:
+            what = f"names run {here!r}" if here else "is missing or empty"
+            raise StorageError(
+                f"{self.root / RUN} {what}, but the checkpoints beside it are of {' and '.join(known)}; if they "
+                "are this run's, write their name into it, otherwise move them away"
+            )
+        writing.begin_run(self.root, *known)
+        if known:
+            self._say(f"{self.root / RUN} was missing; it is written again, by what the checkpoints say")
 
     def _publish_newest(self, here: int) -> None:
         assert self._local is not None
@@ -230,12 +242,16 @@ class Tiers:
         run = self.run()
         for folder in sorted(self._local.glob("process-*")):
             for step in writing.numbered(folder):
-                with contextlib.suppress(OSError, ValueError, KeyError):
-                    part = json.loads((folder / str(step) / PART).read_text())
-                    if part["run"] == run:
+                try:
+                    part = _read_part(folder / str(step))
+                    if part["run"] != run:
+                        shutil.rmtree(folder / str(step), ignore_errors=True)
+                    elif part["step"] != step:
+                        raise ValueError(f"of step {part['step']}")
+                    else:
                         seen.setdefault(step, []).append([part["process"], part["count"]])
-                        continue
-                shutil.rmtree(folder / str(step), ignore_errors=True)  # another run's
+                except (OSError, ValueError, KeyError, TypeError) as damage:
+                    self._say(f"warning: {folder / str(step) / PART} is not taken: {writing.reason(damage)}")
         told = multihost.to_first("local", {str(step): parts for step, parts in seen.items()})
 
         def choose(failed: list[int]) -> list:
@@ -290,7 +306,7 @@ class Tiers:
         """Makes a step of the vault whole in workdir/checkpoints; what went wrong, if anything."""
         folder, error = self.root / f"{writing.SAVING}{step}", None
         try:
-            vault.download(step, folder, share(vault.manifest(step)))
+            vault.download(step, folder, share(vault.manifest(step).files))
         except (StorageError, OSError) as failure:
             error = writing.reason(failure)
         told = multihost.to_first("fetched", error)
@@ -306,8 +322,8 @@ class Tiers:
                     f"config.checkpoint.durable holds step {step} of another run than {self.root.parent}; "
                     "give each run a place of its own"
                 )
-            (self.root / RUN).write_text(run or self.run())
-            writing.commit(folder, self.root / str(step), vault.manifest(step))
+            writing.begin_run(self.root, run or self.run())
+            writing.commit(folder, self.root / str(step), Seal(vault.manifest(step).files, step, run))
             self._say(f"step {step} was fetched from {vault.url}")
             return None
 
@@ -320,17 +336,23 @@ def _vault(url: str) -> "remote.Vault":
     return remote.Vault(url)
 
 
+def _read_part(folder: Path) -> dict[str, Any]:
+    content = (folder / PART).read_bytes()
+    return unsigned(content) if b'"crc32c"' in content else json.loads(content)  # an older version's has none
+
+
 def _copy(source: Path, target: Path, name: str, sums: list[int]) -> None:
     content = (source / name).read_bytes()
-    if [len(content), writing.crc32c(content)] != sums:
-        raise StorageError(f"{source / name} is not what was written there")
+    what = wrong_with([memoryview(content)], len(content), sums)
+    if what:
+        raise StorageError(f"{source / name} is not what was written there, but {what}")
     writing.write_files(target, {name: content})
 
 
-def share(files: writing.Sums) -> list[str]:
+def share(files: Sums) -> list[str]:
     """Which files this process handles: about as many bytes as each other one."""
     loads, mine = [(0, process) for process in range(jax.process_count())], []
-    for name, (size, _) in sorted(files.items(), key=lambda f: (-f[1][0], f[0])):
+    for name, (size, *_) in sorted(files.items(), key=lambda f: (-f[1][0], f[0])):
         load, least = loads[0]
         heapq.heapreplace(loads, (load + size, least))
         if least == jax.process_index():

@@ -6,26 +6,24 @@ Every byte of a checkpoint goes through `write_file`. A folder being written is 
 
 import concurrent.futures
 import contextlib
-import json
 import os
 import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import google_crc32c
 import jax
 import numpy as np
 
+from zaya_jax.checkpoint import seal
 from zaya_jax.checkpoint.layout import MARKER, Piece
+from zaya_jax.checkpoint.seal import RUN, TAIL, Seal, Sums, crc32c
 
 THREADS = 4
-BLOCK = 4 << 20  # summed at a time: the checksum holds the interpreter's lock meanwhile
 SAVING, DELETING, DAMAGED = ".saving-", ".deleting-", ".damaged-"
-
-Sums = dict[str, list[int]]  # a file's [bytes, crc32c]
 
 
 def write_file(path: Path, buffers: Sequence[Any]) -> None:
@@ -36,14 +34,6 @@ def write_file(path: Path, buffers: Sequence[Any]) -> None:
             while rest:
                 rest = rest[file.write(rest) :]
         os.fsync(file.fileno())
-
-
-def crc32c(buffer: Any, crc: int = 0) -> int:
-    """The checksum of a buffer, going on from `crc`."""
-    view = memoryview(buffer)
-    for begin in range(0, len(view), BLOCK):
-        crc = google_crc32c.extend(crc, np.frombuffer(view[begin : begin + BLOCK], np.uint8))
-    return crc
 
 
 class Times:
@@ -104,11 +94,9 @@ def write_chunk(path: Path, chunk: np.ndarray, times: Times | None = None) -> li
     with times.stage("serialise", THREADS):
         raw = np.ascontiguousarray(chunk).reshape(-1).view(np.uint8)
         crc = crc32c(raw)
-        tail = crc.to_bytes(4, "little")
-        whole = crc32c(tail, crc)
     with times.stage("write", THREADS):
-        write_file(path, (raw, tail))
-    return [raw.nbytes + 4, whole]
+        write_file(path, (raw, crc.to_bytes(TAIL, "little")))
+    return [raw.nbytes + TAIL, crc, TAIL]
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> Sums:
@@ -116,42 +104,18 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> Sums:
     for name, content in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_file(folder / name, [content])
-    return {name: [len(content), crc32c(content)] for name, content in files.items()}
+    return {name: seal.entry_of(content) for name, content in files.items()}
 
 
-def read_seal(folder: Path) -> Sums:
-    """A whole checkpoint's files, with sizes and checksums; ValueError where that list itself is damaged."""
-    return parse_seal((folder / MARKER).read_bytes())
+def read_seal(folder: Path) -> Seal:
+    """A whole checkpoint's; ValueError where it is damaged itself."""
+    return seal.parse((folder / MARKER).read_bytes())
 
 
-def parse_seal(content: bytes) -> Sums:
-    """The same of the marker's content."""
-    try:
-        found = json.loads(content)
-        whole = crc32c(_canonical(found["files"])) == found["crc32c"]
-    except (ValueError, KeyError, TypeError):
-        whole = False
-    if not whole:
-        raise ValueError(f"{MARKER} is changed: it does not have its own checksum")
-    for name in found["files"]:  # it may come from anywhere, and files are written by these names
-        if name.startswith("/") or ".." in name.split("/"):
-            raise ValueError(f"{MARKER} names a file outside of the checkpoint: {name}")
-    return found["files"]
-
-
-def seal(files: Sums) -> bytes:
-    """The content of the file that makes a checkpoint whole; it has a checksum of itself."""
-    return json.dumps({"format": 1, "crc32c": crc32c(_canonical(files)), "files": files}).encode()
-
-
-def _canonical(files: Sums) -> bytes:
-    return json.dumps(files, separators=(",", ":"), sort_keys=True).encode()
-
-
-def commit(folder: Path, target: Path, files: Sums) -> None:
+def commit(folder: Path, target: Path, whole: Seal) -> None:
     """Gives a written folder its final name; when this returns, it outlives a power cut."""
-    write_files(folder, {MARKER: seal(files)})
-    for path in {folder, *(folder / Path(name).parent for name in files), folder / "state"}:
+    write_files(folder, {MARKER: whole.content()})
+    for path in {folder, *(folder / Path(name).parent for name in whole.files), folder / "state"}:
         _sync(path)
     folder.rename(target)
     _sync(target.parent)
@@ -175,23 +139,6 @@ def set_aside(root: Path, step: int) -> Path:
     return target
 
 
-def check_file(path: Path, size: int, crc: int) -> str | None:
-    """What is wrong with a file that should have this size and checksum; None if nothing is."""
-    try:
-        there = path.stat().st_size
-        if there != size:
-            return f"{'truncated' if there < size else 'too long'}: {there} bytes instead of {size}"
-        found, block = 0, memoryview(bytearray(1 << 20))
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(block):
-                found = crc32c(block[:count], found)
-    except FileNotFoundError:
-        return "missing"
-    except OSError as error:
-        return f"unreadable ({error.strerror})"
-    return None if found == crc else f"changed: crc32c {found:08x} instead of {crc:08x}"
-
-
 def clear(root: Path) -> None:
     """Deletes what killed runs have left half-written or half-deleted."""
     if root.is_dir():
@@ -206,8 +153,30 @@ def steps_in(root: Path) -> list[int]:
 
 
 def numbered(root: Path) -> list[int]:
-    """The folders with a step for a name."""
-    return sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.is_dir() else []
+    """What has a step for a name."""
+    return sorted(steps_of(p.name for p in root.iterdir())) if root.is_dir() else []
+
+
+def steps_of(names: Iterable[str]) -> list[int]:
+    """The steps among some names: 40, but neither 040 nor ٤٠, which would be another folder."""
+    return [int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name]
+
+
+def run_of(root: Path) -> str:
+    """The name of the run whose checkpoints lie here, made when it begins; "" before."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return (root / RUN).read_text(encoding="utf-8").strip()
+    return ""
+
+
+def begin_run(root: Path, run: str = "") -> str:
+    """Gives a folder of checkpoints a run's name, by default a new one."""
+    root.mkdir(parents=True, exist_ok=True)
+    run = run or uuid.uuid4().hex
+    part = root / f"{RUN}.part"
+    write_file(part, [run.encode()])
+    part.replace(root / RUN)
+    return run
 
 
 def reason(error: BaseException) -> str:

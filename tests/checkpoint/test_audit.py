@@ -1,0 +1,224 @@
+"""Whether wrong content is found that agrees with itself: whole chunks, arrays and steps in each other's places."""
+
+import itertools
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zaya_jax import config
+from zaya_jax.checkpoint import audit, exchange, layout, partial, rewrite, seal, store, writing
+from zaya_jax.checkpoint.remote import Vault
+from zaya_jax.config import Checkpoint, StorageError
+from zaya_jax.train.workdir import open_workdir
+
+
+def state(seed):
+    """Arrays of one shape, and one of many chunks."""
+    normal = lambda i, *shape: jnp.asarray(np.random.default_rng([seed, i]).normal(size=shape), jnp.float32)  # noqa: E731
+    return {
+        "params": {"a": normal(0, 6, 5), "b": normal(1, 6, 5), "large": normal(2, 8, 4)},
+        "optimizer": {"mean": {"a": normal(3, 6, 5)}, "square": {"a": normal(4, 6, 5)}},
+    }
+
+
+def train(workdir, seed, steps=(36, 40), **settings):
+    """A run's folder with some steps."""
+    checkpoints = store.Store(workdir, Checkpoint(**settings), print)
+    checkpoints.newest()
+    for step in steps:
+        checkpoints.save(step, state(seed + step), {"step": step, "tokens": step})
+        checkpoints.wait()
+    checkpoints.close()
+    return workdir / "checkpoints"
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    """The checkpoints of two runs with the same shapes."""
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 32)
+    return train(tmp_path / "one", 0), train(tmp_path / "two", 1000)
+
+
+def found_by_all(workdir, step, tmp_path, words):
+    """That a start, the commands and other readers all see the damage, and that a durable copy's would too."""
+    folder = workdir / "checkpoints" / str(step)
+    damages = audit.verify(folder)
+    assert damages and re.search(words, str(damages[0])), damages
+    with pytest.raises(StorageError, match=words):
+        store.Store(workdir, Checkpoint(), print).newest()
+    for read in (lambda: rewrite.reshard(workdir, tmp_path / "x"), lambda: partial.read(workdir, "*")):
+        with pytest.raises(StorageError, match=words):
+            read()
+    shutil.copytree(folder, tmp_path / "vault" / str(step), dirs_exist_ok=True)
+    assert any(re.search(words, str(d)) for d in Vault(str(tmp_path / "vault")).verify(step))
+    with pytest.raises(StorageError, match=words):
+        Vault(str(tmp_path / "vault")).download(step, tmp_path / "back")
+
+
+def test_every_chunk_in_the_place_of_another_is_found(runs):
+    """Of the same size: another's of this step, the same of another step, the same of another run."""
+    newest, tried = runs[0] / "40", 0
+    chunks = sorted(newest.rglob("c.*"))
+    assert len(chunks) > 20
+    others = [(p, q) for p, q in itertools.combinations(chunks, 2) if p.stat().st_size == q.stat().st_size]
+    others += [
+        (p, folder / p.relative_to(newest)) for p in chunks for folder in (runs[0] / "36", runs[1] / "40")
+    ]
+    for mine, other in others[::5] + others[-2 * len(chunks) :]:
+        content = mine.read_bytes()
+        mine.write_bytes(other.read_bytes())
+        found = audit.verify(newest)
+        assert [d.file for d in found] == [str(mine.relative_to(newest))] and "is changed: crc32c" in str(
+            found[0]
+        )
+        mine.write_bytes(content)
+        tried += 1
+    assert tried > 100 and audit.verify(newest) == []
+
+
+def test_moments_exchanged(runs, tmp_path):
+    folder = runs[0] / "40" / "state"
+    for name, other in (("mean", "square"),):
+        (folder / f"optimizer.{name}.a").rename(folder / "away")
+        (folder / f"optimizer.{other}.a").rename(folder / f"optimizer.{name}.a")
+        (folder / "away").rename(folder / f"optimizer.{other}.a")
+    found_by_all(runs[0].parent, 40, tmp_path, r"array optimizer\.(mean|square)\.a\) is changed")
+
+
+def test_weights_exchanged_are_not_exported_nor_generated_from(runs):
+    folder = runs[0] / "40" / "state"
+    (folder / "params.a" / "c.0.0").write_bytes((folder / "params.b" / "c.0.0").read_bytes())
+    with pytest.raises(StorageError, match=r"array params\.a\) is changed"):
+        audit.require(runs[0] / "40", exchange.WEIGHTS)
+    audit.require(runs[0] / "36", exchange.WEIGHTS)
+
+
+def test_whole_steps_exchanged(runs, tmp_path):
+    root = runs[0]
+    (root / "36").rename(root / "away")
+    (root / "40").rename(root / "36")
+    (root / "away").rename(root / "40")
+    found_by_all(root.parent, 40, tmp_path, "checksums.json is of step 36, not of step 40")
+
+
+def test_another_run_s_step(runs):
+    shutil.rmtree(runs[0] / "40")
+    shutil.copytree(runs[1] / "40", runs[0] / "40")
+    assert "is of run " in str(audit.verify(runs[0] / "40")[0])
+    with pytest.raises(StorageError, match=r"is of run \w+, not of run \w+, whose name is in .run"):
+        store.Store(runs[0].parent, Checkpoint(), print).newest()
+    careful = store.Store(runs[0].parent, Checkpoint(on_corrupt="previous"), print)
+    assert careful.newest() == 36
+
+
+def test_the_run_s_name_is_lost_or_changed(runs, capsys):
+    root, _ = runs
+    name = (root / seal.RUN).read_text()
+    (root / seal.RUN).unlink()
+    assert store.Store(root.parent, Checkpoint(), print).newest() == 40
+    assert "is written again" in capsys.readouterr().out and (root / seal.RUN).read_text() == name
+    (root / seal.RUN).write_text(name[:-1] + "x")
+    for policy in ("stop", "previous"):
+        with pytest.raises(
+            StorageError, match=f"checkpoints beside it are of {name}; .* write their name into it"
+        ):
+            store.Store(root.parent, Checkpoint(on_corrupt=policy), print).newest()
+    (root / seal.RUN).write_text(name + "\n")
+    assert store.Store(root.parent, Checkpoint(), print).newest() == 40
+    assert writing.steps_in(root) == [36, 40] and not list(root.glob(".damaged*"))
+
+
+def test_any_byte_of_the_list_itself(runs):
+    marker = runs[0] / "40" / layout.MARKER
+    content = marker.read_bytes()
+    for at in range(0, len(content), 7):
+        for change in (1, 32):
+            marker.write_bytes(content[:at] + bytes([content[at] ^ change]) + content[at + 1 :])
+            assert [d.file for d in audit.verify(runs[0] / "40")][:1] == [layout.MARKER], at
+    for other in (
+        content + b"\n",
+        content.replace(b'"format":2', b'"format":1'),
+        content.replace(b'2,"', b'3,"'),
+    ):
+        marker.write_bytes(other)
+        assert audit.verify(runs[0] / "40")[0].file == layout.MARKER
+    marker.write_bytes(content.replace(b'"format":2', b'"format":3'))
+    assert "of format 3, but this version reads up to 2" in str(audit.verify(runs[0] / "40")[0])
+
+
+def test_the_recorded_config_is_compared_too(tmp_path):
+    workdir = open_workdir(tmp_path / "run", config.check(config.default()))
+    checkpoints = store.Store(workdir, Checkpoint(), print)
+    checkpoints.newest()
+    given = config.to_dict(config.check(config.default()))
+    checkpoints.save(3, state(3), {"step": 3, "tokens": 3, "config": given})
+    checkpoints.close()
+    verify = [sys.executable, "-m", "experiments.checkpoint", "verify", f"--workdir={workdir}"]
+    assert subprocess.run(verify, capture_output=True).returncode == 0
+    recorded = json.loads((workdir / "config.json").read_text())
+    for content, words in (
+        (json.dumps(recorded | {"optim": recorded["optim"] | {"lr": 0.25}}), "config.optim.lr="),
+        (json.dumps(recorded)[:-40], "cannot be read"),
+        (json.dumps(recorded | {"checkpoint": recorded["checkpoint"] | {"keep": 9}}), ""),
+    ):
+        (workdir / "config.json").write_text(content)
+        done = subprocess.run(verify, capture_output=True, text=True)
+        assert (
+            done.returncode == (4 if words else 0) and words in done.stdout and "Traceback" not in done.stderr
+        )
+        assert done.stdout.count("\n") == (2 if words else 1)
+
+
+def test_what_is_not_listed_is_named(runs, tmp_path):
+    folder = runs[0] / "40"
+    (folder / "state" / "params.a" / "c.9.9").write_bytes(b"more")
+    (folder / "empty").mkdir()
+    (folder / "link").symlink_to("/nowhere")
+    names = [d.file for d in audit.verify(folder) if d.what == "not part of the checkpoint"]
+    assert names == ["empty", "link", "state/params.a/c.9.9"]
+    with pytest.raises(StorageError, match="empty is not part of the checkpoint"):
+        store.Store(runs[0].parent, Checkpoint(), print).newest()
+    (folder / "link").unlink()
+    shutil.copytree(folder, tmp_path / "vault" / "40")
+    assert "c.9.9" in str(Vault(str(tmp_path / "vault")).verify(40)[0])
+
+
+def older(folder):
+    """Makes it a checkpoint of format 1: sums over the tails too, without step and run."""
+    files = {
+        name: [(folder / name).stat().st_size, seal.crc32c((folder / name).read_bytes())]
+        for name in writing.read_seal(folder).files
+    }
+    crc = seal.crc32c(json.dumps(files, separators=(",", ":"), sort_keys=True).encode())
+    (folder / layout.MARKER).write_text(json.dumps({"format": 1, "crc32c": crc, "files": files}))
+
+
+def test_an_older_checkpoint_is_read_and_said_to_be_checked_less(runs, tmp_path, capsys):
+    root, workdir = runs[0], runs[0].parent
+    for step in (36, 40):
+        older(root / str(step))
+    chunks = {tuple(e) for n, e in writing.read_seal(root / "40").files.items() if "/c." in n and e[0] == 36}
+    assert len({crc for _, crc in chunks}) == 1, "which is why it was changed"
+    assert store.Store(workdir, Checkpoint(), print).newest() == 40
+    assert "note: step 40 is an older version's" in capsys.readouterr().out
+    verify = [sys.executable, "-m", "experiments.checkpoint", "verify", f"--workdir={workdir}"]
+    done = subprocess.run(verify, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.count("an older version's") == 2, done
+    # What its small file tells is compared.
+    (root / "36").rename(root / "50")
+    assert "of step 36, not of step 50" in str(audit.verify(root / "50")[0])
+    (root / "50").rename(root / "36")
+    # It goes on as a newer one, in another place, from a durable copy, and after it was written anew.
+    rewrite.reshard(workdir, tmp_path / "anew")
+    assert not writing.read_seal(tmp_path / "anew" / "checkpoints" / "40").older()
+    shutil.copytree(root / "40", tmp_path / "vault" / "40")
+    assert store.Store(tmp_path / "third", Checkpoint(durable=str(tmp_path / "vault")), print).newest() == 40
+    victim = next((root / "40").rglob("c.0.0"))
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    assert "is changed" in str(audit.verify(root / "40")[0])

@@ -1,0 +1,141 @@
+"""What makes a folder of files a whole checkpoint: their list, of which step and run they are, and its own checksum.
+
+    checksums.json    {"format": 2, "run": ..., "step": ..., "files": {NAME: [bytes, crc32c, tail]}, "crc32c": ...}
+
+A chunk ends in its own crc32c, a tail of four bytes. A checksum taken over both would be the same for every chunk, so
+it is the raw numbers' that is listed, and the tail must be equal to it. So a chunk in another's place is found, be it
+another array's, step's or run's. Format 1 listed the former, and neither step nor run.
+"""
+
+import dataclasses
+import json
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import google_crc32c
+import numpy as np
+
+from zaya_jax.config import StorageError
+
+FORMAT = 2
+TAIL = 4  # bytes
+RUN = ".run"  # beside the steps: whose they are
+BLOCK = 4 << 20  # summed at a time: the checksum holds the interpreter's lock meanwhile
+
+Sums = dict[str, list[int]]  # a file's [bytes, crc32c of what it holds, bytes of the tail that repeats it]
+
+
+@dataclasses.dataclass(frozen=True)
+class Seal:
+    """The files of one checkpoint; step and run are None where nobody wrote them down."""
+
+    files: Sums
+    step: int | None = None
+    run: str | None = None
+
+    def content(self) -> bytes:
+        """The file's."""
+        return signed({"format": FORMAT, "run": self.run, "step": self.step, "files": self.files})
+
+    def older(self) -> bool:
+        """Whether chunks in each other's places would not be seen."""
+        return any(len(entry) < 3 for entry in self.files.values())
+
+    def differs(self, step: int | None, run: str | None) -> str | None:
+        """Whose else it is, if it is not of this step and run; what is None fits all."""
+        if None not in (step, self.step) and step != self.step:
+            return f"of step {self.step}, not of step {step}: whole steps were exchanged or renamed"
+        if run and self.run and run != self.run:
+            return f"of run {self.run}, not of run {run}, whose name is in {RUN}"
+        return None
+
+
+def parse(content: bytes) -> Seal:
+    """A seal by its file's content; ValueError where that is not what was written, byte for byte."""
+    try:
+        found = json.loads(content)
+        number = found.pop("format")
+        if number == 1:
+            if crc32c(_canonical(found["files"])) != found["crc32c"]:
+                raise ValueError
+            found |= {"run": None, "step": None}
+        elif number == FORMAT:
+            unsigned(content)
+        elif isinstance(number, int) and number > FORMAT:
+            raise StorageError(f"of format {number}, but this version reads up to {FORMAT}; take a newer one")
+        else:
+            raise ValueError
+        seal = Seal(found["files"], found["step"], found["run"])
+        for name, entry in seal.files.items():
+            # It may come from anywhere, and files are written by these names.
+            if name.startswith("/") or ".." in name.split("/"):
+                raise StorageError(f"naming a file outside of the checkpoint: {name}")
+            if len(entry) not in (2, 3) or not all(isinstance(n, int) for n in entry):
+                raise ValueError
+    except StorageError as error:
+        raise ValueError(str(error)) from None
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError("changed: it does not have its own checksum") from None
+    return seal
+
+
+def signed(found: dict[str, Any]) -> bytes:
+    """A small file with a checksum of itself."""
+    return _canonical(found | {"crc32c": crc32c(_canonical(found))})
+
+
+def unsigned(content: bytes) -> dict[str, Any]:
+    """What `signed` was given; ValueError where a byte is another."""
+    found = json.loads(content)
+    if not isinstance(found, dict) or found.pop("crc32c", None) is None or signed(found) != content:
+        raise ValueError("changed: it does not have its own checksum")
+    return found
+
+
+def entry_of(content: Any) -> list[int]:
+    """What is listed of a file that is no chunk."""
+    return [len(content), crc32c(content), 0]
+
+
+def wrong_with(blocks: Iterable[Any], size: int, entry: list[int]) -> str | None:
+    """What is wrong with a file of `size` bytes, given in blocks, that should be as listed; None if nothing is."""
+    wanted, expected, tail = (*entry, 0)[:3]
+    if size != wanted:
+        return f"{'truncated' if size < wanted else 'too long'}: {size} bytes instead of {wanted}"
+    crc, rest, end = 0, size - tail, b""
+    for block in blocks:
+        crc, end = crc32c(block[: max(rest, 0)], crc), end + bytes(block[max(rest, 0) :])
+        rest -= len(block)
+    if crc != expected:
+        return f"changed: crc32c {crc:08x} instead of {expected:08x}"
+    return "changed in its tail" if tail and end != expected.to_bytes(TAIL, "little") else None
+
+
+def check_file(path: Any, entry: list[int]) -> str | None:
+    """The same of a file on the disk."""
+    try:
+        with path.open("rb", buffering=0) as file:
+            return wrong_with(_blocks(file), os.fstat(file.fileno()).st_size, entry)
+    except FileNotFoundError:
+        return "missing"
+    except OSError as error:
+        return f"unreadable ({error.strerror})"
+
+
+def crc32c(buffer: Any, crc: int = 0) -> int:
+    """The checksum of a buffer, going on from `crc`."""
+    view = memoryview(buffer)
+    for begin in range(0, len(view), BLOCK):
+        crc = google_crc32c.extend(crc, np.frombuffer(view[begin : begin + BLOCK], np.uint8))
+    return crc
+
+
+def _blocks(file: Any) -> Iterable[memoryview]:
+    block = memoryview(bytearray(1 << 20))
+    while count := file.readinto(block):
+        yield block[:count]
+
+
+def _canonical(found: Any) -> bytes:
+    return json.dumps(found, separators=(",", ":"), sort_keys=True).encode()
