@@ -29,7 +29,6 @@ from zaya_jax.checkpoint.store import Store
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, tokenizers
 from zaya_jax.data.prefetch import DevicePrefetch
-from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.model import decode, zaya
 from zaya_jax.optim import schedule
@@ -52,7 +51,6 @@ UNHEALTHY_AFTER = 50  # steps in a row whose update was skipped or not finite
 
 def main() -> int:
     """The program: its options are --config, the config's keys, --workdir, and which of several processes this is."""
-    xla_flags.set_for_platform()
     return multihost.together(lambda: train(config_lib.check(CONFIG.value), WORKDIR.value))
 
 

@@ -19,6 +19,7 @@ from ml_collections import config_flags
 
 from zaya_jax import config as config_lib
 from zaya_jax.config import StorageError, UserError
+from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.parallel import leaving
 
 DONE, BAD_INPUT, UNHEALTHY, STORAGE, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 75, 130
@@ -58,7 +59,11 @@ class Parser(argparse.ArgumentParser):
 
 
 def exit_code(main: Callable[[], int]) -> int:
-    """What `main` gives; an error that a person can mend becomes one line and its code."""
+    """What `main` gives; an error that a person can mend becomes one line and its code.
+
+    Every program comes through here before it asks for a device, so here the compiler gets its flags.
+    """
+    xla_flags.set_for_platform()
     with outlive_readers():
         return _code(main)
 

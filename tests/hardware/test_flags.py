@@ -3,10 +3,34 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from zaya_jax.hardware import flags
+
+PROGRAMS = sorted(
+    path.stem
+    for path in (Path(__file__).resolve().parents[2] / "experiments").glob("*.py")
+    if "__main__" in path.read_text()
+)
+COMMANDS = {"characterize": ["storage"]}  # what must come before a program's options
+# Runs a program with a bad option, as a user would, where ROCm is asked for and is not there: one that touched a
+# device before its options were read would say so. Then what the compiler would have got.
+START = """
+import atexit, os, runpy, sys
+from jax._src import xla_bridge
+from zaya_jax.hardware import flags
+
+def told(*args, before=flags.set_for_platform):
+    assert not xla_bridge.backends_are_initialized()
+    before(*args)
+
+flags.set_for_platform = told
+atexit.register(lambda: print(os.environ.get("XLA_FLAGS")))
+sys.argv = [*sys.argv[1:], "--no_such_option=1"]
+runpy.run_module(f"experiments.{sys.argv[0]}", run_name="__main__")
+"""
 
 
 def start_jax(xla_flags):
@@ -60,3 +84,19 @@ def test_the_platform_is_what_jax_will_choose(monkeypatch):
     environ: dict[str, str] = {}
     flags.set_for_platform(environ)
     assert flags.platform({}) is None and environ == {}
+
+
+def test_every_program_sets_them_before_it_can_touch_a_device():
+    environ = os.environ | {"JAX_PLATFORMS": "rocm", "XLA_FLAGS": ""}
+    children = {
+        name: subprocess.Popen(
+            [sys.executable, "-c", START, name, *COMMANDS.get(name, ())],
+            env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for name in PROGRAMS
+    }  # fmt: skip
+    assert {"checkpoint", "generate", "pretrain"} <= set(children)
+    for name, child in children.items():
+        out, errors = child.communicate(timeout=120)
+        assert child.returncode == 2 and errors.startswith("error: "), (name, errors)
+        assert out.splitlines()[-1].split() == flags.merged("", flags.PLATFORMS["rocm"]).split(), name

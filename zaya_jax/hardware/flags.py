@@ -1,6 +1,7 @@
 """The compiler flags of a GPU run, each with its reason: the one place where they are set.
 
 They go into XLA_FLAGS before JAX starts its backend; what XLA_FLAGS holds already stays as it is. A CPU run gets none.
+Every program sets them, since all start by `cli.exit_code`; a script of one's own must call `set_for_platform` itself.
 An unknown flag kills the process, so a test starts JAX with all of them. The sizes are first choices and await
 measurement on the machines (`experiments.characterize`); `pretrain` writes what was in force into each process's log.
 """
