@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zaya_jax.model.loss import cross_entropy
+from zaya_jax.model.loss import cross_entropy, default_chunk, even_chunk
 
 N, D, V = 37, 10, 23
 
@@ -86,3 +86,55 @@ def test_logits_never_exist_in_full():
     )
     compiled = jax.jit(step).lower(*shapes).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < n * v * 4 / 8
+
+
+@pytest.mark.parametrize("unit", [1, 8, 128])
+def test_chunks_are_even_aligned_and_within_the_limit(unit):
+    random = np.random.default_rng(0)
+    limits = [1, 63, 127, 128, 129, 1023, 1024, 1025, *random.integers(1, 8192, 20)]
+    nums = [1, 127, 128, 129, 1023, 1024, 1025, 4095, 4096, 4097, 16_384, *random.integers(1, 1 << 17, 200)]
+    for limit in limits:
+        for num in nums:
+            chunk = even_chunk(num, limit, unit)
+            pieces = -(-num // chunk)
+            assert chunk == num if num < unit else chunk % unit == 0
+            assert 0 < chunk <= max(limit, unit)
+            assert pieces * chunk - num < unit * pieces
+            # No fewer of whole units would do.
+            assert (pieces - 1) * max(limit // unit * unit, unit) < num
+
+
+@pytest.mark.parametrize(("backend", "num", "vocab", "rows", "pieces"), [
+    ("gpu", 4096, 262_272, 1024, 4),
+    ("gpu", 16_384, 262_272, 1024, 16),
+    ("gpu", 4096, 131_072, 2048, 2),
+    ("gpu", 4096, 264, 4096, 1),
+    ("gpu", 5000, 262_272, 1024, 5),
+    ("gpu", 100, 262_272, 100, 1),
+    ("cpu", 4096, 262_272, 64, 64),
+    ("cpu", 4096, 8192, 256, 16),
+    ("cpu", 4096, 264, 4096, 1),
+    ("cpu", 37, 23, 37, 1),
+])  # fmt: skip
+def test_default_chunks(monkeypatch, backend, num, vocab, rows, pieces):
+    monkeypatch.setattr(jax, "default_backend", lambda: backend)
+    assert default_chunk(num, vocab) == rows and -(-num // rows) == pieces
+    if backend == "gpu":
+        assert rows * vocab * 4 <= 1152 << 20
+
+
+def test_padding_of_a_gpus_chunks_changes_nothing(arrays, monkeypatch):
+    """200 tokens in two chunks of 128."""
+    hidden, embedding, bias, targets, weights = (
+        jnp.resize(x, (200, *x.shape[1:])) if x.shape[0] == N else x for x in arrays
+    )
+
+    def run():
+        objective = lambda h, e: cross_entropy(h, e, bias, targets, weights, dtype=jnp.float32)[0]  # noqa: E731
+        return jax.value_and_grad(objective, (0, 1))(hidden, embedding)
+
+    monkeypatch.setattr("zaya_jax.model.loss.default_chunk", lambda num, vocab: even_chunk(num, 128, 128))
+    padded = run()
+    monkeypatch.setattr("zaya_jax.model.loss.default_chunk", lambda num, vocab: num)
+    for a, b in zip(jax.tree.leaves(padded), jax.tree.leaves(run()), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5)

@@ -30,16 +30,33 @@ def cross_entropy(
     Divide by the number of real tokens of the whole batch, not of this piece of it.
     """
     num, vocab = hidden.shape[0], embedding.shape[0]
-    chunk = min(chunk or default_chunk(vocab), num)
+    chunk = min(chunk, num) if chunk else default_chunk(num, vocab)
     pad = -num % chunk
     hidden = jnp.pad(hidden, ((0, pad), (0, 0)))
     targets, weights = jnp.pad(targets, (0, pad)), jnp.pad(weights, (0, pad))
     return _cross_entropy(hidden, embedding, bias, targets, weights, jnp.dtype(dtype), z_weight, chunk)
 
 
-def default_chunk(vocab: int) -> int:
-    """Tokens whose float32 logits exist at once: 8 MiB of them stay in a CPU's cache, a GPU wants long products."""
-    return max(64, (8 << 20 if jax.default_backend() == "cpu" else 1 << 30) // (4 * vocab))
+def default_chunk(num: int, vocab: int) -> int:
+    """Tokens whose float32 logits exist at once: 8 MiB of them stay in a CPU's cache, a GPU wants long products.
+
+    There 1.125 GiB hold 1,024 tokens' over ZAYA1's 262,272 words, and matrix units take 128 rows at once. Fewer chunks
+    are better: each reads and writes the table's gradient, 2 GB.
+    """
+    if jax.default_backend() == "cpu":
+        return even_chunk(num, max(64, (8 << 20) // (4 * vocab)), 1)
+    return even_chunk(num, (1152 << 20) // (4 * vocab), 128)
+
+
+def even_chunk(num: int, limit: int, unit: int) -> int:
+    """Rows of each of the fewest equal chunks for `num` rows: whole units, at most `limit`; fewer than a unit stay one.
+
+    So less than a unit of each chunk is padding. A limit below one unit counts as one.
+    """
+    if num < unit:
+        return num
+    chunks = -(-num // max(limit // unit * unit, unit))
+    return -(-num // (chunks * unit)) * unit
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
