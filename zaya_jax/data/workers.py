@@ -103,8 +103,9 @@ def work(descriptor: int) -> None:
     pipe = Connection(descriptor)
     batches, step, ahead = pipe.recv()
     handler = _Lines()
-    logging.getLogger().addHandler(handler)
-    logging.getLogger("zaya_jax").setLevel(logging.INFO)
+    ours = logging.getLogger("zaya_jax")
+    ours.addHandler(handler)
+    ours.setLevel(logging.INFO)
     ready: queue.Queue[Any] = queue.Queue(ahead)
 
     def compute() -> None:

@@ -18,11 +18,15 @@ from zaya_jax.parallel import multihost
 
 _log = logging.getLogger("zaya_jax")
 _handler: logging.FileHandler | None = None
+_terminal: "_Terminal | None" = None
 
 
 def open_log(workdir: Path) -> None:
     """Begins or goes on with this process's file; a run that begins in the same process takes over."""
-    global _handler
+    global _handler, _terminal
+    if _terminal is None:
+        _terminal = _Terminal(logging.WARNING)
+        _log.addHandler(_terminal)
     if _handler is not None:
         for logger in (_log, logging.getLogger()):
             logger.removeHandler(_handler)
@@ -32,7 +36,7 @@ def open_log(workdir: Path) -> None:
     folder.mkdir(exist_ok=True)
     _handler = _File(folder / f"process-{jax.process_index():05d}.log", encoding="utf-8")
     _handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
-    _handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name == _log.name)
+    _handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.startswith(_log.name))
     for logger in (_log, logging.getLogger()):
         logger.addHandler(_handler)
     _log.setLevel(logging.INFO)
@@ -56,6 +60,16 @@ def say(message: str) -> None:
     if multihost.is_writer():
         with contextlib.suppress(OSError):  # such as a full disk
             print(message, flush=True)
+
+
+class _Terminal(logging.Handler):
+    """Our own warnings (data that is read again, padded, repeated) for the person who looks on, in process 0."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """A line."""
+        if multihost.is_writer():
+            with contextlib.suppress(OSError):
+                print(f"warning: {record.getMessage()}", flush=True)
 
 
 class _File(logging.FileHandler):
