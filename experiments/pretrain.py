@@ -2,11 +2,12 @@
 
     python -m experiments.pretrain [--config=experiments/configs/tiny.py] [--workdir=runs/tiny] [--config.KEY=VALUE ...]
         [--coordinator=HOST:PORT --num_processes=N --process_id=I]     (or from Slurm or variables: docs/clusters.md)
+    python -m experiments.pretrain --config=FILE --describe            the run's phases, and nothing else
 
 Without options it trains `tiny`. Everything a run leaves is under its workdir; the same command on a workdir that has
 checkpoints goes on from the newest, bit for bit as if it had never stopped. Exit codes: 0 done, 2 bad input,
-3 unhealthy (no finite gradient for many steps), 4 storage that fails or is damaged, 75 stopped by a signal after saving
-(start me again), 130 and 143 stopped by a second signal, at once.
+3 unhealthy (no finite gradient for many steps), 4 storage that fails or is damaged, 75 saved, start me again (stopped
+by a signal, or at the border to a phase with another mesh), 130 and 143 stopped by a second signal, at once.
 """
 
 import contextlib
@@ -17,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
@@ -25,25 +25,27 @@ import zaya_jax
 from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import keep, partial
-from zaya_jax.checkpoint.store import Store
+from zaya_jax.checkpoint.store import Store, read_meta
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, tokenizers
 from zaya_jax.data.prefetch import DevicePrefetch
 from zaya_jax.hardware.chips import model_flops, peak_flops
-from zaya_jax.model import decode, zaya
+from zaya_jax.model import zaya
 from zaya_jax.optim import schedule
-from zaya_jax.parallel import leaving, multihost, rules
-from zaya_jax.parallel.mesh import BATCH_AXES, check_batch, make_mesh, rows_of_process
+from zaya_jax.parallel import leaving, multihost
+from zaya_jax.parallel.mesh import make_mesh, rows_of_process
 from zaya_jax.report import write_report
-from zaya_jax.train import logs
+from zaya_jax.train import logs, recipe
 from zaya_jax.train import step as steps
 from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Writer
-from zaya_jax.train.workdir import check_same, open_workdir, write_json
+from zaya_jax.train.sample import write_sample
+from zaya_jax.train.workdir import check_same, open_workdir, record, write_json
 
 CONFIG = cli.define_config(str(Path(__file__).parent / "configs" / "tiny.py"))
 WORKDIR = flags.DEFINE_string(
     "workdir", None, "Where the run keeps everything; by default runs/<config name>."
 )
+DESCRIBE = flags.DEFINE_bool("describe", False, "Print the phases of the run and end.")
 multihost.define_flags()
 
 UNHEALTHY_AFTER = 50  # steps in a row whose update was skipped or not finite
@@ -51,7 +53,13 @@ UNHEALTHY_AFTER = 50  # steps in a row whose update was skipped or not finite
 
 def main() -> int:
     """The program: its options are --config, the config's keys, --workdir, and which of several processes this is."""
-    return multihost.together(lambda: train(config_lib.check(CONFIG.value), WORKDIR.value))
+    config = config_lib.check(CONFIG.value)
+    if DESCRIBE.value:
+        plan = schedule.make_plan(config)
+        recipe.check(config, plan)
+        print(recipe.table(config, plan))
+        return cli.DONE
+    return multihost.together(lambda: train(config, WORKDIR.value))
 
 
 def train(config: Config, workdir: str | Path | None = None) -> int:
@@ -65,26 +73,33 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     # Everything that can be wrong is checked before anything is compiled or written
     ####################################################################################################################
     cli.keep_compiled()
-    mesh = make_mesh(config.mesh)
-    spread = steps.spread_of(config, mesh)
-    rules.check(config, spread)
-    plan = schedule.make_plan(config)
+    plan, devices = schedule.make_plan(config), jax.devices()
     last_step = min(plan.total_steps, config.run.num_steps)
-    for segment in plan.segments:
-        check_batch(mesh, segment.sequences, segment.micro_batches)
-        rules.check_sequence(config.model, spread, segment.phase.seq_len)
     tokenizer = tokenizers.load(config.data.tokenizer)
-    rows = rows_of_process(mesh)  # which part of each batch this process reads
-    micro_batches = {(s.sequences, s.phase.seq_len): s.micro_batches for s in plan.segments}
+    place = Path(workdir or Path("runs") / config.name)
 
-    def put(batch):
-        sequences, seq_len = batch["tokens"].shape
-        return steps.put_batch(mesh, batch, micro_batches[sequences * rows[1], seq_len], spread)
+    def lay_out(reached: int):
+        """Everything that the mesh of the phase after step `reached` decides."""
+        notes = recipe.check(config, plan, reached, devices)
+        begin = min(reached + 1, last_step)
+        here = schedule.phase_config(config, plan.step(begin).phase)
+        end = min(recipe.last_step_here(config, plan, begin, len(devices)), last_step)
+        mesh = make_mesh(here.mesh, devices)
+        spread, rows = steps.spread_of(here, mesh), rows_of_process(mesh)
+        source = pipeline.train_stream(config, tokenizer, rows)
 
-    stream = DevicePrefetch(pipeline.train_stream(config, tokenizer, rows), put)
-    held_out = pipeline.eval_batches(config, tokenizer, rows)
+        def put(batch):
+            number = int(source.get_state()["step"])
+            if number > end:  # fetched ahead of need: it is for the next phase's mesh, and never given out
+                return batch
+            return steps.put_batch(mesh, batch, plan.step(number).micro_batches, spread)
 
-    workdir = open_workdir(workdir or Path("runs") / config.name, config)
+        return notes, end, here, mesh, spread, rows, DevicePrefetch(source, put)
+
+    looked = multihost.from_first("look", functools.partial(recipe.peek, place))
+    notes, end, here, mesh, spread, rows, stream = lay_out(looked)
+
+    workdir = open_workdir(place, config)
     store = Store(workdir, config.checkpoint, logs.say)
     newest = store.newest()
     reached = newest or 0
@@ -100,8 +115,16 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
                 f"{workdir} is complete: {reached} steps done. More: --config.run.num_steps=N.  Report: {report}"
             )
         return cli.DONE
+    if reached != looked:  # it lay in another tier, or a damaged one was set aside
+        notes, end, here, mesh, spread, rows, stream = lay_out(reached)
+    if reached:
+        meta = read_meta(workdir, reached)  # its config: config.json may be of a start that saved nothing
+        notes.append(check_same(config_lib.check(meta["config"]), config, workdir))
+        stream.set_state(meta["data"])
+        notes.append(new_length(meta, config, last_step))
     logs.open_log(workdir)
     if multihost.is_writer():
+        record(workdir, config)
         tokenizer.save(workdir / "tokenizer")
         write_json(workdir / "environment.json", environment())
     multihost.barrier("set-up")
@@ -110,15 +133,12 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     # The state: fresh, or that of the newest checkpoint
     ####################################################################################################################
     shapes = zaya.abstract(config.model, config.precision)
-    optimizer = steps.build_optimizer(config, mesh)
-    to_logical, from_logical, logical_like = steps.codecs(config, optimizer, mesh)
+    optimizer = steps.build_optimizer(here, mesh)
+    to_logical, from_logical, logical_like = steps.codecs(here, optimizer, mesh)
     if reached:
-        state, meta = store.restore(reached, logical_like, from_logical)
-        check_same(config_lib.check(meta["config"]), config, workdir)  # it may come from another place
-        stream.set_state(meta["data"])
-        note_new_length(meta, config, last_step)
+        state, _ = store.restore(reached, logical_like, from_logical)
     else:
-        state = steps.init_state(config, optimizer, mesh)
+        state = steps.init_state(here, optimizer, mesh)
     if newest == 0:  # an imported model's: weights and biases, no optimizer yet
         imported, _ = store.restore(0, {name: logical_like[name] for name in ("params", "balance")})
         state = from_logical({**to_logical(state), **imported})
@@ -143,18 +163,22 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     @functools.cache
     def program(phase_index: int, evaluation: bool = False):
         phase = next(s.phase for s in plan.segments if s.phase_index == phase_index)
-        model = schedule.phase_config(config, phase).model
+        own = schedule.phase_config(config, phase)
         make = steps.make_eval_step if evaluation else steps.make_train_step
-        return make(config, model, optimizer, mesh)
+        return make(own, own.model, optimizer, mesh)
 
-    shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
-    eval_rows = max(config.data.micro_batch or config.data.global_batch, shards)
-    held_pieces = max(config.data.global_batch // eval_rows, 1)
-    windows = [steps.put_batch(mesh, b, held_pieces, spread) for b in held_out]
+    @functools.lru_cache(1)
+    def windows(phase: config_lib.Phase) -> list:
+        """The held-out batches of a phase, on the devices."""
+        count = recipe.eval_rows(config, phase, spread)
+        held_out = pipeline.eval_batches(schedule.eval_config(config, phase), tokenizer, rows, count)
+        return [steps.put_batch(mesh, batch, 1, spread) for batch in held_out]
 
-    def evaluate(state, phase_index: int) -> float:
+    windows(plan.step(reached + 1).phase)  # what of them cannot be read is known now
+
+    def evaluate(state, now: schedule.Step) -> float:
         """Mean loss over the held-out targets, in nats."""
-        sums = [program(phase_index, evaluation=True)(state, batch) for batch in windows]
+        sums = [program(now.phase_index, evaluation=True)(state, batch) for batch in windows(now.phase)]
         loss, count = np.asarray(jax.device_get(sums), np.float64).sum(0)
         return float(loss / max(count, 1.0))
 
@@ -162,12 +186,16 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     # The loop: a step is dispatched before the figures of the one before are read, so the device never waits
     ####################################################################################################################
     multihost.barrier("the first step")
+    if config.schedule.phases:
+        logs.say(recipe.table(config, plan, len(devices)))
     logs.say(describe_run(config, mesh, shapes, plan, last_step, workdir, reached))
+    for note in filter(None, [*notes, unknown_peak()]):
+        logs.say(note)
     writer = Writer(workdir, reached)
     console = Console(reached, last_step, config.log.every)
     stop, timer = multihost.StopSignal(), multihost.Timer(60 * config.checkpoint.every_minutes)
     pending: tuple[schedule.Step, Any, dict, float | None] | None = None
-    peak, unsound_in_a_row = peak_flops(jax.devices()[0], config.precision.compute), 0
+    peak, unsound_in_a_row = peak_flops(devices[0], config.precision.compute), 0
     clock = time.perf_counter()
 
     def lap() -> float:
@@ -212,7 +240,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
 
     at_end.push(failed)
 
-    for number in range(reached + 1, last_step + 1):
+    for number in range(reached + 1, end + 1):
         now = plan.step(number)
         state, figures = program(now.phase_index)(state, next(stream), np.float32(now.lr))
         if pending:
@@ -221,15 +249,16 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         pending = (now, figures, {}, lap() if figures["loss"].is_ready() else None)
         multihost.collect_garbage(number)
         stopping = stop.after(number)
-        due_eval = bool(windows) and (number % config.eval.every == 0 or number == last_step)
+        due_eval = number % config.eval.every == 0 or number == last_step
+        due_eval = due_eval and bool(windows(now.phase))
         due_save = timer.after(number) or number % config.checkpoint.every_steps == 0
-        last = number == last_step or stopping
+        last = number == end or stopping
         if due_eval or due_save or last:
             jax.block_until_ready(state)
             extra = multihost.over_processes(stream.metrics(), pipeline.OVER_PROCESSES)
             begun = time.perf_counter()
             if due_eval:
-                extra["eval/loss"] = evaluate(state, now.phase_index)
+                extra["eval/loss"] = evaluate(state, now)
             clock += time.perf_counter() - begun  # evaluation is not the step's time
             finish((now, figures, extra, pending[-1]))
             pending = None
@@ -250,6 +279,12 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
             )
             return cli.UNHEALTHY
 
+    if end < last_step:
+        store.close()
+        wind_up()
+        console.say(recipe.border(config, plan, end))
+        return cli.PREEMPTED
+
     ####################################################################################################################
     # The end: the last checkpoint, a sample, the report
     ####################################################################################################################
@@ -257,19 +292,29 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     writer.close()
     stream.close()
     store.close()
-    write_sample(workdir, config, tokenizer, to_logical(state), mesh)
+    state = None  # its memory is the sample's
+    write_sample(workdir, config, tokenizer, last_step)
     report = write_report(workdir) if multihost.is_writer() else workdir / "report.html"
     logs.say(f"done: {last_step} steps, {plan.tokens_of_step(last_step):,} tokens. Report: {report}")
     return cli.DONE
 
 
-def note_new_length(meta: dict, config: Config, last_step: int) -> None:
-    """Says so where another number of steps than before changes the learning rate's course."""
+def new_length(meta: dict, config: Config, last_step: int) -> str:
+    """A note where another number of steps than before changes the learning rate's course."""
     before = meta["config"]["run"]["num_steps"]
-    if before != config.run.num_steps and not config.schedule.phases:
-        logs.say(
-            f"note: run.num_steps was {before}, now it is {last_step}; the learning rate follows the new length"
-        )
+    if before == config.run.num_steps or config.schedule.phases:
+        return ""
+    return (
+        f"note: run.num_steps was {before}, now it is {last_step}; the learning rate follows the new length"
+    )
+
+
+def unknown_peak() -> str:
+    """Why no MFU is shown, on an accelerator whose peak is not known; a CPU has none that would mean something."""
+    device = jax.devices()[0]
+    if device.platform == "cpu" or peak_flops(device, "bfloat16"):
+        return ""
+    return f"MFU is not shown: peak rate of {device.device_kind} unknown (zaya_jax/hardware/chips.py)"
 
 
 def environment() -> dict[str, str]:
@@ -281,6 +326,7 @@ def environment() -> dict[str, str]:
         "jax": jax.__version__,
         "python": sys.version.split()[0],
         "zaya_jax": zaya_jax.__version__,
+        **({"mfu": unknown_peak()} if unknown_peak() else {}),
     }
 
 
@@ -293,24 +339,6 @@ def describe_run(config: Config, mesh, shapes, plan, last_step: int, workdir: Pa
         f"({jax.devices()[0].device_kind}), {last_step} steps of {plan.step(last_step).sequences} x "
         f"{plan.step(last_step).phase.seq_len} tokens, in {workdir}"
         + (f", from step {reached}" if reached else "")
-    )
-
-
-def write_sample(workdir: Path, config: Config, tokenizer, logical, mesh) -> None:
-    """A continuation of the config's prompt, for the report; each process gives its part of the weights, one writes."""
-    everywhere = jax.sharding.NamedSharding(mesh, steps.REPLICATED)
-    whole = jax.jit(lambda x: x, out_shardings=everywhere)((logical["params"], logical["balance"]["bias"]))
-    if not multihost.is_writer():
-        return
-    params, bias = jax.tree.map(lambda x: x.addressable_data(0), whole)
-    prompt = config.log.sample_prompt
-    ids = jnp.asarray([[tokenizer.bos_id, *tokenizer.encode(prompt)]], jnp.int32)
-    new = decode.generate(
-        config.model, params, bias, ids, config.log.sample_tokens, config.precision,
-        temperature=config.log.sample_temperature, key=jax.random.key(config.run.seed),
-    )  # fmt: skip
-    (workdir / "sample.txt").write_text(
-        prompt + tokenizer.decode(np.asarray(new)[0].tolist()), encoding="utf-8"
     )
 
 

@@ -122,19 +122,35 @@ class Balance:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mesh:
+    data: int = -1  # -1: all devices that the other axes leave
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+    fsdp: bool = False  # weights lie over data too, gathered layer by layer
+    tsp: bool = False  # the tensor axis carries the sequence too: weights travel in place of activations
+    ring: bool = False  # over context, keys and values travel round a ring in place of being gathered
+
+
+@dataclasses.dataclass(frozen=True)
 class Phase:
-    """A stretch of training; what is 0 or () is as in the model and data groups."""
+    """A stretch of training; what is 0, "", () or None is as outside the phases, in the key named beside it."""
 
     name: str = ""
     tokens: int = 0  # its length, padding counted
-    seq_len: int = 0
-    rope_theta: float = 0.0  # of full-attention layers
-    global_batch: int = 0  # sequences a step
-    micro_batch: int = 0  # sequences at once over all devices
+    seq_len: int = 0  # data.seq_len
+    rope_theta: float = 0.0  # of full-attention layers: model.rope_parameters.hybrid.rope_theta
+    global_batch: int = 0  # sequences a step: data.global_batch
+    micro_batch: int = 0  # sequences at once over all devices: data.micro_batch
     ramp_from: int = 0  # sequences a step at its start, doubled until global_batch is reached; 0: no ramp
     ramp_tokens: int = 0  # over which the doublings are spread
-    mixture: tuple[str, ...] = ()  # of "path=weight"
-    packing: str = ""  # concat, first_fit, best_fit
+    mixture: tuple[str, ...] = ()  # of "path=weight": data.mixture, or data.path
+    packing: str = ""  # data.packing
+    mesh: Mesh | None = (
+        None  # the whole group; where it differs from the phase before, a new start takes over
+    )
+    remat: str = ""  # remat
+    eval_seq_len: int = 0  # tokens of a held-out window: this phase's seq_len
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,17 +162,6 @@ class Schedule:
     decay: str = "linear"  # or "cosine", "1-sqrt"
     final_lr_fraction: float = 0.0
     phases: tuple[Phase, ...] = ()  # (): one phase of run.num_steps steps
-
-
-@dataclasses.dataclass(frozen=True)
-class Mesh:
-    data: int = -1  # -1: all devices that the other axes leave
-    expert: int = 1
-    context: int = 1
-    tensor: int = 1
-    fsdp: bool = False  # weights lie over data too, gathered layer by layer
-    tsp: bool = False  # the tensor axis carries the sequence too: weights travel in place of activations
-    ring: bool = False  # over context, keys and values travel round a ring in place of being gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,7 +177,7 @@ class Run:
 @dataclasses.dataclass(frozen=True)
 class Eval:
     every: int = 100
-    windows: int = 64  # held-out windows of seq_len tokens
+    windows: int = 64  # held-out windows, each of the phase's eval_seq_len tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,6 +279,10 @@ RANGES = {  # least and greatest value
     "checkpoint.keep_tokens": (0, math.inf),
     "checkpoint.max_failures": (1, math.inf),
     "checkpoint.max_wait": (0, math.inf),
+    "eval.windows": (0, math.inf),
+    "data.workers": (0, math.inf),
+    "log.sample_tokens": (0, math.inf),
+    "log.sample_temperature": (0, math.inf),
 }
 
 
@@ -386,6 +395,8 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             value = dataclasses.asdict(value)
         return _build(typing.cast(type, kind), value, path + ".")
+    if isinstance(value, config_dict.FieldReference):  # in a phase, which ConfigDict does not look into
+        value = value.get()
     optional = _optional_type(kind)
     if optional is not None:
         return None if value is None else _convert(optional, value, path)

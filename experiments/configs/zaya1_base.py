@@ -1,14 +1,19 @@
 """ZAYA1-base: the full-size model and all phases of its recipe.
 
-    python -m experiments.pretrain --config=experiments/configs/zaya1_base.py --workdir=runs/zaya1_base \
-        --config.data.tokenizer=TOKENIZER --config.data.path=PREPARED [--config.data.workers=8]
+    python -m experiments.pretrain --config=experiments/configs/zaya1_base.py --describe
+    sbatch --nodes=128 launch/slurm.sbatch --config=experiments/configs/zaya1_base.py --workdir=SHARED_FOLDER \
+        --config.data.path=ROOT [--config.data.workers=8]
+
+ROOT holds the prepared directories that the mixtures name: web, code, math, reasoning (long traces), chat, and the
+tokenizer. Traces are trimmed to a phase's context: midtraining has reasoning_32k, SFT reasoning_131k.
 
 Hardware: 128 nodes of 8 MI300X. 8,840,488,784 parameters, 760M of them active without the embedding.
 Expected: 2.5 s a step of 16.8M tokens on that cluster (published), 8T + 4T + 1.2T + 0.66T tokens in all.
 
-Phases, contexts, RoPE bases and the batch of pre-training are the published ones; batches after it, the ramp, the
-learning rate and its schedule are this project's choice. The last two phases need the sequence spread over devices:
-2 of them at 32K tokens, 8 at 131K.
+Phases, contexts, RoPE bases, context parallelism, SFT's packing, the batch of pre-training, and the shares of 86% and
+75% are the published ones. This project's choice: the batches after it (as many tokens), the ramp, the other shares,
+the learning rate and its schedule. A run ends where the mesh changes, after pretraining and after midtraining, and the
+same command goes on.
 """
 
 from ml_collections import ConfigDict
@@ -25,11 +30,10 @@ def get_config() -> ConfigDict:
 
     # The architecture is the default one of zaya_jax/config.py: 40 layers, 16 experts, width 2048.
     c.model.max_position_embeddings = 131_072
-    c.model.rope_parameters.hybrid.rope_theta = 10_000.0
 
-    c.data.seq_len = 4096
-    c.data.global_batch = 4096
-    c.data.micro_batch = 1024  # one sequence a device at a time on 1,024 of them
+    c.data.path = "data/zaya1"
+    root = c.data.get_ref("path")  # what --config.data.path says, wherever it stands below
+    c.data.tokenizer = root + "/tokenizer"
 
     c.optim.lr = 1e-3
     c.optim.weight_decay = 0.1
@@ -40,19 +44,28 @@ def get_config() -> ConfigDict:
 
     c.schedule.warmup_fraction = 0.002
     c.schedule.decay_fraction = 0.15
+    # On 1,024 devices a micro-batch is one sequence at a time on each group of mesh.context devices: 4,096 tokens a
+    # device in pretraining, 16,384 after it. On fewer devices give smaller ones. A step has 2**24 tokens throughout.
     c.schedule.phases = (
-        config.Phase(  # web-heavy; the batch is reached by doublings
-            name="pretrain 1", tokens=8 * TRILLION, seq_len=4096, rope_theta=1e4, global_batch=4096,
-            ramp_from=1024, ramp_tokens=TRILLION // 10,
+        config.Phase(
+            name="pretrain 1", tokens=8 * TRILLION, seq_len=4096, rope_theta=1e4, global_batch=4096, micro_batch=1024,
+            ramp_from=1024, ramp_tokens=TRILLION // 10, packing="concat",
+            mixture=(root + "/web=0.8", root + "/code=0.12", root + "/math=0.08"),
         ),
-        config.Phase(  # more code, mathematics, reasoning
-            name="pretrain 2", tokens=4 * TRILLION, seq_len=4096, rope_theta=1e4, global_batch=4096,
+        config.Phase(
+            name="pretrain 2", tokens=4 * TRILLION, seq_len=4096, rope_theta=1e4, global_batch=4096, micro_batch=1024,
+            packing="concat",
+            mixture=(root + "/web=0.4", root + "/code=0.25", root + "/math=0.2", root + "/reasoning=0.15"),
         ),
-        config.Phase(  # 86% long reasoning traces
-            name="midtrain", tokens=1_200 * TRILLION // 1000, seq_len=32_768, rope_theta=1e6, global_batch=1024,
+        config.Phase(
+            name="midtrain", tokens=1_200 * TRILLION // 1000, seq_len=32_768, rope_theta=1e6, global_batch=512,
+            micro_batch=512, packing="concat", mesh=config.Mesh(context=2),
+            mixture=(root + "/reasoning_32k=0.86", root + "/web=0.06", root + "/code=0.05", root + "/math=0.03"),
         ),
-        config.Phase(  # 75% long traces, packed best-fit-decreasing
-            name="sft", tokens=660 * TRILLION // 1000, seq_len=131_072, rope_theta=5e6, global_batch=1024,
+        config.Phase(
+            name="sft", tokens=660 * TRILLION // 1000, seq_len=131_072, rope_theta=5e6, global_batch=128,
+            micro_batch=128, packing="best_fit", mesh=config.Mesh(context=8),
+            mixture=(root + "/reasoning_131k=0.75", root + "/chat=0.25"),
         ),
     )  # fmt: skip
     c.run.num_steps = 2**31 - 1  # the phases end it

@@ -6,9 +6,10 @@ row of segments with one batch size each: a ramp doubles the batch, so that a 12
 256 to 4096 sequences has five segments and its step compiles for five micro-batch counts. A batch ramp moves
 neither a phase's borders nor the learning rate, since both are given in tokens.
 
-    plan = schedule.make_plan(config) step = plan.at(tokens)        # or plan.step(number);
-    step.micro_batches, step.lr, step.tokens_after, step.phase phase_config = schedule.phase_config(config,
-    step.phase)      # what model and data see in that phase
+    plan = schedule.make_plan(config)
+    step = plan.at(tokens)                              # or plan.step(number)
+    step.micro_batches, step.lr, step.tokens_after, step.phase
+    here = schedule.phase_config(config, step.phase)    # what model, data and mesh see in that phase
 
 A step belongs to the phase and segment in which it starts; phases and segments end with the first step that
 reaches their border, so their lengths are rounded up to whole steps.
@@ -16,8 +17,10 @@ reaches their border, so their lengths are rounded up to whole steps.
 
 import bisect
 import dataclasses
+import functools
 import math
 from fractions import Fraction
+from typing import Any
 
 from zaya_jax.config import CHOICES, Config, Phase, Schedule, UserError
 
@@ -164,7 +167,7 @@ def make_plan(config: Config) -> Plan:
 
 
 def phase_config(config: Config, phase: Phase) -> Config:
-    """The config as model and data see it in a phase: context, RoPE base and batch in their usual places."""
+    """The config as a phase has it: context, RoPE base, batch, mesh and the like in their usual places."""
     data = dataclasses.replace(
         config.data, seq_len=phase.seq_len, global_batch=phase.global_batch, micro_batch=phase.micro_batch,
         packing=phase.packing,
@@ -172,43 +175,65 @@ def phase_config(config: Config, phase: Phase) -> Config:
     kinds = config.model.rope_parameters
     hybrid = dataclasses.replace(kinds.hybrid, rope_theta=phase.rope_theta)
     model = dataclasses.replace(config.model, rope_parameters=dataclasses.replace(kinds, hybrid=hybrid))
-    return dataclasses.replace(config, data=data, model=model)
+    assert phase.mesh is not None  # _filled
+    return dataclasses.replace(config, data=data, model=model, mesh=phase.mesh, remat=phase.remat)
+
+
+def eval_config(config: Config, phase: Phase) -> Config:
+    """The same with the length of the phase's held-out windows in place of its context."""
+    here = phase_config(config, phase)
+    return dataclasses.replace(here, data=dataclasses.replace(here.data, seq_len=phase.eval_seq_len))
+
+
+# Where the values come from that a phase leaves open; the mixture is the data's own affair.
+ELSEWHERE = {
+    "seq_len": "data.seq_len",
+    "rope_theta": "model.rope_parameters.hybrid.rope_theta",
+    "global_batch": "data.global_batch",
+    "micro_batch": "data.micro_batch",
+    "packing": "data.packing",
+    "mesh": "mesh",
+    "remat": "remat",
+}
+
+
+def key(config: Config, index: int, name: str) -> str:
+    """The config key that decides a phase's value: its own, or the one outside that it leaves it to."""
+    phases = config.schedule.phases
+    if name == "eval_seq_len" and not (phases and phases[index].eval_seq_len):
+        name = "seq_len"
+    own = bool(phases) and getattr(phases[index], name) not in (0, "", None)
+    return f"config.schedule.phases[{index}].{name}" if own else f"config.{ELSEWHERE[name]}"
 
 
 def _filled(config: Config, phase: Phase, index: int) -> Phase:
-    """A phase with the model's and data's values where it gives none; UserError where it cannot be."""
+    """A phase with a value for everything that it leaves open; UserError where it cannot be."""
+    where = f"config.schedule.phases[{index}]"
+    for name in (
+        "seq_len", "rope_theta", "global_batch", "micro_batch", "ramp_from", "ramp_tokens", "eval_seq_len",
+    ):  # fmt: skip
+        if not 0 <= getattr(phase, name) < math.inf:
+            raise UserError(f"{where}.{name}={getattr(phase, name)} must be at least 0, which leaves it open")
+    if phase.tokens < 1:
+        raise UserError(f"{where}.tokens={phase.tokens} must be at least 1: a phase is as long as its tokens")
+    outside: dict[str, Any] = {
+        name: functools.reduce(getattr, path.split("."), config) for name, path in ELSEWHERE.items()
+    }
     phase = dataclasses.replace(
         phase,
         name=phase.name or f"phase {index + 1}",
-        seq_len=phase.seq_len or config.data.seq_len,
-        rope_theta=phase.rope_theta or config.model.rope_parameters.hybrid.rope_theta,
-        global_batch=phase.global_batch or config.data.global_batch,
-        micro_batch=phase.micro_batch or config.data.micro_batch,
-        packing=phase.packing or config.data.packing,
+        **{name: getattr(phase, name) or value for name, value in outside.items()},
     )
-    where = f"config.schedule.phases[{index}]"
-    if phase.packing not in CHOICES["data.packing"]:
-        raise UserError(
-            f"{where}.packing={phase.packing!r} is not one of {', '.join(CHOICES['data.packing'])}"
-        )
-    if phase.tokens < 1:
-        raise UserError(f"{where}.tokens={phase.tokens} must be at least 1: a phase is as long as its tokens")
-    if (
-        min(
-            phase.seq_len,
-            phase.global_batch,
-            phase.micro_batch + 1,
-            phase.ramp_from + 1,
-            phase.ramp_tokens + 1,
-        )
-        < 1
-    ):
-        raise UserError(f"{where} has a negative size: {phase}; sizes are in tokens and sequences")
-    if phase.seq_len > config.model.max_position_embeddings:
-        raise UserError(
-            f"{where}.seq_len={phase.seq_len} is above model.max_position_embeddings="
-            f"{config.model.max_position_embeddings}; raise the latter or shorten the sequences"
-        )
+    phase = dataclasses.replace(phase, eval_seq_len=phase.eval_seq_len or phase.seq_len)
+    for name, choices in (("packing", CHOICES["data.packing"]), ("remat", CHOICES["remat"])):
+        if getattr(phase, name) not in choices:
+            raise UserError(f"{where}.{name}={getattr(phase, name)!r} is not one of {', '.join(choices)}")
+    for name in ("seq_len", "eval_seq_len"):
+        if getattr(phase, name) > config.model.max_position_embeddings:
+            raise UserError(
+                f"{where}.{name}={getattr(phase, name)} is above model.max_position_embeddings="
+                f"{config.model.max_position_embeddings}; raise the latter or shorten the sequences"
+            )
     if bool(phase.ramp_from) != bool(phase.ramp_tokens) or phase.ramp_tokens > phase.tokens:
         raise UserError(
             f"{where} ramps the batch from {phase.ramp_from} sequences over {phase.ramp_tokens} of its "
@@ -223,8 +248,9 @@ def _filled(config: Config, phase: Phase, index: int) -> Phase:
     for sequences, _ in _ramp(phase):
         if phase.micro_batch and sequences % phase.micro_batch:
             raise UserError(
-                f"{where} has steps of {sequences} sequences, no multiple of its "
-                f"micro_batch={phase.micro_batch}; give a micro_batch that divides them"
+                f"{where} has steps of {sequences} sequences, no multiple of its micro-batch: "
+                f"{key(config, index, 'micro_batch')}={phase.micro_batch}; give a {where}.micro_batch that divides "
+                f"{math.gcd(*(size for size, _ in _ramp(phase)))}"
             )
     return phase
 

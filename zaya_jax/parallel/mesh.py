@@ -16,30 +16,43 @@ from zaya_jax.parallel.spread import AXES, Spread
 BATCH_AXES = ("data", "expert")
 
 
-def make_mesh(sizes: config.Mesh, devices: list | None = None) -> Mesh:
-    """The mesh over all devices; UserError where the axis sizes don't multiply to their number."""
+def make_mesh(sizes: config.Mesh, devices: list | None = None, where: str = "config.mesh") -> Mesh:
+    """The mesh over all devices; UserError where the sizes (those of `where`) don't multiply to their number."""
     devices = jax.devices() if devices is None else devices
+    shape = shape_of(sizes, len(devices), where)
+    axis_types = (AxisType.Auto,) * len(AXES)
+    return jax.make_mesh(tuple(shape.values()), AXES, axis_types=axis_types, devices=devices)
+
+
+def shape_of(sizes: config.Mesh, devices: int | None, where: str = "config.mesh") -> dict[str, int]:
+    """The axis sizes on so many devices; with None, on the fewest that they can be on."""
     for axis in AXES:
         size = getattr(sizes, axis)
         if size < 1 and not (axis == "data" and size == -1):
-            raise UserError(f"config.mesh.{axis}={size} is no number of devices; give at least 1")
+            raise UserError(
+                f"{where}.{axis}={size} is no number of devices; give at least 1"
+                + (", or -1 for all that the other axes leave" if axis == "data" else "")
+            )
     others = math.prod(getattr(sizes, axis) for axis in AXES[1:])
-    data = len(devices) // others if sizes.data == -1 else sizes.data
-    if data < 1 or data * others != len(devices):
+    data = sizes.data
+    if data == -1:
+        data = 1 if devices is None else devices // others
+    if devices is not None and (data < 1 or data * others != devices):
         raise UserError(
-            f"config.mesh has data x expert x context x tensor = {sizes.data} x {sizes.expert} x {sizes.context} x "
-            f"{sizes.tensor}, but there are {len(devices)} devices; {_way_out(sizes, len(devices), others)}"
+            f"{where} has data x expert x context x tensor = {sizes.data} x {sizes.expert} x {sizes.context} x "
+            f"{sizes.tensor}, but there are {devices} devices; {_way_out(devices, others, where)}"
         )
-    shape = (data, sizes.expert, sizes.context, sizes.tensor)
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
+    return {"data": data, **{axis: getattr(sizes, axis) for axis in AXES[1:]}}
 
 
-def _way_out(sizes: config.Mesh, devices: int, others: int) -> str:
+def _way_out(devices: int, others: int, where: str) -> str:
     if devices % others == 0:
-        return f"set mesh.data={devices // others} or -1"
+        return f"set {where}.data={devices // others} or -1"
     fits = [n for n in range(1, devices + 1) if devices % n == 0]
     nearest = min(fits, key=lambda n: (abs(n - others), n))
-    return f"expert x context x tensor = {others} must divide {devices}, as {nearest} does"
+    return (
+        f"expert x context x tensor = {others} must divide {devices}, as {nearest} does, with {where}.data=-1"
+    )
 
 
 def batch_spec(spread: Spread) -> PartitionSpec:
@@ -59,14 +72,3 @@ def rows_of_process(mesh: Mesh, process: int | None = None) -> tuple[int, int]:
             "choose mesh sizes such that a process's devices are a whole number of data x expert rows, or a part of one"
         )
     return first // size, len(groups) // size
-
-
-def check_batch(mesh: Mesh, sequences: int, micro_batches: int) -> None:
-    """UserError unless every micro-batch divides over the devices that share it."""
-    shards = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    micro = sequences // micro_batches
-    if micro % shards:
-        raise UserError(
-            f"a micro-batch of {micro} sequences does not divide over {shards} devices (mesh data x expert); "
-            f"set data.micro_batch to {max(micro // shards, 1) * shards}, or the mesh to a divisor of {micro}"
-        )

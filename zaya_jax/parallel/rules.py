@@ -7,13 +7,17 @@ convolutions and the router are 3% of ZAYA1's weights, and two key-value heads w
 `check` refuses, before anything is compiled, what a mesh cannot divide.
 """
 
+import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
+from zaya_jax import config as config_lib
 from zaya_jax.config import Config, Model, Precision, UserError
 from zaya_jax.model import zaya
+from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.spread import FSDP_DIM, Spread, is_matrix
 
 
@@ -81,77 +85,157 @@ def arrange(params: Any, parts: int, inverse: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def check(config: Config, spread: Spread) -> None:
-    """UserError where a dim of the model does not divide over its axis, with the nearest size that does."""
-    model = config.model
-    if model.model_type == "dense":
-        _check_dense(model, spread)
+class Misfit(NamedTuple):
+    """Why a mesh cannot carry a model, with {mesh} for the config's group; and a way out beside another mesh."""
+
+    text: str
+    also: str = ""
+
+
+def check(
+    config: Config,
+    spread: Spread,
+    *,
+    lengths: dict[str, int] | None = None,
+    rows: int = 0,
+    where: str = "config.mesh",
+) -> None:
+    """UserError where model or sequences do not divide over their axes, with the nearest mesh that does.
+
+    `lengths` are sequence lengths by the keys that decide them, `rows` is what data x expert must divide in the mesh
+    that is advised, `where` the group that the sizes come from.
+    """
+    found = _misfit(config.model, spread, lengths or {})
+    if found is not None:
+        ways = [_nearest(config, spread, lengths or {}, rows, where), found.also]
+        advice = ", or ".join(way for way in ways if way) or "no mesh over so many devices fits"
+        raise UserError(f"{found.text}; {advice}".replace("{mesh}", where))
+
+
+def check_batch(
+    config: Config,
+    spread: Spread,
+    sizes: tuple[int, ...],
+    micro_batch: int,
+    *,
+    lengths: dict[str, int] | None = None,
+    where: str = "config.mesh",
+    name: str = "config.data.micro_batch",
+) -> None:
+    """UserError unless every micro-batch of steps of these sizes divides over the devices that share it."""
+    shards, common = spread.data * spread.expert, math.gcd(*sizes)
+    if micro_batch % shards == 0:
         return
-    if spread.tsp:
-        axes = "expert x tensor"
-    else:
-        axes = "expert"
-    experts = spread.expert * (spread.tensor if spread.tsp else 1)
-    _divides("model.num_experts", model.num_experts, f"mesh.{axes}", experts)
-    _divides("model.num_attention_heads", model.num_attention_heads, "mesh.tensor", spread.tensor)
-    kv = model.num_key_value_heads
-    if kv % spread.tensor and spread.tensor % kv:
-        raise UserError(
-            f"config.mesh.tensor={spread.tensor} neither divides nor is a multiple of model.num_key_value_heads={kv}; "
-            f"set mesh.tensor to {_nearest(kv, spread.tensor)} or {kv * max(1, round(spread.tensor / kv))}"
+    problem = (
+        f"a micro-batch of {micro_batch} sequences ({name}) does not divide over {shards} devices "
+        f"(data x expert of {where})"
+    )
+    fits = [m for m in range(shards, common + 1, shards) if common % m == 0]
+    if fits:
+        raise UserError(f"{problem}; set {name}={min(fits, key=lambda m: (abs(m - micro_batch), m))}")
+    way = _nearest(config, spread, lengths or {}, common, where)
+    raise UserError(
+        f"{problem}, nor do steps of {common}; {way or f'give it a number of devices that divides {common}'}"
+    )
+
+
+def _nearest(config: Config, spread: Spread, lengths: dict[str, int], rows: int, where: str) -> str:
+    """The mesh over as many devices with which everything fits and the fewest sizes change least, as advice."""
+    axes = ("expert", "context", "tensor")
+    now = [getattr(spread, axis) for axis in axes]
+    devices = spread.data * math.prod(now)
+    flags = config_lib.Mesh(
+        fsdp=spread.fsdp or config.mesh.fsdp,
+        tsp=spread.tsp or config.mesh.tsp,
+        ring=spread.ring or config.mesh.ring,
+    )
+    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
+    found: dict[Any, Any] = {}
+    for sizes in itertools.product(divisors, repeat=3):
+        data, rest = divmod(devices, math.prod(sizes))
+        if rest or rows % (data * sizes[0]):
+            continue
+        other = spread_lib.of(flags, {"data": data, **dict(zip(axes, sizes, strict=True))})
+        if _misfit(config.model, other, lengths) is None:
+            changes = [abs(math.log(size / old)) for size, old in zip(sizes, now, strict=True)]
+            found[sizes] = len([c for c in changes if c]), sum(changes), sizes[::-1]
+    if not found:
+        return ""
+    best = dict(zip(axes, min(found, key=found.__getitem__), strict=True))
+    chosen = [f"{where}.{axis}={size}" for axis, size in best.items() if size != getattr(spread, axis)]
+    return f"set {', '.join(chosen)} with {where}.data=-1 for the rest"
+
+
+def _misfit(model: Model, spread: Spread, lengths: dict[str, int]) -> Misfit | None:
+    """The first thing that a spread cannot divide."""
+    found = _misfit_dense(model, spread) if model.model_type == "dense" else _misfit_zaya(model, spread)
+    for name, length in lengths.items():
+        found = found or _misfit_sequence(model, spread, name, length)
+    return found
+
+
+def _misfit_zaya(model: Model, spread: Spread) -> Misfit | None:
+    kv, heads = model.num_key_value_heads, model.num_attention_heads
+    whole = spread.expert * (spread.tensor if spread.tsp else 1)
+    found = _divides("num_experts", model.num_experts, "expert x tensor" if spread.tsp else "expert", whole)
+    found = found or _divides("num_attention_heads", heads, "tensor", spread.tensor)
+    if not found and kv % spread.tensor and spread.tensor % kv:
+        return Misfit(
+            f"{{mesh}}.tensor={spread.tensor} neither divides nor is a multiple of model.num_key_value_heads={kv}"
         )
-    if not spread.tsp:
-        _divides("model.moe_intermediate_size", model.moe_intermediate_size, "mesh.tensor", spread.tensor)
-    if spread.fsdp:
-        _divides("model.hidden_size", model.hidden_size, "mesh.data (with mesh.fsdp)", spread.data)
+    if not found and not spread.tsp:
+        found = _divides("moe_intermediate_size", model.moe_intermediate_size, "tensor", spread.tensor)
+    return found or _misfit_fsdp(model, spread)
 
 
-def _check_dense(model: Model, spread: Spread) -> None:
+def _misfit_dense(model: Model, spread: Spread) -> Misfit | None:
     for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
-        _divides(f"model.{name}", getattr(model, name), "mesh.tensor", spread.tensor)
+        found = _divides(name, getattr(model, name), "tensor", spread.tensor)
+        if found:
+            return found
     if spread.expert > 1:
-        raise UserError(
-            f"config.mesh.expert={spread.expert}, but a dense model has no experts; use mesh.data for it"
-        )
+        return Misfit(f"{{mesh}}.expert={spread.expert}, but a dense model has no experts")
     if spread.tsp and spread.ring:
-        raise UserError(
-            "config.mesh.ring is set with mesh.tsp, but a dense model's keys and values are gathered a few heads at a "
-            "time there; leave mesh.ring off"
+        return Misfit(
+            "{mesh}.ring is set with {mesh}.tsp, but a dense model's keys and values are gathered a few heads at a "
+            "time there",
+            "set {mesh}.ring=False",
         )
-    if spread.fsdp:
-        _divides("model.hidden_size", model.hidden_size, "mesh.data (with mesh.fsdp)", spread.data)
+    return _misfit_fsdp(model, spread)
 
 
-def check_sequence(model: Model, spread: Spread, seq_len: int) -> None:
-    """UserError where a sequence of this length cannot be cut as the spread asks."""
+def _misfit_fsdp(model: Model, spread: Spread) -> Misfit | None:
+    if not spread.fsdp:
+        return None
+    found = _divides("hidden_size", model.hidden_size, "data (with {mesh}.fsdp)", spread.data)
+    return found and found._replace(also="set {mesh}.fsdp=False")
+
+
+def _misfit_sequence(model: Model, spread: Spread, name: str, length: int) -> Misfit | None:
+    """Where a sequence of this length cannot be cut."""
     parts = spread.sequence_parts
-    if parts > 1 and seq_len % (2 * parts):
-        axes = " x ".join(f"mesh.{axis}" for axis in spread.sequence_axes)
-        raise UserError(
-            f"config.data.seq_len={seq_len} does not divide into 2 x {parts} pieces ({axes} = {parts}); "
-            f"set data.seq_len to {max(1, round(seq_len / (2 * parts))) * 2 * parts}"
-        )
     reach = 0 if model.model_type == "dense" else model.cca_time0 + model.cca_time1 - 2
-    if parts > 1 and seq_len // (2 * parts) < reach:
-        raise UserError(
-            f"config.data.seq_len={seq_len} over {parts} devices gives pieces of {seq_len // (2 * parts)} tokens, but "
-            f"the convolutions look {reach} tokens back; set data.seq_len to at least {2 * parts * reach}"
+    if parts > 1 and length % (2 * parts):
+        axes = " x ".join(f"{{mesh}}.{axis}" for axis in spread.sequence_axes)
+        text = f"{name}={length} does not divide into 2 x {parts} pieces ({axes} = {parts})"
+    elif parts > 1 and length // (2 * parts) < reach:
+        text = (
+            f"{name}={length} over {parts} devices gives pieces of {length // (2 * parts)} tokens, but the "
+            f"convolutions look {reach} tokens back"
         )
-    if seq_len // parts % spread.heads:
-        raise UserError(
-            f"config.data.seq_len={seq_len} over {parts} devices does not divide by "
-            f"config.mesh.tensor={spread.tensor}, whose devices share its loss; "
-            f"set data.seq_len to a multiple of {2 * parts * spread.heads}"
+    elif length // parts % spread.heads:
+        text = (
+            f"{name}={length} over {parts} devices does not divide by {{mesh}}.tensor={spread.tensor}, whose devices "
+            "share its loss"
         )
+    else:
+        return None
+    unit = 2 * parts * spread.heads
+    fits = max(round(length / unit), -(-2 * parts * reach // unit), 1) * unit
+    return Misfit(text, f"in a new run {name}={fits}" if fits <= model.max_position_embeddings else "")
 
 
-def _divides(name: str, size: int, by_name: str, by: int) -> None:
-    if size % by:
-        raise UserError(
-            f"config.{name}={size} does not divide over config.{by_name}={by}; the nearest that does is "
-            f"{_nearest(size, by)}"
-        )
-
-
-def _nearest(size: int, wanted: int) -> int:
-    return min((d for d in range(1, size + 1) if size % d == 0), key=lambda d: (abs(d - wanted), d))
+def _divides(name: str, size: int, axis: str, by: int) -> Misfit | None:
+    if size % by == 0:
+        return None
+    return Misfit(f"config.model.{name}={size} does not divide over {{mesh}}.{axis}={by}")

@@ -9,35 +9,48 @@ imported.json      where the weights came from PyTorch: what their config says b
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 
 from zaya_jax import config as config_lib
 from zaya_jax.config import Config, UserError
+from zaya_jax.data import mix
 from zaya_jax.parallel import multihost
 
-# What may differ from the recorded config when a run goes on: nothing here changes what a step computes.
+# What may differ from the recorded config when a run goes on. These change nothing that a step computes,
 MAY_CHANGE = (
     "name",
-    "mesh",
     "run.num_steps",
     "log",
     "eval",
     "checkpoint",
-    "remat",
     "data.workers",
+    "data.on_corrupt",
+    "phases.eval_seq_len",
+    "phases.name",
+    # these what it reads: the checkpoint has the fingerprints of data and tokenizer, `pipeline.Stream.set_state`,
     "data.path",
+    "data.tokenizer",
+    # and these the order of sums, so that the run goes on up to rounding, which is said.
+    "mesh",
+    "remat",
+    "data.micro_batch",
+    "phases.mesh",
+    "phases.remat",
+    "phases.micro_batch",
 )
-
+ROUNDS = MAY_CHANGE[MAY_CHANGE.index("mesh") :]
 
 # What an imported model's workdir has beside the rest. Until it is trained, all but the model may change.
 IMPORTED = "imported.json"
 
 
 def open_workdir(path: str | os.PathLike, config: Config) -> Path:
-    """Creates the folder or checks that it is this run's, and records the config; UserError otherwise.
+    """Creates the folder, with the config in it, or checks that it is this run's; UserError otherwise.
 
-    Of several processes the first does it; the others must have the same config and see the same folder.
+    What a run that goes on may change is recorded later, by `record`, when nothing can refuse it any more. Of several
+    processes the first does it; the others must have the same config and see the same folder.
     """
     here = config_lib.to_dict(config)
     chosen, first = multihost.from_first("workdir", lambda: [str(_open(Path(path), config)), here])
@@ -75,8 +88,14 @@ def _open(workdir: Path, config: Config) -> Path:
             )
     else:
         check_same(read_config(workdir), config, workdir)
-    write_json(recorded, config_lib.to_dict(config))
+        return workdir
+    record(workdir, config)
     return workdir
+
+
+def record(workdir: Path, config: Config) -> None:
+    """Writes the config that the run now has."""
+    write_json(workdir / "config.json", config_lib.to_dict(config))
 
 
 def read_config(workdir: str | os.PathLike) -> Config:
@@ -97,18 +116,42 @@ def write_json(path: Path, content: dict) -> None:
     part.replace(path)
 
 
-def check_same(old: Config, new: Config, workdir: Path) -> None:
-    """UserError where a run cannot go on with another config than it had."""
-    before, after = _flat(config_lib.to_dict(old)), _flat(config_lib.to_dict(new))
+def check_same(old: Config, new: Config, workdir: Path) -> str:
+    """UserError where a run cannot go on with another config than it had; a note where it goes on up to rounding."""
+    if not any((workdir / "checkpoints").glob("[0-9]*")):
+        return ""  # nothing is there that could go on
+    before, after = _kept(old), _kept(new)
     untrained = (workdir / IMPORTED).exists() and not any((workdir / "checkpoints").glob("[1-9]*"))
+    notes = []
     for key in sorted(before.keys() | after.keys()):
-        free = any(key == name or key.startswith(name + ".") for name in MAY_CHANGE)
-        free |= untrained and not key.startswith("model.")
-        if not free and before.get(key) != after.get(key):
+        was, now = before.get(key), after.get(key)
+        if was == now or (untrained and not key.startswith("model.")):
+            continue
+        general = re.sub(r"^schedule\.phases\[\d+\]", "phases", key)
+        if _among(general, ROUNDS):
+            notes.append(f"{key} ({was!r} before, {now!r} now)")
+        elif not _among(general, MAY_CHANGE):
             raise UserError(
-                f"--workdir={workdir} was started with config.{key}={before.get(key)!r}, now it is {after.get(key)!r}; "
+                f"--workdir={workdir} was started with config.{key}={was!r}, now it is {now!r}; "
                 "restore it, or give a new workdir"
             )
+    changed = f"note: {', '.join(notes)} changed: sums have another order from here on, so the run rounds differently"
+    return changed if notes else ""
+
+
+def _among(key: str, names: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith(name + ".") for name in names)
+
+
+def _kept(config: Config) -> dict:
+    """All keys, with the phases' own among them; of a mixture the weights, since a source may move."""
+    out = _flat(config_lib.to_dict(config))
+    phases = out.pop("schedule.phases")
+    for i, phase in enumerate(phases):
+        out |= {f"schedule.phases[{i}].{name}": value for name, value in phase.items()}
+    for key in [key for key in out if key.split(".")[-1] == "mixture"]:
+        out[key] = list(mix.parse(tuple(out[key]), f"config.{key}").values())
+    return out
 
 
 def _flat(tree: dict, prefix: str = "") -> dict:

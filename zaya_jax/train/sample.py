@@ -1,0 +1,57 @@
+"""The continuation of the config's prompt that a run ends with, for its report.
+
+Process 0 makes it alone, with the weights of the checkpoint that has just been saved: no other device gives up memory
+for it, and none at all where the weights are larger than what the one device has free.
+"""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zaya_jax.checkpoint import exchange, partial
+from zaya_jax.config import Config
+from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.model import decode, zaya
+from zaya_jax.parallel import multihost
+from zaya_jax.train.logs import say
+
+# In bytes a parameter: float32, and the copy in the products' format that XLA may keep through the decoding.
+BYTES = 6
+
+
+def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int) -> None:
+    """Writes sample.txt, or says why not; in process 0 alone, when the training's state is gone from its device."""
+    if not multihost.is_writer():
+        return
+    path = workdir / "sample.txt"
+    path.unlink(missing_ok=True)
+    device, model = jax.local_devices()[0], exchange.model_at(config, step)
+    needed, free = BYTES * zaya.param_counts(model)["total"], free_bytes(device)
+    if needed > free:
+        say(
+            f"no sample: with these weights it needs {needed / 2**30:.1f} GiB on one device, {free / 2**30:.1f} are "
+            f"free; python -m experiments.generate --workdir={workdir} makes one where there is room"
+        )
+        return
+    with jax.default_device(device), jax.default_matmul_precision(config.precision.matmul):
+        weights = [partial.read(workdir, name, step) for name in ("params.*", "balance.bias")]
+        params, bias = jax.device_put((weights[0]["params"], weights[1]["balance"]["bias"]), device)
+        del weights
+        prompt = config.log.sample_prompt
+        ids = jnp.asarray([[tokenizer.bos_id, *tokenizer.encode(prompt)]], jnp.int32)
+        new = decode.generate(
+            model, params, bias, ids, config.log.sample_tokens, config.precision,
+            temperature=config.log.sample_temperature, key=jax.random.key(config.run.seed),
+        )  # fmt: skip
+    path.write_text(prompt + tokenizer.decode(np.asarray(new)[0].tolist()), encoding="utf-8")
+
+
+def free_bytes(device: jax.Device) -> int:
+    """Memory of a device that nothing holds; a CPU's is the machine's."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
