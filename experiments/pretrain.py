@@ -119,7 +119,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         notes, end, here, mesh, spread, rows, stream = lay_out(reached)
     if reached:
         meta = read_meta(workdir, reached)  # its config: config.json may be of a start that saved nothing
-        notes.append(check_same(config_lib.check(meta["config"]), config, workdir))
+        notes.append(check_same(config_lib.check(meta["config"]), config, workdir, reached))
         stream.set_state(meta["data"])
         notes.append(new_length(meta, config, last_step))
     logs.open_log(workdir)

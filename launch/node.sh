@@ -4,7 +4,8 @@
 #   launch/node.sh 4 .venv/bin/python -m experiments.pretrain --workdir=runs/four      this machine alone
 #   NODE=3 NODES=16 JAX_COORDINATOR_ADDRESS=host:port launch/node.sh 8 COMMAND         the fourth of sixteen
 #
-# Hands SIGTERM and SIGINT on, ends when all have ended, with the highest exit code among theirs.
+# Hands SIGTERM and SIGINT on, ends when all have ended, with the highest exit code among theirs. With 75 and no signal a
+# run has saved at the border to a phase with another mesh: then all are started again, here and on the other nodes.
 set -euo pipefail
 
 if [ $# -lt 2 ] || ! [ "$1" -gt 0 ] 2>/dev/null; then
@@ -32,28 +33,38 @@ for device in "${PCI_DEVICES:-/sys/bus/pci/devices}"/*; do
 done
 
 pids=()
-trap 'kill -TERM "${pids[@]}" 2>/dev/null || true' TERM INT
-for ((i = 0; i < here; i++)); do
-  near=()
-  one=()
-  if [ "${#numa[@]}" -ge "$here" ]; then
-    one=("JAX_LOCAL_DEVICE_IDS=$i")
-    # Else batches and checkpoints pass the link between the sockets on their way to and from the GPU.
-    if [ "${numa[i]}" -ge 0 ] && command -v numactl >/dev/null; then
-      near=(numactl "--cpunodebind=${numa[i]}" "--preferred=${numa[i]}")
-    fi
-  fi
-  env "JAX_PROCESS_ID=$((node * here + i))" ${one[@]+"${one[@]}"} ${near[@]+"${near[@]}"} "$@" &
-  pids+=($!)
-done
+asked=0
+trap 'asked=1; kill -TERM "${pids[@]}" 2>/dev/null || true' TERM INT
 
-highest=0
-for pid in "${pids[@]}"; do
-  while kill -0 "$pid" 2>/dev/null; do # a signal ends `wait`, not the process
-    wait "$pid" || true
+start() {
+  pids=()
+  for ((i = 0; i < here; i++)); do
+    near=()
+    one=()
+    if [ "${#numa[@]}" -ge "$here" ]; then
+      one=("JAX_LOCAL_DEVICE_IDS=$i")
+      # Else batches and checkpoints pass the link between the sockets on their way to and from the GPU.
+      if [ "${numa[i]}" -ge 0 ] && command -v numactl >/dev/null; then
+        near=(numactl "--cpunodebind=${numa[i]}" "--preferred=${numa[i]}")
+      fi
+    fi
+    env "JAX_PROCESS_ID=$((node * here + i))" ${one[@]+"${one[@]}"} ${near[@]+"${near[@]}"} "$@" &
+    pids+=($!)
   done
-  code=0
-  wait "$pid" || code=$?
-  if [ "$code" -gt "$highest" ]; then highest=$code; fi
+}
+
+highest=75
+while [ "$highest" -eq 75 ] && [ "$asked" -eq 0 ]; do
+  start "$@"
+  if [ "$asked" -eq 1 ]; then kill -TERM "${pids[@]}" 2>/dev/null || true; fi # it came between two of them
+  highest=0
+  for pid in "${pids[@]}"; do
+    while kill -0 "$pid" 2>/dev/null; do # a signal ends `wait`, not the process
+      wait "$pid" || true
+    done
+    code=0
+    wait "$pid" || code=$?
+    if [ "$code" -gt "$highest" ]; then highest=$code; fi
+  done
 done
 exit "$highest"

@@ -66,7 +66,7 @@ OPTIONS = {
             "verify",
         ]
     },
-    "pretrain": {"": ["config", "workdir", "coordinator", "num_processes", "process_id"]},
+    "pretrain": {"": ["config", "workdir", "describe", "coordinator", "num_processes", "process_id"]},
 }
 
 # Run in a process of its own: absl's flags are global. Prints {subcommand: options} of a program without running it.

@@ -233,6 +233,49 @@ def test_node_hands_signals_on_and_gives_the_highest_exit_code():
     assert running.returncode == 72
 
 
+def test_node_goes_on_at_a_border_and_nowhere_else(tmp_path):
+    """75 that nobody asked for is a new start, as often as it comes; whatever else ends it, and so does 75 after a signal."""
+    count = f"echo x >> {tmp_path}/$JAX_PROCESS_ID; n=$(wc -l < {tmp_path}/$JAX_PROCESS_ID); "
+    for codes, starts, code in (([75, 75, 0], 3, 0), ([75, 4], 2, 4), ([3], 1, 3)):
+        for file in tmp_path.iterdir():
+            file.unlink()
+        running = node(2, count + f"set -- {' '.join(map(str, codes))}; exit ${{!n}}")
+        running.communicate(timeout=30)
+        assert running.returncode == code
+        assert [len((tmp_path / name).read_text()) // 2 for name in "01"] == [starts, starts]
+    running = node(1, 'trap "exit 75" TERM; echo up; while :; do sleep 0.05; done')
+    assert running.stdout.readline() == "up\n"
+    running.send_signal(signal.SIGTERM)
+    out, _ = running.communicate(timeout=30)
+    assert (out, running.returncode) == ("", 75)
+
+
+def slurm(folder, code, restarts=20):
+    """(exit code, requeued) of the batch script, whose run ends with `code`."""
+    for name, script in {"srun": f"exit {code}", "scontrol": 'echo "$@" >> asked'}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+        (folder / name).chmod(0o755)
+    (folder / "asked").unlink(missing_ok=True)
+    environ = {
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7",
+        "MAX_RESTARTS": str(restarts),
+    }  # fmt: skip
+    command = ["bash", LAUNCH / "slurm.sbatch"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
+    asked = folder / "asked"
+    return done.returncode, asked.read_text() if asked.exists() else ""
+
+
+def test_slurm_queues_a_run_again_that_saved_and_counts_only_what_failed(tmp_path):
+    again = (0, "requeue 7\n")
+    assert [slurm(tmp_path, 75, restarts=2) for _ in range(5)] == [again] * 5
+    assert [slurm(tmp_path, 137, restarts=2) for _ in range(3)] == [again, again, (137, "")]
+    assert [slurm(tmp_path, code, restarts=1) for code in (1, 75, 1, 1)] == [again, again, again, (1, "")]
+    for code in (0, cli.BAD_INPUT, cli.UNHEALTHY, cli.STORAGE):
+        assert slurm(tmp_path, code) == (code, "")
+    assert not list(tmp_path.glob("*.failures"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "variables", "words"),
     [

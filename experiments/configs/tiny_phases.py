@@ -41,13 +41,13 @@ def get_config() -> ConfigDict:
         ),
         config.Phase(
             name="midtrain", tokens=40 * 4096, seq_len=512, rope_theta=1e6, global_batch=16, micro_batch=8,
-            ramp_from=8, ramp_tokens=10 * 4096, mixture=(f"{LIBRARY}/email=0.7", f"{LIBRARY}/asyncio=0.3"), packing="concat",
-            mesh=config.Mesh(context=2), remat="attention", eval_seq_len=256,
+            ramp_from=8, ramp_tokens=10 * 4096, mixture=(f"{LIBRARY}/email=0.7", f"{LIBRARY}/asyncio=0.3"),
+            packing="concat", mesh=config.Mesh(context=2), remat="attention", eval_seq_len=256,
         ),
         config.Phase(
             name="sft", tokens=20 * 4096, seq_len=1024, rope_theta=5e6, global_batch=4, micro_batch=2,
-            mixture=(f"{LIBRARY}/asyncio=0.75", "stdlib=0.25"), packing="best_fit", mesh=config.Mesh(context=4, ring=True),
-            remat="layer",
+            mixture=(f"{LIBRARY}/asyncio=0.75", "stdlib=0.25"), packing="best_fit",
+            mesh=config.Mesh(context=4, ring=True), remat="layer",
         ),
     )  # fmt: skip
     c.eval.every = 40

@@ -123,8 +123,6 @@ class Batches:
         self.eras: list[Era] = []
         for (seq_len, packing), group in itertools.groupby(stretches, key=lambda item: item[:2]):
             here = [stretch for *_, stretch in group]
-            for stretch in here:
-                local_rows(stretch.batch, process)
             era = Era(len(self.eras), here[0].first_step, seq_len, packing, mix.Mixture(here))
             self.eras.append(era)
         self._sources: dict[tuple[int, int], Source] = {}

@@ -14,11 +14,14 @@ import tempfile
 from pathlib import Path
 
 from zaya_jax import config as config_lib
+from zaya_jax.checkpoint import writing
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import mix
+from zaya_jax.optim import schedule
 from zaya_jax.parallel import multihost
 
-# What may differ from the recorded config when a run goes on. These change nothing that a step computes,
+# What may differ from the recorded config when a run goes on, beside phases that have not begun. These change nothing
+# that a step computes,
 MAY_CHANGE = (
     "name",
     "run.num_steps",
@@ -116,27 +119,45 @@ def write_json(path: Path, content: dict) -> None:
     part.replace(path)
 
 
-def check_same(old: Config, new: Config, workdir: Path) -> str:
-    """UserError where a run cannot go on with another config than it had; a note where it goes on up to rounding."""
-    if not any((workdir / "checkpoints").glob("[0-9]*")):
+def check_same(old: Config, new: Config, workdir: Path, reached: int | None = None) -> str:
+    """UserError where a run cannot go on from step `reached` (the newest here) with another config than it had.
+
+    Otherwise a note of what is not as it was: rounding, or phases that have not begun.
+    """
+    steps = writing.numbered(workdir / "checkpoints")
+    if not steps and reached is None:
         return ""  # nothing is there that could go on
+    reached = max(steps) if reached is None else reached
+    untrained = (workdir / IMPORTED).exists() and reached == 0
+    plans = [schedule.make_plan(config) for config in (old, new)]
+    begun = max((s.phase_index + 1 for s in plans[0].segments if s.first_step <= reached), default=0)
     before, after = _kept(old), _kept(new)
-    untrained = (workdir / IMPORTED).exists() and not any((workdir / "checkpoints").glob("[1-9]*"))
-    notes = []
+    changed, later = [], False
     for key in sorted(before.keys() | after.keys()):
         was, now = before.get(key), after.get(key)
         if was == now or (untrained and not key.startswith("model.")):
             continue
-        general = re.sub(r"^schedule\.phases\[\d+\]", "phases", key)
+        phase = re.match(r"schedule\.phases\[(\d+)\]\.", key)
+        if phase and int(phase[1]) >= begun > 0:
+            later = True
+            continue
+        general = f"phases.{key[phase.end() :]}" if phase else key
         if _among(general, ROUNDS):
-            notes.append(f"{key} ({was!r} before, {now!r} now)")
+            changed.append(f"{key} ({was!r} before, {now!r} now)")
         elif not _among(general, MAY_CHANGE):
             raise UserError(
                 f"--workdir={workdir} was started with config.{key}={was!r}, now it is {now!r}; "
                 "restore it, or give a new workdir"
             )
-    changed = f"note: {', '.join(notes)} changed: sums have another order from here on, so the run rounds differently"
-    return changed if notes else ""
+    notes = []
+    if changed:
+        notes.append(
+            f"{', '.join(changed)}: sums have another order from here on, so the run rounds differently"
+        )
+    if later:
+        totals = " before, ".join(f"{plan.total_tokens:,} tokens in all" for plan in plans)
+        notes.append(f"phases that have not begun ({totals} now): the learning rate follows the new length")
+    return f"note: changed since step {reached}: {'; '.join(notes)}" if notes else ""
 
 
 def _among(key: str, names: tuple[str, ...]) -> bool:
