@@ -234,7 +234,7 @@ def test_node_hands_signals_on_and_gives_the_highest_exit_code():
 
 
 def test_node_goes_on_at_a_border_and_nowhere_else(tmp_path):
-    """75 that nobody asked for is a new start, as often as it comes; whatever else ends it, and so does 75 after a signal."""
+    """75 that nobody asked for is a new start, as often as it comes; all else ends it."""
     count = f"echo x >> {tmp_path}/$JAX_PROCESS_ID; n=$(wc -l < {tmp_path}/$JAX_PROCESS_ID); "
     for codes, starts, code in (([75, 75, 0], 3, 0), ([75, 4], 2, 4), ([3], 1, 3)):
         for file in tmp_path.iterdir():

@@ -232,5 +232,8 @@ def test_the_model_is_that_of_one_device(sizes, who):
 
 def test_experts_that_do_not_divide_are_refused_with_both_sides_and_a_way_out():
     settings = helpers.with_model(num_experts=6)
-    with pytest.raises(UserError, match=r"num_experts=6.*mesh\.expert=4.*nearest that does is 3"):
+    with pytest.raises(
+        UserError,
+        match=r"num_experts=6.*mesh\.expert=4.*set config\.mesh\.expert=2 with config\.mesh\.data=-1",
+    ):
         rules.check(settings, Spread(data=2, expert=4))

@@ -144,10 +144,10 @@ def test_weights_tokens_and_what_the_backward_pass_keeps_are_parts():
         (
             {},
             dict(tensor=3, tsp=True),
-            r"num_key_value_heads=8 does not divide over config.mesh.tensor=3; .* is 2",
+            r"num_key_value_heads=8 does not divide over config.mesh.tensor=3; set config.mesh.tensor=1",
         ),
-        ({}, dict(expert=2), r"mesh.expert=2, but a dense model has no experts; use mesh.data"),
-        ({}, dict(context=2, tensor=2, tsp=True, ring=True), r"leave mesh.ring off"),
+        ({}, dict(expert=2), r"mesh.expert=2, but a dense model has no experts; set config.mesh.expert=1"),
+        ({}, dict(context=2, tensor=2, tsp=True, ring=True), r"set config.mesh.ring=False"),
         (
             {"intermediate_size": 50},
             dict(tensor=4),

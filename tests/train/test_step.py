@@ -12,7 +12,9 @@ from zaya_jax.hardware import hlo
 from zaya_jax.model import zaya
 from zaya_jax.model.loss import cross_entropy
 from zaya_jax.optim import chain
-from zaya_jax.parallel.mesh import check_batch, make_mesh
+from zaya_jax.parallel import rules
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.spread import Spread
 from zaya_jax.train import step as steps
 
 SETTINGS = config.check(
@@ -95,12 +97,14 @@ def test_no_weight_crosses_devices_inside_the_accumulation():
 
 
 def test_a_mesh_must_fit_devices_and_batch():
-    with pytest.raises(config.UserError, match=r"3 x 1 x 1 x 1, but there are 8 devices; set mesh\.data=8"):
+    with pytest.raises(
+        config.UserError, match=r"3 x 1 x 1 x 1, but there are 8 devices; set config\.mesh\.data=8"
+    ):
         make_mesh(config.Mesh(data=3), jax.devices()[:8])
     with pytest.raises(config.UserError, match=r"expert x context x tensor = 3 must divide 8, as 2 does"):
         make_mesh(config.Mesh(expert=3), jax.devices()[:8])
     with pytest.raises(config.UserError, match="micro-batch of 6 sequences does not divide over 4 devices"):
-        check_batch(make_mesh(config.Mesh(), jax.devices()[:4]), 12, 2)
+        rules.check_batch(SETTINGS, Spread(data=4), (12,), 6)
 
 
 def test_logits_of_the_full_vocabulary_never_exist():

@@ -232,7 +232,10 @@ def _misfit_sequence(model: Model, spread: Spread, name: str, length: int) -> Mi
         return None
     unit = 2 * parts * spread.heads
     fits = max(round(length / unit), -(-2 * parts * reach // unit), 1) * unit
-    return Misfit(text, f"in a new run {name}={fits}" if fits <= model.max_position_embeddings else "")
+    return Misfit(
+        text,
+        f"before the first step of it set {name}={fits}" if fits <= model.max_position_embeddings else "",
+    )
 
 
 def _divides(name: str, size: int, axis: str, by: int) -> Misfit | None:

@@ -20,6 +20,7 @@ from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import make_mesh, rows_of_process, shape_of
 from zaya_jax.parallel.spread import AXES, Spread
 
+LONGEST_PATH = 24  # of a source in the table, where the end of a longer one stands
 SIDE_BY_SIDE = 4  # phases in a table: as many as a terminal is wide
 
 
@@ -163,7 +164,7 @@ def _column(config: Config, index: int, segments: Sequence[Segment], devices: in
         "remat": phase.remat,
         "packing": phase.packing,
         "mixture": "\n".join(
-            f"{weight / sum(weights.values()):.4g} {path}" for path, weight in weights.items()
+            f"{weight / sum(weights.values()):.4g} {_end(path)}" for path, weight in weights.items()
         ),
         "evaluation": f"{config.eval.windows} x {phase.eval_seq_len:,} tokens",
     }
@@ -176,6 +177,14 @@ def _by_phase(plan: Plan) -> list[tuple[int, list[Segment]]]:
 
 def _micro_batch(phase: Phase) -> int:
     return phase.micro_batch or phase.global_batch
+
+
+def _end(path: str) -> str:
+    return (
+        path
+        if len(path) <= LONGEST_PATH
+        else f".../{path[-LONGEST_PATH:].partition('/')[2] or path[-LONGEST_PATH:]}"
+    )
 
 
 def _short(tokens: int) -> str:

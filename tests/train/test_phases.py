@@ -1,0 +1,198 @@
+"""A run through phases that change everything at each border: ended by itself where the mesh does, stopped anywhere."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import multiprocess_runs
+import numpy as np
+import pytest
+
+from experiments import pretrain
+from zaya_jax import cli, config
+from zaya_jax.checkpoint import partial
+from zaya_jax.checkpoint.store import read_meta
+from zaya_jax.optim import schedule
+from zaya_jax.train import recipe
+
+SMALL = Path(__file__).with_name("small_phases.py")
+BORDERS = [3, 6, 9]
+LAST = 12
+
+
+def settings(path=SMALL, **keys):
+    """The config of a file, with other keys."""
+    found: dict = {}
+    exec(compile(path.read_text(), path, "exec"), found)
+    given = found["get_config"]()
+    given.update_from_flattened_dict({name.replace("__", "."): value for name, value in keys.items()})
+    return config.check(given)
+
+
+def start(workdir, **keys):
+    """One start of the program in this process."""
+    return pretrain.train(settings(**keys), workdir)
+
+
+def through(workdir, **keys):
+    """The starts of a run until it is done, each but the last at a border; the steps after which they ended."""
+    codes, ends = [], []
+    while not codes or codes[-1] == cli.PREEMPTED:
+        codes.append(start(workdir, **keys))
+        ends.append(recipe.peek(workdir))
+    assert codes[-1] == cli.DONE
+    return ends
+
+
+def lines(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def same(a, b, step=LAST):
+    """The same figures of every step and the same state after the last, bit for bit."""
+    ours, theirs = lines(a), lines(b)
+    assert [line["step"] for line in ours] == [line["step"] for line in theirs] == list(range(1, step + 1))
+    for name in ("loss", "grad_norm", "lr", "tokens", "target_tokens"):
+        assert [line[name] for line in ours] == [line[name] for line in theirs], name
+    for mine, other in zip(ours, theirs, strict=True):
+        if "eval/loss" in mine and "eval/loss" in other:
+            assert mine["eval/loss"] == other["eval/loss"]
+    x, y = partial.read(a, "*", step), partial.read(b, "*", step)
+    assert jax.tree.structure(x) == jax.tree.structure(y)
+    jax.tree.map(np.testing.assert_array_equal, x, y)
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory):
+    """The run that ends at borders alone, as real processes."""
+    folder = tmp_path_factory.mktemp("phases")
+    ends = []
+    while not ends or ends[-1][0] == cli.PREEMPTED:
+        arguments = ["-m", "experiments.pretrain", f"--config={SMALL}", f"--workdir={folder / 'run'}"]
+        with multiprocess_runs.start(arguments, 1, folder / "out", devices=8) as running:
+            (result,) = running.wait()
+        assert result.code in (cli.DONE, cli.PREEMPTED), result
+        ends.append((result.code, recipe.peek(folder / "run"), result.out))
+    return folder / "run", ends
+
+
+def test_a_run_ends_at_each_border_to_another_mesh_and_the_same_command_goes_on(unbroken):
+    workdir, ends = unbroken
+    assert [end[:2] for end in ends] == [(cli.PREEMPTED, n) for n in BORDERS] + [(cli.DONE, LAST)]
+    says = [
+        "phase 'pretrain 2' begins with mesh data rest x expert 4, fsdp",
+        "phase 'midtrain' begins with mesh data rest x context 2",
+        "phase 'sft' begins with mesh data rest x context 4, ring",
+    ]
+    for (_, step, out), phase in zip(ends, says, strict=False):
+        assert f"saved after step {step}; {phase}: the same command goes on." in out
+    assert all("micro-batches" in out and "best_fit" in out for *_, out in ends)  # the table of phases
+    found = lines(workdir)
+    plan = schedule.make_plan(settings())
+    assert [line["tokens"] for line in found] == [plan.tokens_of_step(n) for n in range(1, LAST + 1)]
+    assert [line["step"] for line in found if "eval/loss" in line] == [2, 4, 6, 8, 10, 12]
+    assert all(np.isfinite(line["loss"]) for line in found)
+    assert (workdir / "sample.txt").read_text().startswith("def ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [range(1, LAST), (2, 3, 4, 7, 11)])
+def test_stopped_anywhere_it_is_the_same_run(tmp_path, stops):
+    assert through(tmp_path / "whole") == [*BORDERS, LAST]
+    for step in stops:
+        while recipe.peek(tmp_path / "stopped") < step:
+            start(tmp_path / "stopped", run__num_steps=step)
+        assert recipe.peek(tmp_path / "stopped") == step
+    through(tmp_path / "stopped")
+    same(tmp_path / "stopped", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_it_is_the_same_run_in_processes_of_their_own(tmp_path, unbroken):
+    """Real exits or calls in one process: the same numbers."""
+    through(tmp_path / "here")
+    same(tmp_path / "here", unbroken[0])
+
+
+def test_a_run_that_is_to_end_at_a_border_is_done(tmp_path):
+    assert start(tmp_path / "run", run__num_steps=BORDERS[0]) == cli.DONE
+    assert start(tmp_path / "run", run__num_steps=BORDERS[0]) == cli.DONE
+    meta = read_meta(tmp_path / "run", BORDERS[0])
+    assert meta["step"] == BORDERS[0]
+
+
+def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch):
+    one, plan = settings(), schedule.make_plan(settings())
+    devices = jax.devices()
+    notes = recipe.check(one, plan, 0, devices[:2])
+    assert len(notes) == 2 and "phase 'pretrain 2', from step 4," in notes[0]
+    assert "config.schedule.phases[1].mesh has data x expert x context x tensor = -1 x 4 x 1 x 1" in notes[0]
+    assert recipe.check(one, plan, 0, devices) == []
+    assert recipe.check(settings(run__num_steps=3), plan, 0, devices[:2]) == []
+    with pytest.raises(config.UserError, match=r"phases\[1\]\.mesh .* there are 2 devices"):
+        recipe.check(one, plan, 3, devices[:2])
+    recipe.check(one, plan, 6, devices[:2])  # the phase on four is over
+    assert [recipe.last_step_here(one, plan, n, 8) for n in (1, 3, 4, 9, 10)] == [3, 3, 6, 9, LAST]
+
+
+@pytest.mark.parametrize(
+    ("index", "keys", "words"),
+    [
+        (2, {"mesh": {"context": 3}}, r"phases\[2\]\.seq_len=64 .*phases\[2\]\.mesh\.context = 3"),
+        (2, {"mesh": {"context": 2, "tensor": 8}}, r"num_attention_heads=4 .*phases\[2\]\.mesh\.tensor=8"),
+        (2, {"seq_len": 66}, r"phases\[2\]\.seq_len=66 does not divide into 2 x 2 pieces"),
+        (2, {"eval_seq_len": 66}, r"phases\[2\]\.eval_seq_len=66 does not divide into 2 x 2 pieces"),
+        (3, {"eval_seq_len": 2048}, r"phases\[3\]\.eval_seq_len=2048 is above"),
+        (3, {"micro_batch": 1}, r"\(config\.schedule\.phases\[3\]\.micro_batch\) .* over 2 devices"),
+        (0, {"mesh": {"contxt": 3}}, r"phases\[0\]\.mesh\.contxt"),
+        (0, {"mesh": {"context": 0}}, r"phases\[0\]\.mesh\.context=0"),
+        (0, {"mesh": {"context": 1.5}}, r"phases\[0\]\.mesh\.context=1\.5"),
+        (0, {"remat": "all"}, r"phases\[0\]\.remat='all' is not one of none"),
+        (0, {"packing": "tight"}, r"phases\[0\]\.packing='tight' is not one of concat"),
+        (0, {"rope_theta": -1.0}, r"phases\[0\]\.rope_theta=-1\.0 must be at least 0"),
+        (1, {"eval_seq_len": -2}, r"phases\[1\]\.eval_seq_len=-2 must be at least 0"),
+        (1, {"mixture": ("a",)}, r"phases\[1\]\.mixture has 'a'"),
+    ],
+)
+def test_every_phase_is_checked_before_anything_begins(tmp_path, index, keys, words):
+    given = config.to_dict(settings())
+    given["schedule"]["phases"][index] |= keys
+    with pytest.raises(config.UserError, match=words) as error:
+        pretrain.train(config.check(given), tmp_path / "run")
+    assert "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("name", ["zaya1_base", "tiny_phases", "dense_7b", "tiny"])
+def test_a_config_is_described_without_devices_data_or_files(tmp_path, name):
+    path = Path(pretrain.__file__).parent / "configs" / f"{name}.py"
+    command = [sys.executable, "-m", "experiments.pretrain", f"--config={path}", "--describe"]
+    environ = {"PYTHONPATH": str(multiprocess_runs.ROOT), "JAX_PLATFORMS": "none", "HOME": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == cli.DONE, done.stderr
+    assert not list(tmp_path.iterdir())
+    plan = schedule.make_plan(settings(path))
+    assert f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens in all" in done.stdout
+    assert all(segment.phase.name in done.stdout for segment in plan.segments)
+
+
+def test_the_full_size_recipe_is_the_published_one():
+    path = Path(pretrain.__file__).parent / "configs" / "zaya1_base.py"
+    given = settings(path, data__path="/root/of/data")
+    plan = schedule.make_plan(given)
+    assert recipe.check(given, plan) == []
+    phases = [segments[0].phase for _, segments in recipe._by_phase(plan)]
+    assert [phase.seq_len for phase in phases] == [4096, 4096, 32_768, 131_072]
+    assert [phase.rope_theta for phase in phases] == [1e4, 1e4, 1e6, 5e6]
+    assert [phase.tokens for phase in phases] == [8 * 10**12, 4 * 10**12, 1_200 * 10**9, 660 * 10**9]
+    assert [phase.mesh.context for phase in phases] == [1, 1, 2, 8]
+    assert [phase.packing for phase in phases] == ["concat"] * 3 + ["best_fit"]
+    assert phases[0].global_batch == phases[1].global_batch == 4096
+    assert all(path.startswith("/root/of/data/") for phase in phases for path in phase.mixture)
+    assert "/root/of/data/reasoning_32k=0.86" in phases[2].mixture
+    assert "/root/of/data/reasoning_131k=0.75" in phases[3].mixture
+    for phase in phases:
+        spread = recipe.spread_at(given, phase, 1024)
+        assert phase.micro_batch == spread.data * spread.expert  # one sequence at a time
