@@ -34,8 +34,9 @@ done
 
 pids=()
 asked=0
-trap 'asked=1; kill -TERM "${pids[@]}" 2>/dev/null || true' TERM INT
+trap 'asked=1; kill -TERM "${pids[@]}" 2>/dev/null || true' TERM INT HUP
 
+set -m # each in a group of its own: Ctrl-C reaches them once, from here, since a second signal ends them at once
 start() {
   pids=()
   for ((i = 0; i < here; i++)); do
