@@ -105,8 +105,16 @@ def summarise(manifest: dict, out: str) -> None:
     )
     if manifest["trim"]:
         print(f"chats     {trim.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}")
-    if manifest["bad"]:
-        print(f"skipped   {manifest['bad']:,} unreadable inputs, such as {manifest['bad_examples'][0]}")
+    left_out = manifest["left_out"]
+    print(
+        f"left out  {left_out['bad']:,} bad records and files, {left_out['not_text']:,} files that are not text, "
+        f"{left_out['empty']:,} empty texts"
+    )
+    for kind, word in (("bad", "skipped"), ("not_text", "not text")):
+        for example in left_out[f"{kind}_examples"]:
+            print(f"{word:9s} {example}")
+        if left_out[kind] > len(left_out[f"{kind}_examples"]):
+            print(f"{word:9s} and {left_out[kind] - len(left_out[f'{kind}_examples']):,} more")
     print(f"written   {out}")
 
 

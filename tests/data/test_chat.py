@@ -26,7 +26,7 @@ def spell(tok, ids):
 
 
 def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
-    document, outcome = chat.prepare(chat.Format(tok), MESSAGES, None)
+    document, outcome = chat.prepare(chat.Format(tok), chat.read(MESSAGES), None)
     assert outcome == trim.KEPT
     assert spell(tok, document.tokens) == (
         "[turn]user\n2+2?[end_turn]\n"
@@ -43,9 +43,9 @@ def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
 
 
 def test_trimming_fits_the_context(tok):
-    whole, _ = chat.prepare(chat.Format(tok), MESSAGES, None)
+    whole, _ = chat.prepare(chat.Format(tok), chat.read(MESSAGES), None)
     for context in range(1, len(whole.tokens) + 2):
-        document, outcome = chat.prepare(chat.Format(tok), MESSAGES, context)
+        document, outcome = chat.prepare(chat.Format(tok), chat.read(MESSAGES), context)
         assert (document is None) == (outcome == trim.DROPPED)
         if document is not None:
             assert len(document.tokens) <= context
@@ -60,4 +60,4 @@ def test_trimming_fits_the_context(tok):
 )
 def test_what_is_no_conversation_is_refused(messages):
     with pytest.raises(chat.BadChat):
-        chat.prepare(chat.Format(tokenizers.load("bytes")), messages, None)
+        chat.read(messages)

@@ -146,8 +146,8 @@ def test_input_that_is_wrong_is_named(tmp_path):
     (tmp_path / "e.jsonl").write_bytes(jsonl([{"messages": [{"role": "user", "content": "?"}]}]))
     (tmp_path / "f.parquet").write_bytes(b"PAR1 no")
     wanted = {
-        "a.jsonl": "line at byte 17 that is not JSON", "b.jsonl": r"neither a text under 'text'",
-        "c.jsonl.zst": "truncated", "d.jsonl.gz": "cannot read", "e.jsonl": "without an answer",
+        "a.jsonl": "line 2: not JSON", "b.jsonl": r"neither a text under 'text'",
+        "c.jsonl.zst": "truncated", "d.jsonl.gz": "line 51: cannot be read", "e.jsonl": "without an answer",
         "f.parquet": "not a Parquet file",
     }  # fmt: skip
     for name, message in wanted.items():
@@ -157,7 +157,8 @@ def test_input_that_is_wrong_is_named(tmp_path):
     (tmp_path / "f.parquet").unlink()
     (tmp_path / "ok.txt").write_text("fine text")
     manifest, _ = here(Options([str(tmp_path / "*.*")], skip_bad=True, held_out=0.0), tmp_path / "skipping")
-    assert manifest["bad"] == 5 and any("byte 17" in line for line in manifest["bad_examples"])
+    left_out = manifest["left_out"]
+    assert left_out["bad"] == 5 and any("a.jsonl, line 2" in line for line in left_out["bad_examples"])
     assert "fine text" in texts_of(tmp_path / "skipping")
 
 

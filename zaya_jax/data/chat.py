@@ -1,10 +1,13 @@
 """Conversations as tokens: roles, reasoning and answers between marks, and which of it is to be learnt.
 
 A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE, the model's own with its reasoning between <think>
-and </think> before the answer. Only what the model itself is to write is learnt: reasoning, answer and the
-end of its turn.
+and </think> before the answer, and with its calls of tools after it, each as JSON between <tool_call> and
+</tool_call>. Only what the model itself is to write is learnt: reasoning, answer, calls and the end of its turn.
 """
 
+import contextlib
+import dataclasses
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,17 +15,55 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.data import trim
-from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.data.tokenizers import NotUnicode, Tokenizer, utf8
 from zaya_jax.data.tokens import Document
 from zaya_jax.data.trim import Turn
 
-MODEL_ROLES = ("assistant", "model", "gpt", "bot")
+MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
+BESIDE = ("system", "tools")  # what a chat's record may have beside its turns: a text, descriptions of tools
+TEXT_PARTS = ("text", "input_text", "output_text")
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 class BadChat(ValueError):
     """A conversation that is not a list of turns with role and content; says what it is instead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """One turn as text."""
+
+    role: str
+    reasoning: str
+    content: str
+
+    @property
+    def answer(self) -> bool:
+        """Whether the model is to learn to write it."""
+        return self.role.lower() in MODEL_ROLES
+
+
+def read(messages: Any) -> list[Message]:
+    """The turns of a chat sample as text: a list of {"role", "content"} or of {"from", "value"}.
+
+    Content is a text, or a list of parts of text; the reasoning stands inside it or beside it.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise BadChat(f"a conversation is a list of turns, not {_kind(messages)}")
+    found = [_message(message) for message in messages]
+    if not any(message.answer for message in found):
+        raise BadChat("a conversation without an answer (a turn of role assistant) teaches nothing")
+    return found
+
+
+def beside(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """What a chat's record has beside its turns, as turns of that role before the first."""
+    found = {role: record[role] for role in BESIDE if record.get(role)}
+    return [
+        {"role": role, "content": value if isinstance(value, str) else _json(value)}
+        for role, value in found.items()
+    ]
 
 
 class Format:
@@ -35,27 +76,6 @@ class Format:
         }
         self._turn, self._end, self._think, self._end_think = marks.values()
         self._newline = tuple(tokenizer.encode("\n"))
-
-    def turns(self, messages: Sequence[Mapping[str, Any]]) -> list[Turn]:
-        """The turns of a chat sample: a list of {"role", "content"}, the reasoning inside content or beside
-        it.
-        """
-        if not isinstance(messages, list) or not messages:
-            raise BadChat(f"a conversation is a list of turns, not {type(messages).__name__}")
-        turns = []
-        for message in messages:
-            if not isinstance(message, dict):
-                raise BadChat(f"a turn is an object with role and content, not {type(message).__name__}")
-            role = message.get("role", message.get("from"))
-            content = message.get("content", message.get("value"))
-            if not isinstance(role, str) or not isinstance(content, str):
-                raise BadChat(f"a turn needs role and content as text, this one has {sorted(message)}")
-            turns.append(
-                self._one(role, content, next((message[k] for k in REASONING_KEYS if message.get(k)), ""))
-            )
-        if not any(turn.answer for turn in turns):
-            raise BadChat("a conversation without an answer (a turn of role assistant) teaches nothing")
-        return turns
 
     def document(self, turns: Sequence[Turn]) -> Document:
         """The document of turns, the model's own marked as what is to be learnt."""
@@ -71,29 +91,120 @@ class Format:
         learn.append(bool(turns) and turns[-1].answer)
         return Document(np.array(ids, self._tokenizer.dtype), np.array(learn, bool))
 
-    def _one(self, role: str, content: str, reasoning: str) -> Turn:
-        answer = role.lower() in MODEL_ROLES
-        if answer and not reasoning:
-            found = _THINK.match(content)
-            if found:
-                reasoning, content = found[1], content[found.end() :]
+    def turn(self, message: Message) -> Turn:
+        """A turn in tokens."""
         encode = self._tokenizer.encode
         return Turn(
-            head=(*self._turn, *encode(role), *self._newline),
+            head=(*self._turn, *encode(message.role), *self._newline),
             opening=self._think,
-            reasoning=encode(reasoning.strip("\n")) if answer and reasoning else (),
+            reasoning=encode(message.reasoning) if message.reasoning else (),
             closing=(*self._end_think, *self._newline),
-            tail=(*encode(content), *self._end, *self._newline),
-            answer=answer,
+            tail=(*encode(message.content), *self._end, *self._newline),
+            answer=message.answer,
         )
 
 
-def prepare(
-    chat: Format, messages: Sequence[Mapping[str, Any]], context: int | None
-) -> tuple[Document | None, str]:
+def prepare(chat: Format, messages: Sequence[Message], context: int | None) -> tuple[Document | None, str]:
     """(the document of a chat sample fitted to a context, what was done to it); None where it is dropped."""
-    turns = chat.turns(messages)
+    turns = [chat.turn(message) for message in messages]
     if context is None:
         return chat.document(turns), trim.KEPT
     turns, outcome = trim.trim(turns, context - 2)  # begin and end of document
     return (chat.document(turns) if turns else None), outcome
+
+
+def _message(given: Any) -> Message:
+    if not isinstance(given, dict):
+        raise BadChat(f"a turn is an object with role and content, not {_kind(given)}")
+    role = given.get("role") or given.get("from")
+    if not isinstance(role, str):
+        raise BadChat(f"a turn needs a role as text, this one has {_fields(given)}")
+    content = given.get("content")
+    content = given.get("value") if content is None else content
+    calls = _calls(given)
+    beside = next((given[key] for key in REASONING_KEYS if given.get(key)), None)
+    if content is None and not calls and beside is None:
+        raise BadChat(f"a turn needs content, this one has {_fields(given)}")
+    reasoning, text = _text(content, role)
+    if beside is not None:
+        reasoning = "".join(_text(beside, "")) if isinstance(beside, (str, list)) else _no_text(beside)
+    message = Message(role, "", text)
+    if message.answer and not reasoning:
+        found = _THINK.match(text)
+        if found:
+            reasoning, text = found[1], text[found.end() :]
+    message = Message(
+        role, reasoning.strip("\n") if message.answer else "", "\n".join(filter(None, [text, *calls]))
+    )
+    try:
+        utf8(message.role + message.reasoning + message.content)
+    except NotUnicode as error:
+        raise BadChat(f"a turn of role {role!a}: {error}") from None
+    return message
+
+
+def _text(content: Any, role: str) -> tuple[str, str]:
+    """(reasoning, text) of a turn's content: text, parts, or what a tool gave."""
+    if content is None or isinstance(content, str):
+        return "", content or ""
+    if isinstance(content, dict) and role in ("tool", "function", "observation"):
+        return "", _json(content)
+    if not isinstance(content, list):
+        _no_text(content)
+    reasoning, text = "", ""
+    for part in content:
+        kind = part.get("type", "text") if isinstance(part, dict) else "text"
+        held = (
+            (part.get(kind) or part.get("text")) if isinstance(part, dict) and isinstance(kind, str) else part
+        )
+        if kind in ("thinking", "reasoning") and isinstance(held, str):
+            reasoning += held
+        elif kind in TEXT_PARTS and (held is None or isinstance(held, str)):
+            text += held or ""
+        else:
+            raise BadChat(
+                f"a turn has a part of type {ascii(kind)[:40]}, and only parts of text can be learnt"
+            )
+    return reasoning, text
+
+
+def _calls(given: dict[str, Any]) -> list[str]:
+    """The calls of tools in a turn, each as the text that the model writes."""
+    calls = given.get("tool_calls") or []
+    if not isinstance(calls, list):
+        raise BadChat(f"tool_calls is a list of calls, not {_kind(calls)}")
+    if given.get("function_call"):
+        calls = [*calls, given["function_call"]]
+    return [_call(call) for call in calls if call]
+
+
+def _call(call: Any) -> str:
+    function = call.get("function", call) if isinstance(call, dict) else call
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise BadChat(f"a call of a tool needs a function with a name, this one has {_fields(call)}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):  # JSON within JSON, mostly
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments)
+    return f"<tool_call>\n{_json({'name': function['name'], 'arguments': arguments})}\n</tool_call>"
+
+
+def _json(value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, default=str)  # Parquet has types that JSON has not
+    except RecursionError:
+        raise BadChat("a tool's JSON is nested too deep to be written") from None
+
+
+def _no_text(content: Any) -> str:
+    raise BadChat(f"a turn's content and reasoning are text or lists of parts, not {_kind(content)}")
+
+
+def _kind(value: Any) -> str:
+    return "an empty list" if value == [] else type(value).__name__
+
+
+def _fields(value: Any) -> str:
+    if not isinstance(value, dict):
+        return f"a {type(value).__name__}"
+    return ascii(", ".join(f"{key} ({type(value[key]).__name__})" for key in sorted(value)[:8]))[1:-1][:200]

@@ -2,30 +2,42 @@
 
 Large uncompressed JSONL files are shared out by byte ranges and Parquet files by row groups, so that one big
 file keeps all processes busy. A sample's name is its file and place, and its hash decides whether it is held
-out.
+out. What cannot be read comes as a `BadInput` among the samples, and the samples after it still come: a bad
+record costs one record, a damaged compressed file its rest, damaged Parquet a row group.
 """
 
+import codecs
 import dataclasses
 import glob
 import gzip
 import io
+import itertools
 import json
 import os
 import pathlib
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
 
 from zaya_jax.config import UserError
-from zaya_jax.data import sources
+from zaya_jax.data import chat, sources
+from zaya_jax.data.pieces import PIECE
+from zaya_jax.data.tokenizers import NotUnicode, utf8
 
-Sample = tuple[str, str | list[dict[str, Any]]]  # name; a text, or the messages of a chat
+# A name, and a text, a long one in pieces, or the turns of a chat.
+Sample = tuple[str, str | Iterable[str] | list[chat.Message]]
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 COMPRESSION = (".gz", ".zst")
+COUNTED_BYTES = 4 << 30  # before a part of a file: so far its line numbers are counted, 1 s a GB once a part
+DAMAGE = (OSError, EOFError, zlib.error)
 
 
 class BadInput(UserError):
-    """An input file that cannot be read as what its name says."""
+    """A record or a file that cannot be read as what its name says."""
+
+
+class NotText(BadInput):
+    """A file that is no text at all, as pictures and archives among texts are: always left out and counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,33 +51,53 @@ class Part:
     stop: int
     cost: int  # bytes, for progress
 
+    def __str__(self) -> str:
+        return shown(self.path)
 
-def find(patterns: list[str]) -> list[str]:
-    """The files that globs, directories and paths name, sorted; UserError where one of them names nothing."""
+
+def shown(path: str) -> str:
+    """A path on one line, whatever bytes it has."""
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
+    """The files that globs, directories and paths name, sorted, but none below `out`; UserError where one of them
+    names nothing.
+    """
     found: set[str] = set()
     for pattern in patterns:
         if pattern == "stdlib":
             found.update(str(path) for _, path in sources.list_files("stdlib"))
             continue
-        path = pathlib.Path(pattern)
-        if path.is_dir():
-            here = [str(p) for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path))]
-        else:
+        if "://" in pattern:
+            raise UserError(f"--input={pattern} is a URL; copy the files here and give their paths")
+        here: list[str] = []
+        if pattern and os.path.isdir(pattern):
+            written = os.path.join(
+                pattern, os.path.relpath(os.path.realpath(out), os.path.realpath(pattern)), ""
+            )
+            here = [str(p) for p in sources.walk(pathlib.Path(pattern))]
+            here = [p for p in here if not os.path.normpath(p).startswith(os.path.normpath(written) + os.sep)]
+        elif os.path.isfile(pattern):
+            here = [pattern]
+        elif pattern:
             here = [p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p)]
         if not here:
             raise UserError(f"--input={pattern} names no file; give paths, directories or globs (quoted)")
+        sources.refuse_shards(map(pathlib.Path, here), f"--input={pattern}")
         found.update(here)
     return sorted(found)
 
 
-def split(paths: list[str], part_bytes: int) -> list[list[Part]]:
+def split(paths: list[str], part_bytes: int, skip_bad: bool = False) -> list[list[Part]]:
     """Tasks of about `part_bytes` of input each: parts of large files, or several small files together."""
     root = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths])
-    parts = [part for path in paths for part in _parts(path, root, part_bytes)]
+    parts = [part for path in paths for part in _parts(path, root, part_bytes, skip_bad)]
     tasks: list[list[Part]] = []
-    size = part_bytes
+    size = 0
     for part in parts:
-        if size + part.cost > part_bytes and size > 0:
+        if not tasks or (size and size + part.cost > part_bytes):
             tasks.append([])
             size = 0
         tasks[-1].append(part)
@@ -73,39 +105,48 @@ def split(paths: list[str], part_bytes: int) -> list[list[Part]]:
     return tasks
 
 
-def samples(part: Part, text_field: str) -> Iterator[Sample]:
-    """The samples of a part of an input file, each with its name."""
+def samples(part: Part, text_field: str) -> Iterator[Sample | BadInput]:
+    """The samples of a part of an input file, each with its name, and what of it cannot be read.
+
+    A text above PIECE bytes comes in pieces, to be taken before the next sample; they raise BadInput themselves.
+    """
     try:
         if part.kind == "text":
-            with _open(part.path) as file:
-                text = _decode(file.read())
-            if text is not None and text.strip():
-                yield part.name, text
+            yield from _text(part)
+        elif part.path.lower().endswith(COMPRESSION) and part.kind == "parquet":
+            yield BadInput(
+                f"{part} is compressed Parquet, which has its own compression inside; unpack it first (gunzip, zstd -d)"
+            )
         elif part.kind == "jsonl":
             yield from _jsonl(part, text_field)
         else:
             yield from _parquet(part, text_field)
-    except (OSError, EOFError, zlib.error) as error:
-        raise BadInput(f"cannot read {part.path}: {error}") from None
+    except DAMAGE as error:
+        yield BadInput(f"cannot read {part}: {_one_line(error)}")
 
 
-def _parts(path: str, root: str, part_bytes: int) -> Iterator[Part]:
+def _parts(path: str, root: str, part_bytes: int, skip_bad: bool) -> Iterator[Part]:
     name = pathlib.Path(os.path.relpath(os.path.abspath(path), root)).as_posix()
-    size = os.path.getsize(path)
     kind = _kind(path)
-    if kind == "parquet":
-        import pyarrow.parquet
-
+    whole = Part(path, name, kind, 0, 0, 0)
+    try:
+        size = os.path.getsize(path)
+    except OSError as error:
+        raise BadInput(f"cannot read {whole}: {error.strerror}") from None
+    compressed = path.lower().endswith(COMPRESSION)
+    if kind == "parquet" and not compressed:
         try:
-            meta = pyarrow.parquet.read_metadata(path)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise BadInput(f"{path} is not a Parquet file: {' '.join(str(error).split())[:200]}") from None
-        groups = meta.num_row_groups
+            with _open_parquet(path) as file:
+                groups = file.num_row_groups
+        except BadInput:
+            if not skip_bad:
+                raise
+            groups = 1  # found bad again when it is read, and counted there
         each = max(1, groups * part_bytes // max(size, 1))
         for start in range(0, groups, each):
             stop = min(start + each, groups)
             yield Part(path, name, kind, start, stop, size * (stop - start) // groups)
-    elif kind == "jsonl" and not path.endswith(COMPRESSION):
+    elif kind == "jsonl" and not compressed:
         for start in range(0, max(size, 1), part_bytes):
             stop = min(start + part_bytes, size)
             yield Part(path, name, kind, start, stop, stop - start)
@@ -114,19 +155,19 @@ def _parts(path: str, root: str, part_bytes: int) -> Iterator[Part]:
 
 
 def _kind(path: str) -> str:
-    stem = path
+    stem = path.lower()
     for suffix in COMPRESSION:
         stem = stem.removesuffix(suffix)
-    suffix = pathlib.Path(stem).suffix.lower()
+    suffix = pathlib.Path(stem).suffix
     return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(
         suffix, "text"
     )
 
 
 def _open(path: str) -> BinaryIO:
-    if path.endswith(".gz"):
+    if path.lower().endswith(".gz"):
         return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.endswith(".zst"):
+    if path.lower().endswith(".zst"):
         return io.BufferedReader(_Zstandard(path))
     return open(path, "rb")
 
@@ -147,7 +188,7 @@ class _Zstandard(io.RawIOBase):
         import zstandard
 
         while not self._ready:
-            self._raw = self._raw or self._file.read(1 << 20)
+            self._raw = self._raw or self._file.read(64 << 10)  # damage costs no more than that before it
             if not self._raw:
                 if self._frame is not None:
                     raise EOFError("the last zstd frame is truncated")
@@ -171,72 +212,176 @@ class _Zstandard(io.RawIOBase):
         super().close()
 
 
-def _jsonl(part: Part, text_field: str) -> Iterator[Sample]:
+def _text(part: Part) -> Iterator[Sample | BadInput]:
+    with _open(part.path) as file:
+        pieces = _decoded(part, file)
+        try:
+            first, second = next(pieces), next(pieces, "")
+        except BadInput as error:
+            yield error
+        else:
+            yield part.name, itertools.chain([first, second], pieces) if second else first
+
+
+def _decoded(part: Part, file: BinaryIO) -> Iterator[str]:
+    """A text file's content in pieces, one at least; BadInput where it cannot be read or is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line, binary = 1, False
+    while True:
+        try:
+            block = file.read(PIECE)
+            binary = binary or b"\0" in block[: 64 << 10]
+            piece = decoder.decode(block, final=not block)
+        except DAMAGE as error:
+            raise BadInput(f"cannot read {part} after line {line}: {_one_line(error)}") from None
+        except UnicodeDecodeError as error:
+            if binary or part.path.startswith(str(sources.stdlib())):  # Python's tests have other encodings
+                raise NotText(f"{part} is not text") from None
+            line += error.object[: error.start].count(b"\n")
+            raise BadInput(f"{part}, line {line}: not UTF-8; convert the file, or leave it out") from None
+        yield piece
+        if not block:
+            return
+        line += block.count(b"\n")
+
+
+def _jsonl(part: Part, text_field: str) -> Iterator[Sample | BadInput]:
+    compressed = part.path.lower().endswith(COMPRESSION)
     with _open(part.path) as file:
         at = part.start
         if at:  # the line that begins before this part belongs to the one before
             file.seek(at - 1)
             at += len(file.readline()) - 1
-        compressed = part.path.endswith(COMPRESSION)
+        first, number = at, 0
+        before: int | None = None  # lines before the first, counted when one is to be named
+
+        def place() -> str:
+            nonlocal before
+            if first <= COUNTED_BYTES and before is None:
+                before = _count_lines(part.path, first) if first else 0
+            return f"{part}, byte {at}" if before is None else f"{part}, line {before + number:,}"
+
         while compressed or at < part.stop:
-            line = file.readline()
+            number += 1
+            try:
+                line = file.readline()
+            except DAMAGE as error:
+                yield BadInput(f"{place()}: cannot be read, nor what follows it: {_one_line(error)}")
+                return
             if not line:
                 return
             if line.strip():
-                yield _record(_parse(line, part, at), f"{part.name}:{at}", part.path, text_field)
+                try:
+                    yield _record(json.loads(line), f"{part.name}:{at}", text_field)
+                except (BadInput, chat.BadChat) as error:
+                    yield BadInput(f"{place()}: {error}")
+                except json.JSONDecodeError as error:
+                    yield BadInput(f"{place()}: not JSON of its own ({error.msg} at column {error.colno})")
+                except RecursionError:
+                    yield BadInput(f"{place()}: its JSON is nested too deep to be read")
+                except ValueError as error:  # an integer of thousands of digits, bytes that are not UTF-8
+                    yield BadInput(f"{place()}: {_one_line(error)}")
             at += len(line)
 
 
-def _parse(line: bytes, part: Part, at: int) -> Any:
-    try:
-        return json.loads(line)
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise BadInput(f"{part.path} has a line at byte {at} that is not JSON: {error}") from None
+def _count_lines(path: str, stop: int) -> int:
+    """The lines that end before a byte of a plain file."""
+    found = 0
+    with open(path, "rb") as file:
+        while stop > 0 and (block := file.read(min(stop, 1 << 20))):
+            found += block.count(b"\n")
+            stop -= len(block)
+    return found
 
 
-def _parquet(part: Part, text_field: str) -> Iterator[Sample]:
-    import pyarrow
+def _open_parquet(path: str) -> Any:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(part.path) as file:
-            columns = [c for c in (text_field, *CHAT_FIELDS) if c in file.schema_arrow.names]
-            if not columns:
-                raise BadInput(
-                    f"{part.path} has columns {', '.join(file.schema_arrow.names[:8])}, but neither "
-                    f"{text_field!r} nor "
-                    f"a chat ({', '.join(CHAT_FIELDS)}); name the text column with --text_field"
-                )
+        return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
+    except (*DAMAGE, pyarrow.ArrowException, ValueError) as error:
+        raise BadInput(f"{shown(path)} is not a Parquet file: {_one_line(error)}") from None
+
+
+def _parquet(part: Part, text_field: str) -> Iterator[Sample | BadInput]:
+    import pyarrow
+
+    try:
+        with _open_parquet(part.path) as file:
+            names = file.schema_arrow.names
+            if not any(field in names for field in (text_field, *CHAT_FIELDS)):
+                held = ascii(", ".join(names[:8]))[1:-1][:200]
+                raise BadInput(f"{part} has columns {held}, but {_wanted(text_field)}")
+            columns = [c for c in (text_field, *CHAT_FIELDS, *chat.BESIDE) if c in names]
             for group in range(part.start, part.stop):
-                row = 0
-                for batch in file.iter_batches(256, [group], columns):
-                    for record in batch.to_pylist():
-                        yield _record(record, f"{part.name}:{group}:{row}", part.path, text_field)
-                        row += 1
-    except pyarrow.ArrowException as error:
-        raise BadInput(f"cannot read {part.path}: {' '.join(str(error).split())[:200]}") from None
+                try:
+                    yield from _row_group(part, file.iter_batches(256, [group], columns), group, text_field)
+                except (*DAMAGE, pyarrow.ArrowException, ValueError) as error:
+                    yield BadInput(f"{part}, row group {group} is damaged: {_one_line(error)}")
+    except BadInput as error:
+        yield error
+    except (*DAMAGE, pyarrow.ArrowException, ValueError) as error:
+        yield BadInput(f"cannot read {part}: {_one_line(error)}")
 
 
-def _record(record: Any, name: str, path: str, text_field: str) -> Sample:
-    if isinstance(record, dict):
-        for field in CHAT_FIELDS:
-            if isinstance(record.get(field), list):
-                return name, record[field]
-        if isinstance(record.get(text_field), str):
-            return name, record[text_field]
-    held = f"fields {sorted(record)[:8]}" if isinstance(record, dict) else f"a {type(record).__name__}"
-    raise BadInput(
-        f"{path}: sample {name} has {held}, but neither a text under {text_field!r} nor a chat under "
-        f"{', '.join(CHAT_FIELDS)}; name the text field with --text_field"
+def _row_group(
+    part: Part, batches: Iterable[Any], group: int, text_field: str
+) -> Iterator[Sample | BadInput]:
+    rows = itertools.chain.from_iterable(map(_rows, batches))
+    for row, record in enumerate(rows):
+        try:
+            if isinstance(record, BadInput):
+                raise record
+            yield _record(_without_nulls(record), f"{part.name}:{group}:{row}", text_field)
+        except (BadInput, chat.BadChat) as error:
+            yield BadInput(f"{part}, row {row + 1:,} of row group {group}: {error}")
+
+
+def _rows(batch: Any) -> Iterator[Any]:
+    """The records of a batch of rows, or BadInput in the place of those that hold no Unicode."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for i in range(batch.num_rows):
+            try:
+                yield from batch.slice(i, 1).to_pylist()
+            except UnicodeDecodeError:
+                yield BadInput("a text that is not UTF-8")
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the empty fields that every struct of a Parquet column has for those that other rows need."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _record(record: Any, name: str, text_field: str) -> Sample:
+    if not isinstance(record, dict):
+        raise BadInput(f"a JSON {type(record).__name__}, but {_wanted(text_field)}")
+    for field in CHAT_FIELDS:
+        if isinstance(record.get(field), list):
+            return name, chat.read(chat.beside(record) + record[field])
+    text = record.get(text_field)
+    if isinstance(text, str):
+        try:
+            utf8(text)
+        except NotUnicode as error:
+            raise BadInput(str(error)) from None
+        return name, text
+    if text is not None or (text_field not in record and record):
+        kinds = ", ".join(f"{key} ({type(record[key]).__name__})" for key in sorted(record)[:8])
+        raise BadInput(f"fields {ascii(kinds)[1:-1][:200]}, but {_wanted(text_field)}")
+    return name, ""
+
+
+def _wanted(text_field: str) -> str:
+    return (
+        f"neither a text under {text_field!r} nor a chat under {', '.join(CHAT_FIELDS)}; "
+        "name the text's field with --text_field"
     )
 
 
-def _decode(raw: bytes) -> str | None:
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return None
-
-
-def _hidden(path: pathlib.Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _one_line(error: BaseException) -> str:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(reason.split())[:200] or type(error).__name__

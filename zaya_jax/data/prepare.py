@@ -8,6 +8,7 @@ and before they get their names, so a finished shard is never written again and 
 
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import fcntl
 import json
@@ -18,21 +19,27 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TextIO
 
 import google_crc32c
 import numpy as np
 
-from zaya_jax.config import UserError
-from zaya_jax.data import chat, inputs, sources, tokenizers, trim
+from zaya_jax.config import StorageError, UserError
+from zaya_jax.data import chat, inputs, pieces, sources, tokenizers, trim
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.inputs import Part
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.data.tokens import Document, ShardWriter
 
 WORK = ".work"
-ENCODE_CHARACTERS = 4 << 20  # texts are encoded by the batch of about so many characters
+EXAMPLES = 20  # of what was left out, named in the manifest
+OURS = (
+    WORK,
+    tokens_lib.MANIFEST,
+    tokens_lib.INDEX,
+    tokens_lib.TOKENIZER,
+)  # in a prepared directory, beside shards
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
 
 
@@ -57,37 +64,40 @@ def prepare(
 
     `progress(done, total, tokens)` is called about twice a second with bytes of input and tokens written.
     """
-    directory = pathlib.Path(out)
-    work = directory / WORK
-    paths = inputs.find(options.inputs)
-    if directory.exists() and any(directory.iterdir()) and not work.is_dir() and not _finished(directory):
-        raise UserError(f"--out={out} exists and is not a preparation; give an empty or new directory")
+    directory = _directory(out)
+    plan = _plan(options, inputs.find(options.inputs, out))
+    if _finished(directory) and not (directory / WORK).exists():
+        return _complete(directory, plan, out), True
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
-        work.mkdir(parents=True, exist_ok=True)
+        (directory / WORK).mkdir(parents=True, exist_ok=True)
+        lock = (directory / WORK / "lock").open("w")
     except OSError as error:
-        raise UserError(f"--out={out} cannot be written: {error.strerror}") from None
-    with (work / "lock").open("w") as lock:
+        _remove(made)
+        raise UserError(f"--out={out} cannot be written: {error.strerror}; give another directory") from None
+    with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(
                 f"--out={out} is being prepared by another process; wait for it or stop it"
             ) from None
-        plan = _plan(options, paths)
-        if _finished(directory):
-            shutil.rmtree(work)
-            manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
-            if manifest["plan"] != tokens_lib.manifest_hash(plan):
-                raise UserError(
-                    f"--out={out} is complete, from other input or options; give another directory"
-                )
-            return manifest, True
-        _same_plan(work / "plan.json", plan, out)
-        tasks = inputs.split(paths, options.part_bytes)
-        _recover(directory, len(tasks))
-        tokenizer = _tokenizer(options, directory, tasks)
-        _run(options, directory, tasks, processes, progress)
-        return _finish(directory, tokenizer, plan, len(tasks)), False
+        if _finished(directory):  # killed just before the end
+            shutil.rmtree(directory / WORK)
+            return _complete(directory, plan, out), True
+        _same_plan(directory, plan, out)
+        try:
+            return _make(options, directory, plan, processes, progress), False
+        except (UserError, StorageError) as error:
+            raise type(error)(f"{error}{_after_failure(directory, made)}") from None
+        except OSError as error:  # what reading raises is bad input, so this was written
+            raise StorageError(
+                f"--out={out} cannot be written: {error.strerror or error}{_after_failure(directory, made)}"
+            ) from None
+        except MemoryError:
+            raise UserError(
+                f"memory ran out; give fewer --processes, or texts in smaller files{_after_failure(directory, made)}"
+            ) from None
 
 
 def run_task(
@@ -106,6 +116,32 @@ def run_task(
         task.close()
 
 
+@dataclasses.dataclass
+class LeftOut:
+    """What of the input is in no shard, beside chats that were dropped."""
+
+    bad: int = 0  # records and files that could not be read
+    not_text: int = 0  # files among texts that are none, such as pictures
+    empty: int = 0  # texts without a character that is not white space
+    bad_examples: list[str] = dataclasses.field(default_factory=list)
+    not_text_examples: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, kind: str, example: str) -> None:
+        """Count one, and keep the first EXAMPLES."""
+        setattr(self, kind, getattr(self, kind) + 1)
+        examples = getattr(self, f"{kind}_examples")
+        if len(examples) < EXAMPLES:
+            examples.append(example)
+
+    def take(self, other: dict[str, Any]) -> None:
+        """Add what a task recorded."""
+        for kind, held in other.items():
+            if isinstance(held, list):
+                setattr(self, kind, (getattr(self, kind) + held)[:EXAMPLES])
+            else:
+                setattr(self, kind, getattr(self, kind) + held)
+
+
 class _Task:
     """The writers and counts of one task."""
 
@@ -116,30 +152,29 @@ class _Task:
         self._writers: dict[str, ShardWriter] = {}
         self._outcomes = trim.Counts()
         self._sources: dict[str, list[int]] = {}
-        self._bad: list[str] = []
-        self._empty = 0
+        self._left_out = LeftOut()
 
     def add(self, part: Part) -> Iterator[int]:
         """Write a part's samples; yields the tokens of each batch of them."""
         self._sources.setdefault(part.name, [0, 0])
         texts: list[tuple[str, str]] = []
         size = 0
-        try:
-            for name, sample in inputs.samples(part, self._options.text_field):
-                if isinstance(sample, str):
-                    texts.append((name, sample))
-                    size += len(sample)
-                    if size >= ENCODE_CHARACTERS:
-                        yield self._add_texts(part, texts)
-                        texts, size = [], 0
-                else:
-                    yield self._add_texts(part, texts)
-                    texts, size = [], 0
-                    yield self._add_chat(part, name, sample)
-        except inputs.BadInput as error:
-            if not self._options.skip_bad:
-                raise
-            self._bad.append(str(error))
+        for found in inputs.samples(part, self._options.text_field):
+            if isinstance(found, inputs.BadInput):
+                self._bad(found)
+                continue
+            name, sample = found
+            if isinstance(sample, str) and len(sample) <= pieces.PIECE:
+                texts.append((name, sample))
+                size += len(sample)
+                if size < pieces.PIECE:
+                    continue
+            yield self._add_texts(part, texts)
+            texts, size = [], 0
+            if isinstance(sample, list):
+                yield self._add_chat(part, name, sample)
+            elif not isinstance(sample, str) or len(sample) > pieces.PIECE:
+                yield self._add_long(part, name, [sample] if isinstance(sample, str) else sample)
         yield self._add_texts(part, texts)
 
     def close(self) -> None:
@@ -151,8 +186,8 @@ class _Task:
         """Put the shards on disk, record the task, then give the shards their names."""
         entries = [self._writers[s].close() for s in tokens_lib.SPLITS if s in self._writers]
         record = {
-            "shards": entries, "sources": self._sources, "trim": dict(self._outcomes), "bad": self._bad,
-            "empty": self._empty,
+            "shards": entries, "sources": self._sources, "trim": dict(self._outcomes),
+            "left_out": dataclasses.asdict(self._left_out),
         }  # fmt: skip
         path = self._directory / WORK / f"task-{self._number:05d}.json"
         tokens_lib.write_atomically(path, json.dumps(record).encode())
@@ -162,25 +197,40 @@ class _Task:
     def _add_texts(self, part: Part, texts: list[tuple[str, str]]) -> int:
         tokenizer = self._tokenizer
         total = 0
-        for (name, _), ids in zip(texts, tokenizer.encode_many([text for _, text in texts]), strict=True):
+        filled = [(name, text) for name, text in texts if text.strip()]
+        self._left_out.empty += len(texts) - len(filled)
+        for (name, _), ids in zip(filled, tokenizer.encode_many([text for _, text in filled]), strict=True):
             if not len(ids):
-                self._empty += 1
+                self._left_out.empty += 1
                 continue
             tokens: np.ndarray = np.empty(len(ids) + 2, tokenizer.dtype)
             tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
             total += self._write(part, name, Document(tokens))
         return total
 
-    def _add_chat(self, part: Part, name: str, messages: Any) -> int:
+    def _add_long(self, part: Part, name: str, text: Iterable[str]) -> int:
         try:
-            document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
-        except chat.BadChat as error:
-            if not self._options.skip_bad:
-                raise inputs.BadInput(f"{part.path}: sample {name}: {error}") from None
-            self._bad.append(f"{part.path}: sample {name}: {error}")
+            tokens = pieces.document(self._tokenizer, text)
+        except inputs.BadInput as error:  # found while it was read
+            self._bad(error)
             return 0
+        except pieces.TooLong as error:
+            self._bad(inputs.BadInput(f"{part}: {error}"))
+            return 0
+        return self._write(part, name, Document(tokens))
+
+    def _add_chat(self, part: Part, name: str, messages: list[chat.Message]) -> int:
+        document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
         self._outcomes[outcome] += 1
         return 0 if document is None else self._write(part, name, document)
+
+    def _bad(self, found: inputs.BadInput) -> None:
+        if isinstance(found, inputs.NotText):
+            self._left_out.add("not_text", str(found))
+        elif not self._options.skip_bad:
+            raise found
+        else:
+            self._left_out.add("bad", str(found))
 
     def _write(self, part: Part, name: str, document: Document) -> int:
         split = "held_out" if sources.held_out(name, self._options.held_out) else "train"
@@ -199,10 +249,74 @@ def _finished(directory: pathlib.Path) -> bool:
     return (directory / tokens_lib.MANIFEST).exists()
 
 
+def _directory(out: str) -> pathlib.Path:
+    """The directory of --out; UserError where there can be none or something else is in it."""
+    if "://" in out:
+        raise UserError(f"--out={out} is a URL; prepare into a local directory and copy that")
+    directory = pathlib.Path(out)
+    try:
+        if directory.exists() and not directory.is_dir():
+            raise UserError(f"--out={out} is a file; give an empty or new directory")
+        ours = _finished(directory) or (directory / WORK).is_dir()
+        if directory.exists() and not ours and any(directory.iterdir()):
+            raise UserError(f"--out={out} exists and is not a preparation; give an empty or new directory")
+    except OSError as error:
+        raise UserError(f"--out={out} cannot be used: {error.strerror}; give another directory") from None
+    return directory
+
+
+def _complete(directory: pathlib.Path, plan: dict[str, Any], out: str) -> dict[str, Any]:
+    manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
+    if manifest["plan"] != tokens_lib.manifest_hash(plan):
+        raise UserError(f"--out={out} is complete, from other input or options; give another directory")
+    return manifest
+
+
+def _make(
+    options: Options,
+    directory: pathlib.Path,
+    plan: dict[str, Any],
+    processes: int,
+    progress: Callable[[int, int, int], None],
+) -> dict[str, Any]:
+    tasks = inputs.split([path for path, *_ in plan["files"]], options.part_bytes, options.skip_bad)
+    _recover(directory, len(tasks))
+    tokenizer = _tokenizer(options, directory, tasks)
+    _run(options, directory, tasks, processes, progress)
+    return _finish(directory, tokenizer, plan, len(tasks))
+
+
+def _after_failure(directory: pathlib.Path, made: list[pathlib.Path]) -> str:
+    """What a failed preparation's message ends with; without a task done, nothing of it stays."""
+    done = len(list((directory / WORK).glob("task-*.json")))
+    if done:
+        return (
+            f"; {done} of its tasks are done: the same command on the same input goes on from there, also with "
+            f"--skip_bad added; to begin anew, remove {directory}"
+        )
+    for path in directory.iterdir() if directory.is_dir() else ():
+        if path.name in OURS or sources.SHARD.match(path.name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _remove(made)
+    return ""
+
+
+def _remove(folders: list[pathlib.Path]) -> None:
+    """Removes empty folders, innermost first."""
+    with contextlib.suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
+
+
 def _plan(options: Options, paths: list[str]) -> dict[str, Any]:
     """Everything that the directory's content depends on, the input by names, sizes and times."""
-    stats = [os.stat(p) for p in paths]
-    files = [[p, s.st_size, s.st_mtime_ns] for p, s in zip(paths, stats, strict=True)]
+    files = []
+    for path in paths:
+        try:
+            stat = os.stat(path)
+        except OSError as error:
+            raise UserError(f"cannot read {inputs.shown(path)}: {error.strerror}") from None
+        files.append([path, stat.st_size, stat.st_mtime_ns])
     tokenizer = "bpe" if options.train_bpe else tokenizers.load(options.tokenizer).sha256
     return {
         **dataclasses.asdict(options),
@@ -215,19 +329,27 @@ def _plan(options: Options, paths: list[str]) -> dict[str, Any]:
 def _corpus(plan: dict[str, Any]) -> int:
     """What tells this preparation's shards from all others: not where the input lies, or since when."""
     files = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
-    return tokens_lib.corpus_id({**plan, "inputs": None, "files": files})
+    return tokens_lib.corpus_id({**plan, "inputs": None, "skip_bad": None, "files": files})
 
 
-def _same_plan(path: pathlib.Path, plan: dict[str, Any], out: str) -> None:
-    if not path.exists():
-        tokens_lib.write_atomically(path, json.dumps(plan).encode())
+def _same_plan(directory: pathlib.Path, plan: dict[str, Any], out: str) -> None:
+    """UserError where tasks were done for another plan; without any, this plan takes the other's place."""
+    path = directory / WORK / "plan.json"
+    begun = json.loads(path.read_bytes()) if path.exists() else {}
+    now = json.loads(json.dumps(plan))
+    if begun == now:
         return
-    begun = json.loads(path.read_bytes())
-    if begun != json.loads(json.dumps(plan)):
-        differ = ", ".join(sorted(k for k in plan if begun.get(k) != json.loads(json.dumps(plan[k]))))
-        raise UserError(
-            f"--out={out} was begun with other {differ}; repeat the first command, or give another directory"
-        )
+    if any((directory / WORK).glob("task-*.json")):
+        # What was done without skipping is the same with it: there was nothing to skip.
+        differ = sorted(k for k in now if begun.get(k) != now[k] and not (k == "skip_bad" and now[k]))
+        if differ:
+            raise UserError(
+                f"--out={out} was begun with other {', '.join(differ)}; repeat the first command, give another "
+                "directory, or remove this one to begin anew"
+            )
+    elif begun:
+        shutil.rmtree(directory / tokens_lib.TOKENIZER, ignore_errors=True)
+    tokens_lib.write_atomically(path, json.dumps(plan).encode())
 
 
 def _recover(directory: pathlib.Path, num_tasks: int) -> None:
@@ -262,27 +384,41 @@ def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[list[Part]
 
 
 def _bpe_texts(options: Options, tasks: list[list[Part]]) -> Iterator[str]:
+    """A share of the input, chosen by names; of a long text, piece by piece."""
     total = sum(part.cost for task in tasks for part in task)
     share = min(1.0, BPE_BYTES / max(total, 1))
-    for task in tasks:
-        for part in task:
-            for name, sample in inputs.samples(part, options.text_field):
-                if sources.held_out("bpe " + name, share):
+    for part in (part for task in tasks for part in task):
+        for found in inputs.samples(part, options.text_field):
+            try:
+                if isinstance(found, inputs.BadInput):
+                    raise found
+                name, sample = found
+                if not isinstance(sample, (str, list)):
+                    yield from (
+                        text for i, text in enumerate(sample) if sources.held_out(f"bpe {name} {i}", share)
+                    )
+                elif sources.held_out("bpe " + name, share):
                     yield from [sample] if isinstance(sample, str) else _contents(sample)
+            except inputs.BadInput as error:
+                if not options.skip_bad and not isinstance(error, inputs.NotText):
+                    raise
 
 
-def _contents(messages: list[dict[str, Any]]) -> Iterator[str]:
+def _contents(messages: list[chat.Message]) -> Iterator[str]:
     for message in messages:
-        if isinstance(message, dict):
-            yield from (value for value in message.values() if isinstance(value, str))
+        yield from (message.role, message.reasoning, message.content)
 
 
 _shared: dict[str, Any] = {}
 
 
-def _start_worker(done: Any, tokens: Any, parent: int) -> None:
+class Stopped(Exception):
+    """Another task failed: this one is given up."""
+
+
+def _start_worker(done: Any, tokens: Any, stop: Any, parent: int) -> None:
     """In a worker: keep the shared counters, leave Ctrl-C to the parent, and end when the parent has."""
-    _shared.update(done=done, tokens=tokens)
+    _shared.update(done=done, tokens=tokens, stop=stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = (
         "1"  # the tokenizers library's own threads: processes share the cores here
@@ -297,6 +433,8 @@ def _start_worker(done: Any, tokens: Any, parent: int) -> None:
 
 
 def _count(done: int, tokens: int) -> None:
+    if _shared["stop"].is_set():
+        raise Stopped
     for name, value in (("done", done), ("tokens", tokens)):
         with _shared[name].get_lock():
             _shared[name].value += value
@@ -317,14 +455,14 @@ def _run(
     total = sum(part.cost for task in tasks for part in task)
     before = total - sum(part.cost for n in todo for part in tasks[n])
     spawn = multiprocessing.get_context("spawn")
-    done, tokens = spawn.Value("q", before), spawn.Value("q", 0)
+    done, tokens, stop = spawn.Value("q", before), spawn.Value("q", 0), spawn.Event()
     if not todo:
         return
     with concurrent.futures.ProcessPoolExecutor(
-        min(processes, len(todo)), spawn, _start_worker, (done, tokens, os.getpid())
+        min(processes, len(todo)), spawn, _start_worker, (done, tokens, stop, os.getpid())
     ) as pool:
-        futures = {pool.submit(_work, n, tasks[n], str(directory), options) for n in todo}
         try:
+            futures = {pool.submit(_work, n, tasks[n], str(directory), options) for n in todo}
             while futures:
                 finished, futures = concurrent.futures.wait(futures, 0.5, concurrent.futures.FIRST_EXCEPTION)
                 progress(done.value, total, tokens.value)
@@ -332,11 +470,11 @@ def _run(
                     future.result()
         except concurrent.futures.process.BrokenProcessPool:
             raise UserError(
-                "a worker process was killed (out of memory?); run the same command again to continue, "
-                "perhaps with "
-                "fewer --processes"
+                "a worker process was killed (out of memory?); run the same command again, perhaps with fewer "
+                "--processes"
             ) from None
         finally:
+            stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -345,8 +483,7 @@ def _finish(
 ) -> dict[str, Any]:
     """Put the tasks' records together, one at a time: a large corpus has hundreds of thousands."""
     shards = np.zeros(2 * num_tasks, tokens_lib.SHARD_TYPE)
-    num_shards, bad, empty = 0, 0, 0
-    bad_examples: list[str] = []
+    num_shards, left_out = 0, LeftOut()
     outcomes: collections.Counter[str] = collections.Counter()
     sources_part = directory / WORK / tokens_lib.SOURCES
     with sources_part.open("w", encoding="utf-8") as file:
@@ -363,8 +500,7 @@ def _finish(
                     continue
                 _write_source(file, last)
                 last = [name, documents, count]
-            bad, empty = bad + len(record["bad"]), empty + record["empty"]
-            bad_examples += record["bad"][: 20 - len(bad_examples)]
+            left_out.take(record["left_out"])
             outcomes.update(record["trim"])
         _write_source(file, last)
         file.flush()
@@ -399,9 +535,7 @@ def _finish(
             for split, held in of_split.items()
         },
         "trim": {"context": plan["context"], **dict(outcomes)} if outcomes else None,
-        "bad": bad,
-        "bad_examples": bad_examples,
-        "empty": empty,
+        "left_out": dataclasses.asdict(left_out),
         "storage_factor": int(shards["pages"].sum())
         * tokens_lib.PAGE_BYTES
         / (int(shards["tokens"].sum()) * width),

@@ -8,17 +8,24 @@ other.
 import dataclasses
 import glob
 import hashlib
+import logging
+import os
 import pathlib
+import re
 import sysconfig
 from collections.abc import Iterable
 
 import numpy as np
 
 from zaya_jax.config import UserError
+from zaya_jax.data import pieces
 from zaya_jax.data.tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
 IN_MEMORY_LIMIT = 2 << 30  # bytes of text; above it a corpus belongs in prepared shards
+NAMED = 3  # files left out that are named; the others are counted
+SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,15 +52,22 @@ def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
     library.
     """
     if path == "stdlib":
-        root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+        root = stdlib()
         skip = {"site-packages", "dist-packages", "__pycache__"}
         found = [p for p in root.rglob("*.py") if not skip.intersection(p.relative_to(root).parts)]
+    elif not path:
+        raise UserError(
+            "config.data.path is empty; give 'stdlib', a directory (. for this one), a file or a glob"
+        )
     elif pathlib.Path(path).is_dir():
         root = pathlib.Path(path)
-        found = [p for p in root.rglob("*") if p.is_file() and not _hidden(p.relative_to(root))]
+        found = walk(root)
     else:
-        found = [pathlib.Path(p) for p in glob.glob(path, recursive=True) if pathlib.Path(p).is_file()]
+        exact = pathlib.Path(path)
+        found = [exact] if exact.is_file() else [pathlib.Path(p) for p in glob.glob(path, recursive=True)]
+        found = [p for p in found if p.is_file()]
         root = pathlib.Path(*_common_parts(found)) if found else pathlib.Path()
+    refuse_shards(found, f"config.data.path={path!r}")
     if not found:
         raise UserError(
             f"config.data.path={path!r} holds no text file; give 'stdlib', a directory, a file or a glob"
@@ -61,15 +75,46 @@ def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
     return sorted((p.relative_to(root).as_posix(), p) for p in found)
 
 
+def walk(root: pathlib.Path, without: pathlib.Path | None = None) -> list[pathlib.Path]:
+    """Every file below a directory but hidden ones and those below `without`; UserError where a part of it cannot be
+    listed.
+    """
+
+    def stop(error: OSError) -> None:
+        raise UserError(f"cannot list {error.filename}: {error.strerror}; make it readable, or move it away")
+
+    found: list[pathlib.Path] = []
+    for folder, folders, names in os.walk(root, onerror=stop):
+        here = pathlib.Path(folder)
+        folders[:] = [n for n in folders if not n.startswith(".") and here / n != without]
+        files = (here / name for name in names if not name.startswith("."))
+        found += [path for path in files if path.is_file()]
+    return found
+
+
+def refuse_shards(files: Iterable[pathlib.Path], what: str) -> None:
+    """UserError where files that are to be read as text are a preparation's shards."""
+    for path in files:
+        if SHARD.match(path.name):
+            raise UserError(
+                f"{what} holds {path}, a shard of prepared tokens and no text; give a directory of text, or one that "
+                "prepare_data has finished: the command that began it continues"
+            )
+
+
+def stdlib() -> pathlib.Path:
+    """Where the interpreter's standard library lies."""
+    return pathlib.Path(sysconfig.get_paths()["stdlib"])
+
+
 def read_text(path: pathlib.Path) -> str | None:
-    """The file's text, or None where it is empty or not UTF-8."""
+    """The file's text, or None where it is not UTF-8."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
         return None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
-    return text if text.strip() else None
 
 
 def held_out(name: str, share: float = HELD_OUT_SHARE) -> bool:
@@ -79,8 +124,9 @@ def held_out(name: str, share: float = HELD_OUT_SHARE) -> bool:
 
 def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[Bundle, Bundle]:
     """(training, held-out) tokens of a whole text corpus, in memory."""
-    documents = []
-    size = 0
+    documents: list[tuple[str, str]] = []
+    unreadable: list[str] = []
+    empty = size = 0
     for name, file in list_files(path):
         size += file.stat().st_size
         if size > IN_MEMORY_LIMIT:
@@ -90,12 +136,22 @@ def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[Bundle, Bundle]:
                 "start; prepare it once with python -m experiments.prepare_data and give that directory"
             )
         text = read_text(file)
-        if text is not None:
+        if text is None:
+            unreadable.append(name)
+        elif not text.strip():
+            empty += 1
+        else:
             documents.append((name, text))
     if not documents:
         raise UserError(
             f"config.data.path={path!r} has files, but none with UTF-8 text; give a corpus with text in it"
         )
+    if unreadable and path != "stdlib":  # its few files of other encodings are Python's tests
+        _log.warning(
+            "%s: left out %d of %d files that are not UTF-8 text (%s), and %d empty ones",
+            path, len(unreadable), len(unreadable) + empty + len(documents),
+            ", ".join([ascii(n)[1:-1] for n in unreadable[:NAMED]] + ["..."] * (len(unreadable) > NAMED)), empty,
+        )  # fmt: skip
     chosen = [held_out(name) for name, _ in documents]
     if len(documents) == 1:
         name, text = documents[0]
@@ -107,7 +163,7 @@ def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[Bundle, Bundle]:
     sides = []
     for side in (False, True):
         texts = [text for (_, text), out in zip(documents, chosen, strict=True) if out == side]
-        sides.append(concatenate(tokenizer.encode_many(texts), tokenizer))
+        sides.append(concatenate(pieces.encode_all(tokenizer, texts), tokenizer))
     return sides[0], sides[1]
 
 
@@ -144,10 +200,6 @@ def with_targets(
     if after is not None and len(tokens):
         both[-1], predicted[-1] = after
     return Bundle(both[:-1], both[1:], starts, predicted)
-
-
-def _hidden(path: pathlib.Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _common_parts(files: list[pathlib.Path]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ tokenizer has the same few attributes, so nothing behind this module asks which 
 import hashlib
 import json
 import pathlib
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
@@ -15,6 +16,7 @@ import numpy as np
 from zaya_jax.config import UserError
 
 META_FILE = "zaya_tokenizer.json"
+FILES = ("tokenizer.json", "tokenizer.model")
 
 # The roles a special token plays in chats, and the names under which vocabularies have it, ours first.
 CHAT_TOKENS = {
@@ -26,6 +28,29 @@ CHAT_TOKENS = {
 BOS_NAMES = ("<|bos|>", "<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", "[CLS]", "<|endoftext|>")
 EOS_NAMES = ("<|eos|>", "<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>", "[SEP]")
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
+
+# Where a long text may be cut: after a single end of line, or before a space, between letters. Tried from its end.
+_CUTS = (re.compile(r"\S\r?\n(?=[^\W\d_])"), re.compile(r"[^\W\d_](?= [^\W\d_])"))
+CUT_REGION, CUT_CONTEXT, CUT_TRIES = (
+    1 << 20,
+    4096,
+    50,
+)  # characters searched, compared on each side; places tried
+
+
+class NotUnicode(UserError):
+    """A text with half of a surrogate pair in it, which no tokenizer can spell."""
+
+
+def utf8(text: str) -> bytes:
+    """A text's bytes; NotUnicode where it holds half of a surrogate pair, as JSON's \\u escapes can."""
+    try:
+        return text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise NotUnicode(
+            f"the text is not Unicode: character {error.start + 1:,} is U+{ord(text[error.start]):04X}, half of a "
+            "surrogate pair"
+        ) from None
 
 
 class Tokenizer:
@@ -49,6 +74,13 @@ class Tokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
         """The ids of many texts, each as an array of `dtype`: the fast way for whole corpora."""
         return [np.asarray(self.encode(text), self.dtype) for text in texts]
+
+    def cut(self, text: str) -> int | None:
+        """A place near a text's end where its ids are those of the part before and of the part after, if one is known.
+
+        It must hold whatever follows the text.
+        """
+        return None
 
     @property
     def dtype(self) -> type:
@@ -104,11 +136,13 @@ class Bytes(Tokenizer):
         self.sha256 = self._hash(json.dumps(self._specials).encode())
 
     def encode(self, text: str) -> list[int]:
-        return list(text.encode("utf-8", errors="surrogatepass"))
+        return list(utf8(text))
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        encoded = (text.encode("utf-8", errors="surrogatepass") for text in texts)
-        return [np.frombuffer(raw, np.uint8).astype(np.uint16) for raw in encoded]
+        return [np.frombuffer(utf8(text), np.uint8).astype(np.uint16) for text in texts]
+
+    def cut(self, text: str) -> int:
+        return len(text)
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
@@ -139,15 +173,52 @@ class HuggingFace(Tokenizer):
         if not vocabulary:
             raise UserError(f"tokenizer {where} has an empty vocabulary; train it first")
         self.vocab_size = max(vocabulary.values()) + 1
-        self.bos_id, self.eos_id, self.pad_id = _special_ids(self._id, ids, where)
+        self._spelt = "\0".join(vocabulary)  # to look for characters that stand together in any token
+        self.bos_id, self.eos_id, self.pad_id = _special_ids(self._id, ids, where, self.vocab_size)
         self.sha256 = self._hash(content)
 
     def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encoding(text).ids
 
     def encode_many(self, texts: Sequence[str]) -> list[np.ndarray]:
-        batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception:
+            for text in texts:  # which of them, and why
+                self._encoding(text)
+            raise
         return [np.asarray(item.ids, self.dtype) for item in batch]
+
+    def cut(self, text: str) -> int | None:
+        first = max(0, len(text) - CUT_REGION)
+        for pattern in _CUTS:
+            places = [found.end() for found in pattern.finditer(text, first, len(text) - CUT_CONTEXT)]
+            for place in places[: -CUT_TRIES - 1 : -1]:
+                if self._may_cut(
+                    text[max(0, place - CUT_CONTEXT) : place], text[place : place + CUT_CONTEXT]
+                ):
+                    return place
+        return None
+
+    def _may_cut(self, left: str, right: str) -> bool:
+        """Whether two stretches give the same ids together and apart, and no token can ever reach over the cut:
+        it ends a word of the pre-tokenizer, or no token of the vocabulary holds the characters on both sides of it.
+        """
+        before, both = self._encoding(left), self._encoding(left + right)
+        at = len(before.ids)
+        if not 0 < at < len(both.ids) or both.ids != before.ids + self.encode(right):
+            return False
+        if both.word_ids[at - 1] != both.word_ids[at]:
+            return True
+        pair = both.tokens[at - 1][-1] + both.tokens[at][0]
+        return pair not in self._spelt
+
+    def _encoding(self, text: str) -> Any:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exceptions
+            utf8(text)
+            raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {_one_line(error)}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -180,10 +251,11 @@ class SentencePiece(Tokenizer):
             "pad_id": self._processor.pad_id(),
         }
         ids = {**{key: value for key, value in own.items() if value >= 0}, **ids}
-        self.bos_id, self.eos_id, self.pad_id = _special_ids(self._id, ids, where)
+        self.bos_id, self.eos_id, self.pad_id = _special_ids(self._id, ids, where, self.vocab_size)
         self.sha256 = self._hash(content)
 
     def encode(self, text: str) -> list[int]:
+        utf8(text)
         return self._processor.EncodeAsIds(text)
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -207,26 +279,27 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         raise UserError(
             f"tokenizer {spec} does not exist; give bytes, a tokenizer.json, a .model file or a directory"
         )
+    directory = path if path.is_dir() else path.parent
     meta: dict[str, Any] = {}
+    if path.is_dir() or path.name in FILES:
+        meta = _read_json(directory / META_FILE) if (directory / META_FILE).exists() else {}
+        if path.is_dir() and meta.get("kind") == "bytes":
+            return Bytes()
     if path.is_dir():
-        directory = path
-        if (directory / META_FILE).exists():
-            meta = _read_json(directory / META_FILE)
-            if meta.get("kind") == "bytes":
-                return Bytes()
-        path = next(
-            (directory / n for n in ("tokenizer.json", "tokenizer.model") if (directory / n).exists()), path
-        )
+        path = next((directory / name for name in FILES if (directory / name).exists()), path)
         if path is directory:
-            raise UserError(
-                f"{directory} holds no tokenizer: expected {META_FILE}, tokenizer.json or tokenizer.model"
-            )
-        stored: dict[str, int] = {key: meta[key] for key in ("bos_id", "eos_id", "pad_id") if key in meta}
-        ids = stored or _config_ids(directory, path)
-    else:
-        ids = _config_ids(path.parent, path)
+            raise UserError(f"{directory} holds no tokenizer: expected {META_FILE}, {' or '.join(FILES)}")
+    stored: dict[str, int] = {key: meta[key] for key in ("bos_id", "eos_id", "pad_id") if key in meta}
+    for key, value in stored.items():
+        if not _is_id(value):
+            raise UserError(f"{directory / META_FILE} has {key}={value!r}; it must be the number of a token")
+    ids = stored or _config_ids(directory, path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read tokenizer {path}: {error.strerror}") from None
     kind = SentencePiece if path.suffix == ".model" else HuggingFace
-    tokenizer = kind(path.read_bytes(), ids, str(path))
+    tokenizer = kind(content, ids, str(path))
     if "sha256" in meta and meta["sha256"] != tokenizer.sha256:
         raise UserError(
             f"{path} is not the file that {META_FILE} beside it describes (SHA-256 differs); restore it"
@@ -262,7 +335,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
     return HuggingFace(tokenizer.to_str().encode("utf-8"), {}, "trained here")
 
 
-def _special_ids(lookup, given: dict[str, int], where: str) -> tuple[int, int, int]:
+def _special_ids(lookup, given: dict[str, int], where: str, vocab_size: int) -> tuple[int, int, int]:
     def find(key: str, names: Sequence[str]) -> int | None:
         if key in given:
             return given[key]
@@ -278,23 +351,37 @@ def _special_ids(lookup, given: dict[str, int], where: str) -> tuple[int, int, i
     bos = eos if bos is None else bos
     eos = bos if eos is None else eos
     assert bos is not None and eos is not None
-    return bos, eos, eos if pad is None else pad
+    found = {"bos_id": bos, "eos_id": eos, "pad_id": eos if pad is None else pad}
+    for key, value in found.items():
+        if not 0 <= value < vocab_size:
+            raise UserError(
+                f"tokenizer {where} has ids below {vocab_size:,}, but {key}={value} in {META_FILE} or config.json "
+                f"beside it; write the right one into {META_FILE}"
+            )
+    return found["bos_id"], found["eos_id"], found["pad_id"]
 
 
 def _config_ids(directory: pathlib.Path, path: pathlib.Path) -> dict[str, int]:
     """The ids that transformers' config.json beside a tokenizer file gives to begin, end and padding."""
     config = directory / "config.json"
-    if path.name not in ("tokenizer.json", "tokenizer.model") or not config.exists():
+    if path.name not in FILES or not config.exists():
         return {}
     keys = {"bos_id": "bos_token_id", "eos_id": "eos_token_id", "pad_id": "pad_token_id"}
-    held = _read_json(config)
-    return {ours: held[theirs] for ours, theirs in keys.items() if isinstance(held.get(theirs), int)}
+    held: dict[str, Any] = {ours: _read_json(config).get(theirs) for ours, theirs in keys.items()}
+    held |= {
+        key: value[0] for key, value in held.items() if isinstance(value, list) and value
+    }  # Gemma's ends
+    return {key: value for key, value in held.items() if _is_id(value)}
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0  # some write -1 for none
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not readable JSON: {_one_line(error)}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object")
