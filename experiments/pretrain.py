@@ -27,7 +27,7 @@ from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import keep, partial
 from zaya_jax.checkpoint.store import Store, read_meta
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.data import pipeline, token_ids, tokenizers
 from zaya_jax.data.prefetch import DevicePrefetch
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.model import zaya
@@ -76,6 +76,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     plan, devices = schedule.make_plan(config), jax.devices()
     last_step = min(plan.total_steps, config.run.num_steps)
     tokenizer = tokenizers.load(config.data.tokenizer)
+    config = token_ids.agree(config, tokenizer)
     place = Path(workdir or Path("runs") / config.name)
 
     def lay_out(reached: int):

@@ -70,9 +70,9 @@ class Model:
     tie_word_embeddings: bool = True
     attention_dropout: float = 0.0
     initializer_range: float = 0.02
-    pad_token_id: int | None = 0
-    bos_token_id: int | None = 2
-    eos_token_id: int | None = 106
+    pad_token_id: int | None = None  # these three None: the tokenizer's (zaya_jax/data/token_ids.py)
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
 
     @property
     def kinds(self) -> tuple[str, ...]:

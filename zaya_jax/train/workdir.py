@@ -45,7 +45,8 @@ MAY_CHANGE = (
 )
 ROUNDS = MAY_CHANGE[MAY_CHANGE.index("mesh") :]
 
-# What an imported model's workdir has beside the rest. Until it is trained, all but the model may change.
+# What an imported model's workdir has beside the rest. Until it is trained, all but the model may change, and the ids
+# that its config gives to begin, end and padding, which become the tokenizer's.
 IMPORTED = "imported.json"
 
 
@@ -135,7 +136,8 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
     changed, later = [], False
     for key in sorted(before.keys() | after.keys()):
         was, now = before.get(key), after.get(key)
-        if was == now or (untrained and not key.startswith("model.")):
+        free = not key.startswith("model.") or key.endswith("_token_id")
+        if was == now or (untrained and free):
             continue
         phase = re.match(r"schedule\.phases\[(\d+)\]\.", key)
         if phase and int(phase[1]) >= begun > 0:

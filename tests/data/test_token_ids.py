@@ -1,0 +1,84 @@
+"""The model's ids of begin, end and padding against the tokenizer's."""
+
+import dataclasses
+import json
+
+import pytest
+
+from zaya_jax import config as config_lib
+from zaya_jax.config import UserError
+from zaya_jax.data import token_ids, tokenizers
+
+KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return tokenizers.train_bpe(["words of a small vocabulary " * 30], 270)
+
+
+def with_ids(*ids):
+    raw = config_lib.default()
+    for key, value in zip(KEYS, ids, strict=True):
+        raw.model[key] = value
+    return config_lib.check(raw)
+
+
+def ids_of(config):
+    return tuple(getattr(config.model, key) for key in KEYS)
+
+
+def test_what_is_left_open_is_the_tokenizers(bpe):
+    for tok in (tokenizers.load("bytes"), bpe):
+        own = (tok.bos_id, tok.eos_id, tok.pad_id)
+        filled = token_ids.agree(config_lib.check(config_lib.default()), tok)
+        assert ids_of(filled) == own
+        assert token_ids.agree(filled, tok) == filled  # a run that goes on has its recorded config
+        recorded = config_lib.check(json.loads(json.dumps(config_lib.to_dict(filled))))
+        assert recorded == filled
+        assert ids_of(token_ids.agree(with_ids(None, own[1], None), tok)) == own
+
+
+@pytest.mark.parametrize("key", range(3))
+def test_another_id_than_the_tokenizers_is_refused(bpe, key):
+    ids = [bpe.bos_id, bpe.eos_id, bpe.pad_id]
+    assert bpe.bos_id == 0  # as padding it would freeze the begin of every document
+    for wrong in (ids[(key + 1) % 3], 10**6):
+        given = list(ids)
+        given[key] = wrong
+        with pytest.raises(
+            UserError, match=rf"config.model.{KEYS[key]}={wrong}, but tokenizer .* has {ids[key]};"
+        ):
+            token_ids.agree(with_ids(*given), bpe)
+
+
+def test_padding_with_the_end_of_documents_freezes_nothing(bpe, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(bpe._content.replace(b"<|pad|>", b"<|other|>"))
+    tok = tokenizers.load(tmp_path)
+    assert tok.pad_id == tok.eos_id == 1
+    assert ids_of(token_ids.agree(with_ids(None, None, None), tok)) == (0, 1, None)
+    for pad in (1, 2):
+        with pytest.raises(UserError, match=f"pad_token_id={pad}, .* has no token of its own"):
+            token_ids.agree(with_ids(None, None, pad), tok)
+
+
+def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes(bpe._content)
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5, 1], "pad_token_id": -1}))
+    tok = tokenizers.load(tmp_path)
+    assert (tok.eos_id, tok.pad_id) == (5, bpe.pad_id)
+    (tmp_path / tokenizers.META_FILE).write_text('{"eos_id": 6}')
+    for spec in (tmp_path, tmp_path / "tokenizer.json"):
+        assert tokenizers.load(spec).eos_id == 6
+    for bad in ('{"eos_id": 270}', '{"eos_id": "x"}', '{"bos_id": true}', "[" * 10**5):
+        (tmp_path / tokenizers.META_FILE).write_text(bad)
+        with pytest.raises(UserError, match=tokenizers.META_FILE):
+            tokenizers.load(tmp_path)
+
+
+def test_the_model_learns_every_row_that_occurs(bpe):
+    config = token_ids.agree(config_lib.check(config_lib.default()), bpe)
+    assert config.model.pad_token_id not in (bpe.bos_id, bpe.eos_id, *bpe.encode("words of a vocabulary"))
+    assert dataclasses.replace(config.model, pad_token_id=None, bos_token_id=None, eos_token_id=None) == (
+        config_lib.Model()
+    )
