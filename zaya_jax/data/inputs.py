@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import pathlib
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO
@@ -85,7 +86,7 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
             here = [p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p)]
         if not here:
             raise UserError(f"--input={pattern} names no file; give paths, directories or globs (quoted)")
-        sources.refuse_shards(map(pathlib.Path, here), f"--input={pattern}")
+        sources.refuse_shards(map(pathlib.Path, here), f"--input={pattern}", "give a directory without it")
         found.update(here)
     return sorted(found)
 
@@ -236,7 +237,7 @@ def _decoded(part: Part, file: BinaryIO) -> Iterator[str]:
             raise BadInput(f"cannot read {part} after line {line}: {_one_line(error)}") from None
         except UnicodeDecodeError as error:
             if binary or part.path.startswith(str(sources.stdlib())):  # Python's tests have other encodings
-                raise NotText(f"{part} is not text") from None
+                raise NotText(str(part)) from None
             line += error.object[: error.start].count(b"\n")
             raise BadInput(f"{part}, line {line}: not UTF-8; convert the file, or leave it out") from None
         yield piece
@@ -279,8 +280,12 @@ def _jsonl(part: Part, text_field: str) -> Iterator[Sample | BadInput]:
                     yield BadInput(f"{place()}: not JSON of its own ({error.msg} at column {error.colno})")
                 except RecursionError:
                     yield BadInput(f"{place()}: its JSON is nested too deep to be read")
-                except ValueError as error:  # an integer of thousands of digits, bytes that are not UTF-8
-                    yield BadInput(f"{place()}: {_one_line(error)}")
+                except UnicodeDecodeError:
+                    yield BadInput(f"{place()}: not UTF-8")
+                except ValueError:  # Python's limit, for it takes time in their square
+                    yield BadInput(
+                        f"{place()}: an integer of more than {sys.get_int_max_str_digits()} digits"
+                    )
             at += len(line)
 
 

@@ -279,6 +279,10 @@ def _make(
     processes: int,
     progress: Callable[[int, int, int], None],
 ) -> dict[str, Any]:
+    if _begun(directory) != plan:
+        if not any((directory / WORK).glob("task-*.json")):
+            shutil.rmtree(directory / tokens_lib.TOKENIZER, ignore_errors=True)
+        tokens_lib.write_atomically(directory / WORK / "plan.json", json.dumps(plan).encode())
     tasks = inputs.split([path for path, *_ in plan["files"]], options.part_bytes, options.skip_bad)
     _recover(directory, len(tasks))
     tokenizer = _tokenizer(options, directory, tasks)
@@ -333,23 +337,21 @@ def _corpus(plan: dict[str, Any]) -> int:
 
 
 def _same_plan(directory: pathlib.Path, plan: dict[str, Any], out: str) -> None:
-    """UserError where tasks were done for another plan; without any, this plan takes the other's place."""
-    path = directory / WORK / "plan.json"
-    begun = json.loads(path.read_bytes()) if path.exists() else {}
-    now = json.loads(json.dumps(plan))
-    if begun == now:
-        return
+    """UserError where tasks were done for another plan; without any, this plan may take the other's place."""
+    begun = _begun(directory)
     if any((directory / WORK).glob("task-*.json")):
         # What was done without skipping is the same with it: there was nothing to skip.
-        differ = sorted(k for k in now if begun.get(k) != now[k] and not (k == "skip_bad" and now[k]))
+        differ = sorted(k for k in plan if begun.get(k) != plan[k] and not (k == "skip_bad" and plan[k]))
         if differ:
             raise UserError(
                 f"--out={out} was begun with other {', '.join(differ)}; repeat the first command, give another "
                 "directory, or remove this one to begin anew"
             )
-    elif begun:
-        shutil.rmtree(directory / tokens_lib.TOKENIZER, ignore_errors=True)
-    tokens_lib.write_atomically(path, json.dumps(plan).encode())
+
+
+def _begun(directory: pathlib.Path) -> dict[str, Any]:
+    path = directory / WORK / "plan.json"
+    return json.loads(path.read_bytes()) if path.exists() else {}
 
 
 def _recover(directory: pathlib.Path, num_tasks: int) -> None:

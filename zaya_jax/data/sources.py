@@ -25,6 +25,7 @@ HELD_OUT_SHARE = 0.02
 IN_MEMORY_LIMIT = 2 << 30  # bytes of text; above it a corpus belongs in prepared shards
 NAMED = 3  # files left out that are named; the others are counted
 SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
+UNFINISHED = "is a preparation that has not finished: the prepare_data command that began it continues"
 _log = logging.getLogger(__name__)
 
 
@@ -67,7 +68,11 @@ def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
         found = [exact] if exact.is_file() else [pathlib.Path(p) for p in glob.glob(path, recursive=True)]
         found = [p for p in found if p.is_file()]
         root = pathlib.Path(*_common_parts(found)) if found else pathlib.Path()
-    refuse_shards(found, f"config.data.path={path!r}")
+    if (root / ".work" / "plan.json").exists():
+        raise UserError(f"config.data.path={path!r} {UNFINISHED}")
+    refuse_shards(
+        found, f"config.data.path={path!r}", f"give its directory; one without manifest.json {UNFINISHED}"
+    )
     if not found:
         raise UserError(
             f"config.data.path={path!r} holds no text file; give 'stdlib', a directory, a file or a glob"
@@ -75,10 +80,8 @@ def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
     return sorted((p.relative_to(root).as_posix(), p) for p in found)
 
 
-def walk(root: pathlib.Path, without: pathlib.Path | None = None) -> list[pathlib.Path]:
-    """Every file below a directory but hidden ones and those below `without`; UserError where a part of it cannot be
-    listed.
-    """
+def walk(root: pathlib.Path) -> list[pathlib.Path]:
+    """Every file below a directory but hidden ones; UserError where a part of it cannot be listed."""
 
     def stop(error: OSError) -> None:
         raise UserError(f"cannot list {error.filename}: {error.strerror}; make it readable, or move it away")
@@ -86,20 +89,17 @@ def walk(root: pathlib.Path, without: pathlib.Path | None = None) -> list[pathli
     found: list[pathlib.Path] = []
     for folder, folders, names in os.walk(root, onerror=stop):
         here = pathlib.Path(folder)
-        folders[:] = [n for n in folders if not n.startswith(".") and here / n != without]
+        folders[:] = [name for name in folders if not name.startswith(".")]
         files = (here / name for name in names if not name.startswith("."))
         found += [path for path in files if path.is_file()]
     return found
 
 
-def refuse_shards(files: Iterable[pathlib.Path], what: str) -> None:
+def refuse_shards(files: Iterable[pathlib.Path], what: str, way_out: str) -> None:
     """UserError where files that are to be read as text are a preparation's shards."""
     for path in files:
         if SHARD.match(path.name):
-            raise UserError(
-                f"{what} holds {path}, a shard of prepared tokens and no text; give a directory of text, or one that "
-                "prepare_data has finished: the command that began it continues"
-            )
+            raise UserError(f"{what} holds {path}, a shard of prepared tokens and no text; {way_out}")
 
 
 def stdlib() -> pathlib.Path:

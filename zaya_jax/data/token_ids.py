@@ -5,6 +5,7 @@ not stand there: with the begin of documents as padding, its row would stay what
 """
 
 import dataclasses
+from typing import Any
 
 from zaya_jax.config import Config, UserError
 from zaya_jax.data.tokenizers import Tokenizer
@@ -17,7 +18,7 @@ def agree(config: Config, tokenizer: Tokenizer) -> Config:
 
     Where the tokenizer has no padding of its own, and pads with the end of documents, the model has none either.
     """
-    ids: dict[str, int | None] = {ours: getattr(tokenizer, theirs) for ours, theirs in NAMES.items()}
+    ids: dict[str, Any] = {ours: getattr(tokenizer, theirs) for ours, theirs in NAMES.items()}
     if tokenizer.pad_id in (tokenizer.bos_id, tokenizer.eos_id):
         ids["pad_token_id"] = None
     for key, has in ids.items():
