@@ -34,12 +34,8 @@ from zaya_jax.data.tokens import Document, ShardWriter
 
 WORK = ".work"
 EXAMPLES = 20  # of what was left out, named in the manifest
-OURS = (
-    WORK,
-    tokens_lib.MANIFEST,
-    tokens_lib.INDEX,
-    tokens_lib.TOKENIZER,
-)  # in a prepared directory, beside shards
+# What a prepared directory holds beside shards.
+OURS = (WORK, tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER)
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
 
 
@@ -294,6 +290,8 @@ def _after_failure(directory: pathlib.Path, made: list[pathlib.Path]) -> str:
     """What a failed preparation's message ends with; without a task done, nothing of it stays."""
     done = len(list((directory / WORK).glob("task-*.json")))
     if done:
+        for partial in directory.glob("*.partial-*"):
+            partial.unlink()
         return (
             f"; {done} of its tasks are done: the same command on the same input goes on from there, also with "
             f"--skip_bad added; to begin anew, remove {directory}"

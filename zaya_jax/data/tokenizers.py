@@ -29,13 +29,10 @@ BOS_NAMES = ("<|bos|>", "<bos>", "<s>", "<|begin_of_text|>", "<|startoftext|>", 
 EOS_NAMES = ("<|eos|>", "<eos>", "</s>", "<|end_of_text|>", "<|endoftext|>", "[SEP]")
 PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
 
-# Where a long text may be cut: after a single end of line, or before a space, between letters. Tried from its end.
-_CUTS = (re.compile(r"\S\r?\n(?=[^\W\d_])"), re.compile(r"[^\W\d_](?= [^\W\d_])"))
-CUT_REGION, CUT_CONTEXT, CUT_TRIES = (
-    1 << 20,
-    4096,
-    50,
-)  # characters searched, compared on each side; places tried
+# Where a long text is tried to be cut: after a single end of line, or before a single space. From its end.
+_CUTS = (re.compile(r"\S\r?\n(?=\S)"), re.compile(r"\S(?= \S)"))
+CUT_REGION, CUT_CONTEXT = 1 << 20, 4096  # characters that are searched, and compared on each side
+CUT_TRIES = 50
 
 
 class NotUnicode(UserError):
