@@ -19,7 +19,7 @@ from absl import flags
 from tqdm import tqdm
 
 from zaya_jax.config import UserError
-from zaya_jax.data import prepare, storage, trim
+from zaya_jax.data import inputs, prepare, storage, trim
 
 FLAGS = flags.FLAGS
 flags.DEFINE_multi_string("input", [], "files, directories or globs, or stdlib; may be given several times")
@@ -85,7 +85,7 @@ def make() -> int:
             options, FLAGS.out, FLAGS.processes or os.cpu_count() or 1, progress
         )
     if was_complete:
-        print(f"{FLAGS.out} is complete already: nothing to do")
+        print(f"{inputs.shown(FLAGS.out)} is complete already: nothing to do")
     summarise(manifest, FLAGS.out)
     return 0
 
@@ -115,7 +115,7 @@ def summarise(manifest: dict, out: str) -> None:
             print(f"{word:9s} {example}")
         if left_out[kind] > len(left_out[f"{kind}_examples"]):
             print(f"{word:9s} and {left_out[kind] - len(left_out[f'{kind}_examples']):,} more")
-    print(f"written   {out}")
+    print(f"written   {inputs.shown(out)}")
 
 
 def verify(directory: str) -> int:
@@ -124,7 +124,7 @@ def verify(directory: str) -> int:
     for problem in problems:
         print(problem)
     if problems:
-        print(f"{directory} is damaged: {len(problems)} problems")
+        print(f"{inputs.shown(directory)} is damaged: {len(problems)} problems")
         return 4
     summarise(storage.load_manifest(directory), directory)
     print("verified  every checksum is as the manifest says")

@@ -1,29 +1,32 @@
 """Preparing whatever a disk may hold: one bad record costs one record, and no input ends in a traceback."""
 
 import contextlib
+import errno
 import gzip
 import io
 import json
+import os
 import pathlib
+import random
+import shutil
+import subprocess
+import sys
 import tempfile
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from data_helpers import here, texts_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zaya_jax import cli
-from zaya_jax.data import prepare, storage
+from zaya_jax.config import StorageError, UserError
+from zaya_jax.data import inputs, pieces, prepare, sources, storage, tokenizers, tokens
 from zaya_jax.data.prepare import Options
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-
-
-def here(options, out):
-    """Prepare in this process, without workers."""
-    return prepare.prepare(options, str(out), 1, lambda *_: None)
 
 
 def parquet(columns, **options):
@@ -87,3 +90,248 @@ def check_fuzzed(found, skip_bad, train_bpe):
 @given(st.lists(files(), min_size=1, max_size=3), st.booleans(), st.sampled_from([0, 0, 263]))
 def test_any_files_are_prepared_or_refused_in_one_line(found, skip_bad, train_bpe):
     check_fuzzed(found, skip_bad, train_bpe)
+
+
+def left_out(*patterns, out, **options):
+    manifest, _ = here(Options([str(p) for p in patterns], skip_bad=True, held_out=0.0, **options), out)
+    return manifest["totals"]["train"]["documents"], manifest["left_out"]
+
+
+BAD_LINES = {
+    b'{"text": ': "not a JSON object of its own (Expecting value at column ",
+    b'{"text": "\\ud800"}': "not Unicode: character 1 is U+D800",
+    b'{"text": "caf\xe9"}': "not UTF-8",
+    b"[" * 5000: "nested too deep",
+    b'{"text": "t", "n": ' + b"7" * 5000 + b"}": "an integer of more than 4300 digits",
+    b'{"text": ["t"]}': "fields text (list), but neither a text under 'text'",
+    b'{"body": "t"}': "fields body (str), but neither a text under 'text'",
+    b"3": "a JSON int, but neither",
+    b'{"messages": [{"role": "user", "content": "?"}]}': "without an answer",
+    b'{"messages": [{"role": "assistant", "content": "!", "reasoning": {"a": 1}}]}': "reasoning are text",
+}
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("part_bytes", [300, 1 << 20])
+def test_a_bad_record_costs_one_record_and_its_line_is_named(tmp_path, part_bytes, packed):
+    lines = [json.dumps({"text": f"text {i}", "x": float("nan")}).encode() for i in range(100)]
+    places = random.Random(0).sample(range(100), len(BAD_LINES))
+    for place, bad in zip(places, BAD_LINES, strict=True):
+        lines[place] = bad
+    path = tmp_path / f"a.jsonl{packed}"
+    path.write_bytes(PACKED[packed](b"\n".join(lines)))
+    documents, out = left_out(path, out=tmp_path / "out", part_bytes=part_bytes)
+    assert documents == 100 - len(BAD_LINES) and out["bad"] == len(BAD_LINES)
+    expected = sorted((place + 1, why) for place, why in zip(places, BAD_LINES.values(), strict=True))
+    for found, (line, why) in zip(out["bad_examples"], expected, strict=True):
+        assert found.startswith(f"{path}, line {line}: ") and why in found and found.isprintable()
+    with pytest.raises(UserError) as error:
+        here(Options([str(path)], part_bytes=part_bytes), tmp_path / "strict")
+    assert str(error.value).startswith(f"{path}, line {min(places) + 1}: ")
+
+
+@pytest.mark.usefixtures("in_process")
+def test_far_into_a_file_a_bad_line_is_named_by_its_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(inputs, "COUNTED_BYTES", 100)
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "t"}\n' * 50 + b"{\n")
+    _, out = left_out(tmp_path / "a.jsonl", out=tmp_path / "out", part_bytes=200)
+    assert out["bad_examples"] == [
+        f"{tmp_path / 'a.jsonl'}, byte 700: not a JSON object of its own (Expecting property name enclosed in double "
+        "quotes at column 2)"
+    ]
+
+
+@pytest.mark.usefixtures("in_process")
+def test_examples_are_few_and_counts_are_exact(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"{\n" * 1000 + b'{"text": "t"}\n{"text": null}\n{"text": " "}\n\n')
+    documents, out = left_out(tmp_path / "a.jsonl", out=tmp_path / "out", part_bytes=500)
+    assert (documents, out["bad"], out["empty"], len(out["bad_examples"])) == (1, 1000, 2, prepare.EXAMPLES)
+
+
+@pytest.mark.usefixtures("in_process")
+def test_damage_costs_what_cannot_be_read(tmp_path):
+    raw = b"".join(
+        json.dumps({"text": f"{i} {random.Random(i).random()}"}).encode() + b"\n" for i in range(20_000)
+    )
+    for name, damaged in (("a.jsonl.gz", gzip.compress(raw)), ("b.jsonl.zst", zstandard.compress(raw))):
+        (tmp_path / name).write_bytes(damaged[: len(damaged) // 2])
+        documents, out = left_out(tmp_path / name, out=tmp_path / f"out-{name}")
+        assert 5_000 < documents < 15_000 and out["bad"] == 1
+        assert (
+            f"{name}, line {documents + 1:,}: cannot be read, nor what follows it: " in out["bad_examples"][0]
+        )
+    rows = [f"{i} {random.Random(i).random()}" for i in range(1000)]
+    damaged = bytearray(
+        parquet({"text": rows}, row_group_size=100, write_page_checksum=True, compression="none")
+    )
+    damaged[damaged.index(b"555 0.")] ^= 1
+    (tmp_path / "c.parquet").write_bytes(damaged)
+    documents, out = left_out(tmp_path / "c.parquet", out=tmp_path / "out-c")
+    assert (
+        documents == 900 and out["bad"] == 1 and "c.parquet, row group 5 is damaged" in out["bad_examples"][0]
+    )
+    table = pyarrow.table({"text": pyarrow.array([b"ok", b"caf\xe9", b"fine"]).view(pyarrow.string())})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    documents, out = left_out(tmp_path / "d.parquet", out=tmp_path / "out-d")
+    assert documents == 2 and "row 2 of row group 0: a text that is not UTF-8" in out["bad_examples"][0]
+    (tmp_path / "e.parquet.zst").write_bytes(zstandard.compress(parquet({"text": rows})))
+    _, out = left_out(tmp_path / "d.parquet", tmp_path / "e.parquet.zst", out=tmp_path / "out-e")
+    assert out["bad"] == 2 and "compressed Parquet" in out["bad_examples"][1]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Files that are text, empty, of another encoding, and no text at all; the first is empty."""
+    root = tmp_path / "in"
+    (root / ".git").mkdir(parents=True)
+    (root / "__init__.py").write_bytes(b"")
+    (root / "b.txt").write_text("text")
+    (root / "c.txt").write_bytes("one line\ncaf\xe9".encode("latin-1"))
+    (root / "d.png").write_bytes(b"\x89PNG\r\n\x00\x01")
+    (root / ".git" / "object").write_bytes(b"\xff\xfe")
+    return root
+
+
+@pytest.mark.usefixtures("in_process")
+def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_bad(tmp_path, folder):
+    with pytest.raises(UserError, match=r"c\.txt, line 2: not UTF-8"):
+        here(Options([str(folder)]), tmp_path / "strict")
+    assert not (tmp_path / "strict").exists()
+    documents, out = left_out(folder, out=tmp_path / "out")
+    assert (documents, out["bad"], out["not_text"], out["empty"]) == (1, 1, 1, 1)
+    assert out["not_text_examples"] == [str(folder / "d.png")]
+    (folder / "c.txt").unlink()
+    (folder / "link.txt").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"cannot read .*link\.txt: No such file"):
+        here(Options([str(folder)]), tmp_path / "strict")
+    documents, out = left_out(folder, out=tmp_path / "out1")
+    assert documents == 1 and out["bad_examples"] == [
+        f"cannot read {folder / 'link.txt'}: No such file or directory"
+    ]
+    (folder / "link.txt").unlink()
+    manifest, _ = here(Options([str(folder)], held_out=0.0), tmp_path / "out2")
+    assert manifest["left_out"]["not_text"] == 1
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_long_text_is_one_document_or_one_bad_file(tmp_path, monkeypatch):
+    for module in (pieces, inputs):
+        monkeypatch.setattr(module, "PIECE", 64)
+    text = "".join(f"line {i} caf\u00e9\n" for i in range(200))
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "b.txt").write_bytes(text.encode() + b"\xff")
+    (tmp_path / "c.jsonl").write_bytes(json.dumps({"text": text}).encode())
+    documents, out = left_out(tmp_path / "*.*", out=tmp_path / "out")
+    assert documents == 2 and out["bad_examples"] == [
+        f"{tmp_path / 'b.txt'}, line 201: not UTF-8; convert the file, or leave it out"
+    ]
+    assert texts_of(tmp_path / "out") == [text, text]
+    manifest, _ = here(Options([str(tmp_path / "a.txt.gz")], train_bpe=270, held_out=0.0), tmp_path / "bpe")
+    assert manifest["totals"]["train"]["documents"] == 1
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_failure_leaves_nothing_or_says_how_to_go_on(tmp_path):
+    good, bad = b'{"text": "sound"}\n' * 10, b"{\n"
+    (tmp_path / "a.jsonl").write_bytes(bad + good * 9)
+    out = tmp_path / "new" / "out"
+    options = Options([str(tmp_path / "a.jsonl")], part_bytes=400, held_out=0.0)
+    for wrong in (options, Options([str(tmp_path / "a.jsonl")], tokenizer="none"), Options(["no/such"])):
+        with pytest.raises(UserError):
+            here(wrong, out)
+        assert not (tmp_path / "new").exists()
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError):
+        here(options, tmp_path / "empty")
+    assert list((tmp_path / "empty").iterdir()) == []
+    (tmp_path / "b.jsonl").write_bytes(good * 9 + bad)
+    options = Options([str(tmp_path / "b.jsonl")], part_bytes=400, held_out=0.0)
+    with pytest.raises(
+        UserError, match=r"line 91: .* tasks are done: .* --skip_bad added; .* remove "
+    ) as error:
+        here(options, out)
+    assert str(error.value).endswith(str(out)) and not list(out.glob("*.partial-*"))
+    with pytest.raises(UserError, match=r"begun with other held_out; .* remove this one"):
+        here(Options([str(tmp_path / "b.jsonl")], part_bytes=400), out)
+    done = {p: p.stat().st_mtime_ns for p in out.glob("*.tokens")}
+    documents, counts = left_out(tmp_path / "b.jsonl", out=out, part_bytes=400)
+    assert documents == 90 and counts["bad"] == 1 and storage.verify(str(out)) == []
+    assert done and all(p.stat().st_mtime_ns == t for p, t in done.items())
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_begun_preparation_without_a_task_done_is_begun_anew(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "sound"}\n' * 10)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "_run", killed)
+        with pytest.raises(KeyboardInterrupt):
+            here(Options([str(tmp_path / "a.jsonl")], held_out=0.0), tmp_path / "out")
+    assert (tmp_path / "out" / "tokenizer").is_dir()
+    manifest, _ = here(Options([str(tmp_path / "a.jsonl")], train_bpe=263, held_out=0.0), tmp_path / "out")
+    assert manifest["tokenizer"]["vocab_size"] == 263
+
+
+@pytest.mark.usefixtures("in_process")
+def test_outputs_that_cannot_be_written_are_one_line(tmp_path, monkeypatch):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "sound"}\n' * 10)
+    options = Options([str(tmp_path / "a.jsonl")], held_out=0.0)
+    for out in (tmp_path / "a.jsonl", tmp_path / "a.jsonl" / "below", "s3://bucket/out", "x" * 5000):
+        with pytest.raises(UserError, match="--out="):
+            here(options, out)
+    for pattern in ("", "https://host/a.jsonl"):
+        with pytest.raises(UserError, match="--input="):
+            here(Options([pattern]), tmp_path / "out")
+
+    def full(self, document):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens.ShardWriter, "add", full)
+        with pytest.raises(StorageError, match="cannot be written: No space left"):
+            here(options, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.usefixtures("in_process")
+def test_prepared_directories_are_no_text(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "a.txt").write_text("some text")
+    options = Options([str(source)], held_out=0.0)
+    for pattern in (str(source), str(source / "**" / "*")):  # its own directory is not read
+        here(Options([pattern], held_out=0.0), source / "out")
+        assert here(Options([pattern], held_out=0.0), source / "out")[1]
+        shutil.rmtree(source / "out")
+    here(options, source / "out")
+    tok = tokenizers.load("bytes")
+    with pytest.raises(UserError, match=r"holds .*train-00000\.tokens, a shard"):
+        here(options, tmp_path / "other")
+    (source / "out" / "manifest.json").unlink()
+    for path in (source, source / "out", source / "out" / "*"):
+        with pytest.raises(UserError, match="a shard of prepared tokens and no text"):
+            sources.text_corpus(str(path), tok)
+    with pytest.raises(UserError, match="is empty"):
+        sources.text_corpus("", tok)
+
+
+@pytest.mark.slow
+def test_worker_processes_tell_in_one_line_too(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud800"}\n' + b'{"text": "sound"}\n' * 200_000)
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.prepare_data",
+        f"--input={tmp_path / 'a.jsonl'}",
+        "--part_mib=1",
+    ]
+    command += [f"--out={tmp_path / 'out'}", "--processes=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2 and "a.jsonl, line 1: the text is not Unicode" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    done = subprocess.run([*command, "--skip_bad"], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0 and "1 bad records and files" in done.stdout

@@ -61,3 +61,90 @@ def test_trimming_fits_the_context(tok):
 def test_what_is_no_conversation_is_refused(messages):
     with pytest.raises(chat.BadChat):
         chat.read(messages)
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1, "b": [2]}'}}
+SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("turn", "expected"),
+    [
+        ({"role": "tool", "content": [{"type": "text", "text": "a"}, "b"]}, ("tool", "", "ab")),
+        ({"role": "tool", "content": {"sum": 3}}, ("tool", "", '{"sum": 3}')),
+        ({"role": "developer", "content": ""}, ("developer", "", "")),
+        ({"from": "gpt", "value": "hi"}, ("gpt", "", "hi")),
+        ({"role": None, "content": None, "from": "human", "value": "hi"}, ("human", "", "hi")),
+        ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ("assistant", "", SPELT)),
+        (
+            {"role": "assistant", "content": "so", "tool_calls": [CALL, CALL]},
+            ("assistant", "", f"so\n{SPELT}\n{SPELT}"),
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": "",
+                "function_call": {"name": "add", "arguments": {"a": 1, "b": [2]}},
+            },
+            ("assistant", "", SPELT),
+        ),
+        (
+            {"role": "assistant", "content": "a", "tool_calls": [], "function_call": {}, "reasoning": None},
+            ("assistant", "", "a"),
+        ),
+        (
+            {"role": "assistant", "content": "a", "reasoning": [{"type": "text", "text": "r"}]},
+            ("assistant", "r", "a"),
+        ),
+        (
+            {
+                "role": "assistant",
+                "content": [{"type": "thinking", "thinking": "r"}, {"type": "text", "text": "a"}],
+            },
+            ("assistant", "r", "a"),
+        ),
+        ({"role": "assistant", "content": None, "reasoning_content": "r"}, ("assistant", "r", "")),
+    ],
+)
+def test_the_forms_that_turns_come_in(turn, expected):
+    last = {"role": "assistant", "content": "end"}
+    assert chat.read([turn, last])[0] == chat.Message(*expected)
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        (
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]},
+            "part of type 'image_url'",
+        ),
+        ({"role": "user", "content": [{"type": "image"}]}, "part of type 'image'"),
+        ({"role": "user", "content": [3]}, "a part whose text is none"),
+        ({"role": "user", "content": 3}, "text or lists of parts, not int"),
+        ({"role": "user", "content": None}, r"needs content, this one has content \(NoneType\), role"),
+        ({"role": ["user"], "content": "a"}, "needs a role as text"),
+        ({"role": "assistant", "content": "a", "reasoning": {"a": 1}}, "not dict"),
+        ({"role": "assistant", "content": "a", "tool_calls": [{"function": {}}]}, "a function with a name"),
+        ({"role": "assistant", "content": "a", "tool_calls": "x"}, "a list of calls, not str"),
+        ({"role": "user", "content": "\ud800"}, r"U\+D800"),
+    ],
+)
+def test_a_turn_that_cannot_be_learnt_says_why(turn, message):
+    with pytest.raises(chat.BadChat, match=message) as error:
+        chat.read([turn, {"role": "assistant", "content": "end"}])
+    assert str(error.value).isprintable()
+
+
+def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
+    messages = chat.beside({"system": "be brief", "tools": [{"name": "add"}]})
+    messages += [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "content": "3"},
+    ]
+    document, _ = chat.prepare(chat.Format(tok), chat.read(messages), None)
+    learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
+    assert spell(tok, learnt) == f"{SPELT}[end_turn]"
+    assert spell(tok, document.tokens) == (
+        '[turn]system\nbe brief[end_turn]\n[turn]tools\n[{"name": "add"}][end_turn]\n'
+        f"[turn]assistant\n{SPELT}[end_turn]\n[turn]tool\n3[end_turn]\n"
+    )

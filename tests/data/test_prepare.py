@@ -13,6 +13,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from data_helpers import here, jsonl, texts_of
 
 from zaya_jax.config import UserError
 from zaya_jax.data import prepare, storage, tokenizers
@@ -26,31 +27,6 @@ CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<th
 def run(*arguments, **options):
     command = [sys.executable, "-m", "experiments.prepare_data", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
-
-
-def jsonl(records):
-    return "".join(json.dumps(r) + "\n" for r in records).encode()
-
-
-def texts_of(directory, tokenizer=None):
-    """The documents of both splits as text, sorted."""
-    tokenizer = tokenizer or tokenizers.load(os.path.join(directory, "tokenizer"))
-    out = []
-    for split in ("train", "held_out"):
-        store = Prepared(str(directory), split)
-        tokens = [b.tokens[a:z] for row in store.parts([(0, store.num_tokens)]) for b, a, z in row]
-        ends = [
-            np.cumsum(store.lengths(shard)) + store.first_token[shard] for shard in range(store.num_shards)
-        ]
-        if tokens:
-            documents = np.split(np.concatenate(tokens), np.concatenate(ends)[:-1])
-            out += [tokenizer.decode(part) for part in documents]
-    return sorted(out)
-
-
-def here(options, out):
-    """Prepare in this process, without workers."""
-    return prepare.prepare(options, str(out), 1, lambda *_: None)
 
 
 @pytest.mark.parametrize("part_bytes", [100, 1000, 1 << 20])
@@ -146,7 +122,7 @@ def test_input_that_is_wrong_is_named(tmp_path):
     (tmp_path / "e.jsonl").write_bytes(jsonl([{"messages": [{"role": "user", "content": "?"}]}]))
     (tmp_path / "f.parquet").write_bytes(b"PAR1 no")
     wanted = {
-        "a.jsonl": "line 2: not JSON", "b.jsonl": r"neither a text under 'text'",
+        "a.jsonl": "line 2: not a JSON object", "b.jsonl": r"neither a text under 'text'",
         "c.jsonl.zst": "truncated", "d.jsonl.gz": "line 51: cannot be read", "e.jsonl": "without an answer",
         "f.parquet": "not a Parquet file",
     }  # fmt: skip

@@ -34,6 +34,16 @@ def test_one_file_keeps_its_tail_for_evaluation(tmp_path):
     assert len(held_out) == 22
 
 
+def test_what_is_left_out_is_said(corpus, caplog):
+    for i in range(5):
+        (corpus / f"bad{i}.bin").write_bytes(b"\xff")
+    sources.text_corpus(str(corpus), tokenizers.load("bytes"))
+    assert caplog.messages == [
+        f"{corpus}: left out 6 of 67 files that are not UTF-8 text (bad0.bin, bad1.bin, bad2.bin, ...), "
+        "and 1 empty ones"
+    ]
+
+
 def test_missing_and_empty_corpora_are_user_errors(tmp_path):
     tok = tokenizers.load("bytes")
     with pytest.raises(UserError, match="holds no text file"):

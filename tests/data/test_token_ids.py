@@ -8,6 +8,7 @@ import pytest
 from zaya_jax import config as config_lib
 from zaya_jax.config import UserError
 from zaya_jax.data import token_ids, tokenizers
+from zaya_jax.train import workdir
 
 KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -82,3 +83,15 @@ def test_the_model_learns_every_row_that_occurs(bpe):
     assert dataclasses.replace(config.model, pad_token_id=None, bos_token_id=None, eos_token_id=None) == (
         config_lib.Model()
     )
+
+
+def test_an_imported_model_may_take_its_tokenizers_ids_until_it_is_trained(tmp_path, bpe):
+    imported = with_ids(2, 106, 0)
+    filled = token_ids.agree(with_ids(None, None, None), bpe)
+    with pytest.raises(UserError, match=r"was started with config\.model.bos_token_id=2"):
+        workdir.check_same(imported, filled, tmp_path)
+    (tmp_path / workdir.IMPORTED).write_text("{}")
+    workdir.check_same(imported, filled, tmp_path)
+    (tmp_path / "checkpoints" / "1").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"was started with config\.model.bos_token_id=2"):
+        workdir.check_same(imported, filled, tmp_path)

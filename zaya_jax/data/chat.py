@@ -162,9 +162,8 @@ def _text(content: Any, role: str) -> tuple[str, str]:
         elif kind in TEXT_PARTS and (held is None or isinstance(held, str)):
             text += held or ""
         else:
-            raise BadChat(
-                f"a turn has a part of type {ascii(kind)[:40]}, and only parts of text can be learnt"
-            )
+            what = "whose text is none" if kind in TEXT_PARTS else f"of type {ascii(kind)[:40]}"
+            raise BadChat(f"a turn has a part {what}, and only parts of text can be learnt")
     return reasoning, text
 
 

@@ -67,6 +67,7 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
     names nothing.
     """
     found: set[str] = set()
+    written = os.path.join(os.path.abspath(out), "")
     for pattern in patterns:
         if pattern == "stdlib":
             found.update(str(path) for _, path in sources.list_files("stdlib"))
@@ -75,15 +76,12 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
             raise UserError(f"--input={pattern} is a URL; copy the files here and give their paths")
         here: list[str] = []
         if pattern and os.path.isdir(pattern):
-            written = os.path.join(
-                pattern, os.path.relpath(os.path.realpath(out), os.path.realpath(pattern)), ""
-            )
             here = [str(p) for p in sources.walk(pathlib.Path(pattern))]
-            here = [p for p in here if not os.path.normpath(p).startswith(os.path.normpath(written) + os.sep)]
         elif os.path.isfile(pattern):
             here = [pattern]
         elif pattern:
-            here = [p for p in glob.glob(pattern, recursive=True) if os.path.isfile(p)]
+            here = [p for p in glob.glob(pattern, recursive=True) if sources.is_file(pathlib.Path(p))]
+        here = [p for p in here if not os.path.abspath(p).startswith(written)]
         if not here:
             raise UserError(f"--input={pattern} names no file; give paths, directories or globs (quoted)")
         sources.refuse_shards(map(pathlib.Path, here), f"--input={pattern}", "give a directory without it")
@@ -133,7 +131,9 @@ def _parts(path: str, root: str, part_bytes: int, skip_bad: bool) -> Iterator[Pa
     try:
         size = os.path.getsize(path)
     except OSError as error:
-        raise BadInput(f"cannot read {whole}: {error.strerror}") from None
+        if not skip_bad:
+            raise BadInput(f"cannot read {whole}: {error.strerror}") from None
+        size = 1  # found bad again when it is read, and counted there
     compressed = path.lower().endswith(COMPRESSION)
     if kind == "parquet" and not compressed:
         try:
@@ -142,7 +142,7 @@ def _parts(path: str, root: str, part_bytes: int, skip_bad: bool) -> Iterator[Pa
         except BadInput:
             if not skip_bad:
                 raise
-            groups = 1  # found bad again when it is read, and counted there
+            groups = 1  # as above
         each = max(1, groups * part_bytes // max(size, 1))
         for start in range(0, groups, each):
             stop = min(start + each, groups)
@@ -273,11 +273,13 @@ def _jsonl(part: Part, text_field: str) -> Iterator[Sample | BadInput]:
                 return
             if line.strip():
                 try:
-                    yield _record(json.loads(line), f"{part.name}:{at}", text_field)
+                    yield _record(json.loads(line.rstrip()), f"{part.name}:{at}", text_field)
                 except (BadInput, chat.BadChat) as error:
                     yield BadInput(f"{place()}: {error}")
                 except json.JSONDecodeError as error:
-                    yield BadInput(f"{place()}: not JSON of its own ({error.msg} at column {error.colno})")
+                    yield BadInput(
+                        f"{place()}: not a JSON object of its own ({error.msg} at column {error.colno})"
+                    )
                 except RecursionError:
                     yield BadInput(f"{place()}: its JSON is nested too deep to be read")
                 except UnicodeDecodeError:

@@ -312,13 +312,15 @@ def _remove(folders: list[pathlib.Path]) -> None:
 
 def _plan(options: Options, paths: list[str]) -> dict[str, Any]:
     """Everything that the directory's content depends on, the input by names, sizes and times."""
-    files = []
+    files: list[list[Any]] = []
     for path in paths:
         try:
             stat = os.stat(path)
+            files.append([path, stat.st_size, stat.st_mtime_ns])
         except OSError as error:
-            raise UserError(f"cannot read {inputs.shown(path)}: {error.strerror}") from None
-        files.append([path, stat.st_size, stat.st_mtime_ns])
+            if not options.skip_bad:
+                raise UserError(f"cannot read {inputs.shown(path)}: {error.strerror}") from None
+            files.append([path, 0, 0])  # counted when it is to be read
     tokenizer = "bpe" if options.train_bpe else tokenizers.load(options.tokenizer).sha256
     return {
         **dataclasses.asdict(options),

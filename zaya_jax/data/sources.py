@@ -66,7 +66,7 @@ def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
     else:
         exact = pathlib.Path(path)
         found = [exact] if exact.is_file() else [pathlib.Path(p) for p in glob.glob(path, recursive=True)]
-        found = [p for p in found if p.is_file()]
+        found = [p for p in found if is_file(p)]
         root = pathlib.Path(*_common_parts(found)) if found else pathlib.Path()
     if (root / ".work" / "plan.json").exists():
         raise UserError(f"config.data.path={path!r} {UNFINISHED}")
@@ -91,8 +91,13 @@ def walk(root: pathlib.Path) -> list[pathlib.Path]:
         here = pathlib.Path(folder)
         folders[:] = [name for name in folders if not name.startswith(".")]
         files = (here / name for name in names if not name.startswith("."))
-        found += [path for path in files if path.is_file()]
+        found += [path for path in files if is_file(path)]
     return found
+
+
+def is_file(path: pathlib.Path) -> bool:
+    """Whether a path is a file, or a link to what is missing, which must not vanish from the input unsaid."""
+    return path.is_file() or (path.is_symlink() and not path.exists())
 
 
 def refuse_shards(files: Iterable[pathlib.Path], what: str, way_out: str) -> None:
@@ -128,7 +133,10 @@ def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[Bundle, Bundle]:
     unreadable: list[str] = []
     empty = size = 0
     for name, file in list_files(path):
-        size += file.stat().st_size
+        try:
+            size += file.stat().st_size
+        except OSError as error:
+            raise UserError(f"cannot read {file}: {error.strerror}") from None
         if size > IN_MEMORY_LIMIT:
             raise UserError(
                 f"config.data.path={path!r} is above {IN_MEMORY_LIMIT >> 30} GiB of text, too much to "

@@ -1,0 +1,35 @@
+"""What several of these tests do: prepare in this process, and read what came of it."""
+
+import json
+import os
+
+import numpy as np
+
+from zaya_jax.data import prepare, tokenizers
+from zaya_jax.data.storage import Prepared
+
+
+def jsonl(records):
+    """Records as the bytes of a JSONL file."""
+    return "".join(json.dumps(r) + "\n" for r in records).encode()
+
+
+def texts_of(directory, tokenizer=None):
+    """The documents of both splits as text, sorted."""
+    tokenizer = tokenizer or tokenizers.load(os.path.join(directory, "tokenizer"))
+    out = []
+    for split in ("train", "held_out"):
+        store = Prepared(str(directory), split)
+        tokens = [b.tokens[a:z] for row in store.parts([(0, store.num_tokens)]) for b, a, z in row]
+        ends = [
+            np.cumsum(store.lengths(shard)) + store.first_token[shard] for shard in range(store.num_shards)
+        ]
+        if tokens:
+            documents = np.split(np.concatenate(tokens), np.concatenate(ends)[:-1])
+            out += [tokenizer.decode(part) for part in documents]
+    return sorted(out)
+
+
+def here(options, out):
+    """Prepare in this process, without workers."""
+    return prepare.prepare(options, str(out), 1, lambda *_: None)
