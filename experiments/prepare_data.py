@@ -6,7 +6,7 @@
     python -m experiments.prepare_data --verify=data/web          # or --verify --out=data/web
 
 Input is plain text (a file is a document), JSONL and Parquet (a text field, or chats of roles and contents),
-each also as .gz or .zst. Killed at any moment and started again with the same command, it continues. See
+text and JSONL also as .gz or .zst. Killed at any moment and started again with the same command, it continues. See
 docs/data.md.
 """
 
@@ -33,7 +33,7 @@ flags.DEFINE_integer("context", 0, "trim chat samples to this many tokens, answe
 flags.DEFINE_float(
     "held_out", 0.02, "share of documents kept for evaluation, by the hash of their names", 0.0, 0.5
 )
-flags.DEFINE_bool("skip_bad", False, "count unreadable files and samples instead of stopping at the first")
+flags.DEFINE_bool("skip_bad", False, "count unreadable files and records instead of stopping at the first")
 flags.DEFINE_integer("processes", None, "worker processes; by default one a core", 1)
 flags.DEFINE_integer("part_mib", 256, "input a task, and so about the size of a shard", 1)
 flags.DEFINE_string("verify", None, "check this prepared directory against its manifest and do nothing else")
