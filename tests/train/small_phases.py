@@ -19,7 +19,7 @@ def get_config():
                 phase, seq_len=length, global_batch=batch, eval_seq_len=evaluation, ramp_from=ramp,
                 micro_batch=max(phase.micro_batch // 2, 8) if batch > 8 else 2,
                 tokens=3 * size if not ramp else 5 * size // 2, ramp_tokens=size // 2 if ramp else 0,
-                mixture=tuple(part.replace("stdlib", f"{tiny_phases.LIBRARY}/json") for part in phase.mixture),
+                mixture=tuple(part.replace("*.py", "json") for part in phase.mixture),
             )
         )  # fmt: skip
     c.schedule.phases = tuple(phases)
