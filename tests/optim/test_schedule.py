@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import re
 
 import pytest
 
@@ -158,6 +159,31 @@ def test_what_model_and_data_see():
 def test_impossible_phases_are_told(phase, message):
     with pytest.raises(UserError, match=message):
         schedule.make_plan(config(phase))
+
+
+@pytest.mark.parametrize(
+    ("phase", "mended"),
+    [
+        (dict(tokens=10, ramp_from=2), dict(ramp_from=0)),
+        (dict(tokens=10, ramp_from=2), dict(ramp_tokens=10, micro_batch=2)),
+        (dict(tokens=10, ramp_from=2, ramp_tokens=20, micro_batch=2), dict(ramp_tokens=10)),
+        (dict(tokens=10, ramp_from=2, ramp_tokens=5), dict(micro_batch=2)),
+        (dict(tokens=10, ramp_from=9, ramp_tokens=5, micro_batch=1), dict(global_batch=9)),
+        (dict(tokens=10, ramp_from=3, ramp_tokens=5, micro_batch=2), "micro_batch"),
+        (dict(tokens=10, global_batch=9, micro_batch=2), "micro_batch"),
+        (dict(tokens=10, seq_len=2**20), dict(seq_len=131_072)),
+        (dict(tokens=10, micro_batch=-1), dict(micro_batch=0)),
+    ],
+)
+def test_what_is_told_mends_a_phase(phase, mended):
+    with pytest.raises(UserError) as error:
+        schedule.make_plan(config(Phase(**phase)))
+    if mended == "micro_batch":
+        told = re.search(
+            r"give a config\.schedule\.phases\[0\]\.micro_batch that divides (\d+)", str(error.value)
+        )
+        mended = dict(micro_batch=int(told[1]))
+    schedule.make_plan(config(Phase(**phase | mended)))
 
 
 def test_the_plan_is_of_the_config_alone():

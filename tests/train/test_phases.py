@@ -1,6 +1,7 @@
 """A run through phases that change everything at each border: ended by itself where the mesh does, stopped anywhere."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,8 @@ from zaya_jax.train import recipe
 SMALL = Path(__file__).with_name("small_phases.py")
 BORDERS = [3, 6, 9]
 LAST = 12
-QUICK = {"optim.name": "adamw"}  # compiles in half the time of Muon, which the slow tests have
+# Compiles in half the time of Muon, which the slow tests have; several processes are compared with it.
+QUICK = {"optim.name": "adamw", "precision.compute": "float32"}
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
 
 
@@ -117,6 +119,31 @@ def test_it_is_the_same_run_in_processes_of_their_own(tmp_path, unbroken):
     """Real exits or calls in one process: the same numbers."""
     through(tmp_path / "here", **QUICK)
     same(tmp_path / "here", unbroken[0])
+
+
+@pytest.mark.slow
+def test_two_processes_go_through_all_borders_in_one_launch(tmp_path, unbroken):
+    """launch/node.sh starts both again at each border, on meshes that lie on them in four ways."""
+    options = [f"--config.{key}={value}" for key, value in {**QUICK, "data.workers": 1}.items()]
+    program = [
+        sys.executable,
+        "-m",
+        "experiments.pretrain",
+        f"--config={SMALL}",
+        f"--workdir={tmp_path / 'run'}",
+    ]
+    environ = os.environ | {"XLA_FLAGS": FLAGS.replace("=8", "=4"), "PCI_DEVICES": "none"}
+    command = [multiprocess_runs.ROOT / "launch" / "node.sh", "2", *program, *options]
+    done = subprocess.run(
+        command, cwd=multiprocess_runs.ROOT, env=environ, capture_output=True, text=True, timeout=550
+    )
+    assert done.returncode == cli.DONE, done.stderr[-3000:]
+    assert done.stdout.count("the same command goes on") == len(BORDERS)
+    ours, theirs = lines(tmp_path / "run"), lines(unbroken[0])
+    assert [line["step"] for line in ours] == list(range(1, LAST + 1))
+    np.testing.assert_allclose([x["loss"] for x in ours], [x["loss"] for x in theirs], rtol=1e-4)
+    held_out = [[x["eval/loss"] for x in run if "eval/loss" in x] for run in (ours, theirs)]
+    np.testing.assert_allclose(*held_out, rtol=1e-4)
 
 
 def test_a_run_that_is_to_end_at_a_border_is_done(tmp_path):

@@ -4,7 +4,9 @@ Process 0 makes it alone, with the weights of the checkpoint that has just been 
 for it, and none at all where the weights are larger than what the one device has free.
 """
 
+import contextlib
 import os
+import re
 from pathlib import Path
 
 import jax
@@ -54,4 +56,8 @@ def free_bytes(device: jax.Device) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with contextlib.suppress(OSError):  # Linux: what the page cache would give back counts too
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        if found:
+            return int(found[1]) << 10
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
