@@ -24,7 +24,7 @@ from absl import flags
 import zaya_jax
 from zaya_jax import cli
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import keep, partial
+from zaya_jax.checkpoint import keep, lock, partial
 from zaya_jax.checkpoint.store import Store, read_meta
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, token_ids, tokenizers
@@ -101,6 +101,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     notes, end, here, mesh, spread, rows, stream = lay_out(looked)
 
     workdir = open_workdir(place, config)
+    at_end.callback(lock.release, workdir)
     store = Store(workdir, config.checkpoint, logs.say)
     newest = store.newest()
     reached = newest or 0

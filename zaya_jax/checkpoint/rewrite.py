@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.checkpoint import audit, layout, store, writing
+from zaya_jax.checkpoint import audit, layout, lock, store, writing
 from zaya_jax.checkpoint.exchange import DTYPES, new_folder, whole_or_nothing
 from zaya_jax.checkpoint.remote import Vault, vault_at
 from zaya_jax.checkpoint.seal import TAIL, Seal, Sums, crc32c, entry_of
@@ -232,12 +232,15 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[S
         raise UserError(
             f"--to={target} has a checkpoint of step {step} already; give another folder or --step"
         )
-    others = [p.name for p in workdir.iterdir() if p.name != "checkpoints"] if workdir.exists() else []
+    beside = ("checkpoints", lock.NAME)
+    others = [p.name for p in workdir.iterdir() if p.name not in beside] if workdir.exists() else []
     if others and not (workdir / "config.json").exists():
         raise UserError(f"--to={target} is not empty and no run's folder; give a new one")
     new, folder = not workdir.exists(), root / f"{writing.SAVING}{step}"
-    shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left
     try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        lock.take(workdir)
+        shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left
         folder.mkdir(parents=True)
     except OSError as error:
         raise UserError(
@@ -260,6 +263,8 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[S
     except BaseException:
         shutil.rmtree(workdir if new else folder, ignore_errors=True)
         raise
+    finally:
+        lock.release(workdir)
 
 
 def _put_file(folder: Path, name: str, content: bytes | memoryview) -> None:

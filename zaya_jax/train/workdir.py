@@ -4,6 +4,7 @@ config.json        the recorded config            tokenizer/         the tokeniz
 checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object a step
 events.out.*       TensorBoard's                  report.html        the picture of it all
 logs/              one file a process, see `logs`  environment.json   what it ran on
+.lock              who writes here now, see `checkpoint.lock`
 imported.json      where the weights came from PyTorch: what their config says beyond ours, their dtypes
 """
 
@@ -14,11 +15,12 @@ import tempfile
 from pathlib import Path
 
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint import lock, writing
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import mix
 from zaya_jax.optim import schedule
 from zaya_jax.parallel import multihost
+from zaya_jax.train import logs
 
 # What may differ from the recorded config when a run goes on, beside phases that have not begun. These change nothing
 # that a step computes,
@@ -85,15 +87,16 @@ def _open(workdir: Path, config: Config) -> Path:
             f"--workdir={workdir} cannot be written ({error.strerror}); give a folder that can"
         ) from None
     if not recorded.exists():
-        others = sorted(p.name for p in workdir.iterdir())
+        others = sorted(p.name for p in workdir.iterdir() if p.name != lock.NAME)
         if others:
             raise UserError(
                 f"--workdir={workdir} holds {others[0]} and no config.json, so it is not a run's; give a new folder"
             )
     else:
         check_same(read_config(workdir), config, workdir)
-        return workdir
-    record(workdir, config)
+    lock.take(workdir, logs.say)
+    if not recorded.exists():
+        record(workdir, config)
     return workdir
 
 
