@@ -102,7 +102,8 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
 
     workdir = open_workdir(place, config)
     at_end.callback(lock.release, workdir)
-    store = Store(workdir, config.checkpoint, logs.say)
+    ours = lambda m: check_same(config_lib.check(m.get("config")), config, workdir, m["step"])  # noqa: E731
+    store = Store(workdir, config.checkpoint, logs.say, ours)
     newest = store.newest()
     reached = newest or 0
     if reached > last_step:
@@ -111,12 +112,13 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
             "give at least as many steps, or a new workdir"
         )
     if reached == last_step:
+        code = cli.STORAGE if store.close() else cli.DONE
         if multihost.is_writer():
             report = write_report(workdir)
             print(
                 f"{workdir} is complete: {reached} steps done. More: --config.run.num_steps=N.  Report: {report}"
             )
-        return cli.DONE
+        return code
     if reached != looked:  # it lay in another tier, or a damaged one was set aside
         notes, end, here, mesh, spread, rows, stream = lay_out(reached)
     if reached:
@@ -268,7 +270,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
                 kept = {name: float(figures[name]) for name in keep.FIGURES} | extra
                 save(number, now.tokens_after, kept, last)
         if stopping:
-            store.close()
+            store.close(again=False)
             wind_up()
             console.say(f"stopped by {stop.asked} after step {number}; saved. The same command goes on.")
             return cli.PREEMPTED
@@ -293,12 +295,12 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     console.close()
     writer.close()
     stream.close()
-    store.close()
+    code = cli.STORAGE if store.close() else cli.DONE  # what has no durable copy is said
     state = None  # its memory is the sample's
     write_sample(workdir, config, tokenizer, last_step)
     report = write_report(workdir) if multihost.is_writer() else workdir / "report.html"
     logs.say(f"done: {last_step} steps, {plan.tokens_of_step(last_step):,} tokens. Report: {report}")
-    return cli.DONE
+    return code
 
 
 def new_length(meta: dict, config: Config, last_step: int) -> str:

@@ -229,7 +229,7 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     )
     # A run that has begun by itself does not take another's.
     saved(tmp_path / "stranger", 1)
-    with pytest.raises(UserError, match="holds step 5 of another run"):
+    with pytest.raises(UserError, match="holds step 6 of another run"):
         store.Store(tmp_path / "stranger", careful, said.append).newest()
     # What the rules delete goes there too.
     saved(tmp_path / "run", 7, durable=place.url, keep=1)
@@ -248,6 +248,76 @@ def test_a_copy_that_fails_does_not_stop_the_run(place, tmp_path, monkeypatch):
     checkpoints.wait()
     assert said == ["warning: step 1 is saved, but its copy is NOT: no such luck; training goes on"]
     assert checkpoints.steps() == [1] and Vault(place.url).steps() == []
+
+
+def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsys):
+    """At the next start and at each end, whatever kept them away: a store that failed, a kill, another hand."""
+    folder, names = saved(tmp_path / "run", 5)  # saved before there was a durable place
+    saved(tmp_path / "run", 6)
+    durable = Checkpoint(durable=place.url, keep=9)
+    checkpoints = store.Store(tmp_path / "run", durable, print)
+    assert checkpoints.newest() == 6 and checkpoints.close() == []
+    vault = Vault(place.url)
+    assert vault.steps() == [5, 6] and vault.verify(5) == [] and vault.verify(6) == []
+
+    # Cut short, of other content, with a damaged list; and one that the rules have deleted is not owed.
+    place.delete(f"5/{layout.MARKER}")
+    place.put(f"6/{layout.MARKER}", b"{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "PAUSES", ())
+        patch.setattr(Vault, "_write", lambda *args: (_ for _ in ()).throw(OSError("full")))
+        checkpoints = store.Store(tmp_path / "run", durable, print)
+        checkpoints.newest()
+        assert checkpoints.close() == [5, 6]
+        said = capsys.readouterr().out
+        assert f"error: {place.url} has no whole copy of step 5, 6; the same command tries again" in said
+        patch.setattr(Vault, "steps", lambda self: (_ for _ in ()).throw(StorageError("nobody there")))
+        assert checkpoints.tiers._missing() == ([5, 6], "nobody there")
+    checkpoints = store.Store(tmp_path / "run", durable, print)
+    checkpoints.newest()
+    checkpoints.tiers.settle(None)
+    assert vault.steps() == [6], "one at a time, beside the saves, the newest first"
+    checkpoints.save(7, {"params": {"w": jnp.arange(1000.0) + 7}}, {"step": 7, "tokens": 7})
+    checkpoints.wait()
+    assert vault.steps() == [5, 6, 7] and checkpoints.close() == []
+    assert all(vault.verify(step) == [] for step in (5, 6, 7))
+    # A step that is saved anew is no whole copy until all of it is.
+    with monkeypatch.context() as patch:
+        patch.setattr(Vault, "complete", lambda *args: (_ for _ in ()).throw(StorageError("cut short")))
+        for step in (5, 6, 7):
+            writing.remove(tmp_path / "run" / "checkpoints", step)
+        checkpoints = store.Store(tmp_path / "run", Checkpoint(durable=place.url), print)
+        checkpoints.save(5, {"params": {"w": jnp.zeros(1000)}}, {"step": 5, "tokens": 5})
+        checkpoints.close()
+        assert vault.steps() == [6, 7] and checkpoints.steps() == [5]
+    # What is damaged here is not copied as if it were whole.
+    victim = folder / "state" / "params.w" / "c.0"
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    with pytest.raises(StorageError, match=r"c\.0 is changed"):
+        vault.upload(folder, 5, names)
+
+
+def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_path):
+    saved(tmp_path / "run", 5, durable=place.url)
+    before = {name: place.get(name) for name in place.names()}
+    saved(tmp_path / "stranger", 9)
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"holds step 5 of another run than .*/stranger \(that is run \w+, this"
+        ):
+            store.Store(tmp_path / "stranger", Checkpoint(durable=place.url), print).newest()
+
+    def other(meta):
+        raise UserError("it has another learning rate")
+
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"of another run than .*/new \(it has another learning rate\)"):
+            store.Store(tmp_path / "new", Checkpoint(durable=place.url), print, other).newest()
+        assert writing.numbered(tmp_path / "new" / "checkpoints") == []
+    assert {name: place.get(name) for name in place.names()} == before
+    asked = []
+    assert store.Store(tmp_path / "same", Checkpoint(durable=place.url), print, asked.append).newest() == 5
+    assert asked[0]["step"] == 5
 
 
 def test_the_throttle(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import pytest
 from experiments import pretrain
 from experiments.configs import tiny
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import store, writing
+from zaya_jax.checkpoint import remote, store, writing
 from zaya_jax.parallel import leaving
 from zaya_jax.train import metrics
 from zaya_jax.train import step as steps
@@ -77,6 +77,10 @@ def raising(error):
         raise error
 
     return call
+
+
+def raising_always(error):
+    return lambda *args: raising(error)()
 
 
 def bad(**figures):
@@ -217,3 +221,21 @@ def test_another_process_s_end_costs_no_lines(tmp_path):
     assert "error: process 1 on" in results[0].err and "Traceback" not in results[1].err
     shown = [line.split()[1] for line in results[0].out.splitlines() if line.startswith("step ")]
     assert last_step(tmp_path / "run") == int(shown[-1].split("/")[0])
+
+
+def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, capsys):
+    keys = {"run__num_steps": 4, "checkpoint__durable": str(tmp_path / "safe")}
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.Vault, "complete", raising_always(config.StorageError("no room there")))
+        for _ in range(2):  # the second time it is complete but for that
+            assert run(99, None, **keys) == cli.STORAGE
+            out = capsys.readouterr().out
+            assert "its copy is NOT: no room there" in out and "safe has no whole copy of step 4;" in out
+    assert remote.Vault(str(tmp_path / "safe")).steps() == [] and last_step(tmp_path / "run") == 4
+    assert run(99, None, **keys) == cli.DONE
+    assert (
+        remote.Vault(str(tmp_path / "safe")).steps() == [4] and "no whole copy" not in capsys.readouterr().out
+    )
+    (tmp_path / "run").rename(tmp_path / "first")
+    with pytest.raises(config.UserError, match=r"safe holds step 4 of another run than .*optim\.lr=0\.003"):
+        run(99, None, **keys, optim__lr=0.5)

@@ -78,12 +78,34 @@ class Vault:
     def upload(self, folder: Path, step: int, names: Sequence[str]) -> None:
         """Copies files of a local checkpoint; any process may give any of them."""
 
+        files = writing.read_seal(folder).files
+
         def one(name: str) -> None:
             content = (folder / name).read_bytes()
+            what = wrong_with(content, files[name])
+            if what:
+                raise StorageError(f"{folder / name} is {what}")
             self._throttle(len(content))
             self._put(f"{step}/{name}", content)
 
         _each(one, names)
+
+    def same(self, folder: Path, step: int) -> bool:
+        """Whether a whole step is a copy of this folder's, by their lists; True where the folder's is damaged."""
+        try:
+            here = writing.read_seal(folder)
+        except (OSError, ValueError):
+            return True
+        try:
+            return self.manifest(step).files == here.files
+        except StorageError as error:
+            if isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            return False
+
+    def reopen(self, step: int) -> None:
+        """Makes a step that is to be written again no whole one."""
+        self._attempt("delete", f"{step}/{MARKER}", self._delete, f"{step}/{MARKER}")
 
     def complete(self, folder: Path, step: int) -> None:
         """Makes an uploaded step whole, if all its files are there."""
@@ -126,6 +148,14 @@ class Vault:
         return audit.check(files, one, progress) + [
             Damage(name, "not part of the checkpoint") for name in extra
         ]
+
+    def checked(self, step: int, name: str, found: Seal) -> bytes:
+        """One file, that must be as listed."""
+        content = self._get(f"{step}/{name}")
+        what = wrong_with(content, found.files[name]) if name in found.files else "not listed"
+        if what:
+            raise StorageError(f"{self.url}/{step}/{Damage(name, what)}")
+        return content
 
     def get(self, step: int, name: str) -> bytes:
         """One file."""

@@ -45,10 +45,12 @@ class Store:
         workdir: str | os.PathLike,
         settings: Checkpoint | None = None,
         say: Callable[[str], None] = print,
+        accept: Callable[[dict[str, Any]], object] | None = None,
     ):
+        """`accept` raises UserError for the meta of another run, which a new workdir shall not take for its own."""
         self.root = Path(workdir).absolute() / "checkpoints"
         self.settings, self._say = settings or Checkpoint(), say
-        self.tiers = tiers.Tiers(self.root, self.settings, say, self._record, self._delete_old)
+        self.tiers = tiers.Tiers(self.root, self.settings, say, self._record, self._delete_old, accept)
         self._times = self.root.parent / TIMES
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "save")
         self._pending: concurrent.futures.Future | None = None
@@ -124,11 +126,11 @@ class Store:
         while not self._collect(max(self.settings.max_wait, 1.0)):
             self._say(f"the last save is still being written, since {time.perf_counter() - begun:.0f} s")
 
-    def close(self) -> None:
-        """Finishes what is being written or copied."""
+    def close(self, again: bool = True) -> list[int]:
+        """Finishes what is being written or copied; the steps without the durable copy that they should have."""
         self.wait()
         self._thread.shutdown()
-        self.tiers.close()
+        return self.tiers.close(again)
 
     def figures(self) -> dict[str, float]:
         """Seconds of each stage of the last save that ended, once, for the metrics."""
@@ -295,6 +297,11 @@ class Store:
         A damaged one is StorageError, or with on_corrupt = "previous" is set aside for the one before.
         """
         self.tiers.bring_newest()
+        newest = self._newest_whole()
+        self.tiers.make_up()
+        return newest
+
+    def _newest_whole(self) -> int | None:
         while True:
             # A folder that has a step's name and no marker is a damaged one: it got its name with the marker in it.
             step = multihost.from_first("newest", lambda: max(writing.numbered(self.root), default=None))

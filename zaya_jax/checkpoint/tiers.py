@@ -30,6 +30,7 @@ from zaya_jax.parallel import multihost
 if TYPE_CHECKING:
     from zaya_jax.checkpoint import remote
 
+GONE = "gone"
 PART = "part.json"  # of one process: its files, and of how many parts it is one
 
 
@@ -38,10 +39,10 @@ class Tiers:
 
     def __init__(
         self, root: Path, settings: Checkpoint, say: Callable[[str], None], record: Callable[..., None],
-        delete_old: Callable[[], None],
+        delete_old: Callable[[], None], accept: Callable[[dict[str, Any]], object] | None = None,
     ):  # fmt: skip
         self.root, self._say, self._record, self._delete_old = root, say, record, delete_old
-        self._settings = settings
+        self._settings, self._accept = settings, accept
         self._local: Path | None = None
         if settings.local:
             # Runs that share a local folder are told apart by where their workdirs are.
@@ -49,7 +50,9 @@ class Tiers:
             self._local = Path(settings.local).absolute() / name
         self._vault = _vault(settings.durable) if settings.durable else None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "tiers")
-        self._jobs: list[tuple[int, concurrent.futures.Future]] = []
+        # A step, what brings it, and whether it was owed from before.
+        self._jobs: list[tuple[int, concurrent.futures.Future, bool]] = []
+        self._owed: list[int] = []
         self._deleted: list[int] = []
 
     def _mine(self) -> Path:
@@ -88,28 +91,77 @@ class Tiers:
                 self.staging(step).rename(target)
         if self._local or self._vault:
             self._jobs = [job for job in self._jobs if not job[1].done()]
-            self._jobs.append((step, self._thread.submit(self._bring, step)))
+            self._jobs.append((step, self._thread.submit(self._bring, step), False))
+            self._pay(1)
 
     def may_go(self, step: int) -> bool:
         """Whether nobody needs a step in workdir/checkpoints any more; if so, its copy goes too."""
-        if any(waiting == step and not job.done() for waiting, job in self._jobs):
+        if any(waiting == step and not job.done() for waiting, job, _ in self._jobs):
             return False
         self._deleted.append(step)
         return True
 
     def settle(self, seconds: float | None, most: int = 0) -> bool:
-        """Waits until at most so many steps are on their way; False if that takes longer."""
-        waiting = [job for _, job in self._jobs if not job.done()]
+        """Waits until at most so many steps are on their way; False if that takes longer.
+
+        What is owed from before counts only where all is waited for.
+        """
+        waiting = [job for _, job, owed in self._jobs if not job.done() and not (owed and most)]
         waiting = waiting[: max(len(waiting) - most, 0)]
         done, late = concurrent.futures.wait(waiting, seconds)
         for job in done:
             job.result()
         return not late
 
-    def close(self) -> None:
-        """Finishes what is on its way."""
+    def make_up(self) -> None:
+        """Begins to bring to the durable place what is here and not there: copies that failed or were cut short."""
+        self._owed = self._missing()[0]
+        self._pay(1)
+
+    def _pay(self, count: int) -> None:
+        """Puts some of what is owed on its way, the newest first.
+
+        One beside each save: more would keep the copy of that waiting. All processes do so at the same points, since
+        their threads must have the same steps in the same order.
+        """
+        for _ in range(min(count, len(self._owed))):
+            step = self._owed.pop()
+            self._jobs.append((step, self._thread.submit(self._bring_copy, step), True))
+
+    def close(self, again: bool = True) -> list[int]:
+        """Finishes what is on its way, and tries once more what has failed; the steps without a durable copy."""
         self.settle(None)
+        missing, error = self._missing()
+        if missing and again and not error:
+            self._owed = list(missing)
+            self._pay(len(missing))
+            self.settle(None)
+            missing, error = self._missing()
         self._thread.shutdown()
+        if missing and multihost.is_writer():
+            steps = ", ".join(map(str, missing))
+            self._say(
+                f"error: {self._settings.durable} has no whole copy of step {steps}"
+                f"{f': {error}' if error else ''}; the same command tries again"
+            )
+        return missing
+
+    def _missing(self) -> tuple[list[int], str]:
+        """Steps here of which the durable place has no whole copy, and why that could not be looked up if so."""
+        vault = self._vault
+        if vault is None:
+            return [], ""
+
+        def look() -> list:
+            here = writing.steps_in(self.root)
+            try:
+                there = set(vault.steps())
+                return [[s for s in here if s not in there or not vault.same(self.root / str(s), s)], ""]
+            except StorageError as error:
+                return [here, str(error)]
+
+        missing, error = multihost.from_first("missing", look)
+        return missing, error
 
     def run(self) -> str:
         """The run's own name, made when it begins."""
@@ -120,7 +172,7 @@ class Tiers:
     ####################################################################################################################
 
     def _bring(self, step: int) -> None:
-        begun, error = time.time(), None
+        error = None
         if self._local:
             parts = {jax.process_index(): self._mine() / str(step)}
             error = self._publish("publish", step, parts)
@@ -128,9 +180,18 @@ class Tiers:
                 for old in writing.numbered(self._mine()):
                     if old < step:
                         writing.remove(self._mine(), old)
-        if self._vault and not error:
-            error = self._send(step, begun)
-        if error and multihost.is_writer():
+        if error:
+            self._not_copied(step, error)
+        elif self._vault:
+            self._bring_copy(step)
+
+    def _bring_copy(self, step: int) -> None:
+        error = self._send(step, time.time())
+        if error and error != GONE:
+            self._not_copied(step, error)
+
+    def _not_copied(self, step: int, error: str) -> None:
+        if multihost.is_writer():
             self._say(f"warning: step {step} is saved, but its copy is NOT: {error}; training goes on")
 
     def _publish(self, name: str, step: int, parts: dict[int, Path]) -> str | None:
@@ -165,12 +226,27 @@ class Tiers:
     def _send(self, step: int, begun: float) -> str | None:
         vault, clock, error = self._vault, time.perf_counter(), None
         assert vault is not None
-        folder = self.root / str(step)
-        names = share(writing.read_seal(folder).files)
-        size = sum((folder / name).stat().st_size for name in names)
+        folder, size = self.root / str(step), 0
+
+        def begin() -> str | None:
+            if not folder.exists():
+                return GONE  # the rules have deleted it meanwhile
+            try:
+                vault.reopen(step)
+            except StorageError as failure:
+                return writing.reason(failure)
+            return None
+
+        # An older copy is none any more as soon as the first of its files is written anew.
+        error = multihost.from_first("send", begin)
+        if error:
+            return error
         try:
+            files = writing.read_seal(folder).files
+            names = share(files)
+            size = sum(files[name][0] for name in names)
             vault.upload(folder, step, names)
-        except (StorageError, OSError) as failure:
+        except (StorageError, OSError, ValueError) as failure:
             error = writing.reason(failure)
         stages = {"write": time.perf_counter() - clock}
         told = multihost.to_first("sent", [error, stages, size])
@@ -190,9 +266,10 @@ class Tiers:
                     [p[1] | {"commit": seconds} for p in told or []],
                     [p[2] for p in told or []],
                 )
-                while self._deleted:
-                    vault.remove(self._deleted.pop())
-            except (StorageError, OSError) as failure:
+                for old in list(self._deleted):
+                    vault.remove(old)
+                    self._deleted.remove(old)
+            except (StorageError, OSError, ValueError) as failure:
                 return writing.reason(failure)
             return None
 
@@ -287,9 +364,12 @@ class Tiers:
 
     def _fetch_newest(self, vault: "remote.Vault") -> None:
         def look() -> list[int]:
+            steps = vault.steps()
+            if steps:
+                self._must_be_ours(vault, steps[-1])
             vault.clear()
             here = max(writing.steps_in(self.root), default=-1)
-            return sorted((step for step in vault.steps() if step > here), reverse=True)
+            return sorted((step for step in steps if step > here), reverse=True)
 
         for step in multihost.from_first("durable", look):
             error = self._fetch(vault, step)
@@ -301,6 +381,31 @@ class Tiers:
                 )
             if multihost.is_writer():
                 self._say(f"WARNING: step {step} could not be fetched: {error}; looking for the one before")
+
+    def _must_be_ours(self, vault: "remote.Vault", step: int) -> None:
+        """UserError where a durable place is another run's, before anything is fetched, copied or deleted.
+
+        A workdir without a checkpoint takes what is there, if it is of its config.
+        """
+        try:
+            found = vault.manifest(step)
+            meta = json.loads(vault.checked(step, META, found))
+            run = found.run or meta.get("run")
+        except (StorageError, ValueError, AttributeError):  # damaged: whoever fetches it says so
+            return
+        what = ""
+        if writing.steps_in(self.root):
+            what = f"that is run {run}, this is run {self.run()}" if run and run != self.run() else ""
+        elif self._accept:
+            try:
+                self._accept(meta)
+            except UserError as error:
+                what = str(error)
+        if what:
+            raise UserError(
+                f"config.checkpoint.durable={vault.url} holds step {step} of another run than {self.root.parent} "
+                f"({what}); give each run a place of its own"
+            )
 
     def _fetch(self, vault: "remote.Vault", step: int) -> str | None:
         """Makes a step of the vault whole in workdir/checkpoints; what went wrong, if anything."""
@@ -317,11 +422,6 @@ class Tiers:
                 shutil.rmtree(folder, ignore_errors=True)
                 return errors[0]
             run = json.loads((folder / META).read_text()).get("run")
-            if writing.steps_in(self.root) and run != self.run():
-                raise UserError(
-                    f"config.checkpoint.durable holds step {step} of another run than {self.root.parent}; "
-                    "give each run a place of its own"
-                )
             writing.begin_run(self.root, run or self.run())
             writing.commit(folder, self.root / str(step), Seal(vault.manifest(step).files, step, run))
             self._say(f"step {step} was fetched from {vault.url}")
