@@ -22,8 +22,8 @@ from tqdm import tqdm
 
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import audit, exchange, layout, look, monitor, rewrite, store, writing
-from zaya_jax.checkpoint.remote import vault_at
-from zaya_jax.config import UserError
+from zaya_jax.checkpoint.remote import Vault, vault_at
+from zaya_jax.config import StorageError, UserError
 from zaya_jax.train.workdir import check_same, read_config
 
 
@@ -111,7 +111,7 @@ def verify(args: Any) -> int:
                 f"--workdir={args.workdir} has no checkpoint; give the place that checkpoint.durable names"
             )
     else:
-        steps = [s for s in writing.numbered(root) if any((root / str(s)).iterdir())]
+        steps = writing.numbered(root)
         if not steps:
             store.latest_step(args.workdir)  # says what is wrong
 
@@ -132,13 +132,15 @@ def verify(args: Any) -> int:
                 progress(done, all_bytes)
 
             damages = vault.verify(step, count) if vault else audit.verify(root / str(step), count)
-        if not damages:
-            found = vault.manifest(step) if vault else writing.read_seal(root / str(step))
-            less = ", but an older version's: chunks in each other's places would not be seen; `reshard` mends that"
-            print(f"step {step}: {look.size_text(total)}, whole{less if found.older() else ''}")
-        for damage in damages:
+        if damages is None:
+            print(f"step {step}: deleted meanwhile")
+        elif not damages:
+            print(f"step {step}: {look.size_text(total)}, whole{_less(vault, root, step)}")
+        for damage in damages or ():
             print(f"step {step}: {damage}")
         damaged += bool(damages)
+    for name in vault.unfinished() if vault else writing.odd_names(root):
+        print(f"{name}: {'its upload has not ended' if vault else 'no name of a checkpoint, not looked at'}")
     wrong = "" if vault else _wrong_config(Path(args.workdir), steps[-1])
     if wrong:
         print(wrong)
@@ -146,6 +148,16 @@ def verify(args: Any) -> int:
         also = " and config.json is wrong" if wrong else ""
         print(f"error: {damaged} of {len(steps)} checkpoints damaged{also}", file=sys.stderr)
     return cli.STORAGE if damaged or wrong else cli.DONE
+
+
+def _less(vault: Vault | None, root: Path, step: int) -> str:
+    """What to add of a whole checkpoint of format 1."""
+    try:
+        found = vault.manifest(step) if vault else writing.read_seal(root / str(step))
+    except (OSError, ValueError, StorageError):  # it has gone by now
+        return ""
+    less = ", but an older version's: chunks in each other's places would not be seen; `reshard` mends that"
+    return less if found.older() else ""
 
 
 def _wrong_config(workdir: Path, step: int) -> str:

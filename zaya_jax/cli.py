@@ -77,6 +77,12 @@ def _code(main: Callable[[], int]) -> int:
     except StorageError as error:
         print(f"error: {error}", file=sys.stderr)
         return STORAGE
+    except OSError as error:
+        reason = leaving.storage_reason(error)
+        if not reason:
+            raise
+        print(f"error: {reason}", file=sys.stderr)
+        return STORAGE
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return INTERRUPTED

@@ -208,6 +208,18 @@ def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):
     assert last_step(tmp_path / "run") == 5
 
 
+def test_no_free_byte_is_one_line_and_the_same_command_works_later(tmp_path):
+    """A limit on the size of files stands for the disk: whatever is written fails."""
+    program = command(tmp_path, **{"run.num_steps": 3})
+    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    full = ["bash", "-c", 'ulimit -f 0; exec "$@"', "_", *program]
+    done = subprocess.run(full, env=environ, timeout=120, capture_output=True, text=True)
+    assert done.returncode == cli.STORAGE and done.stderr.startswith("error: File too large"), done
+    assert done.stderr.count("\n") == 1
+    done = subprocess.run(program, env=environ, timeout=120, capture_output=True, text=True)
+    assert done.returncode == cli.DONE and last_step(tmp_path / "run") == 3, done
+
+
 @pytest.mark.slow
 def test_another_process_s_end_costs_no_lines(tmp_path):
     keys = KEYS | {"run.num_steps": 1_000_000, "checkpoint.every_steps": 1_000_000}

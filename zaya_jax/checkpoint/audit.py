@@ -36,13 +36,25 @@ class Damage:
         return f"{self.file}{f' (array {self.array})' if self.array else ''} is {self.what}"
 
 
-def verify(folder: Path, progress: Progress | None = None) -> list[Damage]:
-    """What is wrong with a step's folder: changed, exchanged, truncated and missing files, and such as nobody wrote."""
+def verify(folder: Path, progress: Progress | None = None) -> list[Damage] | None:
+    """What is wrong with a step's folder: changed, exchanged, truncated and missing files, and such as nobody wrote.
+
+    None where it has gone meanwhile, as old steps of a run do.
+    """
+    before = _inode(folder)
     try:
         found = writing.read_seal(folder)
+        damages = identity(folder, found) + check_here(folder, found.files, progress) + foreign(folder, found)
     except (OSError, ValueError) as error:
-        return [Damage(MARKER, unreadable(error))]
-    return identity(folder, found) + check_here(folder, found.files, progress) + foreign(folder, found)
+        damages = [Damage(MARKER, unreadable(error))]
+    return damages if not damages or (before and _inode(folder) == before) else None
+
+
+def _inode(folder: Path) -> int:
+    try:
+        return folder.stat().st_ino
+    except OSError:
+        return 0
 
 
 def unreadable(error: OSError | ValueError) -> str:

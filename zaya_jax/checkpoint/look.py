@@ -67,6 +67,10 @@ def see(workdir: str | Path, step: int) -> Seen:
                 }
             )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError) as error:
+        if not folder.is_dir():
+            raise UserError(
+                f"{folder} has gone meanwhile, as old steps of a run do; take a newer one"
+            ) from None
         raise StorageError(
             f"{folder} cannot be looked at: {writing.reason(error)}; "
             f"`python -m experiments.checkpoint verify --workdir={workdir} --step={step}` says what is damaged"
@@ -80,7 +84,7 @@ def see_all(workdir: str | Path) -> list[Seen]:
     for step in writing.steps_in(Path(workdir) / "checkpoints"):
         try:
             found.append(see(workdir, step))
-        except StorageError:
+        except (StorageError, UserError):
             if store.step_folder(workdir, step).is_dir():
                 raise
     return found
@@ -106,6 +110,7 @@ def steps_text(workdir: str | Path) -> str:
     if len(rows) == 1:
         raise UserError(f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run")
     left = sorted(p.name for p in root.iterdir() if p.name.startswith((writing.SAVING, writing.DELETING)))
+    odd = writing.odd_names(root)
     text = _table(rows)
     if any(save.processes > 1 for save in saves.values()):
         text += "\nStages: seconds of the slowest process (median)."
@@ -116,6 +121,8 @@ def steps_text(workdir: str | Path) -> str:
         text += (
             f"\nNot complete: {', '.join(left)} (being written or deleted, or left by a run that was killed)."
         )
+    if odd:
+        text += f"\nNo checkpoints' names: {', '.join(odd)}."
     aside = sorted(p.name for p in root.iterdir() if p.name.startswith(writing.DAMAGED))
     if aside:
         text += f"\nSet aside as damaged: {', '.join(aside)}."

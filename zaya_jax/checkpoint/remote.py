@@ -131,13 +131,15 @@ class Vault:
 
         _each(one, list(files if names is None else names))
 
-    def verify(self, step: int, progress: Progress | None = None, some: Sums | None = None) -> list[Damage]:
-        """What is wrong with a step's files, or with some of them."""
+    def verify(
+        self, step: int, progress: Progress | None = None, some: Sums | None = None
+    ) -> list[Damage] | None:
+        """What is wrong with a step's files, or with some of them; None where it has gone meanwhile."""
         try:
             files = self.manifest(step).files if some is None else some
             extra = [] if some is not None else sorted(self._sizes(step).keys() - files.keys() - {MARKER})
         except StorageError as error:
-            return [Damage(MARKER, str(error))]
+            return [Damage(MARKER, str(error))] if step in self.steps() else None
 
         def one(name: str) -> str | None:
             try:
@@ -145,9 +147,9 @@ class Vault:
             except StorageError as error:
                 return "missing" if isinstance(error.__cause__, FileNotFoundError) else str(error)
 
-        return audit.check(files, one, progress) + [
-            Damage(name, "not part of the checkpoint") for name in extra
-        ]
+        damages = audit.check(files, one, progress)
+        damages += [Damage(name, "not part of the checkpoint") for name in extra]
+        return damages if not damages or step in self.steps() else None
 
     def checked(self, step: int, name: str, found: Seal) -> bytes:
         """One file, that must be as listed."""
@@ -175,9 +177,13 @@ class Vault:
             with contextlib.suppress(OSError):
                 self._files.rm(f"{self._root}/{step}", recursive=True)
 
+    def unfinished(self) -> list[int]:
+        """Steps of which an upload has not ended: it is under way, or was cut short."""
+        return sorted(set(self._numbered()) - set(self._numbered(marked=True)))
+
     def clear(self) -> list[int]:
         """Deletes what uploads that never ended have left, and says of which steps."""
-        left = sorted(set(self._numbered()) - set(self._numbered(marked=True)))
+        left = self.unfinished()
         for step in left:
             self.remove(step)
         return left

@@ -71,7 +71,7 @@ class Source:
         wanted = (*names, layout.META, "_CHECKPOINT", f"{layout.STATE}/_METADATA")
         files = {name: sums for name, sums in self.files.items() if name.startswith(wanted)}
         if self._vault:
-            damages = self._vault.verify(self.step, progress, files)
+            damages = self._vault.verify(self.step, progress, files) or []
         else:
             damages = audit.check_here(self._folder, files, progress)
         if damages:

@@ -162,6 +162,16 @@ def steps_of(names: Iterable[str]) -> list[int]:
     return [int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name]
 
 
+def odd_names(root: Path) -> list[str]:
+    """What lies among the checkpoints and is none by its name, such as 040 or 40.bak."""
+    if not root.is_dir():
+        return []
+    names = {
+        path.name for path in root.iterdir() if not path.name.startswith((SAVING, DELETING, DAMAGED, RUN))
+    }
+    return sorted(names - {str(step) for step in steps_of(names)})
+
+
 def run_of(root: Path) -> str:
     """The name of the run whose checkpoints lie here, made when it begins; "" before."""
     with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -7,6 +7,7 @@ at_second_signal(how)      from now on a second SIGTERM or SIGINT ends the proce
 """
 
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -16,6 +17,10 @@ from collections.abc import Callable
 
 PATIENCE = 10.0  # seconds; a disk that hangs would take all that there are
 STOPPING = (signal.SIGTERM, signal.SIGINT)
+# Errors that are the storage's, whatever was being written: a full or failing disk, one that is gone or read-only.
+STORAGE = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
+)
 
 _functions: list[Callable[[], None]] = []
 
@@ -52,6 +57,14 @@ def now(code: int, line: str = "") -> None:
 
     within(PATIENCE, last_words)
     os._exit(code)
+
+
+def storage_reason(error: BaseException) -> str:
+    """What a person can mend of an error of the file system, in one line; "" for any other error."""
+    if not isinstance(error, OSError) or error.errno not in STORAGE:
+        return ""
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror}{where}; mend the storage and start the same command again"
 
 
 def at_second_signal(how: Callable[[signal.Signals], None]) -> None:

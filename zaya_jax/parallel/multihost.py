@@ -313,6 +313,8 @@ def _code_of(error: BaseException) -> tuple[int, str]:
         return 2, str(error)
     if isinstance(error, StorageError):
         return 4, str(error)
+    if leaving.storage_reason(error):
+        return 4, leaving.storage_reason(error)
     if isinstance(error, LostProcess):
         return 1, str(error)
     if isinstance(error, KeyboardInterrupt):

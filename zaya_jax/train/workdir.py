@@ -87,7 +87,7 @@ def _open(workdir: Path, config: Config) -> Path:
             f"--workdir={workdir} cannot be written ({error.strerror}); give a folder that can"
         ) from None
     if not recorded.exists():
-        others = sorted(p.name for p in workdir.iterdir() if p.name != lock.NAME)
+        others = sorted(p.name for p in workdir.iterdir() if p.name not in (lock.NAME, _part(recorded).name))
         if others:
             raise UserError(
                 f"--workdir={workdir} holds {others[0]} and no config.json, so it is not a run's; give a new folder"
@@ -118,9 +118,17 @@ def read_config(workdir: str | os.PathLike) -> Config:
 
 def write_json(path: Path, content: dict) -> None:
     """Writes a small file whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    part.replace(path)
+    part = _part(path)
+    try:
+        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.part")
 
 
 def check_same(old: Config, new: Config, workdir: Path, reached: int | None = None) -> str:
