@@ -44,7 +44,7 @@ def contents(store):
 def place_of(directory, shard, number):
     """(file, offset, size) of a bundle's record."""
     store = Prepared(str(directory))
-    begin, end = store._places_of(shard)[number : number + 2].tolist()
+    begin, end = store._places_of(shard)[0][number : number + 2].tolist()
     return directory / store.file(shard), begin, end - begin
 
 

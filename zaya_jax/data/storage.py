@@ -131,7 +131,7 @@ class Prepared:
         self._lock = threading.Lock()
         self._cache: collections.OrderedDict[tuple[int, int], Bundle] = collections.OrderedDict()
         self._cached_bytes = 0
-        self._places: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+        self._places: collections.OrderedDict[int, tuple[np.ndarray, np.ndarray]] = collections.OrderedDict()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -214,14 +214,15 @@ class Prepared:
 
     def _read_shard(self, shard: int, bundles: list[int], again: bool = False) -> dict:
         try:
-            places = self._places_of(shard)
+            places, crcs = self._places_of(shard)
             ranges = [(int(places[b]), int(places[b + 1])) for b in bundles]
             records = self._with_retries(shard, ranges)
             with self._lock:
                 self.counters.records += len(records)
                 self.counters.bytes += sum(map(len, records))
             return {
-                (shard, b): self._decode(shard, b, record) for b, record in zip(bundles, records, strict=True)
+                (shard, b): self._decode(shard, b, record, int(crcs[b]))
+                for b, record in zip(bundles, records, strict=True)
             }
         except CorruptRecord as error:
             if len(bundles) > 1:  # one by one, to blame no sound neighbour
@@ -231,14 +232,16 @@ class Prepared:
                 return self._read_shard(shard, bundles, again=True)
             return {(shard, bundles[0]): self._corrupt(shard, bundles[0], error)}
 
-    def _places_of(self, shard: int) -> np.ndarray:
-        """Where each bundle of a shard begins in its file, and the last one ends."""
+    def _places_of(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where each bundle of a shard begins in its file, and the last one ends; and the checksum of each."""
         with self._lock:
             if shard in self._places:
                 self._places.move_to_end(shard)
                 return self._places[shard]
         entry = self.shards[shard]
-        found = self._table(shard, tokens_lib.PLACES, int(entry["places_at"]), int(entry["bundles"]) + 1)
+        count = int(entry["bundles"])
+        numbers = self._table(shard, tokens_lib.PLACES, int(entry["places_at"]), 2 * count + 1)
+        found = numbers[: count + 1], numbers[count + 1 :]
         with self._lock:
             self._places[shard] = found
             while len(self._places) > TABLES:
@@ -247,10 +250,12 @@ class Prepared:
 
     def _table(self, shard: int, magic: bytes, at: int, count: int) -> np.ndarray:
         """One of the tables behind a shard's bundles."""
+        name = "places_crc32c" if magic == tokens_lib.PLACES else "lengths_crc32c"
+        crc = int(self.shards[name][shard])
         for attempt in (1, 2):  # the transfer may have damaged it
             (record,) = self._with_retries(shard, [(at, at + tokens_lib.numbers_size(count))])
             try:
-                return tokens_lib.decode_numbers(record, magic, self.file(shard), self._place(shard, 0))
+                return tokens_lib.decode_numbers(record, magic, self.file(shard), self._place(shard, 0), crc)
             except CorruptRecord:
                 if attempt == 2:
                     raise
@@ -260,9 +265,9 @@ class Prepared:
         split, task = int(self.shards["split"][shard]), int(self.shards["task"][shard])
         return Place(self.manifest["corpus"], tokens_lib.shard_id(split, task), number)
 
-    def _decode(self, shard: int, bundle: int, record: bytes) -> Bundle:
+    def _decode(self, shard: int, bundle: int, record: bytes, crc: int) -> Bundle:
         name = self.file(shard)
-        decoded = tokens_lib.decode_bundle(record, name, self._place(shard, bundle))
+        decoded = tokens_lib.decode_bundle(record, name, self._place(shard, bundle), crc)
         if len(decoded) != self._size(shard, bundle):
             why = f"{len(decoded)} tokens, the table of shards says {self._size(shard, bundle)}"
             raise CorruptRecord(name, f"record {bundle}", why)

@@ -4,8 +4,9 @@ A split's shards, one after another, are its *tape*: whole documents, each betwe
 shard's file is a row of *bundles* of one size (64 KiB of tokens, the last one shorter), so that the place of a
 token on the tape says which bundle holds it, and one read brings it. A bundle has the places where documents
 begin, the loss mask if there is one, the token that follows, and a checksum over all of it and over where it
-belongs: corpus, shard and number. Behind the bundles lie two more records: where each bundle begins, and the
-length of each document, which packing plans with.
+belongs: corpus, shard and number. Behind the bundles lie two more records: where each bundle begins and what its
+checksum is, and the length of each document, which packing plans with. Their checksums are in shards.bin, whose own is
+in the manifest: so a bundle is the one that was written, not only one that agrees with itself.
 
     manifest.json   written last: without it there is no dataset      shards.bin      one entry a shard
     train-00000.tokens, held_out-00000.tokens, ...                    sources.jsonl   documents of each input file
@@ -37,6 +38,7 @@ SHARD_TYPE = np.dtype(
     [
         ("task", "<u4"), ("split", "<u4"), ("bundles", "<u4"), ("crc32c", "<u4"), ("bytes", "<u8"),
         ("tokens", "<u8"), ("documents", "<u8"), ("pages", "<u8"), ("places_at", "<u8"), ("lengths_at", "<u8"),
+        ("places_crc32c", "<u4"), ("lengths_crc32c", "<u4"),
     ]
 )  # fmt: skip
 
@@ -108,10 +110,10 @@ def encode_bundle(
     return _sealed(BUNDLE, place, counts, b"".join(parts))
 
 
-def decode_bundle(record: bytes, shard: str, place: Place) -> Bundle:
+def decode_bundle(record: bytes, shard: str, place: Place, crc: int) -> Bundle:
     """The bundle in a record; CorruptRecord where any bit of it is not as written, or it is another's."""
     what = f"record {place.number}"
-    count, num_starts, next_token, width, flags = _opened(record, BUNDLE, shard, what, place)
+    count, num_starts, next_token, width, flags = _opened(record, BUNDLE, shard, what, place, crc)
     at = _HEADER.size
     mask_bytes = (count + 7) // 8 if flags & _HAS_MASK else 0
     if len(record) != at + 4 * num_starts + mask_bytes + count * width or width not in (2, 4):
@@ -129,14 +131,16 @@ def decode_bundle(record: bytes, shard: str, place: Place) -> Bundle:
 
 
 def encode_numbers(magic: bytes, numbers: np.ndarray, place: Place) -> bytes:
-    """One of the two records behind the bundles: where each begins (and the last ends), or documents' lengths."""
+    """One of the two records behind the bundles: where each begins, where the last ends, and the checksum of each; or
+    documents' lengths.
+    """
     return _sealed(magic, place, (len(numbers), 0, 0, 8, 0), numbers.astype("<u8").tobytes())
 
 
-def decode_numbers(record: bytes, magic: bytes, shard: str, place: Place) -> np.ndarray:
+def decode_numbers(record: bytes, magic: bytes, shard: str, place: Place, crc: int) -> np.ndarray:
     """The numbers in such a record; CorruptRecord where any bit of it is not as written, or it is another's."""
     what = "table of bundles" if magic == PLACES else "table of documents"
-    count, *_ = _opened(record, magic, shard, what, place)
+    count, *_ = _opened(record, magic, shard, what, place, crc)
     if len(record) != numbers_size(count):
         raise CorruptRecord(shard, what, f"{len(record)} bytes do not fit its header")
     return np.frombuffer(record, "<u8", count, _HEADER.size).astype(np.int64)
@@ -153,7 +157,14 @@ def _sealed(magic: bytes, place: Place, counts: tuple[int, ...], body: bytes) ->
     return b"".join([magic, struct.pack("<I", crc), head[8:], body])
 
 
-def _opened(record: bytes, magic: bytes, shard: str, what: str, place: Place) -> tuple[int, ...]:
+def crc_of(record: bytes) -> int:
+    """The checksum that a record says it has."""
+    return int.from_bytes(record[4:8], "little")
+
+
+def _opened(
+    record: bytes, magic: bytes, shard: str, what: str, place: Place, expected: int
+) -> tuple[int, ...]:
     if len(record) < _HEADER.size:
         raise CorruptRecord(shard, what, f"only {len(record)} bytes")
     found, crc, corpus, of_shard, number, *counts = _HEADER.unpack_from(record)
@@ -166,6 +177,10 @@ def _opened(record: bytes, magic: bytes, shard: str, what: str, place: Place) ->
             shard,
             what,
             f"it is whole, but belongs elsewhere ({Place(corpus, of_shard, number)} is not {place})",
+        )
+    if crc != expected:
+        raise CorruptRecord(
+            shard, what, f"it is whole, but not the one that was written ({crc:08x} for {expected:08x})"
         )
     return tuple(counts)
 
@@ -183,7 +198,7 @@ class ShardWriter:
         self._crc = 0
         self._pending: list[Document] = []  # at most a bundle's tokens
         self._pending_tokens, self._goes_on = 0, False  # the first of them is the rest of a document
-        self._offsets, self._lengths = array.array("Q", [0]), array.array("Q")
+        self._offsets, self._crcs, self._lengths = array.array("Q", [0]), array.array("Q"), array.array("Q")
         self._tokens = self._pages = 0
 
     def add(self, document: Document) -> None:
@@ -198,7 +213,7 @@ class ShardWriter:
         """Finish the file; its entry, with the name it has until then under "partial"."""
         self._flush(last=True)
         places_at = self._offsets[-1]
-        numbers = ((PLACES, self._offsets), (LENGTHS, self._lengths))
+        numbers = ((PLACES, self._offsets + self._crcs), (LENGTHS, self._lengths))
         records = [
             encode_numbers(magic, np.frombuffer(held, np.uint64), self._place) for magic, held in numbers
         ]
@@ -213,6 +228,7 @@ class ShardWriter:
             "bundles": len(self._offsets) - 1, "crc32c": self._crc, "bytes": lengths_at + len(records[1]),
             "tokens": self._tokens, "documents": len(self._lengths), "pages": self._pages,
             "places_at": places_at, "lengths_at": lengths_at,
+            "places_crc32c": crc_of(records[0]), "lengths_crc32c": crc_of(records[1]),
         }  # fmt: skip
 
     def release(self) -> None:
@@ -251,6 +267,7 @@ class ShardWriter:
         begin, end = self._offsets[-1], self._offsets[-1] + len(record)
         self._write(record)
         self._offsets.append(end)
+        self._crcs.append(crc_of(record))
         self._pages += (end - 1) // PAGE_BYTES - begin // PAGE_BYTES + 1
         self._tokens += len(tokens)
 
