@@ -70,16 +70,15 @@ def main() -> int:
     params, balance = exchange.read_weights(args.workdir, step, model)
     print(prompt, end="", flush=True)
     text = Text(tokenizer)
-    with jax.default_matmul_precision(config.precision.matmul):
-        for piece in decode.stream(
-            model, params, balance, jnp.asarray([ids], jnp.int32), args.num_tokens, config.precision,
-            temperature=args.temperature, key=jax.random.key(args.seed),
-        ):  # fmt: skip
-            new = np.asarray(piece)[0].tolist()
-            ended = tokenizer.eos_id in new
-            print(text.add(new[: new.index(tokenizer.eos_id)] if ended else new), end="", flush=True)
-            if ended:
-                break
+    for piece in decode.stream(
+        model, params, balance, jnp.asarray([ids], jnp.int32), args.num_tokens, config.precision,
+        temperature=args.temperature, key=jax.random.key(args.seed),
+    ):  # fmt: skip
+        new = np.asarray(piece)[0].tolist()
+        ended = tokenizer.eos_id in new
+        print(text.add(new[: new.index(tokenizer.eos_id)] if ended else new), end="", flush=True)
+        if ended:
+            break
     print(text.rest())
     return cli.DONE
 

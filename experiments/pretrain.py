@@ -199,7 +199,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     console = Console(reached, last_step, config.log.every)
     stop, timer = multihost.StopSignal(), multihost.Timer(60 * config.checkpoint.every_minutes)
     pending: tuple[schedule.Step, Any, dict, float | None] | None = None
-    peak, unsound_in_a_row = peak_flops(devices[0], config.precision.compute), 0
+    peak, unsound_in_a_row = peak_flops(devices[0], config.precision), 0
     clock = time.perf_counter()
 
     def lap() -> float:

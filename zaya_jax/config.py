@@ -199,15 +199,26 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The one table of number formats. Weights, residual stream, norms, softmaxes and losses are always float32."""
+    """The one table of number formats, and what they are on each chip.
 
-    compute: str = "bfloat16"  # what matrices multiply in (accumulation is float32)
-    router: str = "float32"  # what the router's matrices multiply in
-    matmul: str = "default"  # XLA's matmul precision for float32 operands: default, high, highest
-    newton_schulz: str = (
-        "compute"  # Muon's iteration and, between devices, its directions; "compute": like compute
-    )
-    momentum: str = "float32"  # in what Muon keeps its momentum
+    Weights, residual stream, norms, softmaxes and losses are always float32, and a product adds up in float32. TF32 is
+    float32 cut to 10 bits in front of a product: what XLA takes for float32 on NVIDIA and, as XF32, on MI300X, unless it
+    is asked for more. CPUs have none.
+    """
+
+    # What matrices multiply in, and what travels between the devices of a layer: partial sums over the tensor axis, and
+    # gradients of keys and values over context, add up in it. A weight's gradient leaves its product in float32; that of
+    # experts on a GPU is a bfloat16 number for each micro-batch, rounded once, and float32 from there on.
+    compute: str = "bfloat16"
+    # What the router's matrices multiply in; float32 is never TF32.
+    router: str = "float32"
+    # What float32 is where compute is "float32": with "default" and "high" TF32 if the chip has it, with "highest"
+    # float32. Nothing else follows it.
+    matmul: str = "default"
+    # Muon's iteration and, between devices, its directions; "compute": like compute. float32 is never TF32.
+    newton_schulz: str = "compute"
+    # In what Muon keeps its momentum.
+    momentum: str = "float32"
 
 
 @dataclasses.dataclass(frozen=True)

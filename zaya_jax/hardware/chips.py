@@ -1,21 +1,30 @@
 """Peak rates of accelerators, and what a training step must compute: the two halves of an honest MFU."""
 
-from zaya_jax.config import Model
+from zaya_jax.config import Model, Precision
 
-# Dense peak, FLOP/s, by a part of JAX's device_kind; the vendors' data sheets.
+# Dense peak, FLOP/s, by a part of JAX's device_kind; the vendors' data sheets, without sparsity. AMD calls TF32 XF32.
+MI300X = {"bfloat16": 1307.4e12, "tf32": 653.7e12, "float32": 163.4e12}  # AMD Instinct MI300X data sheet
+HOPPER = {
+    "bfloat16": 989.4e12,
+    "tf32": 494.7e12,
+    "float32": 66.9e12,
+}  # NVIDIA H100 and H200 data sheets (SXM)
 PEAKS = {
-    "MI300X": {
-        "bfloat16": 1307.4e12,
-        "float32": 163.4e12,
-    },  # AMD Instinct MI300X data sheet (without sparsity)
-    "gfx942": {"bfloat16": 1307.4e12, "float32": 163.4e12},  # the same chip by its architecture's name
-    "H200": {"bfloat16": 989.4e12, "float32": 66.9e12},  # NVIDIA H200 data sheet (SXM, without sparsity)
-    "H100": {"bfloat16": 989.4e12, "float32": 66.9e12},  # NVIDIA H100 data sheet (SXM, without sparsity)
-}
+    "MI300X": MI300X,
+    "gfx942": MI300X,
+    "H200": HOPPER,
+    "H100": HOPPER,
+}  # gfx942: MI300X by its architecture
 
 
-def peak_flops(device, dtype: str) -> float | None:
-    """The chip's peak for matrices of `dtype`, or None for a chip that is not in the table: no guess."""
+def peak_flops(device, precision: Precision) -> float | None:
+    """The chip's peak for the format that most products run in, or None for a chip that is not in the table: no guess.
+
+    Unless `precision.matmul` is "highest", XLA may take TF32 for float32 there.
+    """
+    dtype = precision.compute
+    if dtype == "float32" and precision.matmul != "highest":
+        dtype = "tf32"
     for name, peaks in PEAKS.items():
         if name.lower() in device.device_kind.lower():
             return peaks[dtype]

@@ -22,7 +22,7 @@ from zaya_jax.model.attention import attention, softmax_scale
 from zaya_jax.model.convolution import convolve
 from zaya_jax.model.layers import Linear, rotate, weight
 from zaya_jax.model.linear_attention import decode_linear_attention, linear_attention, prompt_state
-from zaya_jax.model.matmul import apart, dot, heads_first, turn
+from zaya_jax.model.matmul import apart, dot, heads_first, turn, whole
 from zaya_jax.parallel import context, heads, tsp
 from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import ALONE, Spread
@@ -178,7 +178,8 @@ class CCA(nnx.Module):
             part.packed_columns(conv.bias[...]).reshape(heads, self.channels)
             for conv in (self.conv_depthwise, self.conv_grouped)
         )
-        return mixed, jnp.einsum("gc,tgcd->gd", first_bias, w1) + last_bias
+        passed_on = jnp.einsum("gc,tgcd->gd", first_bias, w1, precision=whole(w1.dtype))
+        return mixed, passed_on + last_bias
 
     def _history(self):
         """How many packed columns the convolutions look back."""

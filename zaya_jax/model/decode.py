@@ -80,8 +80,13 @@ def _everywhere(mesh, arguments):
     return arguments if mesh is None else jax.device_put(arguments, NamedSharding(mesh, REPLICATED))
 
 
-def _on_mesh(mesh, model, run, arguments, *, out_specs):
+def _on_mesh(mesh, model, precision, run, arguments, *, out_specs):
     """run(spread, *arguments), on each device of the mesh where there is one; "carry" stands for a Carry's specs."""
+    with jax.default_matmul_precision(precision.matmul):
+        return _mapped(mesh, model, run, arguments, out_specs)
+
+
+def _mapped(mesh, model, run, arguments, out_specs):
     if mesh is None or mesh.shape["context"] == 1:
         return run(ALONE, *arguments)
     cache = jax.eval_shape(lambda: _empty_cache(model, Precision(), 1, 1))
@@ -103,21 +108,25 @@ def _generate_impl(params, balance, ids, mask, keys, model, precision, temperatu
         _, rest = _go_on(spread, params, balance, carry, keys[1:], model, precision, temperature)
         return jnp.concatenate([first, rest], axis=1)
 
-    return _on_mesh(mesh, model, run, (params, balance, ids, mask, keys), out_specs=REPLICATED)
+    return _on_mesh(mesh, model, precision, run, (params, balance, ids, mask, keys), out_specs=REPLICATED)
 
 
 def _start_impl(params, balance, ids, mask, key, model, precision, temperature, num_tokens, mesh):
     def run(spread, params, balance, ids, mask, key):
         return _start(spread, params, balance, ids, mask, key, model, precision, temperature, num_tokens)
 
-    return _on_mesh(mesh, model, run, (params, balance, ids, mask, key), out_specs=("carry", REPLICATED))
+    return _on_mesh(
+        mesh, model, precision, run, (params, balance, ids, mask, key), out_specs=("carry", REPLICATED)
+    )
 
 
 def _go_on_impl(params, balance, carry, keys, model, precision, temperature, mesh):
     def run(spread, params, balance, carry, keys):
         return _go_on(spread, params, balance, carry, keys, model, precision, temperature)
 
-    return _on_mesh(mesh, model, run, (params, balance, carry, keys), out_specs=("carry", REPLICATED))
+    return _on_mesh(
+        mesh, model, precision, run, (params, balance, carry, keys), out_specs=("carry", REPLICATED)
+    )
 
 
 def _start(

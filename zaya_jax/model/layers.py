@@ -38,9 +38,9 @@ class Linear(nnx.Module):
         if bias:
             self.bias = weight(rngs, (d_out,), axes[1:], "zeros")
 
-    def __call__(self, x: jax.Array, dtype, out_dtype=None) -> jax.Array:
+    def __call__(self, x: jax.Array, dtype, out_dtype=None, precision=None) -> jax.Array:
         out_dtype = out_dtype or dtype
-        y = dot(x, self.kernel[...], dtype, out_dtype)
+        y = dot(x, self.kernel[...], dtype, out_dtype, precision)
         return y + self.bias[...].astype(out_dtype) if hasattr(self, "bias") else y
 
 

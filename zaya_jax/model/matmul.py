@@ -3,6 +3,10 @@
 Plain `jnp.einsum` on bfloat16 either rounds the weight's gradient to bfloat16 or, asked for a float32 result, runs its
 two backward products in float32 (half the speed here). These products fix both: operands are cast inside, the
 cotangent is cast too, and the weight's gradient leaves its product in float32.
+
+Float32 operands are another matter: XLA multiplies them in TF32 on a GPU (10 bits instead of 23) unless it is asked
+for more. What `precision.compute` makes float32 follows `precision.matmul`, by JAX's context; what is float32 by itself
+(the router's matrices, the convolutions' biases, Muon's iteration) asks for `whole(dtype)` at the product.
 """
 
 import functools
@@ -11,45 +15,62 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
+from jax.lax import Precision
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4))
-def einsum(spec: str, x: jax.Array, w: jax.Array, dtype, out_dtype) -> jax.Array:
-    """jnp.einsum(spec, x, w) in `dtype`, given as `out_dtype`.
+def whole(dtype: Any) -> Precision | None:
+    """The precision that keeps a product of `dtype` what it is called: float32 asks for all its bits, others need not.
+
+    In the kernels that jaxlib 0.12.0 makes for an H200 and an MI300X "default" and "high" are TF32, XF32 (mma .. tf32,
+    mfma .. xf32).
+    """
+    return Precision.HIGHEST if jnp.dtype(dtype) == jnp.float32 else None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
+def einsum(
+    spec: str, x: jax.Array, w: jax.Array, dtype, out_dtype, precision: Precision | None = None
+) -> jax.Array:
+    """jnp.einsum(spec, x, w) in `dtype`, given as `out_dtype`; `precision` is for the gradients' products too.
 
     Rows are the index n, in x and in the result; each index must stand in two of the three arrays.
     """
     out = jnp.dtype(out_dtype)
     accumulate = out if out == jnp.dtype(dtype) else jnp.float32
-    return jnp.einsum(spec, x.astype(dtype), w.astype(dtype), preferred_element_type=accumulate).astype(out)
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=accumulate)
+    return product(spec, x.astype(dtype), w.astype(dtype)).astype(out)
 
 
-def _einsum_fwd(spec, x, w, dtype, out_dtype):
+def _einsum_fwd(spec, x, w, dtype, out_dtype, precision):
     x_cast = x.astype(dtype)
-    return einsum(spec, x_cast, w, dtype, out_dtype), (x_cast, w, jnp.zeros((), x.dtype))
+    return einsum(spec, x_cast, w, dtype, out_dtype, precision), (x_cast, w, jnp.zeros((), x.dtype))
 
 
-def _einsum_bwd(spec, dtype, out_dtype, saved, d_out):
+def _einsum_bwd(spec, dtype, out_dtype, precision, saved, d_out):
     x, w, like_x = saved
     operands, out = spec.split("->")
     x_spec, w_spec = operands.split(",")
     d_out = d_out.astype(dtype)
-    dx = jnp.einsum(f"{out},{w_spec}->{x_spec}", d_out, w.astype(dtype), preferred_element_type=like_x.dtype)
-    dw = sum_rows(x_spec, out, w_spec, x, d_out)
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=like_x.dtype)
+    dx = product(f"{out},{w_spec}->{x_spec}", d_out, w.astype(dtype))
+    dw = sum_rows(x_spec, out, w_spec, x, d_out, precision)
     return dx, dw.astype(w.dtype)
 
 
 einsum.defvjp(_einsum_fwd, _einsum_bwd)
 
 
-def sum_rows(x_spec: str, y_spec: str, w_spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def sum_rows(
+    x_spec: str, y_spec: str, w_spec: str, x: jax.Array, y: jax.Array, precision: Precision | None = None
+) -> jax.Array:
     """einsum of x and y over their rows "n", float32; the smaller one is transposed first."""
     if y.size < x.size:
         turned = w_spec[:-2] + w_spec[:-3:-1]
-        return apart(sum_rows(y_spec, x_spec, turned, y, x)).swapaxes(-1, -2)
+        return apart(sum_rows(y_spec, x_spec, turned, y, x, precision)).swapaxes(-1, -2)
     channels = x_spec.replace("n", "") + "n"
     x = written(jnp.moveaxis(apart(x), x_spec.index("n"), -1))
-    return jnp.einsum(f"{channels},{y_spec}->{w_spec}", x, y, preferred_element_type=jnp.float32)
+    product = functools.partial(jnp.einsum, precision=precision, preferred_element_type=jnp.float32)
+    return product(f"{channels},{y_spec}->{w_spec}", x, y)
 
 
 def rows_dot(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -70,11 +91,10 @@ def sum_tokens(x: jax.Array, axis: int = 0) -> jax.Array:
     return x.sum(axis)
 
 
-def dot(x: jax.Array, w: jax.Array, dtype, out_dtype=None) -> jax.Array:
+def dot(x: jax.Array, w: jax.Array, dtype, out_dtype=None, precision: Precision | None = None) -> jax.Array:
     """x [..., in] times w [in, out]."""
-    return einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, dtype, out_dtype or dtype).reshape(
-        *x.shape[:-1], -1
-    )
+    y = einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, dtype, out_dtype or dtype, precision)
+    return y.reshape(*x.shape[:-1], -1)
 
 
 def apart(x: Any) -> Any:

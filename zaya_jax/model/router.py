@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.layers import Linear, RMSNorm, weight
+from zaya_jax.model.matmul import whole
 
 
 class Router(nnx.Module):
@@ -28,10 +29,11 @@ class Router(nnx.Module):
 
     def __call__(self, x: Float[Array, "N D"], stream: Float[Array, "N R"], balance: Float[Array, "E1"]):
         """(choice [N], gate [N], logits [N, E + 1], the stream for the layer above)."""
-        stream = self.down(x, self.dtype, jnp.float32) + self.eda[...] * stream
-        z = _gelu(self.fc1(self.norm(stream), self.dtype, jnp.float32))
-        z = _gelu(self.fc2(z, self.dtype, jnp.float32))
-        logits = self.out(z, self.dtype, jnp.float32)
+        kind = (self.dtype, jnp.float32, whole(self.dtype))
+        stream = self.down(x, *kind) + self.eda[...] * stream
+        z = _gelu(self.fc1(self.norm(stream), *kind))
+        z = _gelu(self.fc2(z, *kind))
+        logits = self.out(z, *kind)
         p = jax.nn.softmax(logits, axis=-1)
         choice = jnp.argmax(jax.lax.stop_gradient(p) + balance, axis=-1).astype(jnp.int32)
         # A product with a one-hot row instead of a gather: its gradient is no scatter.

@@ -23,6 +23,7 @@ from zaya_jax.model.cca import CCA
 from zaya_jax.model.dense import DenseLayer
 from zaya_jax.model.experts import PRODUCTS, expert_mlp
 from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
+from zaya_jax.model.lookup import lookup
 from zaya_jax.model.router import Router
 from zaya_jax.model.stack import linear_pattern, scan_layers
 from zaya_jax.parallel import context, expert
@@ -95,7 +96,7 @@ class Embed(nnx.Module):
         self.scale = weight(rngs, shape[1:], ("embed",), "ones")
 
     def __call__(self, tokens: Int[Array, "B S"], pad_id: int | None) -> Float[Array, "B S D"]:
-        rows = self.embedding[...][tokens]
+        rows = lookup(self.embedding[...], tokens)
         if pad_id is not None:  # as in the port, looking up the padding id teaches it nothing
             rows = jnp.where((tokens == pad_id)[..., None], jax.lax.stop_gradient(rows), rows)
         return (rows + self.bias[...]) * self.scale[...]
