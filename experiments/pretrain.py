@@ -5,9 +5,10 @@
     python -m experiments.pretrain --config=FILE --describe            the run's phases, and nothing else
 
 Without options it trains `tiny`. Everything a run leaves is under its workdir; the same command on a workdir that has
-checkpoints goes on from the newest, bit for bit as if it had never stopped. Exit codes: 0 done, 2 bad input,
-3 unhealthy (no finite gradient for many steps), 4 storage that fails or is damaged, 75 saved, start me again (stopped
-by a signal, or at the border to a phase with another mesh), 130 and 143 stopped by a second signal, at once.
+checkpoints goes on from the newest as if it had never stopped: bit for bit on CPUs, docs/checkpoints.md says when else.
+Exit codes: 0 done, 2 bad input, 3 unhealthy (no finite gradient for many steps), 4 storage that fails or is damaged,
+75 saved, start me again (stopped by a signal, or at the border to a phase with another mesh), 130 and 143 stopped by a
+second signal, at once.
 """
 
 import contextlib

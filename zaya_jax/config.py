@@ -202,18 +202,18 @@ class Precision:
     """The one table of number formats, and what they are on each chip.
 
     Weights, residual stream, norms, softmaxes and losses are always float32, and a product adds up in float32. TF32 is
-    float32 cut to 10 bits in front of a product: what XLA takes for float32 on NVIDIA and, as XF32, on MI300X, unless it
-    is asked for more. CPUs have none.
+    float32 cut to 10 bits in front of a product: what XLA takes for float32 on NVIDIA and, as XF32, on MI300X, unless
+    it is asked for more. CPUs have none.
     """
 
-    # What matrices multiply in, and what travels between the devices of a layer: partial sums over the tensor axis, and
-    # gradients of keys and values over context, add up in it. A weight's gradient leaves its product in float32; that of
-    # experts on a GPU is a bfloat16 number for each micro-batch, rounded once, and float32 from there on.
+    # What matrices multiply in, and what travels between the devices of a layer: partial sums over tensor, and
+    # gradients of keys and values over context, add up in it. A weight's gradient leaves its product in float32; that
+    # of experts on a GPU rounded once to bfloat16, for each micro-batch, and is float32 from there on.
     compute: str = "bfloat16"
     # What the router's matrices multiply in; float32 is never TF32.
     router: str = "float32"
     # What float32 is where compute is "float32": with "default" and "high" TF32 if the chip has it, with "highest"
-    # float32. Nothing else follows it.
+    # float32. Nothing else depends on it.
     matmul: str = "default"
     # Muon's iteration and, between devices, its directions; "compute": like compute. float32 is never TF32.
     newton_schulz: str = "compute"

@@ -83,6 +83,41 @@ def test_heights_of_blocks():
     assert blocks.heights(1 << 20, 16)[-1] == 1024
 
 
+def test_weight_gradients_of_grouped_products_are_rounded_once():
+    """As a GPU computes them: the rounding of a call's result is all that parts them from float32, however many rows."""
+    calls, rows = 16, 256
+    keys = jax.random.split(jax.random.key(0), 2)
+    # Of one sign, so that sums grow large: added up in bfloat16 they would stop growing after some 256 rows.
+    x = jax.random.uniform(keys[0], (calls, rows, D)).astype(jnp.bfloat16)
+    dy = jax.random.uniform(keys[1], (calls, rows, F)).astype(jnp.bfloat16)
+    sizes = jnp.asarray([rows - 20, 3, 0, 10], jnp.int32)
+    w = jnp.zeros((E, D, F), jnp.float32)
+
+    def ours(
+        x, dy
+    ):  # not jitted: a compiler may leave a rounding out, as XLA's for CPUs does, hipBLASLt's product cannot
+        return jax.vjp(lambda w: experts.grouped_dot(x, w, sizes), w)[1](dy)[0]
+
+    ends = np.cumsum(sizes)
+    group = (np.arange(rows)[:, None] >= ends).sum(-1)
+    wide = [np.asarray(a, np.float64) for a in (x, dy)]
+    exact = np.stack(
+        [np.stack([x[group == e].T @ dy[group == e] for e in range(E)]) for x, dy in zip(*wide, strict=True)]
+    )
+    found = np.stack([ours(a, b) for a, b in zip(x, dy, strict=True)])
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, found.astype(jnp.bfloat16))  # so the table of formats says
+    assert (np.abs(found - exact) <= 2.0**-8 * np.abs(exact)).all()
+
+    def error(a, b):
+        return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+    once, summed = error(found[0], exact[0]), error(found.sum(0), exact.sum(0))
+    assert 1e-3 < once < 2e-3
+    assert summed < once / 3  # float32 sums of independent roundings
+    assert (found.sum(0) != found.sum(0).astype(jnp.bfloat16)).any()
+
+
 def test_weight_gradients_are_float32_of_bfloat16_rows(path):
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (64, D), jnp.bfloat16)

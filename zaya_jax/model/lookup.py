@@ -1,7 +1,9 @@
 """Rows of a table by index, and the table's gradient in one order of summation whatever the chip.
 
-Left to differentiation, the gradient is a scatter-add, which a GPU does by atomic additions: a word that comes often gets
-its sum in another order each time, and two runs of one program other bits. Letters: N look-ups, V rows, D numbers each.
+Left to differentiation, the gradient is a scatter-add, which a GPU does by atomic additions: a word that comes often
+gets its sum in another order each time, and two runs of one program other bits. Sorting costs a CPU 0.5% of a step of
+`tiny` (1.005 and 1.004 in bfloat16 and float32, medians of 20 pairs on two cores). Letters: N look-ups, V rows, D
+numbers each.
 """
 
 import jax

@@ -1,0 +1,155 @@
+"""The training step as it is lowered for GPUs that are not here: float32 that is float32, sums in a fixed order."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zaya_jax import config
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.train import step as steps
+
+PLATFORMS = ("cuda", "rocm")  # lowered for both at once
+SHAPE = {"sequences": 8, "length": 32}
+MODELS = {
+    "zaya": {"layer_types": ("hybrid", "hybrid_sliding"), "sliding_window": 9},
+    "linear": {"layer_types": ("hybrid", "hybrid_linear")},
+    "dense": {"model_type": "dense", "num_experts": 1, "intermediate_size": 32, "attention_bias": False},
+}
+MESHES = {
+    "one device": ("zaya", 1, {}),
+    "linear": ("linear", 1, {}),
+    "dense": ("dense", 1, {}),
+    "fsdp and experts": ("zaya", 8, {"expert": 4, "fsdp": True}),
+    "context and tensor": ("zaya", 4, {"context": 2, "tensor": 2}),
+}
+MORE_MESHES = {
+    "ring": ("zaya", 2, {"context": 2, "ring": True}),
+    "TSP": ("zaya", 2, {"tensor": 2, "tsp": True}),
+    "linear over context": ("linear", 2, {"context": 2}),
+    "dense TSP": ("dense", 2, {"tensor": 2, "tsp": True}),
+}
+CASES = [pytest.param(*case, id=name) for name, case in MESHES.items()]
+CASES += [pytest.param(*case, id=name, marks=pytest.mark.slow) for name, case in MORE_MESHES.items()]
+
+
+def settings(model: str = "zaya", mesh: dict | None = None, **precision) -> config.Config:
+    return config.check({
+        "model": dict(
+            vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=2,
+            head_dim=8, moe_intermediate_size=16, router_hidden_size=8, pad_token_id=None,
+            lm_head_bias=True, **{"num_experts": 8, "attention_bias": True, **MODELS[model]},
+        ),
+        "precision": precision, "data": {"seq_len": SHAPE["length"]}, "mesh": mesh or {},
+    })  # fmt: skip
+
+
+@pytest.fixture
+def lowered(monkeypatch):
+    """The operations of a step's StableHLO, by settings and number of devices."""
+    jax.clear_caches()  # traces made for a CPU must not be found again, nor these later
+    jax.devices()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def operations(of: config.Config, devices: int) -> list:
+        mesh = make_mesh(of.mesh, jax.devices()[:devices])
+        optimizer = steps.build_optimizer(of, mesh)
+        step = steps.make_train_step(of, of.model, optimizer, mesh)
+        state = jax.eval_shape(lambda: steps.init_state(of, optimizer, mesh))
+        rows = np.ones((SHAPE["sequences"], SHAPE["length"]), np.int32)
+        batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
+        batch["loss_mask"] = rows.astype(np.float32)
+        batch = steps.put_batch(mesh, batch, 1, steps.spread_of(of, mesh))
+        traced = step.trace(state, batch, np.float32(1e-3))
+        module = traced.lower(lowering_platforms=PLATFORMS).compiler_ir("stablehlo")
+        return list(walk(module.operation))
+
+    yield operations
+    jax.clear_caches()
+
+
+def walk(operation) -> Iterator:
+    yield operation
+    for region in operation.regions:
+        for block in region:
+            for inner in block:
+                yield from walk(inner.operation)
+
+
+def element(value) -> str:
+    return str(value.type.element_type)
+
+
+def products(operations: list) -> list[tuple[str, str, str]]:
+    """Format of the operands, precision, and shape of the result, of every matrix product."""
+    found = []
+    for op in operations:
+        if op.name in ("stablehlo.dot_general", "chlo.ragged_dot"):
+            both = {str(p).split("precision ")[1].rstrip(">") for p in op.attributes["precision_config"]}
+            kinds = {element(op.operands[i]) for i in (0, 1)}
+            assert len(kinds) == len(both) == 1
+            found.append((kinds.pop(), both.pop(), str(op.results[0].type)))
+    return found
+
+
+@pytest.mark.parametrize(("model", "kinds"), [("zaya", 1), ("linear", 2), ("dense", 0)])
+def test_float32_of_the_table_is_float32(lowered, model, kinds):
+    """With bfloat16 products, all that is left of float32 asks for all its bits."""
+    found = products(lowered(settings(model), 1))
+    exact = [p for p in found if p[0] == "f32"]
+    # For each kind of layer that is traced: the router's four matrices, three products each; the convolutions' biases.
+    assert [p[1] for p in exact] == ["HIGHEST"] * 15 * kinds
+    assert {p[:2] for p in found} - {("f32", "HIGHEST")} == {("bf16", "DEFAULT")}
+
+
+@pytest.mark.parametrize("matmul", ["default", "high", "highest"])
+def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(lowered, matmul):
+    found = products(lowered(settings(compute="float32", matmul=matmul, router="float32"), 1))
+    assert {p[0] for p in found} == {"f32"}
+    assert {p[1] for p in found} == {matmul.upper(), "HIGHEST"}
+    if matmul != "highest":
+        router = [
+            p for p in found if p[2] in ("tensor<256x9xf32>", "tensor<256x8xf32>")
+        ]  # logits, narrow stream
+        assert len(router) >= 4 and {p[1] for p in router} == {"HIGHEST"}
+
+
+def test_a_router_in_bfloat16_is_left_alone(lowered):
+    found = products(lowered(settings(router="bfloat16"), 1))
+    assert {p[1] for p in found if p[0] == "bf16"} == {"DEFAULT"}
+    assert sum(p[0] == "f32" for p in found) == 3
+
+
+@pytest.mark.parametrize(("model", "devices", "mesh"), CASES)
+def test_no_scatter_adds_numbers_in_an_order_of_its_own(lowered, model, devices, mesh):
+    """Of several additions to one place a GPU does each when it comes."""
+    of = dataclasses.replace(settings(model), mesh=config.Mesh(**mesh))
+    operations = lowered(of, devices)
+    scatters = [op for op in operations if op.name == "stablehlo.scatter"]
+    assert any(element(op.results[0]) == "f32" for op in scatters)  # the embedding's gradient
+    for op in scatters:
+        body = [inner.operation.name for inner in op.regions[0].blocks[0]]
+        assert body == ["stablehlo.return"], op  # puts a number, adds none
+        assert str(op.attributes["unique_indices"]) == "true", op
+    assert not [op for op in operations if op.name == "stablehlo.select_and_scatter"]
+
+
+def test_the_walk_finds_what_it_looks_for():
+    """A look-up left to differentiation, and a product left to itself."""
+
+    def loss(table, index):
+        rows = table[index]
+        return jnp.sum(rows @ rows.T)
+
+    like = jax.ShapeDtypeStruct((8, 4), jnp.float32), jax.ShapeDtypeStruct((5,), jnp.int32)
+    traced = jax.jit(jax.grad(loss)).trace(*like)
+    operations = list(walk(traced.lower(lowering_platforms=PLATFORMS).compiler_ir("stablehlo").operation))
+    scatters = [op for op in operations if op.name == "stablehlo.scatter"]
+    assert scatters  # one for each platform
+    for scatter in scatters:
+        assert "stablehlo.add" in [inner.operation.name for inner in scatter.regions[0].blocks[0]]
+        assert str(scatter.attributes["unique_indices"]) == "false"
+    assert {p[:2] for p in products(operations)} == {("f32", "DEFAULT")}
