@@ -84,7 +84,7 @@ def test_heights_of_blocks():
 
 
 def test_weight_gradients_of_grouped_products_are_rounded_once():
-    """As a GPU computes them: the rounding of a call's result is all that parts them from float32, however many rows."""
+    """As a GPU computes them: a rounding of each result is all that parts them from float32, however many rows."""
     calls, rows = 16, 256
     keys = jax.random.split(jax.random.key(0), 2)
     # Of one sign, so that sums grow large: added up in bfloat16 they would stop growing after some 256 rows.

@@ -19,7 +19,7 @@ def lookup(table: Float[Array, "V D"], index: Int[Array, "*N"]) -> Float[Array, 
 
 
 def _lookup_fwd(table, index):
-    return table[index], (index, jnp.zeros((table.shape[0], 0), table.dtype))
+    return table[index], (jnp.asarray(index), jnp.zeros((table.shape[0], 0), table.dtype))
 
 
 def _lookup_bwd(saved, d):
