@@ -317,7 +317,7 @@ def new_length(meta: dict, config: Config, last_step: int) -> str:
 def unknown_peak() -> str:
     """Why no MFU is shown, on an accelerator whose peak is not known; a CPU has none that would mean something."""
     device = jax.devices()[0]
-    if device.platform == "cpu" or peak_flops(device, "bfloat16"):
+    if device.platform == "cpu" or peak_flops(device, config_lib.Precision()):
         return ""
     return f"MFU is not shown: peak rate of {device.device_kind} unknown (zaya_jax/hardware/chips.py)"
 
