@@ -3,9 +3,9 @@
     XLA_FLAGS=--xla_force_host_platform_device_count=8 launch/node.sh 1 \
         .venv/bin/python -m experiments.pretrain --config=experiments/configs/tiny_phases.py
 
-Hardware: two CPU cores as eight virtual devices (one device cannot share a sequence), no network, no data; about three
+Hardware: two CPU cores as eight virtual devices (one device cannot share a sequence), no network, no data; about two
 minutes. Expected: three ends with exit code 75, since every phase has a mesh of its own, each of which launch/node.sh
-follows with a new start; then a held-out loss of about 1.96 nats a byte.
+follows with a new start; then a held-out loss of about 1.88 nats a byte.
 """
 
 import sysconfig
