@@ -168,7 +168,7 @@ def _wrong_config(workdir: Path, step: int) -> str:
         recorded = read_config(workdir)
         saved = store.read_meta(workdir, step).get("config")
         if saved:
-            check_same(config.check(saved), recorded, workdir)
+            check_same(config.check(saved), recorded, workdir, step)
     except UserError as error:
         return f"config.json: {error}"
     except (OSError, ValueError, AttributeError):  # damage there is told already

@@ -399,7 +399,7 @@ class Tiers:
         elif self._accept:
             try:
                 self._accept(meta)
-            except UserError as error:
+            except (UserError, KeyError) as error:
                 what = str(error)
         if what:
             raise UserError(
