@@ -68,6 +68,10 @@ def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeyp
     monkeypatch.setattr("signal.signal", lambda *args: None)
     devices = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *args: devices)
+    with pytest.raises(config.UserError, match=r"bos_token_id=2, but tokenizer bytes has 256"):
+        pretrain.train(config.check(settings), workdir)
+    for name in ("bos", "eos", "pad"):
+        settings.model[f"{name}_token_id"] = None  # another tokenizer than it was trained with: its ids
     assert pretrain.train(config.check(settings), workdir) == 0
     assert [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()] == [
         1,
