@@ -121,4 +121,4 @@ def test_bad_configs_are_refused(make_config, corpus, tok):
     with pytest.raises(UserError, match="264 ids"):
         pipeline.train_stream(make_config(path=str(corpus), vocab_size=256), tok)
     with pytest.raises(UserError, match="3 processes"):
-        pipeline.train_stream(make_config(path=str(corpus)), tok, (0, 3))
+        next(pipeline.train_stream(make_config(path=str(corpus)), tok, (0, 3)))

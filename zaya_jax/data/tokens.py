@@ -33,6 +33,7 @@ SPLITS = ("train", "held_out")
 SUFFIX = ".tokens"
 BUNDLE_BYTES = 64 << 10  # of tokens: one read for every few sequences
 PAGE_BYTES = 4096
+SLICE_TOKENS = 1 << 20  # of a long document that are copied at once
 
 SHARD_TYPE = np.dtype(
     [
@@ -196,18 +197,24 @@ class ShardWriter:
         self._partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
         self._file = self._partial.open("wb")
         self._crc = 0
-        self._pending: list[Document] = []  # at most a bundle's tokens
-        self._pending_tokens, self._goes_on = 0, False  # the first of them is the rest of a document
+        self._pending: list[
+            tuple[Document, bool]
+        ] = []  # with whether one begins there; at most a bundle's tokens
+        self._pending_tokens = 0
         self._offsets, self._crcs, self._lengths = array.array("Q", [0]), array.array("Q"), array.array("Q")
         self._tokens = self._pages = 0
 
     def add(self, document: Document) -> None:
         """Append one document."""
-        self._lengths.append(len(document.tokens))
-        self._pending.append(document)
-        self._pending_tokens += len(document.tokens)
-        if self._pending_tokens > self._size:  # one more than it holds, so that what follows it is known
-            self._flush()
+        tokens, learn = document.tokens, document.learn
+        self._lengths.append(len(tokens))
+        for begin in range(0, len(tokens), SLICE_TOKENS):
+            some = slice(begin, begin + SLICE_TOKENS)
+            part = Document(tokens[some], None if learn is None else learn[some])
+            self._pending.append((part, begin == 0))
+            self._pending_tokens += len(part.tokens)
+            if self._pending_tokens > self._size:  # one more than it holds, so that what follows it is known
+                self._flush()
 
     def close(self) -> dict[str, Any]:
         """Finish the file; its entry, with the name it has until then under "partial"."""
@@ -239,13 +246,14 @@ class ShardWriter:
         """Write all full bundles of what is pending, at last the rest too."""
         if not self._pending:
             return
-        tokens = np.concatenate([d.tokens for d in self._pending]).astype(self.dtype, copy=False)
+        documents = [document for document, _ in self._pending]
+        tokens = np.concatenate([d.tokens for d in documents]).astype(self.dtype, copy=False)
         learn = None
-        if any(d.learn is not None for d in self._pending):
-            parts = [np.ones(len(d.tokens), bool) if d.learn is None else d.learn for d in self._pending]
+        if any(d.learn is not None for d in documents):
+            parts = [np.ones(len(d.tokens), bool) if d.learn is None else d.learn for d in documents]
             learn = np.concatenate(parts)
-        lengths = np.array([len(d.tokens) for d in self._pending], np.int64)
-        starts = (np.cumsum(lengths) - lengths)[1 if self._goes_on else 0 :]
+        lengths = np.array([len(d.tokens) for d in documents], np.int64)
+        starts = (np.cumsum(lengths) - lengths)[[begins for _, begins in self._pending]]
         begin, whole = 0, len(tokens)
         while begin < whole if last else begin + self._size < whole:
             end = min(begin + self._size, whole)
@@ -256,9 +264,9 @@ class ShardWriter:
             masked = None if learn is None or learn[begin:end].all() else learn[begin:end]
             self._write_bundle(tokens[begin:end], starts[first:stop] - begin, masked, after)
             begin = end
-        # The first bundle took all documents but the last, since they filled no bundle before it came.
-        self._goes_on = begin > whole - lengths[-1]
-        self._pending = [Document(tokens[begin:], None if learn is None else learn[begin:])]
+        # The first bundle took all parts but the last, since they filled no bundle before it came.
+        begins = self._pending[-1][1] and begin == whole - lengths[-1]
+        self._pending = [(Document(tokens[begin:], None if learn is None else learn[begin:]), begins)]
         self._pending_tokens = whole - begin
 
     def _write_bundle(self, tokens, starts, learn, after) -> None:
