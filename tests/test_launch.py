@@ -1,8 +1,6 @@
 """The launch templates without a cluster: shells that lint, a JobSet of the right shape, one set of values in both."""
 
-import contextlib
 import os
-import pty
 import re
 import signal
 import subprocess
@@ -252,22 +250,33 @@ def test_node_goes_on_at_a_border_and_nowhere_else(tmp_path):
     assert (out, running.returncode) == ("", 75)
 
 
+# A process of its own for it: forking one that has threads, as pytest has after other tests, is a warning.
+AT_A_TERMINAL = """
+import os, pty, sys, time
+pid, terminal = pty.fork()
+if pid == 0:
+    os.execv(sys.argv[1], sys.argv[1:])
+out = b""
+try:
+    while chunk := os.read(terminal, 1000):
+        out += chunk
+        if out.count(b"up") == 2 and b"^C" not in out:
+            os.write(terminal, b"\\x03")
+            time.sleep(0.1)
+except OSError:
+    pass  # the end of a terminal that nobody has open
+print(out.decode())
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
 def test_ctrl_c_at_a_terminal_reaches_each_process_once():
     """The terminal sends it to everybody in the foreground, and a second signal would end a run without saving."""
     waits = "trap 'n=$((n + 1))' TERM INT; n=0; echo up; for i in $(seq 30); do sleep 0.05; done; echo got $n; exit 75"
-    pid, terminal = pty.fork()
-    if pid == 0:
-        os.execve(NODE, [NODE, "2", "bash", "-c", waits], {"PATH": os.environ["PATH"], "PCI_DEVICES": "none"})
-    out = b""
-    with contextlib.suppress(OSError):  # the end of a terminal that nobody has open
-        while chunk := os.read(terminal, 1000):
-            out += chunk
-            if out.count(b"up") == 2 and b"^C" not in out:
-                os.write(terminal, b"\x03")
-                time.sleep(0.1)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    os.close(terminal)
-    assert out.count(b"got 1") == 2 and code == 75, (out, code)
+    command = [sys.executable, "-c", AT_A_TERMINAL, NODE, "2", "bash", "-c", waits]
+    environ = {"PATH": os.environ["PATH"], "PCI_DEVICES": "none"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
+    assert done.stdout.count("got 1") == 2 and done.returncode == 75, done
 
 
 def slurm(folder, code, restarts=20):
