@@ -103,7 +103,10 @@ def test_a_mesh_must_fit_devices_and_batch():
         make_mesh(config.Mesh(data=3), jax.devices()[:8])
     with pytest.raises(config.UserError, match=r"expert x context x tensor = 3 must divide 8, as 2 does"):
         make_mesh(config.Mesh(expert=3), jax.devices()[:8])
-    with pytest.raises(config.UserError, match="micro-batch of 6 sequences does not divide over 4 devices"):
+    with pytest.raises(
+        config.UserError,
+        match=r"micro-batch of 6 sequences .* does not divide over 4 devices .*; set config\.data\.micro_batch=4",
+    ):
         rules.check_batch(SETTINGS, Spread(data=4), (12,), 6)
 
 
