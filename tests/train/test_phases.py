@@ -210,7 +210,7 @@ def test_a_config_is_described_without_devices_data_or_files(tmp_path, name):
 
 def test_the_full_size_recipe_is_the_published_one():
     path = Path(pretrain.__file__).parent / "configs" / "zaya1_base.py"
-    given = settings(path, data__path="/root/of/data")
+    given = settings(path, data__path="/srv/data")
     plan = schedule.make_plan(given)
     assert recipe.check(given, plan) == []
     phases = [segments[0].phase for _, segments in recipe._by_phase(plan)]
@@ -220,9 +220,9 @@ def test_the_full_size_recipe_is_the_published_one():
     assert [phase.mesh.context for phase in phases] == [1, 1, 2, 8]
     assert [phase.packing for phase in phases] == ["concat"] * 3 + ["best_fit"]
     assert phases[0].global_batch == phases[1].global_batch == 4096
-    assert all(path.startswith("/root/of/data/") for phase in phases for path in phase.mixture)
-    assert "/root/of/data/reasoning_32k=0.86" in phases[2].mixture
-    assert "/root/of/data/reasoning_131k=0.75" in phases[3].mixture
+    assert all(path.startswith("/srv/data/") for phase in phases for path in phase.mixture)
+    assert "/srv/data/reasoning_32k=0.86" in phases[2].mixture
+    assert "/srv/data/reasoning_131k=0.75" in phases[3].mixture
     for phase in phases:
         spread = recipe.spread_at(given, phase, 1024)
         assert phase.micro_batch == spread.data * spread.expert  # one sequence at a time
