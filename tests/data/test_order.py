@@ -39,22 +39,23 @@ def test_epochs_differ_and_any_number_may_be_asked_for(num_rows, batch):
     assert (Order(num_rows, batch, batch, 16, key=8).rows(np.arange(num_rows)) != whole[:num_rows]).any()
 
 
-def test_blocks_are_in_few_hands_and_their_rows_apart():
-    """A row's neighbours come in the same slot, some steps later; a batch has one row of each block."""
-    batch, block = 16, 8
-    made = Order(50_003, batch, batch, block, key=3)
-    assert made.block_rows == block
-    rows = made.rows(np.arange(50_003))
-    blocks, slots, steps = rows // block, np.arange(len(rows)) % batch, np.arange(len(rows)) // batch
-    held, last = {}, {}
-    strays = close = 0
-    for b, slot, step in zip(blocks.tolist(), slots.tolist(), steps.tolist(), strict=True):
-        strays += held.setdefault(b, slot) != slot
-        close += step - last.get(b, -99) < order.TURNS
-        last[b] = step
-    assert strays + close < 0.03 * len(rows)  # the few blocks that are left over
-    first = blocks[: batch * order.TURNS]
-    assert len(np.unique(first)) == len(first)
+@pytest.mark.parametrize(("num_rows", "batch"), [(50_003, 16), (99_991, 7), (4099 * 64, 64), (32_768, 8)])
+def test_a_batch_has_one_row_of_a_block_and_a_slot_its_blocks(num_rows, batch):
+    """A block's rows come some steps apart, one in a batch, at the same place of it; few rows belong to none."""
+    made = Order(num_rows, batch, batch, 64, key=3)
+    assert made.block_rows > 8 and num_rows % made.block_rows < 0.01 * num_rows
+    numbers = np.arange(num_rows)
+    rows, lanes = made.rows(numbers), made.lane(numbers)
+    blocks, steps = rows // made.block_rows, numbers // batch
+    last, held = {}, {}
+    for b, lane, step in zip(blocks.tolist(), lanes.tolist(), steps.tolist(), strict=True):
+        if b < made.num_blocks:
+            assert step - last.get(b, -99) >= order.TURNS - 1
+            assert held.setdefault(b, lane) == lane
+            last[b] = step
+    loose = np.flatnonzero(blocks >= made.num_blocks)
+    if len(loose) > 1:  # what fills no block is spread, too
+        assert np.diff(loose).min() > 0.5 * num_rows / len(loose)
 
 
 def store_of(lengths, shards=1):

@@ -234,6 +234,58 @@ def test_whole_records_in_the_wrong_place_are_found(directory, prepare_text, wha
     assert store.counters.corrupt >= 1
 
 
+def test_a_directory_prepared_again_is_read_anew(prepare_text, tmp_path):
+    """The same names, sizes and places, other letters: descriptors that are still open are of the old files."""
+    first = prepare_text("web", 60, seed=1, longest=2)
+    old = Prepared(str(first))
+    before = contents(old)
+    for shard in range(old.num_shards):
+        old.lengths(shard)
+    shutil.move(first, tmp_path / "moved")
+    second = prepare_text("web", 60, seed=2, longest=2)
+    assert Prepared(str(second)).manifest["corpus"] == old.manifest["corpus"]
+    after = contents(Prepared(str(second)))
+    assert len(after) == len(before) and (after != before).any()
+    np.testing.assert_array_equal(contents(Prepared(str(tmp_path / "moved"))), before)
+    (tmp_path / "moved" / old.file(0)).replace(second / old.file(0))  # sound, and of another input
+    store = Prepared(str(second), on_corrupt="skip")
+    bundles(store)
+    assert store.counters.corrupt >= 1
+
+
+def test_the_same_input_prepared_twice_is_the_same_data(prepare_text, tmp_path):
+    one = prepare_text("web", 40)
+    shutil.move(one, tmp_path / "moved")
+    assert Prepared(str(prepare_text("web", 40))).fingerprint == Prepared(str(tmp_path / "moved")).fingerprint
+
+
+@pytest.mark.parametrize("where", ["local", "memory"])
+@pytest.mark.parametrize(
+    "what", ["tokenizer", "other tokenizer", "sources", "no sources", "grown", "extra", "table"]
+)
+def test_verifying_names_it(directory, what, where):
+    tokenizer = directory / "tokenizer" / "zaya_tokenizer.json"
+    shard = directory / Prepared(str(directory)).file(0)
+    if what == "tokenizer":
+        tokenizer.unlink()
+    elif what == "other tokenizer":
+        tokenizers.train_bpe(["some text " * 50], 265).save(directory / "tokenizer")
+    elif what == "sources":
+        damage(directory / "sources.jsonl", 3)
+    elif what == "no sources":
+        (directory / "sources.jsonl").unlink()
+    elif what == "grown":
+        shard.write_bytes(shard.read_bytes() + b"x" * 70)
+    elif what == "extra":
+        (directory / "train-09999.tokens").write_bytes(b"")
+    else:
+        (directory / "shards.bin").unlink()
+    if where == "local":
+        assert len(storage.verify(str(directory))) >= 1
+    elif "tokenizer" not in what:  # which is compared where it is read
+        assert storage.verify(to_memory(directory, f"verify {what}"))
+
+
 def fuzz(directory: pathlib.Path, scratch: pathlib.Path, seconds: float, seed: int = 0) -> int:
     """Damage random shards for some time; every damage must be named, and nothing wrong ever be read."""
     rng = random.Random(seed)

@@ -6,11 +6,10 @@ number of rows, in closed form. No list of rows exists, and none is shuffled.
 
 An epoch's order has locality, since a read brings a whole bundle, of which a short row is a small part:
 
-- Rows are taken in *blocks* of R neighbours, some bundles long. A few rows at the end that fill no block come last.
+- Rows are taken in *blocks* of R neighbours, some bundles long. A few that fill no block are spread over the epoch.
 - Blocks are permuted anew each epoch and opened L at a time, a *round*; rows go round its blocks, so that one batch has
-  one row of each, and a block's next row comes `TURNS` steps later. L is a multiple of the rows that the source gives
-  to a step, so a block belongs to one batch slot, and is read by one process. (Blocks that are left over, fewer than a
-  batch has rows, go round by themselves.)
+  one row of each, and a block's next row comes `TURNS` steps later. A step's rows lie in the batch by their blocks
+  (`Order.lane`), so a block stays with a batch slot or its neighbour, and is read by one process.
 - A source has at least `ROUNDS` rounds an epoch, otherwise R is smaller; small sources have R = 1: all rows shuffled.
 
 No row comes twice in a batch, at an epoch's end neither: blocks belong to one of G groups for ever, an epoch goes
@@ -18,7 +17,9 @@ through the groups one after another, and no group is larger than the rows of an
 where a source has twice the rows of a batch. One with fewer rows than a batch gives each equally often.
 """
 
+import array
 import collections
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -33,7 +34,7 @@ BLOCK_BUNDLES = 16  # of a block, which reads two more: the ones at its ends are
 TURNS = 8  # steps between two rows of a block
 ROUNDS = 8  # of blocks in an epoch, at least
 UNIT_ROWS = 64  # rows that are packed together: best-fit leaves part of one row empty in each unit
-UNITS = 4096  # whose rows stay planned
+SPANS = 4 << 20  # that stay planned, 16 bytes each
 
 
 class Store(Protocol):
@@ -80,10 +81,13 @@ class Memory:
         self.name, self.fingerprint, self.bundle = name, fingerprint, bundle
         self.num_tokens = len(bundle)
         self.first_token = np.array([0, len(bundle)], np.int64)
+        self._lengths: np.ndarray | None = None
 
     def lengths(self, shard: int) -> np.ndarray:
         """The tokens of each document."""
-        return np.diff(np.append(np.flatnonzero(self.bundle.starts), len(self.bundle)))
+        if self._lengths is None:
+            self._lengths = np.diff(np.append(np.flatnonzero(self.bundle.starts), len(self.bundle)))
+        return self._lengths
 
     def parts(self, spans: Sequence[Span]) -> list[list[Part]]:
         """Each span, as a piece of the one bundle."""
@@ -113,17 +117,19 @@ class Plan:
     def __init__(self, store: Store, seq_len: int, packing: str) -> None:
         self._store, self._seq_len, self._packing = store, seq_len, packing
         self.unit_tokens = UNIT_ROWS * seq_len
-        shards, places, counts = [], [], []
+        shards, firsts, counts = (array.array("q") for _ in range(3))
         for shard in range(store.num_shards):
             cuts = self._cuts(lengths := store.lengths(shard))
-            for place in range(len(cuts) - 1):
+            for first, stop in itertools.pairwise(cuts.tolist()):
                 shards.append(shard)
-                places.append(place)
-                counts.append(len(pack.plan(lengths[cuts[place] : cuts[place + 1]], seq_len, packing)))
-        self._shards, self._places = np.array(shards, np.int64), np.array(places, np.int64)
+                firsts.append(first)
+                counts.append(len(pack.plan(lengths[first:stop], seq_len, packing)))
+        self._shards, self._firsts = np.array(shards, np.int64), np.array(firsts, np.int64)
         self._ends = np.cumsum(np.array(counts, np.int64))
-        self.num_rows = int(self._ends[-1]) if counts else 0
-        self._planned: collections.OrderedDict[int, list[list[Span]]] = collections.OrderedDict()
+        self.num_rows = int(self._ends[-1]) if len(counts) else 0
+        # Of each unit: its spans, row after row, and where each row ends among them.
+        self._planned: collections.OrderedDict[int, tuple[np.ndarray, np.ndarray]] = collections.OrderedDict()
+        self._num_spans = 0
 
     def _cuts(self, lengths: np.ndarray) -> np.ndarray:
         """Where a shard's units begin and the last one ends, in documents."""
@@ -135,21 +141,25 @@ class Plan:
     def spans(self, row: int) -> list[Span]:
         """The documents of a row."""
         unit = int(np.searchsorted(self._ends, row, side="right"))
-        rows = self._unit(unit)
-        return rows[row - int(self._ends[unit]) + len(rows)]
+        spans, ends = self._unit(unit)
+        at = row - int(self._ends[unit]) + len(ends)
+        return [(a, b) for a, b in spans[ends[at - 1] if at else 0 : ends[at]].tolist()]
 
-    def _unit(self, unit: int) -> list[list[Span]]:
+    def _unit(self, unit: int) -> tuple[np.ndarray, np.ndarray]:
         if unit not in self._planned:
-            shard = int(self._shards[unit])
+            shard, first = int(self._shards[unit]), int(self._firsts[unit])
             lengths = self._store.lengths(shard)
-            first, stop = self._cuts(lengths)[self._places[unit] :][:2]
-            begin = int(self._store.first_token[shard] + lengths[:first].sum())
+            last = unit + 1 == len(self._shards) or self._shards[unit + 1] != shard
+            stop = len(lengths) if last else int(self._firsts[unit + 1])
             rows = pack.plan(lengths[first:stop], self._seq_len, self._packing)
             # Best-fit has the longest documents first.
-            places = shuffle.permute(np.arange(len(rows)), len(rows), shuffle.key(unit))
-            self._planned[unit] = [[(begin + a, begin + b) for a, b in rows[p]] for p in places]
-            while len(self._planned) > UNITS:
-                self._planned.popitem(last=False)
+            rows = [rows[p] for p in shuffle.permute(np.arange(len(rows)), len(rows), shuffle.key(unit))]
+            begin = int(self._store.first_token[shard] + lengths[:first].sum())
+            spans = begin + np.array([span for row in rows for span in row], np.int64)
+            self._planned[unit] = spans, np.cumsum([len(row) for row in rows])
+            self._num_spans += len(spans)
+            while self._num_spans > SPANS and len(self._planned) > 1:
+                self._num_spans -= len(self._planned.popitem(last=False)[1][0])
         self._planned.move_to_end(unit)
         return self._planned[unit]
 
@@ -166,42 +176,66 @@ class Order:
     ) -> None:
         self.num_rows, self.key = num_rows, key
         self.share, self.lanes = share, TURNS * share
-        self.block_rows = max(1, min(block_rows, num_rows // (rounds * self.lanes)))
-        self.num_blocks = num_rows // self.block_rows
+        self.block_rows, self.num_blocks = self._cut(block_rows, rounds)
+        self._loose = num_rows - self.num_blocks * self.block_rows
         apart = (
             max(num_rows - most, 0) + 1
         )  # rows of the largest group that keeps a row out of the next batch
         groups = -(-num_rows // apart)
         if self.block_rows > 1:
-            assert num_rows >= 2 * most
+            assert num_rows >= 4 * most
             groups = 2
         self._bounds = self.num_blocks * np.arange(groups + 1, dtype=np.int64) // groups  # in blocks
-        sizes = np.diff(self._bounds) // share * share
+        sizes = np.diff(self._bounds)
         # Blocks that are open at a time, at most: a group's last round has up to twice the others'.
         self.most_open = int((sizes - (np.maximum(sizes // self.lanes, 1) - 1) * self.lanes).max())
         self._members = shuffle.key(key, 0)  # of the permutation that says which blocks a group has
 
+    def _cut(self, block_rows: int, rounds: int) -> tuple[int, int]:
+        """(rows of a block, number of blocks): of a multiple of 2 · `share` blocks, that which leaves fewest rows."""
+        pair = 2 * self.share
+        least = max(-(-rounds * self.lanes // pair), -(-self.num_rows // (pair * max(block_rows, 1))))
+        numbers = pair * np.arange(least, least + min(least, 4096), dtype=np.int64)
+        numbers = numbers[numbers * 2 <= self.num_rows]
+        if block_rows < 2 or not len(numbers):
+            return 1, self.num_rows
+        best = int(numbers[(self.num_rows % numbers).argmin()])
+        return self.num_rows // best, best
+
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """The source's rows that come as number `numbers`, counted from the first of the run."""
         epochs, places = np.divmod(np.asarray(numbers, np.int64), self.num_rows)
-        out = places.copy()  # what fills no block comes last, as it stands
-        whole = places < self.num_blocks * self.block_rows
-        epochs, places = epochs[whole], places[whole]
-        group = np.searchsorted(self._bounds, places // self.block_rows, side="right") - 1
+        loose, before = self._spread(places)
+        group, opened, visit, lane = self._place(places - before)
         first, size = self._bounds[group], np.diff(self._bounds)[group]
-        inside = places - first * self.block_rows
-        # Rounds of a multiple of `share` blocks; fewer than that many are left over, and go round by themselves.
-        even = size // self.share * self.share
-        rest = inside >= even * self.block_rows
-        rounds = np.maximum(even // self.lanes, 1)
-        this = np.where(rest, 0, np.minimum(inside // (self.lanes * self.block_rows), rounds - 1))
-        lanes = np.where(this < rounds - 1, self.lanes, even - (rounds - 1) * self.lanes)
-        lanes = np.where(rest, size - even, lanes)
-        opened = np.where(rest, even, this * self.lanes)  # before this round
-        visit, lane = np.divmod(inside - opened * self.block_rows, lanes)
         keys = shuffle.keys((self.key, 1), epochs * (len(self._bounds) - 1) + group)
         turn = shuffle.permute(opened + lane, size, keys)
         block = shuffle.permute(first + turn, self.num_blocks, self._members)
         # Lanes begin at different places of their blocks, so that they do not all come to new bundles at once.
-        out[whole] = block * self.block_rows + (visit + lane) % self.block_rows
-        return out
+        out = block * self.block_rows + (visit + lane) % self.block_rows
+        return np.where(loose, self.num_rows - self._loose + before, out)
+
+    def lane(self, numbers: np.ndarray) -> np.ndarray:
+        """Of rows that come as these numbers, the place in a batch, from 0 to `share`, that their blocks have."""
+        places = np.asarray(numbers, np.int64) % self.num_rows
+        *_, lane = self._place(places - self._spread(places)[1])
+        return lane % self.share
+
+    def _spread(self, places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(whether a place of an epoch is a loose row's, how many of those come before it): evenly spread."""
+        before = places * self._loose // self.num_rows
+        loose = (places + 1) * self._loose // self.num_rows > before
+        return loose, before
+
+    def _place(self, places: np.ndarray) -> tuple[np.ndarray, ...]:
+        """(group, blocks of it that were opened before this round, visit, lane) of places among blocks' rows."""
+        places = np.minimum(places, self.num_blocks * self.block_rows - 1)  # a loose row at the end has none
+        group = np.searchsorted(self._bounds, places // self.block_rows, side="right") - 1
+        first, size = self._bounds[group], np.diff(self._bounds)[group]
+        inside = places - first * self.block_rows
+        rounds = np.maximum(size // self.lanes, 1)
+        this = np.minimum(inside // (self.lanes * self.block_rows), rounds - 1)
+        lanes = np.where(this < rounds - 1, self.lanes, size - (rounds - 1) * self.lanes)
+        opened = this * self.lanes
+        visit, lane = np.divmod(inside - opened * self.block_rows, lanes)
+        return group, opened, visit, lane

@@ -62,11 +62,24 @@ class Source:
                 "in a batch", store.name, self.layout.num_rows, seq_len, most, -(-most // self.layout.num_rows),
             )  # fmt: skip
         block_rows = order.BLOCK_BUNDLES * store.bundle_tokens // seq_len
+        if packing != "concat" and block_rows:  # the documents of a row lie anywhere in its unit
+            block_rows = max(block_rows, order.UNIT_ROWS)
         self.order = order.Order(self.layout.num_rows, most, share, block_rows, key, rounds)
 
     def spans(self, numbers: np.ndarray) -> list[list[Span]]:
         """What the rows hold that come as these numbers."""
         return [self.layout.spans(int(row)) for row in self.order.rows(numbers)]
+
+    def placed(self, numbers: np.ndarray) -> np.ndarray:
+        """All rows of a step in the order in which they lie in the batch: a block's stay in one place of it, and an
+        epoch's come before the next one's.
+
+        In the order in which they come they would move on by a few places at each visit, since a source of a mixture
+        does not give a whole number of rows a step: over three workers every block would be read by all of them.
+        """
+        if self.order.block_rows == 1:
+            return numbers
+        return numbers[np.lexsort((self.order.lane(numbers), numbers // self.order.num_rows))]
 
     def fill(self, rows: pack.Rows, row_ids: np.ndarray, numbers: np.ndarray) -> None:
         """Read the rows that come as these numbers, and put each into its place."""
@@ -120,6 +133,7 @@ class Batches:
         paths, stretches = plan_sources(config)
         self._all_stores = [open_stores(config, path, tokenizer)[0] for path in paths]
         self.stores = [store for store in self._all_stores if isinstance(store, storage.Prepared)]
+        self._refuse_doubles(paths, stretches)
         self.eras: list[Era] = []
         for (seq_len, packing), group in itertools.groupby(stretches, key=lambda item: item[:2]):
             here = [stretch for *_, stretch in group]
@@ -127,6 +141,16 @@ class Batches:
             self.eras.append(era)
         self._sources: dict[tuple[int, int], Source] = {}
         self._fingerprints: dict[int, str] = {}
+
+    def _refuse_doubles(self, paths: list[str], stretches: list[tuple[int, str, mix.Stretch]]) -> None:
+        for *_, stretch in stretches:
+            seen: dict[str, str] = {}
+            for path, store, weight in zip(paths, self._all_stores, stretch.weights, strict=True):
+                if weight and seen.setdefault(store.fingerprint, path) != path:
+                    raise UserError(
+                        f"a mixture has the same data twice, as {seen[store.fingerprint]} and as {path}: batches would "
+                        "hold copies; name it once, with the sum of its weights"
+                    )
 
     def fingerprint(self, step: int) -> str:
         """Of everything that the batches before a step depend on: of the eras that have begun then."""
@@ -163,11 +187,14 @@ class Batches:
         index, count = self._part
         slots = np.array_split(mine, count)[index]
         rows = pack.Rows(len(slots), era.seq_len, self.pad_id)
-        from_source = era.mixture.sources(step)[slots]
+        everywhere = era.mixture.sources(step)
+        from_source = everywhere[slots]
         for k in np.unique(from_source):
+            source = self.source(era, int(k))
+            numbers = source.placed(era.mixture.ranks(step, k)[everywhere == k])
+            first = int(np.count_nonzero(everywhere[: slots[0]] == k))  # slots here are neighbours
             row_ids = np.flatnonzero(from_source == k)
-            numbers = era.mixture.ranks(step, k)[slots[row_ids]]
-            self.source(era, int(k)).fill(rows, row_ids, numbers)
+            source.fill(rows, row_ids, numbers[first : first + len(row_ids)])
         return pack.finish(rows, self.data.cross_documents)
 
     def source(self, era: Era, k: int) -> Source:
@@ -204,7 +231,11 @@ class Stream(Iterator[Batch]):
         begin = time.perf_counter()
         if self._iterator is None:
             self._iterator = self._start()
-        batch = next(self._iterator)
+        try:
+            batch = next(self._iterator)
+        except BaseException:  # what was fetched ahead is gone or half given: the next call begins anew
+            self.close()
+            raise
         self._step += 1
         self._waited += time.perf_counter() - begin
         self._places += batch["segment_ids"].size

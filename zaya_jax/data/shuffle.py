@@ -1,14 +1,14 @@
 """Random order without memory: a keyed permutation of range(n), any element of it on its own, the same
 everywhere.
 
-A four-round Feistel network over the next even power of two, walked until the value falls below n. NumPy's
+An eight-round Feistel network over the next even power of two, walked until the value falls below n. NumPy's
 own generators promise no fixed stream across versions; a run that is resumed under another version must not
 reshuffle.
 """
 
 import numpy as np
 
-ROUNDS = 4
+ROUNDS = 8  # with four, the permutations of a few dozen numbers are biased by up to a third
 
 
 def permute(indices: np.ndarray, size: np.ndarray | int, keys: np.ndarray | int) -> np.ndarray:

@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import os
 import pathlib
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ import google_crc32c
 import numpy as np
 
 from zaya_jax.config import StorageError, UserError
+from zaya_jax.data import tokenizers
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.pack import Part, Span
 from zaya_jax.data.sources import Bundle
@@ -30,9 +32,11 @@ from zaya_jax.data.tokens import CorruptRecord, Place
 
 ATTEMPTS, FIRST_PAUSE, GREATEST_PAUSE = 6, 0.25, 8.0
 READ_THREADS = 16
-OPEN_FILES = 64  # shards that stay open; with what their readers hold, well below the usual limit of 1,024
+# Shards that stay open: no more than a quarter of what a process may have.
+OPEN_FILES = max(1, min(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 CACHE_BYTES = 256 << 20
-TABLES = 256  # shards whose tables stay in memory, some tens of KiB each
+TABLES = 256  # shards whose tables of bundles stay in memory, some tens of KiB each
+LENGTHS = 16 << 20  # documents whose lengths do, 8 bytes each
 # What waiting does not mend.
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 _log = logging.getLogger(__name__)
@@ -60,6 +64,9 @@ class OpenFiles:
         """The descriptor of a file, that of an earlier use where nobody else has it now."""
         with self._lock:
             descriptor = self._idle.pop(path, None)
+        if descriptor is not None and not _same_file(path, descriptor):  # it was replaced meanwhile
+            os.close(descriptor)
+            descriptor = None
         if descriptor is None:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -80,6 +87,15 @@ class OpenFiles:
             idle, self._idle = list(self._idle.values()), collections.OrderedDict()
         for descriptor in idle:
             os.close(descriptor)
+
+
+def _same_file(path: str, descriptor: int) -> bool:
+    try:
+        there = os.stat(path)
+    except OSError:  # opening it will say what is wrong
+        return False
+    held = os.fstat(descriptor)
+    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
 
 _files = OpenFiles()
@@ -117,25 +133,29 @@ class Prepared:
         self, directory: str, split: str = "train", on_corrupt: str = "stop", cache_bytes: int | None = None
     ) -> None:
         self.name, self.split, self.on_corrupt = directory, split, on_corrupt
-        self.counters = Counters()
         self.manifest = load_manifest(directory)
         table = load_shards(directory, self.manifest)
         self.shards = table[table["split"] == tokens_lib.SPLITS.index(split)]
         self.first_token = np.append(0, np.cumsum(self.shards["tokens"].astype(np.int64)))
         self.bundle_tokens = int(self.manifest["bundle_tokens"])
-        self.fingerprint = f"{self.manifest['sha256']}/{split}"
+        # Of what is in it, not of where its input lay: prepared again, it is the same.
+        names = ("version", "corpus", "tokenizer", "token_bytes", "totals", "shards_crc32c")
+        facts = tokens_lib.manifest_hash({name: self.manifest[name] for name in names})
+        self.fingerprint = f"{facts}/{split}"
         self.cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
         self._fresh()
 
     def _fresh(self) -> None:
+        self.counters = Counters()
         self._lock = threading.Lock()
         self._cache: collections.OrderedDict[tuple[int, int], Bundle] = collections.OrderedDict()
         self._cached_bytes = 0
         self._places: collections.OrderedDict[int, tuple[np.ndarray, np.ndarray]] = collections.OrderedDict()
+        self._lengths: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_lock", "_cache", "_cached_bytes", "_places", "_pool")
+        own = ("_lock", "_cache", "_cached_bytes", "_places", "_lengths", "_pool", "counters")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -158,6 +178,10 @@ class Prepared:
 
     def lengths(self, shard: int) -> np.ndarray:
         """The tokens of each document of a shard."""
+        with self._lock:
+            if shard in self._lengths:
+                self._lengths.move_to_end(shard)
+                return self._lengths[shard]
         entry = self.shards[shard]
         try:
             found = self._table(shard, tokens_lib.LENGTHS, int(entry["lengths_at"]), int(entry["documents"]))
@@ -165,6 +189,10 @@ class Prepared:
             raise StorageError(
                 f"{self.name}: {error}; packing cannot do without it: restore the shard"
             ) from None
+        with self._lock:
+            self._lengths[shard] = found
+            while sum(map(len, self._lengths.values())) > LENGTHS and len(self._lengths) > 1:
+                self._lengths.popitem(last=False)
         return found
 
     def parts(self, spans: Sequence[Span]) -> list[list[Part]]:
@@ -228,7 +256,7 @@ class Prepared:
             if len(bundles) > 1:  # one by one, to blame no sound neighbour
                 return {key: found for b in bundles for key, found in self._read_shard(shard, [b]).items()}
             if not again:  # the transfer may have damaged it, or the file was restored
-                _files.close()
+                self._again(error)
                 return self._read_shard(shard, bundles, again=True)
             return {(shard, bundles[0]): self._corrupt(shard, bundles[0], error)}
 
@@ -254,11 +282,14 @@ class Prepared:
         crc = int(self.shards[name][shard])
         for attempt in (1, 2):  # the transfer may have damaged it
             (record,) = self._with_retries(shard, [(at, at + tokens_lib.numbers_size(count))])
+            with self._lock:
+                self.counters.bytes += len(record)
             try:
                 return tokens_lib.decode_numbers(record, magic, self.file(shard), self._place(shard, 0), crc)
-            except CorruptRecord:
+            except CorruptRecord as error:
                 if attempt == 2:
                     raise
+                self._again(error)
         raise AssertionError
 
     def _place(self, shard: int, number: int) -> Place:
@@ -272,6 +303,13 @@ class Prepared:
             why = f"{len(decoded)} tokens, the table of shards says {self._size(shard, bundle)}"
             raise CorruptRecord(name, f"record {bundle}", why)
         return decoded
+
+    def _again(self, error: CorruptRecord) -> None:
+        """Before a second try at what was damaged at the first."""
+        _files.close()
+        with self._lock:
+            self.counters.retries += 1
+        _log.warning("%s: %s; it is read once more", self.name, error)
 
     def _corrupt(self, shard: int, bundle: int, error: CorruptRecord) -> Bundle:
         what = f"corrupt record {bundle} of shard {self.file(shard)} in {self.name}: {error.why}"
@@ -321,7 +359,7 @@ def retried(
     for attempt in range(1, ATTEMPTS + 1):
         try:
             return read()
-        except (UserError, ImportError):
+        except (UserError, StorageError, ImportError):
             raise
         except Exception as error:  # storage clients raise what they like
             why = " ".join(str(error).split())[:200] or type(error).__name__
@@ -330,6 +368,10 @@ def retried(
             _files.close()  # too many open files is a reason like any other
             if again is not None:
                 again(why, attempt + 1, pause)
+            else:
+                _log.warning(
+                    "reading %s failed (%s); attempt %d follows in %.2f s", what, why, attempt + 1, pause
+                )
             time.sleep(pause)
             pause = min(2 * pause, GREATEST_PAUSE)
     raise AssertionError
@@ -385,37 +427,59 @@ def load_shards(directory: str, manifest: dict[str, Any]) -> np.ndarray:
 
 def verify(directory: str) -> list[str]:
     """Every difference between a prepared directory and its manifest: files, checksums, and each record."""
-    manifest = load_manifest(directory)
+    content = _fetch(directory, tokens_lib.MANIFEST)
     try:
+        manifest = tokens_lib.check_manifest(content, join(directory, tokens_lib.MANIFEST))
         load_shards(directory, manifest)
-    except StorageError as error:
+    except (StorageError, UserError) as error:
         return [str(error)]
     problems: list[str] = []
-    stores = [Prepared(directory, split, cache_bytes=0) for split in tokens_lib.SPLITS]
-    if is_local(directory):
-        crc, _ = tokens_lib.checksum(pathlib.Path(directory) / tokens_lib.SOURCES)
-        if crc != manifest["sources_crc32c"]:
+    try:
+        if google_crc32c.value(_fetch(directory, tokens_lib.SOURCES)) != manifest["sources_crc32c"]:
             problems.append(f"{tokens_lib.SOURCES} has another CRC32C than the manifest says")
-        known = {store.file(number) for store in stores for number in range(store.num_shards)}
-        known |= {tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER}
-        others = sorted({path.name for path in pathlib.Path(directory).iterdir()} - known)
-        problems += [f"{name} does not belong to the prepared directory" for name in others]
+    except (StorageError, UserError) as error:
+        problems.append(str(error))
+    stores = [Prepared(directory, split, cache_bytes=0) for split in tokens_lib.SPLITS]
+    known = {store.file(number) for store in stores for number in range(store.num_shards)}
+    known |= {tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER}
+    files, root = fsspec.core.url_to_fs(directory)
+    sizes = {
+        entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["size"] for entry in files.ls(root, detail=True)
+    }
+    problems += [f"{name} does not belong to the prepared directory" for name in sorted(sizes.keys() - known)]
+    problems += _verify_tokenizer(directory, manifest)
     for store in stores:
         for number in range(store.num_shards):
-            problems += _verify_shard(store, number)
+            problems += _verify_shard(store, number, sizes)
     return problems
 
 
-def _verify_shard(store: Prepared, number: int) -> list[str]:
+def _verify_tokenizer(directory: str, manifest: dict[str, Any]) -> list[str]:
+    where = join(directory, tokens_lib.TOKENIZER)
+    if not is_local(where):
+        return []  # a run reads it from a local copy, and compares it with the manifest
+    try:
+        found = tokenizers.load(where).sha256
+    except (UserError, OSError, ValueError) as error:
+        return [f"{tokens_lib.TOKENIZER} cannot be read: {error}"]
+    return (
+        [] if found == manifest["tokenizer"]["sha256"] else [f"{tokens_lib.TOKENIZER} is not the manifest's"]
+    )
+
+
+def _verify_shard(store: Prepared, number: int, sizes: dict[str, int]) -> list[str]:
     problems = []
     entry, name = store.shards[number], store.file(number)
+    if name not in sizes:
+        return [f"shard {name} is missing"]
+    if sizes[name] != entry["bytes"]:
+        problems.append(f"shard {name} has {sizes[name]} bytes instead of {entry['bytes']}")
     url = join(store.name, name)
-    if is_local(url):
-        if not pathlib.Path(url).is_file():
-            return [f"shard {name} is missing"]
-        crc, size = tokens_lib.checksum(pathlib.Path(url))
-        if size != entry["bytes"]:
-            problems.append(f"shard {name} has {size} bytes instead of {entry['bytes']}")
+    if is_local(url):  # elsewhere the records' own checksums must do, to read it once
+        try:
+            crc, _ = tokens_lib.checksum(pathlib.Path(url))
+        except OSError as error:
+            return [f"shard {name} cannot be read: {error.strerror}"]
         if crc != entry["crc32c"]:
             problems.append(f"shard {name} has CRC32C {crc:08x} instead of {entry['crc32c']:08x}")
     begin, end = store.first_token[number : number + 2].tolist()
@@ -443,6 +507,10 @@ def _fetch(directory: str, name: str) -> bytes:
             with fsspec.open(url, "rb") as file:
                 return file.read()
         except FileNotFoundError:
+            if name != tokens_lib.MANIFEST:
+                raise StorageError(
+                    f"{directory} has no {name}, which its manifest names; restore it"
+                ) from None
             raise UserError(f"{directory} is not a prepared directory: it has no {name}") from None
         except ImportError as error:
             raise UserError(f"{url} needs another package: {error}") from None

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,18 +35,28 @@ class Workers(Iterator[dict[str, np.ndarray]]):
         self._counters = [dict.fromkeys(batches.counters(), 0) for _ in range(count)]
         root = str(pathlib.Path(__file__).resolve().parents[2])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
+        try:
+            self._begin(batches, count, step, ahead, environment)
+        except OSError as error:
+            self.close()
+            raise StorageError(
+                f"{count} data workers cannot be started: {error.strerror or error}; give a smaller data.workers"
+            ) from None
+
+    def _begin(self, batches: Any, count: int, step: int, ahead: int, environment: dict[str, str]) -> None:
         for _ in range(count):
             ours, theirs = multiprocessing.Pipe()
-            command = [
-                sys.executable,
-                "-c",
-                f"from zaya_jax.data import workers; workers.work({theirs.fileno()})",
-            ]
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
-            )
-            theirs.close()
             self._pipes.append(ours)
+            # Not with the folder that the program runs in on its path; and interruptions are the training's affair.
+            program = (
+                "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+                f"from zaya_jax.data import workers; workers.work({theirs.fileno()}, {os.getpid()})"
+            )
+            command = [sys.executable, "-P", "-c", program]
+            with theirs:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment
+                )
             self._processes.append(process)
         for index, pipe in enumerate(self._pipes):
             pipe.send((batches.part(index, count), step, ahead))
@@ -96,12 +107,22 @@ class _Lines(logging.Handler):
         return [self.lines.get() for _ in range(self.lines.qsize())]
 
 
-def work(descriptor: int) -> None:
+def work(descriptor: int, parent: int) -> None:
     """In a worker: computes its part of each batch, a few ahead of what was sent, until nobody listens."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the training decides when it ends, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
+
+    def watch() -> None:  # the pipe tells it too, but only when there is something to send
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
     pipe = Connection(descriptor)
-    batches, step, ahead = pipe.recv()
+    try:
+        batches, step, ahead = pipe.recv()
+    except (EOFError, ConnectionError):
+        os._exit(0)
     handler = _Lines()
     ours = logging.getLogger("zaya_jax")
     ours.addHandler(handler)
