@@ -116,16 +116,18 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         code = cli.STORAGE if store.close() else cli.DONE
         if multihost.is_writer():
             report = write_report(workdir)
-            print(
-                f"{workdir} is complete: {reached} steps done. More: --config.run.num_steps=N.  Report: {report}"
+            more = (
+                "another of schedule.phases" if reached == plan.total_steps and config.schedule.phases else ""
             )
+            more = more or "--config.run.num_steps=N"
+            print(f"{workdir} is complete: {reached} steps done. More: {more}.  Report: {report}")
         return code
     if reached != looked:  # it lay in another tier, or a damaged one was set aside
         notes, end, here, mesh, spread, rows, stream = lay_out(reached)
     if reached:
         meta = read_meta(workdir, reached)  # its config: config.json may be of a start that saved nothing
         notes.append(check_same(config_lib.check(meta["config"]), config, workdir, reached))
-        stream.set_state(meta["data"])
+        notes.append(stream.set_state(meta["data"]))
         notes.append(new_length(meta, config, last_step))
     logs.open_log(workdir)
     if multihost.is_writer():
@@ -176,7 +178,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     def windows(phase: config_lib.Phase) -> list:
         """The held-out batches of a phase, on the devices."""
         count = recipe.eval_rows(config, phase, spread)
-        held_out = pipeline.eval_batches(schedule.eval_config(config, phase), tokenizer, rows, count)
+        held_out = pipeline.eval_batches(pipeline.eval_config(config, phase), tokenizer, rows, count)
         return [steps.put_batch(mesh, batch, 1, spread) for batch in held_out]
 
     windows(plan.step(reached + 1).phase)  # what of them cannot be read is known now

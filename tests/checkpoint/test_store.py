@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from zaya_jax.checkpoint import keep, layout, look, seal, store, writing
+from zaya_jax.checkpoint import keep, layout, look, partial, seal, store, writing
 from zaya_jax.config import Checkpoint, StorageError
 
 META = {"step": 0, "tokens": 0}
@@ -264,6 +264,25 @@ def test_damage_stops_or_goes_one_back(tmp_path):
     assert "WARNING" in other.said[0] and (tmp_path / "checkpoints" / ".damaged-2").is_dir()
     other.save(2)
     assert other.store.newest() == 2
+    gc.collect()
+
+
+def test_the_only_checkpoint_is_not_given_up(tmp_path):
+    """With it set aside the run would begin anew, and end as if nothing had been."""
+    run = Run(tmp_path, on_corrupt="previous")
+    run.save(1)
+    next((tmp_path / "checkpoints" / "1").rglob("c.0.0.0")).unlink()
+    with pytest.raises(StorageError, match="there is none before it"):
+        run.store.newest()
+    assert visible(tmp_path) == ["1"]
+    gc.collect()
+
+
+def test_a_folder_may_be_called_like_a_step_of_another(tmp_path):
+    run = Run(tmp_path / "run@2")
+    run.save(1)
+    found = partial.read(tmp_path / "run@2", "*", step=1)
+    assert "params" in found and partial.read(f"{tmp_path / 'run@2'}@1", "*").keys() == found.keys()
     gc.collect()
 
 

@@ -5,6 +5,7 @@ lost and nothing repeated, whatever the sizes.
 import collections
 import itertools
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -17,6 +18,7 @@ from zaya_jax import config as config_lib
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.data import order, pipeline, storage, tokenizers
 from zaya_jax.data.sources import with_targets
+from zaya_jax.optim import schedule
 
 TOK = tokenizers.load("bytes")
 PACKINGS = ("concat", "first_fit", "best_fit")
@@ -203,6 +205,56 @@ def test_phases_change_context_batch_and_mixture(make_config, directories):
     first = {name for b in whole if b["tokens"].shape[1] == 64 for name in names(b)}
     second = [name for b in whole if b["tokens"].shape[1] == 128 for name in names(b)]
     assert first == {"web"} and set(second) == {"web", "code"}
+
+
+def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, directories):
+    """Its values come from outside the phases; another phase's in their place would make it one that cannot be."""
+    raw = config_lib.default()
+    raw.model.vocab_size, raw.data.global_batch, raw.data.seq_len, raw.data.path = 264, 8, 64, directories[0]
+    raw.schedule.phases = (
+        {"tokens": 64 * 8, "micro_batch": 8},
+        {
+            "tokens": 32 * 12,
+            "global_batch": 12,
+            "micro_batch": 12,
+            "seq_len": 32,
+            "mixture": (f"{directories[1]}=1",),
+        },
+    )
+    config = config_lib.check(raw)
+    for segment in schedule.make_plan(config).segments:
+        batches = pipeline.eval_batches(pipeline.eval_config(config, segment.phase), TOK, rows=4)
+        assert batches[0]["tokens"].shape == (4, segment.phase.eval_seq_len)
+        assert {"web", "code"} == {
+            name for batch in batches for name in names(batch)
+        }  # the whole run's sources
+
+
+def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(directories, prepare_text, tmp_path):
+    web, code = directories
+
+    def config(first, second):
+        raw = config_lib.default()
+        raw.model.vocab_size, raw.data.global_batch, raw.data.seq_len = 264, 8, 64
+        raw.schedule.phases = (
+            {"tokens": 64 * 8 * 5, "mixture": (f"{first}=1",)},
+            {"tokens": 128 * 8 * 5, "seq_len": 128, "mixture": (f"{second}=1",)},
+        )
+        return config_lib.check(raw)
+
+    _, state = joined(config(web, web), 1, 3)
+    rest, _ = joined(config(web, web), 1, 7, state)
+    shutil.copytree(web, tmp_path / "copy")
+    moved = pipeline.train_stream(config(tmp_path / "copy", web), TOK)
+    assert moved.set_state(state) == ""
+    assert_same([next(moved) for _ in range(7)], rest)
+    other = pipeline.train_stream(config(web, code), TOK)
+    assert "phases that have not begun" in other.set_state(state)
+
+
+def test_the_same_data_twice_is_refused(make_config, directories):
+    with pytest.raises(UserError, match="the same data twice"):
+        pipeline.Batches(make_config(mixture=(f"{directories[0]}=1", f"{directories[0]}/=1")), TOK)
 
 
 def names(batch):

@@ -88,7 +88,9 @@ def begin_from(place: str, fresh: dict[str, Any], grow: bool, say: Callable[[str
 
 def _source(place: str, step: int | None) -> Source:
     path, at, number = place.rpartition("@")
-    if at and number.isdigit():
+    if (
+        step is None and at and number.isdigit() and not Path(place).is_dir()
+    ):  # a folder may be called so, too
         place, step = path, int(number)
     return Source(place, step)
 

@@ -314,14 +314,22 @@ class Store:
                 return step
             found = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
             found += f" and {len(damages) - 3} more" if len(damages) > 3 else ""
-            if self.settings.on_corrupt == "stop":
+            before = multihost.from_first("before", functools.partial(self._any_before, step))
+            if self.settings.on_corrupt == "stop" or not before:
                 raise StorageError(
                     f"{found}. `python -m experiments.checkpoint verify --workdir={self.root.parent}` lists it all; "
-                    "--config.checkpoint.on_corrupt=previous goes on from the one before"
+                    + (
+                        "--config.checkpoint.on_corrupt=previous goes on from the one before"
+                        if before
+                        else "there is none before it: restore it, or give a new workdir"
+                    )
                 )
             where = multihost.from_first("aside", functools.partial(self._set_aside, step))
             if multihost.is_writer():
                 self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
+
+    def _any_before(self, step: int) -> bool:
+        return min(writing.numbered(self.root), default=step) < step
 
     def _set_aside(self, step: int) -> str:
         return str(writing.set_aside(self.root, step))

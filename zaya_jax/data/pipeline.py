@@ -20,7 +20,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from zaya_jax.config import Config, UserError
+from zaya_jax.config import Config, Phase, UserError
 from zaya_jax.data import mix, order, pack, shuffle, sources, storage, workers
 from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.tokenizers import Tokenizer
@@ -165,8 +165,8 @@ class Batches:
             facts.append([era.number, era.first_step, era.seq_len, era.packing])
             for stretch in era.mixture.stretches:
                 weights = [
-                    (k, self._all_stores[k].fingerprint, weight)
-                    for k, weight in enumerate(stretch.weights)
+                    (store.fingerprint, weight)
+                    for store, weight in zip(self._all_stores, stretch.weights, strict=True)
                     if weight
                 ]
                 facts.append([stretch.first_step, stretch.batch, weights])
@@ -201,7 +201,9 @@ class Batches:
         """One of the sources in an era, made when it is first wanted: a packed one is planned then."""
         if (era.number, k) not in self._sources:
             store, rows = self._all_stores[k], era.mixture.rows_of(k)
-            key = shuffle.key(self._seed, k, era.number)
+            # By what it holds, not by its place among all sources: a path that moves may change that.
+            content = hashlib.sha256(store.fingerprint.encode()).digest()
+            key = shuffle.key(self._seed, int.from_bytes(content[:8], "little"), era.number)
             made = Source(store, era.seq_len, era.packing, rows, key, self._rounds)
             made.keep(1 / (self.process[1] * self._part[1]))
             self._sources = {at: held for at, held in self._sources.items() if at[0] == era.number}
@@ -245,11 +247,12 @@ class Stream(Iterator[Batch]):
     def get_state(self) -> dict[str, int | str]:
         """What `set_state` needs to go on after the last batch given, on any number of processes and workers."""
         fingerprint = self.batches.fingerprint(self._step)
-        return {"step": self._step, "order": order.VERSION, "fingerprint": fingerprint}
+        whole = self.batches.fingerprint(len(self.batches))  # of phases to come, too
+        return {"step": self._step, "order": order.VERSION, "fingerprint": fingerprint, "whole": whole}
 
-    def set_state(self, state: dict[str, int | str]) -> None:
+    def set_state(self, state: dict[str, int | str]) -> str:
         """Go on where the state was taken; UserError where data, tokenizer, seed or batch shape are not the
-        same.
+        same. Gives a note where those of phases to come are not.
         """
         if state.get("order") != order.VERSION:
             raise UserError(
@@ -262,10 +265,14 @@ class Stream(Iterator[Batch]):
             raise UserError(
                 f"the data is not what this run began with (fingerprint {expected}, its checkpoint has "
                 f"{state.get('fingerprint')}): corpus, tokenizer, run.seed or a key that decides "
-                f"batches differs; restore them, or start a new workdir"
+                f"batches differs, or a phase to come of the running one's context and packing, which share one "
+                f"order; restore them, or start a new workdir"
             )
         self.close()
         self._step = int(state["step"])
+        if state.get("whole") in (None, self.batches.fingerprint(len(self.batches))):
+            return ""
+        return "note: the batches of phases that have not begun are not what they were: other data, or other sizes"
 
     def counters(self) -> dict[str, int]:
         """What reading has met so far in this process and its workers."""
@@ -339,6 +346,17 @@ def eval_batches(
             fill(store, filled, [row], [spans])
         batches.append(pack.finish(filled, data.cross_documents))
     return batches
+
+
+def eval_config(config: Config, phase: Phase) -> Config:
+    """The config as evaluation sees it in a phase: its window's length, and the sources of the whole run.
+
+    Without the phases: those that leave a key open would take it from this one.
+    """
+    here = schedule.phase_config(config, phase)
+    every = tuple(f"{path}=1" for path in plan_sources(config)[0])
+    data = dataclasses.replace(here.data, seq_len=phase.eval_seq_len, mixture=every)
+    return dataclasses.replace(here, data=data, schedule=dataclasses.replace(here.schedule, phases=()))
 
 
 def plan_sources(config: Config) -> tuple[list[str], list[tuple[int, str, mix.Stretch]]]:

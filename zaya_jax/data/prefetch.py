@@ -46,11 +46,12 @@ class DevicePrefetch(Iterator[Any]):
         """The stream's state after the last batch given out."""
         return self._state
 
-    def set_state(self, state: dict[str, int | str]) -> None:
-        """Go on where the state was taken."""
+    def set_state(self, state: dict[str, int | str]) -> str:
+        """Go on where the state was taken; the stream's note on it."""
         self.close()
-        self._stream.set_state(state)
+        note = self._stream.set_state(state)
         self._state = self._stream.get_state()
+        return note
 
     def metrics(self) -> dict[str, float]:
         """The stream's metrics since the last call, with the share of time that the step waited here."""

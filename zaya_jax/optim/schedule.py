@@ -179,12 +179,6 @@ def phase_config(config: Config, phase: Phase) -> Config:
     return dataclasses.replace(config, data=data, model=model, mesh=phase.mesh, remat=phase.remat)
 
 
-def eval_config(config: Config, phase: Phase) -> Config:
-    """The same with the length of the phase's held-out windows in place of its context."""
-    here = phase_config(config, phase)
-    return dataclasses.replace(here, data=dataclasses.replace(here.data, seq_len=phase.eval_seq_len))
-
-
 # Where the values come from that a phase leaves open; the mixture is the data's own affair.
 ELSEWHERE = {
     "seq_len": "data.seq_len",
