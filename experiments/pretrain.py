@@ -6,9 +6,9 @@
 
 Without options it trains `tiny`. Everything a run leaves is under its workdir; the same command on a workdir that has
 checkpoints goes on from the newest as if it had never stopped: bit for bit on CPUs, docs/checkpoints.md says when else.
-Exit codes: 0 done, 2 bad input, 3 unhealthy (no finite gradient for many steps), 4 storage that fails or is damaged,
-75 saved, start me again (stopped by a signal, or at the border to a phase with another mesh), 130 and 143 stopped by a
-second signal, at once.
+Exit codes: 0 done, 2 bad input, 3 unhealthy (no finite gradient for many steps, or no finite loss at the end), 4
+storage that fails or is damaged, 75 saved, start me again (stopped by a signal, or at the border to a phase with
+another mesh), 130 and 143 stopped by a second signal, at once.
 """
 
 import contextlib
@@ -36,11 +36,11 @@ from zaya_jax.optim import schedule
 from zaya_jax.parallel import leaving, multihost
 from zaya_jax.parallel.mesh import make_mesh, rows_of_process
 from zaya_jax.report import write_report
-from zaya_jax.train import logs, recipe
+from zaya_jax.train import logs, memory, recipe
 from zaya_jax.train import step as steps
 from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Writer
 from zaya_jax.train.sample import write_sample
-from zaya_jax.train.workdir import check_same, open_workdir, record, write_json
+from zaya_jax.train.workdir import check_same, folder_of, open_workdir, record, write_json
 
 CONFIG = cli.define_config(str(Path(__file__).parent / "configs" / "tiny.py"))
 WORKDIR = flags.DEFINE_string(
@@ -78,7 +78,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     last_step = min(plan.total_steps, config.run.num_steps)
     tokenizer = tokenizers.load(config.data.tokenizer)
     config = token_ids.agree(config, tokenizer)
-    place = Path(workdir or Path("runs") / config.name)
+    place = folder_of(config, workdir)
 
     def lay_out(reached: int):
         """Everything that the mesh of the phase after step `reached` decides."""
@@ -99,7 +99,9 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         return notes, end, here, mesh, spread, rows, DevicePrefetch(source, put)
 
     looked = multihost.from_first("look", functools.partial(recipe.peek, place))
+    memory.check_batch(plan, jax.process_count())
     notes, end, here, mesh, spread, rows, stream = lay_out(looked)
+    memory.check_state(here, mesh)
 
     workdir = open_workdir(place, config)
     at_end.callback(lock.release, workdir)
@@ -113,7 +115,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
             "give at least as many steps, or a new workdir"
         )
     if reached == last_step:
-        code = cli.STORAGE if store.close() else cli.DONE
+        code = cli.STORAGE if store.close() else ended_well(read_meta(workdir, reached).get("metrics"))
         if multihost.is_writer():
             report = write_report(workdir)
             more = (
@@ -298,12 +300,20 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     console.close()
     writer.close()
     stream.close()
-    code = cli.STORAGE if store.close() else cli.DONE  # what has no durable copy is said
+    code = cli.STORAGE if store.close() else ended_well(kept)  # what has no durable copy is said
     state = None  # its memory is the sample's
     write_sample(workdir, config, tokenizer, last_step)
     report = write_report(workdir) if multihost.is_writer() else workdir / "report.html"
     logs.say(f"done: {last_step} steps, {plan.tokens_of_step(last_step):,} tokens. Report: {report}")
     return code
+
+
+def ended_well(figures: dict | None) -> int:
+    """The exit code that the last step's figures ask for; a loss that is no number is said."""
+    if keep.finite(figures or {}):
+        return cli.DONE
+    logs.say("error: the loss of the last step is not finite; see loss and grad_norm in metrics.jsonl")
+    return cli.UNHEALTHY
 
 
 def new_length(meta: dict, config: Config, last_step: int) -> str:

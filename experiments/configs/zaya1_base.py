@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
     c = config.default()
     c.name = "zaya1_base"
 
-    # The architecture is the default one of zaya_jax/config.py: 40 layers, 16 experts, width 2048.
+    # The architecture is the default one of docs/config.md: 40 layers, 16 experts, width 2048.
     c.model.max_position_embeddings = 131_072
 
     c.data.path = "data/zaya1"

@@ -146,8 +146,11 @@ def test_what_model_and_data_see():
 @pytest.mark.parametrize(
     ("phase", "message"),
     [
-        (Phase(), r"phases\[0\].tokens=0 must be at least 1"),
-        (Phase(tokens=10, global_batch=-1), r"phases\[0\].global_batch=-1 must be at least 0"),
+        (Phase(), r"phases\[0\].tokens=0 is out of range; it must be at least 1"),
+        (
+            Phase(tokens=10, global_batch=-1),
+            r"phases\[0\].global_batch=-1 is out of range; it must be at least 0",
+        ),
         (Phase(tokens=10, seq_len=2**20), "above model.max_position_embeddings"),
         (Phase(tokens=10, ramp_from=2), "give both"),
         (Phase(tokens=10, ramp_from=2, ramp_tokens=20, micro_batch=2), "within the phase"),

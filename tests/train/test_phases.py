@@ -181,8 +181,8 @@ def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch)
         (0, {"mesh": {"context": 1.5}}, r"phases\[0\]\.mesh\.context=1\.5"),
         (0, {"remat": "all"}, r"phases\[0\]\.remat='all' is not one of none"),
         (0, {"packing": "tight"}, r"phases\[0\]\.packing='tight' is not one of concat"),
-        (0, {"rope_theta": -1.0}, r"phases\[0\]\.rope_theta=-1\.0 must be at least 0"),
-        (1, {"eval_seq_len": -2}, r"phases\[1\]\.eval_seq_len=-2 must be at least 0"),
+        (0, {"rope_theta": -1.0}, r"phases\[0\]\.rope_theta=-1\.0 is out of range"),
+        (1, {"eval_seq_len": -2}, r"phases\[1\]\.eval_seq_len=-2 is out of range"),
         (1, {"mixture": ("a",)}, r"phases\[1\]\.mixture has 'a'"),
     ],
 )

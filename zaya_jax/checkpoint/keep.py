@@ -40,6 +40,11 @@ def sound(figures: Mapping[str, Any]) -> bool:
     return not figures.get("skipped") and all(_finite(figures.get(name, 0.0)) for name in FIGURES)
 
 
+def finite(figures: Mapping[str, Any]) -> bool:
+    """Whether a step's losses are numbers."""
+    return all(_finite(figures.get(name, 0.0)) for name in ("loss", "eval/loss"))
+
+
 def to_delete(saved: Sequence[Saved], rules: Checkpoint) -> list[int]:
     """The steps that no rule keeps."""
     saved = sorted(saved, key=lambda s: s.step)

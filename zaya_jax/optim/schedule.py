@@ -22,7 +22,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from zaya_jax.config import CHOICES, Config, Phase, Schedule, UserError
+from zaya_jax.config import Config, Phase, Schedule, UserError, check_phase
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,13 +203,7 @@ def key(config: Config, index: int, name: str) -> str:
 def _filled(config: Config, phase: Phase, index: int) -> Phase:
     """A phase with a value for everything that it leaves open; UserError where it cannot be."""
     where = f"config.schedule.phases[{index}]"
-    for name in (
-        "seq_len", "rope_theta", "global_batch", "micro_batch", "ramp_from", "ramp_tokens", "eval_seq_len",
-    ):  # fmt: skip
-        if not 0 <= getattr(phase, name) < math.inf:
-            raise UserError(f"{where}.{name}={getattr(phase, name)} must be at least 0, which leaves it open")
-    if phase.tokens < 1:
-        raise UserError(f"{where}.tokens={phase.tokens} must be at least 1: a phase is as long as its tokens")
+    check_phase(phase, index)
     outside: dict[str, Any] = {
         name: functools.reduce(getattr, path.split("."), config) for name, path in ELSEWHERE.items()
     }
@@ -219,9 +213,6 @@ def _filled(config: Config, phase: Phase, index: int) -> Phase:
         **{name: getattr(phase, name) or value for name, value in outside.items()},
     )
     phase = dataclasses.replace(phase, eval_seq_len=phase.eval_seq_len or phase.seq_len)
-    for name, choices in (("packing", CHOICES["data.packing"]), ("remat", CHOICES["remat"])):
-        if getattr(phase, name) not in choices:
-            raise UserError(f"{where}.{name}={getattr(phase, name)!r} is not one of {', '.join(choices)}")
     for name in ("seq_len", "eval_seq_len"):
         if getattr(phase, name) > config.model.max_position_embeddings:
             raise UserError(

@@ -21,6 +21,7 @@ from zaya_jax.parallel.mesh import make_mesh, rows_of_process, shape_of
 from zaya_jax.parallel.spread import AXES, Spread
 
 LONGEST_PATH = 24  # of a source in the table, where the end of a longer one stands
+ROUNDING = 1e-9  # of 1 - warmup_fraction, as a config file computes it
 SIDE_BY_SIDE = 4  # phases in a table: as many as a terminal is wide
 
 
@@ -30,6 +31,12 @@ def check(config: Config, plan: Plan, reached: int = 0, devices: list | None = N
     Later phases may be meant for another number of devices than there are here: that is no error but a note, and what
     does not depend on the number is checked nevertheless. Without devices all phases are checked like that.
     """
+    up, down = config.schedule.warmup_fraction, config.schedule.decay_fraction
+    if up + down > 1 + ROUNDING:
+        raise UserError(
+            f"config.schedule.warmup_fraction={up:g} and decay_fraction={down:g} overlap; "
+            "give fractions that add up to at most 1"
+        )
     notes = []
     first = plan.step(min(reached + 1, plan.total_steps)).phase_index
     for index, segments in _by_phase(plan):

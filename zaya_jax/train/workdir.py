@@ -52,6 +52,22 @@ ROUNDS = MAY_CHANGE[MAY_CHANGE.index("mesh") :]
 IMPORTED = "imported.json"
 
 
+def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
+    """The run's folder: the one that was given, or runs/NAME; UserError where the name would lead elsewhere."""
+    if workdir is None:
+        if "/" in config.name or config.name in (".", ".."):
+            raise UserError(
+                f"config.name={config.name!r} is a path, but names the run's folder below runs; "
+                "give a name of one part, or the folder as --workdir"
+            )
+        return Path("runs") / config.name
+    if not str(workdir).strip():
+        raise UserError(
+            f"--workdir={str(workdir)!r} is empty; give a folder, or leave it out for runs/{config.name}"
+        )
+    return Path(workdir)
+
+
 def open_workdir(path: str | os.PathLike, config: Config) -> Path:
     """Creates the folder, with the config in it, or checks that it is this run's; UserError otherwise.
 

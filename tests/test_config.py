@@ -1,0 +1,143 @@
+"""Every key of the config is declared with what it may be and what it means, and held to it, by name."""
+
+import dataclasses
+import math
+
+import pytest
+from ml_collections import config_dict
+
+from zaya_jax import config
+from zaya_jax.config import fields, keys
+from zaya_jax.config.fields import item_type
+
+GROUPS = [cls for cls in vars(keys).values() if dataclasses.is_dataclass(cls)]
+PHASE = {"tokens": 100}
+
+
+def every_field():
+    return [(cls, field) for cls in GROUPS for field in dataclasses.fields(cls)]
+
+
+def path_of(cls, field):
+    """The key as messages name it; phases' in the first one."""
+    if cls is config.Phase:
+        return f"schedule.phases[0].{field.name}"
+    found = [p for p, f in fields.leaves(config.Config) if f is field]
+    if len(found) != 1:  # a rotary embedding's, of either kind
+        found = [f"model.rope_parameters.hybrid.{field.name}"]
+    return found[0]
+
+
+def with_value(path, value):
+    """The default config with one key changed, as nested dicts, which check no types."""
+    given = config.to_dict(config.Config())
+    if path.startswith("schedule.phases[0]."):
+        given["schedule"]["phases"] = [PHASE | {path.rpartition(".")[2]: value}]
+        return given
+    *groups, name = path.split(".")
+    target = given
+    for part in groups:
+        target = target[part]
+    target[name] = value
+    return given
+
+
+def refusal(path, value):
+    with pytest.raises(config.UserError) as caught:
+        config.check(with_value(path, value))
+    message = str(caught.value)
+    assert message.startswith(f"config.{path}") and "\n" not in message, message
+    return message
+
+
+NUMBERS = [(c, f) for c, f in every_field() if item_type(f.type) in (int, float)]
+STRINGS = [(c, f) for c, f in every_field() if item_type(f.type) is str]
+ids = lambda case: f"{case[0].__name__}.{case[1].name}"  # noqa: E731
+
+
+def test_every_key_says_what_it_may_be_and_what_it_means():
+    assert len(GROUPS) == 15
+    for cls, field in every_field():
+        where = f"{cls.__name__}.{field.name}"
+        kind = item_type(field.type)
+        if dataclasses.is_dataclass(kind) and dataclasses.is_dataclass(field.type):
+            assert kind.__doc__ and not kind.__doc__.startswith(f"{kind.__name__}("), where
+            continue
+        assert field.metadata.get("meaning"), where
+        if kind in (int, float):
+            least, greatest = field.metadata["range"]
+            assert math.isfinite(least) and math.isfinite(greatest) and least <= greatest, where
+        elif kind is str:
+            assert ("choices" in field.metadata) != ("kind" in field.metadata), where
+        else:
+            assert kind is bool or dataclasses.is_dataclass(kind), where
+
+
+@pytest.mark.parametrize("case", NUMBERS, ids=ids)
+def test_every_number_refuses_what_is_none_and_what_is_outside(case):
+    cls, field = case
+    path, (least, greatest) = path_of(cls, field), field.metadata["range"]
+    beyond = [least - 1, 2 * greatest + 1, -1e300, 1e300, 10**400, -(10**5000)]
+    for value in [math.nan, math.inf, -math.inf, *beyond, "1", True, [1], {}]:
+        refusal(path, value)
+
+
+@pytest.mark.parametrize("case", STRINGS, ids=ids)
+def test_every_string_refuses_what_is_none_of_its_kind(case):
+    cls, field = case
+    path = path_of(cls, field)
+    row = isinstance(field.default, tuple)
+    bad: list = [1, None, b"x", 1.5, {}]
+    if "choices" in field.metadata:
+        bad += ["nothing", "\n", " ", "NONE"]
+    elif field.metadata["kind"] == "text":
+        bad += ["\ud800"]
+    else:
+        bad += [" ", "a\0b", "a\nb", "\t"] + ([""] if row or field.default else [])
+    for value in bad:
+        with pytest.raises(config.UserError, match=r"^config\.\S+") as caught:
+            config.check(with_value(path, [value] if row else value))
+        assert "\n" not in str(caught.value) and path in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "says"),
+    [
+        ("optim.lr", math.inf, "optim.lr=inf is out of range; it must be at least 0 and at most 1000"),
+        ("optim.z_loss", -1, "at least 0"),
+        ("model.rope_parameters.hybrid.rope_theta", -1, "at least 1 "),
+        ("model.rms_norm_eps", -1, "at least 1e-30"),
+        ("eval.windows", -1, "at least 0"),
+        ("run.seed", 1e20, "run.seed=100000000000000000000 is out of range; it must be at least 0"),
+        ("data.path", "", "data.path='' is empty; give a path"),
+        ("model.num_hidden_layers", 10**9, "at most 10000"),
+        ("model.eos_token_id", 262_272, "the vocabulary of model.vocab_size=262272; give an id from 0 to 262271"),
+        ("model.attention_dropout", 0.1, "is not supported; it must be 0"),
+        ("schedule.phases[0].mesh", {"expert": 0}, "phases[0].mesh.expert=0 is out of range"),
+        ("schedule.phases[0].remat", "all", "'all' is not one of none, layer"),
+        ("schedule.phases[0].mesh", 3, "phases[0].mesh is 3; it is a group of keys, see docs/config.md"),
+        ("data.mixture", ["a=1", ""], "mixture[1]='' is empty; give a source"),
+        ("data.tokenizer", "x\n" * 10_000, "characters) has a character that cannot be printed"),
+    ],
+)  # fmt: skip
+def test_what_the_refusal_says(path, value, says):
+    with pytest.raises(config.UserError) as caught:
+        config.check(with_value(path, value))
+    assert says in str(caught.value) and len(str(caught.value)) < 300
+
+
+def test_an_integer_too_long_to_print():
+    assert "an integer of 16610 bits" in refusal("log.sample_prompt", 10**5000)
+
+
+@pytest.mark.parametrize("given", [None, 3, [], "tiny", config.Model])
+def test_what_is_no_config_is_said(given):
+    with pytest.raises(config.UserError, match="a group of keys"):
+        config.check(given)
+
+
+def test_defaults_and_records_pass():
+    checked = config.check(config.default())
+    assert checked == config.Config() == config.check(config.to_dict(checked)) == config.check(checked)
+    assert config.check({}) == checked  # an older version's record has fewer keys
+    assert isinstance(config.editable(checked), config_dict.ConfigDict)

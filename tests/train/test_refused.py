@@ -1,0 +1,99 @@
+"""What pre-training refuses leaves nothing behind, and a run that ended without a loss does not end well."""
+
+import math
+from pathlib import Path
+
+import jax
+import pytest
+
+from experiments import pretrain
+from experiments.configs import tiny
+from zaya_jax import cli, config
+from zaya_jax.config import UserError
+from zaya_jax.train import memory
+
+SMALL = {
+    "model.hidden_size": 32, "model.num_hidden_layers": 1, "model.head_dim": 8, "model.moe_intermediate_size": 32,
+    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 32, "data.global_batch": 8,
+    "eval.windows": 4, "log.sample_tokens": 4, "optim.name": "adamw", "run.num_steps": 2,
+    "data.path": str(Path(cli.__file__).parent / "optim"),
+}  # fmt: skip
+
+
+def settings(**keys):
+    given = tiny.get_config()
+    given.update_from_flattened_dict(SMALL | {name.replace("__", "."): value for name, value in keys.items()})
+    return config.check(given)
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    devices = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *args: devices)
+    monkeypatch.setattr("signal.signal", lambda *args: None)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty current folder."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def tree(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+REFUSED = {
+    "config.schedule.warmup_fraction=0.6 and decay_fraction=0.5 overlap": {
+        "schedule__warmup_fraction": 0.6, "schedule__decay_fraction": 0.5,
+    },
+    "config.name='../x' is a path": {"name": "../x"},
+    "config.name='..' is a path": {"name": ".."},
+    "takes 320.0 GiB in this process": {"data__global_batch": 2**24, "data__micro_batch": 2**20, "data__seq_len": 1024},
+    "parameters needs": {"model__num_hidden_layers": 10_000, "model__hidden_size": 2**14},
+    "data.path": {"data__path": "nowhere"},
+    "tokenizer": {"data__tokenizer": "nowhere.json"},
+    "config.model.eos_token_id=3": {"model__eos_token_id": 3},
+    "run.init_from": {"run__init_from": "nowhere"},
+    "checkpoint.durable": {"checkpoint__durable": "ftp://host/x"},
+    "checkpoint.local": {"checkpoint__local": "/dev/null/x"},
+    "config.mesh": {"mesh__data": 3},
+    "mixture": {"data__mixture": ("nowhere=1",)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_a_refused_run_leaves_nothing(here, says):
+    with pytest.raises(UserError) as caught:
+        pretrain.train(settings(**REFUSED[says]))
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert tree(here) == []
+
+
+def test_a_workdir_without_a_name(here):
+    with pytest.raises(UserError, match="--workdir='' is empty"):
+        pretrain.train(settings(), "")
+
+
+def test_fractions_that_add_up_to_one_pass(here, monkeypatch):
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 10)  # the next check refuses
+    for up in (0.07, 0.1, 0.3, 0.35, 1.0):
+        with pytest.raises(UserError, match="the machine has"):
+            pretrain.train(settings(schedule__warmup_fraction=up, schedule__decay_fraction=1 - up))
+
+
+def test_a_loss_that_is_no_number_is_not_done(capsys):
+    assert pretrain.ended_well({"loss": 2.0, "eval/loss": 1.0}) == pretrain.ended_well(None) == cli.DONE
+    for figures in ({"loss": math.nan}, {"loss": 1.0, "eval/loss": math.inf}):
+        assert pretrain.ended_well(figures) == cli.UNHEALTHY
+        assert "is not finite" in capsys.readouterr().out
+
+
+def test_a_run_that_ends_without_a_loss_says_so_each_time(tmp_path, capsys):
+    wild = settings(optim__lr=1000.0, run__skip_update="never", optim__clip_norm=0.0, run__num_steps=12)
+    for _ in range(2):
+        assert pretrain.train(wild, tmp_path / "run") == cli.UNHEALTHY
+        assert "error: the loss of the last step is not finite" in capsys.readouterr().out

@@ -1,0 +1,101 @@
+"""The config: an ml_collections ConfigDict at the border, frozen dataclasses inside, every key checked.
+
+A config file's `get_config()` starts from `default()` and changes what it needs; `check()` turns the result into a
+`Config`, or raises one `UserError` that names the key, what was given, what was expected and the way out. keys.py
+declares the keys, fields.py says how, checks.py what they must be to each other, page.py makes docs/config.md of them.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+from ml_collections import config_dict
+
+from zaya_jax.config import checks, fields
+from zaya_jax.config.fields import StorageError, UserError, shown
+from zaya_jax.config.keys import (
+    LAYER_KINDS,
+    Balance,
+    Checkpoint,
+    Config,
+    Data,
+    Eval,
+    Log,
+    Mesh,
+    Model,
+    Optim,
+    Phase,
+    Precision,
+    Rope,
+    RopeKinds,
+    Run,
+    Schedule,
+)  # fmt: skip
+
+__all__ = [
+    "LAYER_KINDS", "Balance", "Checkpoint", "Config", "Data", "Eval", "Log", "Mesh", "Model", "Optim", "Phase",
+    "Precision", "Rope", "RopeKinds", "Run", "Schedule", "StorageError", "UserError", "all_keys", "check",
+    "check_model", "check_phase", "default", "editable", "shown", "to_dict", "unknown_key",
+]  # fmt: skip
+
+
+def default() -> config_dict.ConfigDict:
+    """All keys with their defaults, typed and locked: what a config file's get_config() starts from."""
+    return editable(Config())
+
+
+def editable(config: Config) -> config_dict.ConfigDict:
+    """A Config as config files return it: for one that starts from a recorded config instead of the defaults."""
+    return _to_config_dict(config).lock()
+
+
+def check(cfg: config_dict.ConfigDict | dict) -> Config:
+    """The frozen Config of a ConfigDict (or of what config.json holds); UserError on any key that is not right."""
+    config = fields.build(Config, cfg)
+    fields.check_fields(config)
+    checks.check_config(config)
+    return config
+
+
+def check_model(given: dict) -> Model:
+    """The frozen Model of a nested dict of its keys alone."""
+    model = fields.build(Model, given, "model.")
+    fields.check_fields(model, "model.")
+    checks.check_model(model)
+    return model
+
+
+def check_phase(phase: Phase, index: int) -> None:
+    """UserError on a key of a phase that is not right by itself, for a config that `check` has not seen."""
+    fields.check_fields(phase, f"schedule.phases[{index}].")
+
+
+def to_dict(config: Any) -> dict:
+    """The config as JSON-able nested dicts; `check` reads it back to an equal Config."""
+    return json.loads(json.dumps(dataclasses.asdict(config)))
+
+
+def unknown_key(path: str) -> UserError:
+    """The error for a key that the config does not have, with the nearest that it has."""
+    return UserError(f"unknown config key config.{path}{fields.nearest(path, all_keys())}")
+
+
+def all_keys() -> list[str]:
+    """Every key, dotted."""
+    return [path for path, _ in fields.leaves(Config)]
+
+
+def _to_config_dict(value: Any) -> config_dict.ConfigDict:
+    out = config_dict.ConfigDict()
+    for field in dataclasses.fields(value):
+        item = getattr(value, field.name)
+        optional = fields.optional_type(field.type)
+        if dataclasses.is_dataclass(item):
+            out[field.name] = _to_config_dict(item)
+        elif optional is not None:
+            out[field.name] = config_dict.placeholder(optional)
+            if item is not None:
+                out[field.name] = item
+        else:
+            out[field.name] = item
+    return out

@@ -1,0 +1,83 @@
+"""What keys must be to each other; what each may be by itself is declared with it, in keys.py."""
+
+from zaya_jax.config.fields import UserError
+from zaya_jax.config.keys import Config, Model
+
+
+def check_config(c: Config) -> None:
+    """UserError where two keys do not go together."""
+    check_model(c.model)
+    if c.data.micro_batch and c.data.global_batch % c.data.micro_batch:
+        raise UserError(
+            f"config.data.micro_batch={c.data.micro_batch} does not divide data.global_batch={c.data.global_batch}; "
+            "give a divisor, or 0 for the whole batch at once"
+        )
+    if c.data.seq_len > c.model.max_position_embeddings:
+        raise UserError(
+            f"config.data.seq_len={c.data.seq_len} is above model.max_position_embeddings="
+            f"{c.model.max_position_embeddings}; raise the latter or shorten the sequences"
+        )
+
+
+def check_model(m: Model) -> None:
+    """What a model's keys must be to each other."""
+    if m.num_attention_heads % m.num_key_value_heads:
+        raise UserError(
+            f"config.model.num_attention_heads={m.num_attention_heads} is not a multiple of "
+            f"num_key_value_heads={m.num_key_value_heads}; each key-value head serves an equal group of query heads"
+        )
+    if m.num_key_value_heads * m.head_dim % 2:
+        raise UserError(
+            f"config.model.num_key_value_heads x head_dim = {m.num_key_value_heads * m.head_dim} is odd; half of the "
+            "value channels come from the token before, so it must be even"
+        )
+    if m.layer_types and len(m.layer_types) != m.num_hidden_layers:
+        raise UserError(
+            f"config.model.layer_types names {len(m.layer_types)} layers, num_hidden_layers={m.num_hidden_layers}; "
+            'give one kind a layer, or () for "hybrid" throughout'
+        )
+    if "hybrid_sliding" in m.kinds and (m.sliding_window is None or m.sliding_window < 1):
+        raise UserError(
+            f"config.model.sliding_window={m.sliding_window} but layer_types has hybrid_sliding layers; "
+            "give the window in tokens, the query included"
+        )
+    if m.model_type == "dense":
+        _check_dense(m)
+    if not m.tie_word_embeddings:
+        raise UserError(
+            "config.model.tie_word_embeddings=False is not supported; ZAYA has tie_word_embeddings=True"
+        )
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        if (getattr(m, name) or 0) >= m.vocab_size:
+            raise UserError(
+                f"config.model.{name}={getattr(m, name)} is outside the vocabulary of model.vocab_size={m.vocab_size}; "
+                f"give an id from 0 to {m.vocab_size - 1}, or None for the tokenizer's"
+            )
+    for kind in sorted(set(m.kinds) - {"hybrid_linear"}):
+        rope = getattr(m.rope_parameters, kind)
+        if int(m.head_dim * rope.partial_rotary_factor) % 2:
+            raise UserError(
+                f"config.model.rope_parameters.{kind}.partial_rotary_factor={rope.partial_rotary_factor} turns "
+                f"{m.head_dim * rope.partial_rotary_factor:g} of {m.head_dim} channels; it must be an even number"
+            )
+
+
+def _check_dense(m: Model) -> None:
+    if m.intermediate_size < 1:
+        raise UserError(
+            f"config.model.intermediate_size={m.intermediate_size} must be at least 1 with model_type='dense': "
+            "the width of the gated MLP"
+        )
+    if m.num_experts != 1:
+        raise UserError(
+            f"config.model.num_experts={m.num_experts} with model_type='dense', which has no router; set it to 1"
+        )
+    if m.attention_bias:
+        raise UserError(
+            "config.model.attention_bias is set, but model_type='dense' has no biases; set it to False"
+        )
+    if "hybrid_linear" in m.kinds:
+        raise UserError(
+            "config.model.layer_types has hybrid_linear, which is a form of ZAYA's attention, but model_type='dense'; "
+            "dense layers are hybrid (full attention) or hybrid_sliding"
+        )

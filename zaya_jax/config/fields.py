@@ -1,0 +1,222 @@
+"""How a key is declared: its default, what it may be, and what it means, in one place; and how a value is held to that.
+
+    lr: float = ranged(1e-3, 0, 100, "the schedule's peak")
+
+A key without these cannot be declared (a test holds it), so none is forgotten by a check or by docs/config.md.
+"""
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from ml_collections import config_dict
+
+
+class UserError(ValueError):
+    """Bad input: programs print it as one line and exit with code 2."""
+
+
+class StorageError(RuntimeError):
+    """Storage that stays unreadable after all retries, or damaged data: one line, exit code 4."""
+
+
+KINDS = ("name", "path", "text", "source")  # of strings; a source is "path=weight"
+LONGEST = 80  # characters of a value in a message
+
+
+def ranged(default: float | None, least: float, greatest: float, meaning: str) -> Any:
+    """A number, or a row of them; not finite ones never fit."""
+    return _declare(default, meaning, range=(least, greatest))
+
+
+def choice(default: Any, choices: tuple[str, ...], meaning: str) -> Any:
+    """One of a few words, or a row of them."""
+    return _declare(default, meaning, choices=choices)
+
+
+def text(default: Any, kind: str, meaning: str) -> Any:
+    """Other words, or a row of them, of one of KINDS; an empty one only where that is the default."""
+    assert kind in KINDS, kind
+    return _declare(default, meaning, kind=kind)
+
+
+def switch(default: bool, meaning: str) -> Any:
+    """True or False."""
+    return _declare(default, meaning)
+
+
+def group(default: Any, meaning: str) -> Any:
+    """A row of dataclasses, or one that may be None; one that is always there needs none, its docstring says it."""
+    return _declare(default, meaning)
+
+
+def _declare(default: Any, meaning: str, **metadata: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"meaning": meaning, **metadata})
+
+
+########################################################################################################################
+# From nested dicts to frozen dataclasses
+########################################################################################################################
+
+
+def build(cls: type, given: Any, prefix: str = "") -> Any:
+    """The dataclass of a nested dict, every key known and of its type; UserError names the key as config.PREFIXkey."""
+    if isinstance(given, config_dict.ConfigDict):
+        given = given.to_dict()
+    elif dataclasses.is_dataclass(given) and not isinstance(given, type):
+        given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
+    if not isinstance(given, dict):
+        where = f"config.{prefix}".rstrip(".")
+        raise UserError(f"{where} is {shown(given)}; it is a group of keys, see docs/config.md")
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    for key in given:
+        if key not in fields:
+            path = f"{prefix}{key}"
+            raise UserError(
+                f"unknown config key config.{path}{nearest(path, [prefix + name for name in fields])}"
+            )
+    return cls(**{key: _convert(fields[key].type, value, prefix + key) for key, value in given.items()})
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    if isinstance(value, config_dict.FieldReference):  # in a phase, which ConfigDict does not look into
+        value = value.get()
+    if dataclasses.is_dataclass(kind):
+        return build(typing.cast(type, kind), value, path + ".")
+    optional = optional_type(kind)
+    if optional is not None:
+        return None if value is None else _convert(optional, value, path)
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        if not isinstance(value, list | tuple):
+            raise _wrong(path, value, "a tuple")
+        return tuple(_convert(item, v, f"{path}[{i}]") for i, v in enumerate(value))
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except OverflowError:
+            raise UserError(
+                f"config.{path}={shown(value)} is out of range; it is above all numbers"
+            ) from None
+    if kind is int and isinstance(value, float) and value.is_integer():
+        return int(value)
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise _wrong(path, value, f"of type {kind.__name__}")
+    return value
+
+
+def _wrong(path: str, value: Any, expected: str) -> UserError:
+    return UserError(
+        f"config.{path}={shown(value)} has the wrong type {type(value).__name__}; it must be {expected}"
+    )
+
+
+def optional_type(kind: Any) -> type | None:
+    """T of `T | None`."""
+    args = typing.get_args(kind)
+    if isinstance(kind, types.UnionType) and type(None) in args:
+        return next(a for a in args if a is not type(None))
+    return None
+
+
+def item_type(kind: Any) -> Any:
+    """T of T, of `T | None` and of `tuple[T, ...]`."""
+    kind = optional_type(kind) or kind
+    return typing.get_args(kind)[0] if typing.get_origin(kind) is tuple else kind
+
+
+def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
+    """Every key of a dataclass that is no group, dotted, with its declaration. Rows of groups count as one key."""
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            yield from leaves(typing.cast(type, field.type), f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field
+
+
+########################################################################################################################
+# What a value may be
+########################################################################################################################
+
+
+def check_fields(value: Any, prefix: str = "") -> None:
+    """UserError on the first key of a dataclass, or of the groups and rows in it, that is not as it was declared."""
+    for field in dataclasses.fields(value):
+        found, path = getattr(value, field.name), f"{prefix}{field.name}"
+        row = isinstance(found, tuple)
+        for i, item in enumerate(found if row else (found,)):
+            _check(field, item, f"{path}[{i}]" if row else path)
+
+
+def _check(field: dataclasses.Field, value: Any, path: str) -> None:
+    if value is None:  # what may be None has passed `build`
+        return
+    if dataclasses.is_dataclass(value):
+        check_fields(value, f"{path}.")
+        return
+    given = f"config.{path}={shown(value)}"
+    only = only_value(field)
+    if only is not None and value != only:
+        raise UserError(f"{given} is not supported; it must be {only!r}")
+    if "range" in field.metadata:
+        least, greatest = field.metadata["range"]
+        if not least <= value <= greatest:  # NaN is not
+            raise UserError(f"{given} is out of range; it must be {range_text(field)}")
+    elif "choices" in field.metadata:
+        choices = field.metadata["choices"]
+        if value not in choices:
+            words = ", ".join(filter(None, choices))  # "" leaves a phase's key open
+            raise UserError(f"{given} is not one of {words}{nearest(value, choices)}")
+    elif "kind" in field.metadata:
+        _check_text(field, value, given)
+
+
+def _check_text(field: dataclasses.Field, value: str, given: str) -> None:
+    kind = field.metadata["kind"]
+    if kind == "text":
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise UserError(f"{given} is no UTF-8; give whole characters") from None
+        return
+    if not value.strip() and (value or field.default != ""):
+        raise UserError(f"{given} is empty; give a {kind}")
+    # What cannot be printed comes from a slip of quoting; \udc80 to \udcff are bytes of file names that are no UTF-8.
+    if (kind == "name" and not value.isprintable()) or any(ord(c) < 32 or ord(c) == 127 for c in value):
+        raise UserError(f"{given} has a character that cannot be printed; give a {kind} without")
+
+
+def only_value(field: dataclasses.Field) -> Any:
+    """What a key must be that is there for what is written elsewhere (transformers' config.json) alone; or None."""
+    allowed = set(field.metadata.get("range") or field.metadata.get("choices") or ())
+    return allowed.pop() if len(allowed) == 1 else None
+
+
+def range_text(field: dataclasses.Field) -> str:
+    """at least 0 and at most 1."""
+    return " and ".join(
+        f"{word} {x if isinstance(x, int) else format(x, 'g')}"
+        for word, x in zip(("at least", "at most"), field.metadata["range"], strict=True)
+    )
+
+
+def nearest(value: Any, choices: Iterable[str]) -> str:
+    """A question to end a message with: the choice most like the value, if one is."""
+    found = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def shown(value: Any) -> str:
+    """A value in a message: its repr on one line, cut where nobody would read on."""
+    try:
+        out = " ".join(repr(value).splitlines())
+    except ValueError:  # an int of more digits than Python prints
+        out = (
+            f"an integer of {value.bit_length()} bits"
+            if isinstance(value, int)
+            else f"a {type(value).__name__}"
+        )
+    return out if len(out) <= LONGEST else f"{out[: LONGEST - 20]} ... ({len(out)} characters)"

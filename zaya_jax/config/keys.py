@@ -1,0 +1,321 @@
+"""Every key of a config: its default, what it may be, and what it means. docs/config.md is this file as a page.
+
+Upper bounds only keep out what can be a slip alone: they lie far above what has been trained anywhere.
+"""
+
+import dataclasses
+
+from zaya_jax.config.fields import choice, group, ranged, switch, text
+
+LAYER_KINDS = ("hybrid", "hybrid_sliding", "hybrid_linear")  # full, windowed and linear attention
+PACKINGS = ("concat", "first_fit", "best_fit")
+REMATS = ("none", "layer", "attention", "offload")
+
+MOST = 2**31 - 1  # of what 32 bits count on the devices
+TOKENS = 10**16  # a thousand times the largest corpus
+BELOW_ONE = 0.99999  # of decay rates: at 1 nothing would ever be forgotten
+MINUTES = 60 * 24 * 365
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """A rotary embedding."""
+
+    rope_type: str = choice("default", ("default",), "no scaling is known")
+    rope_theta: float = ranged(
+        10_000.0, 1, 1e15, "the base: channel pair i of n turns by base^(-i/n) a token"
+    )
+    partial_rotary_factor: float = ranged(
+        0.5, 0, 1, "share of a head's channels that turn; an even number of them"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeKinds:
+    """One rotary embedding per layer kind; linear attention has none."""
+
+    hybrid: Rope = Rope()
+    hybrid_sliding: Rope = Rope()
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The architecture, under transformers' names; the defaults are ZAYA1-base at 4K context."""
+
+    model_type: str = choice("zaya", ("zaya", "dense"), "dense: plain attention and one gated MLP a layer")
+    vocab_size: int = ranged(262_272, 1, 2**26, "rows of the embedding")
+    hidden_size: int = ranged(2048, 1, 2**20, "width of the residual stream")
+    num_hidden_layers: int = ranged(40, 1, 10_000, "layers")
+    num_attention_heads: int = ranged(8, 1, 2**14, "query heads")
+    num_key_value_heads: int = ranged(
+        2, 1, 2**14, "key-value heads; each serves an equal group of query heads"
+    )
+    head_dim: int = ranged(128, 1, 2**14, "channels of a head")
+    intermediate_size: int = ranged(0, 0, 2**22, "the gated MLP's width in a dense model")
+    moe_intermediate_size: int = ranged(2048, 1, 2**22, "an expert's width")
+    num_experts: int = ranged(16, 1, 2**16, "experts a layer; a dense model's one MLP counts as one")
+    num_experts_per_tok: int = ranged(1, 1, 1, "experts that a token goes to")
+    router_hidden_size: int = ranged(256, 1, 2**16, "the router's width")
+    cca_time0: int = ranged(2, 1, 1024, "taps of the depthwise convolution over queries and keys")
+    cca_time1: int = ranged(2, 1, 1024, "taps of the grouped convolution after it")
+    hidden_act: str = choice("silu", ("silu",), "the experts' activation")
+    rms_norm_eps: float = ranged(1e-5, 1e-30, 1, "added to the mean square under the root")
+    layer_types: tuple[str, ...] = choice(
+        (), LAYER_KINDS, 'the kind of each layer, bottom first; () means "hybrid" throughout'
+    )
+    sliding_window: int | None = ranged(
+        None, 1, MOST, "of hybrid_sliding layers, in tokens, the query included"
+    )
+    rope_parameters: RopeKinds = RopeKinds()
+    max_position_embeddings: int = ranged(131_072, 1, MOST, "the longest context that the model is meant for")
+    attention_bias: bool = switch(False, "biases in attention's projections")
+    lm_head_bias: bool = switch(False, "a bias a token on the logits")
+    tie_word_embeddings: bool = switch(True, "the head is the embedding; ZAYA has no other")
+    attention_dropout: float = ranged(0.0, 0, 0, "ZAYA has none")
+    initializer_range: float = ranged(0.02, 0, 100, "standard deviation of fresh matrices")
+    pad_token_id: int | None = ranged(None, 0, 2**26, "the id of padding; None: the tokenizer's")
+    bos_token_id: int | None = ranged(None, 0, 2**26, "the id that begins a document; None: the tokenizer's")
+    eos_token_id: int | None = ranged(None, 0, 2**26, "the id that ends a document; None: the tokenizer's")
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kind of each layer, bottom first."""
+        return self.layer_types or ("hybrid",) * self.num_hidden_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """What is trained on, and how it comes in batches; docs/data.md."""
+
+    path: str = text("stdlib", "path", '"stdlib", a directory or glob of text files, or a prepared directory')
+    mixture: tuple[str, ...] = text((), "source", 'in place of path, several sources: "path=weight"')
+    tokenizer: str = text(
+        "bytes", "path", '"bytes", a tokenizer.json, or a directory that holds a saved tokenizer'
+    )
+    seq_len: int = ranged(4096, 1, 2**27, "tokens of a sequence, the context")
+    global_batch: int = ranged(4096, 1, 2**24, "sequences a step")
+    micro_batch: int = ranged(0, 0, 2**24, "sequences at once over all devices; 0: the whole global batch")
+    packing: str = choice(
+        "concat", PACKINGS, "how documents fill rows: concat (and split), or best_fit (decreasing)"
+    )
+    cross_documents: bool = switch(False, "let documents of a row attend to each other")
+    on_corrupt: str = choice(
+        "stop", ("stop", "skip"), "a damaged record: stop, or skip (padding takes its place)"
+    )
+    workers: int = ranged(
+        0, 0, 1024, "processes that compute batches ahead; 0: a thread, fastest on few cores"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    """Muon and AdamW."""
+
+    name: str = choice(
+        "muon", ("muon", "adamw"), "muon for matrices with adamw for the rest, or adamw for all"
+    )
+    lr: float = ranged(1e-3, 0, 1000, "the learning rate at the schedule's peak")
+    b1: float = ranged(0.9, 0, BELOW_ONE, "AdamW's decay of the mean gradient")
+    b2: float = ranged(0.95, 0, BELOW_ONE, "AdamW's decay of the mean squared gradient")
+    eps: float = ranged(1e-8, 0, 1, "AdamW's, added to the root")
+    adamw_lr_factor: float = ranged(
+        1.0, 0, 1e6, "AdamW's learning rate over Muon's; for muon_scale=\"spectral\", say, 0.1"
+    )
+    weight_decay: float = ranged(0.1, 0, 1000, "times the learning rate, off each matrix a step")
+    clip_norm: float = ranged(1.0, 0, 1e30, "greatest norm of the gradient over all weights; 0: no clipping")
+    z_loss: float = ranged(0.0, 0, 1000, "weight of the mean log² Z in the loss")
+    momentum: float = ranged(0.95, 0, BELOW_ONE, "Muon's")
+    nesterov: bool = switch(True, "Muon looks ahead by its momentum")
+    muon_scale: str = choice(
+        "match_rms_adamw",
+        ("match_rms_adamw", "spectral"),
+        "of Muon's update: AdamW's size, or the spectral norm's",
+    )
+    newton_schulz: str = choice(
+        "keller_jordan", ("keller_jordan", "polar_express"), "the coefficients of Muon's iteration"
+    )
+    newton_schulz_steps: int = ranged(5, 1, 99, "rounds of Muon's iteration")
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance:
+    """The biases that balance the experts' load."""
+
+    enabled: bool = switch(True, "move them")
+    lr: float = ranged(1e-3, 0, 1000, "their learning rate")
+    b1: float = ranged(0.9, 0, BELOW_ONE, "as AdamW's")
+    b2: float = ranged(0.95, 0, BELOW_ONE, "as AdamW's")
+    dead_after: int = ranged(100, 1, MOST, "steps without a token after which an expert counts as dead")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """The devices as a box of four axes; docs/parallelism.md."""
+
+    data: int = ranged(
+        -1, -1, 2**20, "devices over which sequences are spread; -1: all that the other axes leave"
+    )
+    expert: int = ranged(1, 1, 2**16, "devices over which experts are spread, and sequences too")
+    context: int = ranged(1, 1, 2**16, "devices over which the tokens of a sequence are spread")
+    tensor: int = ranged(1, 1, 2**14, "devices over which heads and widths are spread")
+    fsdp: bool = switch(False, "weights lie over data too, gathered layer by layer")
+    tsp: bool = switch(
+        False, "the tensor axis carries the sequence too: weights travel in place of activations"
+    )
+    ring: bool = switch(False, "over context, keys and values travel round a ring in place of being gathered")
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A stretch of training; what is 0, "", () or None is as outside the phases, in the key named beside it."""
+
+    name: str = text("", "name", "for tables and messages")
+    tokens: int = ranged(0, 1, TOKENS, "its length, padding counted; every phase must have one")
+    seq_len: int = ranged(0, 0, 2**27, "data.seq_len")
+    rope_theta: float = ranged(
+        0.0, 0, 1e15, "of full-attention layers: model.rope_parameters.hybrid.rope_theta"
+    )
+    global_batch: int = ranged(0, 0, 2**24, "sequences a step: data.global_batch")
+    micro_batch: int = ranged(0, 0, 2**24, "sequences at once over all devices: data.micro_batch")
+    ramp_from: int = ranged(
+        0, 0, 2**24, "sequences a step at its start, doubled until global_batch is reached; 0: no ramp"
+    )
+    ramp_tokens: int = ranged(0, 0, TOKENS, "over which the doublings are spread")
+    mixture: tuple[str, ...] = text((), "source", 'of "path=weight": data.mixture, or data.path')
+    packing: str = choice("", ("", *PACKINGS), "data.packing")
+    mesh: Mesh | None = group(  # noqa: RUF009  (what `group` gives is a declaration, not a default)
+        None, "the whole group; where it differs from the phase before, a new start takes over"
+    )
+    remat: str = choice("", ("", *REMATS), "remat")
+    eval_seq_len: int = ranged(0, 0, 2**27, "tokens of a held-out window: this phase's seq_len")
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the whole run: warm-up, constant, decay; the fractions are of all its tokens."""
+
+    warmup_fraction: float = ranged(0.02, 0, 1, "over which the learning rate rises from 0")
+    decay_fraction: float = ranged(
+        0.2,
+        0,
+        1,
+        'over which it falls; with decay="cosine" and 1 - warmup_fraction it is the plain cosine schedule',
+    )
+    decay: str = choice("linear", ("linear", "cosine", "1-sqrt"), "how it falls")
+    final_lr_fraction: float = ranged(0.0, 0, 1, "where it ends, of optim.lr")
+    phases: tuple[Phase, ...] = group((), "of config.Phase, in order; (): one phase of run.num_steps steps")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """How long, and from what."""
+
+    # Above that, random keys take the number modulo 2**32: two seeds would begin with the same weights.
+    seed: int = ranged(0, 0, 2**32 - 1, "of weights, data order and sampling")
+    num_steps: int = ranged(
+        1000, 1, MOST, "the last step; where phases are declared, it may only end them early"
+    )
+    skip_update: str = choice(
+        "nonfinite",
+        ("never", "nonfinite", "spike"),
+        "gradients that are left out: not finite, or also far too large",
+    )
+    spike_deviations: float = ranged(
+        6.0, 0, 1e6, 'above the running mean of the gradient norm: what "spike" skips'
+    )
+    init_from: str = text(
+        "", "path", "weights to begin with: another run's folder, FOLDER@STEP, or exported parameters"
+    )
+    init_grow: bool = switch(False, "let a model of more layers or experts take what fits")
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """The loss on held-out text."""
+
+    every: int = ranged(100, 1, MOST, "steps between evaluations; the last step has one always")
+    windows: int = ranged(64, 0, 2**20, "held-out windows, each of the phase's eval_seq_len tokens; 0: none")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """When the state is saved, where, and which checkpoints stay; docs/checkpoints.md."""
+
+    every_steps: int = ranged(500, 1, MOST, "steps between saves; the last step is always saved")
+    every_minutes: float = ranged(0.0, 0, MINUTES, "and whenever so much time has passed; 0: by steps alone")
+    keep: int = ranged(3, 1, MOST, "the newest so many")
+    keep_every: int = ranged(0, 0, MOST, "also those of every so many steps")
+    keep_best: int = ranged(0, 0, MOST, "also the so many of least held-out loss")
+    keep_tokens: int = ranged(0, 0, TOKENS, "also the first after every so many tokens")
+    local: str = text("", "path", "a fast folder, may be each node's own, that saves go to first")
+    durable: str = text("", "path", "a folder or URL (s3://, gs://) that gets a copy of each")
+    on_corrupt: str = choice(
+        "stop", ("stop", "previous"), "a damaged newest: stop, or go on from the newest that is whole"
+    )
+    max_failures: int = ranged(3, 1, MOST, "saves that may fail in a row before the run stops")
+    max_wait: float = ranged(
+        60.0, 0, 60 * MINUTES, "seconds that a due save waits for the one before; then it counts as failed"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """The one table of number formats, and what they are on each chip.
+
+    Weights, residual stream, norms, softmaxes and losses are always float32, and a product adds up in float32. TF32 is
+    float32 cut to 10 bits in front of a product: what XLA takes for float32 on NVIDIA and, as XF32, on MI300X, unless
+    it is asked for more. CPUs have none.
+    """
+
+    # Partial sums over tensor, and gradients of keys and values over context, add up in it. A weight's gradient leaves
+    # its product in float32; that of experts on a GPU rounded once to bfloat16, for each micro-batch, and is float32
+    # from there on.
+    compute: str = choice(
+        "bfloat16",
+        ("bfloat16", "float32"),
+        "what matrices multiply in, and what travels between a layer's devices",
+    )
+    router: str = choice(
+        "float32", ("bfloat16", "float32"), "what the router's matrices multiply in; float32 is never TF32"
+    )
+    # With "default" and "high" TF32 if the chip has it, with "highest" float32. Nothing else depends on it.
+    matmul: str = choice(
+        "default",
+        ("default", "high", "highest"),
+        'what float32 is where compute is "float32": TF32, or "highest"',
+    )
+    newton_schulz: str = choice(
+        "compute",
+        ("compute", "bfloat16", "float32"),
+        "Muon's iteration and, between devices, its directions; compute: like compute. float32 is never TF32",
+    )
+    momentum: str = choice("float32", ("bfloat16", "float32"), "in what Muon keeps its momentum")
+
+
+@dataclasses.dataclass(frozen=True)
+class Log:
+    """What is said on the way, and the sample at the end."""
+
+    every: int = ranged(10, 1, MOST, "steps between lines on the terminal; the files get every step")
+    sample_prompt: str = text("def ", "text", "what the sample continues")
+    sample_tokens: int = ranged(256, 0, 2**20, "its length")
+    sample_temperature: float = ranged(0.7, 0, 1000, "of its sampling; 0: greedy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that decides a run, checked and frozen."""
+
+    name: str = text("unnamed", "name", "the run's; without --workdir its folder is runs/NAME")
+    model: Model = Model()
+    data: Data = Data()
+    optim: Optim = Optim()
+    balance: Balance = Balance()
+    schedule: Schedule = Schedule()
+    mesh: Mesh = Mesh()
+    run: Run = Run()
+    eval: Eval = Eval()
+    checkpoint: Checkpoint = Checkpoint()
+    precision: Precision = Precision()
+    log: Log = Log()
+    remat: str = choice("none", REMATS, "what is computed again in the backward pass, to save memory")

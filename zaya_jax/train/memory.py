@@ -1,0 +1,80 @@
+"""Whether a run can fit the memory at all, before anything is made: a lower bound, not a plan.
+
+Counted are what there is no way around: a step's batch on the host, and the weights and the optimizer's state as they
+lie on the devices. Activations and gradients come on top.
+"""
+
+import functools
+import math
+import os
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from zaya_jax.config import Config, UserError
+from zaya_jax.model import zaya
+from zaya_jax.optim.schedule import Plan
+from zaya_jax.train import step as steps
+
+BYTES_A_TOKEN = 20  # of a batch: tokens, targets, segments, positions, mask, four bytes each
+
+
+def check_batch(plan: Plan, parts: int = 1) -> None:
+    """UserError where this process's part of a step's batch (one of so many) is more than the machine's memory."""
+    for segment in plan.segments:
+        needed, has = segment.tokens_per_step * BYTES_A_TOKEN // parts, machine_bytes()
+        if needed > has:
+            raise UserError(
+                f"a step of {segment.sequences:,} sequences (global_batch) of {segment.phase.seq_len:,} tokens "
+                f"(seq_len) takes {size(needed)} in this process, the machine has {size(has)}; give a smaller batch "
+                "or shorter sequences"
+            )
+
+
+def check_state(config: Config, mesh: Mesh) -> None:
+    """UserError where weights and optimizer state are more than the memory of a device, if that is known."""
+    device = mesh.local_devices[0]
+    has = device_bytes(device)
+    if has is None:
+        return
+    optimizer = steps.build_optimizer(config, mesh)
+    state = jax.eval_shape(functools.partial(steps.init_state, config, optimizer, mesh))
+    shardings = steps.state_shardings(config, optimizer, mesh)
+
+    def on_one_device(sharding, part) -> int:
+        shapes = [(sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(part)]
+        return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
+
+    needed = sum(jax.tree.leaves(jax.tree.map(on_one_device, shardings, state)))
+    where, spread = (
+        f"each {device.device_kind}",
+        "more devices, config.mesh.fsdp=True, config.mesh.tensor or expert",
+    )
+    if device.platform == "cpu":  # its devices share the machine's
+        needed *= len(mesh.local_devices)
+        where, spread = "the machine", "config.mesh.fsdp=True, more machines"
+    if needed > has:
+        count = zaya.param_counts(config.model)["total"]
+        raise UserError(
+            f"the model of {count:,} parameters needs {size(needed)} for weights and "
+            f"optimizer alone, {where} has {size(has)}; give a smaller config.model, "
+            f"or spread it: {spread}"
+        )
+
+
+def device_bytes(device: jax.Device) -> int | None:
+    """What a device may hold; None where it does not say. A CPU's is the machine's."""
+    if device.platform == "cpu":
+        return machine_bytes()
+    return (device.memory_stats() or {}).get("bytes_limit")
+
+
+def machine_bytes() -> int:
+    """The memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def size(count: int) -> str:
+    """So many bytes for a person."""
+    return f"{count / 2**30:,.1f} GiB"
