@@ -169,14 +169,15 @@ MEASUREMENTS = {"storage": storage_main}
 
 def main() -> int:
     """Run the measurement that the first argument named."""
+    if not _chosen or _chosen[0] not in MEASUREMENTS:
+        given = f", not {_chosen[0]!r}" if _chosen else ""
+        raise UserError(f"say what to measure first: {', '.join(MEASUREMENTS)}{given} (--help says more)")
     return MEASUREMENTS[_chosen[0]]()
 
 
 _chosen: list[str] = []
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] not in MEASUREMENTS:
-        print(f"error: say what to measure first: {', '.join(MEASUREMENTS)}", file=sys.stderr)
-        sys.exit(cli.BAD_INPUT)
-    _chosen.append(sys.argv.pop(1))
+    if sys.argv[1:] and not sys.argv[1].startswith("-"):
+        _chosen.append(sys.argv.pop(1))
     sys.exit(cli.run(main))

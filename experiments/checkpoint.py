@@ -38,7 +38,7 @@ def _parser() -> cli.Parser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def command(name: str, function: Callable[[Any], int], about: str) -> Any:
-        add = commands.add_parser(name, help=about)
+        add = commands.add_parser(name, help=about, description=f"{about}; see docs/checkpoints.md")
         add.set_defaults(function=function)
         return add
 

@@ -18,12 +18,14 @@ from absl import flags
 from ml_collections import config_flags
 
 from zaya_jax import config as config_lib
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.config import StorageError, UserError, page
 from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.parallel import leaving
 
 DONE, BAD_INPUT, UNHEALTHY, STORAGE, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 75, 130
 
+
+HELP = ("-h", "-help", "--help", "-helpfull", "--helpfull", "-helpshort", "--helpshort")
 
 _default_config: list[str] = []
 
@@ -31,12 +33,23 @@ _default_config: list[str] = []
 def define_config(default: str) -> flags.FlagHolder:
     """The --config flag: a Python file with get_config(), its keys overridden by --config.KEY=VALUE."""
     _default_config.append(default)
-    return config_flags.DEFINE_config_file("config", None, "The experiment's file.", lock_config=True)
+    return config_flags.DEFINE_config_file(
+        "config", None, f"a Python file with get_config(); by default {_below(default)}", lock_config=True
+    )
+
+
+def _below(path: str) -> str:
+    """A path as it is written from the current folder, where it lies below."""
+    return str(Path(path).relative_to(Path.cwd())) if Path(path).is_relative_to(Path.cwd()) else path
 
 
 def run(main: Callable[[], int], argv: Sequence[str] | None = None) -> int:
     """Parses the flags, runs `main`, and gives the exit code; a UserError becomes one line."""
     argv = list(sys.argv if argv is None else argv)
+    if any(arg in HELP for arg in argv[1:]):
+        with outlive_readers():
+            print(help_text(main))
+        return DONE
     keep_memory()
 
     def parse_and_run() -> int:
@@ -46,12 +59,27 @@ def run(main: Callable[[], int], argv: Sequence[str] | None = None) -> int:
     return exit_code(parse_and_run)
 
 
+def help_text(main: Callable) -> str:
+    """What a program with flags is for, its options, and the keys of its config if it has one."""
+    module = sys.modules[main.__module__]
+    ours = {module.__name__, sys.argv[0], getattr(module, "__file__", None)}
+    lines = [(module.__doc__ or "").strip(), "", "options:"]
+    for name, found in flags.FLAGS.flags_by_module_dict().items():
+        for flag in found if name in ours or name.startswith("zaya_jax.") else ():
+            default = "" if flag.default in (None, []) else f" [{flag.default}]"
+            kind = "file" if flag.name == "config" else flag.parser.flag_type() or "string"
+            value = "" if flag.boolean else f"={kind.split()[-1].upper()}"
+            lines += [f"  --{flag.name}{value}", f"      {' '.join(flag.help.split())}{default}"]
+    return "\n".join([*lines, *(["", page.listing()] if _default_config else [])])
+
+
 class Parser(argparse.ArgumentParser):
     """For programs without a config: argparse with whole option names only, whose complaints are UserErrors."""
 
     def __init__(self, **kwargs: Any):
         kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(**{**kwargs, "allow_abbrev": False})
+        super().__init__(**{**kwargs, "allow_abbrev": False, "add_help": False})
+        self.add_argument("-h", "--help", "--helpfull", action="help", help="say this")
 
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage and another prefix."""
@@ -171,7 +199,7 @@ def _parse(argv: list[str]) -> None:
         sys.argv = [argv[0], *config_file, *others]  # ml_collections looks there too
         rest = flags.FLAGS(sys.argv)
     except (flags.Error, TypeError, ValueError, AttributeError, KeyError, SyntaxError) as error:
-        raise UserError(f"{_first_line(error)} (--helpfull lists the options)") from None
+        raise UserError(f"{_first_line(error)} (--help lists the options)") from None
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; options begin with --")
 

@@ -1,0 +1,41 @@
+"""Every program says what it is for and what its options are; the page of the config's keys is what they are."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+from test_architecture import OPTIONS
+
+from zaya_jax import config
+from zaya_jax.config import page
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_the_page_of_keys_is_as_it_is_made():
+    written = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    assert written == page.page(), "python -m zaya_jax.config.page > docs/config.md"
+
+
+def test_page_and_help_have_every_key():
+    for key in config.all_keys():
+        assert f"| `{key}` |" in page.page()
+        assert f"  {key}=" in page.listing()
+    assert "schedule.phases[i].tokens" in page.page()
+
+
+def test_every_program_helps():
+    commands = [(name, command) for name in OPTIONS for command in OPTIONS[name]]
+    commands = [c for c in commands if c[0] != "checkpoint" or c[1] in ("inspect", "to_hf")]  # one parser's
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", f"experiments.{name}", *filter(None, [command, option])],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for (name, command), option in zip(commands, ("--help", "-h", "--helpfull") * 2, strict=True)
+    ]  # fmt: skip
+    said = [(process.communicate(timeout=120), process.returncode) for process in started]
+    for (name, command), ((out, err), code) in zip(commands, said, strict=True):
+        assert (code, err) == (0, ""), name
+        assert all(f"--{option}" in out for option in OPTIONS[name][command]), (name, out)
+        assert ("optim.lr=0.001" in out) == (name == "pretrain")

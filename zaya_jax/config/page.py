@@ -1,0 +1,103 @@
+"""All keys for a person: docs/config.md, and what --help says of them.
+
+    python -m zaya_jax.config.page > docs/config.md
+
+A test holds that the page is what this makes.
+"""
+
+import dataclasses
+import sys
+import textwrap
+import typing
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from zaya_jax.config.fields import item_type, only_value
+from zaya_jax.config.keys import Config, Phase
+
+WIDTH = 110
+INTRODUCTION = """\
+<!-- Made by `python -m zaya_jax.config.page > docs/config.md`; edit zaya_jax/config/keys.py. -->
+
+# The config
+
+A config file is Python with `get_config()`, which starts from `zaya_jax.config.default()` and changes what it needs
+(`experiments/configs`). On the command line each key is `--config.KEY=VALUE`, phases excepted. A value that is none of
+what its row allows is refused by name, before anything is compiled or written; so are NaN and infinities, everywhere.
+"""
+
+
+class Row(NamedTuple):
+    """A key as it is shown."""
+
+    key: str
+    default: str
+    allowed: str
+    meaning: str
+
+
+def page() -> str:
+    """docs/config.md."""
+    parts = [INTRODUCTION]
+    for title, about, rows in _groups():
+        parts.append(f"\n## {title}\n\n{about}\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n")
+        for row in rows:
+            key, default, allowed = (f"`{text}`" if text else "" for text in row[:3])
+            parts.append(f"| {key} | {default} | {allowed} | {row.meaning} |\n")
+    return "".join(parts)
+
+
+def listing() -> str:
+    """The same for a terminal."""
+    lines = [
+        "keys of the config, as --config.KEY=VALUE (phases: in the file alone), where the file leaves the default:"
+    ]
+    for title, about, rows in _groups():
+        lines += ["", f"{title}: {about}"]
+        for row in rows:
+            lines.append(f"  {row.key}={row.default}")
+            allowed = f" [{row.allowed}]" if row.allowed else ""
+            lines += textwrap.wrap(
+                row.meaning + allowed, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
+            )
+    return "\n".join(lines)
+
+
+def _groups() -> Iterator[tuple[str, str, list[Row]]]:
+    """(title, what it is, its keys) of each group, outermost first, and of a phase."""
+    yield "config", _about(Config), _rows(Config, "")
+    for field in dataclasses.fields(Config):
+        if dataclasses.is_dataclass(field.type):
+            cls = typing.cast(type, field.type)
+            yield f"config.{field.name}", _about(cls), _rows(cls, f"{field.name}.")
+    yield "config.schedule.phases[i]", _about(Phase), _rows(Phase, "schedule.phases[i].")
+
+
+def _rows(cls: type, prefix: str) -> list[Row]:
+    rows = []
+    for field in dataclasses.fields(cls):
+        if not dataclasses.is_dataclass(field.type):
+            shown = repr(field.default)
+            rows.append(Row(prefix + field.name, shown, _allowed(field), field.metadata["meaning"]))
+        elif prefix:  # the outermost groups have tables of their own
+            rows += _rows(typing.cast(type, field.type), f"{prefix}{field.name}.")
+    return rows
+
+
+def _allowed(field: dataclasses.Field) -> str:
+    only = only_value(field)
+    if only is not None:
+        return f"only {only!r}"
+    if "range" in field.metadata:
+        return " to ".join(str(x) if isinstance(x, int) else f"{x:g}" for x in field.metadata["range"])
+    if item_type(field.type) is bool:
+        return "False, True"
+    return ", ".join(word or '""' for word in field.metadata.get("choices", ()))
+
+
+def _about(cls: type) -> str:
+    return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
