@@ -40,7 +40,7 @@ from zaya_jax.train import logs, memory, recipe
 from zaya_jax.train import step as steps
 from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Writer
 from zaya_jax.train.sample import write_sample
-from zaya_jax.train.workdir import check_same, folder_of, open_workdir, record, write_json
+from zaya_jax.train.workdir import AsItWas, check_same, folder_of, open_workdir, record, write_json
 
 CONFIG = cli.define_config(str(Path(__file__).parent / "configs" / "tiny.py"))
 WORKDIR = flags.DEFINE_string(
@@ -103,8 +103,10 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     notes, end, here, mesh, spread, rows, stream = lay_out(looked)
     memory.check_state(here, mesh)
 
+    as_it_was = AsItWas(place)
     workdir = open_workdir(place, config)
     at_end.callback(lock.release, workdir)
+    at_end.push(as_it_was)
     ours = lambda m: check_same(config_lib.check(m.get("config")), config, workdir, m["step"])  # noqa: E731
     store = Store(workdir, config.checkpoint, logs.say, ours)
     newest = store.newest()
@@ -200,6 +202,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     logs.say(describe_run(config, mesh, shapes, plan, last_step, workdir, reached))
     for note in filter(None, [*notes, unknown_peak()]):
         logs.say(note)
+    as_it_was.begun()
     writer = Writer(workdir, reached)
     console = Console(reached, last_step, config.log.every)
     stop, timer = multihost.StopSignal(), multihost.Timer(60 * config.checkpoint.every_minutes)

@@ -57,11 +57,11 @@ REFUSED = {
     "data.path": {"data__path": "nowhere"},
     "tokenizer": {"data__tokenizer": "nowhere.json"},
     "config.model.eos_token_id=3": {"model__eos_token_id": 3},
-    "run.init_from": {"run__init_from": "nowhere"},
-    "checkpoint.durable": {"checkpoint__durable": "ftp://host/x"},
-    "checkpoint.local": {"checkpoint__local": "/dev/null/x"},
+    "config.run.init_from=nowhere holds no checkpoint": {"run__init_from": "nowhere"},
+    "nothing://host/x is no folder and no URL": {"checkpoint__durable": "nothing://host/x"},
+    "config.checkpoint.local=/dev/null/x cannot be written": {"checkpoint__local": "/dev/null/x"},
     "config.mesh": {"mesh__data": 3},
-    "mixture": {"data__mixture": ("nowhere=1",)},
+    "a mixture's source='nowhere' holds no text": {"data__mixture": ("nowhere=1",)},
 }  # fmt: skip
 
 
@@ -71,6 +71,28 @@ def test_a_refused_run_leaves_nothing(here, says):
         pretrain.train(settings(**REFUSED[says]))
     assert says in str(caught.value) and "\n" not in str(caught.value)
     assert tree(here) == []
+
+
+def test_what_was_there_before_a_refused_run_stays(here):
+    (here / "runs" / "tiny").mkdir(parents=True)
+    before = tree(here)
+    for _ in range(2):
+        with pytest.raises(UserError, match="init_from"):
+            pretrain.train(settings(run__init_from="nowhere"))
+        assert tree(here) == before
+    (here / "runs" / "tiny" / "mine.txt").write_text("x")
+    with pytest.raises(UserError, match=r"holds mine\.txt"):
+        pretrain.train(settings())
+    assert tree(here) == [*before, "runs/tiny/mine.txt"]
+
+
+def test_a_run_s_folder_stays_when_its_next_start_is_refused(here):
+    assert pretrain.train(settings()) == cli.DONE
+    before = tree(here)
+    for keys in ({"run__num_steps": 1}, {"model__hidden_size": 16}):
+        with pytest.raises(UserError):
+            pretrain.train(settings(**keys))
+        assert tree(here) == before
 
 
 def test_a_workdir_without_a_name(here):

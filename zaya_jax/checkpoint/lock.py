@@ -72,6 +72,11 @@ def release(workdir: Path) -> None:
         file.close()
 
 
+def held(workdir: Path) -> bool:
+    """Whether this process has it."""
+    return workdir.resolve() / NAME in _held
+
+
 def _owner(file: BinaryIO) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         file.seek(0)

@@ -58,7 +58,13 @@ def begin_from(place: str, fresh: dict[str, Any], grow: bool, say: Callable[[str
 
     `place` is WORKDIR, WORKDIR@STEP, a folder or a URL. UserError where they do not fit, unless `grow` is set.
     """
-    source = _source(place, None)
+    try:
+        source = _source(place, None)
+    except UserError:
+        raise UserError(
+            f"config.run.init_from={place} holds no checkpoint; give another run's folder, FOLDER@STEP with a step "
+            "that it has, or exported parameters"
+        ) from None
     theirs = {array.name: array for array in source.arrays()}
     ours = {n: x for n, x in layout.flat(fresh).items() if n.startswith("params.") or n == "balance.bias"}
     plans = {name: _segments(name, theirs[name].shape, x.shape) for name, x in ours.items() if name in theirs}

@@ -57,6 +57,10 @@ class Vault:
             ) from None
         except ValueError as error:
             raise UserError(f"{self.url} is no folder and no URL that fsspec knows ({error})") from None
+        except OSError as error:  # some file systems connect at once
+            raise StorageError(
+                f"{self.url} cannot be reached ({error}); see that it can, or give another"
+            ) from None
         self._local = protocol == "file"
         self._rate, self._lock, self._free_at = megabytes_per_second * 1e6, threading.Lock(), 0.0
 

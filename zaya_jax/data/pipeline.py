@@ -419,7 +419,11 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Store,
         return shards, storage.Prepared(path, "held_out", config.data.on_corrupt)
     key = (path, tokenizer.sha256)
     if key not in _text_stores:
-        sides = sources.text_corpus(path, tokenizer)
+        try:
+            sides = sources.text_corpus(path, tokenizer)
+        except UserError as error:
+            named = "config.data.path" if path == config.data.path else "a mixture's source"
+            raise UserError(str(error).replace("config.data.path", named)) from None
         train, held_out = (
             order.Memory(path, side, hashlib.sha256(side.tokens).hexdigest()) for side in sides
         )

@@ -8,14 +8,16 @@ logs/              one file a process, see `logs`  environment.json   what it ra
 imported.json      where the weights came from PyTorch: what their config says beyond ours, their dtypes
 """
 
+import contextlib
 import json
 import os
 import re
+import shutil
 import tempfile
 from pathlib import Path
 
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import lock, writing
+from zaya_jax.checkpoint import lock, seal, writing
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import mix
 from zaya_jax.optim import schedule
@@ -114,6 +116,42 @@ def _open(workdir: Path, config: Config) -> Path:
     if not recorded.exists():
         record(workdir, config)
     return workdir
+
+
+class AsItWas:
+    """Leaves nothing of a run that is refused before its first step, where no run's folder was before.
+
+    What a person put there, what another process writes, and whatever else this run would not have made stay.
+    """
+
+    MADE = ("config.json", "environment.json", "tokenizer", "logs", lock.NAME)
+
+    def __init__(self, workdir: Path):
+        self._workdir, self._begun = workdir, (workdir / "config.json").exists()
+        self._made = [path for path in (workdir, *workdir.parents) if not path.exists()]
+        self._before = set() if self._made else {path.name for path in workdir.iterdir()}
+
+    def begun(self) -> None:
+        """From here on what is there is a run's."""
+        self._begun = True
+
+    def __call__(self, kind: type | None, *_: object) -> None:
+        """For an ExitStack."""
+        if self._begun or not kind or not issubclass(kind, UserError) or not lock.held(self._workdir):
+            return
+        with contextlib.suppress(OSError):
+            checkpoints = self._workdir / "checkpoints"
+            for name in set(self.MADE) - self._before:
+                path = self._workdir / name
+                if path.is_dir():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+            if "checkpoints" not in self._before and not writing.numbered(checkpoints):
+                (checkpoints / seal.RUN).unlink(missing_ok=True)
+            for path in (checkpoints, *self._made):
+                if path.exists():
+                    path.rmdir()  # an empty one
 
 
 def record(workdir: Path, config: Config) -> None:
