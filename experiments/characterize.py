@@ -17,6 +17,7 @@ from absl import flags
 
 from zaya_jax import cli
 from zaya_jax import config as config_lib
+from zaya_jax.checkpoint import writing
 from zaya_jax.config import UserError
 from zaya_jax.data import sizing, storage
 from zaya_jax.data.tokens import PAGE_BYTES
@@ -46,6 +47,11 @@ def storage_main() -> int:
         raise UserError(
             f"--data={FLAGS.data} is not a local prepared directory; make one with experiments.prepare_data"
         )
+    for name in ("iops-budget", "seconds", "step_seconds"):
+        if not math.isfinite(FLAGS[name].value or 0.0):
+            raise UserError(f"--{name}={FLAGS[name].value} must be a finite number")
+    out = pathlib.Path(FLAGS.out)
+    writing.require_writable(out, f"--out={out}")
     manifest = storage.load_manifest(FLAGS.data)
     raw = config_lib.default()
     raw.data.seq_len, raw.data.global_batch = FLAGS.seq_len, FLAGS.rows
@@ -59,7 +65,6 @@ def storage_main() -> int:
     budget = FLAGS["iops-budget"].value or readings[0].pages_per_second
     whose = "given" if FLAGS["iops-budget"].value else "measured here, cold, one reader"
     text = table(readings, manifest) + "\n" + verdict(need, budget, whose)
-    out = pathlib.Path(FLAGS.out)
     out.mkdir(parents=True, exist_ok=True)
     (out / "storage.md").write_text(text)
     (out / "storage.svg").write_text(picture(need, budget))

@@ -7,6 +7,7 @@ takes the likeliest token. Only parameters and balancing biases are read, not th
 """
 
 import codecs
+import math
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from zaya_jax import cli
 from zaya_jax.checkpoint import exchange, store
-from zaya_jax.config import UserError
+from zaya_jax.config import UserError, shown
 from zaya_jax.data import tokenizers
 from zaya_jax.model import decode
 from zaya_jax.train.workdir import read_config
@@ -40,11 +41,16 @@ def main() -> int:
     ####################################################################################################################
     # Everything that can be wrong, before the weights are read
     ####################################################################################################################
-    if args.num_tokens < 1 or args.temperature < 0:
+    if args.num_tokens < 1 or not 0 <= args.temperature < math.inf:
         raise UserError(
-            f"--num_tokens={args.num_tokens} must be at least 1 and --temperature={args.temperature:g} at least 0"
+            f"--num_tokens={shown(args.num_tokens)} must be at least 1 and --temperature={args.temperature:g} a number "
+            "of at least 0"
         )
-    prompt = read_prompt(args.prompt_file) if args.prompt_file else args.prompt
+    if not 0 <= args.seed < 2**32:  # random keys would take it modulo that
+        raise UserError(f"--seed={shown(args.seed)} must be at least 0 and below {2**32}")
+    prompt = read_prompt(args.prompt_file) if args.prompt_file is not None else args.prompt
+    if any("\ud800" <= c <= "\udfff" for c in prompt):
+        raise UserError("--prompt has bytes that are not UTF-8; convert it")
     config = read_config(args.workdir)
     step = store.latest_step(args.workdir, args.step)
     model = exchange.model_at(config, step)

@@ -57,6 +57,8 @@ def make() -> int:
     """Prepare FLAGS.out from FLAGS.input, and say what came of it."""
     if not FLAGS.input or not FLAGS.out:
         raise UserError("give --input=GLOB and --out=DIR, or --verify=DIR")
+    if not 0 <= FLAGS.held_out <= 0.5:  # NaN passes the flag's own bounds
+        raise UserError(f"--held_out={FLAGS.held_out} must be at least 0 and at most 0.5")
     if FLAGS.train_bpe and FLAGS["tokenizer"].present:
         raise UserError("--train_bpe makes the tokenizer; do not give --tokenizer as well")
     options = prepare.Options(

@@ -1,6 +1,7 @@
 """The exchange from the command line, and training on from what was imported."""
 
 import json
+import shutil
 
 import jax
 import numpy as np
@@ -9,6 +10,7 @@ from safetensors.numpy import load_file
 
 from experiments import checkpoint, pretrain
 from zaya_jax import cli, config
+from zaya_jax.checkpoint import exchange
 from zaya_jax.train.workdir import read_config
 
 
@@ -82,3 +84,70 @@ def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeyp
     theirs = load_file(golden_dir / "base" / "model.safetensors")
     for name, x in load_file(tmp_path / "out" / "model.safetensors").items():
         np.testing.assert_array_equal(x, theirs[name], err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory, golden_dir):
+    folder = tmp_path_factory.mktemp("imported") / "run"
+    exchange.from_hf(golden_dir / "base", folder)
+    return folder
+
+
+def tree(folder):
+    return sorted(
+        (str(path.relative_to(folder)), path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+        for path in folder.rglob("*")
+    )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["from_hf", "--model={golden}/base", "--workdir=/dev/null/x"],
+        ["from_hf", "--model={golden}/base", "--workdir=/proc/nowhere/x"],
+        ["from_hf", "--model={run}", "--workdir={tmp}/a/b"],
+        ["to_hf", "--workdir={run}", "--out={tmp}/a/b", "--shard-gb=nan"],
+        ["to_hf", "--workdir={run}", "--out={tmp}/a/b", "--shard-gb=inf"],
+        ["to_hf", "--workdir={run}", "--out={tmp}/a/b", "--shard-gb=-1"],
+        ["to_hf", "--workdir={run}", "--out={tmp}/a/b", "--step=7"],
+        ["to_hf", "--workdir={run}", "--out={run}"],
+        ["to_hf", "--workdir={run}", "--out={run}/config.json/x"],
+        ["export_params", "--workdir={run}", "--out={run}/config.json"],
+        ["export_params", "--workdir={run}", "--out=/dev/null/x/y"],
+        ["export_params", "--workdir={run}", "--out={tmp}/a/b", "--step=-1"],
+        ["export_params", "--workdir={tmp}", "--out={tmp}/a/b"],
+        ["reshard", "--from={run}", "--to={run}"],
+        ["reshard", "--from={run}", "--to={tmp}/a/b", "--chunk-mb=inf"],
+        ["reshard", "--from={run}", "--to={tmp}/a/b", "--chunk-mb=nan"],
+        ["reshard", "--from={run}", "--to={tmp}/a/b", "--step=3"],
+        ["reshard", "--from={tmp}", "--to={tmp}/a/b"],
+        ["reshard", "--from={run}", "--to=/proc/nowhere/x"],
+        ["reshard", "--from={run}", "--to={golden}"],
+        ["inspect", "--workdir={run}", "--html={tmp}/a/b.html"],
+        ["inspect", "--workdir={run}", "--step=9"],
+        ["verify", "--workdir={run}", "--step=9"],
+        ["verify", "--workdir={tmp}"],
+        ["verify", "--workdir=nothing://host/x"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_refused_leaves_everything_as_it_was(run, imported, golden_dir, tmp_path, options):
+    folders = [imported, tmp_path]
+    before = [tree(folder) for folder in folders]
+    code, _, err = run(*(o.format(golden=golden_dir, tmp=tmp_path, run=imported) for o in options))
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    assert [tree(folder) for folder in folders] == before
+
+
+def test_a_damaged_source_leaves_no_folder_of_the_target(run, imported, tmp_path):
+    shutil.copytree(imported, tmp_path / "run")
+    files = [path for path in (tmp_path / "run" / "checkpoints" / "0").rglob("*") if path.is_file()]
+    chunk = max(files, key=lambda path: path.stat().st_size)
+    chunk.write_bytes(chunk.read_bytes()[:-1])
+    before = tree(tmp_path)
+    (tmp_path / "empty").mkdir()
+    for target in ("a/b", "empty"):
+        code, _, err = run("reshard", f"--from={tmp_path}/run", f"--to={tmp_path}/{target}")
+        assert code == 4 and "is damaged" in err
+    (tmp_path / "empty").rmdir()  # it is empty
+    assert [entry[0] for entry in tree(tmp_path)] == [entry[0] for entry in before]

@@ -62,7 +62,7 @@ def begin(trained, tmp_path, monkeypatch):
 
     shutil.copytree(trained / "run", tmp_path / "run")
     base = SMALL | {"data.path": str(trained / "corpus")} | MORE
-    monkeypatch.setattr(steps, "build_optimizer", stop)
+    monkeypatch.setattr(steps, "codecs", stop)
 
     def call(keys, devices=1, new=False):
         train(tmp_path / ("new" if new else "run"), base | keys, devices)

@@ -19,7 +19,7 @@ import numpy as np
 
 import zaya_jax
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import audit, hf, pieces, store, tensor_files
+from zaya_jax.checkpoint import audit, hf, pieces, store, tensor_files, writing
 from zaya_jax.checkpoint import hf_names as names
 from zaya_jax.config import Config, Model, UserError
 from zaya_jax.data import tokenizers
@@ -40,6 +40,7 @@ WEIGHTS = (
     "_CHECKPOINT",
 )  # files of a checkpoint
 SHARD_GB = 5.0  # transformers' own
+MOST_GB = 1e6
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "merges.txt", "chat_template.jinja",
@@ -101,8 +102,8 @@ def to_hf(
     """Writes a step (the newest by default) of any workdir as a model directory that transformers' `zaya` loads."""
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype={dtype} is not one of {', '.join(DTYPES)}")
-    if not shard_gb > 0:
-        raise UserError(f"--shard_gb={shard_gb:g} must be above 0")
+    if not 0 < shard_gb <= MOST_GB:
+        raise UserError(f"--shard-gb={shard_gb:g} must be above 0 and at most {MOST_GB:g}")
     workdir = Path(workdir)
     config = read_config(workdir)
     names.check_kinds(config.model, f"--workdir={workdir}")
@@ -234,20 +235,11 @@ def _tensor(reader: pieces.Reader, model: Model, sources: dict, spec: tensor_fil
 
 
 def new_folder(path: str | os.PathLike, option: str) -> Path:
-    """A folder that may be made: it does not exist, or is empty; and its parent can be written."""
+    """A folder that may be made: it does not exist, or is empty; and it can be written. Nothing is made yet."""
     target = Path(path).absolute()
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise UserError(f"{option}={path} exists and is not empty; give a new folder")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        probe = target.parent / f".{target.name}.part"
-        shutil.rmtree(probe, ignore_errors=True)  # what an interrupted attempt left
-        probe.mkdir()
-        probe.rmdir()
-    except OSError as error:
-        raise UserError(
-            f"{option}={path} cannot be written ({error.strerror}); give a folder that can"
-        ) from None
+    writing.require_writable(target.parent, f"{option}={path}")
     return target
 
 
@@ -255,7 +247,12 @@ def new_folder(path: str | os.PathLike, option: str) -> Path:
 def whole_or_nothing(target: Path) -> Iterator[Path]:
     """A folder beside `target` that takes its name when the block is over, and disappears if it fails."""
     part = target.parent / f".{target.name}.part"
-    part.mkdir()
+    made = [folder for folder in part.parents if not folder.exists()]
+    shutil.rmtree(part, ignore_errors=True)  # what an interrupted attempt left
+    try:
+        part.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error.strerror}); give a folder that can") from None
     try:
         yield part
         if target.exists():
@@ -263,4 +260,5 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
         part.rename(target)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
+        writing.remove_empty(made)
         raise

@@ -43,7 +43,11 @@ def write_page(workdir: str | Path, target: str | Path | None = None) -> Path:
         part.write_text(page, encoding="utf-8")
         part.replace(target)
     except OSError as error:
-        raise UserError(f"--html={target} cannot be written ({error.strerror})") from None
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise UserError(
+            f"--html={target} cannot be written ({error.strerror}); give a file in a folder that can"
+        ) from None
     return target
 
 

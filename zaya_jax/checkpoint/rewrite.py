@@ -27,6 +27,7 @@ from zaya_jax.train.workdir import IMPORTED
 Progress = Callable[[int, int], None]
 Put = Callable[[str, bytes | memoryview], None]
 SLAB = 4 << 20
+MOST_MB = 1e6
 # What a workdir has beside its checkpoints that a run needs to go on.
 BESIDE = ("config.json", "environment.json", IMPORTED, "tokenizer")
 
@@ -144,8 +145,8 @@ def reshard(
     progress: Progress | None = None,
 ) -> str:
     """Writes a step (by default the newest) in chunks of at most so many MiB to another workdir or place."""
-    if not chunk_mb > 0:
-        raise UserError(f"--chunk-mb={chunk_mb:g} must be above 0")
+    if not 0 < chunk_mb <= MOST_MB:
+        raise UserError(f"--chunk-mb={chunk_mb:g} must be above 0 and at most {MOST_MB:g}")
     found = Source(source, step)
     with _sink(found, target) as (put, finish):
         found.check()
@@ -237,6 +238,9 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[S
     if others and not (workdir / "config.json").exists():
         raise UserError(f"--to={target} is not empty and no run's folder; give a new one")
     new, folder = not workdir.exists(), root / f"{writing.SAVING}{step}"
+    made = [path for path in (root, *root.parents) if not path.exists()]
+    locked = (workdir / lock.NAME).exists()
+    writing.require_writable(workdir, f"--to={target}")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock.take(workdir)
@@ -262,6 +266,9 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[S
         yield lambda name, content: _put_file(folder, name, content), finish
     except BaseException:
         shutil.rmtree(workdir if new else folder, ignore_errors=True)
+        if not locked:
+            (workdir / lock.NAME).unlink(missing_ok=True)
+        writing.remove_empty(made)
         raise
     finally:
         lock.release(workdir)

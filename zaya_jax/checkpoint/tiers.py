@@ -12,7 +12,6 @@ import contextlib
 import functools
 import heapq
 import json
-import os
 import shutil
 import time
 from collections.abc import Callable
@@ -49,13 +48,7 @@ class Tiers:
             # Runs that share a local folder are told apart by where their workdirs are.
             name = f"{root.parent.name}-{google_crc32c.value(str(root).encode()):08x}"
             self._local = Path(settings.local).absolute() / name
-            there = next(
-                p for p in self._local.parents if p.exists()
-            )  # nothing is made before there is a save
-            if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-                raise UserError(
-                    f"config.checkpoint.local={settings.local} cannot be written; give a folder that can"
-                )
+            writing.require_writable(self._local, f"config.checkpoint.local={settings.local}")
         self._vault = _vault(settings.durable) if settings.durable else None
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "tiers")
         # A step, what brings it, and whether it was owed from before.

@@ -21,6 +21,7 @@ import numpy as np
 from zaya_jax.checkpoint import seal
 from zaya_jax.checkpoint.layout import MARKER, Piece
 from zaya_jax.checkpoint.seal import RUN, TAIL, Seal, Sums, crc32c
+from zaya_jax.config import UserError
 
 THREADS = 4
 SAVING, DELETING, DAMAGED = ".saving-", ".deleting-", ".damaged-"
@@ -202,3 +203,20 @@ def _sync(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
+
+
+def require_writable(folder: Path, option: str) -> None:
+    """UserError where a folder that may have to be made could not be; makes nothing."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UserError(f"{option} cannot be written ({there} is a file); give a folder that can")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{option} cannot be written (no right to write in {there}); give a folder that can")
+
+
+def remove_empty(made: Iterable[Path]) -> None:
+    """Removes folders that this program made, innermost first, up to the first that is not empty."""
+    with contextlib.suppress(OSError):
+        for folder in made:
+            if folder.exists():
+                folder.rmdir()
