@@ -226,3 +226,15 @@ def test_the_full_size_recipe_is_the_published_one():
     for phase in phases:
         spread = recipe.spread_at(given, phase, 1024)
         assert phase.micro_batch == spread.data * spread.expert  # one sequence at a time
+
+
+def test_what_no_number_of_devices_can_train_is_refused_without_them():
+    raw = config.default()
+    raw.data.seq_len, raw.data.global_batch, raw.mesh.expert = 64, 8, 4
+    raw.data.micro_batch = 2
+    given = config.check(raw)
+    with pytest.raises(config.UserError, match="micro-batch of 2 sequences .* set config.data.micro_batch=4"):
+        recipe.check(given, schedule.make_plan(given))
+    raw.data.micro_batch = 4
+    given = config.check(raw)
+    recipe.check(given, schedule.make_plan(given))

@@ -36,6 +36,7 @@ MAY_CHANGE = (
     "data.on_corrupt",
     "phases.eval_seq_len",
     "phases.name",
+    "model.max_position_embeddings",  # a bound that the lengths are checked against
     # these what it reads: the checkpoint has the fingerprints of data and tokenizer, `pipeline.Stream.set_state`,
     "data.path",
     "data.tokenizer",
