@@ -233,7 +233,9 @@ def test_what_no_number_of_devices_can_train_is_refused_without_them():
     raw.data.seq_len, raw.data.global_batch, raw.mesh.expert = 64, 8, 4
     raw.data.micro_batch = 2
     given = config.check(raw)
-    with pytest.raises(config.UserError, match=r"micro-batch of 2 sequences .* set config.data.micro_batch=4"):
+    with pytest.raises(
+        config.UserError, match=r"micro-batch of 2 sequences .* set config.data.micro_batch=4"
+    ):
         recipe.check(given, schedule.make_plan(given))
     raw.data.micro_batch = 4
     given = config.check(raw)
