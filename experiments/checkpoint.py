@@ -196,6 +196,10 @@ def from_hf(args: Any) -> int:
     """See `exchange`."""
     with _progress() as progress:
         made = exchange.from_hf(args.model, args.workdir, progress)
+    if not (made / "tokenizer").is_dir():
+        print(
+            f"note: {args.model} has no tokenizer; to generate, put tokenizer.json into {made / 'tokenizer'}"
+        )
     print(f"written: {made}")
     return cli.DONE
 

@@ -7,24 +7,27 @@ import errno
 import mmap
 import os
 import platform
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
 import jax
-from absl import flags
-from ml_collections import config_flags
+from absl import flags, logging
+from ml_collections import ConfigDict, config_flags
 
 from zaya_jax import config as config_lib
-from zaya_jax.config import StorageError, UserError, page
+from zaya_jax.config import StorageError, UserError, fields, page
 from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.parallel import leaving
 
 DONE, BAD_INPUT, UNHEALTHY, STORAGE, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 75, 130
 
 
+LONGEST = 200  # characters of another program's message
 HELP = ("-h", "-help", "--help", "-helpfull", "--helpfull", "-helpshort", "--helpshort")
 
 _default_config: list[str] = []
@@ -195,16 +198,57 @@ def _parse(argv: list[str]) -> None:
             key = arg.lstrip("-").removeprefix("config.").split("=", 1)[0]
             if key not in known and key.split("[")[0] not in known:
                 raise config_lib.unknown_key(key)
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)  # what is wrong with a config file is said once, below
     try:
         sys.argv = [argv[0], *config_file, *others]  # ml_collections looks there too
         rest = flags.FLAGS(sys.argv)
-    except (flags.Error, TypeError, ValueError, AttributeError, KeyError, SyntaxError) as error:
+    except (Exception, SystemExit) as error:  # a config file is a program, and may do anything
+        file = config_file[-1].split("=", 1)[1] if config_file else ""
+        if file and (not isinstance(error, flags.Error) or f"={file}: Error whilst" in str(error)):
+            raise _no_config(file, error) from None
+        if not isinstance(error, flags.Error | TypeError | ValueError | AttributeError | KeyError):
+            raise
         raise UserError(f"{_first_line(error)} (--help lists the options)") from None
+    finally:
+        logging.set_verbosity(verbosity)
     if len(rest) > 1:
         raise UserError(f"unexpected argument {rest[1]!r}; options begin with --")
+    if config_file and not isinstance(flags.FLAGS["config"].value, ConfigDict):
+        given = type(flags.FLAGS["config"].value).__name__
+        raise UserError(
+            f"{config_file[-1]}: get_config() returns {given}, not a ConfigDict; begin it with "
+            "zaya_jax.config.default() and return that, see experiments/configs"
+        )
 
 
-def _first_line(error: Exception) -> str:
+def _no_config(file: str, error: BaseException) -> UserError:
+    """What a config file did in place of giving a config, and where in it."""
+    where, first = "", error
+    while True:
+        for frame in traceback.extract_tb(first.__traceback__):
+            if os.path.exists(frame.filename) and os.path.samefile(frame.filename, file):
+                where = f" in line {frame.lineno}"
+        below = first.__cause__ or first.__context__
+        if below is None:
+            break
+        first = below
+    if isinstance(first, SyntaxError) and first.lineno:
+        where = f" in line {first.lineno}"
+    if "no attribute 'get_config'" in str(first):
+        what = "it has no get_config()"
+    else:
+        what = f"{type(first).__name__}{where}: {_first_line(first)[:LONGEST]}"
+        missing = re.match(r"['\"]+Key [\"\\]+(\w+)[\"\\]+ does not exist", str(first))
+        if missing:
+            last_parts = [key.rpartition(".")[2] for key in config_lib.all_keys()]
+            what = f"unknown config key {missing[1]!r}{where}{fields.nearest(missing[1], last_parts)}"
+    return UserError(
+        f"--config={file} gives no config ({what}); expected a Python file with get_config(), see experiments/configs"
+    )
+
+
+def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -79,7 +79,27 @@ def test_a_misshapen_tensor(source):
 
 def test_a_tensor_of_another_kind(source):
     change_tensors(source, lambda t: t.update({NORM: np.ones(8, np.int64)}))
-    refused(source, f"{NORM} has dtype I64, expected one of F32")
+    refused(source, f"{NORM} has dtype I64, save it as one of F32")
+
+
+@pytest.mark.parametrize("name", [NORM, names.EMBEDDING, names.balance_name(0)])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite(source, name, bad):
+    change_tensors(source, lambda t: t[name].reshape(-1).__setitem__(0, bad))
+    refused(source, rf"{name} has 1 of [\d,]+ numbers that are not finite")
+
+
+@pytest.mark.parametrize("pickle", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"])
+def test_pickles_alone(source, pickle):
+    (source / "model.safetensors").rename(source / pickle)
+    refused(source, rf"no safetensors but {pickle}, which may run code .* safe_serialization=True")
+
+
+def test_no_model_type(source):
+    held = json.loads((source / "config.json").read_text())
+    del held["model_type"]
+    (source / "config.json").write_text(json.dumps(held))
+    refused(source, "it has no model_type; only models of transformers' 'zaya'")
 
 
 def test_an_untied_head(source):
@@ -179,7 +199,10 @@ def test_a_missing_config(source):
         ("tie_word_embeddings", False, "tie_word_embeddings=False is not supported"),
         ("attention_dropout", 0.1, "attention_dropout=0.1 is not supported"),
         ("quantization_config", {"bits": 4}, "quantization_config is set"),
-        ("model_type", "llama", "model_type is 'llama'"),
+        ("model_type", "llama", "model_type is 'llama'; only models of transformers' 'zaya'"),
+        ("rms_norm_eps", float("nan"), "rms_norm_eps=nan is out of range"),
+        ("num_hidden_layers", 10**9, "num_hidden_layers=1000000000 is out of range"),
+        ("eos_token_id", 20, "eos_token_id=20 is outside the vocabulary"),
         ("num_shared_experts", 1, "unknown key 'num_shared_experts'=1"),
         ("num_key_value_heads", 3, "is not a multiple"),
         ("hidden_size", "8", "hidden_size='8' has the wrong type"),

@@ -26,6 +26,8 @@ from zaya_jax.config import Model, Precision, UserError
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.loss import cross_entropy
 
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+ANEW = "copy config.json and weights anew from one place"
 IGNORED = -100  # a label that counts for nothing
 
 
@@ -36,7 +38,7 @@ class Directory:
         self.path = Path(path)
         if not self.path.is_dir():
             raise UserError(
-                f"{self.path} is not a directory; expected one with config.json and model.safetensors"
+                f"{self.path} is not a directory; give one with config.json and model.safetensors"
             )
         self.json = read_json(self.path / "config.json")
         self.model = names.model_from_json(self.json, str(self.path / "config.json"))
@@ -51,27 +53,35 @@ class Directory:
             return dict.fromkeys(single.names(), single)
         where = read_json(index).get("weight_map")
         if not isinstance(where, dict) or not where:
-            raise UserError(f"{index} has no weight_map; expected a map from tensor names to files")
+            raise UserError(f"{index} has no weight_map, a map from tensor names to files; {ANEW}")
         files = {}
         for name, file in sorted(where.items()):
             if not isinstance(file, str) or Path(file).name != file:
-                raise UserError(f"{index} places {name} in {file!r}; expected a file beside it")
+                raise UserError(f"{index} places {name} in {file!r}, which is no file beside it; {ANEW}")
             if file not in files:
                 files[file] = self._open(file)
             if name not in files[file].names():
-                raise UserError(f"{self.path / file} lacks {name}, which {index.name} places there")
+                raise UserError(f"{self.path / file} lacks {name}, which {index.name} places there; {ANEW}")
         for file, held in files.items():
             extra = sorted(held.names() - set(where))
             if extra:
                 raise UserError(
-                    f"{self.path / file} holds {extra[0]}{_and_more(extra)}, unknown to {index.name}"
+                    f"{self.path / file} holds {extra[0]}{_and_more(extra)}, unknown to {index.name}; {ANEW}"
                 )
         return {name: files[file] for name, file in where.items()}
 
     def _open(self, file: str) -> TensorFile:
         path = self.path / file
         if not path.is_file():
-            raise UserError(f"{path} is missing; expected model.safetensors, or the files its index names")
+            pickles = sorted(p.name for p in self.path.iterdir() if p.suffix in PICKLES)
+            if pickles and not list(self.path.glob("*.safetensors")):
+                raise UserError(
+                    f"{self.path} has no safetensors but {pickles[0]}{_and_more(pickles)}, which may run code when it "
+                    "is read; load it with transformers and save_pretrained(DIR, safe_serialization=True)"
+                )
+            raise UserError(
+                f"{path} is missing; a model directory has model.safetensors, or the files its index names: {ANEW}"
+            )
         return TensorFile(path)
 
     def _check(self) -> None:
@@ -81,28 +91,28 @@ class Directory:
         extra = sorted(set(self._files) - set(expected) - {names.HEAD}, key=names.natural)
         if missing:
             raise UserError(
-                f"{self.path} lacks tensor {missing[0]}{_and_more(missing)}, which its config.json implies"
+                f"{self.path} lacks tensor {missing[0]}{_and_more(missing)}, which its config.json implies; {ANEW}"
             )
         if extra:
             raise UserError(
-                f"{self.path} has an unknown tensor {extra[0]}{_and_more(extra)}; its config.json implies none"
+                f"{self.path} has an unknown tensor {extra[0]}{_and_more(extra)}; its config.json implies none; {ANEW}"
             )
         if names.HEAD in self._files:
             expected[names.HEAD] = expected[names.EMBEDDING]
         for name, shape in expected.items():
             file = self._files[name]
             if file.shape(name) != shape:
-                raise UserError(f"{self.path}: {name} has shape {file.shape(name)}, expected {shape}")
+                raise UserError(f"{self.path}: {name} has shape {file.shape(name)}, expected {shape}; {ANEW}")
             if file.dtype_name(name) not in tensor_files.DTYPES:
                 known = ", ".join(tensor_files.DTYPES)
                 raise UserError(
-                    f"{self.path}: {name} has dtype {file.dtype_name(name)}, expected one of {known}"
+                    f"{self.path}: {name} has dtype {file.dtype_name(name)}, save it as one of {known}"
                 )
         if names.HEAD in self._files and not np.array_equal(
             self.tensor(names.HEAD).view(np.uint8), self.tensor(names.EMBEDDING).view(np.uint8)
         ):
             raise UserError(
-                f"{self.path}: {names.HEAD} differs from {names.EMBEDDING}; the head must be tied"
+                f"{self.path}: {names.HEAD} differs from {names.EMBEDDING}; the head must be tied: ZAYA has no other"
             )
 
     def dtypes(self) -> dict[str, str]:
@@ -110,8 +120,15 @@ class Directory:
         return {n: tensor_files.DTYPES[f.dtype_name(n)].name for n, f in self._files.items()}
 
     def tensor(self, name: str) -> np.ndarray:
-        """One tensor as it is stored."""
-        return self._files[name].read(name)
+        """One tensor as it is stored; UserError where it has a NaN or an infinity, with which no run could begin."""
+        x = self._files[name].read(name)
+        bad = x.size - np.count_nonzero(np.isfinite(x))
+        if bad:
+            raise UserError(
+                f"{self.path}: {name} has {bad:,} of {x.size:,} numbers that are not finite; {ANEW}, or take an "
+                "earlier checkpoint of that model"
+            )
+        return x
 
     def leaves(self) -> Iterator[tuple[tuple[str, ...], int | None, np.ndarray]]:
         """(our path, layer or None, array in our layout and float32) of each parameter, tensor by tensor."""
@@ -282,11 +299,11 @@ def read_json(path: Path) -> dict:
     try:
         out = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(f"{path} is missing; expected a model directory as transformers writes it") from None
+        raise UserError(f"{path} is missing; give a model directory as transformers writes it") from None
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as JSON ({error})") from None
+        raise UserError(f"{path} cannot be read as JSON ({error}); copy it anew") from None
     if not isinstance(out, dict):
-        raise UserError(f"{path} holds {type(out).__name__}, expected a JSON object")
+        raise UserError(f"{path} holds {type(out).__name__}, expected a JSON object; copy it anew")
     return out
 
 

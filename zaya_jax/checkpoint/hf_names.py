@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.config import Model, Rope, RopeKinds, UserError, check_model, to_dict
+from zaya_jax.config import Model, Rope, RopeKinds, UserError, check_model, shown, to_dict
 
 EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"  # tied: in a file at all only as the embedding once more
@@ -144,8 +144,13 @@ _THEIR_DEFAULTS = {
 
 def model_from_json(given: dict, where: str) -> Model:
     """The Model of a config.json; UserError on a trait that this project does not have."""
-    if given.get("model_type", "zaya") != "zaya":
-        raise UserError(f"{where}: model_type is {given['model_type']!r}, expected 'zaya'")
+    if given.get("model_type") != "zaya":
+        has = (
+            f"model_type is {shown(given['model_type'])}" if "model_type" in given else "it has no model_type"
+        )
+        raise UserError(
+            f"{where}: {has}; only models of transformers' 'zaya' can be read, give such a directory"
+        )
     fields = {f.name for f in dataclasses.fields(Model)} - {"intermediate_size"}
     unknown = sorted(set(given) - fields - _IGNORED)
     if unknown:

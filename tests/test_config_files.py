@@ -1,0 +1,72 @@
+"""A config file that gives no config is one line and exit code 2, whatever it does instead."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+START = "from zaya_jax import config\ndef get_config():\n    c = config.default()\n"
+FILES = {
+    "exits": ("import sys\nsys.exit(3)\n", "SystemExit in line 2: 3"),
+    "raises": ("def get_config():\n    raise RuntimeError('boom\\nmore')\n", "RuntimeError in line 2: boom)"),
+    "none": ("def get_config():\n    pass\n", "get_config() returns NoneType, not a ConfigDict"),
+    "dict": ("def get_config():\n    return {'name': 'x'}\n", "returns dict, not a ConfigDict"),
+    "lacks": ("x = 1\n", "it has no get_config()"),
+    "empty": ("", "it has no get_config()"),
+    "json": ('{"model": 1}', "it has no get_config()"),
+    "binary": (b"\x7fELF\x00\xff\xfe", "SyntaxError"),
+    "syntax": ("def get_config(:\n", "SyntaxError in line 1"),
+    "imports": ("\nimport nowhere_module\n", "ModuleNotFoundError in line 2"),
+    "arguments": ("def get_config(a, b):\n    return a\n", "missing 2 required positional arguments"),
+    "key": (START + "    c.optim.lrr = 1\n", "unknown config key 'lrr' in line 4; did you mean lr?"),
+    "type": (START + "    c.optim.lr = 'x'\n", "TypeError"),
+    "range": (START + "    c.optim.lr = -1.0\n    return c\n", "config.optim.lr=-1.0 is out of range"),
+    "folder": (None, "is no file"),
+}
+
+# Each in a fork of one process that has imported the program: absl's flags are global, and importing takes seconds.
+RUN_ALL = """
+import os, sys
+from experiments import pretrain
+from zaya_jax import cli
+for file in sys.argv[1:]:
+    sys.stderr.flush()
+    child = os.fork()
+    if not child:
+        code = 99
+        try:
+            code = cli.run(pretrain.main, ["pretrain", f"--config={file}", "--describe"])
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    print(f"<<exit>> {os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])}", file=sys.stderr)
+"""
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    """What each file makes the program say, exit code last."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, (content, _) in FILES.items():
+        if content is None:
+            (folder / f"{name}.py").mkdir()
+        else:
+            (folder / f"{name}.py").write_bytes(content if isinstance(content, bytes) else content.encode())
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", RUN_ALL, *(str(folder / f"{name}.py") for name in FILES)],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert sorted(path.stem for path in folder.iterdir() if path.name != "__pycache__") == sorted(FILES)
+    parts = done.stderr.split("<<exit>> ")
+    codes = [int(part.splitlines()[0]) for part in parts[1:]]
+    texts = [parts[0], *(part.split("\n", 1)[1] for part in parts[1:-1])]
+    return dict(zip(FILES, zip(texts, codes, strict=True), strict=True))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_it_is_one_line(said, name):
+    text, code = said[name]
+    assert code == 2 and text.startswith("error: ") and text.count("\n") == 1, text
+    assert FILES[name][1] in text
