@@ -155,5 +155,5 @@ def test_flops_of_linear_attention_do_not_grow_with_the_sequence():
 
 def test_a_misspelt_kind_names_the_nearest():
     given = {"num_hidden_layers": 2, "layer_types": ("hybrid", "hybrid_linaer")}
-    with pytest.raises(UserError, match=r"'hybrid_linaer'; known kinds are .* did you mean hybrid_linear\?"):
+    with pytest.raises(UserError, match=r"'hybrid_linaer' is not one of .* did you mean hybrid_linear\?"):
         config.check_model(given)
