@@ -335,3 +335,59 @@ def test_worker_processes_tell_in_one_line_too(tmp_path):
     assert len(done.stderr.splitlines()) == 1
     done = subprocess.run([*command, "--skip_bad"], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0 and "1 bad records and files" in done.stdout
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("kind", ["timestamp", "duration"])
+def test_a_parquet_value_that_python_cannot_hold_costs_its_row(tmp_path, kind):
+    made = pyarrow.timestamp("us") if kind == "timestamp" else pyarrow.duration("s")
+    turn = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string()), ("at", made)])
+    rows = [[{**t, "at": 1 << 62 if i == 3 and kind == "timestamp" else i} for t in CHAT] for i in range(10)]
+    if kind == "duration":
+        rows[3][0]["at"] = 1 << 62
+    (tmp_path / "c.parquet").write_bytes(parquet({"messages": pyarrow.array(rows, pyarrow.list_(turn))}))
+    manifest, _ = here(Options([str(tmp_path / "c.parquet")], skip_bad=True, held_out=0.0), tmp_path / "out")
+    assert manifest["totals"]["train"]["documents"] == 9 and manifest["left_out"]["bad"] == 1
+    assert "row 4 of row group 0" in manifest["left_out"]["bad_examples"][0]
+    with pytest.raises(UserError, match="row 4 of row group 0"):
+        here(Options([str(tmp_path / "c.parquet")]), tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("tail", [b"\xc3", b"\xe4\xbd", b"\xf0\x9f\x92"])
+def test_a_text_that_ends_inside_a_character_is_bad(tmp_path, monkeypatch, tail, packed):
+    monkeypatch.setattr(inputs, "PIECE", 64)
+    (tmp_path / f"t.txt{packed}").write_bytes(PACKED[packed](b"abc def\n" * 8 + tail))
+    (tmp_path / "u.txt").write_text("sound")
+    manifest, _ = here(Options([str(tmp_path / "*.txt*")], skip_bad=True, held_out=0.0), tmp_path / "out")
+    assert manifest["totals"]["train"]["documents"] == 1 and manifest["left_out"]["bad"] == 1
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_text_without_ids_costs_its_record(tmp_path):
+    """A tokenizer of whole words whose word for all others is not in its vocabulary."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    known = ["hello", "there", "<s>", "</s>", "<|turn|>", "<|end_turn|>", "<think>", "</think>"]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    lines = ["hello there", "hello strange", "there"]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))
+    options = dict(tokenizer=str(tmp_path / "tokenizer.json"), held_out=0.0)
+    manifest, _ = here(Options([str(tmp_path / "a.jsonl")], skip_bad=True, **options), tmp_path / "out")
+    assert manifest["totals"]["train"]["documents"] == 2 and manifest["left_out"]["bad"] == 1
+    with pytest.raises(UserError, match=r"a\.jsonl.*cannot encode 'hello strange'"):
+        here(Options([str(tmp_path / "a.jsonl")], **options), tmp_path / "other")
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("part_bytes", [200, 1 << 20])
+def test_a_file_without_the_column_counts_once(tmp_path, part_bytes):
+    (tmp_path / "n.parquet").write_bytes(parquet({"number": list(range(60))}, row_group_size=10))
+    (tmp_path / "u.txt").write_text("sound")
+    options = Options([str(tmp_path / "*.*")], skip_bad=True, held_out=0.0, part_bytes=part_bytes)
+    manifest, _ = here(options, tmp_path / "out")
+    assert manifest["left_out"]["bad"] == 1

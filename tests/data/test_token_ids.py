@@ -63,6 +63,15 @@ def test_padding_with_the_end_of_documents_freezes_nothing(bpe, tmp_path):
             token_ids.agree(with_ids(None, None, pad), tok)
 
 
+@pytest.mark.parametrize("pad", ["<|end_turn|>", "a", "<|eos|>"])
+def test_padding_that_stands_for_something_else_freezes_nothing(bpe, tmp_path, pad):
+    (tmp_path / "tokenizer.json").write_bytes(bpe._content)
+    (tmp_path / tokenizers.META_FILE).write_text(json.dumps({"pad_id": bpe._id(pad)}))
+    tok = tokenizers.load(tmp_path)
+    assert tok.pad_id == bpe._id(pad)
+    assert token_ids.agree(with_ids(None, None, None), tok).model.pad_token_id is None
+
+
 def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(bpe._content)
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [5, 1], "pad_token_id": -1}))

@@ -46,3 +46,10 @@ def test_the_order_of_summation_is_the_rows_own():
     np.testing.assert_array_equal(sums[0], sums[2])
     ones = sum_by_index(jnp.full((4096, 1), 1.001, jnp.bfloat16), jnp.zeros(4096, jnp.int32), 1)
     assert abs(float(ones[0, 0]) - 4096) <= 16
+
+
+def test_no_look_ups_give_no_gradient():
+    table = jnp.ones((3, 2))
+    for shape in ((0,), (2, 0)):
+        d = jax.grad(lambda t, shape=shape: lookup(t, jnp.zeros(shape, int)).sum())(table)
+        np.testing.assert_array_equal(d, np.zeros((3, 2)))

@@ -240,7 +240,8 @@ def _decoded(part: Part, file: BinaryIO) -> Iterator[str]:
                 raise NotText(str(part)) from None
             line += error.object[: error.start].count(b"\n")
             raise BadInput(f"{part}, line {line}: not UTF-8; convert the file, or leave it out") from None
-        yield piece
+        if piece or not block:  # none, where all that came is the begin of a character
+            yield piece
         if not block:
             return
         line += block.count(b"\n")
@@ -317,6 +318,8 @@ def _parquet(part: Part, text_field: str) -> Iterator[Sample | BadInput]:
         with _open_parquet(part.path) as file:
             names = file.schema_arrow.names
             if not any(field in names for field in (text_field, *CHAT_FIELDS)):
+                if part.start:  # it is the file's, and counts once
+                    return
                 held = ascii(", ".join(names[:8]))[1:-1][:200]
                 raise BadInput(f"{part} has columns {held}, but {_wanted(text_field)}")
             columns = [c for c in (text_field, *CHAT_FIELDS, *chat.BESIDE) if c in names]
@@ -345,15 +348,24 @@ def _row_group(
 
 
 def _rows(batch: Any) -> Iterator[Any]:
-    """The records of a batch of rows, or BadInput in the place of those that hold no Unicode."""
+    """The records of a batch of rows, or BadInput in the place of those with a value that Python cannot hold: a text
+    that is not UTF-8, a time out of range, ...
+    """
+    import pyarrow
+
+    unreadable = (ArithmeticError, LookupError, ValueError, pyarrow.ArrowException)
     try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
+        records = batch.to_pylist()
+    except unreadable:
+        records = []
         for i in range(batch.num_rows):
             try:
-                yield from batch.slice(i, 1).to_pylist()
+                records += batch.slice(i, 1).to_pylist()
             except UnicodeDecodeError:
-                yield BadInput("a text that is not UTF-8")
+                records.append(BadInput("a text that is not UTF-8"))
+            except unreadable as error:
+                records.append(BadInput(f"a value that cannot be read: {_one_line(error)}"))
+    yield from records
 
 
 def _without_nulls(value: Any) -> Any:

@@ -195,7 +195,14 @@ class _Task:
         total = 0
         filled = [(name, text) for name, text in texts if text.strip()]
         self._left_out.empty += len(texts) - len(filled)
-        for (name, _), ids in zip(filled, tokenizer.encode_many([text for _, text in filled]), strict=True):
+        try:
+            encoded = tokenizer.encode_many([text for _, text in filled])
+        except tokenizers.CannotEncode as error:
+            if len(filled) > 1:  # one by one, to lose no other
+                return sum(self._add_texts(part, [one]) for one in filled)
+            self._bad(inputs.BadInput(f"{part}, sample {filled[0][0]}: {error}"))
+            return 0
+        for (name, _), ids in zip(filled, encoded, strict=True):
             if not len(ids):
                 self._left_out.empty += 1
                 continue
@@ -210,13 +217,17 @@ class _Task:
         except inputs.BadInput as error:  # found while it was read
             self._bad(error)
             return 0
-        except pieces.TooLong as error:
-            self._bad(inputs.BadInput(f"{part}: {error}"))
+        except (pieces.TooLong, tokenizers.CannotEncode) as error:
+            self._bad(inputs.BadInput(f"{part}, sample {name}: {error}"))
             return 0
         return self._write(part, name, Document(tokens))
 
     def _add_chat(self, part: Part, name: str, messages: list[chat.Message]) -> int:
-        document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
+        try:
+            document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
+        except tokenizers.CannotEncode as error:
+            self._bad(inputs.BadInput(f"{part}, sample {name}: {error}"))
+            return 0
         self._outcomes[outcome] += 1
         return 0 if document is None else self._write(part, name, document)
 

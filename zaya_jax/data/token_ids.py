@@ -16,10 +16,11 @@ NAMES = {"bos_token_id": "bos_id", "eos_token_id": "eos_id", "pad_token_id": "pa
 def agree(config: Config, tokenizer: Tokenizer) -> Config:
     """The config with the ids that it leaves open (None) as the tokenizer has them; UserError where it has others.
 
-    Where the tokenizer has no padding of its own, and pads with the end of documents, the model has none either.
+    Where the tokenizer pads with a token that stands for something else too (the end of documents or of a turn, a
+    character), the model has no padding id: it would never learn that row.
     """
     ids: dict[str, Any] = {ours: getattr(tokenizer, theirs) for ours, theirs in NAMES.items()}
-    if tokenizer.pad_id in (tokenizer.bos_id, tokenizer.eos_id):
+    if not tokenizer.pads_alone:
         ids["pad_token_id"] = None
     for key, has in ids.items():
         given = getattr(config.model, key)

@@ -39,6 +39,10 @@ class NotUnicode(UserError):
     """A text with half of a surrogate pair in it, which no tokenizer can spell."""
 
 
+class CannotEncode(UserError):
+    """A text for which a tokenizer has no ids."""
+
+
 def utf8(text: str) -> bytes:
     """A text's bytes; NotUnicode where it holds half of a surrogate pair, as JSON's \\u escapes can."""
     try:
@@ -93,6 +97,17 @@ class Tokenizer:
             if found is not None:
                 return [found]
         return self.encode(CHAT_TOKENS[role][0])
+
+    @property
+    def pads_alone(self) -> bool:
+        """Whether the padding id stands for nothing else: no text or chat ever has it."""
+        marks = {self._id(name) for names in CHAT_TOKENS.values() for name in names}
+        others = {self.bos_id, self.eos_id, *marks}
+        return self.pad_id not in others and self._is_special(self.pad_id)
+
+    def _is_special(self, token: int) -> bool:
+        """Whether no text is ever encoded with this id."""
+        return True
 
     def save(self, directory: str | pathlib.Path) -> None:
         """Write the tokenizer as plain files; `load(directory)` gives an equal one."""
@@ -215,10 +230,14 @@ class HuggingFace(Tokenizer):
             return self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exceptions
             utf8(text)
-            raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {_one_line(error)}") from None
+            raise CannotEncode(f"the tokenizer cannot encode {text[:40]!r}: {_one_line(error)}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def _is_special(self, token: int) -> bool:
+        added = self._tokenizer.get_added_tokens_decoder().get(token)
+        return added is not None and added.special
 
     def _files(self) -> dict[str, bytes]:
         return {"tokenizer.json": self._content}
@@ -258,6 +277,9 @@ class SentencePiece(Tokenizer):
     def decode(self, ids: Sequence[int]) -> str:
         skip = {self.bos_id, self.eos_id, self.pad_id}
         return self._processor.DecodeIds([int(i) for i in ids if int(i) not in skip])
+
+    def _is_special(self, token: int) -> bool:
+        return self._processor.IsControl(token)
 
     def _files(self) -> dict[str, bytes]:
         return {"tokenizer.model": self._content}

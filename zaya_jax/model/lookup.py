@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 
 @jax.custom_vjp
 def lookup(table: Float[Array, "V D"], index: Int[Array, "*N"]) -> Float[Array, "*N D"]:
-    """table[index]; indices must be within the table."""
+    """table[index]; indices must be within the table. Inside `shard_map` with check_vma=False alone."""
     return table[index]
 
 
@@ -37,6 +37,8 @@ def sum_by_index(x: Float[Array, "N D"], index: Int[Array, "N"], num: int) -> Fl
     Rows are sorted by index and each run is summed in passes: after the k-th one a row holds the sum of the last 2^k
     rows of its run. A pass reads x twice and writes it once; as many run as the longest run needs.
     """
+    if not index.size:
+        return jnp.zeros((num, x.shape[1]), x.dtype)
     order = jnp.argsort(index, stable=True)
     index, x = index[order], x[order]
     place = jnp.arange(index.size, dtype=jnp.int32)

@@ -30,7 +30,7 @@ def cross_entropy(
     Divide by the number of real tokens of the whole batch, not of this piece of it.
     """
     num, vocab = hidden.shape[0], embedding.shape[0]
-    chunk = min(chunk, num) if chunk else default_chunk(num, vocab)
+    chunk = max(min(chunk, num) if chunk else default_chunk(num, vocab), 1)
     pad = -num % chunk
     hidden = jnp.pad(hidden, ((0, pad), (0, 0)))
     targets, weights = jnp.pad(targets, (0, pad)), jnp.pad(weights, (0, pad))
