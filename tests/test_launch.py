@@ -252,15 +252,16 @@ def test_node_goes_on_at_a_border_and_nowhere_else(tmp_path):
 
 # A process of its own for it: forking one that has threads, as pytest has after other tests, is a warning.
 AT_A_TERMINAL = """
-import os, pty, sys, time
+import os, pty, signal, sys, time
 pid, terminal = pty.fork()
 if pid == 0:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # the tests may run where it is ignored, a terminal's programs do not
     os.execv(sys.argv[1], sys.argv[1:])
 out = b""
 try:
     while chunk := os.read(terminal, 1000):
         out += chunk
-        if out.count(b"up") == 2 and b"^C" not in out:
+        if out.count(b"up") >= 2 and b"^C" not in out:
             os.write(terminal, b"\\x03")
             time.sleep(0.1)
 except OSError:
@@ -277,9 +278,11 @@ got = []
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: got.append(number))
 print("up", flush=True)
-end = time.monotonic() + 1.5
+end, counting = time.monotonic() + 30, False  # until one comes, however busy the machine is, and a second for others
 while time.monotonic() < end:
     time.sleep(0.05)
+    if got and not counting:
+        end, counting = time.monotonic() + 1, True
 print("got", len(got), flush=True)
 sys.exit(75)
 """
@@ -289,7 +292,7 @@ def test_ctrl_c_at_a_terminal_reaches_each_process_once():
     """The terminal sends it to everybody in the foreground, and a second signal would end a run without saving."""
     command = [sys.executable, "-c", AT_A_TERMINAL, NODE, "2", sys.executable, "-c", COUNT_SIGNALS]
     environ = {"PATH": os.environ["PATH"], "PCI_DEVICES": "none"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=90)
     assert done.stdout.count("got 1") == 2 and done.returncode == 75, done
 
 
