@@ -3,15 +3,20 @@
     python benchmarks/bench_checkpoint.py stall     [--gb=2] [--folder=DIR]     one process
     python benchmarks/bench_checkpoint.py processes [--gb=2] [--count=8] [--rate=50]
     python benchmarks/bench_checkpoint.py load      [--gb=2] [--count=4]
+    python benchmarks/bench_checkpoint.py model     [--model=1M|100M|1B] [--folder=DIR]
 
 `stall` compares with one copy of the state into memory that was touched before, with saving while the step waits, and
 with what Orbax does by itself (its asynchronous save). `processes` gives each process a store of RATE MB/s and compares
 with gathering everything in process 0, which writes. `load` reads a state that all devices hold: each process its part,
-handed on between devices, against each process all of it. Prints Markdown; timings in one run, in turns.
+handed on between devices, against each process all of it. `model` saves and loads the state of a whole model on one
+device, as the training does, each in a process of its own: seconds, files and peak memory. Prints Markdown; timings in
+one run, in turns.
 """
 
 import argparse
+import json
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -28,11 +33,30 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax import cli
+from zaya_jax import cli, config
 from zaya_jax.checkpoint import layout, store, writing
+from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint
-from zaya_jax.parallel import multihost
+from zaya_jax.model import zaya
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.train import snapshot
+from zaya_jax.train import step as steps
 
+# Of about so many parameters, with the default precision and Muon.
+MODELS = {
+    "1M": dict(
+        hidden_size=96, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=24,
+        moe_intermediate_size=96, num_experts=4, router_hidden_size=32, vocab_size=4096,
+    ),
+    "100M": dict(
+        hidden_size=512, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        moe_intermediate_size=512, num_experts=10, router_hidden_size=64, vocab_size=32768,
+    ),
+    "1B": dict(
+        hidden_size=1024, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+        moe_intermediate_size=1024, num_experts=18, router_hidden_size=128, vocab_size=65536,
+    ),
+}  # fmt: skip
 ARRAYS = 24  # of one size, as a model's stacked matrices
 
 
@@ -224,6 +248,84 @@ def load(args: argparse.Namespace) -> None:
             print(f"| {name} | {statistics.median(seconds):.2f} |")
 
 
+def model_run(name: str) -> tuple:
+    """(config, optimizer, mesh, copies) of a model of about so many parameters, on one device."""
+    settings = config.check({"model": MODELS[name]})
+    mesh = make_mesh(settings.mesh, jax.devices()[:1])
+    optimizer = steps.build_optimizer(settings, mesh)
+    return settings, optimizer, mesh, snapshot.of_run(settings, optimizer, mesh)
+
+
+def model_save(args: argparse.Namespace) -> dict:
+    """Two saves of a model's state, the second into the memory of the first's copy."""
+    settings, optimizer, mesh, copies = model_run(args.model)
+    begun = resident()
+    state = jax.block_until_ready(steps.init_state(settings, optimizer, mesh))
+    size = sum(x.nbytes for x in jax.tree.leaves(state))
+    checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(keep=1), print)
+    checkpoints.newest()
+    measured = []
+    for step in (1, 2):
+        begin = time.perf_counter()
+        copy = jax.block_until_ready(copies.take(state, checkpoints.spare()))
+        held = time.perf_counter() - begin
+        checkpoints.save(step, copy, {"step": step, "tokens": step}, copies.held)
+        del copy
+        checkpoints.wait()
+        measured.append((held, time.perf_counter() - begin))
+    checkpoints.close()
+    written = [p for p in (Path(args.folder) / "run" / "checkpoints" / "2").rglob("*") if p.is_file()]
+    return {
+        "parameters": zaya.param_counts(settings.model)["total"], "bytes": size, "files": len(written),
+        "copy": measured[1][0], "save": measured[1][1], "peak": (peak() - begun) / size,
+    }  # fmt: skip
+
+
+def model_load(args: argparse.Namespace) -> dict:
+    """One load by a new process, checksums first."""
+    _, _, _, copies = model_run(args.model)
+    checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(keep=1), print)
+    size, begun = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(copies.like)), resident()
+    verify, step = timed(checkpoints.newest)
+    load, found = timed(lambda: checkpoints.restore(step, copies.like, copies.held, copies.place))
+    del found
+    checkpoints.close()
+    return {"verify": verify, "load": load, "load peak": (peak() - begun) / size}
+
+
+def resident(name: str = "VmRSS") -> int:
+    """Bytes of memory that this process has, or had at most."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * int(re.search(rf"{name}:\s+(\d+)", status)[1])
+
+
+def peak() -> int:
+    """The most that it had."""
+    return resident("VmHWM")
+
+
+def model(args: argparse.Namespace) -> int:
+    """Saving in one process, loading in another one; a row of a table."""
+    folder = tempfile.mkdtemp(dir=args.folder)
+    row: dict = {}
+    try:
+        for part in ("model_save", "model_load"):
+            command = [sys.executable, __file__, "model", f"--model={args.model}", f"--folder={folder}"]
+            environ = os.environ | {"JAX_PLATFORMS": "cpu", "BENCH_WORKER": part}
+            row |= json.loads(subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE).stdout)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    cells = [
+        f"{row['parameters'] / 1e6:,.0f} M", f"{row['bytes'] / 1e9:.3f} GB", row["files"], f"{row['copy']:.3f} s",
+        f"{row['save']:.2f} s", f"{row['peak']:.2f} states", f"{row['verify']:.2f} s", f"{row['load']:.2f} s",
+        f"{row['load peak']:.2f} states",
+    ]  # fmt: skip
+    print("| parameters | state | files | the copy | whole save | peak | checking | loading | peak |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    print(f"| {' | '.join(map(str, cells))} |")
+    return 0
+
+
 def start(args: argparse.Namespace) -> int:
     """Starts the processes of one measurement, and ends with them."""
     folder = tempfile.mkdtemp(dir=args.folder)
@@ -241,8 +343,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("stall", "processes", "load"))
+    parser.add_argument("what", choices=("stall", "processes", "load", "model"))
     parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--model", choices=MODELS, default="100M")
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--rate", type=float, default=50.0, help="MB/s of each process's store")
@@ -254,6 +357,13 @@ def main() -> int:
         cli.keep_memory()
         stall(args)
         return 0
+    if args.what == "model" and "BENCH_WORKER" in os.environ:
+        cli.keep_memory()
+        found = {"model_save": model_save, "model_load": model_load}[os.environ["BENCH_WORKER"]](args)
+        print(json.dumps(found))
+        return 0
+    if args.what == "model":
+        return model(args)
     if "BENCH_WORKER" not in os.environ:
         return start(args)
     jax.distributed.initialize(

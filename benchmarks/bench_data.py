@@ -22,7 +22,7 @@ from zaya_jax.data import pipeline, storage, tokenizers
 FLAGS = flags.FLAGS
 flags.DEFINE_string("data", None, "prepared directory", required=True)
 flags.DEFINE_integer("seq_len", 4096, "context")
-flags.DEFINE_integer("global_batch", 16, "rows a step")
+flags.DEFINE_integer("global_batch", 16, "rows per step")
 flags.DEFINE_float("seconds", 5.0, "time for each measurement")
 
 
@@ -54,7 +54,7 @@ def on(config: config_lib.Config, path: str, packing: str) -> config_lib.Config:
 
 
 def measure(stream: pipeline.Stream) -> tuple[float, float, float]:
-    """(tokens a second, share of places filled, bundles read over those that the tokens fill) after a warm-up."""
+    """(tokens per second, share of places filled, bundles read over those that the tokens fill) after a warm-up."""
     for _ in range(20):
         next(stream)
     stream.metrics()

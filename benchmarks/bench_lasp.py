@@ -22,9 +22,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.attention import softmax_scale
+from pallas_kernels.linear_attention import default_chunk
 from zaya_jax.hardware import hlo
-from zaya_jax.model.attention import softmax_scale
-from zaya_jax.model.linear_attention import default_chunk
 from zaya_jax.parallel import context, linear
 from zaya_jax.parallel.spread import Spread
 

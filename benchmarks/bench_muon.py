@@ -105,18 +105,18 @@ def print_formula() -> None:
     """Prints Muon's FLOPs over the model's on the busiest device: ZAYA1-base at 4K context."""
     model = Model()
     per_token, shapes = chips.model_flops(model, 4096), zaya.abstract(model)
-    print("| tokens a step | " + " | ".join(f"{n:,} devices" for n in DEVICES) + " |")
+    print("| tokens per step | " + " | ".join(f"{n:,} devices" for n in DEVICES) + " |")
     print("|---|" + "---|" * len(DEVICES))
     for tokens in TOKENS:
         shares = []
         for devices in DEVICES:
             layout = chain.build(Optim(), Precision(), shapes, axes={"data": devices}).layout
-            rows = {name: shape[0] // devices for name, shape in layout.state_shapes().items()}
             if devices == 1:
                 stacks = [w.shape for w in layout.weights if w.method == "muon"]
+                work = sum(muon.newton_schulz_flops(s) for s in stacks)
             else:
-                stacks = [(rows[b.name], *b.row) for b in layout.buckets.values() if b.method == "muon"]
-            shares.append(sum(muon.newton_schulz_flops(s) for s in stacks) / (per_token * tokens / devices))
+                work = 5 * int(layout.work.max())  # five steps of the iteration
+            shares.append(work / (per_token * tokens / devices))
         print(f"| {tokens:,} | " + " | ".join(f"{share:.2%}" for share in shares) + " |")
 
 

@@ -42,7 +42,7 @@ for line in sys.stdin:
 
 
 def serve() -> None:
-    """Our side: reads "dtype steps" lines, answers seconds a step and the loss."""
+    """Our side: reads "dtype steps" lines, answers seconds per step and the loss."""
     from zaya_jax import cli, config
 
     cli.keep_memory()

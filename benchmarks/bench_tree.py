@@ -2,8 +2,8 @@
 
     python benchmarks/bench_tree.py [--lengths 8192 1048576] [--batch 1]
 
-One layer and one new token a row, on 2 to 8 devices of one CPU, for shapes: nothing is allocated or run. What counts of
-messages that follow each other: a ring's are N - 1 hops; an all-reduce is counted once, though it takes about
+One layer and one new token per row, on 2 to 8 devices of one CPU, for shapes: nothing is allocated or run. What counts
+of messages that follow each other: a ring's are N - 1 hops; an all-reduce is counted once, though it takes about
 2 log2 N hops. A cache is compiled as float32, since a CPU's collectives widen bfloat16; the bytes told are bfloat16's.
 """
 
@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.attention import softmax_scale
 from zaya_jax.hardware import hlo
-from zaya_jax.model.attention import softmax_scale
 from zaya_jax.parallel import tree
 
 HEADS, KV, CHANNELS = 8, 2, 128  # ZAYA1-base's
@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     options = parser.parse_args()
     print(f"jax {jax.__version__}, H {HEADS}, K {KV}, C {CHANNELS}, batch {options.batch}\n")
-    print("| devices | tokens in the cache | scheme | messages, one by one | KiB a layer | MiB a token |")
+    print("| devices | tokens in the cache | scheme | messages, one by one | KiB per layer | MiB per token |")
     print("|---|---|---|---|---|---|")
     for devices in (2, 4, 8):
         for length in options.lengths:

@@ -25,11 +25,11 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import AxisType, PartitionSpec
 
+from pallas_kernels.attention import SAVED
+from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
 from zaya_jax.hardware import hlo
-from zaya_jax.model.attention import SAVED
 from zaya_jax.model.cca import CCA
-from zaya_jax.model.layers import rope_table
 from zaya_jax.parallel import context
 from zaya_jax.parallel.spread import Spread
 
@@ -150,7 +150,6 @@ def devices_of(target: str | None) -> list:
     jax.devices()
     config = Path(target).read_text()
     described = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x8")
-    jax.default_backend = lambda: "gpu"  # what the model asks to choose sizes of blocks
     return list(described.devices)
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/muon_adamw.py train --out=DIR    the grid (runs that are complete are not repeated)
     python benchmarks/muon_adamw.py draw --out=DIR     the table, and benchmarks/muon_adamw.png
-    python benchmarks/muon_adamw.py time               seconds a step and an update of each, in turns
+    python benchmarks/muon_adamw.py time               seconds per step and an update of each, in turns
 
 Every run is `experiments.pretrain` on experiments/configs/tiny.py with 8 sequences a step in place of 16, 200 steps
 and a warm-up of 20 (short warm-ups are Muon's advantage). Muon's rows of the optimizer's table go to AdamW in
@@ -100,7 +100,7 @@ def draw(out: pathlib.Path) -> None:
 
 
 def time_both() -> None:
-    """Prints seconds a step and an update of each, and what the formula says of the difference."""
+    """Prints seconds per step and an update of each, and what the formula says of the difference."""
     programs = {name: program(name) for name in GRID}
     seconds: dict[tuple[str, str], list[float]] = {}
     for round_ in range(ROUNDS + 1):  # the first compiles
@@ -122,7 +122,7 @@ def time_both() -> None:
     tokens = config.data.global_batch * config.data.seq_len
     model = model_flops(config.model, config.data.seq_len) * tokens
     print(
-        f"\nBy formula: Newton-Schulz {newton_schulz / 1e9:.1f} GFLOP a step, the model {model / 1e9:.1f} GFLOP"
+        f"\nBy formula: Newton-Schulz {newton_schulz / 1e9:.1f} GFLOP per step, the model {model / 1e9:.1f} GFLOP"
         f" ({newton_schulz / model:.0%})"
     )
 

@@ -144,8 +144,8 @@ def folded_layer() -> type:
     import jax
     import jax.numpy as jnp
 
+    from pallas_kernels.attention import attention, softmax_scale
     from zaya_jax.model import dense
-    from zaya_jax.model.attention import attention, softmax_scale
     from zaya_jax.parallel import context
 
     def block(fn, x, place):
@@ -223,7 +223,7 @@ def picture(memory: dict) -> str:
         parts.append(f'<path d="M{left} {y:.1f}H{width - 10}" stroke="#dddddd"/>')
         parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#444444">{tick}</text>')
     parts.append(
-        '<text x="8" y="16" fill="#444444">GB a device, compiled for CPUs (rings: published, 8 MI300X)</text>'
+        '<text x="8" y="16" fill="#444444">GB per device, compiled for CPUs (rings: published, 8 MI300X)</text>'
     )
     schemes = [name for name in SCHEMES if name not in REMAT]
     group = (width - left - 10) / len(TOKENS)

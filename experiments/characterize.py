@@ -18,7 +18,7 @@ from absl import flags
 from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import writing
-from zaya_jax.config import UserError
+from zaya_jax.config import UserError, fields
 from zaya_jax.data import sizing, storage
 from zaya_jax.data.tokens import PAGE_BYTES
 
@@ -30,10 +30,10 @@ flags.DEFINE_float(
 )
 flags.DEFINE_float("seconds", 5.0, "storage: longest time for each measurement", 0.1)
 flags.DEFINE_integer(
-    "rows", 16, "storage: rows of a batch while measuring, a process's share of the global batch", 1
+    "rows", 16, "storage: rows of a batch while measuring, a process's share of the global batch", 1, 2**24
 )
-flags.DEFINE_integer("seq_len", 4096, "context of the run that is sized", 1)
-flags.DEFINE_integer("global_batch", 4096, "sequences a step of the run that is sized", 1)
+flags.DEFINE_integer("seq_len", 4096, "context of the run that is sized", 1, 2**27)
+flags.DEFINE_integer("global_batch", 4096, "sequences a step of the run that is sized", 1, 2**24)
 flags.DEFINE_float("step_seconds", 2.5, "step time of the run that is sized", 1e-6)
 
 COLORS = {"cold": "#3b6fb6", "warm": "#d08b2c"}
@@ -43,6 +43,8 @@ def storage_main() -> int:
     """Measure, then write storage.md, storage.svg and storage.json into --out."""
     if not FLAGS.data or not FLAGS.out:
         raise UserError("give --data=DIR (a prepared directory) and --out=DIR")
+    for name in ("data", "out"):
+        fields.check_path(f"--{name}", str(FLAGS[name].value))
     if not storage.is_prepared(FLAGS.data) or not storage.is_local(FLAGS.data):
         raise UserError(
             f"--data={FLAGS.data} is not a local prepared directory; make one with experiments.prepare_data"
@@ -65,7 +67,12 @@ def storage_main() -> int:
     budget = FLAGS["iops-budget"].value or readings[0].pages_per_second
     whose = "given" if FLAGS["iops-budget"].value else "measured here, cold, one reader"
     text = table(readings, manifest) + "\n" + verdict(need, budget, whose)
-    out.mkdir(parents=True, exist_ok=True)
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        writing.remove_empty(made)
+        raise UserError(f"--out={out} cannot be written ({error.strerror}); give a folder that can") from None
     (out / "storage.md").write_text(text)
     (out / "storage.svg").write_text(picture(need, budget))
     figures = {
@@ -99,7 +106,7 @@ def table(readings: list[sizing.Reading], manifest: dict) -> str:
     note = ""
     if readings[0].bytes_device < readings[0].bytes_read / 2:
         note = "The device gave less than half of the cold reading: this system would not empty its page cache.\n"
-    return f"{head}\n{body}\n\n{layout}; {manifest['token_bytes']} bytes a token\n{note}"
+    return f"{head}\n{body}\n\n{layout}; {manifest['token_bytes']} bytes per token\n{note}"
 
 
 def verdict(need: sizing.Need, budget: float, whose: str) -> str:

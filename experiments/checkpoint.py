@@ -21,9 +21,11 @@ from typing import Any
 from tqdm import tqdm
 
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import audit, exchange, layout, look, monitor, rewrite, store, writing
+from zaya_jax.checkpoint import audit, layout, look, owner, rewrite, store, writing
 from zaya_jax.checkpoint.remote import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
+from zaya_jax.pytorch import exchange
+from zaya_jax.report import monitor
 from zaya_jax.train.workdir import check_same, read_config
 
 
@@ -43,26 +45,41 @@ def _parser() -> cli.Parser:
         return add
 
     add = command("inspect", inspect, "what the checkpoints of a run hold, and what saving them took")
-    add.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="the run's folder")
+    add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the run's folder")
     add.add_argument("--step", type=int, metavar="N", help="whose arrays; by default the newest's")
     add.add_argument(
         "--html",
         nargs="?",
-        const="",
+        const=True,  # a text would be checked as if somebody had given it
+        type=cli.place,
         metavar="FILE",
         help="also as a picture, by default DIR/checkpoints.html",
     )
     add = command("verify", verify, "find every changed, truncated or missing file")
     add.add_argument(
-        "--workdir", required=True, metavar="DIR|URL", help="the run's folder, or where its copies are"
+        "--workdir",
+        required=True,
+        type=cli.place,
+        metavar="DIR|URL",
+        help="the run's folder, or where its copies are",
     )
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default all")
     add = command("reshard", reshard, "write a checkpoint anew in other chunks, or in another place")
     add.add_argument(
-        "--from", required=True, dest="source", metavar="DIR|URL", help="a run's folder, or its copies'"
+        "--from",
+        required=True,
+        type=cli.place,
+        dest="source",
+        metavar="DIR|URL",
+        help="a run's folder, or its copies'",
     )
     add.add_argument(
-        "--to", required=True, dest="target", metavar="DIR|URL", help="a new folder, or a place for copies"
+        "--to",
+        required=True,
+        type=cli.place,
+        dest="target",
+        metavar="DIR|URL",
+        help="a new folder, or a place for copies",
     )
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
     add.add_argument(
@@ -70,18 +87,20 @@ def _parser() -> cli.Parser:
         help="greatest size of a file in MiB; memory holds two of them",
     )  # fmt: skip
     add = command("export_params", export_params, "write the parameters alone, for Orbax to load anywhere")
-    add.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="the workdir to read")
+    add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to read")
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
-    add.add_argument("--out", required=True, type=Path, metavar="DIR", help="the folder to make")
+    add.add_argument("--out", required=True, type=cli.path, metavar="DIR", help="the folder to make")
     add.add_argument("--dtype", choices=list(exchange.DTYPES), help="by default float32")
     add = command("from_hf", from_hf, "make a workdir of a model directory")
-    add.add_argument("--model", required=True, type=Path, metavar="DIR", help="the directory to read")
-    add.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="the workdir to make")
+    add.add_argument("--model", required=True, type=cli.path, metavar="DIR", help="the directory to read")
+    add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to make")
     add = command("to_hf", to_hf, "write a step of a workdir as a model directory")
-    add.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="the workdir to read")
+    add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to read")
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
-    add.add_argument("--out", required=True, type=Path, metavar="DIR", help="the directory to make")
-    add.add_argument("--dtype", choices=list(exchange.DTYPES), help="by default as imported, else float32")
+    add.add_argument("--out", required=True, type=cli.path, metavar="DIR", help="the directory to make")
+    add.add_argument(
+        "--dtype", choices=list(exchange.DTYPES), help="by default as imported, otherwise float32"
+    )
     add.add_argument(
         "--shard-gb", type=float, default=exchange.SHARD_GB, metavar="GB", help="greatest size of a file"
     )
@@ -96,7 +115,7 @@ def inspect(args: Any) -> int:
     print()
     print(look.arrays_text(args.workdir, step))
     if args.html is not None:
-        print(f"written: {monitor.write_page(args.workdir, args.html or None)}")
+        print(f"written: {monitor.write_page(args.workdir, None if args.html is True else args.html)}")
     return cli.DONE
 
 
@@ -118,10 +137,11 @@ def verify(args: Any) -> int:
     if args.step is not None:
         if args.step not in steps:
             raise UserError(
-                f"--workdir={args.workdir} has no checkpoint of step {args.step}; it has {', '.join(map(str, steps))}"
+                f"--workdir={args.workdir} has no checkpoint of step {config.shown(args.step)}; "
+                f"it has {', '.join(map(str, steps))}"
             )
         steps = [args.step]
-    damaged = 0
+    damaged, run = 0, vault.owner() if vault else ""
     for step in steps:
         total = 0
         with _progress() as progress:
@@ -131,7 +151,7 @@ def verify(args: Any) -> int:
                 total = all_bytes
                 progress(done, all_bytes)
 
-            damages = vault.verify(step, count) if vault else audit.verify(root / str(step), count)
+            damages = vault.verify(step, count, run=run) if vault else audit.verify(root / str(step), count)
         if damages is None:
             print(f"step {step}: deleted meanwhile")
         elif not damages:
@@ -142,12 +162,28 @@ def verify(args: Any) -> int:
     for name in vault.unfinished() if vault else writing.odd_names(root):
         print(f"{name}: {'its upload has not ended' if vault else 'no name of a checkpoint, not looked at'}")
     wrong = "" if vault else _wrong_config(Path(args.workdir), steps[-1])
-    if wrong:
-        print(wrong)
-    if damaged or wrong:
+    several = "" if run else _several_runs(vault, root, steps)
+    for line in filter(None, (several, wrong)):
+        print(line)
+    if damaged or wrong or several:
         also = " and config.json is wrong" if wrong else ""
+        also += " and they are of several runs" if several else ""
         print(f"error: {damaged} of {len(steps)} checkpoints damaged{also}", file=sys.stderr)
-    return cli.STORAGE if damaged or wrong else cli.DONE
+    return cli.STORAGE if damaged or wrong or several else cli.DONE
+
+
+def _several_runs(vault: Vault | None, root: Path, steps: list[int]) -> str:
+    """What to say where steps of several runs lie side by side and no name tells which is right."""
+    if not vault and writing.run_of(root):  # then each was compared with it
+        return ""
+    runs = dict.fromkeys(steps, "")
+    for step in steps:
+        with contextlib.suppress(OSError, ValueError, StorageError):  # damage there is told already
+            found = vault.manifest(step) if vault else writing.read_seal(root / str(step))
+            runs[step] = found.run or ""
+    if len({run for run in runs.values() if run}) < 2:
+        return ""
+    return f"checkpoints of several runs lie here: {owner.mixed(runs.items())}"
 
 
 def _less(vault: Vault | None, root: Path, step: int) -> str:

@@ -15,21 +15,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax import cli
-from zaya_jax.checkpoint import exchange, store
+from zaya_jax import cli, schedule
+from zaya_jax.checkpoint import store
 from zaya_jax.config import UserError, shown
 from zaya_jax.data import tokenizers
 from zaya_jax.model import decode
+from zaya_jax.pytorch import exchange
 from zaya_jax.train.workdir import read_config
 
 
 def main() -> int:
     """Prints the prompt and its continuation."""
     parser = cli.Parser(prog="python -m experiments.generate", description=__doc__)
-    parser.add_argument("--workdir", required=True, type=Path, metavar="DIR", help="the run's folder")
+    parser.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the run's folder")
     prompts = parser.add_mutually_exclusive_group()
     prompts.add_argument("--prompt", default="", metavar="TEXT", help="what to continue; by default nothing")
-    prompts.add_argument("--prompt_file", type=Path, metavar="FILE", help="a UTF-8 file to continue")
+    prompts.add_argument("--prompt_file", type=cli.path, metavar="FILE", help="a UTF-8 file to continue")
     parser.add_argument("--num_tokens", type=int, default=200, metavar="N", help="at most so many; 200")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="of the sampling; 0: greedy"
@@ -51,9 +52,10 @@ def main() -> int:
     prompt = read_prompt(args.prompt_file) if args.prompt_file is not None else args.prompt
     if any("\ud800" <= c <= "\udfff" for c in prompt):
         raise UserError("--prompt has bytes that are not UTF-8; convert it")
-    config = read_config(args.workdir)
+    read_config(args.workdir)  # or it is no run's folder
     step = store.latest_step(args.workdir, args.step)
-    model = exchange.model_at(config, step)
+    config = exchange.config_at(args.workdir, step)
+    model = schedule.model_at(config, step)
     if not (args.workdir / "tokenizer").is_dir():
         raise UserError(f"--workdir={args.workdir} holds no tokenizer; put one into its folder tokenizer/")
     tokenizer = tokenizers.load(args.workdir / "tokenizer")
@@ -65,7 +67,7 @@ def main() -> int:
         )
     if len(ids) + args.num_tokens > model.max_position_embeddings:
         raise UserError(
-            f"{len(ids)} tokens of prompt and --num_tokens={args.num_tokens} are above the model's "
+            f"{len(ids)} tokens of prompt and --num_tokens={shown(args.num_tokens)} are above the model's "
             f"max_position_embeddings={model.max_position_embeddings}; give fewer"
         )
 

@@ -18,7 +18,7 @@ import time
 from absl import flags
 from tqdm import tqdm
 
-from zaya_jax.config import UserError
+from zaya_jax.config import UserError, fields
 from zaya_jax.data import inputs, prepare, storage, trim
 
 FLAGS = flags.FLAGS
@@ -26,21 +26,30 @@ flags.DEFINE_multi_string("input", [], "files, directories or globs, or stdlib; 
 flags.DEFINE_string(
     "tokenizer", "bytes", "bytes, a tokenizer.json, a SentencePiece .model, or a saved directory"
 )
-flags.DEFINE_integer("train_bpe", 0, "train a byte-level BPE of this many ids on the input and use it", 0)
+# Bounds above keep out what is a slip: the BPE trainer ends the process where its table, 66 bytes an id, has no memory.
+flags.DEFINE_integer(
+    "train_bpe", 0, "train a byte-level BPE of this many ids on the input and use it", 0, 2**22
+)
 flags.DEFINE_string("out", None, "directory to write")
 flags.DEFINE_string("text_field", "text", "field or column of JSONL and Parquet that holds the text")
-flags.DEFINE_integer("context", 0, "trim chat samples to this many tokens, answers preserved; 0: never", 0)
+flags.DEFINE_integer(
+    "context", 0, "trim chat samples to this many tokens, answers preserved; 0: never", 0, 2**27
+)
 flags.DEFINE_float(
     "held_out", 0.02, "share of documents kept for evaluation, by the hash of their names", 0.0, 0.5
 )
 flags.DEFINE_bool("skip_bad", False, "count unreadable files and records instead of stopping at the first")
-flags.DEFINE_integer("processes", None, "worker processes; by default one a core", 1)
-flags.DEFINE_integer("part_mib", 256, "input a task, and so about the size of a shard", 1)
+flags.DEFINE_integer("processes", None, "worker processes; by default one a core", 1, 1024)
+flags.DEFINE_integer("part_mib", 256, "input a task, and so about the size of a shard", 1, 2**20)
 flags.DEFINE_string("verify", None, "check this prepared directory against its manifest and do nothing else")
 
 
 def main() -> int:
     """Prepare or verify; the exit code."""
+    for name in ("input", "tokenizer", "out", "verify"):
+        given = FLAGS[name].value or ()
+        for value in [given] if isinstance(given, str) else given:
+            fields.check_path(f"--{name}", value)
     return verify(FLAGS.verify) if FLAGS.verify else make()
 
 
@@ -100,7 +109,7 @@ def summarise(manifest: dict, out: str) -> None:
             f"{total['bundles']:>9,} bundles  {total['bytes'] / 2**20:>10,.1f} MiB"
         )
     made = manifest["tokenizer"]
-    print(f"tokenizer {made['kind']}, {made['vocab_size']:,} ids, {manifest['token_bytes']} bytes a token")
+    print(f"tokenizer {made['kind']}, {made['vocab_size']:,} ids, {manifest['token_bytes']} bytes per token")
     print(
         f"storage   sigma {manifest['storage_factor']:.3f} (pages read over pages of tokens, "
         f"{manifest['page_bytes']} B)"

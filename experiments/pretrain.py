@@ -23,21 +23,21 @@ import numpy as np
 from absl import flags
 
 import zaya_jax
-from zaya_jax import cli
+from zaya_jax import cli, schedule
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import keep, lock, partial
+from zaya_jax.checkpoint import keep, partial
 from zaya_jax.checkpoint.store import Store, read_meta
+from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, token_ids, tokenizers
 from zaya_jax.data.prefetch import DevicePrefetch
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.model import zaya
-from zaya_jax.optim import schedule
-from zaya_jax.parallel import leaving, multihost
 from zaya_jax.parallel.mesh import make_mesh, rows_of_process
 from zaya_jax.report import write_report
-from zaya_jax.train import logs, memory, recipe
+from zaya_jax.train import fork, logs, memory, recipe, snapshot
 from zaya_jax.train import step as steps
+from zaya_jax.train.eta import Remaining
 from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Writer
 from zaya_jax.train.sample import write_sample
 from zaya_jax.train.workdir import AsItWas, check_same, folder_of, open_workdir, record, write_json
@@ -56,8 +56,9 @@ def main() -> int:
     """The program: its options are --config, the config's keys, --workdir, and which of several processes this is."""
     config = config_lib.check(CONFIG.value)
     if DESCRIBE.value:
+        config = fork.settle(config, fork.find(config, folder_of(config, WORKDIR.value)))
         plan = schedule.make_plan(config)
-        recipe.check(config, plan)
+        recipe.check(config, plan, config.run.fork_step)
         print(recipe.table(config, plan))
         return cli.DONE
     return multihost.together(lambda: train(config, WORKDIR.value))
@@ -74,15 +75,17 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     # Everything that can be wrong is checked before anything is compiled or written
     ####################################################################################################################
     cli.keep_compiled()
+    place = folder_of(config, workdir)
+    config = fork.settle(config, multihost.from_first("fork", functools.partial(fork.find, config, place)))
     plan, devices = schedule.make_plan(config), jax.devices()
     last_step = min(plan.total_steps, config.run.num_steps)
     tokenizer = tokenizers.load(config.data.tokenizer)
     config = token_ids.agree(config, tokenizer)
-    place = folder_of(config, workdir)
 
     def lay_out(reached: int):
         """Everything that the mesh of the phase after step `reached` decides."""
         notes = recipe.check(config, plan, reached, devices)
+        notes += memory.check_phases(config, plan, reached, devices)
         begin = min(reached + 1, last_step)
         here = schedule.phase_config(config, plan.step(begin).phase)
         end = min(recipe.last_step_here(config, plan, begin, len(devices)), last_step)
@@ -98,19 +101,22 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
 
         return notes, end, here, mesh, spread, rows, DevicePrefetch(source, put)
 
-    looked = multihost.from_first("look", functools.partial(recipe.peek, place))
+    looked = multihost.from_first("look", functools.partial(recipe.peek, place)) or config.run.fork_step
     memory.check_batch(plan, jax.process_count())
     notes, end, here, mesh, spread, rows, stream = lay_out(looked)
-    memory.check_state(here, mesh)
+    begun = multihost.from_first("begun", functools.partial(fork.begun, place, config))
+    parent = fork.parent_of(config, tokenizer, begun)
 
+    multihost.barrier("checks")  # nobody writes before all have passed theirs
     as_it_was = AsItWas(place)
-    workdir = open_workdir(place, config)
-    at_end.callback(lock.release, workdir)
+    workdir = open_workdir(place, config, as_it_was.locked)
     at_end.push(as_it_was)
     ours = lambda m: check_same(config_lib.check(m.get("config")), config, workdir, m["step"])  # noqa: E731
     store = Store(workdir, config.checkpoint, logs.say, ours)
     newest = store.newest()
-    reached = newest or 0
+    reached = config.run.fork_step if newest is None else newest
+    if bool(parent) == (newest is not None):  # its own checkpoint lay where it was not seen, or is none
+        parent = fork.parent_of(config, tokenizer, newest is not None)
     if reached > last_step:
         raise UserError(
             f"config.run.num_steps={last_step}, but {workdir} has already reached step {reached}; "
@@ -129,44 +135,53 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     if reached != looked:  # it lay in another tier, or a damaged one was set aside
         notes, end, here, mesh, spread, rows, stream = lay_out(reached)
     if reached:
-        meta = read_meta(workdir, reached)  # its config: config.json may be of a start that saved nothing
+        # A checkpoint's own config: config.json may be of a start that saved nothing.
+        meta = parent.meta if parent else read_meta(workdir, reached)
+        notes.append(parent.note(config) if parent else "")
         notes.append(check_same(config_lib.check(meta["config"]), config, workdir, reached))
         notes.append(stream.set_state(meta["data"]))
         notes.append(new_length(meta, config, last_step))
+    lineage = meta.get("lineage", []) if reached else []
     logs.open_log(workdir)
     if multihost.is_writer():
         record(workdir, config)
         tokenizer.save(workdir / "tokenizer")
         write_json(workdir / "environment.json", environment())
+        if lineage:
+            write_json(workdir / fork.FILE, {"forked": lineage})
     multihost.barrier("set-up")
 
     ####################################################################################################################
-    # The state: fresh, or that of the newest checkpoint
+    # The state: fresh, that of the newest checkpoint, or the one that is forked
     ####################################################################################################################
     shapes = zaya.abstract(config.model, config.precision)
     optimizer = steps.build_optimizer(here, mesh)
-    to_logical, from_logical, logical_like = steps.codecs(here, optimizer, mesh)
-    if reached:
-        state, _ = store.restore(reached, logical_like, from_logical)
+    copies = snapshot.of_run(here, optimizer, mesh, logs.say)
+    begin = None
+    if newest is None and config.run.init_from:  # what does not fit is refused before anything is compiled
+        begin = partial.Beginning(config.run.init_from, copies.held, config.run.init_grow)
+    if parent:
+        state = copies.place(parent.load(copies.like, copies.held))
+    elif reached:
+        state, _ = store.restore(reached, copies.like, copies.held, copies.place)
     else:
         state = steps.init_state(here, optimizer, mesh)
     if newest == 0:  # an imported model's: weights and biases, no optimizer yet
-        imported, _ = store.restore(0, {name: logical_like[name] for name in ("params", "balance")})
-        state = from_logical({**to_logical(state), **imported})
-    elif newest is None and config.run.init_from:
-        init_from, grow = config.run.init_from, config.run.init_grow
-        state = from_logical(partial.begin_from(init_from, to_logical(state), grow, logs.say))
+        state = copies.with_weights_of(state, lambda like, held: store.restore(0, like, held)[0])
+    elif begin is not None:
+        state = copies.place(begin.of(copies.on_devices(state), logs.say))
 
-    def save(number: int, tokens: int, figures: dict, last: bool) -> None:
+    def save(number: int, tokens: int, figures: dict, last: bool, owed: bool = False) -> None:
         """Begins to save what a run needs to go on, or a reader to know what it was; the last time, sees it through."""
         writer.flush()
         if not last and not store.free(number):
             return
         meta = {
             "step": number, "tokens": tokens, "data": stream.get_state(), "config": config_lib.to_dict(config),
-            "tokenizer": tokenizer.sha256, "version": zaya_jax.__version__, "metrics": figures,
+            "tokenizer": tokenizer.sha256, "version": zaya_jax.__version__, "metrics": figures, "lineage": lineage,
+            "evaluation_owed": owed,
         }  # fmt: skip
-        (store.save_now if last else store.save)(number, to_logical(state, store.spare()), meta)
+        (store.save_now if last else store.save)(number, copies.take(state, store.spare()), meta, copies.held)
 
     ####################################################################################################################
     # The programs: one training step for each phase, one evaluation step
@@ -204,9 +219,20 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         logs.say(note)
     as_it_was.begun()
     writer = Writer(workdir, reached)
-    console = Console(reached, last_step, config.log.every)
+    remaining = Remaining(plan, reached, last_step, config.eval.every)
+    console = Console(reached, last_step, config.log.every, remaining.after)
     stop, timer = multihost.StopSignal(), multihost.Timer(60 * config.checkpoint.every_minutes)
     pending: tuple[schedule.Step, Any, dict, float | None] | None = None
+    if reached and not parent and meta.get("evaluation_owed"):
+        before = plan.step(reached)
+        if schedule.phase_config(config, before.phase).mesh != here.mesh:
+            logs.say(f"note: step {reached} stays without a held-out loss: its phase had another mesh")
+        elif windows(before.phase):
+            loss = evaluate(state, before)
+            writer.write(reached, {"eval/loss": loss})
+            logs.say(f"step {reached} | held-out {loss:.4f}, which the stop after that step had put off")
+    if parent:  # from here on it is a run of its own
+        save(reached, meta["tokens"], meta["metrics"], last=False)
     peak, unsound_in_a_row = peak_flops(devices[0], config.precision), 0
     clock = time.perf_counter()
 
@@ -233,6 +259,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
             figures.pop("load", None)
         figures |= store.figures()
         writer.write(now.number, figures)
+        remaining.step(now.number, seconds)
         console.step(now.number, figures)
 
     def wind_up() -> None:
@@ -263,6 +290,8 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         stopping = stop.after(number)
         due_eval = number % config.eval.every == 0 or number == last_step
         due_eval = due_eval and bool(windows(now.phase))
+        owed = due_eval and stopping and number < end  # who stops it may not wait so long
+        due_eval = due_eval and not owed
         due_save = timer.after(number) or number % config.checkpoint.every_steps == 0
         last = number == end or stopping
         if due_eval or due_save or last:
@@ -271,16 +300,20 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
             begun = time.perf_counter()
             if due_eval:
                 extra["eval/loss"] = evaluate(state, now)
+                remaining.evaluation(now.phase_index, time.perf_counter() - begun)
             clock += time.perf_counter() - begun  # evaluation is not the step's time
             finish((now, figures, extra, pending[-1]))
             pending = None
             if due_save or last:
                 kept = {name: float(figures[name]) for name in keep.FIGURES} | extra
-                save(number, now.tokens_after, kept, last)
+                save(number, now.tokens_after, kept, last, owed)
         if stopping:
             store.close(again=False)
             wind_up()
-            console.say(f"stopped by {stop.asked} after step {number}; saved. The same command goes on.")
+            more = f", first with the evaluation of step {number}" if owed else ""
+            console.say(
+                f"stopped by {stop.asked} after step {number}; saved. The same command goes on{more}."
+            )
             return cli.PREEMPTED
         if unsound_in_a_row >= UNHEALTHY_AFTER:
             store.close()
@@ -305,9 +338,17 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     stream.close()
     code = cli.STORAGE if store.close() else ended_well(kept)  # what has no durable copy is said
     state = None  # its memory is the sample's
-    write_sample(workdir, config, tokenizer, last_step)
-    report = write_report(workdir) if multihost.is_writer() else workdir / "report.html"
-    logs.say(f"done: {last_step} steps, {plan.tokens_of_step(last_step):,} tokens. Report: {report}")
+
+    def round_off() -> None:
+        write_sample(workdir, config, tokenizer, last_step)
+        if multihost.is_writer():
+            write_report(workdir)
+
+    rounded = leaving.unless(lambda: bool(stop.asked), round_off)
+    logs.say(
+        f"done: {last_step} steps, {plan.tokens_of_step(last_step):,} tokens. "
+        + (f"Report: {workdir / 'report.html'}" if rounded else without_report(stop.asked, workdir))
+    )
     return code
 
 
@@ -317,6 +358,14 @@ def ended_well(figures: dict | None) -> int:
         return cli.DONE
     logs.say("error: the loss of the last step is not finite; see loss and grad_norm in metrics.jsonl")
     return cli.UNHEALTHY
+
+
+def without_report(asked: str, workdir: Path) -> str:
+    """How to come to what a signal after the last save has left out."""
+    return (
+        f"{asked} came before sample and report were made: the same command makes the report, "
+        f"python -m experiments.generate --workdir={workdir} a sample"
+    )
 
 
 def new_length(meta: dict, config: Config, last_step: int) -> str:

@@ -4,8 +4,10 @@
 #   launch/node.sh 4 .venv/bin/python -m experiments.pretrain --workdir=runs/four      this machine alone
 #   NODE=3 NODES=16 JAX_COORDINATOR_ADDRESS=host:port launch/node.sh 8 COMMAND         the fourth of sixteen
 #
-# Hands SIGTERM and SIGINT on, ends when all have ended, with the highest exit code among theirs. With 75 and no signal a
-# run has saved at the border to a phase with another mesh: then all are started again, here and on the other nodes.
+# Hands SIGTERM and SIGINT on, ends when all have ended, with the highest exit code among theirs. What still runs
+# NODE_WAIT_SECONDS (120) after the first has ended, as a stopped process does for ever, is killed and counts as 1. With 75
+# and no signal a run has saved at the border to a phase with another mesh: then all are started again, here and on the
+# other nodes.
 set -euo pipefail
 
 if [ $# -lt 2 ] || ! [ "$1" -gt 0 ] 2>/dev/null; then
@@ -54,17 +56,35 @@ start() {
   done
 }
 
+some_ended() {
+  for pid in "${pids[@]}"; do
+    kill -0 "$pid" 2>/dev/null || return 0
+  done
+  return 1
+}
+
 highest=75
 while [ "$highest" -eq 75 ] && [ "$asked" -eq 0 ]; do
   start "$@"
   if [ "$asked" -eq 1 ]; then kill -TERM "${pids[@]}" 2>/dev/null || true; fi # it came between two of them
+  until some_ended; do wait -fn "${pids[@]}" || true; done # a signal ends `wait`, not the process
+  since=$SECONDS
   highest=0
   for pid in "${pids[@]}"; do
-    while kill -0 "$pid" 2>/dev/null; do # a signal ends `wait`, not the process
-      wait "$pid" || true
+    code=""
+    while kill -0 "$pid" 2>/dev/null; do
+      if [ $((SECONDS - since)) -ge "${NODE_WAIT_SECONDS:-120}" ]; then
+        echo "error: process $pid still runs ${NODE_WAIT_SECONDS:-120} s after another has ended, and is killed" >&2
+        kill -KILL -- "-$pid" 2>/dev/null || true
+        code=1
+        break
+      fi
+      sleep 0.1
     done
-    code=0
-    wait "$pid" || code=$?
+    if [ -z "$code" ]; then
+      code=0
+      wait "$pid" || code=$?
+    fi
     if [ "$code" -gt "$highest" ]; then highest=$code; fi
   done
 done

@@ -22,6 +22,16 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 
 
+@pytest.fixture(params=["cpu", "xla"])
+def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The algorithms of each kind of chip that this machine can run: a CPU's own, and those that XLA gets for a GPU."""
+    from pallas_kernels import chip
+
+    named = {"cpu": chip.Chip("cpu", "cpu"), "xla": chip.Chip("gpu", "NVIDIA H200")}
+    with chip.making(named[request.param]):
+        yield request.param
+
+
 @pytest.fixture(scope="session")
 def golden_dir() -> Path:
     """The folder of golden cases, what the public PyTorch implementation computed: base, sliding, taps, mixed."""

@@ -47,11 +47,12 @@ class Run:
             assert time.monotonic() < deadline, f"no {text!r} within {seconds} s:\n{self._told(index)}"
             time.sleep(0.05)
 
-    def wait(self, seconds: float = 600) -> list[Result]:
-        """The results of all, when all have ended."""
+    def wait(self, seconds: float = 600, indices: Sequence[int] | None = None) -> list[Result]:
+        """The results of all, or of these, when they have ended."""
         deadline = time.monotonic() + seconds
         results = []
-        for index, process in enumerate(self.processes):
+        for index in range(len(self.processes)) if indices is None else indices:
+            process = self.processes[index]
             try:
                 code = process.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:

@@ -4,6 +4,7 @@ The command line's options are frozen here too: a new one is a decision, made by
 """
 
 import ast
+import graphlib
 import json
 import re
 import subprocess
@@ -166,6 +167,44 @@ def test_every_import_follows_the_arrows():
     assert not broken, "\n".join(broken)
 
 
+# What a layer takes from the devices around it is not yet apart from its arithmetic: these two still know each other.
+ONE_ROOM = {
+    "zaya_jax.model": "zaya_jax.model and parallel",
+    "zaya_jax.parallel": "zaya_jax.model and parallel",
+}
+
+
+def package_arrows(found: list[tuple[str, str, bool]]) -> dict[str, set[str]]:
+    """Which package imports which, of (module, source, whether it is a package's own file)."""
+    arrows: dict[str, set[str]] = {}
+    for module, source, is_package in found:
+        package = ".".join(module.split(".")[:2])
+        for _, name in imports(source, module, is_package):
+            other = ".".join(name.split(".")[:2])
+            if name.split(".")[0] in ("zaya_jax", "pallas_kernels") and other != "zaya_jax.__version__":
+                here, there = (ONE_ROOM.get(name, name) for name in (package, other))
+                arrows.setdefault(here, set()).update({there} - {here, "zaya_jax"})
+    return arrows
+
+
+def test_packages_import_each_other_in_no_circle():
+    found = [(name, path.read_text(encoding="utf-8"), path.name == "__init__.py") for name, path in modules()]
+    order = list(graphlib.TopologicalSorter(package_arrows(found)).static_order())
+    assert order.index("zaya_jax.config") < order.index("zaya_jax.checkpoint") < order.index("zaya_jax.train")
+
+
+def test_a_circle_of_packages_is_found():
+    found = [
+        ("zaya_jax.a.x", "from zaya_jax.b import y", False),
+        ("zaya_jax.b.y", "import zaya_jax.c.z", False),
+    ]
+    graphlib.TopologicalSorter(package_arrows(found)).prepare()
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(
+            package_arrows([*found, ("zaya_jax.c.z", "from zaya_jax import a", False)])
+        ).prepare()
+
+
 @pytest.mark.parametrize(
     ("module", "source"),
     [
@@ -194,6 +233,34 @@ def test_a_forbidden_import_is_found(module, source):
 )
 def test_a_rightful_import_passes(module, source):
     assert not forbidden_imports(source, module)
+
+
+ASKS_THE_MACHINE = re.compile(r"\bdefault_backend\b|\bplatform_dependent\b")
+
+
+def test_no_program_is_made_by_asking_which_machine_makes_it():
+    """A program is made for a chip (`pallas_kernels.chip`), which need not be there."""
+    asked = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for _, path in modules()
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
+        if ASKS_THE_MACHINE.search(line)
+    ]
+    assert not asked, "\n".join(asked)
+
+
+OF_CPUS = re.compile(r"\boptimization_barrier\b|\bwith_layout_constraint\b|\bpallas_kernels\.cpu\b")
+MAY_BE_OF_CPUS = {"zaya_jax/optim/chain.py"}  # the order of an update, which a CPU alone must be told
+
+
+def test_what_serves_cpus_alone_stands_in_their_files():
+    """Barriers and orders in memory are facts of one backend, so of `cpu.py` beside the operator."""
+    found = {
+        str(path.relative_to(ROOT))
+        for _, path in modules()
+        if path.name != "cpu.py" and OF_CPUS.search(path.read_text(encoding="utf-8"))
+    }
+    assert found == MAY_BE_OF_CPUS
 
 
 def test_no_program_text_is_longer_than_a_person_reads():

@@ -8,7 +8,7 @@ from ml_collections import config_dict
 
 from zaya_jax import config
 from zaya_jax.config import fields, keys
-from zaya_jax.config.fields import item_type
+from zaya_jax.config.fields import item_type, only_value
 
 GROUPS = [cls for cls in vars(keys).values() if dataclasses.is_dataclass(cls)]
 PHASE = {"tokens": 100}
@@ -141,3 +141,17 @@ def test_defaults_and_records_pass():
     assert checked == config.Config() == config.check(config.to_dict(checked)) == config.check(checked)
     assert config.check({}) == checked  # an older version's record has fewer keys
     assert isinstance(config.editable(checked), config_dict.ConfigDict)
+
+
+def test_what_must_be_as_it_is_is_declared_so():
+    assert only_value(config.Model.__dataclass_fields__["tie_word_embeddings"]) is True
+    assert "it must be True" in refusal("model.tie_word_embeddings", False)
+
+
+def test_a_name_with_slashes_is_no_longer_than_one_without():
+    cfg = config.default()
+    cfg.schedule.phases = (config.Phase(name="x/" * 200, tokens=1),)
+    with pytest.raises(config.UserError, match=r"phases\[0\].name=.* is too long for a name"):
+        config.check(cfg)
+    cfg.schedule.phases = (config.Phase(name="x/" * 100, tokens=1),)
+    config.check(cfg)

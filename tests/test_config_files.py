@@ -15,7 +15,23 @@ FILES = {
     "dict": ("def get_config():\n    return {'name': 'x'}\n", "returns dict, not a ConfigDict"),
     "lacks": ("x = 1\n", "it has no get_config()"),
     "empty": ("", "it has no get_config()"),
-    "json": ('{"model": 1}', "it has no get_config()"),
+    "json": ('{"model": 1}', "is JSON, but a config file is Python with get_config()"),
+    "recorded": ('{"name": "tiny", "run": null}', "read_config(WORKDIR)) has what a run recorded"),
+    "base": ("class E(BaseException):\n    pass\nraise E('b')\n", "(E in line 3: b)"),
+    "mute": ("class E(Exception):\n    def __str__(self): raise ValueError\nraise E\n", "in line"),
+    "number": ("class E(Exception):\n    def __str__(self): return 5\nraise E\n", "in line 3: E)"),
+    "generator": ("def get_config():\n    yield 1\n", "get_config() returns generator, not a ConfigDict"),
+    "async": ("async def get_config():\n    return 1\n", "returns coroutine, not a ConfigDict"),
+    "blank": (
+        "from ml_collections import ConfigDict as C\ndef get_config():\n    return C()\n",
+        "what get_config() returns has no data.path, which --config.data.path is to change",
+    ),
+    "required": (
+        "from ml_collections import config_dict as d\n"
+        + START
+        + "    c.optim.unlock()\n    c.optim.lr = d.required_placeholder(float)\n    return c\n",
+        "config.optim.lr must be given: the config file leaves it open",
+    ),
     "binary": (b"\x7fELF\x00\xff\xfe", "SyntaxError"),
     "syntax": ("def get_config(:\n", "SyntaxError in line 1"),
     "imports": ("\nimport nowhere_module\n", "ModuleNotFoundError in line 2"),
@@ -37,7 +53,7 @@ for file in sys.argv[1:]:
     if not child:
         code = 99
         try:
-            code = cli.run(pretrain.main, ["pretrain", f"--config={file}", "--describe"])
+            code = cli.run(pretrain.main, ["pretrain", f"--config={file}", "--config.data.path=x", "--describe"])
         finally:
             sys.stderr.flush()
             os._exit(code)
@@ -55,7 +71,7 @@ def said(tmp_path_factory):
         else:
             (folder / f"{name}.py").write_bytes(content if isinstance(content, bytes) else content.encode())
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RUN_ALL, *(str(folder / f"{name}.py") for name in FILES)],
+        [sys.executable, "-c", RUN_ALL, *(str(folder / f"{name}.py") for name in FILES)],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert sorted(path.stem for path in folder.iterdir() if path.name != "__pycache__") == sorted(FILES)

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from zaya_jax import cli
-from zaya_jax.parallel import multihost
-from zaya_jax.parallel.cluster import find_place
+from zaya_jax.cluster import multihost
+from zaya_jax.cluster.place import find_place
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 NODE = LAUNCH / "node.sh"
@@ -231,6 +231,14 @@ def test_node_hands_signals_on_and_gives_the_highest_exit_code():
     running.send_signal(signal.SIGTERM)
     running.communicate(timeout=30)
     assert running.returncode == 72
+
+
+def test_node_kills_what_is_stopped_when_the_others_have_ended():
+    """A stopped process ends by nothing else, and its node would never give a code for which the run starts again."""
+    for code, of_all in ((1, 1), (4, 4), (0, 1)):
+        running = node(3, f"[ $JAX_PROCESS_ID = 1 ] && kill -STOP $$; exit {code}", NODE_WAIT_SECONDS="1")
+        _, err = running.communicate(timeout=30)
+        assert running.returncode == of_all and "still runs 1 s after another has ended" in err
 
 
 def test_node_goes_on_at_a_border_and_nowhere_else(tmp_path):

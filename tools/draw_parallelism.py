@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zaya_jax import config
 from zaya_jax.model import zaya
 from zaya_jax.parallel import rules
+from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.mesh import batch_spec, make_mesh
-from zaya_jax.parallel.spread import zigzag
 from zaya_jax.train import step as steps
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "parallelism"

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import inspect
 import mmap
 import os
 import platform
@@ -20,9 +21,9 @@ from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from zaya_jax import config as config_lib
-from zaya_jax.config import StorageError, UserError, fields, page
+from zaya_jax.cluster import leaving
+from zaya_jax.config import StorageError, UserError, fields, files, page
 from zaya_jax.hardware import flags as xla_flags
-from zaya_jax.parallel import leaving
 
 DONE, BAD_INPUT, UNHEALTHY, STORAGE, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 75, 130
 
@@ -36,9 +37,48 @@ _default_config: list[str] = []
 def define_config(default: str) -> flags.FlagHolder:
     """The --config flag: a Python file with get_config(), its keys overridden by --config.KEY=VALUE."""
     _default_config.append(default)
-    return config_flags.DEFINE_config_file(
+    holder = config_flags.DEFINE_config_file(
         "config", None, f"a Python file with get_config(); by default {_below(default)}", lock_config=True
     )
+    flags.FLAGS["config"].parser = _ConfigFiles(flags.FLAGS["config"].parser)
+    return holder
+
+
+class _NoConfig(Exception):
+    """What get_config() gives will not do. No ValueError: absl would make its own words of that."""
+
+
+class _ConfigFiles(flags.ArgumentParser):
+    """ml_collections' parser of config files, which looks at what get_config() gives before keys are changed in it."""
+
+    def __init__(self, inner: flags.ArgumentParser):
+        self._inner, self.changed = inner, list[str]()
+
+    def parse(self, argument: str) -> ConfigDict:
+        """The config of a file; _NoConfig where it is none, or has no place for a key that is to be changed."""
+        found = self._inner.parse(argument)
+        getattr(found, "lock", None)  # where the file could not be read, any name raises why
+        begin = "begin it with zaya_jax.config.default() and return that, see experiments/configs"
+        if not isinstance(found, ConfigDict):
+            given = type(found).__name__
+            if inspect.iscoroutine(found):
+                found.close()  # otherwise Python warns that nobody awaited it
+            raise _NoConfig(f"--config={argument}: get_config() returns {given}, not a ConfigDict; {begin}")
+        for key in self.changed:
+            group: Any = found
+            *groups, last = key.split("[")[0].split(".")
+            for name in groups:
+                group = group[name] if isinstance(group, ConfigDict) and name in group else None
+            if not isinstance(group, ConfigDict) or last not in group:
+                raise _NoConfig(
+                    f"--config={argument}: what get_config() returns has no {key}, which --config.{key} is to "
+                    f"change; {begin}"
+                )
+        return found
+
+    def flag_type(self) -> str:
+        """For --help."""
+        return self._inner.flag_type()
 
 
 def _below(path: str) -> str:
@@ -50,9 +90,7 @@ def run(main: Callable[[], int], argv: Sequence[str] | None = None) -> int:
     """Parses the flags, runs `main`, and gives the exit code; a UserError becomes one line."""
     argv = list(sys.argv if argv is None else argv)
     if any(arg in HELP for arg in argv[1:]):
-        with outlive_readers():
-            print(help_text(main))
-        return DONE
+        return exit_code(lambda: print(help_text(main)) or DONE)
     keep_memory()
 
     def parse_and_run() -> int:
@@ -84,9 +122,26 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{**kwargs, "allow_abbrev": False, "add_help": False})
         self.add_argument("-h", "--help", "--helpfull", action="help", help="say this")
 
+    def print_help(self, file: Any = None) -> None:
+        """As argparse does, but a disk that is full is not passed over."""
+        print(self.format_help(), end="", file=file)
+
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage and another prefix."""
-        raise UserError(f"{message} (--help lists the options)")
+        raise UserError(f"{_brief(message)} (--help lists the options)")
+
+
+def path(value: str) -> Path:
+    """For `type` of an option that is a path, so that each is refused by its name before anybody looks for it."""
+    return Path(place(value))
+
+
+def place(value: str) -> str:
+    """Likewise of one that may be a URL."""
+    wrong = fields.path_problem(value)
+    if wrong:
+        raise argparse.ArgumentTypeError(f"{fields.shown(value)} {wrong}")
+    return value
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -101,7 +156,15 @@ def exit_code(main: Callable[[], int]) -> int:
 
 def _code(main: Callable[[], int]) -> int:
     try:
-        return main()
+        try:
+            code = main()
+        except SystemExit as end:  # argparse's, after --help
+            if end.code:
+                raise
+            code = DONE
+        if code == DONE:  # now, since at the interpreter's end a full disk would be exit code 120
+            sys.stdout.flush()
+        return code
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return BAD_INPUT
@@ -121,7 +184,7 @@ def _code(main: Callable[[], int]) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process; at once where storage failed, since threads may wait for ever for a disk that hangs."""
-    if code not in (STORAGE, INTERRUPTED):
+    if code not in (STORAGE, INTERRUPTED) and not leaving.some_left():
         sys.exit(code)
     leaving.now(code)
     raise AssertionError("not reached")
@@ -136,20 +199,25 @@ def outlive_readers() -> Iterator[None]:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     streams = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    sys.stdout, sys.stderr = guarded = [cast(TextIO, _Outliving(stream)) for stream in streams]
+    # What cannot be said on stderr can be said nowhere: the exit code is left, and must not change for it.
+    guarded = [
+        cast(TextIO, _Outliving(stream, last)) for stream, last in zip(streams, (False, True), strict=True)
+    ]
+    sys.stdout, sys.stderr = guarded
     try:
         yield
     finally:
         for stream in guarded:
-            stream.flush()
+            with contextlib.suppress(OSError):
+                stream.flush()
         sys.stdout, sys.stderr = streams
 
 
 class _Outliving:
-    """A text stream that nobody may be reading."""
+    """A text stream that nobody may be reading, or whose disk may be full; `silent`: then that is no error either."""
 
-    def __init__(self, stream: TextIO):
-        self._stream = stream
+    def __init__(self, stream: TextIO, silent: bool):
+        self._stream, self._silent = stream, silent
 
     def write(self, text: str) -> int:
         """As the stream does."""
@@ -164,15 +232,23 @@ class _Outliving:
         try:
             function(*args)
         except OSError as error:
-            if error.errno not in (
-                errno.EPIPE,
-                errno.EIO,
-            ):  # a full disk is not to be taken for a reader that went
-                raise
             # What the stream still holds, and what C libraries print, must go somewhere too.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            gone = error.errno in (errno.EPIPE, errno.EIO)
+            self._forget(for_good=gone)
+            if not gone and not self._silent:  # a full disk is not to be taken for a reader that went
+                raise OSError(error.errno, error.strerror, self._stream.name) from None
+
+    def _forget(self, for_good: bool) -> None:
+        """Drops what the stream still holds, which its next write, and the interpreter's end, would try again."""
+        number, nowhere = self._stream.fileno(), os.open(os.devnull, os.O_WRONLY)
+        there = os.dup(number)
+        os.dup2(nowhere, number)
+        with contextlib.suppress(OSError):
+            self._stream.flush()
+        if not for_good:
+            os.dup2(there, number)
+        os.close(there)
+        os.close(nowhere)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
@@ -188,38 +264,40 @@ def _parse(argv: list[str]) -> None:
         config_file = [f"--config={_default_config[-1]}"]
     for path in config_file:
         name = path.split("=", 1)[1]
+        fields.check_path("--config", name)
         if not Path(name).is_file():
             raise UserError(
                 f"--config={name} is no file; give a Python file with get_config(), see experiments/configs"
             )
-    known = set(config_lib.all_keys())
+    known, changed = set(config_lib.all_keys()), []
     for arg in others:
         if arg.lstrip("-").startswith("config."):
             key = arg.lstrip("-").removeprefix("config.").split("=", 1)[0]
             if key not in known and key.split("[")[0] not in known:
                 raise config_lib.unknown_key(key)
+            changed.append(key)
+    if config_file:
+        cast(_ConfigFiles, flags.FLAGS["config"].parser).changed = changed
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.ERROR)  # what is wrong with a config file is said once, below
     try:
         sys.argv = [argv[0], *config_file, *others]  # ml_collections looks there too
         rest = flags.FLAGS(sys.argv)
-    except (Exception, SystemExit) as error:  # a config file is a program, and may do anything
+    except KeyboardInterrupt:
+        raise
+    except _NoConfig as error:
+        raise UserError(str(error)) from None
+    except BaseException as error:  # a config file is a program, and may do anything
         file = config_file[-1].split("=", 1)[1] if config_file else ""
-        if file and (not isinstance(error, flags.Error) or f"={file}: Error whilst" in str(error)):
+        if file and (not isinstance(error, flags.Error) or f"={file}: Error whilst" in _text(error)):
             raise _no_config(file, error) from None
         if not isinstance(error, flags.Error | TypeError | ValueError | AttributeError | KeyError):
             raise
-        raise UserError(f"{_first_line(error)} (--help lists the options)") from None
+        raise UserError(f"{_brief(_first_line(error))} (--help lists the options)") from None
     finally:
         logging.set_verbosity(verbosity)
     if len(rest) > 1:
-        raise UserError(f"unexpected argument {rest[1]!r}; options begin with --")
-    if config_file and not isinstance(flags.FLAGS["config"].value, ConfigDict):
-        given = type(flags.FLAGS["config"].value).__name__
-        raise UserError(
-            f"{config_file[-1]}: get_config() returns {given}, not a ConfigDict; begin it with "
-            "zaya_jax.config.default() and return that, see experiments/configs"
-        )
+        raise UserError(f"unexpected argument {config_lib.shown(rest[1])}; options begin with --")
 
 
 def _no_config(file: str, error: BaseException) -> UserError:
@@ -235,11 +313,16 @@ def _no_config(file: str, error: BaseException) -> UserError:
         first = below
     if isinstance(first, SyntaxError) and first.lineno:
         where = f" in line {first.lineno}"
-    if "no attribute 'get_config'" in str(first):
+    if _is_json(file):
+        return UserError(
+            f"--config={file} is JSON, but a config file is Python with get_config(); one that returns "
+            "zaya_jax.config.editable(zaya_jax.train.workdir.read_config(WORKDIR)) has what a run recorded"
+        )
+    if "no attribute 'get_config'" in _text(first):
         what = "it has no get_config()"
     else:
         what = f"{type(first).__name__}{where}: {_first_line(first)[:LONGEST]}"
-        missing = re.match(r"['\"]+Key [\"\\]+(\w+)[\"\\]+ does not exist", str(first))
+        missing = re.match(r"['\"]+Key [\"\\]+(\w+)[\"\\]+ does not exist", _text(first))
         if missing:
             last_parts = [key.rpartition(".")[2] for key in config_lib.all_keys()]
             what = f"unknown config key {missing[1]!r}{where}{fields.nearest(missing[1], last_parts)}"
@@ -248,8 +331,29 @@ def _no_config(file: str, error: BaseException) -> UserError:
     )
 
 
+def _brief(message: str) -> str:
+    """A message on one line in which a value that nobody would read to its end is cut in its middle."""
+    message = " ".join(message.split())
+    return message if len(message) <= 2 * LONGEST else f"{message[:LONGEST]} ... {message[-LONGEST:]}"
+
+
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return (_text(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def _text(error: BaseException) -> str:
+    """What an error says of itself; one of a config file's own may fail at that too."""
+    try:
+        return str(error)
+    except Exception:
+        return ""
+
+
+def _is_json(file: str) -> bool:
+    try:
+        return isinstance(files.read_json(file), dict)
+    except (OSError, ValueError):
+        return False
 
 
 def keep_memory() -> None:

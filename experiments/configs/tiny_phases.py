@@ -5,7 +5,7 @@
 
 Hardware: two CPU cores as eight virtual devices (one device cannot share a sequence), no network, no data; about two
 minutes. Expected: three ends with exit code 75, since every phase has a mesh of its own, each of which launch/node.sh
-follows with a new start; then a held-out loss of about 1.88 nats a byte.
+follows with a new start; then a held-out loss of about 1.88 nats per byte.
 """
 
 import sysconfig

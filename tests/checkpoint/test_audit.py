@@ -15,9 +15,10 @@ import pytest
 
 from experiments import checkpoint
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import audit, exchange, layout, partial, rewrite, seal, store, writing
+from zaya_jax.checkpoint import audit, layout, partial, rewrite, seal, store, writing
 from zaya_jax.checkpoint.remote import Vault
 from zaya_jax.config import Checkpoint, StorageError
+from zaya_jax.pytorch import exchange
 from zaya_jax.train.workdir import open_workdir
 
 

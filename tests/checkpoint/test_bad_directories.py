@@ -1,14 +1,19 @@
 """Every way a model directory can be wrong is one error that names it, and nothing is written."""
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from zaya_jax.checkpoint import exchange, hf
-from zaya_jax.checkpoint import hf_names as names
+from zaya_jax.checkpoint import audit, lock, store
 from zaya_jax.config import Model, UserError
+from zaya_jax.pytorch import exchange, hf
+from zaya_jax.pytorch import hf_names as names
 
 MODEL = Model(
     vocab_size=20, hidden_size=8, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
@@ -245,3 +250,88 @@ def test_end_of_text_may_be_several(source, eos):
     exchange.from_hf(source, source.parent / "work")
     out = exchange.to_hf(source.parent / "work", source.parent / "out")
     assert json.loads((out / "config.json").read_text())["eos_token_id"] == eos
+
+
+@pytest.mark.parametrize(("module", "name"), [(store, "latest_step"), (audit, "require")])
+def test_a_step_that_is_deleted_while_it_is_exported(source, monkeypatch, module, name):
+    workdir, function = exchange.from_hf(source, source.parent / "work"), getattr(module, name)
+
+    def then_gone(*args):
+        found = function(*args)
+        shutil.rmtree(workdir / "checkpoints" / "0", ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(module, name, then_gone)
+    with pytest.raises(UserError, match=r"^step 0 of .* is gone meanwhile, .*; it has no other$"):
+        exchange.to_hf(workdir, source.parent / "out")
+    with pytest.raises(UserError, match="is gone meanwhile"):
+        exchange.read_weights(workdir, 0, MODEL)
+    assert sorted(p.name for p in source.parent.iterdir()) == ["in", "work"]
+
+
+def test_byte_ranges_that_are_no_integers(source):
+    raw = (source / "model.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8 : 8 + size])
+    for kind in (float, bool, str):
+        wrong = {n: e | {"data_offsets": [kind(x) for x in e["data_offsets"]]} for n, e in header.items()}
+        content = json.dumps(wrong).encode()
+        (source / "model.safetensors").write_bytes(
+            len(content).to_bytes(8, "little") + content + raw[8 + size :]
+        )
+        refused(source, r"model\.safetensors cannot be read, it is truncated or damaged")
+
+
+@pytest.mark.parametrize("file", ["x" * 5000, "a\0b", "x\nb.safetensors", "\ud800"])
+def test_an_index_with_a_name_that_no_file_has(sharded, file):
+    folder, where = sharded
+    write_index(folder, where | {NORM: file})
+    refused(folder, rf"places {NORM} in .*, which is no file beside it")
+
+
+SECOND_IMPORT = """
+import sys
+from zaya_jax.checkpoint import lock
+from zaya_jax.config import UserError
+from zaya_jax.pytorch import exchange
+
+lock.PATIENCE = 0.0
+try:
+    exchange.from_hf(*sys.argv[1:])
+except UserError as error:
+    print(error)
+"""
+
+
+def test_two_imports_into_one_folder(source, monkeypatch):
+    """The second is refused while the first writes, and when it has written."""
+    work, check = source.parent / "work", hf.Directory.balance
+    told = []
+
+    def meanwhile(self):
+        command = [sys.executable, "-c", SECOND_IMPORT, str(source), str(work)]
+        told.append(subprocess.run(command, capture_output=True, text=True, timeout=300).stdout)
+        return check(self)
+
+    monkeypatch.setattr(hf.Directory, "balance", meanwhile)
+    exchange.from_hf(source, work)
+    assert len(told) == 1 and re.search(r"/work is in use by process \d+ on", told[0]), told
+    assert sorted(p.name for p in source.parent.iterdir()) == ["in", "work"]
+    assert not (work / lock.NAME).exists()
+    with pytest.raises(UserError, match="exists and is not empty"):
+        exchange.from_hf(source, work)
+
+
+def test_a_folder_that_was_made_while_it_waited(source, monkeypatch):
+    work, take = source.parent / "work", lock.take
+
+    def waited(folder):
+        take(folder)
+        work.mkdir()
+        (work / "config.json").write_text("another's")
+
+    monkeypatch.setattr(lock, "take", waited)
+    with pytest.raises(UserError, match="work exists and is not empty"):
+        exchange.from_hf(source, work)
+    assert (work / "config.json").read_text() == "another's"
+    assert sorted(p.name for p in source.parent.iterdir()) == ["in", "work"]

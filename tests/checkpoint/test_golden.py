@@ -1,5 +1,7 @@
 """The model equals the public PyTorch implementation: the golden cases, through the public API, in float32.
 
+Forward, gradients and decoding, each with the algorithm of a CPU and with that of a GPU.
+
 Bounds: 2e-5 of the greatest magnitude (at least 1) for values, 1e-4 of its norm (and 1e-7) for every gradient, and
 generated tokens exactly.
 """
@@ -8,7 +10,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from zaya_jax.checkpoint import hf
+from pallas_kernels import chip
+from zaya_jax.pytorch import hf
+
+# A GPU's algorithm on the cases that differ most from a CPU's by default; on the others among the slow tests.
+CASES = [(folder, "cpu") for folder in ("base", "sliding", "taps", "mixed")]
+CASES += [("mixed", "gpu"), ("taps", "gpu")]
+CASES += [pytest.param((folder, "gpu"), marks=pytest.mark.slow) for folder in ("base", "sliding")]
+
+
+@pytest.fixture(params=CASES, ids=lambda case: "-".join(case))
+def golden_case(request, golden_dir):
+    """A golden case's folder, and around the test a chip whose algorithm must give it."""
+    folder, platform = request.param
+    with chip.making(chip.Chip(platform, platform)):
+        yield golden_dir / folder
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Checkpoints written anew, exported, and read in part; all bit for bit, in little memory."""
 
+import shutil
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 from zaya_jax import config
-from zaya_jax.checkpoint import audit, layout, partial, rewrite, store
+from zaya_jax.checkpoint import audit, held, layout, partial, rewrite, store, writing
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.train.workdir import open_workdir
 
@@ -38,6 +39,7 @@ def workdir(tmp_path):
     (folder / "tokenizer").mkdir()
     (folder / "tokenizer" / "tokenizer.json").write_text("{}")
     checkpoints = store.Store(folder, Checkpoint())
+    checkpoints.newest()
     for step in (4, 9):
         checkpoints.save(step, params(seed=step), {"step": step, "tokens": step, "data": {"at": step}})
     checkpoints.close()
@@ -201,7 +203,7 @@ def test_reading_a_part(workdir, tmp_path):
 
 def test_a_run_begins_from_another_s_weights(workdir):
     said, fresh = [], params(seed=77)
-    begun = partial.begin_from(f"{workdir}@4", fresh, False, said.append)
+    begun = partial.Beginning(f"{workdir}@4", held.of_tree(fresh), False).of(fresh, said.append)
     expected = {**fresh, "params": params(seed=4)["params"]}
     expected["balance"] = {"bias": params(seed=4)["balance"]["bias"], "steps": fresh["balance"]["steps"]}
     same(begun, expected)
@@ -213,12 +215,12 @@ def test_a_larger_model_takes_what_fits(workdir):
     with pytest.raises(
         UserError, match=r"of balance.bias it has \(2, 4\), the model needs \(3, 6\).*init_grow=True"
     ):
-        partial.begin_from(str(workdir), fresh, False, said.append)
+        partial.Beginning(str(workdir), held.of_tree(fresh), False).of(fresh, said.append)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:5]), ("expert",))
     down = fresh["params"]["layers"]["experts"]["down"]
     cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "expert"))
     fresh["params"]["layers"]["experts"]["down"] = jax.device_put(down, cut)
-    begun = partial.begin_from(str(workdir), fresh, True, said.append)
+    begun = partial.Beginning(str(workdir), held.of_tree(fresh), True).of(fresh, said.append)
     got, taken = begun["params"]["layers"], old["params"]["layers"]
     assert got["experts"]["down"].sharding == cut
     np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[:2, :3], taken["experts"]["down"])
@@ -238,7 +240,41 @@ def test_a_larger_model_takes_what_fits(workdir):
     assert "5 of 5 arrays taken, 4 of them in part" in said[0] and "taken in part: balance.bias" in said[1]
 
     other, said = params(width=12, seed=77), []
-    begun = partial.begin_from(str(workdir), other, True, said.append)
+    begun = partial.Beginning(str(workdir), held.of_tree(other), True).of(other, said.append)
     same(begun["params"]["embed"], other["params"]["embed"])
     assert "left fresh: params.embed.embedding, params.layers.experts.down" in said[1]
     assert "not used: params.embed.embedding, params.layers.experts.down" in said[2]
+
+
+GONE = r"^step 9 of \S*/run is gone meanwhile, its run has deleted it; it has 4$"
+
+
+@pytest.mark.parametrize("moment", ["found", "listed", "checked"])
+def test_a_step_that_its_run_deletes_meanwhile(workdir, tmp_path, monkeypatch, moment):
+    """Wherever in the reading that comes, it is one line, and nothing is left."""
+    module, name = {
+        "found": (store, "latest_step"),
+        "listed": (writing, "read_seal"),
+        "checked": (audit, "check_here"),
+    }[moment]
+    function = getattr(module, name)
+
+    def then_gone(*args, **keys):
+        found = function(*args, **keys)
+        shutil.rmtree(workdir / "checkpoints" / "9", ignore_errors=True)
+        return found
+
+    shutil.copytree(workdir / "checkpoints" / "9", tmp_path / "9")
+    for read in (
+        lambda: rewrite.export_params(workdir, tmp_path / "out"),
+        lambda: rewrite.reshard(workdir, tmp_path / "out"),
+    ):
+        shutil.copytree(tmp_path / "9", workdir / "checkpoints" / "9", dirs_exist_ok=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, then_gone)
+            with pytest.raises(UserError, match=GONE):
+                read()
+        assert not (tmp_path / "out").exists()
+    (workdir / "checkpoints" / "4" / layout.META).unlink()  # what is damaged and there stays damaged
+    with pytest.raises(StorageError, match="is damaged"):
+        rewrite.export_params(workdir, tmp_path / "out", 4)

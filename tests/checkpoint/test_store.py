@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.checkpoint import keep, layout, look, partial, seal, store, writing
+from zaya_jax.checkpoint import held, keep, layout, look, partial, reading, seal, store, writing
 from zaya_jax.config import Checkpoint, StorageError
 
 META = {"step": 0, "tokens": 0}
@@ -109,12 +110,66 @@ def test_the_plan_gives_each_process_its_part():
             self.shape, self.dtype, self.sharding = shape, np.dtype(np.float32), Sharding(shape, dim)
 
     tree = {"cut": Leaf((16, 4), 0)} | {f"whole{i}": Leaf((10 + i, 10), None) for i in range(9)}
-    plan = layout.make_plan(tree)
+    plan = held.of_tree(tree).plan()
     assert sum(plan.bytes.values()) == sum(4 * x.shape[0] * x.shape[1] for x in tree.values())
     assert max(plan.bytes.values()) - min(plan.bytes.values()) <= 800
-    assert {p.array.name for pieces in plan.pieces.values() for p in pieces} == set(tree)
-    for process, pieces in plan.pieces.items():
-        assert all(piece.device.process_index == process for piece in pieces)
+    assert {part.name for parts in plan.parts.values() for part in parts} == set(tree)
+    for process, parts in plan.parts.items():
+        assert all(part.device.process_index == process for part in parts)
+
+
+class Place:
+    """A device of one of several processes."""
+
+    def __init__(self, number, each=2):
+        self.id, self.process_index = number, number // each
+
+
+def bucket_of(rows, total, cut, each=2):
+    """A holding of matrices [rows of a table, 4], `cut` rows per device, as processes of `each` devices have them."""
+    devices = [Place(i, each) for i in range(-(-total // cut))]
+    whole = jax.ShapeDtypeStruct((total, *rows), np.float32)
+    parts = []
+    for i, device in enumerate(devices):
+        box = (slice(i * cut, min((i + 1) * cut, total)), *(slice(0, n) for n in rows))
+        parts.append(held.Part("w", box, "bucket", device, tuple(slice(0, n) for n in layout.sizes(box))))
+    leaf = jax.ShapeDtypeStruct((len(devices) * cut, *rows), np.float32)
+    return held.Holding({"w": whole}, {"bucket": leaf}, parts)
+
+
+@pytest.mark.parametrize(
+    ("total", "cut", "each", "chunk"),
+    [
+        (64, 16, 2, 16),  # a chunk is what a device has
+        (64, 4, 2, 8),  # what a process has, where a device has little
+        (64, 4, 16, 64),  # one process has it all
+        (50, 7, 2, 14),  # the last chunk is filled up, where no other would be as large
+    ],
+)
+def test_each_chunk_is_one_process_s(tmp_path, monkeypatch, total, cut, each, chunk):
+    monkeypatch.setattr(layout, "PART_BYTES", 16 * 4 * 4)
+    whole = np.random.default_rng(0).normal(size=(total, 4)).astype(np.float32)
+    holding = bucket_of((4,), total, cut, each)
+    plan = holding.plan()
+    assert plan.arrays["w"].chunk == (chunk, 4) and sum(plan.bytes.values()) == whole.nbytes
+    sums = {}
+    for parts in plan.parts.values():  # each process in turn, with what its devices have
+        copies = {"bucket": {}}
+        for part in parts:
+            own = np.zeros((cut, 4), np.float32)
+            part.of(own)[:] = whole[part.box]
+            copies["bucket"][part.device] = own
+        found = writing.write_parts(tmp_path / "1", plan, parts, copies, writing.Times())
+        assert not found.keys() & sums.keys()
+        sums |= found
+    assert len(sums) == -(-total // chunk)
+    frame = layout.frame(tuple(plan.arrays.values()), {})
+    writing.write_files(tmp_path / "1", frame)
+    np.testing.assert_array_equal(ocp.load_checkpointables(tmp_path / "1")["state"]["w"], whole)
+    one = jax.ShapeDtypeStruct(
+        whole.shape, whole.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    )
+    np.testing.assert_array_equal(reading.read(tmp_path / "1", held.of_tree({"w": one}))["w"], whole)
 
 
 def test_a_second_save_takes_the_memory_of_the_first(tmp_path):

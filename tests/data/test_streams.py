@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from zaya_jax import config as config_lib
+from zaya_jax import schedule
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.data import order, pipeline, storage, tokenizers
 from zaya_jax.data.sources import with_targets
-from zaya_jax.optim import schedule
 
 TOK = tokenizers.load("bytes")
 PACKINGS = ("concat", "first_fit", "best_fit")

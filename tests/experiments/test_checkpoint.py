@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 from experiments import checkpoint, pretrain
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import exchange
+from zaya_jax.pytorch import exchange
 from zaya_jax.train.workdir import read_config
 
 

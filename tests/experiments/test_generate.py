@@ -45,6 +45,11 @@ def workdir(tmp_path_factory):
     return folder
 
 
+def tree(folder):
+    """Everything below a folder, with its content."""
+    return {path: path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
+
+
 @pytest.fixture
 def run(monkeypatch, capsys):
     """The program's exit code, and what it printed."""
@@ -104,7 +109,25 @@ def test_a_character_waits_until_it_is_whole():
         (["--workdir={run}", "--prompt_file=/nowhere"], "cannot be read"),
         (["--workdir={run}", "--num_tokens=64"], "above the model's max_position_embeddings=64"),
         (["--workdir={run}", "--num_tokens=0"], "must be at least 1"),
-        (["--workdir={run}", "--temperature=-1"], "at least 0"),
+        (["--workdir={run}", "--temperature=-1"], "--temperature=-1 a number of at least 0"),
+        (["--workdir={run}", "--temperature=nan"], "--temperature=nan a number of at least 0"),
+        (["--workdir={run}", "--temperature=inf"], "--temperature=inf a number of at least 0"),
+        (["--workdir={run}", "--temperature=warm"], "argument --temperature: invalid float value: 'warm'"),
+        (["--workdir={run}", "--seed=-1"], "--seed=-1 must be at least 0 and below 4294967296"),
+        (
+            ["--workdir={run}", "--seed=4294967296"],
+            "--seed=4294967296 must be at least 0 and below 4294967296",
+        ),
+        (["--workdir={run}", "--seed=1.5"], "argument --seed: invalid int value: '1.5'"),
+        (["--workdir={run}", "--seed=" + "7" * 5000], " (--help lists the options)"),
+        (["--workdir={run}", "--num_tokens=" + "7" * 4000], "(4000 characters) are above the model's"),
+        (["--workdir={run}", "--step=" + "7" * 4000], "(4000 characters); it has 3, 5"),
+        (["--workdir={run}", "--prompt=caf\udce9"], "--prompt has bytes that are not UTF-8; convert it"),
+        (["--workdir={run}", "--prompt_file={empty}"], "cannot be read (Is a directory)"),
+        (["--workdir={run}", "--prompt_file="], "argument --prompt_file: '' is empty"),
+        (["--workdir="], "argument --workdir: '' is empty"),
+        (["--workdir=" + "n" * 256], "is too long for a file system"),
+        (["--workdir=a\0b"], "has a character that cannot be printed"),
         (["--workdir={run}", "--prompt=a", "--prompt_file=b"], "not allowed with"),
         (["--workdir={run}", "--prompts=a"], "unrecognized arguments"),
         ([], "required: --workdir"),
@@ -114,9 +137,10 @@ def test_bad_input_is_one_line(run, workdir, tmp_path, options, says):
     (tmp_path / "bad").write_bytes(b"caf\xe9")
     (tmp_path / "empty").mkdir()
     places = {"run": workdir, "bad": tmp_path / "bad", "empty": tmp_path / "empty"}
+    before = tree(tmp_path), tree(workdir)
     code, out, err = run(*(o.format(**places) for o in options))
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
+    assert (code, out) == (2, "") and before == (tree(tmp_path), tree(workdir))
+    assert err.startswith("error: ") and err.count("\n") == 1 and says in err and len(err) < 600
 
 
 def test_a_workdir_without_tokenizer_or_checkpoint(run, workdir, tmp_path):

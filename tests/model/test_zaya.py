@@ -8,6 +8,7 @@ import model_helpers
 import numpy as np
 import pytest
 
+from pallas_kernels import chip
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import zaya
 
@@ -118,8 +119,8 @@ def test_layers_written_out_are_the_scan(monkeypatch):
         return lowered.as_text().count("stablehlo.while"), lowered.compile()(params)
 
     loops, scanned = run()
-    monkeypatch.setattr(zaya, "_worth_unrolling", lambda *_: True)
+    monkeypatch.setattr(chip.Chip, "unrolls", lambda *_: True)
     loops_left, written_out = run()
     assert loops_left != loops
     for a, b in zip(jax.tree.leaves(scanned), jax.tree.leaves(written_out), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5)
+        assert np.linalg.norm(a - b) <= 3e-6 * np.linalg.norm(b)

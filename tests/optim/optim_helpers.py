@@ -98,7 +98,7 @@ def whole_step(optimizer):
 
 
 def mesh_step(optimizer, mesh, specs):
-    """The same on a mesh; gradients come with a first dim of one part a device, whose sum is the gradient."""
+    """The same on a mesh; gradients come with a first dim of one part per device, whose sum is the gradient."""
 
     def step(params, state, parts, lr):
         grads = jax.tree.map(lambda x: x[0], parts)

@@ -87,7 +87,7 @@ def test_switched_off_or_skipped():
 
 
 def test_counts_of_a_full_batch_are_exact():
-    """16.8M tokens a layer: shares are right to float32's last place, from integers."""
+    """16.8M tokens per layer: shares are right to float32's last place, from integers."""
     counts = np.full((1, 17), 4096 * 4096 // 17)
     counts[0, 0] += 4096 * 4096 - counts.sum()
     _, figures = balance.update(balance.init(1, 16), counts)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 
 from zaya_jax.config import Optim, Precision, UserError
 from zaya_jax.hardware import hlo
-from zaya_jax.optim import chain, zero
+from zaya_jax.optim import chain, matrices, zero
 
 
 @pytest.fixture(scope="module")
@@ -39,22 +39,30 @@ MESHES = {
     "data and expert": (dict(data=4, expert=2), optim_helpers.replicated),
     "sharded experts": (dict(data=2, expert=4), optim_helpers.expert_specs),
     "sharded matrices": (dict(data=2, expert=2, tensor=2), tensor_specs),
+    "odd": (dict(data=3, expert=2), optim_helpers.expert_specs),
+    "prime": (dict(data=7), optim_helpers.replicated),
 }
 
 
 @pytest.mark.parametrize(
-    ("name", "sliced_from"),
-    [*((name, zero.SLICED_FROM) for name in MESHES), ("data and expert", 0), ("sharded matrices", 0)],
+    ("name", "together"),
+    [
+        *((name, False) for name in ("data and expert", "sharded matrices", "odd")),
+        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("sharded experts", "prime")),
+        *((name, True) for name in ("sharded experts", "sharded matrices")),
+    ],
 )
-def test_fifty_steps_give_the_unsharded_parameters(name, sliced_from, monkeypatch):
-    monkeypatch.setattr(zero, "SLICED_FROM", sliced_from)
+def test_fifty_steps_give_the_unsharded_parameters(name, together, monkeypatch):
+    if not together:
+        monkeypatch.setattr(matrices, "SMALL", 0)
+        monkeypatch.setattr(matrices, "WASTE", 1.0)
     axes, make_specs = MESHES[name]
     like = optim_helpers.shapes(V=52)
     error, (whole, state), (sharded, mesh_state) = optim_helpers.compare(
         optim_helpers.mesh_of(**axes), like, make_specs(like), steps=50
     )
     assert error < 1e-5
-    assert any(bucket.sliced for bucket in sharded.layout.buckets.values()) == (sliced_from == 0)
+    assert {bucket.together for bucket in sharded.layout.matrices.values()} == {together}
     for figure, value in state.figures.items():
         np.testing.assert_allclose(mesh_state.figures[figure], value, rtol=1e-4, err_msg=figure)
     # The logical state is the unsharded one's, and comes back whole on any mesh.
@@ -86,65 +94,75 @@ def test_forty_layers_on_8_by_3_devices():
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_collectives_bytes_and_memory(like, precision):
+def test_collectives_bytes_and_memory(like, precision, monkeypatch):
+    monkeypatch.setattr(matrices, "SMALL", 1500)  # numbers: of the router's four matrices three are smaller
     mesh, specs = optim_helpers.mesh_of(data=4, expert=2), optim_helpers.replicated(like)
     optimizer = chain.build(Optim(), Precision(newton_schulz=precision), like, specs=specs, axes=mesh.shape)
-    step, _ = optim_helpers.mesh_step(optimizer, mesh, specs)
-    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), like)
-    state = jax.eval_shape(optimizer.init)
-    compiled = step.lower(like, state, parts, 0.1).compile()
-    found = hlo.collectives(compiled)
+    found = collectives_of(optimizer, mesh, specs, like)
     layout = optimizer.layout
     assert isinstance(layout, zero.ShardedLayout)
-    matrices = {"muon 16x32", "muon 32x16", "muon 32x32", "muon 32x8", "muon 32x4", "muon 8x8", "muon 8x5"}
-    assert set(layout.buckets) == matrices | {"adamw 128"}
+    names = {"muon 16x32", "muon 32x16", "muon 32x32", "muon 32x8", "muon 32x4", "muon 8x8", "muon 8x5"}
+    assert set(layout.methods) == names | {"adamw cut", "adamw whole"}
+    travel = {name: b for name, b in layout.matrices.items() if not b.together}
+    small = {name: b for name, b in layout.matrices.items() if b.together}
+    assert travel.keys() == {"muon 16x32", "muon 32x16", "muon 32x32"} | ({"muon 32x8"})
 
-    numbers = {name: b.padded * math.prod(b.row) for name, b in layout.buckets.items()}
-    size = {
-        name: 2 if b.method == "muon" and precision == "bfloat16" else 4 for name, b in layout.buckets.items()
-    }
+    size = 2 if precision == "bfloat16" else 4
+    (vectors,) = layout.vectors
+    cut, whole = 4 * 8 * vectors.sizes["adamw cut"], 4 * vectors.sizes["adamw whole"]
+    numbers = {name: math.prod(b.row) * b.count for name, b in layout.matrices.items()}
+    assert all(b.travel.padded * 8 - numbers[name] < 8 * 8 for name, b in travel.items())  # a row a device
     by_kind = {kind: sorted(c.bytes for c in found if c.kind == kind) for kind in hlo.KINDS}
     # XLA:CPU has a reduce-scatter of its own; one and one all-gather a bucket, as the formula says, once each.
-    assert by_kind.pop("reduce-scatter") == sorted(4 * n for n in numbers.values())
-    assert by_kind.pop("all-gather") == sorted(size[name] * n for name, n in numbers.items())
-    assert by_kind.pop("all-reduce") == [4 * len(layout.groups)]
-    assert not any(by_kind.values())
-    assert all(c.group_size == 8 and c.times == 1 for c in found)
-    for name in layout.buckets:
-        traffic = layout.traffic(name, size[name])
-        assert traffic == {"reduce-scatter": 4 * numbers[name], "all-gather": size[name] * numbers[name]}
-    kept = {name: n * (4 if layout.methods[name] == "muon" else 8) // 8 for name, n in numbers.items()}
-    assert 0 <= optimizer.bytes_per_device() - sum(kept.values()) < 256  # beside them counters and figures
-    assert 0 < layout.padding_share() < 0.3
+    padded = [b.travel.padded * 8 for b in travel.values()]
+    assert by_kind.pop("reduce-scatter") == sorted([cut, *(4 * n for n in padded)])
+    assert by_kind.pop("all-gather") == sorted([cut, *(size * n for n in padded)])
+    # One sum for all that is small, one for small matrices' directions, and the norms.
+    summed = 4 * sum(numbers[name] for name in small)
+    assert by_kind.pop("all-reduce") == sorted([4 * len(layout.groups), summed, summed + whole])
+    rounds = [c for c in found if c.kind == "collective-permute"]
+    assert len(by_kind.pop("collective-permute")) == 2 * sum(
+        len(b.plan.joins) + sum(leg.pairs is not None for leg in b.plan.out) for b in travel.values()
+    )
+    assert rounds and not any(by_kind.values())
+    assert all(c.times == 1 for c in found) and all(c.group_size == 8 for c in found if c not in rounds)
+    for name, b in travel.items():
+        traffic = layout.traffic(name, size)
+        assert traffic["reduce-scatter"] == 4 * 8 * b.travel.padded
+        assert traffic["all-gather"] == size * 8 * b.travel.padded
+    kept = [4 * math.prod(b.row) * b.slots for b in layout.matrices.values()]
+    kept += [8 * n for n in vectors.sizes.values()]
+    assert 0 <= optimizer.bytes_per_device() - sum(kept) < 256  # beside them counters and figures
 
 
-def test_stacks_far_smaller_than_the_mesh_do_not_travel_as_padding(monkeypatch):
-    """On 1,024 devices, by the formula; and on 8, in the program: no padding, and small all-to-alls beside."""
-    full = optim_helpers.shapes(L=40, D=2048, H=8, K=2, C=128, E=16, F=2048, R=256, V=262_272)
-    for devices, waste in ((8, 0.001), (64, 0.02), (1024, 0.01)):
-        layout = chain.build(Optim(), Precision(), full, axes=dict(data=devices)).layout
-        assert 0 <= layout.padding_share() < waste
-    assert {b.rows for b in layout.buckets.values() if b.sliced} == {640, 80, 40}
-
-    monkeypatch.setattr(zero, "SLICED_FROM", 0)
-    like = {"embed": {"embedding": jax.ShapeDtypeStruct((32, 32), np.float32)}}
-    like["layers"] = {"experts": {"down": jax.ShapeDtypeStruct((1, 3, 32, 24), np.float32)}}
-    mesh, specs = optim_helpers.mesh_of(data=8), optim_helpers.replicated(like)
-    optimizer = chain.build(Optim(), Precision(), like, specs=specs, axes=mesh.shape)
+def collectives_of(optimizer, mesh, specs, like) -> list:
     step, _ = optim_helpers.mesh_step(optimizer, mesh, specs)
-    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), like)
-    found = hlo.collectives(step.lower(like, jax.eval_shape(optimizer.init), parts, 0.1).compile())
-    numbers, table = 3 * 32 * 24, 32 * 32  # un-padded; what each device trades is an eighth of 8 matrices
-    assert sorted(c.bytes for c in found if c.kind == "reduce-scatter") == sorted([4 * numbers, 4 * table])
-    assert sorted(c.bytes for c in found if c.kind == "all-gather") == sorted([2 * numbers, 4 * table])
-    assert sorted(c.bytes for c in found if c.kind == "all-to-all") == [2 * 32 * 24, 4 * 32 * 24]
-    assert len(found) == 7
-    traffic = optimizer.layout.traffic("muon 32x24", 2)
-    assert traffic == {"reduce-scatter": 4 * numbers, "all-gather": 2 * numbers}
+    devices = math.prod(mesh.shape.values())
+    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((devices, *x.shape), x.dtype), like)
+    return hlo.collectives(step.lower(like, jax.eval_shape(optimizer.init), parts, 0.1).compile())
+
+
+def test_stacks_that_do_not_divide_travel_as_they_are(monkeypatch):
+    """Five matrices on seven devices: less than a row of padding a device, and small exchanges beside."""
+    monkeypatch.setattr(matrices, "SMALL", 0)
+    like = {"embed": {"embedding": jax.ShapeDtypeStruct((40, 32), np.float32)}}
+    like["layers"] = {"experts": {"down": jax.ShapeDtypeStruct((1, 5, 32, 24), np.float32)}}
+    mesh, specs = optim_helpers.mesh_of(data=7), optim_helpers.replicated(like)
+    optimizer = chain.build(Optim(), Precision(), like, specs=specs, axes=mesh.shape)
+    found = collectives_of(optimizer, mesh, specs, like)
+    share = -(-5 * 32 * 24 // (8 * 7)) * 8
+    table = 35 * 32  # five rows on each device; the other five lie everywhere
+    assert sorted(c.bytes for c in found if c.kind == "reduce-scatter") == sorted([4 * 7 * share, 4 * table])
+    assert sorted(c.bytes for c in found if c.kind == "all-gather") == sorted([2 * 7 * share, 4 * table])
+    sent = [c.bytes for c in found if c.kind == "collective-permute"]
+    assert max(sent) <= 4 * share and len(sent) <= 2 * 4
+    assert sorted(c.bytes for c in found if c.kind == "all-reduce") == [4 * 2, 4 * 5 * 32]
+    assert {c.kind for c in found} == {"reduce-scatter", "all-gather", "collective-permute", "all-reduce"}
 
 
 def test_memory_is_an_eighth_where_stacks_divide():
-    like = optim_helpers.shapes(L=8, D=64, H=4, K=2, C=16, E=8, F=32, R=16, V=512)
+    """At the sizes of ZAYA1, where what every device keeps whole is little."""
+    like = optim_helpers.shapes(L=40, D=2048, H=8, K=2, C=128, E=16, F=2048, R=256, V=262_272)
     whole = chain.build(Optim(), Precision(), like).bytes_per_device()
     share = chain.build(Optim(), Precision(), like, axes=dict(data=8)).bytes_per_device()
     assert whole / 8 <= share < 1.03 * whole / 8
@@ -185,9 +203,9 @@ def test_buckets_join_stacks_of_one_shape():
     like = optim_helpers.shapes(L=3, D=16, H=2, K=2, C=8, E=4, F=8, R=16, V=20)
     layout = chain.build(Optim(), Precision(), like, axes=dict(data=8)).layout
     # q, k and o are 16x16, so are the router's down, fc1, fc2, and each of the 4 experts' gate_up: 3 layers of them.
-    bucket = layout.buckets["muon 16x16"]
-    assert bucket.rows == 3 * 6 + 3 * 4 and bucket.padded == 32
-    assert layout.buckets["muon 8x16"].rows == 12
+    bucket = layout.matrices["muon 16x16"]
+    assert bucket.count == 3 * 6 + 3 * 4 and bucket.slots == 4
+    assert layout.matrices["muon 8x16"].count == 12
 
 
 def test_sizes_that_do_not_divide_are_named(like):

@@ -11,6 +11,7 @@ from zaya_jax import config
 from zaya_jax.model import zaya
 from zaya_jax.parallel import rules
 from zaya_jax.parallel.mesh import batch_spec, make_mesh
+from zaya_jax.train import snapshot
 from zaya_jax.train import step as steps
 
 ROWS, LENGTH = 8, 32
@@ -118,7 +119,7 @@ class Run:
         self.mesh = make_mesh(self.settings.mesh, jax.devices()[:devices])
         self.optimizer = steps.build_optimizer(self.settings, self.mesh)
         self.step = steps.make_train_step(self.settings, self.settings.model, self.optimizer, self.mesh)
-        self.to_logical, self.from_logical, self.like = steps.codecs(self.settings, self.optimizer, self.mesh)
+        self.copies = snapshot.of_run(self.settings, self.optimizer, self.mesh)
         self.restart()
 
     def restart(self):
@@ -137,4 +138,6 @@ class Run:
 
     def logical(self):
         """The state as a checkpoint holds it, on the host."""
-        return jax.device_get(self.to_logical(self.state))
+        state, parts = jax.device_get(self.state), steps.spread_of(self.settings, self.mesh).heads
+        logical = {"params": state["params"], "optimizer": self.optimizer.to_logical(state["optimizer"])}
+        return {**rules.arrange(logical, parts, inverse=True), "balance": state["balance"]._asdict()}

@@ -6,11 +6,13 @@ import functools
 import mesh_helpers as helpers
 import pytest
 
+from pallas_kernels import chip
 from zaya_jax import config
 
 
 @functools.cache
 def alone():
+    """One device, with a CPU's algorithm."""
     return helpers.loss_and_gradients(helpers.SETTINGS, 1, helpers.batch())
 
 
@@ -19,6 +21,21 @@ def spread_over(**sizes):
 
 
 SLOW = pytest.mark.slow
+
+GPUS = [
+    (8, dict(data=2, expert=2, context=2)),
+    pytest.param(1, {}, marks=SLOW),
+    pytest.param(8, dict(data=2, expert=4, fsdp=True), marks=SLOW),
+    pytest.param(4, dict(context=2, tensor=2, ring=True), marks=SLOW),
+    pytest.param(8, dict(expert=2, context=2, tensor=2, tsp=True), marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("devices", "sizes"), GPUS)
+def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
+    with chip.making(chip.Chip("gpu", "NVIDIA H200")):
+        ours = helpers.loss_and_gradients(spread_over(**sizes), devices, helpers.batch())
+    helpers.assert_same(ours, alone())
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.attention import SAVED
+from pallas_kernels.attention.reference import attention as reference_attention
+from pallas_kernels.rotary import rope_table
 from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import hlo
-from zaya_jax.model.attention import SAVED, reference_attention
 from zaya_jax.model.cca import CCA
-from zaya_jax.model.layers import rope_table
 from zaya_jax.parallel import context, ring
 from zaya_jax.parallel.spread import ALONE, Spread
 
@@ -296,7 +297,7 @@ def test_the_projection_does_not_wait_for_the_halo():
 
 
 def test_the_ring_needs_no_more_memory_on_more_devices():
-    """1024 tokens a device: gathered keys and values grow with the number of devices, a ring's don't."""
+    """1024 tokens per device: gathered keys and values grow with the number of devices, a ring's don't."""
 
     def temporaries(parts, by_ring):
         spread = Spread(context=parts, ring=by_ring)

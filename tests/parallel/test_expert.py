@@ -11,6 +11,7 @@ import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.chip import Chip
 from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import hlo
@@ -125,14 +126,15 @@ def test_one_round_up_to_twice_the_even_load_and_no_more_than_stated_beyond(form
     assert rounds(0 * even) == 0
 
 
-def test_the_form_follows_from_backend_and_span():
+def test_the_form_follows_from_chip_and_span():
+    chips = Chip("cpu", "cpu"), Chip("gpu", "NVIDIA H200")
     within, beyond = Spread(data=16, expert=8), Spread(expert=8, tensor=2)
-    assert [expert.exchange_form(within, b) for b in ("cpu", "gpu")] == ["slots", "slots"]
-    assert [expert.exchange_form(beyond, b) for b in ("cpu", "gpu")] == ["slots", "ragged"]
+    assert [expert.exchange_form(within, c) for c in chips] == ["slots", "slots"]
+    assert [expert.exchange_form(beyond, c) for c in chips] == ["slots", "ragged"]
 
 
 def lowered(spread, num, dim, width, num_experts, form, backward):
-    """Values alone, or gradients alone, from shapes; `num` tokens a device."""
+    """Values alone, or gradients alone, from shapes; `num` tokens per device."""
     devices = spread.data * spread.expert
     mesh = mesh_of(spread)
 

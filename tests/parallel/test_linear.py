@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.linear_attention import linear_attention
 from zaya_jax import config
 from zaya_jax.hardware import hlo
 from zaya_jax.model import zaya
-from zaya_jax.model.linear_attention import linear_attention
 from zaya_jax.parallel import linear
 from zaya_jax.parallel.context import zigzag as zigzag_order
 from zaya_jax.train import step as steps

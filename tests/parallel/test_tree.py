@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from pallas_kernels.attention import decode_attention
 from zaya_jax.hardware import hlo
-from zaya_jax.model.attention import decode_attention
 from zaya_jax.parallel import tree
 
 B, H, K, C = 2, 4, 2, 8

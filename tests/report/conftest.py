@@ -47,7 +47,7 @@ def write_run(
             if step % max(1, steps // 8) == 0:
                 record["eval/loss"] = course + 0.06
             if extras:
-                record["data_wait"] = 0.01 * seconds * rng.lognormal(0, 0.5)
+                record["data/wait_fraction"] = 0.01 * rng.lognormal(0, 0.5)
                 record["mfu"] = 0.31 * 0.42 / seconds
                 record["skipped"] = int(step > steps / 2)
                 record["param_norm"] = 40 + 3 * done

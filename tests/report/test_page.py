@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from zaya_jax.config import UserError
-from zaya_jax.report import experts, page, write_report
+from zaya_jax.report import experts, heat, page, write_report
 
 
 class Checker(html.parser.HTMLParser):
@@ -189,9 +189,9 @@ def test_a_truncated_last_line_is_left_out(make_run):
     {"step": 5, "load": [[0.5, 0.5]]},
     {"step": 5, "load": [[0.0, 0.0, 1.0], [float("nan")] * 3]},
     {"step": 5, "loss": 0.0, "lr": 0.0, "grad_norm": 0.0, "step_seconds": 0.0, "tokens_per_second": 0.0},
-    {"step": 5, "loss": 1e299, "grad_norm": -1e299, "step_seconds": -1.0, "data_wait": 1.0},
+    {"step": 5, "loss": 1e299, "grad_norm": -1e299, "step_seconds": -1.0, "data/wait_fraction": 1.0},
     {"step": 0, "loss": 5e-324, "tokens": 0},
-    {"step": 2**53 - 1, "loss": 1.0, "data_wait_fraction": 0.5},
+    {"step": 2**53 - 1, "loss": 1.0, "data/wait_fraction": 0.5},
     {"step": 5, "eval/accuracy": 0.5, "a/b": 1.0, "a/": 2.0, "/b": 3.0, "": 4.0, "<x>": [1, 2]},
 ])  # fmt: skip
 def test_any_subset_of_metrics_makes_a_page(tmp_path, record):
@@ -224,6 +224,42 @@ def test_dead_experts_and_uneven_layers_are_named(tmp_path):
     _, text = checked(write_report(tmp_path))
     assert "between 0.631 (layer 0) and 1.000 (layer 1)" in text
     assert "5 % of the tokens are skipped, averaged over the layers. 1 expert received no token." in text
+
+
+def heat_maps(source):
+    """{title: ({colour: rectangles}, the figure's text)} of a page's heat maps."""
+    found = {}
+    for figure in re.findall(r"<figure.*?</figure>", source, re.S):
+        if "data-heat" in figure:
+            title = re.search(r"<figcaption>(.*?)<", figure)[1]
+            paths = dict(re.findall(r'<path class="([sdr]\d+)" d="([^"]*)"', figure))
+            found[title] = {name: d.count("M") for name, d in paths.items()}, figure
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_maps_of_zeros_are_drawn_as_zero_and_maps_of_one_value_say_it(tmp_path, steps):
+    record = {
+        "zeros": [0.0, 0.0],
+        "threes": [3.0, 3.0],
+        "load": [[0.0, 0.0, 1.0]] * 2,
+        "load_entropy": [0.0, 0.0],
+    }
+    lines = [json.dumps({"step": i + 1, **record}) + "\n" for i in range(steps)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    source, _ = checked(write_report(tmp_path))
+    maps = heat_maps(source)
+    assert maps["zeros"][0] == {"s0": 2} and "0 throughout." in maps["zeros"][1]
+    assert maps["threes"][0] == {f"s{heat.LEVELS - 1}": 2} and "3 throughout." in maps["threes"][1]
+    for title, low in (("zeros", ">0<span"), ("threes", ">0<span")):
+        assert low in maps[title][1]
+    assert maps["Balance of each layer"][0] == {"r0": 2}
+    assert maps["Experts of layer 0"][0] == {"d0": 2, f"s{heat.LEVELS - 1}": 1}  # no token went to an expert
+
+
+def test_a_share_of_which_an_expert_s_is_not_known_stays_open():
+    fair = experts._fair(np.array([[0.0, np.nan, 1.0], [0.0, 0.0, 1.0], [0.2, 0.6, 0.2]]))
+    np.testing.assert_allclose(fair, [[np.nan, np.nan], [0, 0], [0.5, 1.5]])
 
 
 def test_entropy_is_that_of_the_experts_alone():

@@ -157,6 +157,23 @@ def test_heat_map_of_one_step_and_no_finite_value():
     assert decoded(figure.find("svg")) == [[pytest.approx(math.nan, nan_ok=True)]]
 
 
+@pytest.mark.parametrize(
+    ("values", "low", "high", "levels"),
+    [
+        ([0.0, 0.0], 0.0, 1.0, [0, 0]),
+        ([3.0, 3.0], 0.0, 3.0, [LEVELS - 1] * 2),
+        ([-2.0], -2.0, 0.0, [0]),
+        ([5e-324], 0.0, 5e-324, [LEVELS - 1]),
+        ([1.0, math.nan, 3.0], 1.0, 3.0, [0, LEVELS - 1]),
+        ([math.nan], 0.0, 1.0, []),
+    ],
+)
+def test_a_scale_without_width_begins_at_zero(values, low, high, levels):
+    scale = Scale.between(values)
+    assert (scale.low, scale.high) == (low, high)
+    assert [scale.level(v) for v in values if math.isfinite(v)] == levels
+
+
 def test_last_row_may_have_its_own_scale():
     figure = parsed(
         heat_map(

@@ -1,18 +1,23 @@
 """The training step as it is lowered for GPUs that are not here: float32 that is float32, sums in a fixed order."""
 
+import collections
 import dataclasses
+import functools
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.mesh import AbstractDevice  # in jax.sharding from 0.12 on
+from jax.sharding import AbstractMesh, AxisType
 
 from zaya_jax import config
-from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.mesh import shape_of
 from zaya_jax.train import step as steps
 
 PLATFORMS = ("cuda", "rocm")  # lowered for both at once
+H200, MI300X = AbstractDevice("NVIDIA H200", 132, "cuda"), AbstractDevice("gfx942", 304, "rocm")
 SHAPE = {"sequences": 8, "length": 32}
 MODELS = {
     "zaya": {"layer_types": ("hybrid", "hybrid_sliding"), "sliding_window": 9},
@@ -47,28 +52,25 @@ def settings(model: str = "zaya", mesh: dict | None = None, **precision) -> conf
     })  # fmt: skip
 
 
-@pytest.fixture
-def lowered(monkeypatch):
-    """The operations of a step's StableHLO, by settings and number of devices."""
-    jax.clear_caches()  # traces made for a CPU must not be found again, nor these later
-    jax.devices()
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+@functools.cache
+def trace(of: config.Config, devices: int, device: AbstractDevice = H200):
+    """The step, traced for so many devices that are not here."""
+    shape = shape_of(of.mesh, devices)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), (AxisType.Auto,) * 4, abstract_device=device)
+    optimizer = steps.build_optimizer(of, mesh)
+    step = steps.make_train_step(of, of.model, optimizer, mesh)
+    state = jax.eval_shape(lambda: steps.init_state(of, optimizer, mesh))
+    like = jax.ShapeDtypeStruct((1, SHAPE["sequences"], SHAPE["length"]), jnp.int32)
+    batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), like)
+    batch["loss_mask"] = jax.ShapeDtypeStruct(like.shape, jnp.float32)
+    return step.trace(state, batch, np.float32(1e-3))
 
-    def operations(of: config.Config, devices: int) -> list:
-        mesh = make_mesh(of.mesh, jax.devices()[:devices])
-        optimizer = steps.build_optimizer(of, mesh)
-        step = steps.make_train_step(of, of.model, optimizer, mesh)
-        state = jax.eval_shape(lambda: steps.init_state(of, optimizer, mesh))
-        rows = np.ones((SHAPE["sequences"], SHAPE["length"]), np.int32)
-        batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
-        batch["loss_mask"] = rows.astype(np.float32)
-        batch = steps.put_batch(mesh, batch, 1, steps.spread_of(of, mesh))
-        traced = step.trace(state, batch, np.float32(1e-3))
-        module = traced.lower(lowering_platforms=PLATFORMS).compiler_ir("stablehlo")
-        return list(walk(module.operation))
 
-    yield operations
-    jax.clear_caches()
+@functools.cache
+def lowered(of: config.Config, devices: int, device: AbstractDevice = H200) -> list:
+    """The operations of the step's StableHLO."""
+    module = trace(of, devices, device).lower(lowering_platforms=PLATFORMS).compiler_ir("stablehlo")
+    return list(walk(module.operation))
 
 
 def walk(operation) -> Iterator:
@@ -95,8 +97,55 @@ def products(operations: list) -> list[tuple[str, str, str]]:
     return found
 
 
+def equations(jaxpr) -> Iterator:
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns")):
+            if hasattr(inner, "eqns"):
+                yield from equations(getattr(inner, "jaxpr", inner))
+
+
+def tricks_of_cpus(traced) -> collections.Counter:
+    """What only algorithms for CPUs write down: barriers, orders in memory, choices among blocks.
+
+    The barriers with which `jax.checkpoint` keeps what it repeats apart come with lowering, and are no part of this.
+    """
+    found: collections.Counter = collections.Counter()
+    for equation in equations(traced.jaxpr.jaxpr):
+        name = equation.primitive.name
+        found[name] += name in ("optimization_barrier", "layout_constraint")
+        found[name] += name == "cond" and len(equation.params["branches"]) > 2
+    return +found
+
+
+def check_that_nothing_is_of_cpus(model: str, devices: int, mesh: dict, device: AbstractDevice):
+    of = dataclasses.replace(settings(model), mesh=config.Mesh(**mesh))
+    assert not tricks_of_cpus(trace(of, devices, device))
+    names = {op.name for op in lowered(of, devices, device)}
+    assert ("chlo.ragged_dot" in names) == (model != "dense")
+
+
+@pytest.mark.parametrize(("model", "devices", "mesh"), CASES)
+def test_a_step_for_an_absent_chip_has_nothing_of_the_cpus(model, devices, mesh):
+    check_that_nothing_is_of_cpus(model, devices, mesh, H200)
+
+
+def test_nor_has_one_for_an_mi300x():
+    check_that_nothing_is_of_cpus(*MESHES["one device"], MI300X)
+
+
+def test_the_cpus_own_step_has_it():
+    cpu = AbstractDevice("cpu", None, "cpu")
+    assert set(tricks_of_cpus(trace(settings(), 1, cpu))) == {
+        "optimization_barrier",
+        "layout_constraint",
+        "cond",
+    }
+    assert "chlo.ragged_dot" not in {op.name for op in lowered(settings(), 1, cpu)}
+
+
 @pytest.mark.parametrize(("model", "kinds"), [("zaya", 1), ("linear", 2), ("dense", 0)])
-def test_float32_of_the_table_is_float32(lowered, model, kinds):
+def test_float32_of_the_table_is_float32(model, kinds):
     """With bfloat16 products, all that is left of float32 asks for all its bits."""
     found = products(lowered(settings(model), 1))
     exact = [p for p in found if p[0] == "f32"]
@@ -106,7 +155,7 @@ def test_float32_of_the_table_is_float32(lowered, model, kinds):
 
 
 @pytest.mark.parametrize("matmul", ["default", "high", "highest"])
-def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(lowered, matmul):
+def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(matmul):
     found = products(lowered(settings(compute="float32", matmul=matmul, router="float32"), 1))
     assert {p[0] for p in found} == {"f32"}
     assert {p[1] for p in found} == {matmul.upper(), "HIGHEST"}
@@ -117,14 +166,14 @@ def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(low
         assert len(router) >= 4 and {p[1] for p in router} == {"HIGHEST"}
 
 
-def test_a_router_in_bfloat16_is_left_alone(lowered):
+def test_a_router_in_bfloat16_is_left_alone():
     found = products(lowered(settings(router="bfloat16"), 1))
     assert {p[1] for p in found if p[0] == "bf16"} == {"DEFAULT"}
     assert sum(p[0] == "f32" for p in found) == 3
 
 
 @pytest.mark.parametrize(("model", "devices", "mesh"), CASES)
-def test_no_scatter_adds_numbers_in_an_order_of_its_own(lowered, model, devices, mesh):
+def test_no_scatter_adds_numbers_in_an_order_of_its_own(model, devices, mesh):
     """Of several additions to one place a GPU does each when it comes."""
     of = dataclasses.replace(settings(model), mesh=config.Mesh(**mesh))
     operations = lowered(of, devices)

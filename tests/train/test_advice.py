@@ -12,7 +12,7 @@ from experiments import pretrain
 from experiments.configs import tiny
 from zaya_jax import cli, config
 from zaya_jax.data import tokenizers
-from zaya_jax.train import step as steps
+from zaya_jax.train import snapshot
 from zaya_jax.train.workdir import read_config
 
 ALL_DEVICES = jax.devices()
@@ -62,7 +62,7 @@ def begin(trained, tmp_path, monkeypatch):
 
     shutil.copytree(trained / "run", tmp_path / "run")
     base = SMALL | {"data.path": str(trained / "corpus")} | MORE
-    monkeypatch.setattr(steps, "codecs", stop)
+    monkeypatch.setattr(snapshot, "of_run", stop)
 
     def call(keys, devices=1, new=False):
         train(tmp_path / ("new" if new else "run"), base | keys, devices)

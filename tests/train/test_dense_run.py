@@ -10,7 +10,7 @@ import pytest
 from experiments import pretrain
 from experiments.configs import tiny
 from zaya_jax import config
-from zaya_jax.checkpoint import exchange
+from zaya_jax.pytorch import exchange
 
 KEYS = {
     "model.model_type": "dense", "model.num_experts": 1, "model.intermediate_size": 32, "model.hidden_size": 32,

@@ -8,10 +8,9 @@ import pytest
 
 from experiments import pretrain
 from experiments.configs import tiny
-from zaya_jax import cli, config
+from zaya_jax import cli, config, schedule
 from zaya_jax.data import pipeline
 from zaya_jax.model import decode
-from zaya_jax.optim import schedule
 from zaya_jax.parallel.spread import Spread
 from zaya_jax.train import recipe, sample
 

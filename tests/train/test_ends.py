@@ -2,9 +2,11 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -16,7 +18,7 @@ from experiments import pretrain
 from experiments.configs import tiny
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import remote, store, writing
-from zaya_jax.parallel import leaving
+from zaya_jax.cluster import leaving
 from zaya_jax.train import metrics
 from zaya_jax.train import step as steps
 
@@ -186,7 +188,7 @@ def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
     # The first is seen after the step that it comes in; this one never ends.
     hang = (
-        "import time, runpy, sys; from zaya_jax.parallel import multihost as m;"
+        "import time, runpy, sys; from zaya_jax.cluster import multihost as m;"
         "m.StopSignal.after = lambda self, step: step > 5 and time.sleep(1000);"
         "sys.argv = sys.argv[1:]; runpy.run_module('experiments.pretrain', run_name='__main__')"
     )
@@ -233,6 +235,58 @@ def test_another_process_s_end_costs_no_lines(tmp_path):
     assert "error: process 1 on" in results[0].err and "Traceback" not in results[1].err
     shown = [line.split()[1] for line in results[0].out.splitlines() if line.startswith("step ")]
     assert last_step(tmp_path / "run") == int(shown[-1].split("/")[0])
+
+
+def test_a_stop_does_not_wait_for_an_evaluation(run, tmp_path, monkeypatch, capsys):
+    """It comes first thing when the run goes on, of the same weights: the figure is that of a run without a stop."""
+    asked, evaluated, made = [], [], steps.make_eval_step
+
+    def make(*args):
+        program = made(*args)
+        return lambda *a: evaluated.append(len(asked)) or program(*a)
+
+    monkeypatch.setattr(steps, "make_eval_step", make)
+    stop = lambda: asked or asked.append(os.kill(os.getpid(), signal.SIGTERM))  # noqa: E731
+    assert run(4, stop, eval__every=4, run__num_steps=6) == cli.PREEMPTED
+    assert evaluated == []
+    assert "The same command goes on, first with the evaluation of step 4." in capsys.readouterr().out
+    assert run(99, None, reached=4, eval__every=4, run__num_steps=6) == cli.DONE
+    assert "step 4 | held-out" in capsys.readouterr().out
+    found = figures_of(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run")
+    assert run(99, None, eval__every=4, run__num_steps=6) == cli.DONE
+    assert found == figures_of(tmp_path / "run") and set(found) == {4, 6}
+
+
+def figures_of(workdir):
+    """Held-out losses by step."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
+
+
+@pytest.mark.parametrize("what", ["write_sample", pytest.param("write_report", marks=pytest.mark.slow)])
+def test_a_signal_after_the_last_save_ends_the_run(run, tmp_path, monkeypatch, capsys, what):
+    held = threading.Event()
+
+    def long(*_):
+        os.kill(os.getpid(), signal.SIGTERM)
+        held.wait(60)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain, what, long)
+        assert run(99, None, run__num_steps=2) == cli.DONE
+    out = capsys.readouterr().out
+    assert "SIGTERM came before sample and report were made: the same command makes the report" in out
+    assert leaving.some_left()
+    held.set()
+    assert store.latest_step(tmp_path / "run") == 2
+    assert run(99, None, run__num_steps=2) == cli.DONE
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_an_error_at_the_end_is_not_lost():
+    with pytest.raises(ZeroDivisionError):
+        leaving.unless(lambda: False, raising(ZeroDivisionError()))
 
 
 def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ import pytest
 
 from zaya_jax import cli
 from zaya_jax.checkpoint import audit, partial
+from zaya_jax.checkpoint.writing import steps_in
 
 SMALL = {
     "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
@@ -77,6 +78,11 @@ def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_p
             if kill % 4:
                 # Somewhere in its steps and saves.
                 run.wait_for("ms |")
+                latest = time.monotonic() + 60
+                while kill == 1 and not steps_in(workdir / "checkpoints") and time.monotonic() < latest:
+                    time.sleep(
+                        0.05
+                    )  # the first save compiles its copy: without one the test would show nothing
                 time.sleep(times.uniform(0, 0.6))
             else:
                 # While it looks for its newest checkpoint, restores it, compiles, or starts.
@@ -119,23 +125,89 @@ def test_two_processes_killed_then_one_then_four(pretrain, tmp_path, tiers):
     np.testing.assert_allclose(got, expected, rtol=1e-4)
 
 
-def test_a_place_that_cannot_be_written_ends_the_run_with_its_own_code(pretrain, tmp_path):
-    workdir = tmp_path / "run"
+# A program that reads this first finds everything below FOLDER read-only as soon as there is a file FOLDER.read-only.
+READ_ONLY = """
+import errno, os, sys
+
+FOLDER = {folder!r}
+PATHS = {{"os.mkdir": 1, "os.rename": 2, "os.remove": 1, "os.rmdir": 1, "os.truncate": 1, "os.link": 2}}
+
+def refuse(event, args):
+    if event == "open":
+        writes = args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC) if isinstance(args[2], int) else 0
+        paths = args[:1] if writes else ()
+    else:
+        paths = args[: PATHS.get(event, 0)]
+    for path in paths:
+        if isinstance(path, (str, bytes, os.PathLike)) and os.path.abspath(os.fsdecode(path)).startswith(FOLDER + "/"):
+            if os.path.exists(FOLDER + ".read-only"):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fsdecode(path))
+
+sys.addaudithook(refuse)
+"""
+
+
+@pytest.mark.parametrize("how", ["gone", pytest.param("read-only", marks=pytest.mark.slow)])
+def test_a_place_that_cannot_be_written_ends_the_run_with_its_own_code(pretrain, tmp_path, monkeypatch, how):
+    workdir, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
     keys = {"run.num_steps": 100_000, "checkpoint.every_steps": 5, "checkpoint.max_failures": 2}
+    if how == "read-only":
+        (tmp_path / "hook").mkdir()
+        (tmp_path / "hook" / "sitecustomize.py").write_text(READ_ONLY.format(folder=str(workdir)))
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path / "hook"))
     with pretrain(workdir, keys) as run:
         run.wait_for("step     12/")
-        root = workdir / "checkpoints"
-        root.rename(workdir / "moved away")
-        root.write_text("no folder any more")
+        if how == "gone":
+            root.rename(workdir / "moved away")
+            root.write_text("no folder any more")
+        else:
+            (tmp_path / "run.read-only").touch()
         (result,) = run.wait()
     assert result.code == cli.STORAGE
     assert result.out.count("is NOT saved") == 2 and "training goes on" in result.out
     assert result.err.count("\n") == 1 and "error: 2 saves failed in a row" in result.err
-    root.unlink()
-    (workdir / "moved away").rename(root)
+    if how == "gone":
+        root.unlink()
+        (workdir / "moved away").rename(root)
+    else:
+        assert "Read-only file system" in result.err
+        (tmp_path / "run.read-only").unlink()
     steps = complete_steps(workdir)
     assert steps and steps[-1] >= 5
     done(pretrain(workdir, keys | {"run.num_steps": steps[-1] + 2}))
+    assert len(losses(workdir)) == steps[-1] + 2
+
+
+@pytest.mark.slow
+def test_one_of_two_processes_killed_in_or_after_its_saves(pretrain, tmp_path):
+    """Twenty times, with all tiers; after each the newest step is a run's that was left alone, bit for bit."""
+    kills, times, newest = 20, random.Random(0), 0
+    keys = {"run.num_steps": 15 * kills}
+    done(pretrain(tmp_path / "whole", keys | {"checkpoint.keep": 1000}, 2))
+    workdir, local = tmp_path / "killed", tmp_path / "local"
+    tiers = {"checkpoint.local": local, "checkpoint.durable": tmp_path / "durable"}
+    for kill in range(kills):
+        with pretrain(workdir, keys | tiers, 2) as run:
+            run.wait_for("ms |")
+            seen = set(local.glob("*/process-*/*"))
+            latest = time.monotonic() + 60
+            while set(local.glob("*/process-*/*")) <= seen and time.monotonic() < latest:
+                time.sleep(0.002)  # until a save has begun, of either process
+            time.sleep(times.uniform(0, 0.05 if kill % 2 else 0.5))
+            run.processes[times.randrange(2)].kill()
+            codes = [result.code for result in run.wait()]
+        assert -signal.SIGKILL in codes or codes == [cli.DONE] * 2
+        steps = complete_steps(workdir)
+        assert max(steps, default=0) >= newest, "a complete checkpoint has gone"
+        newest = max(steps, default=0)
+        if newest:
+            same(partial.read(workdir, "*", newest), partial.read(tmp_path / "whole", "*", newest))
+    assert newest > 0
+    done(pretrain(workdir, keys | tiers, 2))
+    assert losses(workdir) == losses(tmp_path / "whole")
+    same(last_state(workdir), last_state(tmp_path / "whole"))
+    for place in (workdir / "checkpoints", tmp_path / "durable"):
+        assert not [p.name for p in place.iterdir() if p.name.startswith((".saving", ".deleting"))]
 
 
 def test_saves_by_the_clock_and_by_tokens(pretrain, tmp_path):

@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from experiments import pretrain
-from zaya_jax import cli, config
+from zaya_jax import cli, config, schedule
 from zaya_jax.checkpoint import partial
 from zaya_jax.checkpoint.store import read_meta
-from zaya_jax.optim import schedule
 from zaya_jax.train import recipe
 
 SMALL = Path(__file__).with_name("small_phases.py")
@@ -213,7 +212,7 @@ def test_the_full_size_recipe_is_the_published_one():
     given = settings(path, data__path="/srv/data")
     plan = schedule.make_plan(given)
     assert recipe.check(given, plan) == []
-    phases = [segments[0].phase for _, segments in recipe._by_phase(plan)]
+    phases = [segments[0].phase for _, segments in recipe.by_phase(plan)]
     assert [phase.seq_len for phase in phases] == [4096, 4096, 32_768, 131_072]
     assert [phase.rope_theta for phase in phases] == [1e4, 1e4, 1e6, 5e6]
     assert [phase.tokens for phase in phases] == [8 * 10**12, 4 * 10**12, 1_200 * 10**9, 660 * 10**9]

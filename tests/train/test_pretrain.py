@@ -16,6 +16,7 @@ from zaya_jax import cli, config
 from zaya_jax.checkpoint.store import Store, abstract_like
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance, chain
+from zaya_jax.report import curves, page, read
 from zaya_jax.train import step as steps
 from zaya_jax.train.workdir import open_workdir, read_config
 
@@ -130,6 +131,38 @@ def test_each_step_is_given_its_own_time(run, tmp_path, monkeypatch):
     run(tmp_path / "run", run__num_steps=6, eval__every=3)
     seconds = [line["step_seconds"] for line in lines(tmp_path / "run")]
     assert min(seconds) >= least, seconds
+
+
+class Asked(dict):
+    """A dict that remembers what it was asked for and does not hold."""
+
+    def __init__(self, content, missed):
+        super().__init__(content)
+        self.missed = missed
+
+    def __contains__(self, key):
+        if not super().__contains__(key):
+            self.missed.add(key)
+        return super().__contains__(key)
+
+    def get(self, key, default=None):
+        return super().get(key, default) if key in self else default
+
+
+def test_every_key_that_the_report_reads_is_one_that_a_run_wrote(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(pretrain, "peak_flops", lambda *_: 1e12)  # a CPU's is not known, so no MFU
+    assert run(tmp_path / "run", run__num_steps=12, log__every=1) == cli.DONE
+    found, missed = read.read_workdir(tmp_path / "run"), set()
+    found.series, found.vectors = Asked(found.series, missed), Asked(found.vectors, missed)
+    found.config, found.environment = Asked(found.config, missed), Asked(found.environment, missed)
+    asked = set()
+    setting = found.setting
+    monkeypatch.setattr(read.Workdir, "setting", lambda _, key: (asked.add(key), setting(key))[1])
+    source = page.render(found)
+    assert not missed
+    assert asked and all(setting(key) is not None for key in asked), asked
+    titles = [*curves.TITLES.values(), "Loss", "Copy", "Whole save", "Skipped tokens"]
+    assert [title for title in titles if f"<figcaption>{title}<" not in source] == []
 
 
 def test_a_signal_saves_and_asks_to_be_started_again(corpus, tmp_path):

@@ -4,13 +4,17 @@ import math
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from experiments import pretrain
 from experiments.configs import tiny
-from zaya_jax import cli, config
+from zaya_jax import cli, config, schedule
+from zaya_jax.checkpoint import store
 from zaya_jax.config import UserError
 from zaya_jax.train import memory
+from zaya_jax.train import step as steps
+from zaya_jax.train.workdir import open_workdir
 
 SMALL = {
     "model.hidden_size": 32, "model.num_hidden_layers": 1, "model.head_dim": 8, "model.moe_intermediate_size": 32,
@@ -50,6 +54,9 @@ REFUSED = {
     "config.schedule.warmup_fraction=0.6 and decay_fraction=0.5 overlap": {
         "schedule__warmup_fraction": 0.6, "schedule__decay_fraction": 0.5,
     },
+    "warmup_fraction=0.6 and decay_steps=1 of 2 steps overlap": {
+        "schedule__warmup_fraction": 0.6, "schedule__decay_steps": 1,
+    },
     "config.name='../x' is a path": {"name": "../x"},
     "config.name='..' is a path": {"name": ".."},
     "takes 320.0 GiB in this process": {"data__global_batch": 2**24, "data__micro_batch": 2**20, "data__seq_len": 1024},
@@ -71,6 +78,26 @@ def test_a_refused_run_leaves_nothing(here, says):
         pretrain.train(settings(**REFUSED[says]))
     assert says in str(caught.value) and "\n" not in str(caught.value)
     assert tree(here) == []
+
+
+@pytest.mark.parametrize("place", ["nowhere", "other@9", "other"])
+def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, monkeypatch, place):
+    uncompiled = steps.init_state
+    if place.startswith("other"):
+        params = {"embed": {"embedding": np.zeros((3, 2), np.float32)}}
+        other = store.Store(open_workdir(here / "other", config.Config()))
+        other.save(1, {"params": params}, {"step": 1})
+        other.close()
+    before = tree(here)
+
+    def compiled(config, optimizer, mesh):
+        assert isinstance(jax.numpy.zeros(()), jax.core.Tracer), "the fresh state is being made"
+        return uncompiled(config, optimizer, mesh)
+
+    monkeypatch.setattr(steps, "init_state", compiled)
+    with pytest.raises(UserError, match=rf"config\.run\.init_from={place} (holds no|does not fit)"):
+        pretrain.train(settings(run__init_from=place))
+    assert tree(here) == before
 
 
 def test_what_was_there_before_a_refused_run_stays(here):
@@ -100,11 +127,51 @@ def test_a_workdir_without_a_name(here):
         pretrain.train(settings(), "")
 
 
+@pytest.mark.parametrize("kind", ["file", "below a file", "link to itself", "link to nothing"])
+def test_a_workdir_that_is_no_folder(here, kind):
+    (here / "file").write_text("mine")
+    (here / "link").symlink_to("link" if kind == "link to itself" else "nothing/at/all")
+    before = tree(here)
+    place = {"file": "file", "below a file": "file/a/b"}.get(kind, "link")
+    with pytest.raises(UserError, match=f"--workdir={place} cannot be written"):
+        pretrain.train(settings(), place)
+    assert tree(here) == before
+
+
 def test_fractions_that_add_up_to_one_pass(here, monkeypatch):
     monkeypatch.setattr(memory, "machine_bytes", lambda: 10)  # the next check refuses
     for up in (0.07, 0.1, 0.3, 0.35, 1.0):
         with pytest.raises(UserError, match="the machine has"):
             pretrain.train(settings(schedule__warmup_fraction=up, schedule__decay_fraction=1 - up))
+
+
+def test_phases_to_come_are_measured_too(monkeypatch):
+    """One that does not fit these devices is a note: it begins with a start of its own, which may be on others."""
+    phases = (
+        config.Phase("now", 512),
+        config.Phase("then", 512, mesh=config.Mesh(fsdp=True)),
+        config.Phase("last", 512),
+    )
+    given = settings(schedule__phases=phases, run__num_steps=6)
+    plan = schedule.make_plan(given)
+
+    def check(here, mesh, key):
+        if here.mesh.fsdp == too_much:
+            raise UserError(f"too much; see {key}")
+
+    monkeypatch.setattr(memory, "check_state", check)
+    too_much = True
+    (note,) = memory.check_phases(given, plan, 0, jax.devices())
+    assert note.startswith(
+        "note: phase 'then', from step 3, cannot be trained on these devices: too much; see "
+    )
+    assert note.endswith("see config.schedule.phases[1].mesh")
+    with pytest.raises(UserError, match="too much"):
+        memory.check_phases(given, plan, 2, jax.devices())
+    assert memory.check_phases(given, plan, 4, jax.devices()) == []
+    too_much = False
+    with pytest.raises(UserError, match=r"too much; see config\.mesh"):
+        memory.check_phases(given, plan, 0, jax.devices())
 
 
 def test_a_loss_that_is_no_number_is_not_done(capsys):

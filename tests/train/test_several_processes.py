@@ -3,6 +3,7 @@
 import json
 import re
 import signal
+import socket
 
 import multiprocess_runs
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from zaya_jax import cli, config
 from zaya_jax.checkpoint.store import read_meta
-from zaya_jax.parallel import multihost
+from zaya_jax.cluster import multihost
 from zaya_jax.train.workdir import open_workdir
 
 SMALL = {
@@ -129,15 +130,90 @@ def test_a_refusal_is_everybodys(pretrain, tmp_path):
     assert sorted(path.name for path in (tmp_path / "foreign").iterdir()) == ["holiday.txt"]
 
 
+HOOKED = """
+import os, runpy, sys, time
+from zaya_jax.checkpoint import tiers
+from zaya_jax.config import UserError
+from zaya_jax.train import memory, workdir
+
+def refuse(*_):
+    raise UserError("not with me")
+
+def slowly(function):
+    def call(*given):  # when the first has written, if it does
+        latest = time.monotonic() + 8
+        while time.monotonic() < latest and not os.path.exists(os.environ["RECORDED"]):
+            time.sleep(0.1)
+        time.sleep(1)
+        return function(*given)
+    return call
+
+mine = os.environ["JAX_PROCESS_ID"]
+exec(os.environ["HOOK"])
+sys.argv = sys.argv[1:]
+runpy.run_module("experiments.pretrain", run_name="__main__")
+"""
+HOOKS = {
+    "all, after the folder was made": "tiers.local_folder = refuse",
+    "one, before, while the first is ready": "if mine == '1': memory.check_batch = slowly(refuse)",
+    "one, after": "if mine == '1': tiers.local_folder = slowly(refuse)",
+    "the first, while the others go on": "if mine == '0': workdir.write_json = slowly(refuse)",
+}
+
+
 @pytest.mark.slow
-def test_a_killed_process_ends_the_run_and_it_can_go_on(pretrain, tmp_path):
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("there", [False, True])
+def test_whoever_refuses_nothing_is_left(tmp_path, hook, there):
+    """And the reason is the one that is said: nobody trips over what is cleaned up."""
+    workdir = tmp_path / "runs" / "one"
+    if there:
+        workdir.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    corpus = tmp_path.parent / f"corpus of {tmp_path.name}"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("some words\n" * 2000)
+    keys = [f"--config.{name}={value}" for name, value in SMALL.items()]
+    command = [
+        "-c",
+        HOOKED,
+        "experiments.pretrain",
+        f"--workdir={workdir}",
+        f"--config.data.path={corpus}",
+        *keys,
+    ]
+    variables = {"HOOK": HOOKS[hook], "RECORDED": str(workdir / "config.json")}
+    out = tmp_path.parent / f"out of {tmp_path.name}"
+    with multiprocess_runs.start(command, 2, out, variables=variables) as run:
+        results = run.wait(120)
+    assert [result.code for result in results] == [cli.BAD_INPUT] * 2, results
+    assert all(
+        "not with me" in result.err and result.err.count("\n") == 1 for result in results if result.err
+    ), results
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "victim", "keys"),
+    [
+        (signal.SIGKILL, 1, {}),  # saves and evaluates every second step
+        (signal.SIGKILL, 0, {"checkpoint.every_steps": 1}),
+        (signal.SIGSTOP, 0, {"eval.every": 1, "eval.windows": 64}),
+        (signal.SIGSTOP, 1, {"checkpoint.every_steps": 1}),
+    ],
+)
+def test_a_lost_process_is_named_and_the_run_can_go_on(pretrain, tmp_path, number, victim, keys):
     workdir, adamw = tmp_path / "run", {"optim.name": "adamw"}
-    # It may have been in a collective, which fails at once, or saving, when only missing heartbeats tell.
-    with pretrain(workdir, 2, 1, adamw | {"run.num_steps": 100_000}, ZAYA_HEARTBEAT_SECONDS="40") as run:
+    endless = adamw | {"run.num_steps": 100_000} | keys
+    with pretrain(workdir, 2, 1, endless, ZAYA_HEARTBEAT_SECONDS="10") as run:
         run.wait_for("step      5/")
-        run.processes[1].kill()
-        results = run.wait()
-    assert results[1].code == -signal.SIGKILL and results[0].code in (1, -signal.SIGABRT), results
+        run.processes[victim].send_signal(number)
+        (result,) = run.wait(indices=[1 - victim])
+    assert result.code == 1 and result.err.count("\n") == 1, result
+    log = (workdir / "logs" / f"process-0000{1 - victim}.log").read_text()
+    named = [line for line in log.splitlines() if "error:" in line]
+    assert len(named) == 1 and f"error: process {victim} on {socket.gethostname()} is " in named[0], log
     reached = max(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
     done(pretrain(workdir, 2, 1, adamw | {"run.num_steps": reached + 1}))
     assert [line["step"] for line in lines(workdir)] == list(range(1, reached + 2))

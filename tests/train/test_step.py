@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.cross_entropy import cross_entropy
 from zaya_jax import config
 from zaya_jax.hardware import hlo
 from zaya_jax.model import zaya
-from zaya_jax.model.loss import cross_entropy
 from zaya_jax.optim import chain
 from zaya_jax.parallel import rules
 from zaya_jax.parallel.mesh import make_mesh
@@ -91,9 +91,13 @@ def test_no_weight_crosses_devices_inside_the_accumulation():
             "a weight is reduced once a micro-batch"
         )
         found[micro_batches] = sorted((c.kind, c.bytes) for c in collectives if not c.scalar)
-    assert found[1] == found[2]
-    buckets = len(optimizer.layout.buckets)
-    assert sum(kind == "all-gather" for kind, _ in found[1]) == buckets
+    # The compiler lets scalars, of which two micro-batches have ten more, ride along in the sum of what is small.
+    assert [kind for kind, _ in found[1]] == [kind for kind, _ in found[2]]
+    assert all(abs(a - b) < 256 for (_, a), (_, b) in zip(found[1], found[2], strict=True)), found
+    # One reduce-scatter and one all-gather a bucket that is not small, and the small ones together in one sum each way.
+    travel = [b for b in optimizer.layout.matrices.values() if not b.together]
+    for kind in ("reduce-scatter", "all-gather"):
+        assert sum(k == kind for k, _ in found[1]) == len(travel) + 1
 
 
 def test_a_mesh_must_fit_devices_and_batch():

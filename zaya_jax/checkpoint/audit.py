@@ -7,14 +7,14 @@ for damage in audit.verify(folder):          a checkpoint's folder; `verify_ther
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from zaya_jax.checkpoint import writing
 from zaya_jax.checkpoint.layout import MARKER, META, STATE
 from zaya_jax.checkpoint.seal import Seal, Sums, check_file
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.config import StorageError, UserError, files
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -68,11 +68,34 @@ def identity(folder: Path, found: Seal, run: str | None = None) -> list[Damage]:
     """Whether a step's folder is of the step that it is called, and of the run it lies with (or of `run`)."""
     if found.step is None:  # format 1; its small file knew
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            meta = json.loads((folder / META).read_bytes())
+            meta = files.read_json(folder / META)
             found = Seal(found.files, meta.get("step"), meta.get("run"))
     steps = writing.steps_of([folder.name.removeprefix(writing.SAVING)])
     what = found.differs(steps[0] if steps else None, run or writing.run_of(folder.parent))
     return [Damage(MARKER, what)] if what else []
+
+
+def own_seal(folder: Path, step: int) -> Seal:
+    """The list of a step's folder; StorageError where it is not whole, or another step's or run's."""
+    try:
+        found = writing.read_seal(folder)
+        what = found.differs(step, None)
+        damages = identity(folder, found) or ([Damage(MARKER, what)] if what else [])
+    except (OSError, ValueError) as error:
+        damages = [Damage(MARKER, unreadable(error))]
+    if damages:
+        raise StorageError(f"{folder} is damaged: {damages[0]}")
+    return found
+
+
+def checked_meta(folder: Path, step: int) -> dict[str, Any]:
+    """The small file of a step; StorageError where it, the list, or whose they are is not right."""
+    sums = own_seal(folder, step).files
+    damages = check_here(folder, {META: sums[META]}) if META in sums else [Damage(META, "missing")]
+    if not damages:
+        with contextlib.suppress(OSError, ValueError):
+            return files.read_json(folder / META)
+    raise StorageError(f"{folder} is damaged: {(*damages, Damage(META, 'no JSON'))[0]}")
 
 
 def foreign(folder: Path, found: Seal) -> list[Damage]:
@@ -87,9 +110,9 @@ def foreign(folder: Path, found: Seal) -> list[Damage]:
     ]
 
 
-def check_here(folder: Path, files: Sums, progress: Progress | None = None) -> list[Damage]:
+def check_here(folder: Path, sums: Sums, progress: Progress | None = None) -> list[Damage]:
     """What is wrong with some files of a folder."""
-    return check(files, lambda name: check_file(folder / name, files[name]), progress)
+    return check(sums, lambda name: check_file(folder / name, sums[name]), progress)
 
 
 def require(folder: Path, prefixes: Sequence[str] = ("",)) -> None:
@@ -107,13 +130,13 @@ def require(folder: Path, prefixes: Sequence[str] = ("",)) -> None:
         raise StorageError(f"{folder} is damaged: {damages[0]}{more}")
 
 
-def check(files: Sums, one: Callable[[str], str | None], progress: Progress | None = None) -> list[Damage]:
+def check(sums: Sums, one: Callable[[str], str | None], progress: Progress | None = None) -> list[Damage]:
     """Applies a check to all files, several at once."""
-    total, done = sum(entry[0] for entry in files.values()), 0
+    total, done = sum(entry[0] for entry in sums.values()), 0
     damages = []
     with concurrent.futures.ThreadPoolExecutor(writing.THREADS, "verify") as pool:
-        for name, what in _in_order(pool, one, list(files)):
-            done += files[name][0]
+        for name, what in _in_order(pool, one, list(sums)):
+            done += sums[name][0]
             if progress:
                 progress(done, total)
             if what:

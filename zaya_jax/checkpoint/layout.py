@@ -7,20 +7,19 @@ A checkpoint of step N is the folder `checkpoints/N`, in the layout of Orbax, wh
     state/NAME/zarr.json    one array (zarr v3); NAME is its path, such as params.layers.cca.q.kernel
     state/NAME/c.1.0        one chunk of it: the raw numbers, then their crc32c, which any reader checks
 
-Arrays are stored whole and un-padded, whatever mesh wrote them. For saving, each device holds its own part of every
-array that is worth cutting (`spread`), also of one that the run keeps on all devices; so nothing is copied or written
-twice. Of what is still held twice, the process with the least to write so far is the writer.
+Arrays are stored whole and un-padded, whatever mesh wrote them (only where chunks do not divide a dim is the last one
+filled up, as zarr has it). For saving, each device holds its own part of every array that is worth cutting (`spread`),
+also of one that the run keeps on all devices; so nothing is copied or written twice. `held` says who writes what.
 """
 
 import dataclasses
 import json
 import math
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import ml_dtypes  # noqa: F401  (NumPy then knows bfloat16 by name)
+import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -29,6 +28,16 @@ PART_BYTES = 4 << 20  # arrays are cut over replicas, and layers into chunks of 
 MARKER = "checksums.json"
 META = "meta/data.json"
 STATE = "state"
+IMPORTED = "imported.json"  # in a workdir whose first weights came from a model directory
+
+# What arrays may be exported as.
+DTYPES = {
+    "float32": np.dtype(np.float32),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float16": np.dtype(np.float16),
+}
+
+Box = tuple[slice, ...]  # a stretch of each dim
 
 _HANDLERS = "orbax.checkpoint.experimental.v1._src.handlers"
 _FRAME = {
@@ -50,6 +59,11 @@ class Array:
     chunk: tuple[int, ...]
 
     @property
+    def chunk_bytes(self) -> int:
+        """Bytes of the numbers of a chunk."""
+        return math.prod(self.chunk) * np.dtype(self.dtype).itemsize
+
+    @property
     def folder(self) -> str:
         """Its folder in a checkpoint."""
         return f"{STATE}/{self.name}"
@@ -58,13 +72,27 @@ class Array:
         """The file of one chunk."""
         return f"{self.folder}/{'.'.join(['c', *map(str, index)])}"
 
-    def chunks(self, box: tuple[slice, ...]) -> Iterator[tuple[tuple[int, ...], tuple[slice, ...]]]:
+    def chunks(self, box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
         """(chunk's index, its place in the box) of all chunks in a box whose corners lie between chunks."""
         begins = [s.start for s in box]
         counts = [-(-(s.stop - s.start) // c) for s, c in zip(box, self.chunk, strict=True)]
         for at in np.ndindex(*counts):
             index = tuple(b // c + i for b, c, i in zip(begins, self.chunk, at, strict=True))
             yield index, tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, self.chunk, strict=True))
+
+    def touched(self, box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
+        """(chunk's index, what it holds of the array) of all chunks that a box reaches into."""
+        firsts = [s.start // c for s, c in zip(box, self.chunk, strict=True)]
+        counts = [-(-s.stop // c) - first for s, c, first in zip(box, self.chunk, firsts, strict=True)]
+        for at in np.ndindex(*counts):
+            index = tuple(first + i for first, i in zip(firsts, at, strict=True))
+            yield (
+                index,
+                tuple(
+                    slice(i * c, min((i + 1) * c, n))
+                    for i, c, n in zip(index, self.chunk, self.shape, strict=True)
+                ),
+            )
 
     def to_json(self) -> dict[str, Any]:
         """Its zarr.json."""
@@ -76,22 +104,31 @@ class Array:
         }  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """What one process writes of an array: the chunks of one device's part."""
-
-    array: Array
-    device: jax.Device
-    box: tuple[slice, ...]
+def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
+    """A sharding's index as a box."""
+    return tuple(slice(*s.indices(n)[:2]) for s, n in zip(index, shape, strict=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """All arrays, and the pieces and bytes of each process."""
+def sizes(box: Box) -> tuple[int, ...]:
+    """A box's shape."""
+    return tuple(s.stop - s.start for s in box)
 
-    arrays: tuple[Array, ...]
-    pieces: dict[int, list[Piece]]
-    bytes: dict[int, int]
+
+def volume(box: Box) -> int:
+    """How many numbers it holds."""
+    return math.prod(sizes(box))
+
+
+def overlap(a: Box, b: Box) -> Box:
+    """What lies in both of two boxes; empty stretches where nothing does."""
+    low = [max(s.start, t.start) for s, t in zip(a, b, strict=True)]
+    high = [min(s.stop, t.stop) for s, t in zip(a, b, strict=True)]
+    return tuple(slice(x, max(x, y)) for x, y in zip(low, high, strict=True))
+
+
+def within(box: Box, outer: Box) -> Box:
+    """Where a box lies in another one's own numbers."""
+    return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, outer, strict=True))
 
 
 def name_of(path: Any) -> str:
@@ -149,12 +186,8 @@ def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Named
     smaller than PART_BYTES.
     """
     assert isinstance(sharding.mesh, Mesh)
-    mesh, names = _factored(sharding.mesh)
-    spec = list(sharding.spec) + [None] * (len(shape) - len(sharding.spec))
-    dims: list[list[str]] = []
-    for axes in spec:
-        axes = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
-        dims.append([name for axis in axes for name in names[axis]])
+    mesh, names = factored(sharding.mesh)
+    dims = [list(dim) for dim in in_factors(names, sharding.spec, len(shape))]
     parts = [math.prod(mesh.shape[name] for name in dim) for dim in dims]
     size = math.prod(shape) * np.dtype(dtype).itemsize // max(math.prod(parts), 1)
     used = {name for dim in dims for name in dim}
@@ -167,33 +200,6 @@ def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Named
             parts[dim] *= factor
             size //= factor
     return NamedSharding(mesh, PartitionSpec(*(tuple(dim) or None for dim in dims)))
-
-
-def make_plan(abstract: Any) -> Plan:
-    """The plan for a tree of ShapeDtypeStructs with shardings; the same in every process."""
-    arrays, held = [], []
-    load: dict[int, int] = defaultdict(int)
-    pieces: dict[int, list[Piece]] = defaultdict(list)
-    for name, x in flat(abstract).items():
-        itemsize = np.dtype(x.dtype).itemsize
-        part = x.sharding.shard_shape(x.shape)
-        arrays.append(
-            Array(name, tuple(x.shape), np.dtype(x.dtype).name, chunk_shape(name, x.shape, itemsize, part))
-        )
-        holders: dict[tuple, list[jax.Device]] = defaultdict(list)
-        for device, index in x.sharding.devices_indices_map(x.shape).items():
-            box = tuple(
-                (s.start or 0, n if s.stop is None else s.stop) for s, n in zip(index, x.shape, strict=True)
-            )
-            holders[box].append(device)
-        held += [(math.prod(part) * itemsize, arrays[-1], box, devices) for box, devices in holders.items()]
-    # First what only one process can write, then the greatest first.
-    held.sort(key=lambda h: (len({d.process_index for d in h[3]}) > 1, -h[0]))
-    for size, array, box, devices in held:
-        device = min(devices, key=lambda d: (load[d.process_index], d.process_index, d.id))
-        pieces[device.process_index].append(Piece(array, device, tuple(slice(*b) for b in box)))
-        load[device.process_index] += size
-    return Plan(tuple(arrays), dict(pieces), dict(load))
 
 
 def frame(arrays: tuple[Array, ...], meta: dict[str, Any]) -> dict[str, bytes]:
@@ -221,21 +227,16 @@ def frame(arrays: tuple[Array, ...], meta: dict[str, Any]) -> dict[str, bytes]:
     return {name: json.dumps(value).encode() for name, value in files.items()}
 
 
-def describe(abstract: Any) -> dict[str, Any]:
-    """Where each array lay when it was written, for people who look into a checkpoint: the mesh axes over each dim."""
-    return {
-        name: {
-            "axes": [
-                str(axes) for axes in (*x.sharding.spec, *[None] * (len(x.shape) - len(x.sharding.spec)))
-            ],
-            "mesh": dict(x.sharding.mesh.shape),
-        }
-        for name, x in flat(abstract).items()
-        if isinstance(x.sharding, NamedSharding)
-    }
+def in_factors(names: dict[str, list[str]], spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:
+    """The axes of each dim that a spec names, in the names of `factored`."""
+    dims = []
+    for axes in [*spec, *[None] * (ndim - len(spec))]:
+        axes = () if axes is None else axes if isinstance(axes, tuple) else (axes,)
+        dims.append(tuple(name for axis in axes for name in names[axis]))
+    return dims
 
 
-def _factored(mesh: Mesh) -> tuple[Mesh, dict[str, list[str]]]:
+def factored(mesh: Mesh) -> tuple[Mesh, dict[str, list[str]]]:
     """The same devices with each axis as several of prime sizes, and which these are."""
     sizes: dict[str, int] = {}
     names: dict[str, list[str]] = {}

@@ -4,7 +4,8 @@
     release(workdir)
 
 A POSIX record lock on `WORKDIR/.lock`: NFS and Lustre (mounted with flock) hold it across nodes, forked workers do not
-inherit it, and a killed process leaves nothing to clean up. Of several processes of a run the first takes it.
+inherit it, and a killed process leaves nothing to clean up. Of several processes of a run the first takes it. A lock
+is on a file, not on a name: who takes it sees that the file still bears the name, and who has it looks at each save.
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from zaya_jax.config import UserError
+from zaya_jax.config.fields import parse_json
 
 NAME = ".lock"
 PATIENCE = 5.0  # seconds: who was just killed may still be giving back its memory
@@ -34,12 +36,16 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
     path = workdir.resolve() / NAME
     if path in _held:
         return
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "rb+", buffering=0)
     latest = time.monotonic() + PATIENCE
+    file = _opened(path)
     while True:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            break
+            if _is(file, path):
+                break
+            # Whoever had it has deleted it: it locks nothing any more, the next starter makes another.
+            file.close()
+            file = _opened(path)
         except OSError as error:
             if error.errno in WITHOUT:
                 say(
@@ -56,6 +62,43 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
                 ) from None
             time.sleep(0.1)
     _held[path] = file
+    _sign(file)
+
+
+def keep(workdir: Path) -> None:
+    """Before something is written: takes it anew where somebody has deleted the file; UserError where it is another's.
+
+    Does nothing for who has not taken it.
+    """
+    path = workdir.resolve() / NAME
+    file = _held.get(path)
+    if file is None or _is(file, path):
+        return
+    del _held[path]
+    try:
+        take(workdir)
+    except BaseException:
+        _held[path] = file  # so that the next time is refused too
+        raise
+    file.close()
+
+
+def _opened(path: Path) -> BinaryIO:
+    path.parent.mkdir(
+        parents=True, exist_ok=True
+    )  # a run that was refused may have taken its new folder away
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "rb+", buffering=0)
+
+
+def _is(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file is the one that bears the name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False
+
+
+def _sign(file: BinaryIO) -> None:
     since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
     with contextlib.suppress(OSError):  # a full disk: then the next is told less
         file.truncate(0)
@@ -80,6 +123,6 @@ def held(workdir: Path) -> bool:
 def _owner(file: BinaryIO) -> str:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         file.seek(0)
-        found = json.loads(file.read(1 << 16))
+        found = parse_json(file.read(1 << 16))
         return f"process {found['process']} on {found['host']} since {found['since']}"
     return "another process"

@@ -1,12 +1,11 @@
 """What a run's checkpoints hold and what their saving took, from small files alone; a run may be writing there.
 
-print(look.steps_text(workdir))            a line a step
+print(look.steps_text(workdir))            a line per step
 print(look.arrays_text(workdir, step))     a line an array of one
 """
 
 import dataclasses
 import datetime
-import json
 import math
 import re
 import statistics
@@ -18,7 +17,7 @@ import numpy as np
 
 from zaya_jax.checkpoint import keep, layout, store, writing
 from zaya_jax.checkpoint.times import STAGES, Event, read
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.config import StorageError, UserError, files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,16 +47,16 @@ def see(workdir: str | Path, step: int) -> Seen:
     """Looks at one step; StorageError where its small files are damaged."""
     folder = store.step_folder(workdir, step)
     try:
-        files, saved = writing.read_seal(folder).files, (folder / layout.MARKER).stat().st_mtime
-        meta = json.loads((folder / layout.META).read_text(encoding="utf-8"))
+        sums, saved = writing.read_seal(folder).files, (folder / layout.MARKER).stat().st_mtime
+        meta = files.read_json(folder / layout.META)
         chunks: dict[str, int] = defaultdict(int)
-        for name in files:
+        for name in sums:
             parts = name.split("/")
             if parts[0] == layout.STATE and parts[-1].split(".")[0] == "c":
                 chunks[parts[1]] += 1
         arrays = []
-        for name in sorted(n.split("/")[1] for n in files if n.endswith("/zarr.json")):
-            about = json.loads((folder / layout.STATE / name / "zarr.json").read_text(encoding="utf-8"))
+        for name in sorted(n.split("/")[1] for n in sums if n.endswith("/zarr.json")):
+            about = files.read_json(folder / layout.STATE / name / "zarr.json")
             shape, chunk = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
             itemsize = np.dtype(about["data_type"]).itemsize
             arrays.append(
@@ -75,7 +74,7 @@ def see(workdir: str | Path, step: int) -> Seen:
             f"{folder} cannot be looked at: {writing.reason(error)}; "
             f"`python -m experiments.checkpoint verify --workdir={workdir} --step={step}` says what is damaged"
         ) from None
-    return Seen(step, meta, files, arrays, saved)
+    return Seen(step, meta, sums, arrays, saved)
 
 
 def see_all(workdir: str | Path) -> list[Seen]:

@@ -1,7 +1,7 @@
 """Part of a checkpoint for another model or program: parameters alone, some arrays, another type, a smaller model's.
 
     params = partial.read(folder, "params.*", dtype="bfloat16")["params"]        NumPy arrays, as a tree
-    logical = partial.begin_from("runs/small@300", fresh, grow=True, say=print)  a run's first state
+    copy = partial.Beginning("runs/small@300", held, grow=True).of(fresh, say=print)     of a run's first state
 
 A grown model takes what fits: layers and experts that the smaller one has, in their places; the skip class stays last.
 What it does not take keeps its fresh values and is named.
@@ -17,9 +17,10 @@ import jax
 import numpy as np
 
 from zaya_jax.checkpoint import layout
+from zaya_jax.checkpoint.held import Holding, Part
 from zaya_jax.checkpoint.rewrite import Source
+from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError
-from zaya_jax.parallel import multihost
 
 SKIP_LAST = (
     "params.layers.router.out.kernel",
@@ -53,43 +54,61 @@ def read(
     return layout.nested(found)
 
 
-def begin_from(place: str, fresh: dict[str, Any], grow: bool, say: Callable[[str], None]) -> dict[str, Any]:
-    """A run's logical state with the parameters and balancing biases of a checkpoint.
+class Beginning:
+    """A checkpoint whose parameters and balancing biases a run begins with, found and checked before any is read.
 
-    `place` is WORKDIR, WORKDIR@STEP, a folder or a URL. UserError where they do not fit, unless `grow` is set.
+    `place` is WORKDIR, WORKDIR@STEP, a folder or a URL, `held` says what the run has and where. UserError where they
+    do not fit, unless `grow` is set; StorageError where it is damaged.
     """
-    try:
-        source = _source(place, None)
-    except UserError:
-        raise UserError(
-            f"config.run.init_from={place} holds no checkpoint; give another run's folder, FOLDER@STEP with a step "
-            "that it has, or exported parameters"
-        ) from None
-    theirs = {array.name: array for array in source.arrays()}
-    ours = {n: x for n, x in layout.flat(fresh).items() if n.startswith("params.") or n == "balance.bias"}
-    plans = {name: _segments(name, theirs[name].shape, x.shape) for name, x in ours.items() if name in theirs}
-    whole = [name for name, x in ours.items() if name in theirs and theirs[name].shape == tuple(x.shape)]
-    if not grow and len(whole) < len(ours):
-        name = next(name for name in ours if name not in whole)
-        has = f"has {theirs[name].shape}" if name in theirs else "has none"
-        raise UserError(
-            f"config.run.init_from={place} does not fit this model: of {name} it {has}, the model needs "
-            f"{tuple(ours[name].shape)} ({len(ours) - len(whole)} such arrays); give a checkpoint of the same shapes, "
-            "or let a larger model take what fits with --config.run.init_grow=True"
+
+    def __init__(self, place: str, held: Holding, grow: bool):
+        try:
+            source = _source(place, None)
+        except UserError:
+            raise UserError(
+                f"config.run.init_from={place} holds no checkpoint; give another run's folder, FOLDER@STEP with a "
+                "step that it has, or exported parameters"
+            ) from None
+        theirs = {array.name: array for array in source.arrays()}
+        ours = {n: x for n, x in held.arrays.items() if n.startswith("params.") or n == "balance.bias"}
+        plans = {
+            name: _segments(name, theirs[name].shape, x.shape) for name, x in ours.items() if name in theirs
+        }
+        whole = [name for name, x in ours.items() if name in theirs and theirs[name].shape == tuple(x.shape)]
+        if not grow and len(whole) < len(ours):
+            name = next(name for name in ours if name not in whole)
+            has = f"has {theirs[name].shape}" if name in theirs else "has none"
+            raise UserError(
+                f"config.run.init_from={place} does not fit this model: of {name} it {has}, the model needs "
+                f"{tuple(ours[name].shape)} ({len(ours) - len(whole)} such arrays); give a checkpoint of the same "
+                "shapes, or let a larger model take what fits with --config.run.init_grow=True"
+            )
+        taken = {name: plan for name, plan in plans.items() if plan is not None}
+        multihost.from_first("init", lambda: source.check(names=[theirs[name].folder for name in taken]))
+        self._source, self._theirs, self._taken, self._held = source, theirs, taken, held
+        self._parts = [name for name in taken if name not in whole]
+        self._left = [name for name in ours if name not in taken]
+
+    def of(self, fresh: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+        """A copy of a fresh state (`train.snapshot`), with what is taken in its place."""
+        state = layout.flat(fresh)
+        for name, plan in self._taken.items():
+            parts = [part for part in self._held.parts if part.name == name]
+            state[name] = _placed(self._source, self._theirs[name], state[name], parts, plan)
+        count = len(self._taken)
+        say(
+            f"begins from {self._source.name}: {count} of {count + len(self._left)} arrays taken, "
+            f"{len(self._parts)} of them in part"
         )
-    taken = {name: plan for name, plan in plans.items() if plan is not None}
-    multihost.from_first("init", lambda: source.check(names=[theirs[name].folder for name in taken]))
-    state = layout.flat(fresh)
-    for name, plan in taken.items():
-        state[name] = _placed(source, theirs[name], state[name], plan)
-    parts = [name for name in taken if name not in whole]
-    left = [name for name in ours if name not in taken]
-    unused = [n for n in theirs if (n.startswith("params.") or n == "balance.bias") and n not in taken]
-    say(f"begins from {source.name}: {len(taken)} of {len(ours)} arrays taken, {len(parts)} of them in part")
-    for what, names in (("taken in part", parts), ("left fresh", left), ("not used", unused)):
-        if names:
-            say(f"  {what}: {', '.join(names)}")
-    return jax.tree.unflatten(jax.tree.structure(fresh), list(state.values()))
+        unused = [
+            n
+            for n in self._theirs
+            if (n.startswith("params.") or n == "balance.bias") and n not in self._taken
+        ]
+        for what, names in (("taken in part", self._parts), ("left fresh", self._left), ("not used", unused)):
+            if names:
+                say(f"  {what}: {', '.join(names)}")
+        return jax.tree.unflatten(jax.tree.structure(fresh), list(state.values()))
 
 
 def _source(place: str, step: int | None) -> Source:
@@ -118,21 +137,30 @@ def _segments(name: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> list
     return dims
 
 
-def _placed(source: Source, array: layout.Array, fresh: jax.Array, dims: list[list[Segment]]) -> jax.Array:
+def _placed(
+    source: Source, array: layout.Array, fresh: jax.Array, parts: list[Part], dims: list[list[Segment]]
+) -> jax.Array:
     """`fresh` with the stretches of a stored array in it; each device's part is read for it alone."""
-    parts = []
+    filled = []
     for shard in fresh.addressable_shards:
-        out = np.array(shard.data)
-        begins = [s.start or 0 for s in shard.index]
-        for pieces in itertools.product(*dims):
-            box, here = [], []
-            for (source_at, target), begin, size in zip(pieces, begins, out.shape, strict=True):
-                low, high = max(target.start, begin), min(target.stop, begin + size)
-                box.append(slice(low - target.start + source_at.start, high - target.start + source_at.start))
-                here.append(slice(low - begin, high - begin))
-            if all(s.stop > s.start for s in box):
-                part = np.empty([s.stop - s.start for s in box], out.dtype)
-                source.read(array, tuple(box), part)
-                out[tuple(here)] = part
-        parts.append(jax.device_put(out, shard.device))
-    return jax.make_array_from_single_device_arrays(fresh.shape, fresh.sharding, parts)
+        own = np.array(shard.data)
+        for part in parts:
+            if part.device == shard.device:
+                _fill(source, array, part, part.of(own), dims)
+        filled.append(jax.device_put(own, shard.device))
+    return jax.make_array_from_single_device_arrays(fresh.shape, fresh.sharding, filled)
+
+
+def _fill(
+    source: Source, array: layout.Array, part: Part, out: np.ndarray, dims: list[list[Segment]]
+) -> None:
+    for pieces in itertools.product(*dims):
+        inside = layout.overlap(tuple(target for _, target in pieces), part.box)
+        if layout.volume(inside):
+            box = tuple(
+                slice(s.start - target.start + theirs.start, s.stop - target.start + theirs.start)
+                for s, (theirs, target) in zip(inside, pieces, strict=True)
+            )
+            found = np.empty(layout.sizes(inside), out.dtype)
+            source.read(array, box, found)
+            out[layout.within(inside, part.box)] = found

@@ -21,15 +21,17 @@ import fsspec
 
 from zaya_jax.checkpoint import audit, seal, writing
 from zaya_jax.checkpoint.audit import Damage, Progress
-from zaya_jax.checkpoint.layout import MARKER
+from zaya_jax.checkpoint.layout import MARKER, META, STATE
 from zaya_jax.checkpoint.seal import Seal, Sums
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.config import StorageError, UserError, files
 
 IN_FLIGHT = 8  # files at once, each of at most layout.CHUNK_BYTES
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 # What trying again does not mend.
-FINAL = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+ODD = (FileNotFoundError, NotADirectoryError, IsADirectoryError, files.Irregular)
+FINAL = (*ODD, PermissionError)
+OURS = (MARKER, "_CHECKPOINT", f"{META.split('/')[0]}/", f"{STATE}/")  # how a checkpoint's files begin
 
 T = TypeVar("T")
 
@@ -40,13 +42,15 @@ class Vault:
     def __init__(self, url: str, endpoint: str | None = None, megabytes_per_second: float = 0.0):
         """`megabytes_per_second` bounds what this process writes; 0: as fast as it goes."""
         self.url = url.rstrip("/")
+        if "::" in self.url:
+            raise UserError(f"{self.url} is a chain of file systems; give the address itself, without ::")
         protocol = self.url.split("://", 1)[0] if "://" in self.url else "file"
         options: dict[str, Any] = {}
         if protocol in ("s3", "s3a"):
             options = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}}
             if endpoint:
                 options["endpoint_url"] = endpoint
-        if protocol != "file":
+        if protocol not in ("file", "local"):
             options["use_listings_cache"] = False  # others write there too
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
@@ -61,12 +65,37 @@ class Vault:
             raise StorageError(
                 f"{self.url} cannot be reached ({error}); see that it can, or give another"
             ) from None
-        self._local = protocol == "file"
+        self._local = protocol in ("file", "local")
         self._rate, self._lock, self._free_at = megabytes_per_second * 1e6, threading.Lock(), 0.0
+
+    @property
+    def folder(self) -> Path | None:
+        """Where it lies, if that is a folder of this machine."""
+        return Path(self._root) if self._local else None
 
     def steps(self) -> list[int]:
         """The whole checkpoints, oldest first."""
         return sorted(self._numbered(marked=True))
+
+    def has(self, step: int) -> bool:
+        """Whether it has this one."""
+        return self._attempt("look at", f"{step}/{MARKER}", self._exists, f"{step}/{MARKER}")
+
+    def owner(self) -> str:
+        """The name of the run whose copies these are, which it leaves with its first one; "" before."""
+        if not self._attempt("look at", seal.RUN, self._exists, seal.RUN):
+            return ""
+        return self._get(seal.RUN).decode("utf-8", errors="replace").strip()
+
+    def claim(self, run: str) -> None:
+        """Makes the place a run's before its first copy; StorageError where another has done so meanwhile."""
+        owner = self.owner()
+        if owner and run and owner != run:
+            raise StorageError(
+                f"{self.url} is run {owner}'s by now, this is run {run}; give each run a place of its own"
+            )
+        if not owner and run:
+            self._put(seal.RUN, run.encode())
 
     def manifest(self, step: int) -> Seal:
         """A whole checkpoint's files with sizes and checksums, and whose they are."""
@@ -81,12 +110,11 @@ class Vault:
 
     def upload(self, folder: Path, step: int, names: Sequence[str]) -> None:
         """Copies files of a local checkpoint; any process may give any of them."""
-
-        files = writing.read_seal(folder).files
+        sums = audit.own_seal(folder, step).files
 
         def one(name: str) -> None:
-            content = (folder / name).read_bytes()
-            what = wrong_with(content, files[name])
+            content = files.read(folder / name)
+            what = wrong_with(content, sums[name])
             if what:
                 raise StorageError(f"{folder / name} is {what}")
             self._throttle(len(content))
@@ -94,64 +122,81 @@ class Vault:
 
         _each(one, names)
 
-    def same(self, folder: Path, step: int) -> bool:
-        """Whether a whole step is a copy of this folder's, by their lists; True where the folder's is damaged."""
+    def lacks(self, step: int, whole: Seal) -> list[str] | None:
+        """Files that a step needs to be a copy of `whole`: those that are missing or of another size, and such as are
+        too many; None, all of them, where it is no copy of it.
+
+        What they hold is not read: `verify` does that.
+        """
         try:
-            here = writing.read_seal(folder)
-        except (OSError, ValueError):
-            return True
-        try:
-            return self.manifest(step).files == here.files
+            found = self.manifest(step)
         except StorageError as error:
-            if isinstance(error.__cause__, Exception) and not isinstance(error.__cause__, FileNotFoundError):
+            if unreachable(error):
                 raise
-            return False
+            return None
+        return None if found.files != whole.files else self._wrong_sizes(step, whole.files)
+
+    def _wrong_sizes(self, step: int, sums: Sums) -> list[str]:
+        there = self._sizes(step)
+        wrong = [name for name, entry in sums.items() if there.pop(name, None) != entry[0]]
+        return wrong + sorted(there.keys() - {MARKER})
 
     def reopen(self, step: int) -> None:
         """Makes a step that is to be written again no whole one."""
         self._attempt("delete", f"{step}/{MARKER}", self._delete, f"{step}/{MARKER}")
 
     def complete(self, folder: Path, step: int) -> None:
-        """Makes an uploaded step whole, if all its files are there."""
-        files = writing.read_seal(folder).files
-        there = self._sizes(step)
-        wrong = [name for name, entry in files.items() if there.get(name) != entry[0]]
-        if wrong:
+        """Makes an uploaded step whole, if all its files are there; what an earlier upload has left there goes."""
+        whole = audit.own_seal(folder, step)
+        wrong = self._wrong_sizes(step, whole.files)
+        lacking = [name for name in wrong if name in whole.files]
+        if lacking:
             raise StorageError(
-                f"{self.url}/{step} lacks {len(wrong)} of {len(files)} files, such as {wrong[0]}; upload them first"
+                f"{self.url}/{step} lacks {len(lacking)} of {len(whole.files)} files, such as {lacking[0]}; "
+                "upload them first"
             )
-        self._put(f"{step}/{MARKER}", (folder / MARKER).read_bytes())
+        _each(lambda name: self._attempt("delete", name, self._delete, f"{step}/{name}"), wrong)
+        self._put(f"{step}/{MARKER}", files.read(folder / MARKER))
 
     def download(self, step: int, folder: Path, names: Iterable[str] | None = None) -> None:
         """Fetches a step's files (but the marker), or those named, below a folder; StorageError if one is damaged."""
-        files = self.manifest(step).files
+        sums = self.manifest(step).files
 
         def one(name: str) -> None:
             content = self._get(f"{step}/{name}")
-            what = wrong_with(content, files[name])
+            what = wrong_with(content, sums[name])
             if what:
                 raise StorageError(f"{self.url}/{step}/{Damage(name, what)}")
             writing.write_files(folder, {name: content})
 
-        _each(one, list(files if names is None else names))
+        _each(one, list(sums if names is None else names))
 
     def verify(
-        self, step: int, progress: Progress | None = None, some: Sums | None = None
+        self, step: int, progress: Progress | None = None, some: Sums | None = None, run: str | None = None
     ) -> list[Damage] | None:
-        """What is wrong with a step's files, or with some of them; None where it has gone meanwhile."""
+        """What is wrong with a step's files, or with some of them, or that it is not of `run`.
+
+        None where it has gone meanwhile.
+        """
+        what = None
         try:
-            files = self.manifest(step).files if some is None else some
-            extra = [] if some is not None else sorted(self._sizes(step).keys() - files.keys() - {MARKER})
+            if some is None:
+                found = self.manifest(step)
+                sums, what = found.files, found.differs(step, run)
+                extra = sorted(self._sizes(step).keys() - sums.keys() - {MARKER})
+            else:
+                sums, extra = some, []
         except StorageError as error:
             return [Damage(MARKER, str(error))] if step in self.steps() else None
 
         def one(name: str) -> str | None:
             try:
-                return wrong_with(self._get(f"{step}/{name}"), files[name])
+                return wrong_with(self._get(f"{step}/{name}"), sums[name])
             except StorageError as error:
                 return "missing" if isinstance(error.__cause__, FileNotFoundError) else str(error)
 
-        damages = audit.check(files, one, progress)
+        damages = [Damage(MARKER, what)] if what else []
+        damages += audit.check(sums, one, progress)
         damages += [Damage(name, "not part of the checkpoint") for name in extra]
         return damages if not damages or step in self.steps() else None
 
@@ -189,6 +234,13 @@ class Vault:
         """Deletes what uploads that never ended have left, and says of which steps."""
         left = self.unfinished()
         for step in left:
+            for name in self._sizes(step):
+                if not name.startswith(OURS) and not name.endswith(".part"):
+                    raise UserError(
+                        f"{self.url}/{step} holds {name}, which is no checkpoint's, so it is not deleted as an upload "
+                        "that was cut short; move it away, or give another place"
+                    )
+        for step in left:
             self.remove(step)
         return left
 
@@ -202,15 +254,15 @@ class Vault:
 
         found = self._attempt("list", "", names)
         steps = writing.steps_of(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
-        return [s for s in steps if not marked or self._attempt("look at", f"{s}/{MARKER}", self._exists, s)]
+        return [s for s in steps if not marked or self.has(s)]
 
     def _must_exist(self) -> None:
         """An empty place is fine; a bucket that is not there is an error."""
         if not self._local and "/" in self._root:
             self._files.ls(self._root.split("/", 1)[0], detail=False)
 
-    def _exists(self, step: int) -> bool:
-        return self._files.exists(f"{self._root}/{step}/{MARKER}")
+    def _exists(self, name: str) -> bool:
+        return self._files.exists(f"{self._root}/{name}")
 
     def _sizes(self, step: int) -> dict[str, int]:
         prefix = f"{self._root}/{step}"
@@ -222,7 +274,9 @@ class Vault:
         return self._attempt("list", str(step), find)
 
     def _get(self, name: str) -> bytes:
-        return self._attempt("read", name, self._files.cat_file, f"{self._root}/{name}")
+        return self._attempt(
+            "read", name, files.read if self._local else self._files.cat_file, f"{self._root}/{name}"
+        )
 
     def _put(self, name: str, content: bytes) -> None:
         self._attempt("write", name, self._write, name, content)
@@ -271,6 +325,11 @@ def vault_at(place: str | Path) -> Vault | None:
     if "://" in str(place) or (writing.steps_in(folder) and not (folder / "checkpoints").is_dir()):
         return Vault(str(place))
     return None
+
+
+def unreachable(error: StorageError) -> bool:
+    """Whether it says that a place did not answer; otherwise it tells of what lies there."""
+    return error.__cause__ is not None and not isinstance(error.__cause__, ODD)
 
 
 def wrong_with(content: bytes, entry: list[int]) -> str | None:

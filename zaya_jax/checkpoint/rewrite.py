@@ -8,7 +8,6 @@ mapped, not read. Sources are checked whole before anything is written.
 """
 
 import contextlib
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.checkpoint import audit, layout, lock, store, writing
-from zaya_jax.checkpoint.exchange import DTYPES, new_folder, whole_or_nothing
+from zaya_jax.checkpoint import audit, layout, lock, owner, places, store, writing
+from zaya_jax.checkpoint.layout import DTYPES, IMPORTED
+from zaya_jax.checkpoint.places import new_folder, whole_or_nothing
 from zaya_jax.checkpoint.remote import Vault, vault_at
 from zaya_jax.checkpoint.seal import TAIL, Seal, Sums, crc32c, entry_of
-from zaya_jax.config import StorageError, UserError
-from zaya_jax.train.workdir import IMPORTED
+from zaya_jax.config import StorageError, UserError, files, shown
+from zaya_jax.config.fields import parse_json
 
 Progress = Callable[[int, int], None]
 Put = Callable[[str, bytes | memoryview], None]
 SLAB = 4 << 20
 MOST_MB = 1e6
+NAMELESS = "without a name"  # of checkpoints from before runs had one
 # What a workdir has beside its checkpoints that a run needs to go on.
-BESIDE = ("config.json", "environment.json", IMPORTED, "tokenizer")
+BESIDE = ("config.json", "environment.json", "lineage.json", IMPORTED, "tokenizer")
 
 
 class Source:
@@ -42,35 +43,59 @@ class Source:
             steps = vault.steps()
             if not steps or step not in (None, *steps):
                 raise UserError(
-                    f"--from={place} has no checkpoint{f' of step {step}' if step is not None else ''}"
+                    f"--from={place} has no checkpoint{f' of step {shown(step)}' if step is not None else ''}"
                 )
             self.step = max(steps) if step is None else step
             self._vault: Vault | None = vault
-            found = vault.manifest(self.step)
         else:
             self.workdir, self._vault = Path(place).absolute(), None
             if (
                 self.workdir / layout.MARKER
             ).is_file():  # one checkpoint's own folder, or exported parameters
-                self._folder, self.workdir = self.workdir, None
+                self._folder, self.workdir, self.step = self.workdir, None, 0  # it says itself which
             else:
-                self._folder = store.step_folder(place, store.latest_step(place, step))
-            try:
-                found = writing.read_seal(self._folder)
-                self.step = int(self.json(layout.META)["step"])
-            except (OSError, ValueError, KeyError, TypeError) as error:
-                raise StorageError(f"{self._folder} is damaged: {writing.reason(error)}") from None
-            is_run_s = self._folder.parent.name == "checkpoints"  # else it may have any name
-            for damage in audit.identity(self._folder, found) if is_run_s else ():
-                raise StorageError(f"{self._folder} is damaged: {damage}")
-        self.files, self.run = found.files, found.run
-        self.name = f"step {self.step} of {place}"
+                self.step = store.latest_step(place, step)
+                self._folder = store.step_folder(place, self.step)
+        self._place = place
         self._kept: tuple[str, np.ndarray] | None = None
+        with self.unless_deleted():
+            found = self._vault.manifest(self.step) if self._vault else self._found()
+            self.files, self.run = found.files, found.run
+            with contextlib.suppress(
+                ValueError, AttributeError
+            ):  # of an older version the small file tells it
+                self.run = self.run or self.json(layout.META).get("run")
+        self.name = f"step {self.step} of {place}"
+
+    def _found(self) -> Seal:
+        """The list of a folder, which has to be the step's that it is called."""
+        try:
+            found = writing.read_seal(self._folder)
+            self.step = int(self.json(layout.META)["step"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{self._folder} is damaged: {writing.reason(error)}") from None
+        is_run_s = self._folder.parent.name == "checkpoints"  # else it may have any name
+        for damage in audit.identity(self._folder, found) if is_run_s else ():
+            raise StorageError(f"{self._folder} is damaged: {damage}")
+        return found
+
+    def unless_deleted(self) -> contextlib.AbstractContextManager[None]:
+        """For all that reads it: UserError where its run has deleted it meanwhile."""
+        if self._vault:
+            return writing.unless_deleted(self._place, self.step, self._vault.steps)
+        if self.workdir:
+            return store.unless_deleted(self._place, self.step)
+        return contextlib.nullcontext()
 
     def check(self, progress: Progress | None = None, names: Sequence[str] = ("",)) -> None:
         """StorageError if files that begin with one of these names, or by which they are found, are damaged."""
         wanted = (*names, layout.META, "_CHECKPOINT", f"{layout.STATE}/_METADATA")
-        files = {name: sums for name, sums in self.files.items() if name.startswith(wanted)}
+        self.check_files(
+            {name: sums for name, sums in self.files.items() if name.startswith(wanted)}, progress
+        )
+
+    def check_files(self, files: Sums, progress: Progress | None = None) -> None:
+        """StorageError if one of these is damaged."""
         if self._vault:
             damages = self._vault.verify(self.step, progress, files) or []
         else:
@@ -81,15 +106,17 @@ class Source:
 
     def json(self, name: str) -> dict[str, Any]:
         """A small file."""
-        return json.loads(
-            self._vault.get(self.step, name) if self._vault else (self._folder / name).read_bytes()
+        return parse_json(
+            self._vault.get(self.step, name) if self._vault else files.read(self._folder / name)
         )
 
     def arrays(self) -> list[layout.Array]:
-        """All arrays."""
+        """All arrays; StorageError if what describes them is damaged."""
+        described = sorted(name for name in self.files if name.endswith("/zarr.json"))
+        self.check(names=described)
         found = []
-        for name in sorted(n.split("/")[1] for n in self.files if n.endswith("/zarr.json")):
-            about = self.json(f"{layout.STATE}/{name}/zarr.json")
+        for file in described:
+            name, about = file.split("/")[1], self.json(file)
             chunk = tuple(about["chunk_grid"]["configuration"]["chunk_shape"])
             found.append(layout.Array(name, tuple(about["shape"]), about["data_type"], chunk))
         return found
@@ -148,7 +175,7 @@ def reshard(
     if not 0 < chunk_mb <= MOST_MB:
         raise UserError(f"--chunk-mb={chunk_mb:g} must be above 0 and at most {MOST_MB:g}")
     found = Source(source, step)
-    with _sink(found, target) as (put, finish):
+    with found.unless_deleted(), _sink(found, target) as (put, finish):
         found.check()
         arrays = [_resized(array, array.dtype, chunk_mb) for array in found.arrays()]
         finish(_write(found, arrays, found.json(layout.META), put, progress))
@@ -165,7 +192,12 @@ def export_params(
     """Writes the parameters, in float32 or another type, and the balancing biases (always float32)."""
     if dtype not in (None, *DTYPES):
         raise UserError(f"--dtype={dtype} is not one of {', '.join(DTYPES)}")
-    found, target = Source(workdir, step), new_folder(out, "--out")
+    found = Source(workdir, step)
+    with found.unless_deleted():
+        return _export_params(found, new_folder(out, "--out"), dtype, progress)
+
+
+def _export_params(found: Source, target: Path, dtype: str | None, progress: Progress | None) -> Path:
     arrays = [
         _resized(array, dtype if dtype and array.name.startswith("params.") else array.dtype)
         for array in found.arrays()
@@ -218,38 +250,36 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[S
     step = source.step
     if "://" in str(target):
         vault = Vault(str(target))
+        if vault.folder:
+            places.require_outside(vault.folder, f"--to={target}")
         if step in vault.steps():
             raise UserError(
                 f"--to={target} has a checkpoint of step {step} already; give another place or --step"
             )
-        yield (
-            lambda name, content: vault.put(step, name, content),
-            lambda sums: vault.put(step, layout.MARKER, Seal(sums, step, source.run).content()),
-        )
+        owner.require_one(vault, source.run or NAMELESS, source.name, f"--to={target}")
+
+        def end(sums: Sums) -> None:
+            vault.claim(source.run or "")
+            vault.put(step, layout.MARKER, Seal(sums, step, source.run).content())
+
+        yield lambda name, content: vault.put(step, name, content), end
         return
     workdir = Path(target).absolute()
     root = workdir / "checkpoints"
-    if step in writing.steps_in(root):
-        raise UserError(
-            f"--to={target} has a checkpoint of step {step} already; give another folder or --step"
-        )
-    beside = ("checkpoints", lock.NAME)
-    others = [p.name for p in workdir.iterdir() if p.name not in beside] if workdir.exists() else []
-    if others and not (workdir / "config.json").exists():
-        raise UserError(f"--to={target} is not empty and no run's folder; give a new one")
-    new, folder = not workdir.exists(), root / f"{writing.SAVING}{step}"
+    writing.require_writable(workdir, f"--to={target}")
+    places.require_outside(workdir, f"--to={target}")
+    _require_same_run(workdir, source, f"--to={target}")
+    folder = root / f"{writing.SAVING}{step}"
     made = [path for path in (root, *root.parents) if not path.exists()]
     locked = (workdir / lock.NAME).exists()
-    writing.require_writable(workdir, f"--to={target}")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         lock.take(workdir)
-        shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left
-        folder.mkdir(parents=True)
     except OSError as error:
         raise UserError(
             f"--to={target} cannot be written ({error.strerror}); give a folder that can"
         ) from None
+    before = {path.name for path in workdir.iterdir()} - (set() if locked else {lock.NAME})
 
     def finish(sums: Sums) -> None:
         if source.workdir and not (workdir / "config.json").exists():
@@ -263,15 +293,51 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[S
         writing.commit(folder, root / str(step), Seal(sums, step, run))
 
     try:
+        _require_same_run(
+            workdir, source, f"--to={target}"
+        )  # what was there before it had the lock does not count
+        try:
+            shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left
+            folder.mkdir(parents=True)
+        except OSError as error:
+            raise UserError(
+                f"--to={target} cannot be written ({error.strerror}); give a folder that can"
+            ) from None
         yield lambda name, content: _put_file(folder, name, content), finish
     except BaseException:
-        shutil.rmtree(workdir if new else folder, ignore_errors=True)
-        if not locked:
-            (workdir / lock.NAME).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        if "config.json" not in before and "checkpoints" not in before:
+            for name in {*BESIDE, "checkpoints", lock.NAME} - before:
+                path = workdir / name
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         writing.remove_empty(made)
         raise
     finally:
         lock.release(workdir)
+
+
+def _require_same_run(workdir: Path, source: Source, option: str) -> None:
+    """UserError for a folder that is neither new nor of the run whose step is to go there."""
+    root = workdir / "checkpoints"
+    there = {path.name for path in workdir.iterdir()} - {lock.NAME} if workdir.exists() else set()
+    if not there:
+        return
+    if not there & {"config.json", "checkpoints"}:
+        raise UserError(f"{option} is not empty and no run's folder; give a new one")
+    if source.step in writing.numbered(root):
+        raise UserError(
+            f"{option} has a checkpoint of step {source.step} already; give another folder or --step"
+        )
+    runs = {writing.run_of(root)}
+    for number in writing.steps_in(root):
+        with contextlib.suppress(OSError, ValueError):
+            runs.add(writing.read_seal(root / str(number)).run or "")
+    if runs - {""} != {source.run or NAMELESS}:
+        names = " and ".join(sorted(runs - {""})) or NAMELESS
+        raise UserError(
+            f"{option} is the folder of run {names}, but {source.name} is of run {source.run or NAMELESS}; "
+            "give a new folder"
+        )
 
 
 def _put_file(folder: Path, name: str, content: bytes | memoryview) -> None:

@@ -7,6 +7,7 @@ it is the raw numbers' that is listed, and the tail must be equal to it. So a ch
 another array's, step's or run's. Format 1 listed the former, and neither step nor run.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -16,7 +17,8 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from zaya_jax.config import StorageError
+from zaya_jax.config import StorageError, files
+from zaya_jax.config.fields import parse_json
 
 FORMAT = 2
 TAIL = 4  # bytes
@@ -54,7 +56,7 @@ class Seal:
 def parse(content: bytes) -> Seal:
     """A seal by its file's content; ValueError where that is not what was written, byte for byte."""
     try:
-        found = json.loads(content)
+        found = parse_json(content)
         number = found.pop("format")
         if number == 1:
             if crc32c(_canonical(found["files"])) != found["crc32c"]:
@@ -87,10 +89,11 @@ def signed(found: dict[str, Any]) -> bytes:
 
 def unsigned(content: bytes) -> dict[str, Any]:
     """What `signed` was given; ValueError where a byte is another."""
-    found = json.loads(content)
-    if not isinstance(found, dict) or found.pop("crc32c", None) is None or signed(found) != content:
-        raise ValueError("changed: it does not have its own checksum")
-    return found
+    found = parse_json(content)
+    with contextlib.suppress(RecursionError):  # text may be read deeper than it can be written
+        if isinstance(found, dict) and found.pop("crc32c", None) is not None and signed(found) == content:
+            return found
+    raise ValueError("changed: it does not have its own checksum")
 
 
 def entry_of(content: Any) -> list[int]:
@@ -115,7 +118,7 @@ def wrong_with(blocks: Iterable[Any], size: int, entry: list[int]) -> str | None
 def check_file(path: Any, entry: list[int]) -> str | None:
     """The same of a file on the disk."""
     try:
-        with path.open("rb", buffering=0) as file:
+        with files.opened(path) as file:
             return wrong_with(_blocks(file), os.fstat(file.fileno()).st_size, entry)
     except FileNotFoundError:
         return "missing"

@@ -6,10 +6,10 @@
     store.save(step, snapshot, meta)                        begins, and returns; the training goes on
     store.save_now(step, snapshot, meta)                    the last one: returns when it is there
 
-The arrays are written by this package in Orbax's layout (`layout`, `writing`) and read by Orbax's v1 API, which this
-module alone knows. A save goes: copy (the caller's snapshot, on the device), serialise and write (each process its own
-pieces, by threads), commit (process 0, when all have told it that theirs are written). What fails is said and counted,
-and the run goes on; nothing is deleted before a newer checkpoint is complete.
+The arrays lie in Orbax's layout (`layout`), written (`writing`) and read (`reading`) by this package, each process the
+parts of its own devices (`held`). A save goes: copy (the caller's snapshot), serialise and write (by threads), commit
+(process 0, when all have told it that theirs are written). What fails is said and counted, and the run goes on; nothing
+is deleted before a newer checkpoint is complete.
 """
 
 import concurrent.futures
@@ -26,13 +26,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.checkpoint import audit, keep, layout, tiers, writing
+from pallas_kernels import chip
+from zaya_jax.checkpoint import audit, keep, layout, lock, reading, tiers, writing
+from zaya_jax.checkpoint import held as held_lib
+from zaya_jax.checkpoint.held import Holding, Plan
 from zaya_jax.checkpoint.seal import Sums
 from zaya_jax.checkpoint.times import TIMES
-from zaya_jax.config import Checkpoint, StorageError, UserError
-from zaya_jax.parallel import multihost
+from zaya_jax.checkpoint.writing import OnHost
+from zaya_jax.cluster import multihost
+from zaya_jax.config import Checkpoint, StorageError, UserError, files, shown
 
 RETRY_SECONDS = 5.0  # between attempts at the last save
 
@@ -47,7 +50,7 @@ class Store:
         say: Callable[[str], None] = print,
         accept: Callable[[dict[str, Any]], object] | None = None,
     ):
-        """`accept` raises UserError for the meta of another run, which a new workdir shall not take for its own."""
+        """`accept` raises UserError for the meta of another run, which a new workdir must not take for its own."""
         self.root = Path(workdir).absolute() / "checkpoints"
         self.settings, self._say = settings or Checkpoint(), say
         self.tiers = tiers.Tiers(self.root, self.settings, say, self._record, self._delete_old, accept)
@@ -57,7 +60,7 @@ class Store:
         self._spare: dict[str, Any] | None = None
         self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
         self._verify_seconds, self._asked = 0.0, 0.0
-        self._plan: tuple[Any, layout.Plan] | None = None
+        self._plan: tuple[Holding, Plan] | None = None
 
     ####################################################################################################################
     # Saving
@@ -87,28 +90,37 @@ class Store:
         self._stop_after_too_many()
         return not late
 
-    def save(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
-        """Begins to write a checkpoint of arrays that nobody else will change; call `free` before."""
+    def save(
+        self, step: int, state: dict[str, Any] | OnHost, meta: dict[str, Any], held: Holding | None = None
+    ) -> None:
+        """Begins to write a checkpoint of arrays that nobody else will change; call `free` before.
+
+        `held` says where they lie, if they are not the checkpoint's own. Copies on the host need it.
+        """
         self._collect(None)
-        state = jax.tree.map(jnp.asarray, state)
-        plan = self._plan_of(state)
+        if held is None:
+            state = jax.tree.map(jnp.asarray, state)
+            held = held_lib.of_tree(state)
+        plan = self._plan_of(held)
         meta = {
             **meta,
-            "layout": layout.describe(state),
+            "layout": held.describe(),
             "processes": jax.process_count(),
             "run": self.tiers.run(),
         }
-        held = time.perf_counter() - self._asked if self._asked else 0.0
+        waited = time.perf_counter() - self._asked if self._asked else 0.0
         self._asked = 0.0
-        self._pending = self._thread.submit(self._save, step, state, plan, meta, time.time(), held)
+        self._pending = self._thread.submit(self._save, step, state, plan, meta, time.time(), waited)
 
-    def save_now(self, step: int, state: dict[str, Any], meta: dict[str, Any]) -> None:
+    def save_now(
+        self, step: int, state: dict[str, Any] | OnHost, meta: dict[str, Any], held: Holding | None = None
+    ) -> None:
         """Writes the last checkpoint, with several attempts; StorageError if none succeeds."""
         self._see_through()
         for attempt in range(self.settings.max_failures):
             if attempt:
                 time.sleep(RETRY_SECONDS)
-            self.save(step, state, meta)
+            self.save(step, state, meta, held)
             self._see_through()
             if not self._failures:
                 return
@@ -172,40 +184,41 @@ class Store:
             else "No checkpoint is complete yet"
         )
 
-    def _plan_of(self, state: dict[str, Any]) -> layout.Plan:
-        key = [(name, x.shape, x.dtype, x.sharding) for name, x in layout.flat(state).items()]
-        if self._plan is None or self._plan[0] != key:
-            self._plan = key, layout.make_plan(state)
+    def _plan_of(self, held: Holding) -> Plan:
+        if self._plan is None or self._plan[0] != held:
+            self._plan = held, held.plan()
         return self._plan[1]
 
     def _save(
         self,
         step: int,
-        state: dict[str, Any],
-        plan: layout.Plan,
+        state: dict[str, Any] | OnHost,
+        plan: Plan,
         meta: dict[str, Any],
         begun: float,
-        held: float,
+        waited: float,
     ) -> str | None:
         """What went wrong, if anything; runs in a thread, in all processes together.
 
-        `held`: seconds from asking whether a save can begin until the training went on.
+        `waited`: seconds from asking whether a save can begin until the training went on.
         """
         me, times = jax.process_index(), writing.Times()
         sums, error = Sums(), None
         folder = self.tiers.staging(step)
         try:
             with times.stage("copy"):
-                jax.block_until_ready(state)
+                jax.block_until_ready(state)  # what is on the host already is
             folder.mkdir(parents=True, exist_ok=True)
-            sums = writing.write_pieces(folder, plan.pieces.get(me, []), layout.flat(state), times)
+            sums = writing.write_parts(folder, plan, plan.parts.get(me, []), writing.copies_of(state), times)
             if me == 0:
-                sums |= writing.write_files(folder, layout.frame(plan.arrays, meta))
+                sums |= writing.write_files(folder, layout.frame(tuple(plan.arrays.values()), meta))
             self.tiers.written(step, sums)
         except Exception as failure:
             error = writing.reason(failure)
-        # On a GPU the next snapshot takes memory anew: this one and its copy on the host are not worth keeping.
-        self._spare = state if jax.default_backend() == "cpu" else None
+        # On a GPU the next snapshot takes memory anew: this one is not worth keeping.
+        on_devices = None if isinstance(state, OnHost) else state
+        self._spare = on_devices if chip.holding(on_devices).is_host else None
+        del on_devices
         del state
         clock = time.perf_counter()
         parts = multihost.to_first("save", [error, sums, times.seconds(), plan.bytes.get(me, 0)])
@@ -224,7 +237,7 @@ class Store:
                 [{**part[2], "commit": stages["commit"]} for part in parts],
                 [p[3] for p in parts],
             )
-        self._seconds = {"held": held, **stages}
+        self._seconds = {"held": waited, **stages}
         self.tiers.pass_on(step)
         return None
 
@@ -233,12 +246,13 @@ class Store:
         errors = {i: part[0] for i, part in enumerate(parts) if part[0]}
         if not errors:
             try:
+                lock.keep(self.root.parent)
                 self.tiers.commit(
                     step, folder, {name: entry for part in parts for name, entry in part[1].items()}
                 )
                 self._delete_old()
                 return None
-            except OSError as failure:
+            except (OSError, UserError) as failure:
                 errors[0] = writing.reason(failure)
         shutil.rmtree(folder, ignore_errors=True)
         who, error = next(iter(errors.items()))
@@ -255,7 +269,7 @@ class Store:
         saved = []
         for step in writing.steps_in(self.root):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                meta = json.loads((self.root / str(step) / layout.META).read_text(encoding="utf-8"))
+                meta = files.read_json(self.root / str(step) / layout.META)
                 saved.append(keep.Saved.of(meta | {"step": step}))
         return saved
 
@@ -271,7 +285,7 @@ class Store:
 
     def _record(self, kind: str, step: int, begun: float, stages: list[dict], sizes: list[int]) -> None:
         """A line for each process in the file of times; that it cannot be written stops nothing."""
-        with contextlib.suppress(OSError), self._times.open("a", encoding="utf-8") as file:
+        with contextlib.suppress(OSError), files.appending(self._times) as file:
             for process, (seconds, size) in enumerate(zip(stages, sizes, strict=True)):
                 line = {
                     "kind": kind,
@@ -281,7 +295,7 @@ class Store:
                     "bytes": size,
                     "time": begun,
                 }
-                file.write(json.dumps(line) + "\n")
+                file.write(f"{json.dumps(line)}\n".encode())
 
     ####################################################################################################################
     # Loading
@@ -354,14 +368,19 @@ class Store:
         return multihost.from_first("all damages", lambda: sorted({d for part in told or [] for d in part}))
 
     def restore(
-        self, step: int, abstract_state: dict[str, Any], place: Callable[[Any], Any] | None = None
+        self,
+        step: int,
+        like: dict[str, Any],
+        held: Holding | None = None,
+        place: Callable[[Any], Any] | None = None,
     ) -> tuple[Any, dict[str, Any]]:
-        """(state, meta) of a step, laid out as `abstract_state` (ShapeDtypeStructs with shardings) says.
+        """(state, meta) of a step, laid out as `like` (ShapeDtypeStructs with shardings) says.
 
-        `place` is applied to the state; its time is recorded as a stage of its own.
+        `held` says where the checkpoint's arrays lie there, if it is not they themselves. `place` is applied to the
+        state; its time is recorded as a stage of its own.
         """
         began, clock = time.time(), time.perf_counter()
-        state = jax.block_until_ready(_load(self.root / str(step), abstract_state))
+        state = jax.block_until_ready(_read(self.root / str(step), like, held))
         stages = {"verify": self._verify_seconds, "read": time.perf_counter() - clock}
         size = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
         if place is not None:
@@ -371,31 +390,13 @@ class Store:
             parts = multihost.to_first("loaded", [stages, size])
             if parts is not None:
                 self._record("load", step, began, [part[0] for part in parts], [part[1] for part in parts])
-        return state, json.loads((self.root / str(step) / layout.META).read_text(encoding="utf-8"))
+        return state, files.read_json(self.root / str(step) / layout.META)
 
 
-def _load(folder: Path, abstract_state: dict[str, Any], part: bool = False) -> dict[str, Any]:
-    """Arrays of a checkpoint as an abstract tree says; `part`: the checkpoint may hold others too."""
-    context = _context()
-    context.pytree.loading.partial_load = part
-    wanted = layout.flat(abstract_state)  # without the empty folders of its tree, which are not stored
-    try:
-        with context:
-            found = ocp.load_checkpointables(folder, {"state": layout.nested(wanted)})["state"]
-    except Exception as error:
-        cause = error.__cause__ or error  # Orbax tells it to whoever reads on
-        raise StorageError(f"{folder} cannot be read: {' '.join(str(cause).split())[:600]}") from error
-    found = layout.flat(found)
-    return jax.tree.unflatten(jax.tree.structure(abstract_state), [found[name] for name in wanted])
-
-
-def _context() -> ocp.Context:
-    registry = ocp.handlers.local_registry(include_global_registry=True)
-    # Else a dict of numbers counts as a tree of arrays.
-    registry.add(ocp.handlers.JsonHandler, checkpointable_name="meta")
-    context = ocp.Context()
-    context.checkpointables.registry = registry
-    return context
+def _read(folder: Path, like: dict[str, Any], held: Holding | None = None, all_of_it: bool = True) -> Any:
+    """A tree like `like` from a checkpoint; `all_of_it`: it must hold nothing else."""
+    found = reading.read(folder, held or held_lib.of_tree(like), all_of_it)
+    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in layout.flat(like)])
 
 
 def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
@@ -405,9 +406,15 @@ def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
         raise UserError(f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run")
     if step is not None and step not in steps:
         raise UserError(
-            f"--workdir={workdir} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}"
+            f"--workdir={workdir} has no checkpoint of step {shown(step)}; it has {', '.join(map(str, steps))}"
         )
     return steps[-1] if step is None else step
+
+
+def unless_deleted(workdir: str | os.PathLike, step: int) -> contextlib.AbstractContextManager[None]:
+    """For reading a step whose run may delete it meanwhile: UserError then, whatever that looks like inside."""
+    root = Path(workdir).absolute() / "checkpoints"
+    return writing.unless_deleted(workdir, step, lambda: writing.numbered(root))
 
 
 def step_folder(workdir: str | os.PathLike, step: int) -> Path:
@@ -417,12 +424,12 @@ def step_folder(workdir: str | os.PathLike, step: int) -> Path:
 
 def read_meta(workdir: str | os.PathLike, step: int) -> dict[str, Any]:
     """The JSON part of a checkpoint alone; touches nothing, so a run may be writing there."""
-    return json.loads((step_folder(workdir, step) / layout.META).read_text(encoding="utf-8"))
+    return files.read_json(step_folder(workdir, step) / layout.META)
 
 
 def read_part(workdir: str | os.PathLike, step: int, abstract_part: dict[str, Any]) -> dict[str, Any]:
     """Some arrays of a checkpoint's state, by a part of its tree; touches nothing either."""
-    return _load(step_folder(workdir, step), abstract_part, part=True)
+    return _read(step_folder(workdir, step), abstract_part, all_of_it=False)
 
 
 def abstract_like(tree: Any, sharding: jax.sharding.Sharding) -> Any:

@@ -11,7 +11,6 @@ import concurrent.futures
 import contextlib
 import functools
 import heapq
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -21,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import google_crc32c
 import jax
 
-from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint import audit, layout, places, writing
 from zaya_jax.checkpoint.layout import META
 from zaya_jax.checkpoint.seal import RUN, Seal, Sums, signed, unsigned, wrong_with
-from zaya_jax.config import Checkpoint, StorageError, UserError
-from zaya_jax.parallel import multihost
+from zaya_jax.cluster import multihost
+from zaya_jax.config import Checkpoint, StorageError, files
+from zaya_jax.config.fields import parse_json
 
 if TYPE_CHECKING:
     from zaya_jax.checkpoint import remote
@@ -43,18 +43,21 @@ class Tiers:
     ):  # fmt: skip
         self.root, self._say, self._record, self._delete_old = root, say, record, delete_old
         self._settings, self._accept = settings, accept
-        self._local: Path | None = None
-        if settings.local:
-            # Runs that share a local folder are told apart by where their workdirs are.
-            name = f"{root.parent.name}-{google_crc32c.value(str(root).encode()):08x}"
-            self._local = Path(settings.local).absolute() / name
+        self._local = local_folder(root, settings)
+        if self._local:
             writing.require_writable(self._local, f"config.checkpoint.local={settings.local}")
         self._vault = _vault(settings.durable) if settings.durable else None
+        others = {
+            f"config.checkpoint.local={settings.local}": self._local,
+            f"config.checkpoint.durable={settings.durable}": self._vault.folder if self._vault else None,
+        }
+        places.require_apart([root.parent, root], {name: place for name, place in others.items() if place})
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "tiers")
         # A step, what brings it, and whether it was owed from before.
         self._jobs: list[tuple[int, concurrent.futures.Future, bool]] = []
         self._owed: list[int] = []
         self._deleted: list[int] = []
+        self._failed: dict[int, str] = {}  # steps whose last copy failed, and why
 
     def _mine(self) -> Path:
         assert self._local is not None
@@ -116,6 +119,8 @@ class Tiers:
 
     def make_up(self) -> None:
         """Begins to bring to the durable place what is here and not there: copies that failed or were cut short."""
+        if multihost.is_writer():
+            self._warn_of_strangers()
         self._owed = self._missing()[0]
         self._pay(1)
 
@@ -140,11 +145,19 @@ class Tiers:
             missing, error = self._missing()
         self._thread.shutdown()
         if missing and multihost.is_writer():
-            steps = ", ".join(map(str, missing))
-            self._say(
-                f"error: {self._settings.durable} has no whole copy of step {steps}"
-                f"{f': {error}' if error else ''}; the same command tries again"
-            )
+            # What is damaged here stays damaged, however often it is tried.
+            hopeless = {step: why for step, why in self._failed.items() if why.startswith(f"{self.root}/")}
+            again_later = [step for step in missing if step not in hopeless]
+            if again_later:
+                self._say(
+                    f"error: {self._settings.durable} has no whole copy of step {', '.join(map(str, again_later))}"
+                    f"{f': {error}' if error else ''}; the same command tries again"
+                )
+            for step in sorted(set(missing) & hopeless.keys()):
+                self._say(
+                    f"error: {self._settings.durable} has no whole copy of step {step}, and cannot get one: "
+                    f"{hopeless[step]}; restore {self.root / str(step)}, or move it away"
+                )
         return missing
 
     def _missing(self) -> tuple[list[int], str]:
@@ -157,12 +170,30 @@ class Tiers:
             here = writing.steps_in(self.root)
             try:
                 there = set(vault.steps())
-                return [[s for s in here if s not in there or not vault.same(self.root / str(s), s)], ""]
+                return [[step for step in here if step not in there or not self._copied(vault, step)], ""]
             except StorageError as error:
                 return [here, str(error)]
 
         missing, error = multihost.from_first("missing", look)
         return missing, error
+
+    def _copied(self, vault: "remote.Vault", step: int) -> bool:
+        """Whether a step there is a copy of the one here; or whole by itself, where the one here is another's."""
+        try:
+            whole = audit.own_seal(self.root / str(step), step)
+        except StorageError:
+            with contextlib.suppress(StorageError):
+                return vault.lacks(step, vault.manifest(step)) == []
+            return False
+        return vault.lacks(step, whole) == []
+
+    def _warn_of_strangers(self) -> None:
+        """Says which steps here are damaged in their lists, or another step's or run's: they are never copied."""
+        for step in writing.numbered(self.root):
+            try:
+                audit.own_seal(self.root / str(step), step)
+            except StorageError as error:
+                self._say(f"WARNING: {error}; it is neither read nor copied: move it away, or restore it")
 
     def run(self) -> str:
         """The run's own name, made when it begins."""
@@ -188,7 +219,9 @@ class Tiers:
 
     def _bring_copy(self, step: int) -> None:
         error = self._send(step, time.time())
+        self._failed.pop(step, None)
         if error and error != GONE:
+            self._failed[step] = error
             self._not_copied(step, error)
 
     def _not_copied(self, step: int, error: str) -> None:
@@ -229,24 +262,40 @@ class Tiers:
         assert vault is not None
         folder, size = self.root / str(step), 0
 
-        def begin() -> str | None:
+        def begin() -> list:
+            """What keeps it from being sent, the files to send (None: all), whether a whole copy would go for them."""
             if not folder.exists():
-                return GONE  # the rules have deleted it meanwhile
+                return [GONE, None, False]  # the rules have deleted it meanwhile
             try:
-                vault.reopen(step)
+                whole = audit.own_seal(folder, step)
+                vault.claim(self.run())
+                names = vault.lacks(step, whole)
+                return [None, names, names is None and vault.has(step)]
+            except StorageError as failure:
+                return [writing.reason(failure), None, False]
+
+        error, names, replaces = multihost.from_first("send", begin)
+        if not error and replaces:
+            error = self._damaged_here(folder)  # nothing whole is given up for what is not
+        if error:
+            return error
+
+        def reopen() -> str | None:
+            try:
+                vault.reopen(step)  # no copy any more as soon as the first of its files is written anew
             except StorageError as failure:
                 return writing.reason(failure)
             return None
 
-        # An older copy is none any more as soon as the first of its files is written anew.
-        error = multihost.from_first("send", begin)
+        error = multihost.from_first("reopen", reopen) if replaces else None
         if error:
             return error
         try:
-            files = writing.read_seal(folder).files
-            names = share(files)
-            size = sum(files[name][0] for name in names)
-            vault.upload(folder, step, names)
+            sums = audit.own_seal(folder, step).files
+            wanted = sums if names is None else {name: sums[name] for name in names if name in sums}
+            mine = share(wanted)
+            size = sum(sums[name][0] for name in mine)
+            vault.upload(folder, step, mine)
         except (StorageError, OSError, ValueError) as failure:
             error = writing.reason(failure)
         stages = {"write": time.perf_counter() - clock}
@@ -276,6 +325,21 @@ class Tiers:
 
         return multihost.from_first("sent end", end)
 
+    def _damaged_here(self, folder: Path) -> str | None:
+        """What is wrong with a step's files here, each read by one process."""
+        try:
+            sums = writing.read_seal(folder).files
+            found = [
+                str(damage) for damage in audit.check_here(folder, {name: sums[name] for name in share(sums)})
+            ]
+        except (OSError, ValueError) as failure:
+            found = [f"{layout.MARKER} is {audit.unreadable(failure)}"]
+        told = multihost.to_first("here", found[:1])
+        first = multihost.from_first(
+            "damaged here", lambda: next((part[0] for part in told or [] if part), None)
+        )
+        return f"{folder} is damaged: {first}" if first else None
+
     ####################################################################################################################
     # At the start of a run; in all processes together
     ####################################################################################################################
@@ -289,9 +353,14 @@ class Tiers:
             self._fetch_newest(self._vault)
 
     def _tidy(self) -> int:
-        writing.clear(self.root)
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._name_run()
+        try:
+            writing.clear(self.root)
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._name_run()
+        except OSError as error:
+            raise StorageError(
+                f"{self.root} cannot be used for checkpoints ({writing.reason(error)}); move away what is in its place"
+            ) from None
         return max(writing.steps_in(self.root), default=-1)
 
     def _name_run(self) -> None:
@@ -364,15 +433,19 @@ class Tiers:
             failed.append(step)
 
     def _fetch_newest(self, vault: "remote.Vault") -> None:
-        def look() -> list[int]:
-            steps = vault.steps()
-            if steps:
-                self._must_be_ours(vault, steps[-1])
-            vault.clear()
-            here = max(writing.steps_in(self.root), default=-1)
-            return sorted((step for step in steps if step > here), reverse=True)
+        from zaya_jax.checkpoint import owner  # with `remote`
 
-        for step in multihost.from_first("durable", look):
+        def look() -> list[int]:
+            here = writing.steps_in(self.root)
+            option = f"config.checkpoint.durable={vault.url}"
+            owner.require_one(vault, self.run() if here else owner.UNKNOWN, str(self.root.parent), option)
+            if not here and self._accept:
+                owner.require_accepted(vault, self.root.parent, self._accept)
+            vault.clear()
+            return sorted((step for step in vault.steps() if step > max(here, default=-1)), reverse=True)
+
+        steps, error = multihost.from_first("durable", look), None
+        for step in steps:
             error = self._fetch(vault, step)
             if not error:
                 return
@@ -382,30 +455,9 @@ class Tiers:
                 )
             if multihost.is_writer():
                 self._say(f"WARNING: step {step} could not be fetched: {error}; looking for the one before")
-
-    def _must_be_ours(self, vault: "remote.Vault", step: int) -> None:
-        """UserError where a durable place is another run's, before anything is fetched, copied or deleted.
-
-        A workdir without a checkpoint takes what is there, if it is of its config.
-        """
-        try:
-            found = vault.manifest(step)
-            meta = json.loads(vault.checked(step, META, found))
-            run = found.run or meta.get("run")
-        except (StorageError, ValueError, AttributeError):  # damaged: whoever fetches it says so
-            return
-        what = ""
-        if writing.steps_in(self.root):
-            what = f"that is run {run}, this is run {self.run()}" if run and run != self.run() else ""
-        elif self._accept:
-            try:
-                self._accept(meta)
-            except (UserError, KeyError) as error:
-                what = str(error)
-        if what:
-            raise UserError(
-                f"config.checkpoint.durable={vault.url} holds step {step} of another run than {self.root.parent} "
-                f"({what}); give each run a place of its own"
+        if error and not multihost.from_first("left", lambda: bool(writing.numbered(self.root))):
+            raise StorageError(
+                f"{error}; no copy in {vault.url} is whole: restore one, or give another checkpoint.durable"
             )
 
     def _fetch(self, vault: "remote.Vault", step: int) -> str | None:
@@ -422,13 +474,23 @@ class Tiers:
             if errors:
                 shutil.rmtree(folder, ignore_errors=True)
                 return errors[0]
-            run = json.loads((folder / META).read_text()).get("run")
+            found = vault.manifest(step)
+            run = found.run or files.read_json(folder / META).get("run")
             writing.begin_run(self.root, run or self.run())
-            writing.commit(folder, self.root / str(step), Seal(vault.manifest(step).files, step, run))
+            writing.commit(folder, self.root / str(step), Seal(found.files, step, run))
             self._say(f"step {step} was fetched from {vault.url}")
             return None
 
         return multihost.from_first("fetched end", end)
+
+
+def local_folder(root: Path, settings: Checkpoint) -> Path | None:
+    """Where a run's parts lie in the fast folder; runs that share one are told apart by where their workdirs are."""
+    if not settings.local:
+        return None
+    return (
+        Path(settings.local).absolute() / f"{root.parent.name}-{google_crc32c.value(str(root).encode()):08x}"
+    )
 
 
 def _vault(url: str) -> "remote.Vault":
@@ -438,12 +500,12 @@ def _vault(url: str) -> "remote.Vault":
 
 
 def _read_part(folder: Path) -> dict[str, Any]:
-    content = (folder / PART).read_bytes()
-    return unsigned(content) if b'"crc32c"' in content else json.loads(content)  # an older version's has none
+    content = files.read(folder / PART)
+    return unsigned(content) if b'"crc32c"' in content else parse_json(content)  # an older version's has none
 
 
 def _copy(source: Path, target: Path, name: str, sums: list[int]) -> None:
-    content = (source / name).read_bytes()
+    content = files.read(source / name)
     what = wrong_with([memoryview(content)], len(content), sums)
     if what:
         raise StorageError(f"{source / name} is not what was written there, but {what}")

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
+from zaya_jax.config import files
+
 TIMES = "checkpoint_times.jsonl"
 STAGES = ("copy", "serialise", "write", "commit")  # of a save, in their order
 MOST_PROCESSES = 1 << 20  # a greater number is not a process's
@@ -57,7 +59,7 @@ def read(workdir: Path) -> dict[str, dict[int, Event]]:
     """By kind (save, load, copy) and step the newest event: a resumed run may have saved a step again."""
     found: dict[str, dict[int, Event]] = defaultdict(dict)
     try:
-        with (workdir / TIMES).open("rb") as file:
+        with files.opened(workdir / TIMES, 1 << 20) as file:
             for raw in file:
                 _take(raw, found)
     except OSError:

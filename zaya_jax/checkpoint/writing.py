@@ -6,25 +6,36 @@ Every byte of a checkpoint goes through `write_file`. A folder being written is 
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import os
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from zaya_jax.checkpoint import seal
-from zaya_jax.checkpoint.layout import MARKER, Piece
+from zaya_jax.checkpoint import layout, seal
+from zaya_jax.checkpoint.held import Part, Plan
+from zaya_jax.checkpoint.layout import MARKER
 from zaya_jax.checkpoint.seal import RUN, TAIL, Seal, Sums, crc32c
-from zaya_jax.config import UserError
+from zaya_jax.config import StorageError, UserError, files
 
 THREADS = 4
 SAVING, DELETING, DAMAGED = ".saving-", ".deleting-", ".damaged-"
+
+Copies = Mapping[str, Mapping[jax.Device, jax.Array | np.ndarray]]  # of each array what each device has of it
+
+
+@dataclasses.dataclass(frozen=True)
+class OnHost:
+    """A snapshot that lies on the host, where the devices have no room for it."""
+
+    copies: Copies
 
 
 def write_file(path: Path, buffers: Sequence[Any]) -> None:
@@ -58,35 +69,63 @@ class Times:
         return {name: round(value, 6) for name, value in self._seconds.items()}
 
 
-def write_pieces(
-    folder: Path, pieces: Sequence[Piece], arrays: Mapping[str, jax.Array], times: Times
-) -> Sums:
-    """Writes one process's pieces below a folder; what it does not hold on the host already it fetches piece by piece.
+def write_parts(folder: Path, plan: Plan, parts: Sequence[Part], copies: Copies, times: Times) -> Sums:
+    """Writes one process's parts below a folder; what it does not hold on the host already it fetches one by one.
 
-    Beyond the arrays it needs the memory of one device's part of one array, and of THREADS chunks.
+    Beyond the copies it needs the memory of what one device has of one array, of THREADS chunks, and of those that
+    are put together of several devices' parts: these are at most PART_BYTES each, unless no device has as much.
     """
     sums: Sums = {}
+    begun: dict[
+        str, tuple[np.ndarray, int]
+    ] = {}  # chunks of which parts are still to come, and of how many numbers
+    own: Any = None
+    last = None
     with concurrent.futures.ThreadPoolExecutor(THREADS, "checkpoint") as pool:
         waiting: list[tuple[str, concurrent.futures.Future]] = []
-        for piece in pieces:
-            (folder / piece.array.folder).mkdir(parents=True, exist_ok=True)
-            with times.stage("copy"):
-                part = np.asarray(_held(arrays[piece.array.name], piece.device))
-            for index, place in piece.array.chunks(piece.box):
-                name = piece.array.file(index)
-                waiting.append((name, pool.submit(write_chunk, folder / name, part[place], times)))
-            del part
-            # Else a fast device would fill the host's memory with what a slow disk has yet to take.
+        for part in parts:
+            array = plan.arrays[part.name]
+            if (part.leaf, part.device) != last:
+                own = None  # before the next is fetched
+                with times.stage("copy"):
+                    own = on_host(copies[part.leaf][part.device])
+                last = part.leaf, part.device
+            x = part.of(own)
+            (folder / array.folder).mkdir(parents=True, exist_ok=True)
+            for index, holds in array.touched(part.box):
+                name, inside = array.file(index), layout.overlap(holds, part.box)
+                chunk = x[layout.within(inside, part.box)]
+                if chunk.shape != array.chunk:
+                    buffer, rest = begun.pop(name, (None, layout.volume(holds)))
+                    buffer = np.zeros(array.chunk, array.dtype) if buffer is None else buffer
+                    buffer[layout.within(inside, holds)] = chunk
+                    if rest > chunk.size:
+                        begun[name] = buffer, rest - chunk.size
+                        continue
+                    chunk = buffer
+                waiting.append((name, pool.submit(write_chunk, folder / name, chunk, times)))
+            # Otherwise a fast device would fill the host's memory with what a slow disk has yet to take.
             while len(waiting) > 4 * THREADS:
                 name, done = waiting.pop(0)
                 sums[name] = done.result()
+    assert not begun, f"of {', '.join(begun)} other processes hold a part"
     return sums | {name: done.result() for name, done in waiting}
 
 
-def _held(array: jax.Array, device: jax.Device) -> jax.Array:
-    held = next(shard.data for shard in array.addressable_shards if shard.device == device)
-    # Another view of it: an array keeps its copy on the host, which shall go when it is written.
-    return jax.make_array_from_single_device_arrays(held.shape, held.sharding, [held])
+def copies_of(snapshot: Any) -> Copies:
+    """What this process's devices have of a snapshot: a tree of arrays, or one that is on the host already."""
+    if isinstance(snapshot, OnHost):
+        return snapshot.copies
+    leaves = layout.flat(snapshot)
+    return {name: {shard.device: shard.data for shard in x.addressable_shards} for name, x in leaves.items()}
+
+
+def on_host(x: jax.Array | np.ndarray) -> np.ndarray:
+    """A device's array there; it does not keep that copy."""
+    if isinstance(x, np.ndarray):
+        return x
+    # By another view of it: an array keeps its copy on the host, which must go when it is used.
+    return np.asarray(jax.make_array_from_single_device_arrays(x.shape, x.sharding, [x]))
 
 
 def write_chunk(path: Path, chunk: np.ndarray, times: Times | None = None) -> list[int]:
@@ -110,7 +149,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> Sums:
 
 def read_seal(folder: Path) -> Seal:
     """A whole checkpoint's; ValueError where it is damaged itself."""
-    return seal.parse((folder / MARKER).read_bytes())
+    return seal.parse(files.read(folder / MARKER))
 
 
 def commit(folder: Path, target: Path, whole: Seal) -> None:
@@ -158,6 +197,22 @@ def numbered(root: Path) -> list[int]:
     return sorted(steps_of(p.name for p in root.iterdir())) if root.is_dir() else []
 
 
+@contextlib.contextmanager
+def unless_deleted(name: str | os.PathLike, step: int, there: Callable[[], list[int]]) -> Iterator[None]:
+    """For reading a step whose run may go on meanwhile, and deletes old ones: then that is what is told.
+
+    `name` is the run's folder or address; `there` gives its steps at the time of asking.
+    """
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, StorageError):
+        left = there()
+        if step in left:
+            raise
+        has = f"it has {', '.join(map(str, left))}" if left else "it has no other"
+        raise UserError(f"step {step} of {name} is gone meanwhile, its run has deleted it; {has}") from None
+
+
 def steps_of(names: Iterable[str]) -> list[int]:
     """The steps among some names: 40, but neither 040 nor ٤٠, which would be another folder."""
     return [int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name]
@@ -176,7 +231,7 @@ def odd_names(root: Path) -> list[str]:
 def run_of(root: Path) -> str:
     """The name of the run whose checkpoints lie here, made when it begins; "" before."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
-        return (root / RUN).read_text(encoding="utf-8").strip()
+        return files.read(root / RUN).decode("utf-8").strip()
     return ""
 
 

@@ -1,12 +1,13 @@
 """What keys must be to each other; what each may be by itself is declared with it, in keys.py."""
 
 from zaya_jax.config.fields import UserError
-from zaya_jax.config.keys import Config, Model
+from zaya_jax.config.keys import Config, Model, Run
 
 
 def check_config(c: Config) -> None:
     """UserError where two keys do not go together."""
     check_model(c.model)
+    _check_run(c.run)
     if c.data.micro_batch and c.data.global_batch % c.data.micro_batch:
         raise UserError(
             f"config.data.micro_batch={c.data.micro_batch} does not divide data.global_batch={c.data.global_batch}; "
@@ -16,6 +17,19 @@ def check_config(c: Config) -> None:
         raise UserError(
             f"config.data.seq_len={c.data.seq_len} is above model.max_position_embeddings="
             f"{c.model.max_position_embeddings}; raise the latter or shorten the sequences"
+        )
+
+
+def _check_run(r: Run) -> None:
+    if r.fork and r.init_from:
+        raise UserError(
+            f"config.run.fork={r.fork} and config.run.init_from={r.init_from} are both given; a run begins from one: "
+            "fork takes the optimizer's state too, init_from the weights alone"
+        )
+    if bool(r.fork_step) != bool(r.fork_tokens) or (r.fork_step and not r.fork):
+        raise UserError(
+            f"config.run.fork_step={r.fork_step} and fork_tokens={r.fork_tokens} are filled in where run.fork names a "
+            "run; leave them out"
         )
 
 
@@ -34,7 +48,7 @@ def check_model(m: Model) -> None:
     if m.layer_types and len(m.layer_types) != m.num_hidden_layers:
         raise UserError(
             f"config.model.layer_types names {len(m.layer_types)} layers, num_hidden_layers={m.num_hidden_layers}; "
-            'give one kind a layer, or () for "hybrid" throughout'
+            'give one kind per layer, or () for "hybrid" throughout'
         )
     if "hybrid_sliding" in m.kinds and (m.sliding_window is None or m.sliding_window < 1):
         raise UserError(
@@ -43,10 +57,6 @@ def check_model(m: Model) -> None:
         )
     if m.model_type == "dense":
         _check_dense(m)
-    if not m.tie_word_embeddings:
-        raise UserError(
-            "config.model.tie_word_embeddings=False is not supported; ZAYA has tie_word_embeddings=True"
-        )
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if (getattr(m, name) or 0) >= m.vocab_size:
             raise UserError(

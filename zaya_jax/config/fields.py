@@ -7,6 +7,7 @@ A key without these cannot be declared (a test holds it), so none is forgotten b
 
 import dataclasses
 import difflib
+import json
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -24,6 +25,8 @@ class StorageError(RuntimeError):
 
 
 KINDS = ("name", "path", "text", "source")  # of strings; a source is "path=weight"
+UNPRINTABLE = "has a character that cannot be printed"
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
 LONGEST = 80  # characters of a value in a message
 
 
@@ -48,6 +51,11 @@ def switch(default: bool, meaning: str) -> Any:
     return _declare(default, meaning)
 
 
+def only(value: Any, meaning: str) -> Any:
+    """One that must be as it is, and is there for what is written elsewhere."""
+    return _declare(value, meaning, choices=(value,))
+
+
 def group(default: Any, meaning: str) -> Any:
     """A row of dataclasses, or one that may be None; one that is always there needs none, its docstring says it."""
     return _declare(default, meaning)
@@ -65,6 +73,7 @@ def _declare(default: Any, meaning: str, **metadata: Any) -> Any:
 def build(cls: type, given: Any, prefix: str = "") -> Any:
     """The dataclass of a nested dict, every key known and of its type; UserError names the key as config.PREFIXkey."""
     if isinstance(given, config_dict.ConfigDict):
+        _require_filled(given, prefix)
         given = given.to_dict()
     elif dataclasses.is_dataclass(given) and not isinstance(given, type):
         given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
@@ -81,9 +90,23 @@ def build(cls: type, given: Any, prefix: str = "") -> Any:
     return cls(**{key: _convert(fields[key].type, value, prefix + key) for key, value in given.items()})
 
 
+def _require_filled(given: config_dict.ConfigDict, prefix: str) -> None:
+    """UserError for a required_placeholder that nobody has filled."""
+    for key in given:
+        try:
+            value = given[key]
+        except config_dict.RequiredValueError:
+            raise UserError(f"config.{prefix}{key} must be given: the config file leaves it open") from None
+        if isinstance(value, config_dict.ConfigDict):
+            _require_filled(value, f"{prefix}{key}.")
+
+
 def _convert(kind: Any, value: Any, path: str) -> Any:
     if isinstance(value, config_dict.FieldReference):  # in a phase, which ConfigDict does not look into
-        value = value.get()
+        try:
+            value = value.get()
+        except config_dict.RequiredValueError:
+            raise UserError(f"config.{path} must be given: the config file leaves it open") from None
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, path + ".")
     optional = optional_type(kind)
@@ -182,11 +205,35 @@ def _check_text(field: dataclasses.Field, value: str, given: str) -> None:
         except UnicodeEncodeError:
             raise UserError(f"{given} is no UTF-8; give whole characters") from None
         return
-    if not value.strip() and (value or field.default != ""):
-        raise UserError(f"{given} is empty; give a {kind}")
+    if not value and field.default == "":
+        return
+    wrong = path_problem(value)
+    if kind == "name" and not wrong:
+        long = len(value.encode(errors="surrogateescape")) > LONGEST_NAME  # with a slash it may be a path yet
+        wrong = "" if value.isprintable() else UNPRINTABLE
+        wrong = f"is too long for a name, which ends at {LONGEST_NAME} bytes" if long else wrong
+    if wrong:
+        raise UserError(f"{given} {wrong}; give a {kind}{' without' if wrong == UNPRINTABLE else ''}")
+
+
+def check_path(option: str, value: str) -> None:
+    """UserError where an option of a command line is no path that anybody could have meant."""
+    wrong = path_problem(value)
+    if wrong:
+        raise UserError(f"{option}={shown(value)} {wrong}; give another path")
+
+
+def path_problem(value: str) -> str:
+    """What is wrong with a path before anybody has looked for it; "" where nothing is."""
+    if not value.strip():
+        return "is empty"
     # What cannot be printed comes from a slip of quoting; \udc80 to \udcff are bytes of file names that are no UTF-8.
-    if (kind == "name" and not value.isprintable()) or any(ord(c) < 32 or ord(c) == 127 for c in value):
-        raise UserError(f"{given} has a character that cannot be printed; give a {kind} without")
+    if any(ord(c) < 32 or ord(c) == 127 or "\ud800" <= c < "\udc80" for c in value):
+        return UNPRINTABLE
+    raw = value.encode(errors="surrogateescape")
+    if len(raw) > LONGEST_PATH or max(map(len, raw.split(b"/"))) > LONGEST_NAME:
+        return f"is too long for a file system, which ends at {LONGEST_NAME} bytes a name and {LONGEST_PATH} a path"
+    return ""
 
 
 def only_value(field: dataclasses.Field) -> Any:
@@ -201,6 +248,14 @@ def range_text(field: dataclasses.Field) -> str:
         f"{word} {x if isinstance(x, int) else format(x, 'g')}"
         for word, x in zip(("at least", "at most"), field.metadata["range"], strict=True)
     )
+
+
+def parse_json(content: str | bytes) -> Any:
+    """What a JSON file holds; ValueError whatever is wrong with it, lists in lists without end too."""
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def nearest(value: Any, choices: Iterable[str]) -> str:

@@ -5,7 +5,7 @@ Upper bounds only keep out what can be a slip alone: they lie far above what has
 
 import dataclasses
 
-from zaya_jax.config.fields import choice, group, ranged, switch, text
+from zaya_jax.config.fields import choice, group, only, ranged, switch, text
 
 LAYER_KINDS = ("hybrid", "hybrid_sliding", "hybrid_linear")  # full, windowed and linear attention
 PACKINGS = ("concat", "first_fit", "best_fit")
@@ -42,7 +42,11 @@ class RopeKinds:
 class Model:
     """The architecture, under transformers' names; the defaults are ZAYA1-base at 4K context."""
 
-    model_type: str = choice("zaya", ("zaya", "dense"), "dense: plain attention and one gated MLP a layer")
+    model_type: str = choice(
+        "zaya",
+        ("zaya", "dense"),
+        "dense: plain attention and one gated MLP per layer; it needs intermediate_size, and num_experts=1",
+    )
     vocab_size: int = ranged(262_272, 1, 2**26, "rows of the embedding")
     hidden_size: int = ranged(2048, 1, 2**20, "width of the residual stream")
     num_hidden_layers: int = ranged(40, 1, 10_000, "layers")
@@ -51,9 +55,11 @@ class Model:
         2, 1, 2**14, "key-value heads; each serves an equal group of query heads"
     )
     head_dim: int = ranged(128, 1, 2**14, "channels of a head")
-    intermediate_size: int = ranged(0, 0, 2**22, "the gated MLP's width in a dense model")
+    intermediate_size: int = ranged(
+        0, 0, 2**22, "the gated MLP's width in a dense model, at least 1 there; the default is for others"
+    )
     moe_intermediate_size: int = ranged(2048, 1, 2**22, "an expert's width")
-    num_experts: int = ranged(16, 1, 2**16, "experts a layer; a dense model's one MLP counts as one")
+    num_experts: int = ranged(16, 1, 2**16, "experts per layer; a dense model's one MLP counts as one")
     num_experts_per_tok: int = ranged(1, 1, 1, "experts that a token goes to")
     router_hidden_size: int = ranged(256, 1, 2**16, "the router's width")
     cca_time0: int = ranged(2, 1, 1024, "taps of the depthwise convolution over queries and keys")
@@ -69,8 +75,8 @@ class Model:
     rope_parameters: RopeKinds = RopeKinds()
     max_position_embeddings: int = ranged(131_072, 1, MOST, "the longest context that the model is meant for")
     attention_bias: bool = switch(False, "biases in attention's projections")
-    lm_head_bias: bool = switch(False, "a bias a token on the logits")
-    tie_word_embeddings: bool = switch(True, "the head is the embedding; ZAYA has no other")
+    lm_head_bias: bool = switch(False, "a bias per token on the logits")
+    tie_word_embeddings: bool = only(True, "the head is the embedding; ZAYA has no other")
     attention_dropout: float = ranged(0.0, 0, 0, "ZAYA has none")
     initializer_range: float = ranged(0.02, 0, 100, "standard deviation of fresh matrices")
     pad_token_id: int | None = ranged(None, 0, 2**26, "the id of padding; None: the tokenizer's")
@@ -93,7 +99,7 @@ class Data:
         "bytes", "path", '"bytes", a tokenizer.json, or a directory that holds a saved tokenizer'
     )
     seq_len: int = ranged(4096, 1, 2**27, "tokens of a sequence, the context")
-    global_batch: int = ranged(4096, 1, 2**24, "sequences a step")
+    global_batch: int = ranged(4096, 1, 2**24, "sequences per step")
     micro_batch: int = ranged(0, 0, 2**24, "sequences at once over all devices; 0: the whole global batch")
     packing: str = choice(
         "concat", PACKINGS, "how documents fill rows: concat (and split), or best_fit (decreasing)"
@@ -175,10 +181,10 @@ class Phase:
     rope_theta: float = ranged(
         0.0, 0, 1e15, "of full-attention layers: model.rope_parameters.hybrid.rope_theta"
     )
-    global_batch: int = ranged(0, 0, 2**24, "sequences a step: data.global_batch")
+    global_batch: int = ranged(0, 0, 2**24, "sequences per step: data.global_batch")
     micro_batch: int = ranged(0, 0, 2**24, "sequences at once over all devices: data.micro_batch")
     ramp_from: int = ranged(
-        0, 0, 2**24, "sequences a step at its start, doubled until global_batch is reached; 0: no ramp"
+        0, 0, 2**24, "sequences per step at its start, doubled until global_batch is reached; 0: no ramp"
     )
     ramp_tokens: int = ranged(0, 0, TOKENS, "over which the doublings are spread")
     mixture: tuple[str, ...] = text((), "source", 'of "path=weight": data.mixture, or data.path')
@@ -200,6 +206,9 @@ class Schedule:
         0,
         1,
         'over which it falls; with decay="cosine" and 1 - warmup_fraction it is the plain cosine schedule',
+    )
+    decay_steps: int = ranged(
+        0, 0, MOST, "the last so many steps, over which it falls in place of decay_fraction"
     )
     decay: str = choice("linear", ("linear", "cosine", "1-sqrt"), "how it falls")
     final_lr_fraction: float = ranged(0.0, 0, 1, "where it ends, of optim.lr")
@@ -227,6 +236,13 @@ class Run:
         "", "path", "weights to begin with: another run's folder, FOLDER@STEP, or exported parameters"
     )
     init_grow: bool = switch(False, "let a model of more layers or experts take what fits")
+    fork: str = text(
+        "",
+        "path",
+        "the run to go on from, otherwise than it did: its folder or URL, or FOLDER@STEP; docs/recipe.md",
+    )
+    fork_step: int = ranged(0, 0, MOST, "the step that run.fork goes on from; filled in")
+    fork_tokens: int = ranged(0, 0, TOKENS, "tokens that had been seen there; filled in")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,6 +8,7 @@ change from stretch to stretch; counts add up.
 
 import bisect
 import dataclasses
+import functools
 
 import numpy as np
 
@@ -21,20 +22,23 @@ class Stretch:
     """Steps of one batch size and one mixture."""
 
     first_step: int  # 0 is the run's first
-    batch: int  # rows a step
+    batch: int  # rows per step
     weights: tuple[float, ...]  # one for each source
 
 
 class Mixture:
-    """The sources of all rows of some stretches of steps that follow one another, the last without an end."""
+    """The sources of all rows of some stretches of steps that follow one another, the last without an end.
 
-    def __init__(self, stretches: list[Stretch]) -> None:
+    `given`: how many rows each source gave before the first of them.
+    """
+
+    def __init__(self, stretches: list[Stretch], given: tuple[int, ...] = ()) -> None:
         self.stretches = stretches
+        self.given = given or (0,) * len(stretches[0].weights)
         self.num_sources = len(stretches[0].weights)
         self.starts = [s.first_step for s in stretches]
         self.size = TABLE_SIZE
-        made = {s.weights: _table(_quotas(s.weights, self.size)) for s in stretches}
-        self._tables = [made[s.weights] for s in stretches]
+        self._tables = [_table_of(s.weights, self.size) for s in stretches]
         self._prefixes = [_prefix(t, self.num_sources) for t in self._tables]
 
     def at(self, step: int) -> tuple[int, Stretch]:
@@ -51,12 +55,23 @@ class Mixture:
     def ranks(self, step: int, source: int) -> np.ndarray:
         """For each slot of the step: how many rows the source gave before it, in all steps and slots."""
         p, stretch = self.at(step)
-        before = 0
-        for q in range(p):
-            done = (self.starts[q + 1] - self.starts[q]) * self.stretches[q].batch
-            before += int(self._count(self._prefixes[q], np.int64(done), source))
+        before = self.before(step, source)
         rows = (step - stretch.first_step) * stretch.batch + np.arange(stretch.batch)
         return before + self._count(self._prefixes[p], rows, source)
+
+    def before(self, step: int, source: int) -> int:
+        """How many rows the source gave before the stretch of this step."""
+        count = self.given[source]
+        for q in range(self.at(step)[0]):
+            done = (self.starts[q + 1] - self.starts[q]) * self.stretches[q].batch
+            count += int(self._count(self._prefixes[q], np.int64(done), source))
+        return count
+
+    def until(self, step: int, source: int) -> int:
+        """How many it gave before this step."""
+        p, stretch = self.at(step)
+        rows = np.int64((step - stretch.first_step) * stretch.batch)
+        return self.before(step, source) + int(self._count(self._prefixes[p], rows, source))
 
     def rows_of(self, source: int) -> tuple[int, int]:
         """(rows that the source has at most in a batch, and as a rule), where it has most; (0, 0) without any."""
@@ -86,6 +101,11 @@ def _quotas(weights: tuple[float, ...], size: int) -> np.ndarray:
                 f"it or drop it"
             )
     return quotas
+
+
+@functools.lru_cache(64)  # 60 ms each
+def _table_of(weights: tuple[float, ...], size: int) -> np.ndarray:
+    return _table(_quotas(weights, size))
 
 
 def _table(quotas: np.ndarray) -> np.ndarray:

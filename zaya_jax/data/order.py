@@ -111,7 +111,7 @@ class Plan:
     """Rows are documents that `pack.plan` puts together, a unit of some consecutive documents at a time.
 
     A unit is the documents that begin in one of the even stretches of about 64 rows that a shard is divided into. All
-    are planned at the start, to number their rows, at about a million documents a second.
+    are planned at the start, to number their rows, at about a million documents per second.
     """
 
     def __init__(self, store: Store, seq_len: int, packing: str) -> None:
@@ -178,10 +178,8 @@ class Order:
         self.share, self.lanes = share, TURNS * share
         self.block_rows, self.num_blocks = self._cut(block_rows, rounds)
         self._loose = num_rows - self.num_blocks * self.block_rows
-        apart = (
-            max(num_rows - most, 0) + 1
-        )  # rows of the largest group that keeps a row out of the next batch
-        groups = -(-num_rows // apart)
+        self.most = most
+        groups = _groups(num_rows, most)
         if self.block_rows > 1:
             assert num_rows >= 4 * most
             groups = 2
@@ -190,6 +188,14 @@ class Order:
         # Blocks that are open at a time, at most: a group's last round has up to twice the others'.
         self.most_open = int((sizes - (np.maximum(sizes // self.lanes, 1) - 1) * self.lanes).max())
         self._members = shuffle.key(key, 0)  # of the permutation that says which blocks a group has
+
+    def serves(self, most: int) -> bool:
+        """Whether it does for batches of so many rows too: none twice, and no two of a block."""
+        if most <= self.most:
+            return True
+        if self.block_rows > 1:
+            return most <= self.lanes and self.num_rows >= 4 * most
+        return _groups(self.num_rows, most) == _groups(self.num_rows, self.most)
 
     def _cut(self, block_rows: int, rounds: int) -> tuple[int, int]:
         """(rows of a block, number of blocks): of a multiple of 2 · `share` blocks, that which leaves fewest rows."""
@@ -239,3 +245,8 @@ class Order:
         opened = this * self.lanes
         visit, lane = np.divmod(inside - opened * self.block_rows, lanes)
         return group, opened, visit, lane
+
+
+def _groups(num_rows: int, most: int) -> int:
+    """Of blocks: so many that the largest has few enough rows to keep a row out of the next batch."""
+    return -(-num_rows // (max(num_rows - most, 0) + 1))

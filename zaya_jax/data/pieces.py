@@ -1,7 +1,7 @@
 """Long texts to ids piece by piece, so that memory follows the ids and not what a tokenizer keeps of each.
 
-The tokenizers library holds about 100 bytes a token while it encodes. A text is therefore cut where its tokenizer says
-that a cut changes no id (`Tokenizer.cut`), and each piece is encoded on its own.
+The tokenizers library holds about 100 bytes per token while it encodes. A text is therefore cut where its tokenizer
+says that a cut changes no id (`Tokenizer.cut`), and each piece is encoded on its own.
 """
 
 from collections.abc import Iterable, Iterator, Sequence

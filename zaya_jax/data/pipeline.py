@@ -20,11 +20,11 @@ from typing import Any
 import grain
 import numpy as np
 
+from zaya_jax import schedule
 from zaya_jax.config import Config, Phase, UserError
-from zaya_jax.data import mix, order, pack, shuffle, sources, storage, workers
+from zaya_jax.data import mix, order, pack, past, shuffle, sources, storage, workers
 from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.tokenizers import Tokenizer
-from zaya_jax.optim import schedule
 
 PREFETCH_BATCHES = 4
 # How several processes' figures (`Stream.metrics`) become one; the mean where nothing is said.
@@ -75,7 +75,7 @@ class Source:
         epoch's come before the next one's.
 
         In the order in which they come they would move on by a few places at each visit, since a source of a mixture
-        does not give a whole number of rows a step: over three workers every block would be read by all of them.
+        does not give a whole number of rows per step: over three workers every block would be read by all of them.
         """
         if self.order.block_rows == 1:
             return numbers
@@ -89,7 +89,7 @@ class Source:
         """Makes room for all that is open at a time in a process that reads so much of the source."""
         store = self.store
         if isinstance(store, storage.Prepared) and self.order.block_rows > 1:
-            # What rows lie in, begun and ended inside a bundle, decoded, with two flags a token. With somewhat less
+            # What rows lie in, begun and ended inside a bundle, decoded, with two flags per token. With somewhat less
             # than that, each bundle is read at each visit: the least recently used is the next one wanted.
             each = (self.layout.unit_tokens + 2 * store.bundle_tokens) * (store.manifest["token_bytes"] + 2)
             machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -114,6 +114,9 @@ class Era:
     seq_len: int
     packing: str
     mixture: mix.Mixture
+    orders: dict[str, tuple[int, int]] = dataclasses.field(
+        default_factory=dict
+    )  # that a fork takes over, by source
 
 
 class Batches:
@@ -134,13 +137,20 @@ class Batches:
         self._all_stores = [open_stores(config, path, tokenizer)[0] for path in paths]
         self.stores = [store for store in self._all_stores if isinstance(store, storage.Prepared)]
         self._refuse_doubles(paths, stretches)
-        self.eras: list[Era] = []
+        self._names = [store.fingerprint for store in self._all_stores]
+        self._planned: list[Era] = []
         for (seq_len, packing), group in itertools.groupby(stretches, key=lambda item: item[:2]):
             here = [stretch for *_, stretch in group]
-            era = Era(len(self.eras), here[0].first_step, seq_len, packing, mix.Mixture(here))
-            self.eras.append(era)
+            era = Era(len(self._planned), here[0].first_step, seq_len, packing, mix.Mixture(here))
+            self._planned.append(era)
+        self.past: list[past.Record] | None = None  # of a fork: its parent's
+        self._set_eras(self._planned)
+
+    def _set_eras(self, eras: list[Era]) -> None:
+        self.eras = eras
         self._sources: dict[tuple[int, int], Source] = {}
         self._fingerprints: dict[int, str] = {}
+        self._records: dict[tuple[int, int], past.Record] = {}
 
     def _refuse_doubles(self, paths: list[str], stretches: list[tuple[int, str, mix.Stretch]]) -> None:
         for *_, stretch in stretches:
@@ -151,6 +161,79 @@ class Batches:
                         f"a mixture has the same data twice, as {seen[store.fingerprint]} and as {path}: batches would "
                         "hold copies; name it once, with the sum of its weights"
                     )
+
+    def go_on(self, records: list[past.Record]) -> str:
+        """Begins where another run stood, as far as its order allows; a note of how."""
+        first, *later = self._planned
+        found, why = past.choose(records, self._seed, first.seq_len, first.packing)
+        known = [name for name in self._used(first) if name in found["orders"]] if found else []
+        if found and not known:
+            why = "none of the sources was that run's"
+        if found and known:
+            stretches, given = first.mixture.stretches, past.given_until(found, first.first_step)
+            same = past.weights(stretches[0], self._names) == found["weights"]
+            if same and stretches[0].batch == found["batch"]:  # the stretch that was running goes on
+                stretches = [
+                    dataclasses.replace(stretches[0], first_step=found["first_step"]),
+                    *stretches[1:],
+                ]
+                given = found["given"]
+            mixture = mix.Mixture(stretches, tuple(given.get(name, 0) for name in self._names))
+            orders = {name: tuple(found["orders"][name]) for name in known}
+            eras = [
+                dataclasses.replace(first, number=found["number"], mixture=mixture, orders=orders),
+                *later,
+            ]
+            self.past = records
+            self._set_eras(_numbered(eras, found["number"]))
+            why = self._misfit()
+        if why:
+            highest = max((found["number"] for found in records), default=first.first_step)
+            self.past = records
+            self._set_eras(_numbered(self._planned, highest + 1))
+            return f"note: the data begins anew, in another order: {why}"
+        new = len(self._used(first)) - len(known)
+        return "note: the data goes on where it stood" + (f"; {new} of its sources are new" if new else "")
+
+    def _misfit(self) -> str:
+        """Why the orders that were taken over do not do for these batches."""
+        era = self.eras[0]
+        for k, name in enumerate(self._names):
+            most = era.mixture.rows_of(k)[0]
+            if (
+                name in era.orders
+                and most > era.orders[name][0]
+                and not self.source(era, k).order.serves(most)
+            ):
+                path, before = self._all_stores[k].name, era.orders[name][0]
+                return f"batches have up to {most} rows of {path}, whose order was made for {before}"
+        return ""
+
+    def _used(self, era: Era) -> list[str]:
+        """The sources of an era."""
+        taken = np.any([stretch.weights for stretch in era.mixture.stretches], axis=0)
+        return [name for name, weight in zip(self._names, taken, strict=True) if weight]
+
+    def records(self, step: int) -> list[past.Record]:
+        """Where the data stands before a step: in the era that the step is of, and in the one before if that ends."""
+        eras = dict.fromkeys(self._era_of(at).number for at in (step, max(step - 1, self.eras[0].first_step)))
+        return [self._record(era, step) for era in self.eras if era.number in eras][::-1]
+
+    def _record(self, era: Era, step: int) -> past.Record:
+        key = era.number, era.mixture.at(step)[0]
+        if key not in self._records:
+            orders = {
+                name: era.orders.get(name) or era.mixture.rows_of(k)
+                for k, name in enumerate(self._names)
+                if name in self._used(era)
+            }
+            self._records[key] = past.record(
+                era.number, self._seed, era.seq_len, era.packing, era.mixture, self._names, step, orders
+            )
+        return self._records[key]
+
+    def _era_of(self, step: int) -> Era:
+        return next(e for e in reversed(self.eras) if e.first_step <= step)
 
     def fingerprint(self, step: int) -> str:
         """Of everything that the batches before a step depend on: of the eras that have begun then."""
@@ -163,6 +246,8 @@ class Batches:
         facts: list[Any] = [order.VERSION, self._tokenizer, self._seed, self.data.cross_documents]
         for era in eras:
             facts.append([era.number, era.first_step, era.seq_len, era.packing])
+            if self.past is not None:
+                facts[-1] += [era.mixture.given, sorted(era.orders.items())]
             for stretch in era.mixture.stretches:
                 weights = [
                     (store.fingerprint, weight)
@@ -182,7 +267,7 @@ class Batches:
         return 1 << 48  # epochs without end
 
     def __getitem__(self, step: int) -> Batch:
-        era = next(e for e in reversed(self.eras) if e.first_step <= step)
+        era = self._era_of(step)
         mine = np.array(local_rows(era.mixture.at(step)[1].batch, self.process))
         index, count = self._part
         slots = np.array_split(mine, count)[index]
@@ -200,7 +285,8 @@ class Batches:
     def source(self, era: Era, k: int) -> Source:
         """One of the sources in an era, made when it is first wanted: a packed one is planned then."""
         if (era.number, k) not in self._sources:
-            store, rows = self._all_stores[k], era.mixture.rows_of(k)
+            store = self._all_stores[k]
+            rows = era.orders.get(store.fingerprint) or era.mixture.rows_of(k)
             # By what it holds, not by its place among all sources: a path that moves may change that.
             content = hashlib.sha256(store.fingerprint.encode()).digest()
             key = shuffle.key(self._seed, int.from_bytes(content[:8], "little"), era.number)
@@ -244,16 +330,27 @@ class Stream(Iterator[Batch]):
         self._real += int(np.count_nonzero(batch["segment_ids"]))
         return batch
 
-    def get_state(self) -> dict[str, int | str]:
-        """What `set_state` needs to go on after the last batch given, on any number of processes and workers."""
+    def get_state(self) -> dict[str, Any]:
+        """What `set_state` needs to go on after the last batch given, on any number of processes and workers; and
+        what a fork does.
+        """
         fingerprint = self.batches.fingerprint(self._step)
         whole = self.batches.fingerprint(len(self.batches))  # of phases to come, too
-        return {"step": self._step, "order": order.VERSION, "fingerprint": fingerprint, "whole": whole}
+        state = {"step": self._step, "order": order.VERSION, "fingerprint": fingerprint, "whole": whole}
+        state["eras"] = self.batches.records(max(self._step, self.batches.eras[0].first_step))
+        return state if self.batches.past is None else state | {"past": self.batches.past}
 
-    def set_state(self, state: dict[str, int | str]) -> str:
+    def set_state(self, state: dict[str, Any]) -> str:
         """Go on where the state was taken; UserError where data, tokenizer, seed or batch shape are not the
-        same. Gives a note where those of phases to come are not.
+        same. Gives a note where those of phases to come are not. A state of `forked` may be of other data.
         """
+        note = ""
+        if state.get("past") not in (None, self.batches.past):
+            note = self.batches.go_on(state["past"])
+        if "fingerprint" not in state:
+            self.close()
+            self._step = int(state["step"])
+            return note
         if state.get("order") != order.VERSION:
             raise UserError(
                 f"this checkpoint was written when data came in another order (version {state.get('order', 1)}, this "
@@ -311,6 +408,15 @@ class Stream(Iterator[Batch]):
         return iter(dataset)
 
 
+def forked(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with which a fork begins, from its parent's."""
+    return {"step": state["step"], "past": state.get("eras", [])}
+
+
+def _numbered(eras: list[Era], number: int) -> list[Era]:
+    return [dataclasses.replace(era, number=number + i) for i, era in enumerate(eras)]
+
+
 def train_stream(config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1)) -> Stream:
     """The training batches of a config; `process` is (index, count), and each gets its rows of every global
     batch.
@@ -365,16 +471,19 @@ def plan_sources(config: Config) -> tuple[list[str], list[tuple[int, str, mix.St
     """
     default = mix.parse(config.data.mixture) or {config.data.path: 1.0}
     if not config.schedule.phases:
-        stretch = mix.Stretch(0, config.data.global_batch, tuple(default.values()))
+        stretch = mix.Stretch(config.run.fork_step, config.data.global_batch, tuple(default.values()))
         return list(default), [(config.data.seq_len, config.data.packing, stretch)]
     segments = schedule.make_plan(config).segments
     named = [
-        mix.parse(s.phase.mixture, f"config.schedule.phases[{s.phase_index}].mixture") or default
-        for s in segments
+        mix.parse(phase.mixture, f"config.schedule.phases[{i}].mixture") or default
+        for i, phase in enumerate(config.schedule.phases)
     ]
-    paths = list(dict.fromkeys(path for weights in named for path in weights))
+    left = {path for segment in segments for path in named[segment.phase_index]}
+    # In the order of the whole run, by which a mixture breaks ties, also where a fork has only some phases left.
+    paths = [path for path in dict.fromkeys(path for weights in named for path in weights) if path in left]
     stretches = []
-    for segment, weights in zip(segments, named, strict=True):
+    for segment in segments:
+        weights = named[segment.phase_index]
         row = tuple(weights.get(path, 0.0) for path in paths)
         stretch = mix.Stretch(segment.first_step - 1, segment.sequences, row)
         stretches.append((segment.phase.seq_len, segment.phase.packing, stretch))

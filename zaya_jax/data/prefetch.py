@@ -42,11 +42,11 @@ class DevicePrefetch(Iterator[Any]):
         self._state = state
         return batch
 
-    def get_state(self) -> dict[str, int | str]:
+    def get_state(self) -> dict[str, Any]:
         """The stream's state after the last batch given out."""
         return self._state
 
-    def set_state(self, state: dict[str, int | str]) -> str:
+    def set_state(self, state: dict[str, Any]) -> str:
         """Go on where the state was taken; the stream's note on it."""
         self.close()
         note = self._stream.set_state(state)

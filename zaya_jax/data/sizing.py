@@ -11,7 +11,7 @@ import pathlib
 import resource
 import time
 
-from zaya_jax.config import Config, UserError
+from zaya_jax.config import Config, StorageError, UserError
 from zaya_jax.data import pipeline, tokenizers
 from zaya_jax.data.order import TURNS
 from zaya_jax.data.tokens import PAGE_BYTES, SUFFIX
@@ -38,7 +38,7 @@ class Reading:
 
     @property
     def reads_per_second(self) -> float:
-        """Read calls a second."""
+        """Read calls per second."""
         return self.reads / self.seconds
 
     @property
@@ -95,7 +95,12 @@ def measure(config: Config, directory: str, seconds: float, cold: bool) -> Readi
     store.cache_bytes = 0
     source = batches.source(batches.eras[0], 0)
     for path in sorted(pathlib.Path(directory).glob(f"*{SUFFIX}")):
-        _forget(path) if cold else path.read_bytes()
+        try:
+            _forget(path) if cold else path.read_bytes()
+        except OSError as error:
+            raise StorageError(
+                f"{path} cannot be read ({error.strerror}); prepare_data --verify finds damage"
+            ) from None
     epoch = source.layout.num_rows // data.global_batch
     turns = min(TURNS, epoch)
     begin_step = 3 * epoch  # all blocks begin together: measure from the start of an epoch

@@ -1,6 +1,6 @@
 """Prepared shards wherever they lie: one store over local files and anything that fsspec reaches (s3://, gs://, ...).
 
-What a start reads is the manifest and the table of shards, some fifty bytes a shard; a shard's own tables are read
+What a start reads is the manifest and the table of shards, some fifty bytes per shard; a shard's own tables are read
 when something of it is wanted. A failed read is retried with a growing pause and counted. Only what the bytes
 themselves prove is damage: a record that is not what was written is named, and then either ends the run or leaves
 padding where its tokens were, as the caller chose.
@@ -10,6 +10,7 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import logging
 import os
 import pathlib
@@ -39,6 +40,7 @@ TABLES = 256  # shards whose tables of bundles stay in memory, some tens of KiB 
 LENGTHS = 16 << 20  # documents whose lengths do, 8 bytes each
 # What waiting does not mend.
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+FINAL_NUMBERS = (errno.ELOOP, errno.ENAMETOOLONG)
 _log = logging.getLogger(__name__)
 
 
@@ -363,7 +365,8 @@ def retried(
             raise
         except Exception as error:  # storage clients raise what they like
             why = " ".join(str(error).split())[:200] or type(error).__name__
-            if attempt == ATTEMPTS or isinstance(error, FINAL):
+            final = isinstance(error, FINAL) or getattr(error, "errno", None) in FINAL_NUMBERS
+            if attempt == ATTEMPTS or final:
                 raise StorageError(f"cannot read {what}: {why}") from None
             _files.close()  # too many open files is a reason like any other
             if again is not None:
@@ -416,7 +419,7 @@ def load_manifest(directory: str) -> dict[str, Any]:
 
 
 def load_shards(directory: str, manifest: dict[str, Any]) -> np.ndarray:
-    """One entry a shard, checked against the manifest."""
+    """One entry per shard, checked against the manifest."""
     content = _fetch(directory, tokens_lib.SHARDS)
     if google_crc32c.value(content) != manifest["shards_crc32c"]:
         raise StorageError(
@@ -501,12 +504,21 @@ def _verify_shard(store: Prepared, number: int, sizes: dict[str, int]) -> list[s
 
 def _fetch(directory: str, name: str) -> bytes:
     url = join(directory, name)
+    protocol = fsspec.core.split_protocol(url)[0] or "file"
 
     def read() -> bytes:
         try:
+            fsspec.get_filesystem_class(protocol)
+        except ValueError:
+            raise UserError(
+                f"{directory} is no address: {protocol}:// is unknown; give a folder, or one such as s3://bucket/folder"
+            ) from None
+        except ImportError:
+            pass  # it is told below, by what is missing
+        try:
             with fsspec.open(url, "rb") as file:
                 return file.read()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             if name != tokens_lib.MANIFEST:
                 raise StorageError(
                     f"{directory} has no {name}, which its manifest names; restore it"

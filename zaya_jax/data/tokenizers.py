@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from zaya_jax.config import UserError
+from zaya_jax.config import UserError, files
 
 META_FILE = "zaya_tokenizer.json"
 FILES = ("tokenizer.json", "tokenizer.model")
@@ -314,7 +314,7 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
             raise UserError(f"{directory / META_FILE} has {key}={value!r}; it must be the number of a token")
     ids = stored or _config_ids(directory, path)
     try:
-        content = path.read_bytes()
+        content = files.read(path)
     except OSError as error:
         raise UserError(f"cannot read tokenizer {path}: {error.strerror}") from None
     kind = SentencePiece if path.suffix == ".model" else HuggingFace
@@ -399,8 +399,8 @@ def _is_id(value: Any) -> bool:
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
+        value = files.read_json(path)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path} is not readable JSON: {_one_line(error)}") from None
     if not isinstance(value, dict):
         raise UserError(f"{path} is not a JSON object")

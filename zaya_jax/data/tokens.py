@@ -8,7 +8,7 @@ belongs: corpus, shard and number. Behind the bundles lie two more records: wher
 checksum is, and the length of each document, which packing plans with. Their checksums are in shards.bin, whose own is
 in the manifest: so a bundle is the one that was written, not only one that agrees with itself.
 
-    manifest.json   written last: without it there is no dataset      shards.bin      one entry a shard
+    manifest.json   written last: without it there is no dataset      shards.bin      one entry per shard
     train-00000.tokens, held_out-00000.tokens, ...                    sources.jsonl   documents of each input file
 """
 
@@ -43,7 +43,7 @@ SHARD_TYPE = np.dtype(
     ]
 )  # fmt: skip
 
-# magic, crc32c of the rest, corpus, shard, number, tokens (or entries), starts, token after, bytes a token, flags
+# magic, crc32c of the rest, corpus, shard, number, tokens (or entries), starts, token after, bytes per token, flags
 _HEADER = struct.Struct("<4sIQIIIIqHH")
 BUNDLE, PLACES, LENGTHS = b"ZJB2", b"ZJP2", b"ZJL2"
 _HAS_MASK, _LEARN_AFTER = 1, 2

@@ -7,7 +7,7 @@ import jax
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from zaya_jax.model.attention import decode_attention, in_window
+from pallas_kernels.attention import decode_attention, in_window
 from zaya_jax.parallel import tree
 from zaya_jax.parallel.spread import Spread
 

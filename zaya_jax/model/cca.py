@@ -8,7 +8,6 @@ At a document's start, as at a sequence's, the tokens before count as absent: ze
 second convolution sees the first one's bias) and a zero input for the delayed value (so that its bias remains).
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -16,18 +15,16 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention import attention, softmax_scale
+from pallas_kernels.cca_mix import by_head, convolve, queries_and_keys
+from pallas_kernels.linear_attention import decode_linear_attention, linear_attention, prompt_state
+from pallas_kernels.products import dot, whole
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import cache as kept
-from zaya_jax.model.attention import attention, softmax_scale
-from zaya_jax.model.convolution import convolve
-from zaya_jax.model.layers import Linear, rotate, weight
-from zaya_jax.model.linear_attention import decode_linear_attention, linear_attention, prompt_state
-from zaya_jax.model.matmul import apart, dot, heads_first, turn, whole
+from zaya_jax.model.layers import Linear, weight
 from zaya_jax.parallel import context, heads, tsp
 from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import ALONE, Spread
-
-NORM_FLOOR = 1.1920929e-07  # float32's epsilon, the port's floor under a head's norm
 
 
 class Conv(nnx.Module):
@@ -99,19 +96,21 @@ class CCA(nnx.Module):
             columns, before = self._left_of(edges, place, weights, part)
             if segments is not None:
                 rows, earlier = split(segments), place.segments_before(self._reach())
-        by_head = self._by_head(packed)
+        heads_first = by_head(packed, self.channels)
         if place is None:
-            mixed, bias = self._convolve(by_head, columns, rows, earlier, part)
+            mixed, bias = self._convolve(heads_first, columns, rows, earlier, part)
         else:
-            mixed, bias = self._convolve(self._by_head(split(packed)), columns, rows, earlier, part)
-            mixed = turn(join(turn(mixed, (1, 2, 0, 3))), (2, 0, 1, 3))
+            chunks = by_head(split(packed), self.channels)
+            mixed, bias = self._convolve(chunks, columns, rows, earlier, part)
+            mixed = join(mixed.transpose(1, 2, 0, 3)).transpose(2, 0, 1, 3)
         delayed = jnp.concatenate([before.astype(v_prev.dtype), split(v_prev)[:, :-1]], axis=1)
         if segments is not None:
             fresh = rows != _with_earlier(rows, earlier, 1)[:, :-1]
             delayed = jnp.where(fresh[..., None], first[:1], delayed)
         v = part.join_values(v_now, join(delayed)).reshape(batch, seq, part.kv, self.channels)
         temperature = part.kv_dim(self.temperature[...])
-        q, k = _queries_and_keys(by_head, mixed, bias, temperature, rope, part.kv, part.mean_queries(packed))
+        mean_q = part.mean_queries(packed)
+        q, k = queries_and_keys(heads_first, mixed, bias, temperature, rope, part.kv, mean_q)
 
         scale, visible = softmax_scale(self.channels), segments if segments is not None else mask
         if linear:
@@ -156,12 +155,7 @@ class CCA(nnx.Module):
         packed, values = jnp.split(y, (part.packed * self.channels,), axis=-1)
         return packed, *part.split_values(values)
 
-    def _by_head(self, packed):
-        """[B, S, P] to [H + K, B, S, C]: heads lead, as the convolution's products want it and attention's."""
-        heads = packed.shape[-1] // self.channels
-        return heads_first(packed.reshape(*packed.shape[:2], heads, self.channels))
-
-    def _convolve(self, by_head, columns, segments, earlier, part: heads.Part):
+    def _convolve(self, heads_first, columns, segments, earlier, part: heads.Part):
         """Both convolutions of the packed columns, [H + K, B, S, C], and what is still to be added for their biases.
 
         Nothing stands between them but the first one's bias, so both biases are added once, at the end. Documents are
@@ -172,8 +166,8 @@ class CCA(nnx.Module):
         w0 = part.packed_columns(self.conv_depthwise.kernel[...]).reshape(-1, heads, self.channels)
         if segments is not None:
             segments = _with_earlier(segments, earlier, self._history())
-        before = None if columns is None else self._by_head(columns)
-        mixed = convolve(by_head, before, w0, w1, segments, self.dtype)
+        before = None if columns is None else by_head(columns, self.channels)
+        mixed = convolve(heads_first, before, w0, w1, segments, self.dtype)
         first_bias, last_bias = (
             part.packed_columns(conv.bias[...]).reshape(heads, self.channels)
             for conv in (self.conv_depthwise, self.conv_grouped)
@@ -224,51 +218,6 @@ class CCA(nnx.Module):
         }
 
 
-@functools.partial(jax.checkpoint, static_argnums=5)
-def _queries_and_keys(by_head, mixed, bias, temperature, rope, num_kv, mean_q):
-    """Biases and means added, normalised per head in float32, keys times temperature, rotated; repeated going back.
-
-    Comes with heads first, leaves as [B, S, H, C] and [B, S, K, C].
-    """
-    num_heads = mixed.shape[0] - num_kv
-    q, k = jnp.split(apart(by_head).astype(jnp.float32), (num_heads,))
-    if mean_q is None:
-        q, k = _with_means(q, k)
-    else:  # its queries lie on several devices
-        q, k = (q + _each(k, num_heads)) * 0.5, (mean_q.transpose(2, 0, 1, 3) + k) * 0.5
-    mixed_q, mixed_k = jnp.split(mixed.astype(jnp.float32) + bias[:, None, None], (num_heads,))
-    q, k = apart((mixed_q + q, mixed_k + k))
-    q, k = _normalise(q), _normalise(k) * temperature[:, None, None, None]
-    return tuple(apart(rotate(rope, x, heads=0).astype(by_head.dtype)).transpose(1, 2, 0, 3) for x in (q, k))
-
-
-@jax.custom_vjp
-def _with_means(q, k):
-    """Half of each query and of its key, half of each key and of its queries' mean."""
-    return _blend(q, k, 0.5, 0.5 * k.shape[0] / q.shape[0])
-
-
-def _with_means_bwd(_, cotangents):
-    dq, dk = apart(cotangents)
-    return _blend(dq, dk, 0.5 * dk.shape[0] / dq.shape[0], 0.5)
-
-
-_with_means.defvjp(lambda q, k: (_with_means(q, k), None), _with_means_bwd)
-
-
-def _blend(q, k, of_key, of_queries):
-    """Half of each query and `of_key` of its key, half of each key and `of_queries` of its queries' sum."""
-    groups = q.reshape(k.shape[0], -1, *q.shape[1:])
-    total = sum((groups[:, i] for i in range(1, groups.shape[1])), groups[:, 0])
-    return q * 0.5 + _each(k, q.shape[0]) * of_key, k * 0.5 + total * of_queries
-
-
-def _each(k, num_heads):
-    """The key of each query's group."""
-    groups = jnp.broadcast_to(k[:, None], (k.shape[0], num_heads // k.shape[0], *k.shape[1:]))
-    return groups.reshape(num_heads, *k.shape[1:])
-
-
 def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:
     """What decoding keeps, stacked over the layers that have it: all the last packed columns and the delayed value,
     those with a softmax K and V, those with linear attention its state."""
@@ -288,12 +237,7 @@ def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> 
 
 
 def _with_earlier(segments, earlier, num):
-    """Segments with those of the `num` tokens before the first one; `earlier` [B, >= num] ends with them, else -1."""
+    """Segments with those of the `num` tokens before the first; `earlier` [B, >= num] ends with them, otherwise -1."""
     if earlier is None:
         return jnp.pad(segments, ((0, 0), (num, 0)), constant_values=-1)
     return jnp.concatenate([earlier[:, earlier.shape[1] - num :], segments], axis=1)
-
-
-def _normalise(x):
-    norm = jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
-    return x * (x.shape[-1] ** 0.5 / jnp.maximum(norm, NORM_FLOOR))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from pallas_kernels import chip
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import cca, dense, zaya
 from zaya_jax.parallel import tree
@@ -40,7 +41,8 @@ def generate(
         return jnp.zeros((ids.shape[0], 0), ids.dtype)
     keys = jax.random.split(jax.random.key(0) if key is None else key, num_tokens)
     arguments = _everywhere(mesh, (params, balance, ids, mask, keys))
-    return _generate(*arguments, model, precision, temperature, mesh)
+    with chip.making(chip.made_for(params if mesh is None else mesh)):
+        return _generate(*arguments, model, precision, temperature, mesh)
 
 
 def stream(
@@ -58,15 +60,18 @@ def stream(
 ) -> Iterator[Int[Array, "B T"]]:
     """What `generate` gives, as it comes: the first token, then pieces of `piece`, the last one shorter."""
     keys = jax.random.split(jax.random.key(0) if key is None else key, num_tokens)
+    target = chip.made_for(params if mesh is None else mesh)
     params, balance, ids, keys = _everywhere(mesh, (params, balance, ids, keys))
-    carry, first = _start_jit(
-        params, balance, ids, None, keys[0], model, precision, temperature, num_tokens, mesh
-    )
+    with chip.making(target):
+        carry, first = _start_jit(
+            params, balance, ids, None, keys[0], model, precision, temperature, num_tokens, mesh
+        )
     yield first
     for begin in range(1, num_tokens, piece):
-        carry, tokens = _go_on_jit(
-            params, balance, carry, keys[begin : begin + piece], model, precision, temperature, mesh
-        )
+        with chip.making(target):  # not over a yield: what runs there is none of ours
+            carry, tokens = _go_on_jit(
+                params, balance, carry, keys[begin : begin + piece], model, precision, temperature, mesh
+            )
         yield tokens
 
 

@@ -15,11 +15,12 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention import attention, softmax_scale
+from pallas_kernels.products import dot
+from pallas_kernels.rotary import rotate
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import cache as kept
-from zaya_jax.model.attention import attention, softmax_scale
-from zaya_jax.model.layers import Linear, RMSNorm, rotate
-from zaya_jax.model.matmul import dot
+from zaya_jax.model.layers import Linear, RMSNorm
 from zaya_jax.parallel import context, tsp
 from zaya_jax.parallel.spread import ALONE, Spread
 

@@ -1,18 +1,16 @@
-"""The small parts that the blocks share: a weight's declaration, linear maps, RMSNorm, residual scaling, RoPE.
+"""The small parts that the blocks share: a weight's declaration, linear maps, RMSNorm, residual scaling.
 
 A weight is declared once: shape, initialiser and logical axes stand in one `weight(...)` call; its dtype is always
 float32. `axes` names what each dimension means; which mesh axis that becomes is decided elsewhere.
 """
 
-import functools
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from zaya_jax.model.matmul import apart, dot, sum_tokens
+from pallas_kernels.products import dot
+from pallas_kernels.residual_norm import join, rms_norm
 
 
 def weight(
@@ -52,7 +50,7 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return _rms_norm(x, self.scale[...], self.eps)
+        return rms_norm(x, self.scale[...], self.eps)
 
 
 class Join(nnx.Module):
@@ -65,60 +63,4 @@ class Join(nnx.Module):
         self.h_bias = weight(rngs, (dim,), ("embed",), "zeros")
 
     def __call__(self, y: Float[Array, "B S D"], h: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        return _join(y, h, self.y_scale[...], self.y_bias[...], self.h_scale[...], self.h_bias[...])
-
-
-# Cheap arithmetic on the wide stream: the backward pass repeats it instead of reading back what it gave.
-@functools.partial(jax.checkpoint, static_argnums=2)
-def _rms_norm(x, scale, eps):
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
-
-
-@jax.custom_vjp
-def _join(y, h, y_scale, y_bias, h_scale, h_bias):
-    return (y.astype(jnp.float32) + y_bias) * y_scale + (h + h_bias) * h_scale
-
-
-def _join_fwd(*args):
-    return _join(*args), args
-
-
-def _join_bwd(saved, d):
-    """All four vectors' gradients from three sums over tokens: of d, d y and d h."""
-    y, h, y_scale, y_bias, h_scale, h_bias = saved
-    d = apart(d)  # as `sum_tokens` asks
-    total, by_y, by_h = (sum_tokens(x) for x in (d, d * y.astype(jnp.float32), d * h))
-    vectors = (by_y + y_bias * total, y_scale * total, by_h + h_bias * total, h_scale * total)
-    return (d * y_scale).astype(y.dtype), d * h_scale, *vectors
-
-
-_join.defvjp(_join_fwd, _join_bwd)
-
-
-def rope_table(positions: Int[Array, "B S"], base: float, rotary_dim: int) -> Float[Array, "B S half2"]:
-    """cos and sin (side by side) of each position's angles, float32; `rotary_dim` channels turn in pairs."""
-    inverse = 1.0 / base ** (jnp.arange(0, rotary_dim, 2, dtype=jnp.float32) / rotary_dim)
-    angles = positions[..., None].astype(jnp.float32) * inverse
-    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-
-
-def apply_rope(x: jax.Array, table: jax.Array) -> jax.Array:
-    """Rotates channel i with channel i + rotary_dim / 2; the channels past rotary_dim pass through."""
-    rotary_dim = table.shape[-1]
-    cos, sin = jnp.split(table, 2, axis=-1)
-    first, second, rest = jnp.split(x, (rotary_dim // 2, rotary_dim), axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
-
-
-def rotate(rope: list[tuple[Any, jax.Array]], x: jax.Array, heads: int = 2) -> jax.Array:
-    """x [B, S, H, C], or with its heads at another place, rotated by the table of the layer's kind.
-
-    Kinds that turn other numbers of channels are told apart by data. An empty list is no rotation.
-    """
-    if not rope:
-        return x
-    out = apply_rope(x, jnp.expand_dims(rope[0][1], heads))
-    for selected, table in rope[1:]:
-        out = jnp.where(selected, apply_rope(x, jnp.expand_dims(table, heads)), out)
-    return out
+        return join(y, h, self.y_scale[...], self.y_bias[...], self.h_scale[...], self.h_bias[...])

@@ -1,4 +1,4 @@
-"""The MLP router: a narrow stream of its own through the layers (EDA), a three-layer MLP, one choice a token.
+"""The MLP router: a narrow stream of its own through the layers (EDA), a three-layer MLP, one choice per token.
 
 The choice is argmax(p + balancing bias); the gate is p of the chosen class, without the bias. The last class is the
 skip class. Letters: N tokens, R router width, E experts.
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from pallas_kernels.products import whole
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.layers import Linear, RMSNorm, weight
-from zaya_jax.model.matmul import whole
 
 
 class Router(nnx.Module):

@@ -17,12 +17,15 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import chip
+from pallas_kernels.attention import NO_WINDOW, SAVED
+from pallas_kernels.grouped_mlp import PRODUCTS
+from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
-from zaya_jax.model.attention import NO_WINDOW, SAVED
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.dense import DenseLayer
-from zaya_jax.model.experts import PRODUCTS, expert_mlp
-from zaya_jax.model.layers import Join, RMSNorm, rope_table, weight
+from zaya_jax.model.experts import expert_mlp
+from zaya_jax.model.layers import Join, RMSNorm, weight
 from zaya_jax.model.lookup import lookup
 from zaya_jax.model.router import Router
 from zaya_jax.model.stack import linear_pattern, scan_layers
@@ -172,18 +175,11 @@ class Zaya(nnx.Module):
         steps = [_remat(functools.partial(body, linear), policy) for linear in pattern]
         (h, _), (counts, traced), cache = scan_layers(
             steps, pattern, (h, stream), (layer_weights, balance, kinds, windows), cache,
-            unroll=policy == "none" and cache is None and spread == ALONE and _worth_unrolling(model, h),
+            unroll=policy == "none" and cache is None and spread == ALONE
+            and chip.current().unrolls(model.num_hidden_layers, h.size),
         )  # fmt: skip
         hidden_states, router_logits = traced if trace else (None, None)
         return Output(self.final_norm(h), counts, cache, hidden_states, router_logits)
-
-
-def _worth_unrolling(model: Model, h: jax.Array) -> bool:
-    """Whether layers are faster written out: a CPU runs what is in a loop on one core, but for matrix products.
-
-    That costs a tenth of a step where arrays are large enough to be split, and compiling costs twice as much.
-    """
-    return jax.default_backend() == "cpu" and model.num_hidden_layers <= 8 and h.size >= 1 << 18
 
 
 def _gathered(weights):
@@ -240,9 +236,7 @@ def _remat(body, policy: str):
         keep = policies.save_from_both_policies(
             policies.checkpoint_dots, policies.save_only_these_names(SAVED, PRODUCTS)
         )
-    elif policy == "attention" or (
-        policy == "offload" and jax.default_backend() == "cpu"
-    ):  # a CPU is its own host
+    elif policy == "attention" or (policy == "offload" and chip.current().is_host):
         keep = policies.save_only_these_names(SAVED)
     elif policy == "offload":
         keep = policies.save_and_offload_only_these_names(

@@ -6,7 +6,7 @@
     params = optax.apply_updates(params, updates)
 
 `update` follows Optax's protocol with one extra argument, the learning rate: progress is counted in tokens,
-so the caller knows it (`zaya_jax.optim.schedule`) and the state does not. Within one update:
+so the caller knows it (`zaya_jax.schedule`) and the state does not. Within one update:
 
     reduce    gradients, summed over devices, to each device's share (`zaya_jax.optim.zero`)
     norm      of all gradients; by it skip the update (`zaya_jax.optim.skip`) or clip
@@ -26,8 +26,8 @@ import numpy as np
 import optax
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.cpu import apart_on_cpus as apart
 from zaya_jax.config import Optim, Precision, UserError
-from zaya_jax.model.matmul import apart
 from zaya_jax.optim import muon, skip, zero
 
 
@@ -73,9 +73,12 @@ TABLE = (
     Row(
         r"(.*[/_])scale", "vectors", "adamw", False, "no matrix; decay would pull it to 0, and it starts at 1"
     ),
-    Row(r"layers/cca/temperature", "vectors", "adamw", False, "one number a head, starts at 1"),
+    Row(r"layers/cca/temperature", "vectors", "adamw", False, "one number per head, starts at 1"),
     Row(r"layers/router/eda", "vectors", "adamw", False, "one number a channel, starts at 1"),
 )
+
+
+KINDS = ("momentum", "mean", "square")  # what the state has by bucket
 
 
 class State(NamedTuple):
@@ -112,26 +115,37 @@ class Optimizer:
 
         return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(self.init))
 
+    def arrays(self, state: State) -> dict[str, Any]:
+        """What of the state goes into checkpoints, as it lies: `steps`, `skip`, and `momentum`, `mean` and `square`
+        by bucket (`layout.held` says what is in these)."""
+        return {"steps": _adam(state.core).count, "skip": state.skip._asdict(), **_parts(state.core)}
+
+    def with_arrays(self, arrays: Mapping[str, Any], figures: dict[str, Any]) -> State:
+        """The inverse: a state with these arrays; `figures` are those of no step."""
+        core = _with_parts(jax.eval_shape(self.init).core, arrays, arrays["steps"])
+        return State(core, skip.SkipState(**arrays["skip"]), figures)
+
     def to_logical(self, state: State) -> dict[str, Any]:
-        """The state without padding and placement: a nested dict, each array in the shape of its weight, for
-        checkpoints.
+        """The state without padding and placement: a nested dict, each array in the shape of its weight.
 
         `steps`, `skip`, and for the weights of each method `momentum` or `mean` and `square`. Takes global
         arrays: NumPy's, which stay on the host, or JAX's, in jit too.
         """
         arrays = {name: _nested(self.layout.to_logical(part)) for name, part in _parts(state.core).items()}
-        return {"steps": _adam(state.core).count, "skip": state.skip._asdict(), **arrays}
+        return self.arrays(state) | arrays
 
     def from_logical(self, logical: Mapping[str, Any]) -> State:
         """The inverse of `to_logical`, for the mesh that this optimizer was built for."""
-        state = jax.eval_shape(self.init)
-        arrays = {}
+        state, arrays = jax.eval_shape(self.init), dict(logical)
         for name, part in _parts(state.core).items():
-            arrays[name] = self.layout.from_logical(_flat(logical[name]))
-            arrays[name] = {key: x.astype(part[key].dtype) for key, x in arrays[name].items()}
-        core = _with_parts(state.core, arrays, logical["steps"])
-        figures = {name: np.zeros(x.shape, x.dtype) for name, x in state.figures.items()}
-        return State(core, skip.SkipState(**logical["skip"]), figures)
+            found = self.layout.from_logical(_flat(logical[name]))
+            arrays[name] = {key: x.astype(part[key].dtype) for key, x in found.items()}
+        return self.with_arrays(arrays, self.no_figures())
+
+    def no_figures(self) -> dict[str, Any]:
+        """The figures of no step, zeros on the host."""
+        figures = jax.eval_shape(self.init).figures
+        return {name: np.zeros(x.shape, x.dtype) for name, x in figures.items()}
 
     def bytes_per_device(self) -> int:
         """Bytes of optimizer state that each device holds."""
@@ -203,6 +217,7 @@ def build(
                 muon.coefficients(optim.newton_schulz, optim.newton_schulz_steps),
                 jnp.dtype(iteration),
                 jnp.dtype(precision.momentum),
+                layout.owned,
             ),
             "adamw": optax.scale_by_adam(optim.b1, optim.b2, optim.eps),
         },
@@ -263,7 +278,7 @@ def _around(
         figures |= _norms("param_norm", layout.tree_sum_squares(params))
         figures["clipped"] = (factor < 1).astype(jnp.float32)
         figures["skipped"] = 1 - keep.astype(jnp.float32)
-        # The weights' norm is read before the weights are written over, else a CPU copies them.
+        # The weights' norm is read before the weights are written over; otherwise a CPU copies them.
         updates, figures = apart((updates, figures))
         return updates, State(core_state, skip_state, figures)
 
@@ -308,14 +323,14 @@ def _adam(core: Any) -> Any:
 def _parts(core: Any) -> dict[str, dict[str, Any]]:
     """The arrays of the core's state by what they are, then by bucket, of those that have them."""
     adam = _adam(core)
-    parts = {"momentum": core.inner_states["muon"].inner_state.momentum, "mean": adam.mu, "square": adam.nu}
+    parts = core.inner_states["muon"].inner_state.momentum, adam.mu, adam.nu
     return {
         name: {key: x for key, x in part.items() if not isinstance(x, optax.MaskedNode)}
-        for name, part in parts.items()
+        for name, part in zip(KINDS, parts, strict=True)
     }
 
 
-def _with_parts(core: Any, parts: dict[str, dict[str, Any]], count: jax.Array) -> Any:
+def _with_parts(core: Any, parts: Mapping[str, Any], count: jax.Array) -> Any:
     """The core's state with other arrays."""
     old, adam = core.inner_states, _adam(core)
     momentum = old["muon"].inner_state.momentum | parts["momentum"]

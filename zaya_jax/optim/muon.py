@@ -15,6 +15,7 @@ folded into one. `zaya_jax.optim.chain` puts the parts together with AdamW.
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,12 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zaya_jax.model.matmul import whole
+from pallas_kernels.newton_schulz import orthogonalize
 
 COEFFICIENTS = ("keller_jordan", "polar_express")
 SCALES = ("match_rms_adamw", "spectral")
 # As steep at zero as a quintic can be; singular values do not converge to 1 but end in about [0.7, 1.2].
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
+TURN = 2**23  # numbers that go through one turn of the loop over a device's matrices: one of 2048×4096
 
 
 class MuonState(NamedTuple):
@@ -89,44 +91,29 @@ def _nearest_quintic(low: float, high: float) -> tuple[float, float, float]:
     return a, b, c
 
 
-def orthogonalize(
+def orthogonalize_first(
     x: jax.Array,
+    number: jax.Array | int | None,
     polynomials: tuple[tuple[float, float, float], ...],
-    dtype: Any = jnp.bfloat16,
-    eps: float = 1e-7,
+    dtype: Any,
 ) -> jax.Array:
-    """Pushes the singular values of each matrix [..., a, b] towards 1, in `dtype`; zero stays zero.
+    """The first `number` of matrices [n, a, b], zeros after them; all of them where it is None.
 
-    Leading dims are batch dims of every product and are nowhere reshaped: sharded over them, it runs without
-    a collective.
+    A loop, whose length may differ from device to device: what a device does not own costs it nothing. Small
+    matrices go through it several at a time.
     """
-    tall = x.shape[-2] > x.shape[-1]
-    norm = jnp.sqrt(jnp.sum(jnp.square(x.astype(jnp.float32)), (-2, -1), keepdims=True))
-    x = (x / jnp.maximum(norm, eps)).astype(dtype)
-    if tall:
-        x = jnp.swapaxes(x, -1, -2)
-    x = _row_major(x)
-    # Sums and coefficients in float32, one rounding each: with 3.4445 and the products in bfloat16 the result
-    # is five times as far from the float32 iteration's (0.059 against 0.015, PyTorch's 0.015), and no faster.
-    float32 = jnp.float32
-    product = functools.partial(jnp.einsum, precision=whole(dtype), preferred_element_type=float32)
-    for a, b, c in polynomials:
-        gram = product("...ij,...kj->...ik", x, x).astype(dtype)
-        factor = b * gram.astype(float32) + c * product("...ij,...jk->...ik", gram, gram)
-        x = a * x.astype(float32) + product("...ij,...jk->...ik", factor.astype(dtype), x)
-        x = x.astype(dtype)
-    return jnp.swapaxes(_row_major(x), -1, -2) if tall else x
+    if number is None:
+        return orthogonalize(x, polynomials, dtype)
+    at_once = min(len(x), max(1, TURN // math.prod(x.shape[1:])))
+    if isinstance(number, int) and number == len(x) == at_once:
+        return orthogonalize(x, polynomials, dtype)
 
+    def turn(i, result):
+        start = jnp.minimum(i * at_once, len(x) - at_once)  # the last turn may do some again
+        part = jax.lax.dynamic_slice_in_dim(x, start, at_once)
+        return jax.lax.dynamic_update_slice_in_dim(result, orthogonalize(part, polynomials, dtype), start, 0)
 
-def _row_major(x: jax.Array) -> jax.Array:
-    """Pins the memory order of the matrices: the compiler may not push a transposition through the iteration.
-
-    Without it XLA:CPU keeps a tall matrix transposed throughout, finds no bfloat16 product for that order and
-    multiplies in float32: half as fast (32 of 1408×512: 1.45 s against 0.78 s on two cores). Elsewhere it
-    costs one copy at most.
-    """
-    flat = jax.lax.optimization_barrier(x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1]))
-    return flat.reshape(x.shape)
+    return jax.lax.fori_loop(0, -(-number // at_once), turn, jnp.zeros(x.shape, dtype))
 
 
 def scale_by_muon(
@@ -135,8 +122,12 @@ def scale_by_muon(
     polynomials: tuple[tuple[float, float, float], ...] = (KELLER_JORDAN,) * 5,
     dtype: Any = jnp.bfloat16,
     momentum_dtype: Any = jnp.float32,
+    owned: Callable[[], Mapping[str, jax.Array | int]] = dict,
 ) -> optax.GradientTransformation:
-    """Gradients [..., in, out] to directions in `dtype`; momentum adds up in float32 however it is kept."""
+    """Gradients [..., in, out] to directions in `dtype`; momentum adds up in float32 however it is kept.
+
+    `owned`, asked at each update, names the leaves of which only the first so many matrices are in use.
+    """
 
     def init(params):
         return MuonState(jax.tree.map(lambda p: jnp.zeros(p.shape, momentum_dtype), params))
@@ -144,14 +135,17 @@ def scale_by_muon(
     def update(updates, state, params=None):
         del params
 
-        def step(g, kept):
+        numbers = owned()
+
+        def step(path, g, kept):
             g, buf = g.astype(jnp.float32), kept.astype(jnp.float32)
             buf = buf + (g - buf) * (1 - momentum)
             u = buf + (g - buf) * (1 - momentum) if nesterov else buf
-            return orthogonalize(u, polynomials, dtype), buf.astype(kept.dtype)
+            number = numbers.get(str(getattr(path[-1], "key", ""))) if path else None
+            return orthogonalize_first(u, number, polynomials, dtype), buf.astype(kept.dtype)
 
-        grads, structure = jax.tree.flatten(updates)
-        pairs = [step(g, kept) for g, kept in zip(grads, jax.tree.leaves(state.momentum), strict=True)]
+        grads, structure = jax.tree_util.tree_flatten_with_path(updates)
+        pairs = [step(*pair, kept) for pair, kept in zip(grads, jax.tree.leaves(state.momentum), strict=True)]
         directions, momenta = ([pair[i] for pair in pairs] for i in (0, 1))
         return jax.tree.unflatten(structure, directions), MuonState(jax.tree.unflatten(structure, momenta))
 

@@ -17,8 +17,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.attention import attention
+from pallas_kernels.attention.xla import key_blocks
 from zaya_jax.config import UserError
-from zaya_jax.model.attention import attention, key_blocks
 from zaya_jax.parallel import ring
 from zaya_jax.parallel.spread import Spread
 

@@ -1,9 +1,9 @@
 """Expert parallelism: tokens travel to the devices that hold their experts, and their outputs travel back.
 
 Device i of X holds experts i E/X to (i + 1) E/X - 1, and N tokens. No token is dropped, whatever the router chose, and
-no buffer grows with how uneven it was: tokens travel in rounds of at most R = min(2, X) N rows a device. The number of
-rounds is computed from the counts, which every device has, so that all agree on it. With rows of D numbers of b bytes
-a device puts in and gets out:
+no buffer grows with how uneven it was: tokens travel in rounds of at most R = min(2, X) N rows per device. The number
+of rounds is computed from the counts, which every device has, so that all agree on it. With rows of D numbers of b
+bytes a device puts in and gets out:
 
                                forward   backward   bytes of each
     all-gather of counts          1         -       4 X E
@@ -36,7 +36,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from zaya_jax.model.experts import PRODUCTS, gated, of_own_expert, through_groups
+from pallas_kernels import chip
+from pallas_kernels.chip import Chip
+from pallas_kernels.grouped_mlp import PRODUCTS
+from zaya_jax.model.experts import gated, of_own_expert, through_groups
 from zaya_jax.parallel.spread import Spread
 
 SLACK = (
@@ -60,11 +63,11 @@ def expert_mlp(
 ) -> Float[Array, "N D"]:
     """What `model.experts.expert_mlp` gives, of experts that lie over `spread.expert_axes`.
 
-    `form` is for programs that are compiled for devices which are not there, and tests; else `exchange_form` decides.
+    `form` is for comparisons and tests; otherwise `exchange_form` decides.
     """
     axes = spread.expert_axes
     num_experts = gate_up.shape[0] * lax.axis_size(axes)
-    form = form or exchange_form(spread, jax.default_backend())
+    form = form or exchange_form(spread, chip.current())
 
     def elsewhere(rows, sizes):
         counts = lax.all_gather(sizes, axes).reshape(lax.axis_size(axes), lax.axis_size(axes), -1)
@@ -75,8 +78,8 @@ def expert_mlp(
     return gated(checkpoint_name(y, PRODUCTS), choice, gate, num_experts)
 
 
-def exchange_form(spread: Spread, backend: str) -> str:
-    """ "ragged" (`lax.ragged_all_to_all`) where a group of experts' devices spans hosts, else "slots".
+def exchange_form(spread: Spread, target: Chip) -> str:
+    """ "ragged" (`lax.ragged_all_to_all`) where a group of experts' devices spans hosts, otherwise "slots".
 
     Over the network bytes count: ragged moves the rows that exist, slots twice as many. Within a host it is the other
     way about: openxla/xla issue 33386 has ragged at 2% of what the links of eight B200 carry, and near the network's
@@ -84,7 +87,7 @@ def exchange_form(spread: Spread, backend: str) -> str:
     CPUs have no ragged form. Devices of a group stand in a row of the mesh: their span tells whether one host has them.
     """
     span = spread.expert * spread.context * spread.tensor
-    return "ragged" if backend != "cpu" and span > HOST_DEVICES else "slots"
+    return "ragged" if not target.is_host and span > HOST_DEVICES else "slots"
 
 
 def slot_rows(num_tokens: int, devices: int) -> int:

@@ -67,7 +67,7 @@ class Part:
         return jnp.concatenate([q, self.kv_dim(k, dim, per_head)], axis=dim)
 
     def packed_columns(self, x: jax.Array) -> jax.Array:
-        """The same of the last dim, C columns a head."""
+        """The same of the last dim, C columns per head."""
         return self.packed_dim(x, x.ndim - 1, self.channels)
 
     def split_values(self, values: jax.Array) -> list[jax.Array]:
@@ -83,7 +83,7 @@ class Part:
         return jnp.where(column < self.all_kv * self.channels // 2, now, delayed)
 
     def mean_queries(self, packed: jax.Array) -> jax.Array | None:
-        """The mean of q over each group, [B, S, K, C], where its queries lie on several devices; else None."""
+        """The mean of q over each group, [B, S, K, C], where its queries lie on several devices; otherwise None."""
         if self.over <= self.all_kv:
             return None
         own = packed[..., : self.heads * self.channels].astype(jnp.float32)

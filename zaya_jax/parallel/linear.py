@@ -20,8 +20,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from zaya_jax.model.attention import SAVED
-from zaya_jax.model.linear_attention import finish, heads_first, read, summary, sums
+from pallas_kernels.attention import SAVED
+from pallas_kernels.linear_attention import finish, heads_first, read, summary, sums
 
 Axis = str | tuple[str, ...]
 
@@ -102,7 +102,7 @@ def _gathered(states, first, last, axis):
 
 def _gathered_fwd(states, first, last, axis):
     pieces, batch = first.shape
-    documents = jnp.stack([first, last], axis=-1).astype(jnp.float32)  # exact below 2^24 documents a row
+    documents = jnp.stack([first, last], axis=-1).astype(jnp.float32)  # exact below 2^24 documents per row
     packed = jnp.concatenate([states.reshape(pieces, batch, -1), documents], axis=-1)
     packed = _ordered(lax.all_gather(packed, axis))
     first_of, last_of = packed[..., -2], packed[..., -1]

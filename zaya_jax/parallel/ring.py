@@ -14,7 +14,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from zaya_jax.model.attention import MASKED, SAVED, attention, attention_gradients
+from pallas_kernels.attention import MASKED, SAVED, attention, attention_gradients
 
 OWN, VISITING = (0, 1, 1), (0, 0, 1)  # pairs of chunks a step may need; an early chunk never sees a late one
 

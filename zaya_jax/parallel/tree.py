@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float
 
-from zaya_jax.model.attention import MASKED
+from pallas_kernels.attention import MASKED
 
 Part = tuple[
     Float[Array, "B H C"], Float[Array, "B H"]
@@ -68,7 +68,7 @@ def tree_attention(
     scale: float,
     axis: str,
 ) -> Float[Array, "B 1 H C"]:
-    """One new query a row against the cache's parts; k and v are this device's, `valid` is of all columns."""
+    """One new query per row against the cache's parts; k and v are this device's, `valid` is of all columns."""
     out, lse = attend_to_part(q, k, v, own_columns(valid, axis), scale)
     weight = jnp.exp(lse - lax.pmax(lse, axis))
     out, total = lax.psum(out * weight[..., None], axis), lax.psum(weight, axis)
@@ -100,7 +100,7 @@ def ring_of_keys(q, k, v, valid, *, scale: float, axis: str) -> jax.Array:
 
 
 def attend_to_part(q, k, v, valid: Bool[Array, "B T"], scale: float) -> Part:
-    """Attention of one query a row to some of its keys, float32; without any it is 0 with a log-sum-exp of -1e30."""
+    """Attention of one query per row to some of its keys, float32; without any it is 0 with a log-sum-exp of -1e30."""
     batch, _, num_heads, channels = q.shape
     q = q.reshape(batch, k.shape[2], -1, channels)
     scores = jnp.einsum("bkgc,bjkc->bkgj", q, k, preferred_element_type=jnp.float32) * scale

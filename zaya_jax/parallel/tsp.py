@@ -42,10 +42,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import attention as blockwise
+from pallas_kernels.products import dot, einsum
+from pallas_kernels.rotary import rotate
 from zaya_jax.config import Model
-from zaya_jax.model import attention as blockwise
-from zaya_jax.model.layers import rotate
-from zaya_jax.model.matmul import dot, einsum
 from zaya_jax.parallel import context
 from zaya_jax.parallel.spread import Spread
 

@@ -19,20 +19,20 @@ GAP = (math.nan, math.nan, math.nan)  # breaks a band
 LOG_ABOVE = 40  # positive values whose extremes lie further apart get a logarithmic axis
 
 OPTIMISER_KEYS = ("lr", "grad_norm", "skipped")
-SPEED_KEYS = ("step_seconds", "tokens_per_second", "data_wait_fraction", "mfu")
-PLACED_KEYS = {"loss", "eval/loss", "tokens", "data_wait", *OPTIMISER_KEYS, *SPEED_KEYS}
+SPEED_KEYS = ("step_seconds", "tokens_per_second", "data/wait_fraction", "mfu")
+PLACED_KEYS = {"loss", "eval/loss", "tokens", *OPTIMISER_KEYS, *SPEED_KEYS}
 TITLES = {
     "lr": "Learning rate",
     "grad_norm": "Gradient norm",
     "skipped": "Skipped updates",
     "step_seconds": "Seconds per step",
     "tokens_per_second": "Tokens per second",
-    "data_wait_fraction": "Time waiting for data",
+    "data/wait_fraction": "Time waiting for data",
     "mfu": "Model FLOPs utilisation",
 }
-FROM_ZERO = {"lr", "step_seconds", "tokens_per_second", "data_wait_fraction", "mfu", "skipped"}
-SMOOTHED = {"grad_norm", "step_seconds", "tokens_per_second", "data_wait_fraction", "mfu"}
-PERCENT = {"data_wait_fraction", "mfu"}
+FROM_ZERO = {"lr", "step_seconds", "tokens_per_second", "data/wait_fraction", "mfu", "skipped"}
+SMOOTHED = {"grad_norm", "step_seconds", "tokens_per_second", "data/wait_fraction", "mfu"}
+PERCENT = {"data/wait_fraction", "mfu"}
 
 
 def loss_section(run: Workdir) -> str:
@@ -95,7 +95,7 @@ def _prefixes(run: Workdir) -> dict[str, list[str]]:
     groups: dict[str, list[str]] = {}
     for key in run.series:
         prefix, slash, _ = key.partition("/")
-        if slash and prefix != "eval":
+        if slash and prefix != "eval" and key not in PLACED_KEYS:
             groups.setdefault(prefix, []).append(key)
     return groups
 
@@ -200,8 +200,6 @@ def _curve(run: Workdir, key: str) -> str:
     lines = _lines("each step", series, _budget(run), smooth=key in SMOOTHED, factor=factor)
     y_range, log = _axis_range(lines, zero=key in FROM_ZERO)
     note = _outside(series, *y_range, unit)
-    if key == "data_wait_fraction":
-        note = f"{_waited(run)} {note}".strip()
     return svg.line_chart(
         title,
         lines,
@@ -213,13 +211,6 @@ def _curve(run: Workdir, key: str) -> str:
         note=note,
         unit=unit,
     )
-
-
-def _waited(run: Workdir) -> str:
-    wait = run.series["data_wait"].total if "data_wait" in run.series else Bin()
-    if not wait.count or not run.seconds > 0:
-        return ""
-    return f"{svg.percent(wait.mean * wait.count / run.seconds)} of all step time."
 
 
 def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
@@ -269,15 +260,17 @@ def _list_map(run: Workdir, key: str) -> str:
     rows = run.vectors[key].shape[0]
     steps, values = run.vectors[key].coarse(columns(rows))
     good = values[np.isfinite(values)]
-    low, high = (float(good.min()), float(good.max())) if good.size else (0.0, 1.0)
+    low, high = (float(good.min()), float(good.max())) if good.size else (math.nan, math.nan)
+    scale = Scale.between(good.tolist())
     return heat_map(
         key,
         [str(i) for i in range(rows)],
         steps,
         values.T.tolist(),
-        Scale(low, high),
+        scale,
         x_range=x_range(run),
         row_name="row",
-        ends=(number(low, 3), number(high, 3)),
+        ends=(number(scale.low, 3), number(scale.high, 3)),
         describe=f"Heat map, row by step, of {key}, from {number(low)} to {number(high)}.",
+        note=f"{number(low)} throughout." if low == high else "",
     )

@@ -47,10 +47,10 @@ def _names(count: int) -> list[str]:
 
 
 def _fair(load: np.ndarray) -> np.ndarray:
-    """Each expert's share of the routed tokens in multiples of an even share."""
+    """Each expert's share of the routed tokens in multiples of an even share; 0 where no token was routed."""
     routed = load[..., :-1]
     total = routed.sum(-1, keepdims=True)
-    return np.divide(routed * routed.shape[-1], total, out=np.full_like(routed, np.nan), where=total > 0)
+    return np.divide(routed * routed.shape[-1], total, out=np.zeros_like(routed) + 0 * total, where=total > 0)
 
 
 def _summary(end: np.ndarray) -> str:

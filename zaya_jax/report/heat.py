@@ -47,6 +47,15 @@ class Scale:
         part = (value - low) / (high - low) if high > low else 0.5
         return min(LEVELS - 1, max(0, int(part * LEVELS)))
 
+    @classmethod
+    def between(cls, values: Iterable[float]) -> "Scale":
+        """From the least value to the greatest; one value alone lies on a scale from zero, zero on one up to 1."""
+        good = [v for v in values if math.isfinite(v)] or [0.0]
+        low, high = min(good), max(good)
+        if low == high:
+            low, high = min(low, 0.0), max(high, 0.0)
+        return cls(low, high if high > low else 1.0)
+
 
 def columns(rows: int) -> int:
     """How many columns a picture of so many rows may have."""

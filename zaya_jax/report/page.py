@@ -1,11 +1,11 @@
 """Puts the report together on one HTML page: headline figures, curves, expert load, sample, numbers, config.
 
 Of the workdir it takes metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is
-marked where the text starts with the config's `log.sample_prompt`) and environment.json (any facts,
-`device` among them). Only `loss`, the step times, the expert load and the held-out losses are known by
-name; any other number in metrics.jsonl gets a curve under its own name, `prefix/name` metrics share one
-picture per prefix, and lists of one number per layer become heat maps. `data_wait` is read as seconds of a
-step spent waiting for data.
+marked where the text starts with the config's `log.sample_prompt`), environment.json (any facts,
+`device` among them) and, of a fork, lineage.json. Only `loss`, the step times, the time waiting for data,
+the expert load and the held-out losses are known by name; any other number in metrics.jsonl gets a curve
+under its own name, `prefix/name` metrics share one picture per prefix, and lists of one number per layer
+become heat maps.
 """
 
 import math
@@ -98,7 +98,7 @@ def _header(run: Workdir) -> str:
         facts.append(f"{model['num_hidden_layers']} layers{kind}")
         facts.append(f"width {model.get('hidden_size', '?')}")
     if isinstance(data, dict) and data.get("seq_len"):
-        facts.append(f"{data.get('global_batch', '?')} × {data['seq_len']} tokens a step")
+        facts.append(f"{data.get('global_batch', '?')} × {data['seq_len']} tokens per step")
     sub = f'<p class="sub">{escape(" · ".join(facts))}</p>' if facts else ""
     tiles = "".join(
         f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd>{escape(c)}</dd></div>" for a, b, c in _tiles(run)
@@ -139,7 +139,9 @@ def _tiles(run: Workdir) -> list[tuple[str, str, str]]:
         of = "complete" if run.last_step >= planned else f"of {planned:,} planned"
     tiles.append(("Steps", f"{run.last_step:,}", of))
     if "tokens" in run.series:
-        tiles.append(("Tokens", number(run.last("tokens"), 3), "trained on"))
+        before = run.lineage[0].get("tokens") if run.lineage else None
+        of = f"; {number(before, 3)} of them before the fork" if isinstance(before, int) else ""
+        tiles.append(("Tokens", number(run.last("tokens"), 3), f"trained on{of}"))
     if "tokens_per_second" in run.series:
         tiles.append(("Speed", number(_median_speed(run), 3), "tokens per second, median"))
     if "step_seconds" in run.series:
@@ -159,6 +161,7 @@ def _warnings(run: Workdir) -> list[str]:
 
 SECTIONS = (
     _header,
+    tables.lineage_section,
     curves.loss_section,
     experts.experts_section,
     curves.optimiser_section,

@@ -172,6 +172,9 @@ class Workdir:
     vectors: dict[str, Vectors] = dataclasses.field(default_factory=dict)
     config: dict = dataclasses.field(default_factory=dict)
     environment: dict = dataclasses.field(default_factory=dict)
+    lineage: list = dataclasses.field(
+        default_factory=list
+    )  # of a fork: what it comes from, the nearest first
     sample: str = ""
     prompt: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -189,7 +192,7 @@ class Workdir:
 
     @property
     def name(self) -> str:
-        """The config's name, else the folder's."""
+        """The config's name, otherwise the folder's."""
         return str(self.setting("name") or self.path.resolve().name)
 
     @property
@@ -217,10 +220,12 @@ class Workdir:
 
 
 def read_workdir(path: pathlib.Path) -> Workdir:
-    """Reads metrics.jsonl, config.json, environment.json and sample.txt, as far as they are there."""
+    """Reads metrics.jsonl, config.json, environment.json, lineage.json and sample.txt, as far as they are there."""
     out = Workdir(path)
     out.config = _json_object(path / "config.json", out.notes)
     out.environment = _json_object(path / "environment.json", out.notes)
+    forked = _json_object(path / "lineage.json", out.notes).get("forked")
+    out.lineage = [run for run in forked if isinstance(run, dict)] if isinstance(forked, list) else []
     out.sample = _text(path / "sample.txt", out.notes)
     prompt = out.setting("log.sample_prompt")
     out.prompt = prompt if isinstance(prompt, str) and out.sample.startswith(prompt) else ""
@@ -255,7 +260,6 @@ def _read_metrics(path: pathlib.Path, out: Workdir) -> None:
                     _add_vector(out, odd, key, step, value)
                 else:
                     _add_number(out, key, step, value)
-            _add_data_wait(out, record, step)
     if not out.lines:
         out.notes.append("metrics.jsonl holds no complete step yet.")
     if unreadable:
@@ -319,14 +323,6 @@ def _add_vector(out: Workdir, odd: set[str], key: str, step: int, value: list) -
             vectors.add(step, array)
             return
     odd.add(key)
-
-
-def _add_data_wait(out: Workdir, record: dict, step: int) -> None:
-    """The share of the step spent waiting for data, from `data_wait` in seconds."""
-    wait, whole = _number(record.get("data_wait")), _number(record.get("step_seconds"))
-    known = "data_wait_fraction" in record
-    if not known and wait is not None and whole is not None and whole > 0:
-        out.series.setdefault("data_wait_fraction", Series()).add(step, wait / whole)
 
 
 def _json_object(path: pathlib.Path, notes: list[str]) -> dict:

@@ -24,6 +24,27 @@ def sample_section(run: Workdir) -> str:
     )
 
 
+def lineage_section(run: Workdir) -> str:
+    """Of a fork: from which runs it comes, and what each step on the way changed."""
+    out = ""
+    for parent in run.lineage:
+        step, tokens, name = (parent.get(key) for key in ("step", "tokens", "run"))
+        counts = (
+            f"step {step:,}, {tokens:,} tokens" if isinstance(step, int) and isinstance(tokens, int) else "?"
+        )
+        out += (
+            f"<p>Forked from {_code(_text(parent.get('folder')))} (run {_code(_text(name))}) at {counts}.</p>"
+        )
+        changed = parent.get("changed")
+        if isinstance(changed, dict) and changed:
+            pairs = [(key, pair) for key, pair in changed.items() if isinstance(pair, list)]
+            rows = [_row(_code(key), [_code(_text(value)) for value in pair]) for key, pair in pairs]
+            out += _folded(
+                f"What differs ({len(rows)})", _table(["key", "there", "here"], rows, "wide"), opened=True
+            )
+    return f"<section><h2>Lineage</h2>{out}</section>\n" if out else ""
+
+
 def numbers_section(run: Workdir) -> str:
     """A table of all metrics: the pictures in numbers."""
     rows = []

@@ -1,4 +1,4 @@
-"""What each process writes down for itself: workdir/logs/process-00000.log, one file a process.
+"""What each process writes down for itself: workdir/logs/process-00000.log, one file per process.
 
 The terminal and metrics.jsonl are process 0's alone; here stands when each process did what, its warnings, its errors.
 `kill -USR1 PID` adds where all its threads are, for a run that hangs.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import jax
 
-from zaya_jax.parallel import multihost
+from zaya_jax.cluster import multihost
 
 _log = logging.getLogger("zaya_jax")
 _handler: logging.FileHandler | None = None

@@ -12,9 +12,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from zaya_jax import schedule
 from zaya_jax.config import Config, UserError
 from zaya_jax.model import zaya
-from zaya_jax.optim.schedule import Plan
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.schedule import Plan
+from zaya_jax.train import recipe
 from zaya_jax.train import step as steps
 
 BYTES_A_TOKEN = 20  # of a batch: tokens, targets, segments, positions, mask, four bytes each
@@ -32,7 +35,36 @@ def check_batch(plan: Plan, parts: int = 1) -> None:
             )
 
 
-def check_state(config: Config, mesh: Mesh) -> None:
+def check_phases(config: Config, plan: Plan, reached: int, devices: list[jax.Device]) -> list[str]:
+    """UserError where the phase after step `reached` does not fit these devices; notes of later ones that do not.
+
+    Those begin with a start of their own, which may be on more or larger devices. One whose mesh does not go with
+    these is passed over here: `recipe.check` says so.
+    """
+    notes, seen = [], []
+    first = plan.step(min(reached + 1, plan.total_steps)).phase_index
+    for index, segments in recipe.by_phase(plan):
+        begin, phase = segments[0].first_step, segments[0].phase
+        here, where = schedule.phase_config(config, phase), schedule.key(config, index, "mesh")
+        if index < first or begin > config.run.num_steps or here.mesh in seen:
+            continue
+        seen.append(here.mesh)
+        try:
+            mesh = make_mesh(here.mesh, devices, where)
+        except UserError:
+            continue
+        try:
+            check_state(here, mesh, where)
+        except UserError as error:
+            if index == first:
+                raise
+            notes.append(
+                f"note: phase {phase.name!r}, from step {begin}, cannot be trained on these devices: {error}"
+            )
+    return notes
+
+
+def check_state(config: Config, mesh: Mesh, key: str = "config.mesh") -> None:
     """UserError where weights and optimizer state are more than the memory of a device, if that is known."""
     device = mesh.local_devices[0]
     has = device_bytes(device)
@@ -49,11 +81,11 @@ def check_state(config: Config, mesh: Mesh) -> None:
     needed = sum(jax.tree.leaves(jax.tree.map(on_one_device, shardings, state)))
     where, spread = (
         f"each {device.device_kind}",
-        "more devices, config.mesh.fsdp=True, config.mesh.tensor or expert",
+        f"more devices, {key}.fsdp=True, {key}.tensor or expert",
     )
     if device.platform == "cpu":  # its devices share the machine's
         needed *= len(mesh.local_devices)
-        where, spread = "the machine", "config.mesh.fsdp=True, more machines"
+        where, spread = "the machine", f"{key}.fsdp=True, more machines"
     if needed > has:
         count = zaya.param_counts(config.model)["total"]
         raise UserError(

@@ -8,7 +8,6 @@ import math
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,14 +16,15 @@ import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from zaya_jax.cluster import leaving
+from zaya_jax.cluster.multihost import is_writer
 from zaya_jax.config import UserError
-from zaya_jax.parallel import leaving
-from zaya_jax.parallel.multihost import is_writer
 from zaya_jax.train.logs import note, say
 
 BUFFER = 1 << 16  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
 BLOCK = 1 << 20  # bytes that a resumed run reads at a time, from the end
 MAX_LINE_BYTES = 1 << 26  # as the report's: more is no line
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 PER_LAYER_EVERY = 10  # steps between full expert loads in the files; the entropy is there every step
 
 
@@ -135,7 +135,7 @@ def keep_until(path: Path, step: int) -> int:
 
     Reads the end alone, a block at a time, back to a line of `step` or before: late in a long run there are gigabytes.
     It looks at one block at least, so that steps that are there twice are cut where they come first. Cutting is one
-    operation: killed at any time, the file is as it was or as it shall be. A damaged line before the last good one
+    operation: killed at any time, the file is as it was or as it is to be. A damaged line before the last good one
     stays; the report counts it.
     """
     with path.open("rb+") as file:
@@ -185,21 +185,23 @@ def _step_of(line: bytes) -> float | None:
 
 
 class Console:
-    """The line a person reads: a progress bar on a terminal, else a line every few steps."""
+    """The line a person reads: a progress bar on a terminal, otherwise a line every few steps."""
 
-    def __init__(self, first: int, last: int, every: int):
+    def __init__(self, first: int, last: int, every: int, eta: Callable[[int], float]):
         self.last, self.every = last, every
-        self._started, self._first = time.perf_counter(), first
+        self._first, self._eta = first, eta
         self._bar: tqdm | None = None
-        if sys.stderr.isatty() and is_writer():
-            self._bar = tqdm(total=last, initial=first, unit="step", dynamic_ncols=True)
+        if sys.stderr.isatty() and is_writer():  # the bar's own estimate would count compiling
+            self._bar = tqdm(total=last, initial=first, unit="step", dynamic_ncols=True, bar_format=BAR)
 
     def step(self, step: int, figures: dict[str, Any]) -> None:
         """Shows a step."""
         line = describe(step, self.last, figures, self._eta(step))
         shown = step % self.every == 0 or step in (self.last, self._first + 1) or "eval/loss" in figures
         if self._bar is not None:
-            self._bar.set_description_str(line.split(" | eta")[0], refresh=False)
+            line_without, _, eta = line.rpartition(" | ")
+            self._bar.set_description_str(line_without, refresh=False)
+            self._bar.set_postfix_str(eta, refresh=False)
             self._bar.update(1)
             if shown:
                 note(line)
@@ -218,10 +220,6 @@ class Console:
         """Leaves the terminal as it was."""
         if self._bar is not None:
             self._bar.close()
-
-    def _eta(self, step: int) -> float:
-        done = step - self._first
-        return (time.perf_counter() - self._started) / max(done, 1) * (self.last - step)
 
 
 def describe(step: int, last: int, figures: dict[str, Any], eta: float) -> str:

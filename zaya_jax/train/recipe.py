@@ -10,15 +10,15 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from zaya_jax import schedule
 from zaya_jax.checkpoint import writing
 from zaya_jax.config import Config, Mesh, Phase, UserError
 from zaya_jax.data import mix
-from zaya_jax.optim import schedule
-from zaya_jax.optim.schedule import Plan, Segment
 from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import make_mesh, rows_of_process, shape_of
 from zaya_jax.parallel.spread import AXES, Spread
+from zaya_jax.schedule import Plan, Segment
 
 LONGEST_PATH = 24  # of a source in the table, where the end of a longer one stands
 ROUNDING = 1e-9  # of 1 - warmup_fraction, as a config file computes it
@@ -32,14 +32,20 @@ def check(config: Config, plan: Plan, reached: int = 0, devices: list | None = N
     does not depend on the number is checked nevertheless. Without devices all phases are checked like that.
     """
     up, down = config.schedule.warmup_fraction, config.schedule.decay_fraction
-    if up + down > 1 + ROUNDING:
+    if plan.decay_tokens is not None:
+        if up + plan.decay_tokens / plan.total_tokens > 1 + ROUNDING:
+            raise UserError(
+                f"config.schedule.warmup_fraction={up:g} and decay_steps={config.schedule.decay_steps} of "
+                f"{plan.total_steps:,} steps overlap; give less of one"
+            )
+    elif up + down > 1 + ROUNDING:
         raise UserError(
             f"config.schedule.warmup_fraction={up:g} and decay_fraction={down:g} overlap; "
             "give fractions that add up to at most 1"
         )
     notes = []
     first = plan.step(min(reached + 1, plan.total_steps)).phase_index
-    for index, segments in _by_phase(plan):
+    for index, segments in by_phase(plan):
         if index < first:
             continue
         phase, where = segments[0].phase, schedule.key(config, index, "mesh")
@@ -111,7 +117,7 @@ def eval_rows(config: Config, phase: Phase, spread: Spread) -> int:
 
 def table(config: Config, plan: Plan, devices: int | None = None) -> str:
     """All phases of a plan, a column each; without a number of devices, for as many as a micro-batch can use."""
-    columns = [_column(config, index, segments, devices) for index, segments in _by_phase(plan)]
+    columns = [_column(config, index, segments, devices) for index, segments in by_phase(plan)]
     lines = []
     for some in itertools.batched(columns, SIDE_BY_SIDE):
         widths = [max(len(line) for cell in column.values() for line in cell.split("\n")) for column in some]
@@ -163,8 +169,8 @@ def _column(config: Config, index: int, segments: Sequence[Segment], devices: in
         "tokens": f"{_short(tokens)}, until {_short(segments[0].first_token + tokens)}",
         "context": f"{phase.seq_len:,}",
         "RoPE base": f"{phase.rope_theta:,.10g}",
-        "sequences a step": " > ".join(f"{size:,}" for size in steps),
-        "tokens a step": " > ".join(_short(size * phase.seq_len) for size in steps),
+        "sequences per step": " > ".join(f"{size:,}" for size in steps),
+        "tokens per step": " > ".join(_short(size * phase.seq_len) for size in steps),
         "micro-batches": " > ".join(f"{segment.micro_batches}" for segment in segments) + f" of {micro:,}",
         "tokens at once": f"{at_once:,} on each of {count:,}",
         "mesh": describe_mesh(here.mesh, devices) + note,
@@ -177,7 +183,8 @@ def _column(config: Config, index: int, segments: Sequence[Segment], devices: in
     }
 
 
-def _by_phase(plan: Plan) -> list[tuple[int, list[Segment]]]:
+def by_phase(plan: Plan) -> list[tuple[int, list[Segment]]]:
+    """The segments of each phase, with its index."""
     groups = itertools.groupby(plan.segments, key=lambda segment: segment.phase_index)
     return [(index, list(segments)) for index, segments in groups]
 

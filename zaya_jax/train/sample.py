@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax.checkpoint import exchange, partial
+from zaya_jax import schedule
+from zaya_jax.checkpoint import partial
+from zaya_jax.cluster import multihost
 from zaya_jax.config import Config
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode, zaya
-from zaya_jax.parallel import multihost
 from zaya_jax.train.logs import say
 
 # In bytes a parameter: float32, and the copy in the products' format that XLA may keep through the decoding.
@@ -30,7 +31,7 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
         return
     path = workdir / "sample.txt"
     path.unlink(missing_ok=True)
-    device, model = jax.local_devices()[0], exchange.model_at(config, step)
+    device, model = jax.local_devices()[0], schedule.model_at(config, step)
     needed, free = BYTES * zaya.param_counts(model)["total"], free_bytes(device)
     if needed > free:
         say(

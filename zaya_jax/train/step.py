@@ -7,19 +7,18 @@ over the micro-batches, and the optimizer then sums it over devices once, whatev
 over all real targets of the global batch, however these are spread over micro-batches and devices.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from zaya_jax.checkpoint import layout
+from pallas_kernels import chip
+from pallas_kernels.cross_entropy import cross_entropy
 from zaya_jax.config import Config, Model
 from zaya_jax.model import zaya
-from zaya_jax.model.loss import cross_entropy
 from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel import rules
@@ -77,57 +76,6 @@ def init_state(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, An
 
     with jax.default_matmul_precision(config.precision.matmul):
         return jax.jit(init, out_shardings=state_shardings(config, optimizer, mesh))()
-
-
-class Codecs(NamedTuple):
-    """Between the state of a run and its logical arrays: each in its own shape, un-padded, whatever the mesh."""
-
-    to_logical: Callable[
-        ..., Any
-    ]  # (state, spare=None): into the memory of an older result, where one is given
-    from_logical: Callable[[Any], Any]
-    like: Any  # what is between, as ShapeDtypeStructs: cut over all devices, as `layout.spread` has it
-
-
-def codecs(config: Config, optimizer: Optimizer, mesh: Mesh) -> Codecs:
-    """How the state of a run goes into checkpoints and comes out of them."""
-    parts = spread_of(config, mesh).heads
-
-    def to_logical(state):
-        logical = {"params": state["params"], "optimizer": optimizer.to_logical(state["optimizer"])}
-        return {**rules.arrange(logical, parts, inverse=True), "balance": state["balance"]._asdict()}
-
-    def from_logical(logical):
-        arranged = rules.arrange({name: logical[name] for name in ("params", "optimizer")}, parts)
-        return {
-            "params": arranged["params"],
-            "optimizer": optimizer.from_logical(arranged["optimizer"]),
-            "balance": balance.State(**logical["balance"]),
-        }
-
-    specs = state_specs(config, optimizer, spread_of(config, mesh))["params"]
-    by_path = {jax.tree_util.keystr(p): spec for p, spec in jax.tree_util.tree_flatten_with_path(specs)[0]}
-
-    def placed(path, x):
-        found = (by_path.get(jax.tree_util.keystr(path[i:])) for i in range(len(path)))
-        spec = next((spec for spec in found if spec is not None), REPLICATED)
-        sharding = layout.spread(x.shape, x.dtype, NamedSharding(mesh, spec))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-    state = jax.eval_shape(functools.partial(init_state, config, optimizer, mesh))
-    between = jax.tree_util.tree_map_with_path(placed, jax.eval_shape(to_logical, state))
-    shardings = jax.tree.map(lambda x: x.sharding, between)
-    empty = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), between), out_shardings=shardings
-    )
-    into = jax.jit(
-        lambda state, spare: to_logical(state), donate_argnums=1, keep_unused=True, out_shardings=shardings
-    )
-    return Codecs(
-        lambda state, spare=None: into(state, empty() if spare is None else spare),
-        jax.jit(from_logical, out_shardings=state_shardings(config, optimizer, mesh)),
-        between,
-    )
 
 
 def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
@@ -229,9 +177,10 @@ def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mes
 
 def _on_mesh(config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate=(), out=None) -> Callable:
     out_specs = (in_specs[0], REPLICATED) if out is None else out
+    target = chip.made_for(mesh)
 
     def precise(*args):
-        with jax.default_matmul_precision(config.precision.matmul):
+        with chip.making(target), jax.default_matmul_precision(config.precision.matmul):
             return step(*args)
 
     # Without the check of replicated values, gradients of replicated weights stay partial sums, as the optimizer wants.

@@ -1,9 +1,10 @@
 """A run's folder: whose it is, and what may differ when the run is started again on it.
 
 config.json        the recorded config            tokenizer/         the tokenizer
-checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object a step
+checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object per step
 events.out.*       TensorBoard's                  report.html        the picture of it all
-logs/              one file a process, see `logs`  environment.json   what it ran on
+logs/              one file per process, see `logs`  environment.json   what it ran on
+lineage.json       a fork's: the runs that it comes from, see `fork`
 .lock              who writes here now, see `checkpoint.lock`
 imported.json      where the weights came from PyTorch: what their config says beyond ours, their dtypes
 """
@@ -14,14 +15,18 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
+import jax
+
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import lock, seal, writing
-from zaya_jax.config import Config, UserError
+from zaya_jax import schedule
+from zaya_jax.checkpoint import audit, lock, places, writing
+from zaya_jax.checkpoint.layout import IMPORTED
+from zaya_jax.cluster import leaving, multihost
+from zaya_jax.config import Config, StorageError, UserError, fields, files
 from zaya_jax.data import mix
-from zaya_jax.optim import schedule
-from zaya_jax.parallel import multihost
 from zaya_jax.train import logs
 
 # What may differ from the recorded config when a run goes on, beside phases that have not begun. These change nothing
@@ -52,7 +57,6 @@ ROUNDS = MAY_CHANGE[MAY_CHANGE.index("mesh") :]
 
 # What an imported model's workdir has beside the rest. Until it is trained, all but the model may change, and the ids
 # that its config gives to begin, end and padding, which become the tokenizer's.
-IMPORTED = "imported.json"
 
 
 def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
@@ -68,19 +72,22 @@ def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
         raise UserError(
             f"--workdir={str(workdir)!r} is empty; give a folder, or leave it out for runs/{config.name}"
         )
+    fields.check_path("--workdir", str(workdir))
     return Path(workdir)
 
 
-def open_workdir(path: str | os.PathLike, config: Config) -> Path:
+def open_workdir(path: str | os.PathLike, config: Config, locked: Callable[[], None] = lambda: None) -> Path:
     """Creates the folder, with the config in it, or checks that it is this run's; UserError otherwise.
+
+    `locked` is called when nobody else writes there and nothing is written yet.
 
     What a run that goes on may change is recorded later, by `record`, when nothing can refuse it any more. Of several
     processes the first does it; the others must have the same config and see the same folder.
     """
     here = config_lib.to_dict(config)
-    chosen, first = multihost.from_first("workdir", lambda: [str(_open(Path(path), config)), here])
+    chosen, first = multihost.from_first("workdir", lambda: [str(_open(Path(path), config, locked)), here])
     workdir = Path(chosen)
-    a, b = _flat(first), _flat(here)
+    a, b = flat(first), flat(here)
     for key in sorted(a.keys() | b.keys()):
         if a.get(key) != b.get(key):
             raise UserError(
@@ -95,8 +102,8 @@ def open_workdir(path: str | os.PathLike, config: Config) -> Path:
     return workdir
 
 
-def _open(workdir: Path, config: Config) -> Path:
-    recorded = workdir / "config.json"
+def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
+    places.require_outside(workdir, f"--workdir={workdir}")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=workdir):
@@ -105,40 +112,80 @@ def _open(workdir: Path, config: Config) -> Path:
         raise UserError(
             f"--workdir={workdir} cannot be written ({error.strerror}); give a folder that can"
         ) from None
-    if not recorded.exists():
-        others = sorted(p.name for p in workdir.iterdir() if p.name not in (lock.NAME, _part(recorded).name))
-        if others:
-            raise UserError(
-                f"--workdir={workdir} holds {others[0]} and no config.json, so it is not a run's; give a new folder"
-            )
-    else:
-        check_same(read_config(workdir), config, workdir)
+    _check_whose(workdir, config)
     lock.take(workdir, logs.say)
-    if not recorded.exists():
+    try:
+        _check_whose(workdir, config)  # while it waited, another run may have begun there, and ended
+    except UserError:
+        lock.release(workdir)
+        raise
+    locked()
+    if not (workdir / "config.json").exists():
         record(workdir, config)
     return workdir
 
 
-class AsItWas:
-    """Leaves nothing of a run that is refused before its first step, where no run's folder was before.
+def _check_whose(workdir: Path, config: Config) -> None:
+    """UserError where a folder is no run's or another's."""
+    recorded = workdir / "config.json"
+    if recorded.exists():
+        check_same(_begun_with(workdir), config, workdir)
+        return
+    others = sorted(p.name for p in workdir.iterdir() if p.name not in (lock.NAME, _part(recorded).name))
+    if others:
+        raise UserError(
+            f"--workdir={workdir} holds {others[0]} and no config.json, so it is not a run's; give a new folder"
+        )
 
-    What a person put there, what another process writes, and whatever else this run would not have made stay.
+
+def _begun_with(workdir: Path) -> Config:
+    """The config of a run, by its newest checkpoint; by config.json, which may have been changed, where none tells."""
+    recorded, root = read_config(workdir), workdir / "checkpoints"
+    for step in reversed(writing.steps_in(root)):
+        with contextlib.suppress(StorageError, UserError):
+            saved = audit.checked_meta(root / str(step), step).get("config")
+            return config_lib.check(saved) if saved else recorded
+    return recorded
+
+
+class AsItWas:
+    """Leaves nothing of a run that is refused before its first step, where no run's folder was before; then gives the
+    lock back.
+
+    What a person put there, what another run writes, and whatever else this run would not have made stay. Of several
+    processes the first cleans up on its way out, when the others have gone: it may be one of them that refuses, and
+    one that finds the folder gone would say so in place of the reason.
     """
 
-    MADE = ("config.json", "environment.json", "tokenizer", "logs", lock.NAME)
+    MADE = ("config.json", "environment.json", "lineage.json", "tokenizer", "logs", lock.NAME)
 
     def __init__(self, workdir: Path):
-        self._workdir, self._begun = workdir, (workdir / "config.json").exists()
+        self._workdir, self._begun, self._before = workdir, True, set[str]()
         self._made = [path for path in (workdir, *workdir.parents) if not path.exists()]
-        self._before = set() if self._made else {path.name for path in workdir.iterdir()}
+        if jax.process_count() > 1:
+            leaving.before(self._clean, leaving.REFUSED)
+
+    def locked(self) -> None:
+        """Sees what is there, when nobody else writes there and this run has written nothing."""
+        self._begun = (self._workdir / "config.json").exists()
+        self._before = {path.name for path in self._workdir.iterdir()} - {lock.NAME}
 
     def begun(self) -> None:
         """From here on what is there is a run's."""
         self._begun = True
+        leaving.forget(self._clean)
 
     def __call__(self, kind: type | None, *_: object) -> None:
         """For an ExitStack."""
-        if self._begun or not kind or not issubclass(kind, UserError) or not lock.held(self._workdir):
+        if kind and jax.process_count() > 1:
+            return  # the process ends, and the lock with it
+        leaving.forget(self._clean)
+        if kind and issubclass(kind, UserError):
+            self._clean()
+        lock.release(self._workdir)
+
+    def _clean(self) -> None:
+        if self._begun or not lock.held(self._workdir):
             return
         with contextlib.suppress(OSError):
             checkpoints = self._workdir / "checkpoints"
@@ -148,8 +195,8 @@ class AsItWas:
                     shutil.rmtree(path)
                 else:
                     path.unlink(missing_ok=True)
-            if "checkpoints" not in self._before and not writing.numbered(checkpoints):
-                (checkpoints / seal.RUN).unlink(missing_ok=True)
+            if "checkpoints" not in self._before and checkpoints.is_dir():
+                shutil.rmtree(checkpoints)  # the run's name, and what was fetched from copies
             for path in (checkpoints, *self._made):
                 if path.exists():
                     path.rmdir()  # an empty one
@@ -164,11 +211,18 @@ def read_config(workdir: str | os.PathLike) -> Config:
     """The config that a workdir's run was started with."""
     path = Path(workdir) / "config.json"
     try:
-        return config_lib.check(json.loads(path.read_text(encoding="utf-8")))
+        found = files.read_json(path)
     except FileNotFoundError:
         raise UserError(f"--workdir={workdir} has no config.json; give the folder of a run") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} cannot be read ({error}); it is the recorded config of a run") from None
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} cannot be read ({writing.reason(error)}); it is the recorded config of a run: restore it, each "
+            'checkpoint has it too, in meta/data.json under "config"'
+        ) from None
+    try:
+        return config_lib.check(found)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
 
 
 def write_json(path: Path, content: dict) -> None:
@@ -196,6 +250,11 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
         return ""  # nothing is there that could go on
     reached = max(steps) if reached is None else reached
     untrained = (workdir / IMPORTED).exists() and reached == 0
+    if untrained and new.run.fork:
+        raise UserError(
+            f"--workdir={workdir} holds an imported model, but config.run.fork={new.run.fork} begins with another "
+            "run's; give a new workdir"
+        )
     plans = [schedule.make_plan(config) for config in (old, new)]
     begun = max((s.phase_index + 1 for s in plans[0].segments if s.first_step <= reached), default=0)
     before, after = _kept(old), _kept(new)
@@ -234,7 +293,7 @@ def _among(key: str, names: tuple[str, ...]) -> bool:
 
 def _kept(config: Config) -> dict:
     """All keys, with the phases' own among them; of a mixture the weights, since a source may move."""
-    out = _flat(config_lib.to_dict(config))
+    out = flat(config_lib.to_dict(config))
     phases = out.pop("schedule.phases")
     for i, phase in enumerate(phases):
         out |= {f"schedule.phases[{i}].{name}": value for name, value in phase.items()}
@@ -243,8 +302,9 @@ def _kept(config: Config) -> dict:
     return out
 
 
-def _flat(tree: dict, prefix: str = "") -> dict:
+def flat(tree: dict, prefix: str = "") -> dict:
+    """The leaves of nested dicts by their dotted keys."""
     out: dict = {}
     for key, value in tree.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return out

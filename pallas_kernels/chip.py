@@ -1,0 +1,90 @@
+"""For which chip a program is being made, and which of an operator's implementations that means.
+
+A program is made *for* a chip, often by another one: compiled ahead of time, lowered in a test, on a machine whose GPU
+does not take part. So nothing asks the machine while it traces. Who builds a program names the chip:
+
+    target = chip.made_for(mesh)
+    with chip.making(target):
+        ...                                     # inside the traced function, or around the call of one
+
+The name is a part of `jax.jit`'s cache key, so that a function is traced anew for another chip; it reaches the backward
+passes of `custom_vjp`, and the bodies of loops, of `jax.checkpoint` and of `shard_map`. Where nobody names a chip it is
+that of the mesh around, and otherwise the device on which JAX puts arrays by default.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+
+class Chip(NamedTuple):
+    """A kind of device, in JAX's words."""
+
+    platform: str  # "cpu"; "gpu", "cuda" or "rocm"
+    kind: str  # "NVIDIA H200", "gfx942"
+
+    @property
+    def is_host(self) -> bool:
+        """Whether its memory is the host's."""
+        return self.platform == "cpu"
+
+    def unrolls(self, repeats: int, numbers: int) -> bool:
+        """Whether a loop over so many layers, with streams of so many numbers, is faster written out.
+
+        A CPU runs what is in a loop on one core, but for matrix products. That costs a tenth of a step where arrays are
+        large enough to be split, and compiling what is written out costs twice as much.
+        """
+        return self.platform == "cpu" and repeats <= 8 and numbers >= 1 << 18
+
+
+_named = jax.make_user_context(None)
+
+
+def making(chip: Chip) -> AbstractContextManager[None]:
+    """A context in which programs are made for this chip."""
+    return _named(chip)
+
+
+def made_for(where: Mesh | AbstractMesh | Any) -> Chip:
+    """The chip that somebody around has named, otherwise that of a mesh, or of the arrays of a tree."""
+    if _named.value is not None:
+        return _named.value
+    return (_of_mesh(where) or current()) if isinstance(where, Mesh | AbstractMesh) else holding(where)
+
+
+def holding(tree: Any) -> Chip:
+    """The chip that holds the arrays of a tree; `current` where it has none, or none yet, while tracing."""
+    for x in jax.tree.leaves(tree):
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            return chip_of(next(iter(x.devices())))
+    return current()
+
+
+def current() -> Chip:
+    """The chip that a program is being made for."""
+    return _named.value or _of_mesh(jax.sharding.get_abstract_mesh()) or chip_of(_default_device())
+
+
+def choose[Implementation](offered: Mapping[str, Implementation]) -> Implementation:
+    """Of an operator's implementations, by platform, the chip's own one, otherwise XLA's."""
+    return offered.get(current().platform, offered["xla"])
+
+
+def chip_of(device: Any) -> Chip:
+    """The chip that a device is, also one of an abstract mesh."""
+    return Chip(device.platform, device.device_kind)
+
+
+def _of_mesh(mesh: Mesh | AbstractMesh) -> Chip | None:
+    device = mesh.abstract_mesh.abstract_device
+    return None if device is None else chip_of(device)
+
+
+def _default_device() -> jax.Device:
+    named = jax.config.jax_default_device  # a part of jit's cache key too
+    if named is None or isinstance(named, str):
+        return jax.devices(named)[0]
+    return named

@@ -1,0 +1,82 @@
+"""Cross entropy chunk by chunk, for XLA: a scan that carries the sums and the table's gradient."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.products import sum_rows
+
+
+def chunk_rows(num: int, vocab: int) -> int:
+    """1.125 GiB of float32 logits: a GPU wants long products.
+
+    They are those of 1,024 tokens over ZAYA1's 262,272 words, and matrix units take 128 rows at once. Fewer chunks are
+    better: each reads and writes the table's gradient, 2 GB.
+    """
+    return even_chunk(num, (1152 << 20) // (4 * vocab), 128)
+
+
+def even_chunk(num: int, limit: int, unit: int) -> int:
+    """Rows of each of the fewest equal chunks for `num` rows: whole units, at most `limit`; fewer than a unit stay one.
+
+    So less than a unit of each chunk is padding. A limit below one unit counts as one.
+    """
+    if num < unit:
+        return num
+    chunks = -(-num // max(limit // unit * unit, unit))
+    return -(-num // (chunks * unit)) * unit
+
+
+def sums(hidden, embedding, bias, targets, weights, dtype, z_weight, chunk) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.cross_entropy`."""
+    table = embedding.astype(dtype)
+
+    def step(carry, piece):
+        h, t, w = piece
+        loss, z, _ = _chunk_loss(h, t, w, table, bias, dtype, z_weight)
+        return (carry[0] + loss, carry[1] + z), None
+
+    both, _ = lax.scan(step, (jnp.zeros(()), jnp.zeros(())), _pieces(hidden, targets, weights, chunk))
+    return both
+
+
+def _pieces(hidden, targets, weights, chunk):
+    return hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk), weights.reshape(-1, chunk)
+
+
+def _chunk_loss(hidden, targets, weights, table, bias, dtype, z_weight):
+    logits = jnp.einsum("nd,vd->nv", hidden.astype(dtype), table, preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits += bias
+    top = logits.max(-1)
+    shares = jnp.exp(logits - top[:, None])  # of each word, not yet divided by their sum
+    total = shares.sum(-1)
+    log_z = top + jnp.log(total)
+    at_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
+    z = jnp.sum(weights * log_z**2)
+    return jnp.sum(weights * (log_z - at_target)) + z_weight * z, z, (shares, total, log_z)
+
+
+def forward(hidden, embedding, bias, targets, weights, dtype, z_weight, chunk) -> tuple[tuple, tuple]:
+    """See `pallas_kernels.cross_entropy`."""
+    table = embedding.astype(dtype)
+
+    def step(carry, piece):
+        h, t, w = piece
+        loss_sum, z_sum, d_table, d_bias = carry
+        loss, z, (shares, total, log_z) = _chunk_loss(h, t, w, table, bias, dtype, z_weight)
+        hit = t[:, None] == lax.broadcasted_iota(jnp.int32, shares.shape, 1)
+        factor = w * (1 + 2 * z_weight * log_z) / total
+        d_logits = shares * factor[:, None] - jnp.where(hit, w[:, None], 0.0)
+        if d_bias is not None:
+            d_bias = d_bias + d_logits.sum(0)
+        d_logits = d_logits.astype(dtype)
+        d_table = d_table + sum_rows("nv", "nd", "vd", d_logits, h.astype(dtype))
+        dh = jnp.einsum("nv,vd->nd", d_logits, table, preferred_element_type=jnp.float32)
+        return (loss_sum + loss, z_sum + z, d_table, d_bias), dh.astype(h.dtype)
+
+    zero = jnp.zeros(())
+    d_table = jnp.zeros(embedding.shape, jnp.float32)
+    start = (zero, zero, d_table, None if bias is None else jnp.zeros_like(bias))
+    (loss, z, d_table, d_bias), dh = lax.scan(step, start, _pieces(hidden, targets, weights, chunk))
+    return (loss, z), (dh.reshape(hidden.shape), d_table, d_bias)

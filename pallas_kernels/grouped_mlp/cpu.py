@@ -1,0 +1,139 @@
+"""The experts' gated MLP on a CPU, where `lax.ragged_dot` would compute every row for every expert.
+
+One loop over the experts forward, one backward; an expert's rows go through all its products at once, as one block.
+Blocks have one of a dozen heights, so that a fitting one is a few percent too high, and each has a program of its own:
+small blocks in a loop would leave the second core idle (a product of 64 rows runs at half the speed of one of 256).
+A block may run over the end of its expert's rows; the next expert's then write over it. So spare rows stand at the end
+meanwhile, as many as the greatest block has. Letters as in `pallas_kernels.grouped_mlp`.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.cpu import apart
+from pallas_kernels.grouped_mlp.xla import swiglu
+from pallas_kernels.products.cpu import sum_rows
+
+
+def heights(num_rows: int, num_groups: int) -> tuple[int, ...]:
+    """Rows a block, lowest first: an even group fits the eighth of twelve, and the last is for two such groups.
+
+    Each is more to compile, so where groups are small and cost little there are four at most.
+    """
+    even = num_rows // num_groups
+    unit = min(64, 1 << (even // 8).bit_length() - 1) if even >= 64 else 8
+    several = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16) if even >= 64 else (1, 2, 4, 8)
+    enough = sum(unit * n < num_rows for n in several) + 1
+    return tuple(unit * n for n in several[:enough])
+
+
+def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.grouped_mlp`."""
+    num_rows, sides = rows.shape[0], heights(rows.shape[0], sizes.shape[0])
+    rows, (gate_up, down) = _with_spare(rows, sides), _cast(rows, gate_up, down)
+    starts = jnp.cumsum(sizes) - sizes
+
+    def expert(carry, own):
+        start, size, w1, w2 = own
+
+        def block(height, row, count, carry):
+            del count
+            out, hidden = carry
+            h = _slice(rows, row, height) @ w1
+            out = _write(out, swiglu(h).astype(h.dtype) @ w2, row)
+            return out, _write(hidden, h, row)
+
+        carry = _rest(block, sides, start, size, lambda carry: carry, carry)
+        return _whole_blocks(block, sides, start, size, carry), None
+
+    carry = jnp.zeros_like(rows), jnp.zeros((rows.shape[0], gate_up.shape[2]), rows.dtype)
+    out, hidden = lax.scan(expert, carry, (starts, sizes, gate_up, down))[0]
+    own = jnp.arange(num_rows)[:, None] < sizes.sum()
+    return jnp.where(own, out[:num_rows], 0), hidden[:num_rows]
+
+
+def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `pallas_kernels.grouped_mlp`."""
+    num_rows, sides = rows.shape[0], heights(rows.shape[0], sizes.shape[0])
+    gate_up, down = _cast(rows, gate_up, down)
+    rows, hidden, d_out = (_with_spare(x, sides) for x in (rows, hidden, d_out))
+    starts = jnp.cumsum(sizes) - sizes
+
+    def expert(d_rows, own):
+        start, size, w1, w2 = own
+
+        def block(height, row, count, d_rows):
+            """The gradients of a block's rows, of which `count` are the expert's, and what they give its weights'."""
+            dy = _slice(d_out, row, height)
+            if count is not None:
+                dy = jnp.where(jnp.arange(height)[:, None] < count, dy, 0)
+            activation, pull = jax.vjp(swiglu, _slice(hidden, row, height))
+            (dh,) = pull(_times_transposed(dy, w2, jnp.float32))
+            d_rows = _write(d_rows, _times_transposed(dh, w1, rows.dtype), row)
+            return d_rows, _outer(_slice(rows, row, height), dh), _outer(activation.astype(dy.dtype), dy)
+
+        def another(height, row, count, carry):
+            d_rows, *sums = carry
+            d_rows, *more = block(height, row, count, d_rows)
+            return d_rows, *map(jnp.add, sums, more)
+
+        def nothing(d_rows):
+            return d_rows, jnp.zeros(w1.shape, jnp.float32), jnp.zeros(w2.shape, jnp.float32)
+
+        carry = _rest(block, sides, start, size, nothing, d_rows)
+        d_rows, *d_weights = _whole_blocks(another, sides, start, size, carry)
+        return d_rows, d_weights
+
+    d_rows, (d_gate_up, d_down) = lax.scan(expert, jnp.zeros_like(rows), (starts, sizes, gate_up, down))
+    return d_rows[:num_rows], d_gate_up, d_down
+
+
+def _with_spare(x, sides):
+    """x and what the greatest block may run over its end."""
+    return jnp.pad(x, ((0, sides[-1]), (0, 0)))
+
+
+def _cast(rows, *weights):
+    """The weights in the rows' number format, all experts' in one pass."""
+    return tuple(w if w.dtype == rows.dtype else apart(w.astype(rows.dtype)) for w in weights)
+
+
+def _rest(block: Callable, heights: tuple[int, ...], start, size, nothing: Callable, carry: Any) -> Any:
+    """block(height, row, count, carry) of the group's first rows, as many as its whole blocks leave, or nothing(carry).
+
+    They come first so that this block alone runs over rows that are not its own, which whole blocks then write again.
+    """
+    count = size % heights[-1]
+    fitting = jnp.where(count == 0, 0, 1 + (count > jnp.asarray(heights)).sum())
+    branches = [lambda row, count, carry: nothing(carry), *(functools.partial(block, h) for h in heights)]
+    return lax.switch(fitting, branches, start, count, carry)
+
+
+def _whole_blocks(block: Callable, heights: tuple[int, ...], start, size, carry: Any) -> Any:
+    """carry after block(height, row, None, carry) on the greatest height's blocks of the group."""
+    most = heights[-1]
+    first = start + size % most
+    return lax.fori_loop(0, size // most, lambda i, carry: block(most, first + i * most, None, carry), carry)
+
+
+def _slice(x, row, height):
+    return lax.dynamic_slice_in_dim(x, row, height)
+
+
+def _write(x, block, row):
+    return lax.dynamic_update_slice_in_dim(x, block, row, 0)
+
+
+def _outer(x, y):
+    """x [n, d] and y [n, f] to the sum over rows of their outer products, [d, f], float32."""
+    return sum_rows("nd", "nf", "df", x, y)
+
+
+def _times_transposed(x, w, dtype):
+    """x [n, b] times w [a, b] transposed, given in `dtype`."""
+    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)

@@ -1,0 +1,93 @@
+"""Causal linear attention: a sum over the past in place of a softmax, so that a state of fixed size stands for it.
+
+    out_t = sum_{s <= t} (f(q_t) . f(k_s)) v_s / sum_{s <= t} f(q_t) . f(k_s)        f(x) = elu(x) + 1
+
+over the tokens s of t's own document. Everything of a document's past that a query needs is its *state*, per head
+sum f(k)^T v beside sum f(k): [C, C + 1], float32. Within a device a sequence is taken chunk by chunk; between devices
+states travel (zaya_jax/parallel/linear.py). A document's tokens lie together, so a state that comes from the left
+counts exactly where the document that it ended with goes on.
+
+Letters: B batch, S sequence, H query heads, K key-value heads, G = H / K queries per group, C head channels.
+"""
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import chip
+from pallas_kernels.attention import SAVED
+from pallas_kernels.linear_attention import xla
+from pallas_kernels.linear_attention.reference import features
+from pallas_kernels.linear_attention.xla import read, summary
+
+__all__ = [
+    "decode_linear_attention", "default_chunk", "finish", "heads_first", "linear_attention", "prompt_state", "read",
+    "summary", "sums",
+]  # fmt: skip
+
+CHUNKS = {
+    "xla": 128,
+    "cpu": 64,
+}  # as many as a head has channels balances the two products; a CPU's cache likes fewer
+
+
+def linear_attention(
+    q: Float[Array, "B S H C"],
+    k: Float[Array, "B S K C"],
+    v: Float[Array, "B S K C"],
+    segments: Int[Array, "B S"] | None = None,
+    *,
+    chunk: int | None = None,
+) -> Float[Array, "B S H C"]:
+    """Linear attention of whole sequences on one device; memory grows with S times the chunk."""
+    return finish(*sums(*heads_first(q, k, v), segments, chunk), v.dtype)
+
+
+def heads_first(q, k, v) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Features of q [B, K, G, S, C] and of k [B, K, S, C], and v [B, K, S, C]: what the functions below take."""
+    batch, seq, _, channels = q.shape
+    q = features(q).reshape(batch, seq, k.shape[2], -1, channels).transpose(0, 2, 3, 1, 4)
+    return q, features(k).transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
+
+
+def finish(numerator, denominator, dtype) -> jax.Array:
+    """The quotient, heads behind the sequence again: [B, S, H, C]."""
+    batch, num_kv, group, seq, channels = numerator.shape
+    out = (numerator / denominator[..., None]).astype(dtype)
+    return checkpoint_name(out.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_kv * group, channels), SAVED)
+
+
+def sums(
+    q: Float[Array, "B K G S C"],
+    k: Float[Array, "B K S C"],
+    v: Float[Array, "B K S C"],
+    segments: Int[Array, "B S"] | None = None,
+    chunk: int | None = None,
+) -> tuple[Float[Array, "B K G S C"], Float[Array, "B K G S"]]:
+    """Numerator and denominator, float32, as if nothing came before; chunk by chunk.
+
+    The backward pass computes a chunk's weights anew: what is kept are the states between chunks.
+    """
+    return xla.sums(q, k, v, segments, min(chunk or default_chunk(), q.shape[3]))
+
+
+def default_chunk() -> int:
+    """Tokens in a chunk."""
+    return chip.choose(CHUNKS)
+
+
+def decode_linear_attention(
+    q: Float[Array, "B 1 H C"],
+    k: Float[Array, "B 1 K C"],
+    v: Float[Array, "B 1 K C"],
+    state: Float[Array, "B K C C1"],
+) -> tuple[Float[Array, "B 1 H C"], Float[Array, "B K C C1"]]:
+    """One new token per row: its output, and the state with it."""
+    q, k, v = heads_first(q, k, v)
+    state = state + summary(k, v)
+    return finish(*read(q, state), v.dtype), state
+
+
+def prompt_state(k, v, visible=None) -> Float[Array, "B K C C1"]:
+    """The state after a prompt, k and v [B, S, K, C]; `visible` is as for the attention of the prompt."""
+    return summary(features(k).transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), visible)

@@ -1,0 +1,97 @@
+"""What test_multihost runs as several processes: `several.py SCENE`, each scene one behaviour of multihost."""
+
+import sys
+import time
+
+import numpy as np
+
+from zaya_jax import cli
+from zaya_jax.cluster import multihost
+from zaya_jax.config import StorageError, UserError
+
+
+def main() -> int:
+    """Plays the scene that the command line names."""
+    import jax
+
+    index = jax.process_index()
+    print(f"here {index} of {jax.process_count()}", flush=True)
+    match sys.argv[1]:
+        case "meet":
+            print("first:", multihost.from_first("name", lambda: {"who": index}))
+            print("again:", multihost.from_first("name", lambda: [index, "twice"]))
+            figures = {"worst": float(index), "mean": float(index), "sum": 1.0}
+            print("all:", multihost.over_processes(figures, {"worst": np.max, "sum": np.sum}))
+            for _ in range(2):
+                multihost.barrier("crossing")
+            print("crossed", flush=True)
+            if index != 1:
+                multihost.barrier("supper", 2)
+            time.sleep(60)  # ended by the others
+        case "stop":
+            stop = multihost.StopSignal()
+            for step in range(1, 100_000):
+                multihost.from_first("step", lambda step=step: step)  # like a step's figures: nobody is ahead
+                multihost.barrier("step")
+                print("step", step, flush=True)
+                if stop.after(step):
+                    print(f"stopped after {step} by {stop.asked}")
+                    return cli.PREEMPTED
+        case "bad input":
+            if index == 1:
+                raise UserError("the cheese is missing; bring some")
+            multihost.barrier("supper")
+        case "computing":
+            while True:
+                sum(i * i for i in range(1_000_000))
+        case "at a barrier":
+            if index != int(sys.argv[2]):
+                multihost.barrier("supper")
+            time.sleep(60)
+        case "in collectives":
+            while True:
+                multihost.over_processes({"sum": 1.0}, {"sum": np.sum})
+        case "at the end":
+            time.sleep(60 * (index == int(sys.argv[2])))
+        case "slow compiler":  # than gloo's patience, in all but process 0
+            from jax._src import compiler
+
+            if index:
+                compiler.backend_compile_and_load = late(compiler.backend_compile_and_load)
+            print("all:", multihost.over_processes({"sum": 1.0}, {"sum": np.sum}), flush=True)
+        case "cache":
+            hits: list[str] = []
+            jax.monitoring.register_event_listener(
+                lambda event, **_: hits.append(event) if event.endswith("cache_hits") else None
+            )
+            multihost.over_processes({"sum": 1.0}, {"sum": np.sum})
+            print("hits:", len(hits), flush=True)
+        case "slow":
+            end = time.monotonic() + 20
+            while time.monotonic() < end:
+                np.linalg.svd(np.ones((700, 700)))  # without the interpreter's lock
+                multihost.over_processes({"sum": 1.0}, {"sum": np.sum})
+            multihost.barrier("enough")
+        case "storage":
+            if index == 0:
+                raise StorageError("the shelf fell down")
+            time.sleep(60)
+        case "bug":
+            if index == 1:
+                raise ZeroDivisionError("by none")
+            time.sleep(60)
+    return 0
+
+
+def late(function):
+    """The function, a while later."""
+
+    def call(*args, **kwargs):
+        time.sleep(float(sys.argv[2]))
+        return function(*args, **kwargs)
+
+    return call
+
+
+if __name__ == "__main__":
+    sys.exit(cli.exit_code(lambda: multihost.together(main)))

@@ -1,0 +1,204 @@
+"""The lines between processes, with threads and bare sockets for processes: who is silent, whose end counts."""
+
+import json
+import logging
+import socket
+import threading
+import time
+
+import pytest
+from multiprocess_runs import free_port
+
+from zaya_jax.cluster import lifelines, relay
+from zaya_jax.cluster.lifelines import End, Lifelines
+from zaya_jax.cluster.place import Place
+
+HOST = socket.gethostname()
+
+
+class Run:
+    """Processes of one run as threads: `ends` has what each was told at the end."""
+
+    def __init__(self, count, seconds):
+        self.address, self.count, self.ends = f"localhost:{free_port()}", count, {}
+        self.lines = [Lifelines(Place(self.address, count, i), seconds, self.leave(i)) for i in range(count)]
+
+    def leave(self, index):
+        def call(end):
+            self.ends[index] = end
+            self.lines[index].see_off()
+
+        return call
+
+    def begin(self, indices):
+        threads = [threading.Thread(target=self.lines[i].roll_call, args=(20,)) for i in indices]
+        for thread in threads:
+            thread.start()
+        return threads
+
+    def wait_for_ends(self, count):
+        deadline = time.monotonic() + 30
+        while len(self.ends) < count:
+            assert time.monotonic() < deadline, self.ends
+            time.sleep(0.01)
+        return self.ends
+
+
+def bare(run, index):
+    """A process of nothing but a socket, which has called."""
+    while True:
+        try:
+            line = socket.create_connection(("localhost", int(run.address.rsplit(":", 1)[1])))
+            break
+        except OSError:
+            time.sleep(0.05)
+    line.sendall((json.dumps(["here", index, run.count, "elsewhere"]) + "\n").encode())
+    return line
+
+
+def test_a_silent_process_is_named_with_its_host():
+    run = Run(3, 0.5)
+    threads = run.begin([0, 1])
+    with bare(run, 2):
+        for thread in threads:
+            thread.join()
+        ends = run.wait_for_ends(2)
+    assert ends[0] == ends[1] and ends[0].code == 1
+    assert ends[0].text.startswith("process 2 on elsewhere is silent for")
+
+
+def test_a_silent_process_0_is_named():
+    with socket.create_server(("localhost", 0)) as server:
+        place = Place(f"localhost:{server.getsockname()[1]}", 2, 1)
+        ends = []
+        lines = Lifelines(place, 0.5, ends.append)
+        thread = threading.Thread(target=lines.roll_call, args=(20,))
+        thread.start()
+        line, _ = server.accept()
+        with line:
+            line.sendall(b'\n["all", "afar"]\n')
+            thread.join()
+            lines.report(2, "never heard", certain=True)
+    assert [end.code for end in ends] == [1] and "process 0 on afar is silent" in ends[0].text
+    assert lines.lost == [0]
+
+
+def test_what_follows_from_a_loss_is_not_taken_for_the_cause():
+    run = Run(3, 20)
+    threads = run.begin([0, 1])
+    with bare(run, 2):
+        for thread in threads:
+            thread.join()
+        threading.Thread(target=run.lines[1].report, args=(1, "a collective failed", False)).start()
+        time.sleep(0.3)
+        assert not run.ends  # process 2 has said nothing since
+    assert "process 2 on elsewhere is gone" in run.wait_for_ends(2)[1].text
+
+
+def test_an_error_of_one_is_everybodys_once_all_have_answered():
+    run = Run(3, 20)
+    for thread in run.begin([0, 1, 2]):
+        thread.join()
+    run.lines[2].report(1, "by none", certain=False)
+    ends = run.wait_for_ends(3)
+    assert set(ends.values()) == {End(1, 2, HOST, "by none")}
+
+
+def test_a_certain_end_comes_before_a_doubtful_one():
+    run = Run(3, 20)
+    threads = run.begin([0, 1])
+    with bare(run, 2):
+        for thread in threads:
+            thread.join()
+        threading.Thread(target=run.lines[1].report, args=(1, "a collective failed", False)).start()
+        time.sleep(0.2)
+        threading.Thread(target=run.lines[0].report, args=(4, "no space left", True)).start()
+        assert {end.text for end in run.wait_for_ends(2).values()} == {"no space left"}
+
+
+def test_an_orderly_end_is_no_loss():
+    run = Run(4, 20)
+    for thread in run.begin([0, 1, 2, 3]):
+        thread.join()
+    for lines in reversed(run.lines):
+        threading.Thread(target=lines.hang_up).start()
+    for lines in run.lines:
+        lines._thread.join(20)
+        assert not lines._thread.is_alive()
+    assert not run.ends
+
+
+def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
+    run = Run(4, 20)
+    raised = []
+
+    def call(lines):
+        with pytest.raises(lifelines.LostProcess) as error:
+            lines.roll_call(20)
+        raised.append(str(error.value))
+
+    threads = [threading.Thread(target=call, args=(lines,)) for lines in run.lines[:2]]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.2)
+    bare(run, 2).close()
+    for thread in threads:
+        thread.join()
+    assert len(set(raised)) == 1 and raised[0].startswith("process 2 on elsewhere is gone")
+
+
+def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, caplog):
+    run = Run(2, 1.0)
+    for thread in run.begin([0, 1]):
+        thread.join()
+    select = run.lines[0]._selector.select
+    asleep = threading.Event()
+
+    def sleepy(patience):
+        if not asleep.is_set():
+            asleep.set()
+            time.sleep(0.9)  # the other one's answers lie unread, or were not asked for
+        return select(patience)
+
+    monkeypatch.setattr(run.lines[0]._selector, "select", sleepy)
+    with caplog.at_level(logging.WARNING, "zaya_jax"):
+        logging.getLogger("zaya_jax").addHandler(caplog.handler)
+        assert asleep.wait(10)
+        time.sleep(2)
+        logging.getLogger("zaya_jax").removeHandler(caplog.handler)
+    assert "stood still" in caplog.text and not run.ends
+    for lines in reversed(run.lines):
+        threading.Thread(target=lines.hang_up).start()
+    for lines in run.lines:
+        lines._thread.join(20)
+
+
+def test_behind_the_relay_the_end_of_process_0_is_silence():
+    with socket.create_server(("localhost", 0)) as server:
+        address = relay.through("localhost", server.getsockname()[1])
+        assert address.startswith("unix-abstract:")
+        with socket.socket(socket.AF_UNIX) as near:
+            near.connect("\0" + address.partition(":")[2])
+            near.sendall(b"ping")
+            far, _ = server.accept()
+            assert far.recv(4) == b"ping"
+            far.sendall(b"pong")
+            assert near.recv(4) == b"pong"
+            far.close()
+            near.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                near.recv(1)
+
+
+def test_behind_the_relay_a_coordinator_that_is_not_up_yet_is_tried_again():
+    port = free_port()
+    name = "\0" + relay.through("localhost", port).partition(":")[2]
+    with socket.socket(socket.AF_UNIX) as near:
+        near.connect(name)
+        assert near.recv(1) == b""
+    with socket.create_server(("localhost", port)) as server, socket.socket(socket.AF_UNIX) as near:
+        near.connect(name)
+        far, _ = server.accept()
+        far.sendall(b"x")
+        assert near.recv(1) == b"x"
+        far.close()

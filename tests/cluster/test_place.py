@@ -1,0 +1,140 @@
+"""Where a process stands: from flags, variables, Slurm, a pod; what is refused; who is missing at the roll call."""
+
+import socket
+import threading
+
+import pytest
+from multiprocess_runs import free_port
+
+from zaya_jax.cluster.lifelines import Lifelines
+from zaya_jax.cluster.place import LostProcess, Place, find_place, name_processes
+from zaya_jax.config import UserError
+
+SLURM = {
+    "SLURM_JOB_ID": "4097", "SLURM_STEP_NODELIST": "gpu[017-020,031]", "SLURM_NTASKS": "40", "SLURM_PROCID": "9",
+    "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "8(x5)",
+}  # fmt: skip
+JAX = {"JAX_COORDINATOR_ADDRESS": "node0:1234", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "2"}
+POD = {"JAX_COORDINATOR_ADDRESS": "zaya-0-0.zaya:1234", "JAX_NUM_PROCESSES": "4", "JOB_COMPLETION_INDEX": "3"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "place"),
+    [
+        ({}, {}, None),
+        ({"JAX_NUM_PROCESSES": "1", "JOB_COMPLETION_INDEX": "0"}, {}, None),
+        (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {}, None),
+        ({"SLURM_NTASKS": "40", "SLURM_JOB_ID": "1"}, {}, None),  # a shell of salloc: not one of the tasks
+        (JAX, {}, Place("node0:1234", 4, 2)),
+        (POD, {}, Place("zaya-0-0.zaya:1234", 4, 3)),
+        (JAX, {"process_id": 0}, Place("node0:1234", 4, 0)),
+        ({}, {"coordinator": "h:1", "num_processes": 2, "process_id": 1}, Place("h:1", 2, 1)),
+        (SLURM, {}, Place("gpu017:61441", 40, 9, (1,))),
+        (SLURM | {"ROCR_VISIBLE_DEVICES": "1"}, {}, Place("gpu017:61441", 40, 9)),
+        (SLURM | {"ROCR_VISIBLE_DEVICES": "0,1,2,3"}, {}, Place("gpu017:61441", 40, 9, (1,))),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x40)"}, {}, Place("gpu017:61441", 40, 9)),
+        (SLURM | {"JAX_COORDINATOR_PORT": "7000"}, {}, Place("gpu017:7000", 40, 9, (1,))),
+        (SLURM | {"SLURM_STEP_NODELIST": "a,b"}, {}, Place("a:61441", 40, 9, (1,))),
+        (SLURM | {"SLURM_STEP_NODELIST": "a[1-3,7]-ib"}, {}, Place("a1-ib:61441", 40, 9, (1,))),
+        (SLURM | JAX, {}, Place("node0:1234", 4, 2)),  # a launcher of one's own inside a Slurm task
+    ],
+)
+def test_places(environ, given, place):
+    assert find_place(environ, given) == place
+
+
+@pytest.mark.parametrize(
+    ("environ", "given", "words"),
+    [
+        ({"JAX_NUM_PROCESSES": "4"}, {}, ("--num_processes", "--coordinator", "--process_id")),
+        (
+            {},
+            {"coordinator": "h:1"},
+            ("--coordinator", "--num_processes (JAX_NUM_PROCESSES)", "--process_id"),
+        ),
+        ({}, {"num_processes": 2, "process_id": 0}, ("not --coordinator (JAX_COORDINATOR_ADDRESS)",)),
+        (JAX | {"JAX_PROCESS_ID": "4"}, {}, ("process_id=4", "num_processes=4")),
+        (JAX | {"JAX_PROCESS_ID": "two"}, {}, ("process_id='two'", "whole number")),
+        (JAX | {"JAX_COORDINATOR_ADDRESS": "node0"}, {}, ("'node0'", "host:port")),
+        ({"SLURM_NTASKS": "40", "SLURM_PROCID": "0", "SLURM_JOB_ID": "1"}, {}, ("40 Slurm tasks", "srun")),
+        ({"JOB_COMPLETION_INDEX": "0"}, {}, ("JOB_COMPLETION_INDEX=0", "JAX_NUM_PROCESSES")),
+    ],
+)
+def test_what_is_incomplete_or_contradicts_itself_is_one_line(environ, given, words):
+    with pytest.raises(UserError) as error:
+        find_place(environ, given)
+    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
+
+
+def call(places, seconds):
+    """What the roll call raised for each place, all at once."""
+    raised: dict[int, Exception | None] = {}
+
+    def one(i, place):
+        try:
+            lines = Lifelines(place, 60, lambda end: None)
+            lines.roll_call(seconds)
+            lines.hang_up()
+            raised[i] = None
+        except Exception as error:
+            raised[i] = error
+
+    threads = [threading.Thread(target=one, args=item) for item in enumerate(places)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [raised[i] for i in range(len(places))]
+
+
+def test_all_who_come_go_on_and_the_port_is_free_again():
+    address = f"localhost:{free_port()}"
+    for _ in range(2):
+        assert call([Place(address, 4, i) for i in (3, 1, 2, 0)], 10) == [None] * 4
+
+
+def test_who_did_not_come_is_named_by_all_who_did():
+    address = f"localhost:{free_port()}"
+    errors = call([Place(address, 6, i) for i in (0, 2, 3)], 1)
+    assert all(isinstance(error, LostProcess) for error in errors), errors
+    assert {str(error) for error in errors} == {"processes 1, 4 and 5 of 6 did not come within 1 s"}
+
+
+def test_a_stranger_on_the_port_is_no_process():
+    port = free_port()
+    done = threading.Event()
+
+    def stranger():
+        while not done.wait(0.05):
+            try:
+                with socket.create_connection(("localhost", port), timeout=1) as line:
+                    line.sendall(b"GET / HTTP/1.1\r\n\r\n")
+            except OSError:
+                continue
+            return
+
+    thread = threading.Thread(target=stranger)
+    thread.start()
+    (error,) = call([Place(f"localhost:{port}", 2, 0)], 1)
+    done.set()
+    thread.join(5)
+    assert "process 1 of 2 did not come" in str(error)
+
+
+def test_contradictions_between_processes_are_bad_input():
+    address = f"localhost:{free_port()}"
+    errors = call([Place(address, 2, 0), Place(address, 3, 2)], 5)
+    assert all(isinstance(error, UserError) and "counts 3" in str(error) for error in errors), errors
+    errors = call([Place(address, 3, 0), Place(address, 3, 1), Place(address, 3, 1)], 5)
+    assert all(isinstance(error, UserError) and "process 1 is there twice" in str(error) for error in errors)
+
+
+def test_nobody_at_the_address():
+    (error,) = call([Place(f"localhost:{free_port()}", 2, 1)], 0.5)
+    assert isinstance(error, LostProcess) and "process 0 does not answer" in str(error)
+
+
+def test_many_names_are_cut_short():
+    assert name_processes([3]) == "process 3"
+    assert name_processes([0, 7]) == "processes 0 and 7"
+    assert name_processes(list(range(40))).endswith("14, 15 and 24 more")

@@ -1,0 +1,111 @@
+"""The chip that a program is made for: named, a mesh's, or the default device's; seen wherever code is traced."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax._src.mesh import AbstractDevice  # in jax.sharding from 0.12 on
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from pallas_kernels import chip
+
+H200, MI300X, CPU = chip.Chip("cuda", "NVIDIA H200"), chip.Chip("rocm", "gfx942"), chip.Chip("cpu", "cpu")
+
+
+def abstract_mesh(of: chip.Chip) -> AbstractMesh:
+    device = AbstractDevice(of.kind, 1, of.platform)
+    return AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=device)
+
+
+def traced_for(wrap, around) -> dict[str, chip.Chip]:
+    """The chips that a function sees where it is wrapped so and differentiated: forward and backward."""
+    seen = {}
+
+    @jax.custom_vjp
+    def f(x):
+        return x
+
+    def forward(x):
+        seen["forward"] = chip.current()
+        return x, None
+
+    def backward(_, d):
+        seen["backward"] = chip.current()
+        return (d,)
+
+    f.defvjp(forward, backward)
+
+    def gradient(x):
+        with around:
+            return jax.grad(lambda x: wrap(f)(x).sum())(x)
+
+    jax.jit(gradient).trace(jnp.ones(2))
+    return seen
+
+
+WRAPPED = {
+    "alone": lambda f: f,
+    "jit": jax.jit,
+    "a scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
+    "a checkpoint": jax.checkpoint,
+    "a checkpoint in a scan": lambda f: WRAPPED["a scan"](jax.checkpoint(f)),
+    "a choice": lambda f: lambda x: jax.lax.cond(x[0] > 0, f, f, x),
+    "vmap": jax.vmap,
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPED.values(), ids=WRAPPED)
+def test_the_named_chip_is_seen_forward_and_backward(wrap):
+    assert traced_for(wrap, chip.making(MI300X)) == {"forward": MI300X, "backward": MI300X}
+    assert chip.current() == CPU
+
+
+def test_another_chip_is_another_trace():
+    seen = []
+    f = jax.jit(lambda x: seen.append(chip.current()) or x)
+    for of in (H200, MI300X, H200):
+        with chip.making(of):
+            f(1.0)
+    f(1.0)
+    assert seen == [H200, MI300X, CPU]
+
+
+def test_a_program_over_a_mesh_is_for_its_devices_unless_another_is_named():
+    seen = []
+
+    def f(x):
+        seen.append(chip.current())
+        return x
+
+    def trace():
+        mapped = jax.shard_map(
+            f, mesh=abstract_mesh(MI300X), in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")
+        )
+        jax.jit(mapped).trace(jnp.ones(2))
+
+    trace()
+    with chip.making(H200):
+        trace()
+    assert seen == [MI300X, H200]
+
+
+def test_whom_a_program_is_made_for():
+    real = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    mesh = abstract_mesh(MI300X)
+    assert [chip.made_for(x) for x in (mesh, real, {"a": jnp.ones(2)}, {}, {"a": 1})] == [MI300X, *[CPU] * 4]
+    assert chip.made_for(AbstractMesh((2,), ("x",), (AxisType.Auto,))) == CPU
+    with chip.making(H200):
+        assert {chip.made_for(x) for x in (mesh, real, {"a": jnp.ones(2)})} == {H200}
+    with jax.default_device(jax.devices()[3]):
+        assert chip.current() == CPU
+    jax.jit(lambda x: x * (chip.made_for({"a": x}) == CPU))(
+        1.0
+    )  # arrays that are only traced lie nowhere yet
+
+
+def test_the_chips_own_implementation_is_chosen_and_otherwise_xlas():
+    offered = {"xla": 1, "cpu": 2, "rocm": 3}
+    chosen = []
+    for of in (CPU, H200, MI300X):
+        with chip.making(of):
+            chosen.append(chip.choose(offered))
+    assert chosen == [2, 1, 3]

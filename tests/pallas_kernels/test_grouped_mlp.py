@@ -1,0 +1,92 @@
+"""The grouped MLP against its definition, in blocks and by `ragged_dot`: values and gradients."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_mlp import cpu, grouped_mlp, reference, xla
+
+E, D, F = 4, 12, 20
+SIZES = {
+    "uneven": (30, 5, 1, 41),
+    "one has all": (0, 77, 0, 0),
+    "the last is empty": (40, 30, 7, 0),
+    "some rows skipped": (10, 0, 25, 12),
+    "all skipped": (0, 0, 0, 0),
+}
+
+
+@pytest.mark.usefixtures("implementation")
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_values_and_gradients(sizes):
+    assert_equal_to_the_reference(sizes, num_rows=100)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("heights", [(8,), (8, 16, 24)], ids=str)
+def test_blocks_of_any_height(sizes, heights, monkeypatch):
+    """Many whole blocks, one that fits, and both, each running over into the next expert's rows."""
+    monkeypatch.setattr(cpu, "heights", lambda num_rows, num_groups: heights)
+    assert_equal_to_the_reference(sizes, sum(sizes))
+
+
+def assert_equal_to_the_reference(sizes, num_rows):
+    keys = jax.random.split(jax.random.key(0), 4)
+    rows, weight = (jax.random.normal(key, (num_rows, D)) for key in keys[:2])
+    gate_up, down = jax.random.normal(keys[2], (E, D, 2 * F)) / 3, jax.random.normal(keys[3], (E, F, D)) / 3
+    sizes = jnp.asarray(sizes, jnp.int32)
+
+    def run(mlp):
+        def objective(rows, gate_up, down):
+            y = mlp(rows, sizes, gate_up, down)
+            return jnp.vdot(y, weight), y
+
+        return jax.jit(jax.value_and_grad(objective, (0, 1, 2), has_aux=True))(rows, gate_up, down)
+
+    with jax.default_matmul_precision("highest"):
+        ours, theirs = run(grouped_mlp), run(reference.grouped_mlp)
+    np.testing.assert_array_equal(ours[0][1][int(sizes.sum()) :], 0)
+    np.testing.assert_array_equal(ours[1][0][int(sizes.sum()) :], 0)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
+
+
+def test_heights_of_blocks():
+    assert cpu.heights(2048, 8) == (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+    assert cpu.heights(1, 16) == (8,)  # a decoded token
+    assert cpu.heights(20, 2) == (8, 16, 32)  # none above what can be needed
+    assert cpu.heights(1 << 20, 16)[-1] == 1024
+
+
+def test_weight_gradients_of_grouped_products_are_rounded_once():
+    """As a GPU computes them: a rounding of each result is all that parts them from float32, however many rows."""
+    calls, rows = 16, 256
+    keys = jax.random.split(jax.random.key(0), 2)
+    # Of one sign, so that sums grow large: added up in bfloat16 they would stop growing after some 256 rows.
+    x = jax.random.uniform(keys[0], (calls, rows, D)).astype(jnp.bfloat16)
+    dy = jax.random.uniform(keys[1], (calls, rows, F)).astype(jnp.bfloat16)
+    sizes = jnp.asarray([rows - 20, 3, 0, 10], jnp.int32)
+
+    def ours(x, dy):
+        # Not jitted: a compiler may leave a rounding out, as XLA's for CPUs does; hipBLASLt's product cannot.
+        return xla.grouped_outer(x, dy, sizes)
+
+    ends = np.cumsum(sizes)
+    group = (np.arange(rows)[:, None] >= ends).sum(-1)
+    wide = [np.asarray(a, np.float64) for a in (x, dy)]
+    exact = np.stack(
+        [np.stack([x[group == e].T @ dy[group == e] for e in range(E)]) for x, dy in zip(*wide, strict=True)]
+    )
+    found = np.stack([ours(a, b) for a, b in zip(x, dy, strict=True)])
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found, found.astype(jnp.bfloat16))  # so the table of formats says
+    assert (np.abs(found - exact) <= 2.0**-8 * np.abs(exact)).all()
+
+    def error(a, b):
+        return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+    once, summed = error(found[0], exact[0]), error(found.sum(0), exact.sum(0))
+    assert 1e-3 < once < 2e-3
+    assert summed < once / 3  # float32 sums of independent roundings
+    assert (found.sum(0) != found.sum(0).astype(jnp.bfloat16)).any()

@@ -1,0 +1,80 @@
+"""What stands in the place of a file, and JSON that no parser reads: a line and an exit code, never a traceback."""
+
+import errno
+import os
+
+import pytest
+
+from zaya_jax import cli
+from zaya_jax.checkpoint import look, seal, times
+from zaya_jax.cluster import leaving
+from zaya_jax.config import UserError, files
+from zaya_jax.config.fields import parse_json
+from zaya_jax.data import storage, tokenizers
+from zaya_jax.pytorch import hf, tensor_files
+
+DEEP = ["[" * 100_000, '{"a":' * 100_000, "[" * 3000 + "9" * 5000]
+
+
+@pytest.mark.parametrize("text", DEEP)
+def test_json_that_no_parser_reads(tmp_path, text):
+    for parse in (parse_json, lambda t: seal.parse(t.encode()), lambda t: seal.unsigned(t.encode())):
+        with pytest.raises(ValueError, match=r"^[^\n]*$"):
+            parse(text)
+    (tmp_path / "config.json").write_text(text)
+    (tmp_path / "tokenizer.json").write_text(text)
+    header = text.encode()
+    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (tmp_path / times.TIMES).write_text('{"kind": ' + text)
+    for read in (
+        lambda: hf.read_json(tmp_path / "config.json"),
+        lambda: tokenizers.load(tmp_path),
+        lambda: tensor_files.TensorFile(tmp_path / "x.safetensors"),
+    ):
+        with pytest.raises(UserError):
+            read()
+    assert times.read(tmp_path) == {}
+
+
+def test_pipes_are_not_waited_for(tmp_path):
+    for name in ("config.json", "tokenizer.json", times.TIMES, "zaya_tokenizer.json"):
+        os.mkfifo(tmp_path / name)
+    with pytest.raises(files.Irregular, match="no regular file"):
+        files.read(tmp_path / "config.json")
+    for read in (
+        lambda: hf.read_json(tmp_path / "config.json"),
+        lambda: tokenizers.load(tmp_path / "tokenizer.json"),
+    ):
+        with pytest.raises(UserError, match="no regular file"):
+            read()
+    assert times.read(tmp_path) == {}
+    with pytest.raises(OSError, match="No such device or address"):
+        files.appending(tmp_path / times.TIMES)
+    with pytest.raises(UserError, match="has no checkpoint"):
+        look.steps_text(tmp_path)
+
+
+def test_what_is_in_the_way_is_a_line_with_its_name(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "file").write_text("")
+
+    def nameless():
+        raise PermissionError(errno.EACCES, "of a library's own")
+
+    for stumble in (
+        lambda: (tmp_path / "metrics.jsonl").read_bytes(),
+        lambda: (tmp_path / "file" / "x").read_bytes(),
+        lambda: (tmp_path / "file").mkdir(),
+    ):
+        assert cli.exit_code(stumble) == cli.STORAGE
+        err = capsys.readouterr().err
+        assert err.startswith("error: ") and err.count("\n") == 1 and str(tmp_path) in err
+    with pytest.raises(PermissionError):
+        cli.exit_code(nameless)
+    assert leaving.storage_reason(FileNotFoundError(errno.ENOENT, "gone", "x")) == ""
+
+
+@pytest.mark.parametrize("url", ["foo://bar", "nosuch://x/y"])
+def test_an_address_of_no_kind_is_the_user_s(url):
+    with pytest.raises(UserError, match=f"{url} is no address: .*:// is unknown; give a folder"):
+        storage.Prepared(url)

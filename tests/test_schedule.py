@@ -1,0 +1,240 @@
+"""Learning rate, phases and ramps as pure functions of the tokens seen."""
+
+import dataclasses
+import itertools
+import math
+import re
+
+import pytest
+
+from zaya_jax import schedule
+from zaya_jax.config import Config, Data, Model, Phase, Run, Schedule, UserError
+
+
+def config(*phases, num_steps=1000, **options):
+    return Config(
+        model=Model(max_position_embeddings=131_072),
+        data=Data(seq_len=128, global_batch=8),
+        run=Run(num_steps=num_steps),
+        schedule=Schedule(phases=phases, **options),
+    )
+
+
+RECIPE = config(
+    Phase(
+        "web",
+        8 * 10**12,
+        4096,
+        1e4,
+        4096,
+        1024,
+        ramp_from=256 * 4,
+        ramp_tokens=10**11,
+        mixture=("web=0.8", "code=0.2"),
+    ),
+    Phase("code", 4 * 10**12, 4096, 1e4, 4096, 1024, mixture=("web=0.4", "code=0.4", "math=0.2")),
+    Phase("mid", 12 * 10**11, 32_768, 1e6, 512, 128),
+    Phase("sft", 66 * 10**10, 131_072, 5e6, 128, 128),
+)
+
+
+RECIPE_IN_SMALL = (
+    Phase("a", 10 * 1024 - 5),
+    Phase("b", 9 * 2048, seq_len=256, global_batch=8),
+    Phase("c", 5000, micro_batch=4, ramp_from=4, ramp_tokens=2500),
+)
+
+
+def test_every_step_of_a_short_run():
+    plan = schedule.make_plan(
+        config(num_steps=20, warmup_fraction=0.25, decay_fraction=0.25, final_lr_fraction=0.1)
+    )
+    assert (plan.total_steps, plan.total_tokens, plan.micro_batch_counts) == (20, 20 * 1024, (1,))
+    rates = [plan.step(n).lr / plan.peak_lr for n in range(1, 21)]
+    expected = [0.2, 0.4, 0.6, 0.8, 1.0] + [1.0] * 10 + [1 - 0.9 * k / 5 for k in range(1, 6)]
+    assert rates == pytest.approx(expected)
+    assert [plan.at(1024 * n).number for n in range(20)] == list(range(1, 21))
+
+
+@pytest.mark.parametrize(
+    ("decay", "half"), [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - math.sqrt(0.5))]
+)
+def test_decay_shapes(decay, half):
+    s = Schedule(warmup_fraction=0.0, decay_fraction=0.5, decay=decay, final_lr_fraction=0.2)
+    total = 12 * 10**12
+    assert schedule.lr_factor(s, 0, total) == schedule.lr_factor(s, total // 2, total) == 1
+    assert schedule.lr_factor(s, 3 * total // 4, total) == pytest.approx(0.2 + 0.8 * half)
+    assert schedule.lr_factor(s, total, total) == pytest.approx(0.2)
+    steps = [schedule.lr_factor(s, t, total) for t in range(total // 2, total, total // 100)]
+    assert all(a > b for a, b in itertools.pairwise(steps))
+
+
+@pytest.mark.parametrize("options", [{}, {"decay_steps": 7}])
+@pytest.mark.parametrize("phases", [(), RECIPE_IN_SMALL])
+def test_a_fork_s_steps_are_the_parent_s_where_nothing_differs(phases, options):
+    whole = schedule.make_plan(config(*phases, num_steps=20, **options))
+    for begun in range(1, whole.total_steps):
+        forked = config(*phases, num_steps=20, **options)
+        run = dataclasses.replace(
+            forked.run, fork="x", fork_step=begun, fork_tokens=whole.tokens_of_step(begun)
+        )
+        plan = schedule.make_plan(dataclasses.replace(forked, run=run))
+        numbers = range(begun + 1, whole.total_steps + 1)
+        assert [plan.step(n) for n in numbers] == [whole.step(n) for n in numbers]
+        assert (plan.begin, plan.total_steps, plan.total_tokens) == (
+            begun,
+            whole.total_steps,
+            whole.total_tokens,
+        )
+
+
+def test_a_fork_with_other_batches_counts_the_tokens_that_were_seen():
+    given = config(num_steps=10, warmup_fraction=0.0, decay_steps=4)
+    given = dataclasses.replace(
+        given,
+        data=Data(seq_len=128, global_batch=16),
+        run=Run(num_steps=10, fork="x", fork_step=6, fork_tokens=6 * 1024),
+    )
+    plan = schedule.make_plan(given)
+    assert [plan.step(n).tokens_after for n in range(7, 11)] == [6 * 1024 + n * 2048 for n in range(1, 5)]
+    assert [plan.step(n).lr for n in range(7, 11)] == pytest.approx([0.75e-3, 0.5e-3, 0.25e-3, 0])
+    with pytest.raises(ValueError, match="outside the run's steps 6 to 10"):
+        plan.tokens_of_step(5)
+
+
+def test_decay_steps_that_are_not_there_are_refused():
+    with pytest.raises(
+        UserError, match=r"decay_steps=21, but 20 steps are all that there are; give at most as many"
+    ):
+        schedule.make_plan(config(num_steps=20, decay_steps=21))
+
+
+def test_plain_cosine():
+    s = Schedule(warmup_fraction=0.1, decay_fraction=1.0, decay="cosine")
+    assert schedule.lr_factor(s, 50, 1000) == 0.5
+    assert schedule.lr_factor(s, 550, 1000) == pytest.approx(0.5)
+    assert schedule.lr_factor(s, 1000, 1000) == pytest.approx(0)
+
+
+def test_single_tokens_count_at_12_trillion():
+    s = Schedule(warmup_fraction=0.0, decay_fraction=1.0)
+    total = 12 * 10**12
+    a, b = (schedule.lr_factor(s, total // 2 + t, total) for t in (0, 1))
+    assert 0 < a - b < 2 / total
+
+
+def test_recipe():
+    plan = schedule.make_plan(RECIPE)
+    assert plan.micro_batch_counts == (1, 2, 4)
+    first = [plan.step(s.first_step) for s in plan.segments]
+    assert [s.sequences for s in first] == [1024, 2048, 4096, 4096, 512, 128]
+    assert [s.phase.name for s in first] == ["web", "web", "web", "code", "mid", "sft"]
+    assert [s.sequences * s.phase.seq_len for s in first[2:]] == [2**24] * 4
+    # A border is reached with the first step that passes it.
+    for before, after in itertools.pairwise(plan.segments):
+        assert before.first_step + before.num_steps == after.first_step
+        assert plan.tokens_of_step(after.first_step - 1) == after.first_token
+    borders = [10**11 // 2, 10**11, 8 * 10**12, 12 * 10**12]
+    for border, segment in zip(borders, plan.segments[1:], strict=False):
+        assert 0 <= segment.first_token - border < 2 * 2**24
+    assert 0 <= plan.total_tokens - 1386 * 10**10 < 4 * 2**24
+
+
+def test_steps_and_tokens_are_inverse():
+    plan = schedule.make_plan(RECIPE)
+    numbers = {
+        n + d for s in plan.segments for n in (s.first_step, s.first_step + s.num_steps) for d in (-1, 0, 1)
+    }
+    for number in sorted(n for n in numbers if 0 <= n <= plan.total_steps):
+        tokens = plan.tokens_of_step(number)
+        assert plan.step_of_tokens(tokens) == number
+        if number < plan.total_steps:
+            step = plan.at(tokens)
+            assert (step.number, step.tokens_before) == (number + 1, tokens)
+            assert step.tokens_after == plan.tokens_of_step(number + 1)
+    with pytest.raises(ValueError, match="no step of the plan ends after 7 tokens"):
+        plan.step_of_tokens(7)
+    for number in (-1, plan.total_steps + 1):
+        with pytest.raises(ValueError, match="outside the run's steps"):
+            plan.tokens_of_step(number)
+
+
+def test_a_ramp_changes_batches_alone():
+    """Neither the phases' borders nor the learning rate at a token count move, bar the rounding to whole steps."""
+    ramp = dict(ramp_from=2, ramp_tokens=40_000, micro_batch=2)
+    with_ramp = schedule.make_plan(config(Phase(tokens=200_000, **ramp), Phase(tokens=50_000, micro_batch=2)))
+    without = schedule.make_plan(config(Phase(tokens=200_000), Phase(tokens=50_000)))
+    assert with_ramp.micro_batch_counts == (1, 2, 4) and without.micro_batch_counts == (1,)
+    border = [
+        next(s for s in plan.segments if s.phase_index == 1).first_token for plan in (with_ramp, without)
+    ]
+    assert abs(border[0] - border[1]) < 1024
+    for tokens in range(0, 250_000, 10_000):
+        assert with_ramp.lr_at(tokens) == pytest.approx(without.lr_at(tokens), rel=0.05)
+    sizes = [with_ramp.step(n).sequences for n in range(1, with_ramp.total_steps + 1)]
+    assert sizes == sorted(sizes) and set(sizes) == {2, 4, 8}
+
+
+def test_a_batch_that_is_no_doubling_of_the_start():
+    plan = schedule.make_plan(
+        config(Phase(tokens=10**6, ramp_from=2, ramp_tokens=10**5, micro_batch=2, global_batch=12))
+    )
+    assert [s.sequences for s in plan.segments] == [2, 4, 8, 12]
+
+
+def test_what_model_and_data_see():
+    plan = schedule.make_plan(RECIPE)
+    seen = schedule.phase_config(RECIPE, plan.step(plan.total_steps).phase)
+    assert (seen.data.seq_len, seen.data.global_batch, seen.data.micro_batch) == (131_072, 128, 128)
+    assert seen.model.rope_parameters.hybrid.rope_theta == 5e6
+    assert seen.model.rope_parameters.hybrid_sliding.rope_theta == 1e4
+
+
+@pytest.mark.parametrize(
+    ("phase", "message"),
+    [
+        (Phase(), r"phases\[0\].tokens=0 is out of range; it must be at least 1"),
+        (
+            Phase(tokens=10, global_batch=-1),
+            r"phases\[0\].global_batch=-1 is out of range; it must be at least 0",
+        ),
+        (Phase(tokens=10, seq_len=2**20), "above model.max_position_embeddings"),
+        (Phase(tokens=10, ramp_from=2), "give both"),
+        (Phase(tokens=10, ramp_from=2, ramp_tokens=20, micro_batch=2), "within the phase"),
+        (Phase(tokens=10, ramp_from=2, ramp_tokens=5), "needs a micro_batch"),
+        (Phase(tokens=10, ramp_from=3, ramp_tokens=5, micro_batch=2), "steps of 3 sequences, no multiple"),
+        (Phase(tokens=10, global_batch=9, micro_batch=2), "steps of 9 sequences, no multiple"),
+    ],
+)
+def test_impossible_phases_are_told(phase, message):
+    with pytest.raises(UserError, match=message):
+        schedule.make_plan(config(phase))
+
+
+@pytest.mark.parametrize(
+    ("phase", "mended"),
+    [
+        (dict(tokens=10, ramp_from=2), dict(ramp_from=0)),
+        (dict(tokens=10, ramp_from=2), dict(ramp_tokens=10, micro_batch=2)),
+        (dict(tokens=10, ramp_from=2, ramp_tokens=20, micro_batch=2), dict(ramp_tokens=10)),
+        (dict(tokens=10, ramp_from=2, ramp_tokens=5), dict(micro_batch=2)),
+        (dict(tokens=10, ramp_from=9, ramp_tokens=5, micro_batch=1), dict(global_batch=9)),
+        (dict(tokens=10, ramp_from=3, ramp_tokens=5, micro_batch=2), "micro_batch"),
+        (dict(tokens=10, global_batch=9, micro_batch=2), "micro_batch"),
+        (dict(tokens=10, seq_len=2**20), dict(seq_len=131_072)),
+        (dict(tokens=10, micro_batch=-1), dict(micro_batch=0)),
+    ],
+)
+def test_what_is_told_mends_a_phase(phase, mended):
+    with pytest.raises(UserError) as error:
+        schedule.make_plan(config(Phase(**phase)))
+    if mended == "micro_batch":
+        told = re.search(
+            r"give a config\.schedule\.phases\[0\]\.micro_batch that divides (\d+)", str(error.value)
+        )
+        mended = dict(micro_batch=int(told[1]))
+    schedule.make_plan(config(Phase(**phase | mended)))
+
+
+def test_the_plan_is_of_the_config_alone():
+    assert schedule.make_plan(RECIPE) == schedule.make_plan(dataclasses.replace(RECIPE, run=Run(num_steps=5)))

@@ -1,0 +1,333 @@
+"""Runs that go on from another's checkpoint: exactly where nothing differs, otherwise as their config says."""
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import jax
+import multiprocess_runs
+import numpy as np
+import pytest
+
+from experiments import pretrain
+from experiments.configs import tiny
+from zaya_jax import cli, config, schedule
+from zaya_jax.checkpoint import held, partial, remote, store, writing
+from zaya_jax.config import Phase, StorageError, UserError
+from zaya_jax.data import tokenizers
+from zaya_jax.train import fork
+from zaya_jax.train import step as steps
+
+ALL_DEVICES = jax.devices()
+SMALL = {
+    "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
+    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
+    "eval.every": 1000, "eval.windows": 2, "log.sample_tokens": 2, "checkpoint.every_steps": 2, "checkpoint.keep": 9,
+    "precision.compute": "float32", "optim.name": "adamw", "run.num_steps": 6, "schedule.decay_fraction": 0.5,
+}  # fmt: skip
+
+
+def settings(folder, keys):
+    given = tiny.get_config()
+    names = {name.replace("__", "."): value for name, value in keys.items()}
+    given.update_from_flattened_dict(SMALL | {"data.path": str(folder / "corpus")} | names)
+    return config.check(given)
+
+
+def train(folder, workdir, devices=1, **keys):
+    """One start in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *args: ALL_DEVICES[:devices])
+        code = pretrain.train(settings(folder, keys), workdir)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    return code
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory):
+    """A folder with a corpus and a run of six steps, `run`, with checkpoints of steps 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("forks")
+    (folder / "corpus").mkdir()
+    for i in range(40):
+        text = "".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(30))
+        (folder / "corpus" / f"{i}.txt").write_text(text)
+    assert train(folder, folder / "run") == cli.DONE
+    return folder
+
+
+def lines(workdir):
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_state(a, b):
+    a, b = partial.read(a, "*"), partial.read(b, "*")
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def tree(folder):
+    """Every file with its content's time: what a run that only reads leaves alike."""
+    return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.rglob("*") if not p.is_dir()}
+
+
+def test_one_that_changes_nothing_is_the_parent_s_own_continuation(parent, tmp_path, capsys):
+    before, name = tree(parent / "run"), f"{parent / 'run'}@2"
+    assert train(parent, tmp_path / "fork", run__fork=name) == cli.DONE
+    said = capsys.readouterr().out
+    assert (
+        f"note: fork of {name} (2 steps, 256 tokens): learning rate 0.003 at step 2 there, 0.003 at step 3"
+        in said
+    )
+    assert "the data goes on where it stood" in said
+    assert tree(parent / "run") == before
+    theirs, ours = lines(parent / "run")[2:], lines(tmp_path / "fork")
+    for key in ("step", "tokens", "lr", "loss", "grad_norm", "load_entropy"):
+        assert [x[key] for x in ours] == [x[key] for x in theirs]
+    same_state(tmp_path / "fork", parent / "run")
+    recorded = json.loads((tmp_path / "fork" / "config.json").read_text())["run"]
+    assert (recorded["fork"], recorded["fork_step"], recorded["fork_tokens"]) == (name, 2, 256)
+    for step in (2, 6):  # the first is the state that it began with
+        (one,) = store.read_meta(tmp_path / "fork", step)["lineage"]
+        assert (one["folder"], one["step"], one["tokens"]) == (str(parent / "run"), 2, 256)
+        assert one["run"] == (parent / "run" / "checkpoints" / ".run").read_text() and one["changed"] == {}
+    same_state(f"{tmp_path / 'fork'}/checkpoints/2", f"{parent / 'run'}/checkpoints/2")
+    report = (tmp_path / "fork" / "report.html").read_text()
+    assert "<h2>Lineage</h2>" in report and str(parent / "run") in report and "256 of them before" in report
+
+
+def begin(parent, tokenizer=None, **keys):
+    """As far as a start goes before it writes or compiles."""
+    made = settings(parent, keys)
+    made = fork.settle(made, fork.find(made, parent / "nowhere"))
+    schedule.make_plan(made)
+    return made, fork.Parent(made, tokenizer or tokenizers.load("bytes"))
+
+
+@pytest.fixture
+def named(parent, tmp_path):
+    """A copy of the parent's run that may be damaged."""
+    shutil.copytree(parent / "run", tmp_path / "run")
+    return tmp_path / "run"
+
+
+REFUSED = {
+    "config.model.num_experts=8, but run.fork=RUN@6 has 4: its state does not fit": {"model__num_experts": 8},
+    "config.model.hidden_size=32, but run.fork=RUN@6 has 16": {"model__hidden_size": 32},
+    "config.model.num_hidden_layers=3, but": {"model__num_hidden_layers": 3},
+    "config.model.num_key_value_heads=1, but": {"model__num_key_value_heads": 1},
+    "config.optim.name='muon', but run.fork=RUN@6 has 'adamw', whose state is another": {"optim__name": "muon"},
+    "config.run.fork=RUN and config.run.init_from=x are both given": {"run__init_from": "x"},
+    "config.run.num_steps=6, but run.fork=RUN@6 has reached step 6": {"run__num_steps": 6},
+    "config.run.fork=RUN@3 has no complete checkpoint of step 3; it has 2, 4, 6": {"run__fork": "RUN@3"},
+    "config.run.fork=RUN/tokenizer is no run's folder": {"run__fork": "RUN/tokenizer"},
+    "fork_step=4 and fork_tokens=3, but RUN@4 has 512 tokens at step 4": {
+        "run__fork": "RUN@4", "run__fork_step": 4, "run__fork_tokens": 3,
+    },
+    "config.run.fork_step=4 and fork_tokens=0 are filled in": {"run__fork_step": 4},
+    "config.schedule.decay_steps=4, but 3 steps come after": {
+        "run__num_steps": 9, "schedule__decay_steps": 4, "data__global_batch": 16,
+    },
+    "end after 384 tokens, but run.fork=RUN@6 has seen 768": {"schedule__phases": (Phase("short", 300),)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_what_does_not_fit_is_one_line(parent, says):
+    put = lambda text: text.replace("RUN", str(parent / "run")) if isinstance(text, str) else text  # noqa: E731
+    keys = {"run__fork": "RUN", "run__num_steps": 9} | REFUSED[says]
+    with pytest.raises(UserError) as caught:
+        begin(parent, **{key: put(value) for key, value in keys.items()})
+    assert put(says) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_another_tokenizer_is_refused(parent):
+    other = tokenizers.load("bytes")
+    other.sha256 = "another's"
+    with pytest.raises(UserError, match=r"config\.data\.tokenizer='bytes' is another than run\.fork="):
+        begin(parent, other, run__fork=str(parent / "run"), run__num_steps=9)
+
+
+def test_a_damaged_or_unfinished_one_names_the_steps_that_there_are(named, parent):
+    (named / "checkpoints" / "6").rename(named / "checkpoints" / ".saving-6")
+    assert begin(parent, run__fork=str(named), run__num_steps=9)[0].run.fork_step == 4
+    chunk = max(
+        (named / "checkpoints" / "4" / "state").rglob("c*"), key=lambda p: p.is_file() and p.stat().st_size
+    )
+    chunk.write_bytes(bytes(chunk.stat().st_size))
+    with pytest.raises(StorageError, match=r"run@4: .* is damaged: state/.* is changed.*; it has 2, 4$"):
+        begin(parent, run__fork=f"{named}@4", run__num_steps=9)
+    begin(parent, run__fork=f"{named}@2", run__num_steps=9)
+    (named / "checkpoints" / "2" / "checksums.json").write_text("{}")
+    with pytest.raises(StorageError, match=r"config\.run\.fork=.*run@2: .*; it has 2, 4$"):
+        begin(parent, run__fork=f"{named}@2", run__num_steps=9)
+    for step in (2, 4):
+        shutil.rmtree(named / "checkpoints" / str(step))
+    with pytest.raises(UserError, match="has no complete checkpoint; give a run that has saved"):
+        begin(parent, run__fork=str(named), run__num_steps=9)
+
+
+def test_a_step_that_goes_while_it_is_read_is_said(named, parent):
+    one = begin(parent, run__fork=f"{named}@2", run__num_steps=9)[1]
+    shutil.rmtree(named / "checkpoints" / "2")
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = {"params": {"embed": {"embedding": jax.ShapeDtypeStruct((264, 16), np.float32, sharding=here)}}}
+    with pytest.raises(UserError, match=r"run@2 has gone meanwhile, as old steps of a run do; it has 4, 6"):
+        one.load(like, held.of_tree(like))
+
+
+def test_the_step_that_was_newest_at_first_stays_the_one(parent, tmp_path):
+    """A start that saved nothing has recorded it; the same command means the same, whatever the parent did since."""
+    (tmp_path / "config.json").write_text(
+        json.dumps({"run": {"fork": f"{parent / 'run'}@4", "fork_step": 4, "fork_tokens": 512}})
+    )
+    find = lambda given: fork.find(settings(parent, {"run__fork": f"{parent / 'run'}{given}"}), tmp_path)  # noqa: E731
+    assert find("")[1:] == find("@4")[1:] == [4, 512]
+    assert find("@2")[1:] == [2, 256]
+
+
+def how_to():
+    """The commands of docs/recipe.md's cool-downs, as bash runs them, but for the program: {workdir: keys}."""
+    text = Path("docs/recipe.md").read_text()
+    block = re.search(r"## Cool-downs.*?```\n(.*?)```", text, re.S)[1]
+    assert "python -m experiments.pretrain" in block
+    script = f'python() {{ printf "%s\\n" "$*"; }}\n{block}'
+    said = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True).stdout
+    found = {}
+    for line in said.splitlines():
+        given = dict(part.removeprefix("--").split("=", 1) for part in line.split()[2:])
+        workdir = given.pop("workdir")
+        found[workdir] = {key.removeprefix("config."): value for key, value in given.items()}
+    return found
+
+
+def test_cool_downs_as_the_docs_have_them_fall_over_their_last_steps():
+    stable, *cooled = how_to().values()
+    given = tiny.get_config()
+    given.update_from_flattened_dict({key: json.loads(value) for key, value in stable.items()})
+    plan, peak = schedule.make_plan(config.check(given)), given.optim.lr
+    assert [plan.step(n).lr for n in (50, 100, 150, 200)] == [peak] * 4
+    for keys in cooled:
+        begun = int(keys["run.fork"].partition("@")[2])
+        length = int(keys["run.num_steps"]) - begun
+        own = tiny.get_config()
+        own.run.fork, own.run.fork_step, own.run.fork_tokens = "x", begun, plan.tokens_of_step(begun)
+        own.run.num_steps = begun + length
+        own.schedule.decay_steps = int(keys["schedule.decay_steps"])
+        course = schedule.make_plan(config.check(own))
+        rates = [course.step(begun + n).lr for n in range(1, length + 1)]
+        assert rates == pytest.approx([peak * (1 - n / length) for n in range(1, length + 1)])
+    assert [keys["run.fork"].partition("@")[2] for keys in cooled] == ["100", "150", "200"]
+    assert len({int(k["run.num_steps"]) - int(k["run.fork"].partition("@")[2]) for k in cooled}) == 3
+
+
+@pytest.mark.slow
+def test_cool_downs_as_the_docs_have_them_train(tmp_path):
+    commands = how_to()
+    for workdir, keys in commands.items():
+        keys = {key: value.replace("runs/", f"{tmp_path}/runs/") for key, value in keys.items()}
+        small = {k: v for k, v in SMALL.items() if not k.startswith(("checkpoint", "run", "schedule"))}
+        with multiprocess_runs.pretrain(tmp_path, tmp_path / workdir, small | keys) as run:
+            assert [result.code for result in run.wait()] == [cli.DONE], run.out(0)
+    stable, *cooled = [lines(tmp_path / workdir) for workdir in commands]
+    for run in cooled:
+        begun, length = run[0]["step"] - 1, len(run)
+        assert [line["step"] for line in run] == list(range(begun + 1, begun + length + 1))
+        assert run[-1]["tokens"] == stable[0]["tokens"] * (begun + length)
+        np.testing.assert_allclose(
+            [line["lr"] for line in run],
+            [3e-3 * (1 - n / length) for n in range(1, length + 1)],
+            rtol=1e-5,
+            atol=1e-9,
+        )
+        if begun < 200:  # the first step's batch and weights are those of the stable run
+            assert run[0]["loss"] == stable[begun]["loss"]
+
+
+def dies_after(patch, count):
+    """The program ends with an error in its so manieth step."""
+    made = steps.make_train_step
+
+    def make(*args):
+        step = made(*args)
+
+        def counted(*args):
+            nonlocal count
+            count -= 1
+            if count < 0:
+                raise ZeroDivisionError
+            return step(*args)
+
+        return counted
+
+    patch.setattr(steps, "make_train_step", make)
+
+
+@pytest.mark.slow
+def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(parent, named, tmp_path, capsys):
+    keys = {"run__fork": f"{named}@2", "checkpoint__every_steps": 100, "optim__lr": 1e-3}
+    with pytest.MonkeyPatch.context() as patch:
+        dies_after(patch, 2)
+        with pytest.raises(ZeroDivisionError):
+            train(parent, tmp_path / "killed", **keys)
+    assert train(parent, tmp_path / "whole", **keys) == cli.DONE
+    shutil.rmtree(named)
+    with pytest.raises(UserError, match="is no run's folder"):
+        train(parent, tmp_path / "another", **keys)
+    assert not (tmp_path / "another").exists()
+    for given in (keys, keys | {"run__fork": str(named)}):
+        assert train(parent, tmp_path / "killed", **given) == cli.DONE
+    same_state(tmp_path / "killed", tmp_path / "whole")
+    assert [line["loss"] for line in lines(tmp_path / "killed")] == [
+        x["loss"] for x in lines(tmp_path / "whole")
+    ]
+    with pytest.raises(
+        UserError, match=r"was started with config\.run\.fork='.*run@2', now it is ''; restore it"
+    ):
+        train(parent, tmp_path / "killed", **keys | {"run__fork": ""})
+    # A fork of it, on two devices, with other batches, that the durable place alone has when it goes on.
+    capsys.readouterr()
+    more = {
+        "run__fork": str(tmp_path / "killed"),
+        "data__global_batch": 16,
+        "mesh__data": 2,
+        "run__num_steps": 8,
+    }
+    more["checkpoint__durable"] = str(tmp_path / "safe")
+    assert train(parent, tmp_path / "second", 2, **more) == cli.DONE
+    assert "config.data.global_batch 8 there, 16 here" in capsys.readouterr().out
+    assert [line["tokens"] for line in lines(tmp_path / "second")] == [6 * 128 + 256, 6 * 128 + 512]
+    shutil.rmtree(tmp_path / "killed")
+    shutil.rmtree(tmp_path / "second")
+    assert train(parent, tmp_path / "second", 2, **more | {"run__num_steps": 9}) == cli.DONE
+    forked = json.loads((tmp_path / "second" / "lineage.json").read_text())["forked"]
+    assert [(Path(one["folder"]).name, one["step"]) for one in forked] == [("killed", 6), ("run", 2)]
+    assert forked[1]["changed"]["optim.lr"] == [3e-3, 1e-3] and forked[0]["changed"]["mesh.data"] == [-1, 2]
+
+
+@pytest.mark.slow
+def test_other_data_begin_anew_and_it_is_said(parent, tmp_path, capsys):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "text.txt").write_text("something else altogether\n" * 400)
+    keys = {"run__fork": str(parent / "run"), "run__num_steps": 8, "data__path": str(tmp_path / "other")}
+    assert train(parent, tmp_path / "fork", **keys) == cli.DONE
+    assert "note: the data begins anew, in another order: none of the sources" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_from_a_url_by_two_processes(parent, tmp_path):
+    vault = remote.Vault(f"file://{tmp_path}/far")
+    source = parent / "run" / "checkpoints" / "4"
+    vault.upload(source, 4, list(writing.read_seal(source).files))
+    vault.complete(source, 4)
+    keys = SMALL | {"run.fork": f"file://{tmp_path}/far"}
+    (tmp_path / "corpus").symlink_to(parent / "corpus")
+    with multiprocess_runs.pretrain(tmp_path, tmp_path / "fork", keys, 2) as run:
+        results = run.wait()
+    assert [result.code for result in results] == [cli.DONE] * 2, results
+    theirs, ours = lines(parent / "run")[4:], lines(tmp_path / "fork")
+    assert [x["step"] for x in ours] == [5, 6]
+    np.testing.assert_allclose([x["loss"] for x in ours], [x["loss"] for x in theirs], rtol=1e-5)

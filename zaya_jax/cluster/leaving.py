@@ -1,0 +1,123 @@
+"""How a process ends at once, without waiting for others or for a disk: what must not be lost is written first.
+
+before(function, code)     to be called on the way out, or only with this exit code
+within(seconds, function)  whether it came to its end by then
+unless(asked, function)    whether it came to its end before somebody asked to stop
+now(code, line)            does not return
+at_second_signal(how)      from now on a second SIGTERM or SIGINT ends the process, whatever it is doing
+"""
+
+import contextlib
+import errno
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+REFUSED = 2  # the exit code of bad input
+PATIENCE = 10.0  # seconds; a disk that hangs would take all that there are
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+# Errors that are the storage's, whatever was being written: a full or failing disk, one that is gone or read-only.
+STORAGE = frozenset(
+    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
+)
+# And those of something else in the place of a file, or of one without rights, where it is named.
+IN_THE_WAY = frozenset((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EPERM))
+
+_left: list[threading.Thread] = []  # that were not waited for
+_functions: list[tuple[Callable[[], None], int | None]] = []
+
+
+def before(function: Callable[[], None], code: int | None = None) -> None:
+    """Has `now` call a function, from whatever thread; given a code, only where the process ends with that."""
+    _functions.append((function, code))
+
+
+def forget(function: Callable[[], None]) -> None:
+    """Takes it back."""
+    _functions[:] = [item for item in _functions if item[0] != function]
+
+
+def within(seconds: float, function: Callable[[], None]) -> bool:
+    """Calls it in a thread that is left behind if it takes longer; False then."""
+    thread = threading.Thread(target=function, name="leaving", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def unless(asked: Callable[[], bool], function: Callable[[], None]) -> bool:
+    """Calls it in a thread that is left behind when it is asked to stop; False then.
+
+    In the main thread a signal would wait for its handler until the compiler, or a program that it made, has ended.
+    """
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            function()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=call, name="at the end", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        if asked():
+            _left.append(thread)
+            return False
+        thread.join(0.1)
+    if errors:
+        raise errors[0]
+    return True
+
+
+def some_left() -> bool:
+    """Whether a thread that was left behind works on: an orderly end would take away what it computes with."""
+    return any(thread.is_alive() for thread in _left)
+
+
+def now(code: int, line: str = "") -> None:
+    """Ends the process."""
+
+    def last_words() -> None:
+        if line:
+            with contextlib.suppress(OSError, ValueError):
+                print(line, file=sys.stderr)
+        due = [function for function, only in _functions if only in (None, code)]
+        for function in [*due, logging.shutdown, *(f.flush for f in (sys.stdout, sys.stderr) if f)]:
+            with contextlib.suppress(Exception):
+                function()
+
+    within(PATIENCE, last_words)
+    os._exit(code)
+
+
+def storage_reason(error: BaseException) -> str:
+    """What a person can mend of an error of the file system, in one line; "" for any other error."""
+    if not isinstance(error, OSError):
+        return ""
+    if error.errno not in STORAGE and not (error.errno in IN_THE_WAY and error.filename):
+        return ""
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror}{where}; mend the storage and start the same command again"
+
+
+def at_second_signal(how: Callable[[signal.Signals], None]) -> None:
+    """Calls `how` in a thread: Python's own handlers wait while the main thread compiles, computes or writes."""
+    listening, telling = os.pipe()
+    os.set_blocking(telling, False)
+    before_this = signal.set_wakeup_fd(telling, warn_on_full_buffer=False)
+    if before_this >= 0:
+        os.close(before_this)  # which ends the thread of the run before
+
+    def watch() -> None:
+        seen = 0
+        while number := os.read(listening, 1):
+            seen += number[0] in STOPPING
+            if seen == 2:
+                how(signal.Signals(number[0]))
+        os.close(listening)
+
+    threading.Thread(target=watch, name="signals", daemon=True).start()

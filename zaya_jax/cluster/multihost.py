@@ -1,0 +1,347 @@
+"""Several processes as one run: they start together, wait for each other by name, stop at one step, and end together.
+
+    multihost.together(program)     finds the other processes, runs the program, and gives everybody's exit code
+    is_writer()                     who writes what exists once
+    from_first(name, function)      what `function` gives in process 0, everywhere
+    to_first(name, value)           what everybody gives, in process 0
+    barrier(name)                   LostProcess names who has not come
+    StopSignal, Timer               the same decision after the same step everywhere
+
+What they say to each other goes through the key-value store of JAX's coordinator, in process 0. With one process all of
+this costs nothing and needs no set-up.
+"""
+
+import collections
+import contextlib
+import gc
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+
+from zaya_jax.cluster import compiling, leaving, relay
+from zaya_jax.cluster.lifelines import NOBODY, End, Lifelines
+from zaya_jax.cluster.place import NAMES, LostProcess, Place, find_place, name_processes
+from zaya_jax.config import StorageError, UserError
+
+# Seconds, each the environment's to change: at 1,024 processes the slowest image pull or disk decides.
+JOIN = ("ZAYA_JOIN_SECONDS", 600)  # until all processes have come
+WAIT = ("ZAYA_WAIT_SECONDS", 3600)  # at a barrier, or for process 0: restoring and reporting take their time
+HEARTBEAT = ("ZAYA_HEARTBEAT_SECONDS", 60)  # after which a silent process counts as dead
+NEVER = 10**6  # of JAX's own heartbeats, which end a process with SIGABRT and name nobody
+GARBAGE_EVERY = 100  # steps; a collection takes 20 to 100 ms, and one process's is everybody's
+
+_PREFIX = "zaya_jax"
+_log = logging.getLogger("zaya_jax")
+_log.addHandler(logging.NullHandler())  # this process's file, once `logs` has opened it
+_log.propagate = False  # libraries give the root logger a handler that prints
+_errors: list[BaseException] = []  # that ended the program here
+_calls: collections.Counter[str] = collections.Counter()
+_lines: list[Lifelines] = []  # of several processes: how an error here becomes everybody's
+
+
+def define_flags() -> None:
+    """--coordinator, --num_processes and --process_id, for a program that may be several."""
+    flags.DEFINE_string("coordinator", None, "host:port of process 0, where there are several processes.")
+    flags.DEFINE_integer("num_processes", None, "How many processes take part.")
+    flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
+
+
+def together(program: Callable[[], int]) -> int:
+    """Runs a program as one of the processes that flags, variables or Slurm name, or alone where there are none.
+
+    An error in one process ends all of them with its exit code; the line is printed by that process and by process 0.
+    """
+    given = {name: flags.FLAGS[name].value for name in NAMES if name in flags.FLAGS}
+    place = find_place(os.environ, given)
+    if place is None:
+        return program()
+    lines = Lifelines(place, _seconds(HEARTBEAT), _leave)
+    _lines.append(lines)
+    try:
+        lines.roll_call(_seconds(JOIN))
+    except LostProcess as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    try:
+        _join(place)
+        code = program()
+        jax.distributed.shutdown()
+    except BaseException as error:
+        _because(error)
+        raise
+    lines.hang_up()
+    return code
+
+
+def _join(place: Place) -> None:
+    """Makes JAX one of several."""
+    address = place.coordinator
+    if place.index:
+        host, port = address.rsplit(":", 1)
+        address = relay.through(host, int(port))
+    jax.distributed.initialize(
+        address, place.count, place.index, local_device_ids=list(place.devices) or None,
+        cluster_detection_method="deactivate", initialization_timeout=_seconds(JOIN),
+        heartbeat_timeout_seconds=NEVER, shutdown_timeout_seconds=_seconds(WAIT),
+    )  # fmt: skip
+    compiling.together(barrier)
+    # JAX has SIGTERM only noted, for its own protocol; until StopSignal takes over there is nothing to save.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def is_writer() -> bool:
+    """Whether this process writes what a run has once: metrics, config, report."""
+    return jax.process_index() == 0
+
+
+def from_first(name: str, function: Callable[[], Any]) -> Any:
+    """What `function` gives in process 0 (JSON), in every process; an error there ends all."""
+    if jax.process_count() == 1:
+        return function()
+    key = f"{_PREFIX}/first/{name}/{_turn(name)}"
+    if is_writer():
+        value = function()
+        _client().key_value_set(key, json.dumps(value))
+        return value
+    try:
+        return json.loads(_client().blocking_key_value_get(key, 1000 * _seconds(WAIT)))
+    except jax.errors.JaxRuntimeError as error:
+        raise LostProcess(f"process 0 did not come to {name!r} within {_seconds(WAIT)} s") from error
+
+
+def to_first(name: str, value: Any) -> list[Any] | None:
+    """What all processes give (JSON), in their order, in process 0; None elsewhere."""
+    count, index = jax.process_count(), jax.process_index()
+    if count == 1:
+        return [value]
+    here = f"{_PREFIX}/all/{name}/{_turn(name)}"
+    if index:
+        _client().key_value_set(f"{here}/{index}", json.dumps(value))
+        return None
+    values = [value]
+    for other in range(1, count):
+        try:
+            values.append(
+                json.loads(_client().blocking_key_value_get(f"{here}/{other}", 1000 * _seconds(WAIT)))
+            )
+        except jax.errors.JaxRuntimeError as error:
+            raise LostProcess(
+                f"process {other} did not come to {name!r} within {_seconds(WAIT)} s"
+            ) from error
+        _client().key_value_delete(f"{here}/{other}")
+    return values
+
+
+def barrier(name: str, seconds: float | None = None) -> None:
+    """Returns when every process has called it; LostProcess names those who have not within `seconds`."""
+    count, index = jax.process_count(), jax.process_index()
+    if count == 1:
+        return
+    seconds = _seconds(WAIT) if seconds is None else seconds
+    here = f"{_PREFIX}/barrier/{name}/{_turn(name)}"
+    _client().key_value_set(f"{here}/{index}", socket.gethostname())
+    try:
+        _client().wait_at_barrier(here, int(1000 * seconds))
+    except jax.errors.JaxRuntimeError as error:
+        came = {int(key.rsplit("/", 1)[1]) for key, _ in _client().key_value_dir_get(here)}
+        absent = [i for i in range(count) if i not in came]
+        if not absent:
+            raise LostProcess(f"{name!r}: {_first_line(error)}") from error
+        raise LostProcess(
+            f"{name_processes(absent)} of {count} did not come to {name!r} within {seconds:g} s; see logs/ there"
+        ) from error
+    _client().key_value_delete(f"{here}/{index}")
+
+
+def over_processes(figures: dict[str, float], how: dict[str, Callable]) -> dict[str, float]:
+    """Each figure of all processes as one, by the NumPy function that `how` names for it, otherwise the mean."""
+    if jax.process_count() == 1:
+        return figures
+    # Imported here: it pulls in half of JAX's experiments.
+    from jax.experimental import multihost_utils
+
+    values = multihost_utils.process_allgather(np.array(list(figures.values()), np.float32))
+    return {
+        name: float(how.get(name, np.mean)(column)) for name, column in zip(figures, values.T, strict=True)
+    }
+
+
+def collect_garbage(step: int) -> None:
+    """Python's garbage collection after the same steps in all processes, in place of whenever each pleases."""
+    if jax.process_count() == 1:
+        return
+    if gc.isenabled():
+        gc.disable()
+        gc.collect()
+        gc.freeze()  # modules and what set-up left: never looked through again
+    elif step % GARBAGE_EVERY == 0:
+        gc.collect()
+
+
+class StopSignal:
+    """SIGTERM, SIGINT or SIGHUP as a wish that the loop reads: it finishes and saves the step in flight, everywhere.
+
+    Whoever is asked at step n writes n + 2 into the store before it dispatches step n + 1. Nobody ends step n + 1
+    without everybody's part in it, so at step n + 2 all know; it needs a loop that reads each step's figures before it
+    asks about the next but one.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self._told = "", False
+        for number in leaving.STOPPING:
+            signal.signal(number, self._ask)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a terminal that closes, without nohup
+            signal.signal(signal.SIGHUP, self._ask)
+        leaving.at_second_signal(_interrupted)
+
+    def after(self, step: int) -> bool:
+        """Whether to stop after this step; the same answer in every process. Called once a step."""
+        if jax.process_count() == 1:
+            return bool(self.asked)
+        key = f"{_PREFIX}/stop"
+        if self.asked and not self._told:
+            self._told = True
+            message = [step + 2, f"{self.asked} to process {jax.process_index()}"]
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # somebody else was first
+                _client().key_value_set(key, json.dumps(message))
+        found = _try_get(key)
+        if found is None:
+            return False
+        last, self.asked = json.loads(found)
+        self._told = True
+        return step >= last
+
+    def _ask(self, number: int, frame: Any) -> None:
+        self.asked = self.asked or signal.Signals(number).name
+
+
+class Timer:
+    """Every so many seconds of process 0, after the same step in all processes; 0 seconds: never.
+
+    It decides for the step after the next, as StopSignal does.
+    """
+
+    def __init__(self, seconds: float):
+        self._seconds, self._begun, self._told = seconds, time.monotonic(), 0
+
+    def after(self, step: int) -> bool:
+        """Whether the time is up after this step; called once a step."""
+        if not self._seconds:
+            return False
+        due = time.monotonic() - self._begun >= self._seconds
+        if jax.process_count() == 1:
+            if due:
+                self._begun = time.monotonic()
+            return due
+        key = f"{_PREFIX}/timer/{self._told}"
+        if is_writer() and due:
+            self._begun = time.monotonic()
+            _client().key_value_set(key, str(step + 2), allow_overwrite=True)
+        found = _try_get(key)
+        if found is None or step < int(found):
+            return False
+        self._told += 1
+        return True
+
+
+def _because(error: BaseException) -> None:
+    """Ends all processes."""
+    code, text = _code_of(error)
+    _errors.append(error)
+    # What nobody expected may follow from the loss of another process.
+    _lines[-1].report(code, text, certain=code != 1)
+    leaving.now(code)
+
+
+def _leave(end: End) -> None:
+    """The end of this process, with its log and, in process 0 and the one that speaks, the terminal."""
+    lines = _lines[-1]
+    me = lines.index  # JAX may not have begun
+    mine = end.process == me
+    who = "" if mine or end.process == NOBODY else f"process {end.process} on {end.host}: "
+    line = f"error: {who}{end.text}"
+
+    def say() -> None:
+        if mine and end.code == 1 and _errors and not isinstance(_errors[0], LostProcess):
+            _log.error("unexpected", exc_info=_errors[0])
+            traceback.print_exception(_errors[0])
+        _log.error(line)
+        logged = any(isinstance(handler, logging.FileHandler) for handler in _log.handlers)
+        if mine or me == 0 or lines.lost or not logged:
+            print(line, file=sys.stderr)
+
+    leaving.within(leaving.PATIENCE, say)
+    silent = lines.see_off()
+    if silent:
+        print(f"error: {name_processes(silent)} gave no answer", file=sys.stderr)
+    leaving.now(end.code)  # an orderly end would wait for the others
+
+
+def _interrupted(number: signal.Signals) -> None:
+    """A second signal: at once, and all of several processes."""
+    error = KeyboardInterrupt(number)
+    if _lines:
+        _because(error)
+    code, text = _code_of(error)
+    leaving.now(code, f"error: {text}")
+
+
+def _code_of(error: BaseException) -> tuple[int, str]:
+    if isinstance(error, UserError):
+        return leaving.REFUSED, str(error)
+    if isinstance(error, StorageError):
+        return 4, str(error)
+    if leaving.storage_reason(error):
+        return 4, leaving.storage_reason(error)
+    if isinstance(error, LostProcess):
+        return 1, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+        return 128 + number, f"interrupted by {number.name}; nothing more was saved"
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1, f"exit {error.code}"
+    return 1, f"{type(error).__name__}: {_first_line(error)}"
+
+
+def _client() -> Any:
+    from jax._src import distributed  # JAX has no public name for its coordinator's client
+
+    return distributed.global_state.client
+
+
+def _try_get(key: str) -> str | None:
+    try:
+        return _client().key_value_try_get(key)
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
+
+
+def _turn(name: str) -> int:
+    """How many times a name has been used: the same in all processes, since they run the same program."""
+    _calls[name] += 1
+    return _calls[name]
+
+
+def _seconds(setting: tuple[str, int]) -> int:
+    name, usual = setting
+    try:
+        return int(os.environ.get(name) or usual)
+    except ValueError:
+        raise UserError(f"{name}={os.environ[name]!r} is no whole number of seconds") from None
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

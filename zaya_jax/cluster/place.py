@@ -1,0 +1,133 @@
+"""Where a process stands among those of its run, read from flags, variables or Slurm.
+
+    place = find_place(os.environ)      None for a process alone
+
+JAX's own detection of Slurm takes one GPU per task for granted.
+"""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from zaya_jax.config import UserError
+
+# What each of the three is called as a flag and as a variable.
+NAMES = {
+    "coordinator": "JAX_COORDINATOR_ADDRESS",
+    "num_processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+}
+SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+POD_INDEX = "JOB_COMPLETION_INDEX"  # Kubernetes gives it to every pod of an indexed Job, a JobSet's included
+VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+
+
+class LostProcess(RuntimeError):
+    """A process of the run that did not come, or is gone: one line, exit code 1; starting again may help."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """One process among `count`: the `index`-th; `devices` are the local ones it takes, () for all it sees."""
+
+    coordinator: str
+    count: int
+    index: int
+    devices: tuple[int, ...] = ()
+
+
+def find_place(environ: Mapping[str, str], given: Mapping[str, Any] | None = None) -> Place | None:
+    """The place that flags (`given`), JAX_ variables or Slurm name, in this order; None where there is one process.
+
+    The index may also be that of a pod. UserError where what is given is incomplete or contradicts itself.
+    """
+    found = {name: value for name, value in (given or {}).items() if value not in (None, "")}
+    found |= {n: environ[v] for n, v in NAMES.items() if n not in found and environ.get(v)}
+    started = dict(found)
+    if all(name in environ for name in SLURM_STEP):
+        slurm = {
+            "coordinator": _slurm_address(environ),
+            "num_processes": environ["SLURM_NTASKS"],
+            "process_id": environ["SLURM_PROCID"],
+        }
+        found = slurm | found
+    elif (
+        not found
+        and _number("SLURM_NTASKS", environ.get("SLURM_NTASKS", "1")) > 1
+        and "SLURM_PROCID" in environ
+    ):
+        unset = next(name for name in SLURM_STEP if name not in environ)
+        raise UserError(
+            f"this is a job of {environ['SLURM_NTASKS']} Slurm tasks, but srun did not start this one ({unset} is "
+            "not set); start the program with srun, as launch/slurm.sbatch does, or ask for one task"
+        )
+    if POD_INDEX in environ:
+        if not found:
+            raise UserError(
+                f"{POD_INDEX}={environ[POD_INDEX]} says that this is a pod of an indexed Job, but neither "
+                "JAX_COORDINATOR_ADDRESS nor JAX_NUM_PROCESSES is set; set both, as launch/jobset.yaml does, or "
+                "JAX_NUM_PROCESSES=1 for a pod alone"
+            )
+        found.setdefault("process_id", environ[POD_INDEX])
+    if not found:
+        return None
+    if "num_processes" in found and _number("num_processes", found["num_processes"]) == 1:
+        return None
+    missing = [name for name in NAMES if name not in found]
+    if missing:
+        raise UserError(
+            f"{_named(next(iter(found)))} is given, but not {' and '.join(map(_named, missing))}; "
+            "several processes need all three, one needs none"
+        )
+    count, index = (_number(name, found[name]) for name in ("num_processes", "process_id"))
+    if count < 1 or not 0 <= index < count:
+        raise UserError(
+            f"process_id={index} of num_processes={count} is no process; indices go from 0 to num_processes - 1"
+        )
+    coordinator = str(found["coordinator"])
+    if not re.fullmatch(r".+:\d{1,5}", coordinator):
+        raise UserError(f"{_named('coordinator')} is {coordinator!r}; give host:port of process 0")
+    return Place(coordinator, count, index, () if "process_id" in started else _slurm_devices(environ))
+
+
+def _named(name: str) -> str:
+    return f"--{name} ({NAMES[name]})"
+
+
+def _number(name: str, text: Any) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise UserError(f"{name}={text!r} is no whole number; see docs/clusters.md for what to set") from None
+
+
+def _slurm_address(environ: Mapping[str, str]) -> str:
+    """First host of the step's list (a1,a2 or a[01-16,20]-ib), and a port that differs from job to job."""
+    first = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", environ["SLURM_STEP_NODELIST"])
+    if first is None:
+        raise UserError(f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} names no host")
+    port = (
+        environ.get("JAX_COORDINATOR_PORT") or 61440 + _number("SLURM_JOB_ID", environ["SLURM_JOB_ID"]) % 4096
+    )
+    return f"{''.join(part or '' for part in first.groups())}:{port}"
+
+
+def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...]:
+    """The device of this task, unless it has the node for itself or sees only its own already."""
+    visible = [environ[name] for name in VISIBLE_DEVICES if environ.get(name)]
+    bound = any("," not in devices for devices in visible)
+    alone = re.fullmatch(r"1(\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if bound or alone or "SLURM_LOCALID" not in environ:
+        return ()
+    return (_number("SLURM_LOCALID", environ["SLURM_LOCALID"]),)
+
+
+def name_processes(indices: list[int]) -> str:
+    """process 3; processes 1, 4 and 5; beyond sixteen only how many more."""
+    names = [str(i) for i in indices[:16]]
+    if len(indices) > 16:
+        names.append(f"{len(indices) - 16} more")
+    if len(names) == 1:
+        return f"process {names[0]}"
+    return f"processes {', '.join(names[:-1])} and {names[-1]}"

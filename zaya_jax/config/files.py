@@ -1,0 +1,46 @@
+"""Small files that may be anything by now: read without waiting for ever.
+
+files.read(path)         the bytes of a regular file; OSError for a pipe, a device, a folder
+files.read_json(path)    its value; ValueError however it is wrong
+files.appending(path)    to write at its end
+"""
+
+import errno
+import os
+import stat
+from typing import Any, BinaryIO
+
+from zaya_jax.config.fields import parse_json
+
+
+class Irregular(OSError):
+    """A pipe, a device or a socket where a file should be."""
+
+
+def opened(path: str | os.PathLike, buffering: int = 0) -> BinaryIO:
+    """A regular file to read. To open a pipe would wait until somebody writes into it."""
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = os.fstat(number).st_mode
+    if stat.S_ISREG(kind):
+        return os.fdopen(number, "rb", buffering)
+    os.close(number)
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise Irregular(errno.EINVAL, "no regular file", str(path))
+
+
+def appending(path: str | os.PathLike) -> BinaryIO:
+    """A file to append to, made if it is not there; OSError for a pipe that nobody reads, a folder."""
+    number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    return os.fdopen(number, "ab")
+
+
+def read(path: str | os.PathLike) -> bytes:
+    """All of a regular file."""
+    with opened(path) as file:
+        return file.read()
+
+
+def read_json(path: str | os.PathLike) -> Any:
+    """The value of a JSON file."""
+    return parse_json(read(path).decode("utf-8"))

@@ -1,0 +1,285 @@
+"""Muon's buckets over the devices of a mesh: all stacks of one local matrix shape, owned matrix by matrix.
+
+The gradients of a bucket travel as one run of rows (`placing.Travel`): reduce-scattered over the devices that hold
+the same weights, then exchanged until every device has whole matrices, those that it owns. The way of the directions is
+the same one back, with an all-gather. Momentum lies with the owner as [slots, a, b]; slots is the most that any
+device owns, and a device's first ones are in use.
+
+A weight that is itself sharded over a stack dim (experts) has a run of its own for each part. Over a matrix dim
+(tensor, fsdp), a device has part t of T of every matrix: an all-to-all gives it all T parts of a T-th of the rows, and
+rows then are T · UNIT numbers wide.
+
+A bucket that would be padding to a good part, or is small anyhow, does not travel like that: it is summed as a whole
+(`together`), each owner takes its matrices, and zeros in place of all others make the way back a sum, too.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from zaya_jax.optim import exchange, placing
+from zaya_jax.optim.muon import newton_schulz_flops
+from zaya_jax.optim.placing import UNIT, Grid
+from zaya_jax.optim.weights import Held, Weight, group_sums
+
+# A bucket with more padding than this share of its own numbers, and of all buckets', is summed as a whole.
+WASTE, WASTE_OF_ALL = 0.02, 1e-3
+SMALL = 2**16  # numbers up to which a sum costs less than the rounds of an exchange
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """What the weights of a bucket have in common."""
+
+    row: tuple[int, ...]  # the matrix over all devices, [a, b]
+    shared: tuple[str, ...]  # axes along which they are replicated
+    own: tuple[str, ...]  # axes along which devices hold different matrices
+    swaps: tuple[tuple[int, tuple[str, ...]], ...]  # (dim of [n, a, b], axes) of matrix dims that are sharded
+
+    @staticmethod
+    def of(weight: Weight, grid: Grid) -> "Form":
+        """The form of a weight."""
+        stack = len(weight.shape) - 2
+        swaps = tuple(
+            (dim + 1 - stack, axes) for dim, axes in enumerate(weight.dims) if dim >= stack and axes
+        )
+        own = tuple(axis for dim in weight.dims[:stack] for axis in dim)
+        shared = tuple(axis for axis in grid.names if axis not in weight.axes)
+        return Form(weight.shape[stack:], shared, own, swaps)
+
+    @property
+    def name(self) -> str:
+        """The bucket's name."""
+        name = f"muon {'x'.join(map(str, self.row))}" + (f" of {'+'.join(self.own)}" if self.own else "")
+        return name + "".join(f" dim {dim} over {'+'.join(axes)}" for dim, axes in self.swaps)
+
+    @property
+    def swapped(self) -> tuple[str, ...]:
+        """The axes that matrix dims lie over."""
+        return tuple(axis for _, axes in self.swaps for axis in axes)
+
+
+class Matrices:
+    """One bucket."""
+
+    method = "muon"
+
+    def __init__(self, form: Form, weights: list[Weight], travelling: int, grid: Grid):
+        self.form, self.weights, self.grid, self.travelling = form, weights, grid, travelling
+        self.name, self.row = form.name, form.row
+        stacks = [w.local(grid)[:-2] for w in weights]
+        self.pieces = tuple((w, math.prod(stack)) for w, stack in zip(weights, stacks, strict=True))
+        self.count = sum(count for _, count in self.pieces)  # matrices in a group
+        self.groups = grid.groups(form.own, (*form.shared, *form.swapped))
+        self.parts = grid.size(form.swapped)
+        self.shards = grid.size(form.shared)
+        self.part = tuple(n // grid.size(dict(form.swaps).get(i + 1, ())) for i, n in enumerate(self.row))
+        self.rows = -(-math.prod(self.part) // UNIT)  # of a device's part of a matrix
+        self.travel = placing.Travel(self.count * self.rows, self.groups.shape[1])
+        self.numbers = self.count * math.prod(self.part)  # of a device's parts
+        waste = self.travel.padded * UNIT - self.numbers
+        small = self.count * math.prod(self.row) <= SMALL
+        much = waste > max(WASTE * self.numbers, WASTE_OF_ALL * travelling)
+        self.together = self.groups.shape[1] > 1 and (small or much)
+
+    @property
+    def kind(self) -> placing.Kind:
+        """What the placing of matrices needs to know."""
+        return placing.Kind(self.count, newton_schulz_flops(self.row, 1), self.groups)
+
+    def settle(self, counts: np.ndarray) -> None:
+        """Takes note of how many matrices each device of each group owns."""
+        starts = np.cumsum(counts, 1) - counts
+        self.slots = int(counts.max())
+        self.starts, self.counts = (np.zeros(self.groups.size, np.int32) for _ in range(2))
+        self.starts[self.groups], self.counts[self.groups] = starts, counts
+        self.plan = None
+        if not self.together:
+            # Of what travels otherwise a hundredth may be padding of the exchange, or of all buckets' a five-hundredth.
+            rows = self.travel.padded // self.parts if self.shards > 1 else self.travel.chunk
+            spare = self.groups.size * max(rows // 100, self.travelling // (500 * UNIT * self.parts))
+            self.plan = placing.exchange(counts, self.groups, self.rows, self.travel.chunk, spare)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the state over all devices, in the order of the mesh."""
+        return (self.groups.size * self.slots, *self.row)
+
+    def traffic(self, direction_bytes: int) -> dict[str, int]:
+        """Bytes that a device puts into or gets out of each kind of collective, and how many are padding.
+
+        An exchange is a mean over devices, of both ways.
+        """
+        each = 4 + direction_bytes
+        if self.together:
+            gathered = 4 * self.count * math.prod(self.row)
+            found = {"all-reduce": 4 * self.numbers + gathered, "padding": 0}
+            return found | ({"all-gather": gathered} if self.parts > 1 else {})
+        assert self.plan is not None
+        found = dict.fromkeys(("reduce-scatter", "all-gather", "all-to-all", "exchange", "padding"), 0)
+        padded = self.travel.padded * UNIT
+        if self.shards > 1:
+            found["reduce-scatter"], found["all-gather"] = 4 * padded, direction_bytes * padded
+            found["padding"] += each * (padded - self.numbers)
+        if self.parts > 1:
+            found["all-to-all"] = each * padded // self.shards
+            found["padding"] += each * (padded - self.numbers) // self.shards
+        if not self.plan.nothing:
+            sent, needed = (n * self.parts * UNIT * each // self.groups.size for n in self.plan.sent_rows())
+            found["exchange"], found["padding"] = sent, found["padding"] + sent - needed
+        return found
+
+    # Inside shard_map.
+
+    def whole(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
+        """A device's parts of all matrices, [n, a', b']."""
+        parts = [leaves[w.path].astype(jnp.float32).reshape(-1, *self.part) for w, _ in self.pieces]
+        return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
+
+    def reduce(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
+        """Partial gradients to the matrices [slots, a, b] that a device owns."""
+        form, plan = self.form, self.plan
+        assert plan is not None
+        x = self.whole(leaves).reshape(self.count, -1)
+        x = _pad(x, 1, self.rows * UNIT).reshape(-1, UNIT)
+        x = _pad(x, 0, self.travel.padded)
+        if self.shards > 1:
+            x = lax.psum_scatter(x, form.shared, scatter_dimension=0, tiled=True)
+        x = x.reshape(self.parts, -1, UNIT)
+        x = exchange.swap(x, form.swapped) if self.parts > 1 else x
+        x = exchange.to_owners(x, plan, self.grid.names)
+        x = x.reshape(self.parts, self.slots, -1)[:, :, : math.prod(self.part)]
+        return self._joined(x.reshape(self.parts, self.slots, *self.part))
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """The directions [slots, a, b] of a device to its parts of all matrices, [n, a', b']."""
+        form, plan, dtype = self.form, self.plan, x.dtype
+        assert plan is not None
+        # As bare bits: XLA:CPU would make 4 bytes of bfloat16's 2 for the transfer, and any compiler may.
+        x = lax.bitcast_convert_type(x, jnp.uint16) if dtype.itemsize == 2 else x
+        x = self._cut(x).reshape(self.parts, self.slots, -1)
+        x = _pad(x, 2, self.rows * UNIT).reshape(self.parts, -1, UNIT)
+        x = exchange.from_owners(x, plan, self.grid.names)
+        x = exchange.swap(x, form.swapped) if self.parts > 1 else x
+        x = x.reshape(-1, UNIT)
+        x = lax.all_gather(x, form.shared, tiled=True) if self.shards > 1 else x
+        x = x[: self.travel.rows].reshape(self.count, -1)[:, : math.prod(self.part)]
+        x = lax.bitcast_convert_type(x, dtype) if dtype.itemsize == 2 else x
+        return x.reshape(self.count, *self.part)
+
+    def take(self, x: jax.Array) -> jax.Array:
+        """Of the summed parts [n, a', b'], the matrices that this device owns."""
+        if self.parts > 1:
+            x = self._joined(lax.all_gather(x, self.form.swapped))
+        start, count = (exchange.of_device(t, self.grid.names) for t in (self.starts, self.counts))
+        x = lax.dynamic_slice_in_dim(_pad(x, 0, self.count + self.slots), start, self.slots)
+        return jnp.where((np.arange(self.slots) < count)[:, None, None], x, 0)
+
+    def put(self, x: jax.Array) -> jax.Array:
+        """The directions of a device at their places among all, float32, with zeros for the others'."""
+        target = jnp.zeros((self.count + self.slots, *self.row), jnp.float32)
+        start = exchange.of_device(self.starts, self.grid.names)
+        return lax.dynamic_update_slice_in_dim(target, x.astype(jnp.float32), start, 0)[: self.count]
+
+    def part_of(self, x: jax.Array) -> jax.Array:
+        """A device's parts [n, a', b'] of all matrices."""
+        for dim, axes in self.form.swaps:
+            size = x.shape[dim] // self.grid.size(axes)
+            x = lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * size, size, dim)
+        return x
+
+    def leaves(self, x: jax.Array) -> dict[str, jax.Array]:
+        """Parts of all matrices as parts of the weights."""
+        result, start = {}, 0
+        for w, count in self.pieces:
+            result[w.path] = x[start : start + count].reshape(w.local(self.grid))
+            start += count
+        return result
+
+    def owned(self) -> jax.Array | int:
+        """How many matrices this device owns."""
+        if (self.counts == self.slots).all():
+            return self.slots
+        return exchange.of_device(self.counts, self.grid.names)
+
+    def sums(self, x: jax.Array) -> Iterator[tuple[str, jax.Array]]:
+        """The sum of squares of what this device owns, by groups of weights."""
+        by_slot = jnp.sum(jnp.square(x.astype(jnp.float32)), (1, 2))
+        start, count = (exchange.of_device(t, self.grid.names) for t in (self.starts, self.counts))
+        slot = np.arange(self.slots)
+        return group_sums(self.pieces, jnp.where(slot < count, start + slot, -1), by_slot)
+
+    def _joined(self, x: jax.Array) -> jax.Array:
+        """[T, n, a', b'] to [n, a, b]."""
+        sizes = [self.grid.size(axes) for _, axes in self.form.swaps]
+        x = x.reshape(*sizes, *x.shape[1:])
+        for i in reversed(range(len(sizes))):  # the last one first, so that the others stay in front
+            dim = i + self.form.swaps[i][0]
+            x = jnp.moveaxis(x, i, dim)  # to before the dim that it is a part of
+            x = x.reshape(*x.shape[:dim], -1, *x.shape[dim + 2 :])
+        return x
+
+    def _cut(self, x: jax.Array) -> jax.Array:
+        """The inverse of `_joined`."""
+        for i, (dim, axes) in enumerate(self.form.swaps):
+            at = i + dim
+            x = x.reshape(*x.shape[:at], self.grid.size(axes), -1, *x.shape[at + 1 :])
+            x = jnp.moveaxis(x, at, i)
+        return x.reshape(self.parts, *x.shape[len(self.form.swaps) :])
+
+    # Outside, on global arrays.
+
+    def homes(self, weight: Weight) -> np.ndarray:
+        """For each matrix of a weight's stack its place in the state over all devices: device · slots + slot."""
+        before = 0
+        for w, count in self.pieces:
+            if w is weight:
+                break
+            before += count
+        local, stack = weight.local(self.grid)[:-2], weight.shape[:-2]
+        result = np.zeros(stack, np.int64)
+        for number, group in enumerate(self.groups):
+            # Of all matrices of the group: the device's number in it, and the slot.
+            owner = np.repeat(np.arange(len(group)), self.counts[group])
+            slot = np.arange(self.count) - self.starts[group][owner]
+            home = (group[owner] * self.slots + slot)[before : before + math.prod(local)]
+            places = self.grid.places(self.form.own, number)
+            at = [self.grid.linear(axes, places) for axes in weight.dims[: len(stack)]]
+            where = tuple(slice(i * n, (i + 1) * n) for i, n in zip(at, local, strict=True))
+            result[where] = home.reshape(local)
+        return result
+
+    def held(self) -> Iterator[Held]:
+        """Where each matrix lies."""
+        whole = tuple(slice(0, n) for n in self.row)
+        for w in self.weights:
+            for index, home in np.ndenumerate(self.homes(w)):
+                device, slot = divmod(int(home), self.slots)
+                box = tuple(slice(i, i + 1) for i in index)
+                yield Held(w.path, device, (slice(slot, slot + 1), *whole), (*box, *whole))
+
+    def to_logical(self, x: Any) -> dict[str, Any]:
+        """One array per weight."""
+        return {w.path: x[self.homes(w)] for w in self.weights}
+
+    def from_logical(self, arrays: Mapping[str, Any], xp: Any) -> Any:
+        """The inverse."""
+        flat = [arrays[w.path].reshape(-1, *self.row) for w in self.weights]
+        zero = xp.zeros((1, *self.row), flat[0].dtype)
+        source = np.full(self.shape[0], sum(len(x) for x in flat))  # what no device uses: the zero
+        source[np.concatenate([self.homes(w).reshape(-1) for w in self.weights])] = np.arange(source[0])
+        return xp.concatenate([*flat, zero])[source]
+
+
+def _pad(x: jax.Array, dim: int, size: int) -> jax.Array:
+    if x.shape[dim] == size:
+        return x
+    widths = [(0, 0)] * x.ndim
+    widths[dim] = (0, size - x.shape[dim])
+    return jnp.pad(x, widths)

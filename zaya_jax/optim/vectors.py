@@ -1,0 +1,209 @@
+"""AdamW's state over the devices of a mesh: a large weight is cut into boxes, a small one lies whole everywhere.
+
+The method is element by element, so any cut will do; boxes of leading dims are what checkpoints can write as they
+lie. A weight of N units (layers, matrices or rows, the largest that leave at most `OVER` of it over) gives N // S of
+them to each of S devices, without padding. What is left over is summed and kept on all devices, as are weights of less
+than `SMALL` of all numbers: norms, biases and scales are together a thousandth of ZAYA1.
+"""
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from zaya_jax.optim import placing
+from zaya_jax.optim.placing import Grid
+from zaya_jax.optim.weights import Held, Weight
+
+OVER = 0.01  # of a weight at most may lie on all devices for the sake of larger units
+SMALL = 1e-3  # of all weights' numbers
+
+
+def cut(shape: tuple[int, ...], shards: int) -> int:
+    """How many numbers of a weight go to each device: whole units from its beginning."""
+    numbers, lead = math.prod(shape), 1
+    rows = shape[:-1] if len(shape) > 1 else shape
+    for size in rows:
+        for q in _divisors(size):
+            units = lead * q
+            if units >= shards and units % shards <= OVER * units:
+                return units // shards * (numbers // units)
+        lead *= size
+    return lead // shards * (numbers // lead)
+
+
+class Vectors:
+    """All weights of AdamW that lie over the same axes; two buckets, `cut` and `whole`."""
+
+    method = "adamw"
+
+    def __init__(self, own: tuple[str, ...], weights: list[Weight], total: int, grid: Grid):
+        self.own, self.weights, self.grid = own, weights, grid
+        self.shared = tuple(axis for axis in grid.names if axis not in own)
+        self.shards = grid.size(self.shared)
+        self.numbers = {w.path: math.prod(w.local(grid)) for w in weights}
+        self.each = {
+            w.path: cut(w.local(grid), self.shards)
+            if self.shards == 1 or math.prod(w.shape) >= SMALL * total
+            else 0
+            for w in weights
+        }
+        self.left = {path: n - self.shards * self.each[path] for path, n in self.numbers.items()}
+        of = f" of {'+'.join(own)}" if own else ""
+        self.cut, self.whole = f"adamw cut{of}", f"adamw whole{of}"
+        sizes = {self.cut: sum(self.each.values()), self.whole: sum(self.left.values())}
+        self.sizes = {name: size for name, size in sizes.items() if size}  # on each device
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of a bucket over all devices."""
+        return (self.sizes[name] * self.copies(name),)
+
+    def copies(self, name: str) -> int:
+        """On how many devices different parts of a bucket lie."""
+        return self.grid.num_devices if name == self.cut else self.grid.size(self.own)
+
+    def spec(self, name: str) -> PartitionSpec:
+        """How it lies on the mesh."""
+        axes = self.grid.names if name == self.cut else self.own
+        return PartitionSpec(axes) if axes else PartitionSpec()
+
+    def traffic(self) -> dict[str, int]:
+        """As `Matrices.traffic`: nothing is padded."""
+        if self.shards == 1:
+            return {}
+        whole, bytes_cut = self.sizes.get(self.whole, 0), 4 * self.shards * self.sizes.get(self.cut, 0)
+        return {"reduce-scatter": bytes_cut, "all-gather": bytes_cut, "all-reduce": 4 * whole}
+
+    # Inside shard_map.
+
+    def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Partial gradients to a device's share of the sum; what all keep is not summed yet."""
+        flat = {w.path: leaves[w.path].astype(jnp.float32).reshape(-1) for w in self.weights}
+        result = {}
+        if self.cut in self.sizes:
+            parts = [
+                flat[path][: self.shards * n].reshape(self.shards, n) for path, n in self.each.items() if n
+            ]
+            x = jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
+            x = lax.psum_scatter(x, self.shared, scatter_dimension=0, tiled=True) if self.shards > 1 else x
+            result[self.cut] = x.reshape(-1)
+        if self.whole in self.sizes:
+            result[self.whole] = jnp.concatenate(
+                [flat[path][self.shards * self.each[path] :] for path, n in self.left.items() if n]
+            )
+        return result
+
+    def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The directions of every device as parts of the weights."""
+        parts: dict[str, list[jax.Array]] = {w.path: [] for w in self.weights}
+        if self.cut in self.sizes:
+            x = buckets[self.cut][None]
+            x = lax.all_gather(x, self.shared, tiled=True) if self.shards > 1 else x
+            for path, start, stop in _spans(self.each):
+                parts[path].append(x[:, start:stop].reshape(-1))
+        for path, start, stop in _spans(self.left):
+            parts[path].append(buckets[self.whole][start:stop])
+        joined = {
+            path: jnp.concatenate(found) if len(found) > 1 else found[0] for path, found in parts.items()
+        }
+        return {w.path: joined[w.path].reshape(w.local(self.grid)) for w in self.weights}
+
+    def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
+        """The sum of squares of what this device holds, by groups; what several hold counts on one of them."""
+        groups = {w.path: w.group for w in self.weights}
+        for path, start, stop in _spans(self.each):
+            yield groups[path], jnp.sum(jnp.square(buckets[self.cut][start:stop].astype(jnp.float32)))
+        if self.whole in self.sizes:
+            first = True if self.shards == 1 else lax.axis_index(self.shared) == 0
+            for path, start, stop in _spans(self.left):
+                squares = jnp.square(buckets[self.whole][start:stop].astype(jnp.float32))
+                yield groups[path], jnp.where(first, jnp.sum(squares), 0.0)
+
+    # Outside, on global arrays.
+
+    def held(self, name: str) -> Iterator[Held]:
+        """Where each box lies."""
+        weights = {w.path: w for w in self.weights}
+        spans = _spans(self.each if name == self.cut else self.left)
+        for path, start, _ in spans:
+            w, each = weights[path], self.each[path]
+            local = w.local(self.grid)
+            for number, group in enumerate(self.grid.groups(self.own, self.shared).tolist()):
+                places = self.grid.places(self.own, number)
+                corner = [self.grid.linear(axes, places) * n for axes, n in zip(w.dims, local, strict=True)]
+                for s, device in enumerate(group):
+                    begin, end = s * each, (s + 1) * each
+                    if name == self.whole:
+                        begin, end = self.shards * each, self.numbers[path]
+                    at = start
+                    for box in placing.boxes(local, begin, end):
+                        size = math.prod(b.stop - b.start for b in box)
+                        moved = (slice(b.start + c, b.stop + c) for b, c in zip(box, corner, strict=True))
+                        yield Held(path, device, (slice(at, at + size),), tuple(moved))
+                        at += size
+
+    def to_logical(self, buckets: Mapping[str, Any], xp: Any) -> dict[str, Any]:
+        """One array per weight."""
+        parts: dict[str, list[Any]] = {w.path: [] for w in self.weights}
+        if self.cut in self.sizes:
+            x = self._from_mesh(buckets[self.cut])
+            for path, start, stop in _spans(self.each):
+                parts[path].append(x[:, :, start:stop].reshape(len(x), -1))
+        if self.whole in self.sizes:
+            x = buckets[self.whole].reshape(self.grid.size(self.own), -1)
+            for path, start, stop in _spans(self.left):
+                parts[path].append(x[:, start:stop])
+        result = {}
+        for w in self.weights:
+            x = xp.concatenate(parts[w.path], 1) if len(parts[w.path]) > 1 else parts[w.path][0]
+            # [parts of dim 0, parts of dim 1, .., dim 0, dim 1, ..] to [dim 0 whole, dim 1 whole, ..]
+            sizes = [self.grid.size(axes) for axes in w.dims]
+            order = [i for dim in range(len(sizes)) for i in (dim, len(sizes) + dim)]
+            result[w.path] = x.reshape(*sizes, *w.local(self.grid)).transpose(order).reshape(w.shape)
+        return result
+
+    def from_logical(self, arrays: Mapping[str, Any], xp: Any) -> dict[str, Any]:
+        """The inverse."""
+        cut, left = [], []
+        for w in self.weights:
+            sizes = [self.grid.size(axes) for axes in w.dims]
+            x = arrays[w.path].reshape([n for p in zip(sizes, w.local(self.grid), strict=True) for n in p])
+            x = x.transpose([*range(0, x.ndim, 2), *range(1, x.ndim, 2)]).reshape(math.prod(sizes), -1)
+            own = self.shards * self.each[w.path]
+            cut.append(x[:, :own].reshape(len(x), self.shards, -1))
+            left.append(x[:, own:])
+        joined = {
+            self.cut: self._to_mesh(xp.concatenate(cut, 2)),
+            self.whole: xp.concatenate(left, 1).reshape(-1),
+        }
+        return {name: joined[name] for name in self.sizes}
+
+    def _from_mesh(self, x: Any) -> Any:
+        """From the order of the mesh to [own, shared, numbers]."""
+        order = [self.grid.names.index(axis) for axis in (*self.own, *self.shared)]
+        x = x.reshape(*self.grid.axes.values(), -1).transpose(*order, len(order))
+        return x.reshape(self.grid.size(self.own), self.shards, -1)
+
+    def _to_mesh(self, x: Any) -> Any:
+        names = (*self.own, *self.shared)
+        order = [names.index(axis) for axis in self.grid.names]
+        x = x.reshape(*(self.grid.axes[axis] for axis in names), -1).transpose(*order, len(order))
+        return x.reshape(-1)
+
+
+@functools.cache
+def _divisors(size: int) -> tuple[int, ...]:
+    return tuple(n for n in range(1, size + 1) if size % n == 0)
+
+
+def _spans(sizes: Mapping[str, int]) -> Iterator[tuple[str, int, int]]:
+    start = 0
+    for path, n in sizes.items():
+        if n:
+            yield path, start, start + n
+        start += n

@@ -1,0 +1,1 @@
+"""To and from PyTorch: names, tensor files, whole model directories of transformers."""

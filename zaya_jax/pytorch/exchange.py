@@ -1,0 +1,258 @@
+"""A directory of the public PyTorch implementation into a workdir and back, tensor by tensor.
+
+What is imported becomes step 0 of a run that has not begun: parameters and balancing biases, no optimizer. Beside it
+`imported.json` keeps what our config has no room for (the further keys of their config.json, their
+generation_config.json, each tensor's dtype), so that an export gives back what came. Both directions hold one tensor
+at a time and write under another name first: what bears the final name is whole.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+import zaya_jax
+from zaya_jax import config as config_lib
+from zaya_jax import schedule
+from zaya_jax.checkpoint import audit, pieces, places, store
+from zaya_jax.checkpoint.layout import DTYPES, IMPORTED
+from zaya_jax.config import Config, Model, UserError
+from zaya_jax.data import tokenizers
+from zaya_jax.model import zaya
+from zaya_jax.optim import balance
+from zaya_jax.pytorch import hf, tensor_files
+from zaya_jax.pytorch import hf_names as names
+from zaya_jax.train.workdir import check_same, read_config, write_json
+
+WEIGHTS = (
+    "state/params.",
+    "state/balance.",
+    "state/_METADATA",
+    "meta",
+    "_CHECKPOINT",
+)  # files of a checkpoint
+SHARD_GB = 5.0  # transformers' own
+MOST_GB = 1e6
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "merges.txt", "chat_template.jinja",
+)  # fmt: skip
+
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+def from_hf(
+    directory: str | os.PathLike, workdir: str | os.PathLike, progress: Progress | None = None
+) -> Path:
+    """Makes a workdir of a model directory; UserError, and nothing left behind, where either will not do."""
+    source = hf.Directory(directory)
+    target = places.new_folder(workdir, "--workdir")
+    tokenizer = _tokenizer(source)
+    config = _config(source.model, target / "tokenizer" if tokenizer else None)
+    with places.whole_or_nothing(target) as part:
+        state = _abstract_state(source.model)
+        meta = {
+            "step": 0, "tokens": 0, "imported": True, "config": config_lib.to_dict(config),
+            "tokenizer": tokenizer.sha256 if tokenizer else None, "version": zaya_jax.__version__,
+        }  # fmt: skip
+        writer = pieces.Writer(part, 0, state, meta)
+        writer.write(
+            ("params", "layers", "router", "eda"), np.ones(source.model.router_hidden_size, np.float32), 0
+        )
+        done, total = 0, sum(x.size for x in jax.tree.leaves(state["params"])) * 4
+        for path, layer, x in source.leaves():
+            writer.write(("params", *path), x, layer)
+            done += x.nbytes
+            if progress:
+                progress(done, total)
+        for key, x in state["balance"].items():
+            writer.write(("balance", key), source.balance() if key == "bias" else np.zeros(x.shape, x.dtype))
+        writer.close()
+        if tokenizer:
+            tokenizer.save(part / "tokenizer")
+            for name in TOKENIZER_FILES:
+                if (source.path / name).is_file():
+                    shutil.copyfile(source.path / name, part / "tokenizer" / name)
+        generation = source.path / "generation_config.json"
+        kept = hf.read_json(generation) if generation.exists() else None
+        write_json(
+            part / IMPORTED,
+            {"config": source.json, "generation_config": kept, "dtypes": source.dtypes()},
+        )
+        write_json(part / "config.json", config_lib.to_dict(config))
+    return target
+
+
+def to_hf(
+    workdir: str | os.PathLike,
+    out: str | os.PathLike,
+    step: int | None = None,
+    dtype: str | None = None,
+    shard_gb: float = SHARD_GB,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes a step (the newest by default) of any workdir as a model directory that transformers' `zaya` loads."""
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype={dtype} is not one of {', '.join(DTYPES)}")
+    if not 0 < shard_gb <= MOST_GB:
+        raise UserError(f"--shard-gb={shard_gb:g} must be above 0 and at most {MOST_GB:g}")
+    workdir = Path(workdir)
+    names.check_kinds(read_config(workdir).model, f"--workdir={workdir}")
+    step = store.latest_step(workdir, step)
+    with store.unless_deleted(workdir, step):
+        return _to_hf(workdir, out, step, dtype, shard_gb, progress)
+
+
+def _to_hf(
+    workdir: Path,
+    out: str | os.PathLike,
+    step: int,
+    dtype: str | None,
+    shard_gb: float,
+    progress: Progress | None,
+) -> Path:
+    config = config_at(workdir, step)
+    audit.require(store.step_folder(workdir, step), WEIGHTS)
+    model = schedule.model_at(config, step)
+    if model.model_type != "zaya":
+        raise UserError(
+            f"--workdir={workdir} holds a model of model_type={model.model_type!r}; only 'zaya' has a form "
+            "that transformers' `zaya` loads"
+        )
+    reader = pieces.Reader(workdir, step)
+    _check_shapes(reader, model, workdir)
+    imported = _read_imported(workdir)
+    target = places.new_folder(out, "--out")
+    specs = _specs(model, imported["dtypes"], dtype)
+    total = sum(map(tensor_files.num_bytes, specs))
+
+    def tensors() -> Iterator[np.ndarray]:
+        done = 0
+        sources = {name: (row, layer) for name, row, layer in names.all_rows(model)}
+        sources[names.HEAD] = sources[names.EMBEDDING]
+        for spec in specs:
+            yield _tensor(reader, model, sources, spec)
+            done += tensor_files.num_bytes(spec)
+            if progress:
+                progress(done, total)
+
+    with places.whole_or_nothing(target) as part:
+        tensor_files.write_sharded(part, specs, tensors(), int(shard_gb * 1e9))
+        written = dtype or imported["config"].get("dtype") or imported["config"].get("torch_dtype")
+        write_json(part / "config.json", names.model_to_json(model, written or "float32", imported["config"]))
+        write_json(
+            part / "generation_config.json",
+            imported["generation_config"] or names.generation_json(model),
+        )
+        for name in TOKENIZER_FILES:
+            if (workdir / "tokenizer" / name).is_file():
+                shutil.copyfile(workdir / "tokenizer" / name, part / name)
+    return target
+
+
+def config_at(workdir: str | os.PathLike, step: int) -> Config:
+    """The config that a step was trained with, as its checkpoint says; UserError where config.json says otherwise."""
+    workdir = Path(workdir)
+    recorded = read_config(workdir)
+    with store.unless_deleted(workdir, step):
+        saved = audit.checked_meta(store.step_folder(workdir, step), step).get("config")
+    if not saved:
+        return recorded
+    trained = config_lib.check(saved)
+    try:
+        check_same(trained, recorded, workdir, step)
+    except UserError as error:
+        raise UserError(
+            f"{workdir / 'config.json'} contradicts the checkpoint of step {step}: {str(error).rpartition(';')[0]}; "
+            "restore the former: what the checkpoint says is in its meta/data.json"
+        ) from None
+    return trained
+
+
+def read_weights(workdir: str | os.PathLike, step: int, model: Model) -> tuple[dict, jax.Array]:
+    """(parameters, balancing biases) of a step on the first device, without the rest of the state."""
+    with store.unless_deleted(workdir, step):
+        return _read_weights(workdir, step, model)
+
+
+def _read_weights(workdir: str | os.PathLike, step: int, model: Model) -> tuple[dict, jax.Array]:
+    audit.require(store.step_folder(workdir, step), WEIGHTS)
+    _check_shapes(pieces.Reader(workdir, step), model, Path(workdir))
+    shape = (model.num_hidden_layers, model.num_experts + 1)
+    wanted = {
+        "params": zaya.abstract(model),
+        "balance": {"bias": jax.ShapeDtypeStruct(shape, np.float32)},
+    }
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    found = store.read_part(workdir, step, store.abstract_like(wanted, here))
+    return found["params"], found["balance"]["bias"]
+
+
+def _config(model: Model, tokenizer: Path | None) -> Config:
+    given = config_lib.default().to_dict()
+    given["name"] = "imported"
+    given["model"] = config_lib.to_dict(model)
+    given["data"]["seq_len"] = min(given["data"]["seq_len"], model.max_position_embeddings)
+    if tokenizer:
+        given["data"]["tokenizer"] = str(tokenizer)
+    return config_lib.check(given)
+
+
+def _tokenizer(source: hf.Directory) -> tokenizers.Tokenizer | None:
+    if not any((source.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return None
+    tokenizer = tokenizers.load(source.path)
+    if tokenizer.vocab_size > source.model.vocab_size:
+        raise UserError(
+            f"{source.path}: its tokenizer has {tokenizer.vocab_size} ids, its config.json a vocab_size of "
+            f"{source.model.vocab_size}; they do not belong together"
+        )
+    return tokenizer
+
+
+def _abstract_state(model: Model) -> dict[str, Any]:
+    biases = jax.eval_shape(lambda: balance.init(model.num_hidden_layers, model.num_experts))
+    return {"params": zaya.abstract(model), "balance": biases._asdict()}
+
+
+def _check_shapes(reader: pieces.Reader, model: Model, workdir: Path) -> None:
+    for path, x in jax.tree_util.tree_flatten_with_path(zaya.abstract(model))[0]:
+        keys = ("params", *(p.key for p in path))
+        if reader.shape(keys) != x.shape:
+            raise UserError(
+                f"--workdir={workdir}: {'/'.join(keys)} has shape {reader.shape(keys)}, its config.json "
+                f"implies {x.shape}"
+            )
+
+
+def _read_imported(workdir: Path) -> dict[str, Any]:
+    path = workdir / IMPORTED
+    if not path.exists():
+        return {"config": {}, "generation_config": None, "dtypes": {}}
+    return hf.read_json(path)
+
+
+def _specs(model: Model, recorded: dict[str, str], dtype: str | None) -> list[tensor_files.Spec]:
+    """Every tensor to write: a recorded dtype counts unless one was asked for, balancing biases stay float32."""
+    shapes = hf.expected_shapes(model)
+    if names.HEAD in recorded:
+        shapes[names.HEAD] = shapes[names.EMBEDDING]
+    out = []
+    for name in sorted(shapes, key=names.natural):
+        chosen = "float32" if name.endswith(names.BALANCE) else dtype or recorded.get(name, "float32")
+        out.append((name, shapes[name], DTYPES[chosen]))
+    return out
+
+
+def _tensor(reader: pieces.Reader, model: Model, sources: dict, spec: tensor_files.Spec) -> np.ndarray:
+    name, _, dtype = spec
+    if name.endswith(names.BALANCE):
+        layer = int(name.removeprefix("model.layers.").split(".")[0])
+        return reader.read(("balance", "bias"), layer)
+    row, layer = sources[name]
+    path = row.path if layer is None else ("layers", *row.path)
+    return row.to_torch(reader.read(("params", *path), layer)).astype(dtype)

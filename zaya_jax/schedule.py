@@ -1,0 +1,319 @@
+"""What each step of a run is: its phase, its batch, its learning rate; pure functions of the tokens seen.
+
+Progress is counted in tokens (positions, padding included), in Python's integers: 12T of them are no float32.
+A run is a row of phases (context length, RoPE base, mixture and batch, `config.schedule.phases`), a phase a
+row of segments with one batch size each: a ramp doubles the batch, so that a 12T-token run with a ramp from
+256 to 4096 sequences has five segments and its step compiles for five micro-batch counts. A batch ramp moves
+neither a phase's borders nor the learning rate, since both are given in tokens.
+
+    plan = schedule.make_plan(config)
+    step = plan.at(tokens)                              # or plan.step(number)
+    step.micro_batches, step.lr, step.tokens_after, step.phase
+    here = schedule.phase_config(config, step.phase)    # what model, data and mesh see in that phase
+
+A step belongs to the phase and segment in which it starts; phases and segments end with the first step that
+reaches their border, so their lengths are rounded up to whole steps.
+
+A fork's plan (`config.run.fork`) counts steps and tokens from its parent's first: it is of the whole run, and begins
+with the step after `run.fork_step`. What its own phases would have made of the steps before does not matter.
+"""
+
+import bisect
+import dataclasses
+import functools
+import math
+from fractions import Fraction
+from typing import Any
+
+from zaya_jax.config import Config, Model, Phase, Schedule, UserError, check_phase
+
+
+@dataclasses.dataclass(frozen=True)
+class Segment:
+    """Consecutive steps of one batch size."""
+
+    phase: Phase  # with every 0 filled in
+    phase_index: int
+    sequences: int  # a step, over all devices
+    micro_batches: int
+    first_step: int  # 1 is the run's first
+    num_steps: int
+    first_token: int  # seen before its first step
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Positions per step."""
+        return self.sequences * self.phase.seq_len
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step of the plan."""
+
+    number: int
+    phase: Phase
+    phase_index: int
+    sequences: int
+    micro_batches: int
+    tokens_before: int
+    tokens_after: int
+    lr: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All steps of a run."""
+
+    segments: tuple[Segment, ...]
+    schedule: Schedule
+    peak_lr: float
+    decay_tokens: int | None = None  # over which the learning rate falls, where schedule.decay_steps says it
+
+    @property
+    def begin(self) -> int:
+        """The step before the first: 0, or a fork's."""
+        return self.segments[0].first_step - 1
+
+    @property
+    def total_steps(self) -> int:
+        """The number of the last step."""
+        last = self.segments[-1]
+        return last.first_step + last.num_steps - 1
+
+    @property
+    def total_tokens(self) -> int:
+        """Tokens seen when it is over."""
+        return self.tokens_of_step(self.total_steps)
+
+    @property
+    def micro_batch_counts(self) -> tuple[int, ...]:
+        """The distinct micro-batch counts: the step is compiled once for each (and each context length)."""
+        return tuple(dict.fromkeys(s.micro_batches for s in self.segments))
+
+    def tokens_of_step(self, number: int) -> int:
+        """Tokens seen after step `number`; 0 steps have seen none, those before a fork's first what its parent has."""
+        if not self.begin <= number <= self.total_steps:
+            raise ValueError(f"step {number} is outside the run's steps {self.begin} to {self.total_steps}")
+        segment = self._by("first_step", number)
+        return segment.first_token + (number - segment.first_step + 1) * segment.tokens_per_step
+
+    def step_of_tokens(self, tokens: int) -> int:
+        """The number of steps that have seen exactly so many tokens."""
+        segment = self._by("first_token", tokens)
+        steps, rest = divmod(tokens - segment.first_token, segment.tokens_per_step)
+        if rest or steps < 0 or steps > segment.num_steps:
+            raise ValueError(f"no step of the plan ends after {tokens} tokens")
+        return segment.first_step - 1 + steps
+
+    def step(self, number: int) -> Step:
+        """Step `number`, from 1."""
+        tokens, segment = self.tokens_of_step(number), self._by("first_step", number)
+        if number < segment.first_step:
+            raise ValueError(f"steps are counted from {segment.first_step}, not {number}")
+        before = tokens - segment.tokens_per_step
+        return Step(
+            number,
+            segment.phase,
+            segment.phase_index,
+            segment.sequences,
+            segment.micro_batches,
+            before,
+            tokens,
+            self.lr_at(tokens),
+        )
+
+    def at(self, tokens: int) -> Step:
+        """The step that starts when `tokens` tokens have been seen."""
+        return self.step(self.step_of_tokens(tokens) + 1)
+
+    def lr_at(self, tokens: int) -> float:
+        """The learning rate of the step that ends after `tokens` tokens."""
+        return self.peak_lr * lr_factor(self.schedule, tokens, self.total_tokens, self.decay_tokens)
+
+    def _by(self, field: str, value: int) -> Segment:
+        starts = [getattr(s, field) for s in self.segments]
+        return self.segments[max(bisect.bisect_right(starts, value) - 1, 0)]
+
+
+def lr_factor(schedule: Schedule, tokens: int, total: int, decay_tokens: float | None = None) -> float:
+    """The learning rate over its peak when `tokens` of `total` have been seen: up, constant, down over the last ones.
+
+    `decay_tokens`: how many these are, if not `decay_fraction` of all.
+    """
+    warmup = schedule.warmup_fraction * total
+    if tokens < warmup:
+        return tokens / warmup
+    start = max(total - (schedule.decay_fraction * total if decay_tokens is None else decay_tokens), warmup)
+    if tokens <= start:
+        return 1.0
+    done = min((tokens - start) / (total - start), 1.0)
+    shape = {"linear": 1 - done, "cosine": (1 + math.cos(math.pi * done)) / 2, "1-sqrt": 1 - math.sqrt(done)}
+    return schedule.final_lr_fraction + (1 - schedule.final_lr_fraction) * shape[schedule.decay]
+
+
+def make_plan(config: Config) -> Plan:
+    """The plan of a config: its phases, or one phase of run.num_steps steps where it declares none.
+
+    Where phases are declared, run.num_steps does not lengthen or shorten the schedule; a program may stop
+    there.
+    """
+    begun, seen = config.run.fork_step, config.run.fork_tokens
+    size = config.data.global_batch * config.data.seq_len
+    whole = seen + max(config.run.num_steps - begun, 0) * size
+    phases = config.schedule.phases or (Phase(name="all", tokens=whole),)
+    segments: list[Segment] = []
+    tokens, steps = 0, 0  # of the segments so far
+    for index, given in enumerate(phases):
+        phase, start = _filled(config, given, index), tokens
+        for sequences, share in _ramp(phase):
+            border = start + (phase.tokens if share is None else int(phase.ramp_tokens * share))
+            size = sequences * phase.seq_len
+            num_steps = max(-(-(border - tokens) // size), 0)
+            if num_steps:
+                micro_batches = sequences // phase.micro_batch if phase.micro_batch else 1
+                segments.append(Segment(phase, index, sequences, micro_batches, steps + 1, num_steps, tokens))
+            tokens, steps = tokens + num_steps * size, steps + num_steps
+    plan = Plan(_after(segments, begun, seen, config), config.schedule, config.optim.lr)
+    whole_run = dataclasses.replace(plan, segments=tuple(segments))
+    return dataclasses.replace(plan, decay_tokens=_decay_tokens(plan, whole_run, config))
+
+
+def _decay_tokens(plan: Plan, whole_run: Plan, config: Config) -> int | None:
+    """Tokens of the last `schedule.decay_steps` steps.
+
+    They may have begun before a fork's first, if its parent's steps were as `whole_run` has them.
+    """
+    steps = config.schedule.decay_steps
+    if not steps:
+        return None
+    before, begin = plan.total_steps - steps, plan.begin
+    if before >= begin:
+        return plan.total_tokens - plan.tokens_of_step(before)
+    same = begin <= whole_run.total_steps and whole_run.tokens_of_step(begin) == config.run.fork_tokens
+    if before >= 0 and same:
+        return plan.total_tokens - whole_run.tokens_of_step(before)
+    where = f"steps come after run.fork={config.run.fork}" if begin else "steps are all that there are"
+    raise UserError(
+        f"config.schedule.decay_steps={steps}, but {plan.total_steps - begin} {where}; give at most as many"
+    )
+
+
+def _after(segments: list[Segment], steps: int, tokens: int, config: Config) -> tuple[Segment, ...]:
+    """What is left of some segments when a run has seen so many tokens in so many steps, its own or its parent's."""
+    left = []
+    for segment in segments:
+        end = segment.first_token + segment.num_steps * segment.tokens_per_step
+        if not config.schedule.phases:  # its length is given in steps
+            end = tokens + (config.run.num_steps - steps) * segment.tokens_per_step
+        num_steps = max(-(-(end - tokens) // segment.tokens_per_step), 0)
+        if num_steps:
+            left.append(
+                dataclasses.replace(segment, first_step=steps + 1, num_steps=num_steps, first_token=tokens)
+            )
+        tokens, steps = tokens + num_steps * segment.tokens_per_step, steps + num_steps
+    if left:
+        return tuple(left)
+    if config.schedule.phases:
+        raise UserError(
+            f"config.schedule.phases end after {end:,} tokens, but run.fork={config.run.fork} has seen {tokens:,}; "
+            "phases count from the run's begin, so give longer ones or one more"
+        )
+    raise UserError(
+        f"config.run.num_steps={config.run.num_steps}, but run.fork={config.run.fork} has reached step {steps}; it "
+        "counts from the run's begin, so give more"
+    )
+
+
+def phase_config(config: Config, phase: Phase) -> Config:
+    """The config as a phase has it: context, RoPE base, batch, mesh and the like in their usual places."""
+    data = dataclasses.replace(
+        config.data, seq_len=phase.seq_len, global_batch=phase.global_batch, micro_batch=phase.micro_batch,
+        packing=phase.packing,
+    )  # fmt: skip
+    kinds = config.model.rope_parameters
+    hybrid = dataclasses.replace(kinds.hybrid, rope_theta=phase.rope_theta)
+    model = dataclasses.replace(config.model, rope_parameters=dataclasses.replace(kinds, hybrid=hybrid))
+    assert phase.mesh is not None  # _filled
+    return dataclasses.replace(config, data=data, model=model, mesh=phase.mesh, remat=phase.remat)
+
+
+# Where the values come from that a phase leaves open; the mixture is the data's own affair.
+ELSEWHERE = {
+    "seq_len": "data.seq_len",
+    "rope_theta": "model.rope_parameters.hybrid.rope_theta",
+    "global_batch": "data.global_batch",
+    "micro_batch": "data.micro_batch",
+    "packing": "data.packing",
+    "mesh": "mesh",
+    "remat": "remat",
+}
+
+
+def key(config: Config, index: int, name: str) -> str:
+    """The config key that decides a phase's value: its own, or the one outside that it leaves it to."""
+    phases = config.schedule.phases
+    if name == "eval_seq_len" and not (phases and phases[index].eval_seq_len):
+        name = "seq_len"
+    own = bool(phases) and getattr(phases[index], name) not in (0, "", None)
+    return f"config.schedule.phases[{index}].{name}" if own else f"config.{ELSEWHERE[name]}"
+
+
+def _filled(config: Config, phase: Phase, index: int) -> Phase:
+    """A phase with a value for everything that it leaves open; UserError where it cannot be."""
+    where = f"config.schedule.phases[{index}]"
+    check_phase(phase, index)
+    outside: dict[str, Any] = {
+        name: functools.reduce(getattr, path.split("."), config) for name, path in ELSEWHERE.items()
+    }
+    phase = dataclasses.replace(
+        phase,
+        name=phase.name or f"phase {index + 1}",
+        **{name: getattr(phase, name) or value for name, value in outside.items()},
+    )
+    phase = dataclasses.replace(phase, eval_seq_len=phase.eval_seq_len or phase.seq_len)
+    for name in ("seq_len", "eval_seq_len"):
+        if getattr(phase, name) > config.model.max_position_embeddings:
+            raise UserError(
+                f"{where}.{name}={getattr(phase, name)} is above model.max_position_embeddings="
+                f"{config.model.max_position_embeddings}; raise the latter or shorten the sequences"
+            )
+    if bool(phase.ramp_from) != bool(phase.ramp_tokens) or phase.ramp_tokens > phase.tokens:
+        raise UserError(
+            f"{where} ramps the batch from {phase.ramp_from} sequences over {phase.ramp_tokens} of its "
+            f"{phase.tokens} tokens; give both, ramp_from and a ramp_tokens within the phase, or neither"
+        )
+    if phase.ramp_from and (not phase.micro_batch or phase.ramp_from > phase.global_batch):
+        raise UserError(
+            f"{where}.ramp_from={phase.ramp_from} needs a micro_batch (it is {phase.micro_batch}) and a "
+            f"global_batch of at least as many sequences (it is {phase.global_batch}): a ramp changes "
+            "the number of micro-batches"
+        )
+    for sequences, _ in _ramp(phase):
+        if phase.micro_batch and sequences % phase.micro_batch:
+            raise UserError(
+                f"{where} has steps of {sequences} sequences, no multiple of its micro-batch: "
+                f"{key(config, index, 'micro_batch')}={phase.micro_batch}; give a {where}.micro_batch that divides "
+                f"{math.gcd(*(size for size, _ in _ramp(phase)))}"
+            )
+    return phase
+
+
+def _ramp(phase: Phase) -> list[tuple[int, Fraction | None]]:
+    """(sequences per step, the share of the ramp where it ends): ramp_from, doubled, then global_batch."""
+    sizes, size = [], phase.ramp_from
+    while 0 < size < phase.global_batch:
+        sizes.append(size)
+        size *= 2
+    return [
+        *((size, Fraction(i + 1, len(sizes))) for i, size in enumerate(sizes)),
+        (phase.global_batch, None),
+    ]
+
+
+def model_at(config: Config, step: int) -> Model:
+    """The model as the run's phase at this step has it: phases differ in the base of the rotary embedding."""
+    if step == 0:
+        return config.model
+    plan = make_plan(config)
+    step = max(step, plan.segments[0].first_step)  # a fork's first checkpoint is from before that
+    return phase_config(config, plan.step(min(step, plan.total_steps)).phase).model

@@ -1,0 +1,280 @@
+"""Between a run's state and its checkpoints: a copy to save from, and a state from what was read.
+
+    copies = snapshot.of_run(config, optimizer, mesh)
+    store.save(step, copies.take(state, store.spare()), meta, copies.held)
+    state, _ = store.restore(step, copies.like, copies.held, copies.place)
+
+A copy has the run's own arrays, each device's own part, so that nothing travels for a save: ZeRO-1's buckets as they
+are, and of what several devices have each a share (`layout.spread`). `held` says where in them the checkpoint's arrays
+lie. At a start each device reads its share, and devices that have the same hand it on.
+
+The copy is made on the devices, in order with the steps. Where one does not fit them, by their own figures, it is made
+on the host, array by array, while the training waits.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels import chip
+from zaya_jax.checkpoint import held, layout, writing
+from zaya_jax.checkpoint.held import Holding, Part
+from zaya_jax.checkpoint.writing import OnHost
+from zaya_jax.cluster import multihost
+from zaya_jax.config import Config
+from zaya_jax.optim import balance, chain
+from zaya_jax.optim.chain import Optimizer
+from zaya_jax.train import step as steps
+
+REPLICATED = PartitionSpec()
+
+
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """The ways between a run's state and its checkpoints."""
+
+    optimizer: Optimizer
+    like: Any  # a copy, as a tree of ShapeDtypeStructs
+    held: Holding  # where the checkpoint's arrays lie in it
+    place: Callable[[Any], Any]  # a copy as a state, which takes the copy's memory
+    program: Any  # jitted: (arrays, a spare copy) to a copy
+    empty: Any  # jitted: a first spare copy
+    say: Callable[[str], None] = lambda message: None
+    where: list[bool] = dataclasses.field(
+        default_factory=list
+    )  # whether on the devices; decided at the first copy
+
+    def take(self, state: Any, spare: Any = None) -> Any:
+        """A copy, made where there is room for it; all processes together, after a step."""
+        if not self.where:
+            self.where.append(self._decide())
+        return self.on_devices(state, spare) if self.where[0] else self.on_host(state)
+
+    def _decide(self) -> bool:
+        """Whether a copy fits the devices; once, since from then on their peak holds a copy too."""
+        needed = sum(_bytes(x) for x in jax.tree.leaves(self.like))
+        free = [free_bytes(device) for device in jax.tree.leaves(self.like)[0].sharding.addressable_devices]
+        known = [x for x in free if x is not None]
+        if len(known) < len(free):
+            return True
+        least = multihost.over_processes({"free": float(min(known))}, {"free": np.min})["free"]
+        how = (
+            "made there" if needed <= least else "made on the host, array by array, while the training waits"
+        )
+        self.say(
+            f"the copy that a checkpoint is saved from takes {needed / 2**30:.2f} GiB of each device, "
+            f"{least / 2**30:.2f} GiB are free beside the steps: it is {how}"
+        )
+        return needed <= least
+
+    def arrays(self, state: Any) -> dict[str, Any]:
+        """What of a state a checkpoint holds, as it lies."""
+        return _arrays(self.optimizer, state)
+
+    def on_devices(self, state: Any, spare: Any = None) -> Any:
+        """A copy on the devices, in the memory of an older one if that is given."""
+        return self.program(self.arrays(state), self.empty() if spare is None else spare)
+
+    def on_host(self, state: Any) -> OnHost:
+        """A copy there. A device needs no memory but for its share of one array that several have."""
+        found: dict[str, dict[jax.Device, np.ndarray]] = {}
+        for (name, x), like in zip(
+            layout.flat(self.arrays(state)).items(), jax.tree.leaves(self.like), strict=True
+        ):
+            shares = like.sharding.addressable_devices_indices_map(x.shape)
+            found[name] = {}
+            for shard in x.addressable_shards:
+                has, box = (layout.box_of(index, x.shape) for index in (shard.index, shares[shard.device]))
+                own = shard.data if box == has else shard.data[layout.within(box, has)]
+                # On a CPU it would be the state's own memory, which the next step takes.
+                host = np.array(writing.on_host(own), copy=chip.chip_of(shard.device).is_host or None)
+                found[name][shard.device] = host
+        return OnHost(found)
+
+    def with_weights_of(self, state: Any, read: Callable[[Any, Holding], Any]) -> Any:
+        """A state with the weights and balancing of a checkpoint that has no optimizer; read(like, held) reads it."""
+        names = ("params", "balance")
+        found = read({name: self.like[name] for name in names}, self.held.only(names))
+        return self.place(found | {"optimizer": self.arrays(state)["optimizer"]})
+
+
+def _bytes(x: Any) -> int:
+    """Bytes of what one device has of an array."""
+    return math.prod(x.sharding.shard_shape(tuple(x.shape))) * np.dtype(x.dtype).itemsize
+
+
+def free_bytes(device: jax.Device) -> int | None:
+    """Memory of a device that nothing has taken yet, no step either; None where it does not say."""
+    stats = device.memory_stats() or {}
+    if "bytes_limit" not in stats or "peak_bytes_in_use" not in stats:
+        return None
+    return stats["bytes_limit"] - stats["peak_bytes_in_use"]
+
+
+def of_run(
+    config: Config, optimizer: Optimizer, mesh: Mesh, say: Callable[[str], None] = lambda message: None
+) -> Copies:
+    """How a run's state goes into checkpoints and comes out of them."""
+    spread = steps.spread_of(config, mesh)
+    state = jax.eval_shape(functools.partial(steps.init_state, config, optimizer, mesh))
+    specs = steps.state_specs(config, optimizer, spread)
+    specs |= {"balance": jax.tree.map(lambda x: REPLICATED, state["balance"])}
+    get = functools.partial(_arrays, optimizer)
+    whole = jax.tree.map(
+        lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
+        get(specs), get(state), is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )  # fmt: skip
+    like = whole | {"params": jax.tree.map(_share, whole["params"])}
+    return Copies(
+        optimizer,
+        like,
+        _held(optimizer, mesh, like, spread.heads),
+        _place(optimizer, mesh, whole["params"], like["params"]),
+        *_programs(whole, like),
+        say,
+    )
+
+
+def _arrays(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """What of a state a checkpoint holds, as it lies."""
+    return {
+        "params": state["params"],
+        "optimizer": optimizer.arrays(state["optimizer"]),
+        "balance": state["balance"]._asdict(),
+    }
+
+
+def _share(x: Any) -> Any:
+    """An array of which each device that has it keeps a share."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.spread(x.shape, x.dtype, x.sharding))
+
+
+########################################################################################################################
+# Copying
+########################################################################################################################
+
+
+def _programs(whole: Any, like: Any) -> tuple[Any, Any]:
+    """(arrays and a spare copy to a copy, nothing to a first spare). Each device copies its part or a share of it."""
+    shardings = jax.tree.map(lambda x: x.sharding, like)
+
+    def cut(x, dims):
+        for dim, axes in enumerate(dims):
+            if axes:
+                size = x.shape[dim] // math.prod(jax.lax.axis_size(axis) for axis in axes)
+                x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, dim)
+        return x if any(dims) else jnp.copy(x)
+
+    mesh, before, after, more = _specs(whole, like)
+    mapped = jax.shard_map(
+        lambda arrays: jax.tree.map(cut, arrays, more),
+        mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False,
+    )  # fmt: skip
+    empty = jax.jit(
+        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), out_shardings=shardings
+    )
+    into = jax.jit(
+        lambda arrays, spare: mapped(arrays), donate_argnums=1, keep_unused=True, out_shardings=shardings
+    )
+    return into, empty
+
+
+def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[[Any], Any]:
+    """Of the parameters that devices have a share of, each gets the rest from the others; all else is there."""
+    full, shares = layout.flat(whole), layout.flat(like)
+    cut = [name for name, x in full.items() if _bytes(shares[name]) < _bytes(x)]
+
+    def gather(x, dims):
+        for dim, axes in enumerate(dims):
+            x = jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
+        return x
+
+    def together(found):
+        fine, before, after, more = _specs({n: full[n] for n in cut}, {n: shares[n] for n in cut})
+        mapped = jax.shard_map(
+            lambda arrays: jax.tree.map(gather, arrays, more),
+            mesh=fine, in_specs=(after,), out_specs=before, check_vma=False,
+        )  # fmt: skip
+        return jax.jit(mapped, out_shardings={name: full[name].sharding for name in cut})(found)
+
+    def place(copy: Any) -> Any:
+        params = layout.flat(copy["params"])
+        params |= together({name: params[name] for name in cut}) if cut else {}
+        figures = {name: _everywhere(mesh, x) for name, x in optimizer.no_figures().items()}
+        return {
+            "params": jax.tree.unflatten(jax.tree.structure(whole), list(params.values())),
+            "optimizer": optimizer.with_arrays(copy["optimizer"], figures),
+            "balance": balance.State(**copy["balance"]),
+        }
+
+    return place
+
+
+def _everywhere(mesh: Mesh, x: np.ndarray) -> jax.Array:
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, REPLICATED), lambda index: x[index])
+
+
+def _specs(whole: Any, like: Any) -> tuple[Mesh, Any, Any, Any]:
+    """(mesh of prime factors, specs before, specs after, for each dim the axes that the second has more)."""
+    leaves, treedef = jax.tree.flatten(whole)
+    mesh, names = layout.factored(leaves[0].sharding.mesh)
+    before, after, more = [], [], []
+    for x, y in zip(leaves, jax.tree.leaves(like), strict=True):
+        old = layout.in_factors(names, x.sharding.spec, x.ndim)
+        same = y.sharding.mesh == x.sharding.mesh
+        new = old if same else [(dim,) if isinstance(dim, str) else dim or () for dim in y.sharding.spec]
+        more.append(tuple(n[len(o) :] for o, n in zip(old, new, strict=True)))
+        before.append(PartitionSpec(*(dim or None for dim in old)))
+        after.append(PartitionSpec(*(dim or None for dim in new)))
+    return mesh, *(jax.tree.unflatten(treedef, found) for found in (before, after, more))
+
+
+########################################################################################################################
+# Where the checkpoint's arrays lie in a copy
+########################################################################################################################
+
+
+def _held(optimizer: Optimizer, mesh: Mesh, like: Any, heads: int) -> Holding:
+    leaves, devices = layout.flat(like), list(mesh.devices.flat)
+    shapes = {weight.path: weight.shape for weight in optimizer.layout.weights}
+    arrays, parts = {}, []
+    buckets = {
+        f"optimizer.{kind}.{bucket}": (kind, bucket)
+        for kind, found in like["optimizer"].items()
+        if kind in chain.KINDS
+        for bucket in found
+    }
+    for leaf, x in leaves.items():
+        if leaf not in buckets:
+            arrays[leaf] = x
+            parts += held.parts_of(leaf, x)
+            continue
+        kind, bucket = buckets[leaf]
+        for h in optimizer.layout.held(bucket):
+            name = f"optimizer.{kind}.{h.weight.replace('/', '.')}"
+            arrays[name] = jax.ShapeDtypeStruct(shapes[h.weight], x.dtype)
+            parts.append(Part(name, h.box, leaf, devices[h.device], h.place))
+    return Holding(
+        arrays, leaves, [p for part in parts for p in _paired(part, arrays[part.name].shape, heads)]
+    )
+
+
+def _paired(part: Part, shape: tuple[int, ...], heads: int) -> list[Part]:
+    """A part of gate and up columns by what is in it: a run with split widths holds them in pairs (`rules.arrange`)."""
+    if heads == 1 or part.name.split(".")[-1] != "gate_up":
+        return [part]
+    found, width, columns = [], shape[-1] // (2 * heads), part.box[-1]
+    for block in range(columns.start // width, -(-columns.stop // width)):
+        begin, end = max(columns.start, block * width), min(columns.stop, (block + 1) * width)
+        moved = (block % 2 * heads + block // 2) * width - block * width
+        box = (*part.box[:-1], slice(begin + moved, end + moved))
+        inner = layout.within((*part.box[:-1], slice(begin, end)), part.box)
+        found.append(dataclasses.replace(part, box=box, outer=part.box, inner=inner))
+    return found
