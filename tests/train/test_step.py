@@ -79,14 +79,33 @@ def test_any_split_of_the_batch_is_the_batch(whole, num_devices, micro_batches):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
-def test_no_weight_crosses_devices_inside_the_accumulation():
+@pytest.fixture(scope="module")
+def compiled():
+    """(optimizer, the step's program on eight devices by its number of micro-batches)."""
     mesh, optimizer, step = program(8)
     state = jax.eval_shape(lambda: steps.init_state(SETTINGS, optimizer, mesh))
+    likes = {n: steps.put_batch(mesh, batch(np.random.default_rng(0)), n) for n in (2, 1)}
+    return optimizer, {n: step.lower(state, x, np.float32(1e-3)).compile() for n, x in likes.items()}
+
+
+def test_every_product_and_every_transfer_says_what_it_belongs_to(compiled):
+    found = hlo.by_scope(compiled[1][1])
+    heavy = {"dot", "convolution", "custom-call", "all-reduce", "all-gather", "reduce-scatter", "all-to-all"}
+    kinds = {scope: {op for op in ops if op in heavy} for scope, ops in found.items()}
+    for scope in ("embed", "cca", "router", "experts", "head", "optimizer", "balance"):
+        assert any(name.split("/")[0] == scope for name in found), scope
+    for scope in ("cca", "router", "experts", "head", "optimizer"):
+        assert kinds[scope], scope
+    assert {"reduce-scatter", "all-gather", "all-reduce"} <= kinds["optimizer/exchange"]
+    # Of the step itself there are the sums of the loss, of the counts and of the number of targets.
+    assert kinds[""] <= {"all-reduce"} and found[""]["all-reduce"] <= 3
+
+
+def test_no_weight_crosses_devices_inside_the_accumulation(compiled):
+    optimizer, programs = compiled
     found = {}
-    for micro_batches in (2, 1):
-        like = steps.put_batch(mesh, batch(np.random.default_rng(0)), micro_batches)
-        compiled = step.lower(state, like, np.float32(1e-3)).compile()
-        collectives = hlo.collectives(compiled)
+    for micro_batches, program in programs.items():
+        collectives = hlo.collectives(program)
         assert not [c for c in collectives if c.in_loop and not c.scalar], (
             "a weight is reduced once a micro-batch"
         )

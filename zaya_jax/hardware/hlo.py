@@ -9,6 +9,7 @@ The text is XLA's own and the same on every backend; asynchronous pairs (`all-ga
 `all-gather-done`) count once.
 """
 
+import collections
 import dataclasses
 import math
 import re
@@ -23,9 +24,13 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+SCOPES = (
+    "embed", "cca", "router", "experts", "attention", "mlp", "head", "optimizer", "balance", "exchange"
+)  # fmt: skip
 BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 
 _SHAPE = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_SCOPE = re.compile(rf"(?<![\w.])({'|'.join(SCOPES)})(?![\w.])")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(
@@ -130,6 +135,20 @@ def loop_bodies(compiled: Any) -> int:
     """The number of while loops that a compiled program has."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     return sum(i.op == "while" for instructions in _parse(text).values() for i in instructions)
+
+
+def by_scope(compiled: Any) -> dict[str, collections.Counter[str]]:
+    """How many instructions of each kind belong to which part of the model or the step: `jax.named_scope` leaves its
+    name with every instruction, forward and backward, and "optimizer/exchange" is one within the other. What belongs to
+    none stands under "", what the compiler added by itself under "?"."""
+    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    found: dict[str, collections.Counter[str]] = {}
+    for instructions in _parse(text).values():
+        for i in instructions:
+            where = re.search(r'op_name="([^"]*)"', i.rest)
+            names = _SCOPE.findall(where.group(1)) if where else ["?"]
+            found.setdefault("/".join(dict.fromkeys(names)), collections.Counter())[i.op] += 1
+    return found
 
 
 def _parse(text: str) -> dict[str, list[_Instruction]]:

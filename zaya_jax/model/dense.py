@@ -117,9 +117,11 @@ class DenseLayer(nnx.Module):
 
     def __call__(self, h, stream, balance, attend, spread: Spread):
         del balance
-        y, cache = self.attention(self.attn_norm(h), spread=spread, **attend)
-        h = h + y
-        h = h + self.mlp(self.mlp_norm(h), spread)
+        with jax.named_scope("attention"):
+            y, cache = self.attention(self.attn_norm(h), spread=spread, **attend)
+            h = h + y
+        with jax.named_scope("mlp"):
+            h = h + self.mlp(self.mlp_norm(h), spread)
         choice = jnp.zeros(h.shape[0] * h.shape[1], jnp.int32)
         return h, stream, choice, None, cache
 

@@ -80,11 +80,14 @@ class Layer(nnx.Module):
         self.moe_join = Join(rngs, model.hidden_size)
 
     def __call__(self, h, stream, balance, attend, spread: Spread):
-        y, cache = self.cca(self.attn_norm(h), spread=spread, **attend)
-        h = self.attn_join(y, h)
-        x = self.moe_norm(h).reshape(-1, h.shape[-1])
-        choice, gate, logits, stream = self.router(x, stream, balance)
-        h = self.moe_join(self.experts(x, choice, gate, spread).reshape(h.shape), h)
+        with jax.named_scope("cca"):
+            y, cache = self.cca(self.attn_norm(h), spread=spread, **attend)
+            h = self.attn_join(y, h)
+        with jax.named_scope("router"):
+            x = self.moe_norm(h).reshape(-1, h.shape[-1])
+            choice, gate, logits, stream = self.router(x, stream, balance)
+        with jax.named_scope("experts"):
+            h = self.moe_join(self.experts(x, choice, gate, spread).reshape(h.shape), h)
         return h, stream, choice, logits, cache
 
 
@@ -98,6 +101,7 @@ class Embed(nnx.Module):
         self.bias = weight(rngs, shape[1:], ("embed",), "zeros")
         self.scale = weight(rngs, shape[1:], ("embed",), "ones")
 
+    @jax.named_scope("embed")
     def __call__(self, tokens: Int[Array, "B S"], pad_id: int | None) -> Float[Array, "B S D"]:
         rows = lookup(self.embedding[...], tokens)
         if pad_id is not None:  # as in the port, looking up the padding id teaches it nothing
@@ -179,7 +183,9 @@ class Zaya(nnx.Module):
             and chip.current().unrolls(model.num_hidden_layers, h.size),
         )  # fmt: skip
         hidden_states, router_logits = traced if trace else (None, None)
-        return Output(self.final_norm(h), counts, cache, hidden_states, router_logits)
+        with jax.named_scope("head"):
+            h = self.final_norm(h)
+        return Output(h, counts, cache, hidden_states, router_logits)
 
 
 def _gathered(weights):
@@ -300,6 +306,7 @@ def apply(
     )  # fmt: skip
 
 
+@jax.named_scope("head")
 def logits(
     model: Model, params: dict, hidden: Float[Array, "B S D"], precision: Precision
 ) -> Float[Array, "B S V"]:

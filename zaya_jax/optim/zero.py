@@ -172,6 +172,7 @@ class ShardedLayout:
         """How many matrices of a bucket this device has: the first ones of its slots."""
         return {name: bucket.owned() for name, bucket in self.matrices.items()}
 
+    @jax.named_scope("exchange")
     def reduce(self, grads: Any) -> dict[str, jax.Array]:
         """Every device's partial gradients summed, and each device's share of the sum, in float32."""
         leaves = dict(zip((w.path for w in self.weights), jax.tree.leaves(grads), strict=True))
@@ -190,6 +191,7 @@ class ShardedLayout:
             result[name] = self.matrices[name].take(x) if name in self.matrices else x
         return {name: result[name] for name in self.methods}
 
+    @jax.named_scope("exchange")
     def gather(self, buckets: Mapping[str, jax.Array]) -> Any:
         """All devices' shares, as a tree like the parameters' (of a sharded weight, the device's part)."""
         leaves: dict[str, jax.Array] = {}

@@ -190,6 +190,7 @@ class _Slots(_Exchange):
         self.slots = slot_rows(num_rows, self.devices)
         self.rounds = -(-self.pairs.max() // self.slots)
 
+    @jax.named_scope("exchange")
     def send(self, rows, r):
         """The rows that this device gets in round r, [X C, D], those of each sender together."""
         places = self.first[self.me][:, None] + r * self.slots + jnp.arange(self.slots)
@@ -202,6 +203,7 @@ class _Slots(_Exchange):
         number = r * self.slots + jnp.arange(self.slots)
         return (number[:, None] >= jnp.cumsum(self.coming, 1)[:, None]).sum(-1).reshape(-1)
 
+    @jax.named_scope("exchange")
     def back(self, y, out, r):
         """`out` [N, D] with what came of this device's rows of round r written where they stand."""
         y = lax.all_to_all(y, self.axes, 0, 0, tiled=True)
@@ -250,6 +252,7 @@ class _Ragged(_Exchange):
         home = (self.first + start)[:, self.me]
         return self._move(y, out, landing[:, self.me], sizes[:, self.me], home, sizes[self.me])
 
+    @jax.named_scope("exchange")
     def _move(self, rows, buffer, source, sizes, target, coming):
         return lax.ragged_all_to_all(rows, buffer, source, sizes, target, coming, axis_name=self.axes)
 

@@ -96,16 +96,17 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
             model, params, bias, batch["tokens"], precision=config.precision, spread=spread,
             segments=batch["segment_ids"], positions=batch["positions"], remat=config.remat,
         )  # fmt: skip
-        loss, z = cross_entropy(
-            share_of_tokens(out.hidden.reshape(-1, model.hidden_size), spread),
-            params["embed"]["embedding"],
-            params["head"]["bias"] if model.lm_head_bias else None,
-            share_of_tokens(batch["targets"].reshape(-1), spread),
-            share_of_tokens(batch["loss_mask"].reshape(-1), spread),
-            dtype=config.precision.compute,
-            z_weight=z_weight,
-        )
-        loss, z = loss / total, z / total
+        with jax.named_scope("head"):
+            loss, z = cross_entropy(
+                share_of_tokens(out.hidden.reshape(-1, model.hidden_size), spread),
+                params["embed"]["embedding"],
+                params["head"]["bias"] if model.lm_head_bias else None,
+                share_of_tokens(batch["targets"].reshape(-1), spread),
+                share_of_tokens(batch["loss_mask"].reshape(-1), spread),
+                dtype=config.precision.compute,
+                z_weight=z_weight,
+            )
+            loss, z = loss / total, z / total
         return loss, (loss - z_weight * z, z, out.counts)
 
     return loss_fn
@@ -137,16 +138,19 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
 
         loss, z = jax.lax.psum(sums[:2], AXES)
         counts = jax.lax.psum(sums[2], spread.token_axes)
-        updates, opt_state = optimizer.update(grads, state["optimizer"], params, lr=lr)
+        with jax.named_scope("optimizer"):
+            updates, opt_state = optimizer.update(grads, state["optimizer"], params, lr=lr)
+            new_params = optax.apply_updates(params, updates)
         figures = dict(opt_state.figures)
-        new_balance, load = balance.update(
-            state["balance"], counts, lr=config.balance.lr, b1=config.balance.b1, b2=config.balance.b2,
-            dead_after=config.balance.dead_after, enabled=config.balance.enabled, keep=figures["skipped"] == 0,
-        )  # fmt: skip
+        with jax.named_scope("balance"):
+            new_balance, load = balance.update(
+                state["balance"], counts, lr=config.balance.lr, b1=config.balance.b1, b2=config.balance.b2,
+                dead_after=config.balance.dead_after, enabled=config.balance.enabled, keep=figures["skipped"] == 0,
+            )  # fmt: skip
         figures |= load if model.model_type == "zaya" else {}  # one MLP for all tokens is no load
         figures |= {"loss": loss, "z": z, "target_tokens": total, "lr": lr}
         state = {
-            "params": optax.apply_updates(params, updates),
+            "params": new_params,
             "optimizer": opt_state,
             "balance": new_balance,
         }
