@@ -33,7 +33,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax import cli, config
+from zaya_jax import cli, config, trees
 from zaya_jax.checkpoint import layout, store, writing
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint
@@ -206,7 +206,7 @@ def gather_and_write(state: dict, folder: Path) -> None:
     if multihost.is_writer():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-    for name, x in layout.flat(state).items():
+    for name, x in trees.flat(state).items():
         gathered = whole(x)
         if multihost.is_writer():
             raw = np.asarray(gathered.addressable_data(0)).reshape(-1).view(np.uint8)

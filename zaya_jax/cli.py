@@ -289,11 +289,11 @@ def _parse(argv: list[str]) -> None:
         raise UserError(str(error)) from None
     except BaseException as error:  # a config file is a program, and may do anything
         file = config_file[-1].split("=", 1)[1] if config_file else ""
-        if file and (not isinstance(error, flags.Error) or f"={file}: Error whilst" in _text(error)):
+        if file and (not isinstance(error, flags.Error) or f"={file}: Error whilst" in fields.words(error)):
             raise _no_config(file, error) from None
         if not isinstance(error, flags.Error | TypeError | ValueError | AttributeError | KeyError):
             raise
-        raise UserError(f"{_brief(_first_line(error))} (--help lists the options)") from None
+        raise UserError(f"{_brief(fields.first_line(error))} (--help lists the options)") from None
     finally:
         logging.set_verbosity(verbosity)
     if len(rest) > 1:
@@ -318,11 +318,11 @@ def _no_config(file: str, error: BaseException) -> UserError:
             f"--config={file} is JSON, but a config file is Python with get_config(); one that returns "
             "zaya_jax.config.editable(zaya_jax.train.workdir.read_config(WORKDIR)) has what a run recorded"
         )
-    if "no attribute 'get_config'" in _text(first):
+    if "no attribute 'get_config'" in fields.words(first):
         what = "it has no get_config()"
     else:
-        what = f"{type(first).__name__}{where}: {_first_line(first)[:LONGEST]}"
-        missing = re.match(r"['\"]+Key [\"\\]+(\w+)[\"\\]+ does not exist", _text(first))
+        what = f"{type(first).__name__}{where}: {fields.first_line(first)[:LONGEST]}"
+        missing = re.match(r"['\"]+Key [\"\\]+(\w+)[\"\\]+ does not exist", fields.words(first))
         if missing:
             last_parts = [key.rpartition(".")[2] for key in config_lib.all_keys()]
             what = f"unknown config key {missing[1]!r}{where}{fields.nearest(missing[1], last_parts)}"
@@ -335,18 +335,6 @@ def _brief(message: str) -> str:
     """A message on one line in which a value that nobody would read to its end is cut in its middle."""
     message = " ".join(message.split())
     return message if len(message) <= 2 * LONGEST else f"{message[:LONGEST]} ... {message[-LONGEST:]}"
-
-
-def _first_line(error: BaseException) -> str:
-    return (_text(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _text(error: BaseException) -> str:
-    """What an error says of itself; one of a config file's own may fail at that too."""
-    try:
-        return str(error)
-    except Exception:
-        return ""
 
 
 def _is_json(file: str) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mesh_helpers import Run
 
+from zaya_jax import trees
 from zaya_jax.checkpoint import layout, pieces, reading
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.checkpoint.writing import OnHost
@@ -84,7 +85,7 @@ def test_each_device_holds_its_part_alone():
     assert size <= has < 2 * size
     assert sum(held.plan().bytes.values()) == size
     assert {name: x.shape for name, x in held.arrays.items()} == {
-        name: x.shape for name, x in layout.flat(here.logical()).items()
+        name: x.shape for name, x in trees.flat(here.logical()).items()
     }
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zaya_jax import trees
 from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.layout import Array, Box
 
@@ -115,7 +116,7 @@ class Holding:
 
 def of_tree(abstract: Any) -> Holding:
     """That of a tree whose arrays are the checkpoint's own, whole or cut, by their shardings."""
-    leaves = {name: _about(x) for name, x in layout.flat(abstract).items()}
+    leaves = {name: _about(x) for name, x in trees.flat(abstract).items()}
     return Holding(leaves, leaves, [part for name, x in leaves.items() for part in parts_of(name, x)])
 
 

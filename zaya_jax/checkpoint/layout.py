@@ -18,7 +18,6 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -129,28 +128,6 @@ def overlap(a: Box, b: Box) -> Box:
 def within(box: Box, outer: Box) -> Box:
     """Where a box lies in another one's own numbers."""
     return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, outer, strict=True))
-
-
-def name_of(path: Any) -> str:
-    """An array's name by its path in a tree of dicts."""
-    return ".".join(str(key.key) if hasattr(key, "key") else str(key) for key in path)
-
-
-def flat(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree of dicts by name."""
-    return {name_of(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
-
-
-def nested(arrays: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `flat`."""
-    tree: dict[str, Any] = {}
-    for name, x in arrays.items():
-        *folders, last = name.split(".")
-        inner = tree
-        for folder in folders:
-            inner = inner.setdefault(folder, {})
-        inner[last] = x
-    return tree
 
 
 def by_layer(name: str, shape: tuple[int, ...]) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from zaya_jax import trees
 from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.held import Holding, Part
 from zaya_jax.checkpoint.rewrite import Source
@@ -51,7 +52,7 @@ def read(
         out = np.empty(array.shape, np.dtype(dtype if cast else array.dtype))
         source.read(array, tuple(slice(0, n) for n in array.shape), out)
         found[array.name] = out
-    return layout.nested(found)
+    return trees.nested(found)
 
 
 class Beginning:
@@ -91,7 +92,7 @@ class Beginning:
 
     def of(self, fresh: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
         """A copy of a fresh state (`train.snapshot`), with what is taken in its place."""
-        state = layout.flat(fresh)
+        state = trees.flat(fresh)
         for name, plan in self._taken.items():
             parts = [part for part in self._held.parts if part.name == name]
             state[name] = _placed(self._source, self._theirs[name], state[name], parts, plan)

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import tensorstore as ts
 
+from zaya_jax import trees
 from zaya_jax.checkpoint import layout, store, writing
 from zaya_jax.checkpoint.seal import Seal
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.config import StorageError, UserError, first_line
 
 
 class Reader:
@@ -33,7 +34,7 @@ class Reader:
         try:
             return (array if index is None else array[index]).read().result()
         except ValueError as error:
-            raise StorageError(f"{self._folder / '.'.join(path)} is damaged ({_first_line(error)})") from None
+            raise StorageError(f"{self._folder / '.'.join(path)} is damaged ({first_line(error)})") from None
 
     def _array(self, path: tuple[str, ...]) -> ts.TensorStore:
         if path not in self._open:
@@ -43,7 +44,7 @@ class Reader:
                 self._open[path] = ts.open(spec, open=True, read=True).result()
             except ValueError as error:
                 raise UserError(
-                    f"{self._folder} has no readable {'/'.join(path)} ({_first_line(error)})"
+                    f"{self._folder} has no readable {'/'.join(path)} ({first_line(error)})"
                 ) from None
         return self._open[path]
 
@@ -59,7 +60,7 @@ class Writer:
         self._folder, self._target = root / f"{writing.SAVING}{step}", root / str(step)
         self._arrays = {
             name: layout.Array(name, tuple(x.shape), np.dtype(x.dtype).name, chunk_of(name, x))
-            for name, x in layout.flat(abstract_state).items()
+            for name, x in trees.flat(abstract_state).items()
         }
         self._sums = writing.write_files(self._folder, layout.frame(tuple(self._arrays.values()), meta))
         self._gathered: dict[str, np.ndarray] = {}
@@ -95,7 +96,3 @@ class Writer:
 def chunk_of(name: str, x: Any) -> tuple[int, ...]:
     """The chunks of an array that no mesh cuts."""
     return layout.chunk_shape(name, tuple(x.shape), np.dtype(x.dtype).itemsize)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0]

@@ -287,9 +287,7 @@ class Vault:
             return
         path = Path(self._root) / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_name(f".{path.name}.part")
-        writing.write_file(part, [content])
-        part.replace(path)
+        files.write(path, content)
 
     def _delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import chip
+from zaya_jax import trees
 from zaya_jax.checkpoint import audit, keep, layout, lock, reading, tiers, writing
 from zaya_jax.checkpoint import held as held_lib
 from zaya_jax.checkpoint.held import Holding, Plan
@@ -396,7 +397,7 @@ class Store:
 def _read(folder: Path, like: dict[str, Any], held: Holding | None = None, all_of_it: bool = True) -> Any:
     """A tree like `like` from a checkpoint; `all_of_it`: it must hold nothing else."""
     found = reading.read(folder, held or held_lib.of_tree(like), all_of_it)
-    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in layout.flat(like)])
+    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in trees.flat(like)])
 
 
 def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:

@@ -19,11 +19,12 @@ from typing import Any
 import jax
 import numpy as np
 
+from zaya_jax import trees
 from zaya_jax.checkpoint import layout, seal
 from zaya_jax.checkpoint.held import Part, Plan
 from zaya_jax.checkpoint.layout import MARKER
 from zaya_jax.checkpoint.seal import RUN, TAIL, Seal, Sums, crc32c
-from zaya_jax.config import StorageError, UserError, files
+from zaya_jax.config import StorageError, UserError, files, first_line
 
 THREADS = 4
 SAVING, DELETING, DAMAGED = ".saving-", ".deleting-", ".damaged-"
@@ -116,7 +117,7 @@ def copies_of(snapshot: Any) -> Copies:
     """What this process's devices have of a snapshot: a tree of arrays, or one that is on the host already."""
     if isinstance(snapshot, OnHost):
         return snapshot.copies
-    leaves = layout.flat(snapshot)
+    leaves = trees.flat(snapshot)
     return {name: {shard.device: shard.data for shard in x.addressable_shards} for name, x in leaves.items()}
 
 
@@ -239,9 +240,7 @@ def begin_run(root: Path, run: str = "") -> str:
     """Gives a folder of checkpoints a run's name, by default a new one."""
     root.mkdir(parents=True, exist_ok=True)
     run = run or uuid.uuid4().hex
-    part = root / f"{RUN}.part"
-    write_file(part, [run.encode()])
-    part.replace(root / RUN)
+    files.write(root / RUN, run.encode())
     return run
 
 
@@ -249,7 +248,7 @@ def reason(error: BaseException) -> str:
     """An error in a few words, with the file it is about."""
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)
 
 
 def _sync(folder: Path) -> None:

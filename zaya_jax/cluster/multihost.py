@@ -32,7 +32,7 @@ from absl import flags
 from zaya_jax.cluster import compiling, leaving, relay
 from zaya_jax.cluster.lifelines import NOBODY, End, Lifelines
 from zaya_jax.cluster.place import NAMES, LostProcess, Place, find_place, name_processes
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.config import StorageError, UserError, first_line
 
 # Seconds, each the environment's to change: at 1,024 processes the slowest image pull or disk decides.
 JOIN = ("ZAYA_JOIN_SECONDS", 600)  # until all processes have come
@@ -157,7 +157,7 @@ def barrier(name: str, seconds: float | None = None) -> None:
         came = {int(key.rsplit("/", 1)[1]) for key, _ in _client().key_value_dir_get(here)}
         absent = [i for i in range(count) if i not in came]
         if not absent:
-            raise LostProcess(f"{name!r}: {_first_line(error)}") from error
+            raise LostProcess(f"{name!r}: {first_line(error)}") from error
         raise LostProcess(
             f"{name_processes(absent)} of {count} did not come to {name!r} within {seconds:g} s; see logs/ there"
         ) from error
@@ -311,7 +311,7 @@ def _code_of(error: BaseException) -> tuple[int, str]:
         return 128 + number, f"interrupted by {number.name}; nothing more was saved"
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1, f"exit {error.code}"
-    return 1, f"{type(error).__name__}: {_first_line(error)}"
+    return 1, f"{type(error).__name__}: {first_line(error)}"
 
 
 def _client() -> Any:
@@ -341,7 +341,3 @@ def _seconds(setting: tuple[str, int]) -> int:
         return int(os.environ.get(name) or usual)
     except ValueError:
         raise UserError(f"{name}={os.environ[name]!r} is no whole number of seconds") from None
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

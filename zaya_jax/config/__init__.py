@@ -12,7 +12,7 @@ from typing import Any
 from ml_collections import config_dict
 
 from zaya_jax.config import checks, fields
-from zaya_jax.config.fields import StorageError, UserError, shown
+from zaya_jax.config.fields import StorageError, UserError, first_line, shown
 from zaya_jax.config.keys import (
     LAYER_KINDS,
     Balance,
@@ -35,7 +35,7 @@ from zaya_jax.config.keys import (
 __all__ = [
     "LAYER_KINDS", "Balance", "Checkpoint", "Config", "Data", "Eval", "Log", "Mesh", "Model", "Optim", "Phase",
     "Precision", "Rope", "RopeKinds", "Run", "Schedule", "StorageError", "UserError", "all_keys", "check",
-    "check_model", "check_phase", "default", "editable", "shown", "to_dict", "unknown_key",
+    "check_model", "check_phase", "default", "editable", "first_line", "shown", "to_dict", "unknown_key",
 ]  # fmt: skip
 
 

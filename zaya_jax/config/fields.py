@@ -24,6 +24,19 @@ class StorageError(RuntimeError):
     """Storage that stays unreadable after all retries, or damaged data: one line, exit code 4."""
 
 
+def words(error: BaseException) -> str:
+    """What an error says of itself; one of a config file's own may fail at that too."""
+    try:
+        return str(error).strip()
+    except Exception:
+        return ""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of that, or the error's kind where it says nothing."""
+    return (words(error) or type(error).__name__).splitlines()[0]
+
+
 KINDS = ("name", "path", "text", "source")  # of strings; a source is "path=weight"
 UNPRINTABLE = "has a character that cannot be printed"
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux

@@ -3,11 +3,14 @@
 files.read(path)         the bytes of a regular file; OSError for a pipe, a device, a folder
 files.read_json(path)    its value; ValueError however it is wrong
 files.appending(path)    to write at its end
+files.write(path, x)     whole or not at all
 """
 
+import contextlib
 import errno
 import os
 import stat
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from zaya_jax.config.fields import parse_json
@@ -33,6 +36,32 @@ def appending(path: str | os.PathLike) -> BinaryIO:
     """A file to append to, made if it is not there; OSError for a pipe that nobody reads, a folder."""
     number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     return os.fdopen(number, "ab")
+
+
+def write(path: str | os.PathLike, content: bytes) -> None:
+    """A file of these bytes, on the disk when this returns; a reader, and a kill, find the old one or the new one."""
+    target = Path(path)
+    part = target.with_name(f"{_hidden(target)}.{os.getpid()}.part")  # two programs may write it at once
+    try:
+        with part.open("wb", buffering=0) as file:
+            rest = memoryview(content)
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        part.replace(target)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+
+
+def is_part_of(path: Path, target: Path) -> bool:
+    """Whether a file is what a killed `write` left."""
+    return path.name.startswith(f"{_hidden(target)}.") and path.name.endswith(".part")
+
+
+def _hidden(path: Path) -> str:
+    return "." + path.name.removeprefix(".")
 
 
 def read(path: str | os.PathLike) -> bytes:

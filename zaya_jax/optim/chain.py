@@ -27,6 +27,7 @@ import optax
 from jax.sharding import PartitionSpec
 
 from pallas_kernels.cpu import apart_on_cpus as apart
+from zaya_jax import trees
 from zaya_jax.config import Optim, Precision, UserError
 from zaya_jax.optim import muon, skip, zero
 
@@ -78,6 +79,7 @@ TABLE = (
 )
 
 
+SLASH = "/"  # between the parts of a weight's path
 KINDS = ("momentum", "mean", "square")  # what the state has by bucket
 
 
@@ -131,14 +133,17 @@ class Optimizer:
         `steps`, `skip`, and for the weights of each method `momentum` or `mean` and `square`. Takes global
         arrays: NumPy's, which stay on the host, or JAX's, in jit too.
         """
-        arrays = {name: _nested(self.layout.to_logical(part)) for name, part in _parts(state.core).items()}
+        arrays = {
+            name: trees.nested(self.layout.to_logical(part), SLASH)
+            for name, part in _parts(state.core).items()
+        }
         return self.arrays(state) | arrays
 
     def from_logical(self, logical: Mapping[str, Any]) -> State:
         """The inverse of `to_logical`, for the mesh that this optimizer was built for."""
         state, arrays = jax.eval_shape(self.init), dict(logical)
         for name, part in _parts(state.core).items():
-            found = self.layout.from_logical(_flat(logical[name]))
+            found = self.layout.from_logical(trees.flat(logical[name], SLASH))
             arrays[name] = {key: x.astype(part[key].dtype) for key, x in found.items()}
         return self.with_arrays(arrays, self.no_figures())
 
@@ -201,7 +206,7 @@ def build(
     AdamW.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
-    shapes = {_path(path): tuple(leaf.shape) for path, leaf in leaves}
+    shapes = {trees.name_of(path, SLASH): tuple(leaf.shape) for path, leaf in leaves}
     claims = claim(shapes, table)
     if optim.name == "adamw":
         claims = {path: dataclasses.replace(row, method="adamw") for path, row in claims.items()}
@@ -346,22 +351,3 @@ def _bucket_name(path: tuple, names: Mapping[str, Any]) -> str:
     """The bucket that an array of the state belongs to, by its place there; "" if to none."""
     keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in names]
     return keys[-1] if keys else ""
-
-
-def _path(path: tuple) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    tree: dict[str, Any] = {}
-    for path, x in flat.items():
-        *parents, name = path.split("/")
-        node = tree
-        for parent in parents:
-            node = node.setdefault(parent, {})
-        node[name] = x
-    return tree
-
-
-def _flat(tree: Any) -> dict[str, Any]:
-    return {_path(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}

@@ -14,7 +14,7 @@ import numpy as np
 
 from zaya_jax.checkpoint import look, times, writing
 from zaya_jax.checkpoint.times import Event
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.config import StorageError, UserError, files
 from zaya_jax.report.bars import bar_chart, grouped
 from zaya_jax.report.heat import Scale, columns, heat_map
 from zaya_jax.report.saves import WAITS, save_curves
@@ -38,13 +38,9 @@ def write_page(workdir: str | Path, target: str | Path | None = None) -> Path:
     """Writes the page, by default WORKDIR/checkpoints.html."""
     target = Path(target) if target else Path(workdir) / "checkpoints.html"
     page = render(Path(workdir))
-    part = target.with_name(f".{target.name}.part")
     try:
-        part.write_text(page, encoding="utf-8")
-        part.replace(target)
+        files.write(target, page.encode())
     except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
         raise UserError(
             f"--html={target} cannot be written ({error.strerror}); give a file in a folder that can"
         ) from None

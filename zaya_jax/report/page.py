@@ -13,6 +13,7 @@ import os
 import pathlib
 
 from zaya_jax import config as config_module
+from zaya_jax.config import files
 from zaya_jax.report import curves, experts, saves, tables
 from zaya_jax.report.read import Workdir, read_workdir
 from zaya_jax.report.script import SCRIPT
@@ -28,21 +29,13 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
             f"no report: workdir {str(path)!r} is not a directory; give the one a run wrote to"
         )
     target = path / "report.html"
-    partial = path / f".report.html.{os.getpid()}.partial"
     try:
-        page = render(read_workdir(path)).encode("utf-8", errors="replace")
-        with partial.open("wb") as file:
-            file.write(page)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
+        files.write(target, render(read_workdir(path)).encode("utf-8", errors="replace"))
     except OSError as error:
-        where, reason = error.filename or partial, error.strerror or error
+        where, reason = error.filename or target, error.strerror or error
         raise config_module.UserError(
             f"no report: {str(where)!r}: {reason}; the workdir must be readable and report.html replaceable"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
     return target
 
 

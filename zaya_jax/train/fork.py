@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from zaya_jax import config as config_lib
-from zaya_jax import schedule
+from zaya_jax import schedule, trees
 from zaya_jax.checkpoint import layout, remote, rewrite, tiers, writing
 from zaya_jax.checkpoint.held import Holding, Part
 from zaya_jax.config import Config, Model, StorageError, UserError
@@ -141,7 +141,7 @@ class Parent:
             parts: dict[str, list[Part]] = defaultdict(list)
             for part in held.parts:
                 parts[part.leaf].append(part)
-            found = [_filled(self._source, theirs, x, parts[name]) for name, x in layout.flat(like).items()]
+            found = [_filled(self._source, theirs, x, parts[name]) for name, x in trees.flat(like).items()]
         return jax.tree.unflatten(jax.tree.structure(like), found)
 
     def _must_fit(self, config: Config, tokenizer: Tokenizer, meta: dict[str, Any]) -> None:
@@ -259,7 +259,7 @@ def _key_of_shapes(theirs: Model, ours: Model) -> str:
 
 
 def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
-    shapes = {name: tuple(x.shape) for name, x in layout.flat(zaya.abstract(model)).items()}
+    shapes = {name: tuple(x.shape) for name, x in trees.flat(zaya.abstract(model)).items()}
     return shapes | {"balance": (model.num_hidden_layers, model.num_experts)}
 
 

@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import chip
+from zaya_jax import trees
 from zaya_jax.checkpoint import held, layout, writing
 from zaya_jax.checkpoint.held import Holding, Part
 from zaya_jax.checkpoint.writing import OnHost
@@ -86,7 +87,7 @@ class Copies:
         """A copy there. A device needs no memory but for its share of one array that several have."""
         found: dict[str, dict[jax.Device, np.ndarray]] = {}
         for (name, x), like in zip(
-            layout.flat(self.arrays(state)).items(), jax.tree.leaves(self.like), strict=True
+            trees.flat(self.arrays(state)).items(), jax.tree.leaves(self.like), strict=True
         ):
             shares = like.sharding.addressable_devices_indices_map(x.shape)
             found[name] = {}
@@ -188,7 +189,7 @@ def _programs(whole: Any, like: Any) -> tuple[Any, Any]:
 
 def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[[Any], Any]:
     """Of the parameters that devices have a share of, each gets the rest from the others; all else is there."""
-    full, shares = layout.flat(whole), layout.flat(like)
+    full, shares = trees.flat(whole), trees.flat(like)
     cut = [name for name, x in full.items() if _bytes(shares[name]) < _bytes(x)]
 
     def gather(x, dims):
@@ -205,7 +206,7 @@ def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[
         return jax.jit(mapped, out_shardings={name: full[name].sharding for name in cut})(found)
 
     def place(copy: Any) -> Any:
-        params = layout.flat(copy["params"])
+        params = trees.flat(copy["params"])
         params |= together({name: params[name] for name in cut}) if cut else {}
         figures = {name: _everywhere(mesh, x) for name, x in optimizer.no_figures().items()}
         return {
@@ -242,7 +243,7 @@ def _specs(whole: Any, like: Any) -> tuple[Mesh, Any, Any, Any]:
 
 
 def _held(optimizer: Optimizer, mesh: Mesh, like: Any, heads: int) -> Holding:
-    leaves, devices = layout.flat(like), list(mesh.devices.flat)
+    leaves, devices = trees.flat(like), list(mesh.devices.flat)
     shapes = {weight.path: weight.shape for weight in optimizer.layout.weights}
     arrays, parts = {}, []
     buckets = {

@@ -131,7 +131,9 @@ def _check_whose(workdir: Path, config: Config) -> None:
     if recorded.exists():
         check_same(_begun_with(workdir), config, workdir)
         return
-    others = sorted(p.name for p in workdir.iterdir() if p.name not in (lock.NAME, _part(recorded).name))
+    others = sorted(
+        p.name for p in workdir.iterdir() if p.name != lock.NAME and not files.is_part_of(p, recorded)
+    )
     if others:
         raise UserError(
             f"--workdir={workdir} holds {others[0]} and no config.json, so it is not a run's; give a new folder"
@@ -227,17 +229,7 @@ def read_config(workdir: str | os.PathLike) -> Config:
 
 def write_json(path: Path, content: dict) -> None:
     """Writes a small file whole or not at all."""
-    part = _part(path)
-    try:
-        part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        part.replace(path)
-    except OSError:
-        part.unlink(missing_ok=True)
-        raise
-
-
-def _part(path: Path) -> Path:
-    return path.with_name(f".{path.name}.part")
+    files.write(path, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def check_same(old: Config, new: Config, workdir: Path, reached: int | None = None) -> str:
