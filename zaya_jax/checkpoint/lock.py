@@ -8,6 +8,7 @@ inherit it, and a killed process leaves nothing to clean up. Of several processe
 is on a file, not on a name: who takes it sees that the file still bears the name, and who has it looks at each save.
 """
 
+import atexit
 import contextlib
 import datetime
 import errno
@@ -113,6 +114,12 @@ def release(workdir: Path) -> None:
     file = _held.pop(workdir.resolve() / NAME, None)
     if file is not None:
         file.close()
+
+
+@atexit.register
+def _release_all() -> None:
+    for path in list(_held):
+        _held.pop(path).close()
 
 
 def held(workdir: Path) -> bool:
