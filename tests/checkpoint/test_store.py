@@ -132,7 +132,7 @@ def bucket_of(rows, total, cut, each=2):
     parts = []
     for i, device in enumerate(devices):
         box = (slice(i * cut, min((i + 1) * cut, total)), *(slice(0, n) for n in rows))
-        parts.append(held.Part("w", box, "bucket", device, tuple(slice(0, n) for n in layout.sizes(box))))
+        parts.append(held.HeldBox("w", box, "bucket", device, tuple(slice(0, n) for n in layout.sizes(box))))
     leaf = jax.ShapeDtypeStruct((len(devices) * cut, *rows), np.float32)
     return held.Holding({"w": whole}, {"bucket": leaf}, parts)
 

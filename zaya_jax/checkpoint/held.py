@@ -22,7 +22,7 @@ from zaya_jax.checkpoint.layout import Array, Box
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Part:
+class HeldBox:
     """One box of a checkpoint's array as one device has it, in what it has of one of the run's arrays."""
 
     name: str  # the checkpoint's array
@@ -46,11 +46,11 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class Writers:
     """All arrays, and the parts and bytes of each process."""
 
     arrays: dict[str, Array]
-    parts: dict[int, list[Part]]
+    parts: dict[int, list[HeldBox]]
     bytes: dict[int, int]
 
 
@@ -60,7 +60,7 @@ class Holding:
 
     arrays: dict[str, Any]  # the checkpoint's, as ShapeDtypeStructs
     leaves: dict[str, Any]  # the run's, likewise, with their shardings
-    parts: list[Part]
+    parts: list[HeldBox]
 
     def only(self, names: tuple[str, ...]) -> "Holding":
         """That of some branches of the state."""
@@ -68,9 +68,9 @@ class Holding:
         parts = [part for part in self.parts if part.name.split(".")[0] in names]
         return Holding(chosen(self.arrays), chosen(self.leaves), parts)
 
-    def plan(self) -> Plan:
+    def plan(self) -> Writers:
         """Who writes what; the same in every process."""
-        holders: dict[tuple[str, Box], list[Part]] = defaultdict(list)
+        holders: dict[tuple[str, Box], list[HeldBox]] = defaultdict(list)
         for part in self.parts:
             holders[part.name, part.box].append(part)
         itemsize = {name: np.dtype(x.dtype).itemsize for name, x in self.arrays.items()}
@@ -81,7 +81,7 @@ class Holding:
         # First what only one process can write, then the greatest first.
         found.sort(key=lambda f: (f[2], -f[0]))
         load: dict[int, int] = defaultdict(int)
-        chosen: dict[str, list[Part]] = defaultdict(list)
+        chosen: dict[str, list[HeldBox]] = defaultdict(list)
         for size, of, _ in found:
             part = min(of, key=lambda p: (load[p.device.process_index], p.device.process_index, p.device.id))
             chosen[part.name].append(part)
@@ -95,7 +95,7 @@ class Holding:
         order = {leaf: i for i, leaf in enumerate(self.leaves)}
         for own in parts.values():
             own.sort(key=lambda part: (order[part.leaf], part.device.id))
-        return Plan(arrays, dict(parts), dict(load))
+        return Writers(arrays, dict(parts), dict(load))
 
     def describe(self) -> dict[str, Any]:
         """Where each array lies, for people who look into a checkpoint: the mesh axes over each dim.
@@ -125,16 +125,16 @@ def _about(x: Any) -> Any:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
 
 
-def parts_of(name: str, x: Any) -> list[Part]:
+def parts_of(name: str, x: Any) -> list[HeldBox]:
     """The parts of one such array."""
     found = []
     for device, index in x.sharding.devices_indices_map(tuple(x.shape)).items():
         box = layout.box_of(index, tuple(x.shape))
-        found.append(Part(name, box, name, device, tuple(slice(0, n) for n in layout.sizes(box))))
+        found.append(HeldBox(name, box, name, device, tuple(slice(0, n) for n in layout.sizes(box))))
     return found
 
 
-def _chunk(name: str, shape: tuple[int, ...], itemsize: int, parts: list[Part]) -> tuple[int, ...]:
+def _chunk(name: str, shape: tuple[int, ...], itemsize: int, parts: list[HeldBox]) -> tuple[int, ...]:
     """Chunks none of which two processes would have to write; nor two devices, unless these would be small."""
     part = shape
     for owner in (lambda p: p.device.id, lambda p: p.device.process_index):
@@ -147,7 +147,7 @@ def _chunk(name: str, shape: tuple[int, ...], itemsize: int, parts: list[Part]) 
     return layout.chunk_shape(name, shape, itemsize, max(part, filled, key=math.prod))
 
 
-def _borders(shape: tuple[int, ...], parts: list[Part], owner: Any) -> list[list[int]]:
+def _borders(shape: tuple[int, ...], parts: list[HeldBox], owner: Any) -> list[list[int]]:
     """Along each dim, where what one owner has ends at what another has."""
     starts = [sorted({part.box[dim].start for part in parts}) for dim in range(len(shape))]
     stops = [

@@ -18,7 +18,7 @@ import numpy as np
 
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout
-from zaya_jax.checkpoint.held import Holding, Part
+from zaya_jax.checkpoint.held import HeldBox, Holding
 from zaya_jax.checkpoint.rewrite import Source
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError
@@ -27,7 +27,7 @@ SKIP_LAST = (
     "params.layers.router.out.kernel",
     "balance.bias",
 )  # their last dim is experts and the skip class
-Segment = tuple[slice, slice]  # from, to
+Overlap = tuple[slice, slice]  # from, to
 
 
 def read(
@@ -73,7 +73,7 @@ class Beginning:
         theirs = {array.name: array for array in source.arrays()}
         ours = {n: x for n, x in held.arrays.items() if n.startswith("params.") or n == "balance.bias"}
         plans = {
-            name: _segments(name, theirs[name].shape, x.shape) for name, x in ours.items() if name in theirs
+            name: _overlaps(name, theirs[name].shape, x.shape) for name, x in ours.items() if name in theirs
         }
         whole = [name for name, x in ours.items() if name in theirs and theirs[name].shape == tuple(x.shape)]
         if not grow and len(whole) < len(ours):
@@ -121,11 +121,11 @@ def _source(place: str, step: int | None) -> Source:
     return Source(place, step)
 
 
-def _segments(name: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> list[list[Segment]] | None:
+def _overlaps(name: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> list[list[Overlap]] | None:
     """For each dim which stretches go where; None if the array does not fit."""
     if len(theirs) != len(ours):
         return None
-    dims: list[list[Segment]] = []
+    dims: list[list[Overlap]] = []
     for dim, (a, b) in enumerate(zip(theirs, ours, strict=True)):
         layers = dim == 0 and ("layers" in name.split(".") or name.startswith("balance."))
         experts = dim == 1 and ".experts." in name
@@ -139,7 +139,7 @@ def _segments(name: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> list
 
 
 def _placed(
-    source: Source, array: layout.Array, fresh: jax.Array, parts: list[Part], dims: list[list[Segment]]
+    source: Source, array: layout.Array, fresh: jax.Array, parts: list[HeldBox], dims: list[list[Overlap]]
 ) -> jax.Array:
     """`fresh` with the stretches of a stored array in it; each device's part is read for it alone."""
     filled = []
@@ -153,7 +153,7 @@ def _placed(
 
 
 def _fill(
-    source: Source, array: layout.Array, part: Part, out: np.ndarray, dims: list[list[Segment]]
+    source: Source, array: layout.Array, part: HeldBox, out: np.ndarray, dims: list[list[Overlap]]
 ) -> None:
     for pieces in itertools.product(*dims):
         inside = layout.overlap(tuple(target for _, target in pieces), part.box)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.checkpoint import layout
-from zaya_jax.checkpoint.held import Holding, Part
+from zaya_jax.checkpoint.held import HeldBox, Holding
 from zaya_jax.checkpoint.layout import Array, Box
 from zaya_jax.checkpoint.seal import TAIL, crc32c
 from zaya_jax.config import StorageError
@@ -38,7 +38,7 @@ def read(folder: Path, held: Holding, everything: bool = True) -> dict[str, jax.
     try:
         arrays = {name: array_at(folder, name) for name in held.arrays}
         _check(folder, held, arrays, everything)
-        by_leaf: dict[str, list[Part]] = defaultdict(list)
+        by_leaf: dict[str, list[HeldBox]] = defaultdict(list)
         for part in held.parts:
             if part.device.process_index == jax.process_index():
                 by_leaf[part.leaf].append(part)
@@ -74,7 +74,7 @@ def _check(folder: Path, held: Holding, arrays: dict[str, Array], everything: bo
         raise ValueError(f"it has {len(more)} arrays that the run has not, such as {more[0]}")
 
 
-def _leaf(folder: Path, x: Any, parts: list[Part], arrays: dict[str, Array], pool: Any) -> jax.Array:
+def _leaf(folder: Path, x: Any, parts: list[HeldBox], arrays: dict[str, Array], pool: Any) -> jax.Array:
     """One array of the run."""
     own, devices = (
         x.sharding.shard_shape(tuple(x.shape)),
@@ -82,7 +82,7 @@ def _leaf(folder: Path, x: Any, parts: list[Part], arrays: dict[str, Array], poo
     )
     # Devices that have the same have it from one reading.
     targets: dict[tuple, list[jax.Device]] = defaultdict(list)
-    by_device: dict[jax.Device, list[Part]] = {device: [] for device in devices}
+    by_device: dict[jax.Device, list[HeldBox]] = {device: [] for device in devices}
     for part in parts:
         by_device[part.device].append(part)
     for device, its in by_device.items():
@@ -137,7 +137,7 @@ class _OnHost:
     def __init__(self, shape: tuple[int, ...], dtype: np.dtype, devices: list[jax.Device]):
         self._x, self._devices = np.zeros(shape, dtype), devices
 
-    def put(self, part: Part, box: Box, x: np.ndarray) -> None:
+    def put(self, part: HeldBox, box: Box, x: np.ndarray) -> None:
         """Sets a box of a part."""
         part.of(self._x)[box] = x
 
@@ -153,7 +153,7 @@ class _OnDevices:
         self._dtype = dtype
         self._x = {device: jnp.zeros(shape, dtype, device=device) for device in devices}
 
-    def put(self, part: Part, box: Box, x: np.ndarray) -> None:
+    def put(self, part: HeldBox, box: Box, x: np.ndarray) -> None:
         """Sets a box of a part."""
         for piece, at in _pieces(part, box, x.astype(self._dtype, copy=False)):
             for device, old in self._x.items():
@@ -164,7 +164,7 @@ class _OnDevices:
         return self._x
 
 
-def _pieces(part: Part, box: Box, x: np.ndarray) -> Iterator[tuple[np.ndarray, list[int]]]:
+def _pieces(part: HeldBox, box: Box, x: np.ndarray) -> Iterator[tuple[np.ndarray, list[int]]]:
     """The numbers of a box of a part as pieces that are boxes of what the device has too, and where these begin."""
     shape, places = part.shape, layout.sizes(part.place)
     if part.inner:

@@ -31,7 +31,7 @@ from pallas_kernels import chip
 from zaya_jax import trees
 from zaya_jax.checkpoint import audit, keep, layout, lock, reading, tiers, writing
 from zaya_jax.checkpoint import held as held_lib
-from zaya_jax.checkpoint.held import Holding, Plan
+from zaya_jax.checkpoint.held import Holding, Writers
 from zaya_jax.checkpoint.seal import Sums
 from zaya_jax.checkpoint.times import TIMES
 from zaya_jax.checkpoint.writing import OnHost
@@ -61,7 +61,7 @@ class Store:
         self._spare: dict[str, Any] | None = None
         self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
         self._verify_seconds, self._asked = 0.0, 0.0
-        self._plan: tuple[Holding, Plan] | None = None
+        self._plan: tuple[Holding, Writers] | None = None
 
     ####################################################################################################################
     # Saving
@@ -185,7 +185,7 @@ class Store:
             else "No checkpoint is complete yet"
         )
 
-    def _plan_of(self, held: Holding) -> Plan:
+    def _plan_of(self, held: Holding) -> Writers:
         if self._plan is None or self._plan[0] != held:
             self._plan = held, held.plan()
         return self._plan[1]
@@ -194,7 +194,7 @@ class Store:
         self,
         step: int,
         state: dict[str, Any] | OnHost,
-        plan: Plan,
+        plan: Writers,
         meta: dict[str, Any],
         begun: float,
         waited: float,

@@ -21,7 +21,7 @@ import numpy as np
 
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout, seal
-from zaya_jax.checkpoint.held import Part, Plan
+from zaya_jax.checkpoint.held import HeldBox, Writers
 from zaya_jax.checkpoint.layout import MARKER
 from zaya_jax.checkpoint.seal import RUN, TAIL, Seal, Sums, crc32c
 from zaya_jax.config import StorageError, UserError, files, first_line
@@ -70,7 +70,7 @@ class Times:
         return {name: round(value, 6) for name, value in self._seconds.items()}
 
 
-def write_parts(folder: Path, plan: Plan, parts: Sequence[Part], copies: Copies, times: Times) -> Sums:
+def write_parts(folder: Path, plan: Writers, parts: Sequence[HeldBox], copies: Copies, times: Times) -> Sums:
     """Writes one process's parts below a folder; what it does not hold on the host already it fetches one by one.
 
     Beyond the copies it needs the memory of what one device has of one array, of THREADS chunks, and of those that

@@ -42,7 +42,7 @@ class NotText(BadInput):
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class Stretch:
     """A stretch of one input file: bytes of JSONL, row groups of Parquet, or all of it."""
 
     path: str
@@ -89,11 +89,11 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
     return sorted(found)
 
 
-def split(paths: list[str], part_bytes: int, skip_bad: bool = False) -> list[list[Part]]:
+def split(paths: list[str], part_bytes: int, skip_bad: bool = False) -> list[list[Stretch]]:
     """Tasks of about `part_bytes` of input each: parts of large files, or several small files together."""
     root = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths])
     parts = [part for path in paths for part in _parts(path, root, part_bytes, skip_bad)]
-    tasks: list[list[Part]] = []
+    tasks: list[list[Stretch]] = []
     size = 0
     for part in parts:
         if not tasks or (size and size + part.cost > part_bytes):
@@ -104,7 +104,7 @@ def split(paths: list[str], part_bytes: int, skip_bad: bool = False) -> list[lis
     return tasks
 
 
-def samples(part: Part, text_field: str) -> Iterator[Sample | BadInput]:
+def samples(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
     """The samples of a part of an input file, each with its name, and what of it cannot be read.
 
     A text above PIECE bytes comes in pieces, to be taken before the next sample; they raise BadInput themselves.
@@ -124,10 +124,10 @@ def samples(part: Part, text_field: str) -> Iterator[Sample | BadInput]:
         yield BadInput(f"cannot read {part}: {_one_line(error)}")
 
 
-def _parts(path: str, root: str, part_bytes: int, skip_bad: bool) -> Iterator[Part]:
+def _parts(path: str, root: str, part_bytes: int, skip_bad: bool) -> Iterator[Stretch]:
     name = pathlib.Path(os.path.relpath(os.path.abspath(path), root)).as_posix()
     kind = _kind(path)
-    whole = Part(path, name, kind, 0, 0, 0)
+    whole = Stretch(path, name, kind, 0, 0, 0)
     try:
         size = os.path.getsize(path)
     except OSError as error:
@@ -146,13 +146,13 @@ def _parts(path: str, root: str, part_bytes: int, skip_bad: bool) -> Iterator[Pa
         each = max(1, groups * part_bytes // max(size, 1))
         for start in range(0, groups, each):
             stop = min(start + each, groups)
-            yield Part(path, name, kind, start, stop, size * (stop - start) // groups)
+            yield Stretch(path, name, kind, start, stop, size * (stop - start) // groups)
     elif kind == "jsonl" and not compressed:
         for start in range(0, max(size, 1), part_bytes):
             stop = min(start + part_bytes, size)
-            yield Part(path, name, kind, start, stop, stop - start)
+            yield Stretch(path, name, kind, start, stop, stop - start)
     else:
-        yield Part(path, name, kind, 0, size, size)
+        yield Stretch(path, name, kind, 0, size, size)
 
 
 def _kind(path: str) -> str:
@@ -213,7 +213,7 @@ class _Zstandard(io.RawIOBase):
         super().close()
 
 
-def _text(part: Part) -> Iterator[Sample | BadInput]:
+def _text(part: Stretch) -> Iterator[Sample | BadInput]:
     with _open(part.path) as file:
         pieces = _decoded(part, file)
         try:
@@ -224,7 +224,7 @@ def _text(part: Part) -> Iterator[Sample | BadInput]:
             yield part.name, itertools.chain([first, second], pieces) if second else first
 
 
-def _decoded(part: Part, file: BinaryIO) -> Iterator[str]:
+def _decoded(part: Stretch, file: BinaryIO) -> Iterator[str]:
     """A text file's content in pieces, one at least; BadInput where it cannot be read or is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, binary = 1, False
@@ -247,7 +247,7 @@ def _decoded(part: Part, file: BinaryIO) -> Iterator[str]:
         line += block.count(b"\n")
 
 
-def _jsonl(part: Part, text_field: str) -> Iterator[Sample | BadInput]:
+def _jsonl(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
     compressed = part.path.lower().endswith(COMPRESSION)
     with _open(part.path) as file:
         at = part.start
@@ -311,7 +311,7 @@ def _open_parquet(path: str) -> Any:
         raise BadInput(f"{shown(path)} is not a Parquet file: {_one_line(error)}") from None
 
 
-def _parquet(part: Part, text_field: str) -> Iterator[Sample | BadInput]:
+def _parquet(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
     import pyarrow
 
     try:
@@ -335,7 +335,7 @@ def _parquet(part: Part, text_field: str) -> Iterator[Sample | BadInput]:
 
 
 def _row_group(
-    part: Part, batches: Iterable[Any], group: int, text_field: str
+    part: Stretch, batches: Iterable[Any], group: int, text_field: str
 ) -> Iterator[Sample | BadInput]:
     rows = itertools.chain.from_iterable(map(_rows, batches))
     for row, record in enumerate(rows):

@@ -1,7 +1,7 @@
 """Which tokens a row holds: pure functions of the row's number, so that any process can ask for any row.
 
 A source is a tape of tokens. Its *layout* cuts the tape into numbered rows (`Tape`: every S tokens;
-`Plan`: whole documents, packed), its *order* says which of them comes when: each once an epoch, exactly, for any
+`Packed`: whole documents, packed), its *order* says which of them comes when: each once an epoch, exactly, for any
 number of rows, in closed form. No list of rows exists, and none is shuffled.
 
 An epoch's order has locality, since a read brings a whole bundle, of which a short row is a small part:
@@ -26,7 +26,7 @@ from typing import Protocol
 import numpy as np
 
 from zaya_jax.data import pack, shuffle
-from zaya_jax.data.pack import Part, Span
+from zaya_jax.data.pack import Piece, Span
 from zaya_jax.data.sources import Bundle
 
 VERSION = 2  # of the order: a run is not continued in another one
@@ -37,7 +37,7 @@ UNIT_ROWS = 64  # rows that are packed together: best-fit leaves part of one row
 SPANS = 4 << 20  # that stay planned, 16 bytes each
 
 
-class Store(Protocol):
+class TokenStore(Protocol):
     """A source's tokens: a tape of documents in shards, none of which crosses a shard's end."""
 
     name: str
@@ -67,7 +67,7 @@ class Store(Protocol):
         """The tokens of each document of a shard."""
         ...
 
-    def parts(self, spans: Sequence[Span]) -> list[list[Part]]:
+    def parts(self, spans: Sequence[Span]) -> list[list[Piece]]:
         """For each (start, stop) of the tape: the pieces of bundles that it is, one after another."""
         ...
 
@@ -89,7 +89,7 @@ class Memory:
             self._lengths = np.diff(np.append(np.flatnonzero(self.bundle.starts), len(self.bundle)))
         return self._lengths
 
-    def parts(self, spans: Sequence[Span]) -> list[list[Part]]:
+    def parts(self, spans: Sequence[Span]) -> list[list[Piece]]:
         """Each span, as a piece of the one bundle."""
         return [[(self.bundle, start, stop)] for start, stop in spans]
 
@@ -107,14 +107,14 @@ class Tape:
         return [(row * self.seq_len, min((row + 1) * self.seq_len, self.num_tokens))]
 
 
-class Plan:
+class Packed:
     """Rows are documents that `pack.plan` puts together, a unit of some consecutive documents at a time.
 
     A unit is the documents that begin in one of the even stretches of about 64 rows that a shard is divided into. All
     are planned at the start, to number their rows, at about a million documents per second.
     """
 
-    def __init__(self, store: Store, seq_len: int, packing: str) -> None:
+    def __init__(self, store: TokenStore, seq_len: int, packing: str) -> None:
         self._store, self._seq_len, self._packing = store, seq_len, packing
         self.unit_tokens = UNIT_ROWS * seq_len
         shards, firsts, counts = (array.array("q") for _ in range(3))

@@ -13,7 +13,7 @@ from zaya_jax.data.sources import Bundle
 
 Batch = dict[str, np.ndarray]
 Span = tuple[int, int]  # start, stop on a source's tape of documents
-Part = tuple[Bundle, int, int]  # start, stop within a bundle: a piece of a span
+Piece = tuple[Bundle, int, int]  # start, stop within a bundle: a piece of a span
 FIRST_FIT_OPEN = 1024  # first-fit gives up rows further back than this
 PACKINGS = ("concat", "first_fit", "best_fit")
 
@@ -79,7 +79,7 @@ class Rows:
         self.filled = np.zeros(num_rows, np.int64)
         self.holes: list[tuple[int, int, int]] = []  # (row, start, stop) of tokens that could not be read
 
-    def add(self, row: int, parts: list[Part]) -> None:
+    def add(self, row: int, parts: list[Piece]) -> None:
         """Append the parts of one span; a segment begins where they do, and after what could not be read."""
         begins = True
         for bundle, start, stop in parts:

@@ -37,21 +37,21 @@ OVER_PROCESSES: dict[str, Callable] = {
 CACHE_SHARE = 1 / 16
 _log = logging.getLogger(__name__)
 
-Store = order.Memory | storage.Prepared
+TokenStore = order.Memory | storage.Prepared
 
 
 class Source:
     """One source in an era: its store, how that is cut into rows, and the order in which they come."""
 
     def __init__(
-        self, store: Store, seq_len: int, packing: str, rows: tuple[int, int], key: int, rounds: int
+        self, store: TokenStore, seq_len: int, packing: str, rows: tuple[int, int], key: int, rounds: int
     ) -> None:
         self.store = store
         began = time.perf_counter()
         if packing == "concat":
-            self.layout: order.Tape | order.Plan = order.Tape(store.num_tokens, seq_len)
+            self.layout: order.Tape | order.Packed = order.Tape(store.num_tokens, seq_len)
         else:
-            self.layout = order.Plan(store, seq_len, packing)
+            self.layout = order.Packed(store, seq_len, packing)
         seconds = time.perf_counter() - began
         if seconds > 5:
             _log.info("planned %d rows of %s in %.0f s", self.layout.num_rows, store.name, seconds)
@@ -97,7 +97,7 @@ class Source:
             store.cache_bytes = max(store.cache_bytes, min(wanted, int(machine * CACHE_SHARE)))
 
 
-def fill(store: Store, rows: pack.Rows, row_ids, spans: list[list[Span]]) -> None:
+def fill(store: TokenStore, rows: pack.Rows, row_ids, spans: list[list[Span]]) -> None:
     """Read what the spans name and put it into these rows."""
     found = iter(store.parts([span for row in spans for span in row]))
     for row, pieces in zip(row_ids, spans, strict=True):
@@ -437,7 +437,7 @@ def eval_batches(
     data = config.data
     stores = [open_stores(config, path, tokenizer)[1] for path in plan_sources(config)[0]]
     stores = [store for store in stores if store.num_tokens]
-    chosen: list[tuple[Store, list[Span]]] = []
+    chosen: list[tuple[TokenStore, list[Span]]] = []
     for k, store in enumerate(stores):
         share = config.eval.windows * (k + 1) // len(stores) - config.eval.windows * k // len(stores)
         tape = order.Tape(store.num_tokens, data.seq_len)
@@ -513,7 +513,7 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 _text_stores: dict[tuple[str, str], tuple[order.Memory, order.Memory]] = {}
 
 
-def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Store, Store]:
+def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore]:
     """(training, held-out) stores of a path; a text corpus is tokenised once a program."""
     if path != "stdlib" and storage.is_prepared(path):
         shards = storage.Prepared(path, "train", config.data.on_corrupt)

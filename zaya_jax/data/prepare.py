@@ -28,7 +28,7 @@ import numpy as np
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.data import chat, inputs, pieces, sources, tokenizers, trim
 from zaya_jax.data import tokens as tokens_lib
-from zaya_jax.data.inputs import Part
+from zaya_jax.data.inputs import Stretch
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.data.tokens import Document, ShardWriter
 
@@ -97,7 +97,7 @@ def prepare(
 
 
 def run_task(
-    number: int, parts: list[Part], directory: str, options: Options, count: Callable[[int, int], None]
+    number: int, parts: list[Stretch], directory: str, options: Options, count: Callable[[int, int], None]
 ) -> None:
     """Tokenise one task's input into its shards and record it; `count(bytes, tokens)` is told of progress."""
     tokenizer = tokenizers.load(pathlib.Path(directory) / tokens_lib.TOKENIZER)
@@ -150,7 +150,7 @@ class _Task:
         self._sources: dict[str, list[int]] = {}
         self._left_out = LeftOut()
 
-    def add(self, part: Part) -> Iterator[int]:
+    def add(self, part: Stretch) -> Iterator[int]:
         """Write a part's samples; yields the tokens of each batch of them."""
         self._sources.setdefault(part.name, [0, 0])
         texts: list[tuple[str, str]] = []
@@ -190,7 +190,7 @@ class _Task:
         for entry in entries:
             (self._directory / entry["partial"]).rename(self._directory / entry["file"])
 
-    def _add_texts(self, part: Part, texts: list[tuple[str, str]]) -> int:
+    def _add_texts(self, part: Stretch, texts: list[tuple[str, str]]) -> int:
         tokenizer = self._tokenizer
         total = 0
         filled = [(name, text) for name, text in texts if text.strip()]
@@ -211,7 +211,7 @@ class _Task:
             total += self._write(part, name, Document(tokens))
         return total
 
-    def _add_long(self, part: Part, name: str, text: Iterable[str]) -> int:
+    def _add_long(self, part: Stretch, name: str, text: Iterable[str]) -> int:
         try:
             tokens = pieces.document(self._tokenizer, text)
         except inputs.BadInput as error:  # found while it was read
@@ -222,7 +222,7 @@ class _Task:
             return 0
         return self._write(part, name, Document(tokens))
 
-    def _add_chat(self, part: Part, name: str, messages: list[chat.Message]) -> int:
+    def _add_chat(self, part: Stretch, name: str, messages: list[chat.Message]) -> int:
         try:
             document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
         except tokenizers.CannotEncode as error:
@@ -239,7 +239,7 @@ class _Task:
         else:
             self._left_out.add("bad", str(found))
 
-    def _write(self, part: Part, name: str, document: Document) -> int:
+    def _write(self, part: Stretch, name: str, document: Document) -> int:
         split = "held_out" if sources.held_out(name, self._options.held_out) else "train"
         if split not in self._writers:
             kind = tokens_lib.SPLITS.index(split)
@@ -383,7 +383,7 @@ def _recover(directory: pathlib.Path, num_tasks: int) -> None:
             partial.unlink()
 
 
-def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[list[Part]]) -> Tokenizer:
+def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[list[Stretch]]) -> Tokenizer:
     final = directory / tokens_lib.TOKENIZER
     if not final.exists():
         if options.train_bpe:
@@ -396,7 +396,7 @@ def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[list[Part]
     return tokenizers.load(final)
 
 
-def _bpe_texts(options: Options, tasks: list[list[Part]]) -> Iterator[str]:
+def _bpe_texts(options: Options, tasks: list[list[Stretch]]) -> Iterator[str]:
     """A share of the input, chosen by names; of a long text, piece by piece."""
     total = sum(part.cost for task in tasks for part in task)
     share = min(1.0, BPE_BYTES / max(total, 1))
@@ -453,14 +453,14 @@ def _count(done: int, tokens: int) -> None:
             _shared[name].value += value
 
 
-def _work(number: int, parts: list[Part], directory: str, options: Options) -> None:
+def _work(number: int, parts: list[Stretch], directory: str, options: Options) -> None:
     run_task(number, parts, directory, options, _count)
 
 
 def _run(
     options: Options,
     directory: pathlib.Path,
-    tasks: list[list[Part]],
+    tasks: list[list[Stretch]],
     processes: int,
     progress: Callable[[int, int, int], None],
 ) -> None:

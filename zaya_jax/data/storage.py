@@ -27,7 +27,7 @@ import numpy as np
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.data import tokens as tokens_lib
-from zaya_jax.data.pack import Part, Span
+from zaya_jax.data.pack import Piece, Span
 from zaya_jax.data.sources import Bundle
 from zaya_jax.data.tokens import CorruptRecord, Place
 
@@ -197,7 +197,7 @@ class Prepared:
                 self._lengths.popitem(last=False)
         return found
 
-    def parts(self, spans: Sequence[Span]) -> list[list[Part]]:
+    def parts(self, spans: Sequence[Span]) -> list[list[Piece]]:
         """For each (start, stop) of the tape: the pieces of bundles that it is, one after another."""
         wanted = [list(self._bundles_of(*span)) for span in spans]
         bundles = self._read([key for pieces in wanted for key, _, _ in pieces])

@@ -23,7 +23,7 @@ import numpy as np
 from zaya_jax import config as config_lib
 from zaya_jax import schedule, trees
 from zaya_jax.checkpoint import layout, remote, rewrite, tiers, writing
-from zaya_jax.checkpoint.held import Holding, Part
+from zaya_jax.checkpoint.held import HeldBox, Holding
 from zaya_jax.config import Config, Model, StorageError, UserError
 from zaya_jax.data import pipeline
 from zaya_jax.data.tokenizers import Tokenizer
@@ -138,7 +138,7 @@ class Parent:
                 if name not in theirs or theirs[name].shape != tuple(x.shape):
                     has = f"of {theirs[name].shape}" if name in theirs else "not"
                     raise StorageError(f"it has {name} {has}, the state needs {tuple(x.shape)}")
-            parts: dict[str, list[Part]] = defaultdict(list)
+            parts: dict[str, list[HeldBox]] = defaultdict(list)
             for part in held.parts:
                 parts[part.leaf].append(part)
             found = [_filled(self._source, theirs, x, parts[name]) for name, x in trees.flat(like).items()]
@@ -264,7 +264,7 @@ def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def _filled(
-    source: rewrite.Source, theirs: dict[str, layout.Array], like: jax.ShapeDtypeStruct, parts: list[Part]
+    source: rewrite.Source, theirs: dict[str, layout.Array], like: jax.ShapeDtypeStruct, parts: list[HeldBox]
 ) -> jax.Array:
     """One array of the run from a checkpoint's; what several devices of a process hold is read once."""
     read: dict[tuple, np.ndarray] = {}

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import chip
 from zaya_jax import trees
 from zaya_jax.checkpoint import held, layout, writing
-from zaya_jax.checkpoint.held import Holding, Part
+from zaya_jax.checkpoint.held import HeldBox, Holding
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config
@@ -261,13 +261,13 @@ def _held(optimizer: Optimizer, mesh: Mesh, like: Any, heads: int) -> Holding:
         for h in optimizer.layout.held(bucket):
             name = f"optimizer.{kind}.{h.weight.replace('/', '.')}"
             arrays[name] = jax.ShapeDtypeStruct(shapes[h.weight], x.dtype)
-            parts.append(Part(name, h.box, leaf, devices[h.device], h.place))
+            parts.append(HeldBox(name, h.box, leaf, devices[h.device], h.place))
     return Holding(
         arrays, leaves, [p for part in parts for p in _paired(part, arrays[part.name].shape, heads)]
     )
 
 
-def _paired(part: Part, shape: tuple[int, ...], heads: int) -> list[Part]:
+def _paired(part: HeldBox, shape: tuple[int, ...], heads: int) -> list[HeldBox]:
     """A part of gate and up columns by what is in it: a run with split widths holds them in pairs (`rules.arrange`)."""
     if heads == 1 or part.name.split(".")[-1] != "gate_up":
         return [part]
