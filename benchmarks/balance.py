@@ -33,6 +33,7 @@ from experiments.configs import tiny
 from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.config import Config, Model, Precision
+from zaya_jax.hardware import host
 from zaya_jax.model.router import Router
 
 SHIFT = (200, 150)  # steps of prose, steps of code
@@ -237,7 +238,7 @@ def main() -> int:
         return cli.DONE
     if options.out is None:
         raise config_lib.UserError(f"{options.command} needs --out, the directory of corpora and runs")
-    cli.keep_memory()
+    host.keep_memory()
     {"corpora": corpora, "train": train, "draw": draw}[options.command](options.out)
     return cli.DONE
 

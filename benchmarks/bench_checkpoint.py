@@ -33,10 +33,11 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax import cli, config, trees
+from zaya_jax import config, trees
 from zaya_jax.checkpoint import layout, store, writing
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint
+from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train import snapshot
@@ -354,11 +355,11 @@ def main() -> int:
     )
     args = parser.parse_args()
     if args.what == "stall":
-        cli.keep_memory()
+        host.keep_memory()
         stall(args)
         return 0
     if args.what == "model" and "BENCH_WORKER" in os.environ:
-        cli.keep_memory()
+        host.keep_memory()
         found = {"model_save": model_save, "model_load": model_load}[os.environ["BENCH_WORKER"]](args)
         print(json.dumps(found))
         return 0

@@ -43,9 +43,10 @@ for line in sys.stdin:
 
 def serve() -> None:
     """Our side: reads "dtype steps" lines, answers seconds per step and the loss."""
-    from zaya_jax import cli, config
+    from zaya_jax import config
+    from zaya_jax.hardware import host
 
-    cli.keep_memory()
+    host.keep_memory()
     import jax
     import numpy as np
 

@@ -26,6 +26,7 @@ from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.config import UserError
 from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.hardware import host
 from zaya_jax.hardware.chips import model_flops
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, muon
@@ -159,9 +160,9 @@ def main() -> int:
     parser.add_argument("command", choices=("train", "draw", "time"))
     parser.add_argument("--out", type=pathlib.Path, help="the directory of the runs")
     options = parser.parse_args()
-    cli.keep_memory()
+    host.keep_memory()
     if options.command == "time":
-        cli.keep_compiled()
+        host.keep_compiled()
         time_both()
         return cli.DONE
     if options.out is None:

@@ -22,6 +22,7 @@ from experiments.configs import tiny
 from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.config import Config, Data
+from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain
 from zaya_jax.parallel.mesh import make_mesh
@@ -140,8 +141,8 @@ def main() -> int:
     parser = cli.Parser(description=__doc__)
     parser.add_argument("command", choices=("memory", "time"))
     options = parser.parse_args()
-    cli.keep_memory()
-    cli.keep_compiled()
+    host.keep_memory()
+    host.keep_compiled()
     {"memory": memory, "time": timed}[options.command]()
     return cli.DONE
 

@@ -19,6 +19,7 @@ from zaya_jax import cli, schedule
 from zaya_jax.checkpoint import store
 from zaya_jax.config import UserError, shown
 from zaya_jax.data import tokenizers
+from zaya_jax.hardware import host
 from zaya_jax.model import decode
 from zaya_jax.pytorch import exchange
 from zaya_jax.train.workdir import read_config
@@ -74,7 +75,7 @@ def main() -> int:
     ####################################################################################################################
     # The continuation, written piece by piece; a piece may end within a character
     ####################################################################################################################
-    cli.keep_compiled()
+    host.keep_compiled()
     params, balance = exchange.read_weights(args.workdir, step, model)
     print(prompt, end="", flush=True)
     text = Text(tokenizer)

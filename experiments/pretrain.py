@@ -31,6 +31,7 @@ from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, token_ids, tokenizers
 from zaya_jax.data.prefetch import DevicePrefetch
+from zaya_jax.hardware import host
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.model import zaya
 from zaya_jax.parallel.mesh import make_mesh, rows_of_process
@@ -74,7 +75,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     ####################################################################################################################
     # Everything that can be wrong is checked before anything is compiled or written
     ####################################################################################################################
-    cli.keep_compiled()
+    host.keep_compiled()
     place = folder_of(config, workdir)
     config = fork.settle(config, multihost.from_first("fork", functools.partial(fork.find, config, place)))
     plan, devices = schedule.make_plan(config), jax.devices()

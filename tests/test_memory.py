@@ -14,9 +14,9 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 # A program with 128 MiB of temporaries, asked for again before its last result is looked at, as a training loop does.
 PROGRAM = """
 import json, resource, sys
-from zaya_jax import cli
+from zaya_jax.hardware import host
 if sys.argv[1] == "kept":
-    cli.keep_memory()
+    host.keep_memory()
 import jax, jax.numpy as jnp
 
 @jax.jit

@@ -2,21 +2,16 @@
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import inspect
-import mmap
 import os
-import platform
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, cast
 
-import jax
 from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
@@ -24,6 +19,7 @@ from zaya_jax import config as config_lib
 from zaya_jax.cluster import leaving
 from zaya_jax.config import StorageError, UserError, fields, files, page
 from zaya_jax.hardware import flags as xla_flags
+from zaya_jax.hardware import host
 
 DONE, BAD_INPUT, UNHEALTHY, STORAGE, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 75, 130
 
@@ -91,7 +87,7 @@ def run(main: Callable[[], int], argv: Sequence[str] | None = None) -> int:
     argv = list(sys.argv if argv is None else argv)
     if any(arg in HELP for arg in argv[1:]):
         return exit_code(lambda: print(help_text(main)) or DONE)
-    keep_memory()
+    host.keep_memory()
 
     def parse_and_run() -> int:
         _parse(argv)
@@ -342,52 +338,3 @@ def _is_json(file: str) -> bool:
         return isinstance(files.read_json(file), dict)
     except (OSError, ValueError):
         return False
-
-
-def keep_memory() -> None:
-    """On a CPU, has the C library keep what it frees, in huge pages, where it is glibc's; and runs one step at a time.
-
-    XLA's CPU backend allocates its temporaries anew each step; handed back and taken again they cost a page fault every
-    4 KiB, 148,000 a step of a 15M-parameter model and a fifth of its time. In pages of 2 MiB the processor also finds
-    them faster. With a step begun before the last one ended, two steps' temporaries lie side by side, the next fit in
-    neither's place, and the process grows by a step's memory at a time.
-    """
-    # Asking JAX for its backend would start the threads whose arenas must not be made: look for a GPU's plugin.
-    accelerated = any(entry_points(group="jax_plugins"))
-    if accelerated or platform.libc_ver()[0] != "glibc":
-        return
-    trim_threshold, mmap_max, arena_max = -1, -4, -8  # mallopt's numbers, from malloc.h
-    libc = ctypes.CDLL(None)
-    libc.mallopt(mmap_max, 0)
-    libc.mallopt(trim_threshold, -1)  # never
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
-    # One device's temporaries are now the main thread's, whose arena is the heap. Virtual devices have threads of their
-    # own, whose arenas are too small.
-    if "host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        libc.mallopt(arena_max, 1)
-    _ask_for_huge_pages(libc, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
-
-
-def _ask_for_huge_pages(libc: ctypes.CDLL, size: int) -> None:
-    """For the next `size` bytes of the heap: addresses, which take no memory until something is written there.
-
-    Where the system counts addresses as memory, or limits them, pages stay small.
-    """
-    never_overcommit = "2"
-    if Path("/proc/sys/vm/overcommit_memory").read_text().strip() == never_overcommit:
-        return
-    libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.free.argtypes = [ctypes.c_void_p]
-    region = libc.malloc(size)
-    if region:
-        start = -(-region // mmap.PAGESIZE) * mmap.PAGESIZE
-        libc.madvise(start, region + size - start, mmap.MADV_HUGEPAGE)
-        libc.free(region)
-
-
-def keep_compiled() -> None:
-    """Compiled programs outlive the process (JAX_COMPILATION_CACHE_DIR, by default below the user's cache folder)."""
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zaya_jax"
-        jax.config.update("jax_compilation_cache_dir", str(cache))

@@ -22,6 +22,7 @@ from absl import flags
 from absl.testing import flagsaver
 
 from zaya_jax import cli
+from zaya_jax.hardware import host
 
 ROOT = Path(__file__).resolve().parents[2]
 WITH_FLAGS = ("pretrain", "prepare_data", "characterize")
@@ -121,7 +122,7 @@ def _call(program: str, run: Any, options: list[str], sandbox: Path) -> Ended:
 
 def _run(program: str, module: Any, options: list[str]) -> int:
     argv = [program, *options]
-    with mock.patch.object(sys, "argv", argv), mock.patch.object(cli, "keep_memory"):
+    with mock.patch.object(sys, "argv", argv), mock.patch.object(host, "keep_memory"):
         if program not in WITH_FLAGS:
             return cli.exit_code(module.main)
         if program == "characterize" and argv[1:] and not argv[1].startswith("-"):
