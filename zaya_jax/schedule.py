@@ -34,7 +34,7 @@ class Segment:
 
     phase: Phase  # with every 0 filled in
     phase_index: int
-    sequences: int  # a step, over all devices
+    sequences: int  # per step, over all devices
     micro_batches: int
     first_step: int  # 1 is the run's first
     num_steps: int

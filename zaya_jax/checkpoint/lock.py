@@ -85,9 +85,8 @@ def keep(workdir: Path) -> None:
 
 
 def _opened(path: Path) -> BinaryIO:
-    path.parent.mkdir(
-        parents=True, exist_ok=True
-    )  # a run that was refused may have taken its new folder away
+    # A run that was refused may have taken its new folder away.
+    path.parent.mkdir(parents=True, exist_ok=True)
     return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "rb+", buffering=0)
 
 

@@ -293,9 +293,8 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[S
         writing.commit(folder, root / str(step), Seal(sums, step, run))
 
     try:
-        _require_same_run(
-            workdir, source, f"--to={target}"
-        )  # what was there before it had the lock does not count
+        # What was there before it had the lock does not count.
+        _require_same_run(workdir, source, f"--to={target}")
         try:
             shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left
             folder.mkdir(parents=True)

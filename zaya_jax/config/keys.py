@@ -127,7 +127,7 @@ class Optim:
     adamw_lr_factor: float = ranged(
         1.0, 0, 1e6, "AdamW's learning rate over Muon's; for muon_scale=\"spectral\", say, 0.1"
     )
-    weight_decay: float = ranged(0.1, 0, 1000, "times the learning rate, off each matrix a step")
+    weight_decay: float = ranged(0.1, 0, 1000, "times the learning rate, off each matrix per step")
     clip_norm: float = ranged(1.0, 0, 1e30, "greatest norm of the gradient over all weights; 0: no clipping")
     z_loss: float = ranged(0.0, 0, 1000, "weight of the mean log² Z in the loss")
     momentum: float = ranged(0.95, 0, BELOW_ONE, "Muon's")

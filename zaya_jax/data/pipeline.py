@@ -114,9 +114,8 @@ class Era:
     seq_len: int
     packing: str
     mixture: mix.Mixture
-    orders: dict[str, tuple[int, int]] = dataclasses.field(
-        default_factory=dict
-    )  # that a fork takes over, by source
+    # What a fork takes over, by source.
+    orders: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
 
 
 class Batches:

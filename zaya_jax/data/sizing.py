@@ -66,7 +66,7 @@ class Need:
 
     @property
     def pages(self) -> float:
-        """N: page reads a step."""
+        """N: page reads per step."""
         return self.sigma * self.global_batch * self.seq_len * self.token_bytes / PAGE_BYTES
 
     @property

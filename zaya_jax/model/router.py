@@ -18,9 +18,8 @@ class Router(nnx.Module):
     def __init__(self, rngs, model: Model, precision: Precision):
         d, r, std = model.hidden_size, model.router_hidden_size, model.initializer_range
         self.down = Linear(rngs, d, r, ("embed", "router"), std, bias=True)
-        self.eda = weight(
-            rngs, (r,), ("router",), "ones"
-        )  # layer 0's meets a zero stream and is not exported
+        # Layer 0's meets a zero stream and is not exported.
+        self.eda = weight(rngs, (r,), ("router",), "ones")
         self.norm = RMSNorm(rngs, r, "router", model.rms_norm_eps)
         self.fc1 = Linear(rngs, r, r, ("router", None), std, bias=True)
         self.fc2 = Linear(rngs, r, r, ("router", None), std, bias=True)

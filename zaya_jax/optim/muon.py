@@ -5,12 +5,16 @@ number format of the iteration, so that they can travel between devices in it); 
 The last two dims of a leaf are the matrix [in, out]; all dims before them are a stack of matrices, never
 folded into one. `zaya_jax.optim.chain` puts the parts together with AdamW.
 
-    momentum   buf <- lerp(buf, g, 1 - mu);   with Nesterov u = lerp(g, buf, mu), else u = buf direction  X =
-    u / max(|u|_F, eps);   then for each (a, b, c): G = X X^T,  X <- a X + (b G + c G G) X scale
-    match_rms_adamw 0.2 sqrt(max(in, out)): an orthogonal [in, out] has root mean square 1/sqrt(max(in, out)),
-               and 0.2 is about that of an AdamW update, so that one learning rate and one decay serve both
-               spectral        sqrt(max(1, out / in)): a unit step in the norm from root mean square to root
-               mean square
+    momentum    buf <- lerp(buf, g, 1 - mu)
+                u = lerp(g, buf, mu) with Nesterov, otherwise u = buf
+    direction   X = u / max(|u|_F, eps)
+                for each (a, b, c):  G = X X^T,  X <- a X + (b G + c G G) X
+    scale       match_rms_adamw   0.2 sqrt(max(in, out))
+                spectral          sqrt(max(1, out / in))
+
+An orthogonal [in, out] has root mean square 1 / sqrt(max(in, out)), and 0.2 is about that of an AdamW update: with
+`match_rms_adamw` one learning rate and one decay serve both. `spectral` is a unit step in the norm from root mean
+square to root mean square.
 """
 
 import functools

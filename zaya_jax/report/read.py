@@ -172,9 +172,8 @@ class Workdir:
     vectors: dict[str, Vectors] = dataclasses.field(default_factory=dict)
     config: dict = dataclasses.field(default_factory=dict)
     environment: dict = dataclasses.field(default_factory=dict)
-    lineage: list = dataclasses.field(
-        default_factory=list
-    )  # of a fork: what it comes from, the nearest first
+    # Of a fork: what it comes from, the nearest first.
+    lineage: list = dataclasses.field(default_factory=list)
     sample: str = ""
     prompt: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)

@@ -154,11 +154,8 @@ def keep_until(path: Path, step: int) -> int:
 
 def _lines_backwards(file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
     """(where it ends, the line) of all lines that a newline ends, the last one first; b"" for one that is too long."""
-    end, rest, too_long = (
-        0,
-        b"",
-        False,
-    )  # of the line whose begin is not read yet; end 0: nothing has ended it
+    # Of the line whose begin is not read yet; end 0: nothing has ended it.
+    end, rest, too_long = 0, b"", False
     while size:
         begin = max(size - BLOCK, 0)
         file.seek(begin)
@@ -223,7 +220,7 @@ class Console:
 
 
 def describe(step: int, last: int, figures: dict[str, Any], eta: float) -> str:
-    """step | loss | lr | time a step | tokens per second | load | eta, on one line."""
+    """step | loss | lr | time per step | tokens per second | load | eta, on one line."""
     parts = [
         f"step {step:>{len(str(last))}}/{last}",
         f"loss {float(figures['loss']):.4f}",

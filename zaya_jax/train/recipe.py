@@ -67,7 +67,8 @@ def check(config: Config, plan: Plan, reached: int = 0, devices: list | None = N
             schedule.key(config, index, name): getattr(phase, name) for name in ("seq_len", "eval_seq_len")
         }
         rules.check(here, spread, lengths=lengths, rows=math.gcd(*sizes), where=where)
-        rules.check_batch(  # without a number of devices, over those that the mesh has in any case
+        # Without a number of devices, over those that the mesh has in any case.
+        rules.check_batch(
             here, spread, sizes, _micro_batch(phase), lengths=lengths, where=where,
             name=schedule.key(config, index, "micro_batch"),
         )  # fmt: skip

@@ -48,9 +48,8 @@ class Copies:
     program: Any  # jitted: (arrays, a spare copy) to a copy
     empty: Any  # jitted: a first spare copy
     say: Callable[[str], None] = lambda message: None
-    where: list[bool] = dataclasses.field(
-        default_factory=list
-    )  # whether on the devices; decided at the first copy
+    # Whether on the devices; decided at the first copy.
+    where: list[bool] = dataclasses.field(default_factory=list)
 
     def take(self, state: Any, spare: Any = None) -> Any:
         """A copy, made where there is room for it; all processes together, after a step."""
