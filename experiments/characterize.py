@@ -1,19 +1,18 @@
 """What a machine can do, measured, and what follows from it for a run.
 
-    python -m experiments.characterize storage --data=DIR --out=DIR [--iops-budget=70000]
+    python -m experiments.characterize storage --data=DIR --out=DIR [--iops_budget=70000]
 
 `storage` reads a prepared directory as training would, with a cold and with a warm page cache, and says what
 the storage behind a run must give: by default for ZAYA1's batch of 4096 sequences of 4096 tokens every 2.5
 seconds.
 """
 
+import argparse
 import dataclasses
 import json
 import math
 import pathlib
 import sys
-
-from absl import flags
 
 from zaya_jax import cli
 from zaya_jax import config as config_lib
@@ -22,50 +21,61 @@ from zaya_jax.config import UserError, fields
 from zaya_jax.data import sizing, storage
 from zaya_jax.data.tokens import PAGE_BYTES
 
-FLAGS = flags.FLAGS
-flags.DEFINE_string("data", None, "storage: prepared directory to read")
-flags.DEFINE_string("out", None, "directory for the table, the picture and the figures")
-flags.DEFINE_float(
-    "iops-budget", 0.0, "storage: page reads a second that the cluster's storage gives; 0: as measured", 0.0
-)
-flags.DEFINE_float("seconds", 5.0, "storage: longest time for each measurement", 0.1)
-flags.DEFINE_integer(
-    "rows", 16, "storage: rows of a batch while measuring, a process's share of the global batch", 1, 2**24
-)
-flags.DEFINE_integer("seq_len", 4096, "context of the run that is sized", 1, 2**27)
-flags.DEFINE_integer("global_batch", 4096, "sequences a step of the run that is sized", 1, 2**24)
-flags.DEFINE_float("step_seconds", 2.5, "step time of the run that is sized", 1e-6)
-
 COLORS = {"cold": "#3b6fb6", "warm": "#d08b2c"}
 
 
-def storage_main() -> int:
-    """Measure, then write storage.md, storage.svg and storage.json into --out."""
-    if not FLAGS.data or not FLAGS.out:
-        raise UserError("give --data=DIR (a prepared directory) and --out=DIR")
+def main() -> int:
+    """Runs the measurement that the first argument names."""
+    parser = cli.Parser(prog="python -m experiments.characterize", description=__doc__)
+    what = parser.add_subparsers(required=True, metavar="storage")
+    storage_parser = what.add_parser(
+        "storage", help="what a run's data ask of a storage, and what this one gives"
+    )
+    add = storage_parser.add_argument
+    # fmt: off
+    add("--data", required=True, metavar="DIR", help="prepared directory to read")
+    add("--out", required=True, metavar="DIR", help="directory for the table, the picture and the figures")
+    add(
+        "--iops_budget", type=cli.number(float, 0), default=0.0, metavar="X",
+        help="page reads per second that the cluster's storage gives; 0, the default: as measured",
+    )
+    add("--seconds", type=cli.number(float, 0.1), default=5.0, metavar="X", help="longest time per measurement; 5")
+    add(
+        "--rows", type=cli.number(int, 1, 2**24), default=16, metavar="N",
+        help="rows of a batch while measuring, a process's share of the global batch; 16",
+    )
+    add("--seq_len", type=cli.number(int, 1, 2**27), default=4096, metavar="N", help="context of the run; 4096")
+    add(
+        "--global_batch", type=cli.number(int, 1, 2**24), default=4096, metavar="N",
+        help="sequences per step of the run; 4096",
+    )
+    add("--step_seconds", type=cli.number(float, 1e-6), default=2.5, metavar="X", help="step time of the run; 2.5")
+    # fmt: on
+    return measure_storage(parser.parse_args())
+
+
+def measure_storage(args: argparse.Namespace) -> int:
+    """Measures, then writes storage.md, storage.svg and storage.json into --out."""
     for name in ("data", "out"):
-        fields.check_path(f"--{name}", str(FLAGS[name].value))
-    if not storage.is_prepared(FLAGS.data) or not storage.is_local(FLAGS.data):
+        fields.check_path(f"--{name}", getattr(args, name))
+    if not storage.is_prepared(args.data) or not storage.is_local(args.data):
         raise UserError(
-            f"--data={FLAGS.data} is not a local prepared directory; make one with experiments.prepare_data"
+            f"--data={args.data} is not a local prepared directory; make one with experiments.prepare_data"
         )
-    for name in ("iops-budget", "seconds", "step_seconds"):
-        if not math.isfinite(FLAGS[name].value or 0.0):
-            raise UserError(f"--{name}={FLAGS[name].value} must be a finite number")
-    out = pathlib.Path(FLAGS.out)
+    out = pathlib.Path(args.out)
     writing.require_writable(out, f"--out={out}")
-    manifest = storage.load_manifest(FLAGS.data)
+    manifest = storage.load_manifest(args.data)
     raw = config_lib.default()
-    raw.data.seq_len, raw.data.global_batch = FLAGS.seq_len, FLAGS.rows
-    raw.model.max_position_embeddings = max(raw.model.max_position_embeddings, FLAGS.seq_len)
+    raw.data.seq_len, raw.data.global_batch = args.seq_len, args.rows
+    raw.model.max_position_embeddings = max(raw.model.max_position_embeddings, args.seq_len)
     config = config_lib.check(raw)
-    readings = [sizing.measure(config, FLAGS.data, FLAGS.seconds, cold) for cold in (True, False)]
+    readings = [sizing.measure(config, args.data, args.seconds, cold) for cold in (True, False)]
 
     # A small directory's bundles come round again while they are still in memory, which a large one's never do.
     sigma = max(readings[0].sigma, manifest["storage_factor"])
-    need = sizing.Need(sigma, FLAGS.global_batch, FLAGS.seq_len, manifest["token_bytes"], FLAGS.step_seconds)
-    budget = FLAGS["iops-budget"].value or readings[0].pages_per_second
-    whose = "given" if FLAGS["iops-budget"].value else "measured here, cold, one reader"
+    need = sizing.Need(sigma, args.global_batch, args.seq_len, manifest["token_bytes"], args.step_seconds)
+    budget = args.iops_budget or readings[0].pages_per_second
+    whose = "given" if args.iops_budget else "measured here, cold, one reader"
     text = table(readings, manifest) + "\n" + verdict(need, budget, whose)
     made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
@@ -176,20 +186,5 @@ def _log_share(value: float, low: float, high: float) -> float:
     return math.log(value / low) / math.log(high / low)
 
 
-MEASUREMENTS = {"storage": storage_main}
-
-
-def main() -> int:
-    """Run the measurement that the first argument named."""
-    if not _chosen or _chosen[0] not in MEASUREMENTS:
-        given = f", not {_chosen[0]!r}" if _chosen else ""
-        raise UserError(f"say what to measure first: {', '.join(MEASUREMENTS)}{given} (--help says more)")
-    return MEASUREMENTS[_chosen[0]]()
-
-
-_chosen: list[str] = []
-
 if __name__ == "__main__":
-    if sys.argv[1:] and not sys.argv[1].startswith("-"):
-        _chosen.append(sys.argv.pop(1))
-    sys.exit(cli.run(main))
+    sys.exit(cli.exit_code(main))

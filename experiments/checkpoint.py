@@ -2,10 +2,10 @@
 
     python -m experiments.checkpoint inspect --workdir=DIR [--step=N] [--html]
     python -m experiments.checkpoint verify --workdir=DIR|URL [--step=N]
-    python -m experiments.checkpoint reshard --from=DIR|URL --to=DIR|URL [--step=N] [--chunk-mb=32]
+    python -m experiments.checkpoint reshard --from=DIR|URL --to=DIR|URL [--step=N] [--chunk_mb=32]
     python -m experiments.checkpoint export_params --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16]
     python -m experiments.checkpoint from_hf --model=DIR --workdir=DIR
-    python -m experiments.checkpoint to_hf --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16] [--shard-gb=5]
+    python -m experiments.checkpoint to_hf --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16] [--shard_gb=5]
 
 The model of from_hf and to_hf is a directory of transformers' `zaya`: config.json and safetensors. An imported workdir
 has its weights as step 0: `experiments.generate` runs it, `experiments.pretrain` trains it further. URL is a place that
@@ -83,7 +83,7 @@ def _parser() -> cli.Parser:
     )
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
     add.add_argument(
-        "--chunk-mb", type=float, default=layout.CHUNK_BYTES / 2**20, metavar="MB",
+        "--chunk_mb", type=float, default=layout.CHUNK_BYTES / 2**20, metavar="MB",
         help="greatest size of a file in MiB; memory holds two of them",
     )  # fmt: skip
     add = command("export_params", export_params, "write the parameters alone, for Orbax to load anywhere")
@@ -102,7 +102,7 @@ def _parser() -> cli.Parser:
         "--dtype", choices=list(exchange.DTYPES), help="by default as imported, otherwise float32"
     )
     add.add_argument(
-        "--shard-gb", type=float, default=exchange.SHARD_GB, metavar="GB", help="greatest size of a file"
+        "--shard_gb", type=float, default=exchange.SHARD_GB, metavar="GB", help="greatest size of a file"
     )
     return parser
 

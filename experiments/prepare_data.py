@@ -10,75 +10,91 @@ text and JSONL also as .gz or .zst. Killed at any moment and started again with 
 docs/data.md.
 """
 
-import itertools
+import argparse
 import os
 import sys
 import time
 
-from absl import flags
 from tqdm import tqdm
 
 from zaya_jax.config import UserError, fields
 from zaya_jax.data import inputs, prepare, storage, trim
 
-FLAGS = flags.FLAGS
-flags.DEFINE_multi_string("input", [], "files, directories or globs, or stdlib; may be given several times")
-flags.DEFINE_string(
-    "tokenizer", "bytes", "bytes, a tokenizer.json, a SentencePiece .model, or a saved directory"
-)
-# Bounds above keep out what is a slip: the BPE trainer ends the process where its table, 66 bytes an id, has no memory.
-flags.DEFINE_integer(
-    "train_bpe", 0, "train a byte-level BPE of this many ids on the input and use it", 0, 2**22
-)
-flags.DEFINE_string("out", None, "directory to write")
-flags.DEFINE_string("text_field", "text", "field or column of JSONL and Parquet that holds the text")
-flags.DEFINE_integer(
-    "context", 0, "trim chat samples to this many tokens, answers preserved; 0: never", 0, 2**27
-)
-flags.DEFINE_float(
-    "held_out", 0.02, "share of documents kept for evaluation, by the hash of their names", 0.0, 0.5
-)
-flags.DEFINE_bool("skip_bad", False, "count unreadable files and records instead of stopping at the first")
-flags.DEFINE_integer("processes", None, "worker processes; by default one a core", 1, 1024)
-flags.DEFINE_integer("part_mib", 256, "input a task, and so about the size of a shard", 1, 2**20)
-flags.DEFINE_string("verify", None, "check this prepared directory against its manifest and do nothing else")
+OF_OUT = object()  # what a bare --verify stands for
 
 
 def main() -> int:
     """Prepare or verify; the exit code."""
+    args = parse()
     for name in ("input", "tokenizer", "out", "verify"):
-        given = FLAGS[name].value or ()
+        given = getattr(args, name) or ()
         for value in [given] if isinstance(given, str) else given:
             fields.check_path(f"--{name}", value)
-    return verify(FLAGS.verify) if FLAGS.verify else make()
+    return verify(args.verify) if args.verify else make(args)
 
 
-def spell_out(argv: list[str]) -> list[str]:
-    """The arguments with a bare --verify given the directory of --out."""
-    bare = [i for i, arg in enumerate(argv) if arg == "--verify" and argv[i + 1 : i + 2] in ([], [""])]
-    bare += [i for i, arg in enumerate(argv[:-1]) if arg == "--verify" and argv[i + 1].startswith("-")]
-    out = [arg.removeprefix("--out=") for arg in argv if arg.startswith("--out=")]
-    out += [after for arg, after in itertools.pairwise(argv) if arg == "--out"]
-    return [f"--verify={out[0]}" if i in bare and out else arg for i, arg in enumerate(argv)]
+def parse() -> argparse.Namespace:
+    """The command line."""
+    from zaya_jax import cli  # not above: worker processes import this file, and need no JAX
+
+    parser = cli.Parser(prog="python -m experiments.prepare_data", description=__doc__)
+    add = parser.add_argument
+    # fmt: off
+    add(
+        "--input", action="append", default=[], metavar="GLOB",
+        help="files, directories or globs, or stdlib; may be given several times",
+    )
+    add("--tokenizer", help="bytes (the default), a tokenizer.json, a SentencePiece .model, or a saved directory")
+    # Bounds above keep out what is a slip: the BPE trainer ends the process where its table, 66 bytes an id, has no
+    # memory.
+    add(
+        "--train_bpe", type=cli.number(int, 0, 2**22), default=0, metavar="N",
+        help="train a byte-level BPE of this many ids on the input and use it",
+    )
+    add("--out", metavar="DIR", help="directory to write")
+    add("--text_field", default="text", metavar="NAME", help="field or column of JSONL and Parquet with the text; text")
+    add(
+        "--context", type=cli.number(int, 0, 2**27), default=0, metavar="N",
+        help="trim chat samples to this many tokens, answers preserved; 0, the default: never",
+    )
+    add(
+        "--held_out", type=cli.number(float, 0, 0.5), default=0.02, metavar="X",
+        help="share of documents kept for evaluation, by the hash of their names; 0.02",
+    )
+    add("--skip_bad", action="store_true", help="count unreadable files and records instead of stopping at the first")
+    add("--processes", type=cli.number(int, 1, 1024), metavar="N", help="worker processes; by default one per core")
+    add(
+        "--part_mib", type=cli.number(int, 1, 2**20), default=256, metavar="N",
+        help="input per task, and so about the size of a shard; 256",
+    )
+    add(
+        "--verify", nargs="?", const=OF_OUT, metavar="DIR",
+        help="check this prepared directory (by default --out's) against its manifest and do nothing else",
+    )
+    # fmt: on
+    args = parser.parse_args()
+    if args.verify is OF_OUT:
+        if not args.out:
+            raise UserError("--verify needs a directory: --verify=DIR, or --verify --out=DIR")
+        args.verify = args.out
+    return args
 
 
-def make() -> int:
-    """Prepare FLAGS.out from FLAGS.input, and say what came of it."""
-    if not FLAGS.input or not FLAGS.out:
+def make(args: argparse.Namespace) -> int:
+    """Prepare --out from --input, and say what came of it."""
+    if not args.input or not args.out:
         raise UserError("give --input=GLOB and --out=DIR, or --verify=DIR")
-    if not 0 <= FLAGS.held_out <= 0.5:  # NaN passes the flag's own bounds
-        raise UserError(f"--held_out={FLAGS.held_out} must be at least 0 and at most 0.5")
-    if FLAGS.train_bpe and FLAGS["tokenizer"].present:
+    if args.train_bpe and args.tokenizer is not None:
         raise UserError("--train_bpe makes the tokenizer; do not give --tokenizer as well")
     options = prepare.Options(
-        inputs=list(FLAGS.input),
-        tokenizer=FLAGS.tokenizer,
-        train_bpe=FLAGS.train_bpe,
-        text_field=FLAGS.text_field,
-        context=FLAGS.context,
-        held_out=FLAGS.held_out,
-        skip_bad=FLAGS.skip_bad,
-        part_bytes=FLAGS.part_mib << 20,
+        inputs=args.input,
+        tokenizer="bytes" if args.tokenizer is None else args.tokenizer,
+        train_bpe=args.train_bpe,
+        text_field=args.text_field,
+        context=args.context,
+        held_out=args.held_out,
+        skip_bad=args.skip_bad,
+        part_bytes=args.part_mib << 20,
     )
     began = time.perf_counter()
     with tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True) as bar:
@@ -93,11 +109,11 @@ def make() -> int:
             bar.update(done - bar.n)
 
         manifest, was_complete = prepare.prepare(
-            options, FLAGS.out, FLAGS.processes or os.cpu_count() or 1, progress
+            options, args.out, args.processes or os.cpu_count() or 1, progress
         )
     if was_complete:
-        print(f"{inputs.shown(FLAGS.out)} is complete already: nothing to do")
-    summarise(manifest, FLAGS.out)
+        print(f"{inputs.shown(args.out)} is complete already: nothing to do")
+    summarise(manifest, args.out)
     return 0
 
 
@@ -145,4 +161,4 @@ def verify(directory: str) -> int:
 if __name__ == "__main__":
     from zaya_jax import cli  # not above: worker processes import this file, and need no JAX
 
-    sys.exit(cli.run(main, spell_out(sys.argv)))
+    sys.exit(cli.exit_code(main))

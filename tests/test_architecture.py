@@ -41,15 +41,24 @@ ARROWS = {
 # Every program of experiments/ and the options it has of its own.
 OPTIONS = {
     "characterize": {
-        "": ["data", "out", "iops-budget", "seconds", "rows", "seq_len", "global_batch", "step_seconds"]
+        "storage": [
+            "data",
+            "out",
+            "iops_budget",
+            "seconds",
+            "rows",
+            "seq_len",
+            "global_batch",
+            "step_seconds",
+        ]
     },
     "checkpoint": {
         "inspect": ["workdir", "step", "html"],
         "verify": ["workdir", "step"],
-        "reshard": ["from", "to", "step", "chunk-mb"],
+        "reshard": ["from", "to", "step", "chunk_mb"],
         "export_params": ["workdir", "step", "out", "dtype"],
         "from_hf": ["model", "workdir"],
-        "to_hf": ["workdir", "step", "out", "dtype", "shard-gb"],
+        "to_hf": ["workdir", "step", "out", "dtype", "shard_gb"],
     },
     "generate": {"": ["workdir", "prompt", "prompt_file", "num_tokens", "temperature", "seed", "step"]},
     "prepare_data": {
@@ -307,3 +316,10 @@ def test_the_options_of_every_program_are_frozen():
     }
     frozen = {name: {k: sorted(v) for k, v in commands.items()} for name, commands in OPTIONS.items()}
     assert told == frozen
+    assert not [o for commands in told.values() for found in commands.values() for o in found if "-" in o]
+
+
+def test_only_a_program_with_a_config_has_flags():
+    """ml_collections' config flag is absl's; every other program has one parser, `cli.Parser`."""
+    with_flags = [path.stem for path in (ROOT / "experiments").glob("*.py") if "absl" in path.read_text()]
+    assert with_flags == ["pretrain"]

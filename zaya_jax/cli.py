@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import errno
 import inspect
+import math
 import os
 import re
 import sys
@@ -138,6 +139,23 @@ def place(value: str) -> str:
     if wrong:
         raise argparse.ArgumentTypeError(f"{fields.shown(value)} {wrong}")
     return value
+
+
+def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], Any]:
+    """Likewise of one that is a number; at least and at most these, and finite."""
+
+    def parse(value: str) -> int | float:
+        try:
+            found = kind(value)
+        except ValueError:
+            what = "whole number" if kind is int else "number"
+            raise argparse.ArgumentTypeError(f"{fields.shown(value)} is no {what}") from None
+        if not (math.isfinite(found) and least <= found <= most):
+            above = "" if most == math.inf else f" and at most {most:,}"
+            raise argparse.ArgumentTypeError(f"{fields.shown(value)} must be at least {least:,}{above}")
+        return found
+
+    return parse
 
 
 def exit_code(main: Callable[[], int]) -> int:

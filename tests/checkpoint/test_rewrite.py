@@ -79,7 +79,7 @@ def test_other_chunks_hold_the_same(workdir, tmp_path, chunk):
 
 def test_what_is_not_resharded(workdir, tmp_path):
     for call, words in (
-        (lambda: rewrite.reshard(workdir, tmp_path / "x", chunk_mb=0), "--chunk-mb=0 must be above 0"),
+        (lambda: rewrite.reshard(workdir, tmp_path / "x", chunk_mb=0), "--chunk_mb=0 must be above 0"),
         (lambda: rewrite.reshard(workdir, tmp_path / "x", step=5), "no checkpoint of step 5; it has 4, 9"),
         (lambda: rewrite.reshard(workdir, workdir), "has a checkpoint of step 9 already"),
         (lambda: rewrite.reshard(workdir, "/proc/nowhere"), "cannot be written"),

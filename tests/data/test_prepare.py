@@ -15,6 +15,7 @@ import pytest
 import zstandard
 from data_helpers import here, jsonl, texts_of
 
+from experiments import prepare_data
 from zaya_jax.config import UserError
 from zaya_jax.data import prepare, storage, tokenizers
 from zaya_jax.data.prepare import Options
@@ -224,10 +225,12 @@ def test_killed_for_good_and_continued(tmp_path):
     assert checked.returncode == 4 and victim.name in checked.stdout
 
 
-def test_a_bare_verify_means_the_directory_of_out():
-    from experiments.prepare_data import spell_out
+def test_a_bare_verify_means_the_directory_of_out(monkeypatch):
+    def parsed(*argv):
+        monkeypatch.setattr(sys, "argv", ["prepare_data", *argv])
+        return prepare_data.parse().verify
 
-    assert spell_out(["p", "--verify", "--out=a"]) == ["p", "--verify=a", "--out=a"]
-    assert spell_out(["p", "--out", "a", "--verify"]) == ["p", "--out", "a", "--verify=a"]
-    assert spell_out(["p", "--verify", "a"]) == ["p", "--verify", "a"]
-    assert spell_out(["p", "--verify=a"]) == ["p", "--verify=a"]
+    assert parsed("--verify", "--out=a") == parsed("--out", "a", "--verify") == "a"
+    assert parsed("--verify", "a") == parsed("--verify=a") == "a"
+    with pytest.raises(UserError, match=r"--verify=DIR, or --verify --out=DIR"):
+        parsed("--verify")

@@ -18,17 +18,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from absl import flags
 from absl.testing import flagsaver
 
 from zaya_jax import cli
 from zaya_jax.hardware import host
 
 ROOT = Path(__file__).resolve().parents[2]
-WITH_FLAGS = ("pretrain", "prepare_data", "characterize")
-PROGRAMS = (*WITH_FLAGS, "checkpoint", "generate")
-
-_flags: dict[str, dict[str, flags.Flag]] = {}
+PROGRAMS = ("pretrain", "prepare_data", "characterize", "checkpoint", "generate")
 
 
 class Accepted(BaseException):
@@ -123,13 +119,7 @@ def _call(program: str, run: Any, options: list[str], sandbox: Path) -> Ended:
 def _run(program: str, module: Any, options: list[str]) -> int:
     argv = [program, *options]
     with mock.patch.object(sys, "argv", argv), mock.patch.object(host, "keep_memory"):
-        if program not in WITH_FLAGS:
-            return cli.exit_code(module.main)
-        if program == "characterize" and argv[1:] and not argv[1].startswith("-"):
-            module._chosen[:] = [argv.pop(1)]
-        if program == "prepare_data":
-            argv = module.spell_out(argv)
-        return cli.run(module.main, argv)
+        return cli.run(module.main, argv) if program == "pretrain" else cli.exit_code(module.main)
 
 
 def _changes(before: dict[str, tuple], after: dict[str, tuple]) -> list[str]:
@@ -138,38 +128,15 @@ def _changes(before: dict[str, tuple], after: dict[str, tuple]) -> list[str]:
 
 @contextlib.contextmanager
 def _module(program: str) -> Iterator[Any]:
-    """A program's module with its flags as they are at its start; two programs may have flags of one name."""
-    name = f"experiments.{program}"
-    if program not in WITH_FLAGS:
-        yield importlib.import_module(name)
+    """A program's module; pretrain's with its flags as they are at its start."""
+    module = importlib.import_module(f"experiments.{program}")
+    if program != "pretrain":
+        yield module
         return
-    for other in WITH_FLAGS:
-        _take_away(f"experiments.{other}")
-    module = importlib.import_module(name)
-    _give_back(name)
-    if program == "characterize":
-        module._chosen.clear()
-    default = [str(ROOT / "experiments" / "configs" / "tiny.py")] if program == "pretrain" else []
+    default = [str(ROOT / "experiments" / "configs" / "tiny.py")]
     saved = flagsaver.save_flag_values()
     try:
         with mock.patch.object(cli, "_default_config", default):
             yield module
     finally:
         flagsaver.restore_flag_values(saved)
-        if program != "pretrain":
-            _take_away(name)
-            _give_back("experiments.pretrain")  # which other tests import
-
-
-def _give_back(name: str) -> None:
-    for flag_name, flag in _flags.get(name, {}).items():
-        flags.FLAGS[flag_name] = flag
-        flags.FLAGS.register_flag_by_module(name, flag)
-
-
-def _take_away(name: str) -> None:
-    found = list(flags.FLAGS.flags_by_module_dict().get(name, ()))
-    if found:
-        _flags[name] = {flag.name: flag for flag in found}
-        for flag in found:
-            delattr(flags.FLAGS, flag.name)

@@ -27,7 +27,7 @@ SMALL = (
     "--seq_len=16",
 )
 FLAGS = {
-    "characterize": ("data", "out", "iops-budget", "seconds", "rows", "seq_len", "global_batch", "step_seconds"),
+    "characterize": ("data", "out", "iops_budget", "seconds", "rows", "seq_len", "global_batch", "step_seconds"),
     "prepare_data": (
         "input", "tokenizer", "train_bpe", "out", "text_field", "context", "held_out", "skip_bad", "processes",
         "part_mib", "verify",
@@ -117,7 +117,7 @@ def test_a_damaged_prepared_directory_ends_in_a_line(sandbox, data, command):
     check_damaged(sandbox, command, found)
 
 
-@pytest.mark.parametrize("name", ["--iops-budget", "--seconds", "--step_seconds"])
+@pytest.mark.parametrize("name", ["--iops_budget", "--seconds", "--step_seconds"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", "x", "1e999"])
 def test_a_number_that_is_none_is_refused_by_its_option(sandbox, name, value):
     ended = call("characterize", [*SMALL[1:], f"{name}={value}"], sandbox).check()

@@ -136,10 +136,10 @@ def options_of(command, sandbox):
         },
         "inspect": {"workdir": there, "step": number, "html": new},
         "verify": {"workdir": there, "step": number},
-        "reshard": {"from": there, "to": new, "step": number, "chunk-mb": number},
+        "reshard": {"from": there, "to": new, "step": number, "chunk_mb": number},
         "export_params": {"workdir": there, "step": number, "out": new, "dtype": words},
         "from_hf": {"model": there, "workdir": new},
-        "to_hf": {"workdir": there, "step": number, "out": new, "dtype": words, "shard-gb": number},
+        "to_hf": {"workdir": there, "step": number, "out": new, "dtype": words, "shard_gb": number},
     }[command]  # fmt: skip
     needed = {"workdir", "from", "to", "out", "model"} & known.keys()
     return st.lists(st.sampled_from(sorted(known)), max_size=3, unique=True).flatmap(

@@ -173,7 +173,7 @@ def reshard(
 ) -> str:
     """Writes a step (by default the newest) in chunks of at most so many MiB to another workdir or place."""
     if not 0 < chunk_mb <= MOST_MB:
-        raise UserError(f"--chunk-mb={chunk_mb:g} must be above 0 and at most {MOST_MB:g}")
+        raise UserError(f"--chunk_mb={chunk_mb:g} must be above 0 and at most {MOST_MB:g}")
     found = Source(source, step)
     with found.unless_deleted(), _sink(found, target) as (put, finish):
         found.check()

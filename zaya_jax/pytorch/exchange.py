@@ -99,7 +99,7 @@ def to_hf(
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype={dtype} is not one of {', '.join(DTYPES)}")
     if not 0 < shard_gb <= MOST_GB:
-        raise UserError(f"--shard-gb={shard_gb:g} must be above 0 and at most {MOST_GB:g}")
+        raise UserError(f"--shard_gb={shard_gb:g} must be above 0 and at most {MOST_GB:g}")
     workdir = Path(workdir)
     names.check_kinds(read_config(workdir).model, f"--workdir={workdir}")
     step = store.latest_step(workdir, step)
