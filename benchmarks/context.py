@@ -30,6 +30,7 @@ from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
 from zaya_jax.hardware import hlo
 from zaya_jax.model.cca import CCA
+from zaya_jax.model.placement import Weights
 from zaya_jax.parallel import context
 from zaya_jax.parallel.spread import Spread
 
@@ -48,11 +49,11 @@ def compiled_block(length: int, parts: int, ring: bool, compute: str, devices: l
     )
 
     def body(state, x, segments):
-        place = context.place(spread, x.shape[1], segments)
-        rope = [(None, rope_table(place.positions(1), 1e6, MODEL.head_dim // 2))]
+        here = context.cut(spread, x.shape[1], segments, None, Weights())
+        rope = [(None, rope_table(here.positions(2, x.shape[1] // 2), 1e6, MODEL.head_dim // 2))]
 
         def block(state, x):
-            return nnx.merge(graph, state)(x, rope, None, segments=segments, place=place)[0]
+            return here.joined(nnx.merge(graph, state)(here.rows(x), rope, here)[0])
 
         block = jax.checkpoint(block, policy=jax.checkpoint_policies.save_only_these_names(SAVED))
         return jax.grad(lambda *args: jnp.sum(block(*args).astype(jnp.float32)), argnums=(0, 1))(state, x)

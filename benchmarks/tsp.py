@@ -144,34 +144,31 @@ def folded_layer() -> type:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels.attention import attention, softmax_scale
     from zaya_jax.model import dense
+    from zaya_jax.model.placement import Placement
     from zaya_jax.parallel import context
 
-    def block(fn, x, place):
-        gather = lambda x: context.gather(x, place.axes)  # noqa: E731
+    def block(fn, x, here):
+        gather = lambda x: context.gather(here.joined(x), here.at.axes)  # noqa: E731
         y = fn(gather(x.astype(jnp.bfloat16)))
         return jax.linear_transpose(gather, jax.ShapeDtypeStruct(x.shape, y.dtype))(y)[0]
 
     class FoldedLayer(dense.DenseLayer):
-        def __call__(self, h, stream, balance, attend, spread):
-            place, (_, table) = attend["place"], attend["rope"][0]
-            rope = [(None, context.gather(table, place.axes))]
+        def __call__(self, h, stream, balance, rope, here):
+            whole = Placement(here.at.segments)
+            rope = [(None, context.gather(here.joined(rope[0][1]), here.at.axes))]
             part = self.attention
 
             def heads(x):
-                q, k, v = (part._heads(weights, x) for weights in (part.q, part.k, part.v))
-                q, k = (dense.rotate(rope, y).astype(y.dtype) for y in (q, k))
-                scale = softmax_scale(part.channels)
-                out, _ = attention(q, k, v, place.segments, place.segments, scale=scale)
-                return part.o(out.reshape(*x.shape[:2], -1), part.dtype)
+                kernels = tuple(w.kernel[...] for w in (part.q, part.k, part.v, part.o))
+                return dense.self_attention(x.astype(part.dtype), kernels, part.channels, rope, whole)[0]
 
             def mlp(x):
                 weights = tuple(w.kernel[...] for w in (self.mlp.gate, self.mlp.up, self.mlp.down))
                 return dense.gated_mlp(x, weights).astype(x.dtype)
 
-            h = h + block(heads, self.attn_norm(h), place)
-            h = h + block(mlp, self.mlp_norm(h), place)
+            h = h + block(heads, self.attn_norm(h), here)
+            h = h + block(mlp, self.mlp_norm(h), here)
             return h, stream, jnp.zeros(h.shape[0] * h.shape[1], jnp.int32), None, None
 
     return FoldedLayer

@@ -32,7 +32,8 @@ MAX_LINES = 600
 # Who may import what of this project. The first name that fits a module counts.
 ARROWS = {
     "zaya_jax.config": ("zaya_jax.config",),
-    "zaya_jax.model": ("zaya_jax.config", "zaya_jax.model", "zaya_jax.parallel", "pallas_kernels"),
+    "zaya_jax.model": ("zaya_jax.config", "zaya_jax.model", "pallas_kernels"),
+    "zaya_jax.parallel": ("zaya_jax.config", "zaya_jax.model", "zaya_jax.parallel", "pallas_kernels"),
     "zaya_jax": ("zaya_jax", "pallas_kernels"),
     "pallas_kernels": ("pallas_kernels",),
     "experiments": ("experiments", "zaya_jax", "pallas_kernels"),
@@ -176,13 +177,6 @@ def test_every_import_follows_the_arrows():
     assert not broken, "\n".join(broken)
 
 
-# What a layer takes from the devices around it is not yet apart from its arithmetic: these two still know each other.
-ONE_ROOM = {
-    "zaya_jax.model": "zaya_jax.model and parallel",
-    "zaya_jax.parallel": "zaya_jax.model and parallel",
-}
-
-
 def package_arrows(found: list[tuple[str, str, bool]]) -> dict[str, set[str]]:
     """Which package imports which, of (module, source, whether it is a package's own file)."""
     arrows: dict[str, set[str]] = {}
@@ -191,14 +185,14 @@ def package_arrows(found: list[tuple[str, str, bool]]) -> dict[str, set[str]]:
         for _, name in imports(source, module, is_package):
             other = ".".join(name.split(".")[:2])
             if name.split(".")[0] in ("zaya_jax", "pallas_kernels") and other != "zaya_jax.__version__":
-                here, there = (ONE_ROOM.get(name, name) for name in (package, other))
-                arrows.setdefault(here, set()).update({there} - {here, "zaya_jax"})
+                arrows.setdefault(package, set()).update({other} - {package, "zaya_jax"})
     return arrows
 
 
 def test_packages_import_each_other_in_no_circle():
     found = [(name, path.read_text(encoding="utf-8"), path.name == "__init__.py") for name, path in modules()]
     order = list(graphlib.TopologicalSorter(package_arrows(found)).static_order())
+    assert order.index("zaya_jax.model") < order.index("zaya_jax.parallel") < order.index("zaya_jax.train")
     assert order.index("zaya_jax.config") < order.index("zaya_jax.checkpoint") < order.index("zaya_jax.train")
 
 
@@ -222,6 +216,9 @@ def test_a_circle_of_packages_is_found():
         ("zaya_jax.model.cca", "from zaya_jax import checkpoint"),
         ("zaya_jax.model.cca", "from ..train import state"),
         ("zaya_jax.model.cca", "import zaya_jax.optim.muon as muon"),
+        ("zaya_jax.model.cca", "from zaya_jax.parallel import context"),
+        ("zaya_jax.model.dense", "from ..parallel.spread import Spread"),
+        ("zaya_jax.parallel.tsp", "from zaya_jax.train import step"),
         ("zaya_jax.config", "from .model import zaya"),
         ("pallas_kernels.attention", "from zaya_jax.hardware import chips"),
         ("experiments.pretrain", "from tests import conftest"),
@@ -242,6 +239,28 @@ def test_a_forbidden_import_is_found(module, source):
 )
 def test_a_rightful_import_passes(module, source):
     assert not forbidden_imports(source, module)
+
+
+ASKS_WHERE_IT_IS = re.compile(
+    r"\b(?:p(?:sum|max|min|mean|permute|broadcast|sum_scatter)|all_gather|all_to_all|ragged_all_to_all|axis_index|axis_size)\b"
+    r"|\bisinstance\(here\b|\b(?:spread|tsp|ring)\b"
+)
+
+
+@pytest.mark.parametrize("name", ["cca", "dense", "layer", "router", "experts", "weights"])
+def test_no_layer_asks_where_its_tokens_and_weights_lie(name):
+    """They are simply there; what other devices have comes through `placement`."""
+    tree = ast.parse((ROOT / "zaya_jax" / "model" / f"{name}.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):  # what is said of it in words may stand
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
+            node.body = node.body[1:] or [ast.Pass()]
+    assert not ASKS_WHERE_IT_IS.findall(ast.unparse(tree))
+
+
+def test_such_a_question_is_found():
+    assert ASKS_WHERE_IT_IS.search('y = lax.psum(y, "tensor")')
+    assert ASKS_WHERE_IT_IS.search("if spread.heads > 1: pass")
+    assert ASKS_WHERE_IT_IS.search("isinstance(here, Prompt)")
 
 
 ASKS_THE_MACHINE = re.compile(r"\bdefault_backend\b|\bplatform_dependent\b")

@@ -15,6 +15,7 @@ from zaya_jax import config
 from zaya_jax.config import Model, Rope, RopeKinds
 from zaya_jax.hardware.chips import model_flops
 from zaya_jax.model import decode, zaya
+from zaya_jax.parallel.tree import InParts
 
 
 def small(**changes):
@@ -94,7 +95,7 @@ def test_cached_decoding_is_the_whole_pass():
     with jax.default_matmul_precision("highest"):
         new = decode.generate(model, params, bias, ids, 6, EXACT)
         mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-        in_parts = decode.generate(model, params, bias, ids, 6, EXACT, mesh=mesh)
+        in_parts = decode.generate(model, params, bias, ids, 6, EXACT, devices=InParts(mesh))
     np.testing.assert_array_equal(in_parts, new)
     hidden = run(model, params, bias, jnp.concatenate([ids, new], axis=1)).hidden
     np.testing.assert_array_equal(new, jnp.argmax(zaya.logits(model, params, hidden[:, 4:-1], EXACT), -1))

@@ -18,7 +18,9 @@ from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import hlo
 from zaya_jax.model.cca import CCA
+from zaya_jax.model.placement import Weights
 from zaya_jax.parallel import context, ring
+from zaya_jax.parallel.placements import Over
 from zaya_jax.parallel.spread import ALONE, Spread
 
 BATCH, LENGTH = 2, 64
@@ -107,15 +109,12 @@ def run_cca(spread, taps, x, weight, segments, window, bias=True):
 
     def body(state, window, x, weight, *segments):
         segments = segments[0] if segments else None
-        place = context.place(spread, x.shape[1], segments) if parts > 1 else None
-        positions = (
-            place.positions(len(x)) if place else jnp.broadcast_to(jnp.arange(x.shape[1]), x.shape[:2])
-        )
-        rope = [(None, rope_table(positions, 1e4, 4))]
+        # Weights are whole here, on any mesh: all that the block needs of the spread is where its tokens lie.
+        here = Over(spread).sequences(x.shape[1], segments, None, Weights()).of_layer(window, False, None)
+        rope = [(None, rope_table(here.positions(*here.rows(x).shape[:2]), 1e4, 4))]
 
         def loss(state, x):
-            # Weights are whole here, on any mesh: all that the block needs of the spread is its place.
-            out, _ = nnx.merge(graph, state)(x, rope, window, segments=segments, place=place)
+            out = here.joined(nnx.merge(graph, state)(here.rows(x), rope, here)[0])
             return jnp.sum(out * weight), out
 
         (dstate, dx), out = jax.grad(loss, argnums=(0, 1), has_aux=True)(state, x)

@@ -1,46 +1,37 @@
-"""Keys and values that decoding keeps: whole on each device, or in parts over the context axis.
-
-With a cache it is the cache that `spread.context` cuts (`zaya_jax.parallel.tree`), not the tokens, which are few.
-"""
+"""Keys and values that decoding keeps, as one device has them whole; `zaya_jax.parallel.tree` has them in parts."""
 
 import jax
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
-from pallas_kernels.attention import decode_attention, in_window
-from zaya_jax.parallel import tree
-from zaya_jax.parallel.spread import Spread
-
-KeysAndValues = dict[str, jax.Array]
+from pallas_kernels.attention import decode_attention
 
 
-def extend(
-    cache: KeysAndValues, k: jax.Array, v: jax.Array, index: jax.Array | None, spread: Spread
-) -> KeysAndValues:
-    """K and V with new columns from `index` on: a prompt's at the start of an empty cache, or a single token's."""
+class Cache:
+    """How keys and values [B, T, K, C] of a layer are written and read."""
 
-    assert index is not None, "a cache comes with the column to write at"
+    axis: str | None = None  # the mesh axis that columns lie over
 
-    def write(held, new):
-        if spread.context > 1:
-            return tree.write(held, new, index, "context")
+    def columns(self, length: int) -> int:
+        """Columns that a device has of a cache of this length."""
+        return length
+
+    def write(
+        self, held: Float[Array, "B T K C"], new: Float[Array, "B S K C"], index: jax.Array
+    ) -> jax.Array:
+        """With new columns from `index` on: a prompt's at the start of an empty cache, or a single token's."""
         return lax.dynamic_update_slice_in_dim(held, new.astype(held.dtype), index, 1)
 
-    return {"k": write(cache["k"], k), "v": write(cache["v"], v)}
+    def attend(
+        self,
+        q: Float[Array, "B 1 H C"],
+        k: Float[Array, "B T K C"],
+        v: Float[Array, "B T K C"],
+        valid: Bool[Array, "B T"],
+        scale: float,
+    ) -> Float[Array, "B 1 H C"]:
+        """A new token's attention to the columns that are valid, of all devices."""
+        return decode_attention(q, k, v, valid, scale=scale)
 
 
-def attend(
-    q: Float[Array, "B 1 H C"],
-    cache: KeysAndValues,
-    valid: Bool[Array, "B T"],
-    index: Int[Array, ""] | None,
-    window: jax.Array | None,
-    spread: Spread,
-    *,
-    scale: float,
-) -> Float[Array, "B 1 H C"]:
-    """A new token's attention, at column `index`, to those columns of the cache that are valid and in its window."""
-    valid = in_window(valid, index, window)
-    if spread.context > 1:
-        return tree.tree_attention(q, cache["k"], cache["v"], valid, scale=scale, axis="context")
-    return decode_attention(q, cache["k"], cache["v"], valid, scale=scale)
+WHOLE = Cache()

@@ -12,17 +12,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from pallas_kernels.attention import attention, softmax_scale
 from pallas_kernels.products import dot
 from pallas_kernels.rotary import rotate
 from zaya_jax.config import Model, Precision
-from zaya_jax.model import cache as kept
-from zaya_jax.model.layers import Linear, RMSNorm
-from zaya_jax.parallel import context, tsp
-from zaya_jax.parallel.spread import ALONE, Spread
+from zaya_jax.model.placement import Placement
+from zaya_jax.model.weights import Linear, RMSNorm
 
 
 class SelfAttention(nnx.Module):
@@ -38,42 +34,28 @@ class SelfAttention(nnx.Module):
         self.channels, self.dtype = c, jnp.dtype(precision.compute)
 
     def __call__(
-        self,
-        x: Float[Array, "B S D"],
-        rope: list[tuple[Any, jax.Array]],
-        window: jax.Array | None,
-        *,
-        segments: Int[Array, "B S"] | None = None,
-        mask: Int[Array, "B S"] | None = None,
-        cache: dict | None = None,
-        cache_index: jax.Array | None = None,
-        cache_valid: jax.Array | None = None,
-        linear: bool = False,
-        spread: Spread = ALONE,
-        place: context.Place | None = None,
+        self, x: Float[Array, "B S D"], rope: list[tuple[Any, jax.Array]], here: Placement
     ) -> tuple[Float[Array, "B S D"], dict | None]:
-        """The block's output, and the new cache where one was given; arguments are those of ZAYA's attention."""
-        assert not linear, "the config refuses linear layers of a dense model"
-        x = x.astype(self.dtype)
-        scale, visible = softmax_scale(self.channels), segments if segments is not None else mask
-        if place is not None and spread.tsp:
-            weights = tuple(part.kernel[...] for part in (self.q, self.k, self.v, self.o))
-            return tsp.attention(x, weights, self.channels, rope, window, place, spread), None
-        q, k, v = (self._heads(part, x) for part in (self.q, self.k, self.v))
-        q, k = (rotate(rope, y).astype(y.dtype) for y in (q, k))
-        if place is not None:
-            out = context.attend(q, k, v, window, place, scale=scale)
-        elif cache_valid is None:  # a whole sequence, or a prompt, which starts an empty cache
-            out, _ = attention(q, k, v, visible, visible, window, scale=scale)
-        if cache is not None:
-            cache = kept.extend(cache, k, v, cache_index, spread)
-        if cache is not None and cache_valid is not None:
-            out = kept.attend(q, cache, cache_valid, cache_index, window, spread, scale=scale)
-        y = self.o(out.reshape(*x.shape[:2], -1), self.dtype)
-        return lax.psum(y, "tensor") if spread.heads > 1 else y, cache
+        """The block's output, and what decoding keeps where there is a cache."""
+        kernels = tuple(part.kernel[...] for part in (self.q, self.k, self.v, self.o))
+        return here.weights.self_attention(
+            self_attention, x.astype(self.dtype), kernels, self.channels, rope, here
+        )
 
-    def _heads(self, part: Linear, x):
-        return part(x, self.dtype).reshape(*x.shape[:2], -1, self.channels)
+
+def self_attention(
+    x: Float[Array, "B S D"],
+    kernels: tuple[jax.Array, ...],
+    channels: int,
+    rope: list[tuple[Any, jax.Array]],
+    here: Placement,
+) -> tuple[Float[Array, "B S D"], dict | None]:
+    """What the heads with these kernels of q, k, v and o give, and what decoding keeps of them."""
+    *by_head, o = kernels
+    q, k, v = (dot(x, w, x.dtype).reshape(*x.shape[:2], -1, channels) for w in by_head)
+    q, k = (rotate(rope, y).astype(y.dtype) for y in (q, k))
+    out, kept = here.attend(q, k, v)
+    return dot(out.reshape(*x.shape[:2], -1), o, x.dtype), kept
 
 
 class GatedMLP(nnx.Module):
@@ -86,13 +68,9 @@ class GatedMLP(nnx.Module):
         self.down = Linear(rngs, f, d, ("width", "embed"), std, bias=False)
         self.dtype = jnp.dtype(precision.compute)
 
-    def __call__(self, x: Float[Array, "B S D"], spread: Spread) -> Float[Array, "B S D"]:
-        x = x.astype(self.dtype)
-        weights = tuple(part.kernel[...] for part in (self.gate, self.up, self.down))
-        if spread.tsp:
-            return tsp.ring(gated_mlp, x, weights, self.dtype, spread)
-        y = gated_mlp(x, weights)
-        return lax.psum(y.astype(self.dtype), "tensor") if spread.heads > 1 else y
+    def __call__(self, x: Float[Array, "B S D"], here: Placement) -> Float[Array, "B S D"]:
+        kernels = tuple(part.kernel[...] for part in (self.gate, self.up, self.down))
+        return here.weights.mlp(gated_mlp, x.astype(self.dtype), kernels, self.dtype)
 
 
 def gated_mlp(x: Float[Array, "B S D"], weights: tuple[jax.Array, ...]) -> Float[Array, "B S D"]:
@@ -115,13 +93,13 @@ class DenseLayer(nnx.Module):
         self.mlp_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
         self.mlp = GatedMLP(rngs, model, precision)
 
-    def __call__(self, h, stream, balance, attend, spread: Spread):
+    def __call__(self, h, stream, balance, rope, here: Placement):
         del balance
         with jax.named_scope("attention"):
-            y, cache = self.attention(self.attn_norm(h), spread=spread, **attend)
+            y, cache = self.attention(self.attn_norm(h), rope, here)
             h = h + y
         with jax.named_scope("mlp"):
-            h = h + self.mlp(self.mlp_norm(h), spread)
+            h = h + self.mlp(self.mlp_norm(h), here)
         choice = jnp.zeros(h.shape[0] * h.shape[1], jnp.int32)
         return h, stream, choice, None, cache
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels.products import whole
 from zaya_jax.config import Model, Precision
-from zaya_jax.model.layers import Linear, RMSNorm, weight
+from zaya_jax.model.weights import Linear, RMSNorm, weight
 
 
 class Router(nnx.Module):

@@ -9,7 +9,6 @@ Balancing biases [L, E + 1] are state, not parameters, and always come as an arg
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,15 +21,12 @@ from pallas_kernels.attention import NO_WINDOW, SAVED
 from pallas_kernels.grouped_mlp import PRODUCTS
 from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
-from zaya_jax.model.cca import CCA
 from zaya_jax.model.dense import DenseLayer
-from zaya_jax.model.experts import expert_mlp
-from zaya_jax.model.layers import Join, RMSNorm, weight
+from zaya_jax.model.layer import Layer
 from zaya_jax.model.lookup import lookup
-from zaya_jax.model.router import Router
+from zaya_jax.model.placement import ALONE, Devices
 from zaya_jax.model.stack import linear_pattern, scan_layers
-from zaya_jax.parallel import context, expert
-from zaya_jax.parallel.spread import ALONE, Spread, gather_over_data
+from zaya_jax.model.weights import RMSNorm, weight
 
 SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
 
@@ -45,50 +41,6 @@ class Output:
     cache: dict | None = None
     hidden_states: Float[Array, "L B S D"] | None = None  # the residual stream after each layer (trace=True)
     router_logits: Float[Array, "L N E1"] | None = None
-
-
-class Experts(nnx.Module):
-    def __init__(self, rngs, model: Model, precision: Precision):
-        e, d, f, std = (
-            model.num_experts,
-            model.hidden_size,
-            model.moe_intermediate_size,
-            model.initializer_range,
-        )
-        self.gate_up = weight(rngs, (e, d, 2 * f), ("expert", "embed", "mlp"), std)
-        self.down = weight(rngs, (e, f, d), ("expert", "mlp", "embed"), std)
-        self.dtype = jnp.dtype(precision.compute)
-
-    def __call__(
-        self, x: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], spread: Spread
-    ):
-        mlp = functools.partial(expert.expert_mlp, spread=spread) if spread.expert_axes else expert_mlp
-        y = mlp(x, choice, gate, self.gate_up[...], self.down[...], dtype=self.dtype)
-        return jax.lax.psum(y.astype(self.dtype), "tensor") if spread.heads > 1 else y
-
-
-class Layer(nnx.Module):
-    """Attention, then experts; each reads a norm of the stream and joins it through a scaling of its own."""
-
-    def __init__(self, rngs, model: Model, precision: Precision):
-        self.attn_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
-        self.cca = CCA(rngs, model, precision)
-        self.attn_join = Join(rngs, model.hidden_size)
-        self.moe_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)
-        self.router = Router(rngs, model, precision)
-        self.experts = Experts(rngs, model, precision)
-        self.moe_join = Join(rngs, model.hidden_size)
-
-    def __call__(self, h, stream, balance, attend, spread: Spread):
-        with jax.named_scope("cca"):
-            y, cache = self.cca(self.attn_norm(h), spread=spread, **attend)
-            h = self.attn_join(y, h)
-        with jax.named_scope("router"):
-            x = self.moe_norm(h).reshape(-1, h.shape[-1])
-            choice, gate, logits, stream = self.router(x, stream, balance)
-        with jax.named_scope("experts"):
-            h = self.moe_join(self.experts(x, choice, gate, spread).reshape(h.shape), h)
-        return h, stream, choice, logits, cache
 
 
 LAYERS = {"zaya": Layer, "dense": DenseLayer}  # by model_type
@@ -140,61 +92,46 @@ class Zaya(nnx.Module):
         cache_valid,
         remat,
         trace,
-        spread,
+        devices,
     ):
         model = self.model
         batch, seq = tokens.shape
-        place = None
-        if spread.sequence_parts > 1 and cache is None:
-            place = context.place(spread, seq, segments if segments is not None else mask)
-        if positions is None and place is not None:
-            positions = place.positions(batch)
-        elif positions is None:
-            positions = jnp.broadcast_to(jnp.arange(seq), (batch, seq))
+        here = devices.place(
+            model, self.precision.compute, seq, segments, mask, cache is not None, cache_index, cache_valid
+        )
+        tokens = here.rows(tokens)
+        positions = here.positions(*tokens.shape) if positions is None else here.rows(positions)
         h = self.embed(tokens, model.pad_token_id)
         stream = jnp.zeros((batch * seq, _stream_width(model)), jnp.float32)
         kinds, tables, windows = _layer_kinds(model, positions)
-        real = segments > 0 if segments is not None else mask if mask is not None else jnp.ones_like(tokens)
-        real = real.reshape(-1).astype(jnp.float32)
+        real = here.segments > 0 if here.segments is not None else here.mask
+        real = (jnp.ones_like(tokens) if real is None else real).reshape(-1).astype(jnp.float32)
         layer_def, layer_weights = nnx.split(self.layers)
 
         def body(linear, carry, per_layer, cache_l):
             h, stream = carry
             weights, balance_l, kind, window = per_layer
-            layer = nnx.merge(layer_def, _gathered(weights) if spread.fsdp else weights)
-            attend: dict[str, Any] = {
-                "rope": [] if linear else _rope_of(kind, tables),
-                "window": window, "segments": segments, "mask": mask, "linear": linear,
-                "cache": cache_l, "cache_index": cache_index, "cache_valid": cache_valid, "place": place,
-            }  # fmt: skip
-            h, stream, choice, logits, cache_l = layer(h, stream, balance_l, attend, spread)
+            layer = nnx.merge(layer_def, here.weights.local(weights))
+            rope = [] if linear else _rope_of(kind, tables)
+            at = here.of_layer(window, linear, cache_l)
+            h, stream, choice, logits, cache_l = layer(h, stream, balance_l, rope, at)
             classes = jnp.arange(model.num_experts + 1)
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
             return (h, stream), (counts, (h, logits) if trace else None), cache_l
 
         # ZAYA's layers fetch weights that other devices keep; they are fetched again in the backward pass, not stored.
-        fetched = spread.fsdp or (spread.tsp and model.model_type == "zaya")
-        policy = "fsdp" if fetched and remat == "none" else remat
+        policy = "fsdp" if here.weights.fetched and remat == "none" else remat
         pattern = linear_pattern(model)
         steps = [_remat(functools.partial(body, linear), policy) for linear in pattern]
         (h, _), (counts, traced), cache = scan_layers(
             steps, pattern, (h, stream), (layer_weights, balance, kinds, windows), cache,
-            unroll=policy == "none" and cache is None and spread == ALONE
+            unroll=policy == "none" and cache is None and devices.alone
             and chip.current().unrolls(model.num_hidden_layers, h.size),
         )  # fmt: skip
         hidden_states, router_logits = traced if trace else (None, None)
         with jax.named_scope("head"):
-            h = self.final_norm(h)
+            h = here.joined(self.final_norm(h))
         return Output(h, counts, cache, hidden_states, router_logits)
-
-
-def _gathered(weights):
-    """A layer's weights, whole, of those that fsdp spread over the data axis."""
-
-    def gather(w):
-        return w.replace(gather_over_data(w[...], w.get_metadata()["axes"]))
-
-    return jax.tree.map(gather, weights, is_leaf=lambda x: isinstance(x, nnx.Param))
 
 
 def _stream_width(model: Model) -> int:
@@ -289,12 +226,12 @@ def apply(
     cache_valid: jax.Array | None = None,
     remat: str = "none",
     trace: bool = False,
-    spread: Spread = ALONE,
+    devices: Devices = ALONE,
 ) -> Output:
     """Runs the model. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is for left-padded rows.
 
     With a cache, tokens are written at `cache_index`: a prompt into one of `empty_cache`, or, where `cache_valid`
-    [B, T] says which columns may be seen, a single new token. Where `spread` is not ALONE this runs
+    [B, T] says which columns may be seen, a single new token. Where `devices` are not ALONE this runs
     inside `shard_map`, on a device's part of weights and tokens, or, with a cache, of the cache's columns.
     """
     graph, state = _abstract(model, precision)
@@ -302,7 +239,7 @@ def apply(
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)(
         tokens, balance, segments=segments, positions=positions, mask=mask, cache=cache, cache_index=cache_index,
-        cache_valid=cache_valid, remat=remat, trace=trace, spread=spread,
+        cache_valid=cache_valid, remat=remat, trace=trace, devices=devices,
     )  # fmt: skip
 
 

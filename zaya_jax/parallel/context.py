@@ -1,8 +1,8 @@
 """Context parallelism: a sequence lies over devices in zig-zag chunks, and attention gathers keys and values.
 
 Over N devices the sequence is cut into 2N chunks and device i holds chunks i and 2N - 1 - i, in that order: under a
-causal mask a late chunk is much work and an early one little, and each pair is the same. The model treats the two as
-extra rows of the batch, each with the columns before it (`halo`), and only attention needs the rest: `attend` gathers
+causal mask a late chunk is much work and an early one little, and each pair is the same. For layers the two are
+rows of the batch (`Cut`), each with the columns before it (`halo`), and only attention needs the rest: `attend` gathers
 all keys and values, or sends them round a ring (`ring.py`). Everything else is per token.
 
 All functions run inside `shard_map`; `axes` are the mesh axes that carry the sequence, flattened in that order.
@@ -10,6 +10,7 @@ Letters: B batch, S whole sequence, S / N a device's part, c = S / 2N a chunk, H
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,12 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import attention
+from pallas_kernels.attention import attention, softmax_scale
 from pallas_kernels.attention.xla import key_blocks
 from zaya_jax.config import UserError
+from zaya_jax.model.placement import Before, Placement, Weights
 from zaya_jax.parallel import ring
+from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import Spread
 
 Axes = tuple[str, ...]
@@ -97,6 +100,52 @@ def place(spread: Spread, length: int, segments: Int[Array, "B S/N"] | None) -> 
     whole = None if segments is None else gather(segments, axes)
     meet = ring.chunks_that_meet(whole, chunk) if spread.ring and whole is not None else None
     return Place(axes, parts, chunk, starts, whole, meet, spread.ring)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut(Placement):
+    """Chunks of sequences that lie over devices, each a row of the batch: cut once, ahead of the first layer."""
+
+    at: Any = None  # the device's Place
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        return self.at.split(x)
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        return self.at.join(x)
+
+    def positions(self, batch: int, length: int) -> Int[Array, "2B c"]:
+        return self.rows(self.at.positions(batch // 2))
+
+    def before(self, x, project, history, nothing) -> Before:
+        """Of the inputs there; `halo` says how they come. The delayed value looks one back, whatever the taps."""
+        reach = max(history, 1)
+        columns, _, values = project(halo(self.joined(x), reach, self.at))
+        # Before the sequence the input is zero: right for the value, but columns then hold the projections' biases.
+        columns = jnp.where(self.at.first(len(x))[:, None, None], 0, columns)
+        return Before(columns[:, reach - history :], values[:, -1:], self.at.segments_before(reach))
+
+    def _softmax(self, q, k, v):
+        q, k, v = (self.joined(x) for x in (q, k, v))
+        return self.rows(attend(q, k, v, self.window, self.at, scale=softmax_scale(q.shape[-1]))), None
+
+    def _linear(self, q, k, v):
+        q, k, v = (self.joined(x) for x in (q, k, v))
+        visible = None if self.visible is None else self.joined(self.visible)
+        return self.rows(lasp2(q, k, v, visible, axis=self.at.axes)), None
+
+
+def cut(
+    spread: Spread,
+    length: int,
+    segments: Int[Array, "B S/N"] | None,
+    mask: Int[Array, "B S/N"] | None,
+    weights: Weights,
+) -> Cut:
+    """The placement of sequences of which a device holds `length` tokens."""
+    at = place(spread, length, segments if segments is not None else mask)
+    segments, mask = (None if x is None else at.split(x) for x in (segments, mask))
+    return Cut(segments, mask, weights, at=at)
 
 
 def halo(x: Float[Array, "B S/N D"], reach: int, at: Place) -> Float[Array, "2B reach D"]:

@@ -8,23 +8,23 @@ experts, and, where a group's queries lie on several devices, [tokens, K C] for 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from zaya_jax.parallel.spread import Spread
+from zaya_jax.model.placement import Axes, Weights
 
 AXIS = "tensor"
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A device's share of `all_heads` query and `all_kv` key-value heads with `channels` each; `over` devices share."""
+class Heads(Weights):
+    """A device's share of `all_heads` query and `all_kv` key-value heads; `over` > 1 devices share."""
 
-    all_heads: int
-    all_kv: int
-    channels: int
+    all_heads: int = 1
+    all_kv: int = 1
     over: int = 1
 
     @property
@@ -37,66 +37,46 @@ class Part:
         """Key-value heads of this device."""
         return max(self.all_kv // self.over, 1)
 
-    @property
-    def packed(self) -> int:
-        """Both."""
-        return self.heads + self.kv
-
     def _first_kv(self):
         return lax.axis_index(AXIS) * self.all_kv // self.over
 
-    def kv_dim(self, x: jax.Array, dim: int = 0, per_head: int = 1) -> jax.Array:
-        """This device's part of a dim that has `per_head` entries for each key-value head."""
-        if self.over == 1:
-            return x
+    def own(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """Of dims that are whole on every device, the part of its heads; `rules` has cut the others."""
+        for dim, name in enumerate(axes):
+            if name == "kv_heads":
+                x = self._of_kv(x, dim, x.shape[dim] // self.all_kv)
+            elif name == "packed":
+                x = self._of_packed(x, dim, x.shape[dim] // (self.all_heads + self.all_kv))
+        return x
+
+    def _of_kv(self, x, dim, per_head):
+        """Of a dim that has `per_head` entries for each key-value head."""
         return lax.dynamic_slice_in_dim(x, self._first_kv() * per_head, self.kv * per_head, dim)
 
-    def kv_columns(self, x: jax.Array) -> jax.Array:
-        """This device's part of the last dim, C columns a key-value head."""
-        return self.kv_dim(x, x.ndim - 1, self.channels)
-
-    value_columns = kv_columns
-
-    def packed_dim(self, x: jax.Array, dim: int, per_head: int = 1) -> jax.Array:
-        """This device's part of a dim that has `per_head` entries for each query head, then each key-value head."""
-        if self.over == 1:
-            return x
+    def _of_packed(self, x, dim, per_head):
+        """Of a dim that has `per_head` entries for each query head, then each key-value head."""
         q, k = jnp.split(x, (self.all_heads * per_head,), axis=dim)
         own = self.heads * per_head
         q = lax.dynamic_slice_in_dim(q, lax.axis_index(AXIS) * own, own, dim)
-        return jnp.concatenate([q, self.kv_dim(k, dim, per_head)], axis=dim)
-
-    def packed_columns(self, x: jax.Array) -> jax.Array:
-        """The same of the last dim, C columns per head."""
-        return self.packed_dim(x, x.ndim - 1, self.channels)
+        return jnp.concatenate([q, self._of_kv(k, dim, per_head)], axis=dim)
 
     def split_values(self, values: jax.Array) -> list[jax.Array]:
-        """Columns of the current token's and of the delayed half of the values; see `join_values`."""
-        return jnp.split(values, 2, axis=-1) if self.over == 1 else [values, values]
+        return [values, values]
 
     def join_values(self, now: jax.Array, delayed: jax.Array) -> jax.Array:
-        """The values of this device's heads. The first half of all heads' channels is of now, the second delayed, so
-        a device may need either or both: where heads are cut, both come for all its columns."""
-        if self.over == 1:
-            return jnp.concatenate([now, delayed], axis=-1)
-        column = self._first_kv() * self.channels + jnp.arange(self.kv * self.channels)
-        return jnp.where(column < self.all_kv * self.channels // 2, now, delayed)
+        per_head = now.shape[-1] // self.kv
+        column = self._first_kv() * per_head + jnp.arange(self.kv * per_head)
+        return jnp.where(column < self.all_kv * per_head // 2, now, delayed)
 
-    def mean_queries(self, packed: jax.Array) -> jax.Array | None:
+    def mean_queries(self, packed: jax.Array, channels: int) -> jax.Array | None:
         """The mean of q over each group, [B, S, K, C], where its queries lie on several devices; otherwise None."""
         if self.over <= self.all_kv:
             return None
-        own = packed[..., : self.heads * self.channels].astype(jnp.float32)
-        own = own.reshape(*own.shape[:-1], 1, self.heads, self.channels).sum(-2)
+        own = packed[..., : self.heads * channels].astype(jnp.float32)
+        own = own.reshape(*own.shape[:-1], 1, self.heads, channels).sum(-2)
         slot = jnp.arange(self.all_kv) == self._first_kv()
         sums = lax.psum(jnp.where(slot[:, None], own, 0.0), AXIS)
-        return self.kv_dim(sums, 2) / (self.all_heads // self.all_kv)
+        return self._of_kv(sums, 2, 1) / (self.all_heads // self.all_kv)
 
-    def sum(self, y: jax.Array) -> jax.Array:
-        """A product whose inner dim is cut by heads or width, summed over devices."""
-        return y if self.over == 1 else lax.psum(y, AXIS)
-
-
-def part(heads: int, kv: int, channels: int, spread: Spread) -> Part:
-    """The part of a device; `rules.check` has seen that heads divide."""
-    return Part(heads, kv, channels, spread.heads)
+    def sum(self, y: jax.Array, dtype: Any) -> jax.Array:
+        return lax.psum(y.astype(dtype), AXIS)

@@ -1,4 +1,4 @@
-"""How a model's work is spread over a mesh, as the model itself sees it inside `shard_map`: sizes and switches.
+"""How a model's work is spread over a mesh: sizes and switches, from which `placements` makes what a layer sees.
 
 A `Spread` is static: with `ALONE` no collective enters the program. The loss of a spread program is the sum over
 devices of what each computes, each token counted by one device; gradients of a replicated weight are partial sums.

@@ -14,18 +14,51 @@ The rings are here to be compared with. All run inside `jax.shard_map`. Letters:
 key-value heads.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.attention import MASKED
+from zaya_jax.model.cache import WHOLE, Cache
+from zaya_jax.model.placement import Devices
 
 Part = tuple[
     Float[Array, "B H C"], Float[Array, "B H"]
 ]  # attention to some keys: its output, its log-sum-exp
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts(Cache):
+    """A cache's keys and values in parts over so many devices of `axis`."""
+
+    devices: int
+    axis: str = "context"
+
+    def columns(self, length: int) -> int:
+        return columns_of(length, self.devices)
+
+    def write(self, held, new, index) -> jax.Array:
+        return write(held, new, index, self.axis)
+
+    def attend(self, q, k, v, valid, scale) -> jax.Array:
+        return tree_attention(q, k, v, valid, scale=scale, axis=self.axis)
+
+
+@dataclasses.dataclass(frozen=True)
+class InParts(Devices):
+    """A mesh whose context axis holds a cache's keys and values in parts, and all else alike."""
+
+    mesh: Mesh
+    alone = False
+
+    def cache(self) -> Cache:
+        devices = self.mesh.shape["context"]
+        return Parts(devices) if devices > 1 else WHOLE
 
 
 def columns_of(length: int, devices: int) -> int:

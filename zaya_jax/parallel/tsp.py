@@ -28,10 +28,11 @@ Tensor parallelism moves 4 B S D forward (two all-reduces, each in and out) and 
 a device group has more than 8 D tokens in flight.
 
 ZAYA's attention has so few key-value heads that a device holds k, v, convolutions and temperatures whole, as without
-TSP, and gathers keys and values of all heads at once (512 B S). Its q and o are fetched with `fetch`. Experts do not
+TSP, and gathers keys and values of all heads at once (512 B S). Its q and o are `Fetched`. Experts do not
 travel: they are spread over the tensor axis as over the expert axis, and tokens go to them.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -46,8 +47,8 @@ from pallas_kernels import attention as blockwise
 from pallas_kernels.products import dot, einsum
 from pallas_kernels.rotary import rotate
 from zaya_jax.config import Model
+from zaya_jax.model.placement import Axes, Weights
 from zaya_jax.parallel import context
-from zaya_jax.parallel.spread import Spread
 
 AXIS = "tensor"
 
@@ -71,12 +72,36 @@ def traffic(model: Model, batch: int, length: int, parts: int, size: int) -> dic
     }
 
 
-def fetch(part: jax.Array, dim: int, dtype: Any, spread: Spread) -> jax.Array:
-    """A weight that TSP cuts along `dim`, whole, for products in `dtype`; without TSP, the weight.
+@dataclasses.dataclass(frozen=True)
+class Fetched(Weights):
+    """ZAYA's: what is cut by heads is fetched, whole, for products in `dtype`.
 
     Its gradient is summed over devices in float32, each keeping its part.
     """
-    return _fetch(dim, jnp.dtype(dtype), part) if spread.tsp else part
+
+    dtype: Any = None
+
+    @property
+    def fetched(self) -> bool:
+        return True
+
+    def own(self, x: jax.Array, axes: Axes) -> jax.Array:
+        return _fetch(axes.index("heads"), jnp.dtype(self.dtype), x) if "heads" in axes else x
+
+
+@dataclasses.dataclass(frozen=True)
+class Travelling(Weights):
+    """A dense model's: its weights are computed with on each device in turn."""
+
+    parts: int = 1  # devices that share them
+
+    def mlp(self, function, x, kernels, dtype) -> jax.Array:
+        return ring(function, x, kernels, dtype, self.parts)
+
+    def self_attention(self, function, x, kernels, channels, rope, here) -> tuple[jax.Array, None]:
+        rope = [(selected, here.joined(table)) for selected, table in rope]
+        y = attention(here.joined(x), kernels, channels, rope, here.window, here.at, self.parts)
+        return here.rows(y), None
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -92,14 +117,14 @@ _fetch.defvjp(
 
 
 def ring(
-    fn: Callable, x: Float[Array, "B S D"], shards: Any, dtype: Any, spread: Spread
+    fn: Callable, x: Float[Array, "B S D"], shards: Any, dtype: Any, parts: int
 ) -> Float[Array, "B S D"]:
     """The sum over the axis's devices of fn(x, shards), for the device's own x: shards travel in `dtype`.
 
     A device sends (N - 1) / N of all shards; backward again, and as many gradients in float32. `fn` is a plain
     function, not a closure over traced arrays.
     """
-    return _ring(fn, jnp.dtype(dtype), spread.tensor, x, shards)
+    return _ring(fn, jnp.dtype(dtype), parts, x, shards)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -204,12 +229,12 @@ def attention(
     rope: list[tuple[Any, jax.Array]],
     window: jax.Array | None,
     place: context.Place,
-    spread: Spread,
+    parts: int,
 ) -> Float[Array, "B S/N D"]:
     """Causal attention with the kernels of q, k, v [D, heads C] and o [heads C, D], of which a device has its heads."""
     q, k, v, o = weights
     rounds = k.shape[1] // channels
-    sizes = _Sizes(spread.tensor, place.axes, x.shape[-1], q.shape[1] // k.shape[1], channels, x.dtype)
+    sizes = _Sizes(parts, place.axes, x.shape[-1], q.shape[1] // k.shape[1], channels, x.dtype)
     by_round = (w.reshape(sizes.model, rounds, -1).transpose(1, 0, 2) for w in (q, k, v))
     columns = jnp.concatenate(list(by_round), axis=-1).reshape(rounds, -1)
     packed = jnp.concatenate([columns, o.reshape(rounds, -1)], axis=1)

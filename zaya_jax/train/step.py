@@ -25,6 +25,7 @@ from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
+from zaya_jax.parallel.placements import Over
 from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens
 
 REPLICATED = PartitionSpec()
@@ -93,7 +94,7 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
             names = {name: axes[name] for name in outer}
             params = {**jax.tree.map(gather_over_data, outer, names), "layers": params["layers"]}
         out = zaya.apply(
-            model, params, bias, batch["tokens"], precision=config.precision, spread=spread,
+            model, params, bias, batch["tokens"], precision=config.precision, devices=Over(spread),
             segments=batch["segment_ids"], positions=batch["positions"], remat=config.remat,
         )  # fmt: skip
         with jax.named_scope("head"):

@@ -1,0 +1,267 @@
+"""Where a layer's tokens and weights lie: all that a layer knows of the devices around it.
+
+A layer is written once, for tokens and weights that are simply there. It gets `here: Placement`, which says what came
+before its tokens and lets them attend, and `here.weights`, which makes its weights local and sums what was cut. The
+classes here are those of one device; `zaya_jax.parallel` derives the others from them, and imports this package, never
+the other way about.
+
+    tokens      Placement                      rows of whole sequences
+                Prompt, Token                  the same into a cache, and one token more out of it
+                parallel.context.Cut           chunks of sequences that lie over devices (gathered, ring, LASP-2)
+    weights     Weights                        all of a layer, whole
+                parallel.heads.Heads           tensor: the columns of some heads, and of some of the width
+                parallel.tsp.Fetched           ZAYA with TSP: a part each, fetched before the layer
+                parallel.tsp.Travelling        a dense model with TSP: a part each, computed with where it passes by
+    cache       cache.Cache                    whole
+                parallel.tree.Parts            columns lie over devices
+    devices     Devices                        one: the first of each
+                parallel.placements.Over       whatever a training mesh asks for
+                parallel.tree.InParts          decoding with the cache in parts
+
+`Weights` has two things besides that any of its classes may be given: `gather`, with which fsdp makes weights whole,
+and `expert_mlp`, for experts on other devices.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_kernels.attention import attention, in_window, softmax_scale
+from pallas_kernels.linear_attention import decode_linear_attention, linear_attention, prompt_state
+from zaya_jax.config import Model
+from zaya_jax.model.cache import WHOLE, Cache
+from zaya_jax.model.experts import expert_mlp
+
+Axes = tuple[str | None, ...]
+Kept = dict[str, jax.Array] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights:
+    """All weights of a layer are here and whole."""
+
+    gather: Callable[[jax.Array, Axes], jax.Array] | None = None
+    expert_mlp: Callable[..., jax.Array] = expert_mlp
+
+    @property
+    def fetched(self) -> bool:
+        """Whether weights come from other devices, so that a backward pass should fetch and not keep them."""
+        return self.gather is not None
+
+    def local(self, weights: Any) -> Any:
+        """A layer's weights, an nnx state, as the layer computes with them."""
+
+        def one(w):
+            axes = w.get_metadata()["axes"]
+            x = w[...] if self.gather is None else self.gather(w[...], axes)
+            return w.replace(self.own(x, axes))
+
+        return jax.tree.map(one, weights, is_leaf=lambda x: isinstance(x, nnx.Param))
+
+    def own(self, x: jax.Array, axes: Axes) -> jax.Array:
+        """This device's part of an array whose dims have these logical axes."""
+        return x
+
+    def sum(self, y: jax.Array, dtype: Any) -> jax.Array:
+        """A product whose inner dim is cut by heads or width, summed over devices in `dtype`."""
+        return y
+
+    def split_values(self, values: jax.Array) -> list[jax.Array]:
+        """Columns of the current token's and of the delayed half of the values; see `join_values`."""
+        return jnp.split(values, 2, axis=-1)
+
+    def join_values(self, now: jax.Array, delayed: jax.Array) -> jax.Array:
+        """The values of this device's heads."""
+        return jnp.concatenate([now, delayed], axis=-1)
+
+    def mean_queries(self, packed: Float[Array, "B S P"], channels: int) -> Float[Array, "B S K C"] | None:
+        """The mean query of each group where its queries lie on several devices; otherwise None."""
+        return None
+
+    def mlp(self, function: Callable, x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
+        """function(x, kernels), summed over the parts of the width."""
+        return self.sum(function(x, kernels), dtype)
+
+    def self_attention(
+        self,
+        function: Callable,
+        x: jax.Array,
+        kernels: tuple[jax.Array, ...],
+        channels: int,
+        rope: list,
+        here: Any,
+    ) -> tuple[jax.Array, Kept]:
+        """function(x, kernels of q, k, v and o, channels, rope, here), summed over the parts of the heads."""
+        y, kept = function(x, kernels, channels, rope, here)
+        return self.sum(y, y.dtype), kept
+
+
+class Before(NamedTuple):
+    """What came before the first token of each row."""
+
+    columns: Float[Array, "B T P"] | None  # packed; None: zeros
+    value: Float[Array, "B 1 V"]  # to be delayed
+    segments: Int[Array, "B T"] | None  # their documents; None: none of the row's
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Rows of whole sequences, as in training on one device; `of_layer` adds what differs by layer.
+
+    `segments` cuts packed documents; `mask` (1 = real) is for left-padded rows.
+    """
+
+    segments: Int[Array, "B S"] | None = None
+    mask: Int[Array, "B S"] | None = None
+    weights: Weights = Weights()
+    window: Int[Array, ""] | int | None = None
+    linear: bool = False  # linear attention in the softmax's place
+    cache: Any = None  # what decoding keeps, where there is one
+
+    def of_layer(self, window: jax.Array | None, linear: bool, cache: Kept) -> "Placement":
+        """The same for one layer: its window, its kind, and its cache where there is one."""
+        return dataclasses.replace(self, window=window, linear=linear, cache=cache)
+
+    @property
+    def visible(self) -> Int[Array, "B S"] | None:
+        """Ids such that tokens attend only to those of their own."""
+        return self.segments if self.segments is not None else self.mask
+
+    def rows(self, x: jax.Array) -> jax.Array:
+        """[B, S, ..] as layers see it: what lies side by side in a sequence is a row."""
+        return x
+
+    def joined(self, x: jax.Array) -> jax.Array:
+        """The inverse of `rows`."""
+        return x
+
+    def positions(self, batch: int, length: int) -> Int[Array, "B S"]:
+        """Each token's index in its sequence, of tokens as `rows` gives them."""
+        return jnp.broadcast_to(jnp.arange(length), (batch, length))
+
+    def before(
+        self, x: Float[Array, "B S D"], project: Callable, history: int, nothing: Float[Array, "B 1 V"]
+    ) -> Before:
+        """What came before the rows of x: `history` packed columns, and the value to be delayed.
+
+        `project` gives packed columns and values of inputs, `nothing` is the value after no token.
+        """
+        return Before(None, nothing, None)
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **last: jax.Array) -> tuple[jax.Array, Kept]:
+        """The tokens' attention, and what decoding keeps: with `last`, by name, of whose tokens the last are kept."""
+        return self._linear(q, k, v) if self.linear else self._softmax(q, k, v)
+
+    def _softmax(self, q, k, v):
+        scale = softmax_scale(q.shape[-1])
+        return attention(q, k, v, self.visible, self.visible, self.window, scale=scale)[0], None
+
+    def _linear(self, q, k, v):
+        return linear_attention(q, k, v, self.visible), None
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt(Placement):
+    """Whole sequences that start an empty cache, so that they attend to themselves alone."""
+
+    index: Int[Array, ""] | None = None  # the column to write at
+    store: Cache = WHOLE
+
+    def before(self, x, project, history, nothing) -> Before:
+        return Before(self.cache["columns"], nothing, None)
+
+    def attend(self, q, k, v, **last) -> tuple[jax.Array, Kept]:
+        out, kept = super().attend(q, k, v)
+        return out, kept | {name: _last(self.cache[name], x) for name, x in last.items()}
+
+    def _softmax(self, q, k, v):
+        kept = self._extended(k, v)
+        return super()._softmax(q, k, v)[0], kept
+
+    def _linear(self, q, k, v):
+        return super()._linear(q, k, v)[0], {"state": prompt_state(k, v, self.visible)}
+
+    def _extended(self, k, v):
+        assert self.index is not None, "a cache comes with the column to write at"
+        new = {"k": k, "v": v}
+        return {name: self.store.write(self.cache[name], x, self.index) for name, x in new.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Token(Prompt):
+    """One new token a row, after those whose columns of the cache are `valid`."""
+
+    valid: Bool[Array, "B T"] | None = None
+
+    def before(self, x, project, history, nothing) -> Before:
+        return Before(self.cache["columns"], self.cache["value"][:, None], None)
+
+    def _softmax(self, q, k, v):
+        kept, scale = self._extended(k, v), softmax_scale(q.shape[-1])
+        valid = in_window(self.valid, self.index, self.window)
+        return self.store.attend(q, kept["k"], kept["v"], valid, scale), kept
+
+    def _linear(self, q, k, v):
+        out, state = decode_linear_attention(q, k, v, self.cache["state"])
+        return out, {"state": state}
+
+
+def _last(held, new):
+    """What was held, [B, T, ..] or the last token's [B, ..], after these new tokens [B, S, ..]."""
+    if held.ndim < new.ndim:
+        return new[:, -1].astype(held.dtype)
+    both = jnp.concatenate([held, new.astype(held.dtype)], axis=1)
+    return both[:, both.shape[1] - held.shape[1] :]
+
+
+class Devices:
+    """What a model runs on, as far as it asks: this is one device."""
+
+    alone = True  # no collective in any program
+    mesh: Mesh | None = None  # that decoding runs on
+
+    def cache(self) -> Cache:
+        """How a layer's keys and values lie."""
+        return WHOLE
+
+    def weights(self, model: Model, dtype: Any) -> Weights:
+        """How a layer's weights lie that computes in `dtype`."""
+        return Weights()
+
+    def sequences(
+        self,
+        length: int,
+        segments: Int[Array, "B S"] | None,
+        mask: Int[Array, "B S"] | None,
+        weights: Weights,
+    ) -> Placement:
+        """How sequences lie of which a device has `length` tokens; where there is a cache they are whole."""
+        return Placement(segments, mask, weights)
+
+    def place(
+        self,
+        model: Model,
+        dtype: Any,
+        length: int,
+        segments: jax.Array | None,
+        mask: jax.Array | None,
+        cached: bool,
+        index: jax.Array | None,
+        valid: jax.Array | None,
+    ) -> Placement:
+        """The placement of one pass through the model."""
+        weights = self.weights(model, dtype)
+        if not cached:
+            return self.sequences(length, segments, mask, weights)
+        if valid is None:
+            return Prompt(segments, mask, weights, index=index, store=self.cache())
+        return Token(segments, mask, weights, index=index, store=self.cache(), valid=valid)
+
+
+ALONE = Devices()

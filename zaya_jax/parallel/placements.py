@@ -1,0 +1,43 @@
+"""What a model finds around it on a training mesh: the placement and the weights that a `Spread` asks for."""
+
+import dataclasses
+import functools
+from typing import Any
+
+from zaya_jax.config import Model
+from zaya_jax.model.placement import Devices, Placement, Weights
+from zaya_jax.parallel import context, expert, heads, tsp
+from zaya_jax.parallel.spread import ALONE, Spread, gather_over_data
+
+
+@dataclasses.dataclass(frozen=True)
+class Over(Devices):
+    """The devices of a spread."""
+
+    spread: Spread
+
+    @property
+    def alone(self) -> bool:  # type: ignore[override]
+        return self.spread == ALONE
+
+    def weights(self, model: Model, dtype: Any) -> Weights:
+        spread, given = self.spread, {}
+        if spread.fsdp:
+            given["gather"] = gather_over_data
+        if spread.expert_axes:
+            given["expert_mlp"] = functools.partial(expert.expert_mlp, spread=spread)
+        if spread.tsp and model.model_type == "dense":
+            return tsp.Travelling(**given, parts=spread.tensor)
+        if spread.tsp:
+            return tsp.Fetched(**given, dtype=dtype)
+        if spread.heads > 1:
+            of = dict(
+                all_heads=model.num_attention_heads, all_kv=model.num_key_value_heads, over=spread.heads
+            )
+            return heads.Heads(**given, **of)
+        return Weights(**given)
+
+    def sequences(self, length: int, segments: Any, mask: Any, weights: Weights) -> Placement:
+        if self.spread.sequence_parts > 1:
+            return context.cut(self.spread, length, segments, mask, weights)
+        return super().sequences(length, segments, mask, weights)
