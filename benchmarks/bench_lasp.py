@@ -39,7 +39,8 @@ def softmax(ring: bool) -> Callable:
 
     def run(q, k, v):
         at = context.place(Spread(context=DEVICES, ring=ring), q.shape[1], None)
-        return context.attend(q, k, v, None, at, scale=softmax_scale(CHANNELS))
+        rows = (at.split(x) for x in (q, k, v))
+        return at.join(context.attend(*rows, None, at, scale=softmax_scale(CHANNELS)))
 
     return run
 

@@ -58,6 +58,12 @@ def cut(spread):
     return PartitionSpec(None, spread.sequence_axes)
 
 
+def attend(q, k, v, window, place):
+    """Attention of a device's tokens, which lie side by side."""
+    rows = (place.split(x) for x in (q, k, v))
+    return place.join(context.attend(*rows, window, place, scale=0.3))
+
+
 # The whole model
 
 
@@ -219,7 +225,7 @@ def compiled_layer(
 
         def loss(x, q, k, v):
             edges = context.halo(x, 2, place)
-            out = context.attend(q, k, v, None, place, scale=0.3)
+            out = attend(q, k, v, None, place)
             return jnp.sum(jnp.sin(edges)) + jnp.sum(jnp.sin(out))
 
         if again:
@@ -269,9 +275,9 @@ def test_the_projection_does_not_wait_for_the_halo():
     graph, state = cca_of(taps)
 
     def body(state, x):
-        place = context.place(spread, x.shape[1], None)
-        rope = [(None, rope_table(place.positions(len(x)), 1e4, 4))]
-        return nnx.merge(graph, state)(x, rope, None, place=place)[0]
+        here = context.cut(spread, x.shape[1], None, None, Weights())
+        rope = [(None, rope_table(here.positions(2 * len(x), x.shape[1] // 2), 1e4, 4))]
+        return here.joined(nnx.merge(graph, state)(here.rows(x), rope, here)[0])
 
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, 16), jnp.float32)
     traced = jax.make_jaxpr(on_sequence(spread, body, cut(spread), replicated=1))(state, x)
@@ -326,7 +332,7 @@ def run_ring(parts, q, k, v, segments, window, monkeypatch):
 
     def body(q, k, v, segments):
         place = context.place(spread, q.shape[1], segments)
-        return context.attend(q, k, v, window, place, scale=0.3)
+        return attend(q, k, v, window, place)
 
     order = context.zigzag(q.shape[1], parts)
     out = on_sequence(spread, body, cut(spread))(*(x[:, order] for x in (q, k, v, segments)))
@@ -368,7 +374,7 @@ def test_bfloat16(by_ring):
     order, back = context.zigzag(LENGTH, 4), context.natural(LENGTH, 4)
 
     def body(q, k, v):
-        return context.attend(q, k, v, None, context.place(spread, q.shape[1], None), scale=0.3)
+        return attend(q, k, v, None, context.place(spread, q.shape[1], None))
 
     out = on_sequence(spread, body, cut(spread))(q[:, order], k[:, order], v[:, order])[:, back]
     assert out.dtype == jnp.bfloat16

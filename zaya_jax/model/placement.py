@@ -170,7 +170,7 @@ class Placement:
 class Prompt(Placement):
     """Whole sequences that start an empty cache, so that they attend to themselves alone."""
 
-    index: Int[Array, ""] | None = None  # the column to write at
+    index: Any = None  # the column to write at
     store: Cache = WHOLE
 
     def before(self, x, project, history, nothing) -> Before:
@@ -178,7 +178,7 @@ class Prompt(Placement):
 
     def attend(self, q, k, v, **last) -> tuple[jax.Array, Kept]:
         out, kept = super().attend(q, k, v)
-        return out, kept | {name: _last(self.cache[name], x) for name, x in last.items()}
+        return out, (kept or {}) | {name: _last(self.cache[name], x) for name, x in last.items()}
 
     def _softmax(self, q, k, v):
         kept = self._extended(k, v)

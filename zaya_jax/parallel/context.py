@@ -126,8 +126,7 @@ class Cut(Placement):
         return Before(columns[:, reach - history :], values[:, -1:], self.at.segments_before(reach))
 
     def _softmax(self, q, k, v):
-        q, k, v = (self.joined(x) for x in (q, k, v))
-        return self.rows(attend(q, k, v, self.window, self.at, scale=softmax_scale(q.shape[-1]))), None
+        return attend(q, k, v, self.window, self.at, scale=softmax_scale(q.shape[-1])), None
 
     def _linear(self, q, k, v):
         q, k, v = (self.joined(x) for x in (q, k, v))
@@ -184,35 +183,33 @@ def gather(x: Array, axes: Axes) -> Array:
 
 
 def attend(
-    q: Float[Array, "B S/N H C"],
-    k: Float[Array, "B S/N K C"],
-    v: Float[Array, "B S/N K C"],
+    q: Float[Array, "2B c H C"],
+    k: Float[Array, "2B c K C"],
+    v: Float[Array, "2B c K C"],
     window: int | Int[Array, ""] | None,
     at: Place,
     *,
     scale: float,
-) -> Float[Array, "B S/N H C"]:
+) -> Float[Array, "2B c H C"]:
     """Causal attention of the device's queries over the whole sequence; any number of heads will do.
 
     Gathered: N - 1 times the device's own 2 B (S / N) K C numbers come in (`traffic`), and all S keys and values stand
     in memory. In a ring as many come in, and two devices' parts stand in memory.
     """
-    kv = jnp.concatenate([k, v], axis=-1)
+    q, kv = at.join(q), at.join(jnp.concatenate([k, v], axis=-1))
     if at.ring:
-        return ring.attend(q, kv, at.segments, at.meet, window, at.axes, at.parts, scale)
+        return at.split(ring.attend(q, kv, at.segments, at.meet, window, at.axes, at.parts, scale))
     kv = gather(kv, at.axes)
     outs = []
     for i, q_i in enumerate(jnp.split(q, 2, axis=1)):
         seen = kv.shape[1] // (2 - i)  # no early chunk reaches into the second half
         k, v = jnp.split(kv[:, :seen], 2, axis=-1)
-        segments = at.segments
+        own = segments = at.segments
         if segments is not None:
             own = lax.dynamic_slice_in_dim(segments, at.starts[i], at.chunk, 1)
             segments = segments[:, :seen]
-        else:
-            own = None
         outs.append(attention(q_i, k, v, own, segments, window, at.starts[i], scale=scale)[0])
-    return jnp.concatenate(outs, axis=1)
+    return at.split(jnp.concatenate(outs, axis=1))
 
 
 def traffic(

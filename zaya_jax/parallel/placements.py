@@ -21,7 +21,8 @@ class Over(Devices):
         return self.spread == ALONE
 
     def weights(self, model: Model, dtype: Any) -> Weights:
-        spread, given = self.spread, {}
+        spread = self.spread
+        given: dict[str, Any] = {}
         if spread.fsdp:
             given["gather"] = gather_over_data
         if spread.expert_axes:
@@ -31,10 +32,8 @@ class Over(Devices):
         if spread.tsp:
             return tsp.Fetched(**given, dtype=dtype)
         if spread.heads > 1:
-            of = dict(
-                all_heads=model.num_attention_heads, all_kv=model.num_key_value_heads, over=spread.heads
-            )
-            return heads.Heads(**given, **of)
+            num_heads, num_kv = model.num_attention_heads, model.num_key_value_heads
+            return heads.Heads(**given, all_heads=num_heads, all_kv=num_kv, over=spread.heads)
         return Weights(**given)
 
     def sequences(self, length: int, segments: Any, mask: Any, weights: Weights) -> Placement:
