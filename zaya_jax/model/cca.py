@@ -62,20 +62,14 @@ class CCA(nnx.Module):
             x = x * here.mask[..., None].astype(x.dtype)
         x = x.astype(self.dtype)
         project = functools.partial(self._project, self._side_by_side(here), here)
-        packed, v_now, v_prev = project(x)
-        nothing = self._value_of_nothing(len(x), here)
-        before = here.before(x, project, self._history(), nothing)
-        heads_first = by_head(packed, self.channels)
+        packed, now, late = project(x)  # q and k side by side; the two halves of v
+        before = here.before(x, project, self._history(), self._nothing(len(x), here))
+        heads_first, temperature = by_head(packed, self.channels), self.temperature[...]
         mixed, bias = self._convolve(heads_first, before, here.segments)
-        delayed = jnp.concatenate([before.value.astype(v_prev.dtype), v_prev[:, :-1]], axis=1)
-        if here.segments is not None:
-            fresh = here.segments != _with_earlier(here.segments, before.segments, 1)[:, :-1]
-            delayed = jnp.where(fresh[..., None], nothing[:1], delayed)
-        temperature = self.temperature[...]
-        v = here.weights.join_values(v_now, delayed).reshape(*x.shape[:2], temperature.size, self.channels)
+        v = self._values(now, late, before, here)
         mean_q = here.weights.mean_queries(packed, self.channels)
         q, k = queries_and_keys(heads_first, mixed, bias, temperature, rope, temperature.size, mean_q)
-        out, kept = here.attend(q, k, v, columns=packed, value=v_prev)
+        out, kept = here.attend(q, k, v, columns=packed, value=late)
         y = here.weights.sum(dot(out.reshape(*x.shape[:2], -1), self.o.kernel[...], self.dtype), self.dtype)
         return y + self.o.bias[...].astype(y.dtype) if hasattr(self.o, "bias") else y, kept
 
@@ -93,7 +87,7 @@ class CCA(nnx.Module):
         return joined(*(p.kernel[...] for p in parts)), biases
 
     def _project(self, weights, here, x):
-        """Packed queries and keys, current and delayed values: one product."""
+        """Packed queries and keys, the values' current half and the one to be delayed: one product."""
         kernel, bias = weights
         y = dot(x, kernel, self.dtype)
         y = y if bias is None else y + bias.astype(y.dtype)
@@ -118,11 +112,20 @@ class CCA(nnx.Module):
         passed_on = jnp.einsum("gc,tgcd->gd", first_bias, w1, precision=whole(w1.dtype))
         return mixed, passed_on + last_bias
 
+    def _values(self, now, late, before: Before, here: Placement):
+        """Half of each token's own and half of the one before it, [B, S, K, C]."""
+        delayed = jnp.concatenate([before.value.astype(late.dtype), late[:, :-1]], axis=1)
+        if here.segments is not None:
+            fresh = here.segments != _with_earlier(here.segments, before.segments, 1)[:, :-1]
+            delayed = jnp.where(fresh[..., None], self._nothing(1, here), delayed)
+        v = here.weights.join_values(now, delayed)
+        return v.reshape(*v.shape[:2], self.temperature.size, self.channels)
+
     def _history(self):
         """How many packed columns the convolutions look back."""
         return self.conv_depthwise.kernel.shape[0] + self.conv_grouped.kernel.shape[0] - 2
 
-    def _value_of_nothing(self, batch, here: Placement):
+    def _nothing(self, batch, here: Placement):
         """The delayed value after a zero input: the projection's bias, where it has one."""
         value = jnp.zeros((self.temperature.size * self.channels,), self.dtype)
         if hasattr(self.v_prev, "bias"):

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import attention, in_window, softmax_scale
 from pallas_kernels.linear_attention import decode_linear_attention, linear_attention, prompt_state
@@ -197,7 +197,7 @@ class Prompt(Placement):
 class Token(Prompt):
     """One new token a row, after those whose columns of the cache are `valid`."""
 
-    valid: Bool[Array, "B T"] | None = None
+    valid: Any = None  # [B, T]
 
     def before(self, x, project, history, nothing) -> Before:
         return Before(self.cache["columns"], self.cache["value"][:, None], None)

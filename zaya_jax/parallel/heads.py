@@ -64,6 +64,8 @@ class Heads(Weights):
         return [values, values]
 
     def join_values(self, now: jax.Array, delayed: jax.Array) -> jax.Array:
+        """The first half of all heads' channels is of now, the second delayed, so a device may need either or both:
+        both come for all its columns."""
         per_head = now.shape[-1] // self.kv
         column = self._first_kv() * per_head + jnp.arange(self.kv * per_head)
         return jnp.where(column < self.all_kv * per_head // 2, now, delayed)
