@@ -63,10 +63,11 @@ class CCA(nnx.Module):
         x = x.astype(self.dtype)
         project = functools.partial(self._project, self._side_by_side(here), here)
         packed, now, late = project(x)  # q and k side by side; the two halves of v
-        before = here.before(x, project, self._history(), self._nothing(len(x), here))
+        nothing = self._value_of_nothing(len(x), here)
+        before = here.before(x, project, self._history(), nothing)
         heads_first, temperature = by_head(packed, self.channels), self.temperature[...]
         mixed, bias = self._convolve(heads_first, before, here.segments)
-        v = self._values(now, late, before, here)
+        v = self._values(now, late, before, nothing, here)
         mean_q = here.weights.mean_queries(packed, self.channels)
         q, k = queries_and_keys(heads_first, mixed, bias, temperature, rope, temperature.size, mean_q)
         out, kept = here.attend(q, k, v, columns=packed, value=late)
@@ -112,12 +113,12 @@ class CCA(nnx.Module):
         passed_on = jnp.einsum("gc,tgcd->gd", first_bias, w1, precision=whole(w1.dtype))
         return mixed, passed_on + last_bias
 
-    def _values(self, now, late, before: Before, here: Placement):
+    def _values(self, now, late, before: Before, nothing, here: Placement):
         """Half of each token's own and half of the one before it, [B, S, K, C]."""
         delayed = jnp.concatenate([before.value.astype(late.dtype), late[:, :-1]], axis=1)
         if here.segments is not None:
             fresh = here.segments != _with_earlier(here.segments, before.segments, 1)[:, :-1]
-            delayed = jnp.where(fresh[..., None], self._nothing(1, here), delayed)
+            delayed = jnp.where(fresh[..., None], nothing[:1], delayed)
         v = here.weights.join_values(now, delayed)
         return v.reshape(*v.shape[:2], self.temperature.size, self.channels)
 
@@ -125,7 +126,7 @@ class CCA(nnx.Module):
         """How many packed columns the convolutions look back."""
         return self.conv_depthwise.kernel.shape[0] + self.conv_grouped.kernel.shape[0] - 2
 
-    def _nothing(self, batch, here: Placement):
+    def _value_of_nothing(self, batch, here: Placement):
         """The delayed value after a zero input: the projection's bias, where it has one."""
         value = jnp.zeros((self.temperature.size * self.channels,), self.dtype)
         if hasattr(self.v_prev, "bias"):
