@@ -20,6 +20,7 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+import rivals
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import softmax_scale
@@ -47,7 +48,7 @@ def softmax(ring: bool) -> Callable:
 
 SCHEMES = {
     "LASP-2": functools.partial(linear.lasp2, axis="context"),
-    "LASP-1 ring": functools.partial(linear.lasp1, axis="context"),
+    "LASP-1 ring": functools.partial(rivals.lasp1, axis="context"),
     "softmax, gathered K and V": softmax(ring=False),
     "softmax, ring": softmax(ring=True),
 }

@@ -18,6 +18,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import rivals
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import softmax_scale
@@ -28,8 +29,8 @@ HEADS, KV, CHANNELS = 8, 2, 128  # ZAYA1-base's
 LAYERS = 40
 SCHEMES = {
     "tree attention": tree.tree_attention,
-    "ring of outputs": tree.ring_of_parts,
-    "ring of keys and values": tree.ring_of_keys,
+    "ring of outputs": rivals.ring_of_parts,
+    "ring of keys and values": rivals.ring_of_keys,
 }
 
 
@@ -50,7 +51,7 @@ def sent(function: Callable, devices: int, batch: int, length: int) -> tuple[flo
     kv = shape(parts, length, KV, CHANNELS)
     args = shape(everywhere, 1, HEADS, CHANNELS), kv, kv, shape(everywhere, length, dtype=bool)
     found = hlo.collectives(jax.jit(mapped).lower(*args).compile())
-    in_bfloat16 = 2 if function is tree.ring_of_keys else 1
+    in_bfloat16 = 2 if function is rivals.ring_of_keys else 1
     kinds = sorted({c.kind for c in found})
     arrays = sum(len(c.operands) for c in found)
     what = f"{len(found)} {', '.join(kinds)}" + (f" of {arrays} arrays" if arrays > len(found) else "")

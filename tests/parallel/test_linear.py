@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import mesh_helpers as helpers
 import numpy as np
 import pytest
+import rivals
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.linear_attention import linear_attention
@@ -69,7 +70,7 @@ def on_devices(function, size, zigzag, **options):
 @pytest.mark.parametrize(
     "size", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("function", [linear.lasp2, linear.lasp1])
+@pytest.mark.parametrize("function", [linear.lasp2, rivals.lasp1])
 def test_equal_to_one_device(function, size, zigzag):
     q, k, v, d_out = inputs(96)
     segments = documents(96)
@@ -99,7 +100,7 @@ def test_a_sequence_over_two_axes():
     q, k, v, _ = inputs(32)
     columns = order(32, 4, True)
     mapped = jax.shard_map(
-        lambda q, k, v: (linear.lasp2(q, k, v, axis=axes), linear.lasp1(q, k, v, axis=axes)),
+        lambda q, k, v: (linear.lasp2(q, k, v, axis=axes), rivals.lasp1(q, k, v, axis=axes)),
         mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False,
     )  # fmt: skip
     for out in jax.jit(mapped)(*(x[:, columns] for x in (q, k, v))):
@@ -140,8 +141,8 @@ def test_one_all_gather_each_way_whatever_the_length(length):
 @pytest.mark.parametrize("zigzag", [True, False])
 def test_the_rings_hops(zigzag):
     hops = 7 * (2 if zigzag else 1)
-    found = hlo.collectives(compiled(linear.lasp1, 1024, zigzag=zigzag))
-    assert [(c.kind, c.bytes) for c in found] == [("collective-permute", linear.passed_bytes(1, K, C))] * hops
+    found = hlo.collectives(compiled(rivals.lasp1, 1024, zigzag=zigzag))
+    assert [(c.kind, c.bytes) for c in found] == [("collective-permute", rivals.passed_bytes(1, K, C))] * hops
 
 
 def test_the_states_do_not_wait_for_the_work_within_a_device():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import rivals
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import decode_attention
@@ -34,7 +35,7 @@ def on_devices(function, size):
 
 
 @pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize("function", [tree.tree_attention, tree.ring_of_parts, tree.ring_of_keys])
+@pytest.mark.parametrize("function", [tree.tree_attention, rivals.ring_of_parts, rivals.ring_of_keys])
 def test_equal_to_one_device(function, size):
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (B, 1, H, C))
@@ -83,5 +84,5 @@ def test_what_the_rings_send():
     def sent(function):
         return [(c.kind, c.bytes) for c in hlo.collectives(lowered(function, 8, 64).compile())]
 
-    assert sent(tree.ring_of_parts) == [("collective-permute", 4 * B * H * (C + 1))] * 7
-    assert sent(tree.ring_of_keys) == [("collective-permute", 2 * 4 * B * 8 * K * C)] * 7
+    assert sent(rivals.ring_of_parts) == [("collective-permute", 4 * B * H * (C + 1))] * 7
+    assert sent(rivals.ring_of_keys) == [("collective-permute", 2 * 4 * B * 8 * K * C)] * 7

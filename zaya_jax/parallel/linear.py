@@ -1,15 +1,12 @@
-"""Linear attention over devices that hold pieces of a sequence: LASP-2, and LASP-1's ring to compare it with.
+"""Linear attention over devices that hold pieces of a sequence: LASP-2 (benchmarks/rivals.py has LASP-1's ring).
 
 Each piece leaves a state of fixed size, [K, C, C + 1] a row in float32; a piece's queries need the sum of the states
 of the pieces before it, as far as its first document reaches back. Pieces lie contiguously (device i holds piece i of
 N) or zig-zag (device i holds pieces i and 2N - 1 - i of 2N, as the halves of its tokens). With P = 1 or 2 pieces a
-device and X = K C (C + 1) numbers a state, traffic does not depend on the length of the sequence:
-
-    lasp2   one all-gather forward, N P B (X + 2) 4 bytes gathered, one backward, N P B X 4 bytes
-    lasp1   P (N - 1) collective-permutes one after the other, B (X + 1) 4 bytes each, and as many backward
-
-(the further numbers are the ids of a piece's first and last document). What a device can do alone, within its own
-pieces, depends on no collective, so that it is done while the states travel. Both run inside `jax.shard_map`.
+device and X = K C (C + 1) numbers per state, traffic does not depend on the length of the sequence: one all-gather
+forward, N P B (X + 2) 4 bytes gathered (two numbers are the ids of a piece's first and last document), and one
+backward, N P B X 4 bytes. What a device can do alone, within its own pieces, depends on no collective, so that it is
+done while the states travel. It runs inside `jax.shard_map`.
 """
 
 import functools
@@ -37,12 +34,7 @@ def lasp2(
     chunk: int | None = None,
 ) -> Float[Array, "B S H C"]:
     """Linear attention of this device's S tokens to those of all devices of `axis`; one all-gather each way."""
-    return _over_pieces(_gathered, q, k, v, segments, axis, zigzag, chunk)
-
-
-def lasp1(q, k, v, segments=None, *, axis: Axis, zigzag: bool = True, chunk: int | None = None) -> jax.Array:
-    """The same by states that go from device to device, each waiting for the one before."""
-    return _over_pieces(_passed_on, q, k, v, segments, axis, zigzag, chunk)
+    return over_pieces(_gathered, q, k, v, segments, axis, zigzag, chunk)
 
 
 def gathered_bytes(
@@ -53,12 +45,8 @@ def gathered_bytes(
     return states * (numbers + 2) * 4, states * numbers * 4
 
 
-def passed_bytes(batch: int, num_kv: int, channels: int) -> int:
-    """What one of `lasp1`'s collective-permutes moves."""
-    return batch * (num_kv * channels * (channels + 1) + 1) * 4
-
-
-def _over_pieces(exchange, q, k, v, segments, axis, zigzag, chunk):
+def over_pieces(exchange, q, k, v, segments, axis, zigzag, chunk) -> jax.Array:
+    """Linear attention where `exchange` brings the state that enters each piece."""
     batch, seq = q.shape[:2]
     pieces = 2 if zigzag else 1
 
@@ -128,32 +116,3 @@ _gathered.defvjp(_gathered_fwd, _gathered_bwd)
 def _pick(chosen, states):
     """Sums of the chosen [P, N P, B] of all states [N P, B, X]: [P, B, X]."""
     return jnp.einsum("pnb,nbx->pbx", chosen.astype(jnp.float32), states, precision=lax.Precision.HIGHEST)
-
-
-def _passed_on(states, first, last, axis):
-    """As `_gathered`, by states that travel: up the devices through their first pieces, down through the second."""
-    size, me = lax.axis_size(axis), lax.axis_index(axis)
-
-    def leave(piece, entering):
-        through = (first[piece] == last[piece])[:, None, None, None]
-        return states[piece] + jnp.where(through, entering, 0)
-
-    def admitted(piece, state, ended):
-        return jnp.where((ended == first[piece].astype(jnp.float32))[:, None, None, None], state, 0)
-
-    found = []
-    begin = jnp.zeros_like(states[0])  # what enters the sweep's first piece
-    for piece in range(states.shape[0]):
-        is_first = me == (0 if piece == 0 else size - 1)
-        hops = [(i, i + 1) if piece == 0 else (i + 1, i) for i in range(size - 1)]
-        entering = jnp.where(is_first, begin, 0)
-        for _ in range(size - 1):
-            ended = last[piece].astype(jnp.float32)[:, None]
-            packed = jnp.concatenate([leave(piece, entering).reshape(ended.shape[0], -1), ended], axis=-1)
-            packed = lax.ppermute(packed, axis, hops)
-            received = admitted(piece, packed[:, :-1].reshape(begin.shape), packed[:, -1])
-            entering = jnp.where(is_first, begin, received)
-        found.append(entering)
-        if piece + 1 < states.shape[0]:
-            begin = admitted(piece + 1, leave(piece, entering), last[piece].astype(jnp.float32))
-    return jnp.stack(found)

@@ -1,21 +1,16 @@
-"""Decoding over a key-value cache that lies along the sequence on several devices: tree attention, and two rings.
+"""Decoding over a key-value cache that lies along the sequence on several devices: tree attention.
 
 Column t of the cache lies on device t mod N, as its column t // N: however far decoding has come, and whatever window
 a layer has, devices hold equally many columns that count. All else is the same on every device: the queries, which
 columns count, the other caches, the tokens. For one new token in each of B rows, H heads of C channels, a layer sends
+three all-reduces: the greatest log-sum-exp (4 B H bytes), the outputs and the weights weighed by it (4 B H C and
+4 B H). Neither the number of devices nor the sequence's length is in it; the compiler makes one message of the latter
+two, so that two follow each other. Rings, to be compared with, are in benchmarks/rivals.py.
 
-    tree_attention   three all-reduces: the greatest log-sum-exp (4 B H bytes), the outputs and the weights weighed
-                     by it (4 B H C and 4 B H): neither the number of devices nor the sequence's length is in it;
-                     the compiler makes one message of the latter two, so that two follow each other
-    ring_of_parts    N - 1 collective-permutes one after the other, of outputs and log-sum-exps: 4 B H (C + 1) each
-    ring_of_keys     N - 1 of the keys and values: 2 B T / N K C numbers each, in the cache's own format
-
-The rings are here to be compared with. All run inside `jax.shard_map`. Letters: T columns of the whole cache, K
-key-value heads.
+All runs inside `jax.shard_map`. Letters: T columns of the whole cache, K key-value heads.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -27,9 +22,8 @@ from pallas_kernels.attention import MASKED
 from zaya_jax.model.cache import WHOLE, Cache
 from zaya_jax.model.placement import Devices
 
-Part = tuple[
-    Float[Array, "B H C"], Float[Array, "B H"]
-]  # attention to some keys: its output, its log-sum-exp
+# Attention to some keys: its output, its log-sum-exp.
+Attended = tuple[Float[Array, "B H C"], Float[Array, "B H"]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +62,11 @@ def columns_of(length: int, devices: int) -> int:
 
 def own_columns(x: Array, axis: str) -> Array:
     """This device's columns of x [B, T, ..]."""
-    return _columns_on(lax.axis_index(axis), x, axis)
+    return columns_on(lax.axis_index(axis), x, axis)
 
 
-def _columns_on(device: jax.Array, x: Array, axis: str) -> Array:
+def columns_on(device: jax.Array, x: Array, axis: str) -> Array:
+    """A device's columns of x [B, T, ..]."""
     devices = lax.axis_size(axis)
     x = jnp.pad(x, [(0, -x.shape[i] % devices if i == 1 else 0) for i in range(x.ndim)])
     x = x.reshape(x.shape[0], -1, devices, *x.shape[2:])
@@ -108,31 +103,7 @@ def tree_attention(
     return (out / total[..., None])[:, None].astype(v.dtype)
 
 
-def ring_of_parts(q, k, v, valid, *, scale: float, axis: str) -> jax.Array:
-    """The same by outputs that travel round: each device adds up those of all others."""
-    part = attend_to_part(q, k, v, own_columns(valid, axis), scale)
-
-    def travel(part):
-        out, lse = part
-        packed = lax.ppermute(jnp.concatenate([out, lse[..., None]], axis=-1), axis, _round(axis))
-        return packed[..., :-1], packed[..., -1]
-
-    return _add_up(part, travel, lambda _, part: part, axis).astype(v.dtype)
-
-
-def ring_of_keys(q, k, v, valid, *, scale: float, axis: str) -> jax.Array:
-    """The same by keys and values that travel round, as in ring attention."""
-
-    def attend(source, kv):
-        return attend_to_part(q, kv[0], kv[1], _columns_on(source, valid, axis), scale)
-
-    def travel(kv):
-        return lax.ppermute(kv, axis, _round(axis))
-
-    return _add_up(jnp.stack([k, v]), travel, attend, axis).astype(v.dtype)
-
-
-def attend_to_part(q, k, v, valid: Bool[Array, "B T"], scale: float) -> Part:
+def attend_to_part(q, k, v, valid: Bool[Array, "B T"], scale: float) -> Attended:
     """Attention of one query per row to some of its keys, float32; without any it is 0 with a log-sum-exp of -1e30."""
     batch, _, num_heads, channels = q.shape
     q = q.reshape(batch, k.shape[2], -1, channels)
@@ -146,22 +117,3 @@ def attend_to_part(q, k, v, valid: Bool[Array, "B T"], scale: float) -> Part:
     out = out / jnp.where(total > 0, total, 1)[..., None]
     lse = jnp.where(total > 0, top[..., 0] + jnp.log(jnp.where(total > 0, total, 1)), MASKED)
     return out.reshape(batch, num_heads, channels), lse.reshape(batch, num_heads)
-
-
-def _add_up(held, travel: Callable, attend: Callable, axis: str) -> Float[Array, "B 1 H C"]:
-    """Attention to everything that comes round, which `attend` turns into parts; N - 1 journeys."""
-    me, devices = lax.axis_index(axis), lax.axis_size(axis)
-    out, lse = attend(me, held)
-    for distance in range(1, devices):
-        held = travel(held)
-        new, new_lse = attend((me - distance) % devices, held)
-        top = jnp.maximum(lse, new_lse)
-        total = top + jnp.log(jnp.exp(lse - top) + jnp.exp(new_lse - top))
-        out = out * jnp.exp(lse - total)[..., None] + new * jnp.exp(new_lse - total)[..., None]
-        lse = total
-    return out[:, None]
-
-
-def _round(axis: str) -> list[tuple[int, int]]:
-    devices = lax.axis_size(axis)
-    return [(i, (i + 1) % devices) for i in range(devices)]
