@@ -131,7 +131,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
                 "another of schedule.phases" if reached == plan.total_steps and config.schedule.phases else ""
             )
             more = more or "--config.run.num_steps=N"
-            print(f"{workdir} is complete: {reached} steps done. More: {more}.  Report: {report}")
+            logs.say(f"{workdir} is complete: {reached} steps done. More: {more}.  Report: {report}")
         return code
     if reached != looked:  # it lay in another tier, or a damaged one was set aside
         notes, end, here, mesh, spread, rows, stream = lay_out(reached)
@@ -150,6 +150,8 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         write_json(workdir / "environment.json", environment())
         if lineage:
             write_json(workdir / fork.FILE, {"forked": lineage})
+        else:  # a fork may have been killed here before it saved anything
+            (workdir / fork.FILE).unlink(missing_ok=True)
     multihost.barrier("set-up")
 
     ####################################################################################################################

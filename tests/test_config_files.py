@@ -39,6 +39,14 @@ FILES = {
     "key": (START + "    c.optim.lrr = 1\n", "unknown config key 'lrr' in line 4; did you mean lr?"),
     "type": (START + "    c.optim.lr = 'x'\n", "TypeError"),
     "range": (START + "    c.optim.lr = -1.0\n    return c\n", "config.optim.lr=-1.0 is out of range"),
+    "round": (
+        "def get_config():\n    try:\n        raise OSError('x')\n    except OSError as e:\n        raise e from e\n",
+        "(OSError in line",
+    ),
+    "cycle": (
+        START + "    c.unlock()\n    c.model.me = c\n    return c\n",
+        "config.model.me is a group that holds itself",
+    ),
     "folder": (None, "is no file"),
 }
 

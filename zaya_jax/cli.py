@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import re
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -163,6 +164,8 @@ def exit_code(main: Callable[[], int]) -> int:
 
     Every program comes through here before it asks for a device, so here the compiler gets its flags.
     """
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # experiments/__init__.py
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     xla_flags.set_for_platform()
     with outlive_readers():
         return _code(main)
@@ -180,10 +183,10 @@ def _code(main: Callable[[], int]) -> int:
             sys.stdout.flush()
         return code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {fields.on_a_line(error)}", file=sys.stderr)
         return BAD_INPUT
     except StorageError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {fields.on_a_line(error)}", file=sys.stderr)
         return STORAGE
     except OSError as error:
         reason = leaving.storage_reason(error)
@@ -316,13 +319,14 @@ def _parse(argv: list[str]) -> None:
 
 def _no_config(file: str, error: BaseException) -> UserError:
     """What a config file did in place of giving a config, and where in it."""
-    where, first = "", error
+    where, first, seen = "", error, set[int]()
     while True:
+        seen.add(id(first))
         for frame in traceback.extract_tb(first.__traceback__):
             if os.path.exists(frame.filename) and os.path.samefile(frame.filename, file):
                 where = f" in line {frame.lineno}"
         below = first.__cause__ or first.__context__
-        if below is None:
+        if below is None or id(below) in seen:  # causes may go round
             break
         first = below
     if isinstance(first, SyntaxError) and first.lineno:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from zaya_jax import cli
 from zaya_jax.checkpoint import audit, lock, store
 from zaya_jax.config import Model, UserError
 from zaya_jax.pytorch import exchange, hf
@@ -75,6 +76,17 @@ def test_several_missing_tensors_are_counted(source):
 def test_an_extra_tensor(source):
     change_tensors(source, lambda t: t.update({"model.layers.2.foo": np.ones(1, np.float32)}))
     refused(source, r"unknown tensor model\.layers\.2\.foo;")
+
+
+@pytest.mark.parametrize(
+    "name", ["²", "model.layers.²", "9" * 5000, "model.layers." + "1" * 5000 + ".x", "a\nb"]
+)
+def test_names_that_no_model_has(source, name, capsys):
+    change_tensors(source, lambda t: t.update({name: np.ones(1, np.float32)}))
+    code = cli.exit_code(lambda: exchange.from_hf(source, source.parent / "work"))
+    said = capsys.readouterr().err
+    assert code == cli.BAD_INPUT and said.startswith("error: ") and said.count("\n") == 1 and len(said) < 1600
+    assert "unknown tensor" in said
 
 
 def test_a_misshapen_tensor(source):
@@ -220,6 +232,8 @@ def test_a_missing_config(source):
         ),
         ("layer_types", ["hybrid"], "names 1 layers"),
         ("layer_types", "hybrid", "layer_types"),
+        ("layer_types", 5, "layer_types is 5; expected a list"),
+        ("layer_types", True, "layer_types is True; expected a list"),
         ("rope_parameters", {"hybrid": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type='yarn'"),
         ("rope_parameters", {"hybrid": {"rope_theta": 1e4, "factor": 8.0}}, "rope_parameters.hybrid.factor"),
         ("rope_parameters", {"full": {"rope_theta": 1e4}}, "rope_parameters.full is unknown"),

@@ -81,3 +81,11 @@ def test_nothing_is_written_into_a_checkpoint(workdir, tmp_path):
         with pytest.raises(UserError, match=r"lies in the checkpoint .*/checkpoints/4, where all"):
             write()
     assert tree(tmp_path) == before
+
+
+def test_nothing_is_written_among_a_run_s_checkpoints(workdir, tmp_path):
+    before = tree(tmp_path)
+    for inside in (workdir / "checkpoints" / "99", workdir / "checkpoints" / "a" / "b"):
+        with pytest.raises(UserError, match=r"lies in .*/checkpoints, among the checkpoints of a run"):
+            rewrite.export_params(workdir, inside)
+    assert tree(tmp_path) == before

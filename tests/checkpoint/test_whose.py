@@ -189,6 +189,12 @@ def test_a_lock_that_was_deleted_locks_nothing(tmp_path, monkeypatch):
     os.close(waiter)
     with another_process(tmp_path) as said:
         assert "is in use by process" in said
+    (tmp_path / lock.NAME).unlink()
+    with another_process(tmp_path) as said:
+        assert said == "taken\n"
+    for _ in range(2):  # the other has ended, but what lies there now is its own
+        with pytest.raises(UserError, match=r"was deleted while this run had it, and process \d+ .* took"):
+            lock.keep(tmp_path)
     lock.release(tmp_path)
 
 
@@ -245,10 +251,10 @@ def test_a_run_whose_folder_was_taken_over_saves_nothing_more(tmp_path, monkeypa
             checkpoints.save(step, {"params": {"w": jnp.zeros(3)}}, {"step": step, "tokens": step})
             checkpoints.wait()
         assert checkpoints.steps() == []
-        assert capsys.readouterr().out.count("is in use by process") == 2
+        assert capsys.readouterr().out.count("was deleted while this run had it") == 2
     checkpoints.save(3, {"params": {"w": jnp.zeros(3)}}, {"step": 3, "tokens": 3})
     checkpoints.close()
-    assert checkpoints.steps() == [3]
+    assert checkpoints.steps() == [], "the other has ended, but what lies there now is its own"
     lock.release(tmp_path)
 
 

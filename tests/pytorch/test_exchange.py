@@ -232,6 +232,29 @@ def test_folders_that_are_taken_are_refused(tmp_path):
         exchange.to_hf(tmp_path / "work", tmp_path / "o", shard_gb=0)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda found: found.clear(), lambda found: found.update(config=[]), lambda found: found.update(dtypes=[]),
+        lambda found: found.update(dtypes={"model.norm.weight": "int3"}), lambda found: found.pop("dtypes"),
+        lambda found: found.update(dtypes={"model.norm.weight": []}), lambda found: found.update(generation_config=[]),
+    ],
+)  # fmt: skip
+def test_a_damaged_note_of_the_import_is_one_line(tmp_path, change):
+    source, _ = write_model(tmp_path / "in")
+    exchange.from_hf(source, tmp_path / "work")
+    path = tmp_path / "work" / "imported.json"
+    found = json.loads(path.read_text())
+    change(found)
+    path.write_text(json.dumps(found))
+    with pytest.raises(
+        UserError, match=r"imported\.json is not what from_hf wrote there .* restore it, or delete it"
+    ):
+        exchange.to_hf(tmp_path / "work", tmp_path / "out")
+    path.unlink()
+    exchange.to_hf(tmp_path / "work", tmp_path / "out")  # the way out
+
+
 PEAK = """
 import resource, sys
 from zaya_jax.pytorch import exchange

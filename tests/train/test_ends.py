@@ -210,6 +210,26 @@ def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):
     assert last_step(tmp_path / "run") == 5
 
 
+def test_an_interrupt_before_the_first_step_is_one_line_at_most(tmp_path):
+    """While it imports it just ends; later, wherever it is, it says so and ends."""
+    program = command(tmp_path, **{"run.num_steps": 1_000_000})
+    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+
+    def interrupted(soon):
+        process = subprocess.Popen(
+            program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
+        )
+        while not (soon or (tmp_path / "run" / "config.json").exists()):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+        return process.returncode, err
+
+    assert interrupted(soon=True) == (-signal.SIGINT, "")
+    assert interrupted(soon=False) == (130, "error: interrupted by SIGINT; nothing more was saved\n")
+
+
 def test_no_free_byte_is_one_line_and_the_same_command_works_later(tmp_path):
     """A limit on the size of files stands for the disk: whatever is written fails."""
     program = command(tmp_path, **{"run.num_steps": 3})

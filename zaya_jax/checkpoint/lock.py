@@ -67,14 +67,20 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
 
 
 def keep(workdir: Path) -> None:
-    """Before something is written: takes it anew where somebody has deleted the file; UserError where it is another's.
-
-    Does nothing for who has not taken it.
+    """Before something is written: takes it anew where somebody has deleted the file; UserError where another took it
+    then, also if that has ended: what lies there is the other's. Does nothing for who has not taken it.
     """
     path = workdir.resolve() / NAME
     file = _held.get(path)
     if file is None or _is(file, path):
         return
+    if path.exists():
+        with contextlib.closing(_opened(path)) as other:
+            who = _owner(other)
+        raise UserError(
+            f"{path} was deleted while this run had it, and {who} took --workdir={workdir}; this run writes nothing "
+            "more there, the same command goes on from what the other has saved"
+        )
     del _held[path]
     try:
         take(workdir)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from zaya_jax.checkpoint import lock, writing
 from zaya_jax.checkpoint.layout import MARKER, META
+from zaya_jax.checkpoint.seal import RUN
 from zaya_jax.config import UserError
 
 
@@ -62,6 +63,12 @@ def new_folder(path: str | os.PathLike, option: str) -> Path:
         raise UserError(f"{option}={path} exists and is not empty; give a new folder")
     writing.require_writable(target.parent, f"{option}={path}")
     require_outside(target, f"{option}={path}")
+    for above in Path(os.path.realpath(target)).parents:
+        if os.path.exists(above / RUN):
+            raise UserError(
+                f"{option}={path} lies in {above}, among the checkpoints of a run, and would count as one of them or "
+                "as damage; give a folder elsewhere"
+            )
     return target
 
 

@@ -4,7 +4,7 @@ before(function, code)     to be called on the way out, or only with this exit c
 within(seconds, function)  whether it came to its end by then
 unless(asked, function)    whether it came to its end before somebody asked to stop
 now(code, line)            does not return
-at_second_signal(how)      from now on a second SIGTERM or SIGINT ends the process, whatever it is doing
+at_signal(which, how)      calls a function at the first, or second, SIGTERM or SIGINT, whatever the process is doing
 """
 
 import contextlib
@@ -104,8 +104,9 @@ def storage_reason(error: BaseException) -> str:
     return f"{error.strerror}{where}; mend the storage and start the same command again"
 
 
-def at_second_signal(how: Callable[[signal.Signals], None]) -> None:
-    """Calls `how` in a thread: Python's own handlers wait while the main thread compiles, computes or writes."""
+def at_signal(which: int, how: Callable[[signal.Signals], None]) -> None:
+    """Calls `how` at that SIGTERM or SIGINT, counted from now on, in a thread: Python's own handlers wait while the
+    main thread compiles, computes or writes. A handler must be set for both, if only one that does nothing."""
     listening, telling = os.pipe()
     os.set_blocking(telling, False)
     before_this = signal.set_wakeup_fd(telling, warn_on_full_buffer=False)
@@ -116,7 +117,7 @@ def at_second_signal(how: Callable[[signal.Signals], None]) -> None:
         seen = 0
         while number := os.read(listening, 1):
             seen += number[0] in STOPPING
-            if seen == 2:
+            if seen == which:
                 how(signal.Signals(number[0]))
         os.close(listening)
 

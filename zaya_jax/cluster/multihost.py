@@ -64,6 +64,11 @@ def together(program: Callable[[], int]) -> int:
     """
     given = {name: flags.FLAGS[name].value for name in NAMES if name in flags.FLAGS}
     place = find_place(os.environ, given)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Until StopSignal takes over there is nothing to save. Python's own handler would raise KeyboardInterrupt
+        # wherever it is: one in a callback of XLA's was lost, one in JAX's cache became a ValueError of 159 lines.
+        signal.signal(signal.SIGINT, lambda *_: None)
+        leaving.at_signal(1, _interrupted)
     if place is None:
         return program()
     lines = Lifelines(place, _seconds(HEARTBEAT), _leave)
@@ -203,7 +208,7 @@ class StopSignal:
             signal.signal(number, self._ask)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a terminal that closes, without nohup
             signal.signal(signal.SIGHUP, self._ask)
-        leaving.at_second_signal(_interrupted)
+        leaving.at_signal(2, _interrupted)
 
     def after(self, step: int) -> bool:
         """Whether to stop after this step; the same answer in every process. Called once a step."""

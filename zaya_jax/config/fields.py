@@ -32,6 +32,14 @@ def words(error: BaseException) -> str:
         return ""
 
 
+def on_a_line(error: BaseException) -> str:
+    """All of that on one line; cut in its middle where it repeats what nobody would read to the end."""
+    text = " ".join(words(error).split())
+    return (
+        text if len(text) <= LONGEST_LINE else f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 2 :]}"
+    )
+
+
 def first_line(error: BaseException) -> str:
     """The first line of that, or the error's kind where it says nothing."""
     return (words(error) or type(error).__name__).splitlines()[0]
@@ -40,6 +48,7 @@ def first_line(error: BaseException) -> str:
 KINDS = ("name", "path", "text", "source")  # of strings; a source is "path=weight"
 UNPRINTABLE = "has a character that cannot be printed"
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
+LONGEST_LINE = 1500  # characters of a message
 LONGEST = 80  # characters of a value in a message
 
 
@@ -103,15 +112,17 @@ def build(cls: type, given: Any, prefix: str = "") -> Any:
     return cls(**{key: _convert(fields[key].type, value, prefix + key) for key, value in given.items()})
 
 
-def _require_filled(given: config_dict.ConfigDict, prefix: str) -> None:
-    """UserError for a required_placeholder that nobody has filled."""
+def _require_filled(given: config_dict.ConfigDict, prefix: str, above: tuple[int, ...] = ()) -> None:
+    """UserError for a required_placeholder that nobody has filled, and for a group that holds itself."""
+    if id(given) in above:
+        raise UserError(f"config.{prefix.rstrip('.')} is a group that holds itself")
     for key in given:
         try:
             value = given[key]
         except config_dict.RequiredValueError:
             raise UserError(f"config.{prefix}{key} must be given: the config file leaves it open") from None
         if isinstance(value, config_dict.ConfigDict):
-            _require_filled(value, f"{prefix}{key}.")
+            _require_filled(value, f"{prefix}{key}.", (*above, id(given)))
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:

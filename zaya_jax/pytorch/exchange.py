@@ -233,7 +233,19 @@ def _read_imported(workdir: Path) -> dict[str, Any]:
     path = workdir / IMPORTED
     if not path.exists():
         return {"config": {}, "generation_config": None, "dtypes": {}}
-    return hf.read_json(path)
+    found = hf.read_json(path)
+    dtypes, generation = found.get("dtypes"), found.get("generation_config")
+    if not (
+        isinstance(found.get("config"), dict)
+        and isinstance(dtypes, dict)
+        and all(dtype in DTYPES for dtype in map(str, dtypes.values()))
+        and (generation is None or isinstance(generation, dict))
+    ):
+        raise UserError(
+            f"{path} is not what from_hf wrote there (config, generation_config, and a dtype of "
+            f"{', '.join(DTYPES)} for each tensor); restore it, or delete it: then the config is written anew"
+        )
+    return {"config": found["config"], "generation_config": generation, "dtypes": dtypes}
 
 
 def _specs(model: Model, recorded: dict[str, str], dtype: str | None) -> list[tensor_files.Spec]:

@@ -160,6 +160,10 @@ def model_from_json(given: dict, where: str) -> Model:
     if given.get("quantization_config"):
         raise UserError(f"{where}: quantization_config is set; only unquantised weights can be read")
     known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in fields}
+    if not isinstance(given.get("layer_types") or [], list):
+        raise UserError(
+            f"{where}: layer_types is {shown(given['layer_types'])}; expected a list of layer kinds"
+        )
     known["layer_types"] = tuple(given.get("layer_types") or ())
     known["rope_parameters"] = _rope_from_json(given.get("rope_parameters"), where)
     if isinstance(known["eos_token_id"], list):
@@ -222,4 +226,6 @@ def generation_json(model: Model) -> dict:
 
 def natural(name: str) -> list:
     """Sort key that puts layer 10 after layer 9."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+    # A number counts by its digits, however many: int() takes 4,300.
+    parts = re.split(r"([0-9]+)", name)
+    return [(len(part.lstrip("0")), part.lstrip("0")) if i % 2 else part for i, part in enumerate(parts)]

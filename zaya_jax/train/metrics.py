@@ -16,9 +16,10 @@ import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
+from zaya_jax.checkpoint import lock
 from zaya_jax.cluster import leaving
 from zaya_jax.cluster.multihost import is_writer
-from zaya_jax.config import UserError
+from zaya_jax.config import StorageError, UserError
 from zaya_jax.train.logs import note, say
 
 BUFFER = 1 << 16  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
@@ -110,6 +111,12 @@ class Writer:
             )
 
     def _write_lines(self) -> None:
+        if self._lines:
+            try:
+                lock.keep(self._workdir)  # lines of two runs would stand between each other
+            except UserError as error:
+                self._lines = b""
+                raise StorageError(str(error)) from None
         while self._lines:
             self._lines = self._lines[self._file.write(self._lines) :]
 
@@ -121,8 +128,20 @@ class Writer:
 
     def _open_events(self) -> None:
         self._events = None
+        if threading.excepthook is not _in_a_thread:
+            _others.append(threading.excepthook)
+            threading.excepthook = _in_a_thread
         # A queue that the thread no longer empties would block the training when it is full.
         self._events = SummaryWriter(str(self._workdir), purge_step=self._purge, max_queue=20_000)
+
+
+_others: list[Callable[[Any], Any]] = []
+
+
+def _in_a_thread(args: Any) -> None:
+    """TensorBoard's thread ends at the first error of the disk: `flush` sees that, says so and starts another."""
+    if not (type(args.thread).__module__.startswith("tensorboardX") and isinstance(args.exc_value, OSError)):
+        _others[-1](args)
 
 
 def _plain(value: Any) -> Any:

@@ -23,7 +23,7 @@ import jax
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.checkpoint import audit, lock, places, writing
-from zaya_jax.checkpoint.layout import IMPORTED
+from zaya_jax.checkpoint.layout import IMPORTED, META
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, StorageError, UserError, fields, files
 from zaya_jax.data import mix
@@ -134,10 +134,23 @@ def _check_whose(workdir: Path, config: Config) -> None:
     others = sorted(
         p.name for p in workdir.iterdir() if p.name != lock.NAME and not files.is_part_of(p, recorded)
     )
+    if writing.steps_in(workdir / "checkpoints"):
+        raise UserError(without_config(workdir))
     if others:
         raise UserError(
             f"--workdir={workdir} holds {others[0]} and no config.json, so it is not a run's; give a new folder"
         )
+
+
+def without_config(workdir: Path) -> str:
+    """What is wrong with a run's folder that has no config.json, and how to mend it."""
+    steps = writing.steps_in(workdir / "checkpoints")
+    if not steps:
+        return f"--workdir={workdir} has no config.json; give the folder of a run"
+    return (
+        f"--workdir={workdir} has checkpoints and no config.json, the recorded config of the run: write there what "
+        f'stands under "config" in {workdir / "checkpoints" / str(steps[-1]) / META}'
+    )
 
 
 def _begun_with(workdir: Path) -> Config:
@@ -215,7 +228,7 @@ def read_config(workdir: str | os.PathLike) -> Config:
     try:
         found = files.read_json(path)
     except FileNotFoundError:
-        raise UserError(f"--workdir={workdir} has no config.json; give the folder of a run") from None
+        raise UserError(without_config(Path(workdir))) from None
     except (OSError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read ({writing.reason(error)}); it is the recorded config of a run: restore it, each "
