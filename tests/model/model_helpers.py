@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zaya_jax.config import Model, Precision, Rope, RopeKinds
 from zaya_jax.model import zaya
@@ -25,15 +26,15 @@ def weights(model, seed=0):
     """(parameters, balancing biases), all random."""
     shapes = zaya.abstract(model)
     leaves, treedef = jax.tree.flatten_with_path(shapes)
-    keys = jax.random.split(jax.random.key(seed), len(leaves) + 1)
+    rng = np.random.default_rng(seed)  # on the host: a program for each shape would take longer to compile
 
-    def draw(path, shape, key):
-        noise = jax.random.normal(key, shape.shape)
+    def draw(path, shape):
+        noise = rng.standard_normal(shape.shape, np.float32)
         name = path[-1].key
         if name.endswith("scale") or name in ("eda", "temperature"):
             return 1 + 0.2 * noise
         return 0.1 * noise if name.endswith("bias") else noise * shape.shape[-2] ** -0.5
 
-    params = [draw(path, shape, key) for (path, shape), key in zip(leaves, keys, strict=False)]
-    bias = 0.05 * jax.random.normal(keys[-1], (model.num_hidden_layers, model.num_experts + 1))
+    params = [jnp.asarray(draw(path, shape), jnp.float32) for path, shape in leaves]
+    bias = 0.05 * rng.standard_normal((model.num_hidden_layers, model.num_experts + 1), np.float32)
     return jax.tree.unflatten(treedef, params), jnp.asarray(bias)

@@ -14,8 +14,17 @@ from zaya_jax.model.cca import empty_cache
 EXACT = model_helpers.EXACT
 
 
-@pytest.mark.parametrize("prompt", [1, 6])
-@pytest.mark.parametrize("taps", [(2, 2), (3, 4), (1, 1)])
+FAST = [((2, 2), 1), ((3, 4), 6)]
+
+
+@pytest.mark.parametrize(
+    ("taps", "prompt"),
+    [
+        pytest.param(taps, prompt, marks=() if (taps, prompt) in FAST else pytest.mark.slow)
+        for taps in ((2, 2), (3, 4), (1, 1))
+        for prompt in (1, 6)
+    ],
+)
 def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt):
     model = model_helpers.small(cca_time0=taps[0], cca_time1=taps[1])
     params, bias = model_helpers.weights(model)
@@ -45,16 +54,16 @@ def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt):
     np.testing.assert_allclose(jnp.concatenate(hidden, 1)[real], whole[real], atol=2e-5)
 
 
-def test_the_stream_is_what_generate_gives():
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.9])
+def test_the_stream_is_what_generate_gives(temperature):
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
     ids = jnp.asarray([[3, 1, 4, 1, 5]], jnp.int32)
-    for temperature in (0.0, 0.9):
-        options = {"precision": EXACT, "temperature": temperature, "key": jax.random.key(3)}
-        at_once = decode.generate(model, params, bias, ids, 12, **options)
-        pieces = list(decode.stream(model, params, bias, ids, 12, piece=4, **options))
-        assert [p.shape[1] for p in pieces] == [1, 4, 4, 3]
-        np.testing.assert_array_equal(np.concatenate(pieces, axis=1), at_once)
+    options = {"precision": EXACT, "temperature": temperature, "key": jax.random.key(3)}
+    at_once = decode.generate(model, params, bias, ids, 12, **options)
+    pieces = list(decode.stream(model, params, bias, ids, 12, piece=4, **options))
+    assert [p.shape[1] for p in pieces] == [1, 4, 4, 3]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), at_once)
     assert decode.generate(model, params, bias, ids, 0).shape == (1, 0)
 
 

@@ -107,6 +107,7 @@ def test_a_linear_layer_has_the_weights_of_the_others():
     assert zaya.param_counts(mixed()) == zaya.param_counts(mixed(FULL, FULL, FULL, FULL))
 
 
+@pytest.mark.slow
 def test_recomputing_changes_no_gradient():
     model = mixed(LINEAR, FULL)
     params, bias = model_helpers.weights(model)
