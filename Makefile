@@ -48,6 +48,6 @@ typecheck: setup ## Types
 pins: ## Resolve requirements/ anew
 	@tools/pin.sh
 
-clean: ## Remove the environments and caches (not runs/)
+clean: ## Remove the environments and caches (not runs/, nor the tests' compiled programs in ~/.cache/zaya_jax)
 	rm -rf .venv .venv-floor .cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
