@@ -1,6 +1,7 @@
 """One model, one batch of uneven documents, and its loss and gradients on any mesh: what the tests compare."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +50,18 @@ def batch(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> dict[str, np
 
 def parameters(settings: config.Config):
     """Parameters that are all of some size, biases and scales too: zeros would hide mistakes."""
-    tree = jax.jit(lambda: zaya.init(settings.model, jax.random.key(0), settings.precision))()
-    leaves, treedef = jax.tree.flatten(tree)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    noisy = [x + 0.1 * jax.random.normal(key, x.shape) for x, key in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(treedef, noisy)
+    return _parameters(settings.model, settings.precision)
+
+
+@functools.cache
+def _parameters(model: config.Model, precision: config.Precision):
+    tree = jax.jit(lambda: zaya.init(model, jax.random.key(0), precision))()
+    # On the host: a program for each shape would take longer to compile. With this seed the router uses most experts.
+    rng = np.random.default_rng(7)
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x) + np.float32(0.1) * rng.standard_normal(x.shape, np.float32)),
+        tree,
+    )
 
 
 def program(settings: config.Config, num_devices: int):

@@ -23,12 +23,14 @@ MESHES = {
     "data x expert x tensor": (8, dict(data=2, expert=2, tensor=2)),
     "fsdp": (8, dict(data=8, fsdp=True)),
 }
-FAST = [("one", "data x expert x tensor"), ("data x expert x tensor", "fsdp"), ("fsdp", "fsdp")]
+FAST = [("data x expert x tensor", "fsdp"), ("fsdp", "fsdp")]
 PAIRS = [
     pytest.param(a, b, 3 if (a, b) in FAST else 20, marks=() if (a, b) in FAST else pytest.mark.slow)
     for a in MESHES
     for b in MESHES
 ]
+
+ONE = pytest.param("one", marks=pytest.mark.slow)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,7 +91,14 @@ def test_each_device_holds_its_part_alone():
     }
 
 
-@pytest.mark.parametrize("name", [name for name in MESHES if name != "one"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("data x expert x tensor", "fsdp") else pytest.mark.slow)
+        for name in MESHES
+        if name != "one"
+    ],
+)
 def test_nothing_travels_for_a_copy(name):
     """Neither ZeRO-1's buckets nor parameters, which are cut where they lie; read in the compiled program."""
     here = run(name)
@@ -99,7 +108,7 @@ def test_nothing_travels_for_a_copy(name):
     assert any(part != x.shape for part, x in zip(parts, jax.tree.leaves(here.state["params"]), strict=True))
 
 
-@pytest.mark.parametrize("name", ["one", "data x expert x tensor"])
+@pytest.mark.parametrize("name", [ONE, "data x expert x tensor"])
 def test_a_copy_on_the_host_is_the_same_and_stays(tmp_path, monkeypatch, name):
     """Where a copy does not fit the devices by their own figures; the next step takes the state's memory meanwhile."""
     here, said = run(name), []
@@ -123,7 +132,7 @@ def test_a_copy_on_the_host_is_the_same_and_stays(tmp_path, monkeypatch, name):
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["one", "fsdp"])
+@pytest.mark.parametrize("name", [ONE, "fsdp"])
 def test_large_arrays_are_filled_on_their_devices_piece_by_piece(tmp_path_factory, monkeypatch, name):
     store, logical, _ = written(tmp_path_factory.getbasetemp(), "data x expert x tensor", 3)
     there, pieces_set = run(name), []

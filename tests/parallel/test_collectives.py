@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import mesh_helpers as helpers
+import pytest
 
 from zaya_jax import config
 from zaya_jax.hardware import hlo
@@ -30,6 +31,7 @@ def in_layers(program):
     return [(c.kind, c.bytes, c.times) for c in hlo.collectives(program) if c.in_loop]
 
 
+@pytest.mark.slow  # the next one finds these sums, too
 def test_tensor_sums_activations_twice_a_layer_and_direction():
     assert in_layers(compiled(2, tensor=2)) == [("all-reduce", 4 * TOKENS * D, LAYERS)] * 4
 

@@ -215,7 +215,7 @@ def alone(who):
     ("sizes", "who"),
     [
         (dict(data=2, expert=4), "as chosen"),
-        (dict(expert=8), "as chosen"),
+        pytest.param(dict(expert=8), "as chosen", marks=pytest.mark.slow),
         pytest.param(dict(data=8), "as chosen", marks=pytest.mark.slow),
         pytest.param(dict(expert=8), "all one", marks=pytest.mark.slow),
         pytest.param(dict(data=2, expert=4), "all one", marks=pytest.mark.slow),

@@ -43,13 +43,13 @@ def on(settings, devices, remat="none", **sizes):
         slow(2, GROUPED, dict(tensor=2, tsp=True)),
         slow(4, DENSE, dict(tensor=4, tsp=True)),
         slow(8, DENSE, dict(tensor=8, tsp=True)),
-        (4, helpers.SETTINGS, dict(tensor=4, tsp=True)),
+        slow(4, helpers.SETTINGS, dict(tensor=4, tsp=True)),
         (8, helpers.SETTINGS, dict(expert=2, tensor=4, tsp=True)),
         slow(8, helpers.SETTINGS, dict(context=2, tensor=4, tsp=True)),
         slow(8, helpers.SETTINGS, dict(context=2, tensor=4, tsp=True, ring=True)),
         slow(8, helpers.SETTINGS, dict(data=2, tensor=4, tsp=True, fsdp=True)),
         (8, GROUPED, dict(context=2, tensor=4, tsp=True)),
-        (8, DENSE, dict(data=2, tensor=4, tsp=True, fsdp=True)),
+        slow(8, DENSE, dict(data=2, tensor=4, tsp=True, fsdp=True)),
         (4, DENSE, dict(tensor=4)),
         slow(8, GROUPED, dict(data=2, context=2, tensor=2, fsdp=True)),
     ],
@@ -84,7 +84,7 @@ def moved(program):
     return found
 
 
-@pytest.mark.parametrize(("settings", "devices"), [(DENSE, 8), (GROUPED, 4)])
+@pytest.mark.parametrize(("settings", "devices"), [slow(DENSE, 8), (GROUPED, 4)])
 def test_what_travels_is_the_formula(settings, devices):
     model, layers = settings.model, settings.model.num_hidden_layers
     found = moved(compiled(settings, devices, tensor=devices, tsp=True))
