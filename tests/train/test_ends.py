@@ -17,7 +17,7 @@ import pytest
 from experiments import pretrain
 from experiments.configs import tiny
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import remote, store, writing
+from zaya_jax.checkpoint import audit, remote, store, writing
 from zaya_jax.cluster import leaving
 from zaya_jax.train import metrics
 from zaya_jax.train import step as steps
@@ -125,6 +125,44 @@ def test_an_error_while_it_saves(run, tmp_path, monkeypatch):
     assert last_step(tmp_path / "run") == 16 and (tmp_path / "run" / "report.html").exists()
 
 
+def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run_goes_on(
+    run, tmp_path, capsys
+):
+    """In this process; tests/train/test_killed.py has it as a program's end."""
+    root, away = tmp_path / "run" / "checkpoints", tmp_path / "moved away"
+
+    def go():
+        latest = time.monotonic() + 60
+        while not away.exists() and 8 not in writing.steps_in(root) and time.monotonic() < latest:
+            time.sleep(0.01)  # it is saved beside the steps
+        if not away.exists():
+            root.rename(away)
+            root.write_text("no folder any more")
+
+    with pytest.raises(config.StorageError, match="2 saves failed in a row"):
+        run(10, go, checkpoint__max_failures=2, checkpoint__max_wait=60.0)
+    out = capsys.readouterr().out
+    assert out.count("is NOT saved") == 2 and "training goes on" in out
+    root.unlink()
+    away.rename(root)
+    assert writing.steps_in(root) == [4, 8] and audit.verify(root / "8") == []
+    assert run(99, None, run__num_steps=10) == cli.DONE
+    assert last_step(tmp_path / "run") == 10
+
+
+def test_saves_by_the_clock_and_by_tokens(run, tmp_path):
+    keys = {
+        "run__num_steps": 25, "checkpoint__every_steps": 100_000, "checkpoint__every_minutes": 0.002,
+        "checkpoint__keep": 1, "checkpoint__keep_tokens": 128 * 10,
+    }  # fmt: skip
+    assert run(1, lambda: time.sleep(0.03), **keys) == cli.DONE
+    root = tmp_path / "run" / "checkpoints"
+    steps = writing.steps_in(root)
+    assert all(audit.verify(root / str(step)) == [] for step in steps)
+    assert steps[-1] == 25 and 2 <= len(steps) <= 3  # the first after each 10 steps, and the last
+    assert all(step >= 10 for step in steps)
+
+
 def test_a_disk_that_hangs_holds_up_no_error(run, tmp_path, monkeypatch):
     monkeypatch.setattr(leaving, "PATIENCE", 0.2)
     monkeypatch.setattr(metrics.Writer, "_write_lines", lambda self: time.sleep(20))
@@ -134,7 +172,9 @@ def test_a_disk_that_hangs_holds_up_no_error(run, tmp_path, monkeypatch):
     assert time.monotonic() - begun < 15
 
 
-@pytest.mark.parametrize("figures", [{"loss": float("nan")}, {}])
+@pytest.mark.parametrize(
+    "figures", [{"loss": float("nan")}, pytest.param({}, marks=pytest.mark.slow)], ids=["never", "skipped"]
+)
 def test_unhealthy(run, tmp_path, capsys, figures):
     """Also with skip_update=never, where nothing is skipped and the loss stays what it is: not a number."""
     what = bad(**figures)
@@ -169,7 +209,7 @@ def command(folder, **keys):
 def test_nobody_reads_what_it_prints(tmp_path):
     """As with `| head -1`; a terminal that goes; and with no output at all."""
     program = command(tmp_path)
-    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)}
     reading, writing_end = os.pipe()
     process = subprocess.Popen(program, stdout=writing_end, stderr=writing_end, env=environ)
     os.close(writing_end)
@@ -185,7 +225,7 @@ def test_nobody_reads_what_it_prints(tmp_path):
 
 def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):
     program = command(tmp_path, **{"run.num_steps": 1_000_000, "checkpoint.every_steps": 1_000_000})
-    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)}
     # The first is seen after the step that it comes in; this one never ends.
     hang = (
         "import time, runpy, sys; from zaya_jax.cluster import multihost as m;"
@@ -233,7 +273,7 @@ def test_an_interrupt_before_the_first_step_is_one_line_at_most(tmp_path):
 def test_no_free_byte_is_one_line_and_the_same_command_works_later(tmp_path):
     """A limit on the size of files stands for the disk: whatever is written fails."""
     program = command(tmp_path, **{"run.num_steps": 3})
-    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
+    environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)}
     full = ["bash", "-c", 'ulimit -f 0; exec "$@"', "_", *program]
     done = subprocess.run(full, env=environ, timeout=120, capture_output=True, text=True)
     assert done.returncode == cli.STORAGE and done.stderr.startswith("error: File too large"), done

@@ -99,6 +99,24 @@ def test_one_that_changes_nothing_is_the_parent_s_own_continuation(parent, tmp_p
     assert "<h2>Lineage</h2>" in report and str(parent / "run") in report and "256 of them before" in report
 
 
+def test_a_run_begins_with_another_s_weights(parent, tmp_path, capsys):
+    """Larger than they are, once that is asked for."""
+    small = tmp_path / "small"
+    assert train(parent, small, run__num_steps=30) == cli.DONE
+    grow = {
+        "run__num_steps": 3, "run__init_from": f"{small}@30", "model__num_hidden_layers": 3,
+        "log__sample_tokens": 0, "eval__windows": 0,
+    }  # fmt: skip
+    with pytest.raises(UserError, match=r"--config\.run\.init_grow=True"):
+        train(parent, tmp_path / "large", **grow)
+    capsys.readouterr()
+    assert train(parent, tmp_path / "larger", **grow, run__init_grow=True) == cli.DONE
+    assert "taken in part: " in capsys.readouterr().out
+    assert lines(tmp_path / "larger")[0]["loss"] < lines(small)[0]["loss"] - 0.5
+    taken = partial.read(small, "params.embed.*")
+    assert taken["params"]["embed"]["embedding"].shape == (264, 16)
+
+
 def begin(parent, tokenizer=None, **keys):
     """As far as a start goes before it writes or compiles."""
     made = settings(parent, keys)

@@ -22,7 +22,6 @@ BORDERS = [3, 6, 9]
 LAST = 12
 # Compiles in half the time of Muon, which the slow tests have; several processes are compared with it.
 QUICK = {"optim.name": "adamw", "precision.compute": "float32"}
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=1"
 
 
 def settings(path=SMALL, **keys):
@@ -75,30 +74,53 @@ def unbroken(tmp_path_factory):
     while not ends or ends[-1][0] == cli.PREEMPTED:
         arguments = ["-m", "experiments.pretrain", f"--config={SMALL}", f"--workdir={folder / 'run'}"]
         arguments += [f"--config.{key}={value}" for key, value in QUICK.items()]
-        with multiprocess_runs.start(arguments, 1, folder / "out", variables={"XLA_FLAGS": FLAGS}) as running:
+        with multiprocess_runs.start(arguments, 1, folder / "out", devices=8) as running:
             (result,) = running.wait()
         assert result.code in (cli.DONE, cli.PREEMPTED), result
         ends.append((result.code, recipe.peek(folder / "run"), result.out))
     return folder / "run", ends
 
 
+PHASES = [
+    "phase 'pretrain 2' begins with mesh data rest x expert 4, fsdp",
+    "phase 'midtrain' begins with mesh data rest x context 2",
+    "phase 'sft' begins with mesh data rest x context 4, ring",
+]
+
+
+def went_through(workdir, said, last):
+    """What was printed by each start, and what is in the workdir of a run of so many steps."""
+    for step, out, phase in zip(BORDERS, said[:-1], PHASES, strict=False):
+        assert f"saved after step {step}; {phase}: the same command goes on." in out
+    assert all("micro-batches" in out and "best_fit" in out for out in said)  # the table of phases
+    found = lines(workdir)
+    plan = schedule.make_plan(settings())
+    assert [line["tokens"] for line in found] == [plan.tokens_of_step(n) for n in range(1, last + 1)]
+    assert [line["step"] for line in found if "eval/loss" in line] == list(range(2, last + 1, 2))
+    assert all(np.isfinite(line["loss"]) for line in found)
+    assert (workdir / "sample.txt").read_text().startswith("def ")
+
+
+def test_a_run_ends_at_a_border_to_another_mesh_and_the_same_start_goes_on(tmp_path, capsys):
+    """The first of the borders; a run that is to end at it is done there."""
+    first, second = BORDERS[:2]
+    for _ in range(2):
+        assert start(tmp_path / "short", run__num_steps=first, log__sample_tokens=0, **QUICK) == cli.DONE
+    assert read_meta(tmp_path / "short", first)["step"] == first
+    capsys.readouterr()
+    said = []
+    for code, step in ((cli.PREEMPTED, first), (cli.DONE, second)):
+        assert start(tmp_path / "run", run__num_steps=second, **QUICK) == code
+        assert recipe.peek(tmp_path / "run") == step
+        said.append(capsys.readouterr().out)
+    went_through(tmp_path / "run", said, second)
+
+
+@pytest.mark.slow
 def test_a_run_ends_at_each_border_to_another_mesh_and_the_same_command_goes_on(unbroken):
     workdir, ends = unbroken
     assert [end[:2] for end in ends] == [(cli.PREEMPTED, n) for n in BORDERS] + [(cli.DONE, LAST)]
-    says = [
-        "phase 'pretrain 2' begins with mesh data rest x expert 4, fsdp",
-        "phase 'midtrain' begins with mesh data rest x context 2",
-        "phase 'sft' begins with mesh data rest x context 4, ring",
-    ]
-    for (_, step, out), phase in zip(ends, says, strict=False):
-        assert f"saved after step {step}; {phase}: the same command goes on." in out
-    assert all("micro-batches" in out and "best_fit" in out for *_, out in ends)  # the table of phases
-    found = lines(workdir)
-    plan = schedule.make_plan(settings())
-    assert [line["tokens"] for line in found] == [plan.tokens_of_step(n) for n in range(1, LAST + 1)]
-    assert [line["step"] for line in found if "eval/loss" in line] == [2, 4, 6, 8, 10, 12]
-    assert all(np.isfinite(line["loss"]) for line in found)
-    assert (workdir / "sample.txt").read_text().startswith("def ")
+    went_through(workdir, [out for *_, out in ends], LAST)
 
 
 @pytest.mark.slow
@@ -131,7 +153,7 @@ def test_two_processes_go_through_all_borders_in_one_launch(tmp_path, unbroken):
         f"--config={SMALL}",
         f"--workdir={tmp_path / 'run'}",
     ]
-    environ = os.environ | {"XLA_FLAGS": FLAGS.replace("=8", "=4"), "PCI_DEVICES": "none"}
+    environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(4), "PCI_DEVICES": "none"}
     command = [multiprocess_runs.ROOT / "launch" / "node.sh", "2", *program, *options]
     done = subprocess.run(
         command, cwd=multiprocess_runs.ROOT, env=environ, capture_output=True, text=True, timeout=550
@@ -143,13 +165,6 @@ def test_two_processes_go_through_all_borders_in_one_launch(tmp_path, unbroken):
     np.testing.assert_allclose([x["loss"] for x in ours], [x["loss"] for x in theirs], rtol=1e-4)
     held_out = [[x["eval/loss"] for x in run if "eval/loss" in x] for run in (ours, theirs)]
     np.testing.assert_allclose(*held_out, rtol=1e-4)
-
-
-def test_a_run_that_is_to_end_at_a_border_is_done(tmp_path):
-    assert start(tmp_path / "run", run__num_steps=BORDERS[0]) == cli.DONE
-    assert start(tmp_path / "run", run__num_steps=BORDERS[0]) == cli.DONE
-    meta = read_meta(tmp_path / "run", BORDERS[0])
-    assert meta["step"] == BORDERS[0]
 
 
 def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch):

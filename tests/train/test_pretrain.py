@@ -1,12 +1,14 @@
 """The training program from outside: resuming, refusing, and being the same on any number of devices."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import time
 
 import jax
+import multiprocess_runs
 import numpy as np
 import pytest
 
@@ -102,9 +104,10 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
     assert list(halves.glob("events.out.*"))
 
 
+@pytest.mark.slow
 def test_devices_and_micro_batches_change_nothing_but_rounding(run, tmp_path):
     exact = {"precision__compute": "float32", "precision__newton_schulz": "float32", "run__num_steps": 3}
-    # Each alone is held by tests/train/test_step.py.
+    # Of the step alone tests/train/test_step.py holds it.
     for name, more in {"one": {}, "both": {"mesh__data": 2, "data__micro_batch": 4}}.items():
         assert run(tmp_path / name, **exact, **more) == cli.DONE
     one, other = lines(tmp_path / "one"), lines(tmp_path / "both")
@@ -167,9 +170,14 @@ def test_every_key_that_the_report_reads_is_one_that_a_run_wrote(run, tmp_path, 
 
 def test_a_signal_saves_and_asks_to_be_started_again(corpus, tmp_path):
     keys = SMALL | {"data.path": str(corpus), "run.num_steps": 100000, "checkpoint.every_steps": 100000}
-    options = [f"--config.{k}={v}" for k, v in keys.items() if k != "mesh.data"] + ["--config.mesh.data=8"]
+    keys |= {  # the sizes of tests/train/test_ends.py, whose programs it starts have compiled them
+        "model.hidden_size": 16, "model.moe_intermediate_size": 16, "data.seq_len": 16, "eval.windows": 2,
+        "log.sample_tokens": 2, "precision.compute": "float32", "optim.name": "adamw",
+    }  # fmt: skip
+    options = [f"--config.{k}={v}" for k, v in keys.items()]
     command = [sys.executable, "-m", "experiments.pretrain", f"--workdir={tmp_path / 'run'}", *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step"):

@@ -1,6 +1,7 @@
 """The compiled training step: what crosses devices and when, and that pieces of a batch add up to the batch."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -66,9 +67,19 @@ def whole():
     return run(1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("num_devices", "micro_batches"), [(1, 4), (4, 1), (2, 4)])
 def test_any_split_of_the_batch_is_the_batch(whole, num_devices, micro_batches):
-    params, figures = run(num_devices, micro_batches)
+    assert_same(run(num_devices, micro_batches), whole)
+
+
+def test_micro_batches_add_up_to_the_batch():
+    """On the devices, and with the programs, of the tests below; tests/parallel compares devices with one."""
+    assert_same(run(8, 2), run(8, 1))
+
+
+def assert_same(one, whole):
+    params, figures = one
     for ours, theirs in zip(figures, whole[1], strict=True):
         np.testing.assert_allclose(ours["loss"], theirs["loss"], rtol=1e-6)
         np.testing.assert_allclose(ours["grad_norm"], theirs["grad_norm"], rtol=1e-5)
@@ -151,18 +162,22 @@ def test_logits_of_the_full_vocabulary_never_exist():
     assert compiled.memory_analysis().temp_size_in_bytes < logits / 4
 
 
+@functools.cache
+def gradient(remat):
+    """The gradient, and the bytes of the program's temporaries."""
+    settings = dataclasses.replace(SETTINGS, remat=remat)
+    loss = steps.make_loss(settings, settings.model)
+    arrays = {name: jnp.asarray(x) for name, x in batch(np.random.default_rng(1)).items()}
+    params = jax.jit(lambda: zaya.init(settings.model, jax.random.key(0), settings.precision))()
+    bias = zaya.init_balance(settings.model)
+    with jax.default_matmul_precision("highest"):
+        f = jax.jit(jax.grad(lambda p: loss(p, bias, arrays, 100.0)[0])).lower(params).compile()
+    return f(params), f.memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.slow  # that gradients stay the same tests/model/test_zaya.py holds, too
 @pytest.mark.parametrize("policy", ["layer", "attention", "offload"])
 def test_remat_saves_memory_and_changes_nothing(policy):
-    def gradient(remat):
-        settings = dataclasses.replace(SETTINGS, remat=remat)
-        loss = steps.make_loss(settings, settings.model)
-        arrays = {name: jnp.asarray(x) for name, x in batch(np.random.default_rng(1)).items()}
-        params = zaya.init(settings.model, jax.random.key(0), settings.precision)
-        bias = zaya.init_balance(settings.model)
-        with jax.default_matmul_precision("highest"):
-            f = jax.jit(jax.grad(lambda p: loss(p, bias, arrays, 100.0)[0])).lower(params).compile()
-        return f(params), f.memory_analysis().temp_size_in_bytes
-
     (ours, our_bytes), (plain, plain_bytes) = gradient(policy), gradient("none")
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
