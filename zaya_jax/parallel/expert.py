@@ -110,7 +110,8 @@ def most_temporaries(
 ) -> int:
     """Bytes that no load needs more of: rows of a round, of the device's tokens, and of its experts the gradient.
 
-    That is float32, and there twice where a second round may add to the first's.
+    That is float32, and there twice where a second round may add to the first's. On CUDA XLA masks the rows once for
+    each expert to get the gradient, which this does not count (benchmarks/expert.md).
     """
     rows = round_rows(num_tokens, devices) * itemsize
     if not backward:
