@@ -30,7 +30,7 @@ def updated(optim, params, grads, lr=0.1, steps=1, **options):
     def step(state, grads):
         return optimizer.update(grads, state, params, lr=lr)
 
-    state = optimizer.init()
+    state = jax.jit(optimizer.init)()
     for _ in range(steps):
         updates, state = step(state, grads)
     return updates, state
@@ -150,7 +150,7 @@ def test_skipped_update_leaves_no_trace(params):
     bad["embed"]["bias"][0] = np.nan
     optimizer = chain.build(Optim(), optim_helpers.FLOAT32, params, skip_update="nonfinite")
     step = jax.jit(lambda g, s: optimizer.update(g, s, params, lr=0.1))
-    _, before = step(grads, optimizer.init())
+    _, before = step(grads, jax.jit(optimizer.init)())
     updates, after = step(bad, before)
     assert not any(np.any(u) for u in jax.tree.leaves(updates))
     assert float(after.figures["skipped"]) == 1 and float(before.figures["skipped"]) == 0

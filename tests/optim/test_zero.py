@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import jax
+import multiprocess_runs
 import numpy as np
 import optim_helpers
 import pytest
@@ -44,12 +45,17 @@ MESHES = {
 }
 
 
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("name", "together"),
     [
-        *((name, False) for name in ("data and expert", "sharded matrices", "odd")),
-        *(pytest.param(name, False, marks=pytest.mark.slow) for name in ("sharded experts", "prime")),
-        *((name, True) for name in ("sharded experts", "sharded matrices")),
+        *((name, False) for name in ("sharded matrices", "odd")),
+        *(slow(name, False) for name in ("data and expert", "sharded experts", "prime")),
+        ("sharded matrices", True),
+        slow("sharded experts", True),
     ],
 )
 def test_fifty_steps_give_the_unsharded_parameters(name, together, monkeypatch):
@@ -80,10 +86,11 @@ def test_fifty_steps_give_the_unsharded_parameters(name, together, monkeypatch):
     assert jax.tree.all(jax.tree.map(np.array_equal, restored.core, mesh_state.core))
 
 
+@pytest.mark.slow
 def test_forty_layers_on_8_by_3_devices():
     script = pathlib.Path(__file__).with_name("optim_helpers.py")
     env = os.environ | {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=24",
+        "XLA_FLAGS": multiprocess_runs.flags(24),
         "PYTHONPATH": str(script.parents[2]),
     }
     done = subprocess.run(
@@ -93,7 +100,7 @@ def test_forty_layers_on_8_by_3_devices():
     assert float(done.stdout) < 1e-5
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("precision", [slow("float32"), "bfloat16"])
 def test_collectives_bytes_and_memory(like, precision, monkeypatch):
     monkeypatch.setattr(matrices, "SMALL", 1500)  # numbers: of the router's four matrices three are smaller
     mesh, specs = optim_helpers.mesh_of(data=4, expert=2), optim_helpers.replicated(like)
