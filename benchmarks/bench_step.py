@@ -44,9 +44,9 @@ for line in sys.stdin:
 def serve() -> None:
     """Our side: reads "dtype steps" lines, answers seconds per step and the loss."""
     from zaya_jax import config
-    from zaya_jax.hardware import host
+    from zaya_jax.hardware.host import keep_memory
 
-    host.keep_memory()
+    keep_memory()
     import jax
     import numpy as np
 
