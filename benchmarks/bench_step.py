@@ -1,6 +1,6 @@
 """Tokens per second of the training step, beside the public PyTorch implementation's, in one run.
 
-    .venv/bin/python benchmarks/bench_step.py --torch-python=ORACLE/bin/python [--rounds=8]
+    .venv/bin/python benchmarks/bench_step.py --torch-python=ORACLE/bin/python [--shape=other] [--rounds=8]
 
 ORACLE is a Python 3.11 environment with torch 2.13.0 and transformers 5.23.0 (tests/golden/make_golden.py says how to
 make one). Both sides train the same shape with AdamW (PyTorch's fused) on two threads; they take turns, a few steps
@@ -14,20 +14,26 @@ import subprocess
 import sys
 import time
 
-BATCH, LENGTH = 8, 256
-SHAPE = dict(
-    vocab_size=4096, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-    moe_intermediate_size=256, num_experts=8, router_hidden_size=64, max_position_embeddings=256,
-)  # fmt: skip
+# Batch, length, model: the one that was tuned for, and one that nobody looked at.
+SHAPES = {
+    "small": (8, 256, dict(
+        vocab_size=4096, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=64, moe_intermediate_size=256, num_experts=8, router_hidden_size=64, max_position_embeddings=256,
+    )),
+    "other": (2, 1024, dict(
+        vocab_size=8192, hidden_size=384, num_hidden_layers=12, num_attention_heads=6, num_key_value_heads=2,
+        head_dim=64, moe_intermediate_size=512, num_experts=16, router_hidden_size=64, max_position_embeddings=1024,
+    )),
+}  # fmt: skip
 
-TORCH = f"""
+TORCH = """
 import sys, time, torch
 from transformers import ZayaConfig, ZayaForCausalLM
 torch.set_num_threads(2)
 torch.manual_seed(0)
-model = ZayaForCausalLM(ZayaConfig(**{SHAPE!r})).float().train()
+model = ZayaForCausalLM(ZayaConfig(**SHAPE)).float().train()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-ids = torch.randint(3, {SHAPE["vocab_size"]}, ({BATCH}, {LENGTH}))
+ids = torch.randint(3, SHAPE["vocab_size"], (BATCH, LENGTH))
 for line in sys.stdin:
     dtype, steps = line.split()
     begun = time.perf_counter()
@@ -41,7 +47,7 @@ for line in sys.stdin:
 """
 
 
-def serve() -> None:
+def serve(batch_size: int, length: int, shape: dict) -> None:
     """Our side: reads "dtype steps" lines, answers seconds per step and the loss."""
     from zaya_jax import config
     from zaya_jax.hardware.host import keep_memory
@@ -55,16 +61,16 @@ def serve() -> None:
     from zaya_jax.parallel.mesh import make_mesh
     from zaya_jax.train import step as steps
 
-    ids = np.random.default_rng(0).integers(3, SHAPE["vocab_size"], (BATCH, LENGTH + 1)).astype(np.int32)
-    host = {
-        "tokens": ids[:, :-1], "targets": ids[:, 1:], "segment_ids": np.ones((BATCH, LENGTH), np.int32),
-        "positions": np.tile(np.arange(LENGTH, dtype=np.int32), (BATCH, 1)),
-        "loss_mask": np.ones((BATCH, LENGTH), np.float32),
+    ids = np.random.default_rng(0).integers(3, shape["vocab_size"], (batch_size, length + 1)).astype(np.int32)
+    given = {
+        "tokens": ids[:, :-1], "targets": ids[:, 1:], "segment_ids": np.ones((batch_size, length), np.int32),
+        "positions": np.tile(np.arange(length, dtype=np.int32), (batch_size, 1)),
+        "loss_mask": np.ones((batch_size, length), np.float32),
     }  # fmt: skip
 
     def program(dtype):
         settings = config.check(
-            {"model": SHAPE, "optim": {"name": "adamw", "clip_norm": 0.0}, "data": {"seq_len": LENGTH},
+            {"model": shape, "optim": {"name": "adamw", "clip_norm": 0.0}, "data": {"seq_len": length},
              "precision": {"compute": dtype, "router": dtype}}
         )  # fmt: skip
         mesh = make_mesh(settings.mesh)
@@ -75,7 +81,7 @@ def serve() -> None:
         return [
             steps.make_train_step(settings, settings.model, optimizer, mesh),
             state,
-            steps.put_batch(mesh, host, 1),
+            steps.put_batch(mesh, given, 1),
         ]
 
     programs = {dtype: program(dtype) for dtype in ("float32", "bfloat16")}
@@ -97,12 +103,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--torch-python")
+    parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    batch_size, length, shape = SHAPES[args.shape]
     if args.serve:
-        return serve()
+        return serve(batch_size, length, shape)
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
     def start(command):
@@ -110,15 +118,17 @@ def main() -> None:
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    ours = start([sys.executable, __file__, "--serve"])
-    theirs = start([args.torch_python, "-c", TORCH])
+    ours = start([sys.executable, __file__, "--serve", f"--shape={args.shape}"])
+    theirs = start(
+        [args.torch_python, "-c", f"SHAPE, BATCH, LENGTH = {shape!r}, {batch_size}, {length}\n{TORCH}"]
+    )
 
     def turn(side, dtype, steps):
         side.stdin.write(f"{dtype} {steps}\n")
         side.stdin.flush()
         return float(side.stdout.readline().split()[0])
 
-    tokens = BATCH * LENGTH
+    tokens = batch_size * length
     print("| | zaya_jax tok/s | PyTorch tok/s | ratio (median, least to greatest) |\n|---|---|---|---|")
     for dtype in ("float32", "bfloat16"):
         for side in (ours, theirs):
