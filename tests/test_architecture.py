@@ -342,3 +342,17 @@ def test_only_a_program_with_a_config_has_flags():
     """ml_collections' config flag is absl's; every other program has one parser, `cli.Parser`."""
     with_flags = [path.stem for path in (ROOT / "experiments").glob("*.py") if "absl" in path.read_text()]
     assert with_flags == ["pretrain"]
+
+
+def test_files_that_the_documents_name_are_there():
+    named = re.compile(
+        r"\b(?:tests|zaya_jax|benchmarks|experiments|pallas_kernels|launch|tools)/[\w/]+\.(?:py|md|svg|png|sh)"
+    )
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    gone = {
+        f"{page.name}: {name}"
+        for page in pages
+        for name in named.findall(page.read_text(encoding="utf-8"))
+        if not (ROOT / name).exists()
+    }
+    assert not gone
