@@ -221,6 +221,11 @@ def test_nobody_reads_what_it_prints(tmp_path):
     closed = [p.replace("num_steps=30", "num_steps=35") for p in program]
     done = subprocess.run(["bash", "-c", 'exec "$@" >&- 2>&- <&-', "_", *closed], env=environ, timeout=120)
     assert done.returncode == cli.DONE and last_step(tmp_path / "run") == 35
+    with open("/dev/full", "w") as full:  # a complete run has nothing to do, and its code says so
+        done = subprocess.run(
+            closed, env=environ, timeout=120, stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert (done.returncode, done.stderr) == (cli.DONE, "")
 
 
 def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):

@@ -59,6 +59,19 @@ def parent(tmp_path_factory):
     return folder
 
 
+def test_a_fork_that_ended_before_it_saved_leaves_no_lineage(parent, tmp_path, monkeypatch):
+    def ended(*_):
+        raise RuntimeError("ended")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fork.Parent, "load", ended)
+        with pytest.raises(RuntimeError, match="ended"):
+            train(parent, tmp_path / "plain", run__fork=f"{parent / 'run'}@4")
+    assert (tmp_path / "plain" / fork.FILE).exists()
+    assert train(parent, tmp_path / "plain", run__num_steps=1) == cli.DONE
+    assert not (tmp_path / "plain" / fork.FILE).exists()
+
+
 def lines(workdir):
     return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
 

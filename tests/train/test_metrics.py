@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -89,3 +90,14 @@ def test_a_writer_goes_on_after_the_cut_and_says_what_was_dropped(tmp_path, caps
     path.mkdir()
     with pytest.raises(config.UserError, match=r"metrics\.jsonl cannot be written"):
         metrics.Writer(tmp_path, 1)
+
+
+def test_a_full_disk_in_tensorboard_s_thread_is_no_traceback(tmp_path, monkeypatch):
+    passed_on = []
+    monkeypatch.setattr(threading, "excepthook", passed_on.append)
+    writer = metrics.Writer(tmp_path, 0)
+    thread = writer._events.file_writer.event_writer._worker
+    for error in (OSError(28, "No space left on device"), ValueError("a mistake")):
+        threading.excepthook(threading.ExceptHookArgs((type(error), error, None, thread)))
+    writer.close()
+    assert [type(args.exc_value) for args in passed_on] == [ValueError]
