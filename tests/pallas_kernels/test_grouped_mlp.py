@@ -48,6 +48,7 @@ def assert_equal_to_the_reference(sizes, num_rows):
         ours, theirs = run(grouped_mlp), run(reference.grouped_mlp)
     np.testing.assert_array_equal(ours[0][1][int(sizes.sum()) :], 0)
     np.testing.assert_array_equal(ours[1][0][int(sizes.sum()) :], 0)
+    np.testing.assert_allclose(ours[0][1], theirs[0][1], atol=1e-4)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
 
