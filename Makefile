@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup pretrain test test-all test-floor coverage lint format typecheck pins clean
+.PHONY: help setup setup-targets pretrain test test-all test-floor coverage lint format typecheck pins clean
 
 bin := .venv/bin
 ARGS ?=
@@ -12,10 +12,13 @@ pytest := -m pytest -n auto --maxprocesses 4 --dist loadfile
 help: ## This list
 	@echo "make TARGET [ARGS='...'] [PYTHON=/path/to/python3.12] [EXTRAS=cuda|rocm|hf|eval|notebook]"
 	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/  \1|\2/p' Makefile | while IFS='|' read -r name text; do \
-	    printf '%-14s%s\n' "$$name" "$$text"; done
+	    printf '%-16s%s\n' "$$name" "$$text"; done
 
 setup: ## The pinned environment in .venv (again only when the pinned set has changed)
 	@tools/setup.sh .venv requirements/dev.txt
+
+setup-targets: setup ## The compilers for GPUs that are not here (experiments.compile)
+	@tools/setup_targets.sh .venv .venv-targets
 
 pretrain: setup ## Train: the embedded tiny run, or ARGS='--config=... --workdir=...'
 	@$(bin)/python -m experiments.pretrain $(ARGS)

@@ -1,0 +1,146 @@
+"""Chips to compile for that are not here: their descriptions, and the compilers that know them.
+
+    make setup-targets                              # once: XLA's GPU plugins, into .venv-targets
+    devices = targets.devices("mi300x", 1024)       # to build a mesh of; nothing can be put on them
+
+XLA takes a GPU's numbers from a text, so that no GPU has to be there. It then picks kernels by rule where it would
+measure them on a GPU (autotuning). Where the process runs ROCm's plugin without ROCm, stand-ins are in the libraries'
+place, and it can compile but never run.
+"""
+
+import ctypes
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from zaya_jax.config import UserError
+from zaya_jax.hardware import flags
+
+FOLDER = Path(__file__).parents[2] / ".venv-targets"
+A_NODE = 8  # GPUs of a node
+GIB = 1 << 30
+
+
+class Target(NamedTuple):
+    """A chip as its compiler sees it."""
+
+    platform: str  # JAX's: "rocm", "cuda", "cpu"
+    memory: int  # bytes of HBM
+    text: str  # XLA's GpuTargetConfigProto
+
+
+def _gpu(platform: str, memory: int, description: str, about: str, versions: str) -> Target:
+    common = "threads_per_block_limit: 1024 block_dim_limit_x: 2147483647 threads_per_core_limit: 2048 fpus_per_core: 128"
+    return Target(
+        platform, memory,
+        f'gpu_device_info {{ {common} device_memory_size: {memory} {about} }} {versions} '
+        f'platform_name: "{platform.upper()}" device_description_str: "{description}"',
+    )  # fmt: skip
+
+
+def _amd(memory: int, arch: str, about: str) -> Target:
+    limits = "threads_per_warp: 64 block_dim_limit_y: 65536 block_dim_limit_z: 65536 l2_cache_size: 4194304 "
+    limits += "registers_per_core_limit: 131072 registers_per_block_limit: 131072 "
+    limits += f'rocm_compute_capability {{ gcn_arch_name: "{arch}:sramecc+:xnack-" }} '
+    # By its description Pallas knows the chip.
+    return _gpu("rocm", memory, arch, limits + about, "dnn_version_info { major: 3 minor: 5 }")
+
+
+def _hopper(memory: int, name: str, bandwidth: float) -> Target:
+    about = (
+        "threads_per_warp: 32 block_dim_limit_y: 65535 block_dim_limit_z: 65535 core_count: 132 clock_rate_ghz: 1.98 "
+        "shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472 "
+        "registers_per_core_limit: 65536 registers_per_block_limit: 65536 l2_cache_size: 52428800 "
+        f"memory_bandwidth: {bandwidth:.0f} "
+        "cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }"
+    )
+    versions = "runtime_version { major: 13 } dnn_version_info { major: 9 minor: 28 }"
+    return _gpu("cuda", memory, name, about, versions)
+
+
+def _lds(size: int) -> str:
+    return " ".join(f"shared_memory_per_{part}: {size}" for part in ("block", "block_optin", "core"))
+
+
+# Cores, clock and bandwidth: the vendors' data sheets. Memory: what a process finds, a little less than is sold.
+TARGETS = {
+    "mi300x": _amd(
+        192 * GIB, "gfx942", f"core_count: 304 clock_rate_ghz: 2.1 memory_bandwidth: 5300000000000 {_lds(65536)}"
+    ),
+    "mi355x": _amd(
+        288 * 10**9, "gfx950", f"core_count: 256 clock_rate_ghz: 2.4 memory_bandwidth: 8000000000000 {_lds(163840)}"
+    ),
+    "h200": _hopper(151_397_597_184, "NVIDIA H200", 4.8e12),
+    "h100": _hopper(84_942_979_072, "NVIDIA H100 80GB HBM3", 3.35e12),
+}  # fmt: skip
+
+
+def names() -> list[str]:
+    """What can be compiled for."""
+    return [*TARGETS, "cpu"]
+
+
+def devices(name: str, count: int) -> list[Any]:
+    """So many devices of a kind, in nodes of eight, to compile for; UserError where the compiler is not installed.
+
+    To be called before JAX has compiled anything for a GPU in this process: the flags of `hardware.flags` are set here.
+    """
+    if name == "cpu":
+        if count > len(jax.devices("cpu")):
+            raise UserError(
+                f"{count} CPU devices were asked for, JAX has {len(jax.devices('cpu'))}; set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={count}"
+            )
+        return jax.devices("cpu")[:count]
+    from jax.experimental import topologies
+
+    target = TARGETS[name]
+    os.environ["XLA_FLAGS"] = flags.merged(os.environ.get("XLA_FLAGS", ""), flags.PLATFORMS[target.platform])
+    jax.devices("cpu")  # the plugins that JAX finds by itself are registered then
+    _register(target.platform)
+    a_node = next(n for n in range(min(A_NODE, count), 0, -1) if count % n == 0)
+    topology = topologies.get_topology_desc(
+        platform=target.platform, target_config=target.text, topology=f"1x{count // a_node}x{a_node}"
+    )
+    return list(topology.devices)
+
+
+def _register(platform: str) -> None:
+    """Gives JAX the platform's compiler, unless it has it."""
+    from jax._src import xla_bridge  # there is no public way by hand
+    from jax._src.lib import xla_client
+
+    if xla_client._xla.pjrt_plugin_loaded(platform):
+        return
+    found = [*FOLDER.glob(f"jax_plugins/xla_{platform}*/xla_{platform}_plugin.so")]
+    if not found:
+        raise UserError(f"the compiler for {platform} is not installed; run: make setup-targets")
+    version = re.search(r"jax ([\w.]+),", (FOLDER / ".stamp").read_text() if (FOLDER / ".stamp").exists() else "")
+    if not version or version[1] != jax.__version__:
+        raise UserError(
+            f"{FOLDER.name} holds compilers for jax {version[1] if version else '?'}, this is {jax.__version__}; "
+            "run: make setup-targets"
+        )
+    if platform == "rocm":
+        _stand_in()
+    options = xla_client.generate_pjrt_gpu_plugin_options()
+    xla_bridge.register_plugin(
+        platform, library_path=str(found[0]), options=options | {"platform_name": platform.upper()}
+    )
+
+
+def _stand_in() -> None:
+    """Loads the stand-ins of those libraries of ROCm that this machine does not have."""
+    missing = []
+    for library in sorted((FOLDER / "standins").glob("lib*")):
+        try:
+            ctypes.CDLL(library.name)
+        except OSError:
+            missing.append(library)
+    if missing:
+        ctypes.CDLL(str(FOLDER / "standins" / "names.so"), mode=ctypes.RTLD_GLOBAL)
+    for library in missing:
+        ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
