@@ -13,7 +13,7 @@ def chunk_rows(num: int, vocab: int) -> int:
     They are those of 1,024 tokens over ZAYA1's 262,272 words, and matrix units take 128 rows at once. Fewer chunks are
     better: each reads and writes the table's gradient, 2 GB.
     """
-    return even_chunk(num, (1152 << 20) // (4 * vocab), 128)
+    return even_chunk(num, (4608 << 20) // (4 * vocab), 128)
 
 
 def even_chunk(num: int, limit: int, unit: int) -> int:

@@ -273,13 +273,20 @@ def _around(
         factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.ones(())
         if clip_norm:
             shares = jax.tree.map(lambda g: g * factor, shares)
+        if rule != "never":  # shares are small, and what is zero there and in the rate is zero on whole weights
+            shares = jax.tree.map(lambda g: jnp.where(keep, g, 0.0), shares)
+            lr = lr * keep
         directions, core_state = core.update(shares, state.core)
-        updates, _ = finish.update(layout.gather(directions), finish_state, params, lr=lr)
         if rule != "never":
             core_state = jax.tree.map(lambda new, old: jnp.where(keep, new, old), core_state, state.core)
-            updates = jax.tree.map(lambda u: jnp.where(keep, u, 0.0), updates)
+        directions = layout.gather(directions)
+        updates, _ = finish.update(directions, finish_state, params, lr=lr)
+        # Norms are sums over each device's own part. With them whole weights would be read in the kernel that writes
+        # them, which a GPU then does not write in place: 64 GB of ZAYA1's weights and as many of copies.
+        directions, params = layout.own_parts(directions), layout.own_parts(params)
+        own, _ = finish.update(directions, finish_state, params, lr=lr)
         figures = _norms("grad_norm", squares)
-        figures |= _norms("update_norm", layout.tree_sum_squares(updates))
+        figures |= _norms("update_norm", layout.tree_sum_squares(own))
         figures |= _norms("param_norm", layout.tree_sum_squares(params))
         figures["clipped"] = (factor < 1).astype(jnp.float32)
         figures["skipped"] = 1 - keep.astype(jnp.float32)

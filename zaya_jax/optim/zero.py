@@ -82,9 +82,13 @@ class WholeLayout:
         """The sum of squares of each group of weights."""
         return group_sum_squares(self.weights, [buckets[w.path] for w in self.weights])
 
-    def tree_sum_squares(self, tree: Any) -> dict[str, jax.Array]:
-        """The same of a tree like the parameters'."""
-        return group_sum_squares(self.weights, jax.tree.leaves(tree))
+    def own_parts(self, tree: Any) -> Any:
+        """A tree like the parameters' as it is: this device has all."""
+        return tree
+
+    def tree_sum_squares(self, parts: Any) -> dict[str, jax.Array]:
+        """The same of what `own_parts` gives."""
+        return group_sum_squares(self.weights, jax.tree.leaves(parts))
 
     def to_logical(self, buckets: Mapping[str, Any]) -> dict[str, Any]:
         """One array per weight, by path."""
@@ -222,17 +226,24 @@ class ShardedLayout:
         for vectors in self.vectors:
             yield from vectors.sums(buckets)
 
-    def tree_sum_squares(self, tree: Any) -> dict[str, jax.Array]:
-        """The same of a tree like the parameters'; one all-reduce for each set of axes that shard weights."""
-        leaves = jax.tree.leaves(tree)
-        totals: dict[str, jax.Array] = {}
-        for axes in dict.fromkeys(w.axes for w in self.weights):
-            chosen = [(w, x) for w, x in zip(self.weights, leaves, strict=True) if w.axes == axes]
-            part = group_sum_squares([w for w, _ in chosen], [x for _, x in chosen])
-            part = lax.psum(part, axes) if axes else part
-            for group, value in part.items():
-                totals[group] = totals[group] + value if group in totals else value
-        return totals
+    def own_parts(self, tree: Any) -> Any:
+        """Of each weight that a device has, equal parts for all that have the same: rows of its last dim, zeros for
+        who has none."""
+
+        def own(w, x):
+            shared = tuple(name for name in self.grid.names if name not in w.axes)
+            x = x.reshape(-1, x.shape[-1])  # no numbers one by one: they may be more than an int32 counts
+            count = -(-len(x) // self.grid.size(shared))
+            wanted = count * (lax.axis_index(shared) if shared else 0)
+            start = jnp.minimum(wanted, len(x) - count)  # the last parts would reach past the end
+            part = lax.dynamic_slice_in_dim(x, start, count)
+            return jnp.where((start + jnp.arange(count) < wanted)[:, None], 0, part)
+
+        return jax.tree.unflatten(self.treedef, map(own, self.weights, jax.tree.leaves(tree)))
+
+    def tree_sum_squares(self, parts: Any) -> dict[str, jax.Array]:
+        """The sum of squares of each group of what `own_parts` gives: one all-reduce."""
+        return lax.psum(group_sum_squares(self.weights, jax.tree.leaves(parts)), self.grid.names)
 
     # Outside shard_map, on global arrays (NumPy's or JAX's).
 
