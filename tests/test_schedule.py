@@ -182,6 +182,16 @@ def test_a_batch_that_is_no_doubling_of_the_start():
     assert [s.sequences for s in plan.segments] == [2, 4, 8, 12]
 
 
+@pytest.mark.parametrize(
+    ("micro_batch", "counts"), [(0, (1, 1, 1)), (8, (1, 1, 1)), (4, (1, 1, 2)), (1, (2, 4, 8))]
+)
+def test_a_step_of_a_ramp_that_is_smaller_than_a_micro_batch_is_one(micro_batch, counts):
+    phase = Phase(tokens=10**6, ramp_from=2, ramp_tokens=10**5, micro_batch=micro_batch, global_batch=8)
+    plan = schedule.make_plan(config(phase))
+    assert [s.sequences for s in plan.segments] == [2, 4, 8]
+    assert tuple(s.micro_batches for s in plan.segments) == counts
+
+
 def test_what_model_and_data_see():
     plan = schedule.make_plan(RECIPE)
     seen = schedule.phase_config(RECIPE, plan.step(plan.total_steps).phase)
@@ -201,7 +211,7 @@ def test_what_model_and_data_see():
         (Phase(tokens=10, seq_len=2**20), "above model.max_position_embeddings"),
         (Phase(tokens=10, ramp_from=2), "give both"),
         (Phase(tokens=10, ramp_from=2, ramp_tokens=20, micro_batch=2), "within the phase"),
-        (Phase(tokens=10, ramp_from=2, ramp_tokens=5), "needs a micro_batch"),
+        (Phase(tokens=10, ramp_from=9, ramp_tokens=5), "needs a global_batch of at least as many"),
         (Phase(tokens=10, ramp_from=3, ramp_tokens=5, micro_batch=2), "steps of 3 sequences, no multiple"),
         (Phase(tokens=10, global_batch=9, micro_batch=2), "steps of 9 sequences, no multiple"),
     ],
@@ -217,7 +227,7 @@ def test_impossible_phases_are_told(phase, message):
         (dict(tokens=10, ramp_from=2), dict(ramp_from=0)),
         (dict(tokens=10, ramp_from=2), dict(ramp_tokens=10, micro_batch=2)),
         (dict(tokens=10, ramp_from=2, ramp_tokens=20, micro_batch=2), dict(ramp_tokens=10)),
-        (dict(tokens=10, ramp_from=2, ramp_tokens=5), dict(micro_batch=2)),
+        (dict(tokens=10, ramp_from=9, ramp_tokens=5), dict(global_batch=9)),
         (dict(tokens=10, ramp_from=9, ramp_tokens=5, micro_batch=1), dict(global_batch=9)),
         (dict(tokens=10, ramp_from=3, ramp_tokens=5, micro_batch=2), "micro_batch"),
         (dict(tokens=10, global_batch=9, micro_batch=2), "micro_batch"),

@@ -3,7 +3,8 @@
 Progress is counted in tokens (positions, padding included), in Python's integers: 12T of them are no float32.
 A run is a row of phases (context length, RoPE base, mixture and batch, `config.schedule.phases`), a phase a
 row of segments with one batch size each: a ramp doubles the batch, so that a 12T-token run with a ramp from
-256 to 4096 sequences has five segments and its step compiles for five micro-batch counts. A batch ramp moves
+256 to 4096 sequences has five segments and its step compiles for five of them: for other numbers of micro-batches, or
+for smaller ones where a step has fewer sequences than a micro-batch. A batch ramp moves
 neither a phase's borders nor the learning rate, since both are given in tokens.
 
     plan = schedule.make_plan(config)
@@ -170,7 +171,7 @@ def make_plan(config: Config) -> Plan:
             size = sequences * phase.seq_len
             num_steps = max(-(-(border - tokens) // size), 0)
             if num_steps:
-                micro_batches = sequences // phase.micro_batch if phase.micro_batch else 1
+                micro_batches = sequences // (phase.micro_batch or sequences) or 1
                 segments.append(Segment(phase, index, sequences, micro_batches, steps + 1, num_steps, tokens))
             tokens, steps = tokens + num_steps * size, steps + num_steps
     plan = Plan(_after(segments, begun, seen, config), config.schedule, config.optim.lr)
@@ -282,14 +283,13 @@ def _filled(config: Config, phase: Phase, index: int) -> Phase:
             f"{where} ramps the batch from {phase.ramp_from} sequences over {phase.ramp_tokens} of its "
             f"{phase.tokens} tokens; give both, ramp_from and a ramp_tokens within the phase, or neither"
         )
-    if phase.ramp_from and (not phase.micro_batch or phase.ramp_from > phase.global_batch):
+    if phase.ramp_from > phase.global_batch:
         raise UserError(
-            f"{where}.ramp_from={phase.ramp_from} needs a micro_batch (it is {phase.micro_batch}) and a "
-            f"global_batch of at least as many sequences (it is {phase.global_batch}): a ramp changes "
-            "the number of micro-batches"
+            f"{where}.ramp_from={phase.ramp_from} needs a global_batch of at least as many sequences (it is "
+            f"{phase.global_batch})"
         )
     for sequences, _ in _ramp(phase):
-        if phase.micro_batch and sequences % phase.micro_batch:
+        if phase.micro_batch and sequences % min(sequences, phase.micro_batch):
             raise UserError(
                 f"{where} has steps of {sequences} sequences, no multiple of its micro-batch: "
                 f"{key(config, index, 'micro_batch')}={phase.micro_batch}; give a {where}.micro_batch that divides "

@@ -44,27 +44,27 @@ def get_config() -> ConfigDict:
 
     c.schedule.warmup_fraction = 0.002
     c.schedule.decay_fraction = 0.15
-    # On 1,024 devices a micro-batch is one sequence at a time on each group of mesh.context devices: 4,096 tokens a
-    # device in pretraining, 16,384 after it. On fewer devices give smaller ones. A step has 2**24 tokens throughout.
+    # A step has 2**24 tokens throughout, on 1,024 devices 16,384 of each in one micro-batch: benchmarks/compile.md says
+    # what that takes, and what several of them would. On fewer devices give --config.data.micro_batch=N.
     c.schedule.phases = (
         config.Phase(
-            name="pretrain 1", tokens=8 * TRILLION, seq_len=4096, rope_theta=1e4, global_batch=4096, micro_batch=1024,
+            name="pretrain 1", tokens=8 * TRILLION, seq_len=4096, rope_theta=1e4, global_batch=4096,
             ramp_from=1024, ramp_tokens=TRILLION // 10, packing="concat",
             mixture=(root + "/web=0.8", root + "/code=0.12", root + "/math=0.08"),
         ),
         config.Phase(
-            name="pretrain 2", tokens=4 * TRILLION, seq_len=4096, rope_theta=1e4, global_batch=4096, micro_batch=1024,
+            name="pretrain 2", tokens=4 * TRILLION, seq_len=4096, rope_theta=1e4, global_batch=4096,
             packing="concat",
             mixture=(root + "/web=0.4", root + "/code=0.25", root + "/math=0.2", root + "/reasoning=0.15"),
         ),
         config.Phase(
             name="midtrain", tokens=1_200 * TRILLION // 1000, seq_len=32_768, rope_theta=1e6, global_batch=512,
-            micro_batch=512, packing="concat", mesh=config.Mesh(context=2),
+            packing="concat", mesh=config.Mesh(context=2),
             mixture=(root + "/reasoning_32k=0.86", root + "/web=0.06", root + "/code=0.05", root + "/math=0.03"),
         ),
         config.Phase(
             name="sft", tokens=660 * TRILLION // 1000, seq_len=131_072, rope_theta=5e6, global_batch=128,
-            micro_batch=128, packing="best_fit", mesh=config.Mesh(context=8),
+            packing="best_fit", mesh=config.Mesh(context=8),
             mixture=(root + "/reasoning_131k=0.75", root + "/chat=0.25"),
         ),
     )  # fmt: skip

@@ -12,6 +12,7 @@ from jax import lax
 
 from pallas_kernels.attention import strips
 from pallas_kernels.attention.reference import MASKED, mask_of
+from pallas_kernels.loops import turning
 
 
 def forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block) -> tuple[jax.Array, jax.Array]:
@@ -135,7 +136,8 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, bl
         # Above MASKED, so that a row's weights are 0, not 1, as long as it has seen no key.
         start = (jnp.zeros((*row, channels), jnp.float32), jnp.full(row, MASKED / 2), jnp.zeros(row))
         bounds = key_blocks(i, window, offset, block_q, block_k, num_k)
-        acc, top, total = lax.fori_loop(*bounds, step, start)
+        with turning((num_k + 1) / 2):  # of a whole causal sequence
+            acc, top, total = lax.fori_loop(*bounds, step, start)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
         return (acc / safe[..., None]).astype(v.dtype), jnp.where(seen, top + jnp.log(safe), MASKED)
@@ -180,7 +182,8 @@ def _gradients(scale, block_q, block_k, k_len, saved, d_out, dtype):
 
         zero = jnp.zeros(k_j.shape, jnp.float32)
         bounds = _query_blocks(j, window, offset, block_q, block_k, num_q)
-        dq, dk_j, dv_j = lax.fori_loop(*bounds, step, (dq, zero, zero))
+        with turning((num_q + 1) / 2):
+            dq, dk_j, dv_j = lax.fori_loop(*bounds, step, (dq, zero, zero))
         return dq, (dk_j.astype(dtype), dv_j.astype(dtype))
 
     dq = jnp.zeros((batch, num_kv, channels, group, q_pad), jnp.float32)

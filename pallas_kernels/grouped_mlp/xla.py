@@ -11,6 +11,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+BY_ROWS = lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+)
+INTO_COLUMNS = (
+    lax.RaggedDotDimensionNumbers(  # x times each group's transposed matrix, of which no copy is made
+        dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
+    )
+)
 OVER_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
 )
@@ -26,9 +34,9 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
     """See `pallas_kernels.grouped_mlp`."""
     activation, pull = jax.vjp(swiglu, hidden)
     d_down = grouped_outer(activation.astype(rows.dtype), d_out, sizes)
-    (d_hidden,) = pull(grouped_dot(d_out, down.swapaxes(1, 2), sizes).astype(jnp.float32))
+    (d_hidden,) = pull(grouped_dot(d_out, down, sizes, INTO_COLUMNS).astype(jnp.float32))
     d_gate_up = grouped_outer(rows, d_hidden, sizes)
-    return grouped_dot(d_hidden, gate_up.swapaxes(1, 2), sizes), d_gate_up, d_down
+    return grouped_dot(d_hidden, gate_up, sizes, INTO_COLUMNS), d_gate_up, d_down
 
 
 def swiglu(hidden) -> jax.Array:
@@ -37,9 +45,9 @@ def swiglu(hidden) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def grouped_dot(x, w, sizes) -> jax.Array:
+def grouped_dot(x, w, sizes, numbers=BY_ROWS) -> jax.Array:
     """Rows of x, sorted by group, times their group's matrix in x's dtype; rows past the last group give zero."""
-    return lax.ragged_dot(x, w.astype(x.dtype), sizes)
+    return lax.ragged_dot_general(x, w.astype(x.dtype), sizes, numbers)
 
 
 def grouped_outer(x, y, sizes) -> jax.Array:

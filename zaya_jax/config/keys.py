@@ -100,7 +100,7 @@ class Data:
     )
     seq_len: int = ranged(4096, 1, 2**27, "tokens of a sequence, the context")
     global_batch: int = ranged(4096, 1, 2**24, "sequences per step")
-    micro_batch: int = ranged(0, 0, 2**24, "sequences at once over all devices; 0: the whole global batch")
+    micro_batch: int = ranged(0, 0, 2**24, "sequences at once over all devices, at most; 0: the whole batch")
     packing: str = choice(
         "concat", PACKINGS, "how documents fill rows: concat (and split), or best_fit (decreasing)"
     )

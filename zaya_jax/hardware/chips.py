@@ -4,6 +4,11 @@ from zaya_jax.config import Model, Precision
 
 # Dense peak, FLOP/s, by a part of JAX's device_kind; the vendors' data sheets, without sparsity. AMD calls TF32 XF32.
 MI300X = {"bfloat16": 1307.4e12, "tf32": 653.7e12, "float32": 163.4e12}  # AMD Instinct MI300X data sheet
+MI355X = {
+    "bfloat16": 2516.6e12,
+    "tf32": 157.3e12,
+    "float32": 157.3e12,
+}  # AMD Instinct MI355X data sheet; no XF32
 HOPPER = {
     "bfloat16": 989.4e12,
     "tf32": 494.7e12,
@@ -12,9 +17,20 @@ HOPPER = {
 PEAKS = {
     "MI300X": MI300X,
     "gfx942": MI300X,
+    "MI355X": MI355X,
+    "gfx950": MI355X,
     "H200": HOPPER,
     "H100": HOPPER,
 }  # gfx942: MI300X by its architecture
+# Of HBM, bytes per second, by the same sheets.
+BANDWIDTH = {
+    "MI300X": 5.3e12, "gfx942": 5.3e12, "MI355X": 8.0e12, "gfx950": 8.0e12, "H200": 4.8e12, "H100": 3.35e12,
+}  # fmt: skip
+
+
+def of_kind[T](table: dict[str, T], kind: str) -> T | None:
+    """A chip's row in one of these tables, by JAX's device_kind or a part of it; None for one that has none."""
+    return next((row for name, row in table.items() if name.lower() in kind.lower()), None)
 
 
 def peak_flops(device, precision: Precision) -> float | None:
@@ -25,10 +41,8 @@ def peak_flops(device, precision: Precision) -> float | None:
     dtype = precision.compute
     if dtype == "float32" and precision.matmul != "highest":
         dtype = "tf32"
-    for name, peaks in PEAKS.items():
-        if name.lower() in device.device_kind.lower():
-            return peaks[dtype]
-    return None
+    peaks = of_kind(PEAKS, device.device_kind)
+    return peaks[dtype] if peaks else None
 
 
 def model_flops(model: Model, seq_len: int) -> float:
@@ -37,21 +51,30 @@ def model_flops(model: Model, seq_len: int) -> float:
     Attention counts the causal half, and a sliding layer's window; linear attention counts a state written and read a
     token; a token counts one expert, as if none were skipped; norms, softmaxes and what is recomputed count nothing.
     """
+    return sum(flops_by_scope(model, seq_len).values())
+
+
+def flops_by_scope(model: Model, seq_len: int) -> dict[str, float]:
+    """The same by the scope (`hlo.SCOPES`) that computes them."""
     d, c = model.hidden_size, model.head_dim
     h, k, r = model.num_attention_heads, model.num_key_value_heads, model.router_hidden_size
-    packed = (h + k) * c
-    cca = d * (packed + k * c) + h * c * d  # q, k, both halves of v; o
-    cca += packed * model.cca_time0 + packed * c * model.cca_time1
-    router = d * r + 2 * r * r + r * (model.num_experts + 1)
-    expert = 3 * d * model.moe_intermediate_size
-    block = cca + router + expert
-    if model.model_type == "dense":
-        block = 2 * d * (h + k) * c + 3 * d * model.intermediate_size  # q, o, k, v; gate, up, down
-    total = 0.0
+    packed, layers = (h + k) * c, len(model.kinds)
+    mixing = 0.0
     for kind in model.kinds:
         window = min(model.sliding_window or seq_len, seq_len) if kind == "hybrid_sliding" else seq_len
         # Token i sees min(i + 1, window) keys.
         seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
-        mixing = (h + k) * c * (c + 1) if kind == "hybrid_linear" else 2 * h * c * seen
-        total += block + mixing
-    return 6.0 * (total + d * model.vocab_size)
+        mixing += (h + k) * c * (c + 1) if kind == "hybrid_linear" else 2 * h * c * seen
+    if model.model_type == "dense":
+        attention, mlp = (
+            layers * 2 * d * packed,
+            layers * 3 * d * model.intermediate_size,
+        )  # q, o, k, v; gate, up, down
+        found = {"attention": attention + mixing, "mlp": mlp}
+    else:
+        cca = d * (packed + k * c) + h * c * d  # q, k, both halves of v; o
+        cca += packed * model.cca_time0 + packed * c * model.cca_time1
+        router = d * r + 2 * r * r + r * (model.num_experts + 1)
+        expert = 3 * d * model.moe_intermediate_size
+        found = {"cca": layers * cca + mixing, "router": layers * router, "experts": layers * expert}
+    return {scope: 6.0 * products for scope, products in (found | {"head": d * model.vocab_size}).items()}

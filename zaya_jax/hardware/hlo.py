@@ -15,6 +15,8 @@ import math
 import re
 from typing import Any
 
+import numpy as np
+
 KINDS = (
     "all-reduce",
     "all-gather",
@@ -25,7 +27,7 @@ KINDS = (
     "collective-broadcast",
 )
 SCOPES = (
-    "embed", "cca", "router", "experts", "attention", "mlp", "head", "optimizer", "balance", "exchange"
+    "embed", "cca", "router", "experts", "attention", "mlp", "head", "accumulation", "optimizer", "balance", "exchange",
 )  # fmt: skip
 BITS = {"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128}
 
@@ -66,6 +68,9 @@ class Collective:
     in_loop: bool  # inside the body of a while loop
     times: int | None  # how often it runs: the product of the loops' known lengths; None if one is unknown
     op_name: str  # where in the Python program it comes from
+    members: tuple[
+        int, ...
+    ] = ()  # the first group of devices, or of a permutation's pairs the one furthest apart
 
     @property
     def bytes(self) -> int:
@@ -86,17 +91,31 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """One line of the program."""
+
     name: str
     shape: str
     op: str
-    rest: str
+    rest: str  # all that follows the op's opening parenthesis
+
+    @property
+    def op_name(self) -> str:
+        """Where in the Python program it comes from; "" for what the compiler added."""
+        found = re.search(r'op_name="([^"]*)"', self.rest)
+        return found.group(1) if found else ""
+
+    @property
+    def trip_count(self) -> int | None:
+        """How often a while loop turns, if the compiler knows."""
+        found = re.search(r"known_trip_count[^\d]*(\d+)", self.rest)
+        return int(found.group(1)) if found else None
 
 
 def collectives(compiled: Any) -> list[Collective]:
     """All collectives of a compiled program (or of its text), in the order of the text."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    computations = _parse(text)
+    computations = parse(text)
     loops = _loops(computations)
     found = re.search(r"num_partitions=(\d+)", text) or re.search(r"replica_count=(\d+)", text)
     devices = int(found.group(1)) if found else 1
@@ -107,25 +126,25 @@ def collectives(compiled: Any) -> list[Collective]:
             kind = i.op.removesuffix("-start")
             if kind not in KINDS:
                 continue
-            operands = tuple(a for name in _operands(i.rest) for a in _arrays(shapes.get(name, "")))
-            results = _arrays(i.shape)
+            given = tuple(a for name in operands(i) for a in arrays(shapes.get(name, "")))
+            results = arrays(i.shape)
             if i.op.endswith("-start") and len(results) > len(
-                operands
+                given
             ):  # a tuple of operands, results and contexts
-                results = results[len(operands) : 2 * len(operands)]
+                results = results[len(given) : 2 * len(given)]
             lengths = loops.get(computation, ())
             times = None if None in lengths else math.prod(n for n in lengths if n is not None)
-            where = re.search(r'op_name="([^"]*)"', i.rest)
             result.append(
                 Collective(
                     kind,
                     i.name,
-                    operands,
+                    given,
                     results,
                     _group_size(i.rest, devices),
                     bool(lengths),
                     times,
-                    where.group(1) if where else "",
+                    i.op_name,
+                    _members(i.rest, devices),
                 )
             )
     return result
@@ -134,7 +153,7 @@ def collectives(compiled: Any) -> list[Collective]:
 def loop_bodies(compiled: Any) -> int:
     """The number of while loops that a compiled program has."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
-    return sum(i.op == "while" for instructions in _parse(text).values() for i in instructions)
+    return sum(i.op == "while" for instructions in parse(text).values() for i in instructions)
 
 
 def by_scope(compiled: Any) -> dict[str, collections.Counter[str]]:
@@ -143,16 +162,20 @@ def by_scope(compiled: Any) -> dict[str, collections.Counter[str]]:
     none stands under "", what the compiler added by itself under "?"."""
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     found: dict[str, collections.Counter[str]] = {}
-    for instructions in _parse(text).values():
+    for instructions in parse(text).values():
         for i in instructions:
-            where = re.search(r'op_name="([^"]*)"', i.rest)
-            names = _SCOPE.findall(where.group(1)) if where else ["?"]
-            found.setdefault("/".join(dict.fromkeys(names)), collections.Counter())[i.op] += 1
+            found.setdefault(scope_of(i.op_name) if i.op_name else "?", collections.Counter())[i.op] += 1
     return found
 
 
-def _parse(text: str) -> dict[str, list[_Instruction]]:
-    computations: dict[str, list[_Instruction]] = {}
+def scope_of(op_name: str) -> str:
+    """The named scopes of an instruction, outermost first, each once: "optimizer/exchange", or ""."""
+    return "/".join(dict.fromkeys(_SCOPE.findall(op_name)))
+
+
+def parse(text: str) -> dict[str, list[Instruction]]:
+    """The instructions of each computation, in the order in which they run."""
+    computations: dict[str, list[Instruction]] = {}
     current = None
     for line in text.splitlines():
         if not line.startswith(" "):
@@ -161,13 +184,13 @@ def _parse(text: str) -> dict[str, list[_Instruction]]:
         elif current is not None:
             match = _INSTRUCTION.match(line)
             if match:
-                current.append(_Instruction(*match.groups()))
+                current.append(Instruction(*match.groups()))
     return computations
 
 
-def _loops(computations: dict[str, list[_Instruction]]) -> dict[str, tuple[int | None, ...]]:
+def _loops(computations: dict[str, list[Instruction]]) -> dict[str, tuple[int | None, ...]]:
     """For every computation that runs inside loops, the lengths of these, outermost first."""
-    called = {name for instructions in computations.values() for i in instructions for _, name in _calls(i)}
+    called = {name for instructions in computations.values() for i in instructions for _, name in calls(i)}
     found: dict[str, tuple[int | None, ...]] = {}
     pending: list[tuple[str, tuple[int | None, ...]]] = [
         (name, ()) for name in computations if name not in called
@@ -178,16 +201,16 @@ def _loops(computations: dict[str, list[_Instruction]]) -> dict[str, tuple[int |
             continue
         found[name] = lengths
         for i in computations.get(name, []):
-            for how, callee in _calls(i):
+            for how, callee in calls(i):
                 inner = lengths
                 if how in ("body", "condition"):
-                    known = re.search(r"known_trip_count[^\d]*(\d+)", i.rest)
-                    inner = (*lengths, int(known.group(1)) if known else None)
+                    inner = (*lengths, i.trip_count)
                 pending.append((callee, inner))
     return found
 
 
-def _calls(i: _Instruction) -> list[tuple[str, str]]:
+def calls(i: Instruction) -> list[tuple[str, str]]:
+    """The computations that an instruction runs, each with its role: "body", "calls", ..."""
     return [
         (match.group(1), name.strip().lstrip("%"))
         for match in _CALLED.finditer(i.rest)
@@ -195,28 +218,44 @@ def _calls(i: _Instruction) -> list[tuple[str, str]]:
     ]
 
 
-def _operands(rest: str) -> list[str]:
+def operands(i: Instruction) -> list[str]:
+    """The names of its operands."""
     depth = 1
-    for end, char in enumerate(rest):
+    for end, char in enumerate(i.rest):
         depth += (char == "(") - (char == ")")
         if depth == 0:
-            return re.findall(r"%([\w.\-]+)", rest[:end])
+            return re.findall(r"%([\w.\-]+)", i.rest[:end])
     return []
 
 
-def _arrays(shape: str) -> tuple[Array, ...]:
+def arrays(shape: str) -> tuple[Array, ...]:
+    """The arrays of a shape, which may be a tuple."""
     return tuple(Array(d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _SHAPE.findall(shape))
 
 
 def _group_size(rest: str, devices: int) -> int:
+    return len(_members(rest, devices)) if "source_target_pairs" not in rest else devices
+
+
+def _members(rest: str, devices: int) -> tuple[int, ...]:
+    pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", rest)
+    if pairs:
+        found = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1))]
+        return max(found, key=lambda pair: abs(pair[0] - pair[1]), default=())
     listed = re.search(r"replica_groups=\{\{([\d, ]+)\}", rest)
     if listed:
-        return len(listed.group(1).split(","))
-    iota = re.search(r"replica_groups=\[([\d,]+)\]<=", rest)
+        return tuple(int(n) for n in listed.group(1).split(","))
+    iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if iota:
-        return int(iota.group(1).split(",")[-1])
+        shape, whole, order = ([int(n) for n in part.split(",")] if part else [] for part in iota.groups())
+        numbers = np.arange(math.prod(whole)).reshape(whole)
+        return tuple(numbers.transpose(order or None).reshape(-1, shape[-1])[0].tolist())
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest)
     if mesh:
         sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", mesh.group(1))}
-        return math.prod(sizes[axis] for axis in re.findall(r"'([^']*)'", mesh.group(2)))
-    return devices
+        chosen = re.findall(r"'([^']*)'", mesh.group(2))
+        numbers = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
+        return tuple(
+            numbers[tuple(slice(None) if axis in chosen else 0 for axis in sizes)].reshape(-1).tolist()
+        )
+    return tuple(range(devices))

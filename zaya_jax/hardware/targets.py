@@ -33,7 +33,8 @@ class Target(NamedTuple):
 
 
 def _gpu(platform: str, memory: int, description: str, about: str, versions: str) -> Target:
-    common = "threads_per_block_limit: 1024 block_dim_limit_x: 2147483647 threads_per_core_limit: 2048 fpus_per_core: 128"
+    common = "threads_per_block_limit: 1024 block_dim_limit_x: 2147483647 "
+    common += "threads_per_core_limit: 2048 fpus_per_core: 128"
     return Target(
         platform, memory,
         f'gpu_device_info {{ {common} device_memory_size: {memory} {about} }} {versions} '
@@ -83,6 +84,11 @@ def names() -> list[str]:
     return [*TARGETS, "cpu"]
 
 
+def usable(name: str) -> int | None:
+    """Bytes of a chip's memory that JAX takes (`flags.MEMORY_SHARE`); None for a CPU, which has none of its own."""
+    return None if name == "cpu" else int(TARGETS[name].memory * flags.MEMORY_SHARE)
+
+
 def devices(name: str, count: int) -> list[Any]:
     """So many devices of a kind, in nodes of eight, to compile for; UserError where the compiler is not installed.
 
@@ -118,7 +124,9 @@ def _register(platform: str) -> None:
     found = [*FOLDER.glob(f"jax_plugins/xla_{platform}*/xla_{platform}_plugin.so")]
     if not found:
         raise UserError(f"the compiler for {platform} is not installed; run: make setup-targets")
-    version = re.search(r"jax ([\w.]+),", (FOLDER / ".stamp").read_text() if (FOLDER / ".stamp").exists() else "")
+    version = re.search(
+        r"jax ([\w.]+),", (FOLDER / ".stamp").read_text() if (FOLDER / ".stamp").exists() else ""
+    )
     if not version or version[1] != jax.__version__:
         raise UserError(
             f"{FOLDER.name} holds compilers for jax {version[1] if version else '?'}, this is {jax.__version__}; "

@@ -273,7 +273,9 @@ def _around(
         factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.ones(())
         if clip_norm:
             shares = jax.tree.map(lambda g: g * factor, shares)
-        if rule != "never":  # shares are small, and what is zero there and in the rate is zero on whole weights
+        if (
+            rule != "never"
+        ):  # shares are small, and what is zero there and in the rate is zero on whole weights
             shares = jax.tree.map(lambda g: jnp.where(keep, g, 0.0), shares)
             lr = lr * keep
         directions, core_state = core.update(shares, state.core)

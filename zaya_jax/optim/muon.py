@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from pallas_kernels.loops import turning
 from pallas_kernels.newton_schulz import orthogonalize
 
 COEFFICIENTS = ("keller_jordan", "polar_express")
@@ -117,7 +118,8 @@ def orthogonalize_first(
         part = jax.lax.dynamic_slice_in_dim(x, start, at_once)
         return jax.lax.dynamic_update_slice_in_dim(result, orthogonalize(part, polynomials, dtype), start, 0)
 
-    return jax.lax.fori_loop(0, -(-number // at_once), turn, jnp.zeros(x.shape, dtype))
+    with turning(-(-len(x) // at_once)):  # on the device that owns most
+        return jax.lax.fori_loop(0, -(-number // at_once), turn, jnp.zeros(x.shape, dtype))
 
 
 def scale_by_muon(

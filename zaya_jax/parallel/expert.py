@@ -39,6 +39,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import chip
 from pallas_kernels.chip import Chip
 from pallas_kernels.grouped_mlp import PRODUCTS
+from pallas_kernels.loops import turning
 from zaya_jax.model.experts import gated, of_own_expert, through_groups
 from zaya_jax.parallel.spread import Spread
 
@@ -178,7 +179,8 @@ class _Exchange:
         """carry after body(r, carry) for each round but the first; a loop only where any load takes a second one."""
         if most_rounds(self.num_rows, self.devices, self.form) == 1:
             return carry
-        return lax.fori_loop(1, self.rounds, body, carry)
+        with turning(0):  # with an even load
+            return lax.fori_loop(1, self.rounds, body, carry)
 
 
 class _Slots(_Exchange):

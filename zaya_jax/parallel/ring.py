@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import MASKED, SAVED, attention, attention_gradients
+from pallas_kernels.loops import turning
 
 OWN, VISITING = (0, 1, 1), (0, 0, 1)  # pairs of chunks a step may need; an early chunk never sees a late one
 
@@ -161,7 +162,8 @@ class _Steps:
             k_j, v_j = jnp.split(_take(kv, j, chunk), 2, axis=-1)
             return pair(carry, _take(self.q, i, chunk), k_j, v_j, (i, j), masks)
 
-        return lax.fori_loop(0, needed.sum(), one, carry)
+        with turning(2):  # of the four pairs of chunks, those that causality leaves
+            return lax.fori_loop(0, needed.sum(), one, carry)
 
 
 def _merge(a, b):

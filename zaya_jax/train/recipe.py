@@ -68,10 +68,11 @@ def check(config: Config, plan: Plan, reached: int = 0, devices: list | None = N
         }
         rules.check(here, spread, lengths=lengths, rows=math.gcd(*sizes), where=where)
         # Without a number of devices, over those that the mesh has in any case.
-        rules.check_batch(
-            here, spread, sizes, _micro_batch(phase), lengths=lengths, where=where,
-            name=schedule.key(config, index, "micro_batch"),
-        )  # fmt: skip
+        for micro_batch in sorted({min(_micro_batch(phase), size) for size in sizes}):
+            rules.check_batch(
+                here, spread, sizes, micro_batch, lengths=lengths, where=where,
+                name=schedule.key(config, index, "micro_batch" if micro_batch == _micro_batch(phase) else "ramp_from"),
+            )  # fmt: skip
         if count is not None:
             rows_of_process(make_mesh(here.mesh, devices, where))
     return notes
@@ -172,7 +173,7 @@ def _column(config: Config, index: int, segments: Sequence[Segment], devices: in
         "RoPE base": f"{phase.rope_theta:,.10g}",
         "sequences per step": " > ".join(f"{size:,}" for size in steps),
         "tokens per step": " > ".join(_short(size * phase.seq_len) for size in steps),
-        "micro-batches": " > ".join(f"{segment.micro_batches}" for segment in segments) + f" of {micro:,}",
+        "micro-batches": _numbers_of(segments),
         "tokens at once": f"{at_once:,} on each of {count:,}",
         "mesh": describe_mesh(here.mesh, devices) + note,
         "remat": phase.remat,
@@ -188,6 +189,13 @@ def by_phase(plan: Plan) -> list[tuple[int, list[Segment]]]:
     """The segments of each phase, with its index."""
     groups = itertools.groupby(plan.segments, key=lambda segment: segment.phase_index)
     return [(index, list(segments)) for index, segments in groups]
+
+
+def _numbers_of(segments: Sequence[Segment]) -> str:
+    numbers = [(segment.micro_batches, segment.sequences // segment.micro_batches) for segment in segments]
+    if len({size for _, size in numbers}) == 1:
+        return " > ".join(str(number) for number, _ in numbers) + f" of {numbers[0][1]:,}"
+    return " > ".join(f"{number} of {size:,}" for number, size in numbers)
 
 
 def _micro_batch(phase: Phase) -> int:

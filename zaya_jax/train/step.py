@@ -129,7 +129,9 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
         else:
 
             def accumulate(carry, micro):
-                return jax.tree.map(jnp.add, carry, gradient(params, bias, micro, total)), None
+                found = gradient(params, bias, micro, total)
+                with jax.named_scope("accumulation"):
+                    return jax.tree.map(jnp.add, carry, found), None
 
             first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
             zero = jax.tree.map(

@@ -1,0 +1,140 @@
+"""The memory that a compiled program takes over its course, from what XLA writes down of its buffers.
+
+    with buffers.watched() as folder:
+        compiled = lowered.compile(compiler_options=buffers.options(folder))
+        found = buffers.read(folder)
+    found.peak, found.curve(200), found.at_peak()
+
+XLA places each value at an offset of one large allocation for temporaries, for the instructions between its first and
+its last use. Values that share a place, as a loop's carried arrays do with what they begin as, count once. Arguments
+and results have allocations of their own; donated ones are both.
+"""
+
+import contextlib
+import dataclasses
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from zaya_jax.hardware import hlo
+
+_ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$")
+_VALUE = re.compile(r"^ value: <\d+ (\S+)(?: \(phi\))? @\d+> \(size=(\d+),offset=(\d+)\): (.*)$")
+_RANGE = re.compile(r"^    (\S+):(\d+)-(\d+)$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A value at its place among the temporaries, from the instruction that makes it to the last that needs it."""
+
+    name: str  # of the instruction that makes it, without the index into a tuple
+    shape: str
+    offset: int
+    size: int
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What a program takes on one device, in bytes."""
+
+    arguments: int  # and donated results, which lie in their place
+    results: int  # that are no arguments
+    constants: int
+    temporaries: int  # the one allocation in which all of them lie
+    buffers: tuple[Buffer, ...]
+    instructions: tuple[str, ...]  # the names, as they run; a loop's body stands once, before the loop
+
+    @property
+    def peak(self) -> int:
+        """All that the program takes."""
+        return self.arguments + self.results + self.constants + self.temporaries
+
+    def live(self, time: int) -> list[Buffer]:
+        """The temporaries that are in use while an instruction runs, one for each place, largest first."""
+        found: list[Buffer] = []
+        alive = (b for b in self.buffers if b.first <= time <= b.last and b.size)
+        end = -1
+        for b in sorted(alive, key=lambda b: (b.offset, -b.size)):
+            if b.offset >= end:  # otherwise a part of the one before, or the same one under another name
+                found.append(b)
+                end = b.offset + b.size
+        return sorted(found, key=lambda b: -b.size)
+
+    def curve(self, points: int = 400) -> list[tuple[int, int]]:
+        """(instruction, bytes in use) over the program: of each stretch of instructions the most."""
+        changes: dict[int, int] = {}
+        totals, count = [], max(len(self.instructions), 1)
+        for b in self.buffers:
+            changes[b.first] = changes[b.last + 1] = 1
+        level = 0
+        for time in range(count):
+            if time in changes:
+                level = sum(b.size for b in self.live(time))
+            totals.append(level)
+        step = max(1, -(-count // points))
+        fixed = self.arguments + self.results + self.constants
+        return [(i, fixed + max(totals[i : i + step])) for i in range(0, count, step)]
+
+    def highest(self) -> int:
+        """The instruction at which most temporaries are in use."""
+        times = sorted({b.first for b in self.buffers})
+        return max(times, key=lambda t: sum(b.size for b in self.live(t)), default=0)
+
+    def at_peak(self) -> list[Buffer]:
+        """The temporaries in use where they are most."""
+        return self.live(self.highest())
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[Path]:
+    """A folder for what XLA writes down; gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="zaya_jax-compile-") as folder:
+        yield Path(folder)
+
+
+def options(folder: Path) -> dict[str, str | bool]:
+    """What a compilation must be told."""
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+
+
+def read(folder: Path) -> Memory:
+    """The memory of the program that was compiled with `options(folder)`: of the largest, where there were several."""
+    files = sorted(folder.glob("*after_optimizations-buffer-assignment.txt"), key=lambda f: f.stat().st_size)
+    assert files, f"XLA wrote no buffer assignment into {folder}"
+    ranges, order = _ranges(Path(str(files[-1]).replace("-buffer-assignment.txt", "-live-range.txt")))
+    sizes = dict.fromkeys(("arguments", "results", "constants", "temporaries"), 0)
+    found, kind = [], ""
+    for line in files[-1].read_text().splitlines():
+        if allocation := _ALLOCATION.match(line):
+            kind = _kind(allocation.group(2))
+            if kind in sizes:
+                sizes[kind] += int(allocation.group(1))
+        elif kind == "temporaries" and (value := _VALUE.match(line)):
+            name, size, offset, shape = value.groups()
+            name = name if name.endswith("}") else name + "{}"
+            if name in ranges and hlo.arrays(shape):
+                found.append(Buffer(name.split("{")[0], shape, int(offset), int(size), *ranges[name]))
+    return Memory(**sizes, buffers=tuple(found), instructions=order)
+
+
+def _kind(about: str) -> str:
+    if "preallocated-temp" in about:
+        return "temporaries"
+    if "parameter" in about:
+        return "arguments"
+    if "constant" in about:
+        return "constants"
+    return "results" if "live-out" in about else ""  # what is left is a thread's own
+
+
+def _ranges(path: Path) -> tuple[dict[str, tuple[int, int]], tuple[str, ...]]:
+    ranges, order = {}, []
+    for line in path.read_text().splitlines():
+        if found := _RANGE.match(line):
+            ranges[found.group(1)] = int(found.group(2)), int(found.group(3))
+        elif found := re.match(r"^    (\d+):(\S+)$", line):
+            order.append(found.group(2))
+    return ranges, tuple(order)

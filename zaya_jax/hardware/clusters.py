@@ -1,0 +1,59 @@
+"""Clusters as a plan sees them: what joins their chips, with the source of each number.
+
+Rates are bytes per second of one device in one direction, as the vendors state them; what a program gets of them is an
+efficiency, which `experiments.characterize` measures.
+"""
+
+import dataclasses
+
+GB = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster:
+    """Nodes of equal chips, joined by links inside and by a network card a device between them."""
+
+    chip: str  # a name of `targets.TARGETS`
+    node: int  # devices
+    inside: float  # all links of a device to the others of its node
+    card: float  # a device's share of its node's network
+    latency: float  # seconds before the first byte of a message to another node
+    storage: float  # of the shared file system, all nodes together: bytes per second
+    source: str
+
+    def bandwidth(self, members: list[int]) -> float:
+        """What each of these devices can send while all of them do, for a collective over them.
+
+        Where several devices of a node take part, each stretch of a ring between nodes has a card of its own.
+        """
+        of_node = [member // self.node for member in members]
+        if len(set(of_node)) == 1:
+            return self.inside
+        together = min(of_node.count(number) for number in set(of_node))
+        return min(self.inside, self.card * together)
+
+
+CLUSTERS = {
+    "mi300x_pollara": Cluster(
+        "mi300x", 8, 448 * GB, 50 * GB, 8e-6, 200 * GB,
+        "MI300X platform data sheet: seven Infinity Fabric links of 64 GB/s to the others; Pollara 400: 400 Gb/s a "
+        "device; latency and storage assumed",
+    ),
+    "mi355x_pollara": Cluster(
+        "mi355x", 8, 537.6 * GB, 50 * GB, 8e-6, 200 * GB,
+        "MI355X platform data sheet: seven Infinity Fabric links of 76.8 GB/s; Pollara 400; the rest assumed",
+    ),
+    "h200_ib": Cluster(
+        "h200", 8, 450 * GB, 50 * GB, 5e-6, 200 * GB,
+        "HGX H200 data sheet: NVLink 900 GB/s both ways; InfiniBand NDR 400 Gb/s a device; latency and storage assumed",
+    ),
+    "h100_ib": Cluster(
+        "h100", 8, 450 * GB, 50 * GB, 5e-6, 200 * GB,
+        "HGX H100 data sheet: NVLink 900 GB/s both ways; InfiniBand NDR 400 Gb/s a device; latency and storage assumed",
+    ),
+}  # fmt: skip
+
+
+def of_chip(name: str) -> Cluster | None:
+    """The first cluster of a chip."""
+    return next((cluster for cluster in CLUSTERS.values() if cluster.chip == name), None)

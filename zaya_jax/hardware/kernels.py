@@ -1,0 +1,322 @@
+"""What a GPU would launch to run a compiled program: its kernels, with the bytes, FLOPs and scope of each.
+
+    found = kernels.of(compiled)
+    sum(k.times for k in found.kernels)                     # launches
+    sum(k.times * (k.reads + k.writes) for k in ...)        # HBM traffic
+
+A kernel is an instruction of the entry computation, or of a loop's body or condition, that computes: no tuple,
+parameter or bitcast. It runs as often as the loops around it turn. Where the compiler does not know how often that is,
+the scope says it (`pallas_kernels.loops.turning`); `unknown` counts the loops of which nobody says it, and each counts
+as one turn.
+
+A fusion reads its operands and writes its results, each once: of an operand of which it takes slices or rows, these,
+and of one that it updates in place, the update. Caches are not thought of: a second kernel reads anew what the first
+one wrote. FLOPs are those of matrix products.
+"""
+
+import collections
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zaya_jax.hardware import hlo
+from zaya_jax.hardware.hlo import Instruction
+
+FREE = frozenset({
+    "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "partition-id",
+    "replica-id", "add-dependency",
+})  # fmt: skip
+SLICES = ("dynamic-slice", "slice", "gather")  # take a part of their first operand
+_TURNS = re.compile(r"turns=([\d.e+]+)\)*/(?:\w+/)?while$")
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One of them, as one device sees it."""
+
+    name: str
+    op: str
+    op_name: str  # where in the Python program it comes from; "" for what the compiler added
+    line: str  # FILE:LINE of the project, as far as the program says
+    times: float  # how often it runs in a run of the program
+    reads: int  # bytes, each time
+    writes: int
+    flops: float
+    wide: bool  # whether its products multiply float32
+    collective: str | None  # its kind
+
+    @property
+    def bytes(self) -> int:
+        """HBM traffic, each time."""
+        return self.reads + self.writes
+
+    @property
+    def scope(self) -> str:
+        """The named scopes around it; what has none, and moves parts of what is stacked over layers, is "stacks"."""
+        found = hlo.scope_of(self.op_name)
+        stacking = (
+            "dynamic_update_index_in_dim",
+            "dynamic_index_in_dim",
+            "transpose(jvp())/broadcast_in_dim",
+        )
+        return found or ("stacks" if any(x in self.op_name for x in stacking) else "other")
+
+    @property
+    def stage(self) -> str:
+        """ "forward", "again" (recomputed), "backward", or "" for what follows these."""
+        if self.scope.startswith(("optimizer", "balance", "accumulation")):
+            return ""
+        if "rematted_computation" in self.op_name:
+            return "again"
+        return "backward" if "transpose(" in self.op_name else "forward"
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """All kernels in the order of the text, and the loops whose length nobody knows, by `op_name`."""
+
+    kernels: tuple[Kernel, ...]
+    unknown: Mapping[str, int]
+    under: Mapping[
+        str, tuple[int, int]
+    ]  # of a collective by name: the kernels [from, to) between its start and its end
+
+    @property
+    def launches(self) -> float:
+        """Kernels started in one run."""
+        return sum(k.times for k in self.kernels)
+
+    @property
+    def bytes(self) -> float:
+        """HBM traffic of one run."""
+        return sum(k.times * k.bytes for k in self.kernels)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of matrix products of one run."""
+        return sum(k.times * k.flops for k in self.kernels)
+
+
+def of(compiled: Any) -> Program:
+    """The kernels of a compiled program, or of its text."""
+    reader = _Reader(compiled if isinstance(compiled, str) else compiled.as_text())
+    reader.run(reader.entry, 1.0)
+    return Program(tuple(reader.kernels), dict(reader.unknown), reader.under)
+
+
+def table(
+    program: Program, key: Callable[[Kernel], Any] = lambda k: (k.scope, k.stage)
+) -> dict[Any, dict[str, float]]:
+    """Sums over the kernels that share a key: launches, reads, writes, flops; most bytes first."""
+    rows: dict[Any, dict[str, float]] = {}
+    for k in program.kernels:
+        row = rows.setdefault(key(k), dict.fromkeys(("launches", "reads", "writes", "flops"), 0.0))
+        for name, value in (("launches", 1), ("reads", k.reads), ("writes", k.writes), ("flops", k.flops)):
+            row[name] += k.times * value
+    return dict(sorted(rows.items(), key=lambda item: -item[1]["reads"] - item[1]["writes"]))
+
+
+def size(shape: str) -> int:
+    """Bytes of all arrays of a shape."""
+    return sum(array.bytes for array in hlo.arrays(shape))
+
+
+class _Reader:
+    """Walks through a program from its entry, loops multiplied out."""
+
+    def __init__(self, text: str):
+        self.computations = hlo.parse(text)
+        found = re.search(r"^ENTRY %?([\w.\-]+)", text, re.MULTILINE)
+        assert found, "no ENTRY in the program's text"
+        self.entry = found.group(1)
+        self.lines = _lines(text)
+        self.kernels: list[Kernel] = []
+        self.under: dict[str, tuple[int, int]] = {}
+        self.unknown: collections.Counter[str] = collections.Counter()
+        self.known: dict[tuple, Any] = {}  # what was asked of fused computations
+
+    def run(self, name: str, times: float) -> None:
+        """Adds the kernels of a computation that runs so often."""
+        instructions = self.computations[name]
+        shapes = {i.name: i.shape for i in instructions}
+        for i in instructions:
+            called = dict(hlo.calls(i))
+            if i.op.endswith("-done"):
+                for name in hlo.operands(i):
+                    if name in self.under:
+                        self.under[name] = self.under[name][0], len(self.kernels)
+                continue
+            if i.op in FREE:
+                continue
+            if i.op == "while":
+                turns = self._turns(i)
+                if i.trip_count is None:  # otherwise nobody asks the condition
+                    self.run(called["condition"], times * (turns + 1))
+                self.run(called["body"], times * turns)
+            elif i.op in ("call", "conditional", "async-start"):
+                for how, callee in hlo.calls(i):
+                    self.run(callee, times / (len(called) if how == "branch_computations" else 1))
+            else:
+                self.kernels.append(self._kernel(i, shapes, times))
+                if self.kernels[-1].collective:
+                    self.under[i.name] = len(self.kernels), len(self.kernels)
+
+    def _turns(self, loop: Instruction) -> float:
+        if loop.trip_count is not None:
+            return loop.trip_count
+        said = _TURNS.search(loop.op_name)
+        if not said:
+            self.unknown[loop.op_name] += 1
+        return float(said.group(1)) if said else 1
+
+    def _kernel(self, i: Instruction, shapes: Mapping[str, str], times: float) -> Kernel:
+        given = [shapes.get(name, "") for name in hlo.operands(i)]
+        kind = i.op.removesuffix("-start")
+        if i.op == "fusion":
+            fused = dict(hlo.calls(i))["calls"]
+            reads = sum(self._reads(fused, n) for n in range(len(given)))
+            writes, (flops, wide) = self._writes(fused), self._flops(fused)
+        else:
+            reads, writes = sum(map(size, given)), size(i.shape)
+            flops, wide = _flops(i, given)
+            if kind in hlo.KINDS and i.op.endswith("-start"):
+                writes -= reads  # the tuple holds the operands too
+            if i.op == "dynamic-update-slice":
+                reads = writes = size(given[1])
+            elif i.op in SLICES:
+                reads = writes
+        frame = re.search(r"stack_frame_id=(\d+)", i.rest)
+        line = self.lines.get(int(frame.group(1)), "") if frame else ""
+        collective = kind if kind in hlo.KINDS else None
+        return Kernel(i.name, i.op, i.op_name, line, times, reads, max(writes, 0), flops, wide, collective)
+
+    def _memo(self, name: str, question: Callable, *args) -> Any:
+        if (name, *args) not in self.known:
+            self.known[name, *args] = question(*args)
+        return self.known[name, *args]
+
+    def _users(self, fused: str) -> dict[str, list[tuple[Instruction, int]]]:
+        users: dict[str, list[tuple[Instruction, int]]] = {}
+        for i in self.computations[fused]:
+            for place, name in enumerate(hlo.operands(i)):
+                users.setdefault(name, []).append((i, place))
+        return users
+
+    def _reads(self, fused: str, number: int) -> int:
+        """Bytes that a fusion takes of its operand of this number."""
+
+        def ask(fused: str, number: int) -> int:
+            parameters = (i for i in self.computations[fused] if i.op == "parameter")
+            return self._taken(fused, next(i for i in parameters if i.rest.startswith(f"{number})")))
+
+        return self._memo("reads", ask, fused, number)
+
+    def _taken(self, fused: str, value: Instruction) -> int:
+        total, full = 0, size(value.shape)
+        for user, place in self._memo("users", self._users, fused).get(value.name, []):
+            if user.op == "bitcast":
+                total += self._taken(fused, user)
+            elif user.op in SLICES and place == 0:
+                total += size(user.shape)
+            elif user.op in ("dynamic-update-slice", "scatter") and place == 0:
+                continue  # in place
+            elif user.op == "tuple":
+                continue  # handed through
+            elif user.op == "fusion":
+                total += self._reads(dict(hlo.calls(user))["calls"], place)
+            else:
+                return full
+        return min(total, full)
+
+    def _writes(self, fused: str) -> int:
+        """Bytes that a fusion writes."""
+        by_name = {i.name: i for i in self.computations[fused]}
+
+        def written(i: Instruction) -> int:
+            given = [by_name[name] for name in hlo.operands(i) if name in by_name]
+            if i.op == "tuple":
+                return sum(map(written, given))
+            if i.op == "bitcast":
+                return written(given[0])
+            if i.op == "dynamic-update-slice":
+                base = given[0]
+                while base.op == "bitcast":
+                    base = by_name[hlo.operands(base)[0]]
+                return size(given[1].shape if base.op == "parameter" else i.shape)
+            if i.op == "scatter":
+                return size(given[-1].shape)
+            if i.op == "fusion":
+                return self._writes(dict(hlo.calls(i))["calls"])
+            return 0 if i.op == "parameter" else size(i.shape)
+
+        def ask(fused: str) -> int:
+            return written(self.computations[fused][-1])
+
+        return self._memo("writes", ask, fused)
+
+    def _flops(self, fused: str) -> tuple[float, bool]:
+        def ask(fused: str) -> tuple[float, bool]:
+            shapes = {i.name: i.shape for i in self.computations[fused]}
+            found = [
+                self._flops(dict(hlo.calls(i))["calls"])
+                if i.op == "fusion"
+                else _flops(i, [shapes.get(name, "") for name in hlo.operands(i)])
+                for i in self.computations[fused]
+            ]
+            return sum(flops for flops, _ in found), any(wide for _, wide in found)
+
+        return self._memo("flops", ask, fused)
+
+
+def _flops(i: Instruction, given: list[str]) -> tuple[float, bool]:
+    """FLOPs of a matrix product, and whether it multiplies float32; (0, False) for all else."""
+    if i.op == "dot":
+        sides, out = [hlo.arrays(shape)[0] for shape in given[:2]], hlo.arrays(i.shape)[0]
+        found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)
+        summed = [int(d) for d in found.group(1).split(",") if d] if found else []
+        each = math.prod(sides[0].shape[d] for d in summed)
+        return 2.0 * each * math.prod(out.shape), sides[0].dtype == "f32"
+    target = re.search(r'custom_call_target="([^"]*)"', i.rest) if i.op == "custom-call" else None
+    if not target or not re.search("gemm|matmul", target.group(1), re.IGNORECASE):
+        return 0.0, False
+    left, out = hlo.arrays(given[0])[0], hlo.arrays(i.shape)[0]
+    if "grouped" in target.group(1):  # each row meets one matrix, or each pair of rows one group
+        return 2.0 * math.prod(left.shape) * out.shape[-1], left.dtype == "f32"
+    found = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.rest)
+    summed = [int(d.strip('"')) for d in found.group(1).split(",") if d] if found else []
+    each = math.prod(left.shape[d] for d in summed)
+    return 2.0 * each * math.prod(out.shape), left.dtype == "f32"
+
+
+def _lines(text: str) -> dict[int, str]:
+    """FILE:LINE for each stack frame of the program's tables: the innermost one that is not a library's."""
+    tables: dict[str, dict[int, str]] = {}
+    current: dict[int, str] | None = None
+    for line in text.splitlines():
+        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
+            current = tables.setdefault(line, {})
+        elif line.startswith(("%", "ENTRY", "HloModule")):
+            current = None
+        elif current is not None and (entry := re.match(r"(\d+) (.*)", line)):
+            current[int(entry.group(1))] = entry.group(2)
+    files = {number: name.strip('"') for number, name in tables.get("FileNames", {}).items()}
+    locations, frames = tables.get("FileLocations", {}), tables.get("StackFrames", {})
+
+    def field(entry: str, name: str) -> int:
+        found = re.search(rf"{name}=(\d+)", entry)
+        return int(found.group(1)) if found else 0
+
+    def line_of(frame: int) -> str:
+        for _ in range(len(frames)):
+            entry = frames.get(frame, "")
+            where = locations.get(field(entry, "file_location_id"), "")
+            file = files.get(field(where, "file_name_id"), "")
+            for room in ("zaya_jax", "pallas_kernels"):
+                if f"/{room}/" in file:
+                    return f"{room}/{file.rsplit(f'/{room}/', 1)[1]}:{field(where, 'line')}"
+            frame = field(entry, "parent_frame_id") - 1  # counted from one more than the frames themselves
+        return ""
+
+    return {number: line_of(number) for number in frames}

@@ -1,0 +1,81 @@
+"""A bound on the time of a compiled step: no chip of the kind can run these kernels faster, one after another.
+
+A kernel takes the longest of its products at the chip's peak for their format, its bytes at the HBM's bandwidth, and
+LAUNCH, which the shortest kernels take. A collective takes what it must send over the links of its group; kernels
+between its start and its end run beside it, and what they do not cover is exposed.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from zaya_jax.hardware import chips
+from zaya_jax.hardware.clusters import Cluster
+from zaya_jax.hardware.hlo import Collective
+from zaya_jax.hardware.kernels import Kernel, Program
+
+LAUNCH = (
+    3e-6  # seconds from one kernel's start to the next one's, where they do next to nothing; an assumption
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bound:
+    """Seconds of a step, by what each kernel is bound by."""
+
+    compute: float
+    memory: float
+    launches: float
+    links: float  # exposed
+    hidden: float  # of links, under kernels: no part of the sum
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.compute + self.memory + self.launches + self.links
+
+    @property
+    def binds(self) -> str:
+        """What takes most of it."""
+        parts = {"compute": self.compute, "HBM": self.memory, "launches": self.launches, "links": self.links}
+        return max(parts, key=lambda name: parts[name])
+
+
+def bound(
+    program: Program,
+    collectives: Sequence[Collective],
+    kind: str,
+    cluster: Cluster | None = None,
+    matmul: str = "default",
+) -> Bound | None:
+    """The bound on a chip of this kind (JAX's device_kind); None where its rates are not known."""
+    peaks, bandwidth = chips.of_kind(chips.PEAKS, kind), chips.of_kind(chips.BANDWIDTH, kind)
+    if peaks is None or bandwidth is None:
+        return None
+    wide = peaks["float32" if matmul == "highest" else "tf32"]
+    totals = dict.fromkeys(("compute", "memory", "launches"), 0.0)
+
+    def seconds(k: Kernel) -> tuple[str, float]:
+        each = {
+            "compute": k.flops / (wide if k.wide else peaks["bfloat16"]),
+            "memory": k.bytes / bandwidth,
+            "launches": LAUNCH,
+        }
+        what = max(each, key=lambda name: each[name])
+        return what, each[what]
+
+    for k in program.kernels:
+        if not k.collective:
+            what, time = seconds(k)
+            totals[what] += k.times * time
+    exposed = hidden = 0.0
+    by_name = {k.name: k for k in program.kernels}
+    for c in collectives:
+        rate = cluster.bandwidth(list(c.members)) if cluster else float("inf")
+        latency = cluster.latency if cluster else 0.0
+        time = c.wire_bytes / rate + latency
+        beside = program.kernels[slice(*program.under.get(c.name, (0, 0)))]
+        times = by_name[c.name].times if c.name in by_name else 1.0
+        cover = sum(seconds(k)[1] * k.times / times for k in beside if not k.collective)
+        hidden += times * min(cover, time)
+        exposed += times * max(time - cover, 0.0)
+    return Bound(**totals, links=exposed, hidden=hidden)

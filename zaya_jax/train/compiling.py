@@ -1,0 +1,181 @@
+"""The training step of a run compiled from shapes alone, for the devices at hand or for ones that are not here.
+
+It is the very program that `pretrain` runs: made by the same functions, for arrays that have a shape, a number format
+and a place on the mesh, and no numbers.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from zaya_jax.config import Config
+from zaya_jax.hardware import buffers, chips, hlo, kernels, roofline
+from zaya_jax.hardware.clusters import Cluster
+from zaya_jax.parallel.mesh import batch_spec
+from zaya_jax.train import step as steps
+
+LARGEST = 12  # kernels and buffers that are named
+
+
+def state_like(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """The state as shapes, each with its place."""
+    optimizer = steps.build_optimizer(config, mesh)
+    state = jax.eval_shape(functools.partial(steps.init_state, config, optimizer, mesh))
+    shardings = steps.state_shardings(config, optimizer, mesh)
+
+    def placed(sharding, part):
+        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
+
+    return jax.tree.map(placed, shardings, state, is_leaf=lambda x: isinstance(x, NamedSharding))
+
+
+def batch_like(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> dict[str, Any]:
+    """Likewise a step's batch of so many sequences."""
+    sharding = NamedSharding(mesh, batch_spec(steps.spread_of(config, mesh)))
+    shape = (micro_batches, sequences // micro_batches, config.data.seq_len)
+
+    def like(dtype):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+
+    whole = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), like(jnp.int32))
+    return whole | {"loss_mask": like(jnp.float32)}
+
+
+def lower(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> jax.stages.Lowered:
+    """The step of a phase (`schedule.phase_config`) for so many sequences over all devices."""
+    step = steps.make_train_step(config, config.model, steps.build_optimizer(config, mesh), mesh)
+    # `pretrain` gives the rate as a NumPy number, which lies nowhere yet; on a machine without the chips it needs a place.
+    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    return step.lower(state_like(config, mesh), batch_like(config, mesh, sequences, micro_batches), rate)
+
+
+def on_one_device(tree: Any) -> int:
+    """Bytes of a tree of placed shapes that each device holds."""
+    leaves = jax.tree.leaves(tree)
+    return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
+
+
+def measure(
+    config: Config,
+    mesh: Mesh,
+    sequences: int,
+    micro_batches: int,
+    cluster: Cluster | None,
+    capacity: int | None = None,
+) -> dict[str, Any]:
+    """Compiles the step and says what it takes: memory, traffic, launches, FLOPs, collectives, a bound on its time.
+
+    All of one device and one step, in bytes and seconds, as plain numbers for JSON.
+    """
+    begun = time.perf_counter()
+    lowered = lower(config, mesh, sequences, micro_batches)
+    lowered_at = time.perf_counter()
+    with buffers.watched() as folder:
+        compiled = lowered.compile(compiler_options=buffers.options(folder))
+        seconds = {"lowering": lowered_at - begun, "compiling": time.perf_counter() - lowered_at}
+        memory = buffers.read(folder)
+    text = compiled.as_text()
+    program, collectives = kernels.of(text), hlo.collectives(text)
+    device = mesh.devices.flat[0]
+    limit = roofline.bound(program, collectives, device.device_kind, cluster, config.precision.matmul)
+    tokens = sequences * config.data.seq_len / mesh.size
+    return {
+        "sequences": sequences,
+        "micro_batches": micro_batches,
+        "seq_len": config.data.seq_len,
+        "tokens_per_device": tokens,
+        "remat": config.remat,
+        "mesh": {**dict(mesh.shape), **{x: True for x in ("fsdp", "tsp", "ring") if getattr(config.mesh, x)}},
+        "seconds": seconds,
+        "memory": {"capacity": capacity, **_memory(memory, state_like(config, mesh), program)},
+        "launches": program.launches,
+        "hbm_bytes": program.bytes,
+        "flops": program.flops,
+        "traffic": _by_scope(program, config, tokens),
+        "largest": [
+            _kernel(k) for k in sorted(program.kernels, key=lambda k: -k.times * k.bytes)[:LARGEST] if k.bytes
+        ],
+        "unknown_loops": program.unknown,
+        "collectives": [_collective(c, program) for c in collectives if not c.scalar],
+        "bound": limit and {**dataclasses.asdict(limit), "seconds": limit.seconds, "binds": limit.binds},
+    }
+
+
+def _memory(memory: buffers.Memory, state: dict[str, Any], program: kernels.Program) -> dict[str, Any]:
+    """Bytes by kind where most are in use. What is not the state is told by its shape and scope: as large as a weight,
+    with its dims, and float32 or bfloat16: a gradient; stacked over the layers: kept for the backward pass."""
+    weights, optimizer = on_one_device(state["params"]), on_one_device(state["optimizer"])
+    of_weights, layers = set(), set()
+    for x in jax.tree.leaves(state["params"]):
+        shape = x.sharding.shard_shape(x.shape)
+        of_weights.add(tuple(sorted(n for n in shape if n > 1)))
+    layers = {x.shape[0] for x in jax.tree.leaves(state["params"]["layers"])}
+    from_ = {k.name: k for k in program.kernels}
+    kinds = dict.fromkeys(("gradients", "activations", "exchange", "other temporaries"), 0)
+    largest = []
+    live = memory.at_peak()
+    for b in live:
+        maker = from_.get(b.name)
+        shapes = hlo.arrays(b.shape)
+        array = max(shapes, key=lambda a: a.bytes)
+        if maker and (maker.collective or maker.scope.endswith("exchange")):
+            kind = "exchange"
+        elif tuple(sorted(n for n in array.shape if n > 1)) in of_weights:
+            kind = "gradients"
+        elif array.shape and array.shape[0] in layers and len(array.shape) > 1:
+            kind = "activations"
+        else:
+            kind = "other temporaries"
+        kinds[kind] += b.size
+        if len(largest) < LARGEST and b.size:
+            about = {"scope": maker.scope, "line": maker.line} if maker else {"scope": "", "line": ""}
+            largest.append(
+                {"bytes": b.size, "shape": f"{array.dtype}{list(array.shape)}", "kind": kind, **about}
+            )
+    kinds["gaps"] = memory.temporaries - sum(kinds.values())
+    return {
+        "peak": memory.peak,
+        "weights": weights,
+        "optimizer": optimizer,
+        "batch and figures": memory.arguments + memory.results + memory.constants - weights - optimizer,
+        **kinds,
+        "largest": largest,
+        "curve": memory.curve(),
+    }
+
+
+def _by_scope(program: kernels.Program, config: Config, tokens: float) -> list[dict[str, Any]]:
+    """A row a scope: launches, bytes and FLOPs, and of these what the model needs by its formula (`chips`)."""
+    needed = chips.flops_by_scope(config.model, config.data.seq_len)
+    by_stage = kernels.table(program)
+    rows = []
+    for scope, row in kernels.table(program, lambda k: k.scope).items():
+        stages = {
+            stage: part["flops"] for (of, stage), part in by_stage.items() if of == scope and part["flops"]
+        }
+        of_use = needed[scope] * tokens if scope in needed else row["flops"]
+        rows.append(
+            {"scope": scope, **row, "flops_of_use": min(of_use, row["flops"]), "flops_by_stage": stages}
+        )
+    return rows
+
+
+def _kernel(k: kernels.Kernel) -> dict[str, Any]:
+    return {
+        "name": k.name, "scope": k.scope, "stage": k.stage, "line": k.line, "times": k.times, "reads": k.reads,
+        "writes": k.writes,
+    }  # fmt: skip
+
+
+def _collective(c: hlo.Collective, program: kernels.Program) -> dict[str, Any]:
+    begin, end = program.under.get(c.name, (0, 0))
+    return {
+        "kind": c.kind, "scope": hlo.scope_of(c.op_name), "bytes": c.bytes, "wire_bytes": c.wire_bytes,
+        "group": c.group_size, "times": c.times, "in_loop": c.in_loop, "kernels_beside": end - begin,
+    }  # fmt: skip
