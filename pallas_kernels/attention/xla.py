@@ -51,7 +51,7 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
 
 def default_block(length: int) -> int:
     """Side of a block of scores: few and large ones."""
-    return 512 if length <= 8192 else 1024
+    return 512 if length <= 8192 else 2048
 
 
 def arrange(q, k, v, q_segments, k_segments, block) -> tuple[Any, Any, Any, Any, Any, tuple[int, int]]:

@@ -50,7 +50,7 @@ def batch_like(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -
 def lower(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> jax.stages.Lowered:
     """The step of a phase (`schedule.phase_config`) for so many sequences over all devices."""
     step = steps.make_train_step(config, config.model, steps.build_optimizer(config, mesh), mesh)
-    # `pretrain` gives the rate as a NumPy number, which lies nowhere yet; on a machine without the chips it needs a place.
+    # `pretrain` gives the rate as a NumPy number, which lies nowhere yet; without the chips it needs a place.
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
     return step.lower(state_like(config, mesh), batch_like(config, mesh, sequences, micro_batches), rate)
 
