@@ -41,7 +41,7 @@ from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train import snapshot
-from zaya_jax.train import step as steps
+from zaya_jax.train import state as states
 
 # Of about so many parameters, with the default precision and Muon.
 MODELS = {
@@ -253,7 +253,7 @@ def model_run(name: str) -> tuple:
     """(config, optimizer, mesh, copies) of a model of about so many parameters, on one device."""
     settings = config.check({"model": MODELS[name]})
     mesh = make_mesh(settings.mesh, jax.devices()[:1])
-    optimizer = steps.build_optimizer(settings, mesh)
+    optimizer = states.build_optimizer(settings, mesh)
     return settings, optimizer, mesh, snapshot.of_run(settings, optimizer, mesh)
 
 
@@ -261,7 +261,7 @@ def model_save(args: argparse.Namespace) -> dict:
     """Two saves of a model's state, the second into the memory of the first's copy."""
     settings, optimizer, mesh, copies = model_run(args.model)
     begun = resident()
-    state = jax.block_until_ready(steps.init_state(settings, optimizer, mesh))
+    state = jax.block_until_ready(states.init(settings, optimizer, mesh))
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(keep=1), print)
     checkpoints.newest()

@@ -59,6 +59,7 @@ def serve(batch_size: int, length: int, shape: dict) -> None:
     from zaya_jax.model import zaya
     from zaya_jax.optim import chain
     from zaya_jax.parallel.mesh import make_mesh
+    from zaya_jax.train import state as states
     from zaya_jax.train import step as steps
 
     ids = np.random.default_rng(0).integers(3, shape["vocab_size"], (batch_size, length + 1)).astype(np.int32)
@@ -77,7 +78,7 @@ def serve(batch_size: int, length: int, shape: dict) -> None:
         optimizer = chain.build(
             settings.optim, settings.precision, zaya.abstract(settings.model), axes=mesh.shape
         )
-        state = steps.init_state(settings, optimizer, mesh)
+        state = states.init(settings, optimizer, mesh)
         return [
             steps.make_train_step(settings, settings.model, optimizer, mesh),
             state,

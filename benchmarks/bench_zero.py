@@ -34,7 +34,9 @@ def main() -> None:
     from zaya_jax.hardware import hlo
     from zaya_jax.model import zaya
     from zaya_jax.parallel import rules
+    from zaya_jax.parallel import spread as spread_lib
     from zaya_jax.parallel.mesh import make_mesh
+    from zaya_jax.train import state as states
     from zaya_jax.train import step as steps
 
     devices = jax.devices()
@@ -51,12 +53,12 @@ def main() -> None:
         "remat": "attention",
     })  # fmt: skip
     mesh = make_mesh(settings.mesh, list(devices)[: options.devices])
-    spread = steps.spread_of(settings, mesh)
-    optimizer = steps.build_optimizer(settings, mesh)
+    spread = spread_lib.of(settings.mesh, mesh.shape)
+    optimizer = states.build_optimizer(settings, mesh)
     begun = time.process_time()
     if options.step:
         program = steps.make_train_step(settings, settings.model, optimizer, mesh)
-        state = jax.eval_shape(lambda: steps.init_state(settings, optimizer, mesh))
+        state = states.abstract(settings, optimizer, mesh)
         rows = jax.ShapeDtypeStruct((1, mesh.shape["data"] * mesh.shape["expert"], length), np.int32)
         batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), rows)
         batch["loss_mask"] = jax.ShapeDtypeStruct(rows.shape, np.float32)

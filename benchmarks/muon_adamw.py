@@ -31,6 +31,7 @@ from zaya_jax.hardware.chips import model_flops
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, muon
 from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.train import state as states
 from zaya_jax.train import step as steps
 
 GRID = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (1.5e-3, 3e-3, 6e-3, 1.2e-2)}
@@ -134,8 +135,8 @@ def program(name: str) -> dict[str, Callable[[], None]]:
     raw.optim.name = name
     config = config_lib.check(raw)
     mesh = make_mesh(config.mesh)
-    optimizer = steps.build_optimizer(config, mesh)
-    carried = steps.init_state(config, optimizer, mesh)
+    optimizer = states.build_optimizer(config, mesh)
+    carried = states.init(config, optimizer, mesh)
     host = next(pipeline.train_stream(config, tokenizers.load(config.data.tokenizer)))
     batch = steps.put_batch(mesh, host, 1)
     train_step = steps.make_train_step(config, config.model, optimizer, mesh)

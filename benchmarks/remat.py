@@ -26,6 +26,7 @@ from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain
 from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.train import state as states
 from zaya_jax.train import step as steps
 
 POLICIES = ("none", "attention", "layer", "offload")
@@ -58,8 +59,8 @@ def settings(case: str, policy: str) -> Config:
 def compiled_step(config: Config) -> tuple[jax.stages.Compiled, Callable]:
     """The compiled step, and a function that makes its state."""
     mesh = make_mesh(config.mesh)
-    optimizer = steps.build_optimizer(config, mesh)
-    make_state = lambda: steps.init_state(config, optimizer, mesh)  # noqa: E731
+    optimizer = states.build_optimizer(config, mesh)
+    make_state = lambda: states.init(config, optimizer, mesh)  # noqa: E731
     shape = (1, config.data.global_batch, config.data.seq_len)
     batch = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in BATCH.items()}
     step = steps.make_train_step(config, config.model, optimizer, mesh)

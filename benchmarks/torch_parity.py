@@ -21,6 +21,7 @@ from zaya_jax.model import zaya
 from zaya_jax.optim import balance, chain
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.pytorch import hf, hf_names
+from zaya_jax.train import state as states
 from zaya_jax.train import step as steps
 
 LR, DECAY, B1, B2, EPS = 1e-3, 0.1, 0.9, 0.95, 1e-8
@@ -83,10 +84,10 @@ def our_losses(case: str | Path, ids: np.ndarray) -> list[float]:
     optimizer = chain.build(
         settings.optim, settings.precision, zaya.abstract(settings.model), axes=dict(mesh.shape)
     )
-    state = steps.init_state(settings, optimizer, mesh)
+    state = states.init(settings, optimizer, mesh)
     start = balance.init(settings.model.num_hidden_layers, settings.model.num_experts)
     state |= {"params": directory.params(), "balance": start._replace(bias=directory.balance())}
-    state = jax.device_put(jax.tree.map(np.array, state), steps.state_shardings(settings, optimizer, mesh))
+    state = jax.device_put(jax.tree.map(np.array, state), states.shardings(settings, optimizer, mesh))
     step, losses = steps.make_train_step(settings, settings.model, optimizer, mesh), []
     for rows in ids.astype(np.int32):
         shape = (BATCH, LENGTH - 1)

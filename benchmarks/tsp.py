@@ -76,7 +76,7 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
     sizes = config.Mesh(data=1, **SCHEMES[scheme])
     settings = dataclasses.replace(settings, mesh=sizes, remat=REMAT.get(scheme, "layer"))
     mesh = make_mesh(settings.mesh, devices_of(target))
-    spread = steps.spread_of(settings, mesh)
+    spread = spread_lib.of(settings.mesh, mesh.shape)
     rules.check(settings, spread)
     specs = rules.param_specs(settings.model, settings.precision, spread)
     loss_fn = steps.make_loss(settings, settings.model, spread)

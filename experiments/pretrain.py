@@ -34,9 +34,11 @@ from zaya_jax.data.prefetch import DevicePrefetch
 from zaya_jax.hardware import host
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.model import zaya
+from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import make_mesh, rows_of_process
 from zaya_jax.report import write_report
 from zaya_jax.train import fork, logs, memory, recipe, snapshot
+from zaya_jax.train import state as states
 from zaya_jax.train import step as steps
 from zaya_jax.train.eta import Remaining
 from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Writer
@@ -91,7 +93,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         here = schedule.phase_config(config, plan.step(begin).phase)
         end = min(recipe.last_step_here(config, plan, begin, len(devices)), last_step)
         mesh = make_mesh(here.mesh, devices)
-        spread, rows = steps.spread_of(here, mesh), rows_of_process(mesh)
+        spread, rows = spread_lib.of(here.mesh, mesh.shape), rows_of_process(mesh)
         source = pipeline.train_stream(config, tokenizer, rows)
 
         def put(batch):
@@ -103,7 +105,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         return notes, end, here, mesh, spread, rows, DevicePrefetch(source, put)
 
     looked = multihost.from_first("look", functools.partial(recipe.peek, place)) or config.run.fork_step
-    memory.check_batch(plan, jax.process_count())
+    memory.check_host_batch(plan, jax.process_count())
     notes, end, here, mesh, spread, rows, stream = lay_out(looked)
     begun = multihost.from_first("begun", functools.partial(fork.begun, place, config))
     parent = fork.parent_of(config, tokenizer, begun)
@@ -158,7 +160,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     # The state: fresh, that of the newest checkpoint, or the one that is forked
     ####################################################################################################################
     shapes = zaya.abstract(config.model, config.precision)
-    optimizer = steps.build_optimizer(here, mesh)
+    optimizer = states.build_optimizer(here, mesh)
     copies = snapshot.of_run(here, optimizer, mesh, logs.say)
     begin = None
     if newest is None and config.run.init_from:  # what does not fit is refused before anything is compiled
@@ -168,7 +170,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     elif reached:
         state, _ = store.restore(reached, copies.like, copies.held, copies.place)
     else:
-        state = steps.init_state(here, optimizer, mesh)
+        state = states.init(here, optimizer, mesh)
     if newest == 0:  # an imported model's: weights and biases, no optimizer yet
         state = copies.with_weights_of(state, lambda like, held: store.restore(0, like, held)[0])
     elif begin is not None:

@@ -19,9 +19,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from zaya_jax import config
 from zaya_jax.model import zaya
 from zaya_jax.parallel import rules
+from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.mesh import batch_spec, make_mesh
-from zaya_jax.train import step as steps
+from zaya_jax.train import state as states
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "parallelism"
 MODEL = config.Model(
@@ -146,10 +147,10 @@ def arrays(scheme: Scheme) -> tuple:
             ("K and V cache", "sequences", "positions", SEQUENCES, LENGTH, parts),
             ("the new query", "sequences", "", 1, 1, query),
         ]
-    spread = steps.spread_of(settings, mesh)
+    spread = spread_lib.of(settings.mesh, mesh.shape)
     specs = rules.param_specs(MODEL, settings.precision, spread)["layers"]
     shapes = zaya.abstract(MODEL)["layers"]
-    optimizer = steps.build_optimizer(settings, mesh)
+    optimizer = states.build_optimizer(settings, mesh)
     bucket = max(
         (name for name in optimizer.layout.methods if name.startswith("muon")),
         key=lambda name: np.prod(optimizer.layout.state_shapes()[name]),

@@ -15,6 +15,7 @@ from values import any_value, good, keys, make_places, some_keys
 from experiments import pretrain
 from zaya_jax import cli, config
 from zaya_jax.config import fields
+from zaya_jax.train import state as states
 
 SMALL = {
     "model.vocab_size": 264, "model.hidden_size": 32, "model.num_hidden_layers": 1, "model.head_dim": 8,
@@ -56,9 +57,9 @@ def until_it_would_compile(monkeypatch):
     """Where nothing is wrong the program ends before its first step, with nothing in place of a state."""
     monkeypatch.setattr("signal.signal", lambda *args: None)
     monkeypatch.setattr(pretrain, "describe_run", accepted)
-    init_state = pretrain.steps.init_state
+    init = states.init
     traced = lambda: isinstance(jax.numpy.zeros(()), jax.core.Tracer)  # noqa: E731
-    monkeypatch.setattr(pretrain.steps, "init_state", lambda *args: init_state(*args) if traced() else None)
+    monkeypatch.setattr(states, "init", lambda *args: init(*args) if traced() else None)
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@ from jax.sharding import PartitionSpec
 from zaya_jax import config
 from zaya_jax.model import zaya
 from zaya_jax.parallel import rules
+from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import batch_spec, make_mesh
 from zaya_jax.train import snapshot
+from zaya_jax.train import state as states
 from zaya_jax.train import step as steps
 
 ROWS, LENGTH = 8, 32
@@ -67,7 +69,7 @@ def _parameters(model: config.Model, precision: config.Precision):
 def program(settings: config.Config, num_devices: int):
     """(mesh, function of (params, bias, batch)): loss, counts and summed gradients on the mesh of the settings."""
     mesh = make_mesh(settings.mesh, jax.devices()[:num_devices])
-    spread = steps.spread_of(settings, mesh)
+    spread = spread_lib.of(settings.mesh, mesh.shape)
     rules.check(settings, spread)
     specs = rules.param_specs(settings.model, settings.precision, spread)
     loss_fn = steps.make_loss(settings, settings.model, spread)
@@ -97,7 +99,7 @@ def program(settings: config.Config, num_devices: int):
 def loss_and_gradients(settings: config.Config, num_devices: int, host: dict, bias=None):
     """Loss, counts and gradients (as a checkpoint would order them), on the host."""
     mesh, run = program(settings, num_devices)
-    spread = steps.spread_of(settings, mesh)
+    spread = spread_lib.of(settings.mesh, mesh.shape)
     params = rules.arrange(parameters(settings), spread.heads)
     bias = zaya.init_balance(settings.model) if bias is None else bias
     loss, counts, grads = run(params, bias, steps.put_batch(mesh, host, 1, spread))
@@ -125,18 +127,18 @@ class Run:
     def __init__(self, devices, sizes):
         self.settings = dataclasses.replace(SETTINGS, mesh=config.Mesh(**sizes))
         self.mesh = make_mesh(self.settings.mesh, jax.devices()[:devices])
-        self.optimizer = steps.build_optimizer(self.settings, self.mesh)
+        self.optimizer = states.build_optimizer(self.settings, self.mesh)
         self.step = steps.make_train_step(self.settings, self.settings.model, self.optimizer, self.mesh)
         self.copies = snapshot.of_run(self.settings, self.optimizer, self.mesh)
         self.restart()
 
     def restart(self):
         """The state before the first step."""
-        self.state = steps.init_state(self.settings, self.optimizer, self.mesh)
+        self.state = states.init(self.settings, self.optimizer, self.mesh)
 
     def train(self, seeds):
         """The losses of a step for each seed."""
-        spread, losses = steps.spread_of(self.settings, self.mesh), []
+        spread, losses = spread_lib.of(self.settings.mesh, self.mesh.shape), []
         micro_batches = 2 if ROWS // 2 % (spread.data * spread.expert) == 0 else 1
         for seed in seeds:
             given = steps.put_batch(self.mesh, batch(seed=seed), micro_batches, spread)
@@ -146,6 +148,6 @@ class Run:
 
     def logical(self):
         """The state as a checkpoint holds it, on the host."""
-        state, parts = jax.device_get(self.state), steps.spread_of(self.settings, self.mesh).heads
+        state, parts = jax.device_get(self.state), spread_lib.of(self.settings.mesh, self.mesh.shape).heads
         logical = {"params": state["params"], "optimizer": self.optimizer.to_logical(state["optimizer"])}
         return {**rules.arrange(logical, parts, inverse=True), "balance": state["balance"]._asdict()}

@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from zaya_jax import config
 from zaya_jax.parallel.mesh import shape_of
+from zaya_jax.train import state as states
 from zaya_jax.train import step as steps
 
 PLATFORMS = ("cuda", "rocm")  # lowered for both at once
@@ -57,9 +58,9 @@ def trace(of: config.Config, devices: int, device: AbstractDevice = H200):
     """The step, traced for so many devices that are not here."""
     shape = shape_of(of.mesh, devices)
     mesh = AbstractMesh(tuple(shape.values()), tuple(shape), (AxisType.Auto,) * 4, abstract_device=device)
-    optimizer = steps.build_optimizer(of, mesh)
+    optimizer = states.build_optimizer(of, mesh)
     step = steps.make_train_step(of, of.model, optimizer, mesh)
-    state = jax.eval_shape(lambda: steps.init_state(of, optimizer, mesh))
+    state = states.abstract(of, optimizer, mesh)
     like = jax.ShapeDtypeStruct((1, SHAPE["sequences"], SHAPE["length"]), jnp.int32)
     batch = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), like)
     batch["loss_mask"] = jax.ShapeDtypeStruct(like.shape, jnp.float32)

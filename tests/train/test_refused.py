@@ -13,7 +13,7 @@ from zaya_jax import cli, config, schedule
 from zaya_jax.checkpoint import store
 from zaya_jax.config import UserError
 from zaya_jax.train import memory
-from zaya_jax.train import step as steps
+from zaya_jax.train import state as states
 from zaya_jax.train.workdir import open_workdir
 
 SMALL = {
@@ -82,7 +82,7 @@ def test_a_refused_run_leaves_nothing(here, says):
 
 @pytest.mark.parametrize("place", ["nowhere", "other@9", "other"])
 def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, monkeypatch, place):
-    uncompiled = steps.init_state
+    uncompiled = states.init
     if place.startswith("other"):
         params = {"embed": {"embedding": np.zeros((3, 2), np.float32)}}
         other = store.Store(open_workdir(here / "other", config.Config()))
@@ -94,7 +94,7 @@ def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, mon
         assert isinstance(jax.numpy.zeros(()), jax.core.Tracer), "the fresh state is being made"
         return uncompiled(config, optimizer, mesh)
 
-    monkeypatch.setattr(steps, "init_state", compiled)
+    monkeypatch.setattr(states, "init", compiled)
     with pytest.raises(UserError, match=rf"config\.run\.init_from={place} (holds no|does not fit)"):
         pretrain.train(settings(run__init_from=place))
     assert tree(here) == before

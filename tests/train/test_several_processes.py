@@ -155,7 +155,7 @@ runpy.run_module("experiments.pretrain", run_name="__main__")
 """
 HOOKS = {
     "all, after the folder was made": "tiers.local_folder = refuse",
-    "one, before, while the first is ready": "if mine == '1': memory.check_batch = slowly(refuse)",
+    "one, before, while the first is ready": "if mine == '1': memory.check_host_batch = slowly(refuse)",
     "one, after": "if mine == '1': tiers.local_folder = slowly(refuse)",
     "the first, while the others go on": "if mine == '0': workdir.write_json = slowly(refuse)",
 }

@@ -16,6 +16,7 @@ from zaya_jax.optim import chain
 from zaya_jax.parallel import rules
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import Spread
+from zaya_jax.train import state as states
 from zaya_jax.train import step as steps
 
 SETTINGS = config.check(
@@ -54,7 +55,7 @@ def program(num_devices, settings=SETTINGS):
 
 def run(num_devices, micro_batches, num_steps=2, settings=SETTINGS):
     mesh, optimizer, step = program(num_devices, settings)
-    state = steps.init_state(settings, optimizer, mesh)
+    state = states.init(settings, optimizer, mesh)
     rng, figures = np.random.default_rng(0), []
     for _ in range(num_steps):
         state, found = step(state, steps.put_batch(mesh, batch(rng), micro_batches), np.float32(1e-3))
@@ -94,7 +95,7 @@ def assert_same(one, whole):
 def compiled():
     """(optimizer, the step's program on eight devices by its number of micro-batches)."""
     mesh, optimizer, step = program(8)
-    state = jax.eval_shape(lambda: steps.init_state(SETTINGS, optimizer, mesh))
+    state = states.abstract(SETTINGS, optimizer, mesh)
     likes = {n: steps.put_batch(mesh, batch(np.random.default_rng(0)), n) for n in (2, 1)}
     return optimizer, {n: step.lower(state, x, np.float32(1e-3)).compile() for n, x in likes.items()}
 

@@ -6,6 +6,7 @@ devices of what each computes, each token counted by one device; gradients of a 
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 import jax
 
@@ -58,7 +59,7 @@ class Spread:
 ALONE = Spread()
 
 
-def of(sizes: config.Mesh, shape: dict[str, int]) -> Spread:
+def of(sizes: config.Mesh, shape: Mapping[str, int]) -> Spread:
     """The spread that a config's mesh group asks for, on a mesh of this shape."""
     axes = {axis: shape[axis] for axis in AXES}
     return Spread(

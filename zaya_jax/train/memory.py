@@ -4,12 +4,9 @@ Counted are what there is no way around: a step's batch on the host, and the wei
 lie on the devices. Activations and gradients come on top.
 """
 
-import functools
-import math
 import os
 
 import jax
-import numpy as np
 from jax.sharding import Mesh
 
 from zaya_jax import schedule
@@ -18,12 +15,12 @@ from zaya_jax.model import zaya
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.schedule import Plan
 from zaya_jax.train import recipe
-from zaya_jax.train import step as steps
+from zaya_jax.train import state as states
 
 BYTES_A_TOKEN = 20  # of a batch: tokens, targets, segments, positions, mask, four bytes each
 
 
-def check_batch(plan: Plan, parts: int = 1) -> None:
+def check_host_batch(plan: Plan, parts: int = 1) -> None:
     """UserError where this process's part of a step's batch (one of so many) is more than the machine's memory."""
     for segment in plan.segments:
         needed, has = segment.tokens_per_step * BYTES_A_TOKEN // parts, machine_bytes()
@@ -70,15 +67,8 @@ def check_state(config: Config, mesh: Mesh, key: str = "config.mesh") -> None:
     has = device_bytes(device)
     if has is None:
         return
-    optimizer = steps.build_optimizer(config, mesh)
-    state = jax.eval_shape(functools.partial(steps.init_state, config, optimizer, mesh))
-    shardings = steps.state_shardings(config, optimizer, mesh)
-
-    def on_one_device(sharding, part) -> int:
-        shapes = [(sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(part)]
-        return sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
-
-    needed = sum(jax.tree.leaves(jax.tree.map(on_one_device, shardings, state)))
+    state = states.abstract(config, states.build_optimizer(config, mesh), mesh)
+    needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(state))
     where, spread = (
         f"each {device.device_kind}",
         f"more devices, {key}.fsdp=True, {key}.tensor or expert",

@@ -13,7 +13,6 @@ on the host, array by array, while the training waits.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,16 +24,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import chip
 from zaya_jax import trees
-from zaya_jax.checkpoint import held, layout, writing
-from zaya_jax.checkpoint.held import HeldBox, Holding
+from zaya_jax.checkpoint import layout, writing
+from zaya_jax.checkpoint.held import Holding
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config
-from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
-from zaya_jax.train import step as steps
-
-REPLICATED = PartitionSpec()
+from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.train import state as states
+from zaya_jax.train.state import REPLICATED
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,8 +57,8 @@ class Copies:
 
     def _decide(self) -> bool:
         """Whether a copy fits the devices; once, since from then on their peak holds a copy too."""
-        needed = sum(_bytes(x) for x in jax.tree.leaves(self.like))
-        free = [free_bytes(device) for device in jax.tree.leaves(self.like)[0].sharding.addressable_devices]
+        needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(self.like))
+        free = [unused_bytes(device) for device in jax.tree.leaves(self.like)[0].sharding.addressable_devices]
         known = [x for x in free if x is not None]
         if len(known) < len(free):
             return True
@@ -76,7 +74,7 @@ class Copies:
 
     def arrays(self, state: Any) -> dict[str, Any]:
         """What of a state a checkpoint holds, as it lies."""
-        return _arrays(self.optimizer, state)
+        return states.arrays(self.optimizer, state)
 
     def on_devices(self, state: Any, spare: Any = None) -> Any:
         """A copy on the devices, in the memory of an older one if that is given."""
@@ -105,12 +103,7 @@ class Copies:
         return self.place(found | {"optimizer": self.arrays(state)["optimizer"]})
 
 
-def _bytes(x: Any) -> int:
-    """Bytes of what one device has of an array."""
-    return math.prod(x.sharding.shard_shape(tuple(x.shape))) * np.dtype(x.dtype).itemsize
-
-
-def free_bytes(device: jax.Device) -> int | None:
+def unused_bytes(device: jax.Device) -> int | None:
     """Memory of a device that nothing has taken yet, no step either; None where it does not say."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats or "peak_bytes_in_use" not in stats:
@@ -122,33 +115,16 @@ def of_run(
     config: Config, optimizer: Optimizer, mesh: Mesh, say: Callable[[str], None] = lambda message: None
 ) -> Copies:
     """How a run's state goes into checkpoints and comes out of them."""
-    spread = steps.spread_of(config, mesh)
-    state = jax.eval_shape(functools.partial(steps.init_state, config, optimizer, mesh))
-    specs = steps.state_specs(config, optimizer, spread)
-    specs |= {"balance": jax.tree.map(lambda x: REPLICATED, state["balance"])}
-    get = functools.partial(_arrays, optimizer)
-    whole = jax.tree.map(
-        lambda spec, x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)),
-        get(specs), get(state), is_leaf=lambda x: isinstance(x, PartitionSpec),
-    )  # fmt: skip
+    whole = states.arrays(optimizer, states.abstract(config, optimizer, mesh))
     like = whole | {"params": jax.tree.map(_share, whole["params"])}
     return Copies(
         optimizer,
         like,
-        _held(optimizer, mesh, like, spread.heads),
+        states.held(optimizer, mesh, like, spread_lib.of(config.mesh, mesh.shape).heads),
         _place(optimizer, mesh, whole["params"], like["params"]),
         *_programs(whole, like),
         say,
     )
-
-
-def _arrays(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    """What of a state a checkpoint holds, as it lies."""
-    return {
-        "params": state["params"],
-        "optimizer": optimizer.arrays(state["optimizer"]),
-        "balance": state["balance"]._asdict(),
-    }
 
 
 def _share(x: Any) -> Any:
@@ -189,7 +165,9 @@ def _programs(whole: Any, like: Any) -> tuple[Any, Any]:
 def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[[Any], Any]:
     """Of the parameters that devices have a share of, each gets the rest from the others; all else is there."""
     full, shares = trees.flat(whole), trees.flat(like)
-    cut = [name for name, x in full.items() if _bytes(shares[name]) < _bytes(x)]
+    cut = [
+        name for name, x in full.items() if states.bytes_per_device(shares[name]) < states.bytes_per_device(x)
+    ]
 
     def gather(x, dims):
         for dim, axes in enumerate(dims):
@@ -208,11 +186,8 @@ def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[
         params = trees.flat(copy["params"])
         params |= together({name: params[name] for name in cut}) if cut else {}
         figures = {name: _everywhere(mesh, x) for name, x in optimizer.no_figures().items()}
-        return {
-            "params": jax.tree.unflatten(jax.tree.structure(whole), list(params.values())),
-            "optimizer": optimizer.with_arrays(copy["optimizer"], figures),
-            "balance": balance.State(**copy["balance"]),
-        }
+        params = jax.tree.unflatten(jax.tree.structure(whole), list(params.values()))
+        return states.with_arrays(optimizer, {**copy, "params": params}, figures)
 
     return place
 
@@ -234,47 +209,3 @@ def _specs(whole: Any, like: Any) -> tuple[Mesh, Any, Any, Any]:
         before.append(PartitionSpec(*(dim or None for dim in old)))
         after.append(PartitionSpec(*(dim or None for dim in new)))
     return mesh, *(jax.tree.unflatten(treedef, found) for found in (before, after, more))
-
-
-########################################################################################################################
-# Where the checkpoint's arrays lie in a copy
-########################################################################################################################
-
-
-def _held(optimizer: Optimizer, mesh: Mesh, like: Any, heads: int) -> Holding:
-    leaves, devices = trees.flat(like), list(mesh.devices.flat)
-    shapes = {weight.path: weight.shape for weight in optimizer.layout.weights}
-    arrays, parts = {}, []
-    buckets = {
-        f"optimizer.{kind}.{bucket}": (kind, bucket)
-        for kind, found in like["optimizer"].items()
-        if kind in chain.KINDS
-        for bucket in found
-    }
-    for leaf, x in leaves.items():
-        if leaf not in buckets:
-            arrays[leaf] = x
-            parts += held.parts_of(leaf, x)
-            continue
-        kind, bucket = buckets[leaf]
-        for h in optimizer.layout.held(bucket):
-            name = f"optimizer.{kind}.{h.weight.replace('/', '.')}"
-            arrays[name] = jax.ShapeDtypeStruct(shapes[h.weight], x.dtype)
-            parts.append(HeldBox(name, h.box, leaf, devices[h.device], h.place))
-    return Holding(
-        arrays, leaves, [p for part in parts for p in _paired(part, arrays[part.name].shape, heads)]
-    )
-
-
-def _paired(part: HeldBox, shape: tuple[int, ...], heads: int) -> list[HeldBox]:
-    """A part of gate and up columns by what is in it: a run with split widths holds them in pairs (`rules.arrange`)."""
-    if heads == 1 or part.name.split(".")[-1] != "gate_up":
-        return [part]
-    found, width, columns = [], shape[-1] // (2 * heads), part.box[-1]
-    for block in range(columns.start // width, -(-columns.stop // width)):
-        begin, end = max(columns.start, block * width), min(columns.stop, (block + 1) * width)
-        moved = (block % 2 * heads + block // 2) * width - block * width
-        box = (*part.box[:-1], slice(begin + moved, end + moved))
-        inner = layout.within((*part.box[:-1], slice(begin, end)), part.box)
-        found.append(dataclasses.replace(part, box=box, outer=part.box, inner=inner))
-    return found

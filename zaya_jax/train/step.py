@@ -1,6 +1,6 @@
 """The training step and the evaluation step: pure functions of (state, batch), jitted and donated.
 
-    state = {"params", "optimizer", "balance"}; batch = a dict of arrays [micro-batches, sequences, S]
+    state = that of `train.state`; batch = a dict of arrays [micro-batches, sequences, S]
 
 The whole step runs inside one `shard_map` over the mesh: each device accumulates the gradient of its own sequences
 over the micro-batches, and the optimizer then sums it over devices once, whatever their number. The loss is the mean
@@ -8,75 +8,25 @@ over all real targets of the global batch, however these are spread over micro-b
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels import chip
 from pallas_kernels.cross_entropy import cross_entropy
 from zaya_jax.config import Config, Model
 from zaya_jax.model import zaya
-from zaya_jax.optim import balance, chain
+from zaya_jax.optim import balance
 from zaya_jax.optim.chain import Optimizer
-from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
 from zaya_jax.parallel.placements import Over
 from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens
-
-REPLICATED = PartitionSpec()
-
-
-def state_specs(config: Config, optimizer: Optimizer, spread: Spread) -> dict[str, Any]:
-    """How each part of the state lies on the mesh (a prefix of its tree)."""
-    params = rules.param_specs(config.model, config.precision, spread)
-    return {"params": params, "optimizer": optimizer.specs(), "balance": REPLICATED}
-
-
-def state_shardings(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
-    """The same as shardings."""
-    return _shardings(mesh, state_specs(config, optimizer, spread_of(config, mesh)))
-
-
-def _shardings(mesh: Mesh, specs: Any) -> Any:
-    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
-
-
-def spread_of(config: Config, mesh: Mesh) -> Spread:
-    """How a run's work is spread over a mesh."""
-    return spread_lib.of(config.mesh, dict(mesh.shape))
-
-
-def build_optimizer(config: Config, mesh: Mesh) -> Optimizer:
-    """The optimizer of a run, for weights as they lie on the mesh."""
-    spread = spread_of(config, mesh)
-    return chain.build(
-        config.optim, config.precision, zaya.abstract(config.model, config.precision),
-        specs=rules.param_specs(config.model, config.precision, spread), axes=dict(mesh.shape),
-        skip_update=config.run.skip_update, spike_deviations=config.run.spike_deviations,
-    )  # fmt: skip
-
-
-def init_state(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
-    """The state before the first step: a function of the seed alone, whatever the mesh."""
-
-    parts = spread_of(config, mesh).heads
-
-    def init():
-        params = zaya.init(config.model, jax.random.key(config.run.seed), config.precision)
-        return {
-            "params": rules.arrange(params, parts),
-            "optimizer": optimizer.init(),
-            "balance": balance.init(config.model.num_hidden_layers, config.model.num_experts, zaya.SKIP_BIAS),
-        }
-
-    with jax.default_matmul_precision(config.precision.matmul):
-        return jax.jit(init, out_shardings=state_shardings(config, optimizer, mesh))()
+from zaya_jax.train import state as states
+from zaya_jax.train.state import REPLICATED
 
 
 def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
@@ -115,7 +65,7 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
 
 def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mesh) -> Callable:
     """step(state, batch, lr) → (state, figures); the state is donated, the figures are scalars and [L, ..] arrays."""
-    spread = spread_of(config, mesh)
+    spread = spread_lib.of(config.mesh, mesh.shape)
     loss_fn = make_loss(config, model, spread)
 
     def step(state, batch, lr):
@@ -159,13 +109,13 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
         }
         return state, figures
 
-    in_specs = (state_specs(config, optimizer, spread), batch_spec(spread), REPLICATED)
+    in_specs = (states.specs(config, optimizer, spread), batch_spec(spread), REPLICATED)
     return _on_mesh(config, mesh, step, in_specs, donate=(0,))
 
 
 def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mesh) -> Callable:
     """step(state, batch) → (summed loss, number of targets) over all devices."""
-    spread = spread_of(config, mesh)
+    spread = spread_lib.of(config.mesh, mesh.shape)
     loss_fn = make_loss(config, model, spread)
 
     def step(state, batch):
@@ -178,7 +128,7 @@ def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mes
         return jax.lax.psum(loss, AXES), jax.lax.psum(count, spread.token_axes)
 
     return _on_mesh(
-        config, mesh, step, (state_specs(config, optimizer, spread), batch_spec(spread)), out=REPLICATED
+        config, mesh, step, (states.specs(config, optimizer, spread), batch_spec(spread)), out=REPLICATED
     )
 
 
