@@ -39,9 +39,9 @@ def softmax(ring: bool) -> Callable:
     """Softmax attention over the context axis."""
 
     def run(q, k, v):
-        at = context.place(Spread(context=DEVICES, ring=ring), q.shape[1], None)
+        at = context.chunks_of(Spread(context=DEVICES, ring=ring), q.shape[1], None)
         rows = (at.split(x) for x in (q, k, v))
-        return at.join(context.attend(*rows, None, at, scale=softmax_scale(CHANNELS)))
+        return at.join(context.attention_over_chunks(*rows, None, at, scale=softmax_scale(CHANNELS)))
 
     return run
 

@@ -377,7 +377,7 @@ def test_a_step_that_one_process_cannot_write_is_nobody_s(tmp_path):
 
 def test_what_is_kept():
     losses = [9, 3, 5, None, 4, 8, 7, 9, 9, 9]
-    saved = [keep.Saved(i + 1, 100 * (i + 1), loss) for i, loss in enumerate(losses)]
+    saved = [keep.Candidate(i + 1, 100 * (i + 1), loss) for i, loss in enumerate(losses)]
     gone = lambda **rules: keep.to_delete(saved, Checkpoint(**rules))  # noqa: E731
     assert gone(keep=3) == [1, 2, 3, 4, 5, 6, 7]
     assert gone(keep=1, keep_every=4) == [1, 2, 3, 5, 6, 7, 9]
@@ -389,7 +389,7 @@ def test_what_is_kept():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), None])
 def test_what_is_not_finite_is_never_the_best(bad):
     gone = lambda losses, **rules: keep.to_delete(  # noqa: E731
-        [keep.Saved(i + 1, i + 1, loss) for i, loss in enumerate(losses)], Checkpoint(keep=1, **rules)
+        [keep.Candidate(i + 1, i + 1, loss) for i, loss in enumerate(losses)], Checkpoint(keep=1, **rules)
     )
     for at in range(4):  # wherever it stands in the order that a sort would go through
         losses = [3.0, 1.0, 2.0]
@@ -404,7 +404,8 @@ def test_what_is_not_finite_is_never_the_best(bad):
 def test_steps_whose_update_was_not_made_replace_none():
     good, bad = {}, {"sound": False}
     gone = lambda kinds, **rules: keep.to_delete(  # noqa: E731
-        [keep.Saved(i + 1, 10 * (i + 1), **kind) for i, kind in enumerate(kinds)], Checkpoint(keep=2, **rules)
+        [keep.Candidate(i + 1, 10 * (i + 1), **kind) for i, kind in enumerate(kinds)],
+        Checkpoint(keep=2, **rules),
     )
     assert gone([good] * 3 + [bad] * 50) == [], "nothing goes while the newest is not sound"
     assert gone([good] * 3 + [bad] * 50 + [good]) == [1, 2, *range(4, 54)]

@@ -61,7 +61,7 @@ def cut(spread):
 def attend(q, k, v, window, place):
     """Attention of a device's tokens, which lie side by side."""
     rows = (place.split(x) for x in (q, k, v))
-    return place.join(context.attend(*rows, window, place, scale=0.3))
+    return place.join(context.attention_over_chunks(*rows, window, place, scale=0.3))
 
 
 # The whole model
@@ -201,9 +201,9 @@ def test_a_chunk_shorter_than_the_halo_is_refused():
 
 
 def run_place(spread, length):
-    on_sequence(spread, lambda x: context.place(spread, x.shape[1], None).positions(1), cut(spread)).lower(
-        jax.ShapeDtypeStruct((1, length), jnp.int32)
-    )
+    on_sequence(
+        spread, lambda x: context.chunks_of(spread, x.shape[1], None).positions(1), cut(spread)
+    ).lower(jax.ShapeDtypeStruct((1, length), jnp.int32))
 
 
 # What travels
@@ -223,7 +223,7 @@ def compiled_layer(
     """Halo of x and attention of q, k, v, compiled; with gradients, and computed again but for the attention."""
 
     def body(x, q, k, v, segments):
-        place = context.place(spread, x.shape[1], segments)
+        place = context.chunks_of(spread, x.shape[1], segments)
 
         def loss(x, q, k, v):
             edges = context.halo(x, 2, place)
@@ -333,7 +333,7 @@ def run_ring(parts, q, k, v, segments, window, monkeypatch):
     monkeypatch.setattr(ring, "attention", counted)
 
     def body(q, k, v, segments):
-        place = context.place(spread, q.shape[1], segments)
+        place = context.chunks_of(spread, q.shape[1], segments)
         return attend(q, k, v, window, place)
 
     order = context.zigzag(q.shape[1], parts)
@@ -376,7 +376,7 @@ def test_bfloat16(by_ring):
     order, back = context.zigzag(LENGTH, 4), context.natural(LENGTH, 4)
 
     def body(q, k, v):
-        return attend(q, k, v, None, context.place(spread, q.shape[1], None))
+        return attend(q, k, v, None, context.chunks_of(spread, q.shape[1], None))
 
     out = on_sequence(spread, body, cut(spread))(q[:, order], k[:, order], v[:, order])[:, back]
     assert out.dtype == jnp.bfloat16

@@ -51,9 +51,11 @@ def test_a_prompt_and_new_columns_go_where_they_belong():
     x = jnp.arange(2.0 * length).reshape(2, length, 1, 1)
 
     def fill(x):
-        cache = tree.write(jnp.full((2, length // size, 1, 1), -1.0), x[:, :6], jnp.int32(0), "context")
+        cache = tree.write_columns(
+            jnp.full((2, length // size, 1, 1), -1.0), x[:, :6], jnp.int32(0), "context"
+        )
         for index in range(6, length):
-            cache = tree.write(cache, x[:, index : index + 1], jnp.int32(index), "context")
+            cache = tree.write_columns(cache, x[:, index : index + 1], jnp.int32(index), "context")
         return cache
 
     filled = jax.shard_map(fill, mesh=mesh_of(size), in_specs=ALL, out_specs=PARTS, check_vma=False)(x)

@@ -8,7 +8,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from zaya_jax.report.read import LAST_LOSSES, MAX_KEYS, Series, Vectors, read_workdir
+from zaya_jax.report.read import LAST_LOSSES, MAX_KEYS, Series, VectorSeries, read_workdir
 
 
 def lines(*records):
@@ -61,7 +61,7 @@ def test_series_takes_enormous_step_numbers():
 
 
 def test_vectors_average_over_bins_and_skip_missing_entries():
-    vectors = Vectors((2,), capacity=4)
+    vectors = VectorSeries((2,), capacity=4)
     for step in range(16):
         vectors.add(step, np.array([step, np.nan if step % 2 else 1.0]))
     steps, means = vectors.coarse(4)
@@ -73,7 +73,7 @@ def test_vectors_average_over_bins_and_skip_missing_entries():
 
 
 def test_vectors_without_any_finite_entry_give_nan():
-    vectors = Vectors((2,))
+    vectors = VectorSeries((2,))
     vectors.add(1, np.array([np.inf, 3.0]))
     np.testing.assert_array_equal(vectors.end()[0], [np.nan, 3.0])
 

@@ -15,7 +15,7 @@ FIGURES = ("loss", "grad_norm", "skipped")  # by which a step is sound; saved wi
 
 
 @dataclasses.dataclass(frozen=True)
-class Saved:
+class Candidate:
     """What the rules ask of a checkpoint."""
 
     step: int
@@ -24,7 +24,7 @@ class Saved:
     sound: bool = True
 
     @classmethod
-    def of(cls, meta: Mapping[str, Any]) -> "Saved":
+    def of(cls, meta: Mapping[str, Any]) -> "Candidate":
         """What its small file tells; KeyError or TypeError where that is no checkpoint's."""
         figures = meta.get("metrics") or {}
         loss = figures.get("eval/loss")
@@ -45,7 +45,7 @@ def finite(figures: Mapping[str, Any]) -> bool:
     return all(_finite(figures.get(name, 0.0)) for name in ("loss", "eval/loss"))
 
 
-def to_delete(saved: Sequence[Saved], rules: Checkpoint) -> list[int]:
+def to_delete(saved: Sequence[Candidate], rules: Checkpoint) -> list[int]:
     """The steps that no rule keeps."""
     saved = sorted(saved, key=lambda s: s.step)
     if not saved or not saved[-1].sound:

@@ -265,13 +265,13 @@ class Store:
                 with contextlib.suppress(OSError):
                     writing.remove(self.root, step)
 
-    def _saved(self) -> list[keep.Saved]:
+    def _saved(self) -> list[keep.Candidate]:
         """What the rules ask of each complete checkpoint; one whose small file is damaged is none of theirs."""
         saved = []
         for step in writing.steps_in(self.root):
             with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
                 meta = files.read_json(self.root / str(step) / layout.META)
-                saved.append(keep.Saved.of(meta | {"step": step}))
+                saved.append(keep.Candidate.of(meta | {"step": step}))
         return saved
 
     def way_back(self) -> str:

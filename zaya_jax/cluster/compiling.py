@@ -1,6 +1,6 @@
 """What several processes need of JAX's compiler and do not get, by wrapping two functions of its own.
 
-compiling.together(barrier)     from now on, in this process
+compiling.wait_for_all(barrier)     from now on, in this process
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import jax
 from jax._src import compilation_cache, compiler  # JAX has no public place for either
 
 
-def together(barrier: Callable[[str], None]) -> None:
+def wait_for_all(barrier: Callable[[str], None]) -> None:
     """Has every program of several processes compiled by all before one runs it, and CPU programs kept by all.
 
     The first process to enter a collective waits no longer than 30 s for the others (gloo, jaxlib 0.12.0), and with a

@@ -100,7 +100,7 @@ def _join(place: Place) -> None:
         cluster_detection_method="deactivate", initialization_timeout=_seconds(JOIN),
         heartbeat_timeout_seconds=NEVER, shutdown_timeout_seconds=_seconds(WAIT),
     )  # fmt: skip
-    compiling.together(barrier)
+    compiling.wait_for_all(barrier)
     # JAX has SIGTERM only noted, for its own protocol; until StopSignal takes over there is nothing to save.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 

@@ -27,7 +27,7 @@ what its row allows is refused by name, before anything is compiled or written; 
 """
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """A key as it is shown."""
 
     key: str
@@ -63,7 +63,7 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def _groups() -> Iterator[tuple[str, str, list[Row]]]:
+def _groups() -> Iterator[tuple[str, str, list[_Row]]]:
     """(title, what it is, its keys) of each group, outermost first, and of a phase."""
     yield "config", _about(Config), _rows(Config, "")
     for field in dataclasses.fields(Config):
@@ -73,12 +73,12 @@ def _groups() -> Iterator[tuple[str, str, list[Row]]]:
     yield "config.schedule.phases[i]", _about(Phase), _rows(Phase, "schedule.phases[i].")
 
 
-def _rows(cls: type, prefix: str) -> list[Row]:
+def _rows(cls: type, prefix: str) -> list[_Row]:
     rows = []
     for field in dataclasses.fields(cls):
         if not dataclasses.is_dataclass(field.type):
             shown = repr(field.default)
-            rows.append(Row(prefix + field.name, shown, _allowed(field), field.metadata["meaning"]))
+            rows.append(_Row(prefix + field.name, shown, _allowed(field), field.metadata["meaning"]))
         elif prefix:  # the outermost groups have tables of their own
             rows += _rows(typing.cast(type, field.type), f"{prefix}{field.name}.")
     return rows

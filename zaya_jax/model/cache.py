@@ -22,7 +22,7 @@ class Cache:
         """With new columns from `index` on: a prompt's at the start of an empty cache, or a single token's."""
         return lax.dynamic_update_slice_in_dim(held, new.astype(held.dtype), index, 1)
 
-    def attend(
+    def read(
         self,
         q: Float[Array, "B 1 H C"],
         k: Float[Array, "B T K C"],

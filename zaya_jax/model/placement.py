@@ -205,7 +205,7 @@ class Token(Prompt):
     def _softmax(self, q, k, v):
         kept, scale = self._extended(k, v), softmax_scale(q.shape[-1])
         valid = in_window(self.valid, self.index, self.window)
-        return self.store.attend(q, kept["k"], kept["v"], valid, scale), kept
+        return self.store.read(q, kept["k"], kept["v"], valid, scale), kept
 
     def _linear(self, q, k, v):
         out, state = decode_linear_attention(q, k, v, self.cache["state"])

@@ -2,8 +2,9 @@
 
 Over N devices the sequence is cut into 2N chunks and device i holds chunks i and 2N - 1 - i, in that order: under a
 causal mask a late chunk is much work and an early one little, and each pair is the same. For layers the two are
-rows of the batch (`Cut`), each with the columns before it (`halo`), and only attention needs the rest: `attend` gathers
-all keys and values, or sends them round a ring (`ring.py`). Everything else is per token.
+rows of the batch (`Cut`), each with the columns before it (`halo`), and only attention needs the rest:
+`attention_over_chunks` gathers all keys and values, or sends them round a ring (`ring.py`). Everything else is per
+token.
 
 All functions run inside `shard_map`; `axes` are the mesh axes that carry the sequence, flattened in that order.
 Letters: B batch, S whole sequence, S / N a device's part, c = S / 2N a chunk, H query heads, K KV heads, C channels.
@@ -50,7 +51,7 @@ def natural(length: int, parts: int) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Chunks:
     """Which two chunks of a sequence the device holds, and the whole sequence's segments, gathered once a step."""
 
     axes: Axes
@@ -87,7 +88,7 @@ class Place:
         return jnp.stack(both, axis=1).reshape(-1, reach)
 
 
-def place(spread: Spread, length: int, segments: Int[Array, "B S/N"] | None) -> Place:
+def chunks_of(spread: Spread, length: int, segments: Int[Array, "B S/N"] | None) -> Chunks:
     """The device's place in sequences of which it holds `length` tokens. One all-gather: 4 B S bytes of segments."""
     axes, parts = spread.sequence_axes, spread.sequence_parts
     if length % 2:
@@ -99,14 +100,14 @@ def place(spread: Spread, length: int, segments: Int[Array, "B S/N"] | None) -> 
     starts = jnp.stack([me, 2 * parts - 1 - me]).astype(jnp.int32) * chunk
     whole = None if segments is None else gather(segments, axes)
     meet = ring.chunks_that_meet(whole, chunk) if spread.ring and whole is not None else None
-    return Place(axes, parts, chunk, starts, whole, meet, spread.ring)
+    return Chunks(axes, parts, chunk, starts, whole, meet, spread.ring)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cut(Placement):
     """Chunks of sequences that lie over devices, each a row of the batch: cut once, ahead of the first layer."""
 
-    at: Any = None  # the device's Place
+    at: Any = None  # the device's chunks
 
     def rows(self, x: jax.Array) -> jax.Array:
         return self.at.split(x)
@@ -126,7 +127,7 @@ class Cut(Placement):
         return Before(columns[:, reach - history :], values[:, -1:], self.at.segments_before(reach))
 
     def _softmax(self, q, k, v):
-        return attend(q, k, v, self.window, self.at, scale=softmax_scale(q.shape[-1])), None
+        return attention_over_chunks(q, k, v, self.window, self.at, scale=softmax_scale(q.shape[-1])), None
 
     def _linear(self, q, k, v):
         q, k, v = (self.joined(x) for x in (q, k, v))
@@ -142,12 +143,12 @@ def cut(
     weights: Weights,
 ) -> Cut:
     """The placement of sequences of which a device holds `length` tokens."""
-    at = place(spread, length, segments if segments is not None else mask)
+    at = chunks_of(spread, length, segments if segments is not None else mask)
     segments, mask = (None if x is None else at.split(x) for x in (segments, mask))
     return Cut(segments, mask, weights, at=at)
 
 
-def halo(x: Float[Array, "B S/N D"], reach: int, at: Place) -> Float[Array, "2B reach D"]:
+def halo(x: Float[Array, "B S/N D"], reach: int, at: Chunks) -> Float[Array, "2B reach D"]:
     """The `reach` columns before each of the device's chunks, zero before the sequence.
 
     One collective-permute each way: an early chunk's neighbour lies on the device before, a late one's on the device
@@ -182,12 +183,12 @@ def gather(x: Array, axes: Axes) -> Array:
     return jnp.moveaxis(ordered, 0, 1).reshape(batch, parts * local, *x.shape[2:])
 
 
-def attend(
+def attention_over_chunks(
     q: Float[Array, "2B c H C"],
     k: Float[Array, "2B c K C"],
     v: Float[Array, "2B c K C"],
     window: int | Int[Array, ""] | None,
-    at: Place,
+    at: Chunks,
     *,
     scale: float,
 ) -> Float[Array, "2B c H C"]:
@@ -198,7 +199,7 @@ def attend(
     """
     q, kv = at.join(q), at.join(jnp.concatenate([k, v], axis=-1))
     if at.ring:
-        return at.split(ring.attend(q, kv, at.segments, at.meet, window, at.axes, at.parts, scale))
+        return at.split(ring.ring_attention(q, kv, at.segments, at.meet, window, at.axes, at.parts, scale))
     kv = gather(kv, at.axes)
     outs = []
     for i, q_i in enumerate(jnp.split(q, 2, axis=1)):

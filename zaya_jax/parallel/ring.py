@@ -52,7 +52,7 @@ def pairs_needed(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def attend(
+def ring_attention(
     q: Float[Array, "B S/N H C"],
     kv: Float[Array, "B S/N K C2"],
     segments: Int[Array, "B S"] | None,
@@ -129,7 +129,7 @@ def _bwd(axes, parts, scale, saved, d_out):
     return dq.astype(q.dtype), d_kv.astype(kv.dtype), None, None, None
 
 
-attend.defvjp(_fwd, _bwd)
+ring_attention.defvjp(_fwd, _bwd)
 
 
 class _Steps:

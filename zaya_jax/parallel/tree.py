@@ -37,9 +37,9 @@ class Parts(Cache):
         return columns_of(length, self.devices)
 
     def write(self, held, new, index) -> jax.Array:
-        return write(held, new, index, self.axis)
+        return write_columns(held, new, index, self.axis)
 
-    def attend(self, q, k, v, valid, scale) -> jax.Array:
+    def read(self, q, k, v, valid, scale) -> jax.Array:
         return tree_attention(q, k, v, valid, scale=scale, axis=self.axis)
 
 
@@ -73,7 +73,7 @@ def columns_on(device: jax.Array, x: Array, axis: str) -> Array:
     return lax.dynamic_index_in_dim(x, device, 2, keepdims=False)
 
 
-def write(
+def write_columns(
     cache: Float[Array, "B T K C"], x: Float[Array, "B S K C"], index: jax.Array, axis: str
 ) -> jax.Array:
     """The cache with a prompt's columns at its start, or with one new column at `index` on the device that it is on."""

@@ -3,20 +3,20 @@
 No sum of activations crosses devices. Letters: N devices, B batch, S sequence, D model, H query and K key-value heads,
 G = H / K, C head channels, F the MLP's width; a device holds S / N tokens, H / N heads and F / N channels.
 
-`ring`, for the gated MLP: the shards go round. In each of N rounds a device adds what the visiting shard gives for its
-own tokens, while the next one is on its way. Backward they go round once more and each shard's gradient goes one step
-behind it, so that it comes home complete.
+`ring_sum`, for the gated MLP: the shards go round. In each of N rounds a device adds what the visiting shard gives for
+its own tokens, while the next one is on its way. Backward they go round once more and each shard's gradient goes one
+step behind it, so that it comes home complete.
 
-`attention`, in K / N rounds. All devices must work on the same heads at a time, since each needs the keys and values
-of all tokens. So a round takes one key-value head with its queries from *every* device: their columns of q, k, v and
-rows of o, packed, are broadcast by all to all at once, which is one all-gather of N equal pieces. Broadcasting one
-device's whole shard at a time moves as many bytes, but over one device's links while the others' are idle, and its
+`travelling_attention`, in K / N rounds. All devices must work on the same heads at a time, since each needs the keys
+and values of all tokens. So a round takes one key-value head with its queries from *every* device: their columns of q,
+k, v and rows of o, packed, are broadcast by all to all at once, which is one all-gather of N equal pieces. Broadcasting
+one device's whole shard at a time moves as many bytes, but over one device's links while the others' are idle, and its
 transpose, which takes the gradients home, would be a reduction to one device; as a sum of masked buffers (XLA has no
 broadcast on every backend) it moves twice the bytes. The all-gather and its transpose, the reduce-scatter, are native
-everywhere. Then each device computes the round's heads for its tokens, gathers their keys and values along the
-sequence (`context`, zig-zag order) and adds their part of the output. The next round's weights are fetched before this
-round computes. Backward weights, keys and values are fetched again and nothing of size N is kept: of the forward pass
-only the device's own attention output and its log-sum-exp.
+everywhere. Then each device computes the round's heads for its tokens, gathers their keys and values along the sequence
+(`context`, zig-zag order) and adds their part of the output. The next round's weights are fetched before this round
+computes. Backward weights, keys and values are fetched again and nothing of size N is kept: of the forward pass only
+the device's own attention output and its log-sum-exp.
 
 Elements that come in, a layer and device, forward (`traffic`): (N - 1) / N of
 
@@ -96,11 +96,11 @@ class Travelling(Weights):
     parts: int = 1  # devices that share them
 
     def mlp(self, function, x, kernels, dtype) -> jax.Array:
-        return ring(function, x, kernels, dtype, self.parts)
+        return ring_sum(function, x, kernels, dtype, self.parts)
 
     def self_attention(self, function, x, kernels, channels, rope, here) -> tuple[jax.Array, None]:
         rope = [(selected, here.joined(table)) for selected, table in rope]
-        y = attention(here.joined(x), kernels, channels, rope, here.window, here.at, self.parts)
+        y = travelling_attention(here.joined(x), kernels, channels, rope, here.window, here.at, self.parts)
         return here.rows(y), None
 
 
@@ -116,7 +116,7 @@ _fetch.defvjp(
 )
 
 
-def ring(
+def ring_sum(
     fn: Callable, x: Float[Array, "B S D"], shards: Any, dtype: Any, parts: int
 ) -> Float[Array, "B S D"]:
     """The sum over the axis's devices of fn(x, shards), for the device's own x: shards travel in `dtype`.
@@ -222,13 +222,13 @@ class _Where(NamedTuple):
     segments: Int[Array, "B S"] | None
 
 
-def attention(
+def travelling_attention(
     x: Float[Array, "B S/N D"],
     weights: tuple[jax.Array, ...],
     channels: int,
     rope: list[tuple[Any, jax.Array]],
     window: jax.Array | None,
-    place: context.Place,
+    place: context.Chunks,
     parts: int,
 ) -> Float[Array, "B S/N D"]:
     """Causal attention with the kernels of q, k, v [D, heads C] and o [heads C, D], of which a device has its heads."""

@@ -10,7 +10,7 @@ import numpy as np
 from zaya_jax.report import svg
 from zaya_jax.report.curves import x_range
 from zaya_jax.report.heat import CELLS, Scale, columns, heat_map
-from zaya_jax.report.read import Vectors, Workdir
+from zaya_jax.report.read import VectorSeries, Workdir
 from zaya_jax.report.svg import number, percent
 
 TABLE_EXPERTS = 32  # above this the shares at the end are a picture, not a table
@@ -72,7 +72,7 @@ def _summary(end: np.ndarray) -> str:
     return " ".join(parts)
 
 
-def _entropy_map(run: Workdir, entropy: Vectors | None, load: Vectors | None) -> str:
+def _entropy_map(run: Workdir, entropy: VectorSeries | None, load: VectorSeries | None) -> str:
     source = entropy or load
     assert source is not None
     steps, values = source.coarse(columns(source.shape[0]))
@@ -95,7 +95,7 @@ def _entropy_map(run: Workdir, entropy: Vectors | None, load: Vectors | None) ->
     )
 
 
-def _skip_map(run: Workdir, load: Vectors) -> str:
+def _skip_map(run: Workdir, load: VectorSeries) -> str:
     steps, values = load.coarse(columns(load.shape[0]))
     skip = values[..., -1]
     good = skip[np.isfinite(skip)]
@@ -115,7 +115,7 @@ def _skip_map(run: Workdir, load: Vectors) -> str:
     )
 
 
-def _chosen_layers(load: Vectors) -> list[int]:
+def _chosen_layers(load: VectorSeries) -> list[int]:
     """First, middle and last layer, and the one that was least balanced over the run."""
     layers = load.shape[0]
     chosen = {0, layers // 2, layers - 1}
@@ -126,7 +126,7 @@ def _chosen_layers(load: Vectors) -> list[int]:
     return sorted(chosen)
 
 
-def _layer_map(run: Workdir, load: Vectors, layer: int) -> str:
+def _layer_map(run: Workdir, load: VectorSeries, layer: int) -> str:
     steps, values = load.coarse(columns(load.shape[1]))
     one = values[:, layer]
     experts = one.shape[1] - 1

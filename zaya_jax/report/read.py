@@ -1,6 +1,6 @@
 """Reads a workdir for the report: metrics.jsonl streamed into bins, and the small files beside it.
 
-A run may have a million steps, so no list of steps is kept: every metric is a `Series` (or `Vectors`, for
+A run may have a million steps, so no list of steps is kept: every metric is a `Series` (or `VectorSeries`, for
 one number per layer or expert) of at most a fixed number of bins, whose width in steps doubles whenever
 they would be exceeded. Files may be missing, cut short or hold NaN: what cannot be used is counted and
 said, never fatal.
@@ -121,7 +121,7 @@ class VectorBin:
         return np.where(self.count > 0, self.sum / np.maximum(self.count, 1), np.nan)
 
 
-class Vectors:
+class VectorSeries:
     """An array of fixed shape per step ([L] or [L, E+1]) as at most `capacity` bins of equal width."""
 
     def __init__(self, shape: tuple[int, ...], capacity: int = VECTOR_BINS):
@@ -169,7 +169,7 @@ class Workdir:
 
     path: pathlib.Path
     series: dict[str, Series] = dataclasses.field(default_factory=dict)
-    vectors: dict[str, Vectors] = dataclasses.field(default_factory=dict)
+    vectors: dict[str, VectorSeries] = dataclasses.field(default_factory=dict)
     config: dict = dataclasses.field(default_factory=dict)
     environment: dict = dataclasses.field(default_factory=dict)
     # Of a fork: what it comes from, the nearest first.
@@ -317,7 +317,7 @@ def _add_vector(out: Workdir, odd: set[str], key: str, step: int, value: list) -
         return
     right_shape = array.ndim == 2 and array.shape[1] > 1 if key == "load" else array.ndim == 1
     if right_shape and 0 < array.size <= MAX_ENTRIES:
-        vectors = out.vectors.setdefault(key, Vectors(array.shape))
+        vectors = out.vectors.setdefault(key, VectorSeries(array.shape))
         if vectors.shape == array.shape:
             vectors.add(step, array)
             return
