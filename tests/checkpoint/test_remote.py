@@ -243,7 +243,7 @@ def test_a_copy_that_fails_does_not_stop_the_run(place, tmp_path, monkeypatch):
     def no(*args):
         raise StorageError("no such luck")
 
-    monkeypatch.setattr(checkpoints.tiers._vault, "upload", no)
+    monkeypatch.setattr(checkpoints.tiers.durable.vault, "upload", no)
     checkpoints.save(1, {"params": {"w": jnp.zeros(3)}}, {"step": 1, "tokens": 1})
     checkpoints.wait()
     assert said == ["warning: step 1 is saved, but its copy is NOT: no such luck; training goes on"]
@@ -272,7 +272,7 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
         said = capsys.readouterr().out
         assert f"error: {place.url} has no whole copy of step 5, 6; the same command tries again" in said
         patch.setattr(Vault, "steps", lambda self: (_ for _ in ()).throw(StorageError("nobody there")))
-        assert checkpoints.tiers._missing() == ([5, 6], "nobody there")
+        assert checkpoints.tiers.durable.missing() == ([5, 6], "nobody there")
     checkpoints = store.Store(tmp_path / "run", durable, print)
     checkpoints.newest()
     checkpoints.tiers.settle(None)

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 
-from zaya_jax.checkpoint import held, keep, layout, look, partial, reading, seal, store, writing
+from zaya_jax.checkpoint import audit, held, keep, layout, look, partial, reading, seal, store, writing
 from zaya_jax.config import Checkpoint, StorageError
 
 META = {"step": 0, "tokens": 0}
@@ -443,8 +443,8 @@ def test_old_steps_go_when_a_newer_is_there(tmp_path):
 def test_a_local_folder_comes_first(tmp_path, monkeypatch):
     fast, run = tmp_path / "fast", None
     go = threading.Event()
-    publish = store.tiers.Tiers._publish
-    monkeypatch.setattr(store.tiers.Tiers, "_publish", lambda self, *args: go.wait() and publish(self, *args))
+    publish = store.tiers.Local.publish
+    monkeypatch.setattr(store.tiers.Local, "publish", lambda self, *args: go.wait() and publish(self, *args))
     run = Run(tmp_path / "run", local=str(fast))
     assert run.store.newest() is None
     run.store.save(1, state(1), META)
@@ -490,7 +490,7 @@ def test_files_are_shared_out_evenly(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 7)
     for process in range(7):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        shares.append(store.tiers.share(files))
+        shares.append(audit.share(files))
     assert sorted(name for share in shares for name in share) == sorted(files)
     sizes = [sum(files[name][0] for name in share) for share in shares]
     assert max(sizes) - min(sizes) <= 101

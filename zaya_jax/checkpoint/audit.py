@@ -7,9 +7,12 @@ for damage in audit.verify(folder):          a checkpoint's folder; `verify_ther
 import concurrent.futures
 import contextlib
 import dataclasses
+import heapq
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
+
+import jax
 
 from zaya_jax.checkpoint import writing
 from zaya_jax.checkpoint.layout import MARKER, META, STATE
@@ -148,3 +151,14 @@ def _in_order(
     pool: concurrent.futures.Executor, one: Callable[[str], str | None], names: list[str]
 ) -> Iterator[tuple[str, str | None]]:
     return zip(names, pool.map(one, names), strict=True)
+
+
+def share(files: Sums) -> list[str]:
+    """Which files this process handles: about as many bytes as each other one."""
+    loads, mine = [(0, process) for process in range(jax.process_count())], []
+    for name, (size, *_) in sorted(files.items(), key=lambda f: (-f[1][0], f[0])):
+        load, least = loads[0]
+        heapq.heapreplace(loads, (load + size, least))
+        if least == jax.process_index():
+            mine.append(name)
+    return mine

@@ -354,7 +354,7 @@ class Store:
         folder = self.root / str(step)
         try:
             found = writing.read_seal(folder)
-            mine = {name: found.files[name] for name in tiers.share(found.files)}
+            mine = {name: found.files[name] for name in audit.share(found.files)}
             damaged = audit.check_here(folder, mine)
             if multihost.is_writer():
                 damaged += audit.identity(folder, found) + audit.foreign(folder, found)

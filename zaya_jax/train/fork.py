@@ -22,8 +22,9 @@ import numpy as np
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule, trees
-from zaya_jax.checkpoint import layout, remote, rewrite, tiers, writing
+from zaya_jax.checkpoint import audit, layout, remote, rewrite, writing
 from zaya_jax.checkpoint.held import HeldBox, Holding
+from zaya_jax.checkpoint.local import local_folder
 from zaya_jax.config import Config, Model, StorageError, UserError
 from zaya_jax.data import pipeline
 from zaya_jax.data.tokenizers import Tokenizer
@@ -75,7 +76,7 @@ def begun(workdir: Path, config: Config) -> bool:
         return False  # nobody asks
     if writing.numbered(root):
         return True
-    local = tiers.local_folder(root, settings)
+    local = local_folder(root, settings)
     if local and any(writing.numbered(folder) for folder in local.glob("process-*")):
         return True
     with contextlib.suppress(UserError, StorageError):  # whoever opens it says so
@@ -99,7 +100,7 @@ class Parent:
         self._must_fit(config, tokenizer, found)
         files = self._source.files
         with _reading(self._name):
-            self._source.check_files({name: files[name] for name in tiers.share(files)})
+            self._source.check_files({name: files[name] for name in audit.share(files)})
         before, now = flat(config_lib.to_dict(self._config)), flat(config_lib.to_dict(config))
         changed = {
             key: [before.get(key), now.get(key)]
