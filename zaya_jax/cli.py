@@ -275,9 +275,8 @@ def _parse(argv: list[str]) -> None:
     # ml_collections reads --config before its overrides, wherever the user wrote it.
     config_file = [a for a in argv[1:] if a.startswith(("--config=", "-config="))]
     others = [a for a in argv[1:] if a not in config_file]
-    if (
-        not config_file and _default_config
-    ):  # not the flag's own default: that would be parsed, and fail, at import
+    # As the flag's own default it would be parsed, and fail, at import.
+    if not config_file and _default_config:
         config_file = [f"--config={_default_config[-1]}"]
     for path in config_file:
         name = path.split("=", 1)[1]

@@ -21,7 +21,7 @@ from pallas_kernels.products.cpu import sum_rows
 
 
 def heights(num_rows: int, num_groups: int) -> tuple[int, ...]:
-    """Rows a block, lowest first: an even group fits the eighth of twelve, and the last is for two such groups.
+    """Rows per block, lowest first: an even group fits the eighth of twelve, and the last is for two such groups.
 
     Each is more to compile, so where groups are small and cost little there are four at most.
     """

@@ -1,10 +1,11 @@
 """The gated MLP of groups by `lax.ragged_dot`: for GPUs.
 
-With bfloat16 rows the numbers of a weight's gradient add up in float32 and are then rounded to bfloat16, once a call at
-most (a compiler may leave it out), so once for each micro-batch and each round in which experts exchange tokens; they
-are given as float32, and their sums are float32 from there on. That costs 0.0017 of the gradient's norm where rounding
-rows and gradients to bfloat16 costs 0.0024 (normally distributed, one call or 16). Asked for float32 instead, XLA
-0.12.0 gives up MI300X's grouped product (hipBLASLt's) for a dense one: E times the work and operands.
+With bfloat16 rows the numbers of a weight's gradient add up in float32 and are then rounded to bfloat16. That happens
+at most once per call (a compiler may leave it out), so once for each micro-batch and each round in which experts
+exchange tokens. They are given as float32, and their sums are float32 from there on. The rounding costs 0.0017 of the
+gradient's norm where rounding rows and gradients to bfloat16 costs 0.0024 (normally distributed, one call or 16). Asked
+for float32 instead, XLA 0.12.0 gives up MI300X's grouped product (hipBLASLt's) for a dense one: E times the work and
+operands.
 """
 
 import jax

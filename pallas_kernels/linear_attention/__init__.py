@@ -25,10 +25,8 @@ __all__ = [
     "summary", "sums",
 ]  # fmt: skip
 
-CHUNKS = {
-    "xla": 128,
-    "cpu": 64,
-}  # as many as a head has channels balances the two products; a CPU's cache likes fewer
+# As many as a head has channels balances the two products; a CPU's cache likes fewer.
+CHUNKS = {"xla": 128, "cpu": 64}
 
 
 def linear_attention(

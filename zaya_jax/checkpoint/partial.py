@@ -114,9 +114,8 @@ class Beginning:
 
 def _source(place: str, step: int | None) -> Source:
     path, at, number = place.rpartition("@")
-    if (
-        step is None and at and number.isdigit() and not Path(place).is_dir()
-    ):  # a folder may be called so, too
+    # A folder may be called so, too.
+    if step is None and at and number.isdigit() and not Path(place).is_dir():
         place, step = path, int(number)
     return Source(place, step)
 

@@ -61,9 +61,7 @@ class Source:
         with self.unless_deleted():
             found = self._vault.manifest(self.step) if self._vault else self._found()
             self.files, self.run = found.files, found.run
-            with contextlib.suppress(
-                ValueError, AttributeError
-            ):  # of an older version the small file tells it
+            with contextlib.suppress(ValueError, AttributeError):  # an older version's is in the small file
                 self.run = self.run or self.json(layout.META).get("run")
         self.name = f"step {self.step} of {place}"
 

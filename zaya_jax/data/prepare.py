@@ -433,9 +433,7 @@ def _start_worker(done: Any, tokens: Any, stop: Any, parent: int) -> None:
     """In a worker: keep the shared counters, leave Ctrl-C to the parent, and end when the parent has."""
     _shared.update(done=done, tokens=tokens, stop=stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["RAYON_NUM_THREADS"] = (
-        "1"  # the tokenizers library's own threads: processes share the cores here
-    )
+    os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizers library's threads: processes share the cores here
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -3,8 +3,8 @@
 It stands where ZAYA's layer does (`zaya.LAYERS`), so embedding, head, training and decoding are the same; parallel
 schemes are compared on it because their papers use such models. There are no biases and no residual scaling, and the
 router's stream, its balancing biases and counts pass through untouched: the MLP counts as one expert for all tokens.
-Over the tensor axis heads and MLP width are cut, and each block ends in a sum over it (two all-reduces of B S D numbers
-a layer forward, two backward); with TSP weights travel instead (`zaya_jax.parallel.tsp`).
+Over the tensor axis heads and MLP width are cut, and each block ends in a sum over it (two all-reduces of B S D
+numbers per layer forward, two backward); with TSP weights travel instead (`zaya_jax.parallel.tsp`).
 """
 
 from typing import Any

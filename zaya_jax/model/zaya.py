@@ -37,7 +37,7 @@ class Output:
     """What a forward pass leaves: the normed last hidden state and, per layer, what was routed where."""
 
     hidden: Float[Array, "B S D"]
-    counts: Float[Array, "L E1"]  # real tokens a class
+    counts: Float[Array, "L E1"]  # real tokens of each class
     cache: dict | None = None
     hidden_states: Float[Array, "L B S D"] | None = None  # the residual stream after each layer (trace=True)
     router_logits: Float[Array, "L N E1"] | None = None
@@ -173,9 +173,8 @@ def _remat(body, policy: str):
     if policy == "none":
         return body
     keep = None
-    if (
-        policy == "fsdp"
-    ):  # what products gave, and so nothing made of gathered weights: these are gathered again
+    # What products gave, and so nothing made of gathered weights: these are gathered again.
+    if policy == "fsdp":
         keep = policies.save_from_both_policies(
             policies.checkpoint_dots, policies.save_only_these_names(SAVED, PRODUCTS)
         )

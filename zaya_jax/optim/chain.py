@@ -75,7 +75,7 @@ TABLE = (
         r"(.*[/_])scale", "vectors", "adamw", False, "no matrix; decay would pull it to 0, and it starts at 1"
     ),
     Row(r"layers/cca/temperature", "vectors", "adamw", False, "one number per head, starts at 1"),
-    Row(r"layers/router/eda", "vectors", "adamw", False, "one number a channel, starts at 1"),
+    Row(r"layers/router/eda", "vectors", "adamw", False, "one number per channel, starts at 1"),
 )
 
 

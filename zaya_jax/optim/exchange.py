@@ -37,7 +37,7 @@ def from_owners(x: jax.Array, plan: Exchange, axes: tuple[str, ...]) -> jax.Arra
 
 
 def of_device(table: np.ndarray, axes: tuple[str, ...]) -> jax.Array:
-    """This device's entry of a table with one a device."""
+    """This device's entry of a table with one per device."""
     if (table == table[0]).all():
         return jnp.asarray(table[0])
     return jnp.asarray(table)[lax.axis_index(axes)]

@@ -38,7 +38,7 @@ TURN = 2**23  # numbers that go through one turn of the loop over a device's mat
 
 
 class MuonState(NamedTuple):
-    """The momentum, one array a leaf."""
+    """The momentum, one array per leaf."""
 
     momentum: Any
 
@@ -79,9 +79,8 @@ def polar_express(
 
 def _nearest_quintic(low: float, high: float) -> tuple[float, float, float]:
     """(a, b, c) of the odd quintic with the least greatest distance from 1 on [low, high], by Remez."""
-    if (
-        low / high > 1 - 5e-6
-    ):  # the limit: value 1 and two vanishing derivatives at the one point that is left
+    # The limit: value 1 and two vanishing derivatives at the one point that is left.
+    if low / high > 1 - 5e-6:
         return 15 / 8 / high, -10 / 8 / high**3, 3 / 8 / high**5
     inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
     for _ in range(100):
@@ -169,6 +168,6 @@ def matrix_scale(kind: str, shape: tuple[int, ...]) -> float:
 
 
 def newton_schulz_flops(shape: tuple[int, ...], steps: int = 5) -> int:
-    """FLOPs for a stack [..., a, b]: steps · (4 m² n + 2 m³) a matrix, m the short side, n the long one."""
+    """FLOPs for a stack [..., a, b]: steps · (4 m² n + 2 m³) per matrix, m the short side, n the long one."""
     m, n = sorted(shape[-2:])
     return math.prod(shape[:-2]) * steps * (4 * m * m * n + 2 * m**3)

@@ -180,7 +180,7 @@ class Exchange:
 
 
 class Pieces(NamedTuple):
-    """What one device has of what another one owns; arrays with one entry a piece."""
+    """What one device has of what another one owns; arrays with one entry per piece."""
 
     source: np.ndarray
     target: np.ndarray

@@ -16,7 +16,7 @@ one all-reduce for all small weights together and one for the directions of smal
 number a group of weights, for the norms. Everything here runs inside `jax.shard_map`, on a device's part of each array;
 gradients come in as each device's own partial sums.
 
-State for checkpoints is un-padded, one array a weight in the weight's own shape, hence independent of the mesh. `held`
+State for checkpoints is un-padded, one array per weight in the weight's own shape: independent of the mesh. `held`
 says which device has which box of it; `to_logical` and `from_logical` carry it over. `WholeLayout` is the same
 interface for weights that nobody shares: buckets are the weights.
 """
@@ -248,7 +248,7 @@ class ShardedLayout:
     # Outside shard_map, on global arrays (NumPy's or JAX's).
 
     def to_logical(self, buckets: Mapping[str, Any]) -> dict[str, Any]:
-        """One array a weight in the weight's own shape, by path, for those buckets that are given."""
+        """One array per weight in the weight's own shape, by path, for those buckets that are given."""
         arrays: dict[str, Any] = {}
         for name, bucket in self.matrices.items():
             if name in buckets:

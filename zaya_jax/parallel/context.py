@@ -52,7 +52,7 @@ def natural(length: int, parts: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Which two chunks of a sequence the device holds, and the whole sequence's segments, gathered once a step."""
+    """Which two chunks of a sequence the device holds, and the whole sequence's segments, gathered once per step."""
 
     axes: Axes
     parts: int  # devices that a sequence lies on

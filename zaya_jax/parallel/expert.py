@@ -13,7 +13,7 @@ bytes a device puts in and gets out:
                                   ragged: the most rows that one device gets, / R;            at most ceil(X N / R)
 
 A round has twice the room that even loads need (SLACK): a router that is balanced over the batch is less so on one
-device's tokens. Further rounds are a loop that then runs not once; on two devices there are none, since C = N.
+device's tokens. Further rounds are a loop, which then does not run at all; on two devices there are none, since C = N.
 
 A layer keeps its N rows for the backward pass, and those that came in the first round; later ones are sent again, and
 hidden activations are recomputed, round by round. One round's buffers are R rows each: what is sent and what comes, in
@@ -43,9 +43,8 @@ from pallas_kernels.loops import turning
 from zaya_jax.model.experts import gated, of_own_expert, through_groups
 from zaya_jax.parallel.spread import Spread
 
-SLACK = (
-    2  # rows of a round / rows of an even load; above 1, or the least unevenness would take a second round
-)
+# Rows of a round per row of an even load; above 1, since otherwise the least unevenness would take a second round.
+SLACK = 2
 HOST_DEVICES = 8  # accelerators whose links are faster than the network's
 
 Axes = tuple[str, ...]
@@ -92,7 +91,7 @@ def exchange_form(spread: Spread, target: Chip) -> str:
 
 
 def slot_rows(num_tokens: int, devices: int) -> int:
-    """C: the rows that a device has room for, a round, for each device that it sends to."""
+    """C: the rows per round that a device has room for, for each device that it sends to."""
     return min(-(-SLACK * num_tokens // devices), num_tokens)
 
 
@@ -184,7 +183,7 @@ class _Exchange:
 
 
 class _Slots(_Exchange):
-    """Every device sends every device C rows a round, the r-th C of those it has for it, and fills up what lacks."""
+    """Every device sends every device C rows per round, the r-th C of those it has for it, and fills up what lacks."""
 
     form = "slots"
 
@@ -220,7 +219,7 @@ class _Slots(_Exchange):
 
 
 class _Ragged(_Exchange):
-    """A device gets the rows that are for it, those of each sender together, `room` of them a round."""
+    """A device gets the rows that are for it, those of each sender together, `room` of them per round."""
 
     form = "ragged"
 

@@ -18,7 +18,7 @@ everywhere. Then each device computes the round's heads for its tokens, gathers 
 computes. Backward weights, keys and values are fetched again and nothing of size N is kept: of the forward pass only
 the device's own attention output and its log-sum-exp.
 
-Elements that come in, a layer and device, forward (`traffic`): (N - 1) / N of
+Elements that come in per layer and device, forward (`traffic`): (N - 1) / N of
 
     2 D (H + K) C + 3 D F      weights; 16 D² for multi-head attention with F = 4 D
     2 B S K C                  keys and values; then 2 B S D

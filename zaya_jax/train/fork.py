@@ -123,9 +123,7 @@ class Parent:
         here = self.meta["lineage"][0]
         step = here["step"]
         changes = [f"config.{key} {was!r} there, {now!r} here" for key, (was, now) in here["changed"].items()]
-        with contextlib.suppress(
-            UserError, ValueError
-        ):  # a parent forked and stopped at once has no such step
+        with contextlib.suppress(UserError, ValueError):  # a parent that was stopped at once has no such step
             was = schedule.make_plan(self._config).step(step).lr
             now = schedule.make_plan(config).step(step + 1).lr
             changes.append(f"learning rate {was:.6g} at step {step} there, {now:.6g} at step {step + 1} here")
