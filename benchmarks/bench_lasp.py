@@ -24,7 +24,7 @@ import rivals
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import softmax_scale
-from pallas_kernels.linear_attention import default_chunk
+from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.hardware import hlo
 from zaya_jax.parallel import context, linear
 from zaya_jax.parallel.spread import Spread
@@ -91,7 +91,7 @@ def multiplications(length: int, of_softmax: bool) -> float:
     tokens = length / DEVICES
     if of_softmax:
         return tokens * HEADS * length * CHANNELS
-    per_token = HEADS * default_chunk() * CHANNELS + (HEADS + 2 * KV) * CHANNELS * (CHANNELS + 1)
+    per_token = HEADS * CHUNK * CHANNELS + (HEADS + 2 * KV) * CHANNELS * (CHANNELS + 1)
     return tokens * per_token
 
 

@@ -14,19 +14,17 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import chip
 from pallas_kernels.attention import SAVED
 from pallas_kernels.linear_attention import xla
 from pallas_kernels.linear_attention.reference import features
 from pallas_kernels.linear_attention.xla import read, summary
 
 __all__ = [
-    "decode_linear_attention", "default_chunk", "finish", "heads_first", "linear_attention", "prompt_state", "read",
+    "CHUNK", "decode_linear_attention", "finish", "heads_first", "linear_attention", "prompt_state", "read",
     "summary", "sums",
 ]  # fmt: skip
 
-# As many as a head has channels balances the two products; a CPU's cache likes fewer.
-CHUNKS = {"xla": 128, "cpu": 64}
+CHUNK = 128  # tokens: as many as a head has channels balances the two products
 
 
 def linear_attention(
@@ -66,12 +64,7 @@ def sums(
 
     The backward pass computes a chunk's weights anew: what is kept are the states between chunks.
     """
-    return xla.sums(q, k, v, segments, min(chunk or default_chunk(), q.shape[3]))
-
-
-def default_chunk() -> int:
-    """Tokens in a chunk."""
-    return chip.choose(CHUNKS)
+    return xla.sums(q, k, v, segments, min(chunk or CHUNK, q.shape[3]))
 
 
 def decode_linear_attention(
