@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.cpu import apart
 from pallas_kernels.grouped_mlp.xla import swiglu
 from pallas_kernels.products.cpu import sum_rows
 
@@ -35,7 +34,7 @@ def heights(num_rows: int, num_groups: int) -> tuple[int, ...]:
 def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.grouped_mlp`."""
     num_rows, sides = rows.shape[0], heights(rows.shape[0], sizes.shape[0])
-    rows, (gate_up, down) = _with_spare(rows, sides), _cast(rows, gate_up, down)
+    rows, gate_up, down = _with_spare(rows, sides), gate_up.astype(rows.dtype), down.astype(rows.dtype)
     starts = jnp.cumsum(sizes) - sizes
 
     def expert(carry, own):
@@ -60,7 +59,7 @@ def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
 def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pallas_kernels.grouped_mlp`."""
     num_rows, sides = rows.shape[0], heights(rows.shape[0], sizes.shape[0])
-    gate_up, down = _cast(rows, gate_up, down)
+    gate_up, down = gate_up.astype(rows.dtype), down.astype(rows.dtype)
     rows, hidden, d_out = (_with_spare(x, sides) for x in (rows, hidden, d_out))
     starts = jnp.cumsum(sizes) - sizes
 
@@ -96,11 +95,6 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
 def _with_spare(x, sides):
     """x and what the greatest block may run over its end."""
     return jnp.pad(x, ((0, sides[-1]), (0, 0)))
-
-
-def _cast(rows, *weights):
-    """The weights in the rows' number format, all experts' in one pass."""
-    return tuple(w if w.dtype == rows.dtype else apart(w.astype(rows.dtype)) for w in weights)
 
 
 def _rest(block: Callable, heights: tuple[int, ...], start, size, nothing: Callable, carry: Any) -> Any:
