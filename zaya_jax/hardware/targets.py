@@ -134,10 +134,8 @@ def _register(platform: str) -> None:
         )
     if platform == "rocm":
         _stand_in()
-    options = xla_client.generate_pjrt_gpu_plugin_options()
-    xla_bridge.register_plugin(
-        platform, library_path=str(found[0]), options=options | {"platform_name": platform.upper()}
-    )
+    options = {**xla_client.generate_pjrt_gpu_plugin_options(), "platform_name": platform.upper()}
+    xla_bridge.register_plugin(platform, library_path=str(found[0]), options=options)
 
 
 def _stand_in() -> None:

@@ -107,6 +107,10 @@ class Optimizer:
         """(updates to add to the parameters, new state); inside shard_map if it was built for a mesh."""
         return self.transformation.update(grads, state, params, lr=lr)
 
+    def apply(self, grads: Any, state: State, params: Any, *, lr: jax.Array | float) -> tuple[Any, State]:
+        """(new parameters, new state), likewise. Where parameters are donated the new ones take their place."""
+        return self.transformation.update(grads, state, params, lr=lr, apply=True)
+
     def specs(self) -> State:
         """The PartitionSpec of every array of the state."""
         specs = {name: self.layout.spec(name) for name in self.layout.methods}
@@ -224,7 +228,7 @@ def build(
                 jnp.dtype(precision.momentum),
                 layout.owned,
             ),
-            "adamw": optax.scale_by_adam(optim.b1, optim.b2, optim.eps),
+            "adamw": _kept(optax.scale_by_adam(optim.b1, optim.b2, optim.eps)),
         },
         layout.methods,
     )
@@ -264,7 +268,7 @@ def _around(
         figures = {name: jnp.zeros((), jnp.float32) for name in figure_names}
         return State(core.init(shares), skip.init(), figures)
 
-    def update(grads, state, params, *, lr, **extra):
+    def update(grads, state, params, *, lr, apply=False, **extra):
         del extra
         shares = layout.reduce(grads)
         squares = layout.sum_squares(apart(shares))
@@ -278,25 +282,35 @@ def _around(
         ):  # shares are small, and what is zero there and in the rate is zero on whole weights
             shares = jax.tree.map(lambda g: jnp.where(keep, g, 0.0), shares)
             lr = lr * keep
-        directions, core_state = core.update(shares, state.core)
-        if rule != "never":
-            core_state = jax.tree.map(lambda new, old: jnp.where(keep, new, old), core_state, state.core)
+        directions, core_state = core.update(shares, state.core, keep=True if rule == "never" else keep)
         directions = layout.gather(directions)
-        updates, _ = finish.update(directions, finish_state, params, lr=lr)
-        # Norms are sums over each device's own part. With them whole weights would be read in the kernel that writes
-        # them, which a GPU then does not write in place: 64 GB of ZAYA1's weights and as many of copies.
-        directions, params = layout.own_parts(directions), layout.own_parts(params)
-        own, _ = finish.update(directions, finish_state, params, lr=lr)
+        # Norms are sums over each device's own part, and all are read before the weights are written over: a chip that
+        # reads them in one pass with that writes the new weights elsewhere, and copies them.
+        own_weights = layout.own_parts(params)
+        own, _ = finish.update(layout.own_parts(directions), finish_state, own_weights, lr=lr)
         figures = _norms("grad_norm", squares)
         figures |= _norms("update_norm", layout.tree_sum_squares(own))
-        figures |= _norms("param_norm", layout.tree_sum_squares(params))
+        figures |= _norms("param_norm", layout.tree_sum_squares(own_weights))
+        params, figures = jax.lax.optimization_barrier((params, figures))
+        updates, _ = finish.update(directions, finish_state, params, lr=lr)
+        if apply:
+            updates = optax.apply_updates(params, updates)
         figures["clipped"] = (factor < 1).astype(jnp.float32)
         figures["skipped"] = 1 - keep.astype(jnp.float32)
-        # The weights' norm is read before the weights are written over; otherwise a CPU copies them.
-        updates, figures = apart((updates, figures))
         return updates, State(core_state, skip_state, figures)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _kept(transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The same, whose state stays as it is where `keep` is false."""
+
+    def update(updates, state, params=None, *, keep=True, **extra):
+        del extra
+        directions, new = transformation.update(updates, state, params)
+        return directions, jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, state)
+
+    return optax.GradientTransformationExtraArgs(transformation.init, update)
 
 
 def _size(kind: str, params: Any, methods: Any) -> optax.GradientTransformation:

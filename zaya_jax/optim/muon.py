@@ -34,6 +34,9 @@ COEFFICIENTS = ("keller_jordan", "polar_express")
 SCALES = ("match_rms_adamw", "spectral")
 # As steep at zero as a quintic can be; singular values do not converge to 1 but end in about [0.7, 1.2].
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
+WHOLE = (
+    2**26
+)  # numbers of a stack up to which all of it is orthogonalised at once, copies of it in float32 and all
 TURN = 2**23  # numbers that go through one turn of the loop over a device's matrices: one of 2048×4096
 
 
@@ -131,30 +134,53 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     """Gradients [..., in, out] to directions in `dtype`; momentum adds up in float32 however it is kept.
 
-    `owned`, asked at each update, names the leaves of which only the first so many matrices are in use.
+    `owned`, asked at each update, names the leaves of which only the first so many matrices are in use. With `keep`
+    false, a number at run time, momentum stays as it is.
     """
 
     def init(params):
         return MuonState(jax.tree.map(lambda p: jnp.zeros(p.shape, momentum_dtype), params))
 
-    def update(updates, state, params=None):
-        del params
+    def update(updates, state, params=None, *, keep=True, **extra):
+        del params, extra
+        numbers, rate = owned(), (1 - momentum) * keep
 
-        numbers = owned()
+        def moved(g, kept):
+            g, buf = g.astype(jnp.float32), kept.astype(jnp.float32)
+            buf = buf + (g - buf) * rate
+            return buf + (g - buf) * (1 - momentum) if nesterov else buf, buf.astype(kept.dtype)
 
         def step(path, g, kept):
-            g, buf = g.astype(jnp.float32), kept.astype(jnp.float32)
-            buf = buf + (g - buf) * (1 - momentum)
-            u = buf + (g - buf) * (1 - momentum) if nesterov else buf
             number = numbers.get(str(getattr(path[-1], "key", ""))) if path else None
-            return orthogonalize_first(u, number, polynomials, dtype), buf.astype(kept.dtype)
+            if number is None and g.size > WHOLE:
+                return in_turns(g, kept)
+            u, kept = moved(g, kept)
+            return orthogonalize_first(u, number, polynomials, dtype), kept
+
+        def in_turns(g, kept):
+            """A large stack's few matrices at a time, its momentum where it lies."""
+            shape, size = g.shape, math.prod(g.shape[-2:])
+            g, kept = (x.reshape(-1, *shape[-2:]) for x in (g, kept))
+            at_once = max(n for n in range(1, len(g) + 1) if len(g) % n == 0 and (n == 1 or n * size <= TURN))
+
+            def turn(i, carry):
+                part = functools.partial(
+                    jax.lax.dynamic_slice_in_dim, start_index=i * at_once, slice_size=at_once
+                )
+                u, buf = moved(part(g), part(carry[0]))
+                found = buf, orthogonalize(u, polynomials, dtype)
+                put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * at_once, axis=0)
+                return tuple(put(x, new) for x, new in zip(carry, found, strict=True))
+
+            kept, result = jax.lax.fori_loop(0, len(g) // at_once, turn, (kept, jnp.zeros(g.shape, dtype)))
+            return result.reshape(shape), kept.reshape(shape)
 
         grads, structure = jax.tree_util.tree_flatten_with_path(updates)
         pairs = [step(*pair, kept) for pair, kept in zip(grads, jax.tree.leaves(state.momentum), strict=True)]
         directions, momenta = ([pair[i] for pair in pairs] for i in (0, 1))
         return jax.tree.unflatten(structure, directions), MuonState(jax.tree.unflatten(structure, momenta))
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def matrix_scale(kind: str, shape: tuple[int, ...]) -> float:

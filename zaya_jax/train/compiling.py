@@ -5,8 +5,6 @@ and a place on the mesh, and no numbers.
 """
 
 import dataclasses
-import functools
-import math
 import time
 from typing import Any
 
@@ -17,27 +15,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from zaya_jax.config import Config
 from zaya_jax.hardware import buffers, chips, hlo, kernels, roofline
 from zaya_jax.hardware.clusters import Cluster
+from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import batch_spec
+from zaya_jax.train import state as states
 from zaya_jax.train import step as steps
 
 LARGEST = 12  # kernels and buffers that are named
 
 
-def state_like(config: Config, mesh: Mesh) -> dict[str, Any]:
-    """The state as shapes, each with its place."""
-    optimizer = steps.build_optimizer(config, mesh)
-    state = jax.eval_shape(functools.partial(steps.init_state, config, optimizer, mesh))
-    shardings = steps.state_shardings(config, optimizer, mesh)
-
-    def placed(sharding, part):
-        return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
-
-    return jax.tree.map(placed, shardings, state, is_leaf=lambda x: isinstance(x, NamedSharding))
-
-
 def batch_like(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> dict[str, Any]:
     """Likewise a step's batch of so many sequences."""
-    sharding = NamedSharding(mesh, batch_spec(steps.spread_of(config, mesh)))
+    sharding = NamedSharding(mesh, batch_spec(spread_lib.of(config.mesh, mesh.shape)))
     shape = (micro_batches, sequences // micro_batches, config.data.seq_len)
 
     def like(dtype):
@@ -49,16 +37,13 @@ def batch_like(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -
 
 def lower(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> jax.stages.Lowered:
     """The step of a phase (`schedule.phase_config`) for so many sequences over all devices."""
-    step = steps.make_train_step(config, config.model, steps.build_optimizer(config, mesh), mesh)
+    optimizer = states.build_optimizer(config, mesh)
+    step: Any = steps.make_train_step(config, config.model, optimizer, mesh)
     # `pretrain` gives the rate as a NumPy number, which lies nowhere yet; without the chips it needs a place.
     rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
-    return step.lower(state_like(config, mesh), batch_like(config, mesh, sequences, micro_batches), rate)
-
-
-def on_one_device(tree: Any) -> int:
-    """Bytes of a tree of placed shapes that each device holds."""
-    leaves = jax.tree.leaves(tree)
-    return sum(x.dtype.itemsize * math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
+    return step.lower(
+        states.abstract(config, optimizer, mesh), batch_like(config, mesh, sequences, micro_batches), rate
+    )
 
 
 def measure(
@@ -83,6 +68,7 @@ def measure(
     text = compiled.as_text()
     program, collectives = kernels.of(text), hlo.collectives(text)
     device = mesh.devices.flat[0]
+    state = states.abstract(config, states.build_optimizer(config, mesh), mesh)
     limit = roofline.bound(program, collectives, device.device_kind, cluster, config.precision.matmul)
     tokens = sequences * config.data.seq_len / mesh.size
     return {
@@ -93,7 +79,7 @@ def measure(
         "remat": config.remat,
         "mesh": {**dict(mesh.shape), **{x: True for x in ("fsdp", "tsp", "ring") if getattr(config.mesh, x)}},
         "seconds": seconds,
-        "memory": {"capacity": capacity, **_memory(memory, state_like(config, mesh), program)},
+        "memory": {"capacity": capacity, **_memory(memory, state, program)},
         "launches": program.launches,
         "hbm_bytes": program.bytes,
         "flops": program.flops,
@@ -110,15 +96,17 @@ def measure(
 def _memory(memory: buffers.Memory, state: dict[str, Any], program: kernels.Program) -> dict[str, Any]:
     """Bytes by kind where most are in use. What is not the state is told by its shape and scope: as large as a weight,
     with its dims, and float32 or bfloat16: a gradient; stacked over the layers: kept for the backward pass."""
-    weights, optimizer = on_one_device(state["params"]), on_one_device(state["optimizer"])
-    of_weights, layers = set(), set()
+    weights, optimizer = (
+        sum(map(states.bytes_per_device, jax.tree.leaves(state[part]))) for part in ("params", "optimizer")
+    )
+    of_weights = set()
     for x in jax.tree.leaves(state["params"]):
         shape = x.sharding.shard_shape(x.shape)
         of_weights.add(tuple(sorted(n for n in shape if n > 1)))
     layers = {x.shape[0] for x in jax.tree.leaves(state["params"]["layers"])}
     from_ = {k.name: k for k in program.kernels}
     kinds = dict.fromkeys(("gradients", "activations", "exchange", "other temporaries"), 0)
-    largest = []
+    largest: list[dict[str, Any]] = []
     live = memory.at_peak()
     for b in live:
         maker = from_.get(b.name)

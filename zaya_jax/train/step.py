@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels import chip
@@ -77,23 +76,25 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
             micro = jax.tree.map(lambda x: x[0], batch)
             grads, sums = gradient(params, bias, micro, total)
         else:
+            # Each layer's gradient is added where the sum lies: there is no second set, as large as the weights.
+            refs = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), params)
 
             def accumulate(carry, micro):
-                found = gradient(params, bias, micro, total)
-                with jax.named_scope("accumulation"):
-                    return jax.tree.map(jnp.add, carry, found), None
+                pull: Any
+                _, pull, sums = jax.vjp(lambda w: loss_fn(w, bias, micro, total), params, has_aux=True)
+                pull.with_refs(refs)(jnp.ones(()))
+                return jax.tree.map(jnp.add, carry, sums), None
 
             first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-            zero = jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(gradient, params, bias, first, total)
-            )
-            (grads, sums), _ = jax.lax.scan(accumulate, zero, batch)
+            like = jax.eval_shape(loss_fn, params, bias, first, total)[1]
+            zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+            sums, _ = jax.lax.scan(accumulate, zero, batch)
+            grads = jax.tree.map(jax.freeze, refs)
 
         loss, z = jax.lax.psum(sums[:2], AXES)
         counts = jax.lax.psum(sums[2], spread.token_axes)
         with jax.named_scope("optimizer"):
-            updates, opt_state = optimizer.update(grads, state["optimizer"], params, lr=lr)
-            new_params = optax.apply_updates(params, updates)
+            new_params, opt_state = optimizer.apply(grads, state["optimizer"], params, lr=lr)
         figures = dict(opt_state.figures)
         with jax.named_scope("balance"):
             new_balance, load = balance.update(
