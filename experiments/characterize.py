@@ -1,6 +1,12 @@
 """What a machine can do, measured, and what follows from it for a run.
 
+    python -m experiments.characterize collectives|matmul|memory --out=DIR [--config=FILE] [--chip=NAME] [--devices=N]
     python -m experiments.characterize storage --data=DIR --out=DIR [--iops_budget=70000]
+    python -m experiments.characterize all --out=DIR [--data=DIR]
+
+`collectives` sends messages of 1 KiB to GiBs over every power of two of the devices, in a node and across; `matmul` and
+`memory` measure one device. Each writes DIR/NAME.json, .csv and .html: figures, and the sizing rules that they give for
+the config's model; docs/hardware.md says how to read them. Several processes measure as one, started as pretrain is.
 
 `storage` reads a prepared directory as training would, with a cold and with a warm page cache, and says what
 the storage behind a run must give: by default for ZAYA1's batch of 4096 sequences of 4096 tokens every 2.5
@@ -8,30 +14,147 @@ seconds.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import json
 import math
 import pathlib
 import sys
+import tempfile
+from collections.abc import Callable, Iterator
+
+import jax
 
 from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import writing
-from zaya_jax.config import UserError, fields
+from zaya_jax.cluster import multihost
+from zaya_jax.config import Config, Precision, UserError, fields, files
 from zaya_jax.data import sizing, storage
 from zaya_jax.data.tokens import PAGE_BYTES
+from zaya_jax.hardware import chips, host, sizing_rules
+from zaya_jax.hardware.measure import collectives, figures, memory, products
+from zaya_jax.report import hardware as page
 
 COLORS = {"cold": "#3b6fb6", "warm": "#d08b2c"}
+CONFIG = str(pathlib.Path(__file__).parent / "configs" / "zaya1_base.py")
+DEVICES = 1024  # ZAYA1's, where only a CPU is here
+PARTS = {
+    "collectives": "what travels between devices: seconds and bandwidth over size and devices",
+    "matmul": "matrix products: rates over M, N and K, the model's shapes, tokens an expert",
+    "memory": "a device's memory: bandwidth of copying, reading, writing and adding over size",
+}
 
 
 def main() -> int:
     """Runs the measurement that the first argument names."""
     parser = cli.Parser(prog="python -m experiments.characterize", description=__doc__)
-    what = parser.add_subparsers(required=True, metavar="storage")
-    storage_parser = what.add_parser(
-        "storage", help="what a run's data ask of a storage, and what this one gives"
+    what = parser.add_subparsers(dest="what", required=True, metavar="|".join((*PARTS, "storage", "all")))
+    for name, about in (*PARTS.items(), ("all", "all of these; storage where --data is given")):
+        add = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md").add_argument
+        add("--out", required=True, metavar="DIR", help=f"folder for {name}.json, .csv and .html")
+        add("--config", default=CONFIG, metavar="FILE", help="whose model and batch are sized; zaya1_base")
+        add("--chip", choices=sizing_rules.CHIPS, help="for which the rules are; this one, on a CPU mi300x")
+        # fmt: off
+        add("--devices", type=cli.number(int, 1, 2**24), metavar="N", help=f"of the run; these, on a CPU {DEVICES}")
+        add("--seconds", type=cli.number(float, 0.001), default=0.1, metavar="X", help="longest time per size; 0.1")
+        # fmt: on
+        if name == "all":
+            add("--data", metavar="DIR", help="prepared directory for storage, which is left out without one")
+    storage_options(
+        what.add_parser("storage", help="what a run's data ask of a storage, and what this one gives")
     )
-    add = storage_parser.add_argument
+    args = parser.parse_args()
+    if args.what == "storage":
+        check_storage(args)
+        return measure_storage(args)
+    fields.check_path("--out", args.out)
+    writing.require_writable(pathlib.Path(args.out), f"--out={args.out}")
+    config = cli.read_config(args.config)
+    reading = None
+    if args.what == "all" and args.data is not None:
+        its_options = cli.Parser()
+        storage_options(its_options)
+        reading = its_options.parse_args([f"--data={args.data}", f"--out={args.out}"])
+        check_storage(reading)
+    host.keep_memory()
+    return multihost.together(lambda: measure_devices(args, config, reading))
+
+
+def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.Namespace | None) -> int:
+    """Measures in all processes, then writes NAME.json, .csv and .html into --out from the first."""
+    devices = jax.devices()
+    first, nodes, host_only = devices[0], collectives.nodes_of(devices), devices[0].platform == "cpu"
+    chip = args.chip or sizing_rules.chip_named(first.device_kind) or "mi300x"
+    count = args.devices or (DEVICES if host_only else len(devices))
+    sizing_rules.findings(config, chip, count)  # a mesh that does not fit is refused now
+    writes = multihost.is_writer()
+    with made(pathlib.Path(args.out)) if writes else contextlib.nullcontext():
+        say = functools.partial(print, flush=True) if writes else lambda text: None
+        say(
+            f"{len(devices)} x {first.device_kind} in {max(nodes) + 1} node(s) of {jax.process_count()} process(es)"
+        )
+        if host_only:
+            say(f"note: {page.HOST}")
+        found, remarks = measure_parts(args, config, nodes, say)
+        if args.what == "all" and reading is None:
+            remarks.append("storage was left out: it needs --data=DIR")
+        if writes:
+            findings = sizing_rules.findings(config, chip, count, found)
+            rules_for = f"{config.name} on {count:,} {chip}"
+            name = pathlib.Path(args.out) / args.what
+            files.write(name.with_suffix(".json"), figures.to_json(found).encode())
+            files.write(name.with_suffix(".csv"), figures.to_csv(found).encode())
+            files.write(name.with_suffix(".html"), page.render(found, findings, rules_for, remarks).encode())
+            say(f"sizing rules for {rules_for}:" if findings else f"no sizing rule is broken by {rules_for}")
+            for line in (*findings, *(f"note: {remark}" for remark in remarks)):
+                say(str(line))
+            say(f"written: {name}.json, .csv, .html")
+            if reading is not None:
+                measure_storage(reading)
+    multihost.barrier("measured")
+    return cli.DONE
+
+
+def measure_parts(
+    args: argparse.Namespace, config: Config, nodes: list[int], say: Callable[[str], None]
+) -> tuple[figures.Figures, list[str]]:
+    """What was asked for, and remarks on what was left out. Products and memory are of the first device alone."""
+    devices, remarks = jax.devices(), []
+    first, wanted = devices[0], tuple(PARTS) if args.what == "all" else (args.what,)
+    found = figures.Figures(
+        first.device_kind, first.platform, len(devices), max(nodes) + 1, jax.process_count(), jax.__version__,
+        figures.now(), chips.peak_flops(first, Precision(compute="bfloat16")),
+    )  # fmt: skip
+    if "collectives" in wanted:
+        room = memory.room(first, sum(d.process_index == first.process_index for d in devices))
+        room = multihost.from_first("room", lambda: room // collectives.SHARE)
+        found = dataclasses.replace(
+            found,
+            collectives=collectives.measure(devices, nodes, room, args.seconds, say),
+            start_seconds=collectives.start_seconds(devices, args.seconds),
+        )
+        if not found.collectives:
+            remarks.append("no collectives: there is one device")
+    if not multihost.is_writer():
+        return found, remarks
+    if "memory" in wanted:
+        found = dataclasses.replace(found, streams=memory.measure(first, args.seconds, say))
+    if "matmul" in wanted:
+        measured, left_out = products.measure(first, config.model, args.seconds, say)
+        found = dataclasses.replace(found, products=measured)
+        if left_out:
+            remarks.append(
+                f"{left_out} products were left out: a call takes more than {3 * args.seconds:g} s (three times "
+                "--seconds), or memory does not hold it"
+            )
+    return found, remarks
+
+
+def storage_options(parser: argparse.ArgumentParser) -> None:
+    """The options of `storage`."""
+    add = parser.add_argument
     # fmt: off
     add("--data", required=True, metavar="DIR", help="prepared directory to read")
     add("--out", required=True, metavar="DIR", help="directory for the table, the picture and the figures")
@@ -51,19 +174,22 @@ def main() -> int:
     )
     add("--step_seconds", type=cli.number(float, 1e-6), default=2.5, metavar="X", help="step time of the run; 2.5")
     # fmt: on
-    return measure_storage(parser.parse_args())
 
 
-def measure_storage(args: argparse.Namespace) -> int:
-    """Measures, then writes storage.md, storage.svg and storage.json into --out."""
+def check_storage(args: argparse.Namespace) -> None:
+    """UserError where the directories of `storage` will not do."""
     for name in ("data", "out"):
         fields.check_path(f"--{name}", getattr(args, name))
     if not storage.is_prepared(args.data) or not storage.is_local(args.data):
         raise UserError(
             f"--data={args.data} is not a local prepared directory; make one with experiments.prepare_data"
         )
+    writing.require_writable(pathlib.Path(args.out), f"--out={args.out}")
+
+
+def measure_storage(args: argparse.Namespace) -> int:
+    """Measures, then writes storage.md, storage.svg and storage.json into --out."""
     out = pathlib.Path(args.out)
-    writing.require_writable(out, f"--out={out}")
     manifest = storage.load_manifest(args.data)
     raw = config_lib.default()
     raw.data.seq_len, raw.data.global_batch = args.seq_len, args.rows
@@ -77,23 +203,35 @@ def measure_storage(args: argparse.Namespace) -> int:
     budget = args.iops_budget or readings[0].pages_per_second
     whose = "given" if args.iops_budget else "measured here, cold, one reader"
     text = table(readings, manifest) + "\n" + verdict(need, budget, whose)
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        writing.remove_empty(made)
-        raise UserError(f"--out={out} cannot be written ({error.strerror}); give a folder that can") from None
-    (out / "storage.md").write_text(text)
-    (out / "storage.svg").write_text(picture(need, budget))
-    figures = {
+    measured = {
         "readings": [dataclasses.asdict(r) for r in readings],
         "need": dataclasses.asdict(need),
         "budget": budget,
     }
-    (out / "storage.json").write_text(json.dumps(figures, indent=1) + "\n")
+    with made(out):
+        (out / "storage.md").write_text(text)
+        (out / "storage.svg").write_text(picture(need, budget))
+        (out / "storage.json").write_text(json.dumps(measured, indent=1) + "\n")
     print(text)
     print(f"written: {out}/storage.md, storage.svg, storage.json")
     return cli.DONE
+
+
+@contextlib.contextmanager
+def made(out: pathlib.Path) -> Iterator[None]:
+    """The folder, for what is written inside; UserError where nothing can be, before anything is measured."""
+    new = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        writing.remove_empty(new)
+        raise UserError(f"--out={out} cannot be written ({error.strerror}); give a folder that can") from None
+    try:
+        yield
+    finally:
+        writing.remove_empty(new)  # after an error
 
 
 def table(readings: list[sizing.Reading], manifest: dict) -> str:

@@ -31,7 +31,7 @@ from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, token_ids, tokenizers
 from zaya_jax.data.prefetch import DevicePrefetch
-from zaya_jax.hardware import host
+from zaya_jax.hardware import host, sizing_rules
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.model import zaya
 from zaya_jax.parallel import spread as spread_lib
@@ -220,7 +220,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     if config.schedule.phases:
         logs.say(recipe.table(config, plan, len(devices)))
     logs.say(describe_run(config, mesh, shapes, plan, last_step, workdir, reached))
-    for note in filter(None, [*notes, unknown_peak()]):
+    for note in filter(None, [*notes, unknown_peak(), *sizing_rules.notes(here, devices)]):
         logs.say(note)
     as_it_was.begun()
     writer = Writer(workdir, reached)

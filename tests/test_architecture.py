@@ -42,6 +42,10 @@ ARROWS = {
 # Every program of experiments/ and the options it has of its own.
 OPTIONS = {
     "characterize": {
+        "collectives": ["out", "config", "chip", "devices", "seconds"],
+        "matmul": ["out", "config", "chip", "devices", "seconds"],
+        "memory": ["out", "config", "chip", "devices", "seconds"],
+        "all": ["out", "config", "chip", "devices", "seconds", "data"],
         "storage": [
             "data",
             "out",
@@ -51,7 +55,7 @@ OPTIONS = {
             "seq_len",
             "global_batch",
             "step_seconds",
-        ]
+        ],
     },
     "checkpoint": {
         "inspect": ["workdir", "step", "html"],

@@ -7,6 +7,7 @@ import inspect
 import math
 import os
 import re
+import runpy
 import signal
 import sys
 import traceback
@@ -77,6 +78,22 @@ class _ConfigFiles(flags.ArgumentParser):
     def flag_type(self) -> str:
         """For --help."""
         return self._inner.flag_type()
+
+
+def read_config(file: str) -> config_lib.Config:
+    """The config of a file, for a program without flags; UserError where it gives none."""
+    fields.check_path("--config", file)
+    if not Path(file).is_file():
+        raise _no_file(file)
+    try:
+        found = runpy.run_path(file)["get_config"]()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # a config file is a program, and may do anything
+        raise _no_config(file, error) from None
+    if not isinstance(found, ConfigDict):
+        raise UserError(f"--config={file}: get_config() returns {type(found).__name__}, not a ConfigDict")
+    return config_lib.check(found)
 
 
 def _below(path: str) -> str:
@@ -282,9 +299,7 @@ def _parse(argv: list[str]) -> None:
         name = path.split("=", 1)[1]
         fields.check_path("--config", name)
         if not Path(name).is_file():
-            raise UserError(
-                f"--config={name} is no file; give a Python file with get_config(), see experiments/configs"
-            )
+            raise _no_file(name)
     known, changed = set(config_lib.all_keys()), []
     for arg in others:
         if arg.lstrip("-").startswith("config."):
@@ -316,6 +331,12 @@ def _parse(argv: list[str]) -> None:
         raise UserError(f"unexpected argument {config_lib.shown(rest[1])}; options begin with --")
 
 
+def _no_file(name: str) -> UserError:
+    return UserError(
+        f"--config={name} is no file; give a Python file with get_config(), see experiments/configs"
+    )
+
+
 def _no_config(file: str, error: BaseException) -> UserError:
     """What a config file did in place of giving a config, and where in it."""
     where, first, seen = "", error, set[int]()
@@ -335,7 +356,7 @@ def _no_config(file: str, error: BaseException) -> UserError:
             f"--config={file} is JSON, but a config file is Python with get_config(); one that returns "
             "zaya_jax.config.editable(zaya_jax.train.workdir.read_config(WORKDIR)) has what a run recorded"
         )
-    if "no attribute 'get_config'" in fields.words(first):
+    if "no attribute 'get_config'" in fields.words(first) or fields.words(first) == "'get_config'":
         what = "it has no get_config()"
     else:
         what = f"{type(first).__name__}{where}: {fields.first_line(first)[:LONGEST]}"

@@ -146,7 +146,8 @@ def _runs(points: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ...]]]:
     return [run for run in runs if run]
 
 
-def _curve(line: Line, x: Axis, y: Axis) -> str:
+def draw(line: Line, x: Axis, y: Axis) -> str:
+    """One curve, with its band."""
     parts = []
     for run in _runs(line.band):
         if len(run) > 1:
@@ -257,7 +258,7 @@ def line_chart(
         legend.append('<li><i class="key bad">✕</i>not finite</li>')
     clip = picture_id(title) + "c"
     box = f'x="{LEFT}" y="{TOP - 4}" width="{WIDTH - RIGHT - LEFT + 8}" height="{HEIGHT - BOTTOM - TOP + 5}"'
-    drawn = "".join(f'<g data-line="{i}">{_curve(line, x, y)}</g>' for i, line in enumerate(lines))
+    drawn = "".join(f'<g data-line="{i}">{draw(line, x, y)}</g>' for i, line in enumerate(lines))
     labels = "".join(_point_labels(line, x, y) for line in lines if line.look == "dots")
     marks = "".join(_bad_mark(x(step), step) for step in bad_steps)
     svg = (

@@ -1,0 +1,240 @@
+"""What was measured: a file that `experiments.characterize` writes and plans read; docs/hardware.md has its format.
+
+figures = load("out/all.json")
+figures.best_rate() / figures.peak       what of the chip's peak a product reaches
+figures.over("all-reduce", 8, 1)         one collective on 8 devices of one node, by size
+"""
+
+import csv
+import dataclasses
+import datetime
+import io
+import json
+import os
+import statistics
+from collections.abc import Iterable
+from typing import Any
+
+from zaya_jax.config import UserError, files
+from zaya_jax.hardware.measure.timing import Timing, knee
+
+FORMAT = 1
+
+# Bus bandwidth over algorithm bandwidth for n devices, and what `bytes` counts: nccl-tests, doc/PERFORMANCE.md.
+BUS = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,  # bytes: what each device puts in, and gets
+    "reduce-scatter": lambda n: (n - 1) / n,  # what each puts in; it gets one n-th
+    "all-gather": lambda n: (n - 1) / n,  # what each gets; it puts in one n-th
+    "broadcast": lambda n: 1.0,  # what the root has and each gets
+    "all-to-all": lambda n: (n - 1) / n,  # what each puts in, its own n-th counted, and gets
+    "neighbour": lambda n: 1.0,  # what each sends to the next
+}
+MOVED = {"copy": 2, "read": 1, "write": 1, "add": 3}  # bytes moved for one of the array
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective over some devices."""
+
+    name: str
+    compiled: str  # what XLA made of it: the one collective in the program
+    num_devices: int
+    num_nodes: int
+    bytes: int
+    seconds: Timing
+
+    @property
+    def algorithm_bandwidth(self) -> float:
+        """Bytes a second."""
+        return self.bytes / self.seconds.median
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """Bytes a second through each device's link, whatever the number of devices."""
+        return self.algorithm_bandwidth * BUS[self.name](self.num_devices)
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One matrix product [m, k] x [k, n], or that of `groups` of `m` rows, each with its own matrices.
+
+    A grouped one is the operator pallas_kernels.grouped_mlp: k is the model's width, n the experts'.
+    """
+
+    name: str  # dense, grouped forward, grouped backward
+    label: str  # whose shape it is; "" on the grid
+    m: int
+    n: int
+    k: int
+    groups: int
+    dtype: str
+    seconds: Timing
+
+    @property
+    def flops(self) -> float:
+        """Of one call."""
+        one = 2.0 * self.m * self.n * self.k * self.groups
+        return one * {"dense": 1, "grouped forward": 3, "grouped backward": 6}[self.name]
+
+    @property
+    def rate(self) -> float:
+        """FLOP/s."""
+        return self.flops / self.seconds.median
+
+
+@dataclasses.dataclass(frozen=True)
+class Stream:
+    """One pass over arrays of `bytes` in a device's memory."""
+
+    name: str
+    bytes: int  # of one array
+    seconds: Timing
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes read and written a second."""
+        return self.bytes * MOVED[self.name] / self.seconds.median
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """All that one run of characterize measured, and on what."""
+
+    device: str  # JAX's device_kind
+    platform: str
+    num_devices: int
+    num_nodes: int
+    num_processes: int
+    jax: str
+    date: str
+    peak: float | None = None  # FLOP/s of a device for bfloat16, where chips.py knows it
+    start_seconds: float | None = None  # of a program that does nothing, on all devices
+    collectives: tuple[Collective, ...] = ()
+    products: tuple[Product, ...] = ()
+    streams: tuple[Stream, ...] = ()
+
+    @property
+    def of_host(self) -> bool:
+        """Whether they are of the CPU of a host, and of no accelerator or network."""
+        return self.platform == "cpu"
+
+    def best_rate(self) -> float | None:
+        """The fastest product, FLOP/s."""
+        return max((p.rate for p in self.products), default=None)
+
+    def memory_bandwidth(self) -> float | None:
+        """That of copying, the median of the three largest arrays: of memory, not of a cache."""
+        copies = sorted((s for s in self.streams if s.name == "copy"), key=lambda s: s.bytes)
+        return statistics.median(s.bandwidth for s in copies[-3:]) if copies else None
+
+    def cache_bytes(self) -> int | None:
+        """The largest array copied at 1.5 times the speed of memory; None where no cache shows."""
+        speed = self.memory_bandwidth()
+        copies = [s for s in self.streams if s.name == "copy"]
+        return max((s.bytes for s in copies if speed and s.bandwidth > 1.5 * speed), default=None)
+
+    def rows_knee(self) -> int | None:
+        """Rows of an expert from which on a grouped product is within 20% of its best."""
+        grouped = [p for p in self.products if p.name == "grouped forward"]
+        found = knee((p.m, p.rate) for p in grouped)
+        return None if found is None else int(found)
+
+    def over(self, name: str, num_devices: int, num_nodes: int) -> list[Collective]:
+        """One collective on one set of devices, by size."""
+        wanted = (name, num_devices, num_nodes)
+        found = [c for c in self.collectives if (c.name, c.num_devices, c.num_nodes) == wanted]
+        return sorted(found, key=lambda c: c.bytes)
+
+    def groups(self) -> list[tuple[int, int]]:
+        """The sets of devices that collectives ran on: (devices, nodes)."""
+        return sorted({(c.num_devices, c.num_nodes) for c in self.collectives}, key=lambda g: (g[1], g[0]))
+
+    def message_knee(self, name: str, num_devices: int, num_nodes: int) -> int | None:
+        """Bytes from which on a collective is within 20% of its best bus bandwidth."""
+        found = knee((c.bytes, c.bus_bandwidth) for c in self.over(name, num_devices, num_nodes))
+        return None if found is None else int(found)
+
+
+def now() -> str:
+    """The date of figures."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def to_json(figures: Figures) -> str:
+    """The file; rates stand beside the seconds that they follow from."""
+    about: dict[str, Any] = {"format": FORMAT}
+    if figures.of_host:
+        about["note"] = "measured on a host's CPU: of no accelerator and no network"
+    for field in dataclasses.fields(figures):
+        value = getattr(figures, field.name)
+        about[field.name] = [_entry(x) for x in value] if isinstance(value, tuple) else value
+    return json.dumps(about, indent=1) + "\n"
+
+
+def load(path: str | os.PathLike) -> Figures:
+    """The figures of a file; UserError where it is none."""
+    try:
+        given = files.read_json(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as figures of experiments.characterize ({error})") from None
+    if not isinstance(given, dict) or given.get("format") != FORMAT:
+        has = given.get("format") if isinstance(given, dict) else None
+        raise UserError(
+            f"{path} has no figures of experiments.characterize (format {has!r}, expected {FORMAT}); give its "
+            "all.json, collectives.json, matmul.json or memory.json"
+        )
+    try:
+        lists: dict[str, Any] = {
+            name: tuple(_read(kind, entry) for entry in given[name])
+            for name, kind in (("collectives", Collective), ("products", Product), ("streams", Stream))
+        }
+        names = [field.name for field in dataclasses.fields(Figures)]
+        return Figures(**{name: given[name] for name in names if name not in lists}, **lists)
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); measure again") from None
+
+
+def to_csv(figures: Figures) -> str:
+    """A row for each measurement."""
+    columns = (
+        "kind", "name", "label", "num_devices", "num_nodes", "groups", "m", "n", "k", "dtype", "bytes",
+        "seconds_median", "seconds_p10", "seconds_p90", "samples", "rate", "unit", "bus_bandwidth",
+    )  # fmt: skip
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns, restval="", extrasaction="ignore", lineterminator="\n")
+    writer.writeheader()
+    for kind, entries in _kinds(figures):
+        for entry in entries:
+            times = dict(zip(columns[11:15], entry.seconds, strict=True))
+            row = {"kind": kind, **_entry(entry), **times, "unit": "B/s"}
+            rates = ("algorithm_bandwidth", "flops_per_second", "bandwidth")
+            row["rate"] = next(row[name] for name in rates if name in row)
+            if "flops_per_second" in row:
+                row["unit"] = "FLOP/s"
+            writer.writerow(row)
+    return out.getvalue()
+
+
+def _kinds(figures: Figures) -> list[tuple[str, Iterable[Any]]]:
+    return [("collective", figures.collectives), ("product", figures.products), ("memory", figures.streams)]
+
+
+def _entry(measured: Collective | Product | Stream) -> dict[str, Any]:
+    entry = dataclasses.asdict(measured) | {"seconds": measured.seconds._asdict()}
+    match measured:
+        case Collective():
+            entry["algorithm_bandwidth"] = measured.algorithm_bandwidth
+            entry["bus_bandwidth"] = measured.bus_bandwidth
+        case Product():
+            entry["flops_per_second"] = measured.rate
+        case Stream():
+            entry["bandwidth"] = measured.bandwidth
+    return entry
+
+
+def _read(kind: type, entry: dict[str, Any]) -> Any:
+    found = {field.name: entry[field.name] for field in dataclasses.fields(kind)}
+    times = Timing(**found["seconds"])
+    if not all(isinstance(x, int | float) and x > 0 for x in times):
+        raise ValueError(f"{entry.get('name')} took {times.median!r} s")
+    return kind(**found | {"seconds": times})
