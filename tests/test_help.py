@@ -26,7 +26,8 @@ def test_page_and_help_have_every_key():
 
 def test_every_program_helps():
     commands = [(name, command) for name in OPTIONS for command in OPTIONS[name]]
-    commands = [c for c in commands if c[0] != "checkpoint" or c[1] in ("inspect", "to_hf")]  # one parser's
+    some = ("inspect", "to_hf", "collectives", "")  # of those that share a parser
+    commands = [c for c in commands if c[0] not in ("checkpoint", "characterize") or c[1] in some]
     started = [
         subprocess.Popen(
             [sys.executable, "-m", f"experiments.{name}", *filter(None, [command, option])],

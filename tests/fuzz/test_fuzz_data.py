@@ -159,6 +159,10 @@ def test_what_prepare_data_refuses_leaves_everything_as_it_was(sandbox, options)
         [*SMALL[1:], "--rows=0"], [*SMALL[1:], "--rows=9999999"], [*SMALL[1:], "--rows=999999999999"],
         [*SMALL[1:], "--seq_len=0"], [*SMALL[1:], "--seq_len=999999"], [*SMALL[1:], "--seq_len=999999999999"],
         [*SMALL[1:], "--global_batch=0"], [*SMALL[1:], "more"], [*SMALL[1:], "--no=1"],
+        ["all"], ["all", "--out=new", "--data=texts"], ["all", "--out=new", "--data="], ["matmul", "--out=text.txt/a"],
+        ["memory", "--out=new", "--config=nowhere.py"], ["memory", "--out=new", "--config=text.txt"],
+        ["memory", "--out=new", "--chip=abacus"], ["memory", "--out=/proc/x/y"], ["collectives", "--out="],
+        ["collectives", "--out=new", "--devices=0"], ["collectives", "--out=new", "--seconds=nan"],
     ],
     ids=" ".join,
 )  # fmt: skip

@@ -24,7 +24,7 @@ CODESIGN = (
     "co-design of model and hardware, arXiv:2401.14489"  # multiples of 64, tiles, waves, large micro-batches
 )
 CUBLAS = "NVIDIA's guide to matrix multiplication"
-LEAST = 0.002  # of a step's time: what costs less is not worth a line
+LEAST = 0.01  # of a step's time: what costs less is not worth a line
 # What a product loses that loads no whole 16 bytes, or no whole 128: estimates, until odd widths are measured.
 MISALIGNED = {8: 0.5, 64: 0.1}
 
@@ -91,18 +91,19 @@ def notes(config: Config, devices: list) -> list[str]:
 def findings(config: Config, name: str, num_devices: int, figures: Figures | None = None) -> list[Finding]:
     """What is off a chip's fast path in any phase that fits the devices, worst first; each dimension once a rule."""
     found: dict[tuple, Finding] = {}
-    misfit = None
+    judged, misfit = 0, None
     for segment in schedule.make_plan(config).segments:
         try:
             of_phase = _of_phase(schedule.phase_config(config, segment.phase), name, num_devices, figures)
         except UserError as error:  # a mesh that needs more devices: another start's
             misfit = misfit or error
             continue
+        judged += 1
         for f in of_phase:
             key = f.rule, f.key, f.value
             if key not in found or found[key].cost < f.cost:
                 found[key] = f
-    if misfit and not found:
+    if misfit and not judged:
         raise misfit
     return sorted(found.values(), key=lambda f: -f.cost)
 
@@ -167,6 +168,16 @@ class _Phase:
         head = 6.0 * m.hidden_size * m.vocab_size / self.flops
         return [*layers, _Weights("head", m.vocab_size, "model.vocab_size", m.hidden_size, head, 1, 1)]
 
+    def nearest(self, p: _Weights, value: int, multiple: int) -> int:
+        """The nearest value with which a product's width is a multiple; of the tile, where it would lose 1% there."""
+        # In steps that the key can take: every device of `cut` has as many, and they fill whole multiples.
+        step = math.lcm(multiple, p.factor) // p.factor * p.cut
+        up = p.key == "model.vocab_size"  # every token needs its row
+        found = max(step, (-(-value // step) if up else round(value / step)) * step)
+        width = p.factor * found // p.cut
+        lost = 1 - width / (-(-width // self.chip.tile) * self.chip.tile)
+        return found if lost < 0.01 else self.nearest(p, value, self.chip.tile)
+
     def grown(self, key: str, value: int) -> int:
         """Parameters that another value of a model's key adds."""
         model = self.config.model
@@ -209,11 +220,7 @@ def _widths(here: _Phase) -> Iterator[Finding]:
         if not lost:
             continue
         value = getattr(here.config.model, p.key.removeprefix("model."))
-        # In steps that the key can take: every device of `cut` has as many, and they fill whole multiples.
-        step = math.lcm(multiple, p.factor) // p.factor * p.cut
-        better: int | None = max(step, round(value / step) * step)
-        if p.key == "model.vocab_size":  # every token needs its row
-            better = -(-value // step) * step
+        better: int | None = here.nearest(p, value, multiple)
         if "num_" in p.key:  # with another number of heads it would be another model
             better = None
         cost = p.share * lost + (found[p.key].cost if p.key in found else 0)

@@ -40,15 +40,16 @@ class Kind(NamedTuple):
     hlo: str
     call: Callable[[jax.Array, int], jax.Array]
     puts_in_all: bool = True
+    in_place: bool = False  # otherwise XLA, which sums in place, copies its argument first
 
 
 KINDS = {
-    "all-reduce": Kind("all-reduce", lambda x, n: lax.psum(x, AXIS)),
+    "all-reduce": Kind("all-reduce", lambda x, n: lax.psum(x, AXIS), in_place=True),
     "reduce-scatter": Kind(
         "reduce-scatter", lambda x, n: lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
     ),
     "all-gather": Kind("all-gather", lambda x, n: lax.all_gather(x, AXIS, tiled=True), puts_in_all=False),
-    "broadcast": Kind("collective-broadcast", lambda x, n: lax.pbroadcast(x, AXIS, 0)),
+    "broadcast": Kind("collective-broadcast", lambda x, n: lax.pbroadcast(x, (AXIS,), 0)),
     "all-to-all": Kind("all-to-all", lambda x, n: lax.all_to_all(x, AXIS, 0, 0, tiled=True)),
     "neighbour": Kind(
         "collective-permute", lambda x, n: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)])
@@ -154,28 +155,48 @@ def _from_first(name: str, own: tuple | None) -> list:
 
 
 def _program(name: str, kind: Kind, group: Group, size: int, check: bool) -> Callable[[], jax.Array]:
-    """The compiled collective on its input, of which the program is shown to be nothing else."""
-    n, numbers = len(group.devices), size // NUMBER.itemsize
-    own = numbers if kind.puts_in_all else numbers // n
-    mesh = Mesh(np.array(group.devices), (AXIS,), axis_types=(AxisType.Auto,))
-    spread = NamedSharding(mesh, P(AXIS))
-
-    def over_devices(f: Callable) -> Callable:
-        return jax.shard_map(f, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-
-    ranks = jax.jit(lambda: jnp.arange(n), out_shardings=spread)()
-    fill = jax.jit(over_devices(lambda rank: _values(rank, jnp.arange(own), jnp)))
-    x = fill(ranks)
-    compiled = jax.jit(over_devices(lambda x: kind.call(x, n))).lower(x).compile()
-    found = hlo.collectives(compiled)
-    if [(c.kind, c.group_size if c.kind != "collective-permute" else n) for c in found] != [(kind.hlo, n)]:
-        made = ", ".join(f"{c.kind} over {c.group_size}" for c in found) or "no collective"
-        raise RuntimeError(f"{name} over {n} devices became {made}, expected one {kind.hlo}")
-    if found[0].bytes != size:
-        raise RuntimeError(f"{name} of {size} bytes moves {found[0].bytes}")
+    """The compiled collective on its input; `check`: compares what it gives."""
+    n = len(group.devices)
+    compiled, like = compile_one(name, kind, group.devices, size)
+    own = like.shape[0] // n
+    ranks = jax.jit(lambda: jnp.arange(n), out_shardings=like.sharding)()
+    x = jax.jit(_over_devices(lambda rank: _values(rank, jnp.arange(own), jnp), like.sharding.mesh))(ranks)
     if check:
-        _check(name, compiled(x), n, own, list(group.devices))
-    return lambda: compiled(x)
+        out = compiled(x)
+        _check(name, out, n, own, list(group.devices))
+        x = out if kind.in_place else x
+
+    def call() -> jax.Array:
+        nonlocal x
+        out = compiled(x)
+        x = out if kind.in_place else x  # sums of sums, infinite in the end: an addition takes as long
+        return out
+
+    return call
+
+
+def compile_one(name: str, kind: Kind, devices: Sequence[Any], size: int) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """A collective alone in a program, and what it takes; RuntimeError where the compiler made anything else of it."""
+    n, numbers = len(devices), size // NUMBER.itemsize
+    mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
+    like = jax.ShapeDtypeStruct(
+        (numbers * n if kind.puts_in_all else numbers,), NUMBER, sharding=NamedSharding(mesh, P(AXIS))
+    )
+    program = jax.jit(
+        _over_devices(lambda x: kind.call(x, n), mesh), donate_argnums=(0,) if kind.in_place else ()
+    )
+    compiled = program.lower(like).compile()
+    found = hlo.collectives(compiled)
+    # A permute's text names pairs, no groups.
+    made = [(c.kind, n if c.kind == "collective-permute" else c.group_size, c.bytes) for c in found]
+    if made != [(kind.hlo, n, size)]:
+        words = ", ".join(f"{k} of {b} bytes over {g}" for k, g, b in made) or "no collective"
+        raise RuntimeError(f"{name} of {size} bytes over {n} devices became {words}, expected one {kind.hlo}")
+    return compiled, like
+
+
+def _over_devices(f: Callable, mesh: Mesh) -> Callable:
+    return jax.shard_map(f, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
 
 
 def _values(rank: Any, index: Any, numpy: Any) -> Any:

@@ -1,0 +1,314 @@
+"""Microbenchmarks: every program is the one that is meant, gives the right numbers, and is counted as is the custom."""
+
+import csv
+import dataclasses
+import io
+import json
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from multiprocess_runs import start
+
+from zaya_jax import config
+from zaya_jax.config import UserError
+from zaya_jax.hardware import targets
+from zaya_jax.hardware.measure import collectives, figures, memory, products, timing
+from zaya_jax.hardware.measure.collectives import AXIS, Kind
+from zaya_jax.hardware.measure.figures import Collective, Figures, Product, Stream
+from zaya_jax.hardware.measure.timing import Course, Timing
+from zaya_jax.report import hardware as page
+
+ROOT = Path(__file__).resolve().parents[2]
+SECOND = Timing(1.0, 0.5, 2.0, 5)
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 8, "moe_intermediate_size": 24, "num_experts": 4, "router_hidden_size": 16,
+}  # fmt: skip
+
+
+def small_model():
+    raw = config.default()
+    for name, value in SMALL.items():
+        raw.model[name] = value
+    raw.model.pad_token_id = 0
+    return config.check(raw).model
+
+
+def measured(**changes):
+    of_cpu = Figures("cpu", "cpu", 8, 1, 1, "0.12.0", "2026-11-22T18:00:00+00:00")
+    return dataclasses.replace(of_cpu, **changes)
+
+
+def test_devices_are_taken_in_a_node_and_across():
+    nodes = [0] * 8 + [1] * 8 + [2] * 8
+    found = collectives.groups(range(24), nodes)
+    assert [(len(g.devices), g.num_nodes) for g in found] == [
+        (2, 1), (4, 1), (8, 1), (2, 2), (16, 2), (3, 3), (24, 3)
+    ]  # fmt: skip
+    assert found[3].devices == (0, 8) and found[5].devices == (0, 8, 16)
+    assert [len(g.devices) for g in collectives.groups(range(6), [0] * 6)] == [2, 4, 6]
+    assert collectives.groups([0], [0]) == []
+    assert [g.devices for g in collectives.groups(range(3), [0, 0, 1])] == [(0, 1), (0, 2), (0, 1, 2)]
+    assert collectives.nodes_of(jax.devices()) == [0] * 8  # one process is one node
+
+
+def test_every_collective_is_one_alone_with_the_right_numbers(monkeypatch, capsys):
+    monkeypatch.setattr(timing, "MOST", timing.LEAST)
+    found = collectives.measure(jax.devices()[:3], [0] * 3, 10_000, 10.0, print)
+    for count, sizes in ((2, [1024, 4096]), (3, [1020, 4092])):  # that divide
+        ours = [c for c in found if c.num_devices == count]
+        assert [(c.name, c.bytes) for c in ours] == [
+            (name, size) for name in collectives.KINDS for size in sizes
+        ]
+        assert all(c.seconds.low <= c.seconds.median <= c.seconds.high for c in ours)
+        assert {c.name: c.compiled for c in ours} == {
+            name: kind.hlo for name, kind in collectives.ON_HOST.items()
+        }
+    assert "neighbour, 3 devices in one node: " in capsys.readouterr().out
+
+
+def test_a_series_ends_where_calls_take_too_long():
+    found = collectives.measure(jax.devices()[:2], [0, 0], 1 << 30, 1e-9, lambda text: None)
+    assert [c.bytes for c in found] == [1024] * 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Kind("all-reduce", lambda x, n: x), "became no collective"),
+        (Kind("all-reduce", lambda x, n: jax.lax.ppermute(x, AXIS, [(0, 1), (1, 0)])), "became collective-permute"),
+        (Kind("all-reduce", lambda x, n: jax.lax.psum(x[:8], AXIS)), "became all-reduce of 32 bytes over 2"),
+        (Kind("all-reduce", lambda x, n: jax.lax.psum(x + 1, AXIS)), "wrong numbers on device 0"),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_collective_is_never_timed(monkeypatch, kind, message):
+    monkeypatch.setattr(collectives, "ON_HOST", {"all-reduce": kind})
+    monkeypatch.setattr(collectives, "KINDS", {"all-reduce": kind})
+    monkeypatch.setattr(timing, "sample", lambda *_: pytest.fail("timed"))
+    with pytest.raises(RuntimeError, match=message):
+        collectives.measure(jax.devices()[:2], [0, 0], 4096, 10.0, print)
+
+
+def test_bandwidths_are_those_of_nccl_tests():
+    """doc/PERFORMANCE.md there: a ring of n moves so much over each link."""
+    n, size = 8, 8e9
+    bus = {name: Collective(name, "", n, 1, int(size), SECOND).bus_bandwidth / 1e9 for name in figures.BUS}
+    assert bus == {
+        "all-reduce": 14, "reduce-scatter": 7, "all-gather": 7, "broadcast": 8, "all-to-all": 7, "neighbour": 8
+    }  # fmt: skip
+    assert Collective("all-reduce", "", n, 1, int(size), SECOND).algorithm_bandwidth == size
+    assert Stream("add", 100, SECOND).bandwidth == 300 and Stream("read", 100, SECOND).bandwidth == 100
+    dense = Product("dense", "", 2, 3, 5, 1, "float32", SECOND)
+    assert dense.rate == 60
+    # Gate, up and down: three products of each expert's rows, and twice as many backward.
+    grouped = dataclasses.replace(dense, name="grouped forward", groups=4)
+    assert grouped.rate == 3 * 4 * 60
+    assert dataclasses.replace(grouped, name="grouped backward").rate == 6 * 4 * 60
+
+
+def test_samples_fill_the_time_and_queue_where_they_may():
+    assert timing.course(0.01, 0.5, False) == Course(50, 1)
+    assert timing.course(10.0, 0.5, False) == Course(timing.LEAST, 1)
+    assert timing.course(1e-5, 0.5, False) == Course(timing.MOST, 1)
+    assert timing.course(1e-4, 0.5, True) == Course(timing.MOST, 20)
+    calls = []
+    taken = timing.sample(lambda: calls.append(1) or jnp.zeros(()), Course(7, 3))
+    assert len(calls) == 21 and taken.samples == 7 and 0 < taken.low <= taken.median <= taken.high
+
+
+def test_the_knee_is_the_least_size_at_80_percent_of_the_best():
+    assert timing.knee([(1, 2.0), (2, 7.9), (4, 8.1), (8, 10.0), (16, 6.0)]) == 4
+    assert timing.knee([]) is None
+
+
+def test_memory_is_read_and_written(monkeypatch):
+    monkeypatch.setattr(memory, "room", lambda device: 12 << 22)
+    found = memory.measure(jax.devices()[0], 0.001, lambda text: None)
+    assert {s.name for s in found} == set(figures.MOVED) and {s.bytes for s in found} <= {
+        1 << 20,
+        1 << 21,
+        1 << 22,
+    }
+    monkeypatch.setitem(memory.PASSES, "copy", lambda x, y, c: x)
+    with pytest.raises(RuntimeError, match="the pass 'copy' gave wrong numbers"):
+        memory.measure(jax.devices()[0], 0.001, lambda text: None)
+
+
+def few_products(monkeypatch):
+    sizes = products.Sizes(grid=(8,), model=(16,), odd=8, experts=(4, 16))
+    monkeypatch.setattr(products, "HOST", sizes)
+    monkeypatch.setattr(products, "WIDTHS", (64,))
+    monkeypatch.setattr(products, "ODD", (-1, 0))
+
+
+def test_products_of_a_grid_a_model_and_its_experts(monkeypatch):
+    few_products(monkeypatch)
+    found, left_out = products.measure(jax.devices()[0], small_model(), 0.1, lambda text: None)
+    shapes = {(p.name, p.label, p.m, p.k, p.n, p.groups) for p in found}
+    assert shapes == {
+        *(("dense", f"width {n}", 8, 2048, n, 1) for n in (2047, 2048)), ("dense", "", 8, 64, 64, 1),
+        ("dense", "q, k", 16, 32, 48, 1), ("dense", "v", 16, 32, 16, 1), ("dense", "o", 16, 32, 32, 1),
+        ("dense", "head", 16, 32, 96, 1), ("dense", "router", 16, 32, 16, 1),
+        *((f"grouped {way}", "experts", m, 32, 24, 4) for way in ("forward", "backward") for m in (4, 16)),
+    }  # fmt: skip
+    assert left_out == 0 and {p.dtype for p in found} == {"float32"}
+    monkeypatch.setattr(products, "MODEST", 1.0)
+    monkeypatch.setattr(memory, "room", lambda device: 0)
+    assert products.measure(jax.devices()[0], small_model(), 0.01, print) == ((), len(found))
+
+
+def test_products_that_are_wrong_are_never_timed(monkeypatch):
+    few_products(monkeypatch)
+    operator = products.chip.choose(products.grouped_mlp.IMPLEMENTATIONS)
+
+    def mixed_up(rows, sizes, gate_up, down):
+        return operator.forward(rows, sizes, gate_up[::-1], down)
+
+    shape = products.Shape("grouped forward", "", 4, 24, 32, 4)
+    wrong = SimpleNamespace(forward=mixed_up, backward=lambda *a: operator.backward(*a[:-1], 2 * a[-1]))
+    monkeypatch.setattr(products.chip, "choose", lambda offered: wrong)
+    with pytest.raises(RuntimeError, match="the grouped product is wrong by"):
+        products._time(shape, jnp.float32, 0.01, False)
+    monkeypatch.setattr(wrong, "forward", operator.forward)
+    with pytest.raises(RuntimeError, match="gradient is wrong by 100"):
+        products._time(shape._replace(name="grouped backward"), jnp.float32, 0.01, False)
+    monkeypatch.setattr(products.products, "dot", lambda x, w, dtype: jnp.zeros((x.shape[0], w.shape[1])))
+    with pytest.raises(RuntimeError, match="a product gave 0"):
+        products._time(products.Shape("dense", "", 8, 16, 32), jnp.float32, 0.01, False)
+
+
+FULL = measured(
+    start_seconds=1e-4, peak=1e12,
+    collectives=tuple(
+        Collective(name, name, n, nodes, size, Timing(1e-5 + size / rate, 1e-5, 1.0, 9))
+        for name in figures.BUS
+        for n, nodes in ((2, 1), (8, 1), (16, 2))
+        for size, rate in ((1024, 1e9), (1 << 20, 2e9))
+    ),
+    products=(
+        Product("dense", "", 64, 2048, 2048, 1, "float32", SECOND),
+        *(Product("dense", f"width {n}", 64, n, 2048, 1, "float32", SECOND) for n in (2047, 2048)),
+        *(Product("grouped forward", "experts", m, 24, 32, 4, "float32", SECOND) for m in (16, 64, 256)),
+    ),
+    streams=tuple(Stream("copy", 1 << i, Timing(2.0 ** (i - 30), 1e-9, 1e3, 5)) for i in range(20, 25)),
+)  # fmt: skip
+
+
+def test_figures_are_read_as_they_were_written(tmp_path):
+    (tmp_path / "all.json").write_text(figures.to_json(FULL))
+    assert figures.load(tmp_path / "all.json") == FULL
+    given = json.loads((tmp_path / "all.json").read_text())
+    assert "of no accelerator" in given["note"] and given["collectives"][0]["bus_bandwidth"] > 0
+    rows = list(csv.DictReader(io.StringIO(figures.to_csv(FULL))))
+    assert len(rows) == len(FULL.collectives) + len(FULL.products) + len(FULL.streams)
+    assert {row["unit"] for row in rows} == {"B/s", "FLOP/s"}
+    assert float(rows[0]["rate"]) == FULL.collectives[0].algorithm_bandwidth
+    assert (FULL.rows_knee(), FULL.message_knee("all-gather", 8, 1), FULL.cache_bytes()) == (
+        256,
+        1 << 20,
+        None,
+    )
+    assert FULL.groups() == [(2, 1), (8, 1), (16, 2)]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda d: "[]", "has no figures"),
+        (lambda d: "{", "cannot be read"),
+        (lambda d: json.dumps(d | {"format": 99}), "format 99, expected 1"),
+        (lambda d: json.dumps(d | {"streams": [{}]}), "is damaged"),
+        (lambda d: json.dumps({k: v for k, v in d.items() if k != "device"}), "is damaged"),
+        (lambda d: json.dumps(d).replace('"median": 1.0', '"median": 0'), "is damaged"),
+    ],
+)
+def test_what_are_no_figures_is_a_line(tmp_path, change, message):
+    path = tmp_path / "f.json"
+    path.write_text(change(json.loads(figures.to_json(FULL))))
+    with pytest.raises(UserError, match=message):
+        figures.load(path)
+    with pytest.raises(UserError, match="cannot be read"):
+        figures.load(tmp_path / "nowhere.json")
+
+
+class Tags(HTMLParser):
+    """Counts tags, and fails where one is closed that is not open."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.seen, self.text = [], [], []
+        self.feed(text)
+        assert self.open == []
+
+    def handle_starttag(self, tag, attrs):
+        self.seen.append(tag)
+        if tag not in ("meta",):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.seen.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def test_the_page_shows_all_and_says_what_it_is_of():
+    tags = Tags(page.render(FULL, [], "nothing", ["storage was left out"]))
+    text = " ".join(tags.text)
+    assert tags.seen.count("svg") == len(figures.BUS) + 4
+    assert page.HOST in text and "storage was left out" in text and "16 devices over 2 nodes" in text
+    of_gpu = page.render(measured(platform="cuda", device="NVIDIA H200"), [], "nothing")
+    Tags(of_gpu)
+    assert page.HOST not in of_gpu
+
+
+@pytest.mark.slow
+def test_two_processes_measure_as_one(tmp_path):
+    options = [f"--out={tmp_path / 'out'}", "--seconds=0.001"]
+    with start(
+        ["-m", "experiments.characterize", "collectives", *options], 2, tmp_path / "log", devices=2
+    ) as run:
+        results = run.wait(200)
+    assert [r.code for r in results] == [0, 0], results
+    assert "4 x cpu in 1 node(s) of 2 process(es)" in results[0].out and not results[1].out.strip()
+    found = figures.load(tmp_path / "out" / "collectives.json")
+    assert found.groups() == [(2, 1), (4, 1)] and found.num_processes == 2
+    assert {c.name for c in found.collectives} == set(figures.BUS)
+
+
+OF_A_GPU = """
+import sys
+from zaya_jax.hardware import targets
+devices = targets.devices(sys.argv[1], 8)
+from zaya_jax.hardware.measure import collectives
+for name, kind in collectives.KINDS.items():
+    compiled, _ = collectives.compile_one(name, kind, devices, 1 << 20)
+    text = compiled.as_text()
+    assert " copy(" not in text[text.index("ENTRY"):], (name, text)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["h200", "mi300x"])
+def test_for_gpus_they_are_the_collectives_alone_too(name):
+    if not targets.FOLDER.exists():
+        pytest.skip("needs make setup-targets")
+    command = [sys.executable, "-c", OF_A_GPU, name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_small_numbers_are_exact_and_no_pattern():
+    x = np.asarray(products._small((64, 64), jnp.bfloat16), np.float64)
+    assert set(np.unique(x)) == {-0.5, -0.25, 0, 0.25, 0.5}
+    assert np.linalg.matrix_rank(x) > 60

@@ -1,0 +1,167 @@
+"""Sizing rules: what is off a chip's fast path is found, worst first, and what is on it is not."""
+
+import dataclasses
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from test_measure import measured
+
+from zaya_jax import config
+from zaya_jax.config import UserError
+from zaya_jax.hardware import sizing_rules
+from zaya_jax.hardware.measure.figures import Collective, Product
+from zaya_jax.hardware.measure.timing import Timing
+from zaya_jax.model import zaya
+
+CONFIGS = Path(__file__).resolve().parents[2] / "experiments" / "configs"
+
+
+def read(name):
+    return config.check(runpy.run_path(str(CONFIGS / f"{name}.py"))["get_config"]())
+
+
+def changed(**keys):
+    """ZAYA1's model in one phase of 4096 tokens, 16,384 at once on each of eight devices."""
+    raw = config.default()
+    raw.model.max_position_embeddings = 1 << 20
+    raw.data.global_batch, raw.data.micro_batch = 512, 32
+    for name, value in keys.items():
+        group, key = name.split("__")
+        raw[group][key] = value
+    return config.check(raw)
+
+
+def by_rule(found):
+    return {f.rule: f for f in found}
+
+
+def of_chip(**changes):
+    return measured(device="AMD Instinct MI300X", platform="rocm", **changes)
+
+
+def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
+    """Its batch on 1,024 of them is not: one sequence at a time, and context over two GPUs of eight."""
+    found = sizing_rules.findings(read("zaya1_base"), "mi300x", 1024)
+    assert not [f for f in found if f.key.startswith("model.")]
+    assert {(f.rule, f.key, f.value) for f in found} >= {
+        ("tokens per expert", "data.micro_batch", 1024),
+        ("fabric", "mesh.context", 2),
+        ("tiles", "data.micro_batch", 1024),
+    }  # fmt: skip
+    assert [f.cost for f in found] == sorted((f.cost for f in found), reverse=True)
+    experts = by_rule(found)["tokens per expert"]
+    # 4,096 tokens on 16 experts; 1,307 TFLOP/s over the 4.33 TB/s that the paper measured.
+    assert "256 tokens an expert" in experts.reason and "of 302 " in experts.reason and experts.better == 2048
+    fabric = by_rule(found)["fabric"]
+    assert "1 of the 7 links" in fabric.reason and fabric.better == 8 and "2511.17127" in fabric.source
+
+
+@pytest.mark.parametrize("chip", ["mi300x", "h200"])
+@pytest.mark.parametrize(
+    ("key", "value", "better", "rule"),
+    [
+        ("vocab_size", 50_257, 50_304, "multiple of 64"),
+        ("hidden_size", 2000, 2048, "multiple of 64"),
+        ("moe_intermediate_size", 1424, 1408, "multiple of 64"),
+        ("head_dim", 96, 128, "head_dim"),
+    ],
+)
+def test_a_width_off_the_path_is_found_with_what_mending_it_costs(chip, key, value, better, rule):
+    given = changed(**{f"model__{key}": value})
+    found = next(
+        f for f in sizing_rules.findings(given, chip, 8) if f.key == f"model.{key}" and f.rule == rule
+    )
+    assert (found.value, found.better) == (value, better)
+    counts = [
+        zaya.param_counts(dataclasses.replace(given.model, **{key: v}))["total"] for v in (value, better)
+    ]
+    assert found.parameters == counts[1] - counts[0] != 0
+    assert 0 < found.cost < 1 and str(found).startswith(f"sizing: model.{key}={value:,}: ")
+    mended = changed(**{f"model__{key}": better})
+    assert not [
+        f for f in sizing_rules.findings(mended, chip, 8) if f.key == f"model.{key}" and f.rule == rule
+    ]
+
+
+def test_what_is_on_the_path_is_not_found():
+    assert sizing_rules.findings(changed(), "h200", 8) == []
+    assert sizing_rules.findings(changed(data__micro_batch=64), "mi300x", 8) == []
+
+
+def test_few_tokens_at_once_are_found_and_more_are_better():
+    rules = [by_rule(sizing_rules.findings(changed(data__micro_batch=n), "mi300x", 8)) for n in (8, 16, 32)]
+    assert "tokens per expert" in rules[0] and "tokens per expert" not in rules[1]
+    costs = [r["tiles"].cost if "tiles" in r else 0.0 for r in rules]
+    assert costs[0] > costs[1] >= costs[2]
+    assert rules[0]["tiles"].better == 16
+
+
+def test_measured_figures_take_the_place_of_published_ones():
+    def grouped(m, rate):
+        flops = Product("grouped forward", "", m, 2048, 2048, 16, "bfloat16", Timing(1, 1, 1, 1)).flops
+        return Product(
+            "grouped forward", "", m, 2048, 2048, 16, "bfloat16", Timing(flops / rate, 1e-9, 1e3, 5)
+        )
+
+    slow = of_chip(products=(grouped(512, 1e14), grouped(2048, 4e14), grouped(4096, 5e14)))
+    found = by_rule(sizing_rules.findings(changed(), "mi300x", 8, slow))["tokens per expert"]
+    assert "1,024 tokens an expert" in found.reason and "of 2,048 " in found.reason
+    assert found.source == "measured, 2026-11-22" and found.better == 64
+    for other in (measured(products=slow.products), dataclasses.replace(slow, device="NVIDIA H200")):
+        assert "tokens per expert" not in by_rule(sizing_rules.findings(changed(), "mi300x", 8, other))
+
+
+def test_measured_odd_widths_say_what_they_cost():
+    def width(n, rate):
+        flops = 2.0 * 16384 * 2048 * n
+        return Product(
+            "dense", f"width {n}", 16384, n, 2048, 1, "bfloat16", Timing(flops / rate, 1e-9, 1e3, 5)
+        )
+
+    given = changed(model__vocab_size=50_257)
+    quick = of_chip(products=(width(2047, 4.5e14), width(2048, 5e14), width(2049, 4.5e14)))
+    estimated, found = (
+        by_rule(sizing_rules.findings(given, "mi300x", 8, f))["multiple of 64"] for f in (None, quick)
+    )
+    assert found.cost == pytest.approx(estimated.cost * 0.1 / sizing_rules.MISALIGNED[8])
+    assert found.source == "measured, 2026-11-22"
+
+
+def test_messages_are_judged_by_measured_figures_alone():
+    given = changed(mesh__context=8, data__seq_len=32_768, data__micro_batch=1, data__global_batch=8)
+    assert "message" not in by_rule(sizing_rules.findings(given, "mi300x", 8))
+    series = tuple(
+        Collective("all-gather", "all-gather", 8, 1, size, Timing(1e-3 + size / 3e11, 1e-9, 1e3, 5))
+        for size in (1 << 20, 1 << 24, 1 << 28, 1 << 32)
+    )
+    found = by_rule(sizing_rules.findings(given, "mi300x", 8, of_chip(collectives=series)))["message"]
+    # Keys and values of 32,768 tokens: 1 KiB each.
+    assert (
+        "all-gather of 33,554,432 bytes, below the 4,294,967,296" in found.reason
+        and found.key == "mesh.context"
+    )
+
+
+def test_a_run_is_told_the_worst_three_where_its_chip_is_known():
+    given = read("tiny")
+    gpu = [SimpleNamespace(device_kind="gfx942:sramecc+:xnack-", platform="rocm")] * 8
+    notes = sizing_rules.notes(given, gpu)
+    assert len(notes) == 3 and all(n.startswith("sizing: ") and "\n" not in n for n in notes)
+    assert notes == [str(f) for f in sizing_rules.findings(given, "mi300x", 8)[:3]]
+    for kind in ("cpu", "NVIDIA A100-SXM4-80GB"):
+        assert sizing_rules.notes(given, [SimpleNamespace(device_kind=kind, platform="gpu")]) == []
+
+
+def test_phases_that_need_more_devices_are_passed_over():
+    assert sizing_rules.findings(read("zaya1_base"), "mi300x", 1) is not None  # pretraining fits one
+    with pytest.raises(UserError, match="there are 3 devices"):
+        sizing_rules.findings(read("dense_7b"), "mi300x", 3)
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny_linear", "small_bpe", "dense_7b", "zaya1_base"])
+@pytest.mark.parametrize("chip", sizing_rules.CHIPS)
+def test_every_config_is_judged_for_every_chip(name, chip):
+    for f in sizing_rules.findings(read(name), chip, 64):
+        assert 0 < f.cost <= 1 and f.reason and f.source
