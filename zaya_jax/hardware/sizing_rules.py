@@ -136,7 +136,11 @@ class _Phase:
         self.mesh = shape_of(config.mesh, num_devices)
         data = config.data
         self.sequences = data.micro_batch or data.global_batch
-        self.tokens = max(1, self.sequences * data.seq_len // num_devices)  # at once on a device
+        # Over tensor the same tokens lie everywhere, but with TSP.
+        self.own_tensor = 1 if config.mesh.tsp else self.mesh["tensor"]
+        self.tokens = max(
+            1, self.sequences * data.seq_len * self.own_tensor // num_devices
+        )  # at once on a device
         self.flops = chips.model_flops(config.model, data.seq_len)  # a token
         self.peak = chips.PEAKS.get(chip.peak, {}).get(config.precision.compute)
         self.measured_by = f"measured, {figures.date[:10]}" if figures else ""
@@ -159,7 +163,8 @@ class _Phase:
             found.append(("down", m.hidden_size, "model.hidden_size", f, 1, 1))
         else:
             f = m.moe_intermediate_size
-            found.append(("experts' gate, up", 2 * f, "model.moe_intermediate_size", m.hidden_size, 2, cut))
+            own = self.own_tensor  # with TSP experts stay whole
+            found.append(("experts' gate, up", 2 * f, "model.moe_intermediate_size", m.hidden_size, 2, own))
             found.append(("experts' down", m.hidden_size, "model.hidden_size", f, 1, 1))
         layers = [
             _Weights(name, -(-n // cut), key, k, 6.0 * k * n * m.num_hidden_layers / self.flops, factor, cut)
@@ -255,7 +260,8 @@ def _rows_of_experts(here: _Phase) -> Iterator[Finding]:
         return
     # A weight of two bytes serves one multiply-add a row: at peak / bandwidth rows, both take as long.
     rows_needed = measured or math.ceil((here.peak or 0) / here.chip.memory)
-    rows = here.tokens * here.mesh["expert"] // model.num_experts
+    spread = here.mesh["expert"] * (here.mesh["tensor"] if here.config.mesh.tsp else 1)
+    rows = here.tokens * spread // model.num_experts
     if rows >= rows_needed:
         return
     share = sum(p.share for p in here.products() if p.name.startswith("experts"))
@@ -287,8 +293,8 @@ def _tiles(here: _Phase) -> Iterator[Finding]:
     better = here.more_sequences(min(2.0, chip.units / tiles))  # the nearest that is better
     yield Finding(
         "tiles", "data.micro_batch", here.sequences, better, 0, cost,
-        f"{here.tokens:,} tokens at once on a device make {tiles} of {chip.tile} x {chip.tile} in {p.name}, for "
-        f"{chip.units} units; as many as memory holds",
+        f"{here.tokens:,} tokens at once on a device make {tiles} tiles of {chip.tile} x {chip.tile} in "
+        f"{p.name}, for {chip.units} units; the more the better, as far as memory goes",
         CODESIGN,
     )  # fmt: skip
 
