@@ -27,6 +27,16 @@ class Chip(NamedTuple):
     kind: str  # "NVIDIA H200", "gfx942"
 
     @property
+    def maker(self) -> str:
+        """ "cpu", "cuda", "rocm": JAX calls the devices of both kinds of GPU "gpu"."""
+        kind = self.kind.lower()
+        if self.platform == "gpu":
+            return (
+                "cuda" if "nvidia" in kind else "rocm" if "amd" in kind or kind.startswith("gfx") else "gpu"
+            )
+        return self.platform
+
+    @property
     def is_host(self) -> bool:
         """Whether its memory is the host's."""
         return self.platform == "cpu"
@@ -69,8 +79,8 @@ def current() -> Chip:
 
 
 def choose[Implementation](offered: Mapping[str, Implementation]) -> Implementation:
-    """Of an operator's implementations, by platform, the chip's own one, otherwise XLA's."""
-    return offered.get(current().platform, offered["xla"])
+    """Of an operator's implementations, by `Chip.maker`, the chip's own one, otherwise XLA's."""
+    return offered.get(current().maker, offered["xla"])
 
 
 def chip_of(device: Any) -> Chip:

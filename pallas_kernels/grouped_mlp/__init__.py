@@ -2,7 +2,7 @@
 
 Letters: M rows sorted by expert, D model, E experts, F expert width. Rows past the last expert's give zero.
 
-An implementation (`xla`, `cpu`; `reference` is the definition) has
+An implementation (`xla`, `cuda`, `cpu`; `reference` is the definition) has
 
     forward(rows, sizes, gate_up, down)                → out [M, D], hidden [M, 2 F]
     backward(rows, sizes, gate_up, down, hidden, d)    → d_rows, and the gradients of both weights in float32
@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chip
-from pallas_kernels.grouped_mlp import cpu, xla
+from pallas_kernels.grouped_mlp import cpu, cuda, xla
 
-IMPLEMENTATIONS = {"xla": xla, "cpu": cpu}
+IMPLEMENTATIONS = {"xla": xla, "cuda": cuda, "cpu": cpu}
 PRODUCTS = "experts"  # the name under which a remat policy finds what the grouped products gave
 
 

@@ -174,7 +174,7 @@ class _Reader:
     def _kernel(self, i: Instruction, shapes: Mapping[str, str], times: float) -> Kernel:
         given = [shapes.get(name, "") for name in hlo.operands(i)]
         kind = i.op.removesuffix("-start")
-        if i.op == "fusion":
+        if kind == "fusion":
             fused = dict(hlo.calls(i))["calls"]
             reads = sum(self._reads(fused, n) for n in range(len(given)))
             writes, (flops, wide) = self._writes(fused), self._flops(fused)

@@ -16,6 +16,7 @@ so the caller knows it (`zaya_jax.schedule`) and the state does not. Within one 
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -275,14 +276,11 @@ def _around(
         norm = jnp.sqrt(sum(squares.values()))
         keep, skip_state = skip.decide(rule, norm, state.skip, deviations)
         factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.ones(())
-        if clip_norm:
-            shares = jax.tree.map(lambda g: g * factor, shares)
-        if (
-            rule != "never"
-        ):  # shares are small, and what is zero there and in the rate is zero on whole weights
-            shares = jax.tree.map(lambda g: jnp.where(keep, g, 0.0), shares)
-            lr = lr * keep
-        directions, core_state = core.update(shares, state.core, keep=True if rule == "never" else keep)
+        always = rule == "never"
+        # Clipped where they are read: on one device shares are all gradients, and scaled ones would lie beside them.
+        clip = functools.partial(jnp.multiply, factor) if clip_norm else lambda g: g
+        directions, core_state = core.update(shares, state.core, keep=True if always else keep, clip=clip)
+        lr = lr if always else lr * keep  # directions are finite in any case
         directions = layout.gather(directions)
         # Norms are sums over each device's own part, and all are read before the weights are written over: a chip that
         # reads them in one pass with that writes the new weights elsewhere, and copies them.
@@ -303,12 +301,15 @@ def _around(
 
 
 def _kept(transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """The same, whose state stays as it is where `keep` is false."""
+    """Adam of clipped gradients, whose state stays as it is where `keep` is false; its directions are then the means."""
 
-    def update(updates, state, params=None, *, keep=True, **extra):
+    def update(updates, state, params=None, *, keep=True, clip=lambda g: g, **extra):
         del extra
-        directions, new = transformation.update(updates, state, params)
-        return directions, jax.tree.map(lambda new, old: jnp.where(keep, new, old), new, state)
+        directions, new = transformation.update(jax.tree.map(clip, updates), state, params)
+        if keep is True:
+            return directions, new
+        chosen = functools.partial(jax.tree.map, lambda new, old: jnp.where(keep, new, old))
+        return chosen(directions, state.mu), chosen(new, state)
 
     return optax.GradientTransformationExtraArgs(transformation.init, update)
 

@@ -134,20 +134,22 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     """Gradients [..., in, out] to directions in `dtype`; momentum adds up in float32 however it is kept.
 
-    `owned`, asked at each update, names the leaves of which only the first so many matrices are in use. With `keep`
-    false, a number at run time, momentum stays as it is.
+    `owned`, asked at each update, names the leaves of which only the first so many matrices are in use. `clip` is
+    done to each gradient first. With `keep`
+    false, a number at run time, momentum stays as it is, and directions are finite whatever the gradients are.
     """
 
     def init(params):
         return MuonState(jax.tree.map(lambda p: jnp.zeros(p.shape, momentum_dtype), params))
 
-    def update(updates, state, params=None, *, keep=True, **extra):
+    def update(updates, state, params=None, *, keep=True, clip=lambda g: g, **extra):
         del params, extra
-        numbers, rate = owned(), (1 - momentum) * keep
+        numbers = owned()
 
         def moved(g, kept):
-            g, buf = g.astype(jnp.float32), kept.astype(jnp.float32)
-            buf = buf + (g - buf) * rate
+            g, buf = clip(g.astype(jnp.float32)), kept.astype(jnp.float32)
+            g = g if keep is True else jnp.where(keep, g, buf)
+            buf = buf + (g - buf) * (1 - momentum)
             return buf + (g - buf) * (1 - momentum) if nesterov else buf, buf.astype(kept.dtype)
 
         def step(path, g, kept):

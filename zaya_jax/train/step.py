@@ -8,6 +8,7 @@ over all real targets of the global batch, however these are spread over micro-b
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
