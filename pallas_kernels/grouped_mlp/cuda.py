@@ -55,8 +55,8 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
 
 
 def block_rows(rows: int, experts: int) -> int:
-    """What an expert has with an even load: a third of the work is then for nothing, and a weight's gradient is read and
-    written one and a half times."""
+    """What an expert has with an even load: a third of the work is then for nothing, and a weight's gradient is read
+    and written one and a half times."""
     return min(MOST, max(LEAST, 1 << max(rows // experts, 1).bit_length() - 1))
 
 

@@ -301,7 +301,7 @@ def _around(
 
 
 def _kept(transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Adam of clipped gradients, whose state stays as it is where `keep` is false; its directions are then the means."""
+    """Adam of clipped gradients; where `keep` is false its state stays as it is, and directions are the means in it."""
 
     def update(updates, state, params=None, *, keep=True, clip=lambda g: g, **extra):
         del extra
