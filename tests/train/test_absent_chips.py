@@ -109,12 +109,14 @@ def equations(jaxpr) -> Iterator:
 def tricks_of_cpus(traced) -> collections.Counter:
     """What only algorithms for CPUs write down: barriers, orders in memory, choices among blocks.
 
-    The barriers with which `jax.checkpoint` keeps what it repeats apart come with lowering, and are no part of this.
+    The barriers with which `jax.checkpoint` keeps what it repeats apart come with lowering, and are no part of this;
+    nor is the optimizer's one barrier, between reading the weights for their norms and writing them.
     """
     found: collections.Counter = collections.Counter()
     for equation in equations(traced.jaxpr.jaxpr):
         name = equation.primitive.name
         found[name] += name in ("optimization_barrier", "layout_constraint")
+        found[name] -= name == "optimization_barrier" and "optimizer" in str(equation.source_info.name_stack)
         found[name] += name == "cond" and len(equation.params["branches"]) > 2
     return +found
 
@@ -123,7 +125,7 @@ def check_that_nothing_is_of_cpus(model: str, devices: int, mesh: dict, device: 
     of = dataclasses.replace(settings(model), mesh=config.Mesh(**mesh))
     assert not tricks_of_cpus(trace(of, devices, device))
     names = {op.name for op in lowered(of, devices, device)}
-    assert ("chlo.ragged_dot" in names) == (model != "dense")
+    assert ("chlo.ragged_dot" in names) == (model != "dense" and device is MI300X)
 
 
 @pytest.mark.parametrize(("model", "devices", "mesh"), CASES)

@@ -135,7 +135,8 @@ def scale_by_muon(
     """Gradients [..., in, out] to directions in `dtype`; momentum adds up in float32 however it is kept.
 
     `owned`, asked at each update, names the leaves of which only the first so many matrices are in use. `clip` is
-    done to each gradient first. With `keep` false, a number at run time, momentum stays as it is, and directions are finite whatever the gradients are.
+    done to each gradient first. With `keep` false, a number at run time, momentum stays as it is, and directions are
+    finite whatever the gradients are.
     """
 
     def init(params):
