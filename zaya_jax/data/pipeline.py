@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import grain
 import numpy as np
 
 from zaya_jax import schedule
@@ -402,6 +401,8 @@ class Stream(Iterator[Batch]):
     def _start(self) -> Iterator[Batch]:
         if self._num_workers:
             return workers.Workers(self.batches, self._num_workers, self._step, PREFETCH_BATCHES)
+        import grain  # brings jax and orbax, 1.3 s of a core, which a data worker must not pay to read its part
+
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH_BATCHES)
         dataset = grain.MapDataset.source(self.batches)[self._step :].to_iter_dataset(ahead)
         return iter(dataset)
