@@ -48,7 +48,16 @@ def test_training_on_a_mesh_is_training_on_one_device(name):
     losses = run.train(range(2))
     # Into a copy and out of it again: what a checkpoint does.
     run.state = run.copies.place(run.copies.on_devices(run.state))
+    compiled: list[str] = []
+
+    def listen(event: str, seconds: float, **about) -> None:
+        if event.endswith("backend_compile_duration"):
+            compiled.append(about.get("fun_name", event))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     losses += run.train(range(2, 4))
+    jax.monitoring.unregister_event_duration_listener(listen)
+    assert compiled == [], "a run that goes on needs no other program than one that begins"
     np.testing.assert_allclose(losses, reference()[0], rtol=2e-6)
     for part in ("params", "balance"):
         for a, b in zip(

@@ -185,11 +185,19 @@ def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[
     def place(copy: Any) -> Any:
         params = trees.flat(copy["params"])
         params |= together({name: params[name] for name in cut}) if cut else {}
+        # The copy's mesh is of prime factors: for arrays on it the training step would be compiled a second time.
+        params = {name: _as(full[name].sharding, x) for name, x in params.items()}
         figures = {name: _everywhere(mesh, x) for name, x in optimizer.no_figures().items()}
         params = jax.tree.unflatten(jax.tree.structure(whole), list(params.values()))
         return states.with_arrays(optimizer, {**copy, "params": params}, figures)
 
     return place
+
+
+def _as(sharding: NamedSharding, x: jax.Array) -> jax.Array:
+    """The same parts on the same devices, by another name for how they lie."""
+    parts = [shard.data for shard in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
 def _everywhere(mesh: Mesh, x: np.ndarray) -> jax.Array:
