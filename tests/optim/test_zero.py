@@ -105,8 +105,8 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
     monkeypatch.setattr(matrices, "SMALL", 1500)  # numbers: of the router's four matrices three are smaller
     mesh, specs = optim_helpers.mesh_of(data=4, expert=2), optim_helpers.replicated(like)
     optimizer = chain.build(Optim(), Precision(newton_schulz=precision), like, specs=specs, axes=mesh.shape)
-    found = collectives_of(optimizer, mesh, specs, like)
-    layout = optimizer.layout
+    program = compiled(optimizer, mesh, specs, like)
+    found, layout = hlo.collectives(program), optimizer.layout
     assert isinstance(layout, zero.ShardedLayout)
     names = {"muon 16x32", "muon 32x16", "muon 32x32", "muon 32x8", "muon 32x4", "muon 8x8", "muon 8x5"}
     assert set(layout.methods) == names | {"adamw cut", "adamw whole"}
@@ -140,13 +140,17 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
     kept = [4 * math.prod(b.row) * b.slots for b in layout.matrices.values()]
     kept += [8 * n for n in vectors.sizes.values()]
     assert 0 <= optimizer.bytes_per_device() - sum(kept) < 256  # beside them counters and figures
+    # The program's own arguments: beside the state the parameters, and one part of the gradients.
+    weights = sum(4 * x.size for x in jax.tree.leaves(like))
+    state = program.memory_analysis().argument_size_in_bytes - 2 * weights
+    assert abs(state - optimizer.bytes_per_device()) < 4096
 
 
-def collectives_of(optimizer, mesh, specs, like) -> list:
+def compiled(optimizer, mesh, specs, like) -> jax.stages.Compiled:
     step, _ = optim_helpers.mesh_step(optimizer, mesh, specs)
     devices = math.prod(mesh.shape.values())
     parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((devices, *x.shape), x.dtype), like)
-    return hlo.collectives(step.lower(like, jax.eval_shape(optimizer.init), parts, 0.1).compile())
+    return step.lower(like, jax.eval_shape(optimizer.init), parts, 0.1).compile()
 
 
 def test_stacks_that_do_not_divide_travel_as_they_are(monkeypatch):
@@ -156,7 +160,7 @@ def test_stacks_that_do_not_divide_travel_as_they_are(monkeypatch):
     like["layers"] = {"experts": {"down": jax.ShapeDtypeStruct((1, 5, 32, 24), np.float32)}}
     mesh, specs = optim_helpers.mesh_of(data=7), optim_helpers.replicated(like)
     optimizer = chain.build(Optim(), Precision(), like, specs=specs, axes=mesh.shape)
-    found = collectives_of(optimizer, mesh, specs, like)
+    found = hlo.collectives(compiled(optimizer, mesh, specs, like))
     share = -(-5 * 32 * 24 // (8 * 7)) * 8
     table = 35 * 32  # five rows on each device; the other five lie everywhere
     assert sorted(c.bytes for c in found if c.kind == "reduce-scatter") == sorted([4 * 7 * share, 4 * table])
@@ -175,18 +179,14 @@ def test_memory_is_an_eighth_where_stacks_divide():
     assert whole / 8 <= share < 1.03 * whole / 8
 
 
+@pytest.mark.slow  # test_collectives_bytes_and_memory has it, of fewer layers
 def test_program_holds_its_share_alone():
     """The compiled program's own arguments: state takes an eighth of the unsharded one's room on each device."""
     like = optim_helpers.shapes(L=8)
     mesh, specs = optim_helpers.mesh_of(data=8), optim_helpers.replicated(like)
     optimizer = chain.build(Optim(), Precision(), like, specs=specs, axes=mesh.shape)
-    step, _ = optim_helpers.mesh_step(optimizer, mesh, specs)
-    parts = jax.tree.map(lambda x: jax.ShapeDtypeStruct((8, *x.shape), x.dtype), like)
-    compiled = step.lower(like, jax.eval_shape(optimizer.init), parts, 0.1).compile()
-    weights = sum(4 * x.size for x in jax.tree.leaves(like))
-    state = (
-        compiled.memory_analysis().argument_size_in_bytes - 2 * weights
-    )  # parameters and one part of gradients
+    arguments = compiled(optimizer, mesh, specs, like).memory_analysis().argument_size_in_bytes
+    state = arguments - 2 * sum(4 * x.size for x in jax.tree.leaves(like))
     assert abs(state - optimizer.bytes_per_device()) < 4096
 
 

@@ -96,14 +96,26 @@ def program(settings: config.Config, num_devices: int):
     return mesh, jax.jit(mapped)
 
 
-def loss_and_gradients(settings: config.Config, num_devices: int, host: dict, bias=None):
-    """Loss, counts and gradients (as a checkpoint would order them), on the host."""
-    mesh, run = program(settings, num_devices)
+def arguments(settings: config.Config, mesh: jax.sharding.Mesh, host: dict, bias=None) -> tuple:
+    """What the program is called with."""
     spread = spread_lib.of(settings.mesh, mesh.shape)
     params = rules.arrange(parameters(settings), spread.heads)
     bias = zaya.init_balance(settings.model) if bias is None else bias
-    loss, counts, grads = run(params, bias, steps.put_batch(mesh, host, 1, spread))
-    return jax.device_get((loss, counts, rules.arrange(grads, spread.heads, inverse=True)))
+    return params, bias, steps.put_batch(mesh, host, 1, spread)
+
+
+def loss_and_gradients(settings: config.Config, num_devices: int, host: dict, bias=None):
+    """Loss, counts and gradients (as a checkpoint would order them), on the host."""
+    mesh, run = program(settings, num_devices)
+    loss, counts, grads = run(*arguments(settings, mesh, host, bias))
+    heads = spread_lib.of(settings.mesh, mesh.shape).heads
+    return jax.device_get((loss, counts, rules.arrange(grads, heads, inverse=True)))
+
+
+def compiled(settings: config.Config, num_devices: int) -> jax.stages.Compiled:
+    """The program that `loss_and_gradients` runs: where a test has run it, none is compiled again."""
+    mesh, run = program(settings, num_devices)
+    return run.lower(*arguments(settings, mesh, batch())).compile()
 
 
 def assert_same(ours, theirs):

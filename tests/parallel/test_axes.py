@@ -44,10 +44,10 @@ def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
         pytest.param(2, dict(tensor=2), marks=SLOW),
         pytest.param(4, dict(tensor=4), marks=SLOW),
         pytest.param(8, dict(tensor=8), marks=SLOW),
-        pytest.param(4, dict(data=4, fsdp=True), marks=SLOW),
+        (4, dict(data=4, fsdp=True)),  # test_collectives.py reads this program
         pytest.param(8, dict(data=2, tensor=4, fsdp=True), marks=SLOW),
         pytest.param(8, dict(data=2, context=2, tensor=2), marks=SLOW),
-        (8, dict(data=2, context=2, tensor=2, fsdp=True)),
+        pytest.param(8, dict(data=2, context=2, tensor=2, fsdp=True), marks=SLOW),  # test_linear.py has it
         pytest.param(4, dict(context=2, tensor=2, ring=True), marks=SLOW),
         pytest.param(8, dict(data=2, expert=2, context=2), marks=SLOW),
         pytest.param(8, dict(expert=2, context=2, tensor=2), marks=SLOW),

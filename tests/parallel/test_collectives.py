@@ -16,14 +16,9 @@ LAYERS, D = MODEL.num_hidden_layers, MODEL.hidden_size
 TOKENS = helpers.ROWS * helpers.LENGTH
 
 
-def compiled(num_devices, settings=helpers.SETTINGS, **sizes):
-    """The program of loss and gradients, compiled from shapes alone."""
-    settings = dataclasses.replace(settings, mesh=config.Mesh(**sizes))
-    _, run = helpers.program(settings, num_devices)
-    params = zaya.abstract(settings.model, settings.precision)
-    bias = jax.ShapeDtypeStruct((LAYERS, MODEL.num_experts + 1), "float32")
-    batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct((1, *x.shape), x.dtype), helpers.batch())
-    return run.lower(params, bias, batch).compile()
+def compiled(num_devices, **sizes):
+    """The program of loss and gradients."""
+    return helpers.compiled(dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(**sizes)), num_devices)
 
 
 def in_layers(program):
@@ -50,14 +45,19 @@ def test_fsdp_gathers_each_layer_forward_and_again_backward_and_scatters_its_gra
         for x, names in zip(shapes, axes, strict=True)
         if rules.is_matrix(names) and "embed" in names
     ]
-    program = compiled(4, data=4, fsdp=True)
-    found = in_layers(program)
+    found = in_layers(compiled(4, data=4, fsdp=True))
     for kind, times in (("all-gather", 2), ("reduce-scatter", 1)):
         assert sorted(size for k, size, _ in found if k == kind) == sorted(matrices * times)
     assert len(found) == 3 * len(matrices)
-    whole = compiled(4, data=4)
-    assert (
-        program.memory_analysis().argument_size_in_bytes
-        < 0.5 * whole.memory_analysis().argument_size_in_bytes
-    )
-    assert program.memory_analysis().temp_size_in_bytes < whole.memory_analysis().temp_size_in_bytes
+
+
+def test_fsdp_keeps_a_part_of_the_weights():
+    weights = sum(4 * x.size for x in jax.tree.leaves(zaya.abstract(MODEL)))
+    assert compiled(4, data=4, fsdp=True).memory_analysis().argument_size_in_bytes < 0.5 * weights
+
+
+@pytest.mark.slow
+def test_fsdp_needs_less_memory_beside_them_too():
+    parted, whole = (compiled(4, data=4, fsdp=fsdp).memory_analysis() for fsdp in (True, False))
+    assert parted.argument_size_in_bytes < 0.5 * whole.argument_size_in_bytes
+    assert parted.temp_size_in_bytes < whole.temp_size_in_bytes

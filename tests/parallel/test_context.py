@@ -77,7 +77,7 @@ def alone():
     [
         pytest.param(2, dict(context=2), marks=pytest.mark.slow),
         (4, dict(context=4, ring=True)),
-        (8, dict(context=8)),
+        pytest.param(8, dict(context=8), marks=pytest.mark.slow),
         pytest.param(2, dict(context=2, ring=True), marks=pytest.mark.slow),
         pytest.param(4, dict(context=4), marks=pytest.mark.slow),
         pytest.param(8, dict(context=8, ring=True), marks=pytest.mark.slow),
@@ -151,7 +151,8 @@ def run_cca(spread, taps, x, weight, segments, window, bias=True):
             False,
             None,
         ),  # chunks of one token: only the delayed value looks back
-        (Spread(context=2, tensor=2, tsp=True), (1, 3), 32, True, 5),  # two axes as one
+        # Two axes as one; in the default run the whole model has it, in test_tsp.py.
+        pytest.param(Spread(context=2, tensor=2, tsp=True), (1, 3), 32, True, 5, marks=pytest.mark.slow),
         pytest.param(
             Spread(context=2, tensor=4, tsp=True, ring=True), (2, 1), 32, True, None, marks=pytest.mark.slow
         ),
@@ -247,7 +248,12 @@ def sent(found, kinds):
 
 
 # In a ring of two this small program's forward and backward pass share the one exchange of keys and values.
-@pytest.mark.parametrize(("parts", "by_ring"), [(2, False), (8, False), (4, True), (8, True)])
+@pytest.mark.parametrize(
+    ("parts", "by_ring"),
+    [
+        (2, False), (4, True), *(pytest.param(8, by_ring, marks=pytest.mark.slow) for by_ring in (False, True))
+    ],
+)  # fmt: skip
 def test_what_travels_is_what_the_docstring_says(parts, by_ring):
     spread = Spread(context=parts, ring=by_ring)
     formula = context.traffic(

@@ -101,11 +101,13 @@ def test_what_travels_is_the_formula(settings, devices):
 
 
 def test_zaya_fetches_q_and_o_and_gathers_keys_and_values_of_all_heads():
+    """Read from the program that is compared with one device above; each of two groups has half of the rows."""
     model = helpers.SETTINGS.model
-    program = compiled(helpers.SETTINGS, 4, tensor=4, tsp=True)
+    settings = dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(expert=2, tensor=4, tsp=True))
+    program = helpers.compiled(settings, 8)
     found = [(c.kind, c.bytes, c.times) for c in hlo.collectives(program) if c.in_loop]
     heads = model.num_attention_heads * model.head_dim
-    kv = 2 * helpers.ROWS * helpers.LENGTH * model.num_key_value_heads * model.head_dim
+    kv = 2 * helpers.ROWS // 2 * helpers.LENGTH * model.num_key_value_heads * model.head_dim
     for weight in (model.hidden_size * heads, heads):  # q's and o's kernel, q's bias
         assert ("all-gather", 4 * weight, model.num_hidden_layers) in found
         assert ("reduce-scatter", 4 * weight, model.num_hidden_layers) in found
