@@ -17,7 +17,7 @@ from zaya_jax.train.workdir import open_workdir
 SMALL = {
     "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
     "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
-    "eval.every": 2, "eval.windows": 4, "log.sample_tokens": 2, "log.every": 1, "checkpoint.every_steps": 2,
+    "eval.every": 2, "eval.windows": 2, "log.sample_tokens": 2, "log.every": 1, "checkpoint.every_steps": 2,
     "run.num_steps": 3, "precision.compute": "float32", "precision.newton_schulz": "float32",
 }  # fmt: skip
 

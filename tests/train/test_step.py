@@ -93,9 +93,9 @@ def assert_same(one, whole):
 
 @pytest.fixture(scope="module")
 def compiled():
-    """(optimizer, the step's program on eight devices by its number of micro-batches)."""
+    """(optimizer, the step's program on eight devices by its number of micro-batches): those that run above."""
     mesh, optimizer, step = program(8)
-    state = states.abstract(SETTINGS, optimizer, mesh)
+    state = states.init(SETTINGS, optimizer, mesh)
     likes = {n: steps.put_batch(mesh, batch(np.random.default_rng(0)), n) for n in (2, 1)}
     return optimizer, {n: step.lower(state, x, np.float32(1e-3)).compile() for n, x in likes.items()}
 
