@@ -137,7 +137,7 @@ def test_large_arrays_are_filled_on_their_devices_piece_by_piece(tmp_path_factor
     store, logical, _ = written(tmp_path_factory.getbasetemp(), "data x expert x tensor", 3)
     there, pieces_set = run(name), []
     fill = reading._set
-    monkeypatch.setattr(reading, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(reading, "WHOLE_BYTES", 2048)
     monkeypatch.setattr(reading, "_set", lambda *args: (pieces_set.append(args[1].nbytes), fill(*args))[1])
     there.state, _ = store.restore(2, there.copies.like, there.copies.held, there.copies.place)
     assert len(pieces_set) > 100

@@ -220,7 +220,7 @@ def phases(*given):
 
 def test_phases_that_have_not_begun_may_change(trained, tmp_path, capsys):
     first = {"name": "first", "tokens": 2 * 256}
-    base = SMALL | {"data.path": str(trained / "corpus")}
+    base = SMALL | {"data.path": str(trained / "corpus"), "eval.windows": 0}
     assert train(tmp_path / "run", base | phases(first, {"tokens": 512, "seq_len": 64}), 1) == cli.DONE
     capsys.readouterr()
     other = {"tokens": 1024, "seq_len": 16, "rope_theta": 77.0, "packing": "best_fit"}
