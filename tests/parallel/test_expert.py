@@ -164,7 +164,7 @@ def lowered(spread, num, dim, width, num_experts, form, backward):
     ("devices", "num", "dim", "width", "num_experts"),
     [
         (8, 1024, 128, 128, 16),
-        (2, 500, 128, 128, 8),
+        pytest.param(2, 500, 128, 128, 8, marks=pytest.mark.slow),
         pytest.param(4, 500, 128, 32, 8, marks=pytest.mark.slow),
     ],
 )

@@ -58,7 +58,8 @@ def test_a_mesh_gives_what_one_device_gives(devices, settings, sizes):
     helpers.assert_same(on(settings, devices, **sizes), alone(settings))
 
 
-@pytest.mark.parametrize("remat", ["layer", pytest.param("attention", marks=pytest.mark.slow)])
+@pytest.mark.slow  # tests/model/test_zaya.py has it on one device
+@pytest.mark.parametrize("remat", ["layer", "attention"])
 def test_remat_changes_nothing(remat):
     helpers.assert_same(on(DENSE, 4, remat, tensor=4, tsp=True), alone(DENSE))
 
