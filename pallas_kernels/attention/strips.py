@@ -10,6 +10,7 @@ the scores, out of the scan over layers, and each layer would read it.
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.attention.reference import MASKED
 
@@ -53,9 +54,14 @@ def gradients(q, k, v, q_segments, k_segments, lse, d_out, delta, scale, side) -
         d_weights = _product("bkgqc,bkjc->bkgqj", d_i, v_i) - delta[..., first:end, None]
         d_scores = (weights * d_weights * scale).astype(q.dtype)
         d_queries.append(_product("bkgqj,bkjc->bkgqc", d_scores, k_i))
-        dk = dk.at[:, :, :end].add(_product("bkgqj,bkgqc->bkjc", d_scores, q_i))
-        dv = dv.at[:, :, :end].add(_product("bkgqj,bkgqc->bkjc", weights.astype(v.dtype), d_i))
+        dk = _added(dk, _product("bkgqj,bkgqc->bkjc", d_scores, q_i))
+        dv = _added(dv, _product("bkgqj,bkgqc->bkjc", weights.astype(v.dtype), d_i))
     return jnp.concatenate(d_queries, 3), dk, dv
+
+
+def _added(x, first) -> jax.Array:
+    """x with an array added to its first keys; no scatter, which a GPU adds in an order of its own."""
+    return lax.dynamic_update_slice_in_dim(x, x[:, :, : first.shape[2]] + first, 0, 2)
 
 
 def _seen(q_segments, k_segments, first, end) -> jax.Array:

@@ -45,8 +45,8 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
         x_i, activation = jnp.where(own, x_i, 0), jnp.where(own, activation.astype(dtype), 0)
         return (
             d_rows,
-            d_gate_up.at[e].add(_product("md,mf->df", x_i, d_h)),
-            d_down.at[e].add(_product("mf,md->fd", activation, d_i)),
+            lax.dynamic_update_index_in_dim(d_gate_up, d_gate_up[e] + _product("md,mf->df", x_i, d_h), e, 0),
+            lax.dynamic_update_index_in_dim(d_down, d_down[e] + _product("mf,md->fd", activation, d_i), e, 0),
         )
 
     zeros = [jnp.zeros(w.shape, jnp.float32) for w in (gate_up, down)]
