@@ -124,9 +124,11 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
     padded = [b.travel.padded * 8 for b in travel.values()]
     assert by_kind.pop("reduce-scatter") == sorted([cut, *(4 * n for n in padded)])
     assert by_kind.pop("all-gather") == sorted([cut, *(size * n for n in padded)])
-    # One sum for all that is small, one for small matrices' directions, and the norms.
+    # One sum for all that is small, one for small matrices' directions, and the norms: first those of gradients.
     summed = 4 * sum(numbers[name] for name in small)
-    assert by_kind.pop("all-reduce") == sorted([4 * len(layout.groups), summed, summed + whole])
+    assert by_kind.pop("all-reduce") == sorted(
+        [4 * len(layout.groups), 8 * len(layout.groups), summed, summed + whole]
+    )
     rounds = [c for c in found if c.kind == "collective-permute"]
     assert len(by_kind.pop("collective-permute")) == 2 * sum(
         len(b.plan.joins) + sum(leg.pairs is not None for leg in b.plan.out) for b in travel.values()
@@ -167,7 +169,7 @@ def test_stacks_that_do_not_divide_travel_as_they_are(monkeypatch):
     assert sorted(c.bytes for c in found if c.kind == "all-gather") == sorted([2 * 7 * share, 4 * table])
     sent = [c.bytes for c in found if c.kind == "collective-permute"]
     assert max(sent) <= 4 * share and len(sent) <= 2 * 4
-    assert sorted(c.bytes for c in found if c.kind == "all-reduce") == [4 * 2, 4 * 5 * 32]
+    assert sorted(c.bytes for c in found if c.kind == "all-reduce") == [4 * 2, 8 * 2, 4 * 5 * 32]
     assert {c.kind for c in found} == {"reduce-scatter", "all-gather", "collective-permute", "all-reduce"}
 
 

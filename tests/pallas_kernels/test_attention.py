@@ -66,13 +66,20 @@ def test_strips_of_a_short_sequence(length, heads, kv_heads, packed):
     assert strips.side(length, length, None, None) == length // strips.STRIPS
     segments = documents(np.random.default_rng(length), length) if packed else None
     with chip.making(chip.Chip("gpu", "gfx942")):
-        assert_equal_to_the_reference(*inputs(length, length, heads, kv_heads), segments, segments, block=None)
+        assert_equal_to_the_reference(
+            *inputs(length, length, heads, kv_heads), segments, segments, block=None
+        )
 
 
 def test_strips_are_for_whole_short_sequences_alone():
     array = jnp.int32(3)
     assert strips.side(4096, 4096, None, None) == 512 and strips.side(8192, 8192, None, None) == 1024
-    for case in ((8256, 8256, None, None), (100, 100, None, None), (64, 128, None, None), (64, 64, array, None)):
+    for case in (
+        (8256, 8256, None, None),
+        (100, 100, None, None),
+        (64, 128, None, None),
+        (64, 64, array, None),
+    ):
         assert strips.side(*case) is None
     assert strips.side(64, 64, None, array) is None
 

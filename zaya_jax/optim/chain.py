@@ -287,8 +287,8 @@ def _around(
         own_weights = layout.own_parts(params)
         own, _ = finish.update(layout.own_parts(directions), finish_state, own_weights, lr=lr)
         figures = _norms("grad_norm", squares)
-        figures |= _norms("update_norm", layout.tree_sum_squares(own))
-        figures |= _norms("param_norm", layout.tree_sum_squares(own_weights))
+        of_updates, of_weights = layout.tree_sum_squares(own, own_weights)
+        figures |= _norms("update_norm", of_updates) | _norms("param_norm", of_weights)
         params, figures = jax.lax.optimization_barrier((params, figures))
         updates, _ = finish.update(directions, finish_state, params, lr=lr)
         if apply:

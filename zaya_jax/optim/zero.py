@@ -86,9 +86,9 @@ class WholeLayout:
         """A tree like the parameters' as it is: this device has all."""
         return tree
 
-    def tree_sum_squares(self, parts: Any) -> dict[str, jax.Array]:
-        """The same of what `own_parts` gives."""
-        return group_sum_squares(self.weights, jax.tree.leaves(parts))
+    def tree_sum_squares(self, *parts: Any) -> list[dict[str, jax.Array]]:
+        """The same of each of several trees that `own_parts` gives."""
+        return [group_sum_squares(self.weights, jax.tree.leaves(tree)) for tree in parts]
 
     def to_logical(self, buckets: Mapping[str, Any]) -> dict[str, Any]:
         """One array per weight, by path."""
@@ -241,9 +241,13 @@ class ShardedLayout:
 
         return jax.tree.unflatten(self.treedef, map(own, self.weights, jax.tree.leaves(tree)))
 
-    def tree_sum_squares(self, parts: Any) -> dict[str, jax.Array]:
-        """The sum of squares of each group of what `own_parts` gives: one all-reduce."""
-        return lax.psum(group_sum_squares(self.weights, jax.tree.leaves(parts)), self.grid.names)
+    def tree_sum_squares(self, *parts: Any) -> list[dict[str, jax.Array]]:
+        """The sum of squares of each group of what `own_parts` gives, for several trees: one all-reduce."""
+        own = [group_sum_squares(self.weights, jax.tree.leaves(tree)) for tree in parts]
+        sums = lax.psum(
+            jnp.stack([jnp.stack([x[group] for group in self.groups]) for x in own]), self.grid.names
+        )
+        return [dict(zip(self.groups, row, strict=True)) for row in sums]
 
     # Outside shard_map, on global arrays (NumPy's or JAX's).
 
