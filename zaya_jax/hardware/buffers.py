@@ -17,6 +17,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
 from zaya_jax.hardware import hlo
 
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$")
@@ -90,9 +93,19 @@ class Memory:
 
 @contextlib.contextmanager
 def watched() -> Iterator[Path]:
-    """A folder for what XLA writes down; gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="zaya_jax-compile-") as folder:
-        yield Path(folder)
+    """A folder for what XLA writes down; gone afterwards. In it programs are compiled, not found in JAX's cache."""
+    cached = jax.config.jax_enable_compilation_cache
+    _cache(False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="zaya_jax-compile-") as folder:
+            yield Path(folder)
+    finally:
+        _cache(cached)
+
+
+def _cache(enabled: bool) -> None:
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    compilation_cache.reset_cache()  # otherwise JAX does not look at the setting again
 
 
 def options(folder: Path) -> dict[str, str | bool]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from zaya_jax.config import Config
 from zaya_jax.hardware import buffers, chips, hlo, kernels, roofline
@@ -39,8 +39,7 @@ def lower(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> jax
     """The step of a phase (`schedule.phase_config`) for so many sequences over all devices."""
     optimizer = states.build_optimizer(config, mesh)
     step: Any = steps.make_train_step(config, config.model, optimizer, mesh)
-    # `pretrain` gives the rate as a NumPy number, which lies nowhere yet; without the chips it needs a place.
-    rate = jax.ShapeDtypeStruct((), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+    rate = jax.ShapeDtypeStruct((), jnp.float32)  # a number that lies nowhere yet, as `pretrain` gives it
     return step.lower(
         states.abstract(config, optimizer, mesh), batch_like(config, mesh, sequences, micro_batches), rate
     )

@@ -1,0 +1,95 @@
+"""experiments.compile: it is pretrain's own step, and what it writes of it adds up."""
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from zaya_jax import config, schedule
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.report import compiled as page
+from zaya_jax.train import compiling
+from zaya_jax.train import state as states
+from zaya_jax.train import step as steps
+
+CONFIG = """
+from zaya_jax import config
+
+def get_config():
+    c = config.default()
+    c.name = "small"
+    c.model.update(dict(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+        moe_intermediate_size=16, num_experts=4, router_hidden_size=8, max_position_embeddings=64,
+    ))
+    c.data.seq_len = 32
+    c.schedule.phases = (
+        config.Phase(name="one", tokens=10_000, global_batch=4, micro_batch=2),
+        config.Phase(name="two", tokens=10_000, global_batch=4, micro_batch=2, packing="best_fit"),
+    )
+    return c
+"""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """A config file of two phases, of one program."""
+    file = tmp_path_factory.mktemp("compile") / "small.py"
+    file.write_text(CONFIG)
+    return file
+
+
+def run(*options):
+    command = [sys.executable, "-m", "experiments.compile", *map(str, options)]
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+
+
+def test_it_compiles_the_step_that_pretrain_runs(small):
+    """The program for arrays as `pretrain` has them is the one for their shapes, to the letter."""
+    space: dict = {}
+    exec(small.read_text(), space)
+    of = config.check(space["get_config"]())
+    segment = schedule.make_plan(of).segments[0]
+    here, mesh = schedule.phase_config(of, segment.phase), make_mesh(config.Mesh(), jax.devices()[:2])
+    optimizer = states.build_optimizer(here, mesh)
+    step = steps.make_train_step(here, here.model, optimizer, mesh)
+    state = states.init(here, optimizer, mesh)
+    rows = {name: np.zeros((4, 32), np.int32) for name in ("tokens", "targets", "segment_ids", "positions")}
+    batch = steps.put_batch(mesh, {**rows, "loss_mask": np.ones((4, 32), np.float32)}, segment.micro_batches)
+    ours = compiling.lower(here, mesh, segment.sequences, segment.micro_batches)
+    theirs = step.lower(state, batch, np.float32(1e-3))
+    assert ours.as_text() == theirs.as_text()
+
+
+def test_what_it_writes_adds_up(small, tmp_path):
+    out = tmp_path / "out"
+    done = run(f"--config={small}", "--target=cpu", "--devices=2", f"--out={out}")
+    assert done.returncode == 0, done.stderr
+    assert "two: the same program as 'one'" in done.stdout
+    found = json.loads((out / "compile.json").read_text())
+    one, two = found["phases"]
+    assert (one["sequences"], one["micro_batches"], one["tokens_per_device"]) == (4, 2, 64)
+    assert two["same_as"] == "one" and {**two, "phase": "one"} == {**one, "same_as": "one"}
+    memory = one["memory"]
+    assert sum(memory[kind] for kind in page.KINDS) == memory["peak"]
+    for name in ("launches", "flops"):
+        assert sum(row[name] for row in one["traffic"]) == pytest.approx(one[name])
+    assert sum(row["reads"] + row["writes"] for row in one["traffic"]) == pytest.approx(one["hbm_bytes"])
+    assert all(0 <= row["flops_of_use"] <= row["flops"] for row in one["traffic"])
+    assert {"cca", "router", "experts", "head", "optimizer"} <= {row["scope"] for row in one["traffic"]}
+    assert any(c["kind"] == "reduce-scatter" for c in one["collectives"])
+    html = (out / "compile.html").read_text()
+    assert "Memory over the program: one" in html and html.count("<section>") == 2
+    assert (out / "compile.md").read_text().count("## ") >= 2
+
+
+def test_what_cannot_be_is_told_before_anything_is_compiled(small, tmp_path):
+    out = tmp_path / "out"
+    done = run(f"--config={small}", "--target=cpu", "--devices=8", f"--out={out}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not out.exists()
+    assert "a micro-batch of 2 sequences" in done.stderr and "or give --at_once=N" in done.stderr

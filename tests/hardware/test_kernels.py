@@ -1,0 +1,165 @@
+"""What is read from a compiled program: kernels, bytes, FLOPs, loops, lines; and the memory that it takes."""
+
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.loops import turning
+from zaya_jax.config import UserError
+from zaya_jax.hardware import buffers, hlo, kernels, roofline, targets
+from zaya_jax.hardware.clusters import CLUSTERS
+
+# As XLA 0.12.0 writes a GPU's program: a loop with a known length and one without, slices, an update in place.
+PROGRAM = (Path(__file__).parent / "program.txt").read_text()
+MATRIX = 64 * 64 * 4
+
+
+def test_kernels_bytes_and_flops_with_loops_multiplied_out():
+    program = kernels.of(PROGRAM)
+    turns = 8 + 4.5
+    # Three kernels a turn; three more; and the condition of the loop of unknown length, once more than it turns.
+    assert program.launches == 3 * turns + 5.5 + 3
+    assert not program.unknown
+    by_name: dict = {}
+    for k in program.kernels:
+        by_name.setdefault(k.name, []).append(k)
+    (first, second) = by_name["slice_fusion"]
+    assert (first.times, second.times) == (8, 4.5)
+    assert (first.reads, first.writes) == (MATRIX + 4, MATRIX)  # a slice of the stack, and its place
+    assert (by_name["update_fusion"][0].reads, by_name["update_fusion"][0].writes) == (MATRIX + 4, MATRIX)
+    (gathered,) = by_name["all-gather-start.1"]
+    assert (gathered.reads, gathered.writes, gathered.collective) == (MATRIX, 16 * MATRIX, "all-gather")
+    assert program.flops == 2 * 64**3 * (turns + 1)
+    assert by_name["gemm_fusion"][0].wide
+
+
+def test_scopes_stages_and_lines():
+    found = {k.name: k for k in kernels.of(PROGRAM).kernels}
+    assert (found["slice_fusion"].scope, found["slice_fusion"].stage) == ("cca", "backward")
+    assert found["gemm_fusion"].stage == "again"
+    assert found["update_fusion"].scope == "stacks"
+    assert (found["all-gather-start.1"].scope, found["all-gather-start.1"].stage) == (
+        "optimizer/exchange",
+        "",
+    )
+    assert found["copy.1"].scope == "other"
+    # The innermost frame of the project: optax called from it is no line of its own.
+    assert found["slice_fusion"].line == found["gemm_fusion"].line == "zaya_jax/model/cca.py:12"
+
+
+def test_a_loop_of_which_nobody_says_how_often_it_turns_is_told():
+    program = kernels.of(PROGRAM.replace("turns=4.5", "anything"))
+    assert program.unknown == {"jit(f)/transpose(jvp(anything))/while": 1}
+    assert program.launches == 3 * 9 + 2 + 3
+
+
+def test_what_a_loop_says_of_itself_reaches_the_program():
+    def f(x, n):
+        with turning(2.5):
+            return jax.lax.fori_loop(0, n, lambda _, x: jnp.sin(x) @ x, x)
+
+    text = jax.jit(f).lower(jnp.ones((4, 4)), 3).compile().as_text()
+    program = kernels.of(text)
+    assert not program.unknown and program.flops == pytest.approx(2.5 * 2 * 4**3)
+
+
+def test_a_bound_takes_each_kernel_for_what_it_is_bound_by():
+    program, collectives = kernels.of(PROGRAM), hlo.collectives(PROGRAM)
+    assert roofline.bound(program, collectives, "no such chip") is None
+    found = roofline.bound(program, collectives, "gfx942", CLUSTERS["mi300x_pollara"])
+    assert found is not None
+    # All of these are tiny: a launch each, but for the collective, which one copy runs beside.
+    assert found.launches == pytest.approx((program.launches - 1) * roofline.LAUNCH)
+    assert found.compute == found.memory == 0
+    cluster = CLUSTERS["mi300x_pollara"]
+    travel = 15 * MATRIX / (8 * cluster.card) + cluster.latency
+    assert found.hidden == pytest.approx(roofline.LAUNCH) and found.links == pytest.approx(
+        travel - roofline.LAUNCH
+    )
+
+
+def test_members_of_a_group_say_which_links_it_takes():
+    cluster = CLUSTERS["mi300x_pollara"]
+    assert cluster.bandwidth([0, 1, 2, 3]) == cluster.inside
+    assert cluster.bandwidth([0, 8, 16]) == cluster.card
+    assert cluster.bandwidth(list(range(1024))) == 8 * cluster.card
+    one = "ROOT %a = f32[4]{0} all-reduce(%p), replica_groups="
+    for groups, expected in (
+        ("{{0,4},{1,5}}", (0, 4)),
+        ("[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("mesh['data'=2,'tensor'=4] {'data'}", (0, 4)),
+        ("mesh['data'=2,'tensor'=4] {'tensor'}", (0, 1, 2, 3)),
+    ):
+        (found,) = hlo.collectives(
+            f"HloModule m, num_partitions=8\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  {one}{groups}\n}}\n"
+        )
+        assert found.members == expected and found.group_size == len(expected)
+
+
+def test_memory_over_a_program_is_the_compilers():
+    """It adds up to what the compiler says, and no byte counts twice."""
+
+    def f(w, x):
+        def layer(h, w):
+            return jnp.tanh(h @ w), None
+
+        return jax.grad(lambda w: jax.lax.scan(layer, x, w)[0].sum())(w)
+
+    like = jax.ShapeDtypeStruct((4, 128, 128), jnp.float32), jax.ShapeDtypeStruct((64, 128), jnp.float32)
+    with buffers.watched() as folder:
+        compiled = jax.jit(f).lower(*like).compile(compiler_options=buffers.options(folder))
+        memory = buffers.read(folder)
+    assert not folder.exists()
+    stats = compiled.memory_analysis()
+    assert (memory.arguments, memory.temporaries) == (stats.argument_size_in_bytes, stats.temp_size_in_bytes)
+    assert memory.results == stats.output_size_in_bytes
+    assert memory.peak == pytest.approx(
+        stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes, rel=0.01
+    )
+    live = memory.at_peak()
+    assert 0 < sum(b.size for b in live) <= memory.temporaries
+    kept = [b for b in memory.buffers if b.shape.startswith("f32[4,64,128]")]  # each layer's input, or output
+    assert kept and all(b.size == 4 * 64 * 128 * 4 for b in kept)
+    curve = memory.curve(1000)
+    assert max(total for _, total in curve) <= memory.peak and len(curve) == len(memory.instructions)
+    spans = sorted((b.offset, b.offset + b.size) for b in live)
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))  # nothing counts twice
+
+
+def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
+    monkeypatch.setattr(targets, "FOLDER", tmp_path)
+    for platform in ("rocm", "cuda"):
+        with pytest.raises(UserError, match="is not installed; run: make setup-targets"):
+            targets._register(platform)
+    plugin = tmp_path / "jax_plugins" / "xla_rocm7" / "xla_rocm_plugin.so"
+    plugin.parent.mkdir(parents=True)
+    plugin.touch()
+    (tmp_path / ".stamp").write_text("jax 0.1.0, made\n")
+    with pytest.raises(UserError, match=r"for jax 0\.1\.0, this is .*; run: make setup-targets"):
+        targets._register("rocm")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not targets.FOLDER.exists(), reason="make setup-targets installs the compilers")
+@pytest.mark.parametrize("name", ["mi300x", "mi355x", "h200", "h100"])
+def test_a_program_for_each_chip(name):
+    """A product of known size: its FLOPs and bytes, and the memory that the chip's own compiler says."""
+    devices = targets.devices(name, 2)
+    mesh = Mesh(np.array(devices), ("x",))
+    like = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec(*spec)))
+        for shape, spec in (((512, 1024), ("x", None)), ((1024, 256), ()))
+    ]
+    lowered = jax.jit(lambda x, w: x @ w, out_shardings=like[0].sharding).lower(*like)
+    with buffers.watched() as folder:
+        compiled = lowered.compile(compiler_options=buffers.options(folder))
+        memory = buffers.read(folder)
+    program = kernels.of(compiled)
+    assert program.flops == 2 * 256 * 1024 * 256
+    assert program.bytes >= 2 * (256 * 1024 + 1024 * 256 + 256 * 256)
+    assert memory.arguments == 2 * (256 * 1024 + 1024 * 256)
