@@ -191,7 +191,8 @@ def _picture(row: dict[str, Any]) -> str:
         lines.append(svg.Line("the chip's", [(0.0, capacity / 1e9), (end, capacity / 1e9)], color=1))
         highest = max(highest, capacity / 1e9)
     return '<div class="grid2">' + svg.line_chart(
-        f"Memory over the program: {row['phase']}", lines, x_range=(0, end), y_range=(0, highest * 1.05), unit=" GB",
+        f"Memory over the program: {row['phase']}", lines, x_range=(0, end), y_range=(0, highest * 1.05),
+        unit=" GB", over="instruction",
         describe="Bytes in use at each instruction of the compiled program",
         note="Instructions as they run, each loop's body once: forward, backward, optimizer.",
     ) + "</div>"  # fmt: skip

@@ -244,8 +244,9 @@ def line_chart(
     describe: str = "",
     note: str = "",
     unit: str = "",
+    over: str = "step",
 ) -> str:
-    """Curves over steps; `bad_steps` are marked along the top as steps without a finite value."""
+    """Curves over steps, or what `over` names; `bad_steps` are marked along the top as steps without a finite value."""
     x = Axis(*x_range, LEFT, WIDTH - RIGHT)
     y = Axis(*y_range, HEIGHT - BOTTOM, TOP, log)
     legend = []
@@ -265,7 +266,7 @@ def line_chart(
         open_svg(title, describe, HEIGHT, f'data-x="{x.data()}" data-y="{y.data()}" data-unit="{unit}"')
         + f'<clipPath id="{clip}"><rect {box}/></clipPath>'
         + value_axis(y, x.start, x.end, unit)
-        + step_axis(x, HEIGHT - BOTTOM)
+        + step_axis(x, HEIGHT - BOTTOM, over)
         + f'<g clip-path="url(#{clip})">{drawn}</g>{labels}{marks}'
         + f'<path class="cursor" d="M0 {TOP}V{HEIGHT - BOTTOM}"/></svg>'
     )
