@@ -54,6 +54,10 @@ def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
         ("tiles", "data.micro_batch", 1024),
     }  # fmt: skip
     assert [f.cost for f in found] == sorted((f.cost for f in found), reverse=True)
+    passes = by_rule(found)["micro-batches"]
+    # 28 bytes of 8.84B weights at 4.33 TB/s: four times 57 ms beside 4 x 27 ms of products; two fewer would do.
+    assert passes.better == 2048 and passes.cost == pytest.approx(2 * 57.2 / (4 * (57.2 + 27.4)), rel=0.02)
+    assert "4 micro-batches a step, each of which moves 248 GB" in passes.reason
     experts = by_rule(found)["tokens per expert"]
     # 4,096 tokens on 16 experts; 1,307 TFLOP/s over the 4.33 TB/s that the paper measured.
     assert "256 tokens an expert" in experts.reason and "of 302 " in experts.reason and experts.better == 2048
@@ -89,8 +93,12 @@ def test_a_width_off_the_path_is_found_with_what_mending_it_costs(chip, key, val
 
 
 def test_what_is_on_the_path_is_not_found():
-    assert sizing_rules.findings(changed(), "h200", 8) == []
-    assert sizing_rules.findings(changed(data__micro_batch=64), "mi300x", 8) == []
+    for name, at_once in (("h200", 32), ("mi300x", 64)):
+        whole = changed(data__global_batch=at_once, data__micro_batch=0)
+        assert sizing_rules.findings(whole, name, 8) == []
+        assert by_rule(sizing_rules.findings(changed(data__micro_batch=at_once), name, 8)).keys() == {
+            "micro-batches"
+        }
 
 
 def test_few_tokens_at_once_are_found_and_more_are_better():

@@ -24,6 +24,9 @@ CODESIGN = (
     "co-design of model and hardware, arXiv:2401.14489"  # multiples of 64, tiles, waves, large micro-batches
 )
 CUBLAS = "NVIDIA's guide to matrix multiplication"
+# Of HBM that a weight takes in a micro-batch: read in float32 and turned to bfloat16, forward and again backward; its
+# gradient written, and added to the sum.
+BYTES_A_PASS = 28
 LEAST = 0.01  # of a step's time: what costs less is not worth a line
 # What a product loses that loads no whole 16 bytes, or no whole 128: estimates, until odd widths are measured.
 MISALIGNED = {8: 0.5, 64: 0.1}
@@ -112,7 +115,7 @@ def _of_phase(config: Config, name: str, num_devices: int, figures: Figures | No
     if figures is not None and chip_named(figures.device) != name:
         figures = None  # of another chip
     here = _Phase(config, CHIPS[name], num_devices, figures)
-    rules = (_widths, _head_dim, _rows_of_experts, _tiles, _fabric, _messages)
+    rules = (_widths, _head_dim, _rows_of_experts, _tiles, _passes_over_weights, _fabric, _messages)
     return sorted((f for rule in rules for f in rule(here) if f.cost >= LEAST), key=lambda f: -f.cost)
 
 
@@ -296,6 +299,25 @@ def _tiles(here: _Phase) -> Iterator[Finding]:
         f"{here.tokens:,} tokens at once on a device make {tiles} tiles of {chip.tile} x {chip.tile} in "
         f"{p.name}, for {chip.units} units; the more the better, as far as memory goes",
         CODESIGN,
+    )  # fmt: skip
+
+
+def _passes_over_weights(here: _Phase) -> Iterator[Finding]:
+    """Every micro-batch reads all weights and adds to all gradients, whatever its tokens."""
+    step = here.config.data.global_batch
+    number = -(-step // here.sequences)
+    if number == 1 or not here.peak:
+        return
+    own = zaya.param_counts(here.config.model)["total"] / (here.mesh["expert"] * here.own_tensor)
+    once = BYTES_A_PASS * own / here.chip.memory
+    work = number * here.tokens * here.flops / here.peak
+    better = here.more_sequences(2)
+    fewer = number - -(-step // better) if better else 0
+    yield Finding(
+        "micro-batches", "data.micro_batch", here.sequences, better, 0, fewer * once / (number * once + work),
+        f"{number:,} micro-batches a step, each of which moves {BYTES_A_PASS * own / 1e9:,.0f} GB for weights and "
+        "gradients beside its tokens; experiments.compile says how few fit",
+        "benchmarks/compile.md",
     )  # fmt: skip
 
 
