@@ -31,7 +31,7 @@ def main() -> None:
     from jax.sharding import PartitionSpec
 
     from zaya_jax import config
-    from zaya_jax.hardware import hlo
+    from zaya_jax.hardware import hlo, targets
     from zaya_jax.model import zaya
     from zaya_jax.parallel import rules
     from zaya_jax.parallel import spread as spread_lib
@@ -41,11 +41,7 @@ def main() -> None:
 
     devices = jax.devices()
     if options.cuda:
-        from jax.experimental import topologies
-        from tsp import H200
-
-        topology = f"1x{-(-options.devices // 8)}x8"
-        devices = topologies.get_topology_desc("", "cuda", target_config=H200, topology=topology).devices
+        devices = targets.devices("h200", options.devices)
     sizes = dict(expert=options.expert, context=options.context, tensor=options.tensor, fsdp=options.fsdp)
     length = 4096
     settings = config.check({

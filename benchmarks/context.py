@@ -1,13 +1,12 @@
 """What a sequence cut over devices costs, from the compiler: gathered keys and values beside a ring, and the balance.
 
     .venv/bin/python benchmarks/context.py [--lengths=32768,131072] [--parts=2,8] [--drawing=docs/context_balance.svg]
-        [--target=FILE]
+        [--target=h200]
 
 Compiles the gradient of one of ZAYA1's attention blocks (one sequence, remat "attention"); nothing is allocated or
 run. Bytes are those of the collectives in the program, beside the formula of `context.traffic`; temporaries are the
 compiler's own analysis. On virtual CPU devices it is the float32 program: XLA's CPU backend has no bfloat16
-collectives. With --target, a text proto of XLA's GpuTargetConfig, it is the bfloat16 program for eight such GPUs,
-which need not be there: jax-cuda13-plugin and jax-cuda13-pjrt must be installed.
+collectives. With --target it is the bfloat16 program for eight such GPUs, which need not be there: make setup-targets.
 """
 
 import argparse
@@ -22,13 +21,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.experimental import topologies
 from jax.sharding import AxisType, PartitionSpec
 
 from pallas_kernels.attention import SAVED
 from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
-from zaya_jax.hardware import hlo
+from zaya_jax.hardware import hlo, targets
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.placement import Weights
 from zaya_jax.parallel import context
@@ -145,13 +143,8 @@ def drawing(parts: int = 8, length: int = 131_072) -> str:
 
 
 def devices_of(target: str | None) -> list:
-    """Virtual CPU devices, or those of a GPU that need not be there."""
-    if target is None:
-        return jax.devices()
-    jax.devices()
-    config = Path(target).read_text()
-    described = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x8")
-    return list(described.devices)
+    """Virtual CPU devices, or those of GPUs that need not be there."""
+    return jax.devices() if target is None else targets.devices(target, 8)
 
 
 def numbers(text: str) -> list[int]:
@@ -167,7 +160,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=numbers, default=[32_768, 131_072])
     parser.add_argument("--parts", type=numbers, default=[2, 8])
     parser.add_argument("--drawing")
-    parser.add_argument("--target")
+    parser.add_argument("--target", choices=targets.names())
     options = parser.parse_args()
     if options.drawing:
         Path(options.drawing).write_text(drawing())

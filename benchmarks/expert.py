@@ -1,19 +1,18 @@
 """What spread experts send and keep, from the compiler: bounded slots, the ragged exchange, and gathering all tokens.
 
-    .venv/bin/python benchmarks/expert.py [--tokens=8192] [--devices=2,4,8,16] [--target=FILE]
+    .venv/bin/python benchmarks/expert.py [--tokens=8192] [--devices=2,4,8,16] [--target=h200]
 
 Compiles values and gradients of one of ZAYA1's expert layers; nothing is allocated or run. Bytes are those of the
 collectives in the program, times the rounds that a load takes; temporaries are the compiler's own analysis. On virtual
-CPU devices it is the float32 program: XLA's CPU backend has no bfloat16 collectives, and no ragged one. With --target,
-a text proto of XLA's GpuTargetConfig, it is the bfloat16 program for such GPUs, eight a host, which need not be there:
-jax-cuda13-plugin and jax-cuda13-pjrt must be installed. Experts are multiplied block by block there too, as on a CPU,
-so that temporaries are the exchange's and not those of a dense `ragged_dot`.
+CPU devices it is the float32 program: XLA's CPU backend has no bfloat16 collectives, and no ragged one. With --target
+it is the bfloat16 program for such GPUs, eight a host, which need not be there: make setup-targets. Experts are
+multiplied block by block there too, as on a CPU, so that temporaries are the exchange's and not those of a dense
+`ragged_dot`.
 """
 
 import argparse
 import functools
 import os
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16"
@@ -21,11 +20,10 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=16"
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import topologies
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from zaya_jax.config import Model
-from zaya_jax.hardware import hlo
+from zaya_jax.hardware import hlo, targets
 from zaya_jax.model.experts import gated, of_own_expert
 from zaya_jax.parallel import expert
 from zaya_jax.parallel.spread import Spread
@@ -112,12 +110,8 @@ def table(num: int, sizes: list[int], devices: list, forms: tuple[str, ...], dty
 
 
 def devices_of(target: str | None) -> list:
-    """Virtual CPU devices, or those of two hosts of GPUs that need not be there."""
-    if target is None:
-        return jax.devices()
-    jax.devices()
-    config = Path(target).read_text()
-    return list(topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x2x8").devices)
+    """Virtual CPU devices, or those of GPUs that need not be there."""
+    return jax.devices() if target is None else targets.devices(target, 16)
 
 
 def numbers(text: str) -> list[int]:
@@ -132,7 +126,7 @@ def main() -> None:
     )
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--devices", type=numbers, default=[2, 4, 8, 16])
-    parser.add_argument("--target")
+    parser.add_argument("--target", choices=targets.names())
     options = parser.parse_args()
     forms = ("slots", "ragged", "gathered") if options.target else ("slots", "gathered")
     dtype = jnp.bfloat16 if options.target else jnp.float32

@@ -5,9 +5,9 @@
 
 Nothing is allocated: each program is compiled from shapes for eight devices, in a process of its own with a time limit.
 `--target=cpu` (the default) compiles for eight virtual CPU devices; `--target=h200` for eight H200 that need not be
-there (pip install jax-cuda13-plugin jax-cuda13-pjrt, of jax's version). The step is the same everywhere: batch 1, the
-loss, gradients in float32, AdamW with float32 weights and moments on whatever part of a weight a device holds (no ZeRO:
-what is replicated is kept by all), each layer recomputed in the backward pass.
+there (make setup-targets). The step is the same everywhere: batch 1, the loss, gradients in float32, AdamW with
+float32 weights and moments on whatever part of a weight a device holds (no ZeRO: what is replicated is kept by all),
+each layer recomputed in the backward pass.
 """
 
 import argparse
@@ -29,16 +29,6 @@ SCHEMES = {
 REMAT = {"tsp kept": "attention"}  # keeps the attention's output of every layer; all others recompute all
 TOKENS = (16_384, 32_768, 65_536, 131_072)
 LIMIT = 900  # seconds a compilation may take
-H200 = """
-gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
-  shared_memory_per_core: 233472 threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128
-  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: 4800000000000
-  l2_cache_size: 52428800 clock_rate_ghz: 1.98 device_memory_size: 151397597184 registers_per_core_limit: 65536
-  registers_per_block_limit: 65536 shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES } }
-platform_name: "CUDA" runtime_version { major: 13 } dnn_version_info { major: 9 minor: 28 }
-device_description_str: "NVIDIA H200"
-"""
 
 
 def devices_of(target: str) -> list:
@@ -47,10 +37,9 @@ def devices_of(target: str) -> list:
 
     if target == "cpu":
         return jax.devices()[:8]
-    from jax.experimental import topologies
+    from zaya_jax.hardware import targets
 
-    jax.devices()
-    return topologies.get_topology_desc(platform="cuda", target_config=H200, topology="1x1x8").devices
+    return targets.devices(target, 8)
 
 
 def compile_step(scheme: str, tokens: int, target: str) -> dict:
