@@ -4,6 +4,7 @@ Rates are bytes per second of one device in one direction, as the vendors state 
 efficiency, which `experiments.characterize` measures.
 """
 
+import collections
 import dataclasses
 
 GB = 1e9
@@ -26,11 +27,10 @@ class Cluster:
 
         Where several devices of a node take part, each stretch of a ring between nodes has a card of its own.
         """
-        of_node = [member // self.node for member in members]
-        if len(set(of_node)) == 1:
+        of_node = collections.Counter(member // self.node for member in members)
+        if len(of_node) == 1:
             return self.inside
-        together = min(of_node.count(number) for number in set(of_node))
-        return min(self.inside, self.card * together)
+        return min(self.inside, self.card * min(of_node.values()))
 
 
 CLUSTERS = {

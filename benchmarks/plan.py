@@ -1,0 +1,86 @@
+"""The plan's formulas against compiled programs: memory, HBM traffic and launches of a dozen small configs.
+
+    python benchmarks/plan.py --out=FOLDER [--only=NAME ...]
+
+Each config is compiled for absent MI300X (make setup-targets), half a minute of one core each; FOLDER keeps what was
+found, and what is there already is not compiled again. Printed is the table of benchmarks/plan.md.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from zaya_jax import config as config_lib
+from zaya_jax import schedule
+from zaya_jax.config import Config
+from zaya_jax.hardware import clusters, targets
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.train import compiling
+
+BASE = {"remat": "attention"}
+# name: devices, sequences at once on a row of data x expert, micro-batches, what differs from ZAYA1-base of four layers
+CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "ZAYA1-base, all 40 layers": (1024, 4, 1, {"model.num_hidden_layers": 40}),
+    "alone": (1, 4, 1, {}),
+    "8 devices": (8, 4, 1, {}),
+    "1,024 devices, 2 micro-batches": (1024, 2, 2, {}),
+    "64 devices, nothing recomputed": (64, 1, 1, {"remat": "none"}),
+    "layers recomputed, 4 micro-batches": (8, 2, 4, {"remat": "layer"}),
+    "dense": (8, 4, 1, {"model.model_type": "dense", "model.num_experts": 1, "model.intermediate_size": 8192}),
+    "3 of 4 layers linear": (8, 2, 1, {"model.layer_types": ("hybrid_linear",) * 3 + ("hybrid",)}),
+    "sliding window of 1,024": (
+        8, 2, 1, {"model.layer_types": ("hybrid_sliding",) * 3 + ("hybrid",), "model.sliding_window": 1024},
+    ),
+    "fsdp": (8, 4, 1, {"mesh.fsdp": True}),
+    "experts over 8": (8, 4, 1, {"mesh.expert": 8}),
+    "context over 2": (16, 1, 1, {"mesh.context": 2, "data.seq_len": 32768, "model.num_hidden_layers": 2}),
+    "half the width, 32 experts, 8 layers": (
+        64, 4, 1,
+        {
+            "model.hidden_size": 1024, "model.num_experts": 32, "model.moe_intermediate_size": 1024,
+            "model.num_hidden_layers": 8, "model.vocab_size": 65536,
+        },
+    ),
+}  # fmt: skip
+
+
+def config_of(changes: dict[str, Any]) -> Config:
+    """ZAYA1-base's shapes with four layers, and what differs."""
+    c = config_lib.default()
+    c.data.seq_len, c.model.num_hidden_layers = 4096, 4
+    for key, value in (BASE | changes).items():
+        *groups, last = key.split(".")
+        at = c
+        for group in groups:
+            at = at[group]
+        at[last] = value
+    c.optim.z_loss = 1e-5
+    c.run.skip_update = "spike"
+    return config_lib.check(c)
+
+
+def here_of(config: Config) -> Config:
+    """The config of its one phase."""
+    return schedule.phase_config(config, schedule.make_plan(config).segments[0].phase)
+
+
+def compiled(name: str, folder: Path) -> dict[str, Any]:
+    """What `experiments.compile` says of a case; from the folder where it is there."""
+    path = folder / f"{name.replace(' ', '_').replace(',', '')}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    devices, at_once, micro_batches, changes = CASES[name]
+    here = here_of(config_of(changes))
+    mesh = make_mesh(here.mesh, targets.devices("mi300x", devices))
+    sequences = at_once * micro_batches * mesh.shape["data"] * mesh.shape["expert"]
+    begun = time.perf_counter()
+    row = compiling.measure(here, mesh, sequences, micro_batches, clusters.of_chip("mi300x"), targets.usable("mi300x"))
+    print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
+    path.write_text(json.dumps(row))
+    return row

@@ -1,0 +1,156 @@
+"""One program to plan: a phase's config on a mesh, with so many sequences at once; and what a device sees of it.
+
+    case = Case(here, spread, chip="mi300x", sequences=4096, micro_batches=1)
+    case.tokens, case.layer_numbers, case.layout
+
+Nothing is compiled. Shapes of weights are the model's own, and how they lie is what the optimizer's layout says, so
+that padding and shares are those of the run. Letters: N tokens of a device in a micro-batch, D model, L layers.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from zaya_jax import schedule
+from zaya_jax.config import Config, Model, Precision
+from zaya_jax.model import zaya
+from zaya_jax.optim import chain, zero
+from zaya_jax.parallel import rules
+from zaya_jax.parallel.spread import AXES, Spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step of one phase (`schedule.phase_config`) on one mesh of one chip."""
+
+    here: Config
+    spread: Spread
+    chip: str
+    sequences: int  # per step, over all devices
+    micro_batches: int
+
+    @property
+    def model(self) -> Model:
+        """The architecture."""
+        return self.here.model
+
+    @property
+    def devices(self) -> int:
+        """Of the mesh."""
+        return math.prod(self.axes.values())
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The mesh's sizes."""
+        return {axis: getattr(self.spread, axis) for axis in AXES}
+
+    @property
+    def rows(self) -> int:
+        """Sequences, or parts of them, that a device has at once."""
+        return self.sequences // self.micro_batches // (self.spread.data * self.spread.expert)
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence that a device has."""
+        return self.here.data.seq_len // self.spread.sequence_parts
+
+    @property
+    def tokens(self) -> int:
+        """N: of a device in a micro-batch."""
+        return self.rows * self.length
+
+    @property
+    def tokens_per_device(self) -> float:
+        """Tokens of a step over devices."""
+        return self.sequences * self.here.data.seq_len / self.devices
+
+    @property
+    def linear_layers(self) -> int:
+        """Layers with linear attention."""
+        return self.model.kinds.count("hybrid_linear")
+
+    @property
+    def cuda(self) -> bool:
+        """Whether XLA's grouped products are dense there (NVIDIA's)."""
+        return self.chip in ("h100", "h200")
+
+    @functools.cached_property
+    def layout(self) -> zero.ShardedLayout | zero.WholeLayout:
+        """Where the optimizer's work and state lie."""
+        return _optimizer(self.here, self.spread).layout
+
+    @functools.cached_property
+    def optimizer_bytes(self) -> int:
+        """The optimizer's state on a device."""
+        return _optimizer(self.here, self.spread).bytes_per_device()
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        """Weights that a device holds: how many by "layers", "embedding", "rest"."""
+        found = dict.fromkeys(("layers", "embedding", "rest"), 0)
+        for path, number in _local(self.model, self.here.precision, self.spread):
+            name = "layers" if path.startswith("layers") else "embedding" if path == "embed/embedding" else "rest"
+            found[name] += number
+        return found
+
+    @functools.cached_property
+    def layer(self) -> dict[str, float]:
+        """Weights of one layer as a device computes with them, by "cca", "router", "experts" (or "mlp"), "vectors"."""
+        whole = dataclasses.replace(self.spread, fsdp=False, **({"tensor": 1, "tsp": False} if self.spread.tsp else {}))
+        found: dict[str, float] = {}
+        for path, number in _local(self.model, self.here.precision, whole):
+            if path.startswith("layers"):
+                part = path.split("/")[1]
+                part = part if part in ("cca", "router", "experts", "attention", "mlp") else "vectors"
+                found[part] = found.get(part, 0) + number / self.model.num_hidden_layers
+        return {"cca": found.pop("attention", 0.0), **found}
+
+    @property
+    def experts_here(self) -> int:
+        """Experts of a layer on a device."""
+        parts = math.prod(getattr(self.spread, axis) for axis in self.spread.expert_axes)
+        return max(self.model.num_experts // parts, 1)
+
+
+def of_segment(config: Config, segment: schedule.Segment, portion: tuple, chip: str) -> Case:
+    """The case of a phase's full batch, from what `recipe.portion` gave."""
+    del config, segment
+    here, spread, sequences, micro_batches = portion
+    return Case(here, spread, chip, sequences, micro_batches)
+
+
+@functools.lru_cache(maxsize=64)
+def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[str, int], ...]:
+    """Each weight's path and how many of its numbers a device holds."""
+    shapes = zaya.abstract(model, precision)
+    specs = rules.param_specs(model, precision, spread)
+    found = []
+
+    def one(path, x, spec):
+        parts = [axis for dim in spec if dim for axis in (dim if isinstance(dim, tuple) else (dim,))]
+        number = math.prod(x.shape) // math.prod(getattr(spread, axis) for axis in parts)
+        found.append(("/".join(key.key for key in path), number))
+
+    jax.tree_util.tree_map_with_path(one, shapes, specs)
+    return tuple(found)
+
+
+def _optimizer(here: Config, spread: Spread) -> Any:
+    return _built(here.model, here.optim, here.precision, spread)
+
+
+@functools.lru_cache(maxsize=64)
+def _built(model, optim, precision, spread) -> Any:
+    return chain.build(
+        optim, precision, zaya.abstract(model, precision), specs=rules.param_specs(model, precision, spread),
+        axes={axis: getattr(spread, axis) for axis in AXES}, skip_update="spike",
+    )  # fmt: skip
+
+
+def size(dtype: str) -> int:
+    """Bytes of a number."""
+    return jnp.dtype(dtype).itemsize

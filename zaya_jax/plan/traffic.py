@@ -1,0 +1,305 @@
+"""FLOPs, HBM bytes and launches of a step on one device, by scope and stage, and the least that each scope needs.
+
+    for part in traffic.parts(case): part.scope, part.stage, part.flops, part.bytes
+
+The parts are those of the compiled program (`experiments.compile` counts the same), by formula: `passes` says what a
+layer's kernels read and write, what stands around the layers is here.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+from pallas_kernels.attention import strips
+from pallas_kernels.attention.xla import default_block
+from pallas_kernels.cross_entropy.xla import chunk_rows
+from pallas_kernels.linear_attention import CHUNK
+from zaya_jax.model.lookup import COMMONEST
+from zaya_jax.optim.muon import newton_schulz_flops
+from zaya_jax.plan import passes
+from zaya_jax.plan.case import Case, size
+
+FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Kernels of one scope and stage."""
+
+    scope: str
+    stage: str  # "" for what follows the backward pass
+    flops: float
+    products: float  # bytes that products read and write
+    others: float  # bytes of all other kernels
+    launches: float
+    kind: str = "products"  # whose rate its FLOPs run at: products, grouped, attention, float32
+
+    @property
+    def bytes(self) -> float:
+        """HBM traffic."""
+        return self.products + self.others
+
+
+def parts(case: Case) -> list[Part]:
+    """All parts of a step."""
+    found = [*_layers(case), *_around(case), *_optimizer(case)]
+    return [p for p in found if p.bytes or p.flops]
+
+
+def sizes(case: Case) -> dict[str, float]:
+    """Bytes of the kinds of arrays that `passes` counts, weights aside."""
+    m, n, b = case.model, case.tokens, size(case.here.precision.compute)
+    heads = case.spread.heads
+    q, kv = m.num_attention_heads * m.head_dim / heads, max(m.num_key_value_heads / heads, 1) * m.head_dim
+    width = (m.moe_intermediate_size if m.model_type == "zaya" else m.intermediate_size) / heads
+    scores = 4 * case.rows * m.num_attention_heads / heads * _area(case)
+    return {
+        "x4": 4.0 * n * m.hidden_size, "x2": b * n * m.hidden_size, "r4": 4.0 * n * m.router_hidden_size,
+        "p2": b * n * (q + kv), "q2": b * n * q, "v2": b * n * kv, "c2": b * n * (q + 2 * kv),
+        "h2": b * n * 2 * width, "f2": b * n * width, "s4": scores, "s2": scores * b / 4,
+    }  # fmt: skip
+
+
+def in_strips(case: Case) -> bool:
+    """Whether attention runs in strips."""
+    windows = "hybrid_sliding" in case.model.kinds
+    cut = case.spread.sequence_parts > 1
+    return strips.side(case.length, case.length, 1 if windows else None, 0 if cut else None) is not None
+
+
+def _area(case: Case) -> float:
+    """Scores of one head and sequence that a device computes, of a layer with full attention."""
+    length, whole = case.length, case.here.data.seq_len
+    if in_strips(case):
+        return length * length * (1 + 1 / strips.STRIPS) / 2
+    block = min(default_block(whole), length)
+    return length * (whole + block) / 2
+
+
+def _bytes(units: Mapping[str, float], have: Mapping[str, float]) -> float:
+    return sum(times * have[name] for name, times in units.items())
+
+
+def _add(units: Mapping[str, float], more: Mapping[str, float]) -> dict[str, float]:
+    return {name: units.get(name, 0) + more.get(name, 0) for name in {**units, **more}}
+
+
+def kept(case: Case) -> dict[str, float]:
+    """What is kept of a layer, as `passes` counts."""
+    policy = "attention" if case.here.remat == "offload" else case.here.remat
+    if policy == "none" and (case.spread.fsdp or (case.spread.tsp and case.model.model_type == "zaya")):
+        policy = "fsdp"
+    if case.model.model_type == "dense":
+        return {"none": passes.KEPT_DENSE, "fsdp": passes.KEPT_DENSE_FSDP}.get(
+            policy, {name: n for name, n in passes.KEPT[policy].items() if name != "r4"}
+        )
+    if case.linear_layers and policy == "attention":
+        share = 1 - case.linear_layers / case.model.num_hidden_layers
+        return passes.KEPT[policy] | {"q2": share}
+    return passes.KEPT[policy]
+
+
+def _layers(case: Case) -> Iterator[Part]:
+    """Of all layers and micro-batches."""
+    m, have, weights = case.model, sizes(case), case.layer
+    times = case.micro_batches * m.num_hidden_layers
+    dense = m.model_type == "dense"
+    again = case.here.remat != "none" or "fsdp" in repr(case.spread.fsdp)
+    tables = {"attention": passes.ATTENTION, "mlp": passes.MLP} if dense else {
+        "cca": passes.CCA, "router": passes.ROUTER, "experts": passes.EXPERTS,
+    }  # fmt: skip
+    for scope, stages in tables.items():
+        numbers = weights["cca" if scope == "attention" else scope]
+        b = size(case.here.precision.compute)
+        own = have | {"w4": 4 * numbers, "w2": b * numbers}
+        for stage, p in stages.items():
+            if stage == AGAIN and not again:
+                continue
+            flops = times * _products(case, scope) * (2 if stage == BACKWARD else 1)
+            kind = {"experts": "grouped", "router": "float32"}.get(scope, "products")
+            extra: Mapping[str, float] = {}
+            if not again and stage == BACKWARD:
+                extra = passes.NONE_BACKWARD.get(scope, {})
+            if stage == AGAIN and scope == "experts":
+                flops = times * _products(case, scope)
+            yield Part(
+                scope, stage, flops, times * _bytes(p.products, own), times * _bytes(_add(p.others, extra), own),
+                times * p.launches, kind,
+            )  # fmt: skip
+        if not again and scope in passes.NONE_AGAIN:
+            yield Part(scope, AGAIN, 0.0, 0.0, times * _bytes(passes.NONE_AGAIN[scope], own), 2 * times)
+    yield from _mixing(case, have)
+
+
+def _products(case: Case, scope: str) -> float:
+    """FLOPs of one layer's products forward, in one micro-batch, attention's mixing aside."""
+    m, n, heads = case.model, case.tokens, case.spread.heads
+    d, c, b = m.hidden_size, m.head_dim, 2.0 * n
+    kv = max(m.num_key_value_heads / heads, 1)
+    packed = (m.num_attention_heads / heads + kv) * c
+    match scope:
+        case "cca":
+            o = m.num_attention_heads / heads * c * d
+            return b * (d * (packed + kv * c) + o + packed * c * m.cca_time1)
+        case "attention":
+            return b * 2 * d * packed
+        case "mlp":
+            return b * 3 * d * m.intermediate_size / heads
+        case "experts":
+            dense = case.experts_here if case.cuda else 1  # XLA multiplies every row with every expert there
+            return b * 3 * d * m.moe_intermediate_size / heads * dense
+    r = m.router_hidden_size
+    return b * (d * r + 2 * r * r + r * (m.num_experts + 1))
+
+
+def _mixing(case: Case, have: Mapping[str, float]) -> Iterator[Part]:
+    """Attention proper: strips, loops over blocks, or linear."""
+    m = case.model
+    scope = "attention" if m.model_type == "dense" else "cca"
+    softmax = case.micro_batches * (m.num_hidden_layers - case.linear_layers)
+    again = case.here.remat == "layer"
+    if softmax:
+        each = 2.0 * case.rows * m.num_attention_heads / case.spread.heads * m.head_dim * _area(case)
+        tables = passes.STRIPS if in_strips(case) else _blocks(case)
+        for stage, p, number in ((FORWARD, tables[FORWARD], 2), (AGAIN, tables[FORWARD], 2), (BACKWARD, tables[BACKWARD], 5)):
+            if stage == AGAIN and not again:
+                continue
+            yield Part(
+                scope, stage, softmax * number * each, softmax * _bytes(p.products, have),
+                softmax * _bytes(p.others, have), softmax * p.launches, "attention",
+            )  # fmt: skip
+    if case.linear_layers:
+        yield from _linear(case, scope)
+
+
+def _blocks(case: Case) -> dict[str, passes.Passes]:
+    """The loops over blocks of `pallas_kernels.attention.xla`: passes over scores, and over what is carried."""
+    whole = case.here.data.seq_len
+    block = min(default_block(whole), case.length)
+    pairs = case.length / block * (whole / block + 1) / 2
+    return {stage: p._replace(launches=p.launches * pairs) for stage, p in passes.BLOCKS.items()}
+
+
+def _linear(case: Case, scope: str) -> Iterator[Part]:
+    """Linear attention: a scan over chunks, whose carried state and weights are read and written."""
+    m = case.model
+    times = case.micro_batches * case.linear_layers
+    heads, c = m.num_attention_heads / case.spread.heads, m.head_dim
+    chunks = case.length / CHUNK
+    have = sizes(case)
+    # A chunk's weights, a state read by each query head and one written by each key-value head.
+    flops = 2.0 * case.tokens * (2 * heads * c * CHUNK + (heads + m.num_key_value_heads / case.spread.heads) * c * c)
+    for stage, p, number in ((FORWARD, passes.LINEAR[FORWARD], 1), (BACKWARD, passes.LINEAR[BACKWARD], 3)):
+        if stage == FORWARD and case.here.remat == "layer":
+            yield Part(scope, AGAIN, times * flops, times * _bytes(p.products, have), times * _bytes(p.others, have), times * p.launches * chunks)
+        yield Part(
+            scope, stage, times * number * flops, times * _bytes(p.products, have), times * _bytes(p.others, have),
+            times * p.launches * chunks, "attention",
+        )  # fmt: skip
+
+
+def head(case: Case) -> tuple[int, int]:
+    """Tokens whose loss a device computes at once, and how often it does in a micro-batch."""
+    n = case.tokens // case.spread.heads
+    chunk = min(chunk_rows(n, case.model.vocab_size), n)
+    return chunk, -(-n // chunk)
+
+
+def _around(case: Case) -> Iterator[Part]:
+    """Embedding, head, what is stacked over the layers, and what has no scope."""
+    m, have, weights, mb = case.model, sizes(case), case.numbers, case.micro_batches
+    b, layers, several = size(case.here.precision.compute), m.num_hidden_layers, case.micro_batches > 1
+    n = case.tokens
+    x4 = have["x4"]
+    table4, table2 = 4.0 * m.vocab_size * m.hidden_size, b * m.vocab_size * m.hidden_size
+    chunk, chunks = head(case)
+    padded = chunk * chunks
+    # The sum over equal words turns as often as the longest run needs; each turn adds, and copies what it carries.
+    turns = math.ceil(math.log2(max(COMMONEST * n, 1)))
+    # The look-ups' gradient onto the head's: where that lies, or under the head's last product, or by the exchange.
+    even = case.devices > 1 and m.vocab_size % case.devices == 0
+    onto = 4 * table4 if several else 3 * table4 if even and chunks > 1 else 0
+    yield Part("embed", FORWARD, 0, 0, mb * 2 * x4, mb)
+    yield Part("embed", BACKWARD, 0, 0, mb * ((2 * turns + 5) * x4 + onto), mb * (turns + 40))
+    logits4, logits2 = 4.0 * padded * m.vocab_size, b * padded * m.vocab_size
+    yield Part(
+        "head", FORWARD, mb * 6.0 * padded * m.hidden_size * m.vocab_size,
+        # Logits w; their gradient r twice; the table r twice, its gradient rw; rows.
+        mb * (logits4 + 2 * logits2 + chunks * (2 * table2 + 2 * table4) + 3 * x4),
+        # Top and sum r, gradient r and w; the table to the compute format.
+        mb * (3 * logits4 + logits2 + table4 + table2 + 2 * x4), mb * 17 * chunks,
+    )  # fmt: skip
+    yield Part("head", BACKWARD, 0, 0, mb * 7 * x4, mb * 6)
+    own = sum(case.layer.values())
+    local4, gathered = 4.0 * weights["layers"], 4.0 * own * layers
+    held = _bytes(kept(case), have) * layers
+    experts2 = b * case.layer.get("experts", 0.0) * layers
+    yield Part("stacks", FORWARD, 0, 0, mb * (2 * held + have["q2"] * layers), mb * 17 * layers)
+    # Each layer's gradient into its place: zeros first, or, with several micro-batches, read, added and put back.
+    gradients = 4 * local4 * mb if several else (3 if case.devices == 1 else 2) * local4
+    gradients += mb * 2 * held if case.here.remat == "none" else 0  # what was kept is cut out of its stack
+    yield Part(
+        "stacks", BACKWARD, 0, 0, gradients + mb * (experts2 + (x4 + 2 * have["r4"]) * layers + 0.05 * gathered), mb * 46 * layers,
+    )  # fmt: skip
+    cca4 = 4.0 * case.layer["cca"]
+    per_layer = 2 * x4 + have["c2"] + have["q2"] + cca4
+    rest = mb * (per_layer * layers + held + turns * 2 * x4) + (1 if chunks == 1 else 2) * table4
+    # Several micro-batches: zeros to add to, and the table's sum, carried from one to the next.
+    rest += local4 + table4 + (mb - 1) * table4 + mb * 2 * table4 if several else 0
+    if case.spread.fsdp:
+        # Gathers of a layer to compute with, and again in float32; its gradient packed and scattered; the table's both.
+        n, w4 = case.spread.data, gathered
+        rest += mb * ((w4 * (2 + b / 4) + 2 * table4) * (1 + 1 / n) + 4 * w4)
+    yield Part("other", FORWARD, 0, 0, rest, mb * (20 * layers + 60))
+
+
+def _optimizer(case: Case) -> Iterator[Part]:
+    """Muon and AdamW on a device's share, the exchange around them, and the new weights."""
+    alone = case.devices == 1
+    here, layout = case.here, case.layout
+    step = size(here.precision.compute if here.precision.newton_schulz == "compute" else here.precision.newton_schulz)
+    shapes = layout.state_shapes()
+    flops = x4 = gram4 = adamw4 = 0.0
+    launches = 60.0
+    for name, method in layout.methods.items():
+        shape = shapes[name]
+        numbers = math.prod(shape) / (case.devices if not alone and name in layout.matrices else layout.parts(name))
+        if method == "adamw":
+            adamw4 += 4 * numbers
+            continue
+        matrices = numbers / math.prod(shape[-2:])
+        flops += matrices * newton_schulz_flops(shape[-2:], here.optim.newton_schulz_steps)
+        x4 += 4 * numbers
+        gram4 += 4 * matrices * min(shape[-2:]) ** 2
+        launches += 40 * max(matrices if numbers > 2**23 else 1, 1)
+    rounds, x2, gram2 = here.optim.newton_schulz_steps, x4 * step / 4, gram4 * step / 4
+    # A round: x r, gram w and r twice, its square w and r, factor w and r, product w; then x, and its product's slices.
+    products = rounds * (2 * x2 + 2 * gram2 + gram2 + gram4 + x4)
+    others = rounds * (gram4 + 2 * gram2 + 5.5 * x2) + 10 * x4 + 3 * x2 + 7 * adamw4
+    local = sum(case.numbers.values())
+    muon = muon_numbers(case)
+    directions = step * muon + 4 * (local - muon)
+    # Weights rw, directions r; the norms of each device's part.
+    apply = 8.0 * local + directions
+    norms = (4.0 * local + directions) / (1 if alone else case.devices)
+    if alone:  # gradients are weighed, cut and put away whole
+        others += 4.0 * local * 5
+    yield Part("optimizer", "", flops, products, others + apply + norms, launches, "products")
+    if not alone:
+        travel = 0.0
+        for name, method in layout.methods.items():
+            kinds = layout.traffic(name, step if method == "muon" else 4)
+            travel += kinds.get("reduce-scatter", 0) + kinds.get("all-gather", 0) + 2 * kinds.get("all-to-all", 0)
+            travel += 4 * kinds.get("exchange", 0) + 2 * kinds.get("all-reduce", 0)
+        if case.model.vocab_size % case.devices:  # the table's gradient is first cut apart
+            travel += (5 if case.micro_batches == 1 else 2) * case.numbers["embedding"] * 4.0
+        yield Part("optimizer/exchange", "", 0, 0, travel, 24 if case.devices <= 8 else 160)
+
+
+def muon_numbers(case: Case) -> float:
+    """Of a device's weights, those of Muon."""
+    layout = case.layout
+    grid = getattr(layout, "grid", None)
+    return sum(
+        math.prod(w.local(grid) if grid else w.shape) for w in layout.weights if w.method == "muon"
+    )
