@@ -77,19 +77,42 @@ EXPERTS = {
         {"w2": 2, "x2": 4, "h2": 2, "f2": 2}, {"h2": 2, "f2": 1, "x4": 6, "x2": 2}, 10,
     ),
 }  # fmt: skip
+# A dense model's: q, k, v and o; rotation; norm and sum.
+ATTENTION = {
+    "forward": Passes({"x2": 2, "q2": 1, "c2": 1, "w2": 1}, {"x4": 3, "x2": 2, "v2": 10}, 14),
+    "again": Passes({"x2": 2, "q2": 1, "c2": 1, "w2": 1}, {"x4": 6, "x2": 2, "v2": 7}, 11),
+    "backward": Passes({"x2": 8, "q2": 2, "c2": 2, "w2": 1, "w4": 1}, {"x4": 8, "x2": 4, "v2": 10}, 25),
+}
+MLP = {
+    # Gate, up and down; f2 is their width. Weights to the compute format; the activation 3; norm; y and h to h.
+    "forward": Passes({"x2": 2, "f2": 3, "x4": 1, "w2": 1}, {"f2": 3, "x4": 4, "x2": 1, "w4": 1, "w2": 1}, 9),
+    # Down's product is not needed again.
+    "again": Passes({"x2": 2, "f2": 2, "w2": 2 / 3}, {"f2": 3, "x4": 3, "x2": 1, "w4": 2 / 3, "w2": 2 / 3}, 7),
+    "backward": Passes(
+        {"f2": 6, "x2": 7, "w2": 1, "w4": 1}, {"f2": 5, "x4": 1, "x2": 1, "w4": 1, "w2": 1}, 12,
+    ),
+}  # fmt: skip
+# Of a longer sequence, or one with a window or over several devices: loops over pairs of blocks. t2 is q2 for each turn
+# of the inner loop, whose sums are carried in float32: read, scaled, added and written; launches are of one pair.
+BLOCKS = {
+    "forward": Passes({"s4": 1, "s2": 1, "t2": 3}, {"s4": 2, "s2": 1, "t2": 8}, 14.5),
+    "backward": Passes({"s4": 2, "s2": 3, "t2": 13}, {"s4": 2, "s2": 2, "t2": 18}, 20),
+}
+# Linear attention by chunks; launches are of a chunk.
+LINEAR = BLOCKS
 # What is kept of a layer for the backward pass: written forward, read backward.
 KEPT = {
     "layer": {"x4": 1, "r4": 1},
     "attention": {"x4": 1, "r4": 1, "q2": 1},
     "none": {"x4": 4, "x2": 4, "h2": 1, "q2": 3, "p2": 2, "v2": 2, "r4": 11},
 }
+KEPT_DENSE = {
+    "layer": {"x4": 1},
+    "attention": {"x4": 1, "q2": 1},
+    "none": {"x4": 3, "x2": 2, "c2": 1, "q2": 2, "v2": 1, "f2": 3},
+}
+# Over fsdp and TSP: what products gave, and nothing made of gathered weights.
+KEPT_PRODUCTS = {"zaya": {"x4": 1, "x2": 3, "c2": 1, "p2": 1, "q2": 1, "h2": 1, "r4": 5}, "dense": {"x4": 1, "x2": 1, "c2": 1, "q2": 1, "f2": 2}}
 # With nothing recomputed norms still are, and the backward pass reads less that it has just made.
 NONE_AGAIN = {"cca": {"x4": 3.5}, "router": {"x4": 2}}
 NONE_BACKWARD = {"experts": {"w4": 1, "w2": 1}, "router": {"x4": -2}}
-ATTENTION = CCA
-MLP = EXPERTS
-KEPT_DENSE = KEPT["none"]
-KEPT_DENSE_FSDP = KEPT["none"]
-KEPT["fsdp"] = KEPT["none"]
-BLOCKS = STRIPS
-LINEAR = STRIPS

@@ -56,7 +56,7 @@ def sizes(case: Case) -> dict[str, float]:
     return {
         "x4": 4.0 * n * m.hidden_size, "x2": b * n * m.hidden_size, "r4": 4.0 * n * m.router_hidden_size,
         "p2": b * n * (q + kv), "q2": b * n * q, "v2": b * n * kv, "c2": b * n * (q + 2 * kv),
-        "h2": b * n * 2 * width, "f2": b * n * width, "s4": scores, "s2": scores * b / 4,
+        "h2": b * n * 2 * width, "f2": b * n * width, "s4": scores, "s2": scores * b / 4, "t2": b * n * q * _turns(case)[1],
     }  # fmt: skip
 
 
@@ -68,12 +68,24 @@ def in_strips(case: Case) -> bool:
 
 
 def _area(case: Case) -> float:
-    """Scores of one head and sequence that a device computes, of a layer with full attention."""
-    length, whole = case.length, case.here.data.seq_len
+    """Scores of one head and sequence that a device computes, the mean of layers with a softmax."""
     if in_strips(case):
-        return length * length * (1 + 1 / strips.STRIPS) / 2
-    block = min(default_block(whole), length)
-    return length * (whole + block) / 2
+        return case.length * case.length * (1 + 1 / strips.STRIPS) / 2
+    block, turns = _turns(case)
+    return case.length * block * turns
+
+
+def _turns(case: Case) -> tuple[int, float]:
+    """A block's side, and how many blocks of keys a block of queries meets: what causality and windows leave."""
+    m, whole = case.model, case.here.data.seq_len
+    block = min(default_block(whole), case.length)
+    kinds = [kind for kind in m.kinds if kind != "hybrid_linear"]
+    found = []
+    for kind in kinds:
+        window = min(m.sliding_window or whole, whole) if kind == "hybrid_sliding" else whole
+        keys = window * (1 - window / (2 * whole))  # of a token, on average
+        found.append(min(keys / block + (0.5 if window == whole else 1), (whole / block + 1) / 2))
+    return block, sum(found) / max(len(found), 1)
 
 
 def _bytes(units: Mapping[str, float], have: Mapping[str, float]) -> float:
@@ -86,17 +98,17 @@ def _add(units: Mapping[str, float], more: Mapping[str, float]) -> dict[str, flo
 
 def kept(case: Case) -> dict[str, float]:
     """What is kept of a layer, as `passes` counts."""
-    policy = "attention" if case.here.remat == "offload" else case.here.remat
-    if policy == "none" and (case.spread.fsdp or (case.spread.tsp and case.model.model_type == "zaya")):
-        policy = "fsdp"
-    if case.model.model_type == "dense":
-        return {"none": passes.KEPT_DENSE, "fsdp": passes.KEPT_DENSE_FSDP}.get(
-            policy, {name: n for name, n in passes.KEPT[policy].items() if name != "r4"}
-        )
-    if case.linear_layers and policy == "attention":
-        share = 1 - case.linear_layers / case.model.num_hidden_layers
-        return passes.KEPT[policy] | {"q2": share}
-    return passes.KEPT[policy]
+    policy, kind = case.here.remat, case.model.model_type
+    policy = "attention" if policy == "offload" else policy
+    if policy == "none" and fetched(case):
+        return passes.KEPT_PRODUCTS[kind]
+    units = (passes.KEPT if kind == "zaya" else passes.KEPT_DENSE)[policy]
+    return units
+
+
+def fetched(case: Case) -> bool:
+    """Whether a layer's weights come from other devices, so that it is computed again where nothing else is asked."""
+    return case.spread.fsdp or (case.spread.tsp and case.model.model_type == "zaya")
 
 
 def _layers(case: Case) -> Iterator[Part]:
@@ -104,7 +116,7 @@ def _layers(case: Case) -> Iterator[Part]:
     m, have, weights = case.model, sizes(case), case.layer
     times = case.micro_batches * m.num_hidden_layers
     dense = m.model_type == "dense"
-    again = case.here.remat != "none" or "fsdp" in repr(case.spread.fsdp)
+    again = case.here.remat != "none" or fetched(case)
     tables = {"attention": passes.ATTENTION, "mlp": passes.MLP} if dense else {
         "cca": passes.CCA, "router": passes.ROUTER, "experts": passes.EXPERTS,
     }  # fmt: skip
@@ -120,8 +132,8 @@ def _layers(case: Case) -> Iterator[Part]:
             extra: Mapping[str, float] = {}
             if not again and stage == BACKWARD:
                 extra = passes.NONE_BACKWARD.get(scope, {})
-            if stage == AGAIN and scope == "experts":
-                flops = times * _products(case, scope)
+            if stage == AGAIN and scope == "mlp":
+                flops *= 2 / 3
             yield Part(
                 scope, stage, flops, times * _bytes(p.products, own), times * _bytes(_add(p.others, extra), own),
                 times * p.launches, kind,
@@ -174,9 +186,8 @@ def _mixing(case: Case, have: Mapping[str, float]) -> Iterator[Part]:
 
 def _blocks(case: Case) -> dict[str, passes.Passes]:
     """The loops over blocks of `pallas_kernels.attention.xla`: passes over scores, and over what is carried."""
-    whole = case.here.data.seq_len
-    block = min(default_block(whole), case.length)
-    pairs = case.length / block * (whole / block + 1) / 2
+    block, turns = _turns(case)
+    pairs = case.length / block * turns
     return {stage: p._replace(launches=p.launches * pairs) for stage, p in passes.BLOCKS.items()}
 
 
