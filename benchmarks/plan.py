@@ -33,7 +33,10 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "64 devices, nothing recomputed": (64, 1, 1, {"remat": "none"}),
     "layers recomputed, 4 micro-batches": (8, 2, 4, {"remat": "layer"}),
     "dense": (8, 4, 1, {"model.model_type": "dense", "model.num_experts": 1, "model.intermediate_size": 8192}),
-    "3 of 4 layers linear": (8, 2, 1, {"model.layer_types": ("hybrid_linear",) * 3 + ("hybrid",)}),
+    "8 layers, 6 of them linear": (
+        8, 2, 1,
+        {"model.layer_types": (("hybrid_linear",) * 3 + ("hybrid",)) * 2, "model.num_hidden_layers": 8},
+    ),
     "sliding window of 1,024": (
         8, 2, 1, {"model.layer_types": ("hybrid_sliding",) * 3 + ("hybrid",), "model.sliding_window": 1024},
     ),

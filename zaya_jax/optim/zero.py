@@ -129,7 +129,8 @@ class ShardedLayout:
         self.methods = dict.fromkeys(self.matrices, "muon")
         self.methods |= {name: "adamw" for v in self.vectors for name in v.sizes}
 
-    def _vectors(self, name: str) -> Vectors:
+    def vectors_of(self, name: str) -> Vectors:
+        """The weights of AdamW that one of its buckets is of."""
         return next(v for v in self.vectors if name in v.sizes)
 
     # Sizes, for plans and tests.
@@ -137,30 +138,30 @@ class ShardedLayout:
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each bucket over all devices."""
         return {
-            name: self.matrices[name].shape if method == "muon" else self._vectors(name).shape(name)
+            name: self.matrices[name].shape if method == "muon" else self.vectors_of(name).shape(name)
             for name, method in self.methods.items()
         }
 
     def spec(self, name: str) -> PartitionSpec:
         """How a bucket's state lies on the mesh: its first dim over every axis, or over those of its weights."""
-        return PartitionSpec(self.grid.names) if name in self.matrices else self._vectors(name).spec(name)
+        return PartitionSpec(self.grid.names) if name in self.matrices else self.vectors_of(name).spec(name)
 
     def parts(self, name: str) -> int:
         """On how many devices different parts of a bucket lie."""
-        return self.grid.num_devices if name in self.matrices else self._vectors(name).copies(name)
+        return self.grid.num_devices if name in self.matrices else self.vectors_of(name).copies(name)
 
     def held(self, name: str) -> list[Held]:
         """Which device holds which box of which weight's state: every box once, or once for each device that has it.
 
         A device's part of a bucket's array is what `spec` gives it.
         """
-        return list(self.matrices[name].held() if name in self.matrices else self._vectors(name).held(name))
+        return list(self.matrices[name].held() if name in self.matrices else self.vectors_of(name).held(name))
 
     def traffic(self, name: str, direction_bytes: int = 4) -> dict[str, int]:
         """Bytes that a device puts into or gets out of each kind of collective, and what of them is padding."""
         if name in self.matrices:
             return self.matrices[name].traffic(direction_bytes)
-        vectors = self._vectors(name)
+        vectors = self.vectors_of(name)
         kinds = ("reduce-scatter", "all-gather") if name == vectors.cut else ("all-reduce",)
         return {kind: size for kind, size in vectors.traffic().items() if kind in kinds}
 

@@ -98,8 +98,11 @@ BLOCKS = {
     "forward": Passes({"s4": 1, "s2": 1, "t2": 3}, {"s4": 2, "s2": 1, "t2": 8}, 14.5),
     "backward": Passes({"s4": 2, "s2": 3, "t2": 13}, {"s4": 2, "s2": 2, "t2": 18}, 20),
 }
-# Linear attention by chunks; launches are of a chunk.
-LINEAR = BLOCKS
+# Linear attention by chunks, whose weights are computed again backward; launches are of a chunk.
+LINEAR = {
+    "forward": Passes({"q2": 14}, {"q2": 38}, 11),
+    "backward": Passes({"q2": 32}, {"q2": 75}, 31),
+}
 # What is kept of a layer for the backward pass: written forward, read backward.
 KEPT = {
     "layer": {"x4": 1, "r4": 1},

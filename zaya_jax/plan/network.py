@@ -1,0 +1,114 @@
+"""What a step sends between devices: each collective with its bytes, its group, and what it can run under.
+
+Bytes of the optimizer's exchange are the layout's own (`optim.zero`); those of layers follow from `zaya_jax.parallel`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+from zaya_jax.hardware.clusters import Cluster
+from zaya_jax.optim import placing
+from zaya_jax.parallel import expert
+from zaya_jax.plan import traffic
+from zaya_jax.plan.case import Case, size
+from zaya_jax.plan.rates import Rates
+
+GRADIENTS, DIRECTIONS, LAYERS, FETCHING = "gradients", "directions", "layers", "fetching"
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """Collectives of one kind over one kind of group."""
+
+    what: str  # GRADIENTS and DIRECTIONS: the optimizer's; LAYERS: a layer waits for it; FETCHING: ahead of one
+    kind: str
+    wire: float  # bytes that a device sends in a step
+    axes: tuple[str, ...]
+    times: float  # how many there are
+
+    def seconds(self, case: Case, cluster: Cluster, rates: Rates) -> float:
+        """On the links of its group; a ring's messages pass each node once."""
+        group = members(case, self.axes)
+        nodes = len({device // cluster.node for device in group})
+        share = rates.inside if nodes == 1 else rates.across
+        passed = nodes if nodes > 1 else 1
+        return self.wire / (cluster.bandwidth(group) * share.value) + self.times * passed * cluster.latency
+
+
+def members(case: Case, axes: tuple[str, ...]) -> list[int]:
+    """The first group of devices along these axes, by number."""
+    grid = placing.Grid(case.axes)
+    chosen = tuple(axis for axis in grid.names if axis in axes)
+    others = tuple(axis for axis in grid.names if axis not in axes)
+    return grid.groups(others, chosen)[0].tolist()
+
+
+def flows(case: Case) -> list[Flow]:
+    """All of a step."""
+    found = [*_exchange(case), *_layers(case), *_fetches(case)]
+    return [flow for flow in found if flow.wire]
+
+
+def _exchange(case: Case) -> Iterator[Flow]:
+    layout = case.layout
+    if case.devices == 1:
+        return
+    step = size(case.here.precision.compute if case.here.precision.newton_schulz == "compute" else case.here.precision.newton_schulz)
+    for name, method in layout.methods.items():
+        kinds = layout.traffic(name, step if method == "muon" else 4)
+        axes = layout.matrices[name].form.shared if name in layout.matrices else layout.vectors_of(name).shared
+        group = math.prod(case.axes[axis] for axis in axes)
+        cut = (group - 1) / max(group, 1)
+        yield Flow(GRADIENTS, "reduce-scatter", kinds.get("reduce-scatter", 0) * cut, axes, 1)
+        yield Flow(DIRECTIONS, "all-gather", kinds.get("all-gather", 0) * cut, axes, 1)
+        yield Flow(GRADIENTS, "all-reduce", kinds.get("all-reduce", 0) * 2 * cut, axes, 1)
+        yield Flow(GRADIENTS, "all-to-all", kinds.get("all-to-all", 0) * 1.0, ("data",), 2)
+        yield Flow(GRADIENTS, "exchange", kinds.get("exchange", 0) * 1.0, tuple(case.axes), 8)
+
+
+def _layers(case: Case) -> Iterator[Flow]:
+    """What a layer waits for."""
+    m, s, mb = case.model, case.spread, case.micro_batches
+    layers, have = m.num_hidden_layers, traffic.sizes(case)
+    again = case.here.remat != "none" or traffic.fetched(case)
+    if s.sequence_parts > 1:
+        parts, softmax = s.sequence_parts, layers - case.linear_layers
+        gathered = 2 * have["v2"] * (parts - 1)  # keys and values of all others
+        passes = 2 + again
+        kind, what = ("neighbour", FETCHING) if s.ring else ("all-gather", LAYERS)
+        yield Flow(what, kind, mb * softmax * passes * gathered, s.sequence_axes, mb * softmax * passes)
+        state = 4.0 * case.rows * m.num_key_value_heads * m.head_dim * (m.head_dim + 1) * (parts - 1)
+        yield Flow(LAYERS, "all-gather", mb * case.linear_layers * 2 * state, s.sequence_axes, mb * case.linear_layers * 2)
+        edge = case.rows * 2.0 * 2 * m.hidden_size
+        yield Flow(LAYERS, "neighbour", mb * layers * 4 * edge, s.sequence_axes, mb * layers * 4)
+    if s.heads > 1:
+        passes = (4 + again) * mb * layers  # a sum after each block, forward and backward
+        yield Flow(LAYERS, "all-reduce", passes * have["x2"] * 2 * (s.heads - 1) / s.heads, ("tensor",), passes)
+    if s.expert_axes and m.model_type == "zaya":
+        group = math.prod(getattr(s, axis) for axis in s.expert_axes)
+        span = s.expert * s.context * s.tensor
+        slots = span <= expert.HOST_DEVICES or not s.expert_axes
+        rows = expert.slot_rows(case.tokens, group) * group if slots else case.tokens
+        each = size(case.here.precision.compute) * rows * m.hidden_size * (group - 1) / group
+        passes = mb * layers * (6 if again else 4)
+        yield Flow(LAYERS, "all-to-all", passes * each, s.expert_axes, passes)
+
+
+def _fetches(case: Case) -> Iterator[Flow]:
+    """Weights that come ahead of a layer, and their gradients behind it."""
+    s, mb, layers = case.spread, case.micro_batches, case.model.num_hidden_layers
+    again = case.here.remat != "none" or traffic.fetched(case)
+    layer4, compute = 4.0 * sum(case.layer.values()), size(case.here.precision.compute)
+    if s.fsdp:
+        cut = (s.data - 1) / s.data
+        once = layer4 * compute / 4 + (layer4 if again else 0)
+        yield Flow(FETCHING, "all-gather", mb * layers * once * cut, ("data",), mb * layers * (1 + again))
+        yield Flow(FETCHING, "reduce-scatter", mb * layers * layer4 * cut, ("data",), mb * layers)
+        table = 4.0 * case.model.vocab_size * case.model.hidden_size * cut
+        yield Flow(LAYERS, "all-gather", mb * table, ("data",), mb)
+        yield Flow(LAYERS, "reduce-scatter", mb * table, ("data",), mb)
+    if s.tsp:
+        travels = 4.0 * (case.layer["cca"] + case.layer.get("mlp", 0.0)) * compute / 4
+        passes = mb * layers * (2 + again)
+        yield Flow(FETCHING, "broadcast", passes * travels, ("tensor",), passes)
