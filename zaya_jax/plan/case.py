@@ -10,13 +10,11 @@ that padding and shares are those of the run. Letters: N tokens of a device in a
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from zaya_jax import schedule
-from zaya_jax.config import Config, Model, Precision
+from zaya_jax.config import Config, Model, Optim, Precision
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, zero
 from zaya_jax.parallel import rules
@@ -81,12 +79,17 @@ class Case:
     @functools.cached_property
     def layout(self) -> zero.ShardedLayout | zero.WholeLayout:
         """Where the optimizer's work and state lie."""
-        return _optimizer(self.here, self.spread).layout
+        return _layout(self.here.model, self.here.optim, self.here.precision, self.spread)
 
     @functools.cached_property
     def optimizer_bytes(self) -> int:
-        """The optimizer's state on a device."""
-        return _optimizer(self.here, self.spread).bytes_per_device()
+        """The optimizer's state on a device: one number a weight for Muon, two for AdamW."""
+        each = {"muon": size(self.here.precision.momentum), "adamw": 8}
+        shapes = self.layout.state_shapes()
+        return sum(
+            math.prod(shapes[name]) // self.layout.parts(name) * each[method]
+            for name, method in self.layout.methods.items()
+        )
 
     @functools.cached_property
     def numbers(self) -> dict[str, int]:
@@ -116,14 +119,7 @@ class Case:
         return max(self.model.num_experts // parts, 1)
 
 
-def of_segment(config: Config, segment: schedule.Segment, portion: tuple, chip: str) -> Case:
-    """The case of a phase's full batch, from what `recipe.portion` gave."""
-    del config, segment
-    here, spread, sequences, micro_batches = portion
-    return Case(here, spread, chip, sequences, micro_batches)
-
-
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=1024)
 def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[str, int], ...]:
     """Each weight's path and how many of its numbers a device holds."""
     shapes = zaya.abstract(model, precision)
@@ -139,16 +135,12 @@ def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[st
     return tuple(found)
 
 
-def _optimizer(here: Config, spread: Spread) -> Any:
-    return _built(here.model, here.optim, here.precision, spread)
-
-
-@functools.lru_cache(maxsize=64)
-def _built(model, optim, precision, spread) -> Any:
+@functools.lru_cache(maxsize=1024)
+def _layout(model: Model, optim: Optim, precision: Precision, spread: Spread) -> zero.ShardedLayout | zero.WholeLayout:
     return chain.build(
         optim, precision, zaya.abstract(model, precision), specs=rules.param_specs(model, precision, spread),
-        axes={axis: getattr(spread, axis) for axis in AXES}, skip_update="spike",
-    )  # fmt: skip
+        axes={axis: getattr(spread, axis) for axis in AXES},
+    ).layout  # fmt: skip
 
 
 def size(dtype: str) -> int:

@@ -19,6 +19,9 @@ MTBF_SOURCE = "419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, 
 # Noticing a failure, starting the processes again, compiling from the cache.
 RESTART = 300.0
 RESTART_SOURCE = "assumed: five minutes until a failure is seen and the processes run again, and reading the state"
+# Of each save, whatever its size: the processes' agreement, plan and commit.
+SAVE = 1.0
+SAVE_SOURCE = "assumed: a second for the processes' agreement and the plan, on top of the copy to the host"
 # Device to host: what a save stands in the step's way, the rest being written beside training.
 HOST_LINK = 25e9
 HOST_LINK_SOURCE = "assumed: 25 GB/s from a device to its host (PCIe 5 x16 carries 64 GB/s), the writing beside training"
@@ -63,7 +66,7 @@ def saving(case: Case, cluster: Cluster, mtbf_hours: float = MTBF_HOURS) -> Savi
         for w in case.layout.weights
     )
     each = model / case.devices
-    stall = each / HOST_LINK
+    stall = SAVE + each / HOST_LINK
     written = model / cluster.storage
     mtbf = 3600 * mtbf_hours / case.devices
     restart = RESTART + written

@@ -4,6 +4,7 @@ Bytes of the optimizer's exchange are the layout's own (`optim.zero`); those of 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -29,19 +30,19 @@ class Flow:
 
     def seconds(self, case: Case, cluster: Cluster, rates: Rates) -> float:
         """On the links of its group; a ring's messages pass each node once."""
-        group = members(case, self.axes)
-        nodes = len({device // cluster.node for device in group})
+        bandwidth, nodes = _links(tuple(case.axes.items()), self.axes, cluster)
         share = rates.inside if nodes == 1 else rates.across
-        passed = nodes if nodes > 1 else 1
-        return self.wire / (cluster.bandwidth(group) * share.value) + self.times * passed * cluster.latency
+        return self.wire / (bandwidth * share.value) + self.times * nodes * cluster.latency
 
 
-def members(case: Case, axes: tuple[str, ...]) -> list[int]:
-    """The first group of devices along these axes, by number."""
-    grid = placing.Grid(case.axes)
+@functools.lru_cache(maxsize=4096)
+def _links(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], cluster: Cluster) -> tuple[float, int]:
+    """What a device can send while its group along these axes does, and on how many nodes the group lies."""
+    grid = placing.Grid(dict(sizes))
     chosen = tuple(axis for axis in grid.names if axis in axes)
     others = tuple(axis for axis in grid.names if axis not in axes)
-    return grid.groups(others, chosen)[0].tolist()
+    group = grid.groups(others, chosen)[0].tolist()
+    return cluster.bandwidth(group), len({device // cluster.node for device in group})
 
 
 def flows(case: Case) -> list[Flow]:

@@ -77,6 +77,9 @@ EXPERTS = {
         {"w2": 2, "x2": 4, "h2": 2, "f2": 2}, {"h2": 2, "f2": 1, "x4": 6, "x2": 2}, 10,
     ),
 }  # fmt: skip
+# Where experts lie over devices, buffers have twice the rows of an even load (`parallel.expert.SLACK`): the products'
+# rows, what comes sorted by expert and back. And each exchange: rows into slots, through two all-to-alls, and out.
+ROUND, SENT = {"x2": 10}, {"x2": 13}
 # A dense model's: q, k, v and o; rotation; norm and sum.
 ATTENTION = {
     "forward": Passes({"x2": 2, "q2": 1, "c2": 1, "w2": 1}, {"x4": 3, "x2": 2, "v2": 10}, 14),

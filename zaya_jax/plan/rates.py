@@ -40,6 +40,7 @@ class Rates:
     memory: Rate  # of the HBM's bandwidth
     inside: Rate  # of a node's links, for a collective
     across: Rate  # of the cards between nodes
+    overlap: Rate = Rate(0.8, f"{ASSUMED}: of what could run under kernels, whose memory and units it shares")
     launch: Rate = Rate(LAUNCH, "assumed, as `hardware.roofline` does")
 
     def table(self) -> list[tuple[str, float, str]]:

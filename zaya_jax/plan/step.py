@@ -89,33 +89,33 @@ def of(case: Case, cluster: Cluster, rates: Rates) -> Step:
         by_scope["optimizer"] = by_scope.get("optimizer", 0.0)
         taken[network.GRADIENTS] = max(taken.get(network.GRADIENTS, 0.0), own / 2)
         taken[network.DIRECTIONS] = max(taken.get(network.DIRECTIONS, 0.0), own / 2)
-    exposed = _exposed(case, taken, by_scope, longest)
+    exposed = _exposed(case, taken, by_scope, longest, rates.overlap.value)
     by_scope[LINKS] = by_kind[LINKS] = sum(exposed.values())
     useful = chips.model_flops(case.model, case.here.data.seq_len) * case.tokens_per_device
     return Step(
-        by_scope, by_kind, taken, exposed, tuple(parts), _overlapped(case, exposed, parts), useful, best
+        by_scope, by_kind, taken, exposed, tuple(parts), _overlapped(case, exposed, parts, rates.overlap.value), useful, best
     )
 
 
 def _exposed(
-    case: Case, taken: Mapping[str, float], by_scope: Mapping[str, float], longest: float
+    case: Case, taken: Mapping[str, float], by_scope: Mapping[str, float], longest: float, overlap: float
 ) -> dict[str, float]:
     exposed = dict(taken)
     if network.DIRECTIONS in taken:
         others = taken[network.DIRECTIONS] - longest
-        exposed[network.DIRECTIONS] -= min(max(others, 0.0), by_scope.get("optimizer", 0.0))
+        exposed[network.DIRECTIONS] -= overlap * min(max(others, 0.0), by_scope.get("optimizer", 0.0))
     if network.FETCHING in taken:
         layers = sum(by_scope.get(name, 0.0) for name in ("cca", "attention", "router", "experts", "mlp"))
-        first = taken[network.FETCHING] / case.model.num_hidden_layers / 3  # nothing runs before the first
-        exposed[network.FETCHING] = max(taken[network.FETCHING] - layers, first)
+        rest = 1 - 1 / case.model.num_hidden_layers  # nothing runs beside the first
+        exposed[network.FETCHING] -= overlap * min(taken[network.FETCHING] * rest, layers)
     return exposed
 
 
-def _overlapped(case: Case, exposed: Mapping[str, float], parts: list) -> float:
+def _overlapped(case: Case, exposed: Mapping[str, float], parts: list, overlap: float) -> float:
     """A layer's gradient is whole when its last backward pass is over; all but the last layer's could then travel, and
     the table's, which is whole at the very end, could not."""
     gradients = exposed.get(network.GRADIENTS, 0.0)
     numbers, layers = case.numbers, case.model.num_hidden_layers
     share = numbers["layers"] / sum(numbers.values()) * (1 - 1 / layers)
     backward = sum(seconds for part, seconds in parts if part.stage in (traffic.BACKWARD, traffic.AGAIN))
-    return min(gradients * share, backward / case.micro_batches)
+    return overlap * min(gradients * share, backward / case.micro_batches)

@@ -16,6 +16,7 @@ from pallas_kernels.cross_entropy.xla import chunk_rows
 from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.model.lookup import COMMONEST
 from zaya_jax.optim.muon import newton_schulz_flops
+from zaya_jax.parallel import expert
 from zaya_jax.plan import passes
 from zaya_jax.plan.case import Case, size
 
@@ -124,6 +125,8 @@ def _layers(case: Case) -> Iterator[Part]:
         numbers = weights["cca" if scope == "attention" else scope]
         b = size(case.here.precision.compute)
         own = have | {"w4": 4 * numbers, "w2": b * numbers}
+        if scope == "experts" and case.spread.expert_axes:  # a round's buffers, though no more rows are computed
+            own |= {name: expert.SLACK * own[name] for name in ("h2", "f2")}
         for stage, p in stages.items():
             if stage == AGAIN and not again:
                 continue
@@ -132,6 +135,10 @@ def _layers(case: Case) -> Iterator[Part]:
             extra: Mapping[str, float] = {}
             if not again and stage == BACKWARD:
                 extra = passes.NONE_BACKWARD.get(scope, {})
+            if scope == "experts" and case.spread.expert_axes:
+                extra = _add(extra, passes.ROUND)
+                sent = times * _bytes(passes.SENT, own)
+                yield Part("experts/exchange", stage, 0.0, 0.0, sent, 5 * times)
             if stage == AGAIN and scope == "mlp":
                 flops *= 2 / 3
             yield Part(
