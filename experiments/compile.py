@@ -103,28 +103,9 @@ def main() -> int:
 
 def _program(config: Config, segment: Segment, devices: list) -> tuple[Config, Any, int, int]:
     """A phase's config, mesh, sequences per step and micro-batches; UserError where these do not go together."""
-    here, where = (
-        schedule.phase_config(config, segment.phase),
-        schedule.key(config, segment.phase_index, "mesh"),
-    )
-    mesh = make_mesh(here.mesh, devices, where)
-    spread = recipe.spread_at(config, segment.phase, len(devices))
-    lengths = {schedule.key(config, segment.phase_index, "seq_len"): segment.phase.seq_len}
-    rows = spread.data * spread.expert
-    if AT_ONCE.value:
-        micro = AT_ONCE.value * rows
-        micro_batches = max(1, round(segment.sequences / micro))
-        rules.check(here, spread, lengths=lengths, rows=micro, where=where)
-        return here, mesh, micro * micro_batches, micro_batches
-    try:
-        rules.check(here, spread, lengths=lengths, rows=segment.sequences, where=where)
-        rules.check_batch(
-            here, spread, (segment.sequences,), segment.sequences // segment.micro_batches, lengths=lengths,
-            where=where, name=schedule.key(config, segment.phase_index, "micro_batch"),
-        )  # fmt: skip
-    except UserError as error:
-        raise UserError(f"phase {segment.phase.name!r}: {error}; or give --at_once=N") from None
-    return here, mesh, segment.sequences, segment.micro_batches
+    here, _, sequences, micro_batches = recipe.portion(config, segment, len(devices), AT_ONCE.value)
+    mesh = make_mesh(here.mesh, devices, schedule.key(config, segment.phase_index, "mesh"))
+    return here, mesh, sequences, micro_batches
 
 
 def _measure(

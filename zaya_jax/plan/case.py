@@ -76,6 +76,12 @@ class Case:
         """Whether XLA's grouped products are dense there (NVIDIA's)."""
         return self.chip in ("h100", "h200")
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a number in Muon's iteration, and of its directions."""
+        precision = self.here.precision
+        return size(precision.compute if precision.newton_schulz == "compute" else precision.newton_schulz)
+
     @functools.cached_property
     def layout(self) -> zero.ShardedLayout | zero.WholeLayout:
         """Where the optimizer's work and state lie."""
@@ -103,7 +109,9 @@ class Case:
     @functools.cached_property
     def layer(self) -> dict[str, float]:
         """Weights of one layer as a device computes with them, by "cca", "router", "experts" (or "mlp"), "vectors"."""
-        whole = dataclasses.replace(self.spread, fsdp=False, **({"tensor": 1, "tsp": False} if self.spread.tsp else {}))
+        whole = dataclasses.replace(self.spread, fsdp=False)
+        if self.spread.tsp:
+            whole = dataclasses.replace(whole, tensor=1, tsp=False)
         found: dict[str, float] = {}
         for path, number in _local(self.model, self.here.precision, whole):
             if path.startswith("layers"):

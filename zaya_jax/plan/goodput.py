@@ -24,7 +24,7 @@ SAVE = 1.0
 SAVE_SOURCE = "assumed: a second for the processes' agreement and the plan, on top of the copy to the host"
 # Device to host: what a save stands in the step's way, the rest being written beside training.
 HOST_LINK = 25e9
-HOST_LINK_SOURCE = "assumed: 25 GB/s from a device to its host (PCIe 5 x16 carries 64 GB/s), the writing beside training"
+HOST_LINK_SOURCE = "assumed: 25 GB/s from a device to its host, where PCIe 5 carries 64; writing runs beside training"
 
 
 @dataclasses.dataclass(frozen=True)

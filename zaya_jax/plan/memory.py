@@ -4,8 +4,8 @@
     found.peak, found.at_peak, found.phases
 
 The state is there throughout. What comes on top is largest in one of five places: the head (a chunk's logits), the
-backward pass (all gradients, what was kept, a layer's working set), its end (the table's gradients from both sides), the
-sums over devices, or the directions, gathered again. Each is a sum of arrays as the compiled program has them.
+backward pass (all gradients, what was kept, a layer's working set), its end (the table's gradients from both sides),
+the sums over devices, or the directions, gathered again. Each is a sum of arrays as the compiled program has them.
 """
 
 import dataclasses
@@ -65,6 +65,8 @@ def of(case: Case) -> Memory:
     gathered = (table4 if spread.fsdp else 0.0) + (layer4 * (1 + compute / 4) + local4 / 8 if fetched else 0.0)
     # Sums over micro-batches, into which each adds its own; the table's are added at the end of one.
     sums = local4 + 4.0 * numbers["embedding"] if several else 0.0
+    if traffic.stretches(case):  # the scan keeps the weights that it has cut out for each layer of a stretch
+        kept += local4
     head = {
         "activations": kept, "working set": logits4 + logits2 + table2 + 3 * x4, "exchange": gathered,
         "gradients": sums + (table4 if several else 0.0) + (table4 if chunks > 1 else 0.0),
@@ -78,14 +80,14 @@ def of(case: Case) -> Memory:
         "exchange": gathered + (layer4 if fetched else 0.0),
     }  # fmt: skip
     end = {
-        "activations": kept if late else 0.0, "gradients": held + (2 if late else 3) * table4,
+        "activations": kept if late or traffic.stretches(case) else 0.0,
+        "gradients": held + (2 if late else 3) * table4,
         "working set": late + 2 * x4, "exchange": table4 if spread.fsdp else 0.0,
     }  # fmt: skip
     share = 4.0 * sum(numbers.values()) / case.devices
     gradients = local4 + 4.0 * numbers["embedding"]
-    step = size(case.here.precision.compute if case.here.precision.newton_schulz == "compute" else case.here.precision.newton_schulz)
     muon = traffic.muon_numbers(case)
-    directions = step * muon + 4.0 * (sum(numbers.values()) - muon)
+    directions = case.step_bytes * muon + 4.0 * (sum(numbers.values()) - muon)
     places = {"head": head, "backward": backward, "its end": end}
     if case.devices > 1:
         places["sums"] = {"gradients": gradients, "exchange": share + 4.0 * numbers["embedding"]}

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.optim import placing
+from zaya_jax.optim.zero import ShardedLayout
 from zaya_jax.parallel import expert
 from zaya_jax.plan import traffic
 from zaya_jax.plan.case import Case, size
 from zaya_jax.plan.rates import Rates
 
+RINGS = ("reduce-scatter", "all-gather", "all-reduce")  # whose messages pass every node of the group
 GRADIENTS, DIRECTIONS, LAYERS, FETCHING = "gradients", "directions", "layers", "fetching"
 
 
@@ -32,7 +34,8 @@ class Flow:
         """On the links of its group; a ring's messages pass each node once."""
         bandwidth, nodes = _links(tuple(case.axes.items()), self.axes, cluster)
         share = rates.inside if nodes == 1 else rates.across
-        return self.wire / (bandwidth * share.value) + self.times * nodes * cluster.latency
+        hops = nodes if self.kind in RINGS else 1
+        return self.wire / (bandwidth * share.value) + self.times * hops * cluster.latency
 
 
 @functools.lru_cache(maxsize=4096)
@@ -53,19 +56,24 @@ def flows(case: Case) -> list[Flow]:
 
 def _exchange(case: Case) -> Iterator[Flow]:
     layout = case.layout
-    if case.devices == 1:
+    if not isinstance(layout, ShardedLayout):
         return
-    step = size(case.here.precision.compute if case.here.precision.newton_schulz == "compute" else case.here.precision.newton_schulz)
+    scattered: dict[tuple[str, ...], float] = {}
+    summed: dict[tuple[str, ...], float] = {}
     for name, method in layout.methods.items():
-        kinds = layout.traffic(name, step if method == "muon" else 4)
+        kinds = layout.traffic(name, case.step_bytes if method == "muon" else 4)
         axes = layout.matrices[name].form.shared if name in layout.matrices else layout.vectors_of(name).shared
         group = math.prod(case.axes[axis] for axis in axes)
         cut = (group - 1) / max(group, 1)
-        yield Flow(GRADIENTS, "reduce-scatter", kinds.get("reduce-scatter", 0) * cut, axes, 1)
+        scattered[axes] = scattered.get(axes, 0.0) + kinds.get("reduce-scatter", 0) * cut
         yield Flow(DIRECTIONS, "all-gather", kinds.get("all-gather", 0) * cut, axes, 1)
-        yield Flow(GRADIENTS, "all-reduce", kinds.get("all-reduce", 0) * 2 * cut, axes, 1)
+        summed[axes] = summed.get(axes, 0.0) + kinds.get("all-reduce", 0) * 2 * cut
         yield Flow(GRADIENTS, "all-to-all", kinds.get("all-to-all", 0) * 1.0, ("data",), 2)
         yield Flow(GRADIENTS, "exchange", kinds.get("exchange", 0) * 1.0, tuple(case.axes), 8)
+    for axes, wire in scattered.items():  # the compiler makes one of all that have the same group
+        yield Flow(GRADIENTS, "reduce-scatter", wire, axes, 1)
+    for axes, wire in summed.items():
+        yield Flow(GRADIENTS, "all-reduce", wire, axes, 1)
 
 
 def _layers(case: Case) -> Iterator[Flow]:
@@ -80,7 +88,8 @@ def _layers(case: Case) -> Iterator[Flow]:
         kind, what = ("neighbour", FETCHING) if s.ring else ("all-gather", LAYERS)
         yield Flow(what, kind, mb * softmax * passes * gathered, s.sequence_axes, mb * softmax * passes)
         state = 4.0 * case.rows * m.num_key_value_heads * m.head_dim * (m.head_dim + 1) * (parts - 1)
-        yield Flow(LAYERS, "all-gather", mb * case.linear_layers * 2 * state, s.sequence_axes, mb * case.linear_layers * 2)
+        linear = mb * case.linear_layers * 2
+        yield Flow(LAYERS, "all-gather", linear * state, s.sequence_axes, linear)
         edge = case.rows * 2.0 * 2 * m.hidden_size
         yield Flow(LAYERS, "neighbour", mb * layers * 4 * edge, s.sequence_axes, mb * layers * 4)
     if s.heads > 1:

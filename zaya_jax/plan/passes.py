@@ -13,6 +13,7 @@ The numbers were read off programs compiled for MI300X, kernel by kernel (`exper
 holds plan and program against each other. Where the model's code changes, so must they.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -107,18 +108,21 @@ LINEAR = {
     "backward": Passes({"q2": 32}, {"q2": 75}, 31),
 }
 # What is kept of a layer for the backward pass: written forward, read backward.
-KEPT = {
+KEPT: Mapping[str, Mapping[str, float]] = {
     "layer": {"x4": 1, "r4": 1},
     "attention": {"x4": 1, "r4": 1, "q2": 1},
     "none": {"x4": 4, "x2": 4, "h2": 1, "q2": 3, "p2": 2, "v2": 2, "r4": 11},
 }
-KEPT_DENSE = {
+KEPT_DENSE: Mapping[str, Mapping[str, float]] = {
     "layer": {"x4": 1},
     "attention": {"x4": 1, "q2": 1},
     "none": {"x4": 3, "x2": 2, "c2": 1, "q2": 2, "v2": 1, "f2": 3},
 }
 # Over fsdp and TSP: what products gave, and nothing made of gathered weights.
-KEPT_PRODUCTS = {"zaya": {"x4": 1, "x2": 3, "c2": 1, "p2": 1, "q2": 1, "h2": 1, "r4": 5}, "dense": {"x4": 1, "x2": 1, "c2": 1, "q2": 1, "f2": 2}}
+KEPT_PRODUCTS: Mapping[str, Mapping[str, float]] = {
+    "zaya": {"x4": 1, "x2": 3, "c2": 1, "p2": 1, "q2": 1, "h2": 1, "r4": 5},
+    "dense": {"x4": 1, "x2": 1, "c2": 1, "q2": 1, "f2": 2},
+}
 # With nothing recomputed norms still are, and the backward pass reads less that it has just made.
-NONE_AGAIN = {"cca": {"x4": 3.5}, "router": {"x4": 2}}
-NONE_BACKWARD = {"experts": {"w4": 1, "w2": 1}, "router": {"x4": -2}}
+NONE_AGAIN: Mapping[str, Mapping[str, float]] = {"cca": {"x4": 3.5}, "router": {"x4": 2}}
+NONE_BACKWARD: Mapping[str, Mapping[str, float]] = {"experts": {"w4": 1, "w2": 1}, "router": {"x4": -2}}

@@ -51,13 +51,15 @@ class Rates:
 def _amd(memory: Rate) -> Rates:
     return Rates(
         Rate(0.54, AMD), Rate(0.36, f"{ASSUMED}: two thirds of dense"), Rate(0.2, f"{ASSUMED}: short products"),
-        Rate(0.5, ASSUMED), memory, Rate(0.7, f"{ASSUMED}: RCCL inside a node"), Rate(0.8, f"{ASSUMED}: RCCL on Pollara"),
+        Rate(0.5, ASSUMED), memory, Rate(0.7, f"{ASSUMED}: RCCL inside a node"),
+        Rate(0.8, f"{ASSUMED}: RCCL on Pollara"),
     )  # fmt: skip
 
 
 def _nvidia() -> Rates:
     return Rates(
-        Rate(0.73, SEMIANALYSIS), Rate(0.45, f"{ASSUMED}: two thirds of dense"), Rate(0.25, f"{ASSUMED}: short products"),
+        Rate(0.73, SEMIANALYSIS), Rate(0.45, f"{ASSUMED}: two thirds of dense"),
+        Rate(0.25, f"{ASSUMED}: short products"),
         Rate(0.5, ASSUMED), Rate(0.9, ASSUMED), Rate(0.8, f"{ASSUMED}: NCCL inside a node"),
         Rate(0.85, f"{ASSUMED}: NCCL on InfiniBand"),
     )  # fmt: skip
@@ -100,12 +102,15 @@ def _measured(found: figures_lib.Figures, cluster: Cluster) -> dict[str, Rate]:
             result[name] = Rate(max(rates) / peaks["bfloat16"], source)
     if memory := found.memory_bandwidth():
         result["memory"] = Rate(memory / bandwidth, source)
-    for name, nodes in (("inside", 1), ("across", 2)):
-        reached = [
-            c.bus_bandwidth / cluster.bandwidth([i * cluster.node // max(cluster.node, 1) for i in range(c.num_devices)])
-            for c in found.collectives
-            if c.name in ("reduce-scatter", "all-gather") and (c.num_nodes == 1) == (nodes == 1) and c.num_devices > 1
-        ]
+    for name in ("inside", "across"):
+        reached = []
+        for c in found.collectives:
+            if c.name not in ("reduce-scatter", "all-gather") or c.num_devices == 1:
+                continue
+            each = c.num_devices // c.num_nodes  # devices of a node
+            group = [node * cluster.node + i for node in range(c.num_nodes) for i in range(each)]
+            if (c.num_nodes == 1) == (name == "inside"):
+                reached.append(c.bus_bandwidth / cluster.bandwidth(group))
         if reached:
             result[name] = Rate(max(reached), source)
     return result

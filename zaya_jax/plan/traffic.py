@@ -15,7 +15,9 @@ from pallas_kernels.attention.xla import default_block
 from pallas_kernels.cross_entropy.xla import chunk_rows
 from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.model.lookup import COMMONEST
+from zaya_jax.model.stack import linear_pattern
 from zaya_jax.optim.muon import newton_schulz_flops
+from zaya_jax.optim.zero import ShardedLayout
 from zaya_jax.parallel import expert
 from zaya_jax.plan import passes
 from zaya_jax.plan.case import Case, size
@@ -97,7 +99,7 @@ def _add(units: Mapping[str, float], more: Mapping[str, float]) -> dict[str, flo
     return {name: units.get(name, 0) + more.get(name, 0) for name in {**units, **more}}
 
 
-def kept(case: Case) -> dict[str, float]:
+def kept(case: Case) -> Mapping[str, float]:
     """What is kept of a layer, as `passes` counts."""
     policy, kind = case.here.remat, case.model.model_type
     policy = "attention" if policy == "offload" else policy
@@ -118,9 +120,8 @@ def _layers(case: Case) -> Iterator[Part]:
     times = case.micro_batches * m.num_hidden_layers
     dense = m.model_type == "dense"
     again = case.here.remat != "none" or fetched(case)
-    tables = {"attention": passes.ATTENTION, "mlp": passes.MLP} if dense else {
-        "cca": passes.CCA, "router": passes.ROUTER, "experts": passes.EXPERTS,
-    }  # fmt: skip
+    zaya = {"cca": passes.CCA, "router": passes.ROUTER, "experts": passes.EXPERTS}
+    tables = {"attention": passes.ATTENTION, "mlp": passes.MLP} if dense else zaya
     for scope, stages in tables.items():
         numbers = weights["cca" if scope == "attention" else scope]
         b = size(case.here.precision.compute)
@@ -180,9 +181,8 @@ def _mixing(case: Case, have: Mapping[str, float]) -> Iterator[Part]:
     if softmax:
         each = 2.0 * case.rows * m.num_attention_heads / case.spread.heads * m.head_dim * _area(case)
         tables = passes.STRIPS if in_strips(case) else _blocks(case)
-        for stage, p, number in ((FORWARD, tables[FORWARD], 2), (AGAIN, tables[FORWARD], 2), (BACKWARD, tables[BACKWARD], 5)):
-            if stage == AGAIN and not again:
-                continue
+        for stage in (FORWARD, AGAIN, BACKWARD) if again else (FORWARD, BACKWARD):
+            p, number = tables[BACKWARD if stage == BACKWARD else FORWARD], 5 if stage == BACKWARD else 2
             yield Part(
                 scope, stage, softmax * number * each, softmax * _bytes(p.products, have),
                 softmax * _bytes(p.others, have), softmax * p.launches, "attention",
@@ -206,14 +206,19 @@ def _linear(case: Case, scope: str) -> Iterator[Part]:
     chunks = case.length / CHUNK
     have = sizes(case)
     # A chunk's weights, a state read by each query head and one written by each key-value head.
-    flops = 2.0 * case.tokens * (2 * heads * c * CHUNK + (heads + m.num_key_value_heads / case.spread.heads) * c * c)
-    for stage, p, number in ((FORWARD, passes.LINEAR[FORWARD], 1), (BACKWARD, passes.LINEAR[BACKWARD], 3)):
-        if stage == FORWARD and case.here.remat == "layer":
-            yield Part(scope, AGAIN, times * flops, times * _bytes(p.products, have), times * _bytes(p.others, have), times * p.launches * chunks)
+    states = heads + m.num_key_value_heads / case.spread.heads
+    flops = 2.0 * case.tokens * (2 * heads * c * CHUNK + states * c * c)
+    for stage in (FORWARD, AGAIN, BACKWARD) if case.here.remat == "layer" else (FORWARD, BACKWARD):
+        p, number = passes.LINEAR[BACKWARD if stage == BACKWARD else FORWARD], 3 if stage == BACKWARD else 1
         yield Part(
             scope, stage, times * number * flops, times * _bytes(p.products, have), times * _bytes(p.others, have),
             times * p.launches * chunks, "attention",
         )  # fmt: skip
+
+
+def stretches(case: Case) -> bool:
+    """Whether a step of the scan runs a stretch of layers of several kinds (`model.stack`)."""
+    return len(linear_pattern(case.model)) > 1
 
 
 def head(case: Case) -> tuple[int, int]:
@@ -251,14 +256,15 @@ def _around(case: Case) -> Iterator[Part]:
     own = sum(case.layer.values())
     local4, gathered = 4.0 * weights["layers"], 4.0 * own * layers
     held = _bytes(kept(case), have) * layers
+    if stretches(case):  # slices of the stretch's weights are kept: zeros, each layer's part, and read to be converted
+        yield Part("stacks", FORWARD, 0, 0, mb * 7.5 * local4, 0)
     experts2 = b * case.layer.get("experts", 0.0) * layers
     yield Part("stacks", FORWARD, 0, 0, mb * (2 * held + have["q2"] * layers), mb * 17 * layers)
     # Each layer's gradient into its place: zeros first, or, with several micro-batches, read, added and put back.
     gradients = 4 * local4 * mb if several else (3 if case.devices == 1 else 2) * local4
     gradients += mb * 2 * held if case.here.remat == "none" else 0  # what was kept is cut out of its stack
-    yield Part(
-        "stacks", BACKWARD, 0, 0, gradients + mb * (experts2 + (x4 + 2 * have["r4"]) * layers + 0.05 * gathered), mb * 46 * layers,
-    )  # fmt: skip
+    gradients += mb * (experts2 + (x4 + 2 * have["r4"]) * layers + 0.05 * gathered)
+    yield Part("stacks", BACKWARD, 0, 0, gradients, mb * 46 * layers)
     cca4 = 4.0 * case.layer["cca"]
     per_layer = 2 * x4 + have["c2"] + have["q2"] + cca4
     rest = mb * (per_layer * layers + held + turns * 2 * x4) + (1 if chunks == 1 else 2) * table4
@@ -274,14 +280,13 @@ def _around(case: Case) -> Iterator[Part]:
 def _optimizer(case: Case) -> Iterator[Part]:
     """Muon and AdamW on a device's share, the exchange around them, and the new weights."""
     alone = case.devices == 1
-    here, layout = case.here, case.layout
-    step = size(here.precision.compute if here.precision.newton_schulz == "compute" else here.precision.newton_schulz)
+    here, layout, step = case.here, case.layout, case.step_bytes
     shapes = layout.state_shapes()
     flops = x4 = gram4 = adamw4 = 0.0
     launches = 60.0
     for name, method in layout.methods.items():
         shape = shapes[name]
-        numbers = math.prod(shape) / (case.devices if not alone and name in layout.matrices else layout.parts(name))
+        numbers = math.prod(shape) / layout.parts(name)
         if method == "adamw":
             adamw4 += 4 * numbers
             continue
@@ -303,7 +308,7 @@ def _optimizer(case: Case) -> Iterator[Part]:
     if alone:  # gradients are weighed, cut and put away whole
         others += 4.0 * local * 5
     yield Part("optimizer", "", flops, products, others + apply + norms, launches, "products")
-    if not alone:
+    if isinstance(layout, ShardedLayout):
         travel = 0.0
         for name, method in layout.methods.items():
             kinds = layout.traffic(name, step if method == "muon" else 4)

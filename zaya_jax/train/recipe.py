@@ -84,6 +84,36 @@ def spread_at(config: Config, phase: Phase, devices: int) -> Spread:
     return spread_lib.of(mesh, shape_of(mesh, devices))
 
 
+def portion(
+    config: Config, segment: Segment, devices: int, at_once: int = 0
+) -> tuple[Config, Spread, int, int]:
+    """A segment's config on so many devices, how it is spread, its sequences per step and its micro-batches; UserError
+    where these do not go together.
+
+    With `at_once` so many sequences are taken at once on each row of data x expert, whatever the config's batch, which
+    is rounded to whole micro-batches.
+    """
+    index, phase = segment.phase_index, segment.phase
+    here, where = schedule.phase_config(config, phase), schedule.key(config, index, "mesh")
+    shape = shape_of(here.mesh, devices, where)
+    spread = spread_lib.of(here.mesh, shape)
+    lengths = {schedule.key(config, index, "seq_len"): phase.seq_len}
+    if at_once:
+        micro = at_once * spread.data * spread.expert
+        micro_batches = max(1, round(segment.sequences / micro))
+        rules.check(here, spread, lengths=lengths, rows=micro, where=where)
+        return here, spread, micro * micro_batches, micro_batches
+    try:
+        rules.check(here, spread, lengths=lengths, rows=segment.sequences, where=where)
+        rules.check_batch(
+            here, spread, (segment.sequences,), segment.sequences // segment.micro_batches, lengths=lengths,
+            where=where, name=schedule.key(config, index, "micro_batch"),
+        )  # fmt: skip
+    except UserError as error:
+        raise UserError(f"phase {phase.name!r}: {error}; or give --at_once=N") from None
+    return here, spread, segment.sequences, segment.micro_batches
+
+
 def last_step_here(config: Config, plan: Plan, number: int, devices: int) -> int:
     """The last step that a program can train which begins with step `number`: after it another mesh is due."""
     last = plan.step(number)

@@ -1,0 +1,79 @@
+"""ZAYA1's own published step, 2.5 s for 16.8M tokens on 1,024 MI300X, accounted for with what is published or assumed.
+
+Nobody outside knows that program. The account asks what such a step costs that a program written kernel by kernel takes
+for the same work: the same layers with everything recomputed, one sequence at a time, nothing fused by a compiler.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+from zaya_jax.hardware import chips
+from zaya_jax.hardware.clusters import Cluster
+from zaya_jax.plan import step, traffic
+from zaya_jax.plan.case import Case
+from zaya_jax.plan.rates import Rate, Rates
+
+SECONDS, DEVICES, TOKENS = 2.5, 1024, 4096 * 4096  # arXiv:2511.17127
+EAGER = 6e-6  # seconds from one kernel's start to the next, started from Python
+UNFUSED = 2.0  # passes over HBM where a compiler that fuses makes one
+
+
+class Row(NamedTuple):
+    """One part of the step."""
+
+    what: str
+    seconds: float
+    because: str
+
+
+def applies(case: Case) -> bool:
+    """Whether a case is that step."""
+    return (
+        case.devices == DEVICES and case.chip == "mi300x" and case.sequences * case.here.data.seq_len == TOKENS
+        and case.model.hidden_size == 2048 and case.model.num_hidden_layers == 40
+    )  # fmt: skip
+
+
+def account(case: Case, cluster: Cluster, rates: Rates) -> list[Row]:
+    """The published step, part by part, and what is left."""
+    each = case.rows * case.micro_batches
+    theirs = dataclasses.replace(
+        case, here=dataclasses.replace(case.here, remat="layer"), micro_batches=each,
+    )  # fmt: skip
+    found = step.of(theirs, cluster, rates)
+    parts = traffic.parts(theirs)
+    peak = chips.PEAKS["MI300X"]["bfloat16"]
+    hbm = chips.BANDWIDTH["MI300X"] * rates.memory.value
+    useful = found.flops / peak
+    products = found.by_kind["products"]
+    others = sum(p.others for p in parts if p.scope not in ("optimizer/exchange", "stacks", "other"))
+    started = UNFUSED * sum(p.launches for p in parts)
+    waiting = sum(
+        max(UNFUSED * p.launches * EAGER - UNFUSED * p.others / hbm - (seconds - p.others / hbm), 0.0)
+        for p, seconds in step.of(theirs, cluster, dataclasses.replace(rates, launch=Rate(0.0, ""))).parts
+    )
+    moving = UNFUSED * others / hbm
+    rows = [
+        Row("useful products at the chip's peak", useful, f"{found.flops / 1e12:,.0f} TFLOP at {peak / 1e12:,.0f} TFLOP/s"),
+        Row(
+            "products at the rates that kernels reach, and the forward pass once more", products - useful,
+            f"{rates.products.value:.0%} of the peak, experts {rates.grouped.value:.0%}; recomputing assumed",
+        ),
+        Row(
+            "all other kernels", moving,
+            f"{UNFUSED * others / 1e12:.1f} TB at {hbm / 1e12:.2f} TB/s: this model's passes, {UNFUSED:g} times as many "
+            "where no compiler fuses them (assumed)",
+        ),
+        Row(
+            "waiting for launches", waiting,
+            f"{started:,.0f} kernels of one sequence at a time, {1e6 * EAGER:.0f} us each (assumed), where longer "
+            "than their work",
+        ),
+        Row(
+            "gradients out and weights back", sum(found.links.values()),
+            "float32 gradients and bfloat16 updates over Pollara, nothing overlapped (assumed)",
+        ),
+    ]  # fmt: skip
+    explained = sum(row.seconds for row in rows)
+    left = "stragglers, uneven experts, the host, data" if explained <= SECONDS else "the assumptions are too slow by it"
+    return [*rows, Row("not explained", SECONDS - explained, left)]
