@@ -15,7 +15,10 @@ from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import Config
 from zaya_jax.hardware import clusters, targets
-from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel.mesh import make_mesh, shape_of
+from zaya_jax.plan import memory, traffic
+from zaya_jax.plan.case import Case
 from zaya_jax.train import compiling
 
 BASE = {"remat": "attention"}
@@ -84,7 +87,57 @@ def compiled(name: str, folder: Path) -> dict[str, Any]:
     mesh = make_mesh(here.mesh, targets.devices("mi300x", devices))
     sequences = at_once * micro_batches * mesh.shape["data"] * mesh.shape["expert"]
     begun = time.perf_counter()
-    row = compiling.measure(here, mesh, sequences, micro_batches, clusters.of_chip("mi300x"), targets.usable("mi300x"))
+    row = compiling.measure(
+        here, mesh, sequences, micro_batches, clusters.of_chip("mi300x"), targets.usable("mi300x")
+    )
     print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
     path.write_text(json.dumps(row))
     return row
+
+
+def planned(name: str) -> Case:
+    """The same case for the formulas."""
+    devices, at_once, micro_batches, changes = CASES[name]
+    here = here_of(config_of(changes))
+    sizes = shape_of(here.mesh, devices)
+    sequences = at_once * micro_batches * sizes["data"] * sizes["expert"]
+    return Case(here, spread_lib.of(here.mesh, sizes), "mi300x", sequences, micro_batches)
+
+
+def table(folder: Path, names: list[str]) -> str:
+    """Planned and compiled side by side, as Markdown."""
+    lines = [
+        "| config | memory, GB | compiled | ratio | traffic, GB | compiled | ratio | launches | compiled | TFLOP | compiled |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name in names:
+        row, case = compiled(name, folder), planned(name)
+        parts = traffic.parts(case)
+        peak, moved = memory.of(case).peak, sum(p.bytes for p in parts)
+        found = (peak, row["memory"]["peak"]), (moved, row["hbm_bytes"])
+        cells = [f"{a / 1e9:,.1f} | {b / 1e9:,.1f} | {a / b:.3f}" for a, b in found]
+        launches, flops = sum(p.launches for p in parts), sum(p.flops for p in parts)
+        cells += [
+            f"{launches:,.0f} | {row['launches']:,.0f}",
+            f"{flops / 1e12:,.1f} | {row['flops'] / 1e12:,.1f}",
+        ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """The table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True, help="a folder for what compiling found")
+    parser.add_argument(
+        "--only", nargs="*", choices=list(CASES), default=list(CASES), help="some of the cases"
+    )
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    options.out.mkdir(parents=True, exist_ok=True)
+    print(f"{time.strftime('%Y-%m-%d')}, jax {jax.__version__}")
+    print(table(options.out, options.only))
+
+
+if __name__ == "__main__":
+    main()

@@ -5,9 +5,9 @@
 
 For each phase of the schedule: memory, HBM traffic, FLOPs and network traffic of a step by what they are for, its time
 with each second accounted for, tokens per second, days and GPU-hours, what the data asks of storage, how often to save
-and what failures leave of the time; and how all that scales from 8 to 16,384 devices. Written are plan.md, plan.json and
-plan.html. --search ranks meshes, micro-batches and remat that fit. --at_once=N is as in experiments.compile, --figures
-are what experiments.characterize measured there. docs/planning.md says what is assumed.
+and what failures leave of the time; and how all that scales from 8 to 16,384 devices. Written are plan.md, plan.json
+and plan.html. --search ranks meshes, micro-batches and remat that fit. --at_once=N is as in experiments.compile,
+--figures are what experiments.characterize measured there. docs/planning.md says what is assumed.
 """
 
 import dataclasses
@@ -39,9 +39,15 @@ OUT = flags.DEFINE_string("out", None, "The folder for the plan.")
 AT_ONCE = flags.DEFINE_integer(
     "at_once", 0, "Sequences at once on each row of data x expert; 0: as the config says.", lower_bound=0
 )
-FIGURES = flags.DEFINE_string("figures", "", "Measured figures of experiments.characterize, a file or its folder.")
+FIGURES = flags.DEFINE_string(
+    "figures", "", "Measured figures of experiments.characterize, a file or its folder."
+)
 MTBF = flags.DEFINE_float(
-    "mtbf_hours", goodput.MTBF_HOURS, "Hours between the failures of one device.", lower_bound=1e-3, upper_bound=1e12
+    "mtbf_hours",
+    goodput.MTBF_HOURS,
+    "Hours between the failures of one device.",
+    lower_bound=1e-3,
+    upper_bound=1e12,
 )
 SEARCH = flags.DEFINE_bool("search", False, "Rank the meshes, micro-batches and remat that fit.")
 
@@ -145,9 +151,10 @@ def _search(p: Phase, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
 
 def _assumed(rates: Rates) -> list[tuple[str, float, str]]:
     """All that is assumed, with its source."""
+    failures = goodput.MTBF_SOURCE if MTBF.value == goodput.MTBF_HOURS else "given"
     return [
         *rates.table(),
-        ("hours between failures of a device", MTBF.value, goodput.MTBF_SOURCE if MTBF.value == goodput.MTBF_HOURS else "given"),
+        ("hours between failures of a device", MTBF.value, failures),
         ("seconds of a restart", goodput.RESTART, goodput.RESTART_SOURCE),
         ("seconds of any save", goodput.SAVE, goodput.SAVE_SOURCE),
         ("bytes/s to a device's host", goodput.HOST_LINK, goodput.HOST_LINK_SOURCE),

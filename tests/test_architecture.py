@@ -67,6 +67,7 @@ OPTIONS = {
     },
     "compile": {"": ["config", "target", "devices", "out", "phase", "at_once"]},
     "generate": {"": ["workdir", "prompt", "prompt_file", "num_tokens", "temperature", "seed", "step"]},
+    "plan": {"": ["config", "cluster", "devices", "out", "at_once", "figures", "mtbf_hours", "search"]},
     "prepare_data": {
         "": [
             "input",
@@ -346,7 +347,7 @@ def test_the_options_of_every_program_are_frozen():
 def test_only_a_program_with_a_config_has_flags():
     """ml_collections' config flag is absl's; every other program has one parser, `cli.Parser`."""
     with_flags = [path.stem for path in (ROOT / "experiments").glob("*.py") if "absl" in path.read_text()]
-    assert sorted(with_flags) == ["compile", "pretrain"]
+    assert sorted(with_flags) == ["compile", "plan", "pretrain"]
 
 
 def test_files_that_the_documents_name_are_there():

@@ -102,7 +102,13 @@ class Case:
         """Weights that a device holds: how many by "layers", "embedding", "rest"."""
         found = dict.fromkeys(("layers", "embedding", "rest"), 0)
         for path, number in _local(self.model, self.here.precision, self.spread):
-            name = "layers" if path.startswith("layers") else "embedding" if path == "embed/embedding" else "rest"
+            name = (
+                "layers"
+                if path.startswith("layers")
+                else "embedding"
+                if path == "embed/embedding"
+                else "rest"
+            )
             found[name] += number
         return found
 
@@ -144,7 +150,9 @@ def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[st
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(model: Model, optim: Optim, precision: Precision, spread: Spread) -> zero.ShardedLayout | zero.WholeLayout:
+def _layout(
+    model: Model, optim: Optim, precision: Precision, spread: Spread
+) -> zero.ShardedLayout | zero.WholeLayout:
     return chain.build(
         optim, precision, zaya.abstract(model, precision), specs=rules.param_specs(model, precision, spread),
         axes={axis: getattr(spread, axis) for axis in AXES},

@@ -18,13 +18,17 @@ MTBF_HOURS = 54 * 24 * 16_384 / 419
 MTBF_SOURCE = "419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, arXiv:2407.21783)"
 # Noticing a failure, starting the processes again, compiling from the cache.
 RESTART = 300.0
-RESTART_SOURCE = "assumed: five minutes until a failure is seen and the processes run again, and reading the state"
+RESTART_SOURCE = (
+    "assumed: five minutes until a failure is seen and the processes run again, and reading the state"
+)
 # Of each save, whatever its size: the processes' agreement, plan and commit.
 SAVE = 1.0
 SAVE_SOURCE = "assumed: a second for the processes' agreement and the plan, on top of the copy to the host"
 # Device to host: what a save stands in the step's way, the rest being written beside training.
 HOST_LINK = 25e9
-HOST_LINK_SOURCE = "assumed: 25 GB/s from a device to its host, where PCIe 5 carries 64; writing runs beside training"
+HOST_LINK_SOURCE = (
+    "assumed: 25 GB/s from a device to its host, where PCIe 5 carries 64; writing runs beside training"
+)
 
 
 @dataclasses.dataclass(frozen=True)

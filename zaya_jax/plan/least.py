@@ -10,7 +10,11 @@ from zaya_jax.plan.case import Case, size
 
 BLOCK = {"x4": 5}  # the stream: 2 forward, 3 backward
 BETWEEN = {
-    "cca": {"c2": 5, "p2": 6, "q2": 6},  # projections, what the convolutions made, the output; and gradients of all
+    "cca": {
+        "c2": 5,
+        "p2": 6,
+        "q2": 6,
+    },  # projections, what the convolutions made, the output; and gradients of all
     "attention": {"c2": 7, "q2": 6},
     "router": {"r4": 7},
     "experts": {"x2": 8, "h2": 4, "f2": 3},  # rows by expert and back
@@ -26,7 +30,7 @@ def of(case: Case) -> dict[str, float]:
     found = {}
     for scope, between in BETWEEN.items():
         numbers = case.layer.get("cca" if scope == "attention" else scope, 0.0)
-        if not numbers or (scope in ("cca", "attention")) and (scope == "cca") != (m.model_type == "zaya"):
+        if not numbers or ((scope in ("cca", "attention")) and (scope == "cca") != (m.model_type == "zaya")):
             continue
         units = BLOCK | between
         moved = sum(times * have[name] for name, times in units.items())

@@ -62,14 +62,16 @@ def of(case: Case) -> Memory:
     logits4, logits2 = 4.0 * chunk * vocab, compute * chunk * vocab
     # Weights that other devices hold: the table, and this layer's and the next one's, float32 and to compute with.
     fetched = spread.fsdp or spread.tsp
-    gathered = (table4 if spread.fsdp else 0.0) + (layer4 * (1 + compute / 4) + local4 / 8 if fetched else 0.0)
+    gathered = (table4 if spread.fsdp else 0.0) + (
+        layer4 * (1 + compute / 4) + local4 / 8 if fetched else 0.0
+    )
     # Sums over micro-batches, into which each adds its own; the table's are added at the end of one.
     sums = local4 + 4.0 * numbers["embedding"] if several else 0.0
     if traffic.stretches(case):  # the scan keeps the weights that it has cut out for each layer of a stretch
         kept += local4
     head = {
         "activations": kept, "working set": logits4 + logits2 + table2 + 3 * x4, "exchange": gathered,
-        "gradients": sums + (table4 if several else 0.0) + (table4 if chunks > 1 else 0.0),
+        "gradients": sums + (table4 * (2 if several else 1) if chunks > 1 else 0.0),
     }  # fmt: skip
     # What a layer needs at once: scores of strips as weights and as gradients, rows of the experts, the stream.
     working = 2 * have["s2"] + 8 * x4 if traffic.in_strips(case) else 12 * x4 + 2 * have["h2"]
@@ -94,6 +96,4 @@ def of(case: Case) -> Memory:
         places["directions"] = {"gradients": 2 * share, "exchange": directions}
     else:
         places["directions"] = {"gradients": gradients, "working set": directions}
-    return Memory(
-        {"weights": 4.0 * sum(numbers.values()), "optimizer": float(case.optimizer_bytes)}, places
-    )
+    return Memory({"weights": 4.0 * sum(numbers.values()), "optimizer": float(case.optimizer_bytes)}, places)

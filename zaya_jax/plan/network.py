@@ -24,7 +24,9 @@ GRADIENTS, DIRECTIONS, LAYERS, FETCHING = "gradients", "directions", "layers", "
 class Flow:
     """Collectives of one kind over one kind of group."""
 
-    what: str  # GRADIENTS and DIRECTIONS: the optimizer's; LAYERS: a layer waits for it; FETCHING: ahead of one
+    what: (
+        str  # GRADIENTS and DIRECTIONS: the optimizer's; LAYERS: a layer waits for it; FETCHING: ahead of one
+    )
     kind: str
     wire: float  # bytes that a device sends in a step
     axes: tuple[str, ...]
@@ -62,7 +64,9 @@ def _exchange(case: Case) -> Iterator[Flow]:
     summed: dict[tuple[str, ...], float] = {}
     for name, method in layout.methods.items():
         kinds = layout.traffic(name, case.step_bytes if method == "muon" else 4)
-        axes = layout.matrices[name].form.shared if name in layout.matrices else layout.vectors_of(name).shared
+        axes = (
+            layout.matrices[name].form.shared if name in layout.matrices else layout.vectors_of(name).shared
+        )
         group = math.prod(case.axes[axis] for axis in axes)
         cut = (group - 1) / max(group, 1)
         scattered[axes] = scattered.get(axes, 0.0) + kinds.get("reduce-scatter", 0) * cut
@@ -94,7 +98,9 @@ def _layers(case: Case) -> Iterator[Flow]:
         yield Flow(LAYERS, "neighbour", mb * layers * 4 * edge, s.sequence_axes, mb * layers * 4)
     if s.heads > 1:
         passes = (4 + again) * mb * layers  # a sum after each block, forward and backward
-        yield Flow(LAYERS, "all-reduce", passes * have["x2"] * 2 * (s.heads - 1) / s.heads, ("tensor",), passes)
+        yield Flow(
+            LAYERS, "all-reduce", passes * have["x2"] * 2 * (s.heads - 1) / s.heads, ("tensor",), passes
+        )
     if s.expert_axes and m.model_type == "zaya":
         group = math.prod(getattr(s, axis) for axis in s.expert_axes)
         span = s.expert * s.context * s.tensor

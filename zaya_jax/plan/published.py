@@ -75,5 +75,9 @@ def account(case: Case, cluster: Cluster, rates: Rates) -> list[Row]:
         ),
     ]  # fmt: skip
     explained = sum(row.seconds for row in rows)
-    left = "stragglers, uneven experts, the host, data" if explained <= SECONDS else "the assumptions are too slow by it"
+    left = (
+        "stragglers, uneven experts, the host, data"
+        if explained <= SECONDS
+        else "the assumptions are too slow by it"
+    )
     return [*rows, Row("not explained", SECONDS - explained, left)]

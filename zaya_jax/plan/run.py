@@ -100,7 +100,9 @@ class Scaling:
     """One way to spread a phase over more and more devices, each with as many tokens as now."""
 
     name: str
-    points: tuple[tuple[int, float, float], ...]  # devices, seconds of a step, exposed communication; only what fits
+    points: tuple[
+        tuple[int, float, float], ...
+    ]  # devices, seconds of a step, exposed communication; only what fits
 
 
 def scaling(case: Case, cluster: Cluster, rates: Rates) -> list[Scaling]:

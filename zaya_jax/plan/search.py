@@ -28,7 +28,9 @@ class Choice:
     memory: memory.Memory
 
 
-def best(here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates, number: int = 10) -> list[Choice]:
+def best(
+    here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates, number: int = 10
+) -> list[Choice]:
     """The fastest that fit the chip's memory, fastest first; [] where nothing fits."""
     capacity = targets.usable(cluster.chip)
     assert capacity is not None

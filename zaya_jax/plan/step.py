@@ -93,7 +93,14 @@ def of(case: Case, cluster: Cluster, rates: Rates) -> Step:
     by_scope[LINKS] = by_kind[LINKS] = sum(exposed.values())
     useful = chips.model_flops(case.model, case.here.data.seq_len) * case.tokens_per_device
     return Step(
-        by_scope, by_kind, taken, exposed, tuple(parts), _overlapped(case, exposed, parts, rates.overlap.value), useful, best
+        by_scope,
+        by_kind,
+        taken,
+        exposed,
+        tuple(parts),
+        _overlapped(case, exposed, parts, rates.overlap.value),
+        useful,
+        best,
     )
 
 

@@ -126,7 +126,9 @@ def _layers(case: Case) -> Iterator[Part]:
         numbers = weights["cca" if scope == "attention" else scope]
         b = size(case.here.precision.compute)
         own = have | {"w4": 4 * numbers, "w2": b * numbers}
-        if scope == "experts" and case.spread.expert_axes:  # a round's buffers, though no more rows are computed
+        if (
+            scope == "experts" and case.spread.expert_axes
+        ):  # a round's buffers, though no more rows are computed
             own |= {name: expert.SLACK * own[name] for name in ("h2", "f2")}
         for stage, p in stages.items():
             if stage == AGAIN and not again:
@@ -136,6 +138,8 @@ def _layers(case: Case) -> Iterator[Part]:
             extra: Mapping[str, float] = {}
             if not again and stage == BACKWARD:
                 extra = passes.NONE_BACKWARD.get(scope, {})
+            if case.spread.heads > 1 and scope != "router":  # the sum over devices reads and writes it
+                extra = _add(extra, {"x2": 2})
             if scope == "experts" and case.spread.expert_axes:
                 extra = _add(extra, passes.ROUND)
                 sent = times * _bytes(passes.SENT, own)
@@ -241,7 +245,7 @@ def _around(case: Case) -> Iterator[Part]:
     turns = math.ceil(math.log2(max(COMMONEST * n, 1)))
     # The look-ups' gradient onto the head's: where that lies, or under the head's last product, or by the exchange.
     even = case.devices > 1 and m.vocab_size % case.devices == 0
-    onto = 4 * table4 if several else 3 * table4 if even and chunks > 1 else 0
+    onto = (4 if several else 3 if even else 0) * (table4 if chunks > 1 else 0.0)
     yield Part("embed", FORWARD, 0, 0, mb * 2 * x4, mb)
     yield Part("embed", BACKWARD, 0, 0, mb * ((2 * turns + 5) * x4 + onto), mb * (turns + 40))
     logits4, logits2 = 4.0 * padded * m.vocab_size, b * padded * m.vocab_size
@@ -256,7 +260,9 @@ def _around(case: Case) -> Iterator[Part]:
     own = sum(case.layer.values())
     local4, gathered = 4.0 * weights["layers"], 4.0 * own * layers
     held = _bytes(kept(case), have) * layers
-    if stretches(case):  # slices of the stretch's weights are kept: zeros, each layer's part, and read to be converted
+    if stretches(
+        case
+    ):  # slices of the stretch's weights are kept: zeros, each layer's part, and read to be converted
         yield Part("stacks", FORWARD, 0, 0, mb * 7.5 * local4, 0)
     experts2 = b * case.layer.get("experts", 0.0) * layers
     yield Part("stacks", FORWARD, 0, 0, mb * (2 * held + have["q2"] * layers), mb * 17 * layers)
@@ -269,7 +275,7 @@ def _around(case: Case) -> Iterator[Part]:
     per_layer = 2 * x4 + have["c2"] + have["q2"] + cca4
     rest = mb * (per_layer * layers + held + turns * 2 * x4) + (1 if chunks == 1 else 2) * table4
     # Several micro-batches: zeros to add to, and the table's sum, carried from one to the next.
-    rest += local4 + table4 + (mb - 1) * table4 + mb * 2 * table4 if several else 0
+    rest += local4 + mb * table4 + (mb * 2 * table4 if chunks > 1 else 0.0) if several else 0.0
     if case.spread.fsdp:
         # Gathers of a layer to compute with, and again in float32; its gradient packed and scattered; the table's both.
         n, w4 = case.spread.data, gathered
@@ -312,7 +318,9 @@ def _optimizer(case: Case) -> Iterator[Part]:
         travel = 0.0
         for name, method in layout.methods.items():
             kinds = layout.traffic(name, step if method == "muon" else 4)
-            travel += kinds.get("reduce-scatter", 0) + kinds.get("all-gather", 0) + 2 * kinds.get("all-to-all", 0)
+            travel += (
+                kinds.get("reduce-scatter", 0) + kinds.get("all-gather", 0) + 2 * kinds.get("all-to-all", 0)
+            )
             travel += 4 * kinds.get("exchange", 0) + 2 * kinds.get("all-reduce", 0)
         if case.model.vocab_size % case.devices:  # the table's gradient is first cut apart
             travel += (5 if case.micro_batches == 1 else 2) * case.numbers["embedding"] * 4.0
@@ -323,6 +331,4 @@ def muon_numbers(case: Case) -> float:
     """Of a device's weights, those of Muon."""
     layout = case.layout
     grid = getattr(layout, "grid", None)
-    return sum(
-        math.prod(w.local(grid) if grid else w.shape) for w in layout.weights if w.method == "muon"
-    )
+    return sum(math.prod(w.local(grid) if grid else w.shape) for w in layout.weights if w.method == "muon")

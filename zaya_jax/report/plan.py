@@ -43,7 +43,9 @@ def render(result: dict[str, Any]) -> str:
     body.append(_pictures(result))
     for phase in result["phases"]:
         head = f"{phase['name']}: {headline(phase)}"
-        body.append(f"<section><h2>{escape(head)}</h2><p>{escape(_shape(phase))}.</p>{_cards(_tables(phase))}</section>")
+        body.append(
+            f"<section><h2>{escape(head)}</h2><p>{escape(_shape(phase))}.</p>{_cards(_tables(phase))}</section>"
+        )
     stops = "".join(f"<li>{escape(line)}</li>" for line in result["scaling"]["stops"])
     body.append(f"<section><h2>The whole</h2><ul>{stops}</ul>{_cards(_closing(result))}</section>")
     return (
@@ -64,7 +66,9 @@ def _about(result: dict[str, Any]) -> str:
 
 
 def _shape(phase: dict[str, Any]) -> str:
-    mesh = " x ".join(f"{axis} {size}" for axis, size in phase["mesh"].items() if size is not True and size > 1)
+    mesh = " x ".join(
+        f"{axis} {size}" for axis, size in phase["mesh"].items() if size is not True and size > 1
+    )
     switches = "".join(f", {name}" for name, size in phase["mesh"].items() if size is True)
     return (
         f"{phase['sequences']:,} sequences of {phase['seq_len']:,} tokens per step in {phase['micro_batches']} "
@@ -177,7 +181,11 @@ def _closing(result: dict[str, Any]) -> Iterable[Table]:
             for way in result["scaling"]["ways"]
         ],
     )  # fmt: skip
-    yield "What is assumed", ("rate", "value", "source"), [[n, f"{v:.3g}", s] for n, v, s in result["assumed"]]
+    yield (
+        "What is assumed",
+        ("rate", "value", "source"),
+        [[n, f"{v:.3g}", s] for n, v, s in result["assumed"]],
+    )
 
 
 def _pictures(result: dict[str, Any]) -> str:
@@ -198,11 +206,18 @@ def _pictures(result: dict[str, Any]) -> str:
     )  # fmt: skip
     ways = [way for way in result["scaling"]["ways"] if len(way["points"]) > 1]
     lines = [
-        svg.Line(way["name"], [(math.log2(n), s) for n, s, _ in way["points"]], color=i) for i, way in enumerate(ways)
+        svg.Line(way["name"], [(math.log2(n), s) for n, s, _ in way["points"]], color=i)
+        for i, way in enumerate(ways)
     ]
-    lines += [
-        svg.Line("exposed communication", [(math.log2(n), e) for n, _, e in ways[0]["points"]], color=len(ways))
-    ] if ways else []
+    lines += (
+        [
+            svg.Line(
+                "exposed communication", [(math.log2(n), e) for n, _, e in ways[0]["points"]], color=len(ways)
+            )
+        ]
+        if ways
+        else []
+    )
     scaling = ""
     if lines:
         most = max(value for line in lines for _, value in line.points)

@@ -1,0 +1,239 @@
+"""The plan's formulas against closed forms, their limits, and what compiled programs take."""
+
+import dataclasses
+import math
+
+import pytest
+
+from zaya_jax import config as config_lib
+from zaya_jax import schedule
+from zaya_jax.config import Mesh, UserError
+from zaya_jax.hardware import chips, clusters, targets
+from zaya_jax.hardware.measure import figures
+from zaya_jax.hardware.measure.timing import Timing
+from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel.mesh import shape_of
+from zaya_jax.plan import goodput, least, memory, network, published, rates, run, search, step, traffic
+from zaya_jax.plan.case import Case
+
+CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
+RATES = rates.of(CLUSTER)
+ALONE = Mesh()
+
+
+def case(devices: int = 8, at_once: int = 4, micro_batches: int = 1, mesh: Mesh = ALONE, **changes) -> Case:
+    """ZAYA1-base with four layers, and what differs."""
+    c = config_lib.default()
+    c.model.num_hidden_layers, c.remat = 4, "attention"
+    for key, value in changes.items():
+        *groups, last = key.split("__")
+        at = c
+        for group in groups:
+            at = at[group]
+        at[last] = value
+    config = dataclasses.replace(config_lib.check(c), mesh=mesh)
+    here = schedule.phase_config(config, schedule.make_plan(config).segments[0].phase)
+    sizes = shape_of(mesh, devices)
+    return Case(
+        here, spread_lib.of(mesh, sizes), "mi300x", at_once * micro_batches * sizes["data"] * sizes["expert"],
+        micro_batches,
+    )  # fmt: skip
+
+
+def flops(found: Case, *stages: str) -> float:
+    return sum(p.flops for p in traffic.parts(found) if not stages or p.stage in stages)
+
+
+# What programs take that were compiled for MI300X on 22 November 2026 (benchmarks/plan.md): GB of memory and traffic.
+COMPILED = {
+    "alone": (case(1), 24.01, 512.2),
+    "8 devices": (case(8), 17.36, 336.5),
+    "64 devices, nothing recomputed": (case(64, 1, remat="none"), 16.82, 122.7),
+    "layers recomputed, 4 micro-batches": (case(8, 2, 4, remat="layer"), 24.26, 796.8),
+    "fsdp": (case(8, mesh=Mesh(fsdp=True)), 16.88, 338.6),
+    "experts over 8": (case(8, mesh=Mesh(expert=8)), 14.58, 334.6),
+    "ZAYA1-base, all 40 layers": (case(1024, model__num_hidden_layers=40), 80.84, 1741.6),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_memory_and_traffic_are_those_of_the_compiled_program(name):
+    found, peak, moved = COMPILED[name]
+    assert memory.of(found).peak / 1e9 == pytest.approx(peak, rel=0.10)
+    assert sum(p.bytes for p in traffic.parts(found)) / 1e9 == pytest.approx(moved, rel=0.15)
+
+
+def test_useful_flops_are_the_models_but_for_what_strips_hide():
+    found = case(8)
+    computed = flops(found, traffic.FORWARD, traffic.BACKWARD)
+    useful = chips.model_flops(found.model, 4096) * found.tokens_per_device
+    # An eighth of the scores is masked, and five products of scores stand backward where the formula has four.
+    assert useful < computed < 1.03 * useful
+
+
+def test_weights_and_state_are_counted_as_they_lie():
+    found = memory.of(case(8))
+    total = 1_370_000_000
+    assert found.always["weights"] == pytest.approx(4 * total, rel=0.01)
+    embedding = 262_272 * 2048
+    shared = 4 * (total - embedding) + 8 * embedding
+    assert found.always["optimizer"] == pytest.approx(shared / 8, rel=0.02)
+    spread = memory.of(case(8, mesh=Mesh(fsdp=True)))
+    assert spread.always["weights"] == pytest.approx(
+        found.always["weights"] / 8, rel=0.02
+    )  # vectors stay whole
+
+
+def test_twice_the_tokens_take_twice_the_activations_and_the_work():
+    one, two = case(8, 2), case(8, 4)
+    kept = [memory.of(c).places["backward"]["activations"] for c in (one, two)]
+    assert kept[1] == 2 * kept[0] > 0
+    assert flops(two, traffic.FORWARD) == 2 * flops(one, traffic.FORWARD)
+    assert two.optimizer_bytes == one.optimizer_bytes
+
+
+def test_micro_batches_move_the_weights_again_and_compute_as_much():
+    one, four = case(8, 4, 1), case(8, 1, 4)
+    assert flops(one, traffic.FORWARD) == pytest.approx(flops(four, traffic.FORWARD))
+    moved = [sum(p.bytes for p in traffic.parts(c) if p.scope == "stacks") for c in (one, four)]
+    assert moved[1] > 4 * moved[0]
+    assert (
+        memory.of(four).places["backward"]["activations"]
+        == memory.of(one).places["backward"]["activations"] / 4
+    )
+
+
+def test_remat_trades_memory_for_work():
+    none, attention, layer = (case(8, remat=remat) for remat in ("none", "attention", "layer"))
+    kept = [memory.of(c).places["backward"]["activations"] for c in (none, attention, layer)]
+    assert kept == sorted(kept, reverse=True) and len(set(kept)) == 3
+    work = [flops(c) for c in (none, attention, layer)]
+    assert work == sorted(work) and len(set(work)) == 3
+
+
+def test_the_exchange_sends_a_float32_gradient_and_a_bfloat16_direction_a_number():
+    found = case(1024, model__num_hidden_layers=40)
+    by_kind: dict[str, float] = {}
+    for flow in network.flows(found):
+        by_kind[flow.kind] = by_kind.get(flow.kind, 0.0) + flow.wire
+    weights = sum(found.numbers.values())
+    muon = traffic.muon_numbers(found)
+    assert by_kind["reduce-scatter"] == pytest.approx(4 * weights * 1023 / 1024, rel=0.01)
+    assert by_kind["all-gather"] == pytest.approx((2 * muon + 4 * (weights - muon)) * 1023 / 1024, rel=0.01)
+    assert not network.flows(case(1))
+
+
+def test_no_scope_moves_less_than_it_must():
+    for found in (
+        case(8),
+        case(64, 1, remat="none"),
+        case(8, model__model_type="dense", model__num_experts=1, model__intermediate_size=8192),
+    ):
+        moved: dict[str, float] = {}
+        for p in traffic.parts(found):
+            moved[p.scope] = moved.get(p.scope, 0.0) + p.bytes
+        for scope, bytes_ in least.of(found).items():
+            assert moved[scope] > bytes_ > 0, scope
+
+
+def test_each_second_of_a_step_is_accounted_for():
+    found = step.of(case(1024), CLUSTER, RATES)
+    assert sum(found.by_kind.values()) == pytest.approx(found.seconds, rel=0.02)
+    assert found.seconds == sum(found.by_scope.values()) > found.flops / found.peak
+    assert 0 < found.overlapped < found.exposed[network.GRADIENTS]
+    for name, exposed in found.exposed.items():
+        assert 0 <= exposed <= found.links[name]
+
+
+def test_better_rates_make_a_shorter_step():
+    better = dataclasses.replace(RATES, memory=rates.Rate(1.0, ""), products=rates.Rate(1.0, ""))
+    assert step.of(case(8), CLUSTER, better).seconds < step.of(case(8), CLUSTER, RATES).seconds
+
+
+@pytest.mark.parametrize(("save", "mtbf"), [(1.0, 1e5), (30.0, 3600.0)])
+def test_the_best_interval_is_the_one_that_loses_least(save, mtbf):
+    best = goodput.best_interval(save, mtbf)
+    shares = [goodput.share(best * factor, save, 60.0, mtbf) for factor in (0.8, 1.0, 1.25)]
+    assert shares[1] == max(shares) < 1
+    assert best == pytest.approx(goodput.young(save, mtbf), rel=0.1)
+
+
+def test_goodput_without_failures_is_what_saves_leave():
+    assert goodput.share(99.0, 1.0, 0.0, 1e12) == pytest.approx(0.99, rel=1e-6)
+    assert goodput.best_interval(10.0, 4.0) == 4.0
+
+
+def test_the_search_gives_what_fits_fastest_first(monkeypatch):
+    monkeypatch.setattr(search, "SIZES", (1, 2))
+    here = case(8).here
+    found = search.best(here, 8, 8, CLUSTER, RATES)
+    times = [choice.step.seconds for choice in found]
+    assert len(found) == 10 and times == sorted(times)
+    needs = [memory.of(c).peak for c in search.candidates(here, 8, 8, "mi300x")]
+    limit = int((found[0].memory.peak + min(needs)) / 2)
+    monkeypatch.setattr(targets, "usable", lambda name: limit)
+    fitting = search.best(here, 8, 8, CLUSTER, RATES)
+    assert fitting and all(choice.memory.peak <= limit for choice in fitting)
+    assert fitting[0].step.seconds >= times[0]
+    monkeypatch.setattr(targets, "usable", lambda name: 1)
+    assert search.best(here, 8, 8, CLUSTER, RATES) == []
+
+
+def test_the_search_tries_nothing_that_a_run_would_refuse():
+    here = case(16).here
+    for found in search.candidates(here, 16, 64, "mi300x"):
+        assert found.model.num_attention_heads % found.spread.tensor == 0
+        assert found.sequences == found.rows * found.micro_batches * found.spread.data * found.spread.expert
+        assert math.prod(found.axes.values()) == 16
+
+
+def test_weak_scaling_says_where_a_choice_stops_paying(monkeypatch):
+    ways = [run.Scaling("a", ((8, 1.0, 0), (16, 2.0, 0))), run.Scaling("b", ((8, 1.5, 0), (16, 1.6, 0)))]
+    assert run.stops(ways) == [
+        "a: pays up to 8 devices; at 16 b is faster", "b: pays from 16 to 16 devices",
+    ]  # fmt: skip
+    monkeypatch.setattr(run, "DEVICES", (8, 1024, 16_384))
+    found = run.scaling(case(64), CLUSTER, RATES)
+    own = {n: s for n, s, _ in found[0].points}
+    assert list(own) == list(run.DEVICES)
+    assert own[16_384] > own[1024]
+
+
+def test_zaya1s_published_step_is_accounted_for():
+    c = config_lib.default()
+    c.data.global_batch = 4096
+    found = case(1024, model__num_hidden_layers=40)
+    assert published.applies(found) and not published.applies(case(8))
+    rows = published.account(found, CLUSTER, RATES)
+    assert sum(row.seconds for row in rows) == pytest.approx(published.SECONDS)
+    assert rows[0].seconds == pytest.approx(0.11, abs=0.005)
+    assert step.of(found, CLUSTER, RATES).seconds < 1.0
+
+
+def measured(device: str, path) -> str:
+    """A file of figures of 8 devices of this name."""
+    second = Timing(1.0, 1.0, 1.0, 5)
+    found = figures.Figures(
+        device, "gpu", 8, 1, 1, "0.12.0", figures.now(),
+        collectives=(figures.Collective("reduce-scatter", "reduce-scatter", 8, 1, int(2e11), second),),
+        products=(figures.Product("dense", "", 10**4, 10**4, 10**6, 1, "bfloat16", second),),
+        streams=tuple(figures.Stream("copy", int(n * 1e12), second) for n in (1.9, 2.0, 2.1)),
+    )  # fmt: skip
+    path.write_text(figures.to_json(found))
+    return str(path)
+
+
+def test_measured_figures_take_the_place_of_assumptions(tmp_path):
+    found = rates.of(CLUSTER, measured("AMD Instinct MI300X", tmp_path / "all.json"))
+    assert found.products.value == pytest.approx(2e14 / 1307.4e12)
+    assert found.memory.value == pytest.approx(4e12 / 5.3e12)
+    assert found.inside.value == pytest.approx(2e11 * 7 / 8 / 448e9)
+    assert found.across == RATES.across and "measured" in found.memory.source
+    assert rates.of(CLUSTER, tmp_path) == found
+
+
+def test_figures_of_another_chip_are_refused(tmp_path):
+    with pytest.raises(UserError, match="give figures of that chip"):
+        rates.of(CLUSTER, measured("NVIDIA H200", tmp_path / "all.json"))
+    with pytest.raises(UserError, match="cannot be read"):
+        rates.of(CLUSTER, str(tmp_path / "none.json"))
