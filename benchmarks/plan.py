@@ -107,7 +107,8 @@ def planned(name: str) -> Case:
 def table(folder: Path, names: list[str]) -> str:
     """Planned and compiled side by side, as Markdown."""
     lines = [
-        "| config | memory, GB | compiled | ratio | traffic, GB | compiled | ratio | launches | compiled | TFLOP | compiled |",
+        "| config | memory, GB | compiled | ratio | traffic, GB | compiled | ratio | launches | compiled | TFLOP "
+        "| compiled |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name in names:

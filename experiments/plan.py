@@ -119,7 +119,8 @@ def _work(p: Phase) -> list[dict[str, Any]]:
     """Launches, bytes and FLOPs by scope, with the least bytes and the useful FLOPs."""
     case = p.case
     useful = chips.flops_by_scope(case.model, case.here.data.seq_len)
-    needed, rows = least.of(case), {}
+    needed = least.of(case)
+    rows: dict[str, dict[str, Any]] = {}
     for part, _ in p.step.parts:
         row = rows.setdefault(
             part.scope,

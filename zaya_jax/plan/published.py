@@ -54,15 +54,18 @@ def account(case: Case, cluster: Cluster, rates: Rates) -> list[Row]:
     )
     moving = UNFUSED * others / hbm
     rows = [
-        Row("useful products at the chip's peak", useful, f"{found.flops / 1e12:,.0f} TFLOP at {peak / 1e12:,.0f} TFLOP/s"),
+        Row(
+            "useful products at the chip's peak", useful,
+            f"{found.flops / 1e12:,.0f} TFLOP at {peak / 1e12:,.0f} TFLOP/s",
+        ),
         Row(
             "products at the rates that kernels reach, and the forward pass once more", products - useful,
             f"{rates.products.value:.0%} of the peak, experts {rates.grouped.value:.0%}; recomputing assumed",
         ),
         Row(
             "all other kernels", moving,
-            f"{UNFUSED * others / 1e12:.1f} TB at {hbm / 1e12:.2f} TB/s: this model's passes, {UNFUSED:g} times as many "
-            "where no compiler fuses them (assumed)",
+            f"{UNFUSED * others / 1e12:.1f} TB at {hbm / 1e12:.2f} TB/s: this model's passes, {UNFUSED:g} times as "
+            "many where no compiler fuses them (assumed)",
         ),
         Row(
             "waiting for launches", waiting,

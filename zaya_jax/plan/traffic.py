@@ -59,7 +59,8 @@ def sizes(case: Case) -> dict[str, float]:
     return {
         "x4": 4.0 * n * m.hidden_size, "x2": b * n * m.hidden_size, "r4": 4.0 * n * m.router_hidden_size,
         "p2": b * n * (q + kv), "q2": b * n * q, "v2": b * n * kv, "c2": b * n * (q + 2 * kv),
-        "h2": b * n * 2 * width, "f2": b * n * width, "s4": scores, "s2": scores * b / 4, "t2": b * n * q * _turns(case)[1],
+        "h2": b * n * 2 * width, "f2": b * n * width, "s4": scores, "s2": scores * b / 4,
+        "t2": b * n * q * _turns(case)[1],
     }  # fmt: skip
 
 
@@ -105,8 +106,7 @@ def kept(case: Case) -> Mapping[str, float]:
     policy = "attention" if policy == "offload" else policy
     if policy == "none" and fetched(case):
         return passes.KEPT_PRODUCTS[kind]
-    units = (passes.KEPT if kind == "zaya" else passes.KEPT_DENSE)[policy]
-    return units
+    return (passes.KEPT if kind == "zaya" else passes.KEPT_DENSE)[policy]
 
 
 def fetched(case: Case) -> bool:

@@ -19,15 +19,15 @@ def headline(phase: dict[str, Any]) -> str:
     fits = "fits" if memory["peak"] <= memory["capacity"] else "does NOT fit"
     return (
         f"{seconds(phase['step']['seconds'])} a step, {phase['tokens_per_second'] / 1e6:,.2f}M tokens/s, MFU "
-        f"{phase['step']['mfu']:.1%}, {gb(memory['peak'])} of {gb(memory['capacity'])} ({fits}), {phase['days']:,.1f} days"
+        f"{phase['step']['mfu']:.1%}, {gb(memory['peak'])} of {gb(memory['capacity'])} ({fits}), "
+        f"{phase['days']:,.1f} days"
     )
 
 
 def text(result: dict[str, Any]) -> str:
     """All as Markdown."""
     parts = [f"# {_title(result)}\n", f"{_about(result)}\n"]
-    for table in _summary(result):
-        parts.append(_markdown(*table))
+    parts += [_markdown(*table) for table in _summary(result)]
     for phase in result["phases"]:
         parts.append(f"\n## {phase['name']}: {headline(phase)}\n\n{_shape(phase)}.\n")
         parts += [_markdown(*table) for table in _tables(phase)]
@@ -85,7 +85,8 @@ def _summary(result: dict[str, Any]) -> Iterable[Table]:
             [
                 p["name"], seconds(p["step"]["seconds"]), f"{p['tokens_per_second'] / 1e6:,.2f}M",
                 f"{p['step']['mfu']:.1%}", gb(p["memory"]["peak"]), f"{p['days']:,.1f}", f"{p['gpu_hours']:,.0f}",
-                f"{p['data']['pages_per_second']:,.0f}", seconds(p["saving"]["interval"]), f"{p['saving']['goodput']:.2%}",
+                f"{p['data']['pages_per_second']:,.0f}", seconds(p["saving"]["interval"]),
+                f"{p['saving']['goodput']:.2%}",
             ]
             for p in result["phases"]
         ],
@@ -177,7 +178,8 @@ def _closing(result: dict[str, Any]) -> Iterable[Table]:
         f"Weak scaling of {result['scaling']['phase']}: ms a step (exposed communication)",
         ("way", *(f"{n:,}" for n in counts)),
         [
-            [way["name"], *(next((f"{1e3 * s:,.0f} ({1e3 * e:,.0f})" for m, s, e in way["points"] if m == n), "-") for n in counts)]
+            [way["name"], *(next((f"{1e3 * s:,.0f} ({1e3 * e:,.0f})" for m, s, e in way["points"] if m == n), "-")
+            for n in counts)]
             for way in result["scaling"]["ways"]
         ],
     )  # fmt: skip
@@ -224,7 +226,8 @@ def _pictures(result: dict[str, Any]) -> str:
         scaling = svg.line_chart(
             "Weak scaling", lines, x_range=(3, 14), y_range=(0, 1.05 * most), unit=" s",
             describe="Seconds of a step over the number of devices, at constant tokens per device",
-            note="Below: the power of two of the number of devices, 3 for 8, 14 for 16,384. " + "; ".join(result["scaling"]["stops"]) + ".",
+            note="Below: the power of two of the number of devices, 3 for 8, 14 for 16,384. "
+            + "; ".join(result["scaling"]["stops"]) + ".",
         )  # fmt: skip
     return f'<section><h2>Pictures</h2><div class="grid2">{bars}{memory}{scaling}</div></section>'
 

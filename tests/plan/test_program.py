@@ -1,0 +1,48 @@
+"""experiments.plan as a person runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from experiments.configs import zaya1_base
+from zaya_jax import config as config_lib
+from zaya_jax.config import UserError
+from zaya_jax.hardware import clusters
+from zaya_jax.plan import rates, run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def plan(*options: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-m", "experiments.plan", *options], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+
+
+def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
+    done = plan("--devices=16", "--at_once=1", f"--out={tmp_path}", "--config.model.num_hidden_layers=2")
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "plan.json").read_text())
+    assert [p["name"] for p in found["phases"]] == ["pretrain 1", "pretrain 2", "midtrain", "sft"]
+    for p in found["phases"]:
+        assert sum(p["step"]["by_scope"].values()) == pytest.approx(p["step"]["seconds"])
+        assert sum(p["memory"]["at_peak"].values()) == pytest.approx(p["memory"]["peak"])
+        seconds = p["steps"] * p["step"]["seconds"]
+        ramp = 0.05 if p["name"] == "pretrain 1" else 1e-9  # whose steps are shorter
+        assert p["days"] == pytest.approx(seconds / 86_400 / p["saving"]["goodput"], rel=ramp)
+        assert p["gpu_hours"] == pytest.approx(p["days"] * 24 * 16)
+    text, page = (tmp_path / "plan.md").read_text(), (tmp_path / "plan.html").read_text()
+    assert "Where the step goes" in text and text in done.stdout
+    for picture in ("Each second of a step", "Memory of a device", "Weak scaling"):
+        assert f"<figcaption>{picture}" in page
+
+
+def test_what_cannot_be_planned_is_one_line():
+    config = config_lib.check(zaya1_base.get_config())
+    cluster = clusters.CLUSTERS["mi300x_pollara"]
+    with pytest.raises(UserError, match="give --at_once=N") as error:
+        run.phases(config, 24, cluster, rates.of(cluster))
+    assert "\n" not in str(error.value)
