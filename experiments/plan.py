@@ -72,7 +72,7 @@ def main() -> int:
         "scaling": {
             "phase": phases[0].name,
             "ways": [dataclasses.asdict(way) for way in ways],
-            "stops": run.stops(ways),
+            "stops": [stop._asdict() for stop in run.stops(ways)],
         },
         "published": [],
         "assumed": _assumed(rates),

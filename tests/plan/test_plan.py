@@ -189,9 +189,8 @@ def test_the_search_tries_nothing_that_a_run_would_refuse():
 
 def test_weak_scaling_says_where_a_choice_stops_paying(monkeypatch):
     ways = [run.Scaling("a", ((8, 1.0, 0), (16, 2.0, 0))), run.Scaling("b", ((8, 1.5, 0), (16, 1.6, 0)))]
-    assert run.stops(ways) == [
-        "a: pays up to 8 devices; at 16 b is faster", "b: pays from 16 to 16 devices",
-    ]  # fmt: skip
+    assert [(stop.name, stop.devices) for stop in run.stops(ways)] == [("a", 8), ("b", None)]
+    assert run.stops(ways)[0].text == "a: pays up to 8 devices; with 16 b is faster"
     monkeypatch.setattr(run, "DEVICES", (8, 1024, 16_384))
     found = run.scaling(case(64), CLUSTER, RATES)
     own = {n: s for n, s, _ in found[0].points}

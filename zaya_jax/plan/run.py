@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, UserError
@@ -149,23 +150,32 @@ def _wider(case: Case, changes: dict) -> Iterator[tuple[int, Case]]:
         yield devices, Case(here, spread, case.chip, rows, case.micro_batches)
 
 
-def stops(ways: list[Scaling]) -> list[str]:
+class Stop(NamedTuple):
+    """Where a way stops being the fastest."""
+
+    name: str
+    devices: int | None  # the most with which it pays; None: with none, or with all
+    text: str
+
+
+def stops(ways: list[Scaling]) -> list[Stop]:
     """For each way that there is, the number of devices from which on another one is faster."""
     said, ways = [], [way for way in ways if way.name != UNDER]
     for way in ways:
-        times = {n: s for n, s, _ in way.points}
-        best = [n for n, s in times.items() if s <= min(_at(other, n) for other in ways) * 1.0001]
+        counts = [n for n, *_ in way.points]
+        best = [n for n in counts if _at(way, n) <= min(_at(other, n) for other in ways)]
+        last = max(best, default=0)
+        later = [n for n in counts if n > last]
         if not best:
-            quickest = min(ways, key=lambda other: _at(other, max(times)))
-            said.append(f"{way.name}: never the fastest; at {max(times):,} devices {quickest.name} is")
-            continue
-        last = max(best)
-        later = [n for n in times if n > last]
-        if later:
-            quickest = min(ways, key=lambda other: _at(other, later[0]))
-            said.append(f"{way.name}: pays up to {last:,} devices; at {later[0]:,} {quickest.name} is faster")
+            said.append(Stop(way.name, None, f"{way.name}: never the fastest"))
+        elif later:
+            quickest = min(ways, key=lambda other: _at(other, later[0])).name
+            text = f"{way.name}: pays up to {last:,} devices; with {later[0]:,} {quickest} is faster"
+            said.append(Stop(way.name, last, text))
+        elif last < max(n for other in ways for n, *_ in other.points):
+            said.append(Stop(way.name, last, f"{way.name}: pays up to {last:,} devices, and fits no more"))
         else:
-            said.append(f"{way.name}: pays from {min(best):,} to {last:,} devices")
+            said.append(Stop(way.name, None, f"{way.name}: pays from {min(best):,} devices on"))
     return said
 
 

@@ -1,6 +1,5 @@
 """What `experiments.plan` found, as a line, as Markdown and as a page; from its plain numbers."""
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,7 +31,7 @@ def text(result: dict[str, Any]) -> str:
         parts.append(f"\n## {phase['name']}: {headline(phase)}\n\n{_shape(phase)}.\n")
         parts += [_markdown(*table) for table in _tables(phase)]
     parts += ["\n## The whole\n", *(_markdown(*table) for table in _closing(result))]
-    parts += [f"- {line}" for line in result["scaling"]["stops"]]
+    parts += [f"- {stop['text']}" for stop in result["scaling"]["stops"]]
     return "\n".join(parts) + "\n"
 
 
@@ -46,7 +45,7 @@ def render(result: dict[str, Any]) -> str:
         body.append(
             f"<section><h2>{escape(head)}</h2><p>{escape(_shape(phase))}.</p>{_cards(_tables(phase))}</section>"
         )
-    stops = "".join(f"<li>{escape(line)}</li>" for line in result["scaling"]["stops"])
+    stops = "".join(f"<li>{escape(stop['text'])}</li>" for stop in result["scaling"]["stops"])
     body.append(f"<section><h2>The whole</h2><ul>{stops}</ul>{_cards(_closing(result))}</section>")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -206,30 +205,53 @@ def _pictures(result: dict[str, Any]) -> str:
         "Memory of a device", names, parts, name="phase", unit=" GB", text=gb, scale=1e9,
         describe="Bytes by component where they are most, a column a phase",
     )  # fmt: skip
-    ways = [way for way in result["scaling"]["ways"] if len(way["points"]) > 1]
-    lines = [
-        svg.Line(way["name"], [(math.log2(n), s) for n, s, _ in way["points"]], color=i)
-        for i, way in enumerate(ways)
-    ]
-    lines += (
-        [
-            svg.Line(
-                "exposed communication", [(math.log2(n), e) for n, _, e in ways[0]["points"]], color=len(ways)
-            )
-        ]
-        if ways
-        else []
-    )
-    scaling = ""
-    if lines:
-        most = max(value for line in lines for _, value in line.points)
-        scaling = svg.line_chart(
-            "Weak scaling", lines, x_range=(3, 14), y_range=(0, 1.05 * most), unit=" s",
-            describe="Seconds of a step over the number of devices, at constant tokens per device",
-            note="Below: the power of two of the number of devices, 3 for 8, 14 for 16,384. "
-            + "; ".join(result["scaling"]["stops"]) + ".",
-        )  # fmt: skip
+    scaling = _scaling(result["scaling"])
     return f'<section><h2>Pictures</h2><div class="grid2">{bars}{memory}{scaling}</div></section>'
+
+
+def _scaling(scaling: dict[str, Any]) -> str:
+    """Seconds over the number of devices; a dot where a way stops paying."""
+    ways = [way for way in scaling["ways"] if way["points"]]
+    if not ways:
+        return ""
+    lines = [svg.Line(way["name"], [(n, s) for n, s, _ in way["points"]], i) for i, way in enumerate(ways)]
+    exposed = [(n, e) for n, _, e in ways[0]["points"]]
+    lines.append(svg.Line(f"{ways[0]['name']}: exposed", exposed, len(ways), look="raw"))
+    counts = sorted({n for line in lines for n, _ in line.points})
+    x = svg.Axis(counts[0], counts[-1], svg.LEFT, svg.WIDTH - svg.RIGHT, log=True)
+    most = max(value for line in lines for _, value in line.points)
+    y = svg.Axis(0.0, 1.05 * most, svg.HEIGHT - svg.BOTTOM, svg.TOP)
+    labels = "".join(
+        f'<path class="axis" d="M{x(n):.1f} {y.start}v4"/>'
+        f'<text x="{x(n):.1f}" y="{y.start + 18}" text-anchor="middle">{n:,}</text>'
+        for n in counts[:: -(-len(counts) // 6)]
+    )
+    dots = ""
+    for stop in scaling["stops"]:
+        for line in lines:
+            at = dict(line.points).get(stop["devices"])
+            if line.label == stop["name"] and at is not None:
+                place = f'cx="{x(stop["devices"]):.1f}" cy="{y(at):.1f}"'
+                title = f"<title>{escape(stop['text'])}</title>"
+                dots += f'<circle class="dot c{line.color}" {place} r="4">{title}</circle>'
+    legend = "".join(
+        f'<li><i class="key {line.look} c{line.color}"></i>{escape(line.label)} '
+        f"<b>{seconds(line.points[-1][1])}</b></li>"
+        for line in lines
+    )
+    picture = (
+        svg.open_svg(
+            "Weak scaling", "Seconds of a step over devices, at constant tokens a device", svg.HEIGHT, ""
+        )
+        + svg.value_axis(y, x.start, x.end, " s")
+        + f'<path class="axis" d="M{x.start} {y.start}H{x.end}"/>{labels}'
+        + "".join(svg.draw(line, x, y) for line in lines)
+        + f"{dots}</svg>"
+    )
+    note = "Over the number of devices. A dot is where a way stops paying: " + "; ".join(
+        stop["text"] for stop in scaling["stops"]
+    )
+    return svg.figure("Weak scaling", f'<ul class="legend">{legend}</ul>', picture, f"{note}.")
 
 
 def _few(parts: list[tuple[str, list[float]]], most: int = 7) -> list[tuple[str, list[float]]]:
