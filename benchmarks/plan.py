@@ -6,10 +6,13 @@ Each config is compiled for absent MI300X (make setup-targets), half a minute of
 found, and what is there already is not compiled again. Printed is the table of benchmarks/plan.md.
 """
 
+import argparse
 import json
 import time
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule

@@ -71,7 +71,7 @@ def of(case: Case) -> Memory:
         kept += local4
     head = {
         "activations": kept, "working set": logits4 + logits2 + table2 + 3 * x4, "exchange": gathered,
-        "gradients": sums + (table4 * (2 if several else 1) if chunks > 1 else 0.0),
+        "gradients": sums + (table4 * (2 if several and not spread.fsdp else 1) if chunks > 1 else 0.0),
     }  # fmt: skip
     # What a layer needs at once: scores of strips as weights and as gradients, rows of the experts, the stream.
     working = 2 * have["s2"] + 8 * x4 if traffic.in_strips(case) else 12 * x4 + 2 * have["h2"]

@@ -275,7 +275,9 @@ def _around(case: Case) -> Iterator[Part]:
     per_layer = 2 * x4 + have["c2"] + have["q2"] + cca4
     rest = mb * (per_layer * layers + held + turns * 2 * x4) + (1 if chunks == 1 else 2) * table4
     # Several micro-batches: zeros to add to, and the table's sum, carried from one to the next.
-    rest += local4 + mb * table4 + (mb * 2 * table4 if chunks > 1 else 0.0) if several else 0.0
+    if several:
+        whole = 0 if case.spread.fsdp else 3 if chunks > 1 else 1  # fsdp adds up parts of the table alone
+        rest += local4 + mb * whole * table4
     if case.spread.fsdp:
         # Gathers of a layer to compute with, and again in float32; its gradient packed and scattered; the table's both.
         n, w4 = case.spread.data, gathered
