@@ -239,7 +239,10 @@ def test_the_full_size_recipe_is_the_published_one():
     assert "/srv/data/reasoning_131k=0.75" in phases[3].mixture
     for phase in phases:
         spread = recipe.spread_at(given, phase, 1024)
-        assert phase.micro_batch == spread.data * spread.expert  # one sequence at a time
+        rows = phase.global_batch // (spread.data * spread.expert)
+        assert (
+            rows * phase.seq_len // spread.context == 16_384 and not phase.micro_batch
+        )  # all of a step at once
 
 
 def test_what_no_number_of_devices_can_train_is_refused_without_them():
