@@ -63,11 +63,11 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
     cluster = clusters.CLUSTERS[CLUSTER.value]
     rates = rates_lib.of(cluster, FIGURES.value)
-    phases = run.phases(config, DEVICES.value, cluster, rates, AT_ONCE.value, MTBF.value)
+    phases, notes = run.phases(config, DEVICES.value, cluster, rates, AT_ONCE.value, MTBF.value)
     ways = run.scaling(phases[0].case, cluster, rates)
     result = {
         "config": config.name, "cluster": CLUSTER.value, "source": cluster.source, "devices": DEVICES.value,
-        "date": time.strftime("%Y-%m-%d"),
+        "date": time.strftime("%Y-%m-%d"), "notes": notes,
         "phases": [_phase(p, cluster, rates) for p in phases],
         "scaling": {
             "phase": phases[0].name,

@@ -46,3 +46,11 @@ def test_what_cannot_be_planned_is_one_line():
     with pytest.raises(UserError, match="give --at_once=N") as error:
         run.phases(config, 24, cluster, rates.of(cluster))
     assert "\n" not in str(error.value)
+
+
+def test_a_phase_for_more_devices_is_a_note():
+    config = config_lib.check(zaya1_base.get_config())
+    cluster = clusters.CLUSTERS["mi300x_pollara"]
+    found, notes = run.phases(config, 1, cluster, rates.of(cluster), at_once=4)
+    assert [p.name for p in found] == ["pretrain 1", "pretrain 2"]
+    assert len(notes) == 2 and "phases[2].mesh" in notes[0]

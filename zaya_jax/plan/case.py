@@ -73,7 +73,7 @@ class Case:
 
     @property
     def cuda(self) -> bool:
-        """Whether XLA's grouped products are dense there (NVIDIA's)."""
+        """Whether grouped products are loops over blocks of rows there (NVIDIA's)."""
         return self.chip in ("h100", "h200")
 
     @property

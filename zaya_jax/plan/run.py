@@ -64,16 +64,22 @@ class Phase:
 def phases(
     config: Config, devices: int, cluster: Cluster, rates: Rates, at_once: int = 0,
     mtbf_hours: float = goodput.MTBF_HOURS,
-) -> list[Phase]:  # fmt: skip
-    """All phases of a run on so many devices; UserError where one cannot be trained on them."""
+) -> tuple[list[Phase], list[str]]:  # fmt: skip
+    """All phases of a run that so many devices can train, and a note on each that needs another number of them;
+    UserError where none can be trained."""
     capacity = targets.usable(cluster.chip)
     assert capacity is not None
-    found = []
+    found: list[Phase] = []
+    wrong: list[UserError] = []
     plan = schedule.make_plan(config)
     for _, segments in recipe.by_phase(plan):
         seconds, steps, tokens = 0.0, 0, 0
-        for segment in segments:
-            case = Case(*_portion(config, segment, devices, cluster.chip, at_once))
+        try:
+            cases = [Case(*_portion(config, segment, devices, cluster.chip, at_once)) for segment in segments]
+        except UserError as error:
+            wrong.append(error)
+            continue
+        for segment, case in zip(segments, cases, strict=True):
             time = step.of(case, cluster, rates)
             whole = segment.num_steps * segment.tokens_per_step
             number = -(-whole // (case.sequences * case.here.data.seq_len))
@@ -88,7 +94,9 @@ def phases(
                 goodput.saving(case, cluster, mtbf_hours), tokens, steps, seconds, need,
             )
         )  # fmt: skip
-    return found
+    if not found:
+        raise wrong[0]
+    return found, [f"not with so many devices: {error}" for error in wrong]
 
 
 def _portion(config: Config, segment: schedule.Segment, devices: int, chip: str, at_once: int) -> tuple:

@@ -27,6 +27,7 @@ def text(result: dict[str, Any]) -> str:
     """All as Markdown."""
     parts = [f"# {_title(result)}\n", f"{_about(result)}\n"]
     parts += [_markdown(*table) for table in _summary(result)]
+    parts += [f"- {note}" for note in result["notes"]]
     for phase in result["phases"]:
         parts.append(f"\n## {phase['name']}: {headline(phase)}\n\n{_shape(phase)}.\n")
         parts += [_markdown(*table) for table in _tables(phase)]
@@ -38,7 +39,8 @@ def text(result: dict[str, Any]) -> str:
 def render(result: dict[str, Any]) -> str:
     """The page."""
     body = [f"<header><h1>{escape(_title(result))}</h1><p class='sub'>{escape(_about(result))}</p></header>"]
-    body.append(f"<section><h2>Phases</h2>{_cards(_summary(result))}</section>")
+    notes = "".join(f"<p>{escape(note)}</p>" for note in result["notes"])
+    body.append(f"<section><h2>Phases</h2>{notes}{_cards(_summary(result))}</section>")
     body.append(_pictures(result))
     for phase in result["phases"]:
         head = f"{phase['name']}: {headline(phase)}"

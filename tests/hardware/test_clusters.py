@@ -1,0 +1,26 @@
+"""What joins a cluster's chips, and collectives that a program never runs."""
+
+from zaya_jax.hardware import clusters, roofline
+from zaya_jax.hardware.hlo import Array, Collective
+from zaya_jax.hardware.kernels import Kernel, Program
+
+CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
+
+
+def test_a_group_gets_the_cards_of_its_devices_in_a_node():
+    assert CLUSTER.bandwidth([0, 3, 7]) == CLUSTER.inside
+    assert CLUSTER.bandwidth([0, 8, 16]) == CLUSTER.card
+    assert CLUSTER.bandwidth([0, 1, 8, 9]) == 2 * CLUSTER.card
+    assert CLUSTER.bandwidth([0, 1, 2, 8]) == CLUSTER.card  # the fewest of a node
+    assert CLUSTER.bandwidth(list(range(16))) == min(CLUSTER.inside, 8 * CLUSTER.card)
+
+
+def test_a_collective_in_a_loop_that_does_not_turn_takes_no_time():
+    array = (Array("f32", (1 << 20,)),)
+    sent = Collective("all-to-all", "a", array, array, 8, True, None, "", tuple(range(8)))
+    kernels = tuple(
+        Kernel(name, op, "", "", 0.0, 1 << 22, 1 << 22, 0.0, False, collective)
+        for name, op, collective in (("a", "all-to-all-start", "all-to-all"), ("k", "fusion", None))
+    )
+    found = roofline.bound(Program(kernels, {}, {"a": (1, 2)}), [sent], "MI300X", CLUSTER)
+    assert found is not None and found.seconds == found.hidden == 0
