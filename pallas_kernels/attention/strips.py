@@ -32,13 +32,15 @@ def forward(q, k, v, q_segments, k_segments, scale, side) -> tuple[jax.Array, ja
         end = first + side
         scores = _product("bkgqc,bkjc->bkgqj", q[..., first:end, :], k[:, :, :end]) * scale
         seen = _seen(q_segments, k_segments, first, end)
-        top = (scores + (seen - 1) * -MASKED).max(-1)
+        # Above MASKED, so that a row without a key has weights of 0, not 1.
+        top = jnp.maximum((scores + (seen - 1) * -MASKED).max(-1), MASKED / 2)
         # No score that counts is above the top: the minimum keeps the others' from overflowing.
         weights = jnp.exp(jnp.minimum(scores - top[..., None], 0.0)) * seen
         total = weights.sum(-1)
         out = _product("bkgqj,bkjc->bkgqc", weights.astype(v.dtype), v[:, :, :end])
-        outs.append((out / total[..., None]).astype(v.dtype))
-        sums.append(top + jnp.log(total))
+        safe = jnp.where(total > 0, total, 1.0)
+        outs.append((out / safe[..., None]).astype(v.dtype))
+        sums.append(jnp.where(total > 0, top + jnp.log(safe), MASKED))
     return jnp.concatenate(outs, 3), jnp.concatenate(sums, 3)
 
 

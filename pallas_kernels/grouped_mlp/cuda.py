@@ -42,7 +42,8 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
         (d_h,) = pull(_product("md,fd->mf", d_i, down[e].astype(dtype)))
         d_rows = _put(d_rows, _product("mf,df->md", d_h, gate_up[e].astype(dtype)).astype(dtype), start)
         own = (jnp.arange(side) < count)[:, None]
-        x_i, activation = jnp.where(own, x_i, 0), jnp.where(own, activation.astype(dtype), 0)
+        # Both sides: what lies past an expert's rows need not be finite.
+        x_i, activation, d_i, d_h = (jnp.where(own, a, 0) for a in (x_i, activation.astype(dtype), d_i, d_h))
         return (
             d_rows,
             lax.dynamic_update_index_in_dim(d_gate_up, d_gate_up[e] + _product("md,mf->df", x_i, d_h), e, 0),

@@ -68,6 +68,89 @@ def test_what_a_loop_says_of_itself_reaches_the_program():
     assert not program.unknown and program.flops == pytest.approx(2.5 * 2 * 4**3)
 
 
+def program_of(text: str) -> kernels.Program:
+    return kernels.of(f"HloModule m\n\n{text}")
+
+
+FUSION = """\
+%fused (a: f32[100,64], b: f32[4,64], i: s32[]) -> f32[100,64] {{
+  %a = f32[100,64]{{1,0}} parameter(0)
+  %b = f32[4,64]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  %zero = s32[] constant(0)
+{body}
+}}
+
+ENTRY %main (a: f32[100,64], b: f32[4,64], i: s32[]) -> f32[100,64] {{
+  %a = f32[100,64]{{1,0}} parameter(0)
+  %b = f32[4,64]{{1,0}} parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %f = {shape} fusion(%a, %b, %i), kind=kLoop, calls=%fused
+}}
+"""
+ALL, PART = 100 * 64 * 4, 4 * 64 * 4
+
+
+@pytest.mark.parametrize(("body", "shape", "reads", "writes"), [
+    (  # in place: the update alone
+        "  ROOT %u = f32[100,64]{1,0} dynamic-update-slice(%a, %b, %i, %zero)", "f32[100,64]{1,0}", PART + 4, PART,
+    ),
+    (  # what goes on with the updated array reads all of it
+        "  %u = f32[100,64]{1,0} dynamic-update-slice(%a, %b, %i, %zero)\n"
+        "  ROOT %e = f32[100,64]{1,0} exponential(%u)",
+        "f32[100,64]{1,0}", ALL + PART + 4, ALL,
+    ),
+    (  # a slice of what is made of it element by element takes that slice
+        "  %e = bf16[100,64]{1,0} convert(%a)\n"
+        "  ROOT %s = bf16[4,64]{1,0} dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={4,64}",
+        "bf16[4,64]{1,0}", PART + 4, PART // 2,
+    ),
+    (  # and what is also given whole, all
+        "  %e = f32[100,64]{1,0} negate(%a)\n"
+        "  %s = f32[4,64]{1,0} dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={4,64}\n"
+        "  ROOT %t = (f32[100,64]{1,0}, f32[4,64]{1,0}) tuple(%e, %s)",
+        "(f32[100,64]{1,0}, f32[4,64]{1,0})", ALL + 4, ALL + PART,
+    ),
+])  # fmt: skip
+def test_what_a_fusion_takes_of_its_operands(body, shape, reads, writes):
+    (found,) = program_of(FUSION.format(body=body, shape=shape)).kernels
+    assert (found.reads, found.writes) == (reads, writes)
+
+
+@pytest.mark.parametrize(
+    "branches", ["true_computation=%one, false_computation=%none", "branch_computations={%one, %none}"]
+)
+def test_of_a_choice_each_branch_counts_as_often(branches):
+    program = program_of(f"""\
+%one (x: f32[8,8]) -> f32[8,8] {{
+  %x = f32[8,8]{{1,0}} parameter(0)
+  ROOT %d = f32[8,8]{{1,0}} dot(%x, %x), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}
+}}
+
+%none (x.1: f32[8,8]) -> f32[8,8] {{
+  ROOT %x.1 = f32[8,8]{{1,0}} parameter(0)
+}}
+
+ENTRY %main (p: pred[], y: f32[8,8]) -> f32[8,8] {{
+  %p = pred[] parameter(0)
+  %y = f32[8,8]{{1,0}} parameter(1)
+  ROOT %c = f32[8,8]{{1,0}} conditional(%p, %y, %y), {branches}
+}}
+""")
+    assert program.launches == 0.5 and program.flops == 8**3
+
+
+def test_the_slowest_group_bounds_a_collective():
+    """Threes over nodes of eight: the group 6, 7, 8 crosses from one to the other."""
+    text = PROGRAM.replace("num_partitions=16", "num_partitions=24").replace("[1,16]<=[16]", "[8,3]<=[24]")
+    (found,) = hlo.collectives(text)
+    assert found.groups[2] == (6, 7, 8) and found.group_size == 3
+    cluster = CLUSTERS["mi300x_pollara"]
+    bound = roofline.bound(kernels.of(text), [found], "gfx942", cluster)
+    assert bound is not None
+    assert bound.links + bound.hidden == pytest.approx(found.wire_bytes / cluster.card + cluster.latency)
+
+
 def test_a_bound_takes_each_kernel_for_what_it_is_bound_by():
     program, collectives = kernels.of(PROGRAM), hlo.collectives(PROGRAM)
     assert roofline.bound(program, collectives, "no such chip") is None
@@ -98,7 +181,7 @@ def test_members_of_a_group_say_which_links_it_takes():
         (found,) = hlo.collectives(
             f"HloModule m, num_partitions=8\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  {one}{groups}\n}}\n"
         )
-        assert found.members == expected and found.group_size == len(expected)
+        assert found.groups[0] == expected and found.group_size == len(expected)
 
 
 def test_memory_over_a_program_is_the_compilers():

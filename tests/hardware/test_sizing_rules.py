@@ -50,7 +50,7 @@ def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
     assert not [f for f in found if f.key.startswith("model.")]
     assert {(f.rule, f.key, f.value) for f in found} >= {
         ("tokens per expert", "data.micro_batch", 1024),
-        ("fabric", "mesh.context", 2),
+        ("fabric", "schedule.phases[2].mesh.context", 2),
         ("tiles", "data.micro_batch", 1024),
     }  # fmt: skip
     assert [f.cost for f in found] == sorted((f.cost for f in found), reverse=True)

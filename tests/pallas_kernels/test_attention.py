@@ -84,6 +84,16 @@ def test_strips_are_for_whole_short_sequences_alone():
     assert strips.side(64, 64, None, array) is None
 
 
+def test_a_query_of_a_strip_without_a_key_gives_nothing():
+    q, k, v, _, _ = inputs(64, 64)
+    segments = jnp.ones((B, 64), jnp.int32)
+    with chip.making(chip.Chip("gpu", "gfx942")):
+        out, lse = jax.jit(lambda: attention(q, k, v, segments, segments.at[:, :9].set(2), scale=1.0))()
+    np.testing.assert_array_equal(out[:, :9], 0)
+    np.testing.assert_array_equal(lse[:, :9], np.float32(-1e30))
+    assert np.isfinite(out).all() and (lse[:, 9:] > -1e29).all()
+
+
 def test_a_strip_with_scores_far_apart_gives_no_nan():
     """Scores above the top are those of masked keys: their weights must not overflow before they are put to zero."""
     q, k, v, _, _ = inputs(64, 64)

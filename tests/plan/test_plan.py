@@ -46,13 +46,13 @@ def flops(found: Case, *stages: str) -> float:
 
 # What programs take that were compiled for MI300X on 22 November 2026 (benchmarks/plan.md): GB of memory and traffic.
 COMPILED = {
-    "alone": (case(1), 24.01, 512.2),
-    "8 devices": (case(8), 17.36, 336.5),
-    "64 devices, nothing recomputed": (case(64, 1, remat="none"), 16.82, 122.7),
-    "layers recomputed, 4 micro-batches": (case(8, 2, 4, remat="layer"), 24.26, 796.8),
-    "fsdp": (case(8, mesh=Mesh(fsdp=True)), 16.88, 338.6),
-    "experts over 8": (case(8, mesh=Mesh(expert=8)), 14.58, 334.6),
-    "ZAYA1-base, all 40 layers": (case(1024, model__num_hidden_layers=40), 80.84, 1741.6),
+    "alone": (case(1), 23.61, 513.5),
+    "8 devices": (case(8), 16.96, 362.5),
+    "64 devices, nothing recomputed": (case(64, 1, remat="none"), 16.78, 137.9),
+    "layers recomputed, 4 micro-batches": (case(8, 2, 4, remat="layer"), 21.03, 848.9),
+    "fsdp": (case(8, mesh=Mesh(fsdp=True)), 13.69, 363.8),
+    "experts over 8": (case(8, mesh=Mesh(expert=8)), 12.08, 360.4),
+    "ZAYA1-base, all 40 layers": (case(1024, model__num_hidden_layers=40), 80.84, 1767.7),
 }
 
 

@@ -6,6 +6,7 @@ efficiency, which `experiments.characterize` measures.
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 
 GB = 1e9
 
@@ -22,7 +23,7 @@ class Cluster:
     storage: float  # of the shared file system, all nodes together: bytes per second
     source: str
 
-    def bandwidth(self, members: list[int]) -> float:
+    def bandwidth(self, members: Sequence[int]) -> float:
         """What each of these devices can send while all of them do, for a collective over them.
 
         Where several devices of a node take part, each stretch of a ring between nodes has a card of its own.

@@ -36,7 +36,7 @@ _SCOPE = re.compile(rf"(?<![\w.])({'|'.join(SCOPES)})(?![\w.])")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)$")
 _CALLED = re.compile(
-    r"\b(calls|to_apply|body|condition|branch_computations|called_computations)"
+    r"\b(calls|to_apply|body|condition|branch_computations|true_computation|false_computation|called_computations)"
     r"=\{?([^,}\s]+(?:, ?%[^,}\s]+)*)"
 )
 
@@ -68,9 +68,7 @@ class Collective:
     in_loop: bool  # inside the body of a while loop
     times: int | None  # how often it runs: the product of the loops' known lengths; None if one is unknown
     op_name: str  # where in the Python program it comes from
-    members: tuple[
-        int, ...
-    ] = ()  # the first group of devices, or of a permutation's pairs the one furthest apart
+    groups: tuple[tuple[int, ...], ...] = ()  # of devices; of a permutation its pairs
 
     @property
     def bytes(self) -> int:
@@ -144,7 +142,7 @@ def collectives(compiled: Any) -> list[Collective]:
                     bool(lengths),
                     times,
                     i.op_name,
-                    _members(i.rest, devices),
+                    _groups(i.rest, devices),
                 )
             )
     return result
@@ -234,28 +232,29 @@ def arrays(shape: str) -> tuple[Array, ...]:
 
 
 def _group_size(rest: str, devices: int) -> int:
-    return len(_members(rest, devices)) if "source_target_pairs" not in rest else devices
+    return devices if "source_target_pairs" in rest else len(_groups(rest, devices)[0])
 
 
-def _members(rest: str, devices: int) -> tuple[int, ...]:
+def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
     pairs = re.search(r"source_target_pairs=\{((?:\{\d+,\d+\},?)*)\}", rest)
     if pairs:
-        found = [(int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1))]
-        return max(found, key=lambda pair: abs(pair[0] - pair[1]), default=())
-    listed = re.search(r"replica_groups=\{\{([\d, ]+)\}", rest)
+        return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
+    listed = re.search(r"replica_groups=\{((?:\{[\d, ]+\},?)+)\}", rest)
     if listed:
-        return tuple(int(n) for n in listed.group(1).split(","))
+        return tuple(
+            tuple(int(n) for n in g.split(",")) for g in re.findall(r"\{([\d, ]+)\}", listed.group(1))
+        )
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if iota:
         shape, whole, order = ([int(n) for n in part.split(",")] if part else [] for part in iota.groups())
         numbers = np.arange(math.prod(whole)).reshape(whole)
-        return tuple(numbers.transpose(order or None).reshape(-1, shape[-1])[0].tolist())
+        return tuple(map(tuple, numbers.transpose(order or None).reshape(-1, shape[-1]).tolist()))
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", rest)
     if mesh:
         sizes = {axis: int(size) for axis, size in re.findall(r"'([^']*)'=(\d+)", mesh.group(1))}
-        chosen = re.findall(r"'([^']*)'", mesh.group(2))
+        chosen = [i for i, axis in enumerate(sizes) if axis in re.findall(r"'([^']*)'", mesh.group(2))]
         numbers = np.arange(math.prod(sizes.values())).reshape(list(sizes.values()))
-        return tuple(
-            numbers[tuple(slice(None) if axis in chosen else 0 for axis in sizes)].reshape(-1).tolist()
-        )
-    return tuple(range(devices))
+        others = [i for i in range(len(sizes)) if i not in chosen]
+        each = math.prod(numbers.shape[i] for i in chosen)
+        return tuple(map(tuple, numbers.transpose(*others, *chosen).reshape(-1, each).tolist()))
+    return (tuple(range(devices)),)

@@ -28,6 +28,11 @@ FREE = frozenset({
     "parameter", "constant", "get-tuple-element", "tuple", "bitcast", "after-all", "opt-barrier", "partition-id",
     "replica-id", "add-dependency",
 })  # fmt: skip
+# A part of the result needs that part of the operands alone.
+ELEMENTWISE = frozenset({
+    "convert", "copy", "negate", "abs", "exponential", "log", "sqrt", "rsqrt", "tanh", "logistic", "sign", "not", "add",
+    "subtract", "multiply", "divide", "maximum", "minimum", "power", "and", "or", "compare", "select", "clamp",
+})  # fmt: skip
 SLICES = ("dynamic-slice", "slice", "gather")  # take a part of their first operand
 _TURNS = re.compile(r"turns=([\d.e+]+)\)*/(?:\w+/)?while$")
 
@@ -118,6 +123,10 @@ def table(
     return dict(sorted(rows.items(), key=lambda item: -item[1]["reads"] - item[1]["writes"]))
 
 
+def _numbers(shape: str) -> int:
+    return sum(math.prod(array.shape) for array in hlo.arrays(shape))
+
+
 def size(shape: str) -> int:
     """Bytes of all arrays of a shape."""
     return sum(array.bytes for array in hlo.arrays(shape))
@@ -156,8 +165,9 @@ class _Reader:
                     self.run(called["condition"], times * (turns + 1))
                 self.run(called["body"], times * turns)
             elif i.op in ("call", "conditional", "async-start"):
-                for how, callee in hlo.calls(i):
-                    self.run(callee, times / (len(called) if how == "branch_computations" else 1))
+                callees = [callee for _, callee in hlo.calls(i)]
+                for callee in callees:  # of a choice each as often as any other
+                    self.run(callee, times / (len(callees) if i.op == "conditional" else 1))
             else:
                 self.kernels.append(self._kernel(i, shapes, times))
                 if self.kernels[-1].collective:
@@ -214,21 +224,40 @@ class _Reader:
         return self._memo("reads", ask, fused, number)
 
     def _taken(self, fused: str, value: Instruction) -> int:
-        total, full = 0, size(value.shape)
-        for user, place in self._memo("users", self._users, fused).get(value.name, []):
-            if user.op == "bitcast":
-                total += self._taken(fused, user)
-            elif user.op in SLICES and place == 0:
-                total += size(user.shape)
-            elif user.op in ("dynamic-update-slice", "scatter") and place == 0:
+        return math.ceil(size(value.shape) * self._memo("share", self._share, fused, value))
+
+    def _share(self, fused: str, value: Instruction, made: bool = False) -> float:
+        """Which share of a value's numbers the rest of a fusion takes; of one that is `made` there, all to give it."""
+        total, numbers = 0.0, max(_numbers(value.shape), 1)
+        users = self._memo("users", self._users, fused).get(value.name, [])
+        if made and not users:
+            return 1.0
+        for user, place in users:
+            if user.op in SLICES and place == 0:
+                total += _numbers(user.shape) / numbers
+            elif (
+                user.op in ("dynamic-update-slice", "scatter")
+                and place == 0
+                and not made
+                and self._ends(fused, user)
+            ):
                 continue  # in place
             elif user.op == "tuple":
-                continue  # handed through
+                total += made  # otherwise it is handed through
             elif user.op == "fusion":
-                total += self._reads(dict(hlo.calls(user))["calls"], place)
+                total += self._reads(dict(hlo.calls(user))["calls"], place) / max(size(value.shape), 1)
+            elif user.op == "bitcast":
+                total += self._memo("share", self._share, fused, user, made)
+            elif user.op in ELEMENTWISE and _numbers(user.shape) == numbers:
+                total += self._memo("share", self._share, fused, user, True)
             else:
-                return full
-        return min(total, full)
+                return 1.0
+        return min(total, 1.0)
+
+    def _ends(self, fused: str, value: Instruction) -> bool:
+        """Whether a fusion gives a value as it is, and does nothing else with it."""
+        users = self._memo("users", self._users, fused).get(value.name, [])
+        return all(user.op in ("bitcast", "tuple") and self._ends(fused, user) for user, _ in users)
 
     def _writes(self, fused: str) -> int:
         """Bytes that a fusion writes."""

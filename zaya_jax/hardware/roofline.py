@@ -6,6 +6,7 @@ between its start and its end run beside it, and what they do not cover is expos
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from zaya_jax.hardware import chips
@@ -70,7 +71,9 @@ def bound(
     exposed = hidden = 0.0
     by_name = {k.name: k for k in program.kernels}
     for c in collectives:
-        rate = cluster.bandwidth(list(c.members)) if cluster else float("inf")
+        rate = math.inf  # the slowest group's, or pair's
+        if cluster:
+            rate = min((cluster.bandwidth(group) for group in c.groups), default=math.inf)
         latency = cluster.latency if cluster else 0.0
         time = c.wire_bytes / rate + latency
         beside = program.kernels[slice(*program.under.get(c.name, (0, 0)))]

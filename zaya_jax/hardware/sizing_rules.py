@@ -17,6 +17,8 @@ from zaya_jax.config import Config, UserError
 from zaya_jax.hardware import chips
 from zaya_jax.hardware.measure.figures import Figures
 from zaya_jax.model import zaya
+from zaya_jax.parallel import rules
+from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import shape_of
 
 ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127"  # vocabulary and heads by 64; memory as measured; links of a node
@@ -103,6 +105,7 @@ def findings(config: Config, name: str, num_devices: int, figures: Figures | Non
             continue
         judged += 1
         for f in of_phase:
+            f = dataclasses.replace(f, key=_key_of(config, segment.phase_index, f.key))
             key = f.rule, f.key, f.value
             if key not in found or found[key].cost < f.cost:
                 found[key] = f
@@ -111,12 +114,22 @@ def findings(config: Config, name: str, num_devices: int, figures: Figures | Non
     return sorted(found.values(), key=lambda f: -f.cost)
 
 
+def _key_of(config: Config, index: int, key: str) -> str:
+    """The key that decides a value in a phase: a phase may have a mesh and a micro-batch of its own."""
+    group, _, name = key.partition(".")
+    if group == "mesh":
+        return f"{schedule.key(config, index, 'mesh').removeprefix('config.')}.{name}"
+    if key == "data.micro_batch":
+        return schedule.key(config, index, "micro_batch").removeprefix("config.")
+    return key
+
+
 def _of_phase(config: Config, name: str, num_devices: int, figures: Figures | None = None) -> list[Finding]:
     if figures is not None and chip_named(figures.device) != name:
         figures = None  # of another chip
     here = _Phase(config, CHIPS[name], num_devices, figures)
-    rules = (_widths, _head_dim, _rows_of_experts, _tiles, _passes_over_weights, _fabric, _messages)
-    return sorted((f for rule in rules for f in rule(here) if f.cost >= LEAST), key=lambda f: -f.cost)
+    asked = (_widths, _head_dim, _rows_of_experts, _tiles, _passes_over_weights, _fabric, _messages)
+    return sorted((f for rule in asked for f in rule(here) if f.cost >= LEAST), key=lambda f: -f.cost)
 
 
 class _Weights(NamedTuple):
@@ -207,6 +220,16 @@ class _Phase:
         """A micro-batch that is at least so many times larger and divides a step, if there is one."""
         step = self.config.data.global_batch
         return next((n for n in range(math.ceil(self.sequences * factor), step + 1) if step % n == 0), None)
+
+    def wider(self, axis: str, size: int) -> int | None:
+        """The size, if the model and the sequences can be cut so."""
+        sizes = dataclasses.replace(self.config.mesh, data=-1, **{axis: size})  # type: ignore[arg-type]
+        try:
+            spread = spread_lib.of(sizes, shape_of(sizes, self.num_devices))
+            rules.check(self.config, spread, lengths={"data.seq_len": self.config.data.seq_len})
+        except UserError:
+            return None
+        return size
 
     def share_of_time(self, num_bytes: float, bandwidth: float) -> float:
         """Of a step, that a token's bytes over a link take beside its products at the chip's peak."""
@@ -331,7 +354,7 @@ def _fabric(here: _Phase) -> Iterator[Finding]:
             continue
         share = here.share_of_time(num_bytes, (size - 1) * here.chip.link)
         yield Finding(
-            "fabric", f"mesh.{axis}", size, here.chip.node, 0, share * (1 - (size - 1) / links),
+            "fabric", f"mesh.{axis}", size, here.wider(axis, here.chip.node), 0, share * (1 - (size - 1) / links),
             f"{size} GPUs of a node reach each other over {size - 1} of the {links} links of each", ZAYA1,
         )  # fmt: skip
 

@@ -150,7 +150,8 @@ def scale_by_muon(
             g, buf = clip(g.astype(jnp.float32)), kept.astype(jnp.float32)
             g = g if keep is True else jnp.where(keep, g, buf)
             buf = buf + (g - buf) * (1 - momentum)
-            return buf + (g - buf) * (1 - momentum) if nesterov else buf, buf.astype(kept.dtype)
+            u, buf = buf + (g - buf) * (1 - momentum) if nesterov else buf, buf.astype(kept.dtype)
+            return u, buf if keep is True else jnp.where(keep, buf, kept)
 
         def step(path, g, kept):
             number = numbers.get(str(getattr(path[-1], "key", ""))) if path else None

@@ -103,8 +103,8 @@ def portion(
         micro_batches = max(1, round(segment.sequences / micro))
         rules.check(here, spread, lengths=lengths, rows=micro, where=where)
         return here, spread, micro * micro_batches, micro_batches
+    rules.check(here, spread, lengths=lengths, rows=segment.sequences, where=where)
     try:
-        rules.check(here, spread, lengths=lengths, rows=segment.sequences, where=where)
         rules.check_batch(
             here, spread, (segment.sequences,), segment.sequences // segment.micro_batches, lengths=lengths,
             where=where, name=schedule.key(config, index, "micro_batch"),
