@@ -40,4 +40,4 @@ def test_every_program_helps():
     for (name, command), ((out, err), code) in zip(commands, said, strict=True):
         assert (code, err) == (0, ""), name
         assert all(f"--{option}" in out for option in OPTIONS[name][command]), (name, out)
-        assert ("optim.lr=0.001" in out) == (name in ("pretrain", "compile"))
+        assert ("optim.lr=0.001" in out) == (name in ("pretrain", "compile", "plan"))
