@@ -7,6 +7,7 @@ from zaya_jax.report import svg
 from zaya_jax.report.script import SCRIPT
 from zaya_jax.report.style import style_sheet
 from zaya_jax.report.svg import escape, number
+from zaya_jax.report.tables import as_html, as_markdown
 
 KINDS = (
     "weights", "optimizer", "batch and figures", "gradients", "activations", "exchange", "other temporaries", "gaps",
@@ -33,7 +34,7 @@ def text(result: dict[str, Any]) -> str:
             parts.append(f"The same program as {row['same_as']!r}.\n")
             continue
         parts.append(f"{_shape(row)}. {headline(row)}. Compiled in {row['seconds']['compiling']:.0f} s.\n")
-        parts += [_markdown(*table) for table in _tables(row)]
+        parts += [as_markdown(*table) for table in _tables(row)]
         parts += [f"- {note}" for note in _notes(row)]
     return "\n".join(parts) + "\n"
 
@@ -48,7 +49,7 @@ def render(result: dict[str, Any]) -> str:
             body.append(f"<p>The same program as {escape(row['same_as'])}.</p></section>")
             continue
         body.append(f"<p>{escape(_shape(row))}.</p>{_tiles(row)}{_picture(row)}")
-        body += [f'<div class="card"><h3>{escape(t[0])}</h3>{_html(*t[1:])}</div>' for t in _tables(row)]
+        body += [f'<div class="card"><h3>{escape(t[0])}</h3>{as_html(*t[1:])}</div>' for t in _tables(row)]
         notes = "".join(f"<li>{escape(note)}</li>" for note in _notes(row))
         body.append(f"<ul>{notes}</ul></section>")
     return (
@@ -196,17 +197,6 @@ def _picture(row: dict[str, Any]) -> str:
         describe="Bytes in use at each instruction of the compiled program",
         note="Instructions as they run, each loop's body once: forward, backward, optimizer.",
     ) + "</div>"  # fmt: skip
-
-
-def _markdown(title: str, head: Sequence[str], rows: list[list[str]]) -> str:
-    lines = [f"### {title}\n", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows), ""])
-
-
-def _html(head: Sequence[str], rows: list[list[str]]) -> str:
-    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
-    return f'<table class="wide"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _of_use(row: dict[str, Any]) -> float:

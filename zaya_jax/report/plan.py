@@ -8,6 +8,7 @@ from zaya_jax.report.bars import bar_chart
 from zaya_jax.report.script import SCRIPT
 from zaya_jax.report.style import style_sheet
 from zaya_jax.report.svg import escape
+from zaya_jax.report.tables import as_html, as_markdown
 
 Table = tuple[str, Sequence[str], list[list[str]]]
 
@@ -26,12 +27,12 @@ def headline(phase: dict[str, Any]) -> str:
 def text(result: dict[str, Any]) -> str:
     """All as Markdown."""
     parts = [f"# {_title(result)}\n", f"{_about(result)}\n"]
-    parts += [_markdown(*table) for table in _summary(result)]
+    parts += [as_markdown(*table) for table in _summary(result)]
     parts += [f"- {note}" for note in result["notes"]]
     for phase in result["phases"]:
         parts.append(f"\n## {phase['name']}: {headline(phase)}\n\n{_shape(phase)}.\n")
-        parts += [_markdown(*table) for table in _tables(phase)]
-    parts += ["\n## The whole\n", *(_markdown(*table) for table in _closing(result))]
+        parts += [as_markdown(*table) for table in _tables(phase)]
+    parts += ["\n## The whole\n", *(as_markdown(*table) for table in _closing(result))]
     parts += [f"- {stop['text']}" for stop in result["scaling"]["stops"]]
     return "\n".join(parts) + "\n"
 
@@ -264,18 +265,7 @@ def _few(parts: list[tuple[str, list[float]]], most: int = 7) -> list[tuple[str,
 
 
 def _cards(tables: Iterable[Table]) -> str:
-    return "".join(f'<div class="card"><h3>{escape(t[0])}</h3>{_html(*t[1:])}</div>' for t in tables)
-
-
-def _markdown(title: str, head: Sequence[str], rows: list[list[str]]) -> str:
-    lines = [f"### {title}\n", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows), ""])
-
-
-def _html(head: Sequence[str], rows: list[list[str]]) -> str:
-    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
-    return f'<table class="wide"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+    return "".join(f'<div class="card"><h3>{escape(t[0])}</h3>{as_html(*t[1:])}</div>' for t in tables)
 
 
 def gb(size: float) -> str:

@@ -3,7 +3,7 @@ defaults.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from zaya_jax import config as config_module
 from zaya_jax.report.read import Workdir
@@ -128,3 +128,16 @@ def _text(value: object) -> str:
     if isinstance(value, list) and len(value) > 4 and all(item == value[0] for item in value):
         return f"{len(value)} × {json.dumps(value[0], ensure_ascii=False)}"
     return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+def as_markdown(title: str, head: Sequence[str], rows: list[list[str]]) -> str:
+    """A table of text under its title, in Markdown."""
+    lines = [f"### {title}\n", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows), ""])
+
+
+def as_html(head: Sequence[str], rows: list[list[str]]) -> str:
+    """A table of text, on a page."""
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
+    return f'<table class="wide"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
