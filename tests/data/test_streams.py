@@ -85,7 +85,7 @@ def numbered(lengths, first, bundle_tokens):
     return store
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
     """Sizes, batches, lengths, processes, packings and mixtures: documents are put together from batches, counted."""
@@ -165,7 +165,7 @@ def test_a_large_source_of_few_bundles_gives_no_copies(make_config):
 
 @pytest.mark.parametrize("processes", [4, pytest.param(1, marks=SLOW)])
 def test_bundles_are_read_about_once_whatever_the_processes(make_config, prepare_text, processes):
-    directory = str(prepare_text("web", 1600, bundle_bytes=1024))
+    directory = str(prepare_text("web", 3000, bundle_bytes=1024))
     config = make_config(path=directory, seq_len=64, global_batch=8)
     records = 0
     for i in range(processes):
@@ -292,7 +292,7 @@ def test_workers_read_what_one_process_reads(make_config, prepare_text):
         for index in range(parts):
             batches = pickle.loads(pickle.dumps(pipeline.Batches(config, TOK).part(index, parts)))
             batches.stores[0].cache_bytes = 0
-            for step in range(100):
+            for step in range(200):
                 batches[step]
             records += batches.counters()["records"]
         counts.append(records)
@@ -312,7 +312,7 @@ def test_sources_of_a_mixture_are_read_once_too(make_config, prepare_text, packi
             batches = pipeline.Batches(config, TOK, rounds=1).part(index, parts)
             for store in batches.stores:
                 store.cache_bytes = 0
-            for step in range(100):
+            for step in range(250):
                 batches[step]
             records += batches.counters()["records"]
         counts.append(records)

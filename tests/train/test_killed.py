@@ -63,7 +63,7 @@ def complete_steps(workdir):
 @pytest.mark.parametrize(
     ("kills", "keys"),
     [
-        (2, {}),
+        (3, {}),
         pytest.param(100, {}, marks=pytest.mark.slow),
         pytest.param(20, {"checkpoint.local": "fast", "checkpoint.durable": "safe"}, marks=pytest.mark.slow),
     ],
