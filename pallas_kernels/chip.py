@@ -20,21 +20,27 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 
+# Those that have kernels of their own, `triton.py` in their folders.
+OPERATORS: tuple[str, ...] = ()
+
+
 class Chip(NamedTuple):
     """A kind of device, in JAX's words."""
 
     platform: str  # "cpu"; "gpu", "cuda" or "rocm"
     kind: str  # "NVIDIA H200", "gfx942"
+    kernels: tuple[str, ...] = OPERATORS  # the operators whose own kernels for GPUs may run
 
     @property
     def maker(self) -> str:
-        """ "cpu", "cuda", "rocm": JAX calls the devices of both kinds of GPU "gpu"."""
+        """ "cpu", "cuda", "rocm": JAX calls the devices of both kinds of GPU "gpu".
+
+        Chip("cpu", "gfx942") is a CPU that runs what is made for that GPU, its kernels interpreted.
+        """
         kind = self.kind.lower()
-        if self.platform == "gpu":
-            return (
-                "cuda" if "nvidia" in kind else "rocm" if "amd" in kind or kind.startswith("gfx") else "gpu"
-            )
-        return self.platform
+        if "nvidia" in kind:
+            return "cuda"
+        return "rocm" if "amd" in kind or kind.startswith("gfx") else self.platform
 
     @property
     def is_host(self) -> bool:
@@ -79,8 +85,15 @@ def current() -> Chip:
 
 
 def choose[Implementation](offered: Mapping[str, Implementation]) -> Implementation:
-    """Of an operator's implementations, by `Chip.maker`, the chip's own one, otherwise XLA's."""
-    return offered.get(current().maker, offered["xla"])
+    """Of an operator's implementations the chip's own one, otherwise XLA's.
+
+    They are named by `Chip.maker`; "triton" are the kernels for both kinds of GPU, where the chip lets them run.
+    """
+    made_for = current()
+    kernel: Any = offered.get("triton")
+    if kernel and made_for.maker in ("cuda", "rocm") and kernel.__name__.split(".")[-2] in made_for.kernels:
+        return kernel
+    return offered.get(made_for.maker, offered["xla"])
 
 
 def chip_of(device: Any) -> Chip:

@@ -11,7 +11,7 @@ as one turn.
 
 A fusion reads its operands and writes its results, each once: of an operand of which it takes slices or rows, these,
 and of one that it updates in place, the update. Caches are not thought of: a second kernel reads anew what the first
-one wrote. FLOPs are those of matrix products.
+one wrote. FLOPs are those of matrix products. A Pallas kernel says its own; `pallas_kernels.tiles`.
 """
 
 import collections
@@ -34,6 +34,8 @@ ELEMENTWISE = frozenset({
     "subtract", "multiply", "divide", "maximum", "minimum", "power", "and", "or", "compare", "select", "clamp",
 })  # fmt: skip
 SLICES = ("dynamic-slice", "slice", "gather")  # take a part of their first operand
+# What a kernel of ours says of itself (`pallas_kernels.tiles`).
+_SAID = re.compile(r"flops=([\d.e+]+)(?:,reads=([\d.e+]+),writes=([\d.e+]+))?")
 _TURNS = re.compile(r"turns=([\d.e+]+)\)*/(?:\w+/)?while$")
 
 
@@ -197,6 +199,10 @@ class _Reader:
                 reads = writes = size(given[1])
             elif i.op in SLICES:
                 reads = writes
+        if (said := _SAID.search(i.op_name)) and i.op == "custom-call":
+            flops = float(said[1])
+            reads, writes = (int(float(said[2])), int(float(said[3]))) if said[2] else (reads, writes)
+            wide = flops > 0 and hlo.arrays(given[0])[0].dtype == "f32"
         frame = re.search(r"stack_frame_id=(\d+)", i.rest)
         line = self.lines.get(int(frame.group(1)), "") if frame else ""
         collective = kind if kind in hlo.KINDS else None

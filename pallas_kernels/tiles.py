@@ -1,0 +1,71 @@
+"""Kernels for GPUs, of Pallas's Triton backend: the one file that knows it.
+
+    tiles.call(body, x, y, name="add", grid=(n,), ins=(tiles.block((64,), lambda i: (i,)), ...), outs=..., out_shapes=...)
+
+One source serves CUDA (sm_90) and ROCm (gfx942, gfx950). JAX calls this backend deprecated and has no other one for AMD,
+so bodies are kept to what any tiled language has: loads and stores of tiles, products, reductions, loops. A program made
+for a CPU interprets them (`chip.Chip("cpu", "gfx942")`): as right, some 20 times slower than XLA.
+
+Who reads a compiled program (`zaya_jax.hardware.kernels`) cannot look into a kernel. So each call says its FLOPs, and the
+bytes that it moves where these are not its operands and results, each once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as backend
+
+from pallas_kernels import chip
+
+block = pl.BlockSpec
+program_id = pl.program_id
+slice_of = pl.ds
+load, store = backend.load, backend.store  # with `mask` and `other`, for tiles that reach over an array's end
+atomic_add = backend.atomic_add
+WHOLE = pl.BlockSpec()  # of an operand that the body indexes by itself
+
+
+def call(
+    body: Callable,
+    *arrays: jax.Array,
+    name: str,
+    grid: tuple[int, ...],
+    ins: Sequence[Any],
+    outs: Any,
+    out_shapes: Any,
+    flops: float = 0,
+    moved: tuple[float, float] | None = None,
+    warps: int = 4,
+    stages: int = 1,
+    aliases: Mapping[int, int] | None = None,
+) -> Any:
+    """Runs `body` for each point of the grid, of at most three dims; see `jax.experimental.pallas.pallas_call`.
+
+    `moved` are the bytes read and written, `aliases` the operands whose place results take.
+    """
+    said = f"flops={flops:g}" + ("" if moved is None else f",reads={moved[0]:g},writes={moved[1]:g}")
+    with jax.named_scope(said):
+        return pl.pallas_call(
+            body,
+            out_shape=out_shapes,
+            grid=grid,
+            in_specs=list(ins),
+            out_specs=outs,
+            input_output_aliases=dict(aliases or {}),
+            compiler_params=backend.CompilerParams(num_warps=warps, num_stages=stages),
+            interpret=chip.current().is_host,
+            name=name,
+        )(*arrays)
+
+
+def dot(x: jax.Array, y: jax.Array, *, transpose_x: bool = False, transpose_y: bool = False) -> jax.Array:
+    """The product of two tiles in float32; float32 tiles keep all their bits."""
+    wide = x.dtype == jnp.float32
+    precision = jax.lax.Precision.HIGHEST if wide else None
+    sides = (0 if transpose_x else 1,), (1 if transpose_y else 0,)
+    return jax.lax.dot_general(
+        x, y, (sides, ((), ())), precision=precision, preferred_element_type=jnp.float32
+    )
