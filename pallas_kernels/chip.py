@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-
 # Those that have kernels of their own, `triton.py` in their folders.
 OPERATORS: tuple[str, ...] = ()
 

@@ -1,13 +1,14 @@
 """Kernels for GPUs, of Pallas's Triton backend: the one file that knows it.
 
-    tiles.call(body, x, y, name="add", grid=(n,), ins=(tiles.block((64,), lambda i: (i,)), ...), outs=..., out_shapes=...)
+    tiles.call(body, x, y, name="add", grid=(n,), ins=(tiles.block((64,), lambda i: (i,)), ...), outs=...,
+               out_shapes=...)
 
-One source serves CUDA (sm_90) and ROCm (gfx942, gfx950). JAX calls this backend deprecated and has no other one for AMD,
-so bodies are kept to what any tiled language has: loads and stores of tiles, products, reductions, loops. A program made
-for a CPU interprets them (`chip.Chip("cpu", "gfx942")`): as right, some 20 times slower than XLA.
+One source serves CUDA (sm_90) and ROCm (gfx942, gfx950). JAX calls this backend deprecated and has no other one for
+AMD, so bodies are kept to what any tiled language has: loads and stores of tiles, products, reductions, loops. A
+program made for a CPU interprets them (`chip.Chip("cpu", "gfx942")`): as right, some 20 times slower than XLA.
 
-Who reads a compiled program (`zaya_jax.hardware.kernels`) cannot look into a kernel. So each call says its FLOPs, and the
-bytes that it moves where these are not its operands and results, each once.
+Who reads a compiled program (`zaya_jax.hardware.kernels`) cannot look into a kernel. So each call says its FLOPs, and
+the bytes that it moves where these are not its operands and results, each once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
