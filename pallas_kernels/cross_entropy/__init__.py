@@ -3,7 +3,7 @@
 The gradient is computed in the forward pass, chunk by chunk while the chunk's logits are at hand: three products in
 all, none repeated. Letters: N tokens, D model, V vocabulary.
 
-An implementation (`xla`, `cpu`; `reference` is the definition) has, for N in whole chunks,
+An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has, for N in whole chunks,
 
     chunk_rows(num, vocab)                                                   tokens in a chunk
     sums(hidden, embedding, bias, targets, weights, dtype, z_weight, chunk)  → loss, z
@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chip
-from pallas_kernels.cross_entropy import cpu, xla
+from pallas_kernels.cross_entropy import cpu, triton, xla
 
-IMPLEMENTATIONS = {"xla": xla, "cpu": cpu}
+IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
 
 
 def cross_entropy(

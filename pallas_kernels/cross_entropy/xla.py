@@ -27,13 +27,24 @@ def even_chunk(num: int, limit: int, unit: int) -> int:
     return -(-num // (chunks * unit)) * unit
 
 
-def sums(hidden, embedding, bias, targets, weights, dtype, z_weight, chunk) -> tuple[jax.Array, jax.Array]:
+def product(hidden, table, bias) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Logits in float32, the greatest of each token, and the sum of exp(logit - greatest)."""
+    logits = jnp.einsum("nd,vd->nv", hidden, table, preferred_element_type=jnp.float32)
+    if bias is not None:
+        logits += bias
+    top = logits.max(-1)
+    return logits, top, jnp.exp(logits - top[:, None]).sum(-1)
+
+
+def sums(
+    hidden, embedding, bias, targets, weights, dtype, z_weight, chunk, product=product
+) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.cross_entropy`."""
     table = embedding.astype(dtype)
 
     def step(carry, piece):
         h, t, w = piece
-        loss, z, _ = _chunk_loss(h, t, w, table, bias, dtype, z_weight)
+        loss, z, _ = _chunk_loss(product(h.astype(dtype), table, bias), t, w, z_weight)
         return (carry[0] + loss, carry[1] + z), None
 
     both, _ = lax.scan(step, (jnp.zeros(()), jnp.zeros(())), _pieces(hidden, targets, weights, chunk))
@@ -44,27 +55,25 @@ def _pieces(hidden, targets, weights, chunk):
     return hidden.reshape(-1, chunk, hidden.shape[-1]), targets.reshape(-1, chunk), weights.reshape(-1, chunk)
 
 
-def _chunk_loss(hidden, targets, weights, table, bias, dtype, z_weight):
-    logits = jnp.einsum("nd,vd->nv", hidden.astype(dtype), table, preferred_element_type=jnp.float32)
-    if bias is not None:
-        logits += bias
-    top = logits.max(-1)
-    shares = jnp.exp(logits - top[:, None])  # of each word, not yet divided by their sum
-    total = shares.sum(-1)
+def _chunk_loss(given, targets, weights, z_weight):
+    logits, top, total = given
     log_z = top + jnp.log(total)
     at_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     z = jnp.sum(weights * log_z**2)
+    shares = jnp.exp(logits - top[:, None])  # of each word, not yet divided by their sum
     return jnp.sum(weights * (log_z - at_target)) + z_weight * z, z, (shares, total, log_z)
 
 
-def forward(hidden, embedding, bias, targets, weights, dtype, z_weight, chunk) -> tuple[tuple, tuple]:
+def forward(
+    hidden, embedding, bias, targets, weights, dtype, z_weight, chunk, product=product
+) -> tuple[tuple, tuple]:
     """See `pallas_kernels.cross_entropy`."""
     table = embedding.astype(dtype)
 
     def step(carry, piece):
         h, t, w = piece
         loss_sum, z_sum, d_table, d_bias = carry
-        loss, z, (shares, total, log_z) = _chunk_loss(h, t, w, table, bias, dtype, z_weight)
+        loss, z, (shares, total, log_z) = _chunk_loss(product(h.astype(dtype), table, bias), t, w, z_weight)
         hit = t[:, None] == lax.broadcasted_iota(jnp.int32, shares.shape, 1)
         factor = w * (1 + 2 * z_weight * log_z) / total
         d_logits = shares * factor[:, None] - jnp.where(hit, w[:, None], 0.0)

@@ -133,3 +133,51 @@ def test_padding_of_a_gpus_chunks_changes_nothing(arrays):
     padded = run(even_chunk(200, 128, 128))
     for a, b in zip(jax.tree.leaves(padded), jax.tree.leaves(run(200)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gfx942", "NVIDIA H200"])
+@pytest.mark.parametrize(
+    ("tokens", "vocab", "with_bias"), [(256, 300, True), (128, 256, False), (200, 5, True)]
+)
+def test_the_kernel_gives_what_the_definition_gives(kind, tokens, vocab, with_bias):
+    """Interpreted: words that fill no tile, one chunk and several, padded ones."""
+    keys = jax.random.split(jax.random.key(1), 5)
+    hidden, embedding = jax.random.normal(keys[0], (tokens, 64)), jax.random.normal(keys[1], (vocab, 64))
+    bias = jax.random.normal(keys[2], (vocab,)) if with_bias else None
+    targets = jax.random.randint(keys[3], (tokens,), 0, vocab)
+    weights = jax.random.bernoulli(keys[4], 0.7, (tokens,)).astype(jnp.float32)
+
+    def run(function):
+        objective = lambda h, e, b: function(h, e, b, targets, weights)  # noqa: E731
+        return jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True)(hidden, embedding, bias)
+
+    with chip.making(chip.Chip("cpu", kind)):
+        options = {"dtype": jnp.float32, "z_weight": 0.1, "chunk": 128}
+        text = str(jax.make_jaxpr(lambda: run(lambda *a: cross_entropy(*a, **options)))())
+        assert "pallas_call" in text
+        ours = run(lambda *a: cross_entropy(*a, **options))
+    theirs = run(lambda *a: reference.cross_entropy(*a, z_weight=0.1))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-5)
+
+
+def test_the_kernel_in_bfloat16_gives_what_xla_gives():
+    keys = jax.random.split(jax.random.key(2), 3)
+    hidden, embedding = jax.random.normal(keys[0], (256, 64)), jax.random.normal(keys[1], (300, 64))
+    targets = jax.random.randint(keys[2], (256,), 0, 300)
+
+    def run(of):
+        with chip.making(of):
+            loss = lambda h, e: cross_entropy(h, e, None, targets, jnp.ones(256), dtype=jnp.bfloat16)[0]  # noqa: E731
+            return jax.value_and_grad(loss, (0, 1))(hidden, embedding)
+
+    ours, theirs = run(chip.Chip("cpu", "gfx942")), run(chip.Chip("cpu", "gfx942", kernels=()))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-2, rtol=1e-4)
+
+
+def test_shapes_that_fill_no_tile_are_for_xla(arrays):
+    hidden, embedding, bias, targets, weights = arrays
+    with chip.making(chip.Chip("cpu", "gfx942")):
+        f = lambda h: cross_entropy(h, embedding, bias, targets, weights, dtype=jnp.float32)[0]  # noqa: E731
+        assert "pallas_call" not in str(jax.make_jaxpr(f)(hidden))

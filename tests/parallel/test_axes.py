@@ -33,7 +33,7 @@ GPUS = [
 
 @pytest.mark.parametrize(("devices", "sizes"), GPUS)
 def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
-    with chip.making(chip.Chip("gpu", "NVIDIA H200")):
+    with chip.making(chip.Chip("gpu", "NVIDIA H200", kernels=())):
         ours = helpers.loss_and_gradients(spread_over(**sizes), devices, helpers.batch())
     helpers.assert_same(ours, alone())
 

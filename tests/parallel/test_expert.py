@@ -127,7 +127,7 @@ def test_one_round_up_to_twice_the_even_load_and_no_more_than_stated_beyond(form
 
 
 def test_the_form_follows_from_chip_and_span():
-    chips = Chip("cpu", "cpu"), Chip("gpu", "NVIDIA H200")
+    chips = Chip("cpu", "cpu"), Chip("gpu", "NVIDIA H200", kernels=())
     within, beyond = Spread(data=16, expert=8), Spread(expert=8, tensor=2)
     assert [expert.exchange_form(within, c) for c in chips] == ["slots", "slots"]
     assert [expert.exchange_form(beyond, c) for c in chips] == ["slots", "ragged"]

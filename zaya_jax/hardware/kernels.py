@@ -349,7 +349,7 @@ def _lines(text: str) -> dict[int, str]:
             where = locations.get(field(entry, "file_location_id"), "")
             file = files.get(field(where, "file_name_id"), "")
             for room in ("zaya_jax", "pallas_kernels"):
-                if f"/{room}/" in file:
+                if f"/{room}/" in file and not file.endswith("/pallas_kernels/tiles.py"):
                     return f"{room}/{file.rsplit(f'/{room}/', 1)[1]}:{field(where, 'line')}"
             frame = field(entry, "parent_frame_id") - 1  # counted from one more than the frames themselves
         return ""
