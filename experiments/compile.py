@@ -28,7 +28,7 @@ from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import writing
 from zaya_jax.config import Config, UserError, fields
 from zaya_jax.config.files import write
-from zaya_jax.hardware import clusters, targets
+from zaya_jax.hardware import clusters, host, targets
 from zaya_jax.parallel import rules
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.report import compiled as page
@@ -53,6 +53,7 @@ def main() -> int:
     out = Path(OUT.value)
     writing.require_writable(out, f"--out={out}")
     config = config_lib.check(CONFIG.value)
+    host.require_x32()
     if TARGET.value == "cpu":
         more = f"--xla_force_host_platform_device_count={DEVICES.value}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()

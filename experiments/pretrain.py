@@ -77,6 +77,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     ####################################################################################################################
     # Everything that can be wrong is checked before anything is compiled or written
     ####################################################################################################################
+    host.require_x32()
     host.keep_compiled()
     place = folder_of(config, workdir)
     config = fork.settle(config, multihost.from_first("fork", functools.partial(fork.find, config, place)))

@@ -43,9 +43,9 @@ def small(tmp_path_factory):
     return file
 
 
-def run(*options):
+def run(*options, **variables):
     command = [sys.executable, "-m", "experiments.compile", *map(str, options)]
-    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"}
+    environment = {key: value for key, value in os.environ.items() if key != "XLA_FLAGS"} | variables
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
 
 
@@ -93,3 +93,10 @@ def test_what_cannot_be_is_told_before_anything_is_compiled(small, tmp_path):
     done = run(f"--config={small}", "--target=cpu", "--devices=8", f"--out={out}")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not out.exists()
     assert "a micro-batch of 2 sequences" in done.stderr and "or give --at_once=N" in done.stderr
+
+
+def test_64_bit_numbers_are_refused(small, tmp_path):
+    out = tmp_path / "out"
+    done = run(f"--config={small}", "--target=cpu", f"--out={out}", JAX_ENABLE_X64="1")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not out.exists()
+    assert "error: JAX makes float64 and int64 here" in done.stderr

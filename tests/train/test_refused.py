@@ -80,6 +80,19 @@ def test_a_refused_run_leaves_nothing(here, says):
     assert tree(here) == []
 
 
+def test_64_bit_numbers_are_refused(here):
+    """As a config file may have told JAX; tests/experiments/test_compile.py sets the variable."""
+    jax.config.update("jax_enable_x64", True)
+    try:
+        with pytest.raises(
+            UserError, match="unset JAX_ENABLE_X64, or take jax_enable_x64 out of the config file"
+        ):
+            pretrain.train(settings())
+    finally:
+        jax.config.update("jax_enable_x64", False)
+    assert tree(here) == []
+
+
 @pytest.mark.parametrize("place", ["nowhere", "other@9", "other"])
 def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, monkeypatch, place):
     uncompiled = states.init

@@ -2,6 +2,7 @@
 
 keep_memory()      before JAX starts
 keep_compiled()    likewise
+require_x32()      before anything is made for a training step
 """
 
 import ctypes
@@ -12,6 +13,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 import jax
+
+from zaya_jax.config import UserError
 
 
 def keep_memory() -> None:
@@ -61,3 +64,12 @@ def keep_compiled() -> None:
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zaya_jax"
         jax.config.update("jax_compilation_cache_dir", str(cache))
+
+
+def require_x32() -> None:
+    """UserError where JAX was told to make 64-bit numbers: weights, sums and indices are float32 and int32."""
+    if jax.config.jax_enable_x64:
+        raise UserError(
+            "JAX makes float64 and int64 here, but a training step is of float32 and int32; unset JAX_ENABLE_X64, or "
+            "take jax_enable_x64 out of the config file"
+        )
