@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The compilers of JAX's GPU backends for a machine without a GPU: `experiments.compile --target=mi300x|h200|...` loads
 # them from .venv-targets. The folder is no environment that programs start in: an installed plugin would be asked for
-# its GPUs by every JAX program.
+# its GPUs by every JAX program. With them comes NVIDIA's disassembler, 5 MB; LLVM's, for AMD, is the machine's own.
 #
 #   tools/setup_targets.sh .venv .venv-targets
 #
@@ -31,7 +31,8 @@ rm -rf "$folder"
 mkdir -p "$folder"
 say "installing the plugins of jax $version for CUDA and ROCm (850 MB unpacked)"
 "$python" -m pip install --quiet --disable-pip-version-check --no-input --no-deps --no-compile --target "$folder" \
-  "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" "jax-rocm7-plugin==$version" "jax-rocm7-pjrt==$version"
+  "jax-cuda13-plugin==$version" "jax-cuda13-pjrt==$version" "jax-rocm7-plugin==$version" "jax-rocm7-pjrt==$version" \
+  "nvidia-cuda-nvdisasm>=13,<14"
 
 say "making stand-ins for ROCm's libraries"
 plugin=$(echo "$folder"/jax_plugins/xla_rocm*/xla_rocm_plugin.so)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.loops import turning
@@ -216,6 +217,9 @@ def test_memory_over_a_program_is_the_compilers():
 
 def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(targets, "FOLDER", tmp_path)
+    monkeypatch.setattr(
+        xla_client._xla, "pjrt_plugin_loaded", lambda platform: False
+    )  # other tests may have them
     for platform in ("rocm", "cuda"):
         with pytest.raises(UserError, match="is not installed; run: make setup-targets"):
             targets._register(platform)

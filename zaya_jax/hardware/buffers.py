@@ -94,11 +94,17 @@ class Memory:
 @contextlib.contextmanager
 def watched() -> Iterator[Path]:
     """A folder for what XLA writes down; gone afterwards. In it programs are compiled, not found in JAX's cache."""
+    with uncached(), tempfile.TemporaryDirectory(prefix="zaya_jax-compile-") as folder:
+        yield Path(folder)
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """In it programs are compiled: JAX cannot take one for a chip that is not here from its cache."""
     cached = jax.config.jax_enable_compilation_cache
     _cache(False)
     try:
-        with tempfile.TemporaryDirectory(prefix="zaya_jax-compile-") as folder:
-            yield Path(folder)
+        yield
     finally:
         _cache(cached)
 

@@ -11,13 +11,16 @@ place, and it can compile but never run.
 import ctypes
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zaya_jax.config import UserError
-from zaya_jax.hardware import flags
+from zaya_jax.hardware import buffers, flags
 
 FOLDER = Path(__file__).parents[2] / ".venv-targets"
 A_NODE = 8  # GPUs of a node
@@ -112,6 +115,18 @@ def devices(name: str, count: int) -> list[Any]:
         platform=target.platform, target_config=target.text, topology=f"1x{count // a_node}x{a_node}"
     )
     return list(topology.devices)
+
+
+def compiled(name: str, f: Callable, *like: Any) -> jax.stages.Compiled:
+    """A function alone on one device of a kind, compiled for arguments of these shapes and number formats."""
+    mesh = Mesh(np.array(devices(name, 1)), ("device",))
+    placed = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())), like
+    )
+    alone = jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    with buffers.uncached():
+        # XLA's default, which the tests' XLA_FLAGS turn down: at 0 a kernel of 76 registers takes 168 and spills 98.
+        return jax.jit(alone).lower(*placed).compile(compiler_options={"xla_backend_optimization_level": 3})
 
 
 def _register(platform: str) -> None:
