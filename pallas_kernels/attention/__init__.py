@@ -2,12 +2,13 @@
 
 Letters: B batch, S sequence, H query heads, K key-value heads, G = H / K queries per group, C head channels.
 
-An implementation (`xla`, `cpu`; `reference` is the definition) has
+An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
 
     forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block)    → out, lse
-    backward(saved, d_out, d_lse, *, scale, block, dtype)                        → dq in float32, dk and dv in `dtype`
+    backward(saved, d_out, d_lse, *, scale, block, dtype)                        → dq, dk and dv in `dtype`
 
-with `window` and `offset` as arrays, or None where tracing shows that there is none; with `block` None it chooses.
+with `window` and `offset` as arrays, or None where tracing shows that there is none; with `block` None it chooses. dq
+may also be in float32.
 """
 
 import functools
@@ -20,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chip
-from pallas_kernels.attention import cpu, xla
+from pallas_kernels.attention import cpu, triton, xla
 from pallas_kernels.attention.decode import decode_attention, in_window
 from pallas_kernels.attention.reference import MASKED, NO_WINDOW
 
@@ -29,7 +30,7 @@ __all__ = [
     "softmax_scale",
 ]  # fmt: skip
 
-IMPLEMENTATIONS = {"xla": xla, "cpu": cpu}
+IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
 SAVED = "attention"  # the name under which a remat policy finds the output and its log-sum-exp
 
 

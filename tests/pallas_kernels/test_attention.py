@@ -65,7 +65,7 @@ def test_strips_of_a_short_sequence(length, heads, kv_heads, packed):
     """What a GPU runs without being given a block; padding, whose segment is 0, ends the rows."""
     assert strips.side(length, length, None, None) == length // strips.STRIPS
     segments = documents(np.random.default_rng(length), length) if packed else None
-    with chip.making(chip.Chip("gpu", "gfx942")):
+    with chip.making(chip.Chip("gpu", "gfx942", kernels=())):
         assert_equal_to_the_reference(
             *inputs(length, length, heads, kv_heads), segments, segments, block=None
         )
@@ -87,7 +87,7 @@ def test_strips_are_for_whole_short_sequences_alone():
 def test_a_query_of_a_strip_without_a_key_gives_nothing():
     q, k, v, _, _ = inputs(64, 64)
     segments = jnp.ones((B, 64), jnp.int32)
-    with chip.making(chip.Chip("gpu", "gfx942")):
+    with chip.making(chip.Chip("gpu", "gfx942", kernels=())):
         out, lse = jax.jit(lambda: attention(q, k, v, segments, segments.at[:, :9].set(2), scale=1.0))()
     np.testing.assert_array_equal(out[:, :9], 0)
     np.testing.assert_array_equal(lse[:, :9], np.float32(-1e30))
@@ -98,7 +98,7 @@ def test_a_strip_with_scores_far_apart_gives_no_nan():
     """Scores above the top are those of masked keys: their weights must not overflow before they are put to zero."""
     q, k, v, _, _ = inputs(64, 64)
     k = k.at[:, 32:].multiply(1e4)
-    with chip.making(chip.Chip("gpu", "gfx942")):
+    with chip.making(chip.Chip("gpu", "gfx942", kernels=())):
         ours = jax.jit(lambda: jax.grad(lambda q: attention(q, k, v, scale=1.0)[0].sum())(q))()
     theirs = jax.grad(lambda q: reference_attention(q, k, v, scale=1.0)[0].sum())(q)
     assert np.isfinite(ours).all()

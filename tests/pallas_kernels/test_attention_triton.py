@@ -1,0 +1,234 @@
+"""Attention's kernels for GPUs, interpreted: values and all gradients against the definition, whatever the shape."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pallas_kernels import chip
+from pallas_kernels.attention import attention, attention_gradients, triton
+from pallas_kernels.attention.reference import attention as reference_attention
+
+MI300X, H200 = chip.Chip("cpu", "gfx942"), chip.Chip("cpu", "NVIDIA H200")
+
+
+def normal(rng, *shape, dtype=jnp.float32):
+    return jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+
+
+def documents(rng, batch, length):
+    """Segment ids: documents 1, 2, .. and padding (0) at the end."""
+    ids = np.cumsum(rng.random((batch, length)) < 0.1, axis=1) + 1
+    ids[:, length - length // 8 :] = 0
+    return ids.astype(np.int32)
+
+
+def compare(
+    batch, q_len, k_len, heads, kv_heads, channels, window=None, offset=0, packed=False,
+    *, block=16, dtype=jnp.float32, tolerance=2e-5, made_for=MI300X, seed=0, traced=False,
+):  # fmt: skip
+    """Both outputs and all three gradients; `traced` gives window and offset as arrays."""
+    rng = np.random.default_rng(seed)
+    q, d_out = (normal(rng, batch, q_len, heads, channels, dtype=dtype) for _ in range(2))
+    k, v = (normal(rng, batch, k_len, kv_heads, channels, dtype=dtype) for _ in range(2))
+    d_lse, scale = normal(rng, batch, q_len, heads), channels**-0.5
+    ids = documents(rng, batch, max(k_len, q_len + max(offset, 0)))
+    segments = (ids[:, max(offset, 0) :][:, :q_len], ids[:, :k_len]) if packed else (None, None)
+
+    def objective(function, q, k, v, where, **options):
+        def run(q, k, v):
+            out, lse = function(q, k, v, *segments, *where, scale=scale, **options)
+            seen = lse > -1e29  # a query without a key has no gradient and a constant log-sum-exp
+            return jnp.sum(out * d_out.astype(out.dtype)) + jnp.sum(jnp.where(seen, lse, 0) * d_lse), (
+                out,
+                lse,
+            )
+
+        (_, outputs), grads = jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+        return (*outputs, *grads)
+
+    def ours(where):
+        with chip.making(made_for):
+            return objective(attention, q, k, v, where, block=block)
+
+    def theirs(where):
+        return objective(reference_attention, *(x.astype(jnp.float32) for x in (q, k, v)), where)
+
+    where = (window, offset)
+    found = jax.jit(ours)(tuple(None if x is None else jnp.int32(x) for x in where)) if traced else (
+        jax.jit(lambda: ours(where))()
+    )  # fmt: skip
+    expected = jax.jit(lambda: theirs(where))()
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), found, expected, strict=True):
+        assert a.dtype == (jnp.float32 if name == "lse" else dtype)
+        np.testing.assert_allclose(a.astype(jnp.float32), b, atol=tolerance, rtol=tolerance, err_msg=name)
+
+
+CASES = {
+    "several tiles with a tail": ((2, 50, 50, 4, 2, 16), {}),
+    "a group of three heads, 48 channels, a window, documents": ((1, 37, 37, 6, 2, 48, 20, 0, True), {}),
+    "a chunk of a longer sequence of documents": ((2, 19, 43, 4, 1, 16, None, 24, True), {"traced": True}),
+    "the first queries see no key, the last keys no query": (
+        (1, 40, 71, 2, 2, 16, 9, -7),
+        {"traced": True, "made_for": H200},
+    ),
+    "one head, a window that leaves the first keys out": ((1, 33, 33, 1, 1, 32, 5), {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_values_and_gradients(case):
+    args, options = case
+    compare(*args, **options)
+
+
+def test_bfloat16_accumulates_in_float32():
+    """At the tiles of the table; the definition rounds its weights as well, hence the tolerance of outputs alone."""
+    rng = np.random.default_rng(0)
+    q, k, v = (normal(rng, 1, 200, heads, 64) for heads in (4, 1, 1))
+    with chip.making(MI300X):
+        low = jax.jit(lambda: attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)), scale=0.3))()
+    exact = reference_attention(q, k, v, scale=0.3)
+    assert low[0].dtype == jnp.bfloat16 and low[1].dtype == jnp.float32
+    np.testing.assert_allclose(low[0].astype(jnp.float32), exact[0], atol=0.04)
+    np.testing.assert_allclose(low[1], exact[1], atol=0.04)
+
+
+def test_a_query_without_a_key_gives_nothing_and_takes_nothing():
+    """Neither by its position nor by its document; its gradients are zero, not NaN."""
+    rng = np.random.default_rng(0)
+    q, k, v = (normal(rng, 1, 48, heads, 16) for heads in (2, 1, 1))
+    segments = jnp.ones((1, 48), jnp.int32)
+    others = segments.at[:, 20:25].set(7)
+
+    def run(q, k, v):
+        return attention(q, k, v, others, segments, None, -3, scale=1.0, block=16)
+
+    with chip.making(MI300X):
+        (out, lse), gradients = jax.jit(
+            lambda: (run(q, k, v), jax.vjp(run, q, k, v)[1]((jnp.ones_like(q), jnp.ones(q.shape[:3]))))
+        )()
+    lost = np.r_[0:3, 20:25]
+    np.testing.assert_array_equal(out[:, lost], 0)
+    np.testing.assert_array_equal(lse[:, lost], np.float32(-1e30))
+    np.testing.assert_array_equal(gradients[0][:, lost], 0)
+    assert all(np.isfinite(x).all() for x in gradients) and (np.delete(lse, lost, 1) > -1e29).all()
+
+
+@pytest.mark.parametrize("window", [None, pytest.param(9, marks=pytest.mark.slow)])
+def test_gradients_of_parts_add_up(window):
+    """Each part of the keys gives its share, from the output and the log-sum-exp of all: what a ring rests on."""
+    rng = np.random.default_rng(1)
+    q, d_out, k, v = (normal(rng, 2, n, h, 16) for n, h in ((19, 4), (19, 4), (43, 2), (43, 2)))
+    segments = jnp.asarray(documents(rng, 2, 43))
+    own = segments[:, 24:]
+    (out, lse), pull = jax.vjp(
+        lambda *qkv: reference_attention(*qkv, own, segments, window, 24, scale=0.3), q, k, v
+    )
+    with chip.making(MI300X):
+        parts = [
+            attention_gradients(
+                q, k[:, s], v[:, s], out, lse, d_out, own, segments[:, s], window, 24 - s.start,
+                scale=0.3, block=16,
+            )
+            for s in (slice(0, 20), slice(20, 43))
+        ]  # fmt: skip
+    assert all(x.dtype == jnp.float32 for part in parts for x in part)
+    dq = parts[0][0] + parts[1][0]
+    dk, dv = (jnp.concatenate([part[i] for part in parts], axis=1) for i in (1, 2))
+    for ours, theirs in zip((dq, dk, dv), pull((d_out, jnp.zeros_like(lse))), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_ranges_of_blocks_count_padding_apart():
+    """Padding behind the last document would else stretch its block over all documents before."""
+    ranges = triton.ranges_of(jnp.asarray([[3, 3, 3, 4, 5, 0, 0, 0, 0, 9]]), 2)
+    least, greatest = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
+    assert ranges.shape == (1, 3, 8)
+    np.testing.assert_array_equal(
+        ranges[0, :, :5], [[3, 3, 5, greatest, 9], [3, 4, 5, least, 9], [0, 0, 1, 1, 1]]
+    )
+    np.testing.assert_array_equal(ranges[0, :, 5:], [[greatest] * 3, [least] * 3, [0] * 3])
+
+
+def by_blocks(seen: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    """Of a matrix of what sees what, by blocks: whether any pair does, and whether all do of a whole block."""
+    num_rows, num_columns = -(-seen.shape[0] // rows), -(-seen.shape[1] // columns)
+    some, whole = np.zeros((2, num_rows, num_columns), bool)
+    for i, j in np.ndindex(num_rows, num_columns):
+        block = seen[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+        some[i, j], whole[i, j] = block.any(), block.all() and block.shape[1] == columns
+    return some, whole
+
+
+LONGEST = 96
+
+
+@functools.partial(jax.jit, static_argnames=["packed", "windowed"])
+def blocks_met(sizes, window, offset, q_ranges, k_ranges, packed, windowed):
+    """What each block of queries meets, and each block of keys; sizes are arrays, so that it is compiled once."""
+    q_len, k_len, queries, keys = sizes
+    at = triton._Shape(q_len, k_len, 1, 1, 1, 16, queries, keys, 1.0, packed, windowed, True)
+    refs = [x[None] for x in ([window] if windowed else []) + [offset]]
+    masks = triton._Masks(at, refs + ([None, None, q_ranges, k_ranges] if packed else []), 0)
+    blocks = jnp.arange(LONGEST // 4)
+    return jax.vmap(masks.met_by_queries)(blocks), jax.vmap(masks.met_by_keys)(blocks)
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None, derandomize=True)
+def test_blocks_that_are_met_and_blocks_without_a_mask(data):
+    """No block is left out that has a pair, none goes unmasked that has a hidden one, and causality wastes none."""
+    draw = data.draw
+    q_len, k_len = draw(st.integers(1, 90)), draw(st.integers(1, 90))
+    queries, keys = (draw(st.sampled_from([4, 8, 16])) for _ in range(2))
+    offset, window = draw(st.integers(-40, 60)), draw(st.none() | st.integers(1, 70))
+    packed = draw(st.booleans())
+    ids = documents(np.random.default_rng(draw(st.integers(0, 9))), 1, 160)
+    q_ids, k_ids = ids[:, max(offset, 0) :][:, :q_len], ids[:, :k_len]
+    ranges = [
+        jax.jit(triton.ranges_of, static_argnums=1)(
+            np.pad(x, ((0, 0), (0, LONGEST - x.shape[1])), "edge"), block
+        )
+        for x, block in ((q_ids, queries), (k_ids, keys))
+    ]
+    sizes = tuple(jnp.int32(x) for x in (q_len, k_len, queries, keys))
+    found = blocks_met(sizes, jnp.int32(window or 0), jnp.int32(offset), *ranges, packed, window is not None)
+    back = np.arange(q_len)[:, None] + offset - np.arange(k_len)
+    near = (back >= 0) & (back < (window or 1 << 30))
+    seen = near & (q_ids[0][:, None] == k_ids[0]) if packed else near
+    for met, turn, rows, columns in (
+        (found[0], np.asarray, queries, keys),
+        (found[1], np.transpose, keys, queries),
+    ):
+        some, whole = by_blocks(turn(seen), rows, columns)
+        lo, hi, start, end = (np.asarray(x)[: len(some), None] for x in met)
+        blocks = np.arange(some.shape[1])
+        assert np.all((lo <= start) & (start <= end) & (end <= hi))
+        inside, plain = (blocks >= lo) & (blocks < hi), (blocks >= start) & (blocks < end)
+        assert not (some & ~inside).any() and not (plain & ~whole).any()
+        if not packed:
+            np.testing.assert_array_equal(inside, by_blocks(turn(near), rows, columns)[0])
+            np.testing.assert_array_equal(plain, whole & inside)
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_any_shape(data):
+    draw = data.draw
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 5))
+    k_len = draw(st.integers(16, 80))
+    q_len = draw(st.just(k_len) | st.integers(16, 80))
+    low = draw(st.booleans())
+    compare(
+        draw(st.integers(1, 2)), q_len, k_len, kv_heads * group, kv_heads, draw(st.sampled_from([16, 32, 48, 80])),
+        draw(st.none() | st.integers(1, 90)), draw(st.integers(-20, 64)), draw(st.booleans()),
+        block=draw(st.sampled_from([16, 32])), dtype=jnp.bfloat16 if low else jnp.float32,
+        tolerance=0.06 if low else 3e-5, made_for=draw(st.sampled_from([MI300X, H200])),
+        seed=draw(st.integers(0, 9)), traced=draw(st.booleans()),
+    )  # fmt: skip
