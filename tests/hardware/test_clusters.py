@@ -15,6 +15,15 @@ def test_a_group_gets_the_cards_of_its_devices_in_a_node():
     assert CLUSTER.bandwidth(list(range(16))) == min(CLUSTER.inside, 8 * CLUSTER.card)
 
 
+def test_nodes_are_alike():
+    """Of 12 devices two with six, as they are compiled for: no group of eight in one node."""
+    twelve = CLUSTER.of_devices(12)
+    assert [CLUSTER.of_devices(count).node for count in (1, 7, 12, 14, 24, 1024)] == [1, 7, 6, 7, 8, 8]
+    assert twelve.bandwidth(list(range(6))) == CLUSTER.inside
+    assert twelve.bandwidth([5, 6]) == CLUSTER.card
+    assert twelve.bandwidth(list(range(12))) == 6 * CLUSTER.card
+
+
 def test_a_collective_in_a_loop_that_does_not_turn_takes_no_time():
     array = (Array("f32", (1 << 20,)),)
     sent = Collective("all-to-all", "a", array, array, 8, True, None, "", (tuple(range(8)),))

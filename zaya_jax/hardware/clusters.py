@@ -23,6 +23,10 @@ class Cluster:
     storage: float  # of the shared file system, all nodes together: bytes per second
     source: str
 
+    def of_devices(self, count: int) -> "Cluster":
+        """The cluster that so many of its devices are: its nodes are alike, so of 12 two with six."""
+        return dataclasses.replace(self, node=devices_of_a_node(count, self.node))
+
     def bandwidth(self, members: Sequence[int]) -> float:
         """What each of these devices can send while all of them do, for a collective over them.
 
@@ -53,6 +57,11 @@ CLUSTERS = {
         "HGX H100 data sheet: NVLink 900 GB/s both ways; InfiniBand NDR 400 Gb/s a device; latency and storage assumed",
     ),
 }  # fmt: skip
+
+
+def devices_of_a_node(count: int, most: int) -> int:
+    """How many of `count` devices are in a node, where all nodes have as many."""
+    return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
 
 
 def of_chip(name: str) -> Cluster | None:

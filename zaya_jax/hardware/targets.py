@@ -20,7 +20,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zaya_jax.config import UserError
-from zaya_jax.hardware import buffers, flags
+from zaya_jax.hardware import buffers, clusters, flags
 
 FOLDER = Path(__file__).parents[2] / ".venv-targets"
 A_NODE = 8  # GPUs of a node
@@ -93,7 +93,7 @@ def usable(name: str) -> int | None:
 
 
 def devices(name: str, count: int) -> list[Any]:
-    """So many devices of a kind, in nodes of eight, to compile for; UserError where the compiler is not installed.
+    """So many devices of a kind, in nodes of at most eight; UserError where their compiler is not installed.
 
     To be called before JAX has compiled anything for a GPU in this process: the flags of `hardware.flags` are set here.
     """
@@ -110,7 +110,7 @@ def devices(name: str, count: int) -> list[Any]:
     os.environ["XLA_FLAGS"] = flags.merged(os.environ.get("XLA_FLAGS", ""), flags.PLATFORMS[target.platform])
     jax.devices("cpu")  # the plugins that JAX finds by itself are registered then
     _register(target.platform)
-    a_node = next(n for n in range(min(A_NODE, count), 0, -1) if count % n == 0)
+    a_node = clusters.devices_of_a_node(count, A_NODE)
     topology = topologies.get_topology_desc(
         platform=target.platform, target_config=target.text, topology=f"1x{count // a_node}x{a_node}"
     )

@@ -44,6 +44,7 @@ class Flow:
 def _links(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], cluster: Cluster) -> tuple[float, int]:
     """What a device can send while its group along these axes does, and on how many nodes the group lies."""
     grid = placing.Grid(dict(sizes))
+    cluster = cluster.of_devices(grid.num_devices)
     chosen = tuple(axis for axis in grid.names if axis in axes)
     others = tuple(axis for axis in grid.names if axis not in axes)
     group = grid.groups(others, chosen)[0].tolist()

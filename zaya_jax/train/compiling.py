@@ -68,6 +68,7 @@ def measure(
     program, collectives = kernels.of(text), hlo.collectives(text)
     device = mesh.devices.flat[0]
     state = states.abstract(config, states.build_optimizer(config, mesh), mesh)
+    cluster = cluster and cluster.of_devices(mesh.size)
     limit = roofline.bound(program, collectives, device.device_kind, cluster, config.precision.matmul)
     tokens = sequences * config.data.seq_len / mesh.size
     return {
