@@ -38,6 +38,7 @@ def call(
     outs: Any,
     out_shapes: Any,
     flops: float = 0,
+    of: float | None = None,
     moved: tuple[float, float] | None = None,
     warps: int = 4,
     stages: int = 1,
@@ -45,9 +46,11 @@ def call(
 ) -> Any:
     """Runs `body` for each point of the grid, of at most three dims; see `jax.experimental.pallas.pallas_call`.
 
-    `moved` are the bytes read and written, `aliases` the operands whose place results take.
+    `flops` are at most `of` so many where a caller may know better (`loops.visiting`), `moved` the bytes read and
+    written, `aliases` the operands whose place results take.
     """
-    said = f"flops={flops:g}" + ("" if moved is None else f",reads={moved[0]:g},writes={moved[1]:g}")
+    said = f"flops={flops:g}" + (f"of{of:g}" if of else "")
+    said += "" if moved is None else f",reads={moved[0]:g},writes={moved[1]:g}"
     with jax.named_scope(said):
         return pl.pallas_call(
             body,

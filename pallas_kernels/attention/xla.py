@@ -4,11 +4,14 @@ The loops over blocks have run-time bounds, so that blocks which lie wholly abov
 cost nothing. Letters as in `pallas_kernels.attention`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from numpy import typing as npt
 
 from pallas_kernels.attention import strips
 from pallas_kernels.attention.reference import MASKED, mask_of
@@ -90,6 +93,20 @@ def key_blocks(i, window, offset, block_q, block_k, num_k) -> tuple:
     return first, jnp.clip(last, first, num_k)
 
 
+def visited(q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int | None]) -> float:
+    """The share of all pairs of blocks that is computed, the mean over queries that begin at these starts, and over
+    layers with these windows: for `loops.visiting`."""
+    block = default_block(max(q_len, k_len))
+    block_q, block_k = min(block, _round_up(q_len, 8)), min(block, _round_up(k_len, 8))
+    num_k, found = -(-k_len // block_k), []
+    for window in windows:
+        first_query = np.add.outer(starts, np.arange(0, q_len, block_q))
+        last = np.clip((first_query + block_q - 1) // block_k + 1, 0, num_k)
+        first = 0 if window is None else np.maximum(first_query - window + 1, 0) // block_k
+        found.append(np.mean(np.maximum(last - first, 0)) / num_k)
+    return float(np.mean(found))
+
+
 def _query_blocks(j, window, offset, block_q, block_k, num_q):
     """Query blocks [lo, hi) that can see key block j: the transpose of `key_blocks`."""
     first = jnp.clip((j * block_k - offset) // block_q, 0, num_q)
@@ -136,7 +153,7 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, bl
         # Above MASKED, so that a row's weights are 0, not 1, as long as it has seen no key.
         start = (jnp.zeros((*row, channels), jnp.float32), jnp.full(row, MASKED / 2), jnp.zeros(row))
         bounds = key_blocks(i, window, offset, block_q, block_k, num_k)
-        with turning((num_k + 1) / 2):  # of a whole causal sequence
+        with turning((num_k + 1) / 2, of=num_k):  # of a whole causal sequence
             acc, top, total = lax.fori_loop(*bounds, step, start)
         seen = total > 0
         safe = jnp.where(seen, total, 1.0)
@@ -182,7 +199,7 @@ def _gradients(scale, block_q, block_k, k_len, saved, d_out, dtype):
 
         zero = jnp.zeros(k_j.shape, jnp.float32)
         bounds = _query_blocks(j, window, offset, block_q, block_k, num_q)
-        with turning((num_q + 1) / 2):
+        with turning((num_q + 1) / 2, of=num_q):
             dq, dk_j, dv_j = lax.fori_loop(*bounds, step, (dq, zero, zero))
         return dq, (dk_j.astype(dtype), dv_j.astype(dtype))
 

@@ -11,12 +11,13 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec
 
+from pallas_kernels import chip
 from pallas_kernels.attention import SAVED
 from pallas_kernels.attention.reference import attention as reference_attention
 from pallas_kernels.rotary import rope_table
 from zaya_jax import config
 from zaya_jax.config import UserError
-from zaya_jax.hardware import hlo
+from zaya_jax.hardware import hlo, kernels
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.placement import Weights
 from zaya_jax.parallel import context, ring
@@ -413,3 +414,31 @@ def test_balance_is_of_the_blocks_that_a_mask_leaves():
         order = context.zigzag(length, parts) if zigzagged else np.arange(length)
         own = order.reshape(parts, -1)[:, ::block] // block
         assert context.blocks_visited(length, parts, block, window, zigzagged) == seen[own].sum(1).tolist()
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("windows", [(None,), (None, 700)])
+def test_what_is_read_of_a_program_is_the_work_that_masks_leave(ring, windows):
+    """Products of a layer's attention, forward and backward, as if it were any of two kinds; the mean over devices."""
+    length, parts, block, heads, channels = 4096, 2, 512, 2, 8
+    spread = Spread(context=parts, ring=ring)
+
+    def body(x, window):
+        place = context.chunks_of(spread, x.shape[1], None)
+        rows = [place.split(x)] * 3
+        window = None if windows == (None,) else window[0, 0]
+        with chip.making(chip.Chip("gpu", "gfx942")):
+            call = lambda *rows: context.attention_over_chunks(  # noqa: E731
+                *rows, window, place, scale=0.3, windows=windows
+            )
+            out, pull = jax.vjp(call, *rows)
+            return tuple(map(place.join, pull(out)))
+
+    x = jax.ShapeDtypeStruct((1, length, heads, channels), jnp.float32)
+    compiled = (
+        on_sequence(spread, body, cut(spread)).lower(x, jax.ShapeDtypeStruct((1, parts), jnp.int32)).compile()
+    )
+    program = kernels.of(compiled)
+    blocks = np.mean([context.blocks_visited(length, parts, block, window) for window in windows])
+    assert not program.unknown
+    assert program.flops == pytest.approx(7 * blocks * 2 * block**2 * heads * channels)

@@ -6,8 +6,8 @@
 
 A kernel is an instruction of the entry computation, or of a loop's body or condition, that computes: no tuple,
 parameter or bitcast. It runs as often as the loops around it turn. Where the compiler does not know how often that is,
-the scope says it (`pallas_kernels.loops.turning`); `unknown` counts the loops of which nobody says it, and each counts
-as one turn.
+the scope says it (`turning` and `visiting` in `pallas_kernels.loops`); `unknown` counts the loops of which nobody says
+it, and each counts as one turn.
 
 A fusion reads its operands and writes its results, each once: of an operand of which it takes slices or rows, these,
 and of one that it updates in place, the update. Caches are not thought of: a second kernel reads anew what the first
@@ -35,8 +35,9 @@ ELEMENTWISE = frozenset({
 })  # fmt: skip
 SLICES = ("dynamic-slice", "slice", "gather")  # take a part of their first operand
 # What a kernel of ours says of itself (`pallas_kernels.tiles`).
-_SAID = re.compile(r"flops=([\d.e+]+)(?:,reads=([\d.e+]+),writes=([\d.e+]+))?")
-_TURNS = re.compile(r"turns=([\d.e+]+)\)*/(?:\w+/)?while$")
+_SAID = re.compile(r"flops=([\d.e+]+)(?:of([\d.e+]+))?(?:,reads=([\d.e+]+),writes=([\d.e+]+))?")
+_TURNS = re.compile(r"turns=([\d.e+]+)(?:of(\d+))?\)*/(?:\w+/)?while$")
+_VISITS = re.compile(r"visits=([\d.e+-]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,7 +182,9 @@ class _Reader:
         said = _TURNS.search(loop.op_name)
         if not said:
             self.unknown[loop.op_name] += 1
-        return float(said.group(1)) if said else 1
+            return 1
+        visits = _VISITS.findall(loop.op_name) if said[2] else []
+        return float(visits[-1]) * int(said[2]) if visits else float(said[1])
 
     def _kernel(self, i: Instruction, shapes: Mapping[str, str], times: float) -> Kernel:
         given = [shapes.get(name, "") for name in hlo.operands(i)]
@@ -200,8 +203,9 @@ class _Reader:
             elif i.op in SLICES:
                 reads = writes
         if (said := _SAID.search(i.op_name)) and i.op == "custom-call":
-            flops = float(said[1])
-            reads, writes = (int(float(said[2])), int(float(said[3]))) if said[2] else (reads, writes)
+            visits = _VISITS.search(i.op_name) if said[2] else None
+            flops = float(visits[1]) * float(said[2]) if visits else float(said[1])
+            reads, writes = (int(float(said[3])), int(float(said[4]))) if said[3] else (reads, writes)
             wide = flops > 0 and hlo.arrays(given[0])[0].dtype == "f32"
         frame = re.search(r"stack_frame_id=(\d+)", i.rest)
         line = self.lines.get(int(frame.group(1)), "") if frame else ""

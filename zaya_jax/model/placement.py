@@ -33,13 +33,16 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import attention, in_window, softmax_scale
+from pallas_kernels.attention.xla import visited
 from pallas_kernels.linear_attention import decode_linear_attention, linear_attention, prompt_state
+from pallas_kernels.loops import visiting
 from zaya_jax.config import Model
 from zaya_jax.model.cache import WHOLE, Cache
 from zaya_jax.model.experts import expert_mlp
 
 Axes = tuple[str | None, ...]
 Kept = dict[str, jax.Array] | None
+Windows = tuple[int | None, ...]  # of each layer with a softmax, bottom first
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +125,9 @@ class Placement:
     weights: Weights = Weights()
     window: Int[Array, ""] | int | None = None
     linear: bool = False  # linear attention in the softmax's place
+    windows: Windows = (
+        None,
+    )  # of all layers with a softmax, whose loops are one program's: for the account of it
     cache: Any = None  # what decoding keeps, where there is one
 
     def of_layer(self, window: jax.Array | None, linear: bool, cache: Kept) -> "Placement":
@@ -160,7 +166,8 @@ class Placement:
 
     def _softmax(self, q, k, v):
         scale = softmax_scale(q.shape[-1])
-        return attention(q, k, v, self.visible, self.visible, self.window, scale=scale)[0], None
+        with visiting(visited(q.shape[1], k.shape[1], (0,), self.windows)):
+            return attention(q, k, v, self.visible, self.visible, self.window, scale=scale)[0], None
 
     def _linear(self, q, k, v):
         return linear_attention(q, k, v, self.visible), None
@@ -258,7 +265,10 @@ class Devices:
         """The placement of one pass through the model."""
         weights = self.weights(model, dtype)
         if not cached:
-            return self.sequences(length, segments, mask, weights)
+            here = self.sequences(length, segments, mask, weights)
+            kinds = [kind for kind in model.kinds if kind != "hybrid_linear"]
+            windows = tuple(model.sliding_window if kind == "hybrid_sliding" else None for kind in kinds)
+            return dataclasses.replace(here, windows=windows or (None,))
         if valid is None:
             return Prompt(segments, mask, weights, index=index, store=self.cache())
         return Token(segments, mask, weights, index=index, store=self.cache(), valid=valid)

@@ -11,6 +11,7 @@ Letters: B batch, S whole sequence, S / N a device's part, c = S / 2N a chunk, H
 """
 
 import dataclasses
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -20,9 +21,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import attention, softmax_scale
-from pallas_kernels.attention.xla import key_blocks
+from pallas_kernels.attention.xla import key_blocks, visited
+from pallas_kernels.loops import visiting
 from zaya_jax.config import UserError
-from zaya_jax.model.placement import Before, Placement, Weights
+from zaya_jax.model.placement import Before, Placement, Weights, Windows
 from zaya_jax.parallel import ring
 from zaya_jax.parallel.linear import lasp2
 from zaya_jax.parallel.spread import Spread
@@ -127,7 +129,8 @@ class Cut(Placement):
         return Before(columns[:, reach - history :], values[:, -1:], self.at.segments_before(reach))
 
     def _softmax(self, q, k, v):
-        return attention_over_chunks(q, k, v, self.window, self.at, scale=softmax_scale(q.shape[-1])), None
+        scale = softmax_scale(q.shape[-1])
+        return attention_over_chunks(q, k, v, self.window, self.at, scale=scale, windows=self.windows), None
 
     def _linear(self, q, k, v):
         q, k, v = (self.joined(x) for x in (q, k, v))
@@ -191,6 +194,7 @@ def attention_over_chunks(
     at: Chunks,
     *,
     scale: float,
+    windows: Windows = (None,),
 ) -> Float[Array, "2B c H C"]:
     """Causal attention of the device's queries over the whole sequence; any number of heads will do.
 
@@ -199,7 +203,9 @@ def attention_over_chunks(
     """
     q, kv = at.join(q), at.join(jnp.concatenate([k, v], axis=-1))
     if at.ring:
-        return at.split(ring.ring_attention(q, kv, at.segments, at.meet, window, at.axes, at.parts, scale))
+        return at.split(
+            ring.ring_attention(q, kv, at.segments, at.meet, window, at.axes, at.parts, scale, windows)
+        )
     kv = gather(kv, at.axes)
     outs = []
     for i, q_i in enumerate(jnp.split(q, 2, axis=1)):
@@ -209,8 +215,15 @@ def attention_over_chunks(
         if segments is not None:
             own = lax.dynamic_slice_in_dim(segments, at.starts[i], at.chunk, 1)
             segments = segments[:, :seen]
-        outs.append(attention(q_i, k, v, own, segments, window, at.starts[i], scale=scale)[0])
+        with visiting_chunk(at.chunk, seen, i, windows):
+            outs.append(attention(q_i, k, v, own, segments, window, at.starts[i], scale=scale)[0])
     return at.split(jnp.concatenate(outs, axis=1))
+
+
+def visiting_chunk(chunk: int, seen: int, half: int, windows: Windows) -> AbstractContextManager[None]:
+    """What of the `seen` keys attention of a chunk visits, on average over devices: an early one (half 0) lies anywhere
+    in them, a late one in their second half."""
+    return visiting(visited(chunk, seen, range(half * seen // 2, seen, chunk), windows))
 
 
 def traffic(

@@ -10,12 +10,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import MASKED, SAVED, attention, attention_gradients
-from pallas_kernels.loops import turning
+from pallas_kernels.attention.xla import visited
+from pallas_kernels.loops import turning, visiting
+from zaya_jax.model.placement import Windows
 
 OWN, VISITING = (0, 1, 1), (0, 0, 1)  # pairs of chunks a step may need; an early chunk never sees a late one
 
@@ -51,7 +54,7 @@ def pairs_needed(
     return needed
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def ring_attention(
     q: Float[Array, "B S/N H C"],
     kv: Float[Array, "B S/N K C2"],
@@ -61,16 +64,17 @@ def ring_attention(
     axes: tuple[str, ...],
     parts: int,
     scale: float,
+    windows: Windows = (None,),
 ) -> Float[Array, "B S/N H C"]:
     """Causal attention over the whole sequence; kv holds keys and values side by side.
 
     A device sends its kv N - 1 times forward; backwards kv N - 1 times and the gradients of kv, in float32, N times.
     """
-    return _forward(q, kv, segments, meet, window, axes, parts, scale)[0]
+    return _forward(q, kv, segments, meet, window, axes, parts, scale, windows)[0]
 
 
-def _forward(q, kv, segments, meet, window, axes, parts, scale):
-    step = _Steps(q, segments, meet, window, axes, parts)
+def _forward(q, kv, segments, meet, window, axes, parts, scale, windows):
+    step = _Steps(q, segments, meet, window, axes, parts, windows)
 
     def visit(kv, round_, merged):
         def pair(merged, q_i, k_j, v_j, where, masks):
@@ -91,15 +95,15 @@ def _forward(q, kv, segments, meet, window, axes, parts, scale):
     return out.astype(q.dtype), lse
 
 
-def _fwd(q, kv, segments, meet, window, axes, parts, scale):
-    out, lse = _forward(q, kv, segments, meet, window, axes, parts, scale)
+def _fwd(q, kv, segments, meet, window, axes, parts, scale, windows):
+    out, lse = _forward(q, kv, segments, meet, window, axes, parts, scale, windows)
     out, lse = checkpoint_name(out, SAVED), checkpoint_name(lse, SAVED)
     return out, (q, kv, segments, meet, window, out, lse)
 
 
-def _bwd(axes, parts, scale, saved, d_out):
+def _bwd(axes, parts, scale, windows, saved, d_out):
     q, kv, segments, meet, window, out, lse = saved
-    step = _Steps(q, segments, meet, window, axes, parts)
+    step = _Steps(q, segments, meet, window, axes, parts, windows)
 
     def visit(kv, round_, dq, d_kv):
         def pair(carry, q_i, k_j, v_j, where, masks):
@@ -132,12 +136,26 @@ def _bwd(axes, parts, scale, saved, d_out):
 ring_attention.defvjp(_fwd, _bwd)
 
 
+def usual(parts: int, chunk: int, windows: Windows) -> tuple[float, float]:
+    """Pairs of chunks that a step needs without documents, and the share of their blocks that is computed: means over
+    steps, devices and windows."""
+    both = np.stack([np.arange(parts), 2 * parts - 1 - np.arange(parts)])
+    apart = (both[list(OWN), :, None] - both[list(VISITING), None, :]).reshape(-1)
+    pairs, blocks = [], []
+    for window in windows:
+        needed = apart[(apart >= 0) & (window is None or (apart - 1) * chunk + 1 < window)]
+        pairs.append(len(needed) / parts**2)
+        blocks.append(pairs[-1] * visited(chunk, chunk, needed * chunk, (window,)))
+    return float(np.mean(pairs)), float(np.sum(blocks) / np.sum(pairs))
+
+
 class _Steps:
     """What both passes share: who visits when, and the loop over the pairs of chunks that a step needs."""
 
-    def __init__(self, q, segments, meet, window, axes, parts):
+    def __init__(self, q, segments, meet, window, axes, parts, windows):
         self.q, self.segments, self.meet, self.window = q, segments, meet, window
         self.axes, self.parts, self.chunk = axes, parts, q.shape[1] // 2
+        self.usual = usual(parts, self.chunk, windows)
         self.me = lax.axis_index(axes)
 
     def send(self, x):
@@ -145,7 +163,7 @@ class _Steps:
 
     def over_pairs(self, pair, kv, round_, carry):
         """carry after pair(carry, q, k, v, where they lie, masks) of each pair that is needed; no collectives."""
-        chunk, owner = self.chunk, (self.me - round_) % self.parts
+        chunk, owner, (pairs, share) = self.chunk, (self.me - round_) % self.parts, self.usual
         needed = pairs_needed(self.me, owner, self.parts, chunk, self.meet, self.window)
         order = jnp.argsort(~needed, stable=True)
 
@@ -160,9 +178,10 @@ class _Steps:
                 masks["q_segments"] = lax.dynamic_slice_in_dim(self.segments, q_start, chunk, 1)
                 masks["k_segments"] = lax.dynamic_slice_in_dim(self.segments, k_start, chunk, 1)
             k_j, v_j = jnp.split(_take(kv, j, chunk), 2, axis=-1)
-            return pair(carry, _take(self.q, i, chunk), k_j, v_j, (i, j), masks)
+            with visiting(share):
+                return pair(carry, _take(self.q, i, chunk), k_j, v_j, (i, j), masks)
 
-        with turning(2):  # of the four pairs of chunks, those that causality leaves
+        with turning(pairs):
             return lax.fori_loop(0, needed.sum(), one, carry)
 
 

@@ -47,7 +47,7 @@ from pallas_kernels import attention as blockwise
 from pallas_kernels.products import dot, einsum
 from pallas_kernels.rotary import rotate
 from zaya_jax.config import Model
-from zaya_jax.model.placement import Axes, Weights
+from zaya_jax.model.placement import Axes, Weights, Windows
 from zaya_jax.parallel import context
 
 AXIS = "tensor"
@@ -100,7 +100,9 @@ class Travelling(Weights):
 
     def self_attention(self, function, x, kernels, channels, rope, here) -> tuple[jax.Array, None]:
         rope = [(selected, here.joined(table)) for selected, table in rope]
-        y = travelling_attention(here.joined(x), kernels, channels, rope, here.window, here.at, self.parts)
+        y = travelling_attention(
+            here.joined(x), kernels, channels, rope, here.window, here.at, self.parts, here.windows
+        )
         return here.rows(y), None
 
 
@@ -206,6 +208,7 @@ class _Sizes(NamedTuple):
     group: int
     channels: int
     dtype: Any
+    windows: Windows
 
     @property
     def columns(self) -> int:
@@ -230,11 +233,12 @@ def travelling_attention(
     window: jax.Array | None,
     place: context.Chunks,
     parts: int,
+    windows: Windows = (None,),
 ) -> Float[Array, "B S/N D"]:
     """Causal attention with the kernels of q, k, v [D, heads C] and o [heads C, D], of which a device has its heads."""
     q, k, v, o = weights
     rounds = k.shape[1] // channels
-    sizes = _Sizes(parts, place.axes, x.shape[-1], q.shape[1] // k.shape[1], channels, x.dtype)
+    sizes = _Sizes(parts, place.axes, x.shape[-1], q.shape[1] // k.shape[1], channels, x.dtype, windows)
     by_round = (w.reshape(sizes.model, rounds, -1).transpose(1, 0, 2) for w in (q, k, v))
     columns = jnp.concatenate(list(by_round), axis=-1).reshape(rounds, -1)
     packed = jnp.concatenate([columns, o.reshape(rounds, -1)], axis=1)
@@ -276,6 +280,10 @@ def _chunks(where, kv, *local):
         yield (q, k, v, *rest), (own, all_seen, where.window, where.starts[i])
 
 
+def _visiting(sizes, half, arrays):
+    return context.visiting_chunk(arrays[0].shape[1], arrays[1].shape[1], half, sizes.windows)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(sizes, x, packed, where):
     return _attention_fwd(sizes, x, packed, where)[0]
@@ -287,10 +295,10 @@ def _attention_fwd(sizes, x, packed, where):
     def compute(weights, y):
         columns, rows = weights
         q, kv = _project(sizes, where.rope, x, columns)
-        found = [
-            blockwise.attention(*arrays, *masks, scale=scale)
-            for arrays, masks in _chunks(where, context.gather(kv, sizes.axes), q)
-        ]
+        found = []
+        for half, (arrays, masks) in enumerate(_chunks(where, context.gather(kv, sizes.axes), q)):
+            with _visiting(sizes, half, arrays):
+                found.append(blockwise.attention(*arrays, *masks, scale=scale))
         out, lse = (
             checkpoint_name(jnp.concatenate(x, axis=1), blockwise.SAVED) for x in zip(*found, strict=True)
         )
@@ -318,9 +326,11 @@ def _attention_bwd(sizes, saved, dy):
         (q, kv), back = jax.vjp(functools.partial(_project, sizes, where.rope), x, columns)
         whole, home = jax.vjp(lambda kv: context.gather(kv, sizes.axes), kv)
         chunks = _chunks(where, whole, q, out, lse, d_out)
-        early, late = (
-            blockwise.attention_gradients(*arrays, *masks, scale=scale) for arrays, masks in chunks
-        )
+        found = []
+        for half, (arrays, masks) in enumerate(chunks):
+            with _visiting(sizes, half, arrays):
+                found.append(blockwise.attention_gradients(*arrays, *masks, scale=scale))
+        early, late = found
         # Late queries see all keys, early ones the first half: summed in float32, and sent home as they came.
         unseen = [(0, 0), (0, late[1].shape[1] - early[1].shape[1]), (0, 0), (0, 0)]
         d_kv = [(b + jnp.pad(a, unseen)).astype(kv.dtype) for a, b in zip(early[1:], late[1:], strict=True)]

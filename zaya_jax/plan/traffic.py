@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from pallas_kernels.attention import strips
-from pallas_kernels.attention.xla import default_block
+from pallas_kernels.attention.xla import default_block, visited
 from pallas_kernels.cross_entropy.xla import chunk_rows
 from pallas_kernels.grouped_mlp.cuda import block_rows
 from pallas_kernels.linear_attention import CHUNK
@@ -82,15 +82,13 @@ def _area(case: Case) -> float:
 
 def _turns(case: Case) -> tuple[int, float]:
     """A block's side, and how many blocks of keys a block of queries meets: what causality and windows leave."""
-    m, whole = case.model, case.here.data.seq_len
-    block = min(default_block(whole), case.length)
-    kinds = [kind for kind in m.kinds if kind != "hybrid_linear"]
-    found = []
-    for kind in kinds:
-        window = min(m.sliding_window or whole, whole) if kind == "hybrid_sliding" else whole
-        keys = window * (1 - window / (2 * whole))  # of a token, on average
-        found.append(min(keys / block + (0.5 if window == whole else 1), (whole / block + 1) / 2))
-    return block, sum(found) / max(len(found), 1)
+    m, whole, parts = case.model, case.here.data.seq_len, case.spread.sequence_parts
+    chunk = whole // (2 * parts) if parts > 1 else whole
+    block = min(default_block(whole), chunk)
+    windows = [
+        m.sliding_window if kind == "hybrid_sliding" else None for kind in m.kinds if kind != "hybrid_linear"
+    ]
+    return block, visited(chunk, whole, range(0, whole, chunk), windows or [None]) * whole / block
 
 
 def _bytes(units: Mapping[str, float], have: Mapping[str, float]) -> float:
