@@ -25,8 +25,7 @@ from absl import flags
 
 from zaya_jax import cli, schedule
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import writing
-from zaya_jax.config import Config, UserError, fields
+from zaya_jax.config import Config, UserError
 from zaya_jax.config.files import write
 from zaya_jax.hardware import clusters, host, targets
 from zaya_jax.parallel import rules
@@ -47,11 +46,7 @@ AT_ONCE = flags.DEFINE_integer(
 
 def main() -> int:
     """One row of the table for each phase."""
-    if not OUT.value:
-        raise UserError("--out=DIR is missing: the folder for what is found")
-    fields.check_path("--out", OUT.value)
-    out = Path(OUT.value)
-    writing.require_writable(out, f"--out={out}")
+    out = cli.out_folder(OUT.value, "what is found")
     config = config_lib.check(CONFIG.value)
     host.require_x32()
     if TARGET.value == "cpu":

@@ -21,8 +21,6 @@ from absl import flags
 
 from zaya_jax import cli
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import writing
-from zaya_jax.config import UserError, fields
 from zaya_jax.config.files import write
 from zaya_jax.hardware import chips, clusters
 from zaya_jax.hardware.clusters import Cluster
@@ -54,11 +52,7 @@ SEARCH = flags.DEFINE_bool("search", False, "Rank the meshes, micro-batches and 
 
 def main() -> int:
     """Formulas in, three files out."""
-    if not OUT.value:
-        raise UserError("--out=DIR is missing: the folder for the plan")
-    fields.check_path("--out", OUT.value)
-    out = Path(OUT.value)
-    writing.require_writable(out, f"--out={out}")
+    out = cli.out_folder(OUT.value, "the plan")
     config = config_lib.check(CONFIG.value)
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
     cluster = clusters.CLUSTERS[CLUSTER.value]

@@ -19,6 +19,7 @@ from absl import flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from zaya_jax import config as config_lib
+from zaya_jax.checkpoint import writing
 from zaya_jax.cluster import leaving
 from zaya_jax.config import StorageError, UserError, fields, files, page
 from zaya_jax.hardware import flags as xla_flags
@@ -157,6 +158,15 @@ def place(value: str) -> str:
     if wrong:
         raise argparse.ArgumentTypeError(f"{fields.shown(value)} {wrong}")
     return value
+
+
+def out_folder(given: str | None, what: str) -> Path:
+    """The folder of --out, which may have to be made; UserError where it is not given, or could not be written."""
+    if not given:
+        raise UserError(f"--out=DIR is missing: the folder for {what}")
+    fields.check_path("--out", given)
+    writing.require_writable(Path(given), f"--out={given}")
+    return Path(given)
 
 
 def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], Any]:

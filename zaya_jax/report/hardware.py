@@ -1,8 +1,10 @@
 """What `experiments.characterize` measured, as a page: pictures over size, tables beside them, the sizing rules."""
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from zaya_jax.hardware.measure.figures import BUS, MOVED, Collective, Figures, Product, Stream
+from zaya_jax.hardware.measure.timing import Timing
 from zaya_jax.hardware.sizing_rules import Finding
 from zaya_jax.report import svg
 from zaya_jax.report.bars import bar_chart
@@ -13,6 +15,15 @@ HOST = (
     "These figures are of this host's CPU, whose virtual devices share its cores and memory. They say nothing of an "
     "accelerator, a network or a cluster."
 )
+
+
+class Rate(NamedTuple):
+    """A point of a line and its band."""
+
+    x: float
+    median: float
+    low: float
+    high: float
 
 
 def render(figures: Figures, findings: Sequence[Finding], rules_for: str, remarks: Sequence[str] = ()) -> str:
@@ -100,14 +111,8 @@ def _collectives(figures: Figures) -> str:
     return _section("Collectives", text, pictures, _table(head, rows))
 
 
-def _bus_points(points: Iterable[Collective]) -> list[tuple[float, float, float, float]]:
-    return [
-        (
-            c.bytes, c.bus_bandwidth / 1e9, c.bus_bandwidth * c.seconds.median / c.seconds.high / 1e9,
-            c.bus_bandwidth * c.seconds.median / c.seconds.low / 1e9,
-        )
-        for c in points
-    ]  # fmt: skip
+def _bus_points(points: Iterable[Collective]) -> list[Rate]:
+    return [_rate(c.bytes, c.bus_bandwidth / 1e9, c.seconds) for c in points]
 
 
 def _where(c: Collective) -> str:
@@ -160,11 +165,8 @@ def _products(figures: Figures) -> str:
     return _section("Matrix products", text, pictures, _table(head, rows))
 
 
-def _rates(products: Iterable[Product]) -> list[tuple[float, float, float, float]]:
-    return [
-        (p.m, p.rate / 1e12, p.flops / p.seconds.high / 1e12, p.flops / p.seconds.low / 1e12)
-        for p in sorted(products, key=lambda p: p.m)
-    ]
+def _rates(products: Iterable[Product]) -> list[Rate]:
+    return [_rate(p.m, p.rate / 1e12, p.seconds) for p in sorted(products, key=lambda p: p.m)]
 
 
 def _memory(figures: Figures) -> str:
@@ -192,17 +194,16 @@ def _memory(figures: Figures) -> str:
     return _section("Memory", text, picture, _table(head, rows))
 
 
-def _bandwidths(points: Iterable[Stream]) -> list[tuple[float, float, float, float]]:
-    return [
-        (
-            s.bytes, s.bandwidth / 1e9, s.bandwidth * s.seconds.median / s.seconds.high / 1e9,
-            s.bandwidth * s.seconds.median / s.seconds.low / 1e9,
-        )
-        for s in points
-    ]  # fmt: skip
+def _bandwidths(points: Iterable[Stream]) -> list[Rate]:
+    return [_rate(s.bytes, s.bandwidth / 1e9, s.seconds) for s in points]
 
 
-def _line(label: str, color: int, points: Sequence[tuple[float, float, float, float]]) -> Line:
+def _rate(x: float, median: float, seconds: Timing) -> Rate:
+    """A size, the rate there in the median, and that of the 90th and the 10th of 100 samples."""
+    return Rate(x, median, median * seconds.median / seconds.high, median * seconds.median / seconds.low)
+
+
+def _line(label: str, color: int, points: Sequence[Rate]) -> Line:
     return Line(
         label, [(x, y) for x, y, _, _ in points], color, band=[(x, low, high) for x, _, low, high in points]
     )
