@@ -23,6 +23,7 @@ import pathlib
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 
@@ -66,23 +67,43 @@ def main() -> int:
         what.add_parser("storage", help="what a run's data ask of a storage, and what this one gives")
     )
     args = parser.parse_args()
-    if args.what == "storage":
-        check_storage(args)
-        return measure_storage(args)
-    fields.check_path("--out", args.out)
-    writing.require_writable(pathlib.Path(args.out), f"--out={args.out}")
-    config = cli.read_config(args.config)
-    reading = None
+    reading = args if args.what == "storage" else None
     if args.what == "all" and args.data is not None:
         its_options = cli.Parser()
         storage_options(its_options)
         reading = its_options.parse_args([f"--data={args.data}", f"--out={args.out}"])
-        check_storage(reading)
-    host.keep_memory()
-    return multihost.together(lambda: measure_devices(args, config, reading))
+    if args.what != "storage":
+        host.keep_memory()
+    return multihost.together(lambda: measure(args, reading))
 
 
-def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.Namespace | None) -> int:
+def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
+    """What the options ask for. Of several processes the first reads and writes files, and looks whether it can."""
+    require_same(vars(args))
+    if multihost.is_writer():
+        cli.out_folder(args.out, "figures")
+        if reading is not None:
+            check_storage(reading)
+    if args.what != "storage":
+        measure_devices(args, cli.read_config(args.config), reading)
+    elif multihost.is_writer():
+        measure_storage(args)
+    multihost.barrier("measured")
+    return cli.DONE
+
+
+def require_same(options: dict[str, Any]) -> None:
+    """UserError where processes were started with other options than the first: they would wait for each other."""
+    for index, given in enumerate(multihost.to_first("options", options) or []):
+        for name, value in given.items():
+            if value != options.get(name):
+                raise UserError(
+                    f"process {index} was started with {name}={value}, process 0 with {options.get(name)}; "
+                    "start all of them alike"
+                )
+
+
+def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.Namespace | None) -> None:
     """Measures in all processes, then writes NAME.json, .csv and .html into --out from the first."""
     devices = jax.devices()
     first, nodes, host_only = devices[0], collectives.nodes_of(devices), devices[0].platform == "cpu"
@@ -113,8 +134,6 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
             say(f"written: {name}.json, .csv, .html")
             if reading is not None:
                 measure_storage(reading)
-    multihost.barrier("measured")
-    return cli.DONE
 
 
 def measure_parts(
@@ -177,17 +196,15 @@ def storage_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_storage(args: argparse.Namespace) -> None:
-    """UserError where the directories of `storage` will not do."""
-    for name in ("data", "out"):
-        fields.check_path(f"--{name}", getattr(args, name))
+    """UserError where the directory that `storage` reads will not do."""
+    fields.check_path("--data", args.data)
     if not storage.is_prepared(args.data) or not storage.is_local(args.data):
         raise UserError(
             f"--data={args.data} is not a local prepared directory; make one with experiments.prepare_data"
         )
-    writing.require_writable(pathlib.Path(args.out), f"--out={args.out}")
 
 
-def measure_storage(args: argparse.Namespace) -> int:
+def measure_storage(args: argparse.Namespace) -> None:
     """Measures, then writes storage.md, storage.svg and storage.json into --out."""
     out = pathlib.Path(args.out)
     manifest = storage.load_manifest(args.data)
@@ -214,7 +231,6 @@ def measure_storage(args: argparse.Namespace) -> int:
         (out / "storage.json").write_text(json.dumps(measured, indent=1) + "\n")
     print(text)
     print(f"written: {out}/storage.md, storage.svg, storage.json")
-    return cli.DONE
 
 
 @contextlib.contextmanager

@@ -286,6 +286,63 @@ def test_two_processes_measure_as_one(tmp_path):
     assert {c.name for c in found.collectives} == set(figures.BUS)
 
 
+# The program as one of several processes, of which the last may have been given another option.
+ONE_OF_SEVERAL = """
+import os, sys
+from experiments import characterize
+from zaya_jax import cli
+*_, other = sys.argv
+sys.argv = ["characterize", *sys.argv[1:-1], *([other] if other and os.environ["JAX_PROCESS_ID"] == "2" else [])]
+cli.leave(cli.exit_code(characterize.main))
+"""
+
+
+def three(folder, *options, other=""):
+    with start(["-c", ONE_OF_SEVERAL, *options, f"--out={folder / 'out'}", other], 3, folder / "log") as run:
+        return run.wait(200)
+
+
+@pytest.mark.slow
+def test_of_three_processes_one_reads_the_storage(tmp_path):
+    """Each on its own they would take its page reads from each other, and write one report over another."""
+    (tmp_path / "in.jsonl").write_text("".join(f'{{"text": "{i} {"word " * 90}"}}\n' for i in range(3000)))
+    made = [
+        "-m",
+        "experiments.prepare_data",
+        f"--input={tmp_path / 'in.jsonl'}",
+        f"--out={tmp_path / 'data'}",
+    ]
+    subprocess.run([sys.executable, *made], cwd=ROOT, check=True, capture_output=True)
+    results = three(
+        tmp_path, "storage", f"--data={tmp_path / 'data'}", "--seconds=0.2", "--rows=2", "--seq_len=512"
+    )
+    assert [r.code for r in results] == [0, 0, 0], results
+    assert [r.out.count("written:") for r in results] == [1, 0, 0]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "storage.json",
+        "storage.md",
+        "storage.svg",
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "other", "says"),
+    [
+        (
+            ["memory", "--seconds=0.1"],
+            "--seconds=0.2",
+            "process 2 was started with seconds=0.2, process 0 with 0.1",
+        ),
+        (["all", "--data=nowhere"], "", "--data=nowhere is not a local prepared directory"),
+    ],
+)
+def test_what_the_first_refuses_ends_all(tmp_path, options, other, says):
+    results = three(tmp_path, *options, other=other)
+    assert [r.code for r in results] == [2, 2, 2], results
+    assert says in results[0].err and results[0].err.count("\n") == 1 and not (tmp_path / "out").exists()
+
+
 OF_A_GPU = """
 import sys
 from zaya_jax.hardware import targets
