@@ -158,3 +158,19 @@ def test_a_misspelt_kind_names_the_nearest():
     given = {"num_hidden_layers": 2, "layer_types": ("hybrid", "hybrid_linaer")}
     with pytest.raises(UserError, match=r"'hybrid_linaer' is not one of .* did you mean hybrid_linear\?"):
         config.check_model(given)
+
+
+@pytest.mark.parametrize("remat", ["none", "attention"])
+def test_no_second_copy_of_the_weights_is_kept(remat):
+    """All that the gradient takes besides weights and gradients is less than a copy: on few tokens they are most."""
+    model = mixed(*(LINEAR, FULL) * 4, moe_intermediate_size=512, num_experts=8)
+    like = zaya.abstract(model, config.Precision())
+    bias = jax.ShapeDtypeStruct((8, 9), jnp.float32)
+
+    def total(params, bias):
+        return zaya.apply(model, params, bias, jnp.zeros((1, 8), jnp.int32), remat=remat).hidden.sum()
+
+    taken = jax.jit(jax.grad(total)).lower(like, bias).compile().memory_analysis()
+    weights = 4 * sum(x.size for x in jax.tree.leaves(like))
+    # A stretch of two layers at a time: their weights to compute with, and their gradients.
+    assert taken.temp_size_in_bytes < 0.6 * weights

@@ -19,6 +19,7 @@ from zaya_jax.plan.case import Case
 CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
 RATES = rates.of(CLUSTER)
 ALONE = Mesh()
+FULL, SLIDING, LINEAR = config_lib.LAYER_KINDS
 
 
 def case(devices: int = 8, at_once: int = 4, micro_batches: int = 1, mesh: Mesh = ALONE, **changes) -> Case:
@@ -52,8 +53,17 @@ COMPILED = {
     "layers recomputed, 4 micro-batches": (case(8, 2, 4, remat="layer"), 21.03, 848.9),
     "fsdp": (case(8, mesh=Mesh(fsdp=True)), 13.69, 363.8),
     "experts over 8": (case(8, mesh=Mesh(expert=8)), 12.08, 360.4),
+    "8 layers, 6 of them linear": (
+        case(8, 2, model__num_hidden_layers=8, model__layer_types=((LINEAR,) * 3 + (FULL,)) * 2), 24.2, 322.9,
+    ),
+    "sliding window of 1,024": (
+        case(8, 2, model__layer_types=(SLIDING,) * 3 + (FULL,), model__sliding_window=1024), 16.7, 226.8,
+    ),
+    "context over 8, 131,072 tokens": (
+        case(64, 1, mesh=Mesh(context=8), data__seq_len=131_072, model__num_hidden_layers=2), 12.7, 1067.8,
+    ),
     "ZAYA1-base, all 40 layers": (case(1024, model__num_hidden_layers=40), 80.84, 1767.7),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMPILED)

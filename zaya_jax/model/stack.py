@@ -4,6 +4,7 @@ Kinds that differ by data are one step of the scan each. Linear attention is oth
 stretch of layers whose pattern of kinds repeats, so that a stretch is traced, not the whole model.
 """
 
+import functools
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ def linear_pattern(model: Model) -> tuple[bool, ...]:
 
 def scan_layers(
     steps: list[Callable],
+    remat: Callable[[Callable], Callable] | None,
     pattern: tuple[bool, ...],
     carry: Any,
     per_layer: Any,
@@ -34,26 +36,35 @@ def scan_layers(
     """Runs step(carry, what belongs to a layer, its cache) → (carry, output, cache) on all layers, bottom first.
 
     `steps` are those of the layers of the repeating stretch. What belongs to layers is stacked, and so are the
-    outputs; an entry of the cache is stacked over the layers that have it. `unroll` writes the layers out, where they
-    are all of one kind.
+    outputs; an entry of the cache is stacked over the layers that have it. `remat` makes of a step one that is computed
+    again in the backward pass, if any is to be; `unroll` writes the layers out, where they are all of one kind.
     """
     if len(pattern) == 1:
+        step = remat(steps[0]) if remat else steps[0]
 
         def one(carry, inputs):
-            carry, out, cache = steps[0](carry, *inputs)
+            carry, out, cache = step(carry, *inputs)
             return carry, (out, cache)
 
         carry, (outs, cache) = jax.lax.scan(one, carry, (per_layer, cache), unroll=unroll)
         return carry, outs, cache
 
+    def of_stretch(i, carry, per_layer, cache):
+        return steps[i](carry, jax.tree.map(operator.itemgetter(i), per_layer), cache)
+
+    # A layer takes its weights out of the stretch's within what is computed again: taken before, they would be values
+    # of their own, which the scan keeps for the backward pass, a second copy of all weights.
+    again = remat or functools.partial(jax.checkpoint, prevent_cse=False, policy=_all_but_slices)
+    layers = [again(functools.partial(of_stretch, i)) for i in range(len(pattern))]
+
     def stretch(carry, inputs):
         per_layer, cache = inputs
         outs, caches = [], []
-        for i, step in enumerate(steps):
+        for i, layer in enumerate(layers):
             own = cache and {
                 n: x[_owners(n, pattern).index(i)] for n, x in cache.items() if i in _owners(n, pattern)
             }
-            carry, out, own = step(carry, jax.tree.map(operator.itemgetter(i), per_layer), own)
+            carry, out, own = layer(carry, per_layer, own)
             outs.append(out)
             caches.append(own)
         cache = cache and {n: jnp.stack([caches[i][n] for i in _owners(n, pattern)]) for n in cache}
@@ -69,3 +80,8 @@ def scan_layers(
 def _owners(name: str, pattern: tuple[bool, ...]) -> list[int]:
     """Which layers of the stretch have an entry of the cache."""
     return [i for i, linear in enumerate(pattern) if ONLY.get(name, linear) == linear]
+
+
+def _all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
+    """What the backward pass finds where nothing is to be computed again: slices alone it takes anew."""
+    return primitive.name not in ("slice", "squeeze")

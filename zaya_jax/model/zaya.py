@@ -122,9 +122,10 @@ class Zaya(nnx.Module):
         # ZAYA's layers fetch weights that other devices keep; they are fetched again in the backward pass, not stored.
         policy = "fsdp" if here.weights.fetched and remat == "none" else remat
         pattern = linear_pattern(model)
-        steps = [_remat(functools.partial(body, linear), policy) for linear in pattern]
+        remat_layer = None if policy == "none" else functools.partial(_remat, policy=policy)
         (h, _), (counts, traced), cache = scan_layers(
-            steps, pattern, (h, stream), (layer_weights, balance, kinds, windows), cache,
+            [functools.partial(body, linear) for linear in pattern], remat_layer, pattern, (h, stream),
+            (layer_weights, balance, kinds, windows), cache,
             unroll=policy == "none" and cache is None and devices.alone
             and chip.current().unrolls(model.num_hidden_layers, h.size),
         )  # fmt: skip
@@ -167,12 +168,9 @@ def _rope_of(kind, tables):
 
 
 def _remat(body, policy: str):
-    """What the backward pass finds of a layer: "none" recomputes nothing, "layer" all but the layer's input,
-    "attention" all but that and the attention's output, "offload" likewise with the latter in the host's memory."""
-    policies = jax.checkpoint_policies
-    if policy == "none":
-        return body
-    keep = None
+    """What the backward pass finds of a layer: "layer" recomputes all but the layer's input, "attention" all but that
+    and the attention's output, "offload" likewise with the latter in the host's memory."""
+    policies, keep = jax.checkpoint_policies, None
     # What products gave, and so nothing made of gathered weights: these are gathered again.
     if policy == "fsdp":
         keep = policies.save_from_both_policies(

@@ -67,8 +67,6 @@ def of(case: Case) -> Memory:
     )
     # Sums over micro-batches, into which each adds its own; the table's are added at the end of one.
     sums = local4 + 4.0 * numbers["embedding"] if several else 0.0
-    if traffic.stretches(case):  # the scan keeps the weights that it has cut out for each layer of a stretch
-        kept += local4
     head = {
         "activations": kept, "working set": logits4 + logits2 + table2 + 3 * x4, "exchange": gathered,
         "gradients": sums + (table4 * (2 if several and not spread.fsdp else 1) if chunks > 1 else 0.0),
@@ -82,7 +80,7 @@ def of(case: Case) -> Memory:
         "exchange": gathered + (layer4 if fetched else 0.0),
     }  # fmt: skip
     end = {
-        "activations": kept if late or traffic.stretches(case) else 0.0,
+        "activations": kept if late else 0.0,
         "gradients": held + (2 if late else 3) * table4,
         "working set": late + 2 * x4, "exchange": table4 if spread.fsdp else 0.0,
     }  # fmt: skip

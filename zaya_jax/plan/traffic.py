@@ -16,7 +16,6 @@ from pallas_kernels.cross_entropy.xla import chunk_rows
 from pallas_kernels.grouped_mlp.cuda import block_rows
 from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.model.lookup import COMMONEST
-from zaya_jax.model.stack import linear_pattern
 from zaya_jax.optim.muon import newton_schulz_flops
 from zaya_jax.optim.zero import ShardedLayout
 from zaya_jax.parallel import expert
@@ -221,11 +220,6 @@ def _linear(case: Case, scope: str) -> Iterator[Part]:
         )  # fmt: skip
 
 
-def stretches(case: Case) -> bool:
-    """Whether a step of the scan runs a stretch of layers of several kinds (`model.stack`)."""
-    return len(linear_pattern(case.model)) > 1
-
-
 def head(case: Case) -> tuple[int, int]:
     """Tokens whose loss a device computes at once, and how often it does in a micro-batch."""
     n = case.tokens // case.spread.heads
@@ -261,10 +255,6 @@ def _around(case: Case) -> Iterator[Part]:
     own = sum(case.layer.values())
     local4, gathered = 4.0 * weights["layers"], 4.0 * own * layers
     held = _bytes(kept(case), have) * layers
-    if stretches(
-        case
-    ):  # slices of the stretch's weights are kept: zeros, each layer's part, and read to be converted
-        yield Part("stacks", FORWARD, 0, 0, mb * 7.5 * local4, 0)
     experts2 = b * case.layer.get("experts", 0.0) * layers
     yield Part("stacks", FORWARD, 0, 0, mb * (2 * held + have["q2"] * layers), mb * 17 * layers)
     # Each layer's gradient into its place: zeros first, or, with several micro-batches, read, added and put back.
