@@ -46,6 +46,12 @@ class Chip(NamedTuple):
         """Whether its memory is the host's."""
         return self.platform == "cpu"
 
+    def taking(self, operators: tuple[str, ...]) -> "Chip":
+        """The same chip with own kernels for these operators at most; ("all",) takes none away, ("none",) all."""
+        if operators == ("all",):
+            return self
+        return self._replace(kernels=tuple(name for name in self.kernels if name in operators))
+
     def unrolls(self, repeats: int, numbers: int) -> bool:
         """Whether a loop over so many layers, with streams of so many numbers, is faster written out.
 

@@ -155,3 +155,13 @@ def test_a_name_with_slashes_is_no_longer_than_one_without():
         config.check(cfg)
     cfg.schedule.phases = (config.Phase(name="x/" * 100, tokens=1),)
     config.check(cfg)
+
+
+def test_kernels_are_named_by_their_operators():
+    """What takes one is in tests/train/test_absent_chips.py."""
+    for names in (("all",), ("none",), ("newton_schulz",), ("cross_entropy", "newton_schulz"), ()):
+        assert config.check(with_value("kernels", names)).kernels == names
+    assert "kernels[0]='newton_shulz' is not one of" in refusal("kernels", ["newton_shulz"])
+    assert "did you mean newton_schulz?" in refusal("kernels", ["newton_shulz"])
+    assert "'all' and 'none' stand alone" in refusal("kernels", ["newton_schulz", "all"])
+    assert "several are --config.kernels=\"('" in refusal("kernels", ["cross_entropy,newton_schulz"])

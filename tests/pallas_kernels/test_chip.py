@@ -109,3 +109,9 @@ def test_the_chips_own_implementation_is_chosen_and_otherwise_xlas():
         with chip.making(of):
             chosen.append(chip.choose(offered))
     assert chosen == [2, 1, 3]
+
+
+def test_a_chip_takes_kernels_from_those_that_it_may():
+    few = H200._replace(kernels=("attention", "cca_mix"))
+    assert few.taking(("all",)) == few and few.taking(("none",)).kernels == ()
+    assert few.taking(("cca_mix", "newton_schulz")).kernels == ("cca_mix",)

@@ -205,3 +205,18 @@ def test_the_walk_finds_what_it_looks_for():
         assert "stablehlo.add" in [inner.operation.name for inner in scatter.regions[0].blocks[0]]
         assert str(scatter.attributes["unique_indices"]) == "false"
     assert {p[:2] for p in products(operations)} == {("f32", "DEFAULT")}
+
+
+def test_the_kernels_key_says_whose_own_kernels_a_gpu_takes():
+    small = settings("dense")
+    wide = dataclasses.replace(small.model, hidden_size=64, intermediate_size=64)
+
+    def kernels(device, *names) -> set[str]:
+        of = dataclasses.replace(small, model=wide, kernels=names)
+        found = [e for e in equations(trace(of, 1, device).jaxpr.jaxpr) if e.primitive.name == "pallas_call"]
+        return {e.params["name"] for e in found}
+
+    alone = kernels(H200, "newton_schulz")
+    assert alone == {"newton_schulz_symmetric", "newton_schulz_apply"}
+    assert alone | {"head_logits"} <= kernels(MI300X, "all")
+    assert not kernels(H200, "none")

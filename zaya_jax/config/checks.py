@@ -1,6 +1,6 @@
 """What keys must be to each other; what each may be by itself is declared with it, in keys.py."""
 
-from zaya_jax.config.fields import UserError
+from zaya_jax.config.fields import UserError, nearest, shown
 from zaya_jax.config.keys import Config, Model, Run
 
 
@@ -8,6 +8,7 @@ def check_config(c: Config) -> None:
     """UserError where two keys do not go together."""
     check_model(c.model)
     _check_run(c.run)
+    _check_kernels(c.kernels)
     if c.data.micro_batch and c.data.global_batch % c.data.micro_batch:
         raise UserError(
             f"config.data.micro_batch={c.data.micro_batch} does not divide data.global_batch={c.data.global_batch}; "
@@ -31,6 +32,22 @@ def _check_run(r: Run) -> None:
             f"config.run.fork_step={r.fork_step} and fork_tokens={r.fork_tokens} are filled in where run.fork names a "
             "run; leave them out"
         )
+
+
+def _check_kernels(names: tuple[str, ...]) -> None:
+    if names in (("all",), ("none",)):
+        return
+    from pallas_kernels.chip import (
+        OPERATORS,
+    )  # which imports JAX: for a config of default kernels nobody needs it
+
+    for i, name in enumerate(names):
+        if name not in OPERATORS:
+            near = "" if name in ("all", "none") else nearest(name, OPERATORS)
+            raise UserError(
+                f"config.kernels[{i}]={shown(name)} is not one of {', '.join(OPERATORS)}{near}; 'all' and 'none' stand "
+                f"alone, several are --config.kernels=\"('{OPERATORS[0]}', '{OPERATORS[-1]}')\""
+            )
 
 
 def check_model(m: Model) -> None:

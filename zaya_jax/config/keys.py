@@ -335,3 +335,8 @@ class Config:
     precision: Precision = Precision()
     log: Log = Log()
     remat: str = choice("none", REMATS, "what is computed again in the backward pass, to save memory")
+    kernels: tuple[str, ...] = text(
+        ("all",),
+        "name",
+        'operators whose own kernels a program for a GPU takes, by their folders in pallas_kernels; "all", "none"',
+    )

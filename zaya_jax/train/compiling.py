@@ -77,6 +77,7 @@ def measure(
         "seq_len": config.data.seq_len,
         "tokens_per_device": tokens,
         "remat": config.remat,
+        "kernels": list(config.kernels),
         "mesh": {**dict(mesh.shape), **{x: True for x in ("fsdp", "tsp", "ring") if getattr(config.mesh, x)}},
         "seconds": seconds,
         "memory": {"capacity": capacity, **_memory(memory, state, program)},

@@ -136,7 +136,7 @@ def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mes
 
 def _on_mesh(config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate=(), out=None) -> Callable:
     out_specs = (in_specs[0], REPLICATED) if out is None else out
-    target = chip.made_for(mesh)
+    target = chip.made_for(mesh).taking(config.kernels)
 
     def precise(*args):
         with chip.making(target), jax.default_matmul_precision(config.precision.matmul):
