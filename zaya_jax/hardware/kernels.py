@@ -203,8 +203,8 @@ class _Reader:
             elif i.op in SLICES:
                 reads = writes
         if (said := _SAID.search(i.op_name)) and i.op == "custom-call":
-            visits = _VISITS.search(i.op_name) if said[2] else None
-            flops = float(visits[1]) * float(said[2]) if visits else float(said[1])
+            visits = _VISITS.findall(i.op_name) if said[2] else []
+            flops = float(visits[-1]) * float(said[2]) if visits else float(said[1])
             reads, writes = (int(float(said[3])), int(float(said[4]))) if said[3] else (reads, writes)
             wide = flops > 0 and hlo.arrays(given[0])[0].dtype == "f32"
         frame = re.search(r"stack_frame_id=(\d+)", i.rest)
