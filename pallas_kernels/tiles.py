@@ -11,6 +11,8 @@ Who reads a compiled program (`zaya_jax.hardware.kernels`) cannot look into a ke
 the bytes that it moves where these are not its operands and results, each once.
 """
 
+import functools
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +28,7 @@ program_id = pl.program_id
 slice_of = pl.ds
 load, store = backend.load, backend.store  # with `mask` and `other`, for tiles that reach over an array's end
 atomic_add = backend.atomic_add
+Masks = tuple[jax.Array | None, jax.Array | None]  # of a matrix' rows and columns; None: all are there
 WHOLE = pl.BlockSpec()  # of an operand that the body indexes by itself
 
 
@@ -63,6 +66,39 @@ def call(
             interpret=chip.current().is_host,
             name=name,
         )(*arrays)
+
+
+def power(number: int) -> int:
+    """The next power of two: the only sides that tiles have."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
+def within(start: jax.Array, size: int, length: int) -> tuple[jax.Array, jax.Array | None]:
+    """The places of a stretch of a dim of this length, and which of them there are; None for all, where it divides it."""
+    places = start + jnp.arange(size, dtype=jnp.int32)
+    return places, None if length % size == 0 else places < length
+
+
+def take(ref: Any, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None)) -> jax.Array:
+    """A matrix of any rows and columns of what `lead` leaves of an array; zeros where a row or column is not `own`."""
+    place, mask = _matrix(ref, lead, rows, columns, own)
+    return load(place) if mask is None else load(place, mask=mask, other=0)
+
+
+def put(ref: Any, x: jax.Array, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None)) -> None:
+    """Writes a matrix likewise; of rows and columns that are not `own`, nothing.
+
+    Interpreted, rows that are not have to lie past the array's end: their old numbers would be written over new ones.
+    """
+    place, mask = _matrix(ref, lead, rows, columns, own)
+    store(place, x.astype(ref.dtype), mask=mask)
+
+
+def _matrix(ref: Any, lead: tuple, rows: jax.Array, columns: jax.Array, own: Masks) -> tuple[Any, jax.Array | None]:
+    shape = rows.size, columns.size
+    place = ref.at[(*lead, jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape))]
+    masks = [jnp.expand_dims(m, 1 - side) for side, m in enumerate(own) if m is not None]
+    return place, functools.reduce(operator.and_, (jnp.broadcast_to(m, shape) for m in masks)) if masks else None
 
 
 def dot(x: jax.Array, y: jax.Array, *, transpose_x: bool = False, transpose_y: bool = False) -> jax.Array:

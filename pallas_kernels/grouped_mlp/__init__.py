@@ -15,9 +15,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chip
-from pallas_kernels.grouped_mlp import cpu, cuda, xla
+from pallas_kernels.grouped_mlp import cpu, cuda, triton, xla
 
-IMPLEMENTATIONS = {"xla": xla, "cuda": cuda, "cpu": cpu}
+IMPLEMENTATIONS = {"xla": xla, "cuda": cuda, "cpu": cpu, "triton": triton}
 PRODUCTS = "experts"  # the name under which a remat policy finds what the grouped products gave
 
 

@@ -1,0 +1,313 @@
+"""The gated MLP of groups by kernels of Pallas's Triton backend: for GPUs.
+
+Rows are taken where they lie: `order` names them, sorted by expert, so that nothing is gathered before the products or
+scattered after them, and the gate scales what they give. Weights are read in their own number format and converted on
+the way to the products: no copy of them is made. Six products, each one kernel:
+
+    gate and up   hidden[i] = x[order[i]] @ gate_up, a tile of both halves at once, and its SwiGLU [M, F]
+    down          out[order[i]] = gate * (swiglu[i] @ down)
+    d_hidden      of d_out[order[i]] @ down^T, through SwiGLU; beside it gate * swiglu, and what the gate's gradient is
+    d_x           d_x[order[i]] = d_hidden[i] @ gate_up^T
+    d_gate_up     for each expert x[order]^T @ d_hidden over its rows, float32
+    d_down        likewise (gate * swiglu)^T @ d_out[order]
+
+Offsets of groups are found inside the kernels, from `sizes`: each expert has its own tiles of rows, the last of them
+ragged, so a grid has room for one more per expert than M rows fill, and programs that find no rows do nothing. Rows past
+the last expert's are a further group, whose loops do not turn: it gives zero. A weight's gradient is summed in float32
+and written once, that of an expert without rows as zeros.
+
+Columns are the grid's fastest axis: programs that run at once share a few tiles of rows and all of one expert's columns.
+An MI300X gives workgroups in turn to its 8 parts (XCDs), so that with 8 n columns of tiles each part's 4 MB of L2 hold
+its own n strips of the weights, and each strip is read from memory once for some 9 tiles of rows. The account of a
+compiled program (`tiles.call`) counts each operand once and the products of the rows that there are, not of tiles.
+
+Letters as in `pallas_kernels.grouped_mlp`; N tokens are as many as M rows.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import tiles
+
+
+class Tile(NamedTuple):
+    """Sides of what one program computes, how deep a step of its loop is, and how many warps share it."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int = 2
+
+    def within(self, rows: int, columns: int, depth: int) -> "Tile":
+        """One that is no larger than the whole array needs."""
+        sides = (min(a, max(16, tiles.power(b))) for a, b in zip(self, (rows, columns, depth), strict=False))
+        return Tile(*sides, self.warps, self.stages)
+
+
+def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.grouped_mlp`."""
+    return routed_forward(rows, None, sizes, None, gate_up, down)
+
+
+def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """See `pallas_kernels.grouped_mlp`."""
+    d_rows, _, *d_weights = routed_backward(rows, None, sizes, None, gate_up, down, hidden, d_out)
+    return d_rows, *d_weights
+
+
+def routed_forward(x, order, sizes, gate, gate_up, down) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F]."""
+    (num, dim), (experts, width, _) = x.shape, down.shape
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
+    hidden, activation = _by_rows(
+        _gate_and_up, TILES["gate_up"], (x, gate_up), like((num, 2 * width)), like((num, width)),
+        name="experts_gate_up", order=order, sizes=sizes, columns=width, depth=dim, products=2,
+    )  # fmt: skip
+    out = _by_rows(
+        _down, TILES["down"], (activation, down), like(x.shape), name="experts_down",
+        order=order, sizes=sizes, gate=gate, columns=dim, depth=width,
+    )  # fmt: skip
+    return out, hidden
+
+
+def routed_backward(x, order, sizes, gate, gate_up, down, hidden, d_out) -> tuple[jax.Array | None, ...]:
+    """Gradients of x, of the gate (float32; None without one), and of both weights in float32."""
+    (num, dim), (experts, width, _) = x.shape, down.shape
+    like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
+    tile = TILES["d_hidden"].within(num, width, dim)
+    parts = jax.ShapeDtypeStruct((-(-width // tile.columns), num), jnp.float32)
+    d_hidden, activation, d_gate = _by_rows(
+        _d_hidden, tile, (d_out, down, hidden), like(hidden.shape), like((num, width)), parts,
+        name="experts_d_hidden", order=order, sizes=sizes, gate=gate, columns=width, depth=dim,
+    )  # fmt: skip
+    d_x = _by_rows(
+        _d_x, TILES["d_x"], (d_hidden, gate_up), like(x.shape), name="experts_d_x",
+        order=order, sizes=sizes, columns=dim, depth=2 * width,
+    )  # fmt: skip
+    d_gate_up = _over_rows(x, d_hidden, order, sizes, True, "experts_d_gate_up")
+    d_down = _over_rows(activation, d_out, order, sizes, False, "experts_d_down")
+    return d_x, None if gate is None else d_gate.sum(0), d_gate_up, d_down
+
+
+# Those of bfloat16 on both kinds of GPU.
+TILES = {
+    "gate_up": Tile(128, 64, 32, 4),  # of each half
+    "down": Tile(128, 128, 32, 4),
+    "d_hidden": Tile(128, 128, 32, 4),
+    "d_x": Tile(128, 128, 32, 4),
+    "weights": Tile(128, 128, 32, 4),
+}
+
+
+class _Own(NamedTuple):
+    """What a program has of its group."""
+
+    group: jax.Array
+    live: jax.Array  # whether it is an expert's
+    inside: jax.Array  # which of the tile's rows are the group's
+    rows: jax.Array  # places among the sorted rows, all of which there are
+    tokens: jax.Array  # where these rows lie
+    num: int
+
+    def to(self, places: jax.Array) -> jax.Array:
+        """Where to write: past the end what is not the group's."""
+        return jnp.where(self.inside, places, self.num)
+
+
+def _groups(sizes_ref, num: int) -> tuple[jax.Array, jax.Array]:
+    """Lanes, and the rows of each group; the one past the last expert has what is left."""
+    experts = sizes_ref.shape[0]
+    lane = jnp.arange(tiles.power(experts + 1), dtype=jnp.int32)
+    sizes = tiles.load(sizes_ref.at[lane], mask=lane < experts, other=0)
+    return lane, jnp.where(lane == experts, num - jnp.sum(sizes), sizes)
+
+
+def _own_rows(sizes_ref, order_ref, num: int, side: int, tile) -> _Own:
+    """Which rows, of which group, the tile of this number has."""
+    lane, sizes = _groups(sizes_ref, num)
+    blocks = (sizes + (side - 1)) >> (side.bit_length() - 1)
+    group = jnp.sum((jnp.cumsum(blocks) <= tile).astype(jnp.int32))
+    before = lane < group
+    lanes = (tile - jnp.sum(jnp.where(before, blocks, 0))) * side + jnp.arange(side, dtype=jnp.int32)
+    inside = lanes < jnp.sum(jnp.where(lane == group, sizes, 0))
+    rows = jnp.minimum(jnp.sum(jnp.where(before, sizes, 0)) + lanes, num - 1)
+    return _Own(group, group < sizes_ref.shape[0], inside, rows, _tokens(order_ref, rows), num)
+
+
+def _tokens(order_ref, rows):
+    return rows if order_ref is None else tiles.load(order_ref.at[rows])
+
+
+def _by_rows(
+    body, tile, arrays, *outs, name, order, sizes, gate=None, columns, depth, products=1
+) -> jax.Array | tuple[jax.Array, ...]:
+    """A kernel whose programs give a tile of rows of one expert and of `columns`."""
+    num = arrays[0].shape[0]
+    tile = tile.within(num, columns, depth)
+    extra = [a for a in (order, gate) if a is not None]
+
+    def kernel(*refs):
+        refs = list(refs)
+        sizes_ref = refs.pop(0)
+        order_ref = None if order is None else refs.pop(0)
+        gate_ref = None if gate is None else refs.pop(0)
+        own = _own_rows(sizes_ref, order_ref, num, tile.rows, tiles.program_id(1))
+        body(own, gate_ref, tile, *refs)
+
+    grid = -(-columns // tile.columns), -(-num // tile.rows) + sizes.shape[0] + 1
+    everything = (sizes, *extra, *arrays)
+    return tiles.call(
+        kernel, *everything, name=name, grid=grid, ins=[tiles.WHOLE] * len(everything),
+        outs=tiles.WHOLE if len(outs) == 1 else [tiles.WHOLE] * len(outs),
+        out_shapes=outs[0] if len(outs) == 1 else list(outs),
+        flops=2.0 * num * columns * depth * products, warps=tile.warps, stages=tile.stages,
+    )  # fmt: skip
+
+
+def _sums(own: _Own, tile: Tile, depth: int, number: int, terms) -> list[jax.Array]:
+    """The sums of `number` products, terms(places in the depth, which there are); zeros for rows of no expert."""
+
+    def turn(i, sums):
+        places, there = tiles.within(i * tile.depth, tile.depth, depth)
+        return tuple(a + b for a, b in zip(sums, terms(places, there), strict=True))
+
+    zeros = tuple(jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(number))
+    return list(jax.lax.fori_loop(0, jnp.where(own.live, -(-depth // tile.depth), 0), turn, zeros))
+
+
+def _columns(tile: Tile, length: int):
+    return tiles.within(tiles.program_id(0) * tile.columns, tile.columns, length)
+
+
+def _gate_and_up(own, _, tile, x_ref, w_ref, hidden_ref, activation_ref):
+    (_, dim, both), dtype = w_ref.shape, x_ref.dtype
+    width = both // 2
+    columns, there = _columns(tile, width)
+
+    def terms(places, deep):
+        x = tiles.take(x_ref, rows=own.tokens, columns=places, own=(None, deep)).astype(dtype)
+        return [
+            tiles.dot(x, tiles.take(w_ref, own.group, rows=places, columns=side, own=(deep, there)).astype(dtype))
+            for side in (columns, columns + width)
+        ]
+
+    gate, up = (a.astype(dtype) for a in _sums(own, tile, dim, 2, terms))
+    for ref, value, side in (
+        (hidden_ref, gate, columns),
+        (hidden_ref, up, columns + width),
+        (activation_ref, _swiglu(gate, up)[0], columns),
+    ):
+        tiles.put(ref, value, rows=own.to(own.rows), columns=side, own=(own.inside, there))
+
+
+def _down(own, gate_ref, tile, x_ref, w_ref, out_ref):
+    (_, width, dim), dtype = w_ref.shape, x_ref.dtype
+    columns, there = _columns(tile, dim)
+
+    def terms(places, deep):
+        x = tiles.take(x_ref, rows=own.rows, columns=places, own=(None, deep))
+        return [
+            tiles.dot(x, tiles.take(w_ref, own.group, rows=places, columns=columns, own=(deep, there)).astype(dtype))
+        ]
+
+    (out,) = _sums(own, tile, width, 1, terms)
+    if gate_ref is not None:
+        out *= tiles.load(gate_ref.at[own.tokens])[:, None]
+    tiles.put(out_ref, out, rows=own.to(own.tokens), columns=columns, own=(own.inside, there))
+
+
+def _d_hidden(own, gate_ref, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref, d_gate_ref):
+    (_, width, dim), dtype = w_ref.shape, hidden_ref.dtype
+    columns, there = _columns(tile, width)
+
+    def terms(places, deep):
+        d = tiles.take(d_ref, rows=own.tokens, columns=places, own=(None, deep)).astype(dtype)
+        w = tiles.take(w_ref, own.group, rows=columns, columns=places, own=(there, deep)).astype(dtype)
+        return [tiles.dot(d, w, transpose_y=True)]
+
+    (d,) = _sums(own, tile, dim, 1, terms)
+    gate, up = (
+        tiles.take(hidden_ref, rows=own.rows, columns=side, own=(own.inside, there))
+        for side in (columns, columns + width)
+    )
+    activation, d_silu, silu = _swiglu(gate, up)
+    if gate_ref is not None:
+        scale = tiles.load(gate_ref.at[own.tokens])[:, None]
+        d_gate = jnp.sum(jnp.where(own.live, d * activation, 0), axis=1)
+        place = d_gate_ref.at[jnp.broadcast_to(tiles.program_id(0), own.tokens.shape), own.to(own.tokens)]
+        tiles.store(place, d_gate, mask=own.inside)
+        d, activation = d * scale, activation * scale
+    for ref, value, side in (
+        (d_hidden_ref, d * up.astype(jnp.float32) * d_silu, columns),
+        (d_hidden_ref, d * silu, columns + width),
+        (activation_ref, activation, columns),
+    ):
+        tiles.put(ref, value, rows=own.to(own.rows), columns=side, own=(own.inside, there))
+
+
+def _d_x(own, _, tile, d_ref, w_ref, d_x_ref):
+    (_, dim, depth), dtype = w_ref.shape, d_ref.dtype
+    columns, there = _columns(tile, dim)
+
+    def terms(places, deep):
+        d = tiles.take(d_ref, rows=own.rows, columns=places, own=(None, deep))
+        w = tiles.take(w_ref, own.group, rows=columns, columns=places, own=(there, deep)).astype(dtype)
+        return [tiles.dot(d, w, transpose_y=True)]
+
+    (d_x,) = _sums(own, tile, depth, 1, terms)
+    tiles.put(d_x_ref, d_x, rows=own.to(own.tokens), columns=columns, own=(own.inside, there))
+
+
+def _swiglu(gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """SwiGLU, the derivative of its silu, and silu itself; float32."""
+    gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+    share = jax.nn.sigmoid(gate)
+    silu = gate * share
+    return silu * up, share + silu * (1 - share), silu
+
+
+def _over_rows(x, y, order, sizes, order_of_x: bool, name: str) -> jax.Array:
+    """For each group x^T @ y over its rows, float32; `order` says where the rows of x lie, or of y."""
+    (num, height), width, dtype = x.shape, y.shape[1], x.dtype
+    tile = TILES["weights"].within(height, width, num)
+
+    def kernel(sizes_ref, *refs):
+        order_ref = None if order is None else refs[0]
+        x_ref, y_ref, out_ref = refs[-3:]
+        group = tiles.program_id(2)
+        lane, sizes = _groups(sizes_ref, num)
+        first, size = jnp.sum(jnp.where(lane < group, sizes, 0)), jnp.sum(jnp.where(lane == group, sizes, 0))
+        here, in_x = tiles.within(tiles.program_id(1) * tile.rows, tile.rows, height)
+        columns, in_y = _columns(tile, width)
+
+        def term(i, whole):
+            lanes = i * tile.depth + jnp.arange(tile.depth, dtype=jnp.int32)
+            own = None if whole else lanes < size
+            rows = first + lanes if whole else jnp.minimum(first + lanes, num - 1)
+            tokens = _tokens(order_ref, rows)
+            of_x, of_y = (tokens, rows) if order_of_x else (rows, tokens)
+            a = tiles.take(x_ref, rows=of_x, columns=here, own=(own, in_x)).astype(dtype)
+            b = tiles.take(y_ref, rows=of_y, columns=columns, own=(own, in_y)).astype(dtype)
+            return tiles.dot(a, b, transpose_x=True)
+
+        whole = size >> (tile.depth.bit_length() - 1)
+        total = jnp.zeros((tile.rows, tile.columns), jnp.float32)
+        total = jax.lax.fori_loop(0, whole, lambda i, total: total + term(i, True), total)
+        rest = ((size & (tile.depth - 1)) > 0).astype(jnp.int32)
+        total = jax.lax.fori_loop(whole, whole + rest, lambda i, total: total + term(i, False), total)
+        tiles.put(
+            out_ref, total, group, rows=jnp.where(True if in_x is None else in_x, here, height),
+            columns=jnp.where(True if in_y is None else in_y, columns, width), own=(in_x, in_y),
+        )  # fmt: skip
+
+    everything = (sizes, *([] if order is None else [order]), x, y)
+    grid = -(-width // tile.columns), -(-height // tile.rows), sizes.shape[0]
+    return tiles.call(
+        kernel, *everything, name=name, grid=grid, ins=[tiles.WHOLE] * len(everything), outs=tiles.WHOLE,
+        out_shapes=jax.ShapeDtypeStruct((*sizes.shape, height, width), jnp.float32),
+        flops=2.0 * num * height * width, warps=tile.warps, stages=tile.stages,
+    )  # fmt: skip
