@@ -79,13 +79,18 @@ def within(start: jax.Array, size: int, length: int) -> tuple[jax.Array, jax.Arr
     return places, None if length % size == 0 else places < length
 
 
-def take(ref: Any, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None)) -> jax.Array:
+def take(
+    ref: Any, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None), dtype: Any = None
+) -> jax.Array:
     """A matrix of any rows and columns of what `lead` leaves of an array; zeros where a row or column is not `own`."""
     place, mask = _matrix(ref, lead, rows, columns, own)
-    return load(place) if mask is None else load(place, mask=mask, other=0)
+    x = load(place) if mask is None else load(place, mask=mask, other=0)
+    return x if dtype is None else narrow(x, dtype)
 
 
-def put(ref: Any, x: jax.Array, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None)) -> None:
+def put(
+    ref: Any, x: jax.Array, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None)
+) -> None:
     """Writes a matrix likewise; of rows and columns that are not `own`, nothing.
 
     Interpreted, rows that are not have to lie past the array's end: their old numbers would be written over new ones.
@@ -94,11 +99,28 @@ def put(ref: Any, x: jax.Array, *lead: Any, rows: jax.Array, columns: jax.Array,
     store(place, x.astype(ref.dtype), mask=mask)
 
 
-def _matrix(ref: Any, lead: tuple, rows: jax.Array, columns: jax.Array, own: Masks) -> tuple[Any, jax.Array | None]:
+def _matrix(
+    ref: Any, lead: tuple, rows: jax.Array, columns: jax.Array, own: Masks
+) -> tuple[Any, jax.Array | None]:
     shape = rows.size, columns.size
     place = ref.at[(*lead, jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape))]
     masks = [jnp.expand_dims(m, 1 - side) for side, m in enumerate(own) if m is not None]
-    return place, functools.reduce(operator.and_, (jnp.broadcast_to(m, shape) for m in masks)) if masks else None
+    return place, functools.reduce(
+        operator.and_, (jnp.broadcast_to(m, shape) for m in masks)
+    ) if masks else None
+
+
+def narrow(x: jax.Array, dtype: Any) -> jax.Array:
+    """x in the format of a product, rounded to the nearest, of ties to the even one; a NaN has to be a quiet one.
+
+    CDNA3 has no instruction for float32 to bfloat16. What LLVM puts there takes twice as long as this, since it looks
+    for NaNs: in a product of 128 x 128 tiles longer than the matrix instructions do.
+    """
+    if x.dtype != jnp.float32 or dtype != jnp.bfloat16 or not chip.current().kind.startswith("gfx94"):
+        return x.astype(dtype)
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    odd = (bits >> 16) & 1
+    return jax.lax.bitcast_convert_type(((bits + (odd + 0x7FFF)) >> 16).astype(jnp.uint16), jnp.bfloat16)
 
 
 def dot(x: jax.Array, y: jax.Array, *, transpose_x: bool = False, transpose_y: bool = False) -> jax.Array:

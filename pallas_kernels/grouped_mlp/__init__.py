@@ -2,12 +2,13 @@
 
 Letters: M rows sorted by expert, D model, E experts, F expert width. Rows past the last expert's give zero.
 
-An implementation (`xla`, `cuda`, `cpu`; `reference` is the definition) has
+An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
 
     forward(rows, sizes, gate_up, down)                → out [M, D], hidden [M, 2 F]
     backward(rows, sizes, gate_up, down, hidden, d)    → d_rows, and the gradients of both weights in float32
 
-with weights in their own number format; products run in that of the rows, which `out` and `hidden` have too.
+with weights in their own number format; products run in that of the rows, which `out` and `hidden` have too. One that
+`routes` also takes rows from where they lie and puts what they give, times a gate, there again: `routed_mlp`.
 """
 
 import jax
@@ -15,9 +16,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chip
-from pallas_kernels.grouped_mlp import cpu, cuda, triton, xla
+from pallas_kernels.grouped_mlp import cpu, triton, xla
 
-IMPLEMENTATIONS = {"xla": xla, "cuda": cuda, "cpu": cpu, "triton": triton}
+IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
 PRODUCTS = "experts"  # the name under which a remat policy finds what the grouped products gave
 
 
@@ -45,3 +46,42 @@ def _grouped_mlp_bwd(saved, d_out):
 
 
 grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)
+
+
+def routes() -> bool:
+    """Whether the chip's implementation takes rows that nobody has sorted."""
+    return chip.choose(IMPLEMENTATIONS) is triton
+
+
+@jax.custom_vjp
+def routed_mlp(
+    x: Float[Array, "N D"],
+    order: Int[Array, "N"],
+    sizes: Int[Array, "E"],
+    gate: Float[Array, "N"] | None,
+    gate_up: Float[Array, "E D F2"],
+    down: Float[Array, "E F D"],
+) -> Float[Array, "N D"]:
+    """gate * `grouped_mlp` of the rows x[order], each put where it lay; only of implementations that `routes`."""
+    return triton.routed_forward(x, order, sizes, gate, gate_up, down)[0]
+
+
+def _routed_mlp_fwd(x, order, sizes, gate, gate_up, down):
+    out, hidden = triton.routed_forward(x, order, sizes, gate, gate_up, down)
+    out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
+    return out, (x, order, sizes, gate, gate_up, down, hidden)
+
+
+def _routed_mlp_bwd(saved, d_out):
+    x, _, _, _, gate_up, down, _ = saved
+    d_x, d_gate, *d_weights = triton.routed_backward(*saved, d_out.astype(x.dtype))
+    return (
+        d_x,
+        None,
+        None,
+        d_gate,
+        *(d.astype(w.dtype) for d, w in zip(d_weights, (gate_up, down), strict=True)),
+    )
+
+
+routed_mlp.defvjp(_routed_mlp_fwd, _routed_mlp_bwd)

@@ -176,7 +176,7 @@ def _sums(own: _Own, tile: Tile, depth: int, number: int, terms) -> list[jax.Arr
         return tuple(a + b for a, b in zip(sums, terms(places, there), strict=True))
 
     zeros = tuple(jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(number))
-    return list(jax.lax.fori_loop(0, jnp.where(own.live, -(-depth // tile.depth), 0), turn, zeros))
+    return list(jax.lax.fori_loop(0, own.live.astype(jnp.int32) * -(-depth // tile.depth), turn, zeros))
 
 
 def _columns(tile: Tile, length: int):
@@ -189,9 +189,11 @@ def _gate_and_up(own, _, tile, x_ref, w_ref, hidden_ref, activation_ref):
     columns, there = _columns(tile, width)
 
     def terms(places, deep):
-        x = tiles.take(x_ref, rows=own.tokens, columns=places, own=(None, deep)).astype(dtype)
+        x = tiles.take(x_ref, rows=own.tokens, columns=places, own=(None, deep), dtype=dtype)
         return [
-            tiles.dot(x, tiles.take(w_ref, own.group, rows=places, columns=side, own=(deep, there)).astype(dtype))
+            tiles.dot(
+                x, tiles.take(w_ref, own.group, rows=places, columns=side, own=(deep, there), dtype=dtype)
+            )
             for side in (columns, columns + width)
         ]
 
@@ -211,7 +213,9 @@ def _down(own, gate_ref, tile, x_ref, w_ref, out_ref):
     def terms(places, deep):
         x = tiles.take(x_ref, rows=own.rows, columns=places, own=(None, deep))
         return [
-            tiles.dot(x, tiles.take(w_ref, own.group, rows=places, columns=columns, own=(deep, there)).astype(dtype))
+            tiles.dot(
+                x, tiles.take(w_ref, own.group, rows=places, columns=columns, own=(deep, there), dtype=dtype)
+            )
         ]
 
     (out,) = _sums(own, tile, width, 1, terms)
@@ -225,8 +229,8 @@ def _d_hidden(own, gate_ref, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activ
     columns, there = _columns(tile, width)
 
     def terms(places, deep):
-        d = tiles.take(d_ref, rows=own.tokens, columns=places, own=(None, deep)).astype(dtype)
-        w = tiles.take(w_ref, own.group, rows=columns, columns=places, own=(there, deep)).astype(dtype)
+        d = tiles.take(d_ref, rows=own.tokens, columns=places, own=(None, deep), dtype=dtype)
+        w = tiles.take(w_ref, own.group, rows=columns, columns=places, own=(there, deep), dtype=dtype)
         return [tiles.dot(d, w, transpose_y=True)]
 
     (d,) = _sums(own, tile, dim, 1, terms)
@@ -255,7 +259,7 @@ def _d_x(own, _, tile, d_ref, w_ref, d_x_ref):
 
     def terms(places, deep):
         d = tiles.take(d_ref, rows=own.rows, columns=places, own=(None, deep))
-        w = tiles.take(w_ref, own.group, rows=columns, columns=places, own=(there, deep)).astype(dtype)
+        w = tiles.take(w_ref, own.group, rows=columns, columns=places, own=(there, deep), dtype=dtype)
         return [tiles.dot(d, w, transpose_y=True)]
 
     (d_x,) = _sums(own, tile, depth, 1, terms)
@@ -290,8 +294,8 @@ def _over_rows(x, y, order, sizes, order_of_x: bool, name: str) -> jax.Array:
             rows = first + lanes if whole else jnp.minimum(first + lanes, num - 1)
             tokens = _tokens(order_ref, rows)
             of_x, of_y = (tokens, rows) if order_of_x else (rows, tokens)
-            a = tiles.take(x_ref, rows=of_x, columns=here, own=(own, in_x)).astype(dtype)
-            b = tiles.take(y_ref, rows=of_y, columns=columns, own=(own, in_y)).astype(dtype)
+            a = tiles.take(x_ref, rows=of_x, columns=here, own=(own, in_x), dtype=dtype)
+            b = tiles.take(y_ref, rows=of_y, columns=columns, own=(own, in_y), dtype=dtype)
             return tiles.dot(a, b, transpose_x=True)
 
         whole = size >> (tile.depth.bit_length() - 1)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_mlp import cpu, cuda, grouped_mlp, reference, xla
+from pallas_kernels.grouped_mlp import cpu, grouped_mlp, reference, routed_mlp, triton, xla
 
 E, D, F = 4, 12, 20
 SIZES = {
@@ -17,20 +17,24 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "xla", "cuda"], indirect=True)
+@pytest.mark.parametrize("implementation", ["cpu", "xla", "triton"], indirect=True)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_values_and_gradients(sizes, implementation):
     assert_equal_to_the_reference(sizes, num_rows=100)
 
 
-@pytest.mark.parametrize("implementation", ["cuda"], indirect=True)
+@pytest.fixture
+def tiles_of_16(monkeypatch):
+    """Tiles so small that an expert has several, and that they reach over its rows and over all sides."""
+    small = {name: triton.Tile(16, 16, 16, 4) for name in triton.TILES}
+    monkeypatch.setattr(triton, "TILES", small)
+
+
+@pytest.mark.usefixtures("tiles_of_16")
+@pytest.mark.parametrize("implementation", ["triton"], indirect=True)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-@pytest.mark.parametrize("num_rows", [77, 200])
-def test_blocks_of_experts_rows(sizes, num_rows, implementation, monkeypatch):
-    """Of 16 rows each: several an expert, and the last of them over rows of the next ones and past the end."""
-    monkeypatch.setattr(cuda, "MOST", 16)
-    monkeypatch.setattr(cuda, "LEAST", 16)
-    assert_equal_to_the_reference(sizes, num_rows)
+def test_kernels_over_several_tiles(sizes, implementation):
+    assert_equal_to_the_reference(sizes, num_rows=100)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())

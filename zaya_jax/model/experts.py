@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_mlp import grouped_mlp
+from pallas_kernels.grouped_mlp import grouped_mlp, routed_mlp, routes
 
 
 def sort_by_expert(choice: Int[Array, "N"], num_classes: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -44,7 +44,12 @@ def expert_mlp(
     *,
     dtype,
 ) -> Float[Array, "N D"]:
-    """gate * SwiGLU of each token's chosen expert, float32; zero for tokens of the skip class."""
+    """gate * SwiGLU of each token's chosen expert; zero for tokens of the skip class.
+
+    In float32, or in `dtype` where the kernels' own last step has rounded it.
+    """
+    if routes():
+        return of_own_expert(x.astype(dtype), choice, gate_up, down, gate)
     return gated(of_own_expert(x.astype(dtype), choice, gate_up, down), choice, gate, gate_up.shape[0])
 
 
@@ -53,8 +58,16 @@ def of_own_expert(
     choice: Int[Array, "N"],
     gate_up: Float[Array, "E D F2"],
     down: Float[Array, "E F D"],
+    gate: Float[Array, "N"] | None = None,
 ) -> Float[Array, "N D"]:
-    """The gated MLP of each token's chosen expert, in x's number format; zero where that is one past the last."""
+    """The gated MLP of each token's chosen expert, in x's number format; zero where that is one past the last.
+
+    `gate` scales what it gives, where kernels do that in passing.
+    """
+    if routes():
+        order, _, counts = sort_by_expert(choice, gate_up.shape[0] + 1)
+        return routed_mlp(x, order, counts[: gate_up.shape[0]], gate, gate_up, down)
+    assert gate is None
     return through_groups(
         x, choice, gate_up.shape[0], lambda rows, sizes: grouped_mlp(rows, sizes, gate_up, down)
     )

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from pallas_kernels.attention import strips
 from pallas_kernels.attention.xla import default_block, visited
 from pallas_kernels.cross_entropy.xla import chunk_rows
-from pallas_kernels.grouped_mlp.cuda import block_rows
 from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.model.lookup import COMMONEST
 from zaya_jax.optim.muon import newton_schulz_flops
@@ -168,10 +167,7 @@ def _products(case: Case, scope: str) -> float:
         case "mlp":
             return b * 3 * d * m.intermediate_size / heads
         case "experts":
-            rows = max(n / case.experts_here, 1)  # of an expert, with an even load
-            side = block_rows(int(n), case.experts_here)
-            overhang = (rows / side + 0.5) * side / rows if case.cuda else 1  # whole blocks there
-            return b * 3 * d * m.moe_intermediate_size / heads * overhang
+            return b * 3 * d * m.moe_intermediate_size / heads
     r = m.router_hidden_size
     return b * (d * r + 2 * r * r + r * (m.num_experts + 1))
 
