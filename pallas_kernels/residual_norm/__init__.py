@@ -1,47 +1,60 @@
 """How a block reads the residual stream and joins it: RMSNorm, and a sum with scales and biases. All in float32.
 
-Both are cheap arithmetic on a wide array: the backward pass repeats it instead of reading back what it gave. One
-implementation, XLA's, serves all chips.
+    x, h = read(h, ...)                 what a block computes with, and the stream for its join
+    h = join(y, h, ...)                 what the block gave, added
+    h, x, product = join_and_read(...)  both, where one block follows another in a layer
+
+All are cheap arithmetic on a wide array, the widest of a layer: what counts is how often it passes through memory. The
+stream goes through `read` and comes out again so that one pass of the backward can add up both its gradients.
+Backward passes repeat the arithmetic instead of reading back what it gave.
+
+An implementation (`xla`, `triton`; `reference` is the definition) has these three, with gradients of its own: what is
+worth keeping for them differs.
 """
 
-import functools
+from typing import Any
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from pallas_kernels import chip
+from pallas_kernels.residual_norm import triton, xla
+from pallas_kernels.residual_norm.xla import Joining, rms_norm
 
-@functools.partial(jax.checkpoint, static_argnums=2)
-def rms_norm(x: Float[Array, "*N D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*N D"]:
-    """x / rms(x) * scale."""
-    x = x.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + eps) * scale
+__all__ = ["Joining", "join", "join_and_read", "read", "rms_norm"]
+
+IMPLEMENTATIONS = {"xla": xla, "triton": triton}
 
 
-@jax.custom_vjp
+def read(
+    h: Float[Array, "*N D"], scale: Float[Array, "D"], eps: float, dtype: Any
+) -> tuple[Float[Array, "*N D"], Float[Array, "*N D"]]:
+    """The norm h / rms(h) * scale in `dtype`, and h: who needs both takes h from here."""
+    return chip.choose(IMPLEMENTATIONS).read(h, scale, eps, dtype)
+
+
 def join(
     y: Float[Array, "*N D"],
     h: Float[Array, "*N D"],
-    y_scale: Float[Array, "D"],
-    y_bias: Float[Array, "D"],
-    h_scale: Float[Array, "D"],
-    h_bias: Float[Array, "D"],
+    how: Joining,
+    gate: Float[Array, "*N"] | None = None,
 ) -> Float[Array, "*N D"]:
-    """(y + y_bias) y_scale + (h + h_bias) h_scale."""
-    return (y.astype(jnp.float32) + y_bias) * y_scale + (h + h_bias) * h_scale
+    """(gate y + y_bias) y_scale + (h + h_bias) h_scale; no gate is 1."""
+    return chip.choose(IMPLEMENTATIONS).join(y, h, how, gate)
 
 
-def _join_fwd(*args):
-    return join(*args), args
+def join_and_read(
+    y: Float[Array, "*N D"],
+    h: Float[Array, "*N D"],
+    how: Joining,
+    scale: Float[Array, "D"],
+    kernel: Float[Array, "D R"],
+    eps: float,
+    dtype: Any,
+    kernel_dtype: Any,
+) -> tuple[Float[Array, "*N D"], Float[Array, "*N D"], Float[Array, "*N R"]]:
+    """The stream after a join, its norm in `dtype`, and the product of its norm with `kernel`, float32.
 
-
-def _join_bwd(saved, d):
-    """All four vectors' gradients from three sums over tokens: of d, d y and d h."""
-    y, h, y_scale, y_bias, h_scale, h_bias = saved
-    tokens = tuple(range(d.ndim - 1))
-    total, by_y, by_h = (x.sum(tokens) for x in (d, d * y.astype(jnp.float32), d * h))
-    vectors = (by_y + y_bias * total, y_scale * total, by_h + h_bias * total, h_scale * total)
-    return (d * y_scale).astype(y.dtype), d * h_scale, *vectors
-
-
-join.defvjp(_join_fwd, _join_bwd)
+    The product is of numbers in `kernel_dtype`, which may be wider than `dtype`: a router chooses by it.
+    """
+    operator = chip.choose(IMPLEMENTATIONS)
+    return operator.join_and_read(y, h, how, scale, kernel, eps, dtype, kernel_dtype)

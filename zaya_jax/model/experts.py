@@ -38,7 +38,7 @@ permute.defvjp(
 def expert_mlp(
     x: Float[Array, "N D"],
     choice: Int[Array, "N"],
-    gate: Float[Array, "N"],
+    gate: Float[Array, "N"] | None,
     gate_up: Float[Array, "E D F2"],
     down: Float[Array, "E F D"],
     *,
@@ -46,9 +46,10 @@ def expert_mlp(
 ) -> Float[Array, "N D"]:
     """gate * SwiGLU of each token's chosen expert; zero for tokens of the skip class.
 
-    In float32, or in `dtype` where the kernels' own last step has rounded it.
+    In float32, or in `dtype` where the kernels' own last step has rounded it. Without a gate it comes in `dtype`: who
+    multiplies it with something else does both at once.
     """
-    if routes():
+    if gate is None or routes():
         return of_own_expert(x.astype(dtype), choice, gate_up, down, gate)
     return gated(of_own_expert(x.astype(dtype), choice, gate_up, down), choice, gate, gate_up.shape[0])
 
@@ -89,4 +90,9 @@ def gated(
     y: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], num_experts: int
 ) -> Float[Array, "N D"]:
     """gate * y, float32; zero for tokens of the skip class."""
-    return y.astype(jnp.float32) * jnp.where(choice < num_experts, gate, 0.0)[:, None]
+    return y.astype(jnp.float32) * masked(gate, choice, num_experts)[:, None]
+
+
+def masked(gate: Float[Array, "N"], choice: Int[Array, "N"], num_experts: int) -> Float[Array, "N"]:
+    """The gates, zero for tokens of the skip class."""
+    return jnp.where(choice < num_experts, gate, 0.0)

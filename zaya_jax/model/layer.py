@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.cca import CCA
+from zaya_jax.model.experts import masked
 from zaya_jax.model.placement import Placement
 from zaya_jax.model.router import Router
 from zaya_jax.model.weights import Join, RMSNorm, weight
@@ -25,14 +26,16 @@ class Experts(nnx.Module):
         )
         self.gate_up = weight(rngs, (e, d, 2 * f), ("expert", "embed", "mlp"), std)
         self.down = weight(rngs, (e, f, d), ("expert", "mlp", "embed"), std)
+        self.num_experts = e  # gate_up may hold a device's own alone
         self.dtype = jnp.dtype(precision.compute)
 
     def __call__(
         self, x: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], here: Placement
-    ) -> Float[Array, "N D"]:
+    ) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
+        """What the experts give, and the gates that are still to be multiplied with it."""
         experts = here.weights.expert_mlp
-        y = experts(x, choice, gate, self.gate_up[...], self.down[...], dtype=self.dtype)
-        return here.weights.sum(y, self.dtype)
+        y = experts(x, choice, None, self.gate_up[...], self.down[...], dtype=self.dtype)
+        return here.weights.sum(y, self.dtype), masked(gate, choice, self.num_experts)
 
 
 class Layer(nnx.Module):
@@ -46,14 +49,17 @@ class Layer(nnx.Module):
         self.router = Router(rngs, model, precision)
         self.experts = Experts(rngs, model, precision)
         self.moe_join = Join(rngs, model.hidden_size)
+        self.dtype = jnp.dtype(precision.compute)
 
     def __call__(self, h, stream, balance, rope, here: Placement):
         with jax.named_scope("cca"):
-            y, cache = self.cca(self.attn_norm(h), rope, here)
-            h = self.attn_join(y, h)
+            x, h = self.attn_norm.read(h, self.dtype)
+            y, cache = self.cca(x, rope, here)
         with jax.named_scope("router"):
-            x = self.moe_norm(h).reshape(-1, h.shape[-1])
-            choice, gate, logits, stream = self.router(x, stream, balance)
+            router = self.router
+            h, x, seen = self.attn_join.and_read(y, h, self.moe_norm, self.dtype, router.down, router.dtype)
+            choice, gate, logits, stream = router(seen.reshape(stream.shape), stream, balance)
         with jax.named_scope("experts"):
-            h = self.moe_join(self.experts(x, choice, gate, here).reshape(h.shape), h)
+            y, gate = self.experts(x.reshape(-1, x.shape[-1]), choice, gate, here)
+            h = self.moe_join(y.reshape(h.shape), h, gate.reshape(h.shape[:-1]))
         return h, stream, choice, logits, cache

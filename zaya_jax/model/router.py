@@ -26,10 +26,13 @@ class Router(nnx.Module):
         self.out = Linear(rngs, r, model.num_experts + 1, ("router", None), std, bias=False)
         self.dtype = jnp.dtype(precision.router)
 
-    def __call__(self, x: Float[Array, "N D"], stream: Float[Array, "N R"], balance: Float[Array, "E1"]):
-        """(choice [N], gate [N], logits [N, E + 1], the stream for the layer above)."""
+    def __call__(self, seen: Float[Array, "N R"], stream: Float[Array, "N R"], balance: Float[Array, "E1"]):
+        """(choice [N], gate [N], logits [N, E + 1], the stream for the layer above).
+
+        `seen` is the product of the layer's norm with `down`: who norms the residual stream makes both.
+        """
         kind = (self.dtype, jnp.float32, whole(self.dtype))
-        stream = self.down(x, *kind) + self.eda[...] * stream
+        stream = seen + self.down.bias[...] + self.eda[...] * stream
         z = _gelu(self.fc1(self.norm(stream), *kind))
         z = _gelu(self.fc2(z, *kind))
         logits = self.out(z, *kind)

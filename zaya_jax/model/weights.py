@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from pallas_kernels.products import dot
-from pallas_kernels.residual_norm import join, rms_norm
+from pallas_kernels.residual_norm import Joining, join, join_and_read, read, rms_norm
 
 
 def weight(
@@ -52,9 +52,16 @@ class RMSNorm(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.scale[...], self.eps)
 
+    def read(self, h: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
+        """The norm of the residual stream in `dtype`, and the stream, for who joins it."""
+        return read(h, self.scale[...], self.eps, dtype)
+
 
 class Join(nnx.Module):
-    """How a block's output y joins the residual stream h, in float32: (y + b_y) a_y + (h + b_h) a_h."""
+    """How a block's output y joins the residual stream h, in float32: (y + b_y) a_y + (h + b_h) a_h.
+
+    Where a gate comes with y, it is a factor of y's rows.
+    """
 
     def __init__(self, rngs, dim: int):
         self.y_scale = weight(rngs, (dim,), ("embed",), "ones")
@@ -62,5 +69,23 @@ class Join(nnx.Module):
         self.h_scale = weight(rngs, (dim,), ("embed",), "ones")
         self.h_bias = weight(rngs, (dim,), ("embed",), "zeros")
 
-    def __call__(self, y: Float[Array, "B S D"], h: Float[Array, "B S D"]) -> Float[Array, "B S D"]:
-        return join(y, h, self.y_scale[...], self.y_bias[...], self.h_scale[...], self.h_bias[...])
+    def __call__(
+        self, y: Float[Array, "B S D"], h: Float[Array, "B S D"], gate: Float[Array, "B S"] | None = None
+    ) -> Float[Array, "B S D"]:
+        return join(y, h, self._how(), gate)
+
+    def and_read(
+        self,
+        y: Float[Array, "B S D"],
+        h: Float[Array, "B S D"],
+        norm: RMSNorm,
+        dtype,
+        into: Linear,
+        into_dtype,
+    ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"], Float[Array, "B S R"]]:
+        """The stream after it, its norm in `dtype`, and that norm's product with a kernel in a `dtype` of its own."""
+        kernel, scale = into.kernel[...], norm.scale[...]
+        return join_and_read(y, h, self._how(), scale, kernel, norm.eps, dtype, into_dtype)
+
+    def _how(self):
+        return Joining(self.y_scale[...], self.y_bias[...], self.h_scale[...], self.h_bias[...])

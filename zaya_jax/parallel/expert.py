@@ -53,7 +53,7 @@ Axes = tuple[str, ...]
 def expert_mlp(
     x: Float[Array, "N D"],
     choice: Int[Array, "N"],
-    gate: Float[Array, "N"],
+    gate: Float[Array, "N"] | None,
     gate_up: Float[Array, "EX D F2"],
     down: Float[Array, "EX F D"],
     *,
@@ -75,7 +75,8 @@ def expert_mlp(
 
     y = through_groups(x.astype(dtype), choice, num_experts, elsewhere)
     # Named as the products of one device are: a policy that keeps those does not send tokens again for the gate.
-    return gated(checkpoint_name(y, PRODUCTS), choice, gate, num_experts)
+    y = checkpoint_name(y, PRODUCTS)
+    return y if gate is None else gated(y, choice, gate, num_experts)
 
 
 def exchange_form(spread: Spread, target: Chip) -> str:

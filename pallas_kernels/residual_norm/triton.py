@@ -1,0 +1,349 @@
+"""Reading and joining the residual stream, on GPUs: one pass of kernels of our own where XLA takes several.
+
+A program walks down some rows with all their columns, so it has the sums that a norm and its gradient need, and adds up
+its rows' share of the vectors' gradients. These shares, one of each program, XLA adds: no atomic addition, the same
+bits every time. A read and a join alone are left to XLA forward, which makes one pass of each.
+
+Rows of more than MOST numbers are XLA's: a thread would hold more of them than it has registers for.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import chip, tiles
+from pallas_kernels.products import dot, sum_rows, whole
+from pallas_kernels.residual_norm import xla
+from pallas_kernels.residual_norm.xla import Joining, vectors
+
+MOST = 8192
+# Of a backward pass: more of them write more shares (16.8 MB at 2,048 columns, where the stream of 16,384 tokens has
+# 134), fewer leave a GPU of 304 units idle.
+PROGRAMS = 512
+
+
+def read(h, scale, eps, dtype) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.residual_norm`."""
+    return (_read if h.shape[-1] <= MOST else xla.read)(h, scale, eps, jnp.dtype(dtype))
+
+
+def join(y, h, how, gate=None) -> jax.Array:
+    """See `pallas_kernels.residual_norm`."""
+    return (_join if h.shape[-1] <= MOST else xla.join)(y, h, how, gate)
+
+
+def join_and_read(y, h, how, scale, kernel, eps, dtype, kernel_dtype) -> tuple:
+    """See `pallas_kernels.residual_norm`.
+
+    A norm that is wanted wider than it is written is not written twice: the product is taken of the stream itself, with
+    the norm's scale on the kernel's rows and 1 / rms on the product's, and so is its gradient.
+    """
+    types = jnp.dtype(dtype), jnp.dtype(kernel_dtype)
+    if h.shape[-1] > MOST:
+        return xla.join_and_read(y, h, how, scale, kernel, eps, *types)
+    if jnp.promote_types(*types) != types[0]:
+        return _join_and_read_wide(y, h, how, scale, kernel, eps, *types)
+    h, x = _join_and_read(y, h, how, scale, eps, types[0])
+    return h, x, dot(x, kernel, types[1], jnp.float32, whole(types[1]))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _read(h, scale, eps, dtype):
+    return xla.read(h, scale, eps, dtype)
+
+
+def _read_fwd(h, scale, eps, dtype):
+    return xla.read(h, scale, eps, dtype), (h, scale)
+
+
+def _read_bwd(eps, dtype, saved, d):
+    h, scale = saved
+    found = _backward(h, d[1], norm=(scale, eps), d_x=(d[0],))
+    return found.d_h, found.d_norm
+
+
+_read.defvjp(_read_fwd, _read_bwd)
+
+
+@jax.custom_vjp
+def _join(y, h, how, gate):
+    return xla.join(y, h, how, gate)
+
+
+def _join_bwd(saved, d):
+    y, h, how, gate = saved
+    found = _backward(h, d, joined=(y, how, gate))
+    return found.d_y, found.d_h, vectors(found.sums, how), found.d_gate
+
+
+_join.defvjp(lambda *args: (_join(*args), args), _join_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _join_and_read(y, h, how, scale, eps, dtype):
+    return _forward(y, h, how, scale, eps, dtype)[:2]
+
+
+def _join_and_read_fwd(y, h, how, scale, eps, dtype):
+    return _join_and_read(y, h, how, scale, eps, dtype), (y, h, how, scale)
+
+
+def _join_and_read_bwd(eps, dtype, saved, d):
+    y, h, how, scale = saved
+    found = _backward(h, d[0], norm=(scale, eps), d_x=(d[1],), joined=(y, how, None))
+    return found.d_y, found.d_h, vectors(found.sums, how), found.d_norm
+
+
+_join_and_read.defvjp(_join_and_read_fwd, _join_and_read_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _join_and_read_wide(y, h, how, scale, kernel, eps, dtype, kernel_dtype):
+    return _join_and_read_wide_fwd(y, h, how, scale, kernel, eps, dtype, kernel_dtype)[0]
+
+
+def _join_and_read_wide_fwd(y, h, how, scale, kernel, eps, dtype, kernel_dtype):
+    after, x, inverse = _forward(y, h, how, scale, eps, dtype)
+    product = dot(after, scale[:, None] * kernel, kernel_dtype, jnp.float32, whole(kernel_dtype))
+    return (after, x, product * inverse[..., None]), (y, h, how, scale, kernel, after, inverse)
+
+
+def _join_and_read_wide_bwd(eps, dtype, kernel_dtype, saved, d):
+    y, h, how, scale, kernel, after, inverse = saved
+    d_after, d_x, d_product = d
+    precision = whole(kernel_dtype)
+    d_product, columns = d_product.astype(kernel_dtype), after.shape[-1]
+    rows = (d_product * inverse[..., None].astype(kernel_dtype)).reshape(-1, kernel.shape[1])
+    stream = after.astype(kernel_dtype).reshape(-1, columns)
+    d_kernel = scale[:, None] * sum_rows("nd", "nr", "dr", stream, rows, precision)
+    wide = jnp.einsum(
+        "...r,dr->...d", d_product, kernel.astype(kernel_dtype),
+        precision=precision, preferred_element_type=jnp.float32,
+    )  # fmt: skip
+    found = _backward(h, d_after, norm=(scale, eps), d_x=(d_x, wide), joined=(y, how, None))
+    return found.d_y, found.d_h, vectors(found.sums, how), found.d_norm, d_kernel.astype(kernel.dtype)
+
+
+_join_and_read_wide.defvjp(_join_and_read_wide_fwd, _join_and_read_wide_bwd)
+
+
+class _Tile(NamedTuple):
+    """Rows and columns that a program has at once, and how many such tiles it walks down."""
+
+    rows: int  # of the whole array
+    columns: int
+    tall: int
+    wide: int
+    steps: int
+
+    @property
+    def programs(self) -> int:
+        return -(-self.rows // (self.tall * self.steps))
+
+    def masks(self, row):
+        """Of the tile from this row on: where there are rows [tall, 1], columns [1, wide], both; None: everywhere."""
+        rows = columns = both = None
+        if self.rows % (self.tall * self.steps):
+            rows = row + lax.broadcasted_iota(jnp.int32, (self.tall, 1), 0) < self.rows
+        if self.wide != self.columns:
+            columns = lax.broadcasted_iota(jnp.int32, (1, self.wide), 1) < self.columns
+        given = [jnp.broadcast_to(m, (self.tall, self.wide)) for m in (rows, columns) if m is not None]
+        if given:
+            both = functools.reduce(jnp.logical_and, given)
+        return rows, columns, both
+
+    def like(self, x) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((self.rows, self.columns), x)
+
+
+def _tile(rows: int, columns: int, programs: int) -> _Tile:
+    wide = max(1 << (columns - 1).bit_length(), 16)
+    tall = max(2048 // wide, 1)
+    return _Tile(rows, columns, tall, wide, -(-rows // (tall * programs)))
+
+
+def _call(body, tile: _Tile, arrays, out_shapes, name: str):
+    lanes = 64 if chip.current().maker == "rocm" else 32
+    warps = min(max(tile.tall * tile.wide // (8 * lanes), 1), 16)  # 8 numbers a thread: 16 bytes of bfloat16
+    return tiles.call(
+        body, *arrays, name=name, grid=(tile.programs,), ins=[tiles.WHOLE] * len(arrays),
+        outs=[tiles.WHOLE] * len(out_shapes), out_shapes=out_shapes, warps=warps,
+    )  # fmt: skip
+
+
+class _At:
+    """A program's access to its rows of the arrays, from `row` on."""
+
+    def __init__(self, tile: _Tile, row: Any):
+        self.tile, self.row = tile, row
+        self.in_rows, self.in_columns, self.in_both = tile.masks(row)
+        # A traced zero: known ones may not reach over an array's end.
+        self.columns = tiles.slice_of(row * 0, tile.wide)
+
+    def _of(self, ref):
+        return ref.at[tiles.slice_of(self.row, self.tile.tall), self.columns]
+
+    def take(self, ref):
+        """The tile, float32, zero where there is nothing."""
+        other = None if self.in_both is None else 0.0
+        return tiles.load(self._of(ref), mask=self.in_both, other=other).astype(jnp.float32)
+
+    def give(self, ref, x):
+        tiles.store(self._of(ref), x.astype(ref.dtype), mask=self.in_both)
+
+    def take_each(self, ref):
+        """A number of each row, [tall, 1]."""
+        mask = None if self.in_rows is None else self.in_rows[:, 0]
+        other = None if mask is None else 0.0
+        return tiles.load(ref.at[tiles.slice_of(self.row, self.tile.tall)], mask=mask, other=other)[:, None]
+
+    def give_each(self, ref, x):
+        mask = None if self.in_rows is None else self.in_rows[:, 0]
+        tiles.store(ref.at[tiles.slice_of(self.row, self.tile.tall)], x[:, 0], mask=mask)
+
+    def vector(self, ref):
+        """A number of each column, [1, wide]."""
+        mask = None if self.in_columns is None else self.in_columns[0]
+        other = None if mask is None else 0.0
+        return tiles.load(ref.at[self.columns], mask=mask, other=other)[None]
+
+
+def _joined(y, h, how):
+    y_scale, y_bias, h_scale, h_bias = how
+    return (y + y_bias) * y_scale + (h + h_bias) * h_scale
+
+
+def _inverse_rms(h, columns, eps):
+    return lax.rsqrt((h * h).sum(1, keepdims=True) / columns + eps)
+
+
+def _forward(y, h, how, scale, eps, dtype):
+    """The joined stream, its norm, and 1 / rms of its rows."""
+    shape = h.shape
+    tile = _tile(h.size // shape[-1], shape[-1], 4 * PROGRAMS)
+
+    def body(y, h, y_scale, y_bias, h_scale, h_bias, scale, after, x, inverse):
+        first = tiles.program_id(0) * tile.tall * tile.steps
+        columns = [_At(tile, first).vector(ref) for ref in (y_scale, y_bias, h_scale, h_bias, scale)]
+
+        def step(i, _):
+            at = _At(tile, first + i * tile.tall)
+            joined = _joined(at.take(y), at.take(h), columns[:4])
+            r = _inverse_rms(joined, tile.columns, eps)
+            at.give(after, joined)
+            at.give(x, joined * r * columns[4])
+            at.give_each(inverse, r)
+            return 0
+
+        lax.fori_loop(0, tile.steps, step, 0)
+
+    shapes = [tile.like(jnp.float32), tile.like(dtype), jax.ShapeDtypeStruct((tile.rows,), jnp.float32)]
+    arrays = [_flat(y), _flat(h), *how, scale]
+    after, x, inverse = _call(body, tile, arrays, shapes, "join_and_read")
+    return after.reshape(shape), x.reshape(shape), inverse.reshape(shape[:-1])
+
+
+class _Gradients(NamedTuple):
+    d_h: jax.Array
+    d_norm: jax.Array | None  # of the norm's scale
+    d_y: jax.Array | None
+    d_gate: jax.Array | None
+    sums: list[jax.Array]  # over tokens, of d, d y and d h, where d is the joined stream's gradient
+
+
+def _backward(
+    h: jax.Array,
+    d_h: jax.Array,
+    *,
+    norm: tuple[jax.Array, float] | None = None,
+    d_x: tuple[jax.Array, ...] = (),
+    joined: Any = None,
+) -> _Gradients:
+    """Gradients of what a stream goes through: a join with `joined` (y, how, gate), then a norm (scale, eps).
+
+    `d_h` are those of the stream after it, `d_x` those of the norm, to be added up.
+    """
+    shape = h.shape
+    tile = _tile(h.size // shape[-1], shape[-1], PROGRAMS)
+    y, how, gate = joined or (h, None, None)
+    scale, eps = norm or (None, 0.0)
+    given: dict[str, Any] = {"h": _flat(h), "d_h": _flat(d_h)}
+    given |= {f"d_x{i}": _flat(d) for i, d in enumerate(d_x)}
+    made: dict[str, Any] = {"h": tile.like(jnp.float32)}
+    names = []  # of the sums
+    if scale is not None:
+        given["scale"] = scale
+        names.append("scale")
+    if how is not None:
+        given |= {"y": _flat(y), **how._asdict()}
+        made["y"] = tile.like(y.dtype)
+        names += ["total", "by_y", "by_h"]
+    if gate is not None:
+        given["gate"] = gate.reshape(-1)
+        made["gate"] = jax.ShapeDtypeStruct((tile.rows,), jnp.float32)
+    made["sums"] = jax.ShapeDtypeStruct((tile.programs * len(names), tile.columns), jnp.float32)
+
+    def body(*refs):
+        ins = dict(zip(given, refs, strict=False))
+        outs = dict(zip(made, refs[len(ins) :], strict=True))
+        first = tiles.program_id(0) * tile.tall * tile.steps
+        top = _At(tile, first)
+        vector = {name: top.vector(ins[name]) for name in (*Joining._fields, "scale") if name in ins}
+        parts = [vector[name] for name in Joining._fields] if how is not None else []
+
+        def step(i, sums):
+            at, sums = _At(tile, first + i * tile.tall), dict(zip(names, sums, strict=True))
+            d, after = at.take(ins["d_h"]), at.take(ins["h"])
+
+            def add(name, x):
+                sums[name] += x.sum(0, keepdims=True)
+
+            if how is not None:
+                h, own = after, at.take(ins["y"])
+                factor = None if gate is None else at.take_each(ins["gate"])
+                y = own if gate is None else own * factor
+                after = _joined(y, h, parts)
+            if scale is not None:
+                r = _inverse_rms(after, tile.columns, eps)
+                x = after * r
+                d_x = sum(at.take(ins[name]) for name in given if name.startswith("d_x"))
+                add("scale", d_x * x)
+                d_x = d_x * vector["scale"]
+                d += r * (d_x - x * ((d_x * x).sum(1, keepdims=True) / tile.columns))
+            if how is not None:
+                add("total", d)
+                add("by_y", d * y)
+                add("by_h", d * h)
+                d_y = d * vector["y_scale"]
+                if gate is not None:
+                    at.give_each(outs["gate"], (d_y * own).sum(1, keepdims=True))
+                    d_y *= factor
+                at.give(outs["y"], d_y)
+                d *= vector["h_scale"]
+            at.give(outs["h"], d)
+            return tuple(sums.values())
+
+        nothing = jnp.zeros((1, tile.wide), jnp.float32)
+        sums = lax.fori_loop(0, tile.steps, step, (nothing,) * len(names))
+        mask = None if top.in_columns is None else top.in_columns[0]
+        for i, x in enumerate(sums):
+            tiles.store(outs["sums"].at[tiles.program_id(0) * len(names) + i, top.columns], x[0], mask=mask)
+
+    name = "_".join([*(["join"] if how is not None else []), *(["read"] if norm else []), "gradients"])
+    found = dict(zip(made, _call(body, tile, list(given.values()), list(made.values()), name), strict=True))
+    shares = found["sums"].reshape(tile.programs, len(names), tile.columns)
+    sums = dict(zip(names, shares.sum(0), strict=True))
+    return _Gradients(
+        found["h"].reshape(shape).astype(h.dtype),
+        sums.get("scale"),
+        found["y"].reshape(shape) if how is not None else None,
+        found["gate"].reshape(gate.shape) if gate is not None else None,
+        [sums[name] for name in names if name != "scale"],
+    )
+
+
+def _flat(x):
+    return x.reshape(-1, x.shape[-1])
