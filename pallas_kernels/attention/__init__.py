@@ -6,6 +6,7 @@ An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
 
     forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block)    → out, lse
     backward(saved, d_out, d_lse, *, scale, block, dtype)                        → dq, dk and dv in `dtype`
+    visited(q_len, k_len, starts, windows)                                       → the share of blocks that it computes
 
 with `window` and `offset` as arrays, or None where tracing shows that there is none; with `block` None it chooses. dq
 may also be in float32.
@@ -13,12 +14,14 @@ may also be in float32.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
+from numpy import typing as npt
 
 from pallas_kernels import chip
 from pallas_kernels.attention import cpu, triton, xla
@@ -27,7 +30,7 @@ from pallas_kernels.attention.reference import MASKED, NO_WINDOW
 
 __all__ = [
     "MASKED", "NO_WINDOW", "SAVED", "attention", "attention_gradients", "decode_attention", "in_window",
-    "softmax_scale",
+    "softmax_scale", "visited",
 ]  # fmt: skip
 
 IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
@@ -116,6 +119,12 @@ def _bounds(window, offset) -> tuple[jax.Array | None, jax.Array | None]:
     known = isinstance(offset, int) and offset == 0
     window = None if window is None else jnp.asarray(window, jnp.int32)
     return window, None if known or offset is None else jnp.asarray(offset, jnp.int32)
+
+
+def visited(q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int | None]) -> float:
+    """The share of all pairs of blocks that is computed, the mean over queries that begin at these starts, and over
+    layers with these windows: for `loops.visiting`."""
+    return chip.choose(IMPLEMENTATIONS).visited(q_len, k_len, starts, windows)
 
 
 def softmax_scale(channels: int) -> float:

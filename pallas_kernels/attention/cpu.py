@@ -13,6 +13,8 @@ from pallas_kernels.attention import xla
 from pallas_kernels.attention.reference import MASKED, mask_of
 from pallas_kernels.cpu import apart, written
 
+visited = xla.visited
+
 SHORT = 4  # blocks of queries or keys up to which there are no loops
 
 

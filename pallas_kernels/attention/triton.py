@@ -6,29 +6,30 @@ keys, by which the queries pass: the sum over a group's heads is a part of the p
 once, without atomics. The price is that both backward kernels compute the scores: seven products for five.
 
 Which blocks a tile meets is arithmetic on their bounds; with segments it is asked of the least and the greatest id of
-each block (`ranges_of`). Those of which every row sees every key go without a mask, which costs a fifth of the work
-there is beside the products.
+each block (`ranges_of`). Those of which every row sees every key go without a mask.
 
-They take heads of a multiple of 16 channels, up to 256, all in one number format, and sequences of 16 tokens or more
-(`suits`); `xla` has the rest. A tile has the largest power of two that divides the heads of a group. Letters as in
-`pallas_kernels.attention`.
+They take heads of a multiple of 16 channels, up to 256, all in one number format (on NVIDIA's chips not float32), and
+sequences of 16 tokens or more (`suits`); `xla` has the rest. A tile has the largest power of two that divides the heads
+of a group. Letters as in `pallas_kernels.attention`.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from numpy import typing as npt
 
 from pallas_kernels import chip, tiles
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.reference import MASKED, NO_WINDOW
 
 LOG2E = math.log2(math.e)
-FORMATS = (jnp.bfloat16, jnp.float16, jnp.float32)
+NARROW = (jnp.bfloat16, jnp.float16)
 Met = tuple[Any, Any, Any, Any]  # blocks [lo, hi), and of these [start, end) without a mask
 
 
@@ -42,23 +43,36 @@ class Tile(NamedTuple):
 
 
 def suits(q, k, v, scale) -> bool:
-    """Whether the kernels take these arrays."""
+    """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole, and registers would spill."""
     channels, alike = q.shape[-1], q.dtype == k.dtype == v.dtype
     fits = channels % 16 == 0 and channels <= 256 and min(q.shape[1], k.shape[1]) >= 16
-    return fits and alike and q.dtype in FORMATS and scale > 0
+    formats = NARROW if chip.current().maker == "cuda" else (*NARROW, jnp.float32)
+    return fits and alike and q.dtype in formats and scale > 0
 
 
 def tile_of(kernel: str, channels: int, dtype: Any, block: int | None) -> Tile:
-    """The tile of "forward", "queries" or "keys"; with a `block` (tests), of this many rows and keys."""
+    """The tile of "forward", "queries" or "keys"; with a `block` (tests), of this many rows and keys.
+
+    Chosen by a model of the inner loop's machine code (`zaya_jax.hardware.inner_loop`), without spilled registers and
+    with at most 2% of the work behind the diagonal at 4,096 tokens: what half a tile's queries and half its keys are
+    beside half the sequence. benchmarks/kernels.md has what others gave.
+    """
     if block:
         side = max(1 << (block.bit_length() - 1), 16)
         return Tile(side, side)
-    maker, wide = chip.current().maker, jnp.dtype(dtype).itemsize > 2 or channels > 128
-    if wide:
+    if jnp.dtype(dtype).itemsize > 2 or channels > 128:
         return Tile(32, 32)
-    if kernel == "keys":
-        return Tile(64, 64)
-    return Tile(128, 64, warps=8 if maker == "cuda" else 4)
+    if chip.current().maker == "cuda":
+        return Tile(64, 64, stages=2) if kernel == "keys" else Tile(128, 64, warps=8, stages=2)
+    if kernel == "keys":  # a warp has 32 keys: with fewer, two would compute the same products
+        return Tile(32, 64, warps=2)
+    # The wider one, where it does not keep a second warp out of a scheduler's registers, or nothing else lets one in.
+    return Tile(128, 64) if (kernel == "forward") == (channels <= 64) else Tile(128, 32)
+
+
+def visited(q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int | None]) -> float:
+    """See `xla.visited`: here in blocks that are small beside any sequence."""
+    return xla.visited(q_len, k_len, starts, windows, block=64)
 
 
 def forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block) -> tuple[jax.Array, jax.Array]:
@@ -66,13 +80,10 @@ def forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block) ->
     if not suits(q, k, v, scale):
         return xla.forward(q, k, v, q_segments, k_segments, window, offset, scale=scale, block=block)
     at = _Call("forward", q, k, q_segments, k_segments, window, offset, scale, block)
-    return tiles.call(
-        functools.partial(_forward, at.shape),
-        q, k, v, *at.masks,
-        name="attention", grid=at.grid_of_queries, ins=[tiles.WHOLE] * (3 + len(at.masks)), outs=[tiles.WHOLE] * 2,
-        out_shapes=[jax.ShapeDtypeStruct(q.shape, v.dtype), jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)],
-        flops=at.flops(2), warps=at.tile.warps, stages=at.tile.stages,
-    )  # fmt: skip
+    out, lse = at.run(
+        _forward, "attention", at.grid_of_queries, (q, k, v), [(q, v.dtype), (at.sums, jnp.float32)], 2
+    )
+    return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
 def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -81,27 +92,16 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     if not suits(q, k, v, scale):
         return xla.backward(saved, d_out, d_lse, scale=scale, block=block, dtype=dtype)
     d_out = d_out.astype(v.dtype)
-    of_masks = (q_segments, k_segments, window, offset, scale, block)
-    at = _Call("queries", q, k, *of_masks)
-    cotangents = (d_out,) if d_lse is None else (d_out, d_lse)
-    given = (q, k, v, out, lse, *cotangents, *at.masks)
-    dq, delta = tiles.call(
-        functools.partial(_queries, at.shape, d_lse is not None),
-        *given,
-        name="attention_queries", grid=at.grid_of_queries, ins=[tiles.WHOLE] * len(given), outs=[tiles.WHOLE] * 2,
-        out_shapes=[jax.ShapeDtypeStruct(q.shape, dtype), jax.ShapeDtypeStruct(lse.shape, jnp.float32)],
-        flops=at.flops(3), warps=at.tile.warps, stages=at.tile.stages,
-    )  # fmt: skip
-    at = _Call("keys", q, k, *of_masks)
-    given = (q, k, v, d_out, lse, delta, *at.masks)
-    dk, dv = tiles.call(
-        functools.partial(_keys, at.shape),
-        *given,
-        name="attention_keys", grid=at.grid_of_keys, ins=[tiles.WHOLE] * len(given), outs=[tiles.WHOLE] * 2,
-        out_shapes=[jax.ShapeDtypeStruct(x.shape, dtype) for x in (k, v)],
-        flops=at.flops(4), warps=at.tile.warps, stages=at.tile.stages,
-    )  # fmt: skip
-    return dq, dk, dv
+    masks = q_segments, k_segments, window, offset, scale, block
+    at = _Call("queries", q, k, *masks)
+    given = (q, k, v, out, lse, d_out) if d_lse is None else (q, k, v, out, lse, d_out, d_lse)
+    body = functools.partial(_queries, d_lse is not None)
+    results = [(q, dtype), (at.sums, jnp.float32)]
+    dq, delta = at.run(body, "attention_queries", at.grid_of_queries, given, results, 3)
+    at = _Call("keys", q, k, *masks)
+    given = (q, k, v, d_out, lse, delta)
+    dk, dv = at.run(_keys, "attention_keys", at.grid_of_keys, given, [(k, dtype), (v, dtype)], 4)
+    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
 
 
 class _Shape(NamedTuple):
@@ -131,12 +131,13 @@ class _Shape(NamedTuple):
 
 
 class _Call:
-    """One kernel's shape, grid, work, and the operands that say what is masked."""
+    """One kernel's shape, grid and work, and the operands that say what is masked."""
 
     def __init__(self, kernel, q, k, q_segments, k_segments, window, offset, scale, block):
         self.batch, q_len, num_heads, channels = q.shape
         k_len, num_kv = k.shape[1:3]
         group = num_heads // num_kv
+        self.sums = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
         self.tile = tile_of(kernel, channels, q.dtype, block)
         heads = min(group & -group, self.tile.rows)  # the largest power of two that divides the group
         known = (x is not None for x in (q_segments, window, offset))
@@ -150,6 +151,19 @@ class _Call:
             )
             self.masks += [q_segments, k_segments, q_ranges, k_ranges]
 
+    def run(self, body, name, grid, given, results, products) -> Any:
+        """body(shape, operands, masks, results), arrays as [B, tokens times heads, C] or without C: no copy."""
+        given = [x.reshape(self.batch, -1, *x.shape[3:]) for x in given]
+        shapes = [
+            jax.ShapeDtypeStruct((self.batch, x.shape[1] * x.shape[2], *x.shape[3:]), to) for x, to in results
+        ]
+        flops, most = self.flops(products)
+        return tiles.call(
+            functools.partial(body, self.shape), *given, *self.masks,
+            name=name, grid=grid, ins=[tiles.WHOLE] * (len(given) + len(self.masks)), outs=[tiles.WHOLE] * 2,
+            out_shapes=shapes, flops=flops, of=most, warps=self.tile.warps, stages=self.tile.stages,
+        )  # fmt: skip
+
     @property
     def grid_of_queries(self) -> tuple[int, int]:
         # Neighbours in the grid start together; those of one head would ask for the same keys.
@@ -159,17 +173,19 @@ class _Call:
     def grid_of_keys(self) -> tuple[int, int]:
         return self.batch * self.shape.num_kv, self.shape.blocks[1]
 
-    def flops(self, products: int) -> float:
-        """Of so many products for each block of a causal sequence; what windows and segments save is not known here."""
+    def flops(self, products: int) -> tuple[float, float | None]:
+        """Of so many products for each block of a causal sequence, and of all blocks where only a caller knows more.
+
+        What segments leave out nobody knows before they come.
+        """
         at = self.shape
         num_q, num_k = at.blocks
-        if at.offset:
-            met = num_q * num_k / 2
-        else:
-            ends = np.minimum(np.arange(1, num_q + 1) * at.queries, at.k_len)
-            met = float(np.sum(-(-ends // at.keys)))
-        tiles_met = met * self.batch * at.num_kv * at.parts
-        return 2.0 * products * tiles_met * at.rows * at.keys * _width(at.channels)
+        ends = np.minimum(np.arange(1, num_q + 1) * at.queries, at.k_len)
+        met, most = float(np.sum(-(-ends // at.keys))), num_q * num_k
+        each = (
+            2.0 * products * self.batch * at.num_kv * at.parts * at.rows * at.keys * tiles.power(at.channels)
+        )
+        return each * (most / 2 if at.offset else met), each * most if at.offset or at.window else None
 
 
 def ranges_of(segments: jax.Array, block: int) -> jax.Array:
@@ -185,7 +201,7 @@ def ranges_of(segments: jax.Array, block: int) -> jax.Array:
     least = jnp.where(ids == 0, info.max, ids).min(-1)
     greatest = jnp.where(ids == 0, info.min, ids).max(-1)
     found = jnp.stack([least, greatest, (ids == 0).any(-1).astype(jnp.int32)], axis=1)
-    more = _width(num) - num
+    more = tiles.power(num) - num
     nothing = jnp.asarray([info.max, info.min, 0], jnp.int32)[None, :, None]
     return found if not more else jnp.concatenate([found, jnp.broadcast_to(nothing, (len(ids), 3, more))], 2)
 
@@ -198,6 +214,7 @@ class _Masks:
         self.at, self.batch = at, batch
         self.window = refs.pop(0)[0] if at.window else NO_WINDOW
         self.offset = refs.pop(0)[0] if at.offset else 0
+        self.q_ids = self.k_ids = None
         if at.segments:
             self.q_ids, self.k_ids, self.q_ranges, self.k_ranges = refs
 
@@ -245,22 +262,25 @@ class _Masks:
         end = jnp.clip(end, lo, hi)
         return lo, hi, jnp.clip(start, lo, end), end
 
-    def seen(self, queries, keys, q_ids, k_ids) -> jax.Array:
-        """Whether these queries see these keys, by their indices; both as columns and rows of one tile."""
-        back = queries + self.offset - keys
-        seen = (back >= 0) & (keys < self.at.k_len)
+    def seen(self, rows, keys, q_ids, k_ids, by_query) -> jax.Array:
+        """Whether each row sees each key, [rows, keys] where `by_query`, otherwise [keys, rows]."""
+
+        def both(of_rows, of_keys):
+            return (of_rows[:, None], of_keys[None]) if by_query else (of_rows[None], of_keys[:, None])
+
+        query, key = both(rows.tokens, keys.tokens)
+        back = query + self.offset - key
+        seen = (back >= 0) & (key < self.at.k_len)
         if self.at.window:
             seen &= back < self.window
-        return seen & (q_ids == k_ids) if self.at.segments else seen
+        if q_ids is not None:
+            query, key = both(q_ids, k_ids)
+            seen &= query == key
+        return seen
 
 
 def _one_document(least, greatest, padded):
     return jnp.where(padded > 0, least > greatest, least == greatest)
-
-
-def _width(n: int) -> int:
-    """The next power of two, of which all tiles are."""
-    return 1 << (n - 1).bit_length()
 
 
 def _steps(n: int) -> jax.Array:
@@ -278,70 +298,45 @@ def _over(lo, hi, start, end, step, carry):
     return lax.fori_loop(0, before + hi - end, edge, carry)
 
 
-class _Rows:
-    """A tile's rows: queries times the heads of a group that lie in it."""
+class _Part:
+    """The rows of a tile in arrays of [B, tokens times heads, C], or without C: a block of queries or of keys."""
 
-    def __init__(self, at: _Shape, batch, head, i):
-        n = _steps(at.rows)
-        self.at, self.batch = at, batch
-        self.tokens = i * at.queries + lax.div(n, at.heads)
-        self.heads = head + lax.rem(n, at.heads)
-        self.real = self.tokens < at.q_len
-        self.whole = at.q_len % at.queries == 0
+    def __init__(self, at: _Shape, batch, tokens, head, num_heads, length, block):
+        self.batch, self.tokens = batch, tokens
+        self.rows = tokens * num_heads + head
+        self.real, self.tail = tokens < length, length % block > 0
+        self.channels, self.own = tiles.within(0, tiles.power(at.channels), at.channels)
 
-    def load(self, ref, whole=False) -> jax.Array:
-        """[rows, C], or [rows] of an array without channels; zeros behind the sequence."""
-        mask = None if whole or self.whole else self.real
+    def load(self, ref, inner=False) -> jax.Array:
+        """Zeros behind the sequence; an `inner` block does not reach there."""
+        real = self.real if self.tail and not inner else None
         if len(ref.shape) == 3:
-            view = ref.at[self.batch, self.tokens, self.heads]
+            return tiles.take(ref, self.batch, rows=self.rows, columns=self.channels, own=(real, self.own))
+        view = ref.at[self.batch, self.rows]
+        return tiles.load(view) if real is None else tiles.load(view, mask=real, other=0)
+
+    def store(self, ref, x) -> None:
+        real = self.real if self.tail else None
+        if len(ref.shape) == 3:
+            tiles.put(ref, x, self.batch, rows=self.rows, columns=self.channels, own=(real, self.own))
         else:
-            channels, kept = _channels(self.at)
-            view = ref.at[self.batch, self.tokens[:, None], self.heads[:, None], channels[None]]
-            mask = _both(None if mask is None else mask[:, None], kept)
-        return tiles.load(view) if mask is None else tiles.load(view, mask=mask, other=0)
+            tiles.store(ref.at[self.batch, self.rows], x, mask=real)
 
-    def store(self, ref, x) -> None:
-        mask = None if self.whole else self.real
-        x = x.astype(ref.dtype)
-        if len(ref.shape) == 3:
-            tiles.store(ref.at[self.batch, self.tokens, self.heads], x, mask=mask)
-            return
-        channels, kept = _channels(self.at)
-        view = ref.at[self.batch, self.tokens[:, None], self.heads[:, None], channels[None]]
-        mask = _both(None if mask is None else mask[:, None], kept)
-        tiles.store(view, x, mask=mask if mask is None else jnp.broadcast_to(mask, x.shape))
+    def ids(self, ref) -> jax.Array | None:
+        """The rows' segments; what lies behind the sequence is masked by its place, or not stored."""
+        return None if ref is None else tiles.load(ref.at[self.batch, self.tokens], mask=self.real, other=0)
 
 
-class _Keys:
-    """A block of keys."""
-
-    def __init__(self, at: _Shape, batch, head, j):
-        self.at, self.batch, self.head = at, batch, head
-        self.tokens = j * at.keys + _steps(at.keys)
-        self.real = self.tokens < at.k_len
-
-    def load(self, ref, whole=False) -> jax.Array:
-        """[keys, C]; zeros behind the sequence."""
-        channels, kept = _channels(self.at)
-        mask = _both(None if whole or self.at.k_len % self.at.keys == 0 else self.real[:, None], kept)
-        view = ref.at[self.batch, self.tokens[:, None], self.head, channels[None]]
-        return tiles.load(view) if mask is None else tiles.load(view, mask=mask, other=0)
-
-    def store(self, ref, x) -> None:
-        channels, kept = _channels(self.at)
-        mask = _both(None if self.at.k_len % self.at.keys == 0 else self.real[:, None], kept)
-        view = ref.at[self.batch, self.tokens[:, None], self.head, channels[None]]
-        tiles.store(view, x.astype(ref.dtype), mask=mask if mask is None else jnp.broadcast_to(mask, x.shape))
+def _rows(at: _Shape, batch, head, i) -> _Part:
+    """Block i of queries, each with the heads from this one on that lie in a tile."""
+    n, num_heads = _steps(at.rows), at.num_kv * at.parts * at.heads
+    tokens = i * at.queries + lax.div(n, at.heads)
+    return _Part(at, batch, tokens, head + lax.rem(n, at.heads), num_heads, at.q_len, at.queries)
 
 
-def _channels(at: _Shape) -> tuple[jax.Array, jax.Array | None]:
-    """Indices of a tile's channels, and which of them there are."""
-    channels = _steps(_width(at.channels))
-    return channels, None if len(channels) == at.channels else (channels < at.channels)[None]
-
-
-def _both(a, b):
-    return b if a is None else a if b is None else a & b
+def _keys_of(at: _Shape, batch, head, j) -> _Part:
+    """Block j of a head's keys, or values."""
+    return _Part(at, batch, j * at.keys + _steps(at.keys), head, at.num_kv, at.k_len, at.keys)
 
 
 def _place_of_queries(at: _Shape) -> tuple:
@@ -351,44 +346,30 @@ def _place_of_queries(at: _Shape) -> tuple:
     return lax.div(n, at.num_kv * at.parts), lax.div(head, at.parts), head * at.heads, i
 
 
-def _ids(masks: _Masks, of: "_Rows | _Keys") -> jax.Array | None:
-    """Segments of rows or keys; what lies behind the sequence is masked by position, or not stored."""
-    if not masks.at.segments:
-        return None
-    ids = masks.q_ids if isinstance(of, _Rows) else masks.k_ids
-    return tiles.load(ids.at[masks.batch, of.tokens], mask=of.real, other=0)
-
-
-def _as(x, column: bool):
-    return None if x is None else x[:, None] if column else x[None]
-
-
 def _forward(at: _Shape, q, k, v, *refs):
     *said, out, lse = refs
     batch, kv_head, head, i = _place_of_queries(at)
-    masks, rows = _Masks(at, said, batch), _Rows(at, batch, head, i)
-    q_i, q_ids, factor = rows.load(q), _ids(masks, rows), at.scale * LOG2E
+    masks, rows = _Masks(at, said, batch), _rows(at, batch, head, i)
+    q_i, q_ids, factor = rows.load(q), rows.ids(masks.q_ids), at.scale * LOG2E
 
     def step(j, carry, masked):
         acc, top, total = carry
-        keys = _Keys(at, batch, kv_head, j)
+        keys = _keys_of(at, batch, kv_head, j)
         scores = tiles.dot(q_i, keys.load(k, not masked), transpose_y=True)
         if masked:
-            seen = masks.seen(
-                rows.tokens[:, None], keys.tokens[None], _as(q_ids, True), _as(_ids(masks, keys), False)
-            )
+            seen = masks.seen(rows, keys, q_ids, keys.ids(masks.k_ids), by_query=True)
             scores = jnp.where(seen, scores, MASKED)
         # Scores times log2(e), so that a weight is one multiply-add and a power of two.
         new_top = jnp.maximum(top, scores.max(1) * factor)
         weights = jnp.exp2(scores * factor - new_top[:, None])
         shrink = jnp.exp2(top - new_top)
-        update = tiles.dot(weights.astype(v.dtype), keys.load(v, not masked))
+        update = tiles.dot(tiles.narrow(weights, v.dtype), keys.load(v, not masked))
         return acc * shrink[:, None] + update, new_top, total * shrink + weights.sum(1)
 
     # Above what is masked, so that a row's weights are 0, not 1, as long as it has seen no key.
     lowest = MASKED * min(factor, 1.0) / 2
     start = (
-        jnp.zeros((at.rows, _width(at.channels)), jnp.float32),
+        jnp.zeros((at.rows, tiles.power(at.channels)), jnp.float32),
         jnp.full(at.rows, lowest),
         jnp.zeros(at.rows),
     )
@@ -404,11 +385,11 @@ def _weights(scores, lse, factor, seen):
     return jnp.exp2(power if seen is None else jnp.where(seen, power, MASKED))
 
 
-def _queries(at: _Shape, has_d_lse: bool, q, k, v, out, lse, d_out, *refs):
+def _queries(has_d_lse: bool, at: _Shape, q, k, v, out, lse, d_out, *refs):
     (d_lse, *said), (dq, delta) = refs[:-2] if has_d_lse else (None, *refs[:-2]), refs[-2:]
     batch, kv_head, head, i = _place_of_queries(at)
-    masks, rows = _Masks(at, said, batch), _Rows(at, batch, head, i)
-    q_i, d_i, q_ids = rows.load(q), rows.load(d_out), _ids(masks, rows)
+    masks, rows = _Masks(at, said, batch), _rows(at, batch, head, i)
+    q_i, d_i, q_ids = rows.load(q), rows.load(d_out), rows.ids(masks.q_ids)
     delta_i = (d_i.astype(jnp.float32) * rows.load(out).astype(jnp.float32)).sum(1)
     if d_lse is not None:
         delta_i -= rows.load(d_lse)
@@ -416,17 +397,15 @@ def _queries(at: _Shape, has_d_lse: bool, q, k, v, out, lse, d_out, *refs):
     lse_i, factor = rows.load(lse) * LOG2E, at.scale * LOG2E
 
     def step(j, dq_i, masked):
-        keys = _Keys(at, batch, kv_head, j)
+        keys = _keys_of(at, batch, kv_head, j)
         k_j, v_j, seen = keys.load(k, not masked), keys.load(v, not masked), None
         if masked:
-            seen = masks.seen(
-                rows.tokens[:, None], keys.tokens[None], _as(q_ids, True), _as(_ids(masks, keys), False)
-            )
+            seen = masks.seen(rows, keys, q_ids, keys.ids(masks.k_ids), by_query=True)
         weights = _weights(tiles.dot(q_i, k_j, transpose_y=True), lse_i[:, None], factor, seen)
         d_scores = weights * (tiles.dot(d_i, v_j, transpose_y=True) - delta_i[:, None])
-        return dq_i + tiles.dot(d_scores.astype(q.dtype), k_j)
+        return dq_i + tiles.dot(tiles.narrow(d_scores, q.dtype), k_j)
 
-    dq_i = jnp.zeros((at.rows, _width(at.channels)), jnp.float32)
+    dq_i = jnp.zeros((at.rows, tiles.power(at.channels)), jnp.float32)
     rows.store(dq, _over(*masks.met_by_queries(i), step, dq_i) * at.scale)
 
 
@@ -434,26 +413,24 @@ def _keys(at: _Shape, q, k, v, d_out, lse, delta, *refs):
     *said, dk, dv = refs
     n, j = tiles.program_id(0), tiles.program_id(1)  # the first blocks meet the most queries
     batch, kv_head = lax.div(n, at.num_kv), lax.rem(n, at.num_kv)
-    masks, keys = _Masks(at, said, batch), _Keys(at, batch, kv_head, j)
-    k_j, v_j, k_ids, factor = keys.load(k), keys.load(v), _ids(masks, keys), at.scale * LOG2E
+    masks, keys = _Masks(at, said, batch), _keys_of(at, batch, kv_head, j)
+    k_j, v_j, k_ids, factor = keys.load(k), keys.load(v), keys.ids(masks.k_ids), at.scale * LOG2E
 
     def step(part, i, carry, masked):
         dk_j, dv_j = carry
-        rows = _Rows(at, batch, (kv_head * at.parts + part) * at.heads, i)
+        rows = _rows(at, batch, (kv_head * at.parts + part) * at.heads, i)
         q_i, d_i = rows.load(q, not masked), rows.load(d_out, not masked)
         lse_i, delta_i = rows.load(lse, not masked) * LOG2E, rows.load(delta, not masked)
         seen = None
         if masked:
-            seen = masks.seen(
-                rows.tokens[None], keys.tokens[:, None], _as(_ids(masks, rows), False), _as(k_ids, True)
-            )
+            seen = masks.seen(rows, keys, rows.ids(masks.q_ids), k_ids, by_query=False)
         weights = _weights(tiles.dot(k_j, q_i, transpose_y=True), lse_i[None], factor, seen)
-        dv_j += tiles.dot(weights.astype(v.dtype), d_i)
+        dv_j += tiles.dot(tiles.narrow(weights, v.dtype), d_i)
         d_scores = weights * (tiles.dot(v_j, d_i, transpose_y=True) - delta_i[None])
-        return dk_j + tiles.dot(d_scores.astype(q.dtype), q_i), dv_j
+        return dk_j + tiles.dot(tiles.narrow(d_scores, q.dtype), q_i), dv_j
 
     met = masks.met_by_keys(j)
-    zero = jnp.zeros((at.keys, _width(at.channels)), jnp.float32)
+    zero = jnp.zeros((at.keys, tiles.power(at.channels)), jnp.float32)
     carry = (zero, zero)
     for part in range(at.parts):
         carry = _over(*met, functools.partial(step, part), carry)

@@ -93,10 +93,12 @@ def key_blocks(i, window, offset, block_q, block_k, num_k) -> tuple:
     return first, jnp.clip(last, first, num_k)
 
 
-def visited(q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int | None]) -> float:
+def visited(
+    q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int | None], block: int | None = None
+) -> float:
     """The share of all pairs of blocks that is computed, the mean over queries that begin at these starts, and over
     layers with these windows: for `loops.visiting`."""
-    block = default_block(max(q_len, k_len))
+    block = block or default_block(max(q_len, k_len))
     block_q, block_k = min(block, _round_up(q_len, 8)), min(block, _round_up(k_len, 8))
     num_k, found = -(-k_len // block_k), []
     for window in windows:

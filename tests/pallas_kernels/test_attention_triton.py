@@ -74,7 +74,7 @@ CASES = {
     "a chunk of a longer sequence of documents": ((2, 19, 43, 4, 1, 16, None, 24, True), {"traced": True}),
     "the first queries see no key, the last keys no query": (
         (1, 40, 71, 2, 2, 16, 9, -7),
-        {"traced": True, "made_for": H200},
+        {"traced": True, "made_for": H200, "dtype": jnp.float16, "tolerance": 0.01},
     ),
     "one head, a window that leaves the first keys out": ((1, 33, 33, 1, 1, 32, 5), {}),
 }
@@ -229,6 +229,6 @@ def test_any_shape(data):
         draw(st.integers(1, 2)), q_len, k_len, kv_heads * group, kv_heads, draw(st.sampled_from([16, 32, 48, 80])),
         draw(st.none() | st.integers(1, 90)), draw(st.integers(-20, 64)), draw(st.booleans()),
         block=draw(st.sampled_from([16, 32])), dtype=jnp.bfloat16 if low else jnp.float32,
-        tolerance=0.06 if low else 3e-5, made_for=draw(st.sampled_from([MI300X, H200])),
+        tolerance=0.06 if low else 3e-5, made_for=draw(st.sampled_from([MI300X, H200])) if low else MI300X,
         seed=draw(st.integers(0, 9)), traced=draw(st.booleans()),
     )  # fmt: skip

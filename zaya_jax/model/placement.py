@@ -32,8 +32,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import attention, in_window, softmax_scale
-from pallas_kernels.attention.xla import visited
+from pallas_kernels.attention import attention, in_window, softmax_scale, visited
 from pallas_kernels.linear_attention import decode_linear_attention, linear_attention, prompt_state
 from pallas_kernels.loops import visiting
 from zaya_jax.config import Model

@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import attention, softmax_scale
-from pallas_kernels.attention.xla import key_blocks, visited
+from pallas_kernels.attention import attention, softmax_scale, visited
+from pallas_kernels.attention.xla import key_blocks
 from pallas_kernels.loops import visiting
 from zaya_jax.config import UserError
 from zaya_jax.model.placement import Before, Placement, Weights, Windows

@@ -15,8 +15,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.attention import MASKED, SAVED, attention, attention_gradients
-from pallas_kernels.attention.xla import visited
+from pallas_kernels.attention import MASKED, SAVED, attention, attention_gradients, visited
 from pallas_kernels.loops import turning, visiting
 from zaya_jax.model.placement import Windows
 
