@@ -11,11 +11,14 @@ with weights in their own number format; products run in that of the rows, which
 `routes` also takes rows from where they lie and puts what they give, times a gate, there again: `routed_mlp`.
 """
 
+import functools
+
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import chip
+from pallas_kernels import chip, tiles
 from pallas_kernels.grouped_mlp import cpu, triton, xla
 
 IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
@@ -85,3 +88,46 @@ def _routed_mlp_bwd(saved, d_out):
 
 
 routed_mlp.defvjp(_routed_mlp_fwd, _routed_mlp_bwd)
+
+
+def unwritten(weights: Float[Array, "L E D1 D2"]) -> jax.Array:
+    """A stack for the gradients of these, all of which `stacked_mlp` writes."""
+    return tiles.empty(weights.shape, jnp.float32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+def stacked_mlp(
+    x: Float[Array, "N D"],
+    order: Int[Array, "N"],
+    sizes: Int[Array, "E"],
+    gate: Float[Array, "N"],
+    gate_up: Float[Array, "L E D F2"],
+    down: Float[Array, "L E F D"],
+    layer: Int[Array, ""],
+    sums: tuple[jax.Ref, jax.Ref],
+    add: bool,
+) -> Float[Array, "N D"]:
+    """`routed_mlp` with the weights of a layer of stacks, of which no copy is made: neither of them nor of gradients.
+
+    The backward pass writes these into `sums`, references to float32 stacks, in the layer's place, or adds them; that
+    the weights' own gradients are zero is for the caller to know.
+    """
+    return triton.routed_forward(x, order, sizes, gate, gate_up, down, layer)[0]
+
+
+def _stacked_mlp_fwd(x, order, sizes, gate, gate_up, down, layer, sums, add):
+    out, hidden = triton.routed_forward(x, order, sizes, gate, gate_up, down, layer)
+    out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
+    return out, (x, order, sizes, gate, gate_up, down, hidden, layer, sums)
+
+
+def _stacked_mlp_bwd(add, saved, d_out):
+    *saved, layer, sums = saved
+    held = [ref[...] for ref in sums]
+    d_x, d_gate, *held = triton.routed_backward(*saved, d_out.astype(saved[0].dtype), layer, held, add)
+    for ref, new in zip(sums, held, strict=True):
+        ref[...] = new
+    return d_x, None, None, d_gate, None, None, None, None
+
+
+stacked_mlp.defvjp(_stacked_mlp_fwd, _stacked_mlp_bwd)

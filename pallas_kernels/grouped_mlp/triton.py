@@ -25,6 +25,7 @@ Letters as in `pallas_kernels.grouped_mlp`; N tokens are as many as M rows.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import jax
@@ -59,37 +60,55 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
     return d_rows, *d_weights
 
 
-def routed_forward(x, order, sizes, gate, gate_up, down) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F]."""
-    (num, dim), (experts, width, _) = x.shape, down.shape
+def routed_forward(x, order, sizes, gate, gate_up, down, layer=None) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F].
+
+    With a `layer`, weights are stacks [L, E, ..] of which it is the number; they are read where they lie.
+    """
+    (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
-    hidden, activation = _by_rows(
-        _gate_and_up, TILES["gate_up"], (x, gate_up), like((num, 2 * width)), like((num, width)),
-        name="experts_gate_up", order=order, sizes=sizes, columns=width, depth=dim, products=2,
+    by_rows = functools.partial(_by_rows, order=order, sizes=sizes, layer=layer)
+    hidden, activation = by_rows(
+        _gate_and_up, TILES["gate_up"], x, gate_up, None, like((num, 2 * width)), like((num, width)),
+        name="experts_gate_up", columns=width, depth=dim, products=2,
     )  # fmt: skip
-    out = _by_rows(
-        _down, TILES["down"], (activation, down), like(x.shape), name="experts_down",
-        order=order, sizes=sizes, gate=gate, columns=dim, depth=width,
+    out = by_rows(
+        _down, TILES["down"], activation, down, None, like(x.shape), name="experts_down", gate=gate,
+        columns=dim, depth=width,
     )  # fmt: skip
     return out, hidden
 
 
-def routed_backward(x, order, sizes, gate, gate_up, down, hidden, d_out) -> tuple[jax.Array | None, ...]:
-    """Gradients of x, of the gate (float32; None without one), and of both weights in float32."""
-    (num, dim), (experts, width, _) = x.shape, down.shape
+def routed_backward(
+    x, order, sizes, gate, gate_up, down, hidden, d_out, layer=None, sums=(None, None), add=False
+) -> tuple[jax.Array | None, ...]:
+    """Gradients of x, of the gate (float32; None without one), and of both weights in float32.
+
+    With a `layer`, `sums` are stacks of gradients, which are given with the layer's own in its place, or added there.
+    """
+    (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
+    by_rows = functools.partial(_by_rows, order=order, sizes=sizes, layer=layer)
     tile = TILES["d_hidden"].within(num, width, dim)
     parts = jax.ShapeDtypeStruct((-(-width // tile.columns), num), jnp.float32)
-    d_hidden, activation, d_gate = _by_rows(
-        _d_hidden, tile, (d_out, down, hidden), like(hidden.shape), like((num, width)), parts,
-        name="experts_d_hidden", order=order, sizes=sizes, gate=gate, columns=width, depth=dim,
+    d_hidden, activation, d_gate = by_rows(
+        _d_hidden, tile, d_out, down, hidden, like(hidden.shape), like((num, width)), parts,
+        name="experts_d_hidden", gate=gate, columns=width, depth=dim,
     )  # fmt: skip
-    d_x = _by_rows(
-        _d_x, TILES["d_x"], (d_hidden, gate_up), like(x.shape), name="experts_d_x",
-        order=order, sizes=sizes, columns=dim, depth=2 * width,
-    )  # fmt: skip
-    d_gate_up = _over_rows(x, d_hidden, order, sizes, True, "experts_d_gate_up")
-    d_down = _over_rows(activation, d_out, order, sizes, False, "experts_d_down")
+    d_x = by_rows(
+        _d_x,
+        TILES["d_x"],
+        d_hidden,
+        gate_up,
+        None,
+        like(x.shape),
+        name="experts_d_x",
+        columns=dim,
+        depth=2 * width,
+    )
+    over_rows = functools.partial(_over_rows, order=order, sizes=sizes, layer=layer, add=add)
+    d_gate_up = over_rows(x, d_hidden, sums[0], order_of_x=True, name="experts_d_gate_up")
+    d_down = over_rows(activation, d_out, sums[1], order_of_x=False, name="experts_d_down")
     return d_x, None if gate is None else d_gate.sum(0), d_gate_up, d_down
 
 
@@ -106,7 +125,7 @@ TILES = {
 class _Own(NamedTuple):
     """What a program has of its group."""
 
-    group: jax.Array
+    lead: tuple[jax.Array, ...]  # its number among the weights
     live: jax.Array  # whether it is an expert's
     inside: jax.Array  # which of the tile's rows are the group's
     rows: jax.Array  # places among the sorted rows, all of which there are
@@ -126,7 +145,7 @@ def _groups(sizes_ref, num: int) -> tuple[jax.Array, jax.Array]:
     return lane, jnp.where(lane == experts, num - jnp.sum(sizes), sizes)
 
 
-def _own_rows(sizes_ref, order_ref, num: int, side: int, tile) -> _Own:
+def _own_rows(sizes_ref, layer_ref, order_ref, num: int, side: int, tile) -> _Own:
     """Which rows, of which group, the tile of this number has."""
     lane, sizes = _groups(sizes_ref, num)
     blocks = (sizes + (side - 1)) >> (side.bit_length() - 1)
@@ -135,7 +154,12 @@ def _own_rows(sizes_ref, order_ref, num: int, side: int, tile) -> _Own:
     lanes = (tile - jnp.sum(jnp.where(before, blocks, 0))) * side + jnp.arange(side, dtype=jnp.int32)
     inside = lanes < jnp.sum(jnp.where(lane == group, sizes, 0))
     rows = jnp.minimum(jnp.sum(jnp.where(before, sizes, 0)) + lanes, num - 1)
-    return _Own(group, group < sizes_ref.shape[0], inside, rows, _tokens(order_ref, rows), num)
+    lead = _lead(layer_ref, group)
+    return _Own(lead, group < sizes_ref.shape[0], inside, rows, _tokens(order_ref, rows), num)
+
+
+def _lead(layer_ref, group) -> tuple[jax.Array, ...]:
+    return (group,) if layer_ref is None else (layer_ref[0], group)
 
 
 def _tokens(order_ref, rows):
@@ -143,28 +167,30 @@ def _tokens(order_ref, rows):
 
 
 def _by_rows(
-    body, tile, arrays, *outs, name, order, sizes, gate=None, columns, depth, products=1
+    body, tile, x, w, more, *outs, name, order, sizes, layer, gate=None, columns, depth, products=1
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """A kernel whose programs give a tile of rows of one expert and of `columns`."""
-    num = arrays[0].shape[0]
+    """A kernel whose programs give a tile of rows of one expert and of `columns`, of x, w and perhaps `more`."""
+    num = x.shape[0]
     tile = tile.within(num, columns, depth)
-    extra = [a for a in (order, gate) if a is not None]
+    given = {"layer": None if layer is None else layer.reshape(1), "order": order, "gate": gate, "more": more}
+    there = {name: a for name, a in given.items() if a is not None}
 
-    def kernel(*refs):
-        refs = list(refs)
-        sizes_ref = refs.pop(0)
-        order_ref = None if order is None else refs.pop(0)
-        gate_ref = None if gate is None else refs.pop(0)
-        own = _own_rows(sizes_ref, order_ref, num, tile.rows, tiles.program_id(1))
-        body(own, gate_ref, tile, *refs)
+    def kernel(sizes_ref, x_ref, w_ref, *refs):
+        of = dict.fromkeys(given) | dict(zip(there, refs, strict=False))
+        own = _own_rows(sizes_ref, of["layer"], of["order"], num, tile.rows, tiles.program_id(1))
+        inputs = (x_ref, w_ref) if more is None else (x_ref, w_ref, of["more"])
+        body(own, of["gate"], tile, *inputs, *refs[len(there) :])
 
     grid = -(-columns // tile.columns), -(-num // tile.rows) + sizes.shape[0] + 1
-    everything = (sizes, *extra, *arrays)
+    operands = (sizes, x, w, *there.values())
+    reads = sum(a.nbytes for a in operands) - w.nbytes * (1 - 1 / (1 if layer is None else w.shape[0]))
     return tiles.call(
-        kernel, *everything, name=name, grid=grid, ins=[tiles.WHOLE] * len(everything),
+        kernel, *operands, name=name, grid=grid, ins=[tiles.WHOLE] * len(operands),
         outs=tiles.WHOLE if len(outs) == 1 else [tiles.WHOLE] * len(outs),
         out_shapes=outs[0] if len(outs) == 1 else list(outs),
-        flops=2.0 * num * columns * depth * products, warps=tile.warps, stages=tile.stages,
+        flops=2.0 * num * columns * depth * products,
+        moved=(reads, sum(math.prod(a.shape) * a.dtype.itemsize for a in outs)),
+        warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 
@@ -184,7 +210,7 @@ def _columns(tile: Tile, length: int):
 
 
 def _gate_and_up(own, _, tile, x_ref, w_ref, hidden_ref, activation_ref):
-    (_, dim, both), dtype = w_ref.shape, x_ref.dtype
+    (dim, both), dtype = w_ref.shape[-2:], x_ref.dtype
     width = both // 2
     columns, there = _columns(tile, width)
 
@@ -192,7 +218,7 @@ def _gate_and_up(own, _, tile, x_ref, w_ref, hidden_ref, activation_ref):
         x = tiles.take(x_ref, rows=own.tokens, columns=places, own=(None, deep), dtype=dtype)
         return [
             tiles.dot(
-                x, tiles.take(w_ref, own.group, rows=places, columns=side, own=(deep, there), dtype=dtype)
+                x, tiles.take(w_ref, *own.lead, rows=places, columns=side, own=(deep, there), dtype=dtype)
             )
             for side in (columns, columns + width)
         ]
@@ -207,14 +233,14 @@ def _gate_and_up(own, _, tile, x_ref, w_ref, hidden_ref, activation_ref):
 
 
 def _down(own, gate_ref, tile, x_ref, w_ref, out_ref):
-    (_, width, dim), dtype = w_ref.shape, x_ref.dtype
+    (width, dim), dtype = w_ref.shape[-2:], x_ref.dtype
     columns, there = _columns(tile, dim)
 
     def terms(places, deep):
         x = tiles.take(x_ref, rows=own.rows, columns=places, own=(None, deep))
         return [
             tiles.dot(
-                x, tiles.take(w_ref, own.group, rows=places, columns=columns, own=(deep, there), dtype=dtype)
+                x, tiles.take(w_ref, *own.lead, rows=places, columns=columns, own=(deep, there), dtype=dtype)
             )
         ]
 
@@ -225,12 +251,12 @@ def _down(own, gate_ref, tile, x_ref, w_ref, out_ref):
 
 
 def _d_hidden(own, gate_ref, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activation_ref, d_gate_ref):
-    (_, width, dim), dtype = w_ref.shape, hidden_ref.dtype
+    (width, dim), dtype = w_ref.shape[-2:], hidden_ref.dtype
     columns, there = _columns(tile, width)
 
     def terms(places, deep):
         d = tiles.take(d_ref, rows=own.tokens, columns=places, own=(None, deep), dtype=dtype)
-        w = tiles.take(w_ref, own.group, rows=columns, columns=places, own=(there, deep), dtype=dtype)
+        w = tiles.take(w_ref, *own.lead, rows=columns, columns=places, own=(there, deep), dtype=dtype)
         return [tiles.dot(d, w, transpose_y=True)]
 
     (d,) = _sums(own, tile, dim, 1, terms)
@@ -254,12 +280,12 @@ def _d_hidden(own, gate_ref, tile, d_ref, w_ref, hidden_ref, d_hidden_ref, activ
 
 
 def _d_x(own, _, tile, d_ref, w_ref, d_x_ref):
-    (_, dim, depth), dtype = w_ref.shape, d_ref.dtype
+    (dim, depth), dtype = w_ref.shape[-2:], d_ref.dtype
     columns, there = _columns(tile, dim)
 
     def terms(places, deep):
         d = tiles.take(d_ref, rows=own.rows, columns=places, own=(None, deep))
-        w = tiles.take(w_ref, own.group, rows=columns, columns=places, own=(there, deep), dtype=dtype)
+        w = tiles.take(w_ref, *own.lead, rows=columns, columns=places, own=(there, deep), dtype=dtype)
         return [tiles.dot(d, w, transpose_y=True)]
 
     (d_x,) = _sums(own, tile, depth, 1, terms)
@@ -274,14 +300,19 @@ def _swiglu(gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:
     return silu * up, share + silu * (1 - share), silu
 
 
-def _over_rows(x, y, order, sizes, order_of_x: bool, name: str) -> jax.Array:
-    """For each group x^T @ y over its rows, float32; `order` says where the rows of x lie, or of y."""
+def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: str) -> jax.Array:
+    """For each group x^T @ y over its rows, float32; `order` says where the rows of x lie, or of y.
+
+    With a `layer`, `sums` with this in the layer's place.
+    """
     (num, height), width, dtype = x.shape, y.shape[1], x.dtype
     tile = TILES["weights"].within(height, width, num)
+    given = {"order": order} if layer is None else {"order": order, "layer": layer.reshape(1), "sums": sums}
+    there = {name: a for name, a in given.items() if a is not None}
 
-    def kernel(sizes_ref, *refs):
-        order_ref = None if order is None else refs[0]
-        x_ref, y_ref, out_ref = refs[-3:]
+    def kernel(sizes_ref, x_ref, y_ref, *refs):
+        *refs, out_ref = refs
+        of = dict.fromkeys(("order", "layer", "sums")) | dict(zip(there, refs, strict=True))
         group = tiles.program_id(2)
         lane, sizes = _groups(sizes_ref, num)
         first, size = jnp.sum(jnp.where(lane < group, sizes, 0)), jnp.sum(jnp.where(lane == group, sizes, 0))
@@ -292,7 +323,7 @@ def _over_rows(x, y, order, sizes, order_of_x: bool, name: str) -> jax.Array:
             lanes = i * tile.depth + jnp.arange(tile.depth, dtype=jnp.int32)
             own = None if whole else lanes < size
             rows = first + lanes if whole else jnp.minimum(first + lanes, num - 1)
-            tokens = _tokens(order_ref, rows)
+            tokens = _tokens(of["order"], rows)
             of_x, of_y = (tokens, rows) if order_of_x else (rows, tokens)
             a = tiles.take(x_ref, rows=of_x, columns=here, own=(own, in_x), dtype=dtype)
             b = tiles.take(y_ref, rows=of_y, columns=columns, own=(own, in_y), dtype=dtype)
@@ -303,15 +334,22 @@ def _over_rows(x, y, order, sizes, order_of_x: bool, name: str) -> jax.Array:
         total = jax.lax.fori_loop(0, whole, lambda i, total: total + term(i, True), total)
         rest = ((size & (tile.depth - 1)) > 0).astype(jnp.int32)
         total = jax.lax.fori_loop(whole, whole + rest, lambda i, total: total + term(i, False), total)
-        tiles.put(
-            out_ref, total, group, rows=jnp.where(True if in_x is None else in_x, here, height),
-            columns=jnp.where(True if in_y is None else in_y, columns, width), own=(in_x, in_y),
-        )  # fmt: skip
+        lead = _lead(of["layer"], group)
+        if add:
+            total += tiles.take(of["sums"], *lead, rows=here, columns=columns, own=(in_x, in_y))
+        here, columns = (
+            at if own is None else jnp.where(own, at, side)
+            for at, own, side in ((here, in_x, height), (columns, in_y, width))
+        )
+        tiles.put(out_ref, total, *lead, rows=here, columns=columns, own=(in_x, in_y))
 
-    everything = (sizes, *([] if order is None else [order]), x, y)
-    grid = -(-width // tile.columns), -(-height // tile.rows), sizes.shape[0]
+    operands = (sizes, x, y, *there.values())
+    written = 4.0 * sizes.size * height * width
+    reads = x.nbytes + y.nbytes + sizes.nbytes + (0 if order is None else order.nbytes) + written * add
+    shape = (*sizes.shape, height, width) if layer is None else sums.shape
     return tiles.call(
-        kernel, *everything, name=name, grid=grid, ins=[tiles.WHOLE] * len(everything), outs=tiles.WHOLE,
-        out_shapes=jax.ShapeDtypeStruct((*sizes.shape, height, width), jnp.float32),
-        flops=2.0 * num * height * width, warps=tile.warps, stages=tile.stages,
+        kernel, *operands, name=name, grid=(-(-width // tile.columns), -(-height // tile.rows), sizes.size),
+        ins=[tiles.WHOLE] * len(operands), outs=tiles.WHOLE, out_shapes=jax.ShapeDtypeStruct(shape, jnp.float32),
+        flops=2.0 * num * height * width, moved=(reads, written), warps=tile.warps, stages=tile.stages,
+        aliases={} if layer is None else {len(operands) - 1: 0},
     )  # fmt: skip

@@ -4,6 +4,7 @@ Letters: N tokens, D model, E experts, F expert width. Router classes run from 0
 costs nothing and gives zero. How a chip multiplies groups is `pallas_kernels.grouped_mlp`'s.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_mlp import grouped_mlp, routed_mlp, routes
+from pallas_kernels.grouped_mlp import grouped_mlp, routed_mlp, routes, stacked_mlp
 
 
 def sort_by_expert(choice: Int[Array, "N"], num_classes: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -96,3 +97,26 @@ def gated(
 def masked(gate: Float[Array, "N"], choice: Int[Array, "N"], num_experts: int) -> Float[Array, "N"]:
     """The gates, zero for tokens of the skip class."""
     return jnp.where(choice < num_experts, gate, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacks:
+    """All layers' experts and where their gradients go, for kernels that read and write a layer's in its place.
+
+    Otherwise a layer's weights are copied out of their stack for each pass, and their gradients into it.
+    """
+
+    weights: dict[str, jax.Array]  # gate_up and down, with a leading dim for the layers
+    gradients: dict[str, jax.Ref]  # likewise, float32
+    add: bool  # to what is there
+
+    def of_layer(self, layer: Int[Array, ""]) -> Callable:
+        """`expert_mlp` with the weights of this layer, whatever it is given."""
+
+        def mlp(x, choice, gate, gate_up, down, *, dtype):
+            order, _, counts = sort_by_expert(choice, gate_up.shape[0] + 1)
+            (w1, w2), sums = ((of["gate_up"], of["down"]) for of in (self.weights, self.gradients))
+            sizes = counts[: gate_up.shape[0]]
+            return stacked_mlp(x.astype(dtype), order, sizes, gate, w1, w2, layer, sums, self.add)
+
+        return mlp

@@ -22,6 +22,7 @@ from pallas_kernels.grouped_mlp import PRODUCTS
 from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.dense import DenseLayer
+from zaya_jax.model.experts import Stacks
 from zaya_jax.model.layer import Layer
 from zaya_jax.model.lookup import lookup
 from zaya_jax.model.placement import ALONE, Devices
@@ -93,6 +94,7 @@ class Zaya(nnx.Module):
         remat,
         trace,
         devices,
+        stacks,
     ):
         model = self.model
         batch, seq = tokens.shape
@@ -110,10 +112,13 @@ class Zaya(nnx.Module):
 
         def body(linear, carry, per_layer, cache_l):
             h, stream = carry
-            weights, balance_l, kind, window = per_layer
+            weights, balance_l, kind, window, number = per_layer
             layer = nnx.merge(layer_def, here.weights.local(weights))
             rope = [] if linear else _rope_of(kind, tables)
             at = here.of_layer(window, linear, cache_l)
+            if stacks is not None:
+                own = dataclasses.replace(here.weights, expert_mlp=stacks.of_layer(number))
+                at = dataclasses.replace(at, weights=own)
             h, stream, choice, logits, cache_l = layer(h, stream, balance_l, rope, at)
             classes = jnp.arange(model.num_experts + 1)
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
@@ -122,10 +127,11 @@ class Zaya(nnx.Module):
         # ZAYA's layers fetch weights that other devices keep; they are fetched again in the backward pass, not stored.
         policy = "fsdp" if here.weights.fetched and remat == "none" else remat
         pattern = linear_pattern(model)
+        numbers = None if stacks is None else jnp.arange(model.num_hidden_layers)
         remat_layer = None if policy == "none" else functools.partial(_remat, policy=policy)
         (h, _), (counts, traced), cache = scan_layers(
             [functools.partial(body, linear) for linear in pattern], remat_layer, pattern, (h, stream),
-            (layer_weights, balance, kinds, windows), cache,
+            (layer_weights, balance, kinds, windows, numbers), cache,
             unroll=policy == "none" and cache is None and devices.alone
             and chip.current().unrolls(model.num_hidden_layers, h.size),
         )  # fmt: skip
@@ -224,19 +230,21 @@ def apply(
     remat: str = "none",
     trace: bool = False,
     devices: Devices = ALONE,
+    stacks: Stacks | None = None,
 ) -> Output:
     """Runs the model. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is for left-padded rows.
 
     With a cache, tokens are written at `cache_index`: a prompt into one of `empty_cache`, or, where `cache_valid`
     [B, T] says which columns may be seen, a single new token. Where `devices` are not ALONE this runs
-    inside `shard_map`, on a device's part of weights and tokens, or, with a cache, of the cache's columns.
+    inside `shard_map`, on a device's part of weights and tokens, or, with a cache, of the cache's columns. With `stacks`
+    the experts' weights are these, and their gradients written there.
     """
     graph, state = _abstract(model, precision)
     state = jax.tree.map(lambda x: x, state)  # a copy: replacing is in place
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)(
         tokens, balance, segments=segments, positions=positions, mask=mask, cache=cache, cache_index=cache_index,
-        cache_valid=cache_valid, remat=remat, trace=trace, devices=devices,
+        cache_valid=cache_valid, remat=remat, trace=trace, devices=devices, stacks=stacks,
     )  # fmt: skip
 
 

@@ -16,8 +16,10 @@ from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels import chip
 from pallas_kernels.cross_entropy import cross_entropy
+from pallas_kernels.grouped_mlp import routes, unwritten
 from zaya_jax.config import Config, Model
 from zaya_jax.model import zaya
+from zaya_jax.model.experts import Stacks
 from zaya_jax.optim import balance
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel import spread as spread_lib
@@ -38,7 +40,7 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
     z_weight = config.optim.z_loss
     axes = zaya.param_axes(model, config.precision)
 
-    def loss_fn(params, bias, batch, total):
+    def loss_fn(params, bias, batch, total, stacks=None):
         if spread.fsdp:  # layers gather their weights themselves, one after the other
             outer = {name: part for name, part in params.items() if name != "layers"}
             names = {name: axes[name] for name in outer}
@@ -46,6 +48,7 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
         out = zaya.apply(
             model, params, bias, batch["tokens"], precision=config.precision, devices=Over(spread),
             segments=batch["segment_ids"], positions=batch["positions"], remat=config.remat,
+            stacks=stacks,
         )  # fmt: skip
         with jax.named_scope("head"):
             loss, z = cross_entropy(
@@ -71,26 +74,39 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
     def step(state, batch, lr):
         params, bias = state["params"], state["balance"].bias
         total = jnp.maximum(jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes), 1.0)
-        gradient = jax.grad(loss_fn, has_aux=True)
+        one = batch["tokens"].shape[0] == 1
+        # What is differentiated, and the experts of all layers where their kernels write gradients in their places.
+        params, experts = (
+            _apart(params) if model.model_type == "zaya" and in_place(spread) else (params, None)
+        )
+        refs = experts and jax.tree.map(
+            lambda w: jax.new_ref((unwritten if one else jnp.zeros_like)(w)), experts
+        )
+        stacks = experts and Stacks(experts, refs, add=not one)
 
-        if batch["tokens"].shape[0] == 1:
+        def loss_of(params, micro):
+            return loss_fn(_together(params, experts), bias, micro, total, stacks)
+
+        if one:
             micro = jax.tree.map(lambda x: x[0], batch)
-            grads, sums = gradient(params, bias, micro, total)
+            grads, sums = jax.grad(loss_of, has_aux=True)(params, micro)
         else:
             # Each layer's gradient is added where the sum lies: there is no second set, as large as the weights.
-            refs = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), params)
+            others = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), params)
 
             def accumulate(carry, micro):
                 pull: Any
-                _, pull, sums = jax.vjp(lambda w: loss_fn(w, bias, micro, total), params, has_aux=True)
-                pull.with_refs(refs)(jnp.ones(()))
+                _, pull, sums = jax.vjp(lambda w: loss_of(w, micro), params, has_aux=True)
+                pull.with_refs(others)(jnp.ones(()))
                 return jax.tree.map(jnp.add, carry, sums), None
 
             first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-            like = jax.eval_shape(loss_fn, params, bias, first, total)[1]
+            like = jax.eval_shape(loss_of, params, first)[1]
             zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
             sums, _ = jax.lax.scan(accumulate, zero, batch)
-            grads = jax.tree.map(jax.freeze, refs)
+            grads = jax.tree.map(jax.freeze, others)
+        grads = _together(grads, experts and jax.tree.map(jax.freeze, refs))
+        params = _together(params, experts)
 
         loss, z = jax.lax.psum(sums[:2], AXES)
         counts = jax.lax.psum(sums[2], spread.token_axes)
@@ -113,6 +129,22 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
 
     in_specs = (states.specs(config, optimizer, spread), batch_spec(spread), REPLICATED)
     return _on_mesh(config, mesh, step, in_specs, donate=(0,))
+
+
+def in_place(spread: Spread) -> bool:
+    """Whether kernels read the experts of a layer, and write their gradients, where all layers' lie."""
+    return routes() and not (spread.fsdp or spread.tsp or spread.expert_axes)
+
+
+def _apart(params: dict) -> tuple[dict, dict]:
+    """Parameters without the experts, and these."""
+    layers = dict(params["layers"])
+    return params | {"layers": layers}, layers.pop("experts")
+
+
+def _together(params: dict, experts: dict | None) -> dict:
+    """The inverse."""
+    return params if experts is None else params | {"layers": params["layers"] | {"experts": experts}}
 
 
 def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mesh) -> Callable:
