@@ -66,7 +66,7 @@ def routed_mlp(
     down: Float[Array, "E F D"],
 ) -> Float[Array, "N D"]:
     """gate * `grouped_mlp` of the rows x[order], each put where it lay; only of implementations that `routes`."""
-    return triton.routed_forward(x, order, sizes, gate, gate_up, down)[0]
+    return triton.routed_forward(x, order, sizes, gate, gate_up, down, keep=False)[0]
 
 
 def _routed_mlp_fwd(x, order, sizes, gate, gate_up, down):
@@ -112,7 +112,7 @@ def stacked_mlp(
     The backward pass writes these into `sums`, references to float32 stacks, in the layer's place, or adds them; that
     the weights' own gradients are zero is for the caller to know.
     """
-    return triton.routed_forward(x, order, sizes, gate, gate_up, down, layer)[0]
+    return triton.routed_forward(x, order, sizes, gate, gate_up, down, layer, keep=False)[0]
 
 
 def _stacked_mlp_fwd(x, order, sizes, gate, gate_up, down, layer, sums, add):

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tiles
+from pallas_kernels import chip, tiles
 
 
 class Tile(NamedTuple):
@@ -60,23 +60,25 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
     return d_rows, *d_weights
 
 
-def routed_forward(x, order, sizes, gate, gate_up, down, layer=None) -> tuple[jax.Array, jax.Array]:
-    """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F].
+def routed_forward(
+    x, order, sizes, gate, gate_up, down, layer=None, keep=True
+) -> tuple[jax.Array, jax.Array | None]:
+    """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F], or None unless `keep`.
 
     With a `layer`, weights are stacks [L, E, ..] of which it is the number; they are read where they lie.
     """
     (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
     by_rows = functools.partial(_by_rows, order=order, sizes=sizes, layer=layer)
-    hidden, activation = by_rows(
-        _gate_and_up, TILES["gate_up"], x, gate_up, None, like((num, 2 * width)), like((num, width)),
+    *hidden, activation = by_rows(
+        _gate_and_up, "gate_up", x, gate_up, None, *[like((num, 2 * width))] * keep, like((num, width)),
         name="experts_gate_up", columns=width, depth=dim, products=2,
     )  # fmt: skip
-    out = by_rows(
-        _down, TILES["down"], activation, down, None, like(x.shape), name="experts_down", gate=gate,
+    (out,) = by_rows(
+        _down, "down", activation, down, None, like(x.shape), name="experts_down", gate=gate,
         columns=dim, depth=width,
     )  # fmt: skip
-    return out, hidden
+    return out, hidden[0] if keep else None
 
 
 def routed_backward(
@@ -89,15 +91,15 @@ def routed_backward(
     (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
     by_rows = functools.partial(_by_rows, order=order, sizes=sizes, layer=layer)
-    tile = TILES["d_hidden"].within(num, width, dim)
+    tile = _tile("d_hidden", num, width, dim, x.dtype)
     parts = jax.ShapeDtypeStruct((-(-width // tile.columns), num), jnp.float32)
     d_hidden, activation, d_gate = by_rows(
-        _d_hidden, tile, d_out, down, hidden, like(hidden.shape), like((num, width)), parts,
+        _d_hidden, "d_hidden", d_out, down, hidden, like(hidden.shape), like((num, width)), parts,
         name="experts_d_hidden", gate=gate, columns=width, depth=dim,
     )  # fmt: skip
-    d_x = by_rows(
+    (d_x,) = by_rows(
         _d_x,
-        TILES["d_x"],
+        "d_x",
         d_hidden,
         gate_up,
         None,
@@ -112,14 +114,29 @@ def routed_backward(
     return d_x, None if gate is None else d_gate.sum(0), d_gate_up, d_down
 
 
-# Those of bfloat16 on both kinds of GPU.
+# By the model of their inner loops in machine code, of those without spilled registers; TARGETS says more.
 TILES = {
-    "gate_up": Tile(128, 64, 32, 4),  # of each half
-    "down": Tile(128, 128, 32, 4),
-    "d_hidden": Tile(128, 128, 32, 4),
-    "d_x": Tile(128, 128, 32, 4),
-    "weights": Tile(128, 128, 32, 4),
+    "rocm": {
+        "gate_up": Tile(256, 64, 32, 8, 2),  # columns of each half
+        "down": Tile(128, 128, 32, 4, 2),
+        "d_hidden": Tile(128, 64, 32, 8, 2),
+        "d_x": Tile(128, 128, 32, 4, 2),
+        "weights": Tile(128, 128, 32, 4, 2),
+    },
+    "cuda": {
+        "gate_up": Tile(128, 128, 64, 8, 3),
+        "down": Tile(256, 128, 32, 8, 3),
+        "d_hidden": Tile(128, 64, 64, 8, 3),
+        "d_x": Tile(256, 128, 32, 8, 3),
+        "weights": Tile(128, 128, 64, 8, 3),
+    },
 }
+WIDE = Tile(64, 64, 32, 4, 2)  # of float32 rows
+
+
+def _tile(name: str, rows: int, columns: int, depth: int, dtype) -> Tile:
+    tile = TILES[chip.current().maker][name] if dtype == jnp.bfloat16 else WIDE
+    return tile.within(rows, columns, depth)
 
 
 class _Own(NamedTuple):
@@ -167,11 +184,11 @@ def _tokens(order_ref, rows):
 
 
 def _by_rows(
-    body, tile, x, w, more, *outs, name, order, sizes, layer, gate=None, columns, depth, products=1
-) -> jax.Array | tuple[jax.Array, ...]:
+    body, kind, x, w, more, *outs, name, order, sizes, layer, gate=None, columns, depth, products=1
+) -> list[jax.Array]:
     """A kernel whose programs give a tile of rows of one expert and of `columns`, of x, w and perhaps `more`."""
     num = x.shape[0]
-    tile = tile.within(num, columns, depth)
+    tile = _tile(kind, num, columns, depth, x.dtype)
     given = {"layer": None if layer is None else layer.reshape(1), "order": order, "gate": gate, "more": more}
     there = {name: a for name, a in given.items() if a is not None}
 
@@ -186,8 +203,7 @@ def _by_rows(
     reads = sum(a.nbytes for a in operands) - w.nbytes * (1 - 1 / (1 if layer is None else w.shape[0]))
     return tiles.call(
         kernel, *operands, name=name, grid=grid, ins=[tiles.WHOLE] * len(operands),
-        outs=tiles.WHOLE if len(outs) == 1 else [tiles.WHOLE] * len(outs),
-        out_shapes=outs[0] if len(outs) == 1 else list(outs),
+        outs=[tiles.WHOLE] * len(outs), out_shapes=list(outs),
         flops=2.0 * num * columns * depth * products,
         moved=(reads, sum(math.prod(a.shape) * a.dtype.itemsize for a in outs)),
         warps=tile.warps, stages=tile.stages,
@@ -209,7 +225,7 @@ def _columns(tile: Tile, length: int):
     return tiles.within(tiles.program_id(0) * tile.columns, tile.columns, length)
 
 
-def _gate_and_up(own, _, tile, x_ref, w_ref, hidden_ref, activation_ref):
+def _gate_and_up(own, _, tile, x_ref, w_ref, *refs):
     (dim, both), dtype = w_ref.shape[-2:], x_ref.dtype
     width = both // 2
     columns, there = _columns(tile, width)
@@ -224,11 +240,11 @@ def _gate_and_up(own, _, tile, x_ref, w_ref, hidden_ref, activation_ref):
         ]
 
     gate, up = (a.astype(dtype) for a in _sums(own, tile, dim, 2, terms))
-    for ref, value, side in (
-        (hidden_ref, gate, columns),
-        (hidden_ref, up, columns + width),
-        (activation_ref, _swiglu(gate, up)[0], columns),
-    ):
+    *hidden_refs, activation_ref = refs
+    values = [(activation_ref, _swiglu(gate, up)[0], columns)]
+    for ref in hidden_refs:
+        values += [(ref, gate, columns), (ref, up, columns + width)]
+    for ref, value, side in values:
         tiles.put(ref, value, rows=own.to(own.rows), columns=side, own=(own.inside, there))
 
 
@@ -306,7 +322,7 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: 
     With a `layer`, `sums` with this in the layer's place.
     """
     (num, height), width, dtype = x.shape, y.shape[1], x.dtype
-    tile = TILES["weights"].within(height, width, num)
+    tile = _tile("weights", height, width, num, dtype)
     given = {"order": order} if layer is None else {"order": order, "layer": layer.reshape(1), "sums": sums}
     there = {name: a for name, a in given.items() if a is not None}
 

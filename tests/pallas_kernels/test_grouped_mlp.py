@@ -26,8 +26,7 @@ def test_values_and_gradients(sizes, implementation):
 @pytest.fixture
 def tiles_of_16(monkeypatch):
     """Tiles so small that an expert has several, and that they reach over its rows and over all sides."""
-    small = {name: triton.Tile(16, 16, 16, 4) for name in triton.TILES}
-    monkeypatch.setattr(triton, "TILES", small)
+    monkeypatch.setattr(triton, "WIDE", triton.Tile(16, 16, 16, 4))
 
 
 @pytest.mark.usefixtures("tiles_of_16")
