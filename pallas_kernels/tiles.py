@@ -80,7 +80,7 @@ def power(number: int) -> int:
 
 
 def within(start: jax.Array, size: int, length: int) -> tuple[jax.Array, jax.Array | None]:
-    """The places of a stretch of a dim of this length, and which of them there are; None for all, where it divides it."""
+    """The places of a stretch of a dim of this length, and which of them there are; None: all, since it divides it."""
     places = start + jnp.arange(size, dtype=jnp.int32)
     return places, None if length % size == 0 else places < length
 

@@ -4,8 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from pallas_kernels.grouped_mlp import cpu, grouped_mlp, reference, routed_mlp, triton, xla
+from pallas_kernels import chip
+from pallas_kernels.grouped_mlp import cpu, grouped_mlp, reference, routed_mlp, stacked_mlp, triton, xla
 
 E, D, F = 4, 12, 20
 SIZES = {
@@ -42,6 +45,89 @@ def test_blocks_of_any_height(sizes, heights, monkeypatch):
     """Many whole blocks, one that fits, and both, each running over into the next expert's rows."""
     monkeypatch.setattr(cpu, "heights", lambda num_rows, num_groups: heights)
     assert_equal_to_the_reference(sizes, sum(sizes))
+
+
+CASES = st.fixed_dictionaries({
+    "sizes": st.lists(st.integers(0, 70), min_size=1, max_size=5), "more": st.integers(0, 40),
+    "dim": st.integers(1, 70), "width": st.integers(1, 70), "gated": st.booleans(), "seed": st.integers(0, 99),
+    "dtype": st.sampled_from(["float32", "bfloat16"]), "kind": st.sampled_from(["gfx942", "NVIDIA H200"]),
+})  # fmt: skip
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None)
+@given(CASES)
+def test_tokens_where_they_lie_in_any_shape(case):
+    assert_routed_equals_the_reference(**case)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_tokens_where_they_lie(gated, dtype):
+    of = {"dim": 130, "width": 40, "kind": "NVIDIA H200" if gated else "gfx942"}
+    assert_routed_equals_the_reference([0, 70, 300, 0], 9, gated=gated, dtype=dtype, seed=0, **of)
+
+
+def assert_routed_equals_the_reference(sizes, more, dim, width, gated, dtype, kind, seed):
+    """With tokens in any order, some of which no expert has, and numbers there that are not finite in hidden."""
+    num = max(sum(sizes) + more, 1)
+    keys = jax.random.split(jax.random.key(seed), 6)
+    x, d_out = (jax.random.normal(key, (num, dim)).astype(dtype) for key in keys[:2])
+    gate_up = jax.random.normal(keys[2], (len(sizes), dim, 2 * width)) / dim**0.5
+    down = jax.random.normal(keys[3], (len(sizes), width, dim)) / width**0.5
+    order = jax.random.permutation(keys[4], num).astype(jnp.int32)
+    gate = jax.random.uniform(keys[5], (num,)) if gated else None
+    sizes = jnp.asarray(sizes, jnp.int32)
+
+    def plain(x, gate, *weights):
+        y = reference.grouped_mlp(x.astype(jnp.float32)[order], sizes, *weights)
+        return y[jnp.argsort(order)] * (1 if gate is None else gate[:, None])
+
+    with chip.making(chip.Chip("cpu", kind)), jax.default_matmul_precision("highest"):
+        mlp = lambda x, gate, *weights: routed_mlp(x, order, sizes, gate, *weights)  # noqa: E731
+        ours, theirs = (
+            jax.jit(
+                lambda *args, f=f: (lambda y, pull: (y, *pull(d_out.astype(y.dtype))))(*jax.vjp(f, *args))
+            )(x, gate, gate_up, down)
+            for f in (mlp, plain)
+        )
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+        np.testing.assert_allclose(
+            a, b, atol=(1e-5 if dtype == "float32" else 2e-2) * max(np.abs(b).max(), 1)
+        )
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_a_layers_gradients_are_written_in_its_place(add):
+    """In a loop over checkpointed layers, whose gradients' stack nobody has filled, or whose sums are added to."""
+    layers, num, sizes = 3, 40, jnp.asarray([11, 0, 20, 5], jnp.int32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (num, D))
+    weights = (
+        jax.random.normal(keys[1], (layers, E, D, 2 * F)) / 3,
+        jax.random.normal(keys[2], (layers, E, F, D)) / 3,
+    )
+    order = jnp.arange(num)[::-1]
+
+    def run(x, weights, mlp):
+        body = jax.checkpoint(lambda h, of: (h + mlp(h, *of), None))
+        return (jax.lax.scan(body, x, (jnp.arange(layers), *weights))[0] ** 2).sum()
+
+    def in_place(x, weights):
+        refs = tuple(jax.new_ref(jnp.ones_like(w) if add else jnp.full_like(w, jnp.nan)) for w in weights)
+        mlp = lambda h, layer, *_: stacked_mlp(h, order, sizes, None, *weights, layer, refs, add)  # noqa: E731
+        return jax.grad(lambda x: run(x, weights, mlp))(x), tuple(jax.freeze(ref) for ref in refs)
+
+    plain = lambda h, layer, *w: reference.grouped_mlp(h[order], sizes, *w)[order]  # noqa: E731
+    with chip.making(chip.Chip("cpu", "gfx942")), jax.default_matmul_precision("highest"):
+        ours = jax.jit(in_place)(x, weights)
+    with jax.default_matmul_precision("highest"):
+        theirs = jax.jit(jax.grad(lambda x, w: run(x, w, plain), (0, 1)))(x, weights)
+    for a, b in zip(
+        jax.tree.leaves(ours), jax.tree.leaves((theirs[0], [w + add for w in theirs[1]])), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
 
 
 def assert_equal_to_the_reference(sizes, num_rows):

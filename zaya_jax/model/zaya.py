@@ -236,8 +236,8 @@ def apply(
 
     With a cache, tokens are written at `cache_index`: a prompt into one of `empty_cache`, or, where `cache_valid`
     [B, T] says which columns may be seen, a single new token. Where `devices` are not ALONE this runs
-    inside `shard_map`, on a device's part of weights and tokens, or, with a cache, of the cache's columns. With `stacks`
-    the experts' weights are these, and their gradients written there.
+    inside `shard_map`, on a device's part of weights and tokens, or, with a cache, of the cache's columns. With
+    `stacks` the experts' weights are these, and their gradients written there.
     """
     graph, state = _abstract(model, precision)
     state = jax.tree.map(lambda x: x, state)  # a copy: replacing is in place

@@ -75,13 +75,11 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
         params, bias = state["params"], state["balance"].bias
         total = jnp.maximum(jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes), 1.0)
         one = batch["tokens"].shape[0] == 1
-        # What is differentiated, and the experts of all layers where their kernels write gradients in their places.
-        params, experts = (
-            _apart(params) if model.model_type == "zaya" and in_place(spread) else (params, None)
-        )
-        refs = experts and jax.tree.map(
-            lambda w: jax.new_ref((unwritten if one else jnp.zeros_like)(w)), experts
-        )
+        # Experts whose kernels write gradients in the layers' places are no part of what is differentiated.
+        apart = model.model_type == "zaya" and in_place(spread)
+        params, experts = _apart(params) if apart else (params, None)
+        fresh = unwritten if one else jnp.zeros_like
+        refs = experts and jax.tree.map(lambda w: jax.new_ref(fresh(w)), experts)
         stacks = experts and Stacks(experts, refs, add=not one)
 
         def loss_of(params, micro):
