@@ -8,7 +8,9 @@ import re
 import pytest
 
 from zaya_jax import schedule
-from zaya_jax.config import Config, Data, Model, Phase, Run, Schedule, UserError
+from zaya_jax.config import Config, Data, Model, Phase, Run, Schedule, UserError, check, to_dict
+from zaya_jax.parallel.spread import ALONE
+from zaya_jax.train import recipe
 
 
 def config(*phases, num_steps=1000, **options):
@@ -190,6 +192,31 @@ def test_a_step_of_a_ramp_that_is_smaller_than_a_micro_batch_is_one(micro_batch,
     plan = schedule.make_plan(config(phase))
     assert [s.sequences for s in plan.segments] == [2, 4, 8]
     assert tuple(s.micro_batches for s in plan.segments) == counts
+
+
+@pytest.mark.parametrize("phases", [(), (Phase(tokens=10**6),), (Phase(tokens=10**6, micro_batch=64),)])
+def test_a_micro_batch_is_at_most_a_batch(phases):
+    """Larger ones take the batch, in evaluation and in what is said of the run too."""
+    given = dataclasses.replace(config(*phases), data=Data(seq_len=128, global_batch=8, micro_batch=16))
+    given = check(to_dict(given))
+    plan = schedule.make_plan(given)
+    assert [(s.sequences, s.micro_batches, s.phase.micro_batch) for s in plan.segments] == [(8, 1, 8)]
+    assert schedule.phase_config(given, plan.segments[0].phase).data.micro_batch == 8
+    many = dataclasses.replace(given, eval=dataclasses.replace(given.eval, windows=100))
+    assert recipe.eval_rows(many, plan.segments[0].phase, ALONE) == 8
+
+
+def test_the_batch_outside_phases_is_nobodys_where_they_have_their_own():
+    phases = (Phase(tokens=10**6, global_batch=32, ramp_from=2, ramp_tokens=10**5),)
+    given = dataclasses.replace(config(*phases), data=Data(seq_len=128, global_batch=9, micro_batch=16))
+    plan = schedule.make_plan(check(to_dict(given)))
+    assert [(s.sequences, s.micro_batches) for s in plan.segments] == [
+        (2, 1),
+        (4, 1),
+        (8, 1),
+        (16, 1),
+        (32, 2),
+    ]
 
 
 def test_what_model_and_data_see():

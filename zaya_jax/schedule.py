@@ -271,7 +271,10 @@ def _filled(config: Config, phase: Phase, index: int) -> Phase:
         name=phase.name or f"phase {index + 1}",
         **{name: getattr(phase, name) or value for name, value in outside.items()},
     )
-    phase = dataclasses.replace(phase, eval_seq_len=phase.eval_seq_len or phase.seq_len)
+    phase = dataclasses.replace(
+        phase, eval_seq_len=phase.eval_seq_len or phase.seq_len,
+        micro_batch=min(phase.micro_batch, phase.global_batch),
+    )  # fmt: skip
     for name in ("seq_len", "eval_seq_len"):
         if getattr(phase, name) > config.model.max_position_embeddings:
             raise UserError(

@@ -9,7 +9,10 @@ def check_config(c: Config) -> None:
     check_model(c.model)
     _check_run(c.run)
     _check_kernels(c.kernels)
-    if c.data.micro_batch and c.data.global_batch % c.data.micro_batch:
+    at_once = min(c.data.micro_batch, c.data.global_batch)
+    if (
+        at_once and not c.schedule.phases and c.data.global_batch % at_once
+    ):  # phases have batches of their own
         raise UserError(
             f"config.data.micro_batch={c.data.micro_batch} does not divide data.global_batch={c.data.global_batch}; "
             "give a divisor, or 0 for the whole batch at once"
