@@ -29,7 +29,7 @@ from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.train import state as states
 from zaya_jax.train import step as steps
 
-POLICIES = ("none", "attention", "layer", "offload")
+POLICIES = ("none", "elementwise", "attention", "layer", "offload")
 ROUNDS, TURN = 5, 2  # of `time`: rounds, steps of each in a round
 WIDE = {  # "1.3B"
     "vocab_size": 32_768, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 8,

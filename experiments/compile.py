@@ -125,7 +125,7 @@ def _what_fits(
         print(f"  with {', '.join(changes)}: {page.headline(row)}{', fits' if fits else ''}", flush=True)
         return {"changes": changes, **row} if fits else None
 
-    if here.remat == "none":
+    if here.remat in ("none", "elementwise"):
         here = dataclasses.replace(here, remat="attention")
         if row := tried("remat=attention"):
             return row

@@ -87,10 +87,26 @@ def gradients(remat):
     return jax.jit(jax.grad(objective))(params)
 
 
-@pytest.mark.parametrize("remat", ["layer", "attention", "offload"])
+@pytest.mark.parametrize("remat", ["layer", "attention", "offload", "elementwise"])
 def test_recomputing_changes_no_gradient(remat):
     for a, b in zip(jax.tree.leaves(gradients("none")), jax.tree.leaves(gradients(remat)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
+
+
+def test_elementwise_recomputes_no_product_of_weights():
+    model = model_helpers.small()
+    params, bias = model_helpers.weights(model)
+
+    def products(remat):
+        def objective(p):
+            out = zaya.apply(model, p, bias, np.arange(10)[None], precision=model_helpers.EXACT, remat=remat)
+            return jnp.sum(out.hidden**2)
+
+        return str(jax.make_jaxpr(jax.grad(objective))(params)).count("dot_general")
+
+    # A layer has 12 of them: four of attention's, two of the experts', four of the router's, two of the convolutions.
+    assert products("elementwise") <= products("attention") - 8
+    assert products("none") <= products("elementwise") <= products("none") + 2
 
 
 def test_the_whole_model_at_32k_tokens_has_no_square_array():

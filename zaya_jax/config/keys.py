@@ -9,7 +9,7 @@ from zaya_jax.config.fields import choice, group, only, ranged, switch, text
 
 LAYER_KINDS = ("hybrid", "hybrid_sliding", "hybrid_linear")  # full, windowed and linear attention
 PACKINGS = ("concat", "first_fit", "best_fit")
-REMATS = ("none", "layer", "attention", "offload")
+REMATS = ("none", "elementwise", "attention", "layer", "offload")
 
 MOST = 2**31 - 1  # of what 32 bits count on the devices
 TOKENS = 10**16  # a thousand times the largest corpus

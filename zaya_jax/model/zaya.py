@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import chip
 from pallas_kernels.attention import NO_WINDOW, SAVED
 from pallas_kernels.grouped_mlp import PRODUCTS
+from pallas_kernels.products import GIVEN
 from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.dense import DenseLayer
@@ -175,13 +176,15 @@ def _rope_of(kind, tables):
 
 def _remat(body, policy: str):
     """What the backward pass finds of a layer: "layer" recomputes all but the layer's input, "attention" all but that
-    and the attention's output, "offload" likewise with the latter in the host's memory."""
+    and the attention's output, "offload" likewise with the latter in the host's memory; "elementwise" no products."""
     policies, keep = jax.checkpoint_policies, None
     # What products gave, and so nothing made of gathered weights: these are gathered again.
     if policy == "fsdp":
         keep = policies.save_from_both_policies(
             policies.checkpoint_dots, policies.save_only_these_names(SAVED, PRODUCTS)
         )
+    elif policy == "elementwise":
+        keep = policies.save_only_these_names(SAVED, PRODUCTS, GIVEN)
     elif policy == "attention" or (policy == "offload" and chip.current().is_host):
         keep = policies.save_only_these_names(SAVED)
     elif policy == "offload":
