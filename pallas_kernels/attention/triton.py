@@ -149,7 +149,7 @@ class _Call:
                 ranges_of(q_segments, self.shape.queries),
                 ranges_of(k_segments, self.shape.keys),
             )
-            self.masks += [q_segments, k_segments, q_ranges, k_ranges]
+            self.masks += [q_segments, k_segments, *q_ranges, *k_ranges]
 
     def run(self, body, name, grid, given, results, products) -> Any:
         """body(shape, operands, masks, results), arrays as [B, tokens times heads, C] or without C: no copy."""
@@ -188,22 +188,18 @@ class _Call:
         return each * (most / 2 if at.offset else met), each * most if at.offset or at.window else None
 
 
-def ranges_of(segments: jax.Array, block: int) -> jax.Array:
-    """[B, 3, blocks]: the least and greatest id of each block but for 0, and whether it has 0, which is padding.
+def ranges_of(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of each block, [B, blocks]: the least and greatest id but for 0, and whether it has 0, which is padding.
 
     Apart, because padding behind the last document would else stretch a block's range over all of them. There are a
-    power of two of them; those behind the sequence meet no other one.
+    power of two of them; those behind the sequence are like its end.
     """
-    length = segments.shape[1]
-    num = -(-length // block)
-    ids = jnp.pad(segments, ((0, 0), (0, num * block - length)), mode="edge").reshape(-1, num, block)
+    batch, length = segments.shape
+    more = tiles.power(-(-length // block)) * block - length
+    ids = jnp.pad(segments, ((0, 0), (0, more)), mode="edge").reshape(batch, -1, block)
     info = jnp.iinfo(jnp.int32)
-    least = jnp.where(ids == 0, info.max, ids).min(-1)
-    greatest = jnp.where(ids == 0, info.min, ids).max(-1)
-    found = jnp.stack([least, greatest, (ids == 0).any(-1).astype(jnp.int32)], axis=1)
-    more = tiles.power(num) - num
-    nothing = jnp.asarray([info.max, info.min, 0], jnp.int32)[None, :, None]
-    return found if not more else jnp.concatenate([found, jnp.broadcast_to(nothing, (len(ids), 3, more))], 2)
+    least, greatest = jnp.where(ids == 0, info.max, ids).min(-1), jnp.where(ids == 0, info.min, ids).max(-1)
+    return least, greatest, (ids == 0).any(-1).astype(jnp.int32)  # not one array: that is one launch more
 
 
 class _Masks:
@@ -216,7 +212,8 @@ class _Masks:
         self.offset = refs.pop(0)[0] if at.offset else 0
         self.q_ids = self.k_ids = None
         if at.segments:
-            self.q_ids, self.k_ids, self.q_ranges, self.k_ranges = refs
+            self.q_ids, self.k_ids, *ranges = refs
+            self.q_ranges, self.k_ranges = ranges[:3], ranges[3:]
 
     def met_by_queries(self, i) -> Met:
         """Blocks of keys [lo, hi) that block i of queries meets, and of these [start, end) that it sees whole."""
@@ -247,11 +244,12 @@ class _Masks:
     def _by_segments(self, lo, hi, start, end, side, index) -> Met:
         if self.at.segments:
             own, others = (self.q_ranges, self.k_ranges) if side == "q" else (self.k_ranges, self.q_ranges)
-            least, greatest, padded = (own[self.batch, n, index] for n in range(3))
-            blocks = _steps(others.shape[2])
-            leasts, greatests, paddeds = (others[self.batch, n, blocks] for n in range(3))
+            least, greatest, padded = (x[self.batch, index] for x in own)
+            num = others[0].shape[1]
+            blocks = _steps(num)
+            leasts, greatests, paddeds = (x[self.batch, blocks] for x in others)
             meets = (leasts <= greatest) & (least <= greatests) | (padded * paddeds > 0)
-            lo = jnp.maximum(lo, jnp.min(jnp.where(meets, blocks, others.shape[2])))
+            lo = jnp.maximum(lo, jnp.min(jnp.where(meets, blocks, num)))
             hi = jnp.minimum(hi, jnp.max(jnp.where(meets, blocks + 1, 0)))
             alike = _one_document(least, greatest, padded) & _one_document(leasts, greatests, paddeds) & meets
             # The last run of blocks of the same document.
@@ -305,7 +303,7 @@ class _Part:
         self.batch, self.tokens = batch, tokens
         self.rows = tokens * num_heads + head
         self.real, self.tail = tokens < length, length % block > 0
-        self.channels, self.own = tiles.within(0, tiles.power(at.channels), at.channels)
+        self.channels, self.own = tiles.within(jnp.int32(0), tiles.power(at.channels), at.channels)
 
     def load(self, ref, inner=False) -> jax.Array:
         """Zeros behind the sequence; an `inner` block does not reach there."""

@@ -16,6 +16,7 @@ from zaya_jax.pytorch import hf
 # A GPU's algorithm on the cases that differ most from a CPU's by default; on the others among the slow tests.
 CASES = [(folder, "cpu") for folder in ("base", "sliding", "taps", "mixed")]
 CASES += [("mixed", "gpu"), ("taps", "cuda")]  # NVIDIA's experts are loops of their own
+CASES += [("mixed", "attention")]  # a GPU's own kernels of this operator, interpreted
 CASES += [pytest.param((folder, "gpu"), marks=pytest.mark.slow) for folder in ("base", "sliding")]
 
 
@@ -23,7 +24,8 @@ CASES += [pytest.param((folder, "gpu"), marks=pytest.mark.slow) for folder in ("
 def golden_case(request, golden_dir):
     """A golden case's folder, and around the test a chip whose algorithm must give it."""
     folder, platform = request.param
-    with chip.making(chip.Chip(platform, platform)):
+    own = platform in chip.OPERATORS
+    with chip.making(chip.Chip("cpu", "gfx942", (platform,)) if own else chip.Chip(platform, platform, ())):
         yield golden_dir / folder
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pallas_kernels import chip
 from pallas_kernels.attention import attention, attention_gradients, triton
 from pallas_kernels.attention.reference import attention as reference_attention
+from zaya_jax.hardware import inner_loop, machine_code, targets
 
 MI300X, H200 = chip.Chip("cpu", "gfx942"), chip.Chip("cpu", "NVIDIA H200")
 
@@ -147,12 +148,10 @@ def test_gradients_of_parts_add_up(window):
 def test_ranges_of_blocks_count_padding_apart():
     """Padding behind the last document would else stretch its block over all documents before."""
     ranges = triton.ranges_of(jnp.asarray([[3, 3, 3, 4, 5, 0, 0, 0, 0, 9]]), 2)
-    least, greatest = jnp.iinfo(jnp.int32).min, jnp.iinfo(jnp.int32).max
-    assert ranges.shape == (1, 3, 8)
-    np.testing.assert_array_equal(
-        ranges[0, :, :5], [[3, 3, 5, greatest, 9], [3, 4, 5, least, 9], [0, 0, 1, 1, 1]]
-    )
-    np.testing.assert_array_equal(ranges[0, :, 5:], [[greatest] * 3, [least] * 3, [0] * 3])
+    most, least = jnp.iinfo(jnp.int32).max, jnp.iinfo(jnp.int32).min
+    np.testing.assert_array_equal(ranges[0], [[3, 3, 5, most, 9, 9, 9, 9]])
+    np.testing.assert_array_equal(ranges[1], [[3, 4, 5, least, 9, 9, 9, 9]])
+    np.testing.assert_array_equal(ranges[2], [[0, 0, 1, 1, 1, 0, 0, 0]])
 
 
 def by_blocks(seen: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
@@ -174,7 +173,7 @@ def blocks_met(sizes, window, offset, q_ranges, k_ranges, packed, windowed):
     q_len, k_len, queries, keys = sizes
     at = triton._Shape(q_len, k_len, 1, 1, 1, 16, queries, keys, 1.0, packed, windowed, True)
     refs = [x[None] for x in ([window] if windowed else []) + [offset]]
-    masks = triton._Masks(at, refs + ([None, None, q_ranges, k_ranges] if packed else []), 0)
+    masks = triton._Masks(at, refs + ([None, None, *q_ranges, *k_ranges] if packed else []), 0)
     blocks = jnp.arange(LONGEST // 4)
     return jax.vmap(masks.met_by_queries)(blocks), jax.vmap(masks.met_by_keys)(blocks)
 
@@ -232,3 +231,42 @@ def test_any_shape(data):
         tolerance=0.06 if low else 3e-5, made_for=draw(st.sampled_from([MI300X, H200])) if low else MI300X,
         seed=draw(st.integers(0, 9)), traced=draw(st.booleans()),
     )  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("name", ["mi300x", "mi355x", "h200"])
+def test_machine_code(name, channels):
+    """Nothing spilled, no more shared memory than there is, matrix instructions in the inner loops."""
+    if not targets.FOLDER.exists():
+        pytest.skip("make setup-targets installs the compilers")
+    like = [jax.ShapeDtypeStruct((4, 4096, heads, channels), jnp.bfloat16) for heads in (8, 2, 2)]
+    for packed in (False, True):
+
+        def f(q, k, v, d_out, segments, packed=packed):
+            ids = segments if packed else None
+            with chip.making(chip.chip_of(targets.devices(name, 1)[0])):
+                out, pull = jax.vjp(lambda *qkv: attention(*qkv, ids, ids, scale=0.1)[0], q, k, v)
+                return out, pull(d_out)
+
+        program = targets.compiled(name, f, *like, like[0], jax.ShapeDtypeStruct((4, 4096), jnp.int32))
+        found = {code.name: code for code in machine_code.of(program)}
+        assert set(found) == {"attention", "attention_queries", "attention_keys"}
+        for code in found.values():
+            assert code.spills == code.private == code.scalar_spills == 0 and code.blocks > 0, code.name
+            if not inner_loop.missing(code.arch):
+                loop = inner_loop.of(code)
+                assert loop and loop.kind in ("mfma", "wgmma") and loop.share > 0.4, code.name
+
+
+def test_work_behind_the_diagonal():
+    """At most 2% at 4,096 tokens, of the FLOPs that the kernels say of themselves."""
+    q, k = (jnp.empty((1, 4096, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    pairs = 4096 * 4097 / 2 * 8
+    for of in (MI300X, H200):
+        with chip.making(of):
+            for kernel in ("forward", "queries", "keys"):
+                flops, most = triton._Call(kernel, q, k, None, None, None, None, 1.0, None).flops(1)
+                assert most is None and 1 <= flops / (2 * 128 * pairs) < 1.02
+                known = triton._Call(kernel, q, k, None, None, None, jnp.int32(0), 1.0, None).flops(1)
+                assert known == (2 * 128 * 8 * 4096**2 / 2, 2 * 128 * 8 * 4096**2)
