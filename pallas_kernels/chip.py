@@ -20,7 +20,14 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 # Those that have kernels of their own, `triton.py` in their folders.
-OPERATORS: tuple[str, ...] = ("attention", "cross_entropy", "grouped_mlp", "newton_schulz", "residual_norm")
+OPERATORS: tuple[str, ...] = (
+    "attention",
+    "cca_mix",
+    "cross_entropy",
+    "grouped_mlp",
+    "newton_schulz",
+    "residual_norm",
+)
 
 
 class Chip(NamedTuple):

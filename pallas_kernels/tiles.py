@@ -26,6 +26,7 @@ from pallas_kernels import chip
 block = pl.BlockSpec
 program_id = pl.program_id
 slice_of = pl.ds
+when = pl.when
 load, store = backend.load, backend.store  # with `mask` and `other`, for tiles that reach over an array's end
 atomic_add = backend.atomic_add
 Masks = tuple[jax.Array | None, jax.Array | None]  # of a matrix' rows and columns; None: all are there

@@ -4,7 +4,8 @@ The first convolution has taps for each channel, the second for each head: a mat
 Letters: B batch, S sequence, G = H + K query and key-value heads, C channels of a head; the taps look back T0 and T1
 tokens, T in all. An array over the sequence may also hold the T tokens before it, or the last few of them.
 
-An implementation (`xla`, `cpu`; `reference` is the definition) has
+`mix` is all of it. On a GPU it is `triton`'s, where that takes what is given; otherwise made of two parts, of which an
+implementation (`xla`, `cpu`; `reference` is the definition) has
 
     convolve(x, before, by_channel, by_head, segments, dtype)                        → y
     convolve_gradients(the same, d_y)                                                → gradients of the first four
@@ -15,16 +16,45 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chip
-from pallas_kernels.cca_mix import cpu, xla
+from pallas_kernels.cca_mix import cpu, triton, xla
 
-IMPLEMENTATIONS = {"xla": xla, "cpu": cpu}
+PARTS = {"xla": xla, "cpu": cpu}
 
 
-def by_head(packed: Float[Array, "B S P"], channels: int) -> Float[Array, "G B S C"]:
-    """Packed columns with heads first, as the convolutions' products and attention's want them."""
+def mix(
+    columns: Float[Array, "B S P+V"],
+    before: Float[Array, "B T P"] | None,
+    by_channel: Float[Array, "T0+1 G C"],
+    by_head: Float[Array, "T1+1 G C C"],
+    bias: Float[Array, "G C"],
+    temperature: Float[Array, "K"],
+    rope: list[tuple[Any, jax.Array]],
+    segments: Int[Array, "B T+S"] | None,
+    mean_q: Float[Array, "B S K C"] | None,
+    dtype: Any,
+) -> tuple[Float[Array, "B S H C"], Float[Array, "B S K C"], Float[Array, "B S V"]]:
+    """Queries and keys from the first P = (H + K) C columns, and the columns behind them as they are.
+
+    Arguments are those of `convolve` and `queries_and_keys`.
+    """
+    arrays = columns, before, by_channel, by_head, bias, temperature, rope, segments, mean_q, dtype
+    if chip.choose({"xla": xla, "triton": triton}) is triton and triton.suits(*arrays):
+        return triton.mix(*arrays)
+    packed, rest = jnp.split(columns, (by_channel[0].size,), axis=-1)
+    heads_first, before = (
+        None if x is None else _heads_first(x, by_channel.shape[2]) for x in (packed, before)
+    )
+    mixed = convolve(heads_first, before, by_channel, by_head, segments, dtype)
+    q, k = queries_and_keys(heads_first, mixed, bias, temperature, rope, temperature.size, mean_q)
+    return q, k, rest
+
+
+def _heads_first(packed, channels):
+    """[G, B, S, C], as the convolutions' products and attention's want them."""
     return packed.reshape(*packed.shape[:2], packed.shape[2] // channels, channels).transpose(2, 0, 1, 3)
 
 
@@ -42,7 +72,7 @@ def convolve(
     The last tap is the token itself. `before` are the tokens ahead of the first one, None for zeros. A token takes
     nothing from those of other `segments`; None is one segment.
     """
-    return chip.choose(IMPLEMENTATIONS).convolve(x, before, by_channel, by_head, segments, dtype)
+    return chip.choose(PARTS).convolve(x, before, by_channel, by_head, segments, dtype)
 
 
 def _convolve_fwd(*args):
@@ -50,7 +80,7 @@ def _convolve_fwd(*args):
 
 
 def _convolve_bwd(dtype, saved, d_out):
-    return *chip.choose(IMPLEMENTATIONS).convolve_gradients(*saved, dtype, d_out), None
+    return *chip.choose(PARTS).convolve_gradients(*saved, dtype, d_out), None
 
 
 convolve.defvjp(_convolve_fwd, _convolve_bwd)
@@ -70,5 +100,5 @@ def queries_and_keys(
 
     `mean_q` is each group's mean query where it lies on several devices. The backward pass repeats all of it.
     """
-    choice = chip.choose(IMPLEMENTATIONS)
+    choice = chip.choose(PARTS)
     return choice.queries_and_keys(by_head, mixed, bias, temperature, rope, num_kv, mean_q)

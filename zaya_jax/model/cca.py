@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from pallas_kernels.cca_mix import by_head, convolve, queries_and_keys
+from pallas_kernels.cca_mix import mix
 from pallas_kernels.products import dot, whole
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.placement import Before, Placement
@@ -61,15 +61,15 @@ class CCA(nnx.Module):
         if here.mask is not None:
             x = x * here.mask[..., None].astype(x.dtype)
         x = x.astype(self.dtype)
-        project = functools.partial(self._project, self._side_by_side(here), here)
-        packed, now, late = project(x)  # q and k side by side; the two halves of v
+        project = functools.partial(self._project, self._side_by_side(here))
+        columns = project(x)
         nothing = self._value_of_nothing(len(x), here)
-        before = here.before(x, project, self._history(), nothing)
-        heads_first, temperature = by_head(packed, self.channels), self.temperature[...]
-        mixed, bias = self._convolve(heads_first, before, here.segments)
-        v = self._values(now, late, before, nothing, here)
+        before = here.before(x, lambda x: self._split(project(x), here), self._history(), nothing)
+        packed = self._split(columns, here)[0]
         mean_q = here.weights.mean_queries(packed, self.channels)
-        q, k = queries_and_keys(heads_first, mixed, bias, temperature, rope, temperature.size, mean_q)
+        q, k, values = self._mix(columns, before, rope, here.segments, mean_q)
+        now, late = here.weights.split_values(values)
+        v = self._values(now, late, before, nothing, here)
         out, kept = here.attend(q, k, v, columns=packed, value=late)
         y = here.weights.sum(dot(out.reshape(*x.shape[:2], -1), self.o.kernel[...], self.dtype), self.dtype)
         return y + self.o.bias[...].astype(y.dtype) if hasattr(self.o, "bias") else y, kept
@@ -87,31 +87,34 @@ class CCA(nnx.Module):
         biases = joined(*(p.bias[...] for p in parts)) if hasattr(self.q, "bias") else None
         return joined(*(p.kernel[...] for p in parts)), biases
 
-    def _project(self, weights, here, x):
+    def _project(self, weights, x):
         """Packed queries and keys, the values' current half and the one to be delayed: one product."""
         kernel, bias = weights
         y = dot(x, kernel, self.dtype)
-        y = y if bias is None else y + bias.astype(y.dtype)
-        packed, values = jnp.split(y, (self.conv_depthwise.kernel.shape[-1],), axis=-1)
+        return y if bias is None else y + bias.astype(y.dtype)
+
+    def _split(self, columns, here):
+        """Queries and keys side by side; the two halves of the values."""
+        packed, values = jnp.split(columns, (self.conv_depthwise.kernel.shape[-1],), axis=-1)
         return packed, *here.weights.split_values(values)
 
-    def _convolve(self, heads_first, before: Before, segments):
-        """Both convolutions of the packed columns, [H + K, B, S, C], and what is still to be added for their biases.
+    def _mix(self, columns, before: Before, rope, segments, mean_q):
+        """Queries, keys, and the columns of the values.
 
         Nothing stands between them but the first one's bias, so both biases are added once, at the end. Documents are
         cut alike: tokens of a document lie together, so what both would mask is what lies before it.
         """
-        w1, heads = self.conv_grouped.kernel[...], len(heads_first)
+        w1 = self.conv_grouped.kernel[...]
+        heads = w1.shape[1]
         w0 = self.conv_depthwise.kernel[...].reshape(-1, heads, self.channels)
         if segments is not None:
             segments = _with_earlier(segments, before.segments, self._history())
-        columns = None if before.columns is None else by_head(before.columns, self.channels)
-        mixed = convolve(heads_first, columns, w0, w1, segments, self.dtype)
         first_bias, last_bias = (
             conv.bias[...].reshape(heads, self.channels) for conv in (self.conv_depthwise, self.conv_grouped)
         )
         passed_on = jnp.einsum("gc,tgcd->gd", first_bias, w1, precision=whole(w1.dtype))
-        return mixed, passed_on + last_bias
+        bias, temperature = passed_on + last_bias, self.temperature[...]
+        return mix(columns, before.columns, w0, w1, bias, temperature, rope, segments, mean_q, self.dtype)
 
     def _values(self, now, late, before: Before, nothing, here: Placement):
         """Half of each token's own and half of the one before it, [B, S, K, C]."""
