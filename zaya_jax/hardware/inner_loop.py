@@ -118,7 +118,7 @@ def instructions(code: Code) -> list[Instruction]:
         file = Path(folder) / "kernel.elf"
         file.write_bytes(code.elf)
         if code.arch.startswith("sm_"):
-            return _read_nvidia(_run(_nvdisasm(), "-c", str(file)))
+            return _read_nvidia(_run(_nvdisasm(), "-ndf", "-c", str(file)))
         tool = _llvm("objdump", _LEAST_LLVM[code.arch])
         return _read_amd(_run(tool, "-d", f"--mcpu={code.arch}", "--triple=amdgcn-amd-amdhsa", str(file)))
 

@@ -9,6 +9,7 @@ place, and it can compile but never run.
 """
 
 import ctypes
+import functools
 import os
 import re
 from collections.abc import Callable
@@ -117,16 +118,26 @@ def devices(name: str, count: int) -> list[Any]:
     return list(topology.devices)
 
 
-def compiled(name: str, f: Callable, *like: Any) -> jax.stages.Compiled:
-    """A function alone on one device of a kind, compiled for arguments of these shapes and number formats."""
-    mesh = Mesh(np.array(devices(name, 1)), ("device",))
-    placed = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, PartitionSpec())), like
+def alone(name: str, f: Callable) -> Callable:
+    """A function as one device of a kind runs it, with whole arguments and results."""
+    return jax.shard_map(
+        f, mesh=_one(name), in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
     )
-    alone = jax.shard_map(f, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+
+
+def compiled(name: str, f: Callable, *like: Any) -> jax.stages.Compiled:
+    """That function, compiled for arguments of these shapes and number formats."""
+    whole = NamedSharding(_one(name), PartitionSpec())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), like)
     with buffers.uncached():
         # XLA's default, which the tests' XLA_FLAGS turn down: at 0 a kernel of 76 registers takes 168 and spills 98.
-        return jax.jit(alone).lower(*placed).compile(compiler_options={"xla_backend_optimization_level": 3})
+        options: Any = {"xla_backend_optimization_level": 3}
+        return jax.jit(alone(name, f)).lower(*placed).compile(compiler_options=options)
+
+
+@functools.cache
+def _one(name: str) -> Mesh:
+    return Mesh(np.array(devices(name, 1)), ("device",))
 
 
 def _register(platform: str) -> None:

@@ -1,0 +1,100 @@
+"""Every kernel as the compilers of absent chips see it: nothing spills, it fits, and products run on matrix cores.
+
+At ZAYA1's sizes, since tiles follow from them. The cases are those of `benchmarks.cases`: a new kernel needs one there.
+"""
+
+import functools
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cases
+from benchmarks import targets as page
+from pallas_kernels import chip
+from zaya_jax.config import UserError
+from zaya_jax.hardware import inner_loop, targets
+
+SIZE = cases.SIZES["4K"]
+ROOT = Path(__file__).parents[2]
+
+
+def judged(*fast: str) -> list:
+    """(chip, case) for all; an operator's first case, on these chips, stands for the rest in the default tests."""
+    return [
+        pytest.param(
+            name, case, id=f"{name}, {operator}, {case.label}",
+            marks=[] if number == 0 and name in fast else [pytest.mark.slow],
+        )
+        for operator in chip.OPERATORS
+        for number, case in enumerate(cases.of_operator(operator))
+        for name in ("mi300x", "h200")
+    ]  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compilers():
+    if not targets.FOLDER.exists():
+        pytest.skip("make setup-targets installs the compilers")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # what is set there ends with these tests
+        yield
+
+
+@functools.cache
+def made(name: str, case: cases.Case) -> page.Made:
+    direction = "alone" if "alone" in case.directions else "gradients"
+    return page.compiled(name, case, direction, SIZE)
+
+
+@pytest.mark.parametrize(("name", "case"), judged("mi300x", "h200"))
+def test_nothing_spills_and_all_fits(name, case):
+    codes = made(name, case).codes
+    assert codes, "no kernel of its own"
+    for code in codes:
+        assert (code.arch, code.spills, code.private) == (page.CHIPS[name], 0, 0), code
+        assert code.shared <= code.core.a_block and code.occupancy >= 1, code
+
+
+@pytest.mark.parametrize(
+    ("name", "case"), judged("mi300x")
+)  # NVIDIA's disassembler takes a second or two a kernel
+def test_products_run_on_matrix_cores(name, case):
+    if missing := inner_loop.missing(page.CHIPS[name]):
+        pytest.skip(f"{missing} is not installed")
+    found = made(name, case)
+    for code in found.codes:
+        if any(k.flops for k in found.calls(code.name)):
+            loop = inner_loop.of(code)
+            assert loop and loop.matrix and 0 < loop.share <= 1, code
+
+
+def test_every_operator_with_kernels_has_a_case_and_a_place_on_the_page():
+    text = (ROOT / "pallas_kernels" / "TARGETS.md").read_text(encoding="utf-8")
+    for operator in chip.OPERATORS:
+        assert cases.of_operator(operator), f"benchmarks/cases.py has no case of {operator}"
+        assert f"| {operator}" in text, f"{operator} is not on the page; run: python -m benchmarks.targets"
+
+
+def test_the_page_of_one_operator(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["targets", "--chips", "mi300x", "--operators", "newton_schulz"])
+    assert page.main() == 0
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    kernels = [cells for cells in lines if cells[0] == "| `newton_schulz_apply`"]
+    (cells,) = kernels
+    assert cells[4] == "0" and cells[5] == "32 KB" and cells[8].startswith(("100%", "9", "8", "7", "–"))
+    assert cells[9] == "0.17 GB |"  # two matrices in, one out: 4 x (2 x 2048 x 4096 + 2048²) in bfloat16
+    (operator,) = [cells for cells in lines if cells[0].startswith("| newton_schulz:")]
+    least, ours, xlas = (float(cell.split()[0]) for cell in operator[1:4])
+    assert least < ours < xlas and operator[6].startswith("ours: ")
+
+
+def test_without_compilers_it_says_so_in_a_line(monkeypatch, capsys):
+    def none(name, count):
+        raise UserError("the compiler for rocm is not installed; run: make setup-targets")
+
+    monkeypatch.setattr(targets, "devices", none)
+    monkeypatch.setattr(sys, "argv", ["targets"])
+    assert page.main() == 2
+    assert capsys.readouterr().err == "the compiler for rocm is not installed; run: make setup-targets\n"
