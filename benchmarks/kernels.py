@@ -1,0 +1,287 @@
+"""Times every kernel on the chip that is here, beside XLA's implementation and what users would pick otherwise.
+
+    python -m benchmarks.kernels --out DIR [--sizes 4K 32K 131K] [--operators NAME ...] [--seconds 1]
+
+Forward and backward passes apart, in bfloat16, at ZAYA1's sizes (`benchmarks.cases`). Each is first compared with XLA
+in float32, and one that is wrong is not timed. Rates stand beside what one large product and one copy reach in the same
+run. Written are kernels.json, kernels.csv and kernels.md. On a CPU kernels are interpreted at a size of a few hundred
+numbers, which shows that the program runs and says nothing of any chip.
+"""
+
+import argparse
+import csv
+import dataclasses
+import importlib.util
+import io
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from optax.contrib import _muon
+
+from benchmarks import cases
+from pallas_kernels import chip
+from pallas_kernels.chip import Chip
+from zaya_jax.hardware.measure import timing
+from zaya_jax.hardware.measure.timing import Timing
+from zaya_jax.optim.muon import KELLER_JORDAN
+from zaya_jax.report.tables import as_markdown
+
+CHECKED = cases.Size("1K", 1, 1024)  # tokens at which values and gradients are compared
+NOISE = (
+    1e-3  # of a norm, by which all may differ; beyond that an error is held against XLA's in the same format
+)
+OTHERS = 0.1  # and what XLA and others may be off: it is shown
+HEAD = ("operator", "direction", "implementation", "ms", "10% to 90%", "rate", "share", "temporaries", "note")
+
+
+@dataclasses.dataclass
+class Row:
+    """One implementation of one direction at one size."""
+
+    operator: str
+    label: str
+    size: str
+    direction: str
+    implementation: str
+    error: float | None = None  # over what a norm of XLA's float32 results is; the largest of all results
+    seconds: Timing | None = None
+    flops: float = 0.0  # of use; 0 where bytes count
+    bytes: int = 0  # arguments and results, each once
+    temporaries: int | None = None
+    note: str = ""
+
+    @property
+    def rate(self) -> float | None:
+        """FLOP/s, or bytes a second where no FLOPs are counted."""
+        return (self.flops or self.bytes) / self.seconds.median if self.seconds else None
+
+
+def rivals(case: cases.Case, here: Chip) -> dict[str, Callable[[Any], Callable]]:
+    """What else is importable, by name: `call(dtype)` as a case has it."""
+    found: dict[str, Callable[[Any], Callable]] = {}
+    if (case.operator, case.label) == ("attention", "causal"):
+        how: Any = "cudnn" if here.maker == "cuda" and not here.is_host else "xla"
+        found[f"jax.nn, {how}"] = lambda dtype: (
+            lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
+        )
+        if tokamax := _tokamax(here):
+            found["tokamax"] = lambda dtype: (
+                lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=True)
+            )
+    if case.label == "sorted rows":
+        found["lax.ragged_dot"] = lambda dtype: _ragged(jax.lax.ragged_dot)
+        if tokamax := _tokamax(here):
+            found["tokamax"] = lambda dtype: _ragged(tokamax.ragged_dot)
+    if case.operator == "cross_entropy":
+        found["all logits at once"] = _all_logits
+    if case.operator == "newton_schulz":
+        found["optax"] = _optax
+    return found
+
+
+def _tokamax(here: Chip) -> Any:
+    there = importlib.util.find_spec("tokamax") and here.maker == "cuda" and not here.is_host
+    return importlib.import_module("tokamax") if there else None
+
+
+def _ragged(product: Callable) -> Callable:
+    def mlp(rows, sizes, gate_up, down):
+        gate, up = jnp.split(product(rows, gate_up.astype(rows.dtype), sizes), 2, axis=-1)
+        return product(jax.nn.silu(gate) * up, down.astype(rows.dtype), sizes)
+
+    return mlp
+
+
+def _all_logits(dtype):
+    def loss(hidden, table, targets):
+        logits = jnp.matmul(hidden, table.astype(dtype).T, preferred_element_type=jnp.float32)
+        chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
+        return jnp.sum(jax.nn.logsumexp(logits, axis=-1) - chosen)
+
+    return loss
+
+
+def _optax(dtype):
+    def one(x):
+        return _muon.orthogonalize_via_newton_schulz(x, jnp.asarray(KELLER_JORDAN, dtype), 5)
+
+    return lambda x: jax.vmap(one)(x.astype(dtype))
+
+
+def measure(case: cases.Case, size: cases.Size, here: Chip, seconds: float) -> Iterator[Row]:
+    """Every implementation of a case: compared, then timed, direction by direction."""
+    none = here.taking(("none",))
+    offered = {"ours": (case, here), "XLA": (case, none)}
+    for name, call in rivals(case, here).items():
+        offered[name] = (dataclasses.replace(case, call=call), none)
+    errors = _errors(case, _checked(size), offered, none)
+    for name, (own, target) in offered.items():
+        error = errors[name]
+        limit = OTHERS if name not in ("ours", "XLA") else 2 * max(_number(errors["XLA"]), NOISE)
+        wrong = isinstance(error, str) or not error <= min(limit, OTHERS)
+        for direction in case.directions:
+            row = Row(case.operator, case.label, size.label, direction, name)
+            row.flops = case.flops(size)[direction]
+            row.error = None if isinstance(error, str) else error
+            if wrong:
+                row.note = error if isinstance(error, str) else f"wrong by {error:.2g} of the norm; not timed"
+            else:
+                _time(row, own, size, target, seconds)
+            yield row
+
+
+def _checked(size: cases.Size) -> cases.Size:
+    return size if size is cases.SMALL else CHECKED
+
+
+def _number(error: float | str) -> float:
+    return np.inf if isinstance(error, str) else error
+
+
+def _errors(case: cases.Case, size: cases.Size, offered: dict, none: Chip) -> dict[str, float | str]:
+    """Of each implementation the largest error of its results and gradients, over a norm; or why there is none."""
+    direction = "alone" if "alone" in case.directions else "gradients"
+    with chip.making(none), jax.default_matmul_precision("highest"):
+        exact = _results(cases.function(case, direction, jnp.float32), case.values(size, jnp.float32))
+    found: dict[str, float | str] = {}
+    for name, (own, target) in offered.items():
+        try:
+            with chip.making(target):
+                got = _results(cases.function(own, direction), case.values(size))
+        except Exception as error:
+            found[name] = f"failed: {_line(error)}"
+            continue
+        both = zip(got, exact, strict=True)
+        found[name] = max(float(np.linalg.norm(a - b) / max(np.linalg.norm(b), 1e-30)) for a, b in both)
+    return found
+
+
+def _results(function: Callable, arguments: tuple) -> list[np.ndarray]:
+    out = jax.jit(lambda *a: jax.tree.leaves(function(*a)))(*arguments)
+    return [np.asarray(x.astype(jnp.float32), np.float64) for x in out]
+
+
+def _time(row: Row, case: cases.Case, size: cases.Size, target: Chip, seconds: float) -> None:
+    try:
+        with chip.making(target):
+            arguments: tuple = case.values(size)
+            if row.direction == "backward":
+                out, pull = jax.jit(cases.linearized(case))(*arguments)
+                arguments = (pull, jax.tree.map(lambda x: (x + 1).astype(x.dtype), out))
+            program = jax.jit(cases.function(case, row.direction)).lower(*arguments).compile()
+            row.bytes = cases.bytes_of(arguments, program.out_info)
+            analysis = program.memory_analysis()
+            row.temporaries = analysis.temp_size_in_bytes if analysis else None
+            row.seconds = timing.time_call(lambda: program(*arguments), seconds, queue=not target.is_host)
+    except jax.errors.JaxRuntimeError as error:
+        out_of_memory = "RESOURCE_EXHAUSTED" in str(error)
+        row.note = "does not fit the chip's memory" if out_of_memory else f"failed: {_line(error)}"
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def yardsticks(here: Chip, seconds: float) -> dict[str, float]:
+    """FLOP/s of one large bfloat16 product, and bytes a second that a copy reads and writes."""
+    side, numbers = (256, 1 << 16) if here.is_host else (8192, 1 << 28)
+    x = jnp.ones((side, side), jnp.bfloat16)
+    wide = jnp.ones(numbers, jnp.float32)
+    product = jax.jit(jnp.matmul).lower(x, x).compile()
+    copy = jax.jit(jnp.negative).lower(wide).compile()
+    queue = not here.is_host
+    return {
+        "product": 2 * side**3 / timing.time_call(lambda: product(x, x), seconds, queue).median,
+        "copy": 2 * wide.nbytes / timing.time_call(lambda: copy(wide), seconds, queue).median,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measures all, and writes three files."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--sizes", nargs="+", choices=cases.SIZES, default=list(cases.SIZES))
+    parser.add_argument("--operators", nargs="+", choices=chip.OPERATORS, default=list(chip.OPERATORS))
+    parser.add_argument("--seconds", type=float, default=1.0, help="for which each is repeated")
+    options = parser.parse_args(arguments)
+    device = jax.devices()[0]
+    host = device.platform == "cpu"
+    here = Chip("cpu", "gfx942") if host else chip.chip_of(device)
+    sizes = [cases.SMALL] if host else [cases.SIZES[label] for label in options.sizes]
+    if host:
+        print(
+            "no GPU is here: kernels are interpreted at a tiny size, and figures are of this host", flush=True
+        )
+    about = {
+        "device": device.device_kind, "platform": device.platform, "jax": jax.__version__,
+        "date": time.strftime("%Y-%m-%d"), "of_host": host, **yardsticks(here, options.seconds),
+    }  # fmt: skip
+    rows: list[Row] = []
+    for case in cases.CASES:
+        if case.operator not in options.operators:
+            continue
+        seen = []
+        for size in sizes:
+            if (like := case.like(size)) in seen:  # it has no tokens
+                continue
+            seen.append(like)
+            for row in measure(case, size, here, options.seconds):
+                rows.append(row)
+                print(" | ".join(_cells(row, about)), flush=True)
+                _write(options.out, about, rows)  # what is there stays, whatever comes
+    print(f"written: {options.out}/kernels.json, kernels.csv, kernels.md")
+    return 1 if any("wrong" in row.note for row in rows if row.implementation in ("ours", "XLA")) else 0
+
+
+def _cells(row: Row, about: dict[str, Any]) -> list[str]:
+    rate, unit = row.rate, ("TFLOP/s" if row.flops else "GB/s")
+    timed = row.seconds
+    share = rate / about["product" if row.flops else "copy"] if rate else None
+    return [
+        f"{row.operator}: {row.label}, {row.size}",
+        row.direction,
+        row.implementation,
+        f"{timed.median * 1e3:,.3f}" if timed else "–",
+        f"{timed.low * 1e3:,.3f} to {timed.high * 1e3:,.3f}" if timed else "–",
+        f"{rate / (1e12 if row.flops else 1e9):,.4g} {unit}" if rate else "–",
+        f"{share:.0%}" if share else "–",
+        f"{row.temporaries / 1e6:,.1f} MB" if row.temporaries is not None else "–",
+        row.note or (f"error {row.error:.1e}" if row.error is not None else ""),
+    ]
+
+
+def _write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    flat = []
+    for row in rows:
+        timed = dict(zip(("seconds", "low", "high", "samples"), row.seconds or [None] * 4, strict=True))
+        flat.append({**dataclasses.asdict(row), "rate": row.rate, **timed})
+    (out / "kernels.json").write_text(json.dumps({**about, "rows": flat}, indent=1) + "\n")
+    sheet = io.StringIO()
+    writer = csv.DictWriter(sheet, fieldnames=list(dict.fromkeys(key for row in flat for key in row)))
+    writer.writeheader()
+    writer.writerows(flat)
+    (out / "kernels.csv").write_text(sheet.getvalue())
+    note = (
+        "\nFigures are of this host, where kernels are interpreted: of no GPU.\n" if about["of_host"] else ""
+    )
+    title = f"Kernels on {about['device']}, jax {about['jax']}, {about['date']}"
+    yard = (
+        f"One product of 8,192² reaches {about['product'] / 1e12:,.1f} TFLOP/s in bfloat16, a copy "
+        f"{about['copy'] / 1e9:,.0f} GB/s; shares are of these."
+        if not about["of_host"]
+        else ""
+    )
+    table = as_markdown("Median of repeated calls", HEAD, [_cells(row, about) for row in rows])
+    (out / "kernels.md").write_text(f"# {title}\n{note}\n{yard}\n\n{table}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

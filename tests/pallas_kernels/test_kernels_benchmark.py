@@ -1,0 +1,78 @@
+"""benchmarks.kernels on a CPU: it runs, compares before it times, and says that its figures are of this host."""
+
+import csv
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import cases, kernels
+from pallas_kernels.chip import Chip
+from zaya_jax.hardware.measure.timing import Timing
+
+HERE = Chip("cpu", "gfx942")
+
+
+def run(out, operator):
+    assert kernels.main(["--out", str(out), "--seconds", "1e-3", "--operators", operator]) == 0
+    found = json.loads((out / "kernels.json").read_text())
+    return found, {(r["label"], r["direction"], r["implementation"]): r for r in found["rows"]}
+
+
+def test_three_files_with_the_same_rows(tmp_path):
+    found, of = run(tmp_path, "newton_schulz")
+    assert found["of_host"] and found["platform"] == "cpu" and found["product"] > 0 and found["copy"] > 0
+    assert "of no GPU" in (tmp_path / "kernels.md").read_text()
+    with (tmp_path / "kernels.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert [r["implementation"] for r in table] == [r["implementation"] for r in found["rows"]]
+    for name in ("ours", "XLA", "optax"):
+        row = of["gate and up of four experts", "alone", name]
+        assert row["low"] <= row["seconds"] <= row["high"] and row["samples"] >= 5
+        assert row["rate"] == pytest.approx(row["flops"] / row["seconds"]) and 0 < row["error"] < 0.1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operator", ["attention", "grouped_mlp"])
+def test_forward_and_backward_apart(tmp_path, operator):
+    _, of = run(tmp_path, operator)
+    assert {key[2] for key in of} >= {"ours", "XLA"} and len({key[2] for key in of}) == 3
+    for (_, direction, _), row in of.items():
+        assert direction in ("forward", "backward") and row["seconds"] > 0 and 0 < row["error"] < 0.02
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch):
+    others = {
+        "half": lambda dtype: lambda x: 0.5 * x.astype(dtype),
+        "none": lambda dtype: lambda x: jnp.zeros(3) + x,
+    }
+    monkeypatch.setattr(kernels, "rivals", lambda *_: others)
+    (case,) = cases.of_operator("newton_schulz")
+    rows = {row.implementation: row for row in kernels.measure(case, cases.SMALL, HERE, 1e-3)}
+    assert rows["half"].seconds is None and "not timed" in rows["half"].note
+    assert rows["none"].seconds is None and rows["none"].note.startswith("failed: ")
+    assert rows["ours"].seconds and rows["XLA"].seconds
+
+
+def test_rates_are_of_flops_or_else_of_bytes():
+    row = kernels.Row(
+        "attention", "causal", "4K", "forward", "ours", seconds=Timing(2.0, 1.0, 3.0, 5), bytes=10
+    )
+    assert row.rate == 5
+    row.flops = 8.0
+    assert row.rate == 4
+
+
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: f"{case.operator}, {case.label}")
+def test_useful_work_of_zaya(case):
+    """By the sizes' own arithmetic: what a step of 16,384 tokens needs of one layer, or of four matrices."""
+    flops = case.flops(cases.SIZES["4K"])
+    expected = {
+        ("attention", "causal"): {"forward": 2 * 2 * 8 * 128 * 4 * 4096 * 4097 / 2},
+        ("grouped_mlp", "tokens where they lie"): {"forward": 2 * 3 * 16384 * 2048 * 2048},
+        ("cross_entropy", "tied head"): {"gradients": 3 * 2 * 16384 * 2048 * 262_272},
+        ("newton_schulz", "gate and up of four experts"): {
+            "alone": 5 * 4 * (4 * 2048**2 * 4096 + 2 * 2048**3)
+        },
+    }.get((case.operator, case.label), {})
+    assert {direction: flops[direction] for direction in expected} == expected
