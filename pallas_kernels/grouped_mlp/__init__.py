@@ -12,6 +12,7 @@ with weights in their own number format; products run in that of the rows, which
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +96,7 @@ def unwritten(weights: Float[Array, "L E D1 D2"]) -> jax.Array:
     return tiles.empty(weights.shape, jnp.float32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(8,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(8, 9))
 def stacked_mlp(
     x: Float[Array, "N D"],
     order: Int[Array, "N"],
@@ -106,23 +107,29 @@ def stacked_mlp(
     layer: Int[Array, ""],
     sums: tuple[jax.Ref, jax.Ref],
     add: bool,
+    shares: tuple[Callable, Callable] | None = None,
 ) -> Float[Array, "N D"]:
     """`routed_mlp` with the weights of a layer of stacks, of which no copy is made: neither of them nor of gradients.
 
     The backward pass writes these into `sums`, references to float32 stacks, in the layer's place, or adds them; that
-    the weights' own gradients are zero is for the caller to know.
+    the weights' own gradients are zero is for the caller to know. With `shares` it writes what these make of a layer's.
     """
     return triton.routed_forward(x, order, sizes, gate, gate_up, down, layer, keep=False)[0]
 
 
-def _stacked_mlp_fwd(x, order, sizes, gate, gate_up, down, layer, sums, add):
+def _stacked_mlp_fwd(x, order, sizes, gate, gate_up, down, layer, sums, add, shares):
     out, hidden = triton.routed_forward(x, order, sizes, gate, gate_up, down, layer)
     out, hidden = checkpoint_name(out, PRODUCTS), checkpoint_name(hidden, PRODUCTS)
     return out, (x, order, sizes, gate, gate_up, down, hidden, layer, sums)
 
 
-def _stacked_mlp_bwd(add, saved, d_out):
+def _stacked_mlp_bwd(add, shares, saved, d_out):
     *saved, layer, sums = saved
+    if shares:
+        d_x, d_gate, *given = triton.routed_backward(*saved, d_out.astype(saved[0].dtype), layer)
+        for ref, share, d in zip(sums, shares, given, strict=True):
+            ref[layer] = share(d)
+        return d_x, None, None, d_gate, None, None, None, None
     held = [ref[...] for ref in sums]
     d_x, d_gate, *held = triton.routed_backward(*saved, d_out.astype(saved[0].dtype), layer, held, add)
     for ref, new in zip(sums, held, strict=True):

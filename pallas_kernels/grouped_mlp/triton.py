@@ -92,7 +92,8 @@ def routed_backward(
 ) -> tuple[jax.Array | None, ...]:
     """Gradients of x, of the gate (float32; None without one), and of both weights in float32.
 
-    With a `layer`, `sums` are stacks of gradients, which are given with the layer's own in its place, or added there.
+    With a `layer`, `sums` are stacks of gradients, which are given with the layer's own in its place, or added there;
+    without them the layer's alone are given.
     """
     (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
@@ -114,7 +115,8 @@ def routed_backward(
         columns=dim,
         depth=2 * width,
     )
-    over_rows = functools.partial(_over_rows, order=order, sizes=sizes, layer=layer, add=add)
+    into = None if sums[0] is None else layer
+    over_rows = functools.partial(_over_rows, order=order, sizes=sizes, layer=into, add=add)
     d_gate_up = over_rows(x, d_hidden, sums[0], order_of_x=True, name="experts_d_gate_up")
     d_down = over_rows(activation, d_out, sums[1], order_of_x=False, name="experts_d_down")
     return d_x, None if gate is None else d_gate.sum(0), d_gate_up, d_down

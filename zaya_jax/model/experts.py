@@ -109,6 +109,9 @@ class Stacks:
     weights: dict[str, jax.Array]  # gate_up and down, with a leading dim for the layers
     gradients: dict[str, jax.Ref]  # likewise, float32
     add: bool  # to what is there
+    shares: dict[str, Callable] | None = (
+        None  # what is made of a layer's first, where a device keeps its share alone
+    )
 
     def of_layer(self, layer: Int[Array, ""]) -> Callable:
         """`expert_mlp` with the weights of this layer, whatever it is given."""
@@ -116,7 +119,10 @@ class Stacks:
         def mlp(x, choice, gate, gate_up, down, *, dtype):
             order, _, counts = sort_by_expert(choice, gate_up.shape[0] + 1)
             (w1, w2), sums = ((of["gate_up"], of["down"]) for of in (self.weights, self.gradients))
-            sizes = counts[: gate_up.shape[0]]
-            return stacked_mlp(x.astype(dtype), order, sizes, gate, w1, w2, layer, sums, self.add)
+            sizes, shares = (
+                counts[: gate_up.shape[0]],
+                self.shares and (self.shares["gate_up"], self.shares["down"]),
+            )
+            return stacked_mlp(x.astype(dtype), order, sizes, gate, w1, w2, layer, sums, self.add, shares)
 
         return mlp

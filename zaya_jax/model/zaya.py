@@ -9,6 +9,8 @@ Balancing biases [L, E + 1] are state, not parameters, and always come as an arg
 
 import dataclasses
 import functools
+import types
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +27,13 @@ from zaya_jax.config import Model, Precision
 from zaya_jax.model.dense import DenseLayer
 from zaya_jax.model.experts import Stacks
 from zaya_jax.model.layer import Layer
+from zaya_jax.model.leaving import leave
 from zaya_jax.model.lookup import lookup
 from zaya_jax.model.placement import ALONE, Devices
 from zaya_jax.model.stack import linear_pattern, scan_layers
 from zaya_jax.model.weights import RMSNorm, weight
 
+NONE: Mapping = types.MappingProxyType({})
 SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
 
 
@@ -96,6 +100,7 @@ class Zaya(nnx.Module):
         trace,
         devices,
         stacks,
+        leaving,
     ):
         model = self.model
         batch, seq = tokens.shape
@@ -113,7 +118,8 @@ class Zaya(nnx.Module):
 
         def body(linear, carry, per_layer, cache_l):
             h, stream = carry
-            weights, balance_l, kind, window, number = per_layer
+            weights, balance_l, kind, window, number, slots = per_layer
+            weights = leave(weights, {path: (leaving[path][0], slot) for path, slot in slots.items()})
             layer = nnx.merge(layer_def, here.weights.local(weights))
             rope = [] if linear else _rope_of(kind, tables)
             at = here.of_layer(window, linear, cache_l)
@@ -132,7 +138,8 @@ class Zaya(nnx.Module):
         remat_layer = None if policy == "none" else functools.partial(_remat, policy=policy)
         (h, _), (counts, traced), cache = scan_layers(
             [functools.partial(body, linear) for linear in pattern], remat_layer, pattern, (h, stream),
-            (layer_weights, balance, kinds, windows, numbers), cache,
+            (layer_weights, balance, kinds, windows, numbers, {path: slots for path, (_, slots) in leaving.items()}),
+            cache,
             unroll=policy == "none" and cache is None and devices.alone
             and chip.current().unrolls(model.num_hidden_layers, h.size),
         )  # fmt: skip
@@ -234,6 +241,7 @@ def apply(
     trace: bool = False,
     devices: Devices = ALONE,
     stacks: Stacks | None = None,
+    leaving: Mapping[str, tuple[Callable, jax.Array]] = NONE,
 ) -> Output:
     """Runs the model. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is for left-padded rows.
 
@@ -241,6 +249,9 @@ def apply(
     [B, T] says which columns may be seen, a single new token. Where `devices` are not ALONE this runs
     inside `shard_map`, on a device's part of weights and tokens, or, with a cache, of the cache's columns. With
     `stacks` the experts' weights are these, and their gradients written there.
+
+    `leaving` says of weights of the layers, by path, what is made of their gradient as it leaves a layer, and has an
+    array of zeros that is stacked likewise: what is made of all layers' is its gradient, and the weight has none.
     """
     graph, state = _abstract(model, precision)
     state = jax.tree.map(lambda x: x, state)  # a copy: replacing is in place
@@ -248,6 +259,7 @@ def apply(
     return nnx.merge(graph, state)(
         tokens, balance, segments=segments, positions=positions, mask=mask, cache=cache, cache_index=cache_index,
         cache_valid=cache_valid, remat=remat, trace=trace, devices=devices, stacks=stacks,
+        leaving=leaving,
     )  # fmt: skip
 
 

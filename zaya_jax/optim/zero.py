@@ -8,6 +8,7 @@ Weights of one kind form a bucket, for whose state a layout gives every device i
 A step then is, for each bucket that is worth it,
 
     one reduce-scatter of the gradients (`reduce`), 4 bytes a number, without more padding than a row a device
+        (a layer's at a time, beside the backward pass, of stacks that can be and are large: `by_layer`)
     an exchange of less than that share, after which each device has whole matrices
     the optimizer on the device's share, with no collective
     the same exchange back, and one all-gather of the directions (`gather`), 4 bytes a number, or 2 for Muon in bfloat16
@@ -32,6 +33,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zaya_jax.optim import placing
+from zaya_jax.optim.by_layer import ByLayer
 from zaya_jax.optim.matrices import Form, Matrices
 from zaya_jax.optim.vectors import Vectors
 from zaya_jax.optim.weights import Held, Weight
@@ -45,6 +47,7 @@ class WholeLayout:
     def __init__(self, weights: list[Weight], treedef: Any):
         self.weights, self.treedef = weights, treedef
         self.methods = {w.path: w.method for w in weights}
+        self.by_layer: dict[str, ByLayer] = {}
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each bucket."""
@@ -124,6 +127,8 @@ class ShardedLayout:
         counts, self.work = placing.place([b.kind for b in buckets], self.grid.num_devices)
         for bucket, each in zip(buckets, counts, strict=True):
             bucket.settle(each)
+        ways = {bucket.weights[0].path: ByLayer.of(bucket) for bucket in buckets}
+        self.by_layer = {path: way for path, way in ways.items() if way}
         total = sum(math.prod(w.shape) for w in weights)
         self.vectors = [Vectors(axes, found, total, self.grid) for axes, found in own.items()]
         self.methods = dict.fromkeys(self.matrices, "muon")
@@ -179,15 +184,19 @@ class ShardedLayout:
 
     @jax.named_scope("exchange")
     def reduce(self, grads: Any) -> dict[str, jax.Array]:
-        """Every device's partial gradients summed, and each device's share of the sum, in float32."""
+        """Every device's partial gradients summed, and each device's share of the sum, in float32.
+
+        Of weights in `by_layer` they may be what its `share` gave of each layer's.
+        """
         leaves = dict(zip((w.path for w in self.weights), jax.tree.leaves(grads), strict=True))
         result: dict[str, jax.Array] = {}
         small: dict[str, tuple[tuple[str, ...], jax.Array]] = {}
         for name, bucket in self.matrices.items():
             if bucket.together:
                 small[name] = bucket.form.shared, bucket.whole(leaves)
-            else:
-                result[name] = bucket.reduce(leaves)
+                continue
+            way, x = self.by_layer.get(bucket.weights[0].path), leaves[bucket.weights[0].path]
+            result[name] = way.to_owners(x) if way and x.shape == way.shape else bucket.reduce(leaves)
         for vectors in self.vectors:
             result |= (found := vectors.reduce(leaves))
             if vectors.whole in found:

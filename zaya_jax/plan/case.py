@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from zaya_jax.config import Config, Model, Optim, Precision
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, zero
+from zaya_jax.optim.by_layer import ByLayer
 from zaya_jax.parallel import rules
 from zaya_jax.parallel.spread import AXES, Spread
 
@@ -86,6 +87,17 @@ class Case:
     def layout(self) -> zero.ShardedLayout | zero.WholeLayout:
         """Where the optimizer's work and state lie."""
         return _layout(self.here.model, self.here.optim, self.here.precision, self.spread)
+
+    @functools.cached_property
+    def ways(self) -> dict[str, ByLayer]:
+        """The buckets whose gradients are reduced as they leave their layer: of several micro-batches none."""
+        found = self.layout.by_layer.values() if self.micro_batches == 1 else ()
+        return {way.bucket.name: way for way in found}
+
+    @functools.cached_property
+    def leaving(self) -> int:
+        """Numbers of these buckets' weights."""
+        return sum(way.layers * way.matrices * math.prod(way.bucket.row) for way in self.ways.values())
 
     @functools.cached_property
     def optimizer_bytes(self) -> int:

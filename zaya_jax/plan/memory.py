@@ -59,6 +59,8 @@ def of(case: Case) -> Memory:
     table2 = table4 * compute / 4
     local4 = 4.0 * (numbers["layers"] + numbers["rest"])
     layer4 = 4.0 * sum(case.layer.values())
+    # Of gradients that leave with their layer, the share; a layer's, and a copy to the next turn of the loop.
+    left4, leaving = 4.0 * case.leaving * (1 / case.devices - 1), 2 * 4.0 * case.leaving / layers
     logits4, logits2 = 4.0 * chunk * vocab, compute * chunk * vocab
     # Weights that other devices hold: the table, and this layer's and the next one's, float32 and to compute with.
     fetched = spread.fsdp or spread.tsp
@@ -74,10 +76,10 @@ def of(case: Case) -> Memory:
     # What a layer needs at once: scores of strips as weights and as gradients, rows of the experts, the stream.
     working = 2 * have["s2"] + 8 * x4 if traffic.in_strips(case) else 12 * x4 + 2 * have["h2"]
     late = logits2 if chunks == 1 and not several else 0.0  # the table's gradient is computed last of all
-    held = sums if several else local4
+    held = sums if several else local4 + left4
     backward = {
         "activations": kept, "gradients": held + table4, "working set": working + late,
-        "exchange": gathered + (layer4 if fetched else 0.0),
+        "exchange": gathered + (layer4 if fetched else 0.0) + leaving,
     }  # fmt: skip
     end = {
         "activations": kept if late else 0.0,
@@ -90,7 +92,10 @@ def of(case: Case) -> Memory:
     directions = case.step_bytes * muon + 4.0 * (sum(numbers.values()) - muon)
     places = {"head": head, "backward": backward, "its end": end}
     if case.devices > 1:
-        places["sums"] = {"gradients": gradients, "exchange": share + 4.0 * numbers["embedding"]}
+        to_owners = 2 * 4.0 * sum(way.sent / way.rounds for way in case.ways.values())  # and what came
+        places["sums"] = {
+            "gradients": gradients + left4, "exchange": share + 4.0 * numbers["embedding"] + to_owners,
+        }  # fmt: skip
         places["directions"] = {"gradients": 2 * share, "exchange": directions}
     else:
         places["directions"] = {"gradients": gradients, "working set": directions}

@@ -24,9 +24,7 @@ GRADIENTS, DIRECTIONS, LAYERS, FETCHING = "gradients", "directions", "layers", "
 class Flow:
     """Collectives of one kind over one kind of group."""
 
-    what: (
-        str  # GRADIENTS and DIRECTIONS: the optimizer's; LAYERS: a layer waits for it; FETCHING: ahead of one
-    )
+    what: str  # GRADIENTS and DIRECTIONS: the optimizer's; LAYERS: a layer waits for it; FETCHING: beside layers
     kind: str
     wire: float  # bytes that a device sends in a step
     axes: tuple[str, ...]
@@ -70,7 +68,12 @@ def _exchange(case: Case) -> Iterator[Flow]:
         )
         group = math.prod(case.axes[axis] for axis in axes)
         cut = (group - 1) / max(group, 1)
-        scattered[axes] = scattered.get(axes, 0.0) + kinds.get("reduce-scatter", 0) * cut
+        way, reduced = case.ways.get(name), kinds.get("reduce-scatter", 0) * cut
+        if way:  # a layer's at a time, and then to owners
+            yield Flow(FETCHING, "reduce-scatter", reduced, axes, way.layers)
+            yield Flow(GRADIENTS, "all-to-all", 4.0 * way.sent, axes, way.rounds)
+        else:
+            scattered[axes] = scattered.get(axes, 0.0) + reduced
         yield Flow(DIRECTIONS, "all-gather", kinds.get("all-gather", 0) * cut, axes, 1)
         summed[axes] = summed.get(axes, 0.0) + kinds.get("all-reduce", 0) * 2 * cut
         yield Flow(GRADIENTS, "all-to-all", kinds.get("all-to-all", 0) * 1.0, ("data",), 2)

@@ -123,6 +123,7 @@ def _overlapped(case: Case, exposed: Mapping[str, float], parts: list, overlap: 
     the table's, which is whole at the very end, could not."""
     gradients = exposed.get(network.GRADIENTS, 0.0)
     numbers, layers = case.numbers, case.model.num_hidden_layers
-    share = numbers["layers"] / sum(numbers.values()) * (1 - 1 / layers)
+    waiting = {**numbers, "layers": numbers["layers"] - case.leaving}
+    share = waiting["layers"] / sum(waiting.values()) * (1 - 1 / layers)
     backward = sum(seconds for part, seconds in parts if part.stage in (traffic.BACKWARD, traffic.AGAIN))
     return overlap * min(gradients * share, backward / case.micro_batches)

@@ -250,11 +250,11 @@ def _around(case: Case) -> Iterator[Part]:
     yield Part("head", BACKWARD, 0, 0, mb * 7 * x4, mb * 6)
     own = sum(case.layer.values())
     local4, gathered = 4.0 * weights["layers"], 4.0 * own * layers
-    held = _bytes(kept(case), have) * layers
+    held, leaving4 = _bytes(kept(case), have) * layers, 4.0 * case.leaving
     experts2 = b * case.layer.get("experts", 0.0) * layers
     yield Part("stacks", FORWARD, 0, 0, mb * (2 * held + have["q2"] * layers), mb * 17 * layers)
     # Each layer's gradient into its place: zeros first, or, with several micro-batches, read, added and put back.
-    gradients = 4 * local4 * mb if several else (3 if case.devices == 1 else 2) * local4
+    gradients = 4 * local4 * mb if several else (3 if case.devices == 1 else 2) * local4 - 2 * leaving4
     gradients += mb * 2 * held if case.here.remat == "none" else 0  # what was kept is cut out of its stack
     gradients += mb * (experts2 + (x4 + 2 * have["r4"]) * layers + 0.05 * gathered)
     yield Part("stacks", BACKWARD, 0, 0, gradients, mb * 46 * layers)
@@ -265,6 +265,7 @@ def _around(case: Case) -> Iterator[Part]:
     if several:
         whole = 0 if case.spread.fsdp else 3 if chunks > 1 else 1  # fsdp adds up parts of the table alone
         rest += local4 + mb * whole * table4
+    rest += 2 * leaving4  # a layer's that is on its way when the next one begins
     if case.spread.fsdp:
         # Gathers of a layer to compute with, and again in float32; its gradient packed and scattered; the table's both.
         n, w4 = case.spread.data, gathered
@@ -304,7 +305,7 @@ def _optimizer(case: Case) -> Iterator[Part]:
         others += 4.0 * local * 5
     yield Part("optimizer", "", flops, products, others + apply + norms, launches, "products")
     if isinstance(layout, ShardedLayout):
-        travel = 0.0
+        travel = 1.5 * 4.0 * case.leaving  # each layer's to float32
         for name, method in layout.methods.items():
             kinds = layout.traffic(name, step if method == "muon" else 4)
             travel += (

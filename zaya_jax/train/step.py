@@ -17,10 +17,12 @@ from jax.sharding import Mesh, NamedSharding
 from pallas_kernels import chip
 from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.grouped_mlp import routes, unwritten
+from zaya_jax import trees
 from zaya_jax.config import Config, Model
 from zaya_jax.model import zaya
 from zaya_jax.model.experts import Stacks
 from zaya_jax.optim import balance
+from zaya_jax.optim.by_layer import ByLayer
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.context import zigzag
@@ -40,7 +42,7 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
     z_weight = config.optim.z_loss
     axes = zaya.param_axes(model, config.precision)
 
-    def loss_fn(params, bias, batch, total, stacks=None):
+    def loss_fn(params, bias, batch, total, stacks=None, leaving=zaya.NONE):
         if spread.fsdp:  # layers gather their weights themselves, one after the other
             outer = {name: part for name, part in params.items() if name != "layers"}
             names = {name: axes[name] for name in outer}
@@ -48,7 +50,7 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
         out = zaya.apply(
             model, params, bias, batch["tokens"], precision=config.precision, devices=Over(spread),
             segments=batch["segment_ids"], positions=batch["positions"], remat=config.remat,
-            stacks=stacks,
+            stacks=stacks, leaving=leaving,
         )  # fmt: skip
         with jax.named_scope("head"):
             loss, z = cross_entropy(
@@ -78,16 +80,15 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
         # Experts whose kernels write gradients in the layers' places are no part of what is differentiated.
         apart = model.model_type == "zaya" and in_place(spread)
         params, experts = _apart(params) if apart else (params, None)
-        fresh = unwritten if one else jnp.zeros_like
-        refs = experts and jax.tree.map(lambda w: jax.new_ref(fresh(w)), experts)
-        stacks = experts and Stacks(experts, refs, add=not one)
+        by_layer = optimizer.layout.by_layer if one else {}
+        stacks = experts and _stacks(experts, by_layer, add=not one)
 
-        def loss_of(params, micro):
-            return loss_fn(_together(params, experts), bias, micro, total, stacks)
+        def loss_of(params, micro, leaving=zaya.NONE):
+            return loss_fn(_together(params, experts), bias, micro, total, stacks, leaving)
 
         if one:
             micro = jax.tree.map(lambda x: x[0], batch)
-            grads, sums = jax.grad(loss_of, has_aux=True)(params, micro)
+            grads, sums = _gradients(loss_of, by_layer, params, micro)
         else:
             # Each layer's gradient is added where the sum lies: there is no second set, as large as the weights.
             others = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), params)
@@ -103,7 +104,7 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
             zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
             sums, _ = jax.lax.scan(accumulate, zero, batch)
             grads = jax.tree.map(jax.freeze, others)
-        grads = _together(grads, experts and jax.tree.map(jax.freeze, refs))
+        grads = _together(grads, jax.tree.map(jax.freeze, stacks.gradients) if stacks else None)
         params = _together(params, experts)
 
         loss, z = jax.lax.psum(sums[:2], AXES)
@@ -143,6 +144,30 @@ def _apart(params: dict) -> tuple[dict, dict]:
 def _together(params: dict, experts: dict | None) -> dict:
     """The inverse."""
     return params if experts is None else params | {"layers": params["layers"] | {"experts": experts}}
+
+
+def _stacks(experts: dict, by_layer: dict[str, ByLayer], add: bool) -> Stacks:
+    """All layers' experts, with places for their gradients or, where these leave layer by layer, a device's shares."""
+    ways = {name: by_layer.get(f"layers/experts/{name}") for name in experts}
+    if all(ways.values()):
+        refs = {name: jax.new_ref(jnp.zeros(way.shape)) for name, way in ways.items() if way}
+        return Stacks(experts, refs, add, {name: way.share for name, way in ways.items() if way})
+    fresh = jnp.zeros_like if add else unwritten
+    return Stacks(experts, jax.tree.map(lambda w: jax.new_ref(fresh(w)), experts), add)
+
+
+def _gradients(loss_of: Callable, by_layer: dict[str, ByLayer], params: dict, micro: dict) -> tuple[Any, Any]:
+    """The gradients and the sums; of weights in `by_layer` the shares of each layer's, reduced as they leave it."""
+    flat = trees.flat(params, "/")
+    slots = {path: jnp.zeros(way.shape) for path, way in by_layer.items() if path in flat}
+
+    def loss(wanted, slots):
+        leaving = {path.removeprefix("layers/"): (by_layer[path].share, x) for path, x in slots.items()}
+        return loss_of(trees.nested(flat | wanted, "/"), micro, leaving)
+
+    wanted = {path: x for path, x in flat.items() if path not in slots}
+    (found, shares), sums = jax.grad(loss, (0, 1), has_aux=True)(wanted, slots)
+    return trees.nested(found | shares, "/"), sums
 
 
 def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mesh) -> Callable:

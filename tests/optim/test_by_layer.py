@@ -1,0 +1,124 @@
+"""Gradients that are reduced as they leave their layer: the same sums at the same owners, and no stack of them all."""
+
+import math
+
+import jax
+import numpy as np
+import optim_helpers
+import pytest
+from jax.sharding import PartitionSpec
+
+from zaya_jax import config
+from zaya_jax.config import Optim
+from zaya_jax.hardware import hlo
+from zaya_jax.optim import by_layer, chain, matrices
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.train import state as states
+from zaya_jax.train import step as steps
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch):
+    monkeypatch.setattr(by_layer, "LARGE", 0)
+    monkeypatch.setattr(matrices, "SMALL", 0)
+    monkeypatch.setattr(matrices, "WASTE", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("axes", "layers", "experts"),
+    [
+        (dict(data=8), 5, 4),  # more devices than a layer has matrices, 20 in all
+        (dict(data=2, context=2), 3, 8),  # fewer
+        (dict(data=8), 3, 1),  # owners of one or none
+        pytest.param(dict(data=4, expert=2), 7, 8, marks=pytest.mark.slow),
+        pytest.param(dict(data=2), 9, 2, marks=pytest.mark.slow),
+        pytest.param(dict(data=4), 1, 16, marks=pytest.mark.slow),
+    ],
+)
+def test_every_owner_gets_the_sum_of_its_matrices(axes, layers, experts):
+    """Whole numbers, so that sums are exact in any order."""
+    like = optim_helpers.shapes(L=layers, E=experts, F=24)
+    layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=axes).layout
+    assert {"layers/experts/gate_up", "layers/experts/down"} <= layout.by_layer.keys()
+    mesh = optim_helpers.mesh_of(**axes)
+    rng = np.random.default_rng(0)
+    devices = math.prod(axes.values())
+    gradients = {
+        path: rng.integers(-9, 9, (devices, *like["layers"]["experts"][path.split("/")[-1]].shape)).astype(
+            np.float32
+        )
+        for path in ("layers/experts/gate_up", "layers/experts/down")
+    }
+
+    def body(gradients):
+        both = []
+        for path, parts in gradients.items():
+            way = layout.by_layer[path]
+            shares = jax.lax.map(way.share, parts[0])
+            assert shares.shape == way.shape
+            both.append((way.to_owners(shares), way.bucket.reduce({path: parts[0]})))
+        return both
+
+    everywhere = PartitionSpec(tuple(axes))
+    run = jax.shard_map(body, mesh=mesh, in_specs=everywhere, out_specs=everywhere, check_vma=False)
+    for ours, theirs in jax.jit(run)(gradients):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_where_pieces_are_no_parts_of_matrices_gradients_travel_together():
+    like = optim_helpers.shapes(F=24)
+    for axes in (dict(data=3), dict(data=6), dict(data=7)):
+        layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=axes).layout
+        assert "layers/experts/gate_up" not in layout.by_layer
+    specs = optim_helpers.expert_specs(like)  # experts that lie over devices have their own gradients already
+    layout = chain.build(
+        Optim(), optim_helpers.FLOAT32, like, specs=specs, axes=dict(data=2, expert=4)
+    ).layout
+    assert not layout.by_layer.keys() & {"layers/experts/gate_up", "layers/experts/down"}
+
+
+LAYERS = 8
+SETTINGS = config.check(
+    {
+        "model": dict(
+            vocab_size=64, hidden_size=32, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+            head_dim=8, moe_intermediate_size=256, num_experts=2, router_hidden_size=8, pad_token_id=None,
+        ),
+        "precision": {"compute": "float32", "newton_schulz": "float32", "matmul": "highest"},
+        "data": {"seq_len": 16}, "remat": "attention",
+    }
+)  # fmt: skip
+
+
+def program(settings):
+    mesh = make_mesh(settings.mesh, jax.devices()[:8])
+    optimizer = states.build_optimizer(settings, mesh)
+    step = steps.make_train_step(settings, settings.model, optimizer, mesh)
+    state = states.init(settings, optimizer, mesh)
+    rng = np.random.default_rng(0)
+    batch = {name: rng.integers(0, 64, (8, 16)).astype(np.int32) for name in ("tokens", "targets")}
+    batch |= {
+        "segment_ids": np.ones((8, 16), np.int32),
+        "positions": np.tile(np.arange(16, dtype=np.int32), (8, 1)),
+    }
+    batch = steps.put_batch(mesh, {**batch, "loss_mask": np.ones((8, 16), np.float32)}, 1)
+    args = state, batch, np.float32(1e-3)
+    return optimizer, step.lower(*args).compile(), args
+
+
+def test_a_step_is_the_same_and_keeps_no_stack_of_gradients(monkeypatch):
+    """Bit for bit on a CPU, which sums in the order of the devices; a reduce-scatter in the loop over layers."""
+    optimizer, ours, args = program(SETTINGS)
+    reduced = [c for c in hlo.collectives(ours) if c.kind == "reduce-scatter" and c.in_loop]
+    sizes = {path: math.prod(way.shape) * 8 // LAYERS for path, way in optimizer.layout.by_layer.items()}
+    assert {"layers/experts/gate_up", "layers/experts/down"} <= sizes.keys()
+    assert sum(c.bytes for c in reduced) == 4 * sum(sizes.values()) and {c.times for c in reduced} == {LAYERS}
+    found = jax.device_get(ours(*args))
+    monkeypatch.setattr(by_layer, "LARGE", 2**60)
+    optimizer, theirs, args = program(SETTINGS)
+    assert not optimizer.layout.by_layer
+    expected = jax.device_get(theirs(*args))
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    stacks = 4 * LAYERS * sum(sizes.values())
+    taken, before = (x.memory_analysis().temp_size_in_bytes for x in (ours, theirs))
+    assert taken < before - 0.3 * stacks  # the most is in use elsewhere now: where directions come back
