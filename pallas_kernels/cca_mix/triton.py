@@ -341,13 +341,13 @@ def _columns(at, refs, d_columns, of_channels):
     if "d1" in refs.refs:
 
         @tiles.when(head >= at.all_heads)
-        def _():
+        def copied():
             column = (head - at.all_heads) * at.channels
             x = refs.columns("d1", tokens, 0, column, at.channels, tokens.real)
             _store(at, d_columns, tokens, head * at.channels, x)
 
     @tiles.when(head < at.all_heads)
-    def _():
+    def mixed():
         _own_columns(at, refs, tokens, head, batch * at.blocks + block, d_columns, of_channels)
 
 
