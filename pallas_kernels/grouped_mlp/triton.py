@@ -132,7 +132,7 @@ TILES = {
         "weights": Tile(128, 128, 32, 4, 2),
     },
     "cuda": {
-        "gate_up": Tile(128, 128, 64, 8, 3),
+        "gate_up": Tile(128, 128, 32, 8, 3),
         "down": Tile(256, 128, 32, 8, 3),
         "d_hidden": Tile(128, 64, 64, 8, 3),
         "d_x": Tile(256, 128, 32, 8, 3),
