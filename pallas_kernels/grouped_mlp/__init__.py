@@ -77,8 +77,10 @@ def _routed_mlp_fwd(x, order, sizes, gate, gate_up, down):
 
 
 def _routed_mlp_bwd(saved, d_out):
-    x, _, _, _, gate_up, down, _ = saved
-    d_x, d_gate, *d_weights = triton.routed_backward(*saved, d_out.astype(x.dtype))
+    x, order, sizes, gate, gate_up, down, hidden = saved
+    d_x, d_gate, *d_weights = triton.routed_backward(
+        x, order, sizes, gate, gate_up, down, hidden, d_out.astype(x.dtype)
+    )
     return (
         d_x,
         None,
@@ -124,14 +126,17 @@ def _stacked_mlp_fwd(x, order, sizes, gate, gate_up, down, layer, sums, add, sha
 
 
 def _stacked_mlp_bwd(add, shares, saved, d_out):
-    *saved, layer, sums = saved
+    x, order, sizes, gate, gate_up, down, hidden, layer, sums = saved
+    backward = functools.partial(
+        triton.routed_backward, x, order, sizes, gate, gate_up, down, hidden, d_out.astype(x.dtype), layer
+    )
     if shares:
-        d_x, d_gate, *given = triton.routed_backward(*saved, d_out.astype(saved[0].dtype), layer)
+        d_x, d_gate, *given = backward()
         for ref, share, d in zip(sums, shares, given, strict=True):
             ref[layer] = share(d)
         return d_x, None, None, d_gate, None, None, None, None
     held = [ref[...] for ref in sums]
-    d_x, d_gate, *held = triton.routed_backward(*saved, d_out.astype(saved[0].dtype), layer, held, add)
+    d_x, d_gate, *held = backward(held, add)
     for ref, new in zip(sums, held, strict=True):
         ref[...] = new
     return d_x, None, None, d_gate, None, None, None, None

@@ -32,7 +32,7 @@ Letters as in `pallas_kernels.grouped_mlp`; N tokens are as many as M rows.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,8 +51,12 @@ class Tile(NamedTuple):
 
     def within(self, rows: int, columns: int, depth: int) -> "Tile":
         """One that is no larger than the whole array needs."""
-        sides = (min(a, max(16, tiles.power(b))) for a, b in zip(self, (rows, columns, depth), strict=False))
-        return Tile(*sides, self.warps, self.stages)
+
+        def least(side: int, whole: int) -> int:
+            return min(side, max(16, tiles.power(whole)))
+
+        sides = {"rows": least(self.rows, rows), "columns": least(self.columns, columns)}
+        return self._replace(**sides, depth=least(self.depth, depth))
 
 
 def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
@@ -62,13 +66,11 @@ def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
 
 def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pallas_kernels.grouped_mlp`."""
-    d_rows, _, *d_weights = routed_backward(rows, None, sizes, None, gate_up, down, hidden, d_out)
-    return d_rows, *d_weights
+    d_rows, _, d_gate_up, d_down = routed_backward(rows, None, sizes, None, gate_up, down, hidden, d_out)
+    return d_rows, d_gate_up, d_down
 
 
-def routed_forward(
-    x, order, sizes, gate, gate_up, down, layer=None, keep=True
-) -> tuple[jax.Array, jax.Array | None]:
+def routed_forward(x, order, sizes, gate, gate_up, down, layer=None, keep=True) -> tuple[jax.Array, Any]:
     """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F], or None unless `keep`.
 
     With a `layer`, weights are stacks [L, E, ..] of which it is the number; they are read where they lie.
@@ -89,7 +91,7 @@ def routed_forward(
 
 def routed_backward(
     x, order, sizes, gate, gate_up, down, hidden, d_out, layer=None, sums=(None, None), add=False
-) -> tuple[jax.Array | None, ...]:
+) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
     """Gradients of x, of the gate (float32; None without one), and of both weights in float32.
 
     With a `layer`, `sums` are stacks of gradients, which are given with the layer's own in its place, or added there;
@@ -335,8 +337,8 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: 
     there = {name: a for name, a in given.items() if a is not None}
 
     def kernel(sizes_ref, x_ref, y_ref, *refs):
-        *refs, out_ref = refs
-        of = dict.fromkeys(("order", "layer", "sums")) | dict(zip(there, refs, strict=True))
+        *given_refs, out_ref = refs
+        of = dict.fromkeys(("order", "layer", "sums")) | dict(zip(there, given_refs, strict=True))
         group = tiles.program_id(2)
         lane, sizes = _groups(sizes_ref, num)
         first, size = jnp.sum(jnp.where(lane < group, sizes, 0)), jnp.sum(jnp.where(lane == group, sizes, 0))
