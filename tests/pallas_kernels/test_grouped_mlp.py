@@ -98,9 +98,12 @@ def assert_routed_equals_the_reference(sizes, more, dim, width, gated, dtype, ki
         )
 
 
-@pytest.mark.parametrize("add", [False, True])
-def test_a_layers_gradients_are_written_in_its_place(add):
-    """In a loop over checkpointed layers, whose gradients' stack nobody has filled, or whose sums are added to."""
+@pytest.mark.parametrize(
+    ("add", "shares"), [(False, None), (True, None), (False, (jnp.negative, jnp.negative))]
+)
+def test_a_layers_gradients_are_written_in_its_place(add, shares):
+    """In a loop over checkpointed layers, whose gradients' stack nobody has filled, or whose sums are added to; or what
+    is made of a layer's."""
     layers, num, sizes = 3, 40, jnp.asarray([11, 0, 20, 5], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (num, D))
@@ -116,8 +119,9 @@ def test_a_layers_gradients_are_written_in_its_place(add):
 
     def in_place(x, weights):
         refs = tuple(jax.new_ref(jnp.ones_like(w) if add else jnp.full_like(w, jnp.nan)) for w in weights)
-        mlp = lambda h, layer, *_: stacked_mlp(h, order, sizes, None, *weights, layer, refs, add)  # noqa: E731
-        return jax.grad(lambda x: run(x, weights, mlp))(x), tuple(jax.freeze(ref) for ref in refs)
+        mlp = lambda h, layer, *_: stacked_mlp(h, order, sizes, None, *weights, layer, refs, add, shares)  # noqa: E731
+        d_x, sums = jax.grad(lambda x: run(x, weights, mlp))(x), tuple(jax.freeze(ref) for ref in refs)
+        return d_x, tuple(map(jnp.negative, sums)) if shares else sums
 
     plain = lambda h, layer, *w: reference.grouped_mlp(h[order], sizes, *w)[order]  # noqa: E731
     with chip.making(chip.Chip("cpu", "gfx942")), jax.default_matmul_precision("highest"):
