@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import chip, tiles
-from pallas_kernels.products import dot, sum_rows, whole
+from pallas_kernels.products import GIVEN, dot, sum_rows, whole
 from pallas_kernels.residual_norm import xla
 from pallas_kernels.residual_norm.xla import Joining, vectors
 
@@ -108,7 +109,8 @@ def _join_and_read_wide(y, h, how, scale, kernel, eps, dtype, kernel_dtype):
 def _join_and_read_wide_fwd(y, h, how, scale, kernel, eps, dtype, kernel_dtype):
     after, x, inverse = _forward(y, h, how, scale, eps, dtype)
     product = dot(after, scale[:, None] * kernel, kernel_dtype, jnp.float32, whole(kernel_dtype))
-    return (after, x, product * inverse[..., None]), (y, h, how, scale, kernel, after, inverse)
+    product = checkpoint_name(product * inverse[..., None], GIVEN)
+    return (after, x, product), (y, h, how, scale, kernel, after, inverse)
 
 
 def _join_and_read_wide_bwd(eps, dtype, kernel_dtype, saved, d):
