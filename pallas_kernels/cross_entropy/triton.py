@@ -46,8 +46,10 @@ def product(hidden, table, bias) -> tuple[jax.Array, jax.Array, jax.Array]:
     down, across = tokens // rows, -(-vocab // WORDS)
     given = (hidden, table) if bias is None else (hidden, table, bias)
 
-    def tile(*refs):
-        _tile(*refs[:2], None if bias is None else refs[2], *refs[-3:], down, width, vocab)
+    def tile(hidden, table, *others):
+        offsets = None if bias is None else others[0]
+        logits, tops, totals = others[-3:]
+        _tile(hidden, table, offsets, logits, tops, totals, down, width, vocab)
 
     one = jax.ShapeDtypeStruct((across, tokens), jnp.float32)
     logits, tops, totals = tiles.call(

@@ -26,12 +26,13 @@ def fits(a: int, b: int, dtype) -> bool:
 
 def iterate(x, polynomials, dtype) -> jax.Array:
     """See `pallas_kernels.newton_schulz`."""
-    if not fits(*x.shape[-2:], dtype):
+    a, b = x.shape[-2:]
+    if not fits(a, b, dtype):
         return xla.iterate(x, polynomials, dtype)
     shape, x = x.shape, x.reshape(-1, *x.shape[-2:]).astype(dtype)
-    for a, b, c in polynomials:
+    for own, once, twice in polynomials:
         gram = symmetric(x)
-        x = added_product(symmetric(gram, b, c), x, a)
+        x = added_product(symmetric(gram, once, twice), x, own)
     return x.reshape(shape)
 
 
