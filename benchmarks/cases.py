@@ -18,15 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.attention import attention, softmax_scale
+from pallas_kernels.cca_mix import mix
 from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.grouped_mlp import grouped_mlp
 from pallas_kernels.newton_schulz import orthogonalize
 from pallas_kernels.residual_norm import Joining, join, join_and_read, read
+from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model
 from zaya_jax.model.experts import expert_mlp
 from zaya_jax.optim.muon import KELLER_JORDAN, newton_schulz_flops
 
 ZAYA = Model()
+ROPE = ZAYA.rope_parameters.hybrid
 TINY = Model(
     vocab_size=300, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
     moe_intermediate_size=64, num_experts=4, num_hidden_layers=1,
@@ -251,6 +254,37 @@ def _moves_alone(size: Size) -> dict[str, float]:
     return {"forward": 0.0, "backward": 0.0}
 
 
+def _mixing(size: Size) -> tuple[Array, ...]:
+    """The columns of queries, keys and values; both convolutions, their bias, the temperature; documents, positions."""
+    m = size.model
+    heads, c = m.num_attention_heads + m.num_key_value_heads, m.head_dim
+    columns = normal(size.batch, size.length, (heads + m.num_key_value_heads) * c)
+    by_channel = normal(m.cca_time0, heads, c, dtype=jnp.float32)
+    by_head = normal(m.cca_time1, heads, c, c, dtype=jnp.float32, scale=c**-0.5)
+    more = normal(heads, c, dtype=jnp.float32), normal(m.num_key_value_heads, dtype=jnp.float32)
+    counted = Array(
+        (size.batch, size.length), jnp.int32, lambda rng, shape: np.broadcast_to(np.arange(shape[1]), shape)
+    )
+    return columns, by_channel, by_head, *more, documents(size), counted
+
+
+def _mix(dtype):
+    def mixed(columns, by_channel, by_head, bias, temperature, segments, positions):
+        earlier = len(by_channel) + len(by_head) - 2
+        segments = jnp.pad(segments, ((0, 0), (earlier, 0)), constant_values=-1)
+        rope = [(True, rope_table(positions, ROPE.rope_theta, by_head.shape[-1] // 2))]
+        return mix(columns, None, by_channel, by_head, bias, temperature, rope, segments, None, dtype)
+
+    return mixed
+
+
+def _mixing_flops(size: Size) -> dict[str, float]:
+    m = size.model
+    heads = m.num_attention_heads + m.num_key_value_heads
+    product = 2.0 * size.tokens * heads * m.head_dim**2 * m.cca_time1
+    return {"forward": product, "backward": 2 * product}
+
+
 def _head(size: Size) -> tuple[Array, ...]:
     m, n = size.model, size.tokens
     return (
@@ -278,6 +312,7 @@ CASES = (
         "attention", "causal, documents", _attention, lambda s: (*_qkv(s), documents(s)),
         _moves_alone,
     ),
+    Case("cca_mix", "documents", _mix, _mixing, _mixing_flops),
     Case("grouped_mlp", "tokens where they lie", _expert_mlp, _tokens, _experts_flops),
     Case("grouped_mlp", "sorted rows", lambda dtype: grouped_mlp, _experts, _experts_flops),
     Case(

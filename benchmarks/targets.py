@@ -182,9 +182,14 @@ def _code(code: Code) -> list[str]:
         spills,
         f"{code.shared / 1024:g} KB",
         f"{code.occupancy:g} of {code.core.warps}",
-        f"{loop.matrix} {loop.kind}" if loop else "–",
+        f"{loop.matrix} {loop.kind}" if loop else _without_loop(code),
         f"{'at most ' if loop.kind != 'mfma' else ''}{loop.share:.0%}, {loop.bound}" if loop else "–",
     ]
+
+
+def _without_loop(code: Code) -> str:
+    count = 0 if inner_loop.missing(code.arch) else inner_loop.count(code)
+    return f"{count} in no loop" if count else "–"
 
 
 def _program(own: Made, xla: Made) -> list[str]:
