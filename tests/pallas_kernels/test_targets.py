@@ -77,6 +77,7 @@ def test_every_operator_with_kernels_has_a_case_and_a_place_on_the_page():
         assert f"| {operator}" in text, f"{operator} is not on the page; run: python -m benchmarks.targets"
 
 
+@pytest.mark.slow
 def test_the_page_of_one_operator(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["targets", "--chips", "mi300x", "--operators", "newton_schulz"])
     assert page.main() == 0
