@@ -74,7 +74,7 @@ def of(case: Case) -> Memory:
         "gradients": sums + (table4 * (2 if several and not spread.fsdp else 1) if chunks > 1 else 0.0),
     }  # fmt: skip
     # What a layer needs at once: scores of strips as weights and as gradients, rows of the experts, the stream.
-    working = 2 * have["s2"] + 8 * x4 if traffic.in_strips(case) else 12 * x4 + 2 * have["h2"]
+    working = 8 * x4 + 2 * have["h2"]
     late = logits2 if chunks == 1 and not several else 0.0  # the table's gradient is computed last of all
     held = sums if several else local4 + left4
     backward = {

@@ -16,7 +16,7 @@ from zaya_jax.plan.rates import Rates
 from zaya_jax.plan.step import Step
 
 SIZES = (1, 2, 4, 8)  # of expert, context and tensor, which should stay within a node
-REMATS = ("none", "attention", "layer")
+REMATS = ("none", "elementwise", "attention", "layer")
 
 
 @dataclasses.dataclass(frozen=True)

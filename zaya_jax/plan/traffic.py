@@ -10,8 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
-from pallas_kernels.attention import strips
-from pallas_kernels.attention.xla import default_block, visited
+from pallas_kernels.attention.triton import visited
 from pallas_kernels.cross_entropy.xla import chunk_rows
 from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.model.lookup import COMMONEST
@@ -54,39 +53,22 @@ def sizes(case: Case) -> dict[str, float]:
     heads = case.spread.heads
     q, kv = m.num_attention_heads * m.head_dim / heads, max(m.num_key_value_heads / heads, 1) * m.head_dim
     width = (m.moe_intermediate_size if m.model_type == "zaya" else m.intermediate_size) / heads
-    scores = 4 * case.rows * m.num_attention_heads / heads * _area(case)
     return {
         "x4": 4.0 * n * m.hidden_size, "x2": b * n * m.hidden_size, "r4": 4.0 * n * m.router_hidden_size,
         "p2": b * n * (q + kv), "q2": b * n * q, "v2": b * n * kv, "c2": b * n * (q + 2 * kv),
-        "h2": b * n * 2 * width, "f2": b * n * width, "s4": scores, "s2": scores * b / 4,
-        "t2": b * n * q * _turns(case)[1],
+        "h2": b * n * 2 * width, "f2": b * n * width,
     }  # fmt: skip
 
 
-def in_strips(case: Case) -> bool:
-    """Whether attention runs in strips."""
-    windows = "hybrid_sliding" in case.model.kinds
-    cut = case.spread.sequence_parts > 1
-    return strips.side(case.length, case.length, 1 if windows else None, 0 if cut else None) is not None
-
-
 def _area(case: Case) -> float:
-    """Scores of one head and sequence that a device computes, the mean of layers with a softmax."""
-    if in_strips(case):
-        return case.length * case.length * (1 + 1 / strips.STRIPS) / 2
-    block, turns = _turns(case)
-    return case.length * block * turns
-
-
-def _turns(case: Case) -> tuple[int, float]:
-    """A block's side, and how many blocks of keys a block of queries meets: what causality and windows leave."""
+    """Scores of one head and sequence that a device computes, the mean of layers with a softmax: what causality and
+    windows leave."""
     m, whole, parts = case.model, case.here.data.seq_len, case.spread.sequence_parts
     chunk = whole // (2 * parts) if parts > 1 else whole
-    block = min(default_block(whole), chunk)
     windows = [
         m.sliding_window if kind == "hybrid_sliding" else None for kind in m.kinds if kind != "hybrid_linear"
     ]
-    return block, visited(chunk, whole, range(0, whole, chunk), windows or [None]) * whole / block
+    return case.length * whole * visited(chunk, whole, range(0, whole, chunk), windows or [None])
 
 
 def _bytes(units: Mapping[str, float], have: Mapping[str, float]) -> float:
@@ -106,6 +88,12 @@ def kept(case: Case) -> Mapping[str, float]:
     return (passes.KEPT if kind == "zaya" else passes.KEPT_DENSE)[policy]
 
 
+def in_place(case: Case) -> bool:
+    """Whether kernels read the experts' weights, and write their gradients, where all layers' lie."""
+    s = case.spread
+    return case.model.model_type == "zaya" and not (s.fsdp or s.tsp or s.expert_axes)
+
+
 def fetched(case: Case) -> bool:
     """Whether a layer's weights come from other devices, so that it is computed again where nothing else is asked."""
     return case.spread.fsdp or (case.spread.tsp and case.model.model_type == "zaya")
@@ -118,7 +106,7 @@ def _layers(case: Case) -> Iterator[Part]:
     dense = m.model_type == "dense"
     again = case.here.remat != "none" or fetched(case)
     zaya = {"cca": passes.CCA, "router": passes.ROUTER, "experts": passes.EXPERTS}
-    tables = {"attention": passes.ATTENTION, "mlp": passes.MLP} if dense else zaya
+    tables = {"attention": passes.DENSE, "mlp": passes.MLP} if dense else zaya
     for scope, stages in tables.items():
         numbers = weights["cca" if scope == "attention" else scope]
         b = size(case.here.precision.compute)
@@ -130,11 +118,14 @@ def _layers(case: Case) -> Iterator[Part]:
         for stage, p in stages.items():
             if stage == AGAIN and not again:
                 continue
+            if stage == AGAIN and case.here.remat == "elementwise":
+                p = passes.ELEMENTWISE_AGAIN.get(scope, p)
             flops = times * _products(case, scope) * (2 if stage == BACKWARD else 1)
+            flops *= stage != AGAIN or bool(p.products)
             kind = {"experts": "grouped", "router": "float32"}.get(scope, "products")
             extra: Mapping[str, float] = {}
-            if not again and stage == BACKWARD:
-                extra = passes.NONE_BACKWARD.get(scope, {})
+            if scope == "experts" and stage == BACKWARD and case.micro_batches > 1 and in_place(case):
+                extra = {"w4": 1}  # the sum so far
             if case.spread.heads > 1 and scope != "router":  # the sum over devices reads and writes it
                 extra = _add(extra, {"x2": 2})
             if scope == "experts" and case.spread.expert_axes:
@@ -147,8 +138,6 @@ def _layers(case: Case) -> Iterator[Part]:
                 scope, stage, flops, times * _bytes(p.products, own), times * _bytes(_add(p.others, extra), own),
                 times * p.launches, kind,
             )  # fmt: skip
-        if not again and scope in passes.NONE_AGAIN:
-            yield Part(scope, AGAIN, 0.0, 0.0, times * _bytes(passes.NONE_AGAIN[scope], own), 2 * times)
     yield from _mixing(case, have)
 
 
@@ -173,29 +162,42 @@ def _products(case: Case, scope: str) -> float:
 
 
 def _mixing(case: Case, have: Mapping[str, float]) -> Iterator[Part]:
-    """Attention proper: strips, loops over blocks, or linear."""
+    """Attention proper, by its kernels or linear, and before it what mixes neighbouring tokens."""
     m = case.model
     scope = "attention" if m.model_type == "dense" else "cca"
     softmax = case.micro_batches * (m.num_hidden_layers - case.linear_layers)
-    again = case.here.remat == "layer"
-    if softmax:
-        each = 2.0 * case.rows * m.num_attention_heads / case.spread.heads * m.head_dim * _area(case)
-        tables = passes.STRIPS if in_strips(case) else _blocks(case)
-        for stage in (FORWARD, AGAIN, BACKWARD) if again else (FORWARD, BACKWARD):
-            p, number = tables[BACKWARD if stage == BACKWARD else FORWARD], 5 if stage == BACKWARD else 2
-            yield Part(
-                scope, stage, softmax * number * each, softmax * _bytes(p.products, have),
-                softmax * _bytes(p.others, have), softmax * p.launches, "attention",
-            )  # fmt: skip
+    stages = (FORWARD, AGAIN, BACKWARD) if case.here.remat == "layer" else (FORWARD, BACKWARD)
+    each = 2.0 * case.rows * m.num_attention_heads / case.spread.heads * m.head_dim
+    for stage in stages if softmax else ():
+        number, p = passes.ATTENTION[BACKWARD if stage == BACKWARD else FORWARD]
+        yield Part(
+            scope, stage, softmax * number * each * _area(case), 0.0, softmax * _bytes(p.others, have),
+            softmax * p.launches, "attention",
+        )  # fmt: skip
     if case.linear_layers:
         yield from _linear(case, scope)
+    if scope == "cca":
+        yield from _mix(case, have)
 
 
-def _blocks(case: Case) -> dict[str, passes.Passes]:
-    """The loops over blocks of `pallas_kernels.attention.xla`: passes over scores, and over what is carried."""
-    block, turns = _turns(case)
-    pairs = case.length / block * turns
-    return {stage: p._replace(launches=p.launches * pairs) for stage, p in passes.BLOCKS.items()}
+def mixes(case: Case) -> bool:
+    """Whether CCA's mixing runs by its own kernels: with no columns of a neighbour, and one rotary table at most."""
+    return case.spread.sequence_parts == 1 and len(set(case.model.kinds) - {"hybrid_linear"}) <= 1
+
+
+def _mix(case: Case, have: Mapping[str, float]) -> Iterator[Part]:
+    """CCA's convolutions, norms and rotation; the kernels' products are counted with the other ones."""
+    times = case.micro_batches * case.model.num_hidden_layers
+    tables = passes.MIX if mixes(case) else passes.MIX_XLA
+    # Two of the gradients' kernels compute the convolution over heads again.
+    numbers = have["p2"] / size(case.here.precision.compute)
+    again = 2 * 2.0 * numbers * case.model.head_dim * case.model.cca_time1
+    for stage in (FORWARD, AGAIN, BACKWARD) if case.here.remat != "none" else (FORWARD, BACKWARD):
+        p = tables[BACKWARD if stage == BACKWARD else FORWARD]
+        flops = times * again if stage == BACKWARD and mixes(case) else 0.0
+        yield Part(
+            "cca", stage, flops, times * _bytes(p.products, have), times * _bytes(p.others, have), times * p.launches
+        )  # fmt: skip
 
 
 def _linear(case: Case, scope: str) -> Iterator[Part]:
@@ -214,6 +216,15 @@ def _linear(case: Case, scope: str) -> Iterator[Part]:
             scope, stage, times * number * flops, times * _bytes(p.products, have), times * _bytes(p.others, have),
             times * p.launches * chunks, "attention",
         )  # fmt: skip
+
+
+def table_alone(case: Case) -> bool:
+    """Whether the table's gradient travels as it is, without large vectors beside it."""
+    layout = case.layout
+    if not isinstance(layout, ShardedLayout):
+        return False
+    cut = [name for name in layout.methods if name.startswith("adamw cut")]
+    return all(layout.traffic(name).get("reduce-scatter") == 4 * case.numbers["embedding"] for name in cut)
 
 
 def head(case: Case) -> tuple[int, int]:
@@ -235,7 +246,7 @@ def _around(case: Case) -> Iterator[Part]:
     # The sum over equal words turns as often as the longest run needs; each turn adds, and copies what it carries.
     turns = math.ceil(math.log2(max(COMMONEST * n, 1)))
     # The look-ups' gradient onto the head's: where that lies, or under the head's last product, or by the exchange.
-    even = case.devices > 1 and m.vocab_size % case.devices == 0
+    even = table_alone(case) or case.spread.fsdp
     onto = (4 if several else 3 if even else 0) * (table4 if chunks > 1 else 0.0)
     yield Part("embed", FORWARD, 0, 0, mb * 2 * x4, mb)
     yield Part("embed", BACKWARD, 0, 0, mb * ((2 * turns + 5) * x4 + onto), mb * (turns + 40))
@@ -244,33 +255,33 @@ def _around(case: Case) -> Iterator[Part]:
         "head", FORWARD, mb * 6.0 * padded * m.hidden_size * m.vocab_size,
         # Logits w; their gradient r twice; the table r twice, its gradient rw; rows.
         mb * (logits4 + 2 * logits2 + chunks * (2 * table2 + 2 * table4) + 3 * x4),
-        # Top and sum r, gradient r and w; the table to the compute format.
-        mb * (3 * logits4 + logits2 + table4 + table2 + 2 * x4), mb * 17 * chunks,
+        # The gradient made of the logits; the table to the compute format; rows, and their gradients into place.
+        mb * (logits4 + logits2 + table4 + table2 + 10 * x4), mb * 14 * chunks,
     )  # fmt: skip
     yield Part("head", BACKWARD, 0, 0, mb * 7 * x4, mb * 6)
     own = sum(case.layer.values())
     local4, gathered = 4.0 * weights["layers"], 4.0 * own * layers
-    held, leaving4 = _bytes(kept(case), have) * layers, 4.0 * case.leaving
-    experts2 = b * case.layer.get("experts", 0.0) * layers
-    yield Part("stacks", FORWARD, 0, 0, mb * (2 * held + have["q2"] * layers), mb * 17 * layers)
+    held = _bytes(kept(case), have) * layers
+    yield Part("stacks", FORWARD, 0, 0, mb * 2 * held, mb * 20 * layers)
     # Each layer's gradient into its place: zeros first, or, with several micro-batches, read, added and put back.
-    gradients = 4 * local4 * mb if several else (3 if case.devices == 1 else 2) * local4 - 2 * leaving4
-    gradients += mb * 2 * held if case.here.remat == "none" else 0  # what was kept is cut out of its stack
-    gradients += mb * (experts2 + (x4 + 2 * have["r4"]) * layers + 0.05 * gathered)
-    yield Part("stacks", BACKWARD, 0, 0, gradients, mb * 46 * layers)
+    # Of weights whose kernels write them elsewhere, none; of others two parts, added and put into zeros.
+    elsewhere = case.layer.get("experts", 0.0) * layers if in_place(case) or case.spread.fsdp else case.leaving
+    own4 = 4.0 * (own * layers - elsewhere)
+    gradients = 7 * own4 * mb
+    gradients += mb * 2 * held  # what was kept is cut out of its stack
+    yield Part("stacks", BACKWARD, 0, 0, gradients, mb * 52 * layers)
     cca4 = 4.0 * case.layer["cca"]
-    per_layer = 2 * x4 + have["c2"] + have["q2"] + cca4
-    rest = mb * (per_layer * layers + held + turns * 2 * x4) + (1 if chunks == 1 else 2) * table4
+    # Zeros for what is kept and for the table's gradient; what the embedding's sum carries; o's weights converted.
+    rest = mb * (cca4 / 2 * layers + held + turns * 2 * x4) + (1 if chunks == 1 else 2) * table4
     # Several micro-batches: zeros to add to, and the table's sum, carried from one to the next.
     if several:
         whole = 0 if case.spread.fsdp else 3 if chunks > 1 else 1  # fsdp adds up parts of the table alone
         rest += local4 + mb * whole * table4
-    rest += 2 * leaving4  # a layer's that is on its way when the next one begins
     if case.spread.fsdp:
         # Gathers of a layer to compute with, and again in float32; its gradient packed and scattered; the table's both.
         n, w4 = case.spread.data, gathered
-        rest += mb * ((w4 * (2 + b / 4) + 2 * table4) * (1 + 1 / n) + 4 * w4)
-    yield Part("other", FORWARD, 0, 0, rest, mb * (20 * layers + 60))
+        rest += mb * ((w4 * (2 + b / 4) + 2 * table4) * (1 + 1 / n) + 8 * w4)
+    yield Part("other", FORWARD, 0, 0, rest, mb * (14.5 * layers + 85))
 
 
 def _optimizer(case: Case) -> Iterator[Part]:
@@ -279,7 +290,7 @@ def _optimizer(case: Case) -> Iterator[Part]:
     here, layout, step = case.here, case.layout, case.step_bytes
     shapes = layout.state_shapes()
     flops = x4 = gram4 = adamw4 = 0.0
-    launches = 60.0
+    launches = 160.0
     for name, method in layout.methods.items():
         shape = shapes[name]
         numbers = math.prod(shape) / layout.parts(name)
@@ -287,14 +298,14 @@ def _optimizer(case: Case) -> Iterator[Part]:
             adamw4 += 4 * numbers
             continue
         matrices = numbers / math.prod(shape[-2:])
-        flops += matrices * newton_schulz_flops(shape[-2:], here.optim.newton_schulz_steps)
+        flops += matrices * _newton_schulz(shape[-2:], here.optim.newton_schulz_steps)
         x4 += 4 * numbers
         gram4 += 4 * matrices * min(shape[-2:]) ** 2
-        launches += 40 * max(matrices if numbers > 2**23 else 1, 1)
+        launches += 20 * max(numbers / 2**23, 1)
     rounds, x2, gram2 = here.optim.newton_schulz_steps, x4 * step / 4, gram4 * step / 4
-    # A round: x r, gram w and r twice, its square w and r, factor w and r, product w; then x, and its product's slices.
-    products = rounds * (2 * x2 + 2 * gram2 + gram2 + gram4 + x4)
-    others = rounds * (gram4 + 2 * gram2 + 5.5 * x2) + 10 * x4 + 3 * x2 + 7 * adamw4
+    # A round is three kernels: x r, gram w; r, factor w; r with x, its successor w.
+    products = rounds * (3 * x2 + 4 * gram2)
+    others = 10 * x4 + 3 * x2 + 7 * adamw4
     local = sum(case.numbers.values())
     muon = muon_numbers(case)
     directions = step * muon + 4 * (local - muon)
@@ -305,16 +316,24 @@ def _optimizer(case: Case) -> Iterator[Part]:
         others += 4.0 * local * 5
     yield Part("optimizer", "", flops, products, others + apply + norms, launches, "products")
     if isinstance(layout, ShardedLayout):
-        travel = 1.5 * 4.0 * case.leaving  # each layer's to float32
+        # What goes to owners: zeros, put in order, sent; in two rounds again, and in another order.
+        travel = sum(4.0 * way.sent / way.rounds * (8 if way.rounds > 1 else 5) for way in case.ways.values())
         for name, method in layout.methods.items():
             kinds = layout.traffic(name, step if method == "muon" else 4)
             travel += (
                 kinds.get("reduce-scatter", 0) + kinds.get("all-gather", 0) + 2 * kinds.get("all-to-all", 0)
             )
             travel += 4 * kinds.get("exchange", 0) + 2 * kinds.get("all-reduce", 0)
-        if case.model.vocab_size % case.devices:  # the table's gradient is first cut apart
-            travel += (5 if case.micro_batches == 1 else 2) * case.numbers["embedding"] * 4.0
+        if not table_alone(case):  # the table's gradient is first put together with those of vectors
+            travel += (3 if case.micro_batches == 1 else 2) * case.numbers["embedding"] * 4.0
         yield Part("optimizer/exchange", "", 0, 0, travel, 24 if case.devices <= 8 else 160)
+
+
+def _newton_schulz(shape: tuple[int, ...], steps: int) -> float:
+    """FLOPs of the iteration of one matrix: of symmetric products the tiles on the diagonal and under it."""
+    m, n = sorted(shape)
+    down = max(m // 128, 1)
+    return newton_schulz_flops((m, n), steps) - steps * (2.0 * m * m * n + 2.0 * m**3) * (down - 1) / (2 * down)
 
 
 def muon_numbers(case: Case) -> float:
