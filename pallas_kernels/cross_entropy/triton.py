@@ -84,6 +84,8 @@ def _tile(hidden, table, bias, logits, tops, totals, down, width, vocab):
     inside = found if real is None else jnp.where(real, found, -jnp.inf)
     top = inside.max(-1)
     tops[across, tokens] = top
-    totals[across, tokens] = jnp.exp(inside - top[:, None]).sum(-1)
+    # Words that a bias of -inf takes away may fill a tile: they add nothing, where -inf less -inf is NaN.
+    level = jnp.where(top == -jnp.inf, 0.0, top)
+    totals[across, tokens] = jnp.exp(inside - level[:, None]).sum(-1)
     whole = None if real is None else jnp.broadcast_to(real, (num, WORDS))
     tiles.store(logits.at[tokens, words], found, mask=whole)

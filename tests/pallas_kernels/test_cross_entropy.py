@@ -180,6 +180,21 @@ def test_the_kernel_in_bfloat16_gives_what_xla_gives():
         np.testing.assert_allclose(a, b, atol=2e-2, rtol=1e-4)
 
 
+def test_words_that_a_bias_takes_away_may_fill_a_tile():
+    hidden, embedding = jax.random.normal(jax.random.key(0), (2, 300, 64))
+    bias = jnp.where(jnp.arange(300) < 100, 0.0, -jnp.inf)  # the second tile's 128 words, and the third's
+
+    def run(kernels):
+        with chip.making(chip.Chip("cpu", "gfx942", kernels)):
+            loss = lambda h, e: cross_entropy(  # noqa: E731
+                h, e, bias, jnp.arange(128) % 100, jnp.ones(128), dtype=jnp.float32, chunk=128
+            )[0]
+            return jax.value_and_grad(loss, (0, 1))(hidden[:128], embedding)
+
+    for a, b in zip(jax.tree.leaves(run(chip.OPERATORS)), jax.tree.leaves(run(())), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-5)
+
+
 def test_shapes_that_fill_no_tile_are_for_xla(arrays):
     hidden, embedding, bias, targets, weights = arrays
     with chip.making(chip.Chip("cpu", "gfx942")):
