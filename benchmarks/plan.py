@@ -27,10 +27,13 @@ from zaya_jax.train import compiling
 BASE = {"remat": "attention"}
 # name: devices, sequences at once on a row of data x expert, micro-batches, what differs from ZAYA1-base of four layers
 CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
-    "ZAYA1-base, all 40 layers": (1024, 4, 1, {"model.num_hidden_layers": 40}),
+    "ZAYA1-base, all 40 layers": (1024, 4, 1, {"model.num_hidden_layers": 40, "remat": "elementwise"}),
+    "all 40 layers, remat attention": (1024, 4, 1, {"model.num_hidden_layers": 40}),
     "alone": (1, 4, 1, {}),
     "8 devices": (8, 4, 1, {}),
+    "12 devices, gradients together": (12, 4, 1, {}),  # as on all numbers that are no power of two
     "1,024 devices, 2 micro-batches": (1024, 2, 2, {}),
+    "8 layers, remat elementwise": (64, 4, 1, {"remat": "elementwise", "model.num_hidden_layers": 8}),
     "64 devices, nothing recomputed": (64, 1, 1, {"remat": "none"}),
     "layers recomputed, 4 micro-batches": (8, 2, 4, {"remat": "layer"}),
     "dense": (8, 4, 1, {"model.model_type": "dense", "model.num_experts": 1, "model.intermediate_size": 8192}),

@@ -1,5 +1,6 @@
 """experiments.plan as a person runs it."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -54,3 +55,10 @@ def test_a_phase_for_more_devices_is_a_note():
     found, notes = run.phases(config, 1, cluster, rates.of(cluster), at_once=4)
     assert [p.name for p in found] == ["pretrain 1", "pretrain 2"]
     assert len(notes) == 2 and "phases[2].mesh" in notes[0]
+
+
+def test_a_config_without_own_kernels_is_a_note():
+    config = dataclasses.replace(config_lib.check(zaya1_base.get_config()), kernels=("none",))
+    cluster = clusters.CLUSTERS["mi300x_pollara"]
+    _, notes = run.phases(config, 1024, cluster, rates.of(cluster))
+    assert len(notes) == 1 and "--config.kernels=none" in notes[0]

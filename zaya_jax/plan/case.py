@@ -74,7 +74,7 @@ class Case:
 
     @property
     def cuda(self) -> bool:
-        """Whether grouped products are loops over blocks of rows there (NVIDIA's)."""
+        """Whether it is NVIDIA's."""
         return self.chip in ("h100", "h200")
 
     @property

@@ -47,7 +47,6 @@ MIX = {
 # And those of XLA, where columns come from a neighbour too, or layers have several rotary tables.
 MIX_XLA = {
     "forward": Passes({"p2": 3}, {"p2": 13, "q2": 2, "v2": 8}, 14),
-    "again": Passes({"p2": 3}, {"p2": 13, "q2": 2, "v2": 8}, 14),
     "backward": Passes({"p2": 6}, {"p2": 28, "c2": 1, "v2": 9}, 28),
 }
 # Attention: q, k, v r, out w; dq: q, k, v, out, d r; dk and dv: q, k, v, d r. The numbers of products of scores.
@@ -110,10 +109,10 @@ KEPT_PRODUCTS: Mapping[str, Mapping[str, float]] = {
     "zaya": {"x4": 1, "x2": 3, "c2": 1, "p2": 1, "q2": 1, "h2": 1, "r4": 5},
     "dense": {"x4": 1, "x2": 1, "c2": 1, "q2": 1, "f2": 2},
 }
-# Where products are kept: norms, and the router's first product, which has the norm's sums in it.
+# Where products are kept: norms, and what lies between products.
 ELEMENTWISE_AGAIN = {
     "cca": Passes({}, {"x4": 1, "x2": 1, "v2": 7}, 6),
-    "router": Passes({"x4": 1, "r4": 1, "w4": 1}, {"x4": 2, "x2": 2, "r4": 7}, 8),
+    "router": Passes({}, {"x4": 2, "x2": 2, "r4": 7}, 7),
     "experts": Passes({}, {}, 5),
     "attention": Passes({}, {"x4": 1, "x2": 1, "v2": 10}, 6),
     "mlp": Passes({}, {"x4": 3, "x2": 1, "f2": 3}, 4),

@@ -35,7 +35,7 @@ class Rates:
 
     products: Rate  # large dense products, of the peak for bfloat16
     grouped: Rate  # the experts'
-    attention: Rate  # batched products of scores and values, as XLA makes them
+    attention: Rate  # products of scores, in kernels of our own; linear attention's
     float32: Rate  # the router's, of the float32 peak
     memory: Rate  # of the HBM's bandwidth
     inside: Rate  # of a node's links, for a collective
@@ -50,7 +50,7 @@ class Rates:
 
 def _amd(memory: Rate) -> Rates:
     return Rates(
-        Rate(0.54, AMD), Rate(0.36, f"{ASSUMED}: two thirds of dense"), Rate(0.2, f"{ASSUMED}: short products"),
+        Rate(0.54, AMD), Rate(0.36, f"{ASSUMED}: two thirds of dense"), Rate(0.2, f"{ASSUMED}: half of what the kernels' inner loops are modelled at"),
         Rate(0.5, ASSUMED), memory, Rate(0.7, f"{ASSUMED}: RCCL inside a node"),
         Rate(0.8, f"{ASSUMED}: RCCL on Pollara"),
     )  # fmt: skip
@@ -59,7 +59,7 @@ def _amd(memory: Rate) -> Rates:
 def _nvidia() -> Rates:
     return Rates(
         Rate(0.73, SEMIANALYSIS), Rate(0.45, f"{ASSUMED}: two thirds of dense"),
-        Rate(0.25, f"{ASSUMED}: short products"),
+        Rate(0.25, f"{ASSUMED}: half of what the kernels' inner loops are modelled at"),
         Rate(0.5, ASSUMED), Rate(0.9, ASSUMED), Rate(0.8, f"{ASSUMED}: NCCL inside a node"),
         Rate(0.85, f"{ASSUMED}: NCCL on InfiniBand"),
     )  # fmt: skip

@@ -96,7 +96,12 @@ def phases(
         )  # fmt: skip
     if not found:
         raise wrong[0]
-    return found, [f"not with so many devices: {error}" for error in wrong]
+    notes = [f"not with so many devices: {error}" for error in wrong]
+    if config.kernels != ("all",):
+        notes.append(
+            f"of a program with all kernels of our own, where the config has --config.kernels={','.join(config.kernels)}"
+        )
+    return found, notes
 
 
 def _portion(config: Config, segment: schedule.Segment, devices: int, chip: str, at_once: int) -> tuple:

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 
+from pallas_kernels import chip
 from pallas_kernels.attention.triton import visited
 from pallas_kernels.cross_entropy.xla import chunk_rows
 from pallas_kernels.linear_attention import CHUNK
@@ -230,7 +231,8 @@ def table_alone(case: Case) -> bool:
 def head(case: Case) -> tuple[int, int]:
     """Tokens whose loss a device computes at once, and how often it does in a micro-batch."""
     n = case.tokens // case.spread.heads
-    chunk = min(chunk_rows(n, case.model.vocab_size), n)
+    with chip.making(chip.Chip("gpu", "NVIDIA" if case.cuda else "gfx")):
+        chunk = min(chunk_rows(n, case.model.vocab_size), n)
     return chunk, -(-n // chunk)
 
 
