@@ -110,7 +110,9 @@ def choose[Implementation](offered: Mapping[str, Implementation]) -> Implementat
 
 def chip_of(device: Any) -> Chip:
     """The chip that a device is, also one of an abstract mesh."""
-    return Chip(device.platform, device.device_kind)
+    # ROCm's devices are called by their makers' names; what they can do is said by the architecture.
+    architecture = str(getattr(device, "compute_capability", ""))
+    return Chip(device.platform, architecture if architecture.startswith("gfx") else device.device_kind)
 
 
 def _of_mesh(mesh: Mesh | AbstractMesh) -> Chip | None:

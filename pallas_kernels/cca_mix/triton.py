@@ -82,6 +82,7 @@ def suits(columns, before, by_channel, by_head, bias, temperature, rope, segment
     """Whether the kernels take these arrays."""
     channels = by_channel.shape[2]
     fits = channels == _power(channels) and 16 <= channels <= 256 and columns.shape[2] % channels == 0
+    fits &= columns.size > 0 and all(table.shape[:2] == columns.shape[:2] for _, table in rope)
     turned = [table.shape[-1] // 2 for _, table in rope]
     turns = all(16 <= half == _power(half) for half in turned) and len(rope) <= 1
     alone = before is None and mean_q is None

@@ -1,5 +1,7 @@
 """The chip that a program is made for: named, a mesh's, or the default device's; seen wherever code is traced."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -57,6 +59,20 @@ WRAPPED = {
 def test_the_named_chip_is_seen_forward_and_backward(wrap):
     assert traced_for(wrap, chip.making(MI300X)) == {"forward": MI300X, "backward": MI300X}
     assert chip.current() == CPU
+
+
+@pytest.mark.parametrize(("platform", "kind", "architecture", "expected"), [
+    ("gpu", "AMD Instinct MI300X", "gfx942", ("gfx942", "rocm")),
+    ("rocm", "gfx942", None, ("gfx942", "rocm")),
+    ("gpu", "NVIDIA H200", "9.0", ("NVIDIA H200", "cuda")),
+    ("cpu", "cpu", None, ("cpu", "cpu")),
+])  # fmt: skip
+def test_a_device_is_known_by_its_architecture_where_amd_made_it(platform, kind, architecture, expected):
+    device = types.SimpleNamespace(platform=platform, device_kind=kind)
+    if architecture:
+        device.compute_capability = architecture
+    of = chip.chip_of(device)
+    assert (of.kind, of.maker) == expected
 
 
 def test_another_chip_is_another_trace():
