@@ -73,7 +73,7 @@ def of(case: Case) -> Memory:
         "activations": kept, "working set": logits4 + logits2 + table2 + 3 * x4, "exchange": gathered,
         "gradients": sums + (table4 * (2 if several and not spread.fsdp else 1) if chunks > 1 else 0.0),
     }  # fmt: skip
-    # What a layer needs at once: scores of strips as weights and as gradients, rows of the experts, the stream.
+    # What a layer needs at once: rows of the experts and their gradients, the stream.
     working = 8 * x4 + 2 * have["h2"]
     late = logits2 if chunks == 1 and not several else 0.0  # the table's gradient is computed last of all
     held = sums if several else local4 + left4

@@ -15,8 +15,8 @@ from zaya_jax.plan.rates import Rate, Rates
 
 SECONDS, DEVICES, TOKENS = 2.5, 1024, 4096 * 4096  # arXiv:2511.17127
 EAGER = 6e-6  # seconds from one kernel's start to the next, started from Python
-# What a program makes where kernels of our own make one, attention's aside: XLA 2.4 passes over HBM and 1.5 kernels (the
-# layers of a step of 1,179 GB and 10,298 launches beside those of 789 and 8,493), and what fuses nothing twice as many.
+# What a program makes where kernels of our own make one, attention's aside: XLA 2.4 passes over HBM and 1.5 kernels
+# (layers of a step of 1,179 GB and 10,298 launches beside those of 789 and 8,493); what fuses nothing twice as many.
 PASSES, KERNELS = 2 * 2.4, 2 * 1.5
 
 

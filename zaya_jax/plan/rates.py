@@ -18,6 +18,7 @@ ASSUMED = "assumed"
 AMD = "AMD's own measurements, 708 of 1,307 TFLOP/s in bfloat16 (ROCm blog on max-achievable FLOPs)"
 SEMIANALYSIS = "SemiAnalysis, December 2024: some 720 of 989 TFLOP/s in bfloat16"
 ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127: 4.33 of 5.3 TB/s"
+MODELLED = f"{ASSUMED}: half of what the kernels' inner loops are modelled at"
 KINDS = ("products", "grouped", "attention", "float32")  # of FLOPs, each a share of the chip's peak
 
 
@@ -50,7 +51,7 @@ class Rates:
 
 def _amd(memory: Rate) -> Rates:
     return Rates(
-        Rate(0.54, AMD), Rate(0.36, f"{ASSUMED}: two thirds of dense"), Rate(0.2, f"{ASSUMED}: half of what the kernels' inner loops are modelled at"),
+        Rate(0.54, AMD), Rate(0.36, f"{ASSUMED}: two thirds of dense"), Rate(0.2, MODELLED),
         Rate(0.5, ASSUMED), memory, Rate(0.7, f"{ASSUMED}: RCCL inside a node"),
         Rate(0.8, f"{ASSUMED}: RCCL on Pollara"),
     )  # fmt: skip
@@ -59,7 +60,7 @@ def _amd(memory: Rate) -> Rates:
 def _nvidia() -> Rates:
     return Rates(
         Rate(0.73, SEMIANALYSIS), Rate(0.45, f"{ASSUMED}: two thirds of dense"),
-        Rate(0.25, f"{ASSUMED}: half of what the kernels' inner loops are modelled at"),
+        Rate(0.25, MODELLED),
         Rate(0.5, ASSUMED), Rate(0.9, ASSUMED), Rate(0.8, f"{ASSUMED}: NCCL inside a node"),
         Rate(0.85, f"{ASSUMED}: NCCL on InfiniBand"),
     )  # fmt: skip

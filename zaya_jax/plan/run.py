@@ -99,7 +99,7 @@ def phases(
     notes = [f"not with so many devices: {error}" for error in wrong]
     if config.kernels != ("all",):
         notes.append(
-            f"of a program with all kernels of our own, where the config has --config.kernels={','.join(config.kernels)}"
+            f"of programs with all kernels of our own, but the config has --config.kernels={','.join(config.kernels)}"
         )
     return found, notes
 

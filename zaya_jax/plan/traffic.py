@@ -267,7 +267,8 @@ def _around(case: Case) -> Iterator[Part]:
     yield Part("stacks", FORWARD, 0, 0, mb * 2 * held, mb * 20 * layers)
     # Each layer's gradient into its place: zeros first, or, with several micro-batches, read, added and put back.
     # Of weights whose kernels write them elsewhere, none; of others two parts, added and put into zeros.
-    elsewhere = case.layer.get("experts", 0.0) * layers if in_place(case) or case.spread.fsdp else case.leaving
+    large = case.layer.get("experts", case.layer.get("mlp", 0.0)) * layers
+    elsewhere = large if in_place(case) or case.spread.fsdp else case.leaving
     own4 = 4.0 * (own * layers - elsewhere)
     gradients = 7 * own4 * mb
     gradients += mb * 2 * held  # what was kept is cut out of its stack
@@ -335,7 +336,8 @@ def _newton_schulz(shape: tuple[int, ...], steps: int) -> float:
     """FLOPs of the iteration of one matrix: of symmetric products the tiles on the diagonal and under it."""
     m, n = sorted(shape)
     down = max(m // 128, 1)
-    return newton_schulz_flops((m, n), steps) - steps * (2.0 * m * m * n + 2.0 * m**3) * (down - 1) / (2 * down)
+    skipped = (2.0 * m * m * n + 2.0 * m**3) * (down - 1) / (2 * down)
+    return newton_schulz_flops((m, n), steps) - steps * skipped
 
 
 def muon_numbers(case: Case) -> float:
