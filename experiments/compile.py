@@ -27,6 +27,7 @@ from zaya_jax import cli, schedule
 from zaya_jax import config as config_lib
 from zaya_jax.config import Config, UserError
 from zaya_jax.config.files import write
+from zaya_jax.data import token_ids, tokenizers
 from zaya_jax.hardware import clusters, host, targets
 from zaya_jax.parallel import rules
 from zaya_jax.parallel.mesh import make_mesh
@@ -47,7 +48,7 @@ AT_ONCE = flags.DEFINE_integer(
 def main() -> int:
     """One row of the table for each phase."""
     out = cli.out_folder(OUT.value, "what is found")
-    config = config_lib.check(CONFIG.value)
+    config = _with_ids(config_lib.check(CONFIG.value))
     host.require_x32()
     if TARGET.value == "cpu":
         more = f"--xla_force_host_platform_device_count={DEVICES.value}"
@@ -95,6 +96,17 @@ def main() -> int:
     print(page.text(result))
     print(f"written: {out}/compile.md, compile.json, compile.html")
     return cli.DONE
+
+
+def _with_ids(config: Config) -> Config:
+    """The config with its tokenizer's ids, as `pretrain` has it: with a padding id the embedding is another program."""
+    try:
+        tokenizer = tokenizers.load(config.data.tokenizer)
+    except UserError as error:  # of a run elsewhere
+        if config.model.pad_token_id is None:
+            print(f"note: compiled without a padding id: {error}", flush=True)
+        return config
+    return token_ids.agree(config, tokenizer)
 
 
 def _program(config: Config, segment: Segment, devices: list) -> tuple[Config, Any, int, int]:

@@ -95,6 +95,22 @@ def test_what_cannot_be_is_told_before_anything_is_compiled(small, tmp_path):
     assert "a micro-batch of 2 sequences" in done.stderr and "or give --at_once=N" in done.stderr
 
 
+def test_padding_is_the_tokenizers_as_in_a_run(small, tmp_path):
+    """Its program is another one. A tokenizer that is not here is that of a run elsewhere."""
+    out = tmp_path / "out"
+    done = run(f"--config={small}", "--target=cpu", "--config.model.pad_token_id=5", f"--out={out}")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1 and not out.exists()
+    assert "config.model.pad_token_id=5, but tokenizer bytes has 258" in done.stderr
+    done = run(
+        f"--config={small}",
+        "--target=cpu",
+        "--config.data.tokenizer=elsewhere",
+        "--phase=none",
+        f"--out={out}",
+    )
+    assert done.returncode == 2 and "note: compiled without a padding id" in done.stdout
+
+
 def test_64_bit_numbers_are_refused(small, tmp_path):
     out = tmp_path / "out"
     done = run(f"--config={small}", "--target=cpu", f"--out={out}", JAX_ENABLE_X64="1")
