@@ -10,6 +10,7 @@ import re
 import runpy
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -165,8 +166,18 @@ def out_folder(given: str | None, what: str) -> Path:
     if not given:
         raise UserError(f"--out=DIR is missing: the folder for {what}")
     fields.check_path("--out", given)
-    writing.require_writable(Path(given), f"--out={given}")
-    return Path(given)
+    folder = Path(given)
+    writing.require_writable(folder, f"--out={given}")
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    try:  # some systems of files say that they can be written and cannot; minutes of work would find that out
+        os.rmdir(tempfile.mkdtemp(dir=there))
+    except OSError as error:
+        if leaving.storage_reason(error):  # a full disk's is another exit code
+            raise
+        raise UserError(
+            f"--out={given} cannot be written ({error.strerror} in {there}); give a folder that can"
+        ) from None
+    return folder
 
 
 def number(kind: type[int] | type[float], least: float, most: float = math.inf) -> Callable[[str], Any]:
