@@ -12,6 +12,7 @@ and plan.html. --search ranks meshes, micro-batches and remat that fit. --at_onc
 
 import dataclasses
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,8 @@ MTBF = flags.DEFINE_float(
     lower_bound=1e-3,
     upper_bound=1e12,
 )
+# absl's bounds let it through.
+flags.register_validator("mtbf_hours", math.isfinite, "nan is no number of hours")
 SEARCH = flags.DEFINE_bool("search", False, "Rank the meshes, micro-batches and remat that fit.")
 
 

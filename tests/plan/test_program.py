@@ -49,6 +49,22 @@ def test_what_cannot_be_planned_is_one_line():
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--mtbf_hours=nan", "--out=nowhere"), "error: flag --mtbf_hours=nan: nan is no number of hours"),
+        (
+            ("--out=/proc/nothing",),
+            "error: --out=/proc/nothing cannot be written",
+        ),  # though root may, says the system
+    ],
+)
+def test_options_that_cannot_be_are_one_line(options, says):
+    done = plan(*options)
+    assert done.returncode == 2 and done.stderr.startswith(says) and done.stderr.count("\n") == 1
+    assert not (ROOT / "nowhere").exists()
+
+
 def test_a_phase_for_more_devices_is_a_note():
     config = config_lib.check(zaya1_base.get_config())
     cluster = clusters.CLUSTERS["mi300x_pollara"]
