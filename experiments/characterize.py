@@ -226,9 +226,9 @@ def measure_storage(args: argparse.Namespace) -> None:
         "budget": budget,
     }
     with made(out):
-        (out / "storage.md").write_text(text)
-        (out / "storage.svg").write_text(picture(need, budget))
-        (out / "storage.json").write_text(json.dumps(measured, indent=1) + "\n")
+        files.write(out / "storage.md", text.encode())
+        files.write(out / "storage.svg", picture(need, budget).encode())
+        files.write(out / "storage.json", (json.dumps(measured, indent=1) + "\n").encode())
     print(text)
     print(f"written: {out}/storage.md, storage.svg, storage.json")
 

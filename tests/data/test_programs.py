@@ -35,6 +35,10 @@ def test_prepare_verify_and_size(tmp_path, source):
     assert sum(t["documents"] for t in totals.values()) == 6000
     again = run("experiments.prepare_data", f"--input={source}", f"--out={out}")
     assert again.returncode == 0 and "complete already" in again.stdout
+    (tmp_path / "s").mkdir()
+    before, old = tmp_path / "s" / "storage.json", tmp_path / "old.json"
+    before.write_text("before")
+    old.hardlink_to(before)  # a file that is written in place changes under its other name too
     sized = run(
         "experiments.characterize", "storage", f"--data={out}", f"--out={tmp_path / 's'}", "--iops_budget=70000",
         "--seconds=0.3", "--rows=2", "--seq_len=512",
@@ -45,6 +49,7 @@ def test_prepare_verify_and_size(tmp_path, source):
     figures = json.loads((tmp_path / "s" / "storage.json").read_text())
     assert [r["cache"] for r in figures["readings"]] == ["cold", "warm"]
     assert 1 < figures["need"]["sigma"] < 1.2
+    assert old.read_text() == "before"  # a kill finds the old file or the new one
 
 
 @pytest.mark.slow
