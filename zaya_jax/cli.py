@@ -172,8 +172,6 @@ def out_folder(given: str | None, what: str) -> Path:
     try:  # some systems of files say that they can be written and cannot; minutes of work would find that out
         os.rmdir(tempfile.mkdtemp(dir=there))
     except OSError as error:
-        if leaving.storage_reason(error):  # a full disk's is another exit code
-            raise
         raise UserError(
             f"--out={given} cannot be written ({error.strerror} in {there}); give a folder that can"
         ) from None

@@ -53,10 +53,9 @@ def test_what_cannot_be_planned_is_one_line():
     ("options", "says"),
     [
         (("--mtbf_hours=nan", "--out=nowhere"), "error: flag --mtbf_hours=nan: nan is no number of hours"),
-        (
-            ("--out=/proc/nothing",),
-            "error: --out=/proc/nothing cannot be written",
-        ),  # though root may, says the system
+        # Though root may, says the system.
+        (("--out=/proc/nothing",), "error: --out=/proc/nothing cannot be written"),
+        (("--out=/sys",), "error: --out=/sys cannot be written"),
     ],
 )
 def test_options_that_cannot_be_are_one_line(options, says):
