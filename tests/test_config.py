@@ -114,7 +114,7 @@ def test_every_string_refuses_what_is_none_of_its_kind(case):
         ("model.eos_token_id", 262_272, "the vocabulary of model.vocab_size=262272; give an id from 0 to 262271"),
         ("model.attention_dropout", 0.1, "is not supported; it must be 0"),
         ("schedule.phases[0].mesh", {"expert": 0}, "phases[0].mesh.expert=0 is out of range"),
-        ("schedule.phases[0].remat", "all", "'all' is not one of none, layer"),
+        ("schedule.phases[0].remat", "all", "'all' is not one of none, elementwise"),
         ("schedule.phases[0].mesh", 3, "phases[0].mesh is 3; it is a group of keys, see docs/config.md"),
         ("data.mixture", ["a=1", ""], "mixture[1]='' is empty; give a source"),
         ("data.tokenizer", "x\n" * 10_000, "characters) has a character that cannot be printed"),

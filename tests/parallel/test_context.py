@@ -427,7 +427,7 @@ def test_what_is_read_of_a_program_is_the_work_that_masks_leave(ring, windows):
         place = context.chunks_of(spread, x.shape[1], None)
         rows = [place.split(x)] * 3
         window = None if windows == (None,) else window[0, 0]
-        with chip.making(chip.Chip("gpu", "gfx942")):
+        with chip.making(chip.Chip("gpu", "gfx942", kernels=())):
             call = lambda *rows: context.attention_over_chunks(  # noqa: E731
                 *rows, window, place, scale=0.3, windows=windows
             )
