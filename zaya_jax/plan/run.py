@@ -22,7 +22,7 @@ from zaya_jax.train import recipe
 SIGMA = 2.0  # page reads for one that the tokens fill: the most of well-packed shards (SPEC: 1 to 2)
 DEVICES = tuple(2**n for n in range(3, 15))  # of the weak scaling: 8 to 16,384
 DAY = 86_400.0
-UNDER = "gradients under backward"  # what overlapping them would give: no program does that yet
+UNDER = "gradients under backward"  # what overlapping all of them would give
 
 
 @dataclasses.dataclass(frozen=True)
