@@ -1,0 +1,81 @@
+"""What a process says of itself is read whole by another, however often it changes, and costs nothing unasked."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from zaya_jax.cluster import beats
+
+TALK = """
+import sys
+from zaya_jax.cluster import beats
+beats.begin(3)
+for n in range(1, int(sys.argv[1]) + 1):
+    beats.at("step", n, beats.MARKS[1 + n % 4])
+    beats.lap(n, n, n / 2, n / 4)
+print("said", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def talker(tmp_path, monkeypatch):
+    monkeypatch.setenv(beats.FOLDER, str(tmp_path))
+
+    def begin(count):
+        return subprocess.Popen(
+            [sys.executable, "-c", TALK, str(count)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    return begin
+
+
+def test_reads_what_another_process_said(talker, tmp_path):
+    process = talker(70)
+    process.stdout.readline()
+    found = beats.read(tmp_path / "beat-00003")
+    assert (found.pid, found.index, found.section, found.step) == (process.pid, 3, "step", 70)
+    assert found.mark == beats.MARKS[1 + 70 % 4]
+    assert [lap.step for lap in found.laps] == list(range(7, 71))  # the newest, in their order
+    assert found.laps[-1] == (70, 70.0, 35.0, 17.5)
+    assert abs(found.since - time.monotonic()) < 60
+    pulse, until = found.pulse, time.monotonic() + 20
+    while beats.read(tmp_path / "beat-00003").pulse == pulse:  # it lives, though its main thread waits
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    assert beats.read(tmp_path / "beat-00003").since == found.since
+    process.communicate()
+
+
+def test_never_reads_half_of_it(talker, tmp_path):
+    process = talker(200_000)
+    places = set()
+    while process.poll() is None and len(places) < 2000:
+        found = beats.read(tmp_path / "beat-00003")
+        if found and found.section == "step":
+            assert found.mark == beats.MARKS[1 + found.step % 4]
+            places.add(found.step)
+        if found and found.step == 200_000:
+            break
+    assert len(places) > 100
+    process.communicate()
+
+
+def test_nobody_who_listens_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.delenv(beats.FOLDER, raising=False)
+    beats.begin(0)
+    beats.at("step", 1)
+    beats.lap(1, 1.0, 1.0, 1.0)
+    assert beats.read(tmp_path / "beat-00000") is None
+    (tmp_path / "beat-00000").write_bytes(b"x")
+    assert beats.read(tmp_path / "beat-00000") is None
+    (tmp_path / "beat-00000").write_bytes(bytes(beats.SIZE))
+    assert beats.read(tmp_path / "beat-00000") is None
+
+
+def test_goes_on_from_the_first_step_to_the_last(monkeypatch):
+    place = beats.Beat(1, 0, "step", 5, "dispatch", 0.0, 0.0, ()).place
+    assert place < beats.Beat(1, 0, "step", 5, "wait", 0.0, 0.0, ()).place
+    assert place > beats.Beat(1, 0, "step", 4, "figures", 0.0, 0.0, ()).place

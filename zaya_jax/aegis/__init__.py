@@ -1,0 +1,1 @@
+"""Watch, decide, act: the run's guardian."""

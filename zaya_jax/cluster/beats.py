@@ -1,0 +1,147 @@
+"""A process says where it is, to whoever watches it: a few words of memory in a file, 5 us a call.
+
+    beats.begin(index)                  opens beat-INDEX in the folder that ZAYA_BEATS names; without it nothing is done
+    beats.at("step", 17, "dispatch")    section, step and mark that the main thread has come to
+    beats.lap(17, whole, own, data)     seconds of a step: whole, this process's own work, waiting for data
+    beats.read(path)                    what another process has said last, whole or None
+
+A thread beside the main one says every PULSE seconds that the process lives. Marks that stand still under a pulse are a
+main thread that waits or hangs; no pulse either is a process that was stopped, or whose interpreter's lock is held.
+Times are of CLOCK_MONOTONIC, which all processes of a machine share.
+"""
+
+import mmap
+import os
+import struct
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+FOLDER = "ZAYA_BEATS"  # the variable
+SECTIONS = ("start", "compile", "step", "evaluate", "save", "end")
+# Inside a step, in the order in which they are passed: everybody waits for everybody at "wait" only.
+MARKS = ("", "fetch", "dispatch", "wait", "figures")
+PULSE = 0.5
+LAPS = 64  # steps that are remembered
+
+_HEAD = struct.Struct("<QqqqqqddQ")  # turn, pid, index, section, step, mark, since, pulse, laps
+_LAP = struct.Struct("<qddd")
+SIZE = _HEAD.size + LAPS * _LAP.size
+
+
+class Lap(NamedTuple):
+    """A step's seconds: all of it, what this process did itself, and what it waited for data."""
+
+    step: int
+    whole: float
+    own: float
+    data: float
+
+
+class Beat(NamedTuple):
+    """Where a process is."""
+
+    pid: int
+    index: int
+    section: str
+    step: int
+    mark: str
+    since: float  # when it came there
+    pulse: float  # when it last lived
+    laps: tuple[Lap, ...]  # the newest last
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """How far it has come, to be compared among processes of one start."""
+        return self.step, SECTIONS.index(self.section), MARKS.index(self.mark)
+
+
+class Beats:
+    """The writer of one file."""
+
+    def __init__(self, folder: str | Path, index: int):
+        path = Path(folder) / f"beat-{index:05d}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(
+            f".{os.getpid()}"
+        )  # a reader never sees half a file, nor this start's in the last one's
+        with new.open("w+b") as file:
+            file.truncate(SIZE)
+            self._memory = mmap.mmap(file.fileno(), SIZE)
+        new.replace(path)
+        self._lock = threading.Lock()
+        self._turn, self._index, self._laps = 0, index, 0
+        self._where = (0, 0, 0)
+        self._since = self._pulse = time.monotonic()
+        self.at("start")
+        threading.Thread(target=self._live, name="pulse", daemon=True).start()
+
+    def at(self, section: str, step: int | None = None, mark: str = "") -> None:
+        """The main thread has come here; the step is the last one that was named where none is."""
+        last = self._where[1] if step is None else step
+        self._where = SECTIONS.index(section), last, MARKS.index(mark)
+        self._since = self._pulse = time.monotonic()
+        self._write()
+
+    def lap(self, step: int, whole: float, own: float, data: float) -> None:
+        """A step has ended."""
+        with self._lock:
+            _LAP.pack_into(self._memory, _HEAD.size + self._laps % LAPS * _LAP.size, step, whole, own, data)
+            self._laps += 1
+
+    def _write(self) -> None:
+        section, step, mark = self._where
+        with self._lock:
+            for _ in ("odd: being written", "even: whole"):
+                self._turn += 1
+                _HEAD.pack_into(
+                    self._memory, 0, self._turn, os.getpid(), self._index, section, step, mark,
+                    self._since, self._pulse, self._laps,
+                )  # fmt: skip
+
+    def _live(self) -> None:
+        while True:
+            time.sleep(PULSE)
+            self._pulse = time.monotonic()
+            self._write()
+
+
+_beats: list[Beats] = []
+
+
+def begin(index: int) -> None:
+    """From now on this process says where it is, if anybody wants to know."""
+    if os.environ.get(FOLDER) and not _beats:
+        _beats.append(Beats(os.environ[FOLDER], index))
+
+
+def at(section: str, step: int | None = None, mark: str = "") -> None:
+    """See `Beats`."""
+    for one in _beats:
+        one.at(section, step, mark)
+
+
+def lap(step: int, whole: float, own: float, data: float) -> None:
+    """See `Beats`."""
+    for one in _beats:
+        one.lap(step, whole, own, data)
+
+
+def read(path: str | Path) -> Beat | None:
+    """What a process has said last; None where there is no such file, or never a whole answer."""
+    for _ in range(100):
+        try:
+            raw, again = Path(path).read_bytes(), Path(path).read_bytes()
+        except OSError:
+            return None
+        if len(raw) != SIZE or len(again) != SIZE:
+            return None
+        turn, pid, index, section, step, mark, since, pulse, laps = _HEAD.unpack_from(raw)
+        if turn and turn % 2 == 0 and raw[:8] == again[:8]:
+            break
+    else:
+        return None
+    kept = range(max(laps - LAPS, 0), laps)
+    found = tuple(Lap(*_LAP.unpack_from(raw, _HEAD.size + i % LAPS * _LAP.size)) for i in kept)
+    return Beat(pid, index, SECTIONS[section], step, MARKS[mark], since, pulse, found)
