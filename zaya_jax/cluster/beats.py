@@ -86,15 +86,16 @@ class Beats:
 
     def lap(self, step: int, whole: float, own: float, data: float) -> None:
         """A step has ended."""
-        with self._lock:
-            _LAP.pack_into(self._memory, _HEAD.size + self._laps % LAPS * _LAP.size, step, whole, own, data)
-            self._laps += 1
+        self._write((step, whole, own, data))
 
-    def _write(self) -> None:
+    def _write(self, lap: tuple[int, float, float, float] | None = None) -> None:
         section, step, mark = self._where
         with self._lock:
-            for _ in ("odd: being written", "even: whole"):
+            for whole in (False, True):  # an odd turn: being written, an even one: whole
                 self._turn += 1
+                if lap and whole:
+                    _LAP.pack_into(self._memory, _HEAD.size + self._laps % LAPS * _LAP.size, *lap)
+                    self._laps += 1
                 _HEAD.pack_into(
                     self._memory, 0, self._turn, os.getpid(), self._index, section, step, mark,
                     self._since, self._pulse, self._laps,
