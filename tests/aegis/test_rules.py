@@ -1,0 +1,172 @@
+"""Rules of logs: each finds its own lines and no harmless one, floods are counted, the first cause is found."""
+
+import os
+from pathlib import Path
+
+import pytest
+import setuptools
+
+from zaya_jax.aegis import rules
+from zaya_jax.aegis.finding import Finding
+
+LOGS = Path(__file__).parent / "logs"
+ALL = [(kind, rule) for kind in rules.KINDS for rule in rules.load(kind)]
+
+
+def lines(name):
+    """The pairs of a file of lines."""
+    for line in (LOGS / f"{name}.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            left, _, right = line.partition(" | ")
+            yield left, right
+
+
+def names(kind, line):
+    return [found.name for found in rules.Matcher(kind).feed(0, line)]
+
+
+@pytest.mark.parametrize(("kind", "rule"), ALL, ids=lambda v: getattr(v, "name", v))
+def test_each_rule_finds_its_example_before_any_other_does(kind, rule):
+    (found,) = rules.Matcher(kind).feed(5, rule.example)
+    assert (found.name, found.group, found.action, found.process) == (rule.name, rule.group, rule.action, 5)
+    assert found.seen.startswith(rule.example[:300])
+
+
+@pytest.mark.parametrize("kind", rules.KINDS)
+def test_lines_of_trouble_are_named(kind):
+    wrong = [
+        (wanted, names(kind, line), line) for wanted, line in lines(kind) if names(kind, line) != [wanted]
+    ]
+    assert not wrong
+
+
+def test_harmless_lines_are_passed_over():
+    assert not [(line, names(kind, line)) for kind, line in lines("harmless") if names(kind, line)]
+
+
+def test_a_whole_healthy_run_gives_nothing():
+    matcher, text = rules.Matcher(), (LOGS / "healthy.log").read_text().splitlines()
+    assert sum("loss" in line for line in text) > 5  # it is one
+    assert [found for line in text for found in matcher.feed(0, line)] == []
+
+
+def test_a_rule_of_one_name_means_one_thing():
+    for name in {rule.name for _, rule in ALL}:
+        same = {(rule.group, rule.consequence) for _, rule in ALL if rule.name == name}
+        assert len(same) == 1, name
+
+
+def test_the_device_is_named():
+    (found,) = rules.Matcher("kernel").feed(-1, "amdgpu 0000:c1:00.0: amdgpu: device lost from bus!")
+    assert found.device == "0000:c1:00.0"
+
+
+def test_a_flood_is_counted():
+    matcher = rules.Matcher()
+    seen = [
+        f
+        for i in range(1000)
+        for f in matcher.feed(2, f"OSError: [Errno 28] No space left on device: 'a{i}'")
+    ]
+    assert [f.seen.partition(" (")[2] for f in seen] == [
+        "",
+        "10 such lines)",
+        "100 such lines)",
+        "1,000 such lines)",
+    ]
+    assert matcher.feed(
+        3, "OSError: [Errno 28] No space left on device: 'a0'"
+    )  # another process is another flood
+
+
+def test_kinds_of_lines_are_bounded(monkeypatch):
+    monkeypatch.setattr(rules, "MOST_KINDS", 5)
+    matcher = rules.Matcher()
+    words = ["".join(chr(97 + int(d)) for d in str(i)) for i in range(200)]
+    found = [f for word in words for f in matcher.feed(0, f"error: {word}")]
+    assert (
+        len(matcher._counts) == 6 and len(found) == 5 + 3
+    )  # five by themselves, then the 1st, 10th and 100th
+
+
+def test_bytes_long_lines_and_odd_ones():
+    matcher = rules.Matcher()
+    (found,) = matcher.feed(0, b"\xff\xfe MemoryError: \x80" + b"x" * 10**7)
+    assert found.name == "out of memory" and len(found.seen) <= rules.SHOWN
+    for odd in (
+        b"",
+        b"\x00",
+        "\x00" * 5000,
+        "error" * 3000,
+        "a " * 4000,
+        "process 1 on a, " * 400,
+        "\ud800 x",
+    ):
+        assert matcher.feed(0, odd) == []
+
+
+def finding(name, action="restart", group="distributed", process=0):
+    return Finding(name, group, action, "", process)
+
+
+def test_the_first_cause_is_no_consequence():
+    gone = (1.0, finding("process gone"))
+    closed = (1.5, finding("gloo peer lost", process=1))
+    note = (0.5, finding("gpu correctable error", "note", "note"))
+    cause = (2.0, finding("gpu hang", group="critical", process=2))
+    later = (3.0, finding("disk full", "warn", "storage", 3))
+    assert rules.first([later, closed, note, cause, gone]) == cause
+    assert rules.first([closed, gone, note]) == gone  # consequences alone: the earliest
+    assert rules.first([note]) == note and rules.first([]) is None
+
+
+def test_the_kernel_log_is_read_from_now_on(tmp_path):
+    path = tmp_path / "var/log/kern.log"
+    path.parent.mkdir(parents=True)
+    path.write_text("amdgpu 0000:01:00.0: amdgpu: device lost from bus!\n")  # long ago
+    kernel = rules.Kernel(tmp_path)
+    assert kernel.look() == [] and kernel.look() == []
+    with path.open("a") as file:
+        file.write(
+            "6,339,5140900,-;amdgpu 0000:02:00.0: amdgpu: device lost from bus!\n SUBSYSTEM=pci\nnvme nvme0: con"
+        )
+    assert [f.device for f in kernel.look()] == ["0000:02:00.0"]
+    with path.open("a") as file:
+        file.write("troller is down; will reset\n")
+    assert [f.name for f in kernel.look()] == ["disk error"]
+    path.rename(path.with_suffix(".1"))  # rotated
+    path.write_text("Out of memory: Killed process 17 (python)\n")
+    assert [f.name for f in kernel.look()] == ["oom killer"]
+    path.write_text("")  # cut
+    assert kernel.look() == []
+    with path.open("a") as file:
+        file.write("CPU0: Core temperature above threshold\n")
+    assert [f.name for f in kernel.look()] == ["cpu throttled"]
+    kernel.close()
+
+
+def test_a_kernel_log_that_cannot_be_read_is_said_once(tmp_path):
+    kernel = rules.Kernel(tmp_path)
+    (found,) = kernel.look()
+    assert found.name == "kernel log unreadable" and "dev/kmsg" in found.seen
+    assert kernel.look() == []
+
+
+def test_the_kernel_of_this_machine_is_no_error():
+    kernel = rules.Kernel("/")
+    kernel.look()
+    kernel.look()
+    kernel.close()
+
+
+def test_rules_are_in_the_wheel(monkeypatch):
+    monkeypatch.chdir(Path(rules.__file__).parents[2])
+    distribution = setuptools.Distribution()
+    distribution.parse_config_files(["pyproject.toml"])
+    distribution.include_package_data = False  # without looking for a manifest, which would write
+    build = distribution.get_command_obj("build_py")
+    build.ensure_finalized()
+    files = {
+        os.path.basename(f) for package, _, _, found in build.data_files for f in found if "aegis" in package
+    }
+    assert {"rules_process.toml", "rules_kernel.toml"} <= files
