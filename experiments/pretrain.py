@@ -43,6 +43,7 @@ from zaya_jax.train import step as steps
 from zaya_jax.train.eta import Remaining
 from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Writer
 from zaya_jax.train.sample import write_sample
+from zaya_jax.train.where import Where
 from zaya_jax.train.workdir import AsItWas, check_same, folder_of, open_workdir, record, write_json
 
 CONFIG = cli.define_config(str(Path(__file__).parent / "configs" / "tiny.py"))
@@ -82,6 +83,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     place = folder_of(config, workdir)
     config = fork.settle(config, multihost.from_first("fork", functools.partial(fork.find, config, place)))
     plan, devices = schedule.make_plan(config), jax.devices()
+    where = Where(devices[0])  # said to whoever watches this process
     last_step = min(plan.total_steps, config.run.num_steps)
     tokenizer = tokenizers.load(config.data.tokenizer)
     config = token_ids.agree(config, tokenizer)
@@ -179,6 +181,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
 
     def save(number: int, tokens: int, figures: dict, last: bool, owed: bool = False) -> None:
         """Begins to save what a run needs to go on, or a reader to know what it was; the last time, sees it through."""
+        where.at("save", number)
         writer.flush()
         if not last and not store.free(number):
             return
@@ -210,7 +213,9 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
 
     def evaluate(state, now: schedule.Step) -> float:
         """Mean loss over the held-out targets, in nats."""
+        where.evaluate(now.number, (now.phase_index, "evaluation"))
         sums = [program(now.phase_index, evaluation=True)(state, batch) for batch in windows(now.phase)]
+        where.evaluating()
         loss, count = np.asarray(jax.device_get(sums), np.float64).sum(0)
         return float(loss / max(count, 1.0))
 
@@ -252,7 +257,9 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         """Reads a step's figures and hands them on."""
         nonlocal unsound_in_a_row
         now, figures, extra, seconds = pending
+        where.mark("wait")
         figures = jax.device_get(figures)
+        where.mark("figures")
         seconds = seconds or lap()
         tokens = now.tokens_after - now.tokens_before
         figures = {"tokens": now.tokens_after, **figures, **extra}
@@ -287,9 +294,15 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
 
     for number in range(reached + 1, end + 1):
         now = plan.step(number)
-        state, figures = program(now.phase_index)(state, next(stream), np.float32(now.lr))
+        where.fetch(number, (now.phase_index, now.sequences))
+        batch = next(stream)
+        where.dispatch()
+        state, figures = program(now.phase_index)(state, batch, np.float32(now.lr))
+        where.came()
+        del batch  # its memory is the next one's
         if pending:
             finish(pending)
+        where.mark("figures")
         # A CPU is done with the step by now, an accelerator when its figures have come.
         pending = (now, figures, {}, lap() if figures["loss"].is_ready() else None)
         multihost.collect_garbage(number)
@@ -301,6 +314,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         due_save = timer.after(number) or number % config.checkpoint.every_steps == 0
         last = number == end or stopping
         if due_eval or due_save or last:
+            where.mark("wait")
             jax.block_until_ready(state)
             extra = multihost.over_processes(stream.metrics(), pipeline.OVER_PROCESSES)
             begun = time.perf_counter()
@@ -313,7 +327,9 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
             if due_save or last:
                 kept = {name: float(figures[name]) for name in keep.FIGURES} | extra
                 save(number, now.tokens_after, kept, last, owed)
+        where.lap()
         if stopping:
+            where.at("end", number)
             store.close(again=False)
             wind_up()
             more = f", first with the evaluation of step {number}" if owed else ""
@@ -322,6 +338,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
             )
             return cli.PREEMPTED
         if unsound_in_a_row >= UNHEALTHY_AFTER:
+            where.at("end", number)
             store.close()
             wind_up()
             console.say(
@@ -330,6 +347,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
             )
             return cli.UNHEALTHY
 
+    where.at("end", end)
     if end < last_step:
         store.close()
         wind_up()

@@ -29,7 +29,7 @@ import jax
 import numpy as np
 from absl import flags
 
-from zaya_jax.cluster import compiling, leaving, relay
+from zaya_jax.cluster import beats, compiling, leaving, relay
 from zaya_jax.cluster.lifelines import NOBODY, End, Lifelines
 from zaya_jax.cluster.place import NAMES, LostProcess, Place, find_place, name_processes
 from zaya_jax.config import StorageError, UserError, first_line
@@ -64,6 +64,7 @@ def together(program: Callable[[], int]) -> int:
     """
     given = {name: flags.FLAGS[name].value for name in NAMES if name in flags.FLAGS}
     place = find_place(os.environ, given)
+    beats.begin(place.index if place else 0)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until StopSignal takes over there is nothing to save. Python's own handler would raise KeyboardInterrupt
         # wherever it is: one in a callback of XLA's was lost, one in JAX's cache became a ValueError of 159 lines.
