@@ -9,7 +9,7 @@ A step's own seconds are what this process did by itself: not what it waited for
 """
 
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable
 
 import jax
@@ -26,7 +26,7 @@ class Where:
         # A CPU computes in the call itself, so that it is there that processes wait for each other.
         self._calling = "wait" if device.platform == "cpu" else "dispatch"
         self._known, self._compiled = set[Hashable](), False
-        self._spent = Counter[tuple[str, str]]()
+        self._spent = defaultdict[tuple[str, str], float](float)
         self._place, self._step, self._since = ("start", ""), 0, time.perf_counter()
 
     def at(self, section: str, step: int, mark: str = "") -> None:
@@ -63,7 +63,7 @@ class Where:
     def lap(self) -> None:
         """The step has ended; one that compiled has no times that could be compared."""
         self.mark(self._place[1])
-        spent, self._spent = self._spent, Counter()
+        spent, self._spent = self._spent, defaultdict(float)
         compiled, self._compiled = self._compiled, False
         if compiled:
             return
