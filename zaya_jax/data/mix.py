@@ -4,6 +4,9 @@ One table of M entries holds each source in proportion to its weight and as even
 row r of a stretch of steps takes entry r mod M. So every batch is as balanced as its size allows, and how
 often a source was used before any (step, slot) is a prefix count instead of a replay. Weights and batch size may
 change from stretch to stretch; counts add up.
+
+`leave_out` passes over what some steps would have taken, or have: the steps' batch sizes and weights stay where they
+are, each source goes on after the last row that it gave, and the table after its last entry.
 """
 
 import bisect
@@ -24,6 +27,9 @@ class Stretch:
     first_step: int  # 0 is the run's first
     batch: int  # rows per step
     weights: tuple[float, ...]  # one for each source
+    entry: int = 0  # of the table's rows, endlessly repeated, the one that it begins with
+    left_out: tuple[int, ...] = ()  # rows that each source passes over where it begins
+    cut: bool = False  # whether it is the rest of one that something was left out of
 
 
 class Mixture:
@@ -49,29 +55,50 @@ class Mixture:
     def sources(self, step: int) -> np.ndarray:
         """The source of each slot of a step's global batch."""
         p, stretch = self.at(step)
-        rows = (step - stretch.first_step) * stretch.batch + np.arange(stretch.batch)
+        rows = _entry(stretch, step) + np.arange(stretch.batch)
         return self._tables[p][rows % self.size]
 
     def ranks(self, step: int, source: int) -> np.ndarray:
         """For each slot of the step: how many rows the source gave before it, in all steps and slots."""
         p, stretch = self.at(step)
-        before = self.before(step, source)
-        rows = (step - stretch.first_step) * stretch.batch + np.arange(stretch.batch)
-        return before + self._count(self._prefixes[p], rows, source)
+        rows = _entry(stretch, step) + np.arange(stretch.batch)
+        return self.before(step, source) + self._given(p, rows, source)
 
     def before(self, step: int, source: int) -> int:
-        """How many rows the source gave before the stretch of this step."""
+        """How many rows the source gave before the stretch of this step, or has passed over until it begins."""
+        p, _ = self.at(step)
         count = self.given[source]
-        for q in range(self.at(step)[0]):
-            done = (self.starts[q + 1] - self.starts[q]) * self.stretches[q].batch
-            count += int(self._count(self._prefixes[q], np.int64(done), source))
+        for q, stretch in enumerate(self.stretches[: p + 1]):
+            count += stretch.left_out[source] if stretch.left_out else 0
+            if q < p:
+                count += int(self._given(q, np.int64(_entry(stretch, self.starts[q + 1])), source))
         return count
 
     def until(self, step: int, source: int) -> int:
-        """How many it gave before this step."""
+        """How many it gave, or passed over, before this step."""
         p, stretch = self.at(step)
-        rows = np.int64((step - stretch.first_step) * stretch.batch)
-        return self.before(step, source) + int(self._count(self._prefixes[p], rows, source))
+        return self.before(step, source) + int(self._given(p, np.int64(_entry(stretch, step)), source))
+
+    def leave_out(self, first: int, stop: int) -> "Mixture":
+        """From step `first` on without the rows that it and the steps after it, up to `stop`, have taken.
+
+        Nothing may have been left out behind `stop` before.
+        """
+        p, stretch = self.at(first)
+        left_out = np.array([self.until(stop, k) - self.until(first, k) for k in range(self.num_sources)])
+        # Of the planned stretch that the step is of: where it ends, and where its table stood at the stop.
+        later = [other for other in self.stretches[p + 1 :] if not other.cut]
+        end = min(stop, later[0].first_step) if later else stop
+        parts = [s for s in self.stretches[p:] if s.first_step <= end and (s.cut or s == stretch)]
+        if first == stretch.first_step:
+            left_out += np.array(stretch.left_out or [0] * self.num_sources)
+        rest = dataclasses.replace(
+            stretch, first_step=first, entry=_entry(parts[-1], end), left_out=tuple(left_out.tolist()),
+            cut=stretch.cut or first > stretch.first_step,
+        )  # fmt: skip
+        later = [dataclasses.replace(s, left_out=() if s.first_step <= stop else s.left_out) for s in later]
+        kept = self.stretches[: p + (first > stretch.first_step)]
+        return Mixture([*kept, rest, *later], self.given)
 
     def rows_of(self, source: int) -> tuple[int, int]:
         """(rows that the source has at most in a batch, and as a rule), where it has most; (0, 0) without any."""
@@ -83,9 +110,19 @@ class Mixture:
             share = max(share, round(stretch.batch * int(prefix[-1, source]) / self.size))
         return most, max(share, min(most, 1))
 
+    def _given(self, p: int, rows, source: int):
+        """How many rows of the source there are in a stretch's table from its first entry to these."""
+        first = np.int64(self.stretches[p].entry)
+        return self._count(self._prefixes[p], rows, source) - self._count(self._prefixes[p], first, source)
+
     def _count(self, prefix: np.ndarray, entries, source: int) -> np.ndarray:
         rounds, rest = np.divmod(entries, self.size)
         return rounds * prefix[-1, source] + prefix[rest, source]
+
+
+def _entry(stretch: Stretch, step: int) -> int:
+    """The entry of the table that a step of the stretch begins with."""
+    return stretch.entry + (step - stretch.first_step) * stretch.batch
 
 
 def _quotas(weights: tuple[float, ...], size: int) -> np.ndarray:

@@ -4,7 +4,8 @@ A record is of one era and the stretch of steps that was due in it:
 
     {"version", "seed", "number": the era's, "seq_len", "packing",
      "first_step", "batch", "weights": [[source, weight], ..],      the stretch
-     "given": {source: rows it gave before first_step},  "orders": {source: [most, share], see order.Order}}
+     "given": {source: rows it gave before first_step},  "orders": {source: [most, share], see order.Order},
+     "entry": where its table began, "left_out": [[step, batches], ..]}      only where batches were left out
 
 Sources go by their fingerprints, so that neither paths nor the other run's data are needed. What a fork does with it is
 what a phase does that follows on another: of the same context and packing, each source goes on in its order where it
@@ -32,12 +33,13 @@ def record(
 ) -> Record:
     """The record of an era in which the batch of `step` is the next; `sources` are the mixture's, `orders` theirs."""
     _, stretch = mixture.at(step)
-    return {
+    out = {
         "version": order.VERSION, "seed": seed, "number": number, "seq_len": seq_len, "packing": packing,
         "first_step": stretch.first_step, "batch": stretch.batch, "weights": weights(stretch, sources),
         "given": {name: mixture.before(step, k) for k, name in enumerate(sources) if name in orders},
         "orders": {name: list(pair) for name, pair in orders.items()},
     }  # fmt: skip
+    return out | ({"entry": stretch.entry} if stretch.entry else {})
 
 
 def weights(stretch: Stretch, sources: Sequence[str]) -> list[list]:
@@ -48,7 +50,8 @@ def weights(stretch: Stretch, sources: Sequence[str]) -> list[list]:
 def given_until(found: Record, step: int) -> dict[str, int]:
     """How many rows each source of a record had given before a step of its stretch."""
     names = [name for name, _ in found["weights"]]
-    stretch = Stretch(found["first_step"], found["batch"], tuple(weight for _, weight in found["weights"]))
+    shares = tuple(weight for _, weight in found["weights"])
+    stretch = Stretch(found["first_step"], found["batch"], shares, found.get("entry", 0))
     mixture = Mixture([stretch], tuple(found["given"][name] for name in names))
     return found["given"] | {name: mixture.until(step, k) for k, name in enumerate(names)}
 

@@ -4,6 +4,10 @@ A batch is a pure function of (seed, config, step): the mixture says which sourc
 many rows that source gave before, the source's order says which tokens that row holds. Grain runs ahead of
 the training step; its element t is the batch of step t, so a stream's whole state is one integer, and each
 process computes its own rows of the global batch and nothing else.
+
+Where a run went back to step c, the batches that it had had since can be left out, [c, how many]: from c on, each
+source goes on behind the last row that it gave in them. What a step is stays as it was planned: its phase, its batch
+size, its mixture. An era whose first steps were among them begins behind the rows that these had.
 """
 
 import copy
@@ -14,7 +18,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,13 +146,30 @@ class Batches:
             era = Era(len(self._planned), here[0].first_step, seq_len, packing, mix.Mixture(here))
             self._planned.append(era)
         self.past: list[past.Record] | None = None  # of a fork: its parent's
+        self.left_out: list[list[int]] = []  # [step, batches], in the order in which it was decided
+        self._inherited: list[list[int]] = []  # likewise, of a fork's parent
         self._set_eras(self._planned)
 
     def _set_eras(self, eras: list[Era]) -> None:
-        self.eras = eras
+        self._whole = eras  # with what is left out here
+        self._after_leaving_out()
+
+    def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
+        """Batches that are left out, [step, how many]: all there are, in the order in which it was decided."""
+        self.left_out = [list(one) for one in ranges]
+        self._after_leaving_out()
+
+    def left_out_until(self, step: int) -> list[list[int]]:
+        """Those that the batches before a step depend on."""
+        behind = [i for i, (at, _) in enumerate(self.left_out) if at < step]
+        return self.left_out[: max(behind, default=-1) + 1]
+
+    def _after_leaving_out(self) -> None:
+        self.eras = _left_out(self._whole, self.left_out)
+        self._eras_before: dict[int, list[Era]] = {len(self.left_out): self.eras}
         self._sources: dict[tuple[int, int], Source] = {}
         self._fingerprints: dict[int, str] = {}
-        self._records: dict[tuple[int, int], past.Record] = {}
+        self._records: dict[tuple[int, int, int], past.Record] = {}
 
     def _refuse_doubles(self, paths: list[str], stretches: list[tuple[int, str, mix.Stretch]]) -> None:
         for *_, stretch in stretches:
@@ -171,8 +192,9 @@ class Batches:
             stretches, given = first.mixture.stretches, past.given_until(found, first.first_step)
             same = past.weights(stretches[0], self._names) == found["weights"]
             if same and stretches[0].batch == found["batch"]:  # the stretch that was running goes on
+                first_step, entry = found["first_step"], found.get("entry", 0)
                 stretches = [
-                    dataclasses.replace(stretches[0], first_step=found["first_step"]),
+                    dataclasses.replace(stretches[0], first_step=first_step, entry=entry),
                     *stretches[1:],
                 ]
                 given = found["given"]
@@ -183,11 +205,14 @@ class Batches:
                 *later,
             ]
             self.past = records
-            self._set_eras(_numbered(eras, found["number"]))
+            here, *later = _numbered(eras, found["number"])
+            # What its parent left out of eras to come. Of the one that goes on it is in what was given.
+            self._inherited = found.get("left_out", [])
+            self._set_eras([here, *_left_out(later, self._inherited)])
             why = self._misfit()
         if why:
             highest = max((found["number"] for found in records), default=first.first_step)
-            self.past = records
+            self.past, self._inherited = records, []
             self._set_eras(_numbered(self._planned, highest + 1))
             return f"note: the data begins anew, in another order: {why}"
         new = len(self._used(first)) - len(known)
@@ -214,11 +239,19 @@ class Batches:
 
     def records(self, step: int) -> list[past.Record]:
         """Where the data stands before a step: in the era that the step is of, and in the one before if that ends."""
-        eras = dict.fromkeys(self._era_of(at).number for at in (step, max(step - 1, self.eras[0].first_step)))
-        return [self._record(era, step) for era in self.eras if era.number in eras][::-1]
+        ranges = self.left_out_until(step)
+        if len(ranges) not in self._eras_before:
+            self._eras_before[len(ranges)] = _left_out(self._whole, ranges)
+        eras = self._eras_before[len(ranges)]
+        wanted = dict.fromkeys(
+            self._era_of(at).number for at in (step, max(step - 1, self.eras[0].first_step))
+        )
+        found = [self._record(era, step, len(ranges)) for era in eras if era.number in wanted][::-1]
+        every = [*self._inherited, *ranges]
+        return [one | {"left_out": every} for one in found] if every else found
 
-    def _record(self, era: Era, step: int) -> past.Record:
-        key = era.number, era.mixture.at(step)[0]
+    def _record(self, era: Era, step: int, ranges: int) -> past.Record:
+        key = era.number, era.mixture.at(step)[0], ranges
         if key not in self._records:
             orders = {
                 name: era.orders.get(name) or era.mixture.rows_of(k)
@@ -235,9 +268,9 @@ class Batches:
 
     def fingerprint(self, step: int) -> str:
         """Of everything that the batches before a step depend on: of the eras that have begun then."""
-        begun = max(1, sum(era.first_step < step for era in self.eras))
+        begun = max(1, sum(era.first_step < step for era in self._whole))
         if begun not in self._fingerprints:
-            self._fingerprints[begun] = self._facts(self.eras[:begun])
+            self._fingerprints[begun] = self._facts(self._whole[:begun])
         return self._fingerprints[begun]
 
     def _facts(self, eras: list[Era]) -> str:
@@ -246,6 +279,7 @@ class Batches:
             facts.append([era.number, era.first_step, era.seq_len, era.packing])
             if self.past is not None:
                 facts[-1] += [era.mixture.given, sorted(era.orders.items())]
+                facts[-1] += [[s.entry, s.left_out] for s in era.mixture.stretches if s.entry or s.left_out]
             for stretch in era.mixture.stretches:
                 weights = [
                     (store.fingerprint, weight)
@@ -336,15 +370,24 @@ class Stream(Iterator[Batch]):
         whole = self.batches.fingerprint(len(self.batches))  # of phases to come, too
         state = {"step": self._step, "order": order.VERSION, "fingerprint": fingerprint, "whole": whole}
         state["eras"] = self.batches.records(max(self._step, self.batches.eras[0].first_step))
+        ranges = self.batches.left_out_until(self._step)
+        state |= {"left_out": ranges} if ranges else {}
         return state if self.batches.past is None else state | {"past": self.batches.past}
+
+    def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
+        """From now on without these batches, [step, how many], all that were ever left out of this run."""
+        self.close()
+        self.batches.leave_out(ranges)
 
     def set_state(self, state: dict[str, Any]) -> str:
         """Go on where the state was taken; UserError where data, tokenizer, seed or batch shape are not the
         same. Gives a note where those of phases to come are not. A state of `forked` may be of other data.
         """
-        note = ""
+        note, step, ranges = "", int(state["step"]), [list(one) for one in state.get("left_out", [])]
         if state.get("past") not in (None, self.batches.past):
             note = self.batches.go_on(state["past"])
+        if self.batches.left_out_until(step) != ranges:  # what comes later may have been decided already
+            self.batches.leave_out(ranges)
         if "fingerprint" not in state:
             self.close()
             self._step = int(state["step"])
@@ -411,6 +454,20 @@ class Stream(Iterator[Batch]):
 def forked(state: dict[str, Any]) -> dict[str, Any]:
     """The state with which a fork begins, from its parent's."""
     return {"step": state["step"], "past": state.get("eras", [])}
+
+
+def _left_out(eras: list[Era], ranges: Sequence[Sequence[int]]) -> list[Era]:
+    """The same without these batches, one range after the other."""
+    eras, furthest = list(eras), 0
+    for at, count in ranges:
+        stop = max(at + count, furthest)  # behind all that was left out before
+        furthest = max(furthest, at)
+        for i, era in enumerate(eras):
+            first = max(at, era.first_step)
+            end = min(stop, eras[i + 1].first_step) if i + 1 < len(eras) else stop
+            if first < end:
+                eras[i] = dataclasses.replace(era, mixture=era.mixture.leave_out(first, end))
+    return eras
 
 
 def _numbered(eras: list[Era], number: int) -> list[Era]:

@@ -8,7 +8,7 @@ in the queue.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zaya_jax.data.pack import Batch
@@ -52,6 +52,12 @@ class DevicePrefetch(Iterator[Any]):
         note = self._stream.set_state(state)
         self._state = self._stream.get_state()
         return note
+
+    def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
+        """See `Stream.leave_out`."""
+        self.close()
+        self._stream.leave_out(ranges)
+        self._state = self._stream.get_state()
 
     def metrics(self) -> dict[str, float]:
         """The stream's metrics since the last call, with the share of time that the step waited here."""

@@ -1,0 +1,127 @@
+"""Batches that a run left out when it went back: it goes on behind them, and its state says so at any step."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from test_past import PHASES, TOK, config, forked, same, stopped, stores, stream, take
+
+from zaya_jax import schedule
+from zaya_jax.config import Phase
+from zaya_jax.data import pipeline
+
+assert stores  # the sources a, b and c, of numbers that tell their rows apart
+
+RAMPS = (  # one era: a ramp, then another mixture
+    Phase("ramp", 800, mixture=("a=0.5", "c=0.5"), ramp_from=2, ramp_tokens=500, micro_batch=2),
+    Phase("another mixture", 500, mixture=("a=0.2", "c=0.7", "b=0.1")),
+    Phase("the first again", 2000, mixture=("a=0.5", "c=0.5")),
+)
+
+
+def after(settings, ranges, begin, count):
+    """Some batches of a run that left these out."""
+    one = stream(settings)
+    one.set_state(one.get_state() | {"step": begin} if begin == 0 else stopped(settings, begin)[1])
+    one.leave_out(ranges)
+    return take(one, count)
+
+
+def test_what_would_have_come_later_comes_now():
+    whole = take(stream(config()), 30)
+    same(after(config(), [[7, 5]], 0, 20), [*whole[:7], *whole[12:25]])
+    same(after(config(), [[7, 5], [9, 2]], 4, 16), [*whole[4:7], *whole[12:14], *whole[16:27]])
+    same(after(config(), [[7, 5], [6, 6]], 6, 10), whole[17:27])  # at step 12 it had come to the 17th
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("phases", [(), RAMPS, PHASES])
+def test_no_row_comes_again_and_none_is_passed_over_that_was_not_read(phases, seed):
+    """Each source gives the rows of an era in their order, whatever a run that goes back again and again has read."""
+    chance, settings = random.Random(seed), config(*phases)
+    plan = schedule.make_plan(settings)
+    batches, ranges, at = pipeline.Batches(settings, TOK, rounds=1), [], 0
+    given = {}  # rows that each source gave in each era
+    highest = 0
+    for _ in range(5):
+        reached = min(chance.randint(max(at, highest) + 1, at + 14), plan.total_steps)
+        if reached <= max(at, highest):
+            break
+        for step in range(at, reached):
+            era = batches._era_of(step)
+            mine = era.mixture.sources(step)
+            assert len(mine) == plan.step(step + 1).sequences
+            weights = era.mixture.at(step)[1].weights
+            for k in set(mine.tolist()):
+                assert weights[k]
+                came = era.mixture.ranks(step, k)[mine == k]
+                begin = given.get((era.number, k), 0)
+                np.testing.assert_array_equal(came, begin + np.arange(len(came)))
+                given[era.number, k] = begin + len(came)
+        at = chance.randint(max(reached - 12, 0), reached - 1)
+        ranges.append([at, reached - at])
+        highest = max(highest, at)
+        batches.leave_out(ranges)
+    assert ranges
+
+
+@pytest.mark.parametrize("phases", [(), RAMPS, PHASES])
+def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
+    settings, ranges = config(*phases), [[5, 4], [3, 9]]
+    plan = schedule.make_plan(settings)
+    whole = after(settings, ranges, 0, plan.total_steps)
+    once = stream(settings)
+    once.leave_out(ranges)
+    for step in range(plan.total_steps):
+        state = json.loads(json.dumps(once.get_state()))
+        assert state.get("left_out", []) == (ranges if step > 3 else [])
+        if step <= 3:  # before it went back, a checkpoint is what it was
+            assert state == stopped(settings, step)[1]
+        again = stream(settings)
+        assert again.set_state(state) == ""
+        assert again.get_state() == once.get_state()
+        again.leave_out(ranges)  # as the run knows of it that wrote the decision down
+        if step % 4 == 0:
+            same(take(again, min(5, plan.total_steps - step)), whole[step : step + 5])
+        next(once)
+        if step == 4:
+            once.close()  # what was fetched ahead comes again, and the same
+            assert once.set_state(state := once.get_state()) == "" and once.get_state() == state
+    once.close()
+
+
+@pytest.mark.parametrize("phases", [(), RAMPS, PHASES])
+def test_a_fork_that_changes_nothing_goes_on_without_them(phases):
+    settings = config(*phases)
+    plan = schedule.make_plan(settings)
+    ranges = [[4, plan.total_steps - 8], [6, 3]]  # over all borders but the last
+    whole = after(settings, ranges, 0, plan.total_steps)
+    for step in range(7, plan.total_steps - 1, 5):
+        parent = stream(settings)
+        parent.leave_out(ranges)
+        take(parent, step)
+        state = parent.get_state()
+        one, note = forked(config(*phases, fork=(step, plan.tokens_of_step(step))), state)
+        assert note == "note: the data goes on where it stood"
+        got = take(one, 1)
+        second = config(*phases, fork=(step + 1, plan.tokens_of_step(step + 1)))
+        two, note = forked(second, one.get_state())
+        assert note == "note: the data goes on where it stood"
+        same([*got, *take(two, plan.total_steps - step - 1)], whole[step:])
+
+
+def test_processes_and_workers_leave_out_the_same():
+    settings = config(*RAMPS)
+    whole = after(settings, [[5, 4]], 0, 12)
+    parts = []
+    for index in range(2):
+        one = pipeline.Stream(pipeline.Batches(settings, TOK, (index, 2), rounds=1))
+        one.leave_out([[5, 4]])
+        parts.append(take(one, 12))
+    together = [{name: np.concatenate([a[name], b[name]]) for name in a} for a, b in zip(*parts, strict=True)]
+    same(together, whole)
+    one = pipeline.Batches(settings, TOK, rounds=1)
+    one.leave_out([[5, 4]])
+    halves = [one.part(index, 2) for index in range(2)]
+    same([{n: np.concatenate([h[7][n] for h in halves]) for n in whole[7]}], whole[7:8])
