@@ -84,6 +84,19 @@ OPTIONS = {
         ]
     },
     "pretrain": {"": ["config", "workdir", "describe", "coordinator", "num_processes", "process_id"]},
+    "supervise": {
+        "": [
+            "processes",
+            "nodes",
+            "min_nodes",
+            "restarts",
+            "exclude_stragglers",
+            "coordinator",
+            "agents",
+            "agent",
+        ],
+        "report": ["workdir"],
+    },
 }
 
 # Run in a process of its own: absl's flags are global. Prints {subcommand: options} of a program without running it.

@@ -72,10 +72,10 @@ def together(program: Callable[[], int]) -> int:
         leaving.at_signal(1, _interrupted)
     if place is None:
         return program()
-    lines = Lifelines(place, _seconds(HEARTBEAT), _leave)
+    lines = Lifelines(place, seconds_of(HEARTBEAT), _leave)
     _lines.append(lines)
     try:
-        lines.roll_call(_seconds(JOIN))
+        lines.roll_call(seconds_of(JOIN))
     except LostProcess as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -98,8 +98,8 @@ def _join(place: Place) -> None:
         address = relay.through(host, int(port))
     jax.distributed.initialize(
         address, place.count, place.index, local_device_ids=list(place.devices) or None,
-        cluster_detection_method="deactivate", initialization_timeout=_seconds(JOIN),
-        heartbeat_timeout_seconds=NEVER, shutdown_timeout_seconds=_seconds(WAIT),
+        cluster_detection_method="deactivate", initialization_timeout=seconds_of(JOIN),
+        heartbeat_timeout_seconds=NEVER, shutdown_timeout_seconds=seconds_of(WAIT),
     )  # fmt: skip
     compiling.wait_for_all(barrier)
     # JAX has SIGTERM only noted, for its own protocol; until StopSignal takes over there is nothing to save.
@@ -121,9 +121,9 @@ def from_first(name: str, function: Callable[[], Any]) -> Any:
         _client().key_value_set(key, json.dumps(value))
         return value
     try:
-        return json.loads(_client().blocking_key_value_get(key, 1000 * _seconds(WAIT)))
+        return json.loads(_client().blocking_key_value_get(key, 1000 * seconds_of(WAIT)))
     except jax.errors.JaxRuntimeError as error:
-        raise LostProcess(f"process 0 did not come to {name!r} within {_seconds(WAIT)} s") from error
+        raise LostProcess(f"process 0 did not come to {name!r} within {seconds_of(WAIT)} s") from error
 
 
 def to_first(name: str, value: Any) -> list[Any] | None:
@@ -139,11 +139,11 @@ def to_first(name: str, value: Any) -> list[Any] | None:
     for other in range(1, count):
         try:
             values.append(
-                json.loads(_client().blocking_key_value_get(f"{here}/{other}", 1000 * _seconds(WAIT)))
+                json.loads(_client().blocking_key_value_get(f"{here}/{other}", 1000 * seconds_of(WAIT)))
             )
         except jax.errors.JaxRuntimeError as error:
             raise LostProcess(
-                f"process {other} did not come to {name!r} within {_seconds(WAIT)} s"
+                f"process {other} did not come to {name!r} within {seconds_of(WAIT)} s"
             ) from error
         _client().key_value_delete(f"{here}/{other}")
     return values
@@ -154,7 +154,7 @@ def barrier(name: str, seconds: float | None = None) -> None:
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return
-    seconds = _seconds(WAIT) if seconds is None else seconds
+    seconds = seconds_of(WAIT) if seconds is None else seconds
     here = f"{_PREFIX}/barrier/{name}/{_turn(name)}"
     _client().key_value_set(f"{here}/{index}", socket.gethostname())
     try:
@@ -341,7 +341,8 @@ def _turn(name: str) -> int:
     return _calls[name]
 
 
-def _seconds(setting: tuple[str, int]) -> int:
+def seconds_of(setting: tuple[str, int]) -> int:
+    """What the environment says of JOIN, WAIT or HEARTBEAT; UserError where that is no number."""
     name, usual = setting
     try:
         return int(os.environ.get(name) or usual)

@@ -1,0 +1,108 @@
+"""A training run that is watched: a node's agent starts its processes, names what ends or stops them, and goes on.
+
+    python -m experiments.supervise [options] -- --config=FILE --workdir=DIR [...]      what follows -- is pretrain's
+    python -m experiments.supervise report --workdir=DIR                               what befell a run
+
+One agent per node. Alone it needs nothing; of several each is told its place by --coordinator, --agents and --agent, by
+JAX_COORDINATOR_ADDRESS, NODES and NODE, or by Slurm with one task a node. The agent of node 0 leads. Exit codes are
+pretrain's: 0 done, 2, 3 and 4 a person is wanted, 75 saved as asked, others: it could not go on by itself. A second
+SIGTERM or SIGINT ends at once. docs/aegis.md says what it does when.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+
+from zaya_jax import cli
+from zaya_jax.aegis import agent, events, standing
+from zaya_jax.aegis.decide import Rules
+from zaya_jax.aegis.leader import Plan
+from zaya_jax.aegis.node import Task
+from zaya_jax.cluster import multihost
+from zaya_jax.config import UserError, fields
+
+
+def main() -> int:
+    """Supervises, or does what the first word names."""
+    given = sys.argv[1:]
+    cut = given.index("--") if "--" in given else len(given)
+    args = parser().parse_args(given[:cut])
+    if args.what == "report":
+        return report(args.workdir)
+    return supervise(args, given[cut + 1 :])
+
+
+def parser() -> cli.Parser:
+    """The options."""
+    found = cli.Parser(prog="python -m experiments.supervise", description=__doc__)
+    add = found.add_argument
+    whole = cli.number(int, 1, 2**20)
+    add("--processes", type=whole, metavar="N", help="processes on this node; one per GPU, or 1")
+    add("--nodes", type=whole, metavar="N", help="how many nodes train; more agents than these are spares")
+    add("--min_nodes", type=whole, metavar="N", help="how few may train when others are lost; --nodes")
+    add("--restarts", type=cli.number(int, 0), default=5, metavar="N", help="without a newer checkpoint; 5")
+    add(
+        "--exclude_stragglers",
+        action="store_true",
+        help="a spare takes the place of a node that is slow for long",
+    )
+    add("--coordinator", metavar="HOST:PORT", help="where the agent of node 0 listens")
+    add("--agents", type=whole, metavar="N", help="how many agents there are")
+    add("--agent", type=cli.number(int, 0), metavar="I", help="which of them this is, from 0")
+    what = found.add_subparsers(dest="what", metavar="report")
+    told = what.add_parser("report", help="what befell a run", description="The events of a run, by time.")
+    told.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="the run's folder")
+    return found
+
+
+def supervise(args: argparse.Namespace, training: list[str]) -> int:
+    """Runs the training under this node's agent."""
+    place = standing.find(os.environ, args.coordinator, args.agents, args.agent)
+    agents = place.count if place else 1
+    nodes = args.nodes or agents
+    if nodes > agents:
+        raise UserError(f"--nodes={nodes} are more than there are agents ({agents}); start one on each node")
+    if (args.min_nodes or nodes) > nodes:
+        raise UserError(f"--min_nodes={args.min_nodes} is more than --nodes={nodes}")
+    gpus = standing.gpus(os.environ)
+    processes = args.processes or len(gpus) or 1
+    workdir = workdir_of(training)
+    rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, multihost.seconds_of(multihost.JOIN))
+    plan = Plan(rules, workdir, processes, args.exclude_stragglers)
+    command = [sys.executable, "-m", "experiments.pretrain", *training]
+    return agent.run(
+        plan, Task(command, workdir, processes), place, multihost.seconds_of(multihost.HEARTBEAT)
+    )
+
+
+def workdir_of(training: list[str]) -> Path:
+    """The --workdir among the training's options."""
+    for i, option in enumerate(training):
+        name, _, value = option.lstrip("-").partition("=")
+        if option.startswith("-") and name == "workdir":
+            value = value or "".join(training[i + 1 : i + 2])
+            fields.check_path("--workdir", value)
+            return Path(value)
+    raise UserError(
+        "--workdir=DIR is missing after --; give the training's options there, its folder among them"
+    )
+
+
+def report(workdir: Path) -> int:
+    """Prints the events."""
+    found = events.read(workdir)
+    if not found:
+        raise UserError(f"--workdir={workdir} has no events; give the folder of a run that was supervised")
+    for event in found:
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.time))
+        who = f"process {event.process}" if event.process >= 0 else ""
+        took = f"{event.seconds:.1f} s" if event.seconds else ""
+        words = [event.node, who, event.seen, event.concluded, event.done, took]
+        print(f"{when}  {event.kind:<10}{'; '.join(filter(None, words))}")
+    return cli.DONE
+
+
+if __name__ == "__main__":
+    cli.leave(cli.exit_code(main))

@@ -1,0 +1,129 @@
+"""A program in place of training, quick to start, with an agent around it: `stand_in.py agent WORKDIR OPTIONS`.
+
+Its "run" is a counter: all processes of a start meet at each step through files, every fifth step is a checkpoint, and
+what a file WORKDIR/do-INDEX says befalls process INDEX once, at the step that it names:
+`STEP kill|stop|exit N|spin|lock|print TEXT|slow`.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+EVERY = 5
+
+
+def train(workdir: Path, steps: int, seconds: float) -> int:
+    """The counter."""
+    from zaya_jax.cluster import beats
+
+    index, count = (int(os.environ.get(f"JAX_{name}", 0)) for name in ("PROCESS_ID", "NUM_PROCESSES"))
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    logs = workdir / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    log = (logs / f"process-{index:05d}.log").open("a")
+    faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
+    beats.begin(index)
+    (workdir / "config.json").write_text("{}")
+    whole = [int(path.name) for path in (workdir / "checkpoints").glob("*")]
+    begun = max(whole, default=0)
+    meeting = workdir / "meet" / os.environ["JAX_COORDINATOR_ADDRESS"]
+    meeting.mkdir(parents=True, exist_ok=True)
+    print(f"process {index} of {count} begins after {begun}", flush=True)
+    for step in range(begun + 1, steps + 1):
+        began = time.monotonic()
+        beats.at("step", step, "fetch")
+        if index == 0:
+            (workdir / "metrics.jsonl").open("a").write(json.dumps({"step": step}) + "\n")
+        beats.at("step", step, "dispatch")
+        befall(workdir / f"do-{index}", step)
+        time.sleep(seconds)
+        own = time.monotonic() - began
+        beats.at("step", step, "wait")
+        (meeting / f"{step}-{index}").write_text("stop" if asked else "")
+        meet(meeting, step, count)
+        beats.lap(step, time.monotonic() - began, own, 0.0)
+        if step % EVERY == 0 and index == 0:
+            beats.at("save", step)
+            save(workdir, step)
+        if any((meeting / f"{step}-{i}").read_text() for i in range(count)):
+            if index == 0:
+                save(workdir, step)
+            return 75
+    beats.at("end")
+    return 0
+
+
+def save(workdir: Path, step: int) -> None:
+    """A whole checkpoint, as far as its names go."""
+    from zaya_jax.checkpoint.layout import MARKER
+
+    folder = workdir / "checkpoints" / str(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).write_text("{}")
+
+
+def meet(meeting: Path, step: int, count: int) -> None:
+    """Waits for all."""
+    while not all((meeting / f"{step}-{i}").exists() for i in range(count)):
+        time.sleep(0.002)
+
+
+def befall(file: Path, step: int) -> None:
+    """Does what was asked for this step, once."""
+    if not file.exists():
+        return
+    when, what, *how = file.read_text().split(maxsplit=2)
+    if int(when) != step:
+        return
+    file.rename(file.with_name(f"done-{file.name}-{time.monotonic_ns()}"))
+    match what:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "exit":
+            os._exit(int(how[0]))
+        case "spin":
+            stand_still_here()
+        case "lock":  # the interpreter's lock is held: no thread of Python's goes on
+            import ctypes
+
+            ctypes.PyDLL(None).sleep(1000)
+        case "print":
+            print(how[0], flush=True)
+
+
+def stand_still_here() -> None:
+    """What the event should name."""
+    while True:
+        time.sleep(0.1)
+
+
+def watched(argv: list[str]) -> int:
+    """An agent around it, with pretrain's options for an agent; after -- steps and seconds a step."""
+    from experiments import supervise
+    from zaya_jax import cli
+    from zaya_jax.aegis import agent
+
+    run = agent.run
+
+    def instead(plan, task, place, heartbeat):
+        import dataclasses
+
+        command = [sys.executable, __file__, "train", str(task.workdir), *argv[argv.index("--") + 2 :]]
+        return run(plan, dataclasses.replace(task, command=command), place, heartbeat)
+
+    agent.run = instead
+    sys.argv = ["supervise", *argv]
+    return cli.exit_code(supervise.main)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "train":
+        sys.exit(train(Path(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])))
+    sys.exit(watched(sys.argv[2:]))

@@ -1,0 +1,461 @@
+"""What is to be done about what befalls a run: a state machine without a clock, a file or a connection of its own.
+
+    decider = Decider(Rules(nodes=2), now)
+    for action in decider.take(Exited(node=1, process=3, code=-9), now): ...
+
+Facts go in with their time, actions come out; docs/aegis.md has the table of it. A start is of `nodes` nodes of those
+whose agents have come. When a process ends, the others get a moment to end too, since the one that began it may be told
+later than those that followed; then what is left is killed, the cause is named, and the run starts again or ends.
+"""
+
+import dataclasses
+import signal
+from typing import Any
+
+from zaya_jax.aegis.facts import (
+    Action,
+    Ask,
+    Asked,
+    Came,
+    Collect,
+    Collected,
+    Drop,
+    End,
+    Exited,
+    Fact,
+    Found,
+    Hung,
+    Kill,
+    Lost,
+    Ready,
+    Saved,
+    Say,
+    Start,
+    Stepped,
+)  # fmt: skip
+from zaya_jax.aegis.finding import Finding
+
+DONE, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = 0, 2, 3, 4, 5, 75
+
+# Seconds that the others have after a process has ended: with these codes they still save, or say what is wrong.
+PATIENCE = {DONE: 120.0, PREEMPTED: 120.0, UNHEALTHY: 120.0, STORAGE: 120.0, BAD_INPUT: 10.0}
+GRACE = 3.0  # with any other: the training's own lines end all within a second or so
+KILLED = 1.0  # where a signal killed it, which nothing that comes later began
+TOGETHER = 2.0  # an end so soon after the first one may be its cause, told later
+EXPLAINS = 60.0  # a finding so long before an end may be its reason
+COLLECT = 15.0  # until stacks are there
+STOP = 20.0  # until a killed node says that nothing runs there
+LEAVE = 600.0  # until a run that is asked to save has ended
+STORAGE_PAUSE = 30.0
+FIRST_PAUSE, LONGEST_PAUSE = 5.0, 300.0  # before the second restart without progress, and at most
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """How many nodes a start has (and at least, where some are lost), of how many agents; restarts without progress."""
+
+    nodes: int
+    agents: int = 0  # 0: as many as nodes
+    min_nodes: int = 0  # 0: as many as nodes
+    restarts: int = 5
+    join: float = 600.0  # seconds until all agents have come
+
+
+@dataclasses.dataclass
+class Cause:
+    """Why a start came to its end."""
+
+    kind: str
+    time: float
+    node: int = -1
+    process: int = -1
+    seen: str = ""
+    concluded: str = ""
+    code: int = 1
+    group: str = "note"
+    exclude: bool = False
+    stop: bool = False
+    free: bool = False  # costs none of the restarts
+    seconds: float = 0.0  # until it was noticed
+
+
+def words(code: int) -> str:
+    """SIGKILL, or exit code 3."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def shell(code: int) -> int:
+    """As a shell gives it: 137 for SIGKILL."""
+    return 128 - code if code < 0 else code
+
+
+def _rank(code: int) -> int:
+    """Which of several ends that came together began it: the lowest."""
+    if code < 0:
+        return 1 if -code == signal.SIGABRT else 0  # libraries abort when others are gone
+    return {HARDWARE: 2, UNHEALTHY: 3, BAD_INPUT: 3, STORAGE: 3, PREEMPTED: 5, DONE: 6}.get(code, 4)
+
+
+class Decider:
+    """The state machine. `state` is gathering, running, leaving, ending, collecting, stopping, waiting or ended."""
+
+    def __init__(self, rules: Rules, now: float):
+        self.rules = dataclasses.replace(
+            rules, agents=max(rules.agents, rules.nodes), min_nodes=min(rules.min_nodes or rules.nodes, rules.nodes)
+        )  # fmt: skip
+        self.state, self.number, self.nodes = "gathering", 0, tuple[int, ...]()
+        self.excluded: dict[int, str] = {}
+        self._now, self._deadline, self._out = now, now + rules.join, list[Action]()
+        self._hosts: dict[int, str] = {}
+        self._idle, self._lost = set[int](), set[int]()
+        self._asked: list[str] = []
+        self._failures, self._newest, self._base, self._step = 0, -1, -1, -1
+        self._faults: dict[int, int] = {}  # of a node, since the last progress
+        self._tried: set[int] = set()  # codes after which one more start was made, since the last progress
+        self._recovering: tuple[Cause, dict[str, float], int] | None = None  # until the first new step
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forgets the last start."""
+        self._exits: list[tuple[float, Exited]] = []
+        self._findings: list[tuple[float, Found]] = []
+        self._cause: Cause | None = None
+        self._killed = self._moved = False
+        self._began = self._now
+
+    def take(self, fact: Fact, now: float) -> list[Action]:
+        """What to do now that this is known; nothing any more after End."""
+        self._now = max(now, self._now)
+        if self.state != "ended":
+            self._hear(fact)
+            self._due()
+        out, self._out = self._out, []
+        return out
+
+    def usable(self) -> list[int]:
+        """The nodes that a start may have."""
+        return [n for n in sorted(self._hosts) if n not in self._lost and n not in self.excluded]
+
+    def _hear(self, fact: Fact) -> None:
+        match fact:
+            case Came(node, host):
+                self._hosts[node] = host
+                self._lost.discard(node)
+                self._idle.discard(node)
+            case Ready(node):
+                self._idle.add(node)
+            case Lost(node, why):
+                self._lose(node, why)
+            case Exited():
+                self._exited(fact)
+            case Found():
+                self._found(fact)
+            case Hung(node, process, seen, concluded, seconds):
+                if self.state in ("running", "leaving"):
+                    self._cause = Cause(
+                        "hangs", self._now - seconds, node, process, seen, concluded, seconds=seconds,
+                        group="distributed",
+                    )  # fmt: skip
+                    self._turn("collecting", COLLECT, Collect())
+            case Collected(text):
+                if self.state == "collecting" and self._cause:
+                    self._cause.seen += f"; {text}" if text else ""
+                    self._kill()
+            case Saved(step):
+                if step > self._base and self.state in ("running", "leaving", "ending"):
+                    self._failures, self._base, self._moved = 0, step, True
+                    self._faults.clear()
+                    self._tried.clear()
+                self._newest = step
+            case Stepped(step):
+                self._stepped(step)
+            case Asked(name):
+                self._ask(name)
+
+    # What is heard
+
+    def _lose(self, node: int, why: str) -> None:
+        if node in self._lost or node not in self._hosts:
+            return
+        self._lost.add(node)
+        self._idle.discard(node)
+        if node not in self.nodes or self.state not in ("running", "leaving", "ending", "collecting"):
+            self._say("lost", node, seen=why, done="nothing of the run was there")
+            return
+        if self.state != "collecting":
+            self._cause = Cause("lost", self._now, node, seen=why, group="critical")
+        self._kill()
+
+    def _exited(self, fact: Exited) -> None:
+        if fact.node not in self.nodes or self._killed or self.state not in ("running", "leaving", "ending"):
+            return
+        patience = PATIENCE.get(fact.code, KILLED if _rank(fact.code) == 0 else GRACE)
+        if self.state == "leaving" and fact.code == PREEMPTED:
+            patience = max(self._deadline - self._now, 0.0)
+        if self.state == "ending":
+            patience = min(patience, max(self._deadline - self._now, 0.0))
+        self._exits.append((self._now, fact))
+        self._turn("ending", patience)
+
+    def _found(self, fact: Found) -> None:
+        finding, running = fact.finding, self.state == "running"
+        self._findings.append((self._now, fact))
+        done = ""
+        if running and finding.action == "stop":
+            self._cause = self._caused_by(fact, self._now)
+            self._kill()
+            done = "stop: a person is wanted"
+        elif running and finding.action in ("restart", "exclude"):
+            done = self._act_on(fact)
+        self._say(
+            "hardware" if finding.device else "log", fact.node, finding.process, group=finding.group, seen=finding.seen,
+            concluded=finding.name, done=done, device=finding.device,
+        )  # fmt: skip
+
+    def _act_on(self, fact: Found) -> str:
+        """A finding that wants another start; in words what is done."""
+        if fact.finding.action == "exclude" and not self._can_exclude(fact.node):
+            return "goes on: no spare node could take its place"
+        if fact.node not in self.nodes:
+            self._exclude(fact.node, fact.finding.name)
+            return "a spare, left out"
+        self._cause = self._caused_by(fact, self._now)
+        if fact.finding.group in ("critical", "distributed"):
+            self._kill()
+            return "restart"
+        self._cause.free = True
+        self._turn("leaving", LEAVE, Ask())  # it computes rightly, so that nothing need be lost
+        return "restart after saving"
+
+    def _stepped(self, step: int) -> None:
+        if self.state != "running":
+            return
+        self._step = step
+        self._moved = self._moved or step > self._base
+        if self._recovering:
+            cause, facts, was = self._recovering
+            self._recovering = None
+            facts["first_step"] = round(self._now - self._began, 3)
+            self._say(
+                "restarted", cause.node, cause.process, step=step, seconds=round(self._now - cause.time, 3),
+                concluded=f"after it {cause.kind}", done=f"start {self.number} goes on", was_at=was, **facts,
+            )  # fmt: skip
+
+    def _ask(self, name: str) -> None:
+        self._asked.append(name)
+        if len(self._asked) > 1:
+            if self.state in ("running", "leaving", "ending", "collecting"):
+                self._cause = self._cause or Cause("asked", self._now, seen=name, concluded="a second signal")
+                self._kill()
+            elif self.state != "stopping":
+                self._end(128 + _number(name), f"{name} a second time")
+        elif self.state == "running":
+            self._out.append(Ask())
+            self._say("asked", seen=name, done="all save and stop")
+        elif self.state in ("gathering", "waiting"):
+            self._end(PREEMPTED, f"{name} while nothing ran")
+
+    # What time brings
+
+    def _due(self) -> None:
+        late = self._now >= self._deadline
+        if self.state in ("running", "leaving", "ending", "collecting", "stopping"):
+            if all(n in self._idle or n in self._lost for n in self.nodes):
+                return self._conclude()
+            if not late or self.state == "running":
+                return None
+            if self.state == "stopping":
+                for node in [n for n in self.nodes if n not in self._idle and n not in self._lost]:
+                    self._lost.add(node)
+                    self._say("lost", node, seen=f"no answer within {STOP:g} s of being told to stop")
+                    self._out.append(Drop(node))
+                return self._conclude()
+            if self.state == "ending" and {e.code for _, e in self._exits} <= {DONE, PREEMPTED}:
+                ended, still = self._exits[0][1], [n for n in self.nodes if n not in self._idle]
+                self._cause = self._cause or Cause(
+                    "hangs", self._exits[0][0], still[0], group="distributed",
+                    seen=f"runs {PATIENCE[DONE]:g} s after process {ended.process} has ended with {ended.code}",
+                    seconds=self._now - self._exits[0][0],
+                )  # fmt: skip
+            return self._kill()
+        if self.state == "waiting" and late:
+            self._turn("gathering", self.rules.join)
+        if self.state == "gathering":
+            self._gather()
+        return None
+
+    def _gather(self) -> None:
+        usable, rules = self.usable(), self.rules
+        there = [n for n in usable if n in self._idle][: rules.nodes]
+        to_come = [n for n in range(rules.agents) if n not in self._hosts]
+        late = self._now >= self._deadline
+        nobody_more = late or (not to_come and len(there) == min(len(usable), rules.nodes))
+        if len(there) == rules.nodes or (len(there) >= rules.min_nodes and nobody_more):
+            self.number, self.nodes = self.number + 1, tuple(there)
+            self._begin()
+            self._base, self._deadline, self.state = self._newest, self._now, "running"
+            self._idle -= set(there)
+            self._out.append(Start(self.number, self.nodes))
+            self._say(
+                "started", step=self._newest, start=self.number, nodes=[self._hosts[n] for n in there],
+                spares=[self._hosts[n] for n in usable if n not in there],
+                done="from the newest checkpoint" if self._newest >= 0 else "from the beginning",
+            )  # fmt: skip
+        elif nobody_more or len(usable) + len(to_come) < rules.min_nodes:
+            what = f"{len(there)} of {rules.nodes} nodes are there"
+            if to_come:
+                what += (
+                    f"; no agent came from node {', '.join(map(str, to_come[:16]))} within {rules.join:g} s"
+                )
+            self._end(1, what)
+
+    def _turn(self, state: str, seconds: float, *actions: Action) -> None:
+        self.state, self._deadline = state, self._now + seconds
+        self._out += actions
+
+    def _kill(self) -> None:
+        self._killed = True
+        self._turn("stopping", STOP, Kill())
+
+    # What is made of it
+
+    def _conclude(self) -> None:
+        """All of the start has ended."""
+        codes = {e.code for _, e in self._exits}
+        cause = self._cause or self._first_end()
+        if codes == {DONE} and not self._killed:
+            return self._end(DONE, "done")
+        if len(self._asked) > 1:
+            return self._end(128 + _number(self._asked[-1]), f"{self._asked[-1]}, a second time")
+        if self._asked:
+            clean = codes <= {DONE, PREEMPTED} and not self._killed
+            return self._end(
+                PREEMPTED if clean else shell(cause.code), "stopped as asked" if clean else cause.seen
+            )
+        stopped = round(self._now - cause.time, 3)
+        if cause.kind == "border":
+            return self._again(cause, stopped)
+        if cause.stop or cause.code in (BAD_INPUT, UNHEALTHY):
+            self._tell(cause, "end: a person is wanted")
+            return self._end(cause.code, cause.concluded or cause.seen)
+        hopeless = cause.code == STORAGE or (cause.code == HARDWARE and not self._can_exclude(cause.node))
+        if hopeless and cause.code in self._tried:
+            self._tell(cause, "end: a person is wanted")
+            return self._end(cause.code, f"{cause.concluded or cause.seen}, again and without progress")
+        self._tried.add(cause.code)
+        return self._again(cause, stopped)
+
+    def _first_end(self) -> Cause:
+        """The end that began it, and what explains it."""
+        if not self._exits:
+            return Cause("died", self._now, seen="nothing of it is there any more")
+        bad = [e for e in self._exits if e[1].code not in (DONE, PREEMPTED)] or self._exits
+        near = [e for e in bad if e[0] - bad[0][0] <= TOGETHER]
+        time, first = min(near, key=lambda e: (_rank(e[1].code), e[0]))
+        if first.code in (DONE, PREEMPTED):
+            kind = "border" if PREEMPTED in {e.code for _, e in self._exits} and self._moved else "died"
+            return Cause(
+                kind,
+                time,
+                first.node,
+                first.process,
+                words(first.code),
+                code=first.code,
+                free=kind == "border",
+            )
+        cause = Cause(
+            "died", time, first.node, first.process, words(first.code), code=first.code, group="distributed"
+        )
+        if first.code == HARDWARE:
+            cause.exclude, cause.group, cause.concluded = True, "critical", "a device computes wrongly"
+        explain = [
+            f for f in self._findings if f[0] - bad[0][0] >= -EXPLAINS and f[1].finding.action != "note"
+        ]
+        if explain and first.code not in PATIENCE:
+            # A critical error isolates its host; of those that several see the first counts.
+            order = {"critical": 0, "distributed": 1}
+            when, found = min(explain, key=lambda f: (order.get(f[1].finding.group, 2), f[0]))
+            better = self._caused_by(found, time)
+            better.kind, better.code = "died", better.code if better.stop else cause.code
+            better.seen = f"{cause.seen} of process {cause.process}; {found.finding.seen}"
+            return better
+        return cause
+
+    def _caused_by(self, fact: Found, time: float) -> Cause:
+        finding: Finding = fact.finding
+        stop = finding.action == "stop"
+        code = {"user": BAD_INPUT, "data": BAD_INPUT, "storage": STORAGE}.get(finding.group, UNHEALTHY)
+        return Cause(
+            "found", time, fact.node, finding.process, finding.seen, finding.name, code if stop else 1, finding.group,
+            finding.action == "exclude", stop,
+        )  # fmt: skip
+
+    def _again(self, cause: Cause, stopped: float) -> None:
+        pause = 0.0
+        if not cause.free:
+            self._failures += 1
+            pause = _pause(self._failures)
+            if cause.node >= 0:
+                self._faults[cause.node] = self._faults.get(cause.node, 0) + 1
+        if self._failures > self.rules.restarts:
+            self._tell(cause, "end")
+            code = shell(cause.code) or 1
+            return self._end(
+                1 if code == PREEMPTED else code,
+                f"{self.rules.restarts} restarts without a newer checkpoint, the last for: {cause.seen or cause.kind}",
+            )
+        if cause.code == STORAGE:
+            pause = max(pause, STORAGE_PAUSE)
+        done = f"restart {f'in {pause:g} s' if pause else 'at once'}"
+        repeats = self._faults.get(cause.node, 0) > 1
+        if cause.node in self.usable() and (cause.exclude or repeats):
+            if self._can_exclude(cause.node):
+                self._exclude(cause.node, cause.concluded or cause.seen)
+                done += " without the node"
+            else:
+                done += ", with the node: no spare could take its place"
+        self._tell(cause, done)
+        facts = {"detect": round(cause.seconds, 3), "stop": round(stopped - cause.seconds, 3), "pause": pause}
+        self._recovering = cause, facts, self._step
+        return self._turn("waiting", pause)
+
+    def _tell(self, cause: Cause, done: str) -> None:
+        self._say(
+            cause.kind, cause.node, cause.process, group=cause.group, seen=cause.seen, concluded=cause.concluded, done=done,
+            seconds=round(cause.seconds, 3), step=self._step, start=self.number, failures=self._failures,
+        )  # fmt: skip
+
+    def _can_exclude(self, node: int) -> bool:
+        return len([n for n in self.usable() if n != node]) >= self.rules.min_nodes
+
+    def _exclude(self, node: int, reason: str) -> None:
+        self.excluded[node] = reason
+        self._say("excluded", node, concluded=reason, done="no start has it any more")
+
+    def _end(self, code: int, text: str) -> None:
+        self._say(
+            "ended", seen=text, done=f"exit code {code}", step=self._step, code=code, starts=self.number
+        )
+        self._out.append(End(code, text))
+        self.state = "ended"
+
+    def _say(self, kind: str, node: int = -1, process: int = -1, **given: Any) -> None:
+        known = ("group", "step", "seen", "concluded", "done", "seconds")
+        facts = {name: value for name, value in given.items() if name not in known and value != ""}
+        given = {name: value for name, value in given.items() if name in known}
+        where = self._hosts.get(node, "") if node >= 0 else ""
+        self._out.append(Say(kind, {"node": where, "process": process, **given, "facts": facts}))
+
+
+def _pause(failures: int) -> float:
+    """Seconds before the next start: none after the first failure since progress, then growing."""
+    return 0.0 if failures < 2 else min(FIRST_PAUSE * 2 ** (failures - 2), LONGEST_PAUSE)
+
+
+def _number(name: str) -> int:
+    return signal.Signals[name] if name in signal.Signals.__members__ else signal.SIGTERM

@@ -1,0 +1,189 @@
+"""Which process of a run stands still, and since when, by where all of them say that they are.
+
+    watch = Hangs(known); watch.begin()         a new start; what earlier ones have taught is `known`
+    watch.heard(node, views, now)               what a node's agent has seen of its processes
+    watch.woke(now)                             an agent stood still itself: nobody is blamed for that time
+    watch.find(now)                             a Hang, or None
+    watch.known()                               to be kept for the next start
+
+The run hangs when the process that has come least far has been where it is for longer than it may. Whoever waits for it
+has come further, or says that it waits; so only the least far one's own limit counts. docs/aegis.md has the limits.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from zaya_jax.cluster.beats import MARKS, SECTIONS
+
+# Seconds that a place may take at least, whatever was learned. Data may be slow for a while without any help from a
+# restart; a first compilation of a large model takes minutes, as do restoring, saving and evaluating.
+FLOORS = {
+    "start": 600.0, "compile": 1800.0, "step": 4.5, "fetch": 30.0, "evaluate": 600.0, "save": 600.0, "end": 600.0,
+}  # fmt: skip
+TIMES = 3  # as long as the longest usual time
+STEADY = 3  # laps before a start's own times say how long a step is
+UNSTEADY = 60.0  # seconds for a step until then, at least
+STOPPED = 4.5  # seconds in which the system shows a process as stopped
+LAPS = 64
+QUIET = 2.5  # seconds without a pulse: five were due
+
+
+class View(NamedTuple):
+    """What an agent sees of a process: its beat, ages for times, and its letter in /proc."""
+
+    process: int
+    section: str  # "" where it has not said anything
+    step: int
+    mark: str
+    age: float  # seconds in this place
+    quiet: float  # seconds without a sign of life
+    state: str
+    laps: Sequence[Sequence[float]] = ()  # new ones: step, whole, own, data
+
+
+@dataclasses.dataclass
+class Hang:
+    """Who stands still first; `others` is what the rest do."""
+
+    node: int
+    process: int
+    seen: str
+    concluded: str
+    seconds: float
+
+
+@dataclasses.dataclass
+class _Seen:
+    node: int
+    view: View
+    since: float
+    pulse: float
+    stopped: float | None = None  # since when
+    ended: int = -1  # the newest step
+    laps: collections.deque[float] = dataclasses.field(default_factory=lambda: collections.deque(maxlen=LAPS))
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        return self.view.step, SECTIONS.index(self.view.section), MARKS.index(self.view.mark)
+
+
+class Hangs:
+    """See the module."""
+
+    def __init__(self, known: Mapping[str, float] | None = None):
+        self._longest = {name: float(s) for name, s in (known or {}).items() if name in FLOORS}
+        self._seen: dict[int, _Seen] = {}
+        self._woke = 0.0
+
+    def begin(self) -> None:
+        """A new start: nobody has said anything yet."""
+        self._seen.clear()
+
+    def known(self) -> dict[str, float]:
+        """The longest time in each place that a run went on from."""
+        return {name: round(seconds, 3) for name, seconds in self._longest.items()}
+
+    def step(self) -> int:
+        """The newest step that all have ended; -1 where that is not known."""
+        return min((s.ended for s in self._seen.values()), default=-1)
+
+    def woke(self, now: float) -> None:
+        """Times begin anew."""
+        self._woke = now
+
+    def heard(self, node: int, views: Sequence[View], now: float) -> None:
+        """What a node's agent has just seen."""
+        for view in views:
+            if view.section not in ("", *SECTIONS) or view.mark not in MARKS:
+                continue  # of a later version
+            seen = self._seen.get(view.process)
+            if seen is None:
+                seen = self._seen[view.process] = _Seen(node, view, now - view.age, now - view.quiet)
+            since = now - view.age
+            if view.section != seen.view.section:
+                self._learn(seen.view.section, since - max(seen.since, self._woke))
+                if view.section == "compile":
+                    seen.laps.clear()  # another program: its steps may take longer
+            seen.view, seen.pulse = view, now - view.quiet
+            seen.since = max(since, seen.since)
+            for step, whole, _, data in view.laps:
+                seen.ended = int(step)
+                seen.laps.append(whole)
+                self._learn("fetch", data)
+                if len(seen.laps) >= STEADY:
+                    self._longest["step"] = _usual(seen.laps)
+            if view.state != "T":
+                seen.stopped = None
+            elif seen.stopped is None:
+                seen.stopped = now
+
+    def find(self, now: float) -> Hang | None:
+        """Who stands still, if somebody does for longer than it may."""
+        stopped = [
+            p for p, s in self._seen.items() if s.stopped is not None and now - max(s.stopped, self._woke) > STOPPED
+        ]  # fmt: skip
+        told = [p for p, s in self._seen.items() if s.view.section]
+        if stopped:
+            first = min(stopped, key=lambda p: self._order(p, now))
+        elif told and len(told) == len(self._seen):
+            first = min(told, key=lambda p: self._order(p, now))
+            if now - max(self._seen[first].since, self._woke) <= self.limit(first):
+                return None
+        else:
+            return None
+        return self._name(first, now)
+
+    def limit(self, process: int) -> float:
+        """How long this process may be where it is."""
+        seen = self._seen[process]
+        section, laps = seen.view.section, seen.laps
+        if section != "step":
+            return max(FLOORS[section], TIMES * self._longest.get(section, 0.0))
+        if not laps:  # its first step of a start may compile
+            return max(FLOORS["compile"], TIMES * self._longest.get("compile", 0.0))
+        if seen.view.mark == "fetch":
+            return max(FLOORS["fetch"], TIMES * _usual(laps), TIMES * self._longest.get("fetch", 0.0))
+        if len(laps) < STEADY:
+            return max(UNSTEADY, TIMES * self._longest.get("step", 0.0))
+        return max(FLOORS["step"], TIMES * _usual(laps))
+
+    def _learn(self, section: str, seconds: float) -> None:
+        if section in FLOORS and section != "step":
+            self._longest[section] = max(self._longest.get(section, 0.0), seconds)
+
+    def _order(self, process: int, now: float) -> tuple:
+        seen = self._seen[process]
+        place = seen.place if seen.view.section else (-1, 0, 0)
+        quiet = now - max(seen.pulse, self._woke) > QUIET
+        return place, not quiet, "TDZ".find(seen.view.state) % 4, seen.since
+
+    def _name(self, first: int, now: float) -> Hang:
+        seen = self._seen[first]
+        view, since = seen.view, max(seen.since, self._woke)
+        if seen.stopped is not None:
+            since = max(since, seen.stopped)
+        where = (
+            f"{view.section} {view.step} {view.mark}".strip() if view.section else "a place it has not told"
+        )
+        quiet = now - max(seen.pulse, self._woke) > QUIET
+        how = {"T": "stopped", "D": "waits for a disk or a driver", "Z": "dead"}.get(view.state, "")
+        seen_words = f"process {first} stands at {where} for {now - since:.1f} s"
+        seen_words += ", without a sign of life" if quiet and view.section else ""
+        seen_words += f", {how} (state {view.state})" if how else ""
+        others = [p for p in self._seen if p != first]
+        alike = [p for p in others if self._order(p, now)[:3] == self._order(first, now)[:3]]
+        if not others:
+            return Hang(seen.node, first, seen_words, f"process {first} hangs", now - since)
+        if alike:
+            concluded = f"process {first} and {len(alike)} more stand at the same place alike: which began it does not show"
+        else:
+            concluded = f"process {first} stopped first; {len(others)} wait for it"
+        return Hang(seen.node, first, seen_words, concluded, now - since)
+
+
+def _usual(laps: Sequence[float]) -> float:
+    """The longest of a step's times but for a twentieth of them."""
+    ordered = sorted(laps)
+    return ordered[min(int(0.95 * len(ordered)), len(ordered) - 1)]

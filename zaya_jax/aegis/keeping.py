@@ -1,0 +1,136 @@
+"""What an agent writes, in threads of its own: a disk or a terminal that hangs must not keep it from watching.
+
+    terminal = Terminal(); terminal.show(1, b"...")         what the processes print
+    keeper = Keeper(workdir); keeper.append(name, data)     files below WORKDIR/aegis
+    keeper.event("died", node=...)                          the leader's events
+
+Nothing is written into a folder that is no run's yet: training refuses one that holds something else, and leaves
+nothing behind where it is refused itself. Until the run's first step what is to be written waits here.
+"""
+
+import collections
+import contextlib
+import os
+import queue
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.aegis import events
+from zaya_jax.config import files
+
+MOST = 1 << 24  # bytes that wait; what comes then is counted in place of being kept
+
+
+class Terminal:
+    """Hands on what processes print."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
+        self._waits, self.lost, self._gone = 0, 0, set[int]()
+        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
+        self._thread.start()
+
+    def show(self, number: int, data: bytes) -> None:
+        """Bytes for stdout (1) or stderr (2)."""
+        if self._waits > MOST:
+            self.lost += len(data)
+            return
+        self._waits += len(data)
+        self._queue.put((number, data))
+
+    def close(self, seconds: float) -> None:
+        """What is still to be shown, unless that takes longer."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while item := self._queue.get():
+            number, data = item
+            rest = memoryview(data)
+            try:
+                while rest and number not in self._gone:
+                    rest = rest[os.write(number, rest) :]
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                self._gone.add(number)  # whoever read it went; the run goes on
+            self._waits -= len(data)
+
+
+class Keeper:
+    """Writes below WORKDIR/aegis as soon as the workdir is a run's."""
+
+    def __init__(self, workdir: Path):
+        self._workdir, self.folder = workdir, workdir / events.FOLDER
+        self._log = events.Log(workdir, "agent")
+        self._queue: queue.Queue[tuple[str, Any, Any] | None] = queue.Queue()
+        self._held: collections.deque[tuple[str, Any, Any]] = collections.deque()
+        self._waits, self.lost = 0, 0
+        self._is_run = False
+        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
+        self._thread.start()
+
+    def append(self, name: str, data: bytes) -> None:
+        """Adds to a file below aegis."""
+        self._put("append", name, data)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Writes such a file anew, whole or not at all."""
+        self._put("write", name, data)
+
+    def event(self, kind: str, **given: Any) -> None:
+        """Adds a line to events.jsonl, with the time of now."""
+        self._put("event", kind, {"time": time.time(), **given})
+
+    def ended(self, code: int) -> None:
+        """A process has ended: unless it refused to begin, what is there is a run's if it looks like one."""
+        self._queue.put(("ended", "", code))
+
+    def close(self, seconds: float) -> None:
+        """What is still to be written, unless that takes longer."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+
+    def _put(self, what: str, name: str, data: Any) -> None:
+        size = len(data)
+        if self._waits + size > MOST and what == "append":
+            self.lost += size
+            return
+        self._waits += size
+        self._queue.put((what, name, data))
+
+    def _run(self) -> None:
+        self._is_run = (self._workdir / "config.json").exists()
+        while True:
+            try:
+                item = self._queue.get(timeout=0.5)
+            except queue.Empty:
+                item = ("", "", None)
+            if item is None:
+                return
+            if item[0] == "ended":
+                refused = item[2] == 2
+                self._is_run = self._is_run or (not refused and (self._workdir / "config.json").exists())
+            elif item[0]:
+                self._held.append(item)
+            # It writes its figures from the first step on, when nothing can refuse it any more.
+            self._is_run = self._is_run or (self._workdir / "metrics.jsonl").exists()
+            while self._is_run and self._held:
+                what, name, data = self._held.popleft()
+                self._waits -= len(data)
+                with contextlib.suppress(OSError):  # a full disk: the terminal has it too
+                    self._do(what, name, data)
+
+    def _do(self, what: str, name: str, data: Any) -> None:
+        path = self.folder / name
+        if what == "event":
+            self._log.add(name, **data)
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if what == "write":
+            files.write(path, data)
+        else:
+            with path.open("ab") as file:
+                file.write(data)

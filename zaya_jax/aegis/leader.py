@@ -1,0 +1,219 @@
+"""What the agent of node 0 does beside its own node: it hears all agents, decides, and tells them what to do.
+
+    leader = Leader(plan, keeper, say, order)
+    leader.hear(node, message, now)     what an agent tells; `node.Node` says what there is
+    leader.turn(now)                    what time brings
+    leader.end                          once it is decided: (exit code, words)
+
+`order(node, message)` carries ["start", number, address, count, first], ["ask"], ["kill"], ["collect"] or ["drop"] to a
+node's agent. Everything that is decided is decided in `decide`; here are the facts gathered for it.
+"""
+
+import contextlib
+import dataclasses
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.aegis import events, facts, hang, straggle
+from zaya_jax.aegis.decide import Decider, Rules
+from zaya_jax.aegis.finding import Finding
+from zaya_jax.aegis.hang import Hangs, View
+from zaya_jax.aegis.keeping import Keeper
+from zaya_jax.aegis.straggle import Stragglers
+from zaya_jax.checkpoint import writing
+from zaya_jax.config import files
+
+LIMITS = "limits.json"  # what hang.Hangs has learned
+PROGRESS = 1.0  # seconds between two looks for a newer checkpoint
+KEEP = 60.0  # seconds between two writings of what was learned
+NAMED = 8  # processes whose lines an event has
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the options ask for."""
+
+    rules: Rules
+    workdir: Path
+    processes: int = 1
+    exclude_stragglers: bool = False
+
+
+class Leader:
+    """See the module."""
+
+    def __init__(
+        self, plan: Plan, keeper: Keeper, say: Callable[[str], None], order: Callable[[int, list], None],
+        now: float,
+    ):  # fmt: skip
+        self._plan, self._keeper, self._say, self._order = plan, keeper, say, order
+        self._decider = Decider(plan.rules, now)
+        self._hangs = Hangs(_known(plan.workdir))
+        self._stragglers: Stragglers | None = None
+        self._addresses: dict[int, str] = {}  # by which others reach a node
+        self._ports: dict[int, int] = {}
+        self._asked: set[int] = set()
+        self._stacks: dict[int, list[str]] = {}
+        self._first = self._collecting = -1  # the process that hangs; of how many the stacks are awaited
+        self._newest, self._checked = -1, threading.Event()
+        self._told_newest = self._told_step = -1
+        self._kept = now
+        self.end: tuple[int, str] | None = None
+        threading.Thread(target=self._progress, name="progress", daemon=True).start()
+        self._checked.wait(5)  # from which checkpoint the first start begins, unless the disk hangs
+
+    def came(self, node: int, host: str, address: str, now: float) -> None:
+        """An agent is there."""
+        self._addresses[node] = address
+        self._take(facts.Came(node, host), now)
+
+    def lost(self, node: int, why: str, now: float) -> None:
+        """An agent is gone, or silent."""
+        self._take(facts.Lost(node, why), now)
+
+    def woke(self, now: float) -> None:
+        """This agent, or another, stood still itself."""
+        self._hangs.woke(now)
+
+    def hear(self, node: int, message: list, now: float) -> None:
+        """What an agent tells; ValueError or TypeError where it makes no sense."""
+        kind, *rest = message
+        number = self._decider.number
+        if kind == "ready":
+            (self._ports[node],) = rest
+            self._take(facts.Ready(node), now)
+        elif kind == "views" and rest[0] == number:
+            self._views(node, [View(*view) for view in rest[1]], now)
+        elif kind == "exited" and rest[0] == number:
+            self._take(facts.Exited(node, *rest[1:]), now)
+        elif kind == "finding":
+            self._take(facts.Found(node, Finding(**rest[0])), now)
+        elif kind == "stacks" and rest[0] == number:
+            self._stacks |= {int(process): stack for process, stack in rest[1].items()}
+            if len(self._stacks) >= self._collecting:
+                self._take(facts.Collected(self._where()), now)
+        elif kind == "asked":
+            again = node in self._asked
+            if again or not self._asked:  # a scheduler tells all agents at once
+                self._take(facts.Asked(rest[0]), now)
+            self._asked.add(node)
+        elif kind == "slept":
+            self.woke(now)
+
+    def turn(self, now: float) -> None:
+        """Looks at progress, at who stands still and at who is slow."""
+        if self._newest != self._told_newest:
+            self._told_newest = self._newest
+            self._take(facts.Saved(self._newest), now)
+        if self._decider.state in ("running", "leaving"):
+            found = self._hangs.find(now)
+            if found:
+                self._stacks, self._first = {}, found.process
+                self._take(
+                    facts.Hung(found.node, found.process, found.seen, found.concluded, found.seconds), now
+                )
+            for slow in self._stragglers.look() if self._stragglers else ():
+                self._take(facts.Found(slow.node, self._finding(slow)), now)
+        if now - self._kept > KEEP:
+            self._keep_limits(now)
+        self._take(facts.Tick(), now)
+
+    def _views(self, node: int, views: list[View], now: float) -> None:
+        self._hangs.heard(node, views, now)
+        for view in views:
+            for step, whole, own, _ in view.laps:
+                if self._stragglers:
+                    self._stragglers.add(view.process, int(step), whole, own)
+        step = self._hangs.step()
+        if step > self._told_step:
+            self._told_step = step
+            self._take(facts.Stepped(step), now)
+
+    def _finding(self, slow: straggle.Straggler) -> Finding:
+        who = f"process {slow.process}" if slow.process >= 0 else "all processes of the node"
+        return Finding(
+            "straggler", "note", "exclude" if self._plan.exclude_stragglers else "warn",
+            f"{who}: own work {slow.ratio:.2f} times that of the others over steps {slow.steps[0]} to {slow.steps[1]}, "
+            f"{100 * slow.costs:.0f}% of a step",
+            slow.process,
+        )  # fmt: skip
+
+    def _take(self, fact: facts.Fact, now: float) -> None:
+        for action in self._decider.take(fact, now):
+            match action:
+                case facts.Start(number, nodes):
+                    self._start(number, nodes)
+                case facts.Ask():
+                    self._all("ask")
+                case facts.Kill():
+                    self._all("kill")
+                case facts.Collect():
+                    self._collecting = self._plan.processes * len(self._decider.nodes)
+                    self._all("collect")
+                case facts.Drop(node):
+                    self._order(node, ["drop"])
+                case facts.Say(kind, given):
+                    self._event(kind, given)
+                case facts.End(code, text):
+                    self._keep_limits(now)
+                    self.end = code, text
+
+    def _start(self, number: int, nodes: tuple[int, ...]) -> None:
+        each = self._plan.processes
+        self._hangs.begin()
+        self._told_step = -1
+        self._stragglers = Stragglers([node for node in nodes for _ in range(each)])
+        host = self._addresses[nodes[0]]
+        address = f"{f'[{host}]' if ':' in host else host}:{self._ports[nodes[0]]}"
+        for place, node in enumerate(nodes):
+            self._order(node, ["start", number, address, len(nodes) * each, place * each])
+
+    def _all(self, what: str) -> None:
+        for node in self._decider.nodes:
+            self._order(node, [what])
+
+    def _where(self) -> str:
+        """In which lines the processes are, the first silent one before the others."""
+        first = self._stacks.get(self._first)
+        told = [f"process {self._first} is at {first[1]} ({first[0]})"] if first else []
+        others: dict[str, list[int]] = {}
+        for process, (_, line) in sorted(self._stacks.items()):
+            if process != self._first:
+                others.setdefault(line, []).append(process)
+        for line, processes in sorted(others.items(), key=lambda item: -len(item[1]))[:3]:
+            named = ", ".join(map(str, processes[:NAMED])) + (" ..." if len(processes) > NAMED else "")
+            told.append(f"{named} at {line}")
+        return "; ".join(told)
+
+    def _event(self, kind: str, given: dict[str, Any]) -> None:
+        self._keeper.event(kind, **given)
+        who = f"process {given['process']}" if given["process"] >= 0 else ""
+        where = f"on {given['node']}" if given["node"] else ""
+        parts = [given.get(name, "") for name in ("seen", "concluded", "done")]
+        self._say(f"aegis: {' '.join(filter(None, (kind, who, where)))}: {'; '.join(filter(None, parts))}")
+
+    def _keep_limits(self, now: float) -> None:
+        self._kept = now
+        if self._hangs.known():
+            self._keeper.write(LIMITS, (json.dumps(self._hangs.known(), indent=1) + "\n").encode())
+
+    def _progress(self) -> None:
+        """The newest whole checkpoint; a thread's work, since the disk may hang."""
+        while self.end is None:
+            with contextlib.suppress(OSError):
+                self._newest = max(writing.steps_in(self._plan.workdir / "checkpoints"), default=-1)
+            self._checked.set()
+            time.sleep(PROGRESS)
+
+
+def _known(workdir: Path) -> dict[str, float]:
+    """What earlier starts have learned of how long things take."""
+    try:
+        found = files.read_json(workdir / events.FOLDER / LIMITS)
+        return {name: float(found[name]) for name in hang.FLOORS if name in found}
+    except (OSError, ValueError, TypeError):
+        return {}

@@ -1,0 +1,243 @@
+"""The hands of a node's agent: it starts the node's processes, hears what they print and where they are, and ends them.
+
+    node = Node(task, selector, keeper, terminal, tell)
+    node.start(number, address, count, first)   its part of a start: processes first, first + 1, ... of count
+    node.turn(now)                              what has happened since; called often
+    node.ask(), node.kill(), node.collect()
+
+`tell` gets lists as they go over a line: ["exited", start, process, code], ["ready", port], ["views", start, [...]],
+["finding", {...}], ["stacks", start, {process: [how, line]}].
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import os
+import queue
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.aegis import child, stacks, standing
+from zaya_jax.aegis.hang import View
+from zaya_jax.aegis.keeping import Keeper, Terminal
+from zaya_jax.cluster import beats
+
+LOOK = 0.25  # seconds between two looks at the beats
+WATCH = 5.0  # seconds between two looks at the hardware
+LINE = 1 << 16  # bytes; a longer one is taken in pieces
+SHM = Path("/dev/shm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a node is to run, and where."""
+
+    command: Sequence[str]
+    workdir: Path
+    processes: int = 1
+
+
+@dataclasses.dataclass
+class Process:
+    """One of the run's processes here."""
+
+    index: int
+    popen: subprocess.Popen
+    started: float
+    rest: dict[int, bytes] = dataclasses.field(default_factory=lambda: {1: b"", 2: b""})
+    lap: int = -1  # the newest that was told
+    open: int = 2  # pipes
+
+
+class Node:
+    """See the module."""
+
+    def __init__(
+        self, task: Task, selector: selectors.BaseSelector, keeper: Keeper, terminal: Terminal,
+        tell: Callable[[list], None],
+    ):  # fmt: skip
+        self._task, self._selector, self._keeper, self._terminal, self._tell = (
+            task, selector, keeper, terminal, tell,
+        )  # fmt: skip
+        self.scratch = Path(
+            tempfile.mkdtemp(prefix="zaya-aegis-", dir=SHM if os.access(SHM, os.W_OK) else None)
+        )
+        self.processes: dict[int, Process] = {}
+        self._number, self._looked = 0, 0.0
+        self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # what threads have to tell
+        self._matcher = _rules()
+        self._numa = standing.gpus(os.environ)
+        if importlib.util.find_spec("zaya_jax.aegis.watch"):
+            threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def ready(self) -> None:
+        """Says that nothing runs here, and a port on which nobody listens now."""
+        with socket.create_server(("", 0)) as server:
+            self._tell(["ready", server.getsockname()[1]])
+
+    def start(self, number: int, address: str, count: int, first: int) -> None:
+        """Starts this node's processes."""
+        self._number = number
+        for old in self.scratch.glob("beat-*"):
+            old.unlink()
+        for i in range(self._task.processes):
+            index = first + i
+            variables = {
+                "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index),
+                beats.FOLDER: str(self.scratch), "PYTHONUNBUFFERED": "1",
+            }  # fmt: skip
+            near: list[str] = []
+            if len(self._numa) >= self._task.processes:
+                near = standing.beside(self._numa[i])
+                if self._task.processes > 1:
+                    variables["JAX_LOCAL_DEVICE_IDS"] = str(i)
+            become = [sys.executable, "-I", "-S", str(Path(child.__file__)), str(os.getpid())]
+            popen = subprocess.Popen(
+                [*become, *near, *self._task.command], env=os.environ | variables, stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            process = self.processes[index] = Process(index, popen, time.monotonic())
+            for stream, pipe in ((1, popen.stdout), (2, popen.stderr)):
+                assert pipe
+                os.set_blocking(pipe.fileno(), False)
+                self._selector.register(
+                    pipe, selectors.EVENT_READ, functools.partial(self._hear, process, stream, pipe)
+                )
+
+    def ask(self) -> None:
+        """Has the run save and stop: one signal to each process, since a second one would end it without saving."""
+        for process in self.processes.values():
+            with contextlib.suppress(ProcessLookupError):
+                process.popen.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Ends what runs here at once, with what it has started; one that is stopped too."""
+        for process in self.processes.values():
+            _kill_group(process.popen)
+
+    def collect(self) -> None:
+        """Begins to collect the stacks of all processes here."""
+        logs = self._task.workdir / "logs"
+        targets = {
+            i: stacks.Target(p.popen.pid, logs / f"process-{i:05d}.log") for i, p in self.processes.items()
+        }
+        threading.Thread(
+            target=self._collect, args=(self._number, targets), name="stacks", daemon=True
+        ).start()
+
+    def turn(self, now: float) -> None:
+        """What has ended, where the others are, what threads have found."""
+        ended = [p for p in self.processes.values() if p.popen.poll() is not None]
+        if ended:  # how far they had come
+            self._tell(["views", self._number, [self._view(p, time.monotonic()) for p in ended]])
+        for process in ended:
+            _kill_group(process.popen)  # what it may have left behind
+            for stream, pipe in ((1, process.popen.stdout), (2, process.popen.stderr)):
+                self._hear(process, stream, pipe, last=True)
+            del self.processes[process.index]
+            self._keeper.ended(process.popen.returncode)
+            self._tell(["exited", self._number, process.index, process.popen.returncode])
+        if ended and not self.processes:
+            self.ready()
+        if self.processes and now - self._looked >= LOOK:
+            self._looked = now
+            self._tell(
+                ["views", self._number, [self._view(p, time.monotonic()) for p in self.processes.values()]]
+            )
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._tell(self._done.get_nowait())
+
+    def close(self) -> None:
+        """Leaves nothing behind."""
+        self.kill()
+        for process in self.processes.values():
+            process.popen.wait()
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+    def _view(self, process: Process, now: float) -> View:
+        state = stacks.state(process.popen.pid)
+        beat = beats.read(self.scratch / f"beat-{process.index:05d}")
+        if beat is None or beat.pid != process.popen.pid:
+            age = now - process.started
+            return View(process.index, "", 0, "", age, age, state)
+        laps = [lap for lap in beat.laps if lap.step > process.lap]
+        process.lap = laps[-1].step if laps else process.lap
+        # Its words for the time are CLOCK_MONOTONIC's, as ours: ages mean the same on another machine.
+        return View(
+            process.index, beat.section, beat.step, beat.mark, now - beat.since, now - beat.pulse, state, laps
+        )
+
+    def _hear(self, process: Process, stream: int, pipe: Any, last: bool = False) -> None:
+        """What a process has printed."""
+        if pipe.closed:
+            return
+        while True:
+            try:
+                data = os.read(pipe.fileno(), LINE)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            if not data:
+                last = True
+                break
+            self._terminal.show(stream, data)
+            self._keeper.append(f"logs/start-{self._number:03d}/process-{process.index:05d}.log", data)
+            *lines, rest = (process.rest[stream] + data).split(b"\n")
+            process.rest[stream] = b"" if len(rest) > LINE else rest
+            for line in [*lines, rest] if len(rest) > LINE else lines:
+                self._match(process.index, line)
+            if not last:
+                break
+        if last:
+            self._match(process.index, process.rest[stream])
+            self._selector.unregister(pipe)
+            pipe.close()
+
+    def _match(self, process: int, line: bytes) -> None:
+        if self._matcher and line:
+            for finding in self._matcher.feed(process, line.decode(errors="replace")):
+                self._tell(["finding", dataclasses.asdict(finding)])
+
+    def _collect(self, number: int, targets: dict[int, stacks.Target]) -> None:
+        found = stacks.collect(targets)
+        for process, stack in found.items():
+            self._keeper.append(
+                f"stacks/start-{number:03d}/process-{process:05d}.txt", f"{stack.how}\n{stack.text}".encode()
+            )
+        self._done.put(["stacks", number, {p: [s.how, s.line] for p, s in found.items()}])
+
+    def _watch(self) -> None:
+        from zaya_jax.aegis import watch
+
+        watchers, pause = watch.Watchers(), threading.Event()
+        while True:
+            for finding in watchers.look():
+                self._done.put(["finding", dataclasses.asdict(finding)])
+            pause.wait(WATCH)
+
+
+def _kill_group(popen: subprocess.Popen) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(popen.pid, signal.SIGKILL)
+
+
+def _rules() -> Any:
+    """What looks for known words in what processes print, where that is installed."""
+    if not importlib.util.find_spec("zaya_jax.aegis.rules"):
+        return None
+    from zaya_jax.aegis import rules
+
+    return rules.Matcher()

@@ -1,0 +1,161 @@
+"""Where the threads of processes are that hang, before they are killed.
+
+    collect(targets)        {process: Stack} of {process: Target}; a second or two, in whatever state they are
+
+First what the process says itself: faulthandler at SIGUSR1, which answers as long as the main thread can take a signal,
+though the interpreter's lock be held. Then py-spy, where it is installed and there is leave, which reads a stopped one's
+memory too. Then the system's word: state, the place in the kernel, its stack there.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ANSWER = 1.5  # seconds for faulthandler to begin
+READ = 5.0  # seconds for py-spy
+OURS = re.compile(r"[/\\](zaya_jax|experiments|pallas_kernels)[/\\]")
+FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$')
+SPY_FRAME = re.compile(r"^\s+(\S.*) \((.+):(\d+)\)$")
+
+
+class Target(NamedTuple):
+    """A process, and the file to which its faulthandler writes."""
+
+    pid: int
+    log: Path
+
+
+class Stack(NamedTuple):
+    """All that was learned, and the line of the main thread in short."""
+
+    how: str
+    line: str
+    text: str
+
+
+def state(pid: int) -> str:
+    """R, S, D, T, t or Z, as the system has it; "?" where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "?"
+
+
+def collect(targets: dict[int, Target]) -> dict[int, Stack]:
+    """The stacks of all, asked at once."""
+    told = _ask(targets)
+    found = {}
+    for process, target in targets.items():
+        text = told.get(process, "")
+        how = "faulthandler" if text else ""
+        if not text:
+            text = _spy(target.pid)
+            how = "py-spy" if text else "/proc"
+        text += "" if text and how != "py-spy" else "\n" + _system(target.pid)
+        found[process] = Stack(how, _line(text) or _where_in_kernel(target.pid), text.strip() + "\n")
+    return found
+
+
+def _ask(targets: dict[int, Target]) -> dict[int, str]:
+    """What faulthandler wrote."""
+    begun: dict[int, int] = {}
+    for process, target in targets.items():
+        if not _listens(target.pid):  # the signal would kill it, or wait
+            continue
+        with contextlib.suppress(OSError):
+            begun[process] = target.log.stat().st_size
+            os.kill(target.pid, signal.SIGUSR1)
+    told, until = dict[int, str](), time.monotonic() + ANSWER
+    while begun and time.monotonic() < until:
+        time.sleep(0.05)
+        for process, size in list(begun.items()):
+            with contextlib.suppress(OSError), targets[process].log.open("rb") as file:
+                file.seek(size)
+                text = file.read(1 << 20).decode(errors="replace")
+                if text and text == told.get(process):
+                    del begun[process]  # it grows no more
+                elif text:
+                    told[process] = text
+    return told
+
+
+def _listens(pid: int) -> bool:
+    """Whether a process catches SIGUSR1, and would take it now."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.M)
+    stopped = re.search(r"^State:\s*[TtZX]", status, re.M)
+    return bool(caught and int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1 and not stopped)
+
+
+def _spy(pid: int) -> str:
+    beside = Path(sys.executable).with_name("py-spy")
+    spy = str(beside) if beside.exists() else shutil.which("py-spy")
+    if not spy:
+        return ""
+    try:
+        asked = [spy, "dump", "--nonblocking", "--pid", str(pid)]  # the others would wait for a stopped one
+        done = subprocess.run(asked, capture_output=True, text=True, timeout=READ)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _system(pid: int) -> str:
+    """What the system says of each thread."""
+    lines = []
+    for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
+        what = [f"thread {task.name}"]
+        for name in ("comm", "wchan", "stack"):
+            with contextlib.suppress(OSError):
+                what.append(f"{name} {' '.join((task / name).read_text().split())}")
+        with contextlib.suppress(OSError):
+            found = re.search(r"^State:\s*(.*)$", (task / "status").read_text(), re.M)
+            what.append(f"state {found[1] if found else '?'}")
+        lines.append(", ".join(what))
+    return "\n".join(lines) or f"process {pid} is not there"
+
+
+def _where_in_kernel(pid: int) -> str:
+    where = ""
+    with contextlib.suppress(OSError):
+        where = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
+    return f"state {state(pid)}" + (f" in the kernel's {where}" if where else "")
+
+
+def _line(text: str) -> str:
+    """The innermost line of the main thread, and the innermost that is this project's."""
+    frames = _main_thread(text)
+    if not frames:
+        return ""
+    first = frames[0]
+    ours = next((frame for frame in frames if OURS.search(frame[0])), None)
+    said = "{}:{} in {}".format(*first)
+    if ours and ours != first:
+        said += ", from {}:{} in {}".format(*ours)
+    return said
+
+
+def _main_thread(text: str) -> list[tuple[str, int, str]]:
+    """Its frames, the innermost first. faulthandler puts the main thread last; py-spy calls it MainThread."""
+    threads: list[list[tuple[str, int, str]]] = []
+    main: list[tuple[str, int, str]] | None = None
+    for line in text.splitlines():
+        if line.startswith(("Thread ", "Current thread ")):
+            threads.append([])
+            if '"MainThread"' in line:
+                main = threads[-1]
+        elif threads and (match := FRAME.match(line)):
+            threads[-1].append((match[1], int(match[2]), match[3]))
+        elif threads and (match := SPY_FRAME.match(line)):
+            threads[-1].append((match[2], int(match[3]), match[1]))
+    return main if main is not None else threads[-1] if threads else []

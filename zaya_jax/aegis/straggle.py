@@ -1,0 +1,105 @@
+"""Which process, or node, does its own part of each step more slowly than the others, again and again.
+
+    watch = Stragglers(nodes)                   the node of each process
+    watch.add(process, step, whole, own)        seconds of a lap, as `beats.lap` says them
+    watch.look()                                those found since the last look, each once
+
+Of each step the ratio of a process's own work to the median of the others' is taken. One whose median ratio over each of
+two windows in a row is above SLOWER, by more than the noise of its ratios allows, and costs the step more than COSTS of
+its time, is named. A median does not see garbage collection, nor whatever else befalls fewer than half of the steps.
+"""
+
+import collections
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+WINDOW = 64  # steps
+SLOWER = 1.15
+BACK = 1.05  # below this it is forgiven, and may be named again
+COSTS = 0.05
+SIGMAS = 6.0
+WAITS = 1000  # steps of which some process has not told yet
+
+
+class Straggler(NamedTuple):
+    """A process, or with -1 a whole node, its ratio, the step's seconds that it costs, and over which steps."""
+
+    node: int
+    process: int
+    ratio: float
+    costs: float
+    steps: tuple[int, int]
+
+
+class Stragglers:
+    """See the module."""
+
+    def __init__(self, nodes: Sequence[int]):
+        self._nodes = list(nodes)
+        self._waiting: dict[int, dict[int, tuple[float, float]]] = {}
+        self._rows: collections.deque[tuple[int, np.ndarray, np.ndarray]] = collections.deque(
+            maxlen=2 * WINDOW
+        )
+        self._new, self._named = 0, set[int]()
+
+    def add(self, process: int, step: int, whole: float, own: float) -> None:
+        """A process has ended a step."""
+        told = self._waiting.setdefault(step, {})
+        told[process] = whole, own
+        if len(told) == len(self._nodes) > 1:
+            del self._waiting[step]
+            wholes, owns = np.array([told[p] for p in range(len(self._nodes))]).T
+            others = _median_of_others(owns)
+            costs = (owns - others) / max(float(np.median(wholes)), 1e-9)
+            self._rows.append((step, owns / np.maximum(others, 1e-9), costs))
+            self._new += 1
+        while len(self._waiting) > WAITS:
+            del self._waiting[min(self._waiting)]
+
+    def look(self) -> list[Straggler]:
+        """Who is named now; looked at when a quarter of a window is new."""
+        if len(self._rows) < 2 * WINDOW or self._new < WINDOW // 4:
+            return []
+        self._new = 0
+        slow, fine = self._judge()
+        self._named -= fine
+        found = slow - self._named
+        self._named |= slow
+        steps = self._rows[0][0], self._rows[-1][0]
+        ratios = np.median([row[1] for row in self._rows], axis=0)
+        costs = np.median([row[2] for row in self._rows], axis=0)
+        out = []
+        for node in sorted({self._nodes[p] for p in found}):
+            here = [p for p, n in enumerate(self._nodes) if n == node]
+            if len(here) > 1 and set(here) <= slow:  # all of a node: its own
+                cost = float(max(costs[here]))
+                out.append(Straggler(node, -1, float(np.median(ratios[here])), cost, steps))
+            else:
+                out += [
+                    Straggler(node, p, float(ratios[p]), float(costs[p]), steps) for p in here if p in found
+                ]
+        return out
+
+    def _judge(self) -> tuple[set[int], set[int]]:
+        """Who is slow in both windows, and who in neither."""
+        ratios, costs = (np.array([row[i] for row in self._rows]).reshape(2, WINDOW, -1) for i in (1, 2))
+        middle = np.median(ratios, axis=1)
+        spread = 1.4826 * np.median(abs(ratios - middle[:, None]), axis=1)
+        noise = 1.2533 * spread / WINDOW**0.5  # of a median of so many
+        slow = (middle > SLOWER) & (middle - 1 > SIGMAS * noise) & (np.median(costs, axis=1) > COSTS)
+        fine = middle < BACK
+        return set(np.flatnonzero(slow.all(0)).tolist()), set(np.flatnonzero(fine.all(0)).tolist())
+
+
+def _median_of_others(owns: np.ndarray) -> np.ndarray:
+    """For each the median of all but itself."""
+    order = np.argsort(owns, kind="stable")
+    sorted_, count = owns[order], len(owns)
+    places = np.empty(count, int)
+    places[order] = np.arange(count)
+    # Without the one at place i, what was at or after it moves up by one.
+    low, high = (count - 2) // 2, (count - 1) // 2
+    pick = [sorted_[middle + (places <= middle)] for middle in (low, high)]
+    return (pick[0] + pick[1]) / 2
