@@ -1,0 +1,326 @@
+"""Watchers on recorded trees: each fault is named, a healthy hour gives nothing, and nothing is an exception."""
+
+import random
+import threading
+from pathlib import Path
+
+import pytest
+import watched
+
+from zaya_jax.aegis import limits, watch, watch_net
+from zaya_jax.aegis.events import CLASSES
+from zaya_jax.aegis.finding import ACTIONS
+
+
+@pytest.fixture
+def node(tmp_path):
+    """A healthy node of MI300X, watched; `node.look(seconds)` looks after so many."""
+    return Node(watched.lay(tmp_path, "mi300x"))
+
+
+class Node:
+    def __init__(self, root, nvml=None, statvfs=None):
+        self.root, self.clock, self.statvfs = root, watched.Clock(), statvfs or watched.disk()
+        self.watchers = watch.Watchers(
+            root, ["/work", "/tmp"], nvml or watched.NoNvml(), lambda folder: self.statvfs(folder), self.clock
+        )
+
+    def look(self, seconds=5.0):
+        self.clock.now += seconds
+        return self.watchers.look()
+
+    def looks(self, count=8):
+        """The findings of several looks, without NVML's note."""
+        return [f for _ in range(count) for f in self.look() if "NVML" not in f.seen]
+
+
+FAULTS = {
+    "uncorrectable": {("gpu uncorrectable memory error", "card2", "exclude")},
+    "uncorrectable-gfx": {("gpu uncorrectable error", "card2", "exclude")},
+    "correctable-rate": {("gpu correctable error rate", "card3", "warn")},
+    "retired": {("gpu pages retired", "card5", "warn"), ("gpu reset pending", "card5", "warn")},
+    "not-retired": {("gpu pages retired", "card5", "warn"), ("gpu page not retired", "card5", "exclude")},
+    "hot": {("gpu hot", "card1", "warn"), ("gpu slow clock", "card1", "warn")},
+    "xgmi": {("xgmi link error", "card6", "exclude")},
+    "narrow": {("pcie link narrowed", "card4", "warn")},
+    "nic-down": {("nic down", "mlx5_2/1", "warn")},
+    "nic-symbol": {("nic symbol errors", "mlx5_1/1", "warn")},
+    "nic-retransmit": {
+        ("nic time-outs", "mlx5_3/1", "warn"), ("nic retransmissions", "mlx5_3/1", "warn"),
+        ("nic paused", "ens1f0np0", "warn"),
+    },
+    "nic-slow": {("nic slow", "mlx5_0/1", "warn"), ("nic slow", "eno1", "warn")},
+    "oom": {
+        ("oom killer", "proc/vmstat", "restart"), ("host memory short", "memory", "warn"),
+        ("host memory pressure", "memory", "warn"), ("host overloaded", "cpu", "warn"),
+    },
+    "host-ecc": {
+        ("host uncorrectable memory error", "mc1", "exclude"), ("host correctable error rate", "mc0", "warn"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_each_fault_is_named_once_with_its_device(node, fault):
+    assert node.looks(3) == []
+    watched.lay(node.root, fault)
+    found = node.looks(14)
+    assert {(f.name, f.device, f.action) for f in found} == FAULTS[fault]
+    assert len(found) == len(FAULTS[fault])
+    assert all(f.seen for f in found)
+
+
+def test_every_recorded_fault_is_tested():
+    assert {path.stem for path in watched.TREES.glob("*.txt")} == {*FAULTS, "mi300x"}
+
+
+def test_what_was_there_before_is_no_news(node):
+    watched.lay(node.root, "uncorrectable")
+    watched.lay(node.root, "nic-symbol")
+    assert node.looks(5) == []
+
+
+def test_the_evidence_has_before_and_after(node):
+    node.looks(2)
+    watched.lay(node.root, "correctable-rate")
+    (found,) = node.looks(2)
+    assert "umc ce: 7 -> 412 in 10 s; limit 100 in 60 min" in found.seen and found.group == "critical"
+
+
+def test_a_state_that_is_over_is_noted(node):
+    node.looks(2)
+    watched.lay(node.root, "nic-down")
+    assert [f.name for f in node.looks(3)] == ["nic down"]
+    watched.lay(node.root, "mi300x")
+    node_says = node.looks(2)
+    assert ("nic down: over", "note") in [(f.name, f.action) for f in node_says]
+    assert {f.name for f in node_says} <= {"nic down: over", "counter began anew"}
+
+
+def test_flaps_exclude(node):
+    node.looks(2)
+    place = node.root / "sys/class/infiniband/mlx5_0/ports/1/counters/link_downed"
+    place.write_text("3")
+    assert node.looks(2) == []  # two
+    place.write_text("4")
+    (found,) = node.looks(2)
+    assert (found.name, found.action) == ("nic flaps", "exclude")
+
+
+def set_counters(root, rng, minute):
+    """What a healthy node's counters do in an hour: below every limit, and never still."""
+    for card in range(8):
+        place = root / f"sys/class/drm/card{card}/device"
+        (place / "ras/umc_err_count").write_text(f"ue: 0\nce: {7 + card * minute // 8}\nde: 0")
+        clock = int(1650 * rng.uniform(0.88, 1.08))
+        (place / "pp_dpm_sclk").write_text(f"0: 132Mhz\n1: {clock}Mhz *\n2: 2100Mhz")
+        (place / "gpu_busy_percent").write_text(str(rng.choice([100, 99, 40])))
+        (place / f"hwmon/hwmon{card + 4}/temp2_input").write_text(str(int(rng.uniform(60e3, 96e3))))
+        (place / "pcie_replay_count").write_text(str(minute // 20))
+    for port in range(4):
+        place = root / f"sys/class/infiniband/mlx5_{port}/ports/1"
+        (place / "counters/symbol_error").write_text(str(minute // 10))
+        (place / "counters/port_xmit_wait").write_text(str(10**7 * minute))
+        (place / "hw_counters/packet_seq_err").write_text(str(4 + 20 * minute))
+        (place / "hw_counters/out_of_sequence").write_text(str(10**6 * minute))
+        (place / "hw_counters/local_ack_timeout_err").write_text(str(minute // 6))
+    (root / "sys/class/net/eno1/statistics/rx_dropped").write_text(str(20117 + 60 * minute))
+    (root / "proc/loadavg").write_text(f"{rng.uniform(10, 90):.2f} 50 50 1/2 3")
+    full = rng.choice([0, 0, 3, 30])
+    (root / "proc/pressure/io").write_text(f"some avg60=0\nfull avg10=0 avg60={full} avg300=0 total=1")
+
+
+def test_a_healthy_hour_of_mi300x_gives_nothing(node):
+    rng = random.Random(0)
+    node.looks(1)
+    found = []
+    for minute in range(0, 60, 4):
+        set_counters(node.root, rng, minute)
+        found += node.look(240)
+    assert [f for f in found if "NVML" not in f.seen] == []
+
+
+def test_a_healthy_hour_of_h200_gives_nothing(tmp_path):
+    nvml, rng = watched.Nvml(), random.Random(0)
+    node = Node(tmp_path, nvml)
+    found = node.look()
+    for minute in range(60):
+        for card in nvml.cards:
+            card["errors"] = {(1, 0): 0, (0, 0): 3 + minute // 2}
+            card["clock"] = int(1700 * rng.uniform(0.9, 1.1))
+            card["counters"] = {(3, 0): 5 * minute}
+            card["reasons"] = rng.choice([0, 0x4, 0x1])  # a power cap, or nothing to do
+        found += node.look(60)
+    assert found == []
+
+
+H200 = {
+    "gpu uncorrectable memory error": lambda card: card["errors"].update({(1, 0): 1}),
+    "gpu correctable error rate": lambda card: card["errors"].update({(0, 0): 300}),
+    "gpu pages retired": lambda card: card.update(rows=(1, 1, 0, 0)),
+    "gpu page not retired": lambda card: card.update(rows=(0, 0, 0, 1)),
+    "gpu reset pending": lambda card: card.update(rows=(0, 0, 1, 0)),
+    "nvlink error": lambda card: card.update(counters={(4, 1): 1}),
+    "nvlink error rate": lambda card: card.update(counters={(4, 2): 5000}),
+    "gpu throttled": lambda card: card.update(reasons=0x48),
+    "gpu hot": lambda card: card.update(degrees=88),
+    "gpu slow clock": lambda card: card.update(clock=500),
+    "pcie link narrowed": lambda card: card.update(width=4),
+    "pcie replay rate": lambda card: card.update(replays=2000),
+    "gpu lost": lambda card: card.update(lost=True),
+}
+
+
+@pytest.mark.parametrize("fault", H200)
+def test_faults_by_nvml(tmp_path, fault):
+    nvml = watched.Nvml()
+    node = Node(tmp_path, nvml)
+    assert node.look() == node.look() == []
+    H200[fault](nvml.cards[3])
+    found = [f for _ in range(8) for f in node.look() if f.group != "note"]
+    assert [(f.name, f.device) for f in found] == [(fault, "gpu3")]
+    assert found[0].action == limits.BY_NAME[fault].action
+
+
+def test_an_nvlink_that_goes_down(tmp_path):
+    nvml = watched.Nvml()
+    node = Node(tmp_path, nvml)
+    node.looks(2)
+    nvml.cards[0]["links"][7] = False
+    assert [(f.name, f.device) for f in node.looks(3)] == [("nvlink error", "gpu0")]
+
+
+def test_an_older_nvml_is_said_once(tmp_path):
+    node = Node(tmp_path, watched.Nvml(absent=("nvmlDeviceGetRemappedRows",)))
+    found = node.looks(5)
+    assert [f.name for f in found] == ["not readable"] and "RemappedRows" in found[0].seen
+
+
+def test_cards_and_ports_that_vanish(node):
+    node.looks(2)
+    (node.root / "sys/class/drm/card7").rename(node.root / "was")
+    (node.root / "sys/class/infiniband/mlx5_1").rename(node.root / "was too")
+    found = node.looks(4)
+    assert {(f.name, f.device, f.action) for f in found} == {
+        ("gpu lost", "card7", "exclude"), ("nic gone", "mlx5_1/1", "exclude"),
+    }  # fmt: skip
+
+
+def test_garbage_is_said_once_and_no_exception(node):
+    node.looks(2)
+    rng = random.Random(1)
+    files = [path for path in node.root.rglob("*") if path.is_file()]
+    for path in files:
+        path.write_bytes(
+            rng.choice([b"", b"\xff\xfe\x00", b"nan", b"1e400", b"-", b"9" * 400, b": : :", b"full x"])
+        )
+    found = node.looks(6)
+    assert {f.name for f in found} <= {
+        "not readable", "gpu lost", "nic down", "gpu pages retired", "counter began anew", "nic slow", "oom killer",
+        "pcie link narrowed", "nic gone",
+    }  # fmt: skip
+    assert any(f.name == "not readable" for f in found)
+    assert node.looks(6) == []  # all of it was said
+    assert not any("Error" in f.seen for f in found)  # no watcher failed
+
+
+def test_files_without_leave_are_said_once(node):
+    node.looks(2)
+    with watched.unreadable(node.root / "sys/class/drm/card0/device/ras/umc_err_count"):
+        found = node.looks(4)
+    assert [f.name for f in found] == ["not readable"] and "card0/device/ras/umc_err_count" in found[0].seen
+
+
+def test_counters_that_wrap_begin_anew(node):
+    place = node.root / "sys/class/infiniband/mlx5_1/ports/1/counters/symbol_error"
+    place.write_text(str(2**32 - 3))
+    node.looks(2)
+    place.write_text("2")
+    (found,) = node.looks(2)
+    assert found.name == "counter began anew" and found.action == "note"
+    place.write_text("5")
+    assert node.looks(2) == []
+    place.write_text("30")
+    assert [f.name for f in node.looks(2)] == ["nic symbol errors"]
+
+
+def test_a_slow_growth_over_many_windows_is_none(node):
+    place = node.root / "sys/class/infiniband/mlx5_1/ports/1/counters/symbol_error"
+    node.looks(1)
+    for hour in range(30):
+        place.write_text(str(9 * (hour + 1)))
+        assert [f for f in node.look(3600) if "NVML" not in f.seen] == []
+
+
+@pytest.mark.parametrize(
+    ("statvfs", "name"),
+    [
+        (watched.disk(free=0.001), "disk full"),
+        (watched.disk(inodes=0.001), "disk full"),
+        (watched.disk(free=0.03), "disk nearly full"),
+        (watched.disk(flags=1), "disk read-only"),
+    ],
+)
+def test_full_and_read_only_disks(node, statvfs, name):
+    node.looks(2)
+    node.statvfs = statvfs
+    assert [(f.name, f.device, f.group) for f in node.looks(3)] == [
+        (name, "/work", "storage"), (name, "/tmp", "storage"),
+    ]  # fmt: skip
+
+
+def test_a_disk_that_fails_is_said_once(node):
+    node.looks(2)
+    node.statvfs = watched.disk(broken=("/work",))
+    (found,) = node.looks(3)
+    assert found.name == "not readable" and "/work: Input/output error" in found.seen
+
+
+def test_a_driver_that_hangs_is_a_finding_and_holds_up_nobody(tmp_path):
+    nvml, gate = watched.Nvml(), threading.Event()
+    node = Node(tmp_path, nvml)
+    node.watchers._patience = 0.2
+    node.looks(2)
+    before = nvml.cards[0]["errors"]
+
+    class Hanging(dict):
+        def __getitem__(self, key):
+            gate.wait(20)
+            return before[key]
+
+    nvml.cards[0]["errors"] = Hanging()
+    threads = threading.active_count()
+    found = [f for _ in range(4) for f in node.look()]
+    assert [(f.name, f.action) for f in found] == [("gpu does not answer", "exclude")]
+    assert threading.active_count() <= threads + 1  # it is not asked again
+    gate.set()
+    node.watchers._patience = 10.0
+    assert node.looks(2) == []
+
+
+def test_the_watchers_of_this_machine():
+    watchers = watch.Watchers("/", ["/tmp"])
+    for _ in range(3):
+        assert all(f.action in ("note", "warn") for f in watchers.look())
+
+
+def test_limits_name_classes_and_actions():
+    for limit in limits.LIMITS:
+        assert limit.group in CLASSES and limit.action in ACTIONS and limit.why and limit.what
+
+
+def test_each_limit_is_judged_somewhere():
+    code = "".join(p.read_text() for p in Path(watch.__file__).parent.glob("watch*.py"))
+    for limit in limits.LIMITS:
+        assert f'"{limit.name}"' in code, limit.name
+
+
+def test_counters_of_other_drivers_are_known():
+    assert watch_net.kind_of("to_retransmits") == "nic retransmissions"  # bnxt_re
+    assert watch_net.kind_of("max_retry_exceeded") == "nic time-outs"
+    assert watch_net.kind_of("port_xmit_wait") is None and watch_net.kind_of("out_of_sequence") is None
+
+
+def test_odd_rates():
+    assert watch_net.odd_rates({"a": 400, "b": 400, "c": 200, "d": 400}) == ["c"]
+    assert watch_net.odd_rates({"a": 400, "b": 200}) == []

@@ -1,0 +1,106 @@
+"""What a watched number may be: one table, each row with its reason.
+
+docs/watching.md shows it, and a test holds that.
+"""
+
+from typing import NamedTuple
+
+HOUR = 3600.0
+
+
+class Limit(NamedTuple):
+    """So much of a counter within so many seconds, or such a level over so many looks, is a finding."""
+
+    name: str  # of the finding
+    at: float  # from this on
+    within: float  # seconds, of a counter; looks in a row, of a level
+    group: str
+    action: str
+    what: str  # the unit and the source
+    why: str
+
+
+LIMITS = (
+    # GPUs
+    Limit("gpu uncorrectable memory error", 1, HOUR, "critical", "exclude", "errors: umc `ue`, NVML volatile DRAM",
+          "wrong data was read; the page is retired at the next reset at best"),
+    Limit("gpu uncorrectable error", 1, HOUR, "critical", "exclude", "errors: `ue` of gfx, sdma, xgmi and other blocks",
+          "the block computed or moved wrong data"),
+    Limit("gpu deferred error", 1, HOUR, "critical", "warn", "errors: `de` of any block",
+          "poisoned data that nobody has used yet; using it is an uncorrectable error"),
+    Limit("gpu correctable error rate", 100, HOUR, "critical", "warn", "`ce` of a block, NVML volatile corrected",
+          "single ones are the weather; a hundred in an hour come from one cell or lane, which wears out"),
+    Limit("gpu pages retired", 1, HOUR, "critical", "warn", "pages or rows: gpu_vram_bad_pages, NVML remapped rows",
+          "mended by itself, and a sign; a row of HBM is 8 or 16 pages"),
+    Limit("gpu wears out", 64, 24 * HOUR, "critical", "exclude", "pages or rows",
+          "four to eight bad rows in a day do not stop there, and spare rows end"),
+    Limit("gpu page not retired", 1, 1, "critical", "exclude", "pages flagged F, NVML row remapping failed",
+          "there is no spare left: the bad memory stays in use"),
+    Limit("gpu reset pending", 1, 1, "critical", "warn", "pages flagged P, NVML rows or pages pending",
+          "the retirement becomes real at the next reset of the GPU; until then the page is only kept free"),
+    Limit("xgmi link error", 1, 1, "critical", "exclude", "`xgmi_error`, which each reading clears",
+          "a transfer between GPUs was not right; other readers of the file may have taken errors away"),
+    Limit("nvlink error", 1, HOUR, "critical", "exclude", "recoveries, and links that were up and are down",
+          "a recovery stalls the collective and comes back"),
+    Limit("nvlink error rate", 1000, HOUR, "critical", "warn", "replays and CRC errors of a link",
+          "the link repairs them; many in an hour come before its end"),
+    Limit("gpu hot", 1, 3, "critical", "warn", "share of the limit that the card names (critical, slowdown)",
+          "from there on clocks fall, then the card turns itself off"),
+    Limit("gpu throttled", 1, 3, "critical", "warn", "NVML: hardware slowdown, thermal or power brake",
+          "one slow GPU makes all wait; a power cap alone is normal and does not count"),
+    Limit("gpu slow clock", 0.7, 6, "critical", "warn", "share of the busy GPUs' median clock, at or below",
+          "GPUs under one load clock within some 10 % of each other"),
+    Limit("pcie link narrowed", 1, 2, "critical", "warn", "fewer lanes than possible, or slower while busy than before",
+          "a bad contact: the host's copies and the network card behind it get slower"),
+    Limit("pcie replay rate", 1000, HOUR, "critical", "warn", "`pcie_replay_count`",
+          "each is a packet sent twice; healthy links show a few a day"),
+    Limit("gpu lost", 1, 2, "critical", "exclude", "cards that were there at the first look",
+          "it has fallen off the bus; only a reset brings it back"),
+    Limit("gpu does not answer", 10, 1, "critical", "exclude", "seconds that a reading takes",
+          "the driver waits for a card whose firmware is stuck; what is not asked again cannot pile up"),
+    # Network
+    Limit("nic down", 1, 1, "distributed", "warn", "ports that were active at the first look",
+          "a short flap is ridden out by the collectives' time-out; a long one ends the step by itself"),
+    Limit("nic flaps", 3, HOUR, "distributed", "exclude", "`link_downed`, `carrier_changes` / 2",
+          "a port that comes and goes costs a restart each time"),
+    Limit("nic gone", 1, 2, "distributed", "exclude", "cards that were there at the first look",
+          "its driver or firmware has given up"),
+    Limit("nic slow", 1, 2, "distributed", "warn", "a rate lower than before, or than most of the node's active ports",
+          "a cable that trained down; every ring through it goes at its rate"),
+    Limit("nic symbol errors", 10, HOUR, "distributed", "warn", "`symbol_error`",
+          "the usual acceptance limit of InfiniBand cables is 10 an hour"),
+    Limit("nic link errors", 10, HOUR, "distributed", "warn",
+          "`link_error_recovery`, `local_link_integrity_errors`, `port_rcv_errors`, CRC errors",
+          "a clean link has none in a day"),
+    Limit("nic discards", 10_000, 600, "distributed", "warn", "`port_xmit_discards`, dropped packets",
+          "stray broadcast frames are dropped by the hundred; thousands are a queue that overflows"),
+    Limit("nic time-outs", 10, 600, "distributed", "warn", "acknowledge time-outs, retries exceeded",
+          "each stalls a queue pair for 4 µs · 2^NCCL_IB_TIMEOUT: packets are lost somewhere on the way"),
+    Limit("nic retransmissions", 1000, 600, "distributed", "warn", "sequence errors and other retransmissions",
+          "adaptive routing causes some; so many cost bandwidth"),
+    Limit("nic paused", 100_000, 600, "distributed", "warn", "priority flow control frames received, RNR retries",
+          "somebody on the way cannot take what is sent; a storm stops the whole fabric"),
+    # The host
+    Limit("host memory short", 0.03, 3, "critical", "warn", "share of memory that is available, at or below",
+          "the OOM killer is next, and it takes the largest process"),
+    Limit("host memory pressure", 20, 3, "critical", "warn", "percent of a minute that all tasks stood still (PSI)",
+          "the host swaps or reclaims in place of feeding the GPUs"),
+    Limit("host storage pressure", 50, 12, "storage", "warn", "percent of a minute that all tasks stood still (PSI)",
+          "saves raise it for a minute; it should fall again"),
+    Limit("host overloaded", 4, 12, "critical", "warn", "load of a minute over the number of CPUs",
+          "data workers and dispatch wait for a CPU"),
+    Limit("oom killer", 1, HOUR, "critical", "restart", "`oom_kill` of /proc/vmstat or the cgroup",
+          "a process was killed; which one, the kernel's log says"),
+    Limit("host uncorrectable memory error", 1, HOUR, "critical", "exclude", "EDAC `ue_count`",
+          "wrong data was read from the host's memory"),
+    Limit("host correctable error rate", 100, HOUR, "critical", "warn", "EDAC `ce_count`",
+          "as for GPUs"),
+    Limit("disk nearly full", 0.05, 1, "storage", "warn", "share of blocks or inodes that is free, at or below",
+          "the next checkpoints may not fit"),
+    Limit("disk full", 0.005, 1, "storage", "warn", "share of blocks or inodes that is free, at or below",
+          "saves fail; the training says so, keeps trying, and ends with 4 when it gives up"),
+    Limit("disk read-only", 1, 1, "storage", "warn", "a folder's file system, which could be written before",
+          "the kernel does this after errors; nothing more is saved"),
+)  # fmt: skip
+BY_NAME = {limit.name: limit for limit in LIMITS}
+assert len(BY_NAME) == len(LIMITS)

@@ -1,0 +1,279 @@
+"""The node's GPUs, of AMD by sysfs and of NVIDIA by NVML, as one form of reading that is judged alike.
+
+    Amd(Tree(root))       /sys/class/drm/card*/device; needs no leave and no library
+    Nvidia(tree, nvml)    nvidia-ml-py's module `pynvml`, where it can be imported, or what a test gives
+
+What a card or a driver does not tell is missing in its reading, and is not judged.
+"""
+
+import dataclasses
+import importlib
+import re
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from zaya_jax.aegis.finding import Finding
+from zaya_jax.aegis.limits import BY_NAME
+from zaya_jax.aegis.watch import Judge, Tree
+
+AMD = "0x1002"
+BUSY = 90  # percent: from there on clocks are compared
+# Of NVML's clock event reasons: hardware slowdown, its thermal and its power brake part, software thermal slowdown.
+SLOWDOWNS = {
+    0x8: "hardware slowdown",
+    0x40: "hardware thermal",
+    0x80: "power brake",
+    0x20: "software thermal",
+}
+LINKS = 18  # of NVLink, at most
+
+
+@dataclasses.dataclass
+class Reading:
+    """What one GPU says now. Counters: (finding's name, source, value)."""
+
+    device: str
+    identity: str = ""
+    counters: list[tuple[str, str, float | None]] = dataclasses.field(default_factory=list)
+    heat: list[tuple[str, float, float]] = dataclasses.field(
+        default_factory=list
+    )  # where, degrees, the limit
+    throttled: str | None = None  # why; "" where it is not; None where it is not known
+    busy: float | None = None  # percent
+    clock: float | None = None  # MHz of the cores
+    width: tuple[float, float] | None = None  # lanes of PCIe, and the most
+    speed: float | None = None  # GT/s of them
+    xgmi_error: float | None = None
+    pending: float | None = None  # pages or rows that wait for a reset
+    failed: float | None = None  # and that could not be retired
+
+
+class _Gpus:
+    """Judges readings; those who read are below."""
+
+    def __init__(self) -> None:
+        self._seen: dict[str, str] = {}
+        self._fastest: dict[str, float] = {}
+
+    def read(self) -> list[Reading]:
+        """All GPUs that answer."""
+        raise NotImplementedError
+
+    def look(self, judge: Judge) -> Iterator[Finding]:
+        """See `limits`."""
+        readings = self.read()
+        here = {reading.device for reading in readings}
+        for device, identity in self._seen.items():
+            words = f"{device} {identity} is {'here' if device in here else 'no longer here'}"
+            yield from judge.state("gpu lost", device, device not in here, words)
+        busy = {r.device: r.clock for r in readings if r.clock and r.busy is not None and r.busy >= BUSY}
+        usual = statistics.median(busy.values()) if len(busy) > 2 else None
+        for reading in readings:
+            self._seen.setdefault(reading.device, reading.identity)
+            yield from self._one(judge, reading, usual if reading.device in busy else None)
+
+    def _one(self, judge: Judge, gpu: Reading, usual: float | None) -> Iterator[Finding]:
+        for name, source, value in gpu.counters:
+            yield from judge.counter(name, gpu.device, source, value)
+            if name == "gpu pages retired":
+                yield from judge.counter("gpu wears out", gpu.device, source, value)
+        if gpu.xgmi_error is not None:
+            seen = f"xgmi_error is {gpu.xgmi_error:g}: errors since it was last read"
+            yield from judge.state("xgmi link error", gpu.device, gpu.xgmi_error > 0, seen)
+        for name, value in (("gpu reset pending", gpu.pending), ("gpu page not retired", gpu.failed)):
+            if value is not None:
+                yield from judge.state(name, gpu.device, value > 0, f"{value:g} pages or rows")
+        if gpu.heat:
+            where, degrees, limit = max(gpu.heat, key=lambda item: item[1] / item[2])
+            hot = degrees / limit >= BY_NAME["gpu hot"].at
+            yield from judge.state(
+                "gpu hot", gpu.device, hot, f"{where} at {degrees:g} °C, limit {limit:g} °C"
+            )
+        if gpu.throttled is not None:
+            seen = gpu.throttled or "no reason to throttle"
+            yield from judge.state("gpu throttled", gpu.device, bool(gpu.throttled), seen)
+        if gpu.clock and usual:
+            slow = gpu.clock <= BY_NAME["gpu slow clock"].at * usual
+            seen = f"{gpu.clock:g} MHz at {gpu.busy:g} % load, the busy GPUs' median is {usual:g} MHz"
+            yield from judge.state("gpu slow clock", gpu.device, slow, seen)
+        yield from self._bus(judge, gpu)
+
+    def _bus(self, judge: Judge, gpu: Reading) -> Iterator[Finding]:
+        """Lanes are lost for good; a lower speed is how an idle card saves power."""
+        if gpu.width is None:
+            return
+        working = gpu.busy is not None and gpu.busy >= BUSY
+        fastest = self._fastest.get(gpu.device, 0.0)
+        slower = working and gpu.speed is not None and gpu.speed < fastest
+        if gpu.speed is not None:
+            self._fastest[gpu.device] = max(fastest, gpu.speed)
+        seen = f"{gpu.width[0]:g} of {gpu.width[1]:g} lanes"
+        if gpu.speed is not None:
+            seen += f" at {gpu.speed:g} GT/s, before {max(fastest, gpu.speed):g}"
+        yield from judge.state("pcie link narrowed", gpu.device, gpu.width[0] < gpu.width[1] or slower, seen)
+
+
+class Amd(_Gpus):
+    """By the files of the amdgpu driver."""
+
+    name = "amd"
+
+    def __init__(self, tree: Tree):
+        super().__init__()
+        self._tree = tree
+
+    def read(self) -> list[Reading]:
+        """Cards of AMD; outputs (card0-DP-1) and partitions without a vendor are none."""
+        cards = [n for n in self._tree.names("sys/class/drm") if re.fullmatch(r"card\d+", n)]
+        places = {card: f"sys/class/drm/{card}/device" for card in cards}
+        return [
+            self._card(card, place)
+            for card, place in places.items()
+            if self._tree.text(f"{place}/vendor") == AMD
+        ]
+
+    def _card(self, card: str, place: str) -> Reading:
+        tree = self._tree
+        gpu = Reading(card, tree.text(f"{place}/unique_id") or "")
+        gpu.busy = self._optional(f"{place}/gpu_busy_percent")
+        gpu.clock = self._clock(f"{place}/pp_dpm_sclk")
+        gpu.xgmi_error = self._optional(f"{place}/xgmi_error")
+        gpu.counters.append(
+            ("pcie replay rate", "pcie_replay_count", self._optional(f"{place}/pcie_replay_count"))
+        )
+        width, most = (self._optional(f"{place}/{which}_link_width") for which in ("current", "max"))
+        if width and most:
+            gpu.width = width, most
+            gpu.speed = self._optional(f"{place}/current_link_speed")
+        for name in tree.names(f"{place}/ras"):
+            if name.endswith("_err_count"):
+                self._errors(gpu, name.removesuffix("_err_count"), tree.text(f"{place}/ras/{name}") or "")
+        self._pages(gpu, tree.text(f"{place}/ras/gpu_vram_bad_pages"))
+        for monitor in tree.names(f"{place}/hwmon"):
+            self._heat(gpu, f"{place}/hwmon/{monitor}")
+        return gpu
+
+    def _optional(self, path: str) -> float | None:
+        """A number that not every card has: "N/A" and an empty file are no news."""
+        text = self._tree.text(path)
+        if not text or text.upper().startswith(("N/A", "UNKNOWN")):
+            return None
+        return self._tree.parse(text.split()[0], path)
+
+    def _errors(self, gpu: Reading, block: str, text: str) -> None:
+        """`ue: 0`, `ce: 0` and, of newer drivers, `de: 0`."""
+        for kind, value in re.findall(r"^(ue|ce|de): *(\d+)$", text, re.M):
+            name = {"ce": "gpu correctable error rate", "de": "gpu deferred error"}.get(kind)
+            name = name or ("gpu uncorrectable memory error" if block == "umc" else "gpu uncorrectable error")
+            gpu.counters.append((name, f"{block} {kind}", float(value)))
+
+    def _pages(self, gpu: Reading, text: str | None) -> None:
+        """`0x027f5d43 : 0x00001000 : R`: a page, its size, and R retired, P pending, F could not be."""
+        if text is None:
+            return
+        flags = [line.rpartition(":")[2].strip() for line in text.splitlines() if line.count(":") == 2]
+        gpu.counters.append(("gpu pages retired", "gpu_vram_bad_pages", float(len(flags))))
+        gpu.pending, gpu.failed = float(flags.count("P")), float(flags.count("F"))
+
+    def _clock(self, path: str) -> float | None:
+        """The level with a star: `1: 2100Mhz *`."""
+        found = re.search(r"^\w+: *(\d+)[Mm][Hh]z \*$", self._tree.text(path) or "", re.M)
+        return float(found[1]) if found else None
+
+    def _heat(self, gpu: Reading, place: str) -> None:
+        for name in self._tree.names(place):
+            if re.fullmatch(r"temp\d+_input", name):
+                sensor = name.removesuffix("_input")
+                degrees, limit = (self._optional(f"{place}/{sensor}_{what}") for what in ("input", "crit"))
+                label = self._tree.text(f"{place}/{sensor}_label") or sensor
+                if degrees is not None and limit:
+                    gpu.heat.append((label, degrees / 1000, limit / 1000))
+
+
+class Nvidia(_Gpus):
+    """By NVML. Every call may fail for a card that does not have it; one that all fail for is lost."""
+
+    name = "nvidia"
+
+    def __init__(self, tree: Tree, nvml: Any = None):
+        super().__init__()
+        self._tree, self._nvml, self._begun = tree, nvml, False
+
+    def read(self) -> list[Reading]:
+        """All that NVML counts; none where it is not installed, or finds no driver."""
+        if not self._begin():
+            return []
+        count = self._ask("nvmlDeviceGetCount") or 0
+        handles = [(i, self._ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
+        return [
+            self._card(i, handle) for i, handle in handles if handle is not None and self._answers(handle)
+        ]
+
+    def _begin(self) -> bool:
+        if not self._begun:
+            self._begun = True
+            try:
+                self._nvml = self._nvml or importlib.import_module("pynvml")
+                self._nvml.nvmlInit()
+            except ImportError:
+                self._nvml = None  # a node without NVIDIA's GPUs has no need of it
+            except Exception as error:
+                self._nvml = None
+                self._tree.note(f"NVML: {error}")
+        return self._nvml is not None
+
+    def _ask(self, name: str, *arguments: Any) -> Any:
+        try:
+            return getattr(self._nvml, name)(*arguments)
+        except Exception as error:  # NVMLError; an older library lacks a function
+            self._tree.note(f"{name}: {error}")
+            return None
+
+    def _answers(self, handle: Any) -> bool:
+        """A card that has fallen off the bus keeps its handle, and answers nothing."""
+        return self._ask("nvmlDeviceGetUUID", handle) is not None
+
+    def _card(self, index: int, handle: Any) -> Reading:
+        gpu = Reading(f"gpu{index}", str(self._ask("nvmlDeviceGetUUID", handle)))
+        # Kinds: 0 corrected, 1 uncorrected; counters: 0 since the driver was loaded.
+        for kind, name in ((1, "gpu uncorrectable memory error"), (0, "gpu correctable error rate")):
+            errors = self._ask("nvmlDeviceGetTotalEccErrors", handle, kind, 0)
+            gpu.counters.append((name, ("corrected", "uncorrected")[kind] + " errors", errors))
+        rows = self._ask("nvmlDeviceGetRemappedRows", handle)  # corrected, uncorrected, pending, failed
+        if rows is not None:
+            gpu.counters.append(("gpu pages retired", "remapped rows", float(rows[0] + rows[1])))
+            gpu.pending, gpu.failed = float(bool(rows[2])), float(bool(rows[3]))
+        use = self._ask("nvmlDeviceGetUtilizationRates", handle)
+        gpu.busy = float(use.gpu) if use is not None else None
+        gpu.clock = self._ask("nvmlDeviceGetClockInfo", handle, 1)  # of the SMs
+        degrees = self._ask("nvmlDeviceGetTemperature", handle, 0)
+        limit = self._ask("nvmlDeviceGetTemperatureThreshold", handle, 1)  # where clocks fall
+        if degrees is not None and limit:
+            gpu.heat.append(("GPU", float(degrees), float(limit)))
+        reasons = self._ask("nvmlDeviceGetCurrentClocksThrottleReasons", handle)
+        if reasons is not None:
+            gpu.throttled = ", ".join(word for bit, word in SLOWDOWNS.items() if reasons & bit)
+        width = self._ask("nvmlDeviceGetCurrPcieLinkWidth", handle)
+        most = self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
+        if width and most:
+            gpu.width = float(width), float(most)
+        replays = self._ask("nvmlDeviceGetPcieReplayCounter", handle)
+        gpu.counters.append(("pcie replay rate", "PCIe replays", replays))
+        self._links(gpu, handle)
+        return gpu
+
+    def _links(self, gpu: Reading, handle: Any) -> None:
+        """Counters of a link: 0 replays, 1 recoveries, 2 and 3 CRC errors; only links that are there are asked."""
+        down = 0
+        for link in range(LINKS):
+            try:
+                up = self._nvml.nvmlDeviceGetNvLinkState(handle, link)
+            except Exception:
+                break  # there are no more
+            down += not up
+            for kind, what in enumerate(("replays", "recoveries", "CRC errors", "CRC errors of data")):
+                name = "nvlink error" if kind == 1 else "nvlink error rate"
+                value = self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, kind) if up else None
+                gpu.counters.append((name, f"link {link} {what}", value))
+        gpu.counters.append(("nvlink error", "links that are down", float(down)))
