@@ -1,0 +1,193 @@
+"""The check before a start: a healthy machine passes, each fault is named, and what hangs is a finding."""
+
+import itertools
+import os
+import threading
+
+import jax
+import multiprocess_runs
+import numpy as np
+import pytest
+import watched
+
+from zaya_jax.aegis import preflight, probe
+from zaya_jax.aegis.preflight import Tried
+
+FINE = Tried(40e9)
+BROKEN = Tried(0.0, "no answer for 50 s")
+
+
+def environ(devices=2):
+    return os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": multiprocess_runs.flags(devices)}
+
+
+def test_this_machine_passes(tmp_path):
+    tree = watched.lay(tmp_path / "tree", "mi300x")
+    assert preflight.check(2, tmp_path, root=tree, environ=environ()) == preflight.idle(
+        tree
+    )  # it is under load
+    assert [path.name for path in tmp_path.iterdir()] == ["tree"]  # nothing is left
+
+
+def test_devices_that_are_missing_and_storage_that_is_not_there(tmp_path):
+    found = preflight.check(8, tmp_path / "nowhere", root=tmp_path, environ=environ())
+    assert [(f.name, f.group, f.action) for f in found] == [
+        ("gpu missing", "critical", "exclude"), ("check of storage failed", "storage", "warn"),
+    ]  # fmt: skip
+    assert "2 devices (cpu) are there, 8 are expected" in found[0].seen and "No such file" in found[1].seen
+
+
+def test_a_check_that_hangs_says_where(tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text("import time\ntime.sleep(60)\n")  # as a driver does
+    found = preflight.check(root=tmp_path, seconds=2, environ=environ() | {"PYTHONPATH": str(tmp_path)})
+    assert [(f.name, f.action) for f in found] == [("check of devices hangs", "exclude")]
+    assert "before anything was done" in found[0].seen
+
+
+def test_a_check_that_dies_says_how(tmp_path):
+    found = preflight.check(root=tmp_path, environ=environ() | {"JAX_PLATFORMS": "nonsense"})
+    assert [f.name for f in found] == ["check of devices failed"] and "nonsense" in found[0].seen
+
+
+def test_products_are_exact_and_a_wrong_one_is_named():
+    devices = jax.local_devices()[:2]
+    assert probe.products(devices) == []
+
+    def off(a, b):
+        out = np.matmul(a, b)
+        out[3, 5] += 1
+        return out
+
+    wrong = probe.products(devices, wanted=off)
+    assert len(wrong) == 2 * 2 * probe.ROUNDS
+    assert wrong[0].startswith("device 0: 1 of 16384 sums of a bfloat16 product are wrong")
+
+
+@pytest.mark.parametrize("turn", range(probe.ROUNDS))
+def test_sums_of_products_have_one_value_in_any_order(turn):
+    a, b = probe.matrices(256, turn)
+    assert abs(a).max() <= 3 and abs(b).max() <= 3 and len(np.unique(a @ b)) > 20
+    order = np.random.default_rng(turn).permutation(256)
+    one, other = a.astype(np.float32), b.astype(np.float32)
+    assert np.array_equal(np.cumsum(one[:, order] * other[order, 7], axis=1)[:, -1], (a @ b)[:, 7])
+
+
+class Said:
+    """A probe that has said this."""
+
+    def __init__(self, **said):
+        self.said = said
+
+    def end(self, group, action):
+        return []
+
+
+def test_a_device_with_slow_memory_is_named():
+    rates = {str(i): 4.1e12 for i in range(8)} | {"5": 2.0e12}
+    said = Said(devices={"count": 8, "platform": "gpu"}, products={"wrong": []}, bandwidth={"rates": rates})
+    (found,) = preflight.judge_devices(said, 8, 0.0)
+    assert (found.name, found.device, found.action) == ("gpu memory slow", "device 5", "exclude")
+    assert "2,000 GB/s; median of the node 4,100" in found.seen
+    assert len(preflight.judge_devices(said, 8, 4.5e12)) == 8  # all are below the floor
+
+
+def test_wrong_products_exclude():
+    said = Said(devices={"count": 1, "platform": "gpu"}, products={"wrong": ["device 3: 1 of 9 sums ..."]})
+    assert [(f.name, f.device) for f in preflight.judge_devices(said, 1, 0.0)] == [
+        ("gpu computes wrongly", "device 3")
+    ]
+
+
+def test_storage_that_gives_back_something_else():
+    (found,) = preflight.judge_storage(Said(read={"same": False}), "/work")
+    assert (found.name, found.action, found.device) == ("storage wrong", "exclude", "/work")
+
+
+def test_a_disk_that_changes_a_bit(tmp_path, monkeypatch):
+    parts = probe.storage(tmp_path)
+    assert next(parts)[0] == "written"
+    (path,) = tmp_path.iterdir()
+    with path.open("r+b") as file:
+        byte = file.read(1)
+        file.seek(0)
+        file.write(bytes([byte[0] ^ 4]))
+    assert next(parts) == ("read", {"same": False})
+    assert list(parts) == [] and list(tmp_path.iterdir()) == []
+
+
+def test_gpus_in_use_and_odd_ports(tmp_path):
+    watched.lay(tmp_path, "mi300x")
+    watched.lay(tmp_path, "nic-slow")
+    assert {f.device for f in preflight.idle(tmp_path)} == {f"card{i}" for i in range(8)}
+    assert [f.device for f in preflight.slow_ports(tmp_path)] == ["mlx5_0"]
+
+
+@pytest.mark.parametrize("count", range(2, 12))
+def test_rounds_are_disjoint_and_each_node_tries_two(count):
+    nodes = [f"n{i}" for i in range(count)]
+    rounds = preflight.rounds(nodes)
+    assert len(rounds) == (1 if count == 2 else 3 if count % 2 else 2)
+    for one in rounds:
+        assert len({node for pair in one for node in pair}) == 2 * len(one)
+    pairs = [frozenset(pair) for one in rounds for pair in one]
+    assert len(set(pairs)) == len(pairs)
+    assert all(sum(node in pair for pair in pairs) == min(2, count - 1) for node in nodes)
+    assert preflight.rounds(nodes[:1]) == [] == preflight.rounds([])
+
+
+def tried(count, bad_nodes=(), bad_links=(), slow=()):
+    """The results of all rounds, where these are bad."""
+    for a, b in itertools.chain(*preflight.rounds([f"n{i}" for i in range(count)])):
+        i, j = int(a[1:]), int(b[1:])
+        failed = {i, j} & set(bad_nodes) or {i, j} in [set(link) for link in bad_links]
+        yield a, b, BROKEN if failed else Tried(9e9) if {i, j} & set(slow) else FINE
+
+
+@pytest.mark.parametrize("count", [3, 4, 5, 8, 9])
+def test_every_bad_node_and_every_bad_link_is_told_apart(count):
+    assert preflight.judge(tried(count)) == []
+    for i in range(count):
+        (found,) = preflight.judge(tried(count, bad_nodes=[i])) if count > 3 else (None,)
+        if found:
+            assert (found.name, found.device, found.action) == ("links of a node fail", f"n{i}", "exclude")
+        (found,) = preflight.judge(tried(count, bad_links=[(i, (i + 1) % count)]))
+        a, b = sorted((f"n{i}", f"n{(i + 1) % count}"))
+        assert (found.name, found.device, found.action) == ("link fails", f"{a}-{b}", "warn")
+
+
+def test_three_nodes_name_the_bad_one():
+    assert [f.device for f in preflight.judge(tried(3, bad_nodes=[1]))] == ["n1"]
+
+
+def test_several_faults_and_none_that_works():
+    found = preflight.judge(tried(8, bad_nodes=[1, 2], bad_links=[(5, 6)]))
+    assert [f.device for f in found] == ["n1", "n2", "n5-n6"]
+    (found,) = preflight.judge(tried(4, bad_nodes=range(4)))
+    assert (found.name, found.action) == ("no link works", "stop")
+    (found,) = preflight.judge([("a", "b", BROKEN), ("a", "b", FINE)])  # two nodes: whose fault is not known
+    assert (found.name, found.device) == ("link fails", "a-b")
+
+
+def test_slow_links_and_slow_nodes():
+    found = preflight.judge(tried(8, slow=[3]))
+    assert [(f.name, f.device, f.action) for f in found] == [("links of a node are slow", "n3", "warn")]
+
+
+def test_a_pair_exchanges_known_numbers():
+    port, out = multiprocess_runs.free_port(), {}
+
+    def one(index):
+        out[index] = preflight.link(f"localhost:{port}", index, environ=environ())
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(not t.wrong and t.bandwidth > 0 for t in out.values()), out
+    assert preflight.judge([("a", "b", t) for t in out.values()]) == []
+
+
+def test_a_partner_that_does_not_come():
+    found = preflight.link(f"localhost:{multiprocess_runs.free_port()}", 0, 7, environ())
+    assert found.bandwidth == 0 and found.wrong

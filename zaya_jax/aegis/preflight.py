@@ -1,0 +1,253 @@
+"""The check before a start: whether a node computes, remembers, stores and reaches its neighbours, in under a minute.
+
+    check(expected=8, workdir=...)          list[Finding] of this node: devices, products, bandwidth, storage, watchers
+    rounds(["a", "b", "c", "d"])            which pairs of nodes try their link in which round
+    link(coordinator, index)                one of a pair; a Tried
+    judge([("a", "b", tried), ...])         list[Finding] that name a node or a link in `device`
+
+What may hang runs in a process of its own with a time limit: a device that does not answer is a finding too. `probe`
+is what runs there.
+"""
+
+import dataclasses
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zaya_jax.aegis import watch, watch_gpu, watch_net
+from zaya_jax.aegis.finding import Finding
+
+SECONDS = 50.0  # for all of a node's check
+LINK_SECONDS = 50.0  # for a pair's
+SLOW = 0.7  # of the other devices' median bandwidth: a healthy node's differ by some 2 %
+SLOW_LINK = 0.5  # of the other links' median: rings share switches
+IDLE_BYTES = 2 << 30  # of a GPU's memory; drivers and a desktop keep some 100 MB
+IDLE_BUSY = 10.0  # percent
+TAIL = 300  # characters of what a probe said last on stderr
+
+
+def check(
+    expected: int | None = None,
+    workdir: str | Path | None = None,
+    floor: float = 0.0,
+    root: str | Path = "/",
+    seconds: float = SECONDS,
+    environ: Mapping[str, str] | None = None,
+) -> list[Finding]:
+    """What is wrong with this node. `floor`: bytes a second that each device's memory must reach.
+
+    `environ`: the environment of the probes, by default this process's.
+    """
+    found = idle(root)
+    until = time.monotonic() + seconds
+    probes = [_Probe("devices", environ=environ)]
+    if workdir is not None:
+        probes.append(_Probe("storage", str(workdir), environ=environ))
+    watchers = watch.Watchers(root, [workdir] if workdir is not None else [])
+    watchers.look()
+    for probe in probes:
+        probe.wait(until)
+    found += judge_devices(probes[0], expected, floor)
+    if workdir is not None:
+        found += judge_storage(probes[1], str(workdir))
+    found += [one for one in watchers.look() if one.action != "note"]
+    return found + slow_ports(root)
+
+
+def idle(root: str | Path) -> list[Finding]:
+    """GPUs that somebody uses already, as far as the driver tells."""
+    found, tree = [], watch.Tree(root)
+    for gpu in watch_gpu.Amd(tree).read():
+        used = tree.number(f"sys/class/drm/{gpu.device}/device/mem_info_vram_used") or 0.0
+        if used > IDLE_BYTES or (gpu.busy or 0.0) > IDLE_BUSY:
+            seen = f"{used / 2**30:.1f} GiB are in use, {gpu.busy or 0:g} % busy before the run has begun"
+            found.append(Finding("gpu not idle", "critical", "warn", seen, -1, gpu.device))
+    return found
+
+
+def slow_ports(root: str | Path) -> list[Finding]:
+    """Active ports that are slower than most of the node's."""
+    tree, rates = watch.Tree(root), {}
+    for card in tree.names(watch_net.INFINIBAND):
+        place = f"{watch_net.INFINIBAND}/{card}/ports/1"
+        rate = (tree.text(f"{place}/rate") or "").split()
+        if "ACTIVE" in (tree.text(f"{place}/state") or "") and rate:
+            rates[card] = tree.parse(rate[0], place) or 0.0
+    return [
+        Finding(
+            "nic slow",
+            "distributed",
+            "warn",
+            f"{rates[card]:g} Gb/s, others {max(rates.values()):g}",
+            -1,
+            card,
+        )
+        for card in watch_net.odd_rates(rates)
+    ]
+
+
+def judge_devices(probe: "_Probe", expected: int | None, floor: float) -> list[Finding]:
+    """What the devices' probe has said, or where it stopped."""
+    found = []
+    there = probe.said.get("devices", {})
+    if "count" in there and expected is not None and there["count"] != expected:
+        seen = f"{there['count']} devices ({there['platform']}) are there, {expected} are expected"
+        found.append(Finding("gpu missing", "critical", "exclude", seen))
+    for words in probe.said.get("products", {}).get("wrong", []):
+        device = words.partition(":")[0]
+        found.append(Finding("gpu computes wrongly", "critical", "exclude", words, -1, device))
+    rates = probe.said.get("bandwidth", {}).get("rates", {})
+    # Devices of a CPU are threads that share its memory.
+    usual = statistics.median(rates.values()) if len(rates) > 2 and there["platform"] != "cpu" else 0.0
+    for number, rate in rates.items():
+        if rate < max(SLOW * usual, floor):
+            seen = f"{rate / 1e9:,.0f} GB/s; median of the node {usual / 1e9:,.0f}, at least {floor / 1e9:,.0f} wanted"
+            found.append(Finding("gpu memory slow", "critical", "exclude", seen, -1, f"device {number}"))
+    return found + probe.end("critical", "exclude")
+
+
+def judge_storage(probe: "_Probe", folder: str) -> list[Finding]:
+    """Likewise of the storage's."""
+    if probe.said.get("read", {}).get("same") is False:
+        seen = "what was read back is not what was written"
+        return [Finding("storage wrong", "storage", "exclude", seen, -1, folder)]
+    return [dataclasses.replace(one, device=folder) for one in probe.end("storage", "warn")]
+
+
+class Tried(NamedTuple):
+    """How a pair's link did, seen from one end: bytes a second, 0 where it failed; what was wrong."""
+
+    bandwidth: float
+    wrong: str = ""
+
+
+def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Rounds of disjoint pairs along a ring: each node tries two others, so that judge can tell nodes from links.
+
+    Two rounds, three for an odd number of nodes; one for two nodes, whose fault cannot be told apart.
+    """
+    count = len(nodes)
+    if count < 2:
+        return []
+    if count == 2:
+        return [[(nodes[0], nodes[1])]]
+    ring = [(nodes[i], nodes[(i + 1) % count]) for i in range(count)]
+    last = [ring.pop()] if count % 2 else []
+    return [one for one in (ring[0::2], ring[1::2], last) if one]
+
+
+def link(
+    coordinator: str, index: int, seconds: float = LINK_SECONDS, environ: Mapping[str, str] | None = None
+) -> Tried:
+    """One of a pair, 0 at the coordinator's address: joins the other, exchanges known numbers and checks them."""
+    probe = _Probe("link", coordinator, str(index), str(max(int(seconds - 10), 5)), environ=environ)
+    probe.wait(time.monotonic() + seconds)
+    wrong = probe.said.get("exchanged", {}).get("wrong", [])
+    if wrong:
+        return Tried(0.0, "; ".join(wrong))
+    # A probe that says what it measured has done its work, however its process ends.
+    if "measured" in probe.said:
+        return Tried(probe.said["measured"]["bandwidth"])
+    (end,) = probe.end("distributed", "warn")
+    return Tried(0.0, end.seen)
+
+
+def judge(results: Iterable[tuple[str, str, Tried]]) -> list[Finding]:
+    """Which nodes are bad (all their links fail) and which links (their ends are well with others); then slow ones.
+
+    Each result is (node, node, what either of both has seen); the two ends of a pair may both be given.
+    """
+    pairs: dict[tuple[str, str], list[Tried]] = {}
+    for a, b, tried in results:
+        pairs.setdefault((min(a, b), max(a, b)), []).append(tried)
+    words = {pair: "; ".join(t.wrong for t in tried if t.wrong) for pair, tried in pairs.items()}
+    bad = {pair for pair in pairs if words[pair]}
+    if len(pairs) > 1 and bad == set(pairs):
+        return [Finding("no link works", "distributed", "stop", next(iter(words.values())), -1, "all nodes")]
+    found = _named(bad, set(pairs), words, "links of a node fail", "link fails", "exclude")
+    rates = {pair: min(t.bandwidth for t in tried) for pair, tried in pairs.items() if pair not in bad}
+    usual = statistics.median(rates.values()) if len(rates) > 2 else 0.0
+    slow = {pair for pair, rate in rates.items() if rate < SLOW_LINK * usual}
+    told = {pair: f"{rates[pair] / 1e9:.1f} GB/s, the median is {usual / 1e9:.1f}" for pair in slow}
+    return found + _named(slow, set(rates), told, "links of a node are slow", "link is slow", "warn")
+
+
+def _named(
+    bad: set, pairs: set, words: Mapping[tuple[str, str], str], node_name: str, link_name: str, action: str
+) -> list[Finding]:
+    """A node for which nothing goes well, of two tries at least; otherwise the links."""
+    nodes = {node for pair in pairs for node in pair}
+    culprits = {
+        node for node in nodes
+        if len(own := [pair for pair in pairs if node in pair]) > 1 and all(pair in bad for pair in own)
+    }  # fmt: skip
+    found = []
+    for node in sorted(culprits):
+        seen = "; ".join(
+            f"with {'-'.join(n for n in p if n != node)}: {words[p]}" for p in sorted(bad) if node in p
+        )
+        found.append(Finding(node_name, "critical", action, seen, -1, node))
+    return found + [
+        Finding(link_name, "distributed", "warn", words[pair], -1, "-".join(pair))
+        for pair in sorted(bad)
+        if not culprits & set(pair)
+    ]
+
+
+class _Probe:
+    """A process that says in lines what it has done."""
+
+    def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None):
+        self.what, self.said = arguments[0], dict[str, Any]()
+        # Files, closed by wait: a pipe would be full when a library has much to say.
+        self._out = tempfile.TemporaryFile()  # noqa: SIM115
+        self._err = tempfile.TemporaryFile()  # noqa: SIM115
+        given = {**(os.environ if environ is None else environ), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        self._begun = time.monotonic()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "zaya_jax.aegis.probe", *arguments], env=given, stdin=subprocess.DEVNULL,
+            stdout=self._out, stderr=self._err, start_new_session=True, cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        self._code: int | None = None
+        self._error = ""
+
+    def wait(self, until: float) -> None:
+        """Until it ends or the time is up; it is killed then, and left if even that does not help."""
+        try:
+            self._code = self._process.wait(max(until - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            try:
+                self._process.wait(2)  # a process that hangs in a driver outlives SIGKILL
+            except subprocess.TimeoutExpired:
+                self._error = f"process {self._process.pid} cannot even be killed"
+        self._seconds = time.monotonic() - self._begun
+        for file in (self._out, self._err):
+            file.seek(0)
+        for line in self._out.read().decode(errors="replace").splitlines():
+            if line.startswith("{"):
+                given = json.loads(line)
+                self.said[given.pop("part")] = given
+        last = [line for line in self._err.read().decode(errors="replace").splitlines() if line.strip()]
+        self._error = self._error or (last[-1].strip()[-TAIL:] if last else "")
+        self._out.close()
+        self._err.close()
+
+    def end(self, group: str, action: str) -> list[Finding]:
+        """A finding where it did not come to its end."""
+        if "end" in self.said and self._code == 0:
+            return []
+        after = f"after {next(reversed(self.said))!r}" if self.said else "before anything was done"
+        if self._code is None:
+            seen = f"no answer for {self._seconds:.0f} s, {after}"
+            return [Finding(f"check of {self.what} hangs", group, action, f"{seen}. {self._error}".strip())]
+        how = signal.Signals(-self._code).name if self._code < 0 else f"exit code {self._code}"
+        return [Finding(f"check of {self.what} failed", group, action, f"{how} {after}: {self._error}")]
