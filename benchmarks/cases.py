@@ -21,6 +21,7 @@ from pallas_kernels.attention import attention, softmax_scale
 from pallas_kernels.cca_mix import mix
 from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.grouped_mlp import grouped_mlp
+from pallas_kernels.linear_attention import CHUNK, linear_attention
 from pallas_kernels.newton_schulz import orthogonalize
 from pallas_kernels.residual_norm import Joining, join, join_and_read, read
 from pallas_kernels.rotary import rope_table
@@ -200,6 +201,21 @@ def _attention_flops(size: Size) -> dict[str, float]:
     return {"forward": 2 * product, "backward": 5 * product}
 
 
+def _linear_attention(dtype):
+    return lambda q, k, v, *segments: linear_attention(q, k, v, *segments)
+
+
+def _linear_flops(size: Size) -> dict[str, float]:
+    """In chunks; products with states are one of queries and one of keys forward, two of each backward."""
+    m, c = size.model, size.model.head_dim
+    of_keys, of_state = (
+        (CHUNK + 1) / 2 * m.num_attention_heads,
+        c * (m.num_attention_heads + m.num_key_value_heads),
+    )
+    token = 2.0 * size.tokens * c
+    return {"forward": token * (2 * of_keys + of_state), "backward": token * (5 * of_keys + 2 * of_state)}
+
+
 def _experts(size: Size) -> tuple[Array, ...]:
     m = size.model
     d, f, e = m.hidden_size, m.moe_intermediate_size, m.num_experts
@@ -310,6 +326,11 @@ CASES = (
     Case("attention", "causal", _attention, _qkv, _attention_flops, ("4K", "32K")),
     Case(
         "attention", "causal, documents", _attention, lambda s: (*_qkv(s), documents(s)),
+        _moves_alone,
+    ),
+    Case("linear_attention", "causal", _linear_attention, _qkv, _linear_flops, ("4K", "32K")),
+    Case(
+        "linear_attention", "causal, documents", _linear_attention, lambda s: (*_qkv(s), documents(s)),
         _moves_alone,
     ),
     Case("cca_mix", "documents", _mix, _mixing, _mixing_flops),

@@ -25,6 +25,7 @@ OPERATORS: tuple[str, ...] = (
     "cca_mix",
     "cross_entropy",
     "grouped_mlp",
+    "linear_attention",
     "newton_schulz",
     "residual_norm",
 )

@@ -14,9 +14,11 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import chip
 from pallas_kernels.attention import SAVED
-from pallas_kernels.linear_attention import xla
+from pallas_kernels.linear_attention import triton, xla
 from pallas_kernels.linear_attention.reference import features
+from pallas_kernels.linear_attention.shapes import CHUNK
 from pallas_kernels.linear_attention.xla import read, summary
 
 __all__ = [
@@ -24,7 +26,7 @@ __all__ = [
     "summary", "sums",
 ]  # fmt: skip
 
-CHUNK = 128  # tokens: as many as a head has channels balances the two products
+IMPLEMENTATIONS = {"xla": xla, "triton": triton}
 
 
 def linear_attention(
@@ -36,6 +38,8 @@ def linear_attention(
     chunk: int | None = None,
 ) -> Float[Array, "B S H C"]:
     """Linear attention of whole sequences on one device; memory grows with S times the chunk."""
+    if chip.choose(IMPLEMENTATIONS) is triton and triton.suits(q, k, v):
+        return triton.linear_attention(q, k, v, segments, chunk)
     return finish(*sums(*heads_first(q, k, v), segments, chunk), v.dtype)
 
 
@@ -64,6 +68,8 @@ def sums(
 
     The backward pass computes a chunk's weights anew: what is kept are the states between chunks.
     """
+    if chip.choose(IMPLEMENTATIONS) is triton and triton.suits(q, k, v):
+        return triton.sums(q, k, v, segments, chunk)
     return xla.sums(q, k, v, segments, min(chunk or CHUNK, q.shape[3]))
 
 

@@ -1,0 +1,95 @@
+"""What linear attention's kernels for GPUs know before they run: sizes, and how tiles fill them."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from pallas_kernels import chip, tiles
+
+CHUNK = 128  # tokens: as many as a head has channels balances the two products
+
+
+class Tile(NamedTuple):
+    """Sizes of a kernel: rows (queries times heads) against keys."""
+
+    rows: int
+    keys: int
+    warps: int = 4
+    stages: int = 1
+
+
+def tile_of(kernel: str, channels: int, dtype: Any) -> Tile:
+    """The tile of "outputs", "d_queries", "d_keys", or of "states", which has rows alone.
+
+    Chosen as attention's are; benchmarks/kernels.md has what others gave.
+    """
+    if jnp.dtype(dtype).itemsize > 2 or channels > 128:
+        return Tile(32, 32)
+    if chip.current().maker == "cuda":
+        tiles_of = {"states": Tile(64, 0, 8, 2), "d_keys": Tile(64, 64, 8, 2)}
+        return tiles_of.get(kernel, Tile(128, 64, 8, 2))
+    tiles_of = {"states": Tile(64, 0), "outputs": Tile(128, 32), "d_queries": Tile(64, 64)}
+    return tiles_of.get(kernel, Tile(32, 64, warps=2))
+
+
+def chunk_of(chunk: int | None, seq: int) -> int:
+    """A power of two, of at least a tile."""
+    return max(16, tiles.power(min(chunk or CHUNK, seq)))
+
+
+class Shape(NamedTuple):
+    """What the kernels know before they run."""
+
+    batch: int
+    length: int
+    heads: int  # of queries
+    num_kv: int
+    channels: int
+    chunk: int
+    whole: bool  # features and quotient are made here
+    segments: bool
+    dtype: Any
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.num_kv
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.length // self.chunk)
+
+    @property
+    def wide(self) -> int:
+        """Channels of a tile."""
+        return max(16, tiles.power(self.channels))
+
+    @property
+    def slice(self) -> int:
+        """Channels of a state that a product takes at once: an operand's slice is loaded, not cut."""
+        return min(self.wide, 32)
+
+    def cut(self, kernel: str) -> "Cut":
+        tile = tile_of(kernel, self.channels, self.dtype)
+        heads = min(self.group & -self.group, tile.rows)  # the largest power of two that divides the group
+        queries = min(max(tile.rows // heads, 1), self.chunk)
+        return Cut(tile, heads, self.group // heads, queries, min(tile.keys, self.chunk))
+
+
+class Cut(NamedTuple):
+    """A kernel's tile as this shape fills it."""
+
+    tile: Tile
+    heads: int  # of a group in one tile
+    parts: int  # tiles that a group's heads are cut into
+    queries: int
+    keys: int
+
+    @property
+    def rows(self) -> int:
+        return self.heads * self.queries
+
+
+def shape_of(q, k, segments, chunk, whole) -> Shape:
+    """That of a call, arrays as the model has them."""
+    batch, length, heads, channels = q.shape
+    return Shape(batch, length, heads, k.shape[2], channels, chunk, whole, segments is not None, q.dtype)

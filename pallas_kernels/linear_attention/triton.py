@@ -1,0 +1,550 @@
+"""Linear attention on a GPU: all chunks at once, where XLA has a scan over them.
+
+    linear_states        what each chunk leaves to those after it, alone: k^T v, and the sum of k
+    linear_carry         a sum over the chunks before, as far as a document goes on: the state that enters each chunk
+    linear_outputs       a chunk's queries, against its own keys and against that state
+    linear_d_queries     dq likewise
+    linear_states        again: what each chunk's queries ask of the state that enters it, q^T d
+    linear_carry         again, from the last chunk to the first: the gradient of what each chunk leaves
+    linear_d_keys        dk and dv, from the chunk's own queries and from that
+
+A state is never as long as the sequence, and each is written once, alone and summed. The sum is in float32; what a
+chunk reads is rounded to the number format of the products, as it is for XLA. In each kernel that has queries a
+program's rows are some queries times the heads of their group, as in `pallas_kernels.attention.triton`.
+
+`linear_attention` has everything in them, quotient and features too, and keeps the output and each row's denominator
+for the backward pass. Features of keys are made once by XLA, those of queries once in each pass: made anew for each
+tile that meets them they are nine tenths of an inner loop's instructions. `sums` is for who adds the states of other
+devices: features come in, and numerators go out in float32.
+
+They take heads of up to 256 channels, all in one number format, on NVIDIA's chips not float32 (`suits`); `xla` has the
+rest. Letters as in `pallas_kernels.linear_attention`, and N chunks.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_kernels import chip, tiles
+from pallas_kernels.attention import SAVED
+from pallas_kernels.linear_attention.reference import features
+from pallas_kernels.linear_attention.shapes import Cut, Shape, Tile, chunk_of, shape_of
+
+LOG2E = math.log2(math.e)
+NARROW = (jnp.bfloat16, jnp.float16)
+AHEAD = 8  # chunks whose states `linear_carry` loads before it adds them up
+CARRIED = 1024  # numbers of a state that one of its programs has
+
+
+def suits(q, k, v) -> bool:
+    """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole."""
+    formats = NARROW if chip.current().maker == "cuda" else (*NARROW, jnp.float32)
+    return q.size > 0 and q.shape[-1] <= 256 and q.dtype == k.dtype == v.dtype and q.dtype in formats
+
+
+def linear_attention(q, k, v, segments, chunk) -> jax.Array:
+    """See `pallas_kernels.linear_attention`."""
+    return _whole(q, k, v, segments, chunk_of(chunk, q.shape[1]))
+
+
+def sums(q, k, v, segments, chunk) -> tuple[jax.Array, jax.Array]:
+    """See `pallas_kernels.linear_attention`."""
+    batch, num_kv, group, seq, channels = q.shape
+    # The kernels' order is that of the model. XLA takes these for what `heads_first` and `finish` do, turned back.
+    q = q.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_kv * group, channels)
+    k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
+    numerator, denominator = _parts(q, k, v, segments, chunk_of(chunk, seq))
+    numerator = numerator.reshape(batch, seq, num_kv, group, channels).transpose(0, 2, 3, 1, 4)
+    return numerator, denominator.reshape(batch, seq, num_kv, group).transpose(0, 2, 3, 1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _whole(q, k, v, segments, chunk):
+    return _whole_fwd(q, k, v, segments, chunk)[0]
+
+
+def _whole_fwd(q, k, v, segments, chunk):
+    at = shape_of(q, k, segments, chunk, whole=True)
+    of_keys = features(k)
+    states = _entering(at, of_keys, v, segments)
+    out, denominator = _outputs(at, q, of_keys, v, segments, states)
+    out, denominator = (checkpoint_name(x, SAVED) for x in (out, denominator))
+    return out, (q, k, v, segments, states, out, denominator)
+
+
+def _whole_bwd(chunk, saved, d_out):
+    q, k, v, segments, states, out, denominator = saved
+    at = shape_of(q, k, segments, chunk, whole=True)
+    given = {"q": q, "k": features(k), "v": v, "d": d_out, "out": out, "denominator": denominator}
+    return *_gradients(at, given, k, segments, states), None
+
+
+_whole.defvjp(_whole_fwd, _whole_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _parts(q, k, v, segments, chunk):
+    return _parts_fwd(q, k, v, segments, chunk)[0]
+
+
+def _parts_fwd(q, k, v, segments, chunk):
+    at = shape_of(q, k, segments, chunk, whole=False)
+    states = _entering(at, k, v, segments)
+    return _outputs(at, q, k, v, segments, states), (q, k, v, segments, states)
+
+
+def _parts_bwd(chunk, saved, d):
+    q, k, v, segments, states = saved
+    at = shape_of(q, k, segments, chunk, whole=False)
+    given = {"q": q, "k": k, "v": v, "d": d[0].astype(v.dtype), "d_denominator": d[1]}
+    return *_gradients(at, given, None, segments, states), None
+
+
+_parts.defvjp(_parts_fwd, _parts_bwd)
+
+
+def _call(at: Shape, kernel, body, given, segments, grid, outs, flops, cut=None):
+    """body(refs by name, results)."""
+    given = given | {"segments": segments} if at.segments else given
+    tile = cut.tile if cut else Tile(0, 0)
+
+    def run(*refs):
+        body(dict(zip(given, refs, strict=False)), *refs[len(given) :])
+
+    return tiles.call(
+        run, *given.values(), name=f"linear_{kernel}", grid=grid, ins=[tiles.WHOLE] * len(given),
+        outs=[tiles.WHOLE] * len(outs), out_shapes=outs, flops=flops, warps=tile.warps, stages=tile.stages,
+    )  # fmt: skip
+
+
+def _entering(at: Shape, k, v, segments) -> tuple[jax.Array, jax.Array] | None:
+    """The states that enter the chunks; None where there is one chunk."""
+    if at.chunks == 1:
+        return None
+    states, totals = _states(at, _flat(k=k, v=v), segments, of_keys=True)
+    return _carried(at, states, totals, segments, back=False)
+
+
+def _states(at: Shape, given, segments, of_keys):
+    """k^T v and the sum of k of each chunk's rows of a document, float32, or q^T d and that of q d_denominator."""
+    cut = at.cut("states")
+    if of_keys:
+        cut = cut._replace(heads=1, parts=1, queries=min(cut.tile.rows, at.chunk))
+    columns = min(at.wide, 128)
+    states = at.batch * at.num_kv, at.chunks, at.channels
+    flops = 2.0 * states[0] * at.chunks * at.chunk * cut.heads * cut.parts * at.wide**2
+    return _call(
+        at, "states", functools.partial(_states_body, at, cut, columns, of_keys), given, segments,
+        (states[0], at.chunks, at.wide // columns),
+        [jax.ShapeDtypeStruct((*states, at.channels), jnp.float32), jax.ShapeDtypeStruct(states, jnp.float32)],
+        flops, cut,
+    )  # fmt: skip
+
+
+def _carried(at: Shape, states, totals, segments, back):
+    flat = states.reshape(*states.shape[:2], -1)
+    size = min(CARRIED, tiles.power(flat.shape[-1]))
+    carried, totals = _call(
+        at, "carry", functools.partial(_carry_body, at, size, back), {"states": flat, "totals": totals}, segments,
+        (len(flat), -(-flat.shape[-1] // size) + 1),
+        [jax.ShapeDtypeStruct(flat.shape, at.dtype), jax.ShapeDtypeStruct(totals.shape, jnp.float32)], 0.0,
+    )  # fmt: skip
+    return carried.reshape(states.shape), totals
+
+
+def _outputs(at: Shape, q, k, v, segments, states):
+    cut = at.cut("outputs")
+    like = q.shape, at.dtype if at.whole else jnp.float32
+    out, denominator = _call(
+        at, "outputs", functools.partial(_outputs_body, at, cut), _flat(q=q, k=k, v=v) | _named(states),
+        segments, _grid_of_queries(at, cut),
+        [_result(*like), _result(q.shape[:3], jnp.float32)], _flops(at, cut, 2), cut,
+    )  # fmt: skip
+    return out.reshape(q.shape), denominator.reshape(q.shape[:3])
+
+
+def _gradients(at: Shape, given, raw, segments, states):
+    """dq, dk, dv; `d` of what is given is the gradient of the output, or of the numerator, `raw` are keys that no
+    features are made of yet."""
+    q, k, v, d = (given[name] for name in ("q", "k", "v", "d"))
+    cut = at.cut("d_queries")
+    results = {"dq": _result(q.shape, q.dtype)}
+    if at.whole:  # with these the other kernels need neither the output nor the denominator
+        results |= {name: _result(q.shape[:3], jnp.float32) for name in ("d_denominator", "factor")}
+        results["q"] = results["dq"]
+    found = _call(
+        at, "d_queries", functools.partial(_d_queries_body, at, cut), _flat(**given) | _named(states), segments,
+        _grid_of_queries(at, cut), list(results.values()), _flops(at, cut, 2), cut,
+    )  # fmt: skip
+    found = dict(zip(results, found, strict=True))
+    dq = found.pop("dq")
+    known = _flat(q=q, d=d, d_denominator=given.get("d_denominator")) | found
+    states = None
+    if at.chunks > 1:
+        asked, totals = _states(at, known, segments, of_keys=False)
+        states = _carried(at, asked, totals, segments, back=True)
+    cut = at.cut("d_keys")
+    dk, dv = _call(
+        at, "d_keys", functools.partial(_d_keys_body, at, cut),
+        known | _flat(k=k, v=v, raw=raw) | _named(states), segments,
+        (at.batch * at.num_kv, -(-at.length // cut.keys)),
+        [_result(x.shape, x.dtype) for x in (k, v)], _flops(at, cut, 4), cut,
+    )  # fmt: skip
+    return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
+
+
+def _named(states) -> dict[str, jax.Array]:
+    return {} if states is None else dict(zip(("states", "totals"), states, strict=True))
+
+
+def _flat(**arrays: jax.Array | None) -> dict[str, jax.Array]:
+    """[B, S, heads, ..] as the kernels take them, tokens times heads in a row: no copy."""
+    return {name: x.reshape(len(x), -1, *x.shape[3:]) for name, x in arrays.items() if x is not None}
+
+
+def _result(shape, dtype) -> jax.ShapeDtypeStruct:
+    """The same of one that a kernel writes."""
+    return jax.ShapeDtypeStruct((shape[0], shape[1] * shape[2], *shape[3:]), dtype)
+
+
+def _grid_of_queries(at: Shape, cut: Cut) -> tuple[int, int]:
+    # Neighbours in the grid start together; those of one head ask for the same state.
+    return at.batch * at.num_kv * cut.parts, -(-at.length // cut.queries)
+
+
+def _flops(at: Shape, cut: Cut, products: int) -> float:
+    """Of so many products of queries with a chunk's keys, on and below the diagonal, and half as many with a state."""
+    rows = 2.0 * at.batch * at.heads * at.chunks * at.chunk * at.wide
+    side = max(cut.queries, cut.keys)
+    of_keys = products * rows * (at.chunk + side) / 2
+    if at.chunks == 1:
+        return of_keys
+    return of_keys + (rows if products == 2 else 2 * rows / at.group) * at.wide
+
+
+class _Rows:
+    """The rows of a tile in arrays of [B, tokens times heads, C], or without C, and its masks."""
+
+    def __init__(self, at: Shape, batch, tokens, head, num_heads):
+        self.at, self.batch, self.tokens = at, batch, tokens
+        self.index = tokens * num_heads + head
+        self.real = None if at.length % at.chunk == 0 else tokens < at.length
+
+    def load(self, ref, columns=None) -> jax.Array:
+        """As it is, zeros behind the sequence and behind the channels."""
+        columns, own = self.at_columns(columns)
+        return tiles.take(ref, self.batch, rows=self.index, columns=columns, own=(self.real, own))
+
+    def at_columns(self, columns=None):
+        """Channels from a place on, or all of them, and which of these there are."""
+        start, size = (jnp.int32(0), self.at.wide) if columns is None else columns
+        return tiles.within(start, size, self.at.channels)
+
+    def load_sum(self, ref, other=0) -> jax.Array:
+        """Of [B, tokens times heads]."""
+        return _masked(ref.at[self.batch, self.index], self.real, other)
+
+    def features(self, ref, columns=None) -> jax.Array:
+        """Those of queries, zero where there are none; as they come where they are features."""
+        x = self.load(ref, columns)
+        if not self.at.whole:
+            return x
+        x = _features(x.astype(jnp.float32))
+        for side, mask in ((0, self.at_columns(columns)[1]), (1, self.real)):
+            if mask is not None:
+                x = jnp.where(jnp.broadcast_to(jnp.expand_dims(mask, side), x.shape), x, 0)
+        return tiles.narrow(x, ref.dtype)
+
+    def factor(self, refs) -> jax.Array | None:
+        """What turns the gradient of the output into that of the numerator; None where that one is given."""
+        return self.load_sum(refs["factor"]) if self.at.whole else None
+
+    def ids(self, refs) -> jax.Array | None:
+        """The segments."""
+        if "segments" not in refs:
+            return None
+        return _masked(refs["segments"].at[self.batch, self.tokens], self.real)
+
+    def store(self, ref, x) -> None:
+        if len(ref.shape) == 3:
+            columns, own = self.at_columns()
+            tiles.put(ref, x, self.batch, rows=self.index, columns=columns, own=(self.real, own))
+        else:
+            tiles.store(ref.at[self.batch, self.index], x, mask=self.real)
+
+
+def _masked(place, mask, other=0) -> jax.Array:
+    return tiles.load(place) if mask is None else tiles.load(place, mask=mask, other=other)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float32)
+
+
+def _features(x: jax.Array) -> jax.Array:
+    return jnp.where(x > 0, x + 1, jnp.exp2(jnp.minimum(x, 0) * LOG2E))
+
+
+def _steps(n: int) -> jax.Array:
+    return lax.iota(jnp.int32, n)
+
+
+def _queries_of(at: Shape, cut: Cut, batch, head, i) -> _Rows:
+    """Block i of queries, each with the heads from this one on that lie in a tile."""
+    n = _steps(cut.rows)
+    tokens = i * cut.queries + lax.div(n, cut.heads)
+    return _Rows(at, batch, tokens, head + lax.rem(n, cut.heads), at.heads)
+
+
+def _keys_of(at: Shape, keys: int, batch, head, j) -> _Rows:
+    """Block j of a head's keys, or values."""
+    return _Rows(at, batch, j * keys + _steps(keys), head, at.num_kv)
+
+
+def _last(at: Shape, refs, batch, n):
+    """The document that chunk n ended with; the first token's, of the chunk before the first one."""
+    return refs["segments"][batch, jnp.clip((n + 1) * at.chunk - 1, 0, at.length - 1)]
+
+
+def _only(x, ids, document):
+    """x, zero in rows of other documents."""
+    return x if ids is None else jnp.where((ids == document)[:, None], x, jnp.zeros((), x.dtype))
+
+
+def _times(x, factor, dim):
+    """x, with each row or column, along `dim`, times its factor."""
+    return x if factor is None else x * jnp.expand_dims(factor, dim)
+
+
+def _sliced(at: Shape, add, carry):
+    """carry after `add((place, channels), carry)` of the slices of a state's channels."""
+    size = at.slice
+    return lax.fori_loop(0, at.wide // size, lambda i, carry: add((i * size, size), carry), carry)
+
+
+def _states_body(at: Shape, cut: Cut, columns, of_keys, refs, states, totals):
+    state, n, column = (tiles.program_id(i) for i in range(3))
+    batch, kv_head = lax.div(state, at.num_kv), lax.rem(state, at.num_kv)
+    place = column * columns, columns
+    document = _last(at, refs, batch, n if of_keys else n - 1) if at.segments else None
+    steps = at.chunk // cut.queries
+
+    def add(part, i, carry):
+        products, total = carry
+        block = n * steps + i
+        if of_keys:
+            rows = _keys_of(at, cut.queries, batch, kv_head, block)
+            x = _only(rows.load(refs["k"]), rows.ids(refs), document)
+            return products + tiles.dot(x, rows.load(refs["v"], place), transpose_x=True), total + _wide(
+                x
+            ).sum(0)
+        rows = _queries_of(at, cut, batch, (kv_head * cut.parts + part) * cut.heads, block)
+        x = _only(rows.load(refs["q"]), rows.ids(refs), document)
+        total += (_wide(x) * rows.load_sum(refs["d_denominator"])[:, None]).sum(0)
+        if at.whole:
+            x = tiles.narrow(_times(_wide(x), rows.factor(refs), 1), at.dtype)
+        return products + tiles.dot(x, rows.load(refs["d"], place), transpose_x=True), total
+
+    carry = jnp.zeros((at.wide, columns), jnp.float32), jnp.zeros(at.wide, jnp.float32)
+    for part in range(cut.parts):
+        carry = lax.fori_loop(0, steps, functools.partial(add, part), carry)
+    products, total = carry
+    rows, own_rows = tiles.within(jnp.int32(0), at.wide, at.channels)
+    places, own = tiles.within(place[0], columns, at.channels)
+    tiles.put(states, products, state, n, rows=rows, columns=places, own=(own_rows, own))
+
+    @tiles.when(column == 0)
+    def once():
+        tiles.store(totals.at[state, n, rows], total, mask=own_rows)
+
+
+def _carry_body(at: Shape, size, back, refs, states, totals):
+    state, part = tiles.program_id(0), tiles.program_id(1)
+    batch = lax.div(state, at.num_kv)
+    ahead = min(AHEAD, at.chunks)
+    parts = -(-refs["states"].shape[-1] // size)
+
+    def run(given, result, start, size):
+        places, own = tiles.within(start, size, given.shape[-1])
+        own = jnp.ones(size, bool) if own is None else own
+
+        def step(i, carry):
+            found = []
+            for count in range(ahead):
+                n = i * ahead + count
+                there = own & (n < at.chunks)
+                n = jnp.minimum(n, at.chunks - 1)
+                n = at.chunks - 1 - n if back else n
+                x = tiles.load(given.at[state, n, places], mask=there, other=0)
+                link = _last(at, refs, batch, n) == _last(at, refs, batch, n - 1) if at.segments else None
+                found.append((n, there, x, link))
+            for n, there, x, link in found:
+                tiles.store(result.at[state, n, places], tiles.narrow(carry, result.dtype), mask=there)
+                kept = carry if link is None else jnp.where(link, carry, jnp.zeros_like(carry))
+                carry = kept + x
+            return carry
+
+        lax.fori_loop(0, -(-at.chunks // ahead), step, jnp.zeros(size, jnp.float32))
+
+    @tiles.when(part < parts)
+    def products():
+        run(refs["states"], states, part * size, size)
+
+    @tiles.when(part == parts)
+    def sums_of_keys():
+        run(refs["totals"], totals, jnp.int32(0), at.wide)
+
+
+def _place_of_queries(at: Shape, cut: Cut) -> tuple:
+    """State, batch, key-value head, rows, chunk, and the blocks of keys [lo, hi) of a program."""
+    m, i = tiles.program_id(0), tiles.program_id(1)
+    state = lax.div(m, cut.parts)
+    batch, kv_head = lax.div(state, at.num_kv), lax.rem(state, at.num_kv)
+    head = (kv_head * cut.parts + lax.rem(m, cut.parts)) * cut.heads
+    n = lax.div(i * cut.queries, at.chunk)
+    keys = n * (at.chunk // cut.keys), lax.div((i + 1) * cut.queries + cut.keys - 1, cut.keys)
+    return state, batch, kv_head, _queries_of(at, cut, batch, head, i), n, keys
+
+
+def _seen(query, key, q_ids, k_ids):
+    """Whether each query sees each key, of one dim in the other's direction."""
+    seen = query >= key
+    return seen if q_ids is None else seen & (q_ids == k_ids)
+
+
+def _across(x):
+    return None if x is None else x[:, None]
+
+
+def _along(x):
+    return None if x is None else x[None]
+
+
+def _totals(at: Shape, refs, state, n, columns=None):
+    start, size = (jnp.int32(0), at.wide) if columns is None else columns
+    places, own = tiles.within(start, size, at.channels)
+    return _masked(refs["totals"].at[state, n, places], own)[None]
+
+
+def _slice_of_state(at: Shape, refs, state, n, columns, by_row=True):
+    """Some rows of a state, or some columns."""
+    some, own = tiles.within(columns[0], columns[1], at.channels)
+    places, own_places = tiles.within(jnp.int32(0), at.wide, at.channels)
+    if by_row:
+        return tiles.take(refs["states"], state, n, rows=some, columns=places, own=(own, own_places))
+    return tiles.take(refs["states"], state, n, rows=places, columns=some, own=(own_places, own))
+
+
+def _outputs_body(at: Shape, cut: Cut, refs, out, denominator):
+    state, batch, kv_head, rows, n, blocks = _place_of_queries(at, cut)
+    q_ids = rows.ids(refs)
+    carry = jnp.zeros((cut.rows, at.wide), jnp.float32), jnp.zeros(cut.rows, jnp.float32)
+    if at.chunks > 1:
+        document = _last(at, refs, batch, n - 1) if at.segments else None
+
+        def add(columns, carry):
+            numerator, total = carry
+            q = _only(rows.features(refs["q"], columns), q_ids, document)
+            total += (_wide(q) * _totals(at, refs, state, n, columns)).sum(1)
+            return numerator + tiles.dot(q, _slice_of_state(at, refs, state, n, columns)), total
+
+        carry = _sliced(at, add, carry)
+    q_i = rows.features(refs["q"])
+
+    def step(j, carry):
+        numerator, total = carry
+        keys = _keys_of(at, cut.keys, batch, kv_head, j)
+        seen = _seen(_across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs)))
+        weights = jnp.where(seen, tiles.dot(q_i, keys.load(refs["k"]), transpose_y=True), 0)
+        numerator += tiles.dot(tiles.narrow(weights, at.dtype), keys.load(refs["v"]))
+        return numerator, total + weights.sum(1)
+
+    numerator, total = lax.fori_loop(*blocks, step, carry)
+    rows.store(out, numerator / total[:, None] if at.whole else numerator)
+    rows.store(denominator, total)
+
+
+def _d_queries_body(at: Shape, cut: Cut, refs, dq, *more):
+    state, batch, kv_head, rows, n, blocks = _place_of_queries(at, cut)
+    q_ids, factor = rows.ids(refs), None
+    if at.whole:
+        factor = 1 / rows.load_sum(refs["denominator"], 1)
+        d_total = -(_wide(rows.load(refs["d"])) * _wide(rows.load(refs["out"]))).sum(1) * factor
+        rows.store(more[0], d_total)
+        rows.store(more[1], factor)
+    else:
+        d_total = rows.load_sum(refs["d_denominator"])
+    dq_i = jnp.zeros((cut.rows, at.wide), jnp.float32)
+    if at.chunks > 1:
+        document = _last(at, refs, batch, n - 1) if at.segments else None
+
+        def add(columns, dq_i):
+            of_state = _slice_of_state(at, refs, state, n, columns, by_row=False)
+            return dq_i + tiles.dot(rows.load(refs["d"], columns), of_state, transpose_y=True)
+
+        dq_i = _times(_sliced(at, add, dq_i), factor, 1) + d_total[:, None] * _totals(at, refs, state, n)
+        dq_i = _only(dq_i, q_ids, document)
+    d_i = rows.load(refs["d"])
+
+    def step(j, dq_i):
+        keys = _keys_of(at, cut.keys, batch, kv_head, j)
+        seen = _seen(_across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs)))
+        d_weights = _times(tiles.dot(d_i, keys.load(refs["v"]), transpose_y=True), factor, 1)
+        d_weights = tiles.narrow(jnp.where(seen, d_weights + d_total[:, None], 0), at.dtype)
+        return dq_i + tiles.dot(d_weights, keys.load(refs["k"]))
+
+    dq_i = lax.fori_loop(*blocks, step, dq_i)
+    if at.whole:
+        of_q = _features(_wide(rows.load(refs["q"])))
+        rows.store(more[2], tiles.narrow(of_q, at.dtype))
+        dq_i *= jnp.minimum(of_q, 1)
+    rows.store(dq, dq_i)
+
+
+def _d_keys_body(at: Shape, cut: Cut, refs, dk, dv):
+    state, j = tiles.program_id(0), tiles.program_id(1)
+    batch, kv_head = lax.div(state, at.num_kv), lax.rem(state, at.num_kv)
+    keys, n = _keys_of(at, cut.keys, batch, kv_head, j), lax.div(j * cut.keys, at.chunk)
+    k_ids = keys.ids(refs)
+    zero = jnp.zeros((cut.keys, at.wide), jnp.float32)
+    carry = zero, zero
+    if at.chunks > 1:
+        document = _last(at, refs, batch, n) if at.segments else None
+
+        def add(columns, carry):
+            dk_j, dv_j = carry
+            v, k = keys.load(refs["v"], columns), keys.load(refs["k"], columns)
+            of_state = _slice_of_state(at, refs, state, n, columns, by_row=False)
+            dk_j += tiles.dot(v, of_state, transpose_y=True)
+            return dk_j, dv_j + tiles.dot(k, _slice_of_state(at, refs, state, n, columns))
+
+        dk_j, dv_j = _sliced(at, add, carry)
+        dk_j += _totals(at, refs, state, n)
+        carry = _only(dk_j, k_ids, document), _only(dv_j, k_ids, document)
+    k_j, v_j = keys.load(refs["k"]), keys.load(refs["v"])
+
+    def step(part, i, carry):
+        dk_j, dv_j = carry
+        rows = _queries_of(at, cut, batch, (kv_head * cut.parts + part) * cut.heads, i)
+        q_i, d_i, factor = rows.load(refs["q"]), rows.load(refs["d"]), rows.factor(refs)
+        seen = _seen(_along(rows.tokens), _across(keys.tokens), _along(rows.ids(refs)), _across(k_ids))
+        weights = jnp.where(seen, _times(tiles.dot(k_j, q_i, transpose_y=True), factor, 0), 0)
+        d_weights = _times(tiles.dot(v_j, d_i, transpose_y=True), factor, 0)
+        d_weights = jnp.where(seen, d_weights + rows.load_sum(refs["d_denominator"])[None], 0)
+        return (
+            dk_j + tiles.dot(tiles.narrow(d_weights, at.dtype), q_i),
+            dv_j + tiles.dot(tiles.narrow(weights, at.dtype), d_i),
+        )
+
+    first, end = lax.div(j * cut.keys, cut.queries), (n + 1) * (at.chunk // cut.queries)
+    for part in range(cut.parts):
+        carry = lax.fori_loop(first, end, functools.partial(step, part), carry)
+    dk_j, dv_j = carry
+    if at.whole:
+        dk_j *= jnp.minimum(_features(_wide(keys.load(refs["raw"]))), 1)
+    keys.store(dk, dk_j)
+    keys.store(dv, dv_j)

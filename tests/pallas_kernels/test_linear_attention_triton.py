@@ -1,0 +1,207 @@
+"""Linear attention's kernels for GPUs, interpreted: values and all gradients against the definition."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
+
+from pallas_kernels import chip
+from pallas_kernels.linear_attention import finish, heads_first, linear_attention, sums, triton
+from pallas_kernels.linear_attention.reference import linear_attention as reference_linear_attention
+from zaya_jax.hardware import machine_code, targets
+from zaya_jax.parallel import linear
+
+MI300X, H200 = (chip.Chip("cpu", kind, ("linear_attention",)) for kind in ("gfx942", "NVIDIA H200"))
+CPU = chip.Chip("cpu", "cpu")
+NAMES = "out", "dq", "dk", "dv"
+
+
+def normal(rng, *shape, dtype=jnp.float32):
+    return jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+
+
+def arrays(batch, length, heads, kv_heads, channels, packed, dtype=jnp.float32, seed=0):
+    """q, k, v, the gradient of what comes out, and segments: documents of uneven lengths, padding (0) at the end."""
+    rng = np.random.default_rng(seed)
+    q, d_out = (normal(rng, batch, length, heads, channels, dtype=dtype) for _ in range(2))
+    k, v = (normal(rng, batch, length, kv_heads, channels, dtype=dtype) for _ in range(2))
+    ids = np.cumsum(rng.random((batch, length)) < 0.05, axis=1) + 1
+    ids[:, length - length // 8 :] = 0
+    return (q, k, v, d_out), jnp.asarray(ids, jnp.int32) if packed else None
+
+
+def with_gradients(function, q, k, v, d_out, made_for=CPU):
+    def run(q, k, v):
+        out = function(q, k, v)
+        return jnp.sum(out.astype(jnp.float32) * d_out.astype(jnp.float32)), out
+
+    with chip.making(made_for):
+        (_, out), grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))(q, k, v)
+    return (out, *grads)
+
+
+def by_parts(q, k, v, segments, chunk):
+    """What devices do that hold pieces of a sequence: quotient apart from the sums."""
+    return finish(*sums(*heads_first(q, k, v), segments, chunk), v.dtype)
+
+
+def compare(*shape, chunk=16, parts=False, made_for=MI300X, **options):
+    given, segments = arrays(*shape, **options)
+    function = (
+        (lambda *a: by_parts(*a, segments, chunk))
+        if parts
+        else (lambda *a: linear_attention(*a, segments, chunk=chunk))
+    )
+    with chip.making(made_for):
+        assert triton.suits(*given[:3])
+    ours = with_gradients(function, *given, made_for)
+    wide = [x.astype(jnp.float32) for x in given]
+    theirs = with_gradients(lambda *a: reference_linear_attention(*a, segments), *wide)
+    for name, a, b, like in zip(NAMES, ours, theirs, (given[0], *given[:3]), strict=True):
+        assert a.dtype == like.dtype
+        if like.dtype == jnp.float32:
+            np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
+        else:
+            far = np.linalg.norm(a.astype(jnp.float32) - b)
+            assert far < 0.015 * max(np.linalg.norm(b), 1), name
+
+
+CASES = {
+    "several chunks, a tail, documents": ((1, 43, 2, 1, 16, True), {}),
+    "sums alone, a group of three heads, odd channels": ((1, 70, 6, 2, 20, True), {"parts": True, "chunk": 32}),
+    "no documents, heads of 5 channels": ((1, 37, 2, 1, 5, False), {}),
+    "shorter than a chunk": ((1, 7, 3, 1, 48, True), {"chunk": None}),
+    "one token": ((2, 1, 1, 1, 16, True), {"chunk": None}),
+    "a group's heads over several rows of a tile, bfloat16": (
+        (1, 150, 4, 1, 32, True), {"chunk": 64, "dtype": jnp.bfloat16, "made_for": H200},
+    ),
+}  # fmt: skip
+CASES |= {
+    "sums alone, " + name: (shape, options | {"parts": True})
+    for name, (shape, options) in CASES.items()
+    if "alone" not in name
+}
+FAST = "several chunks, a tail, documents", "sums alone, a group of three heads, odd channels", "one token"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in CASES]
+)
+def test_values_and_gradients(case):
+    shape, options = CASES[case]
+    compare(*shape, **options)
+
+
+@pytest.mark.slow
+@given(st.data())
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_any_shape(data):
+    draw = data.draw
+    kv_heads, low = draw(st.integers(1, 3)), draw(st.booleans())
+    compare(
+        draw(st.integers(1, 2)), draw(st.integers(1, 150)), kv_heads * draw(st.integers(1, 5)), kv_heads,
+        draw(st.sampled_from([1, 8, 16, 24, 32, 80])), draw(st.booleans()),
+        chunk=draw(st.sampled_from([5, 16, 32, 64, None])), parts=draw(st.booleans()),
+        dtype=jnp.bfloat16 if low else jnp.float32, seed=draw(st.integers(0, 9)),
+        made_for=draw(st.sampled_from([MI300X, H200])) if low else MI300X,
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_bfloat16_errs_as_xlas_does():
+    """Against the definition in float32 of the same numbers, at the chunk and the tiles of a GPU."""
+    given, segments = arrays(1, 400, 4, 1, 64, True, jnp.bfloat16)
+    exact = with_gradients(
+        lambda *a: reference_linear_attention(*a, segments), *(x.astype(jnp.float32) for x in given)
+    )
+
+    def errors(made_for):
+        found = with_gradients(lambda *a: linear_attention(*a, segments), *given, made_for)
+        norm = np.linalg.norm
+        return np.asarray(
+            [norm(a.astype(jnp.float32) - b) / norm(b) for a, b in zip(found, exact, strict=True)]
+        )
+
+    ours, xlas = errors(MI300X), errors(chip.Chip("gpu", "gfx942", ()))
+    assert (ours <= 1.2 * xlas).all() and ours.max() < 2.0**-6
+
+
+@pytest.mark.parametrize("zigzag", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_sequence_over_devices(zigzag):
+    """LASP-2's pieces by the kernels, with the states of the pieces before added by XLA."""
+    (q, k, v, d_out), _ = arrays(1, 64, 2, 1, 16, False)
+    segments = jnp.asarray(np.repeat([[1, 2, 3]], [20, 30, 14], axis=1), jnp.int32)
+    mesh = jax.make_mesh((2,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
+    spec = PartitionSpec(None, "context")
+    order = np.arange(64).reshape(4, 16)[[0, 3, 1, 2] if zigzag else [0, 1, 2, 3]].reshape(-1)
+
+    def cut(q, k, v, segments):
+        return linear.lasp2(q, k, v, segments, axis="context", zigzag=zigzag, chunk=16)
+
+    def ours(q, k, v):
+        mapped = jax.shard_map(cut, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec, check_vma=False)
+        return mapped(*(x[:, order] for x in (q, k, v, segments)))[:, np.argsort(order)]
+
+    found = with_gradients(ours, q, k, v, d_out, MI300X)
+    expected = with_gradients(lambda *a: reference_linear_attention(*a, segments), q, k, v, d_out)
+    for name, a, b in zip(NAMES, found, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5, err_msg=name)
+
+
+def test_what_the_kernels_do_not_take_is_left_to_xla():
+    """Heads that are too wide, formats that differ, no token, and float32 on NVIDIA's chips."""
+    like = lambda channels, dtype=jnp.float32, length=4: jnp.zeros((1, length, 1, channels), dtype)  # noqa: E731
+    for made_for, taken in ((MI300X, True), (H200, False)):
+        with chip.making(made_for):
+            assert triton.suits(*3 * [like(8)]) is taken
+            assert triton.suits(*3 * [like(256, jnp.bfloat16)])
+            assert not triton.suits(*3 * [like(257, jnp.bfloat16)])
+            assert not triton.suits(*3 * [like(8, jnp.bfloat16, 0)])
+            assert not triton.suits(like(8, jnp.bfloat16), like(8, jnp.bfloat16), like(8))
+    q = like(258)
+    with chip.making(MI300X):
+        assert "pallas_call" not in str(jax.make_jaxpr(lambda q: linear_attention(q, q, q))(q))
+        assert "pallas_call" in str(jax.make_jaxpr(lambda q: linear_attention(q, q, q))(q[..., :256]))
+
+
+def test_the_kernels_are_what_runs():
+    """Forward three, or one where there is one chunk; backward four more, or two; none where they are turned off."""
+    (q, k, v, _), _ = arrays(1, 40, 2, 1, 16, False)
+
+    def names(made_for, chunk):
+        with chip.making(made_for):
+            program = jax.make_jaxpr(
+                jax.grad(lambda q: jnp.sum(linear_attention(q, k, v, chunk=chunk)))
+            )(q)  # fmt: skip
+        return [w for w in str(program).split() if w.startswith("name=linear_")]
+
+    own = ["states", "carry", "outputs", "d_queries", "states", "carry", "d_keys"]
+    assert names(MI300X, 16) == [f"name=linear_{name}" for name in own]
+    assert names(MI300X, 64) == [f"name=linear_{name}" for name in ("outputs", "d_queries", "d_keys")]
+    assert names(MI300X._replace(kernels=()), 16) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("channels", "dtype"), [(64, "bfloat16"), (256, "bfloat16"), (80, "float32")])
+@pytest.mark.parametrize("name", ["mi300x", "mi355x", "h200"])
+def test_machine_code(name, channels, dtype):
+    """Of other heads than ZAYA1's: nothing spilled, no more shared memory than there is."""
+    if not targets.FOLDER.exists():
+        pytest.skip("make setup-targets installs the compilers")
+    if name == "h200" and dtype == "float32":
+        pytest.skip("left to XLA")
+    like = [jax.ShapeDtypeStruct((4, 4096, heads, channels), dtype) for heads in (8, 2, 2, 8)]
+
+    def f(q, k, v, d_out, segments):
+        with chip.making(chip.chip_of(targets.devices(name, 1)[0])):
+            out, pull = jax.vjp(lambda *qkv: linear_attention(*qkv, segments), q, k, v)
+            return out, pull(d_out)
+
+    program = targets.compiled(name, f, *like, jax.ShapeDtypeStruct((4, 4096), jnp.int32))
+    found = {code.name: code for code in machine_code.of(program)}
+    assert len(found) >= 5
+    for code in found.values():
+        assert code.spills == code.private == 0 and code.blocks > 0, code
