@@ -6,9 +6,10 @@
 
 Without options it trains `tiny`. Everything a run leaves is under its workdir; the same command on a workdir that has
 checkpoints goes on from the newest as if it had never stopped: bit for bit on CPUs, docs/checkpoints.md says when else.
-Exit codes: 0 done, 2 bad input, 3 unhealthy (no finite gradient for many steps, or no finite loss at the end), 4
-storage that fails or is damaged, 75 saved, start me again (stopped by a signal, or at the border to a phase with
-another mesh), 130 and 143 stopped by a second signal, at once.
+Exit codes: 0 done, 2 bad input, 3 unhealthy (no finite gradient for many steps, no finite loss at the end, or a loss
+that jumps again and again: docs/guard.md), 4 storage that fails or is damaged, 5 a device computes wrongly, 75 saved,
+start me again (stopped by a signal, or at the border to a phase with another mesh), 130 and 143 stopped by a second
+signal, at once.
 """
 
 import contextlib
@@ -25,6 +26,8 @@ from absl import flags
 import zaya_jax
 from zaya_jax import cli, schedule
 from zaya_jax import config as config_lib
+from zaya_jax.aegis import decisions, faults
+from zaya_jax.aegis.guard import Guard
 from zaya_jax.checkpoint import keep, partial
 from zaya_jax.checkpoint.store import Store, read_meta
 from zaya_jax.cluster import leaving, multihost
@@ -70,11 +73,19 @@ def main() -> int:
 
 def train(config: Config, workdir: str | Path | None = None) -> int:
     """One run, or the rest of one; returns the exit code. However it ends, its figures are written."""
-    with contextlib.ExitStack() as at_end:
-        return _train(config, workdir, at_end)
+    code, stops = None, list[multihost.StopSignal]()
+    while code is None:  # it has gone back to an earlier step
+        with contextlib.ExitStack() as at_end:
+            code = _train(config, workdir, at_end, stops)
+    return code
 
 
-def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitStack) -> int:
+def _train(
+    config: Config,
+    workdir: str | Path | None,
+    at_end: contextlib.ExitStack,
+    stops: list[multihost.StopSignal],
+) -> int | None:
     ####################################################################################################################
     # Everything that can be wrong is checked before anything is compiled or written
     ####################################################################################################################
@@ -101,6 +112,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
 
         def put(batch):
             number = int(source.get_state()["step"])
+            batch = faults.of_data(batch, number, decisions.left_out(made))
             if number > end:  # fetched ahead of need: it is for the next phase's mesh, and never given out
                 return batch
             return steps.put_batch(mesh, batch, plan.step(number).micro_batches, spread)
@@ -117,8 +129,11 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     as_it_was = AsItWas(place)
     workdir = open_workdir(place, config, as_it_was.locked)
     at_end.push(as_it_was)
+    made = multihost.from_first("decisions", functools.partial(decisions.read, workdir))
     ours = lambda m: check_same(config_lib.check(m.get("config")), config, workdir, m["step"])  # noqa: E731
     store = Store(workdir, config.checkpoint, logs.say, ours)
+    if made:  # a start before this one may have been killed while it did what was decided
+        store.drop_stale(made)
     newest = store.newest()
     reached = config.run.fork_step if newest is None else newest
     if bool(parent) == (newest is not None):  # its own checkpoint lay where it was not seen, or is none
@@ -140,6 +155,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         return code
     if reached != looked:  # it lay in another tier, or a damaged one was set aside
         notes, end, here, mesh, spread, rows, stream = lay_out(reached)
+    meta: dict[str, Any] = {}
     if reached:
         # A checkpoint's own config: config.json may be of a start that saved nothing.
         meta = parent.meta if parent else read_meta(workdir, reached)
@@ -147,10 +163,15 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         notes.append(check_same(config_lib.check(meta["config"]), config, workdir, reached))
         notes.append(stream.set_state(meta["data"]))
         notes.append(new_length(meta, config, last_step))
-    lineage = meta.get("lineage", []) if reached else []
+    made = decisions.agreed(made, meta.get("decisions", []), workdir)
+    if made:
+        stream.leave_out(decisions.left_out(made))
+    lineage = meta.get("lineage", [])
     logs.open_log(workdir)
     if multihost.is_writer():
         record(workdir, config)
+        if made:
+            decisions.write(workdir, made)
         tokenizer.save(workdir / "tokenizer")
         write_json(workdir / "environment.json", environment())
         if lineage:
@@ -188,7 +209,7 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         meta = {
             "step": number, "tokens": tokens, "data": stream.get_state(), "config": config_lib.to_dict(config),
             "tokenizer": tokenizer.sha256, "version": zaya_jax.__version__, "metrics": figures, "lineage": lineage,
-            "evaluation_owed": owed,
+            "evaluation_owed": owed, **guard.meta(),
         }  # fmt: skip
         (store.save_now if last else store.save)(number, copies.take(state, store.spare()), meta, copies.held)
 
@@ -229,10 +250,12 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
     for note in filter(None, [*notes, unknown_peak(), *sizing_rules.notes(here, devices)]):
         logs.say(note)
     as_it_was.begun()
+    guard = Guard(config.guard, workdir, made, {} if parent else meta)
     writer = Writer(workdir, reached)
     remaining = Remaining(plan, reached, last_step, config.eval.every)
     console = Console(reached, last_step, config.log.every, remaining.after)
-    stop, timer = multihost.StopSignal(), multihost.Timer(60 * config.checkpoint.every_minutes)
+    stop, timer = multihost.StopSignal(*stops[-1:]), multihost.Timer(60 * config.checkpoint.every_minutes)
+    stops.append(stop)
     pending: tuple[schedule.Step, Any, dict, float | None] | None = None
     if reached and not parent and meta.get("evaluation_owed"):
         before = plan.step(reached)
@@ -270,7 +293,8 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
         unsound_in_a_row = 0 if keep.sound(figures) else unsound_in_a_row + 1
         if now.number % PER_LAYER_EVERY and now.number not in (1, last_step):
             figures.pop("load", None)
-        figures |= store.figures()
+        figures |= store.figures() | guard.figures(now.number)
+        guard.see(now.number, now.phase_index, figures)
         writer.write(now.number, figures)
         remaining.step(now.number, seconds)
         console.step(now.number, figures)
@@ -292,8 +316,36 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
 
     at_end.push(failed)
 
+    def go_back(number: int) -> int | None:
+        """After a spike: what is done about it is decided and written down; None: the run begins again before it."""
+        nonlocal state, pending
+        where.at("end", number)
+        store.wait()  # what is being saved may be what it goes back to
+        decision = guard.go_back(store.steps(), config.run.fork_step)
+        store.close(again=False)
+        if decision is None:
+            wind_up()
+            console.say(
+                f"error: {guard.spike}; the run went back config.guard.rollbacks={config.guard.rollbacks} times, "
+                f"so it ends. {store.way_back()}"
+            )
+            return cli.UNHEALTHY
+        console.say(
+            f"{guard.spike}: back to step {decision['step']}, and on without the {decision['batches']} batches since"
+        )
+        pending = state = None  # their memory is the next state's
+        store.spare()
+        stream.close()
+        console.close()
+        writer.close()
+        asked = multihost.over_processes({"asked": float(bool(stop.asked))}, {"asked": np.max})["asked"]
+        if asked:
+            logs.say(f"stopped by {stop.asked or 'a signal to another process'}; the same command goes on")
+        return cli.PREEMPTED if asked else None
+
     for number in range(reached + 1, end + 1):
         now = plan.step(number)
+        faults.in_step(number)
         where.fetch(number, (now.phase_index, now.sequences))
         batch = next(stream)
         where.dispatch()
@@ -324,10 +376,12 @@ def _train(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSt
             clock += time.perf_counter() - begun  # evaluation is not the step's time
             finish((now, figures, extra, pending[-1]))
             pending = None
-            if due_save or last:
-                kept = {name: float(figures[name]) for name in keep.FIGURES} | extra
+            if (due_save or last) and not guard.spike:
+                kept = {name: float(figures[name]) for name in keep.FIGURES} | extra | guard.doubt()
                 save(number, now.tokens_after, kept, last, owed)
         where.lap()
+        if guard.spike:
+            return go_back(number)
         if stopping:
             where.at("end", number)
             store.close(again=False)

@@ -1,37 +1,5 @@
-"""Programs of the runs that tests start in this process: each is traced once, however many runs have it."""
+"""Runs that tests start in this process trace each program once."""
 
-import dataclasses
-from collections.abc import Iterator
+from traced_once import traced_once
 
-import pytest
-
-from zaya_jax import config
-from zaya_jax.train import step as steps
-
-# Parts of a config that no program depends on.
-OF_THE_HOST = {
-    name: getattr(config.Config(), name) for name in ("checkpoint", "data", "eval", "log", "schedule")
-}
-
-
-@pytest.fixture(autouse=True, scope="session")
-def traced_once() -> Iterator[None]:
-    """Tracing a training step anew takes 2 s of every start."""
-    made: dict = {}
-
-    def once(make):
-        def call(given, model, optimizer, mesh):
-            run = dataclasses.replace(config.Run(), **{
-                name: getattr(given.run, name) for name in ("skip_update", "spike_deviations")
-            })  # fmt: skip
-            key = make, dataclasses.replace(given, run=run, **OF_THE_HOST), model, mesh
-            if key not in made:
-                made[key] = make(given, model, optimizer, mesh)
-            return made[key]
-
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("make_train_step", "make_eval_step"):
-            patch.setattr(steps, name, once(getattr(steps, name)))
-        yield
+__all__ = ["traced_once"]

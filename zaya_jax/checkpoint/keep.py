@@ -1,7 +1,8 @@
 """Which checkpoints are kept: the newest, and beside them every n-th, the best, and token milestones.
 
-A checkpoint that was saved after an update without effect (skipped, or not finite) is not sound: it replaces none that
-was kept before, and while it is the newest nothing is deleted.
+A checkpoint that was saved after an update without effect (skipped, or not finite), or among steps that may become a
+spike (`aegis.spikes`), is not sound: it replaces none that was kept before, and while it is the newest nothing is
+deleted.
 """
 
 import dataclasses
@@ -32,12 +33,13 @@ class Candidate:
 
 
 def sound(figures: Mapping[str, Any]) -> bool:
-    """Whether a step's update was made, of finite numbers.
+    """Whether a step's update was made, of finite numbers, and nothing was suspicious.
 
     An update skipped for a spike counts as not made too. Its state is as good as the one before; but a run that spikes
     on and on may have gone wrong earlier, and then the older checkpoints are the ones to go back to.
     """
-    return not figures.get("skipped") and all(_finite(figures.get(name, 0.0)) for name in FIGURES)
+    doubtful = figures.get("skipped") or figures.get("suspicious")
+    return not doubtful and all(_finite(figures.get(name, 0.0)) for name in FIGURES)
 
 
 def finite(figures: Mapping[str, Any]) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import google_crc32c
 import jax
 
-from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint import stale, writing
 from zaya_jax.checkpoint.seal import Seal, Sums, signed, unsigned, wrong_with
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError, files
@@ -50,13 +50,17 @@ class Local:
         """Where this process writes its pieces of a step."""
         return self.mine / f"{writing.SAVING}{step}"
 
-    def written(self, step: int, files: Sums) -> None:
-        """Notes what this process has written."""
+    def written(self, step: int, files: Sums, decisions: int = 0) -> None:
+        """Notes what this process has written, and how many decisions the run has made (`stale`)."""
         part = {
             "step": step, "process": jax.process_index(), "count": jax.process_count(), "files": files,
-            "run": writing.run_of(self.root),
+            "run": writing.run_of(self.root), **({stale.KEY: decisions} if decisions else {}),
         }  # fmt: skip
         writing.write_files(self.staging(step), {PART: signed(part)})
+
+    def decisions_of(self, folder: Path) -> int:
+        """How many decisions a part knows of."""
+        return _read_part(folder).get(stale.KEY, 0)
 
     def give_up(self, step: int) -> None:
         """Clears this process's folder of a step that others could not write."""

@@ -113,9 +113,13 @@ def steps_text(workdir: str | Path) -> str:
     text = _table(rows)
     if any(save.processes > 1 for save in saves.values()):
         text += "\nStages: seconds of the slowest process (median)."
-    unsound = [str(seen.step) for seen in seen_all if not keep.sound(seen.meta.get("metrics") or {})]
+    figures = {str(seen.step): seen.meta.get("metrics") or {} for seen in seen_all}
+    doubtful = [step for step, of_step in figures.items() if of_step.get("suspicious")]
+    unsound = [step for step, of_step in figures.items() if not keep.sound(of_step) and step not in doubtful]
     if unsound:
         text += f"\nSaved after an update that was skipped or not finite: {', '.join(unsound)}."
+    if doubtful:
+        text += f"\nSaved among losses or gradients that were too high: {', '.join(doubtful)}."
     if left:
         text += (
             f"\nNot complete: {', '.join(left)} (being written or deleted, or left by a run that was killed)."
@@ -125,6 +129,9 @@ def steps_text(workdir: str | Path) -> str:
     aside = sorted(p.name for p in root.iterdir() if p.name.startswith(writing.DAMAGED))
     if aside:
         text += f"\nSet aside as damaged: {', '.join(aside)}."
+    stale = sorted(p.name for p in root.iterdir() if p.name.startswith(writing.STALE))
+    if stale:
+        text += f"\nSet aside since the run went back behind them: {', '.join(stale)}."
     return text
 
 

@@ -19,7 +19,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ import numpy as np
 
 from pallas_kernels import chip
 from zaya_jax import trees
-from zaya_jax.checkpoint import audit, keep, layout, lock, reading, tiers, writing
+from zaya_jax.checkpoint import audit, keep, layout, lock, reading, stale, tiers, writing
 from zaya_jax.checkpoint import held as held_lib
 from zaya_jax.checkpoint.held import Holding, Writers
 from zaya_jax.checkpoint.seal import Sums
@@ -213,7 +213,7 @@ class Store:
             sums = writing.write_parts(folder, plan, plan.parts.get(me, []), writing.copies_of(state), times)
             if me == 0:
                 sums |= writing.write_files(folder, layout.frame(tuple(plan.arrays.values()), meta))
-            self.tiers.written(step, sums)
+            self.tiers.written(step, sums, len(meta.get(stale.KEY, [])))
         except Exception as failure:
             error = writing.reason(failure)
         # On a GPU the next snapshot takes memory anew: this one is not worth keeping.
@@ -305,6 +305,13 @@ class Store:
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints here, oldest first."""
         return writing.steps_in(self.root)
+
+    def drop_stale(self, decisions: Sequence[Mapping[str, Any]]) -> None:
+        """Sets aside what is of a past that these decisions have given up. All processes together."""
+        steps = stale.drop(self.tiers, decisions)
+        if steps and multihost.is_writer():
+            there = f"{self.root}/{writing.STALE}{len(decisions)}-*"
+            self._say(f"set aside as {there}: step {', '.join(map(str, steps))}, of a past that was given up")
 
     def newest(self) -> int | None:
         """The newest checkpoint that any tier has, here and whole; None where there is none. All processes together.

@@ -53,10 +53,10 @@ class Tiers:
         if self.local is None:
             writing.commit(folder, self.root / str(step), Seal(files, step, self.run() or None))
 
-    def written(self, step: int, files: Sums) -> None:
+    def written(self, step: int, files: Sums, decisions: int = 0) -> None:
         """Notes what this process has written in its local folder."""
         if self.local:
-            self.local.written(step, files)
+            self.local.written(step, files, decisions)
 
     def give_up(self, step: int) -> None:
         """Clears this process's local folder of a step that others could not write."""

@@ -1,7 +1,8 @@
 """The files of a checkpoint on a file system: written by threads, summed on the way, made whole by one rename.
 
 Every byte of a checkpoint goes through `write_file`. A folder being written is called `.saving-STEP`, one being deleted
-`.deleting-STEP`, one found damaged `.damaged-STEP`; only `STEP` is a checkpoint.
+`.deleting-STEP`, one found damaged `.damaged-STEP`, one of a past that was given up `.stale-N-STEP`; only `STEP` is a
+checkpoint.
 """
 
 import concurrent.futures
@@ -27,7 +28,7 @@ from zaya_jax.checkpoint.seal import RUN, TAIL, Seal, Sums, crc32c
 from zaya_jax.config import StorageError, UserError, files, first_line
 
 THREADS = 4
-SAVING, DELETING, DAMAGED = ".saving-", ".deleting-", ".damaged-"
+SAVING, DELETING, DAMAGED, STALE = ".saving-", ".deleting-", ".damaged-", ".stale-"
 
 Copies = Mapping[str, Mapping[jax.Device, jax.Array | np.ndarray]]  # of each array what each device has of it
 
@@ -224,7 +225,9 @@ def odd_names(root: Path) -> list[str]:
     if not root.is_dir():
         return []
     names = {
-        path.name for path in root.iterdir() if not path.name.startswith((SAVING, DELETING, DAMAGED, RUN))
+        path.name
+        for path in root.iterdir()
+        if not path.name.startswith((SAVING, DELETING, DAMAGED, STALE, RUN))
     }
     return sorted(names - {str(step) for step in steps_of(names)})
 

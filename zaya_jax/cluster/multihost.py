@@ -203,13 +203,15 @@ class StopSignal:
     asks about the next but one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: "StopSignal | None" = None) -> None:
+        """`before`: of a run that begins again in this process; what it was asked meanwhile is not lost."""
         self.asked, self._told = "", False
         for number in leaving.STOPPING:
             signal.signal(number, self._ask)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a terminal that closes, without nohup
             signal.signal(signal.SIGHUP, self._ask)
-        leaving.at_signal(2, _interrupted)
+        leaving.at_signal(1 if before and before.asked else 2, _interrupted)
+        self.asked = self.asked or (before.asked if before else "")
 
     def after(self, step: int) -> bool:
         """Whether to stop after this step; the same answer in every process. Called once a step."""
@@ -240,6 +242,7 @@ class Timer:
 
     def __init__(self, seconds: float):
         self._seconds, self._begun, self._told = seconds, time.monotonic(), 0
+        self._key = f"{_PREFIX}/timer/{_turn('timer')}"
 
     def after(self, step: int) -> bool:
         """Whether the time is up after this step; called once a step."""
@@ -250,7 +253,7 @@ class Timer:
             if due:
                 self._begun = time.monotonic()
             return due
-        key = f"{_PREFIX}/timer/{self._told}"
+        key = f"{self._key}/{self._told}"
         if is_writer() and due:
             self._begun = time.monotonic()
             _client().key_value_set(key, str(step + 2), allow_overwrite=True)

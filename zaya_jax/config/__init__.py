@@ -20,6 +20,7 @@ from zaya_jax.config.keys import (
     Config,
     Data,
     Eval,
+    Guard,
     Log,
     Mesh,
     Model,
@@ -33,7 +34,7 @@ from zaya_jax.config.keys import (
 )  # fmt: skip
 
 __all__ = [
-    "LAYER_KINDS", "Balance", "Checkpoint", "Config", "Data", "Eval", "Log", "Mesh", "Model", "Optim", "Phase",
+    "LAYER_KINDS", "Balance", "Checkpoint", "Config", "Data", "Eval", "Guard", "Log", "Mesh", "Model", "Optim", "Phase",
     "Precision", "Rope", "RopeKinds", "Run", "Schedule", "StorageError", "UserError", "all_keys", "check",
     "check_model", "check_phase", "default", "editable", "first_line", "shown", "to_dict", "unknown_key",
 ]  # fmt: skip

@@ -275,6 +275,27 @@ class Checkpoint:
 
 
 @dataclasses.dataclass(frozen=True)
+class Guard:
+    """How a run guards its numbers; docs/guard.md."""
+
+    spike_steps: int = ranged(
+        10, 0, MOST, "steps in a row of too high a loss or gradient that are a spike; 0: none is looked for"
+    )
+    spike_deviations: float = ranged(
+        8.0, 1, 1e6, "robust standard deviations above the last steps' median: what is too high"
+    )
+    rollbacks: int = ranged(
+        10, 0, MOST, "times that a run goes back before a spike; at the next one it ends with 3"
+    )
+    replay_every: int = ranged(
+        500,
+        0,
+        MOST,
+        "steps between two whose gradients are computed again, on the same and other devices; 0: never",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Precision:
     """The one table of number formats, and what they are on each chip.
 
@@ -332,6 +353,7 @@ class Config:
     run: Run = Run()
     eval: Eval = Eval()
     checkpoint: Checkpoint = Checkpoint()
+    guard: Guard = Guard()
     precision: Precision = Precision()
     log: Log = Log()
     remat: str = choice("none", REMATS, "what is computed again in the backward pass, to save memory")

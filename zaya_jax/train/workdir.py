@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "log",
     "eval",
     "checkpoint",
+    "guard",
     "data.workers",
     "data.on_corrupt",
     "phases.eval_seq_len",

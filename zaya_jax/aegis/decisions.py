@@ -1,0 +1,116 @@
+"""What a run has decided about its own past: on the disk before anything is done, and in each checkpoint after that.
+
+    made = decisions.read(workdir)
+    made = decisions.add(workdir, decision)             in process 0; when this returns, it outlives a power cut
+    decisions.left_out(made)                            the batches that the data's order passes over
+
+A decision says to which step the run goes back, and how many batches it leaves out there:
+
+    {"kind": "spike" or "corrupt", "step", "batches", "seen", "at": the step after which it was made}
+
+A checkpoint has all that were made when it was saved. One of a later step than a decision that it does not have is of
+a past that was given up (`checkpoint.stale`): it is set aside, however the run is started again.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.aegis import events
+from zaya_jax.aegis.spikes import SETTLE, Spike
+from zaya_jax.config import StorageError, UserError, files
+
+FILE = "decisions.json"
+Decision = dict[str, Any]
+
+
+def read(workdir: str | os.PathLike) -> list[Decision]:
+    """All that were made, in their order; StorageError where the file is damaged."""
+    path = Path(workdir) / events.FOLDER / FILE
+    try:
+        found = files.read_json(path)
+        if not isinstance(found, list) or not all(_whole(one) for one in found):
+            raise ValueError("no list of decisions")
+        return found
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError) as error:
+        raise StorageError(
+            f"{path} cannot be read ({error}); it says which checkpoints are given up: restore it, each checkpoint has "
+            'what was decided before it, in meta/data.json under "decisions"'
+        ) from None
+
+
+def _whole(one: Any) -> bool:
+    return isinstance(one, dict) and all(isinstance(one.get(key), int) for key in ("step", "batches", "at"))
+
+
+def add(workdir: str | os.PathLike, made: Sequence[Decision], new: Decision) -> list[Decision]:
+    """Writes one more down; all of them."""
+    folder = Path(workdir) / events.FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    every = [*made, new]
+    write(workdir, every)
+    return every
+
+
+def write(workdir: str | os.PathLike, made: Sequence[Decision]) -> None:
+    """The file of them; when this returns, it outlives a power cut."""
+    folder = Path(workdir) / events.FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    files.write(folder / FILE, (json.dumps(list(made), indent=1) + "\n").encode())
+    for path in (folder, folder.parent):
+        number = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(number)
+        finally:
+            os.close(number)
+
+
+def agreed(here: Sequence[Decision], saved: Sequence[Decision], place: str | Path) -> list[Decision]:
+    """All decisions, by the run's file and by the checkpoint that it goes on from: one of them may know more."""
+    longer, shorter = (here, saved) if len(here) >= len(saved) else (saved, here)
+    if list(longer[: len(shorter)]) != list(shorter):
+        raise UserError(
+            f"{place}/{events.FOLDER}/{FILE} and the newest checkpoint tell of other decisions; restore the file "
+            'that belongs to it, or write there what the checkpoint has in meta/data.json under "decisions"'
+        )
+    return list(longer)
+
+
+def left_out(made: Sequence[Decision]) -> list[list[int]]:
+    """[step, batches] of what the data's order passes over."""
+    return [[one["step"], one["batches"]] for one in made if one["batches"]]
+
+
+def of_spike(spike: Spike, saved: Sequence[int], made: Sequence[Decision], begin: int) -> Decision:
+    """Back to the newest checkpoint before it began; further, if it came again soon after the last time."""
+    before = [step for step in saved if step < spike.began]
+    last = next((one for one in reversed(made) if one["kind"] == "spike"), None)
+    if last and spike.began - last["step"] <= SETTLE:
+        before = [step for step in before if step < last["step"]] or before
+    step = max(before, default=begin)
+    return {
+        "kind": "spike", "step": step, "batches": spike.step - step, "at": spike.step, "began": spike.began,
+        "seen": str(spike),
+    }  # fmt: skip
+
+
+def spikes(made: Sequence[Decision]) -> int:
+    """How often the run went back for a spike."""
+    return sum(one["kind"] == "spike" for one in made)
+
+
+def tell(workdir: str | Path, made: Sequence[Decision]) -> None:
+    """Writes an event for each decision that has none yet: it may have been made just before a kill."""
+    told = {event.facts.get("decision") for event in events.read(workdir)}
+    log = events.Log(workdir, "run")
+    for number, one in enumerate(made):
+        if number not in told:
+            log.add(
+                one["kind"], group="numbers", step=one["at"], seen=one["seen"],
+                done=f"back to step {one['step']}" + (f", {one['batches']} batches left out" if one["batches"] else ""),
+                facts={"decision": number, **{key: one[key] for key in one if key not in ("kind", "seen")}},
+            )  # fmt: skip
