@@ -68,8 +68,13 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
     return loss_fn
 
 
-def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mesh) -> Callable:
-    """step(state, batch, lr) → (state, figures); the state is donated, the figures are scalars and [L, ..] arrays."""
+def make_train_step(
+    config: Config, model: Model, optimizer: Optimizer, mesh: Mesh, hook: Callable | None = None
+) -> Callable:
+    """step(state, batch, lr) → (state, figures); the state is donated, the figures are scalars and [L, ..] arrays.
+
+    `hook` is given each device's gradients before they are summed: faults on purpose (`aegis.faults`).
+    """
     spread = spread_lib.of(config.mesh, mesh.shape)
     loss_fn = make_loss(config, model, spread)
 
@@ -88,7 +93,7 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
 
         if one:
             micro = jax.tree.map(lambda x: x[0], batch)
-            grads, sums = _gradients(loss_of, by_layer, params, micro)
+            grads, sums = gradients(loss_of, by_layer, params, micro)
         else:
             # Each layer's gradient is added where the sum lies: there is no second set, as large as the weights.
             others = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), params)
@@ -106,6 +111,7 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
             grads = jax.tree.map(jax.freeze, others)
         grads = _together(grads, jax.tree.map(jax.freeze, stacks.gradients) if stacks else None)
         params = _together(params, experts)
+        grads = hook(grads) if hook else grads
 
         loss, z = jax.lax.psum(sums[:2], AXES)
         counts = jax.lax.psum(sums[2], spread.token_axes)
@@ -127,7 +133,7 @@ def make_train_step(config: Config, model: Model, optimizer: Optimizer, mesh: Me
         return state, figures
 
     in_specs = (states.specs(config, optimizer, spread), batch_spec(spread), REPLICATED)
-    return _on_mesh(config, mesh, step, in_specs, donate=(0,))
+    return on_mesh(config, mesh, step, in_specs, donate=(0,))
 
 
 def in_place(spread: Spread) -> bool:
@@ -156,7 +162,7 @@ def _stacks(experts: dict, by_layer: dict[str, ByLayer], add: bool) -> Stacks:
     return Stacks(experts, jax.tree.map(lambda w: jax.new_ref(fresh(w)), experts), add)
 
 
-def _gradients(loss_of: Callable, by_layer: dict[str, ByLayer], params: dict, micro: dict) -> tuple[Any, Any]:
+def gradients(loss_of: Callable, by_layer: dict[str, Any], params: dict, micro: dict) -> tuple[Any, Any]:
     """The gradients and the sums; of weights in `by_layer` the shares of each layer's, reduced as they leave it."""
     flat = trees.flat(params, "/")
     slots = {path: jnp.zeros(way.shape) for path, way in by_layer.items() if path in flat}
@@ -184,12 +190,13 @@ def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mes
         (loss, count), _ = jax.lax.scan(add, (zero, zero), batch)
         return jax.lax.psum(loss, AXES), jax.lax.psum(count, spread.token_axes)
 
-    return _on_mesh(
+    return on_mesh(
         config, mesh, step, (states.specs(config, optimizer, spread), batch_spec(spread)), out=REPLICATED
     )
 
 
-def _on_mesh(config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate=(), out=None) -> Callable:
+def on_mesh(config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate=(), out=None) -> Callable:
+    """A function of one device's parts as a program for the whole mesh."""
     out_specs = (in_specs[0], REPLICATED) if out is None else out
     target = chip.made_for(mesh).taking(config.kernels)
 

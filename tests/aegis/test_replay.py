@@ -1,0 +1,194 @@
+"""Gradients computed again on the same devices and on others: sound ones agree bit for bit, a wrong one is named."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments.configs import tiny
+from zaya_jax import config, schedule
+from zaya_jax.aegis import faults, replay
+from zaya_jax.aegis.replay import Replay
+from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.train import compiling
+from zaya_jax.train import state as states
+from zaya_jax.train import step as steps
+
+SMALL = {
+    "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
+    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
+    "optim.name": "adamw",
+}  # fmt: skip
+
+
+def small(**keys):
+    settings = tiny.get_config()
+    settings.update_from_flattened_dict(
+        SMALL | {name.replace("__", "."): value for name, value in keys.items()}
+    )
+    return config.check(settings)
+
+
+def made(settings, devices):
+    """(config, mesh, state, batch) of a first step."""
+    settings = schedule.phase_config(settings, schedule.make_plan(settings).step(1).phase)
+    mesh = make_mesh(settings.mesh, jax.devices()[:devices])
+    state = states.init(settings, states.build_optimizer(settings, mesh), mesh)
+    ids = np.random.default_rng(0).integers(0, 256, (8, 17))
+    rows = {
+        "tokens": ids[:, :-1], "targets": ids[:, 1:], "segment_ids": np.ones((8, 16)),
+        "positions": np.tile(np.arange(16), (8, 1)),
+    }  # fmt: skip
+    rows = {name: x.astype(np.int32) for name, x in rows.items()} | {
+        "loss_mask": np.ones((8, 16), np.float32)
+    }
+    batch = steps.put_batch(mesh, rows, 1, spread_lib.of(settings.mesh, mesh.shape))
+    return settings, mesh, state, batch
+
+
+def checked(settings, devices, hook=None):
+    settings, mesh, state, batch = made(settings, devices)
+    return Replay(settings, mesh, hook)(state["params"], state["balance"].bias, batch)
+
+
+@pytest.fixture
+def faulty(tmp_path, monkeypatch):
+    """Asks for faults, and gives the hook for four data shards."""
+
+    def ask(*wanted, axes=("data",), sizes=(4,)):
+        path = tmp_path / "faults.json"
+        path.write_text(json.dumps(wanted))
+        monkeypatch.setenv(faults.VARIABLE, str(path))
+        faults._done.clear()
+        return faults.hook(axes, sizes)
+
+    return ask
+
+
+MESHES = [
+    (4, {}),
+    (1, {}),
+    pytest.param(2, {}, marks=pytest.mark.slow),
+    pytest.param(4, {"mesh__expert": 2}, marks=pytest.mark.slow),
+    pytest.param(4, {"mesh__context": 2}, marks=pytest.mark.slow),
+    pytest.param(4, {"mesh__context": 2, "mesh__ring": True}, marks=pytest.mark.slow),
+    pytest.param(4, {"mesh__tensor": 2}, marks=pytest.mark.slow),
+    pytest.param(4, {"mesh__fsdp": True}, marks=pytest.mark.slow),
+    pytest.param(4, {"mesh__tensor": 2, "mesh__tsp": True}, marks=pytest.mark.slow),
+    pytest.param(4, {"remat": "layer"}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("devices", "keys"), MESHES)
+def test_sound_devices_agree_wherever_the_batch_lies(devices, keys):
+    assert checked(small(**keys), devices) is None
+
+
+def test_a_device_that_is_always_wrong_is_named_by_majority(faulty):
+    found = checked(small(), 4, faulty({"kind": "flip", "device": 2}))
+    assert (found.kind, found.devices, found.together) == ("others", (2,), False)
+    assert len(found.weights) == 1 and replay.FIGURES not in found.weights
+
+
+def test_one_that_is_wrong_once_differs_from_itself(faulty):
+    found = checked(small(), 4, faulty({"kind": "flip", "device": 1, "times": 1}))
+    assert (found.kind, found.devices, found.together) == ("itself", (1,), False)
+    found = checked(small(), 4, faulty({"kind": "nonfinite", "device": 3}))
+    assert (found.kind, found.devices) == ("others", (3,))
+
+
+@pytest.mark.slow
+def test_with_fewer_shards_less_can_be_told(faulty):
+    found = checked(small(), 2, faulty({"kind": "flip", "device": 1}, sizes=(2,)))
+    assert (found.kind, found.devices, found.together) == ("others", (0, 1), True)
+    assert "a third to decide is not there" in found.why
+    assert (
+        checked(small(), 1, faulty({"kind": "flip", "device": 0}, sizes=(1,))) is None
+    )  # the same each time
+    found = checked(small(), 1, faulty({"kind": "flip", "device": 0, "times": 1}, sizes=(1,)))
+    assert (found.kind, found.devices) == ("itself", (0,))
+    # Of devices that compute together the group is named.
+    hook = faulty({"kind": "flip", "device": 6}, axes=("data", "tensor"), sizes=(4, 2))
+    found = checked(small(mesh__tensor=2), 8, hook)
+    assert (found.kind, found.devices, found.together) == ("others", (6, 7), True)
+
+
+def hashes(parts, words=5, seed=0):
+    return np.random.default_rng(seed).integers(0, 1 << 16, (parts, words)).astype(np.float32)
+
+
+@pytest.mark.parametrize("parts", [3, 4, 7])
+@pytest.mark.parametrize("group", [1, 2])
+def test_votes(parts, group):
+    """Whoever is wrong, on whatever it computes."""
+    names, everything = list("abcde"), np.ones(5, bool)
+    for guilty in range(parts):
+        seen = [np.roll(hashes(parts).repeat(group, 0), by * group, axis=0) for by in range(3)]
+        assert not replay._differ(seen[:2], everything, parts)
+        for by, x in enumerate(seen):
+            x[guilty * group, 3] += 1 + by
+        assert replay._differ(seen[:2], everything, parts)
+        found = replay.differs_from_others(seen, everything, parts, names)
+        assert found.devices == tuple(range(guilty * group, guilty * group + group)) and found.weights == (
+            "d",
+        )
+    first, again = hashes(parts), hashes(parts)
+    assert replay.differs_from_itself(first, again, parts, names) is None
+    again[:, 0] += 1
+    assert replay.differs_from_itself(first, again, parts, names).kind == "program"
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_hash_sees_every_bit_and_every_place(dtype):
+    x = jax.random.normal(jax.random.key(0), (3, 5, 7), dtype)
+    bits = np.asarray(
+        jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
+    ).ravel()
+
+    @jax.jit
+    @jax.vmap
+    def of(bits):
+        return replay.hashed(jax.lax.bitcast_convert_type(bits, dtype).reshape(x.shape))
+
+    others = [bits]
+    for place in (0, 1, 52, 104):
+        for bit in range(8 * x.dtype.itemsize):
+            others.append(bits.copy())
+            others[-1][place] ^= bits.dtype.type(1 << bit)
+    for a, b in ((0, 1), (3, 80), (7, 8), (0, 104)):
+        others.append(bits.copy())
+        others[-1][[a, b]] = bits[[b, a]]
+    opposite = bits.copy()
+    opposite[5] = opposite[4] ^ bits.dtype.type(
+        1 << (8 * x.dtype.itemsize - 1)
+    )  # x and -x in each other's places
+    others += [opposite.copy(), opposite.copy()]
+    others[-1][[4, 5]] = opposite[[5, 4]]
+    found = np.asarray(of(jnp.array(others)))
+    assert len({x.tobytes() for x in found}) == len(others)
+    assert (found == found.astype(np.int64)).all() and found.max() < 1 << 16
+    np.testing.assert_array_equal(found, np.asarray(of(jnp.array(others))))
+
+
+def test_the_step_s_program_is_the_same_with_and_without_all_this(monkeypatch, faulty):
+    settings = small(data__micro_batch=4)
+    settings = schedule.phase_config(settings, schedule.make_plan(settings).step(1).phase)
+    mesh = make_mesh(settings.mesh, jax.devices()[:2])
+
+    def text(hook=None):
+        optimizer = states.build_optimizer(settings, mesh)
+        step = steps.make_train_step(settings, settings.model, optimizer, mesh, hook)
+        batch = compiling.batch_like(settings, mesh, 8, 2)
+        rate = jax.ShapeDtypeStruct((), jnp.float32)
+        return step.lower(states.abstract(settings, optimizer, mesh), batch, rate).as_text()
+
+    plain = text()
+    monkeypatch.delenv(faults.VARIABLE, raising=False)
+    assert faults.hook(("data",), (2,)) is None and text(faults.hook(("data",), (2,))) == plain
+    off = dataclasses.replace(settings, guard=config.Guard(spike_steps=0, replay_every=0))
+    assert compiling.lower(off, mesh, 8, 2).as_text() == plain
+    assert "callback" not in plain and "callback" in text(faulty({"kind": "flip", "device": 0}, sizes=(2,)))
