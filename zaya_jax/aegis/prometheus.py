@@ -36,7 +36,7 @@ TABLE = (
     Row("zaya_findings_total", Counter, ("name", "node"), "findings of logs and hardware by rule or watcher"),
     Row("zaya_interruptions_total", Counter, ("kind", "group"), "starts that ended before the run was done"),
     Row("zaya_detect_seconds", Histogram, ("kind",), "from the fault until it was noticed"),
-    Row("zaya_recover_seconds", Histogram, ("kind",), "from there until the first new step"),
+    Row("zaya_recover_seconds", Histogram, ("kind",), "from the fault until the first new step"),
     Row("zaya_starts_total", Counter, (), "starts of the training"),
     Row("zaya_excluded_nodes", Gauge, (), "nodes that no start has any more"),
     Row("zaya_running", Gauge, (), "1 from a start until its end"),

@@ -1,0 +1,164 @@
+"""The run's time: each second has one use, lost ones have a cause, and they sum to the whole, whatever befell."""
+
+import random
+
+import pytest
+
+from zaya_jax.aegis import accounts
+from zaya_jax.aegis.events import Event
+from zaya_jax.aegis.spending import Spending
+
+
+def spent(time, seconds, first, last, **sections):
+    return Event("spent", time, step=last, seconds=seconds, facts={"from": first, "sections": sections})
+
+
+def run():
+    """100 s of a run: a process dies at 50, found after 2, stopped at 53, again at 55, its first step at 65."""
+    return [
+        Event("started", 0.0, step=-1, facts={"start": 1}),
+        spent(20.0, 20.0, 0, 0, start=8.0, compile=12.0),
+        spent(40.0, 20.0, 0, 20, step=19.0, save=1.0),
+        spent(50.0, 10.0, 20, 30, step=10.0),
+        Event(
+            "died", 53.0, "critical", "node1", 3, 30, "SIGKILL", "oom killer", "restart", 2.0, {"start": 1}
+        ),
+        Event("started", 55.0, step=20, facts={"start": 2}),
+        Event("restarted", 65.0, step=21, seconds=15.0, concluded="after it died", facts={"stop": 1.0}),
+        spent(66.0, 11.0, 20, 21, start=5.0, compile=5.0, step=1.0),
+        spent(100.0, 34.0, 21, 54, step=33.0, evaluate=1.0),
+        Event("ended", 100.0, step=54, facts={"code": 0}),
+    ]
+
+
+def whole(account):
+    return sum(piece.seconds for piece in account.pieces)
+
+
+def test_each_second_has_one_use():
+    account = accounts.of(run())
+    totals = account.totals
+    assert whole(account) == pytest.approx(100.0)
+    assert (totals["start"], totals["compile"], totals["save"]) == pytest.approx((8, 12, 1))
+    assert totals["redone"] == pytest.approx(10)  # steps 21 to 30
+    assert (totals["silent"], totals["stopping"], totals["again"]) == pytest.approx((2, 3, 10))
+    assert totals["step"] == pytest.approx(
+        19 + 1 + 33
+    )  # of the window that began before the first new step its end
+    assert account.goodput == pytest.approx(totals["step"] / 100)
+
+
+def test_the_cause_owes_what_was_lost():
+    (row,) = accounts.by_cause(accounts.of(run()))
+    assert (row.label, row.group, len(row.causes)) == ("oom killer", "critical", 1)
+    assert row.lost == pytest.approx(10 + 2 + 3 + 10)
+    assert row.detect == (2.0, 2.0) and row.recover == (15.0, 15.0)
+
+
+def test_time_between_an_end_and_a_start_is_nobodys():
+    later = [
+        Event("started", 1000.0, step=54, facts={"start": 1}),
+        spent(1010.0, 10.0, 54, 64, step=10.0),
+        Event("ended", 1010.0, step=64),
+    ]
+    account = accounts.of(run() + later)
+    assert account.totals["idle"] == pytest.approx(900) and whole(account) == pytest.approx(1010)
+    assert account.goodput == pytest.approx((account.totals["step"]) / 110)
+    assert account.totals["redone"] == pytest.approx(10)
+
+
+def test_a_spike_loses_the_steps_it_goes_back():
+    events = [
+        Event("started", 0.0, step=-1, facts={"start": 1}),
+        spent(10.0, 10.0, 0, 10, step=10.0),
+        spent(20.0, 10.0, 10, 20, step=10.0),
+        Event("spike", 20.0, "numbers", step=20, seen="loss 9.1", facts={"step": 15, "at": 20, "batches": 5}),
+        spent(30.0, 10.0, 15, 25, step=10.0),
+        Event("ended", 30.0, step=25),
+    ]
+    account = accounts.of(events)
+    assert account.totals["redone"] == pytest.approx(5) and account.totals["step"] == pytest.approx(25)
+    assert [event.facts["batches"] for event in account.left_out] == [5]
+    assert accounts.by_cause(account)[0].label == "a spike"
+    assert "left out: 5 batches after step 15, for loss 9.1" in accounts.text(account)
+
+
+def test_a_start_that_says_nothing_is_untold():
+    account = accounts.of([Event("started", 5.0, step=-1), Event("ended", 25.0)])
+    assert account.totals["untold"] == 20 and account.goodput != account.goodput
+    assert "goodput not known" in accounts.text(account)
+    assert accounts.of([]) is None and accounts.of([Event("log", 1.0)]) is None
+
+
+def test_restarts_that_never_step_are_lost_to_what_began_it():
+    events = [
+        *run()[:5],
+        Event("started", 55.0, step=20, facts={"start": 2}),
+        Event("died", 60.0, "distributed", seen="exit code 1", seconds=0.1, facts={"start": 2}),
+        Event("started", 61.0, step=20, facts={"start": 3}),
+        Event("ended", 70.0, seen="gave up"),
+    ]
+    account = accounts.of(events)
+    assert whole(account) == pytest.approx(70)
+    assert [cause.recover for cause in account.causes] == [None, None]
+    assert account.totals["step"] == pytest.approx(19)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_they_sum_to_the_whole_whatever_befell(seed):
+    rng = random.Random(seed)
+    time, step, events = rng.uniform(0, 1e9), 0, []
+    kinds = ["spent"] * 6 + [
+        "started",
+        "died",
+        "hangs",
+        "lost",
+        "found",
+        "border",
+        "restarted",
+        "ended",
+        "spike",
+        "log",
+    ]
+    for _ in range(rng.randrange(1, 60)):
+        time += rng.choice([0.0, rng.expovariate(0.1)])
+        step = max(step + rng.randrange(-3, 9), 0)
+        facts = {"stop": rng.uniform(0, 3), "step": max(step - 5, 0), "batches": rng.choice([0, 4])}
+        facts |= {
+            "from": step - rng.randrange(4),
+            "sections": {rng.choice(accounts.SECTIONS): rng.uniform(0, 9)},
+        }
+        events.append(
+            Event(rng.choice(kinds), time, "note", step=step, seconds=rng.uniform(-1, 9), facts=facts)
+        )
+    account = accounts.of(events)
+    if account is None:
+        assert all(event.kind != "started" for event in events)
+        return
+    assert whole(account) == pytest.approx(account.end - account.begin, abs=1e-3)
+    assert all(piece.seconds >= 0 for piece in account.pieces)
+    at = account.begin
+    for piece in sorted(account.pieces, key=lambda p: p.begin):
+        assert piece.begin >= at - 1e-3  # none lies on another
+        at = piece.begin + piece.seconds
+    lost = sum(cause.lost for cause in account.causes)
+    assert lost == pytest.approx(sum(p.seconds for p in account.pieces if p.cause is not None), abs=1e-3)
+    accounts.text(account)
+
+
+def test_spending_adds_up_and_gets_rarer():
+    spending, now, given = Spending(), 0.0, []
+    spending.begin(now, 100)
+    for second in range(20_000):
+        now = float(second)
+        section = (
+            "start" if second < 30 else "compile" if second < 90 else "save" if second % 600 < 20 else "step"
+        )
+        given.append(spending.see(section, 101 + max(second - 90, 0) // 2, now))
+    windows = [one for one in [*given, spending.end(now)] if one]
+    assert sum(one["seconds"] for one in windows) == pytest.approx(now)
+    assert sum(sum(one["facts"]["sections"].values()) for one in windows) == pytest.approx(now, abs=0.1)
+    assert 100 < len(windows) < 600
+    assert [one["facts"]["from"] for one in windows[1:]] == [one["step"] for one in windows[:-1]]
+    assert windows[0]["facts"]["from"] == 100 and windows[-1]["step"] == 100 + (19_999 - 90) // 2
+    assert spending.see("step", 5, 1.0) is None and spending.end(2.0) is None  # nothing runs

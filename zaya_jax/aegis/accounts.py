@@ -1,0 +1,317 @@
+"""Where a run's wall clock went, second by second, from its events: each second has one use, and they sum to the whole.
+
+    account = of(events.read(workdir))      None where no start was recorded
+    account.goodput                         seconds of steps that counted over the seconds that the run was supervised
+    text(account)                           the tables in words
+
+From the first start to the last event there is always one of these uses:
+
+    step       a step whose update is in the run now
+    start, compile, evaluate, save, end     as the process said
+    redone     steps that were computed again after going back, or left out
+    silent     from a fault until it was noticed
+    stopping   from there until nothing ran, and the pause before the next start
+    again      start-up, restoring and compiling after a fault, until the first new step
+    idle       between an end and the next start: nobody supervised
+    untold     a start that said nothing of itself
+
+A start that follows a fault owes its time to that fault, whichever section it was in.
+"""
+
+import dataclasses
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+
+from zaya_jax.aegis.events import Event
+
+SECTIONS = ("start", "compile", "step", "evaluate", "save", "end")
+USES = (
+    "step",
+    "start",
+    "compile",
+    "evaluate",
+    "save",
+    "end",
+    "redone",
+    "silent",
+    "stopping",
+    "again",
+    "idle",
+    "untold",
+)
+LABELS = {
+    "step": "training", "start": "starting", "compile": "compiling", "evaluate": "evaluating", "save": "saving",
+    "end": "ending", "redone": "steps done again or left out", "silent": "faults before they were noticed",
+    "stopping": "stopping and waiting", "again": "starting again", "idle": "not supervised", "untold": "not told",
+}  # fmt: skip
+INTERRUPTIONS = ("died", "hangs", "lost", "found", "border")
+DECISIONS = ("spike", "corrupt")  # of the training itself, which goes back
+
+
+@dataclasses.dataclass
+class Piece:
+    """Some seconds with one use; `cause`: to which of the causes they are lost; `steps`: done before, and after."""
+
+    begin: float
+    seconds: float
+    use: str
+    cause: int | None = None
+    steps: tuple[int, int] = (-1, -1)
+
+
+@dataclasses.dataclass
+class Cause:
+    """One interruption, or one going back."""
+
+    label: str
+    group: str
+    event: Event
+    detect: float
+    recover: float | None = None  # from the fault to the first new step; None: it did not
+    lost: float = 0.0
+
+
+@dataclasses.dataclass
+class Account:
+    """Where the time went."""
+
+    begin: float
+    end: float
+    pieces: list[Piece]
+    causes: list[Cause]
+    left_out: list[Event]  # decisions to leave batches out
+
+    @property
+    def totals(self) -> dict[str, float]:
+        """Seconds by use, all of USES."""
+        found = dict.fromkeys(USES, 0.0)
+        for piece in self.pieces:
+            found[piece.use] += piece.seconds
+        return found
+
+    @property
+    def goodput(self) -> float:
+        """Of the supervised time the share of steps that counted; NaN where no start told what it did."""
+        totals = self.totals
+        whole = sum(totals.values()) - totals["idle"]
+        told = whole - totals["untold"]
+        return totals["step"] / whole if told > 0 and whole > 0 else float("nan")
+
+
+@dataclasses.dataclass
+class Row:
+    """Interruptions of one cause."""
+
+    label: str
+    group: str
+    causes: list[Cause]
+
+    @property
+    def lost(self) -> float:
+        """Seconds."""
+        return sum(cause.lost for cause in self.causes)
+
+    @property
+    def detect(self) -> tuple[float, float]:
+        """Median and worst seconds."""
+        return _spread([cause.detect for cause in self.causes])
+
+    @property
+    def recover(self) -> tuple[float, float]:
+        """Likewise, of those that recovered; NaN where none did."""
+        return _spread([cause.recover for cause in self.causes if cause.recover is not None])
+
+
+def _spread(values: Sequence[float]) -> tuple[float, float]:
+    return (statistics.median(values), max(values)) if values else (float("nan"), float("nan"))
+
+
+def by_cause(account: Account) -> list[Row]:
+    """The table by cause, the costliest first."""
+    rows: dict[tuple[str, str], Row] = {}
+    for cause in account.causes:
+        rows.setdefault((cause.label, cause.group), Row(cause.label, cause.group, [])).causes.append(cause)
+    return sorted(rows.values(), key=lambda row: (-row.lost, row.label))
+
+
+def label(event: Event) -> str:
+    """A cause in a few words: without names and numbers, so that equal ones are counted together."""
+    if event.kind == "border":
+        return "border of phases, planned"
+    if event.concluded and event.kind in ("found", "died"):
+        return event.concluded[:60]
+    if event.kind == "died":
+        return f"died: {re.split(r'[;,]', event.seen)[0][:40]}" if event.seen else "died"
+    return {
+        "hangs": "a process hangs",
+        "lost": "a node is lost",
+        "spike": "a spike",
+        "corrupt": "silent corruption",
+    }.get(event.kind, event.kind)
+
+
+def of(events: Sequence[Event]) -> Account | None:
+    """The account of a run's events, which are in order of time."""
+    starts = [i for i, event in enumerate(events) if event.kind == "started"]
+    if not starts:
+        return None
+    account = Account(events[starts[0]].time, events[-1].time, [], [], [])
+    at = account.begin
+    pending: int | None = None  # the cause that is not recovered from yet
+    ended = False
+    for turn, first in enumerate(starts):
+        begun = events[first]
+        following = starts[turn + 1] if turn + 1 < len(starts) else len(events)
+        mine = events[first + 1 : following]
+        use = "stopping" if pending is not None else "idle" if ended else "stopping"
+        at = _add(account, at, begun.time, use, pending)
+        if turn:
+            _go_back(account, begun.time, max(begun.step, 0), pending)
+        stop = next((event for event in mine if event.kind in INTERRUPTIONS), None)
+        last = stop or next((event for event in mine if event.kind == "ended"), None)
+        until = last.time if last else (mine[-1].time if mine else begun.time)
+        if following < len(events) and last is None:
+            until = events[following].time
+        recovered = next((event for event in mine if event.kind == "restarted"), None)
+        fault = until
+        if stop:
+            later = events[following:] if following < len(events) else []
+            fault = max(_fault(stop, later), at)
+        if pending is not None:
+            at = _add(account, at, min(recovered.time if recovered else fault, fault), "again", pending)
+            if recovered:
+                account.causes[pending].recover = recovered.seconds
+                pending = None
+        at = _live(account, at, fault, mine)
+        for event in mine:
+            if event.kind in DECISIONS and "step" in event.facts:
+                account.causes.append(Cause(label(event), event.group, event, event.seconds, None))
+                _go_back(account, event.time, int(event.facts["step"]), len(account.causes) - 1)
+                if event.facts.get("batches"):
+                    account.left_out.append(event)
+        if stop:
+            account.causes.append(Cause(label(stop), stop.group, stop, stop.seconds))
+            if pending is None:
+                pending = len(account.causes) - 1
+            noticed = min(at + stop.seconds, until)
+            at = _add(account, at, noticed, "silent", len(account.causes) - 1)
+            at = _add(account, at, until, "stopping", len(account.causes) - 1)
+        ended = any(event.kind == "ended" for event in mine)
+        if ended:
+            at = _add(
+                account, at, next(event.time for event in mine if event.kind == "ended"), "stopping", pending
+            )
+            pending = None
+    _add(
+        account,
+        at,
+        account.end,
+        "idle" if ended else "stopping" if pending is not None else "untold",
+        pending,
+    )
+    for piece in account.pieces:
+        if piece.cause is not None:
+            account.causes[piece.cause].lost += piece.seconds
+    return account
+
+
+def _fault(stop: Event, later: Sequence[Event]) -> float:
+    """When what ended a start began: its event is written when nothing runs any more."""
+    restarted = next((event for event in later if event.kind in ("restarted", *INTERRUPTIONS)), None)
+    stopping = 0.0
+    if restarted and restarted.kind == "restarted":
+        stopping = float(restarted.facts.get("stop", 0.0))
+    return stop.time - stop.seconds - stopping
+
+
+def _add(account: Account, begin: float, end: float, use: str, cause: int | None = None) -> float:
+    """Some seconds more; the time that is reached."""
+    if end > begin:
+        account.pieces.append(Piece(begin, end - begin, use, cause))
+    return max(begin, end)
+
+
+def _live(account: Account, begin: float, end: float, mine: Sequence[Event]) -> float:
+    """What a start said it did, between these times; what it did not is untold."""
+    at = begin
+    for event in mine:
+        if (
+            event.kind != "spent"
+            or event.seconds <= 0
+            or event.time <= at
+            or event.time - event.seconds >= end
+        ):
+            continue
+        at = _add(account, at, max(event.time - event.seconds, at), "untold")
+        sections = {
+            name: max(float(event.facts.get("sections", {}).get(name, 0.0)), 0.0) for name in SECTIONS
+        }
+        whole = sum(sections.values())
+        if not whole:
+            continue
+        steps, reached = (int(event.facts.get("from", -1)), event.step), event.time - event.seconds
+        for name, seconds in sections.items():
+            reached += event.seconds * seconds / whole
+            here = min(reached, end) - at
+            if seconds and here > 0:
+                account.pieces.append(Piece(at, here, name, None, steps))
+                at += here
+        at = min(event.time, end)
+    # What came after the last window of a start that was killed is like the window before.
+    last = (
+        account.pieces[-1] if account.pieces and account.pieces[-1].use in SECTIONS and at > begin else None
+    )
+    if end > at and last:
+        account.pieces.append(Piece(at, end - at, last.use, None, (last.steps[1], last.steps[1])))
+        return end
+    return _add(account, at, end, "untold")
+
+
+def _go_back(account: Account, time: float, step: int, cause: int | None) -> None:
+    """The run goes on from this step: what was computed beyond it before that time is done again."""
+    pieces: list[Piece] = []
+    for piece in account.pieces:
+        before, after = piece.steps
+        if piece.use != "step" or piece.begin >= time or (after <= step and before < step):
+            pieces.append(piece)
+            continue
+        kept = (
+            min(max((step - before) / (after - before), 0.0), 1.0) if after > before else float(after < step)
+        )
+        if kept:
+            pieces.append(
+                dataclasses.replace(piece, seconds=piece.seconds * kept, steps=(before, min(after, step)))
+            )
+        if kept < 1:
+            begin = piece.begin + piece.seconds * kept
+            pieces.append(
+                Piece(begin, piece.seconds * (1 - kept), "redone", cause, (max(before, step), after))
+            )
+    account.pieces[:] = pieces
+
+
+def text(account: Account) -> str:
+    """The tables, for a terminal."""
+    return "\n".join(_lines(account)) + "\n"
+
+
+def _lines(account: Account) -> Iterator[str]:
+    whole = account.end - account.begin
+    told = "not known" if account.goodput != account.goodput else f"{account.goodput:.2%}"
+    yield f"goodput {told} of {whole - account.totals['idle']:,.0f} supervised seconds"
+    for use, seconds in account.totals.items():
+        if seconds:
+            yield f"  {LABELS[use]:34}{seconds:12,.1f} s{seconds / max(whole, 1e-9):8.2%}"
+    if account.causes:
+        yield f"{'cause':42}{'class':13}{'count':>6}{'lost':>10}{'found in':>18}{'recovered in':>18}"
+    for row in by_cause(account):
+        found, back = (" / ".join(_seconds(v) for v in pair) for pair in (row.detect, row.recover))
+        yield f"{row.label[:41]:42}{row.group:13}{len(row.causes):6}{_seconds(row.lost):>10}{found:>18}{back:>18}"
+    for event in account.left_out:
+        batches = event.facts["batches"]
+        yield f"left out: {batches} batches after step {event.facts['step']}, for {event.seen or event.kind}"
+
+
+def _seconds(value: float) -> str:
+    return "–" if value != value else f"{value:.1f} s"
