@@ -2,10 +2,10 @@
 
 Of the workdir it takes metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is
 marked where the text starts with the config's `log.sample_prompt`), environment.json (any facts,
-`device` among them) and, of a fork, lineage.json. Only `loss`, the step times, the time waiting for data,
-the expert load and the held-out losses are known by name; any other number in metrics.jsonl gets a curve
-under its own name, `prefix/name` metrics share one picture per prefix, and lists of one number per layer
-become heat maps.
+`device` among them), of a fork lineage.json and, of a supervised run, aegis/events*.jsonl. Only `loss`, the
+step times, the time waiting for data, the expert load and the held-out losses are known by name; any other
+number in metrics.jsonl gets a curve under its own name, `prefix/name` metrics share one picture per prefix,
+and lists of one number per layer become heat maps.
 """
 
 import math
@@ -14,7 +14,7 @@ import pathlib
 
 from zaya_jax import config as config_module
 from zaya_jax.config import files
-from zaya_jax.report import curves, experts, saves, tables
+from zaya_jax.report import aegis, curves, experts, saves, tables
 from zaya_jax.report.read import Workdir, read_workdir
 from zaya_jax.report.script import SCRIPT
 from zaya_jax.report.style import style_sheet
@@ -160,6 +160,7 @@ SECTIONS = (
     curves.optimiser_section,
     curves.speed_section,
     saves.saves_section,
+    aegis.aegis_section,
     curves.other_section,
     tables.sample_section,
     tables.numbers_section,
