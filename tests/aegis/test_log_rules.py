@@ -56,6 +56,14 @@ def test_a_rule_of_one_name_means_one_thing():
         assert len(same) == 1, name
 
 
+def test_no_line_of_a_process_ends_a_run_but_of_a_broken_device():
+    for rule in rules.load("process"):
+        assert rule.action == "note" if rule.consequence else rule.action in ("note", "warn", "exclude"), (
+            rule.name
+        )
+        assert rule.action != "exclude" or rule.name in ("gpu uncorrectable memory error", "nvlink error")
+
+
 def test_the_device_is_named():
     (found,) = rules.Matcher("kernel").feed(-1, "amdgpu 0000:c1:00.0: amdgpu: device lost from bus!")
     assert found.device == "0000:c1:00.0"
@@ -110,8 +118,8 @@ def finding(name, action="restart", group="distributed", process=0):
 
 
 def test_the_first_cause_is_no_consequence():
-    gone = (1.0, finding("process gone"))
-    closed = (1.5, finding("gloo peer lost", process=1))
+    gone = (1.0, finding("process gone", "note"))
+    closed = (1.5, finding("gloo peer lost", "note", process=1))
     note = (0.5, finding("gpu correctable error", "note", "note"))
     cause = (2.0, finding("gpu hang", group="critical", process=2))
     later = (3.0, finding("disk full", "warn", "storage", 3))

@@ -51,7 +51,7 @@ FAULTS = {
     },
     "nic-slow": {("nic slow", "mlx5_0/1", "warn"), ("nic slow", "eno1", "warn")},
     "oom": {
-        ("oom killer", "proc/vmstat", "restart"), ("host memory short", "memory", "warn"),
+        ("oom killer", "proc/vmstat", "warn"), ("host memory short", "memory", "warn"),
         ("host memory pressure", "memory", "warn"), ("host overloaded", "cpu", "warn"),
     },
     "host-ecc": {

@@ -97,13 +97,12 @@ class Matcher:
 def first(seen: Iterable[tuple[float, Finding]]) -> tuple[float, Finding] | None:
     """Of what several processes said, with its time, the one that began it.
 
-    That is the earliest which is no consequence, and more than a note; where all are consequences, the first of them.
+    That is the earliest which is no consequence, and more than a note; otherwise the first consequence, or note.
     """
     found = sorted(seen, key=lambda item: item[0])
     after = consequences()
-    causes = [item for item in found if item[1].name not in after]
-    real = [item for item in causes if item[1].action != "note"]
-    return next(iter([*real, *(item for item in found if item[1].action != "note"), *found]), None)
+    causes = [item for item in found if item[1].name not in after and item[1].action != "note"]
+    return next(iter([*causes, *(item for item in found if item[1].name in after), *found]), None)
 
 
 class Kernel:
