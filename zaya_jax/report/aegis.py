@@ -133,10 +133,14 @@ def timeline(account: Account) -> str:
         legend += '<li><i class="key bad">▾</i>interruption</li>'
     svg = (
         open_svg(
-            "Timeline", "; ".join(f"{a} {percent(b)}" for a, b, _ in shown if b), HEIGHT, 'data-bars="1"'
+            "Timeline",
+            "; ".join(f"{a} {percent(b)}" for a, b, _ in shown if b),
+            HEIGHT,
+            'data-bars="1" data-rest="whole run"',
         )
         + value_axis(y, LEFT, WIDTH - RIGHT, " %")
-        + f"{''.join(columns)}{marks}{step_axis(x, HEIGHT - BOTTOM, unit)}</svg>"
+        + f'<g class="cells">{"".join(columns)}</g>'
+        + f"{marks}{step_axis(x, HEIGHT - BOTTOM, unit)}</svg>"
     )
     note = f"A column is {duration(whole / BINS)}; columns without colour were not supervised."
     return figure("Timeline", f'<ul class="legend">{legend}</ul>', svg, note)

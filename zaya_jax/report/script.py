@@ -91,7 +91,7 @@ function bars(svg, figure, at) {
     at.textContent = name;
     out.forEach((one, i) => { one.textContent = texts[i]; });
   };
-  const rest = svg.querySelectorAll('[data-values]').length > 1 ? 'medians' : '';
+  const rest = svg.dataset.rest || (svg.querySelectorAll('[data-values]').length > 1 ? 'medians' : '');
   tell(rest, medians);
   return {
     move(x, y, target) {
