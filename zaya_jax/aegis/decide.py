@@ -133,7 +133,10 @@ class Decider:
         self._now = max(now, self._now)
         if self.state != "ended":
             self._hear(fact)
-            self._due()
+            before = ""
+            while before != self.state != "ended":  # a pause of no time is over at once
+                before = self.state
+                self._due()
         out, self._out = self._out, []
         return out
 
@@ -147,6 +150,8 @@ class Decider:
                 self._hosts[node] = host
                 self._lost.discard(node)
                 self._idle.discard(node)
+                if self.state != "gathering":
+                    self._say("came", node, done="it waits as a spare")
             case Ready(node):
                 self._idle.add(node)
             case Lost(node, why):
@@ -212,8 +217,9 @@ class Decider:
             done = "stop: a person is wanted"
         elif running and finding.action in ("restart", "exclude"):
             done = self._act_on(fact)
+        kind = "straggles" if finding.name == "straggler" else "hardware" if finding.device else "log"
         self._say(
-            "hardware" if finding.device else "log", fact.node, finding.process, group=finding.group, seen=finding.seen,
+            kind, fact.node, finding.process, group=finding.group, seen=finding.seen,
             concluded=finding.name, done=done, device=finding.device,
         )  # fmt: skip
 
@@ -303,6 +309,7 @@ class Decider:
             self._out.append(Start(self.number, self.nodes))
             self._say(
                 "started", step=self._newest, start=self.number, nodes=[self._hosts[n] for n in there],
+                places=there,
                 spares=[self._hosts[n] for n in usable if n not in there],
                 done="from the newest checkpoint" if self._newest >= 0 else "from the beginning",
             )  # fmt: skip
@@ -379,7 +386,7 @@ class Decider:
         if explain and first.code not in PATIENCE:
             # A critical error isolates its host; of those that several see the first counts.
             order = {"critical": 0, "distributed": 1}
-            when, found = min(explain, key=lambda f: (order.get(f[1].finding.group, 2), f[0]))
+            _, found = min(explain, key=lambda f: (order.get(f[1].finding.group, 2), f[0]))
             better = self._caused_by(found, time)
             better.kind, better.code = "died", better.code if better.stop else cause.code
             better.seen = f"{cause.seen} of process {cause.process}; {found.finding.seen}"
@@ -426,8 +433,8 @@ class Decider:
 
     def _tell(self, cause: Cause, done: str) -> None:
         self._say(
-            cause.kind, cause.node, cause.process, group=cause.group, seen=cause.seen, concluded=cause.concluded, done=done,
-            seconds=round(cause.seconds, 3), step=self._step, start=self.number, failures=self._failures,
+            cause.kind, cause.node, cause.process, group=cause.group, seen=cause.seen, concluded=cause.concluded,
+            done=done, seconds=round(cause.seconds, 3), step=self._step, start=self.number, failures=self._failures,
         )  # fmt: skip
 
     def _can_exclude(self, node: int) -> bool:

@@ -177,7 +177,7 @@ class Hangs:
         if not others:
             return Hang(seen.node, first, seen_words, f"process {first} hangs", now - since)
         if alike:
-            concluded = f"process {first} and {len(alike)} more stand at the same place alike: which began it does not show"
+            concluded = f"process {first} and {len(alike)} more stand alike at one place: which began it does not show"
         else:
             concluded = f"process {first} stopped first; {len(others)} wait for it"
         return Hang(seen.node, first, seen_words, concluded, now - since)

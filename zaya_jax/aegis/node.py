@@ -12,6 +12,7 @@
 import contextlib
 import dataclasses
 import functools
+import importlib
 import importlib.util
 import os
 import queue
@@ -220,9 +221,8 @@ class Node:
         self._done.put(["stacks", number, {p: [s.how, s.line] for p, s in found.items()}])
 
     def _watch(self) -> None:
-        from zaya_jax.aegis import watch
-
-        watchers, pause = watch.Watchers(), threading.Event()
+        watchers = importlib.import_module("zaya_jax.aegis.watch").Watchers()
+        pause = threading.Event()
         while True:
             for finding in watchers.look():
                 self._done.put(["finding", dataclasses.asdict(finding)])
@@ -238,6 +238,4 @@ def _rules() -> Any:
     """What looks for known words in what processes print, where that is installed."""
     if not importlib.util.find_spec("zaya_jax.aegis.rules"):
         return None
-    from zaya_jax.aegis import rules
-
-    return rules.Matcher()
+    return importlib.import_module("zaya_jax.aegis.rules").Matcher()

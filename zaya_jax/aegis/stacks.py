@@ -3,8 +3,8 @@
     collect(targets)        {process: Stack} of {process: Target}; a second or two, in whatever state they are
 
 First what the process says itself: faulthandler at SIGUSR1, which answers as long as the main thread can take a signal,
-though the interpreter's lock be held. Then py-spy, where it is installed and there is leave, which reads a stopped one's
-memory too. Then the system's word: state, the place in the kernel, its stack there.
+though the interpreter's lock be held. Then py-spy, where it is installed and there is leave, which reads the memory of
+a stopped one too. Then the system's word: state, the place in the kernel, its stack there.
 """
 
 import contextlib

@@ -4,9 +4,9 @@
     watch.add(process, step, whole, own)        seconds of a lap, as `beats.lap` says them
     watch.look()                                those found since the last look, each once
 
-Of each step the ratio of a process's own work to the median of the others' is taken. One whose median ratio over each of
-two windows in a row is above SLOWER, by more than the noise of its ratios allows, and costs the step more than COSTS of
-its time, is named. A median does not see garbage collection, nor whatever else befalls fewer than half of the steps.
+Of each step the ratio of a process's own work to the median of the others' is taken. One whose median ratio over each
+of two windows in a row is above SLOWER, by more than the noise of its ratios allows, and costs the step more than COSTS
+of its time, is named. A median does not see garbage collection, nor whatever else befalls fewer than half of the steps.
 """
 
 import collections

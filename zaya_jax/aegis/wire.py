@@ -153,7 +153,7 @@ class Door:
     def due(self, now: float) -> list[Line]:
         """Who has said nothing for too long, or is one too many."""
         late = [line for line in self.strangers if now - line.opened > GREETING]
-        return late + [line for line in self.strangers[: max(len(self.strangers) - STRANGERS, 0)]]
+        return late + self.strangers[: max(len(self.strangers) - STRANGERS, 0)]
 
 
 def call(address: str, node: int, digest: str, key: bytes, seconds: float) -> Line:
@@ -182,12 +182,14 @@ def call(address: str, node: int, digest: str, key: bytes, seconds: float) -> Li
                 why = "something else listens there"
         except OSError as error:
             why = error.strerror or str(error)
+        except UserError:
+            raise
         except (ValueError, TypeError, RecursionError):
             why = "something else listens there"
         time.sleep(0.2)
     raise LostProcess(
-        f"node {node}: the leader does not answer at {address} within {seconds:g} s ({why}); see whether node 0's agent "
-        "runs, and whether the address can be reached from here"
+        f"node {node}: the leader does not answer at {address} within {seconds:g} s ({why}); see whether node 0's "
+        "agent runs, and whether the address can be reached from here"
     )
 
 

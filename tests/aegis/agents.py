@@ -1,0 +1,127 @@
+"""Agents of the stand-in program as real processes, one per "node" of this machine."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import multiprocess_runs
+
+from zaya_jax.aegis import events
+
+STAND_IN = Path(__file__).with_name("stand_in.py")
+STEPS = 25
+
+
+class Agents:
+    """Those of one run."""
+
+    def __init__(self, workdir: Path, agents: list[subprocess.Popen], folder: Path):
+        self.workdir, self.agents, self._folder = workdir, agents, folder
+
+    def err(self, agent: int = 0) -> str:
+        """What an agent has said on stderr."""
+        return (self._folder / f"{agent}.err").read_text()
+
+    def out(self, agent: int = 0) -> str:
+        """And on stdout."""
+        return (self._folder / f"{agent}.out").read_text()
+
+    def wait(self, seconds: float = 60, of: Sequence[int] | None = None) -> list[int]:
+        """Their exit codes."""
+        until = time.monotonic() + seconds
+        codes = []
+        for i in range(len(self.agents)) if of is None else of:
+            try:
+                codes.append(self.agents[i].wait(max(until - time.monotonic(), 0.1)))
+            except subprocess.TimeoutExpired:
+                told = "\n".join(self.out(j) + self.err(j) for j in range(len(self.agents)))
+                raise AssertionError(f"agent {i} still runs after {seconds} s:\n{told}") from None
+        return codes
+
+    def until(self, text: str, agent: int = 0, seconds: float = 60) -> None:
+        """Returns when an agent has said so."""
+        end = time.monotonic() + seconds
+        while not re.search(text, self.out(agent) + self.err(agent)):
+            assert time.monotonic() < end, f"no {text!r}:\n{self.out(agent)}\n{self.err(agent)}"
+            time.sleep(0.02)
+
+    def until_step(self, step: int, seconds: float = 60) -> None:
+        """Returns when the run has come there."""
+        end, path = time.monotonic() + seconds, self.workdir / "metrics.jsonl"
+        while not path.exists() or f'"step": {step}}}' not in path.read_text():
+            assert time.monotonic() < end, self.err()
+            time.sleep(0.02)
+
+    def events(self, kind: str = "") -> list[events.Event]:
+        """Those of a kind, or all."""
+        return [event for event in events.read(self.workdir) if kind in ("", event.kind)]
+
+    def steps(self) -> list[int]:
+        """All that were begun, in their order."""
+        lines = (self.workdir / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line)["step"] for line in lines]
+
+    def running(self) -> list[int]:
+        """The processes of the run that are there, whoever their parent is."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (path / "cmdline").read_bytes().split(b"\0")
+                if b"train" in words and str(self.workdir).encode() in words:
+                    found.append(int(path.name))
+        return found
+
+    def gone(self, seconds: float = 10) -> bool:
+        """Whether none of them is left, soon."""
+        until = time.monotonic() + seconds
+        while self.running():
+            if time.monotonic() > until:
+                return False
+            time.sleep(0.05)
+        return True
+
+
+@contextlib.contextmanager
+def start(
+    folder: Path, *options: str, agents: int = 1, befalls: dict[int, str] | None = None, steps: int = STEPS,
+    seconds: float = 0.05, variables: dict[str, str] | None = None,
+) -> Iterator[Agents]:  # fmt: skip
+    """So many agents with these options; what befalls a process is in its words, see stand_in."""
+    workdir = folder / "run"
+    workdir.mkdir(parents=True)
+    for process, words in (befalls or {}).items():
+        (workdir / f"do-{process}").write_text(words)
+    port = multiprocess_runs.free_port()
+    started = []
+    for i in range(agents):
+        environ = os.environ | {
+            "PYTHONPATH": str(multiprocess_runs.ROOT), "PCI_DEVICES": "none", "ZAYA_JOIN_SECONDS": "30",
+        }  # fmt: skip
+        if agents > 1:
+            environ |= {
+                "NODES": str(agents), "NODE": str(i), "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+            }  # fmt: skip
+        command = [
+            sys.executable, STAND_IN, "agent", *options, "--", f"--workdir={workdir}", str(steps), str(seconds),
+        ]  # fmt: skip
+        with (folder / f"{i}.out").open("w") as out, (folder / f"{i}.err").open("w") as err:
+            started.append(subprocess.Popen(command, env=environ | (variables or {}), stdout=out, stderr=err))
+    run = Agents(workdir, started, folder)
+    run.port = port  # type: ignore[attr-defined]
+    try:
+        yield run
+    finally:
+        for agent in started:
+            if agent.poll() is None:
+                agent.kill()
+                agent.wait()
+        for pid in run.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

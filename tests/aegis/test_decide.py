@@ -1,0 +1,347 @@
+"""The state machine that decides: each rule by itself, then random orders of facts, which never leave it at a loss."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from zaya_jax.aegis import decide
+from zaya_jax.aegis.decide import Decider, Rules
+from zaya_jax.aegis.facts import (
+    Ask,
+    Asked,
+    Came,
+    Collect,
+    Collected,
+    Drop,
+    End,
+    Exited,
+    Found,
+    Hung,
+    Kill,
+    Lost,
+    Ready,
+    Saved,
+    Say,
+    Start,
+    Stepped,
+    Tick,
+)  # fmt: skip
+from zaya_jax.aegis.finding import Finding
+
+
+class World:
+    """A decider with its clock, and nodes that do as they are told."""
+
+    def __init__(self, processes=1, **rules):
+        self.now, self.processes = 0.0, processes
+        self.decider = Decider(Rules(**rules), 0.0)
+        self.seen: list = []
+        for node in range(self.decider.rules.agents):
+            self.take(Came(node, f"host{node}"))
+            self.take(Ready(node))
+
+    def take(self, *facts, after=0.0):
+        """What comes of facts; a Kill is obeyed."""
+        self.now += after
+        out = []
+        for fact in facts or (Tick(),):
+            found = self.decider.take(fact, self.now)
+            out += found
+            self.seen += found
+            if any(isinstance(action, Kill) for action in found):
+                out += self.take(*[Ready(node) for node in self.decider.nodes])
+        return out
+
+    def exit(self, *codes, after=0.1):
+        """Processes end so, one a node, in this order: (node, code)."""
+        out = []
+        for node, code in codes:
+            out += self.take(Exited(node, node, code), Ready(node), after=after)
+        return out
+
+    def starts(self):
+        return [action.nodes for action in self.seen if isinstance(action, Start)]
+
+    def end(self):
+        return next((action.code for action in self.seen if isinstance(action, End)), None)
+
+    def events(self, kind):
+        return [action.given for action in self.seen if isinstance(action, Say) and action.kind == kind]
+
+
+def finding(action, group="critical", name="x"):
+    return Finding(name, group, action, "seen so")
+
+
+def test_all_done_is_done():
+    world = World(nodes=2)
+    world.exit((0, 0), (1, 0))
+    assert world.end() == 0 and world.starts() == [(0, 1)]
+
+
+@pytest.mark.parametrize("code", [2, 3])
+def test_where_a_person_is_wanted_it_ends(code):
+    world = World(nodes=2)
+    world.exit((0, code), (1, code))
+    assert world.end() == code and len(world.starts()) == 1
+
+
+def test_storage_is_tried_once_more_after_a_pause():
+    world = World(nodes=1)
+    world.exit((0, 4))
+    assert world.end() is None and len(world.starts()) == 1
+    world.take(after=decide.STORAGE_PAUSE + 1)
+    assert len(world.starts()) == 2
+    world.exit((0, 4))
+    assert world.end() == 4
+
+
+def test_a_border_is_a_start_at_once_and_costs_nothing():
+    world = World(nodes=1, restarts=0)
+    for step in range(5, 50, 5):
+        world.take(Stepped(step), Saved(step))
+        world.exit((0, 75))
+    assert len(world.starts()) == 10 and world.end() is None
+
+
+def test_75_without_progress_is_a_failure():
+    world = World(nodes=1, restarts=1)
+    world.exit((0, 75))
+    world.exit((0, 75))
+    assert world.end() == 1
+
+
+def test_asked_is_75():
+    world = World(nodes=2)
+    assert Ask() in world.take(Asked("SIGTERM"))
+    world.exit((0, 75), (1, 75))
+    assert world.end() == 75
+
+
+def test_the_cause_is_named_and_not_who_followed():
+    world = World(nodes=3)
+    world.exit((2, 1), (0, 1), (1, -9))  # told last
+    (died,) = world.events("died")
+    assert (died["process"], died["seen"], died["node"]) == (1, "SIGKILL", "host1")
+    world = World(nodes=3)
+    world.exit((2, -6), (1, -11), (0, 1))  # who aborts does so since others are gone
+    assert world.events("died")[0]["process"] == 1
+    world = World(nodes=2)
+    world.exit((1, 1))
+    world.exit((0, -11), after=2.5)  # too late to be the cause
+    assert world.events("died")[0]["process"] == 1
+
+
+def test_who_does_not_end_with_the_others_is_killed():
+    world = World(nodes=2)
+    world.exit((0, 1))
+    assert Kill() not in world.take(after=1)
+    assert Kill() in world.take(after=3)
+    world = World(nodes=2)
+    world.exit((0, 0))
+    assert Kill() not in world.take(after=100)
+    assert Kill() in world.take(after=30)
+    assert "runs 120 s after process 0 has ended" in world.events("hangs")[0]["seen"]
+
+
+def test_pauses_grow_and_progress_resets_them():
+    world = World(nodes=1, restarts=4)
+    pauses = []
+    for _ in range(4):
+        begun, world.now = world.now, world.now + 0.1
+        count = len(world.starts())
+        world.exit((0, -9))
+        while len(world.starts()) == count:
+            assert world.now < 1000
+            world.take(after=0.5)
+        pauses.append(world.now - begun)
+    assert pauses[1] < pauses[2] < pauses[3]
+    world.take(Saved(10))
+    world.exit((0, -9))
+    assert world.events("died")[-1]["done"] == "restart at once"
+
+
+def test_it_ends_after_restarts_without_progress():
+    world = World(nodes=1, restarts=3)
+    for _ in range(4):
+        world.exit((0, -9))
+        world.take(after=400)
+    assert world.end() == 137 and len(world.starts()) == 4
+
+
+def test_a_wrong_device_goes_where_a_spare_is_and_else_once_more():
+    world = World(nodes=2, agents=3)
+    world.exit((1, 5), (0, 5))
+    assert world.starts() == [(0, 1), (0, 2)] and world.decider.excluded == {1: "a device computes wrongly"}
+    world = World(nodes=2)
+    world.exit((1, 5), (0, 5))
+    assert world.starts() == [(0, 1)] * 2
+    world.exit((1, 5), (0, 5))
+    assert world.end() == 5
+
+
+def test_a_critical_finding_isolates_its_host():
+    world = World(nodes=2, agents=3)
+    assert Kill() in world.take(Found(1, finding("exclude")))
+    assert world.starts() == [(0, 1), (0, 2)]
+    world = World(nodes=2)
+    assert Kill() not in world.take(Found(1, finding("exclude")))  # there is no other: it goes on
+    assert "no spare" in world.events("log")[0]["done"]
+
+
+def test_of_findings_that_several_have_the_first_counts_unless_one_is_critical():
+    world = World(nodes=3)
+    world.take(Found(2, finding("warn", "distributed", "first")))
+    world.take(Found(0, finding("warn", "distributed", "second")), after=0.1)
+    world.exit((0, 1), (1, 1), (2, 1))
+    assert world.events("died")[0]["concluded"] == "first" and world.events("died")[0]["node"] == "host2"
+    world = World(nodes=3, agents=4)
+    world.take(Found(2, finding("warn", "distributed", "first")))
+    world.exit((0, 1))
+    world.take(Found(1, finding("exclude", "critical", "memory")), after=0.1)
+    world.exit((1, 1), (2, 1))
+    assert world.starts()[-1] == (0, 2, 3)
+
+
+def test_a_finding_for_a_person_ends_it():
+    world = World(nodes=1)
+    world.take(Found(0, finding("stop", "user")))
+    assert world.end() == 2
+    world = World(nodes=1)
+    world.take(Found(0, finding("warn", "storage")))
+    world.take(Found(0, finding("note", "critical")))
+    assert world.end() is None and len(world.starts()) == 1
+
+
+def test_a_straggler_is_left_out_after_saving():
+    world = World(nodes=2, agents=3, restarts=0)
+    out = world.take(Found(1, finding("exclude", "note", "straggler")))
+    assert Ask() in out and Kill() not in out
+    world.take(Saved(7))
+    world.exit((0, 75), (1, 75))
+    assert world.starts() == [(0, 1), (0, 2)] and world.events("straggles")
+
+
+def test_a_hang_collects_before_it_kills():
+    world = World(nodes=2)
+    out = world.take(Hung(1, 1, "stands", "first", 5.0))
+    assert Collect() in out and Kill() not in out
+    assert Kill() in world.take(Collected("process 1 is at x.py:1"), after=1)
+    (hangs,) = world.events("hangs")
+    assert hangs["process"] == 1 and "x.py:1" in hangs["seen"] and len(world.starts()) == 2
+    world = World(nodes=2)
+    world.take(Hung(1, 1, "stands", "first", 5.0))
+    assert Kill() in world.take(after=decide.COLLECT + 1)  # none came
+
+
+def test_a_node_that_fails_twice_gives_place_to_a_spare():
+    world = World(nodes=2, agents=3)
+    for _ in range(2):
+        world.exit((1, -9), (0, 1))
+        world.take(after=10)
+    assert world.starts() == [(0, 1), (0, 1), (0, 2)]
+
+
+def test_a_node_that_does_not_stop_is_dropped():
+    world = World(nodes=2, agents=3)
+    world.decider.take(Hung(1, 1, "stands", "first", 5.0), 1.0)
+    world.decider.take(Collected(""), 2.0)
+    world.decider.take(Ready(0), 2.0)
+    out = world.decider.take(Tick(), 2.0 + decide.STOP)
+    assert Drop(1) in out and Start(2, (0, 2)) in out
+
+
+def test_recovery_is_counted_to_the_first_new_step():
+    world = World(nodes=1)
+    world.take(Stepped(17), after=1)
+    world.exit((0, -9), after=1)
+    world.take(Stepped(11), after=4)
+    (again,) = world.events("restarted")
+    assert again["step"] == 11 and again["facts"]["was_at"] == 17 and again["seconds"] == 4.0
+
+
+CODES = (0, 1, 2, 3, 4, 5, 75, 130, 134, -6, -9, -11, -15)
+ACTIONS = ("note", "warn", "restart", "exclude", "stop")
+GROUPS = ("critical", "distributed", "storage", "data", "user", "numbers", "note")
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2), st.integers(0, 3), st.integers(0, 10**9))
+def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, restarts, seed):
+    """Nodes that die, hang, answer late or never; found things; signals. It never starts on a node that is excluded or
+    lost, never has two starts at once, and always ends, since there is no progress for ever."""
+    rng = random.Random(seed)
+    rules = Rules(nodes, nodes + spares, max(nodes - fewer, 1), restarts, join=60.0)
+    decider, now = Decider(rules, 0.0), 0.0
+    there, running, lost, killed = set(), {}, set(), False
+    dead, saved, over = set(), 0, None
+
+    def give(fact):
+        nonlocal killed, over
+        for action in decider.take(fact, now):
+            assert over is None, "it acts after its end"
+            match action:
+                case Start(_, chosen):
+                    assert not running, "two starts at once"
+                    assert rules.min_nodes <= len(chosen) <= nodes == rules.nodes or len(chosen) == nodes
+                    assert not set(chosen) & (decider.excluded.keys() | lost), "on a node that is out"
+                    assert set(chosen) <= there
+                    running.update(dict.fromkeys(chosen))
+                    killed = False
+                case Kill():
+                    killed = True
+                case Drop(node):
+                    lost.add(node)
+                    running.pop(node, None)
+                case End():
+                    over = action
+
+    for node in range(nodes + spares):
+        if rng.random() < 0.9:
+            there.add(node)
+            give(Came(node, f"h{node}"))
+            give(Ready(node))
+    for _ in range(3000):
+        if over:
+            break
+        now += rng.choice((0.0, 0.1, 1.0, 5.0, 30.0, 130.0))
+        fact = Tick()
+        roll = rng.random()
+        node = rng.randrange(nodes + spares)
+        if killed and running and rng.random() < 0.7:
+            node = rng.choice(list(running))
+            running.pop(node)
+            if node not in dead:
+                give(Exited(node, node, -9))
+                give(Ready(node))
+        elif roll < 0.4 and running:
+            node = rng.choice(list(running))
+            if node not in dead:
+                running.pop(node)
+                give(Exited(node, node, rng.choice(CODES)))
+                give(Ready(node))
+        elif roll < 0.5:
+            fact = Found(node, Finding("x", rng.choice(GROUPS), rng.choice(ACTIONS), "seen"))
+        elif roll < 0.6 and running:
+            fact = Hung(rng.choice(list(running)), 0, "s", "c", 5.0)
+        elif roll < 0.7:
+            fact = Collected("x")
+        elif roll < 0.72 and node in there - lost:
+            lost.add(node)
+            running.pop(node, None)
+            fact = Lost(node, "gone")
+        elif roll < 0.75 and running:
+            dead.add(node)  # a node that answers nothing any more
+        elif roll < 0.8 and saved < 50:
+            saved += 1
+            fact = Saved(saved)
+        elif roll < 0.83:
+            fact = Stepped(rng.randrange(100))
+        elif roll < 0.831:
+            fact = Asked("SIGTERM")
+        give(fact)
+        if decider.state in ("running", "leaving") and running and set(running) <= dead:
+            give(Hung(next(iter(running)), 0, "silent", "c", 5.0))  # as the agents would notice
+    assert over, f"no end: {decider.state}"

@@ -1,0 +1,198 @@
+"""Who hangs is found in time and named rightly; what is only slow is left alone."""
+
+import random
+
+import pytest
+
+from zaya_jax.aegis.hang import FLOORS, STOPPED, Hangs, View
+
+EVERY = 0.25  # seconds between looks
+
+
+class Run:
+    """Processes on a clock of their own, which tell where they are as agents would."""
+
+    def __init__(self, count, known=None):
+        self.now, self.count, self.hangs = 100.0, count, Hangs(known)
+        self.where = dict.fromkeys(range(count), ("start", 0, "", self.now))
+        self.pulse, self.state = dict.fromkeys(range(count), self.now), dict.fromkeys(range(count), "S")
+        self.laps = {p: [] for p in range(count)}
+        self.silent: set[int] = set()
+
+    def at(self, section, step, mark="", of=None):
+        for p in range(self.count) if of is None else of:
+            self.where[p] = (section, step, mark, self.now)
+
+    def look(self):
+        for p in range(self.count):
+            if p not in self.silent:
+                self.pulse[p] = self.now
+        views = []
+        for p, (section, step, mark, since) in self.where.items():
+            laps, self.laps[p] = self.laps[p], []
+            views.append(
+                View(p, section, step, mark, self.now - since, self.now - self.pulse[p], self.state[p], laps)
+            )
+        self.hangs.heard(0, views, self.now)
+        return self.hangs.find(self.now)
+
+    def wait(self, seconds):
+        """Nobody moves; the hang that is found, or None."""
+        until = self.now + seconds
+        while self.now < until:
+            self.now += EVERY
+            found = self.look()
+            if found:
+                return found
+        return None
+
+    def step(self, number, seconds, data=0.0):
+        """A whole step of all, and what is found in it."""
+        begun = self.now
+        for mark, part in (("fetch", data), ("dispatch", 0.1 * seconds), ("wait", 0.9 * seconds)):
+            self.at("step", number, mark)
+            found = self.wait(part)
+            if found:
+                return found
+        for p in range(self.count):
+            self.laps[p].append((number, self.now - begun, 0.1 * seconds, data))
+        return None
+
+
+def steady(run, seconds=2.0, steps=20):
+    for number in range(1, steps + 1):
+        assert run.step(number, seconds) is None
+    return steps + 1
+
+
+@pytest.mark.parametrize("seconds", [0.25, 1.0, 2.5, 10.0])
+def test_is_found_within_three_steps_or_five_seconds(seconds):
+    run = Run(4)
+    number = steady(run, seconds)
+    run.at("step", number, "wait")
+    run.at("step", number, "dispatch", of=[2])
+    begun = run.now
+    found = run.wait(100)
+    assert found.process == 2 and found.concluded == "process 2 stopped first; 3 wait for it"
+    assert run.now - begun <= max(3 * seconds + 2 * EVERY, 5.0)
+
+
+def test_of_several_the_one_that_came_least_far_is_first():
+    run = Run(4)
+    number = steady(run)
+    run.at("step", number, "wait")
+    run.at("step", number, "fetch", of=[1])
+    run.at("step", number, "figures", of=[3])
+    assert run.wait(100).process == 1
+    run = Run(4)
+    number = steady(run)
+    run.at("step", number + 1, "dispatch")  # one step ahead
+    run.at("step", number, "figures", of=[0])
+    assert run.wait(100).process == 0
+
+
+def test_at_one_place_it_is_the_silent_one_then_the_stopped_one():
+    run = Run(3)
+    run.at("step", steady(run), "wait")
+    run.silent = {1}
+    assert run.wait(100).process == 1
+    run = Run(3)
+    run.at("step", steady(run), "wait")
+    run.state[2] = "D"
+    assert run.wait(100).process == 2
+    run = Run(3)
+    run.at("step", steady(run), "wait")
+    found = run.wait(100)
+    assert "which began it does not show" in found.concluded
+
+
+@pytest.mark.parametrize("section", ["start", "compile", "evaluate", "save"])
+def test_a_stopped_process_is_found_wherever_it_is(section):
+    run = Run(2)
+    run.at(section, 0)
+    run.state[1], run.silent, begun = "T", {1}, run.now
+    found = run.wait(100)
+    assert found.process == 1 and run.now - begun <= STOPPED + 2 * EVERY and "stopped (state T)" in found.seen
+
+
+def test_one_that_says_nothing_at_all_is_found_by_its_state_only():
+    run = Run(2)
+    run.at("", 0)
+    assert run.wait(5000) is None
+    run.state[0] = "T"
+    assert run.wait(10).process == 0
+
+
+@pytest.mark.parametrize("section", ["start", "compile", "evaluate", "save", "end"])
+def test_long_sections_have_long_floors_and_learn_longer_ones(section):
+    run = Run(2)
+    if section != "start":
+        steady(run)
+    run.at(section, 20)
+    floor = FLOORS[section]
+    assert run.wait(floor - 1) is None
+    assert run.wait(2) is not None
+    run = Run(2, {section: floor})
+    run.at(section, 20)
+    assert run.wait(3 * floor - 1) is None and run.wait(2) is not None
+
+
+def test_what_a_start_has_learned_the_next_knows():
+    run = Run(2)
+    steady(run, 2.0)
+    run.at("evaluate", 20)
+    assert run.wait(400) is None
+    run.at("step", 21, "fetch")
+    assert run.step(21, 2.0) is None
+    known = run.hangs.known()
+    assert known["evaluate"] == pytest.approx(400, abs=1) and known["step"] == pytest.approx(2.0, abs=0.5)
+    assert Run(2, known).hangs.known() == known
+
+
+def test_step_times_that_vary_threefold_are_no_hang():
+    rng, run = random.Random(0), Run(4)
+    for number in range(1, 401):
+        assert run.step(number, rng.choice((2.0, 2.0, 2.5, 4.0, 6.0))) is None, number
+    run = Run(4)
+    number = steady(run, 4.0, 60)
+    assert run.step(number, 12.0) is None  # once
+
+
+def test_slow_data_first_steps_and_other_programs_are_no_hang():
+    run = Run(4)
+    run.at("compile", 0)
+    assert run.wait(900) is None
+    assert run.step(1, 300.0) is None  # it compiles in there
+    for number in range(2, 20):
+        assert run.step(number, 2.0) is None
+    assert run.step(20, 2.0, data=25.0) is None
+    run.at("compile", 21)  # another phase's program
+    assert run.wait(100) is None
+    for number in range(21, 30):
+        assert run.step(number, 30.0) is None, number
+
+
+def test_a_machine_that_slept_blames_nobody():
+    run = Run(4)
+    run.at("step", steady(run), "wait")
+    run.now += 8 * 3600
+    run.hangs.woke(run.now)
+    assert run.look() is None and run.wait(3) is None
+    run.at("step", 22, "wait")
+    assert run.wait(3) is None
+
+
+def test_a_silent_node_is_found_by_its_place():
+    """Its agent tells nothing either: what it said last grows old."""
+    run = Run(2)
+    number = steady(run)
+    run.at("step", number, "dispatch")
+    run.look()
+    for _ in range(100):
+        run.now += EVERY
+        views = [View(0, "step", number, "wait", 0.0, 0.0, "S")]
+        run.hangs.heard(0, views, run.now)
+        found = run.hangs.find(run.now)
+        if found:
+            break
+    assert found.process == 1 and "without a sign of life" in found.seen

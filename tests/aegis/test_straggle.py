@@ -1,0 +1,97 @@
+"""Who is slow is named, and nobody else, however noisy the steps are."""
+
+import numpy as np
+import pytest
+
+from zaya_jax.aegis.straggle import WINDOW, Stragglers, _median_of_others
+
+STEPS = 1000
+
+
+def owns(rng, count, noise):
+    """Seconds of own work of even processes: [steps, processes]."""
+    even = np.full((STEPS, count), 0.2)
+    match noise:
+        case "lognormal":
+            return even * rng.lognormal(0, 0.1, even.shape)
+        case "wide":
+            return even * rng.lognormal(0, 0.4, even.shape)
+        case "heavy tails":
+            return even * (1 + 0.1 * rng.pareto(1.5, even.shape))
+        case "garbage in one":
+            even = even * rng.lognormal(0, 0.1, even.shape)
+            even[:: max(STEPS // 100, 1), 1] += 0.5
+            return even
+        case "drifting together":  # all alike, as with longer sequences
+            return even * np.linspace(1, 3, STEPS)[:, None] * rng.lognormal(0, 0.1, even.shape)
+        case "bursts":  # a few steps in a row, here and there
+            even = even * rng.lognormal(0, 0.1, even.shape)
+            for start in rng.integers(0, STEPS, 20):
+                even[start : start + 8, rng.integers(count)] *= 3
+            return even
+    raise AssertionError(noise)
+
+
+def watched(table, nodes=None, whole=0.4):
+    watch = Stragglers(nodes or range(table.shape[1]))
+    found = []
+    for step, row in enumerate(table):
+        for process, own in enumerate(row):
+            watch.add(process, step, whole, own)
+        found += watch.look()
+    return found
+
+
+@pytest.mark.parametrize("count", [2, 4, 64])
+@pytest.mark.parametrize(
+    "noise", ["lognormal", "wide", "heavy tails", "garbage in one", "drifting together", "bursts"]
+)
+def test_nobody_is_named_over_a_thousand_even_steps(noise, count):
+    for seed in range(10 if count == 4 else 2):
+        assert watched(owns(np.random.default_rng(seed), count, noise)) == []
+
+
+@pytest.mark.parametrize("count", [2, 4, 64])
+@pytest.mark.parametrize("noise", ["lognormal", "heavy tails", "garbage in one"])
+def test_who_is_slow_is_named_once_and_soon(noise, count):
+    for seed in range(5 if count == 4 else 1):
+        table = owns(np.random.default_rng(seed), count, noise)
+        table[300:, count - 1] *= 1.5
+        (found,) = watched(table)
+        assert found.process == count - 1 and 1.3 < found.ratio < 1.7 and found.costs > 0.1
+        assert found.steps[1] <= 300 + 3 * WINDOW
+
+
+def test_who_is_slow_but_costs_nothing_is_not_named():
+    table = owns(np.random.default_rng(0), 4, "lognormal")
+    table[:, 2] *= 2
+    assert watched(table, whole=20.0) == []
+
+
+def test_a_node_of_which_all_are_slow_is_named_as_one():
+    table = owns(np.random.default_rng(0), 8, "lognormal")
+    table[:, 4:6] *= 1.6
+    (found,) = watched(table, [0, 0, 1, 1, 2, 2, 3, 3])
+    assert (found.node, found.process) == (2, -1)
+
+
+def test_who_has_come_back_may_be_named_again():
+    table = np.vstack([owns(np.random.default_rng(i), 4, "lognormal")[:400] for i in range(3)])
+    table[:400, 1] *= 1.5
+    table[800:, 1] *= 1.5
+    assert [found.process for found in watched(table)] == [1, 1]
+
+
+def test_the_median_of_the_others():
+    rng = np.random.default_rng(0)
+    for count in (2, 3, 4, 5, 8, 9):
+        values = rng.integers(0, 5, count).astype(float)
+        expected = [np.median(np.delete(values, i)) for i in range(count)]
+        np.testing.assert_array_equal(_median_of_others(values), expected)
+
+
+def test_steps_that_some_do_not_tell_are_let_go():
+    watch = Stragglers(range(2))
+    for step in range(10_000):
+        watch.add(0, step, 1.0, 1.0)
+    assert len(watch._waiting) <= 1000
