@@ -78,6 +78,12 @@ CASES = {
         {"traced": True, "made_for": H200, "dtype": jnp.float16, "tolerance": 0.01},
     ),
     "one head, a window that leaves the first keys out": ((1, 33, 33, 1, 1, 32, 5), {}),
+    "groups of six heads, three tiles of two each": ((1, 33, 33, 12, 2, 16), {}),
+    "queries behind all keys, which end within a block": ((1, 19, 43, 2, 1, 16, None, 60), {}),
+    "bfloat16 at the table's tiles, gradients too": (
+        (1, 150, 150, 4, 1, 64, 70, 0, True),
+        {"block": None, "dtype": jnp.bfloat16, "tolerance": 0.06},
+    ),
 }
 
 

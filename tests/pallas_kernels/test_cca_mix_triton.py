@@ -119,6 +119,22 @@ def test_bfloat16_errs_as_xlas_does():
     assert errors(ours).max() < 2.0**-7
 
 
+@pytest.mark.parametrize(
+    ("heads", "num_kv", "channels", "values", "taps", "turned"),
+    [(4, 2, 16, 32, (2, 1), 0), (1, 1, 128, 0, (2, 1), 64)],
+    ids=["two groups, two heads of values", "channels in two blocks, half of which turn"],
+)
+def test_groups_and_blocks_of_channels(heads, num_kv, channels, values, taps, turned):
+    """Rows of one segment, which do not see each other, and of a few tokens."""
+    assert_equal_to_the_definition(arrays(2, 5, heads, num_kv, channels, values, taps, turned, False))
+
+
+def test_shares_of_several_blocks_of_tokens(monkeypatch):
+    """A part of the taps' gradients is of several blocks above 1,024 tokens alone; here of two."""
+    monkeypatch.setattr(triton, "SPLITS", 2)
+    assert_equal_to_the_definition(arrays(2, 70, 1, 1, 16, 0, (1, 2), 0, False))
+
+
 def test_what_the_kernels_do_not_take_is_left_to_xla():
     """Odd heads, tables of several widths, rows that go on from others, a mean that lies elsewhere."""
     (columns, *parameters), rope, _, _ = arrays(1, 6, 2, 1, 16, 16, (2, 2), 0, False)

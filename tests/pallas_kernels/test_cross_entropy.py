@@ -180,6 +180,24 @@ def test_the_kernel_in_bfloat16_gives_what_xla_gives():
         np.testing.assert_allclose(a, b, atol=2e-2, rtol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
+def test_several_tiles_of_tokens_channels_and_words(dtype):
+    """In one chunk, with a bias that is large at the vocabulary's end."""
+    keys = jax.random.split(jax.random.key(3), 4)
+    hidden, embedding = jax.random.normal(keys[0], (512, 128)), jax.random.normal(keys[1], (300, 128)) / 8
+    bias = jax.random.normal(keys[2], (300,)).at[280:].add(3)
+    targets = jax.random.randint(keys[3], (512,), 0, 300)
+
+    def run(of):
+        with chip.making(of):
+            loss = lambda *a: cross_entropy(*a, targets, jnp.ones(512), dtype=dtype, chunk=512)[0]  # noqa: E731
+            return jax.value_and_grad(loss, (0, 1, 2))(hidden, embedding, bias)
+
+    ours, theirs = run(chip.Chip("cpu", "gfx942")), run(chip.Chip("cpu", "gfx942", kernels=()))
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-4 if dtype == jnp.float32 else 2e-2, rtol=1e-4)
+
+
 def test_words_that_a_bias_takes_away_may_fill_a_tile():
     hidden, embedding = jax.random.normal(jax.random.key(0), (2, 300, 64))
     bias = jnp.where(jnp.arange(300) < 100, 0.0, -jnp.inf)  # the second tile's 128 words, and the third's
