@@ -118,7 +118,8 @@ def _matrix(
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
-    """x in the format of a product, rounded to the nearest, of ties to the even one; a NaN has to be a quiet one.
+    """x in the format of a product, rounded to the nearest, of ties to the even one. A NaN has to be one that
+    arithmetic makes: one whose upper fraction is all ones, as in memory full of 0xFF, becomes a zero.
 
     CDNA3 has no instruction for float32 to bfloat16. What LLVM puts there takes twice as long as this, since it looks
     for NaNs: in a product of 128 x 128 tiles longer than the matrix instructions do.

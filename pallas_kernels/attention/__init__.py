@@ -117,6 +117,8 @@ def _bounds(window, offset) -> tuple[jax.Array | None, jax.Array | None]:
     # None is known while tracing: a model without windows has none in its program, and nor has a sequence that attends
     # to itself an offset.
     known = isinstance(offset, int) and offset == 0
+    if isinstance(window, int):
+        window = min(window, NO_WINDOW)  # a position is added to it in int32
     window = None if window is None else jnp.asarray(window, jnp.int32)
     return window, None if known or offset is None else jnp.asarray(offset, jnp.int32)
 

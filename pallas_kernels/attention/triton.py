@@ -81,7 +81,12 @@ def forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block) ->
         return xla.forward(q, k, v, q_segments, k_segments, window, offset, scale=scale, block=block)
     at = _Call("forward", q, k, q_segments, k_segments, window, offset, scale, block)
     out, lse = at.run(
-        _forward, "attention", at.grid_of_queries, (q, k, v), [(q, v.dtype), (at.sums, jnp.float32)], 2
+        _forward,
+        "attention_forward",
+        at.grid_of_queries,
+        (q, k, v),
+        [(q, v.dtype), (at.sums, jnp.float32)],
+        2,
     )
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 

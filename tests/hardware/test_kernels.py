@@ -11,9 +11,11 @@ from jax._src.lib import xla_client
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.loops import turning
+from zaya_jax import config as config_lib
 from zaya_jax.config import UserError
-from zaya_jax.hardware import buffers, hlo, kernels, roofline, targets
+from zaya_jax.hardware import buffers, chips, hlo, kernels, roofline, targets
 from zaya_jax.hardware.clusters import CLUSTERS
+from zaya_jax.train import compiling
 
 # As XLA 0.12.0 writes a GPU's program: a loop with a known length and one without, slices, an update in place.
 PROGRAM = (Path(__file__).parent / "program.txt").read_text()
@@ -51,6 +53,19 @@ def test_scopes_stages_and_lines():
     assert found["copy.1"].scope == "other"
     # The innermost frame of the project: optax called from it is no line of its own.
     assert found["slice_fusion"].line == found["gemm_fusion"].line == "zaya_jax/model/cca.py:12"
+
+
+def test_what_a_scope_needs_is_needed_once_whatever_lies_in_it():
+    """A kernel's own name may be a scope's too; its FLOPs are no use beyond what the model's formula has."""
+    config = config_lib.Config()
+    needed = chips.flops_by_scope(config.model, config.data.seq_len)["cca"] * 1000
+    flops = {"jit(step)/cca/dot": 0.6 * needed, "jit(step)/cca/attention/pallas_call": 0.9 * needed}
+    found = kernels.Program(
+        tuple(kernels.Kernel("k", "fusion", path, "", 1.0, 0, 0, n, False, None) for path, n in flops.items()), {}, {}
+    )  # fmt: skip
+    rows = compiling._by_scope(found, config, 1000)
+    assert {row["scope"] for row in rows} == {"cca", "cca/attention"}
+    np.testing.assert_allclose(sum(row["flops_of_use"] for row in rows), needed)
 
 
 def test_a_loop_of_which_nobody_says_how_often_it_turns_is_told():

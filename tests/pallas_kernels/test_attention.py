@@ -226,3 +226,12 @@ def test_no_square_array_at_32k_tokens(window):
         compiled = jax.jit(program).lower(*shapes).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < heads * square / 100
         assert f"{length},{length}" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("kind", ["cpu", "gfx942"])
+def test_a_window_as_wide_as_a_number_may_be_is_none(kind):
+    """A position is added to it in int32: 2^31 - 1 and one more would look at no key at all, in the gradients alone."""
+    q, k, v, d_out, d_lse = inputs(40, 40)
+    for target in (chip.Chip("cpu", kind), chip.Chip("cpu", kind, ())):
+        with chip.making(target):
+            assert_equal_to_the_reference(q, k, v, d_out, d_lse, None, None, 2**31 - 1)

@@ -257,7 +257,7 @@ def test_machine_code(name, channels):
 
         program = targets.compiled(name, f, *like, like[0], jax.ShapeDtypeStruct((4, 4096), jnp.int32))
         found = {code.name: code for code in machine_code.of(program)}
-        assert set(found) == {"attention", "attention_queries", "attention_keys"}
+        assert set(found) == {"attention_forward", "attention_queries", "attention_keys"}
         for code in found.values():
             assert code.spills == code.private == code.scalar_spills == 0 and code.blocks > 0, code.name
             if not inner_loop.missing(code.arch):

@@ -99,9 +99,10 @@ def assert_routed_equals_the_reference(sizes, more, dim, width, gated, dtype, ki
 
 
 @pytest.mark.parametrize(
-    ("add", "shares"), [(False, None), (True, None), (False, (jnp.negative, jnp.negative))]
+    ("add", "shares", "gated"),
+    [(False, None, True), (True, None, False), (False, (jnp.negative, jnp.negative), True)],
 )
-def test_a_layers_gradients_are_written_in_its_place(add, shares):
+def test_a_layers_gradients_are_written_in_its_place(add, shares, gated):
     """In a loop over checkpointed layers, whose gradients' stack nobody has filled, or whose sums are added to; or what
     is made of a layer's."""
     layers, num, sizes = 3, 40, jnp.asarray([11, 0, 20, 5], jnp.int32)
@@ -112,26 +113,46 @@ def test_a_layers_gradients_are_written_in_its_place(add, shares):
         jax.random.normal(keys[2], (layers, E, F, D)) / 3,
     )
     order = jnp.arange(num)[::-1]
+    gates = jax.random.uniform(keys[0], (layers, num)) if gated else None
 
-    def run(x, weights, mlp):
+    def run(x, gates, weights, mlp):
         body = jax.checkpoint(lambda h, of: (jnp.tanh(h + mlp(h, *of)), None))
-        return (jax.lax.scan(body, x, (jnp.arange(layers), *weights))[0] ** 2).sum()
+        return (jax.lax.scan(body, x, (jnp.arange(layers), gates, *weights))[0] ** 2).sum()
 
-    def in_place(x, weights):
+    def in_place(x, gates, weights):
         refs = tuple(jax.new_ref(jnp.ones_like(w) if add else jnp.full_like(w, jnp.nan)) for w in weights)
-        mlp = lambda h, layer, *_: stacked_mlp(h, order, sizes, None, *weights, layer, refs, add, shares)  # noqa: E731
-        d_x, sums = jax.grad(lambda x: run(x, weights, mlp))(x), tuple(jax.freeze(ref) for ref in refs)
-        return d_x, tuple(map(jnp.negative, sums)) if shares else sums
+        mlp = lambda h, layer, gate, *_: stacked_mlp(  # noqa: E731
+            h, order, sizes, gate, *weights, layer, refs, add, shares
+        )
+        d_x, d_gates = jax.grad(lambda x, gates: run(x, gates, weights, mlp), (0, 1))(x, gates)
+        sums = tuple(jax.freeze(ref) for ref in refs)
+        return d_x, d_gates, tuple(map(jnp.negative, sums)) if shares else sums
 
-    plain = lambda h, layer, *w: reference.grouped_mlp(h[order], sizes, *w)[order]  # noqa: E731
+    def plain(h, layer, gate, *w):
+        y = reference.grouped_mlp(h[order], sizes, *w)[order]
+        return y if gate is None else y * gate[:, None]
+
     with chip.making(chip.Chip("cpu", "gfx942")), jax.default_matmul_precision("highest"):
-        ours = jax.jit(in_place)(x, weights)
+        ours = jax.jit(in_place)(x, gates, weights)
     with jax.default_matmul_precision("highest"):
-        theirs = jax.jit(jax.grad(lambda x, w: run(x, w, plain), (0, 1)))(x, weights)
-    for a, b in zip(
-        jax.tree.leaves(ours), jax.tree.leaves((theirs[0], [w + add for w in theirs[1]])), strict=True
-    ):
+        theirs = jax.jit(jax.grad(lambda *of: run(*of, plain), (0, 1, 2)))(x, gates, weights)
+    theirs = *theirs[:2], [w + add for w in theirs[2]]
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
+
+
+def test_gradients_of_float32_weights_keep_their_bits():
+    """The products are of bfloat16, their sums in float32: none of it is rounded on its way."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    x = jax.random.normal(keys[0], (64, 32)).astype(jnp.bfloat16)
+    weights = jax.random.normal(keys[1], (2, 32, 48)), jax.random.normal(keys[2], (2, 24, 32))
+    order, sizes = jnp.arange(64), jnp.asarray([40, 24], jnp.int32)
+    with chip.making(chip.Chip("cpu", "gfx942")):
+        of = lambda *w: routed_mlp(x, order, sizes, None, *w).astype(jnp.float32).sum()  # noqa: E731
+        found = jax.jit(jax.grad(of, (0, 1)))(*weights)
+    for gradient in found:
+        assert gradient.dtype == jnp.float32
+        assert np.mean(gradient != gradient.astype(jnp.bfloat16).astype(jnp.float32)) > 0.9
 
 
 def assert_equal_to_the_reference(sizes, num_rows):

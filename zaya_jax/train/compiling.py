@@ -141,17 +141,18 @@ def _memory(memory: buffers.Memory, state: dict[str, Any], program: kernels.Prog
 
 def _by_scope(program: kernels.Program, config: Config, tokens: float) -> list[dict[str, Any]]:
     """A row a scope: launches, bytes and FLOPs, and of these what the model needs by its formula (`chips`)."""
-    needed = chips.flops_by_scope(config.model, config.data.seq_len)
+    needed = {s: f * tokens for s, f in chips.flops_by_scope(config.model, config.data.seq_len).items()}
     by_stage = kernels.table(program)
     rows = []
     for scope, row in kernels.table(program, lambda k: k.scope).items():
         stages = {
             stage: part["flops"] for (of, stage), part in by_stage.items() if of == scope and part["flops"]
         }
-        of_use = needed[scope] * tokens if scope in needed else row["flops"]
-        rows.append(
-            {"scope": scope, **row, "flops_of_use": min(of_use, row["flops"]), "flops_by_stage": stages}
-        )
+        around = scope.split("/")[0]  # what is needed there is needed once, whatever scopes lie in it
+        of_use = min(needed.get(around, row["flops"]), row["flops"])
+        if around in needed:
+            needed[around] -= of_use
+        rows.append({"scope": scope, **row, "flops_of_use": of_use, "flops_by_stage": stages})
     return rows
 
 

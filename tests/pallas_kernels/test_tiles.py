@@ -1,0 +1,31 @@
+"""What kernels are made of: rounding as the chip's own conversion does it, products that keep the bits of float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import chip, tiles
+
+
+@pytest.mark.parametrize("kind", ["gfx942", "gfx950", "NVIDIA H200"])
+def test_narrow_rounds_to_the_nearest_and_ties_to_even(kind):
+    upper = np.arange(1 << 16, dtype=np.uint32) << 16
+    lower = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)  # below, at and above the middle
+    numbers = (upper[:, None] | lower).ravel().view(np.float32)
+    numbers = np.concatenate([numbers[~np.isnan(numbers)], np.array([np.nan], np.float32)])
+    with chip.making(chip.Chip("cpu", kind)):
+        found = jax.jit(lambda x: tiles.narrow(x, jnp.bfloat16))(numbers)
+    np.testing.assert_array_equal(
+        np.asarray(found).astype(np.float32), numbers.astype(jnp.bfloat16).astype(np.float32)
+    )
+
+
+def test_products_of_float32_ask_for_all_its_bits():
+    """What the interpreter on a CPU gives anyway, and a GPU does not."""
+    precisions = {
+        dtype: jax.make_jaxpr(tiles.dot)(*[jnp.ones((16, 16), dtype)] * 2).eqns[0].params["precision"]
+        for dtype in ("float32", "bfloat16")
+    }
+    assert set(precisions["float32"]) == {jax.lax.Precision.HIGHEST}
+    assert precisions["bfloat16"] is None or set(precisions["bfloat16"]) == {None}
