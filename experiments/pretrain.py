@@ -28,6 +28,7 @@ from zaya_jax import cli, schedule
 from zaya_jax import config as config_lib
 from zaya_jax.aegis import decisions, faults
 from zaya_jax.aegis.guard import Guard
+from zaya_jax.aegis.replay import Replay
 from zaya_jax.checkpoint import keep, partial
 from zaya_jax.checkpoint.store import Store, read_meta
 from zaya_jax.cluster import leaving, multihost
@@ -221,7 +222,20 @@ def _train(
         phase = next(s.phase for s in plan.segments if s.phase_index == phase_index)
         own = schedule.phase_config(config, phase)
         make = steps.make_eval_step if evaluation else steps.make_train_step
-        return make(own, own.model, optimizer, mesh)
+        return make(own, own.model, optimizer, mesh, *([] if evaluation or not hook else [hook]))
+
+    hook = faults.hook(mesh.axis_names, mesh.devices.shape)  # None, but in tests
+
+    @functools.lru_cache(1)
+    def replay(phase_index: int) -> Replay:
+        phase = next(s.phase for s in plan.segments if s.phase_index == phase_index)
+        return Replay(schedule.phase_config(config, phase), mesh, hook)
+
+    def check(now: schedule.Step, batch) -> dict | None:
+        """Whether the devices compute what they should; what was decided if one does not."""
+        where.evaluate(now.number, (now.phase_index, now.sequences, "again"))
+        found = replay(now.phase_index)(state["params"], state["balance"].bias, batch)
+        return guard.checked(now.number, found, mesh, saved_steps, config.run.fork_step)
 
     @functools.lru_cache(1)
     def windows(phase: config_lib.Phase) -> list:
@@ -250,7 +264,7 @@ def _train(
     for note in filter(None, [*notes, unknown_peak(), *sizing_rules.notes(here, devices)]):
         logs.say(note)
     as_it_was.begun()
-    guard = Guard(config.guard, workdir, made, {} if parent else meta)
+    guard = Guard(config.guard, workdir, made, {} if parent else meta, reached)
     writer = Writer(workdir, reached)
     remaining = Remaining(plan, reached, last_step, config.eval.every)
     console = Console(reached, last_step, config.log.every, remaining.after)
@@ -316,12 +330,24 @@ def _train(
 
     at_end.push(failed)
 
+    def saved_steps() -> list[int]:
+        """The checkpoints that are here when what is being saved is."""
+        store.wait()
+        return store.steps()
+
+    def end_for(wrong: dict) -> int:
+        """A device computes wrongly: whoever started this run can leave it out."""
+        where.at("end", wrong["at"])
+        store.close(again=False)
+        wind_up()
+        console.say(f"error: {wrong['seen']}. Without it the same command goes on from step {wrong['step']}")
+        return cli.HARDWARE
+
     def go_back(number: int) -> int | None:
         """After a spike: what is done about it is decided and written down; None: the run begins again before it."""
         nonlocal state, pending
         where.at("end", number)
-        store.wait()  # what is being saved may be what it goes back to
-        decision = guard.go_back(store.steps(), config.run.fork_step)
+        decision = guard.go_back(saved_steps(), config.run.fork_step)
         store.close(again=False)
         if decision is None:
             wind_up()
@@ -351,7 +377,6 @@ def _train(
         where.dispatch()
         state, figures = program(now.phase_index)(state, batch, np.float32(now.lr))
         where.came()
-        del batch  # its memory is the next one's
         if pending:
             finish(pending)
         where.mark("figures")
@@ -379,6 +404,12 @@ def _train(
             if (due_save or last) and not guard.spike:
                 kept = {name: float(figures[name]) for name in keep.FIGURES} | extra | guard.doubt()
                 save(number, now.tokens_after, kept, last, owed)
+        if guard.due(number):
+            begun = time.perf_counter()
+            wrong = check(now, batch)
+            clock += time.perf_counter() - begun
+            if wrong:
+                return end_for(wrong)
         where.lap()
         if guard.spike:
             return go_back(number)

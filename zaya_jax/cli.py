@@ -26,7 +26,7 @@ from zaya_jax.config import StorageError, UserError, fields, files, page
 from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.hardware import host
 
-DONE, BAD_INPUT, UNHEALTHY, STORAGE, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 75, 130
+DONE, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 5, 75, 130
 
 
 LONGEST = 200  # characters of another program's message

@@ -2,71 +2,16 @@
 is killed on the way.
 """
 
-import json
-import signal
-
-import jax
-import numpy as np
 import pytest
+from small_runs import Killed, lines, same_end
 
 from experiments import pretrain
-from experiments.configs import tiny
-from zaya_jax import cli, config
-from zaya_jax.aegis import decisions, events, faults
-from zaya_jax.checkpoint import partial, stale, writing
+from zaya_jax import cli
+from zaya_jax.aegis import decisions, events
+from zaya_jax.checkpoint import stale, writing
 from zaya_jax.checkpoint.store import read_meta
 
-DEVICES = jax.devices()[:1]
-SMALL = {
-    "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
-    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8, "mesh.data": 1,
-    "eval.every": 1000, "eval.windows": 0, "log.sample_tokens": 0, "log.every": 50, "checkpoint.every_steps": 10,
-    "precision.compute": "float32", "optim.name": "adamw", "run.num_steps": 90, "guard.spike_steps": 5,
-    "schedule.warmup_fraction": 0.1,
-}  # fmt: skip
-
-
-class Killed(Exception):
-    """In place of a process that is no more."""
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch):
-    """Runs the program in this process on a corpus in which some batches are noise."""
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    for i in range(60):
-        (corpus / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(40)))
-    monkeypatch.setattr(jax, "devices", lambda *args: DEVICES)
-    monkeypatch.setenv(faults.VARIABLE, str(tmp_path / "faults.json"))
-
-    def call(workdir, bad=(73, 77), **keys):
-        noise = [{"kind": "data", "first": bad[0], "last": bad[1]}] if bad else []
-        (tmp_path / "faults.json").write_text(json.dumps(noise))
-        settings = tiny.get_config()
-        given = {name.replace("__", "."): value for name, value in keys.items()}
-        settings.update_from_flattened_dict(SMALL | {"data.path": str(corpus)} | given)
-        return pretrain.train(config.check(settings), tmp_path / workdir)
-
-    yield call
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def lines(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def same_end(a, b):
-    for x, y in zip(
-        jax.tree.leaves(partial.read(a, "*")), jax.tree.leaves(partial.read(b, "*")), strict=True
-    ):
-        np.testing.assert_array_equal(x, y)
-    figures = [[(line["step"], line["loss"], line.get("data/left_out")) for line in lines(w)] for w in (a, b)]
-    assert figures[0] == figures[1]
-    assert decisions.read(a) == decisions.read(b)
-
-
+LONG = {"run__num_steps": 90, "bad": [{"kind": "data", "first": 73, "last": 77}]}  # some batches are noise
 MOMENTS = {  # where a process may be killed: before or after it has called a function
     "decided": (decisions, "of_spike", True),
     "written": (decisions, "add", True),
@@ -76,34 +21,36 @@ MOMENTS = {  # where a process may be killed: before or after it has called a fu
 }
 
 
-def test_it_goes_back_before_the_spike_and_leaves_its_batches_out(run, tmp_path, capsys):
-    assert run("run") == cli.DONE
-    out = capsys.readouterr().out
+def went_back(workdir, out):
+    """What a run has said and left that went back for the noise."""
     assert "in 5 steps in a row, from step 73 on" in out
-    assert "back to step 70, and on without the 7 batches since" in out
-    (made,) = decisions.read(tmp_path / "run")
+    assert "back to step 60, and on without the 17 batches since" in out
+    assert "-*: step 75, of a past that was given up" in out
+    (made,) = decisions.read(workdir)
     assert {key: made[key] for key in ("kind", "step", "batches", "at", "began")} == {
-        "kind": "spike", "step": 70, "batches": 7, "at": 77, "began": 73,
+        "kind": "spike", "step": 60, "batches": 17, "at": 77, "began": 73,
     }  # fmt: skip
-    (event,) = [event for event in events.read(tmp_path / "run") if event.kind == "spike"]
-    assert (event.step, event.done) == (77, "back to step 70, 7 batches left out") and "row" in event.seen
-    found = lines(tmp_path / "run")
+    (event,) = [event for event in events.read(workdir) if event.kind == "spike"]
+    assert (event.step, event.done) == (77, "back to step 60, 17 batches left out") and "row" in event.seen
+    found = lines(workdir)
     assert [line["step"] for line in found] == list(range(1, 91))
-    assert [(line["step"], line["data/left_out"]) for line in found if "data/left_out" in line] == [(71, 7)]
-    assert max(line["loss"] for line in found[70:]) < 3  # none of the noise
-    meta = read_meta(tmp_path / "run", 90)
-    assert meta["data"]["left_out"] == [[70, 7]] and meta["decisions"] == [made]
-    assert "left_out" not in read_meta(tmp_path / "run", 70)["data"]
+    assert [(line["step"], line["data/left_out"]) for line in found if "data/left_out" in line] == [(61, 17)]
+    assert max(line["loss"] for line in found[60:]) < 3  # none of the noise
+    meta = read_meta(workdir, 90)
+    assert meta["data"]["left_out"] == [[60, 17]] and meta["decisions"] == [made]
+    assert "left_out" not in read_meta(workdir, 60)["data"] and "decisions" not in read_meta(workdir, 60)
 
 
 @pytest.mark.parametrize(
     "moment", ["written", *(pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS if m != "written")]
 )
-def test_killed_at_any_moment_it_ends_with_the_same_bits(run, tmp_path, monkeypatch, moment):
-    # Two checkpoints are inside the spike; where it is slow, there are copies of them.
-    keys = {"checkpoint__every_steps": 15, "checkpoint__every_minutes": 0.0}
+def test_it_goes_back_and_killed_at_any_moment_ends_with_the_same_bits(
+    run, tmp_path, monkeypatch, capsys, moment
+):
+    keys = {"checkpoint__every_steps": 15}  # that of step 75 is inside the spike
     copies = lambda name: {} if moment == "written" else {"checkpoint__durable": str(tmp_path / name)}  # noqa: E731
-    assert run("whole", **keys, **copies("safe")) == cli.DONE
+    assert run("whole", **LONG, **keys, **copies("safe")) == cli.DONE
+    went_back(tmp_path / "whole", capsys.readouterr().out)
     module, name, after = MOMENTS[moment]
     function = getattr(module, name)
 
@@ -116,14 +63,14 @@ def test_killed_at_any_moment_it_ends_with_the_same_bits(run, tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(module, name, killed)
         with pytest.raises(Killed):
-            run("killed", **keys, **copies("safe too"))
-    assert run("killed", **keys, **copies("safe too")) == cli.DONE
+            run("killed", **LONG, **keys, **copies("safe too"))
+    assert run("killed", **LONG, **keys, **copies("safe too")) == cli.DONE
     same_end(tmp_path / "killed", tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_a_kill_after_it_went_back_changes_nothing_either(run, tmp_path, monkeypatch):
-    assert run("whole") == cli.DONE
+    assert run("whole", **LONG) == cli.DONE
     see = pretrain.Guard.see
 
     def killed(self, step, *args):
@@ -134,23 +81,24 @@ def test_a_kill_after_it_went_back_changes_nothing_either(run, tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(pretrain.Guard, "see", killed)
         with pytest.raises(Killed):
-            run("killed")
-    assert run("killed") == cli.DONE
+            run("killed", **LONG)
+    assert run("killed", **LONG) == cli.DONE
     same_end(tmp_path / "killed", tmp_path / "whole")
 
 
 @pytest.mark.slow
 def test_without_a_checkpoint_before_it_the_run_begins_anew(run, tmp_path, capsys):
-    assert run("run", checkpoint__every_steps=1000) == cli.DONE
+    assert run("run", **LONG, checkpoint__every_steps=1000) == cli.DONE
     assert "back to step 0, and on without the 77 batches since" in capsys.readouterr().out
     assert [line["step"] for line in lines(tmp_path / "run")] == list(range(1, 91))
 
 
+@pytest.mark.slow
 def test_after_as_many_times_as_allowed_it_ends(run, tmp_path, capsys):
-    assert run("run", guard__rollbacks=0) == cli.UNHEALTHY
+    assert run("run", **LONG, guard__rollbacks=0) == cli.UNHEALTHY
     out = capsys.readouterr().out
     assert (
         "error: " in out and "config.guard.rollbacks=0" in out and f"init_from={tmp_path / 'run'}@70" in out
     )
-    assert run("run", guard__rollbacks=0) == cli.UNHEALTHY  # and again, wherever it goes on
+    assert run("run", **LONG, guard__rollbacks=0) == cli.UNHEALTHY  # and again, wherever it goes on
     assert events.read(tmp_path / "run")[-1].done == "ended: it went back 0 times before"

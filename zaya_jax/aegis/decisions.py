@@ -98,6 +98,16 @@ def of_spike(spike: Spike, saved: Sequence[int], made: Sequence[Decision], begin
     }  # fmt: skip
 
 
+def of_finding(step: int, clean: int, saved: Sequence[int], begin: int) -> Decision:
+    """Back to the newest checkpoint from when all devices were last known to be right; otherwise the oldest there is.
+
+    A run that is not older than that begins anew: nothing of it is known to be right.
+    """
+    before = [one for one in saved if one <= clean]
+    oldest = begin if clean <= begin else min(saved, default=begin)
+    return {"kind": "corrupt", "step": max(before, default=oldest), "batches": 0, "at": step, "clean": clean}
+
+
 def spikes(made: Sequence[Decision]) -> int:
     """How often the run went back for a spike."""
     return sum(one["kind"] == "spike" for one in made)
@@ -109,8 +119,10 @@ def tell(workdir: str | Path, made: Sequence[Decision]) -> None:
     log = events.Log(workdir, "run")
     for number, one in enumerate(made):
         if number not in told:
+            group = "critical" if one["kind"] == "corrupt" else "numbers"
             log.add(
-                one["kind"], group="numbers", step=one["at"], seen=one["seen"],
+                one["kind"], group=group, step=one["at"], seen=one["seen"],
+                process=(one.get("processes") or [-1])[0], node=", ".join(one.get("hosts", [])),
                 done=f"back to step {one['step']}" + (f", {one['batches']} batches left out" if one["batches"] else ""),
                 facts={"decision": number, **{key: one[key] for key in one if key not in ("kind", "seen")}},
             )  # fmt: skip

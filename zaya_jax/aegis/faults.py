@@ -12,6 +12,7 @@ of this is in any program. The hook in a program is made when it is traced; it a
 import json
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,11 @@ def of_data(batch: dict[str, np.ndarray], step: int, left_out: list[list[int]]) 
     return batch | {"targets": noise.astype(targets.dtype)}
 
 
-def hook(axes: tuple[str, ...], sizes: tuple[int, ...]) -> Any:
-    """What a program does to a device's gradients before anything is summed; None where no faults are asked for."""
+def hook(axes: Sequence[str], sizes: Sequence[int]) -> Any:
+    """What a program does to a device's gradients before anything is summed; None where no faults are asked for.
+
+    Devices go by their places in a mesh of these axes.
+    """
     if not asked():
         return None
 

@@ -1,19 +1,27 @@
 """What the training asks of its guardian, and is told: a run's numbers are watched from inside it.
 
-    guard = Guard(config.guard, workdir, made, meta)    as it stood at the checkpoint that the run goes on from
+    guard = Guard(config.guard, workdir, made, meta, reached)    as it stood at the checkpoint that the run goes on from
     guard.see(step, phase, figures)                     of each step, in order, in all processes
     guard.spike                                         what is to be done something about
     guard.go_back(saved, begin)                         decides what, and writes it down; None: not once more
+    guard.due(step)                                     whether gradients are to be computed again now (`replay`)
+    guard.checked(step, finding, mesh, saved, begin)    what came of that; a decision if a device is wrong
 
-The training acts on it: it ends what it was doing and begins again, which sets aside what was decided to be given up.
+The training acts on it: it ends what it was doing, and the next start, in the same process or another, sets aside what
+was decided to be given up.
 """
 
-from collections.abc import Mapping, Sequence
+import math
+import socket
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax.sharding import Mesh
+
 from zaya_jax.aegis import decisions, events
 from zaya_jax.aegis.decisions import Decision
+from zaya_jax.aegis.replay import Finding
 from zaya_jax.aegis.spikes import Spike, Spikes
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Guard as Settings
@@ -22,22 +30,37 @@ from zaya_jax.config import Guard as Settings
 class Guard:
     """One start's."""
 
-    def __init__(self, settings: Settings, workdir: Path, made: Sequence[Decision], meta: Mapping[str, Any]):
+    def __init__(
+        self,
+        settings: Settings,
+        workdir: Path,
+        made: Sequence[Decision],
+        meta: Mapping[str, Any],
+        reached: int,
+    ):
         self._settings, self._workdir, self.made = settings, workdir, list(made)
         self._spikes = Spikes(settings, meta.get("spikes"))
         self.spike: Spike | None = None
+        self._finite, self._suspect, self._reproducible = True, False, True
+        # The last step that was checked and right; of a run that was never checked nobody knows better.
+        self._clean: int = meta.get("clean", reached)
         if multihost.is_writer():
             decisions.tell(workdir, self.made)
 
     def see(self, step: int, phase: int, figures: Mapping[str, Any]) -> None:
         """A step's figures, which are the same in all processes."""
+        loss, norm = float(figures["loss"]), float(figures["grad_norm"])
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        self._suspect |= self._finite and not finite
+        self._finite = finite
         if self.spike is None:
-            self.spike = self._spikes.add(step, phase, float(figures["loss"]), float(figures["grad_norm"]))
+            self.spike = self._spikes.add(step, phase, loss, norm)
 
     def meta(self) -> dict[str, Any]:
         """What a checkpoint has of it."""
         spikes = {"spikes": self._spikes.state()} if self._settings.spike_steps else {}
-        return spikes | ({"decisions": self.made} if self.made else {})
+        clean = {"clean": self._clean} if self._settings.replay_every else {}
+        return spikes | clean | ({"decisions": self.made} if self.made else {})
 
     def doubt(self) -> dict[str, float]:
         """A figure by which a checkpoint is no way back, if the last steps may be a spike's."""
@@ -50,19 +73,64 @@ class Guard:
 
     def go_back(self, saved: Sequence[int], begin: int) -> Decision | None:
         """Where to, of these checkpoints or to the begin; None where it went back as often as it may."""
-        assert self.spike is not None
+        spike = self.spike
+        assert spike is not None
         if decisions.spikes(self.made) >= self._settings.rollbacks:
-            if multihost.is_writer():
-                events.Log(self._workdir, "run").add(
-                    "spike", group="numbers", step=self.spike.step, seen=str(self.spike),
-                    done=f"ended: it went back {self._settings.rollbacks} times before",
-                )  # fmt: skip
+            self._tell(
+                "spike",
+                spike.step,
+                str(spike),
+                f"ended: it went back {self._settings.rollbacks} times before",
+            )
             return None
+        return self._decide(lambda: decisions.of_spike(spike, saved, self.made, begin))
+
+    def due(self, step: int) -> bool:
+        """Every so many steps, and when something has become suspicious: not finite, or a spike."""
+        every, suspect = self._settings.replay_every, self._suspect or self.spike is not None
+        self._suspect = False
+        return bool(every) and self._reproducible and (step % every == 0 or suspect)
+
+    def checked(
+        self, step: int, finding: Finding | None, mesh: Mesh, saved: Callable[[], Sequence[int]], begin: int
+    ) -> Decision | None:
+        """What was found after a step; the decision to go back, written down, if a device is wrong."""
+        if finding is None:
+            self._clean = step
+            return None
+        if finding.kind == "program":
+            self._reproducible = False
+            self._tell("irreproducible", step, finding.why, "gradients are not compared any more")
+            return None
+        steps, hosts = saved(), multihost.to_first("hosts", socket.gethostname())
 
         def decide() -> Decision:
-            assert self.spike is not None
-            new = decisions.of_spike(self.spike, saved, self.made, begin)
-            decisions.add(self._workdir, self.made, new)
+            devices = [mesh.devices.flat[i] for i in finding.devices]
+            named = [
+                f"{d} of process {d.process_index} on {hosts[d.process_index]}" for d in devices if hosts
+            ]
+            which = ("one of " if finding.together else "") + ", ".join(named)
+            return decisions.of_finding(step, self._clean, steps, begin) | {
+                "seen": f"{which} computes wrongly: {finding.why} (of {', '.join(finding.weights[:3])}"
+                + (f" and {len(finding.weights) - 3} more)" if len(finding.weights) > 3 else ")"),
+                "reproduces": finding.kind == "others",
+                "devices": [int(d.id) for d in devices],
+                "processes": sorted({d.process_index for d in devices}),
+                "hosts": sorted({hosts[d.process_index] for d in devices if hosts}),
+            }
+
+        return self._decide(decide)
+
+    def _decide(self, what: Callable[[], Decision]) -> Decision:
+        """In process 0, on the disk when this returns, and told."""
+
+        def decide() -> Decision:
+            new = what()
+            decisions.tell(self._workdir, decisions.add(self._workdir, self.made, new))
             return new
 
-        return multihost.from_first("go back", decide)
+        return multihost.from_first("decide", decide)
+
+    def _tell(self, kind: str, step: int, seen: str, done: str) -> None:
+        if multihost.is_writer():
+            events.Log(self._workdir, "run").add(kind, group="numbers", step=step, seen=seen, done=done)
