@@ -6,6 +6,7 @@ does under the multiplication where that takes longer) and by all other kernels.
     x4 x2   N tokens of the model's width, float32 and in the compute format       r4      N of the router's, float32
     p2      N of packed queries and keys                  q2 v2   of the queries; of the keys or the values alone
     c2      N of packed columns and values                h2 f2   N of the experts' gate and up; of their width
+    s2      the states of linear attention's chunks
     w4 w2   the part's weights of a layer, float32 and in the compute format
 
 The numbers were read off programs compiled for MI300X, kernel by kernel (`experiments.compile`); benchmarks/plan.md
@@ -86,10 +87,13 @@ MLP = {
         {"f2": 6, "x2": 7, "w2": 1, "w4": 1}, {"f2": 5, "x4": 1, "x2": 1, "w4": 1, "w2": 1}, 12,
     ),
 }  # fmt: skip
-# Linear attention by chunks, whose weights are computed again backward; launches are of a chunk.
+# Linear attention: k r, its features w; k, v r, states w, these r, their sums w; q, k, v, sums r, out w. Backward the
+# features of k again; q, k, v, sums, d, out r, dq and the features of q w; these and d r, states as before; q, k, v, d,
+# the former k, sums r, dk and dv w. Where the output is kept, the states alone are made again. `s2` are the chunks'.
 LINEAR = {
-    "forward": Passes({"q2": 14}, {"q2": 38}, 11),
-    "backward": Passes({"q2": 32}, {"q2": 75}, 31),
+    "forward": Passes({}, {"q2": 2, "v2": 6, "s2": 6}, 4),
+    "again": Passes({}, {"v2": 4, "s2": 5}, 3),
+    "backward": Passes({}, {"q2": 9, "v2": 9, "s2": 7}, 5),
 }
 # What is kept of a layer for the backward pass: written forward, read backward.
 KEPT: Mapping[str, Mapping[str, float]] = {

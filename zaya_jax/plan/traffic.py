@@ -57,7 +57,7 @@ def sizes(case: Case) -> dict[str, float]:
     return {
         "x4": 4.0 * n * m.hidden_size, "x2": b * n * m.hidden_size, "r4": 4.0 * n * m.router_hidden_size,
         "p2": b * n * (q + kv), "q2": b * n * q, "v2": b * n * kv, "c2": b * n * (q + 2 * kv),
-        "h2": b * n * 2 * width, "f2": b * n * width,
+        "h2": b * n * 2 * width, "f2": b * n * width, "s2": b * n * kv * m.head_dim / CHUNK,
     }  # fmt: skip
 
 
@@ -202,20 +202,22 @@ def _mix(case: Case, have: Mapping[str, float]) -> Iterator[Part]:
 
 
 def _linear(case: Case, scope: str) -> Iterator[Part]:
-    """Linear attention: a scan over chunks, whose carried state and weights are read and written."""
+    """Linear attention by its kernels: products of a chunk's queries with its keys, of which tiles leave out a quarter,
+    and with states. Where the output is kept, those of keys alone are made again."""
     m = case.model
     times = case.micro_batches * case.linear_layers
     heads, c = m.num_attention_heads / case.spread.heads, m.head_dim
-    chunks = case.length / CHUNK
     have = sizes(case)
-    # A chunk's weights, a state read by each query head and one written by each key-value head.
-    states = heads + m.num_key_value_heads / case.spread.heads
-    flops = 2.0 * case.tokens * (2 * heads * c * CHUNK + states * c * c)
-    for stage in (FORWARD, AGAIN, BACKWARD) if case.here.remat == "layer" else (FORWARD, BACKWARD):
-        p, number = passes.LINEAR[BACKWARD if stage == BACKWARD else FORWARD], 3 if stage == BACKWARD else 1
+    of_keys, of_state = heads * 0.75 * CHUNK, c * (heads + m.num_key_value_heads / case.spread.heads)
+    kept = case.here.remat != "layer"
+    stages = (FORWARD, BACKWARD) if case.here.remat == "none" else (FORWARD, AGAIN, BACKWARD)
+    for stage in stages:
+        p = passes.LINEAR[stage if stage != AGAIN or kept else FORWARD]
+        weights, states = {FORWARD: (2, 1), AGAIN: (0, 0.2) if kept else (2, 1), BACKWARD: (6, 2)}[stage]
+        flops = 2.0 * case.tokens * c * (weights * of_keys + states * of_state)
         yield Part(
-            scope, stage, times * number * flops, times * _bytes(p.products, have), times * _bytes(p.others, have),
-            times * p.launches * chunks, "attention",
+            scope, stage, times * flops, times * _bytes(p.products, have), times * _bytes(p.others, have),
+            times * p.launches, "attention",
         )  # fmt: skip
 
 
