@@ -24,7 +24,7 @@ def tile_of(kernel: str, channels: int, dtype: Any) -> Tile:
     Chosen as attention's are; benchmarks/kernels.md has what others gave.
     """
     if jnp.dtype(dtype).itemsize > 2 or channels > 128:
-        return Tile(32, 32)
+        return {"states": Tile(32, 0, warps=8), "d_keys": Tile(32, 16)}.get(kernel, Tile(32, 32))
     if chip.current().maker == "cuda":
         tiles_of = {"states": Tile(64, 0, 8, 2), "d_keys": Tile(64, 64, 8, 2)}
         return tiles_of.get(kernel, Tile(128, 64, 8, 2))

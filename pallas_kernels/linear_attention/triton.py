@@ -17,8 +17,8 @@ for the backward pass. Features of keys are made once by XLA, those of queries o
 tile that meets them they are nine tenths of an inner loop's instructions. `sums` is for who adds the states of other
 devices: features come in, and numerators go out in float32.
 
-They take heads of up to 256 channels, all in one number format, on NVIDIA's chips not float32 (`suits`); `xla` has the
-rest. Letters as in `pallas_kernels.linear_attention`, and N chunks.
+They take heads of up to 256 channels, all in one number format; in float32 of up to 128, on NVIDIA's chips none
+(`suits`). `xla` has the rest. Letters as in `pallas_kernels.linear_attention`, and N chunks.
 """
 
 import functools
@@ -41,9 +41,10 @@ CARRIED = 1024  # numbers of a state that one of its programs has
 
 
 def suits(q, k, v) -> bool:
-    """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole."""
+    """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole, and wide heads would spill."""
     formats = NARROW if chip.current().maker == "cuda" else (*NARROW, jnp.float32)
-    return q.size > 0 and q.shape[-1] <= 256 and q.dtype == k.dtype == v.dtype and q.dtype in formats
+    alike, most = q.dtype == k.dtype == v.dtype, 256 if q.dtype in NARROW else 128
+    return alike and q.dtype in formats and q.size > 0 and q.shape[-1] <= most
 
 
 def linear_attention(q, k, v, segments, chunk) -> jax.Array:
@@ -134,7 +135,7 @@ def _states(at: Shape, given, segments, of_keys):
     cut = at.cut("states")
     if of_keys:
         cut = cut._replace(heads=1, parts=1, queries=min(cut.tile.rows, at.chunk))
-    columns = min(at.wide, 128)
+    columns = at.wide if at.wide <= 128 else 64  # of a program: more spill
     states = at.batch * at.num_kv, at.chunks, at.channels
     flops = 2.0 * states[0] * at.chunks * at.chunk * cut.heads * cut.parts * at.wide**2
     return _call(
