@@ -41,7 +41,7 @@ CARRIED = 1024  # numbers of a state that one of its programs has
 
 
 def suits(q, k, v) -> bool:
-    """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole, and wide heads would spill."""
+    """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole, wide heads spill."""
     formats = NARROW if chip.current().maker == "cuda" else (*NARROW, jnp.float32)
     alike, most = q.dtype == k.dtype == v.dtype, 256 if q.dtype in NARROW else 128
     return alike and q.dtype in formats and q.size > 0 and q.shape[-1] <= most
