@@ -1,0 +1,129 @@
+"""The spike test on made-up figures: it finds what goes up for good, and nothing else, wherever it is stopped."""
+
+import json
+
+import numpy as np
+import pytest
+
+from zaya_jax.aegis import decisions
+from zaya_jax.aegis.spikes import SETTLE, Spike, Spikes
+from zaya_jax.config import Guard, StorageError, UserError
+
+
+def curves(steps, seed=0, tails="normal", together=0.5):
+    """Losses that fall by a power, with noise of such tails, each step's partly that of the one before; and norms."""
+    chance, at = np.random.default_rng(seed), np.arange(steps)
+    draws = {"normal": chance.standard_normal, "t3": lambda n: chance.standard_t(3, n)}
+    noise = draws[tails](steps)
+    for i in range(1, steps):
+        noise[i] += together * noise[i - 1]
+    loss = 2 + 8 * (at + 20.0) ** -0.3 + 0.03 * noise
+    norm = 0.3 + 0.7 * np.exp(0.3 * draws[tails](steps)) * (1 + 2 * np.exp(-at / 200))
+    return np.stack([loss, norm], 1)
+
+
+def found(figures, phases=None, first=1, settings=None, state=None, keep=False):
+    """The first spike, and the state after each step."""
+    spikes, states, spike = Spikes(settings or Guard(), state), [], None
+    for step, (loss, norm) in enumerate(figures.tolist(), first):
+        spike = spike or spikes.add(step, phases[step - 1] if phases else 0, loss, norm)
+        if keep:
+            states.append(json.loads(json.dumps(spikes.state())))
+    return spike, states
+
+
+@pytest.mark.parametrize("tails", ["normal", "t3"])
+@pytest.mark.parametrize("together", [0.0, 0.5, 0.9])
+def test_noise_with_heavy_tails_is_no_spike(tails, together):
+    assert [found(curves(2000, seed, tails, together))[0] for seed in range(2)] == [None] * 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_loss_that_stays_high_is_one_from_its_first_step(seed):
+    figures = curves(600, seed)
+    figures[400:, 0] += 0.8 * (1 - np.exp(-np.arange(1, 201) / 3))  # within some steps
+    spike, _ = found(figures)
+    assert spike and 401 <= spike.began <= 403 and spike.step == spike.began + 9 and spike.figure == "loss"
+    assert f"from step {spike.began} on" in str(spike)
+    figures = curves(600, seed)
+    figures[300:, 1] *= 8
+    assert found(figures)[0][:3] == (301, 310, "grad_norm")
+    figures = curves(600, seed)
+    figures[300:] = np.nan
+    spike, _ = found(figures)
+    assert spike[:2] == (301, 310) and spike.value == np.inf
+
+
+def test_what_passes_by_itself_is_none():
+    figures = curves(900)
+    for first in range(100, 900, 40):
+        figures[first : first + 9] += 3.0  # nine steps, of ten
+    assert found(figures)[0] is None
+    figures[500:, 0] += np.arange(400) * 0.002  # as slow as this is no jump
+    assert found(figures)[0] is None
+
+
+def test_warm_up_borders_of_phases_and_ramps_are_none():
+    figures = curves(900)
+    figures[:40] += np.linspace(5, 0, 40)[:, None]
+    assert found(figures)[0] is None
+    figures[300:, 0] += 1.5  # other text
+    assert found(figures)[0] is not None
+    assert found(figures, [0] * 300 + [1] * 600)[0] is None
+    ramp = curves(900)
+    ramp[450:, 1] /= np.sqrt(2)  # twice the batch
+    ramp[450:, 0] -= 0.01
+    assert found(ramp)[0] is None
+
+
+def test_nothing_is_said_before_it_is_settled():
+    figures = curves(SETTLE + 40)
+    figures[SETTLE - 20 :] += 5
+    assert found(figures)[0] is None
+    figures = curves(SETTLE + 40)
+    figures[SETTLE:] += 5
+    assert found(figures)[0].began == SETTLE + 1
+
+
+def test_a_restart_anywhere_decides_the_same():
+    figures = curves(330, 5)
+    figures[300:] += 2.0
+    figures[200] = np.inf
+    spike, states = found(figures, keep=True)
+    assert spike.began == 301
+    for step in (1, 40, 63, 64, 65, 199, 200, 201, 202, 299, 301, 305, 309):
+        again, others = found(figures[step:], first=step + 1, state=states[step - 1], keep=True)
+        assert again == spike and others == states[step:]
+    assert max(len(json.dumps(state)) for state in states) < 10_000
+
+
+def test_without_steps_nothing_is_looked_for():
+    figures = curves(330)
+    figures[300:] = np.nan
+    assert found(figures, settings=Guard(spike_steps=0))[0] is None
+    assert found(figures, settings=Guard(spike_steps=3))[0].step == 303
+
+
+def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path):
+    spike = Spike(120, 129, "loss", 5.0, 2.0)
+    first = decisions.of_spike(spike, [60, 80, 100, 120, 125], [], 0)
+    assert (first["step"], first["batches"], first["at"]) == (100, 29, 129)
+    assert decisions.of_spike(Spike(110, 119, "loss", 5.0, 2.0), [60, 80, 100], [first], 0)["step"] == 80
+    assert decisions.of_spike(Spike(110, 119, "loss", 5.0, 2.0), [100], [first], 0)["step"] == 100
+    assert (
+        decisions.of_spike(Spike(100 + SETTLE + 1, 999, "loss", 5.0, 2.0), [80, 100], [first], 0)["step"]
+        == 100
+    )
+    assert decisions.of_spike(spike, [120], [], 7)["step"] == 7  # where the run began
+    # A device's: of when it was known to be right; from the begin where nothing is known, or the oldest there is.
+    assert decisions.of_finding(500, 400, [300, 390, 410], 0)["step"] == 390
+    assert decisions.of_finding(500, 400, [410, 450], 0)["step"] == 410
+    assert decisions.of_finding(50, 0, [10, 20], 0)["step"] == 0
+    made = decisions.add(tmp_path, [], first)
+    assert decisions.read(tmp_path) == made == [first] and decisions.left_out(made) == [[100, 29]]
+    assert decisions.agreed(made, [], tmp_path) == decisions.agreed([], made, tmp_path) == made
+    with pytest.raises(UserError, match="other decisions"):
+        decisions.agreed(made, [first | {"step": 3}], tmp_path)
+    (tmp_path / "aegis" / "decisions.json").write_text("[{}]")
+    with pytest.raises(StorageError, match="cannot be read"):
+        decisions.read(tmp_path)
