@@ -210,6 +210,16 @@ def test_a_finding_for_a_person_ends_it():
     world.take(Found(0, finding("stop", "user")))
     assert world.end() == 2
     world = World(nodes=1)
+    world.take(Found(0, Finding("x", "user", "stop", "a line", process=0)))
+    assert world.end() is None  # its process ends by itself
+    world.exit((0, 1))
+    assert world.end() == 2 and world.events("died")[0]["concluded"] == "x"
+    world = World(nodes=1)
+    world.take(Found(0, Finding("x", "distributed", "restart", "a line", process=0)))
+    assert len(world.starts()) == 1
+    world.take(after=decide.LINES)  # or does not
+    assert len(world.starts()) == 2
+    world = World(nodes=1)
     world.take(Found(0, finding("warn", "storage")))
     world.take(Found(0, finding("note", "critical")))
     assert world.end() is None and len(world.starts()) == 1

@@ -12,6 +12,7 @@ import dataclasses
 import signal
 from typing import Any
 
+from zaya_jax.aegis import rules
 from zaya_jax.aegis.facts import (
     Action,
     Ask,
@@ -42,6 +43,7 @@ PATIENCE = {DONE: 120.0, PREEMPTED: 120.0, UNHEALTHY: 120.0, STORAGE: 120.0, BAD
 GRACE = 3.0  # with any other: the training's own lines end all within a second or so
 KILLED = 1.0  # where a signal killed it, which nothing that comes later began
 TOGETHER = 2.0  # an end so soon after the first one may be its cause, told later
+LINES = 10.0  # until a process that has said what is wrong has ended by itself
 EXPLAINS = 60.0  # a finding so long before an end may be its reason
 COLLECT = 15.0  # until stacks are there
 STOP = 20.0  # until a killed node says that nothing runs there
@@ -104,13 +106,14 @@ def _rank(code: int) -> int:
 class Decider:
     """The state machine. `state` is gathering, running, leaving, ending, collecting, stopping, waiting or ended."""
 
-    def __init__(self, rules: Rules, now: float):
+    def __init__(self, wanted: Rules, now: float):
         self.rules = dataclasses.replace(
-            rules, agents=max(rules.agents, rules.nodes), min_nodes=min(rules.min_nodes or rules.nodes, rules.nodes)
+            wanted, agents=max(wanted.agents, wanted.nodes),
+            min_nodes=min(wanted.min_nodes or wanted.nodes, wanted.nodes),
         )  # fmt: skip
         self.state, self.number, self.nodes = "gathering", 0, tuple[int, ...]()
         self.excluded: dict[int, str] = {}
-        self._now, self._deadline, self._out = now, now + rules.join, list[Action]()
+        self._now, self._deadline, self._out = now, now + wanted.join, list[Action]()
         self._hosts: dict[int, str] = {}
         self._idle, self._lost = set[int](), set[int]()
         self._asked: list[str] = []
@@ -125,6 +128,7 @@ class Decider:
         self._exits: list[tuple[float, Exited]] = []
         self._findings: list[tuple[float, Found]] = []
         self._cause: Cause | None = None
+        self._suspect: tuple[float, Found] | None = None  # a line after which its process should have ended
         self._killed = self._moved = False
         self._began = self._now
 
@@ -208,15 +212,16 @@ class Decider:
         self._turn("ending", patience)
 
     def _found(self, fact: Found) -> None:
-        finding, running = fact.finding, self.state == "running"
+        finding, done = fact.finding, ""
         self._findings.append((self._now, fact))
-        done = ""
-        if running and finding.action == "stop":
-            self._cause = self._caused_by(fact, self._now)
-            self._kill()
-            done = "stop: a person is wanted"
-        elif running and finding.action in ("restart", "exclude"):
-            done = self._act_on(fact)
+        if self.state == "running" and finding.action in ("restart", "exclude", "stop"):
+            if finding.name in rules.consequences():
+                done = "it follows from something else"
+            elif finding.process >= 0 and finding.group != "note" and finding.action != "exclude":
+                self._suspect = self._suspect or (self._now + LINES, fact)
+                done = "it explains the end that follows"
+            else:
+                done = self._act_on(fact)
         kind = "straggles" if finding.name == "straggler" else "hardware" if finding.device else "log"
         self._say(
             kind, fact.node, finding.process, group=finding.group, seen=finding.seen,
@@ -224,19 +229,29 @@ class Decider:
         )  # fmt: skip
 
     def _act_on(self, fact: Found) -> str:
-        """A finding that wants another start; in words what is done."""
+        """A finding that wants another start, or none; in words what is done."""
+        if fact.finding.action == "stop":
+            self._cause = self._caused_by(fact, self._now)
+            self._kill()
+            return "stop: a person is wanted"
         if fact.finding.action == "exclude" and not self._can_exclude(fact.node):
             return "goes on: no spare node could take its place"
         if fact.node not in self.nodes:
             self._exclude(fact.node, fact.finding.name)
             return "a spare, left out"
         self._cause = self._caused_by(fact, self._now)
-        if fact.finding.group in ("critical", "distributed"):
+        if fact.finding.group != "note":
             self._kill()
             return "restart"
         self._cause.free = True
         self._turn("leaving", LEAVE, Ask())  # it computes rightly, so that nothing need be lost
         return "restart after saving"
+
+    def _act_on_late(self, fact: Found) -> None:
+        """Its process has said what is wrong, and has not ended."""
+        self._act_on(fact)
+        if self._cause:
+            self._cause.seen += f"; still there {LINES:g} s later"
 
     def _stepped(self, step: int) -> None:
         if self.state != "running":
@@ -273,6 +288,9 @@ class Decider:
         if self.state in ("running", "leaving", "ending", "collecting", "stopping"):
             if all(n in self._idle or n in self._lost for n in self.nodes):
                 return self._conclude()
+            if self.state == "running" and self._suspect and self._now >= self._suspect[0]:
+                found, self._suspect = self._suspect[1], None
+                return self._act_on_late(found)
             if not late or self.state == "running":
                 return None
             if self.state == "stopping":
@@ -296,12 +314,12 @@ class Decider:
         return None
 
     def _gather(self) -> None:
-        usable, rules = self.usable(), self.rules
-        there = [n for n in usable if n in self._idle][: rules.nodes]
-        to_come = [n for n in range(rules.agents) if n not in self._hosts]
+        usable, wanted = self.usable(), self.rules
+        there = [n for n in usable if n in self._idle][: wanted.nodes]
+        to_come = [n for n in range(wanted.agents) if n not in self._hosts]
         late = self._now >= self._deadline
-        nobody_more = late or (not to_come and len(there) == min(len(usable), rules.nodes))
-        if len(there) == rules.nodes or (len(there) >= rules.min_nodes and nobody_more):
+        nobody_more = late or (not to_come and len(there) == min(len(usable), wanted.nodes))
+        if len(there) == wanted.nodes or (len(there) >= wanted.min_nodes and nobody_more):
             self.number, self.nodes = self.number + 1, tuple(there)
             self._begin()
             self._base, self._deadline, self.state = self._newest, self._now, "running"
@@ -313,11 +331,11 @@ class Decider:
                 spares=[self._hosts[n] for n in usable if n not in there],
                 done="from the newest checkpoint" if self._newest >= 0 else "from the beginning",
             )  # fmt: skip
-        elif nobody_more or len(usable) + len(to_come) < rules.min_nodes:
-            what = f"{len(there)} of {rules.nodes} nodes are there"
+        elif nobody_more or len(usable) + len(to_come) < wanted.min_nodes:
+            what = f"{len(there)} of {wanted.nodes} nodes are there"
             if to_come:
                 what += (
-                    f"; no agent came from node {', '.join(map(str, to_come[:16]))} within {rules.join:g} s"
+                    f"; no agent came from node {', '.join(map(str, to_come[:16]))} within {wanted.join:g} s"
                 )
             self._end(1, what)
 
@@ -385,8 +403,9 @@ class Decider:
         ]
         if explain and first.code not in PATIENCE:
             # A critical error isolates its host; of those that several see the first counts.
-            order = {"critical": 0, "distributed": 1}
-            _, found = min(explain, key=lambda f: (order.get(f[1].finding.group, 2), f[0]))
+            worst = [f for f in explain if f[1].finding.group == "critical" and f[1].finding.action != "warn"]
+            first_of = rules.first((when, f.finding) for when, f in worst or explain)
+            found = next(f for when, f in worst or explain if first_of == (when, f.finding))
             better = self._caused_by(found, time)
             better.kind, better.code = "died", better.code if better.stop else cause.code
             better.seen = f"{cause.seen} of process {cause.process}; {found.finding.seen}"

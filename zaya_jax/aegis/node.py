@@ -12,8 +12,6 @@
 import contextlib
 import dataclasses
 import functools
-import importlib
-import importlib.util
 import os
 import queue
 import selectors
@@ -29,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis import child, stacks, standing
+from zaya_jax.aegis import child, rules, stacks, standing, watch
 from zaya_jax.aegis.hang import View
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.cluster import beats
@@ -77,10 +75,9 @@ class Node:
         self.processes: dict[int, Process] = {}
         self._number, self._looked = 0, 0.0
         self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # what threads have to tell
-        self._matcher = _rules()
+        self._matcher = rules.Matcher()
         self._numa = standing.gpus(os.environ)
-        if importlib.util.find_spec("zaya_jax.aegis.watch"):
-            threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def ready(self) -> None:
         """Says that nothing runs here, and a port on which nobody listens now."""
@@ -89,7 +86,7 @@ class Node:
 
     def start(self, number: int, address: str, count: int, first: int) -> None:
         """Starts this node's processes."""
-        self._number = number
+        self._number, self._matcher = number, rules.Matcher()  # each start counts its lines anew
         for old in self.scratch.glob("beat-*"):
             old.unlink()
         for i in range(self._task.processes):
@@ -208,8 +205,8 @@ class Node:
             pipe.close()
 
     def _match(self, process: int, line: bytes) -> None:
-        if self._matcher and line:
-            for finding in self._matcher.feed(process, line.decode(errors="replace")):
+        if line:
+            for finding in self._matcher.feed(process, line):
                 self._tell(["finding", dataclasses.asdict(finding)])
 
     def _collect(self, number: int, targets: dict[int, stacks.Target]) -> None:
@@ -221,10 +218,10 @@ class Node:
         self._done.put(["stacks", number, {p: [s.how, s.line] for p, s in found.items()}])
 
     def _watch(self) -> None:
-        watchers = importlib.import_module("zaya_jax.aegis.watch").Watchers()
+        watchers, kernel = watch.Watchers(folders=(self._task.workdir, tempfile.gettempdir())), rules.Kernel()
         pause = threading.Event()
         while True:
-            for finding in watchers.look():
+            for finding in [*watchers.look(), *kernel.look()]:
                 self._done.put(["finding", dataclasses.asdict(finding)])
             pause.wait(WATCH)
 
@@ -232,10 +229,3 @@ class Node:
 def _kill_group(popen: subprocess.Popen) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(popen.pid, signal.SIGKILL)
-
-
-def _rules() -> Any:
-    """What looks for known words in what processes print, where that is installed."""
-    if not importlib.util.find_spec("zaya_jax.aegis.rules"):
-        return None
-    return importlib.import_module("zaya_jax.aegis.rules").Matcher()
