@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Starts several processes of one run on this machine: one per GPU, each beside its GPU's NUMA node.
+# Starts several processes of one run on this machine: one per GPU, each beside its GPU's NUMA node. Without an agent:
+# `python -m experiments.supervise` does the same, and watches them (docs/aegis.md).
 #
 #   launch/node.sh 4 .venv/bin/python -m experiments.pretrain --workdir=runs/four      this machine alone
 #   NODE=3 NODES=16 JAX_COORDINATOR_ADDRESS=host:port launch/node.sh 8 COMMAND         the fourth of sixteen

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from experiments import supervise
 from zaya_jax import cli
 from zaya_jax.cluster import multihost
 from zaya_jax.cluster.place import find_place
@@ -125,8 +126,12 @@ def test_the_jobset_names_its_parts_consistently(jobset):
     name = f"{jobset['metadata']['name']}-{replicated['name']}-0-0.{jobset['metadata']['name']}"
     assert variables["JAX_COORDINATOR_ADDRESS"].split(":")[0] == name
     assert replicated["replicas"] == 1 and job["parallelism"] == job["completions"] == int(variables["NODES"])
-    assert (Path("launch") / NODE.name).as_posix() == container["command"][0]
-    assert int(container["command"][1]) == container["resources"]["limits"]["amd.com/gpu"]
+    command = container["command"]
+    gpus = container["resources"]["limits"]["amd.com/gpu"]
+    assert command[1:5] == ["-m", "experiments.supervise", f"--processes={gpus}", "--"]
+    options, training = command[3:4], command[5:]
+    assert supervise.parser().parse_args(options).processes == gpus
+    assert str(supervise.workdir_of(training)).startswith("/runs/")
     volumes = {volume["name"] for volume in job["template"]["spec"]["volumes"]}
     assert {mount["name"] for mount in container["volumeMounts"]} == volumes
     (rule,) = job["podFailurePolicy"]["rules"]
@@ -318,6 +323,23 @@ def slurm(folder, code, restarts=20):
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
     asked = folder / "asked"
     return done.returncode, asked.read_text() if asked.exists() else ""
+
+
+@pytest.mark.parametrize(("variables", "options"), [({}, []), ({"TRAIN_NODES": "126"}, ["--nodes=126"])])
+def test_slurm_starts_an_agent_on_each_node(tmp_path, variables, options):
+    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"; env | grep OMP_\n')
+    (tmp_path / "srun").chmod(0o755)
+    environ = {
+        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7",
+    } | variables  # fmt: skip
+    command = ["bash", LAUNCH / "slurm.sbatch", "--config=x", "--workdir=a b"]
+    said = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=30
+    ).stdout.splitlines()
+    assert "--ntasks-per-node=1" in said and said[-1] == "OMP_NUM_THREADS=16"
+    given = said[said.index("experiments.supervise") + 1 : -1]
+    assert given == ["--processes=8", *options, "--", "--config=x", "--workdir=a b"]
+    assert supervise.parser().parse_args(given[: given.index("--")]).processes == 8
 
 
 def test_slurm_queues_a_run_again_that_saved_and_counts_only_what_failed(tmp_path):
