@@ -197,6 +197,11 @@ def test_of_findings_that_several_have_the_first_counts_unless_one_is_critical()
     world.take(Found(0, finding("warn", "distributed", "second")), after=0.1)
     world.exit((0, 1), (1, 1), (2, 1))
     assert world.events("died")[0]["concluded"] == "first" and world.events("died")[0]["node"] == "host2"
+    world = World(nodes=3)
+    gone = Finding("process gone", "distributed", "restart", "error: process 1 on host1 is gone", process=0)
+    world.take(Found(0, gone))
+    world.exit((0, 1), (1, -9), (2, 1))
+    assert world.events("died")[0]["process"] == 1  # what follows from it explains nothing
     world = World(nodes=3, agents=4)
     world.take(Found(2, finding("warn", "distributed", "first")))
     world.exit((0, 1))

@@ -398,9 +398,13 @@ class Decider:
         )
         if first.code == HARDWARE:
             cause.exclude, cause.group, cause.concluded = True, "critical", "a device computes wrongly"
-        explain = [
-            f for f in self._findings if f[0] - bad[0][0] >= -EXPLAINS and f[1].finding.action != "note"
-        ]
+        near_it = [(when, f) for when, f in self._findings if when - bad[0][0] >= -EXPLAINS]
+        follows = rules.consequences()
+        explain = [e for e in near_it if e[1].finding.action != "note" and e[1].finding.name not in follows]
+        if _rank(first.code) == 0:  # what others said since follows from it
+            explain = [
+                e for e in explain if e[1].finding.process in (-1, first.process) and e[1].node == first.node
+            ]
         if explain and first.code not in PATIENCE:
             # A critical error isolates its host; of those that several see the first counts.
             worst = [f for f in explain if f[1].finding.group == "critical" and f[1].finding.action != "warn"]

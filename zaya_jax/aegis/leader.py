@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import json
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ class Leader:
         self._asked: set[int] = set()
         self._stacks: dict[int, list[str]] = {}
         self._first = self._collecting = -1  # the process that hangs; of how many the stacks are awaited
-        self._newest, self._checked = -1, threading.Event()
+        self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
         self._told_newest = self._told_step = -1
         self._kept = now
         self.end: tuple[int, str] | None = None
@@ -89,6 +88,11 @@ class Leader:
         elif kind == "views" and rest[0] == number:
             self._views(node, [View(*view) for view in rest[1]], now)
         elif kind == "exited" and rest[0] == number:
+            if self._decider.state == "running":  # what it has saved last counts
+                self._checked.clear()
+                self._look.set()
+                self._checked.wait(PROGRESS)
+                self._saved(now)
             self._take(facts.Exited(node, *rest[1:]), now)
         elif kind == "finding":
             self._take(facts.Found(node, Finding(**rest[0])), now)
@@ -106,9 +110,7 @@ class Leader:
 
     def turn(self, now: float) -> None:
         """Looks at progress, at who stands still and at who is slow."""
-        if self._newest != self._told_newest:
-            self._told_newest = self._newest
-            self._take(facts.Saved(self._newest), now)
+        self._saved(now)
         if self._decider.state in ("running", "leaving"):
             found = self._hangs.find(now)
             if found:
@@ -121,6 +123,11 @@ class Leader:
         if now - self._kept > KEEP:
             self._keep_limits(now)
         self._take(facts.Tick(), now)
+
+    def _saved(self, now: float) -> None:
+        if self._newest != self._told_newest:
+            self._told_newest = self._newest
+            self._take(facts.Saved(self._newest), now)
 
     def _views(self, node: int, views: list[View], now: float) -> None:
         self._hangs.heard(node, views, now)
@@ -191,6 +198,8 @@ class Leader:
 
     def _event(self, kind: str, given: dict[str, Any]) -> None:
         self._keeper.event(kind, **given)
+        if kind in ("log", "hardware") and given.get("group") == "note":
+            return  # nobody looks on for these
         who = f"process {given['process']}" if given["process"] >= 0 else ""
         where = f"on {given['node']}" if given["node"] else ""
         parts = [given.get(name, "") for name in ("seen", "concluded", "done")]
@@ -207,7 +216,8 @@ class Leader:
             with contextlib.suppress(OSError):
                 self._newest = max(writing.steps_in(self._plan.workdir / "checkpoints"), default=-1)
             self._checked.set()
-            time.sleep(PROGRESS)
+            self._look.wait(PROGRESS)
+            self._look.clear()
 
 
 def _known(workdir: Path) -> dict[str, float]:

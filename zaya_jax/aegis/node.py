@@ -218,7 +218,11 @@ class Node:
         self._done.put(["stacks", number, {p: [s.how, s.line] for p, s in found.items()}])
 
     def _watch(self) -> None:
-        watchers, kernel = watch.Watchers(folders=(self._task.workdir, tempfile.gettempdir())), rules.Kernel()
+        workdir = self._task.workdir.absolute()
+        there = next(
+            path for path in (workdir, *workdir.parents) if path.exists()
+        )  # it may have yet to be made
+        watchers, kernel = watch.Watchers(folders=(there, tempfile.gettempdir())), rules.Kernel()
         pause = threading.Event()
         while True:
             for finding in [*watchers.look(), *kernel.look()]:
