@@ -17,7 +17,7 @@ from zaya_jax.checkpoint.writing import steps_in
 KEYS = {
     "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
     "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
-    "eval.every": 50, "eval.windows": 2, "log.sample_tokens": 2, "checkpoint.every_steps": 10, "run.num_steps": 150,
+    "eval.every": 30, "eval.windows": 2, "log.sample_tokens": 2, "checkpoint.every_steps": 10, "run.num_steps": 60,
     "precision.compute": "float32", "precision.newton_schulz": "float32", "optim.name": "adamw",
 }  # fmt: skip
 
@@ -67,7 +67,8 @@ def bits(workdir):
     """The sums of all bytes of the last checkpoint's arrays."""
     folder = workdir / "checkpoints" / str(steps_in(workdir / "checkpoints")[-1])
     sums = json.loads((folder / "checksums.json").read_text())
-    found = {name: value for name, value in _leaves(sums) if "meta" not in name}
+    # The run's name differs, and with it the sum of all.
+    found = {name: v for name, v in _leaves(sums) if "meta" not in name and name not in ("/run", "/crc32c")}
     assert len(found) > 10
     return found
 
