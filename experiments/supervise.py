@@ -2,6 +2,7 @@
 
     python -m experiments.supervise [options] -- --config=FILE --workdir=DIR [...]      what follows -- is pretrain's
     python -m experiments.supervise report --workdir=DIR                               what befell a run
+    python -m experiments.supervise check [--devices=N] [--workdir=DIR]                what is wrong with this node
 
 One agent per node. Alone it needs nothing; of several each is told its place by --coordinator, --agents and --agent, by
 JAX_COORDINATOR_ADDRESS, NODES and NODE, or by Slurm with one task a node. The agent of node 0 leads. Exit codes are
@@ -16,8 +17,8 @@ import time
 from pathlib import Path
 
 from zaya_jax import cli
-from zaya_jax.aegis import agent, events, standing
-from zaya_jax.aegis.decide import Rules
+from zaya_jax.aegis import accounts, agent, events, preflight, standing
+from zaya_jax.aegis.decide import HARDWARE, Rules
 from zaya_jax.aegis.leader import Plan
 from zaya_jax.aegis.node import Task
 from zaya_jax.cluster import multihost
@@ -31,6 +32,8 @@ def main() -> int:
     args = parser().parse_args(given[:cut])
     if args.what == "report":
         return report(args.workdir)
+    if args.what == "check":
+        return check(args.devices, args.workdir)
     return supervise(args, given[cut + 1 :])
 
 
@@ -51,9 +54,29 @@ def parser() -> cli.Parser:
     add("--coordinator", metavar="HOST:PORT", help="where the agent of node 0 listens")
     add("--agents", type=whole, metavar="N", help="how many agents there are")
     add("--agent", type=cli.number(int, 0), metavar="I", help="which of them this is, from 0")
-    what = found.add_subparsers(dest="what", metavar="report")
+    add(
+        "--command",
+        default="",
+        metavar="COMMAND",
+        help="is run at each event, with the event as JSON on stdin",
+    )
+    add("--webhook", default="", metavar="URL", help="is sent each event")
+    port = cli.number(int, 0, 65535)
+    add(
+        "--metrics_port",
+        type=port,
+        default=0,
+        metavar="PORT",
+        help="where the leader answers Prometheus; 0: nowhere",
+    )
+    what = found.add_subparsers(dest="what", metavar="report|check")
     told = what.add_parser("report", help="what befell a run", description="The events of a run, by time.")
     told.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="the run's folder")
+    checked = what.add_parser(
+        "check", help="what is wrong with this node", description="The check before a start."
+    )
+    checked.add_argument("--devices", type=whole, metavar="N", help="how many there should be")
+    checked.add_argument("--workdir", type=cli.path, metavar="DIR", help="whose storage is tried")
     return found
 
 
@@ -70,7 +93,8 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     processes = args.processes or len(gpus) or 1
     workdir = workdir_of(training)
     rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, multihost.seconds_of(multihost.JOIN))
-    plan = Plan(rules, workdir, processes, args.exclude_stragglers)
+    told = args.command, args.webhook, args.metrics_port
+    plan = Plan(rules, workdir, processes, args.exclude_stragglers, *told)
     command = [sys.executable, "-m", "experiments.pretrain", *training]
     return agent.run(
         plan, Task(command, workdir, processes), place, multihost.seconds_of(multihost.HEARTBEAT)
@@ -91,7 +115,7 @@ def workdir_of(training: list[str]) -> Path:
 
 
 def report(workdir: Path) -> int:
-    """Prints the events."""
+    """Prints the events, and where the time went."""
     found = events.read(workdir)
     if not found:
         raise UserError(f"--workdir={workdir} has no events; give the folder of a run that was supervised")
@@ -100,8 +124,23 @@ def report(workdir: Path) -> int:
         who = f"process {event.process}" if event.process >= 0 else ""
         took = f"{event.seconds:.1f} s" if event.seconds else ""
         words = [event.node, who, event.seen, event.concluded, event.done, took]
-        print(f"{when}  {event.kind:<10}{'; '.join(filter(None, words))}")
+        if event.kind != "spent":
+            print(f"{when}  {event.kind:<10}{'; '.join(filter(None, words))}")
+    account = accounts.of(found)
+    if account:
+        print(f"\n{accounts.text(account)}", end="")
     return cli.DONE
+
+
+def check(devices: int | None, workdir: Path | None) -> int:
+    """Prints what is wrong with this node."""
+    found = preflight.check(devices, workdir)
+    for finding in found:
+        device = f"{finding.device}: " if finding.device else ""
+        print(f"{finding.action:<8}{device}{finding.name}: {finding.seen}")
+    unfit = [finding for finding in found if finding.action in ("exclude", "stop")]
+    print(f"{len(found)} findings, {len(unfit)} for which the node should not be used")
+    return HARDWARE if unfit else cli.DONE
 
 
 if __name__ == "__main__":

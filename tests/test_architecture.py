@@ -94,7 +94,11 @@ OPTIONS = {
             "coordinator",
             "agents",
             "agent",
+            "command",
+            "webhook",
+            "metrics_port",
         ],
+        "check": ["devices", "workdir"],
         "report": ["workdir"],
     },
 }

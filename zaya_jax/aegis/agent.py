@@ -182,6 +182,7 @@ class Leading(Agent):
             line.close()
         if self._server:
             self._server.close()
+        self.leader.close()
 
     def _order(self, node: int, message: list) -> None:
         if node == 0:

@@ -148,6 +148,10 @@ class Decider:
         """The nodes that a start may have."""
         return [n for n in sorted(self._hosts) if n not in self._lost and n not in self.excluded]
 
+    def host(self, node: int) -> str:
+        """Its name."""
+        return self._hosts.get(node, "")
+
     def _hear(self, fact: Fact) -> None:
         match fact:
             case Came(node, host):
@@ -478,7 +482,7 @@ class Decider:
         known = ("group", "step", "seen", "concluded", "done", "seconds")
         facts = {name: value for name, value in given.items() if name not in known and value != ""}
         given = {name: value for name, value in given.items() if name in known}
-        where = self._hosts.get(node, "") if node >= 0 else ""
+        where = self.host(node)
         self._out.append(Say(kind, {"node": where, "process": process, **given, "facts": facts}))
 
 

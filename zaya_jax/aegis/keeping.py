@@ -2,7 +2,7 @@
 
     terminal = Terminal(); terminal.show(1, b"...")         what the processes print
     keeper = Keeper(workdir); keeper.append(name, data)     files below WORKDIR/aegis
-    keeper.event("died", node=...)                          the leader's events
+    keeper.event(event)                                     the leader's events
 
 Nothing is written into a folder that is no run's yet: training refuses one that holds something else, and leaves
 nothing behind where it is refused itself. Until the run's first step what is to be written waits here.
@@ -10,6 +10,7 @@ nothing behind where it is refused itself. Until the run's first step what is to
 
 import collections
 import contextlib
+import dataclasses
 import os
 import queue
 import threading
@@ -80,9 +81,9 @@ class Keeper:
         """Writes such a file anew, whole or not at all."""
         self._put("write", name, data)
 
-    def event(self, kind: str, **given: Any) -> None:
-        """Adds a line to events.jsonl, with the time of now."""
-        self._put("event", kind, {"time": time.time(), **given})
+    def event(self, event: events.Event) -> None:
+        """Adds a line to events.jsonl."""
+        self._put("event", "", event)
 
     def ended(self, code: int) -> None:
         """A process has ended: unless it refused to begin, what is there is a run's if it looks like one."""
@@ -94,11 +95,11 @@ class Keeper:
         self._thread.join(seconds)
 
     def _put(self, what: str, name: str, data: Any) -> None:
-        size = len(data)
-        if self._waits + size > MOST and what == "append":
-            self.lost += size
-            return
-        self._waits += size
+        if what == "append":
+            if self._waits + len(data) > MOST:
+                self.lost += len(data)
+                return
+            self._waits += len(data)
         self._queue.put((what, name, data))
 
     def _run(self) -> None:
@@ -119,14 +120,15 @@ class Keeper:
             self._is_run = self._is_run or (self._workdir / "metrics.jsonl").exists()
             while self._is_run and self._held:
                 what, name, data = self._held.popleft()
-                self._waits -= len(data)
+                self._waits -= len(data) if what == "append" else 0
                 with contextlib.suppress(OSError):  # a full disk: the terminal has it too
                     self._do(what, name, data)
 
     def _do(self, what: str, name: str, data: Any) -> None:
         path = self.folder / name
         if what == "event":
-            self._log.add(name, **data)
+            given = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
+            self._log.add(given.pop("kind"), **given)
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         if what == "write":

@@ -13,15 +13,17 @@ import contextlib
 import dataclasses
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis import events, facts, hang, straggle
+from zaya_jax.aegis import events, facts, hang, notify, straggle
 from zaya_jax.aegis.decide import Decider, Rules
 from zaya_jax.aegis.finding import Finding
 from zaya_jax.aegis.hang import Hangs, View
 from zaya_jax.aegis.keeping import Keeper
+from zaya_jax.aegis.spending import Spending
 from zaya_jax.aegis.straggle import Stragglers
 from zaya_jax.checkpoint import writing
 from zaya_jax.config import files
@@ -40,6 +42,9 @@ class Plan:
     workdir: Path
     processes: int = 1
     exclude_stragglers: bool = False
+    command: str = ""  # is told of events, as is the webhook
+    webhook: str = ""
+    metrics_port: int = 0  # 0: none
 
 
 class Leader:
@@ -57,6 +62,9 @@ class Leader:
         self._ports: dict[int, int] = {}
         self._asked: set[int] = set()
         self._stacks: dict[int, list[str]] = {}
+        self._spending = Spending()
+        self._notifier = notify.Notifier(plan.command, plan.webhook)
+        self._metrics = _serve(plan.metrics_port)
         self._first = self._collecting = -1  # the process that hangs; of how many the stacks are awaited
         self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
         self._told_newest = self._told_step = -1
@@ -131,10 +139,16 @@ class Leader:
 
     def _views(self, node: int, views: list[View], now: float) -> None:
         self._hangs.heard(node, views, now)
+        host = self._decider.host(node)
         for view in views:
             for step, whole, own, _ in view.laps:
                 if self._stragglers:
                     self._stragglers.add(view.process, int(step), whole, own)
+            if view.process == 0 and view.section:
+                self._spent(self._spending.see(view.section, view.step, now))
+            if self._metrics:
+                lap = view.laps[-1][1:] if view.laps else None
+                self._metrics.beat(view.process, host, view.section, view.step, view.quiet, lap)
         step = self._hangs.step()
         if step > self._told_step:
             self._told_step = step
@@ -150,9 +164,15 @@ class Leader:
         )  # fmt: skip
 
     def _take(self, fact: facts.Fact, now: float) -> None:
-        for action in self._decider.take(fact, now):
+        actions = self._decider.take(fact, now)
+        if self._decider.state not in ("running", "leaving") or any(
+            isinstance(a, facts.Start) for a in actions
+        ):
+            self._spent(self._spending.end(now))
+        for action in actions:
             match action:
                 case facts.Start(number, nodes):
+                    self._spending.begin(now, self._newest)
                     self._start(number, nodes)
                 case facts.Ask():
                     self._all("ask")
@@ -173,6 +193,8 @@ class Leader:
         each = self._plan.processes
         self._hangs.begin()
         self._told_step = -1
+        if self._metrics:
+            self._metrics.forget()
         self._stragglers = Stragglers([node for node in nodes for _ in range(each)])
         host = self._addresses[nodes[0]]
         address = f"{f'[{host}]' if ':' in host else host}:{self._ports[nodes[0]]}"
@@ -197,13 +219,26 @@ class Leader:
         return "; ".join(told)
 
     def _event(self, kind: str, given: dict[str, Any]) -> None:
-        self._keeper.event(kind, **given)
+        event = events.Event(kind, time.time(), **given)
+        self._keeper.event(event)
+        self._notifier.tell(event)
+        if self._metrics:
+            self._metrics.event(event)
         if kind in ("log", "hardware") and given.get("group") == "note":
             return  # nobody looks on for these
         who = f"process {given['process']}" if given["process"] >= 0 else ""
         where = f"on {given['node']}" if given["node"] else ""
         parts = [given.get(name, "") for name in ("seen", "concluded", "done")]
         self._say(f"aegis: {' '.join(filter(None, (kind, who, where)))}: {'; '.join(filter(None, parts))}")
+
+    def _spent(self, given: dict[str, Any] | None) -> None:
+        """What the start's time went to since it was last said."""
+        if given:
+            self._keeper.event(events.Event("spent", time.time(), **given))
+
+    def close(self) -> None:
+        """What is on its way to command or webhook, for a moment."""
+        self._notifier.close()
 
     def _keep_limits(self, now: float) -> None:
         self._kept = now
@@ -218,6 +253,17 @@ class Leader:
             self._checked.set()
             self._look.wait(PROGRESS)
             self._look.clear()
+
+
+def _serve(port: int) -> Any:
+    """Metrics for Prometheus, if they are wanted; UserError where the port is taken."""
+    if not port:
+        return None
+    from zaya_jax.aegis import prometheus  # a server of its own, that few runs ask for
+
+    metrics = prometheus.Metrics()
+    metrics.serve(port)
+    return metrics
 
 
 def _known(workdir: Path) -> dict[str, float]:
