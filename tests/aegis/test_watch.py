@@ -19,10 +19,15 @@ def node(tmp_path):
 
 
 class Node:
-    def __init__(self, root, nvml=None, statvfs=None):
-        self.root, self.clock, self.statvfs = root, watched.Clock(), statvfs or watched.disk()
+    def __init__(self, root, nvml=None, amdsmi=None):
+        self.root, self.clock, self.statvfs = root, watched.Clock(), watched.disk()
         self.watchers = watch.Watchers(
-            root, ["/work", "/tmp"], nvml or watched.NoNvml(), lambda folder: self.statvfs(folder), self.clock
+            root,
+            ["/work", "/tmp"],
+            nvml or watched.NoNvml(),
+            amdsmi,
+            lambda folder: self.statvfs(folder),
+            self.clock,
         )
 
     def look(self, seconds=5.0):
@@ -31,7 +36,7 @@ class Node:
 
     def looks(self, count=8):
         """The findings of several looks, without NVML's note."""
-        return [f for _ in range(count) for f in self.look() if "NVML" not in f.seen]
+        return [f for _ in range(count) for f in self.look() if "Driver Not Loaded" not in f.seen]
 
 
 FAULTS = {
@@ -137,7 +142,7 @@ def test_a_healthy_hour_of_mi300x_gives_nothing(node):
     for minute in range(0, 60, 4):
         set_counters(node.root, rng, minute)
         found += node.look(240)
-    assert [f for f in found if "NVML" not in f.seen] == []
+    assert [f for f in found if "Driver Not Loaded" not in f.seen] == []
 
 
 def test_a_healthy_hour_of_h200_gives_nothing(tmp_path):
@@ -196,6 +201,32 @@ def test_an_older_nvml_is_said_once(tmp_path):
     assert [f.name for f in found] == ["not readable"] and "RemappedRows" in found[0].seen
 
 
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (dict(ue=1), "gpu uncorrectable error"),
+        (dict(ce=900), "gpu correctable error rate"),
+        (dict(de=1), "gpu deferred error"),
+        (dict(pages=[{"page_address": 1}]), "gpu pages retired"),
+        (dict(now=103), "gpu hot"),
+        (dict(now="N/A", busy="N/A", clk="N/A"), None),
+    ],
+)
+def test_faults_by_amdsmi_where_sysfs_is_hidden(tmp_path, change, name):
+    smi = watched.AmdSmi()
+    node = Node(tmp_path, amdsmi=smi)
+    assert node.looks(3) == []
+    smi.cards[1].update(change)
+    assert [(f.name, f.device) for f in node.looks(5)] == ([(name, "gpu1")] if name else [])
+
+
+def test_amdsmi_is_not_asked_where_sysfs_tells(node):
+    node.watchers = watch.Watchers(node.root, [], watched.NoNvml(), watched.AmdSmi(), clock=node.clock)
+    node.looks(2)
+    (node.root / "sys/class/drm/card7").rename(node.root / "was")
+    assert [(f.name, f.device) for f in node.looks(3)] == [("gpu lost", "card7")]
+
+
 def test_cards_and_ports_that_vanish(node):
     node.looks(2)
     (node.root / "sys/class/drm/card7").rename(node.root / "was")
@@ -249,7 +280,7 @@ def test_a_slow_growth_over_many_windows_is_none(node):
     node.looks(1)
     for hour in range(30):
         place.write_text(str(9 * (hour + 1)))
-        assert [f for f in node.look(3600) if "NVML" not in f.seen] == []
+        assert [f for f in node.look(3600) if "Driver Not Loaded" not in f.seen] == []
 
 
 @pytest.mark.parametrize(

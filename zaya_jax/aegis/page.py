@@ -47,7 +47,8 @@ is over. A counter that falls was reset or has wrapped: it begins anew, which is
 no number, is said once. Every kind is read in a thread of its own, so that a driver which hangs is a finding and
 holds up nobody.
 
-AMD's GPUs are read from sysfs (`/sys/class/drm/card*/device`), NVIDIA's by NVML where `nvidia-ml-py` is installed,
+AMD's GPUs are read from sysfs (`/sys/class/drm/card*/device`) and, where a container hides that, by `amdsmi` if it is
+installed, which tells less; NVIDIA's by NVML if `nvidia-ml-py` is installed;
 ports from `/sys/class/infiniband`, interfaces from `/sys/class/net`, priority pauses from the driver's statistics as
 `ethtool -S` shows them. `xgmi_error` is cleared by whoever reads it: another monitor on the node may take an error
 away.

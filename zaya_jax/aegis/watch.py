@@ -265,13 +265,14 @@ class Disks:
 
 
 class Watchers:
-    """All of a node. `nvml` and `statvfs` are given by tests; `clock` too."""
+    """All of a node. `nvml`, `amdsmi`, `statvfs` and `clock` are given by tests."""
 
     def __init__(
         self,
         root: str | Path = "/",
         folders: Iterable[str | Path] = ("/tmp",),
         nvml: object | None = None,
+        amdsmi: object | None = None,
         statvfs: Callable = os.statvfs,
         clock: Callable[[], float] = time.monotonic,
         patience: float | None = None,
@@ -284,7 +285,7 @@ class Watchers:
         self._slots = [
             _Slot(make(tree), tree)
             for make, tree in (
-                (watch_gpu.Amd, Tree(root)),
+                (lambda tree: watch_gpu.Amd(tree, amdsmi), Tree(root)),
                 (lambda tree: watch_gpu.Nvidia(tree, nvml), Tree(root)),
                 (watch_net.Ports, Tree(root)),
                 (watch_net.Interfaces, Tree(root)),
@@ -322,7 +323,7 @@ class _Slot:
     def end(self, seconds: float) -> list[Finding]:
         """What was found, or once that it takes too long."""
         assert self._thread
-        self._thread.join(seconds)
+        self._thread.join(0.0 if self._told else seconds)  # one that hangs is waited for once
         if self._thread.is_alive():
             if self._told:
                 return []
