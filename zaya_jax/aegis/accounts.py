@@ -168,7 +168,7 @@ def of(events: Sequence[Event]) -> Account | None:
         at = _add(account, at, begun.time, use, pending)
         if turn:
             _go_back(account, begun.time, max(begun.step, 0), pending)
-        stop = next((event for event in mine if event.kind in INTERRUPTIONS), None)
+        stop = next((event for event in mine if _ends_a_start(event)), None)
         last = stop or next((event for event in mine if event.kind == "ended"), None)
         until = last.time if last else (mine[-1].time if mine else begun.time)
         if following < len(events) and last is None:
@@ -216,9 +216,14 @@ def of(events: Sequence[Event]) -> Account | None:
     return account
 
 
+def _ends_a_start(event: Event) -> bool:
+    """A node may also be lost, or something found, where nothing of the run was: such events name no start."""
+    return event.kind in INTERRUPTIONS and "start" in event.facts
+
+
 def _fault(stop: Event, later: Sequence[Event]) -> float:
     """When what ended a start began: its event is written when nothing runs any more."""
-    restarted = next((event for event in later if event.kind in ("restarted", *INTERRUPTIONS)), None)
+    restarted = next((event for event in later if event.kind == "restarted" or _ends_a_start(event)), None)
     stopping = 0.0
     if restarted and restarted.kind == "restarted":
         stopping = float(restarted.facts.get("stop", 0.0))
