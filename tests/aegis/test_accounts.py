@@ -128,6 +128,7 @@ def test_they_sum_to_the_whole_whatever_befell(seed):
             "from": step - rng.randrange(4),
             "sections": {rng.choice(accounts.SECTIONS): rng.uniform(0, 9)},
         }
+        facts |= {"start": 1} if rng.random() < 0.8 else {}
         events.append(
             Event(rng.choice(kinds), time, "note", step=step, seconds=rng.uniform(-1, 9), facts=facts)
         )

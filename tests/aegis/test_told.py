@@ -16,7 +16,19 @@ from zaya_jax.aegis.notify import Notifier, line_of
 from zaya_jax.aegis.prometheus import TABLE, Metrics
 from zaya_jax.config import UserError
 
-DIED = Event("died", 10.0, "distributed", "node3", 7, 1200, "SIGKILL", "disk full", "restart at once", 0.25)
+DIED = Event(
+    "died",
+    10.0,
+    "distributed",
+    "node3",
+    7,
+    1200,
+    "SIGKILL",
+    "disk full",
+    "restart at once",
+    0.25,
+    {"start": 1},
+)
 
 
 def script(tmp_path, text):
@@ -110,6 +122,7 @@ def filled():
     metrics.event(Event("started", 1.0, step=-1))
     metrics.event(Event("spent", 2.0, seconds=20.0, facts={"sections": {"step": 18.0, "save": 2.0}}))
     metrics.event(DIED)
+    metrics.event(Event("lost", 3.0, node="node9"))  # a spare
     metrics.event(Event("excluded", 3.0, node="node3"))
     metrics.event(Event("excluded", 4.0, node="node3"))
     metrics.event(Event("restarted", 5.0, seconds=4.5, concluded="after it died"))
@@ -134,6 +147,10 @@ def test_metrics_say_what_the_events_said():
         'zaya_process_own_seconds{node="node1",process="3"} 1.5',
     ):  # fmt: skip
         assert line in text.splitlines(), line
+
+
+def test_a_lost_spare_interrupts_nothing():
+    assert 'zaya_interruptions_total{group="note",kind="lost"}' not in filled().text()
 
 
 def test_every_metric_of_the_table_is_there_with_its_meaning():

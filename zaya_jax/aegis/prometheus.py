@@ -69,7 +69,7 @@ class Metrics:
         of["zaya_events_total"].labels(event.kind, event.group).inc()
         if event.kind in ("log", "hardware"):
             of["zaya_findings_total"].labels(event.concluded or event.seen[:80], event.node).inc()
-        elif event.kind in INTERRUPTIONS:
+        elif event.kind in INTERRUPTIONS and "start" in event.facts:
             of["zaya_interruptions_total"].labels(event.kind, event.group).inc()
             of["zaya_detect_seconds"].labels(event.kind).observe(event.seconds)
             of["zaya_running"].set(0)
