@@ -177,7 +177,7 @@ def of(events: Sequence[Event]) -> Account | None:
         fault = until
         if stop:
             later = events[following:] if following < len(events) else []
-            fault = max(_fault(stop, later), at)
+            fault = max(min(_fault(stop, later), until), at)
         if pending is not None:
             at = _add(account, at, min(recovered.time if recovered else fault, fault), "again", pending)
             if recovered:
