@@ -36,6 +36,7 @@ LOOK = 0.25  # seconds between two looks at the beats
 WATCH = 5.0  # seconds between two looks at the hardware
 LINE = 1 << 16  # bytes; a longer one is taken in pieces
 SHM = Path("/dev/shm")
+ROOT = "ZAYA_WATCH_ROOT"  # the variable: another root than / for what is watched, for tests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,7 +223,9 @@ class Node:
         there = next(
             path for path in (workdir, *workdir.parents) if path.exists()
         )  # it may have yet to be made
-        watchers, kernel = watch.Watchers(folders=(there, tempfile.gettempdir())), rules.Kernel()
+        root = os.environ.get(ROOT, "/")
+        watchers = watch.Watchers(root, (there, tempfile.gettempdir()))
+        kernel = rules.Kernel(root)
         pause = threading.Event()
         while True:
             for finding in [*watchers.look(), *kernel.look()]:
