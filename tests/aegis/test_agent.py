@@ -38,8 +38,18 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
     ("what", "line", "how"),
     [
         ("stop", "(state T|do_signal_stop|stand_in.py)", "stopped (state T)"),
-        ("spin", r"stand_in.py:\d+ in stand_still_here \(faulthandler\)", "stands at step 12 dispatch"),
-        ("lock", r"stand_in.py:\d+ in befall \(faulthandler\)", "without a sign of life"),
+        pytest.param(
+            "spin",
+            r"stand_in.py:\d+ in stand_still_here \(faulthandler\)",
+            "stands at step 12 dispatch",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "lock",
+            r"stand_in.py:\d+ in befall \(faulthandler\)",
+            "without a sign of life",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_who_stands_still_is_named_with_its_line_and_all_start_again(tmp_path, what, line, how):
@@ -58,9 +68,16 @@ def test_who_stands_still_is_named_with_its_line_and_all_start_again(tmp_path, w
 
 
 @pytest.mark.parametrize(
-    ("code", "starts"), [(cli.BAD_INPUT, 1), (cli.UNHEALTHY, 1), (cli.STORAGE, 1), (1, 2)]
+    ("code", "starts"),
+    [
+        (cli.UNHEALTHY, 1),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((cli.BAD_INPUT, 1), (cli.STORAGE, 1), (1, 2))
+        ),
+    ],
 )
-def test_ends_or_goes_on_by_the_exit_code(tmp_path, code, starts, monkeypatch):
+def test_ends_or_goes_on_by_the_exit_code(tmp_path, code, starts):
     with start(tmp_path, "--processes=1", "--restarts=1", befalls={0: f"7 exit {code}"}) as run:
         if code == cli.STORAGE:  # once more, after a pause
             run.until("restart in 30 s")
@@ -72,6 +89,7 @@ def test_ends_or_goes_on_by_the_exit_code(tmp_path, code, starts, monkeypatch):
     assert run.events("died")[0].seen == f"exit code {code}"
 
 
+@pytest.mark.slow
 def test_ends_when_restarts_bring_nothing(tmp_path):
     """It dies at step 3 each time, before the first checkpoint at step 5."""
     with start(tmp_path, "--restarts=1", befalls={0: "3 exit 9"}) as run:
@@ -82,6 +100,7 @@ def test_ends_when_restarts_bring_nothing(tmp_path):
     assert "1 restarts without a newer checkpoint" in run.events("ended")[0].seen
 
 
+@pytest.mark.slow
 def test_a_border_costs_nothing(tmp_path):
     """75 that nobody asked for, after progress, is a new start at once, as often as it comes."""
     with start(tmp_path, "--restarts=0", seconds=0.1) as run:
@@ -132,6 +151,7 @@ def test_a_spare_takes_the_place_of_a_lost_node(tmp_path):
     assert run.gone()
 
 
+@pytest.mark.slow
 def test_without_a_spare_a_lost_node_ends_all(tmp_path):
     with start(tmp_path, agents=2, seconds=0.2) as run:
         run.until_step(3)
@@ -141,6 +161,7 @@ def test_without_a_spare_a_lost_node_ends_all(tmp_path):
     assert "1 of 2 nodes are there" in run.events("ended")[0].seen
 
 
+@pytest.mark.slow
 def test_fewer_go_on_where_that_is_allowed(tmp_path):
     with start(tmp_path, "--min_nodes=1", agents=2, seconds=0.2, steps=20) as run:
         run.until_step(3)
@@ -157,6 +178,7 @@ def test_a_lost_leader_ends_all(tmp_path):
         assert "the leader is gone" in run.err(1) and run.gone()
 
 
+@pytest.mark.slow
 def test_a_wrong_device_is_left_out_where_a_spare_is(tmp_path):
     with start(tmp_path, "--nodes=2", agents=3, befalls={1: "12 exit 5"}) as run:
         assert run.wait() == [0, 0, 0]
@@ -165,6 +187,7 @@ def test_a_wrong_device_is_left_out_where_a_spare_is(tmp_path):
     assert "process 1 of 2 begins after 10" in run.out(2) + run.out(1)
 
 
+@pytest.mark.slow
 def test_signals_to_all_agents_are_one_wish(tmp_path):
     """As schedulers send them."""
     with start(tmp_path, agents=2, seconds=0.2) as run:
@@ -201,6 +224,7 @@ def test_strangers_on_the_port_change_nothing(tmp_path):
     assert len(run.events("started")) == 1 and not run.events("lost")
 
 
+@pytest.mark.slow
 def test_an_agent_of_another_job_is_refused(tmp_path):
     with start(tmp_path, agents=2, steps=40_000, variables={"ZAYA_JOIN_SECONDS": "5"}) as run:
         run.until_step(2)
