@@ -115,10 +115,14 @@ def test_a_stopped_process_is_found_wherever_it_is(section):
     assert found.process == 1 and run.now - begun <= STOPPED + 2 * EVERY and "stopped (state T)" in found.seen
 
 
-def test_one_that_says_nothing_at_all_is_found_by_its_state_only():
+def test_one_that_says_nothing_yet_has_the_time_of_a_start_up_and_may_be_stopped():
+    run = Run(2)
+    run.at("start", 0)
+    run.at("", 0, of=[1])
+    assert run.wait(FLOORS["start"] - 1) is None
+    assert run.wait(2).process == 1
     run = Run(2)
     run.at("", 0)
-    assert run.wait(5000) is None
     run.state[0] = "T"
     assert run.wait(10).process == 0
 

@@ -46,7 +46,9 @@ class Agent:
         for end in (self._asleep, self._wake):
             end.setblocking(False)
         self.selector.register(self._asleep, selectors.EVENT_READ, self._woken)
-        before = {number: signal.signal(number, self._signal) for number in SIGNALS}
+        # A terminal that closes is no reason to stop where somebody has said so (nohup).
+        heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+        before = {number: signal.signal(number, self._signal) for number in heeded}
         fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         try:
             self.begin()

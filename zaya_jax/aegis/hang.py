@@ -124,11 +124,10 @@ class Hangs:
         stopped = [
             p for p, s in self._seen.items() if s.stopped is not None and now - max(s.stopped, self._woke) > STOPPED
         ]  # fmt: skip
-        told = [p for p, s in self._seen.items() if s.view.section]
         if stopped:
             first = min(stopped, key=lambda p: self._order(p, now))
-        elif told and len(told) == len(self._seen):
-            first = min(told, key=lambda p: self._order(p, now))
+        elif self._seen:
+            first = min(self._seen, key=lambda p: self._order(p, now))
             if now - max(self._seen[first].since, self._woke) <= self.limit(first):
                 return None
         else:
@@ -138,7 +137,7 @@ class Hangs:
     def limit(self, process: int) -> float:
         """How long this process may be where it is."""
         seen = self._seen[process]
-        section, laps = seen.view.section, seen.laps
+        section, laps = seen.view.section or "start", seen.laps  # it imports, and says nothing yet
         if section != "step":
             return max(FLOORS[section], TIMES * self._longest.get(section, 0.0))
         if not laps:  # its first step of a start may compile
