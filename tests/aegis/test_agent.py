@@ -120,12 +120,12 @@ def test_asked_once_it_saves_and_asked_twice_it_ends_at_once(tmp_path):
         run.agents[0].send_signal(signal.SIGTERM)
         assert run.wait() == [cli.PREEMPTED]
         assert run.steps()[-1] < STEPS and run.events("ended")[0].facts["code"] == cli.PREEMPTED
-    with start(tmp_path / "twice", "--processes=2", seconds=5) as run:
+    with start(tmp_path / "twice", "--processes=2", seconds=300) as run:  # a step that nobody awaits
         run.until_step(1)
         run.agents[0].send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        run.until("aegis: asked")
         run.agents[0].send_signal(signal.SIGINT)
-        assert run.wait(4) == [128 + signal.SIGINT]
+        assert run.wait() == [128 + signal.SIGINT]
         assert run.gone()
 
 
