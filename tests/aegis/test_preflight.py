@@ -115,6 +115,15 @@ def test_a_disk_that_changes_a_bit(tmp_path, monkeypatch):
     assert list(parts) == [] and list(tmp_path.iterdir()) == []
 
 
+def test_the_node_is_looked_at(tmp_path):
+    tree = watched.lay(tmp_path, "mi300x")
+    watched.lay(tree, "narrow")
+    found = preflight.check(root=tree, environ=environ())
+    assert [(f.name, f.device) for f in found if f.name != "gpu not idle"] == [
+        ("pcie link narrowed", "card4")
+    ]
+
+
 def test_gpus_in_use_and_odd_ports(tmp_path):
     watched.lay(tmp_path, "mi300x")
     watched.lay(tmp_path, "nic-slow")

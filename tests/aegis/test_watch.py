@@ -42,25 +42,25 @@ class Node:
 FAULTS = {
     "uncorrectable": {("gpu uncorrectable memory error", "card2", "exclude")},
     "uncorrectable-gfx": {("gpu uncorrectable error", "card2", "exclude")},
-    "correctable-rate": {("gpu correctable error rate", "card3", "warn")},
-    "retired": {("gpu pages retired", "card5", "warn"), ("gpu reset pending", "card5", "warn")},
-    "not-retired": {("gpu pages retired", "card5", "warn"), ("gpu page not retired", "card5", "exclude")},
-    "hot": {("gpu hot", "card1", "warn"), ("gpu slow clock", "card1", "warn")},
+    "correctable-rate": {("gpu correctable error rate", "card3", "note")},
+    "retired": {("gpu pages retired", "card5", "note"), ("gpu reset pending", "card5", "note")},
+    "not-retired": {("gpu pages retired", "card5", "note"), ("gpu page not retired", "card5", "exclude")},
+    "hot": {("gpu hot", "card1", "warn"), ("gpu slow clock", "card1", "note")},
     "xgmi": {("xgmi link error", "card6", "exclude")},
-    "narrow": {("pcie link narrowed", "card4", "warn")},
+    "narrow": {("pcie link narrowed", "card4", "note")},
     "nic-down": {("nic down", "mlx5_2/1", "warn")},
-    "nic-symbol": {("nic symbol errors", "mlx5_1/1", "warn")},
+    "nic-symbol": {("nic symbol errors", "mlx5_1/1", "note")},
     "nic-retransmit": {
-        ("nic time-outs", "mlx5_3/1", "warn"), ("nic retransmissions", "mlx5_3/1", "warn"),
-        ("nic paused", "ens1f0np0", "warn"),
+        ("nic time-outs", "mlx5_3/1", "warn"), ("nic retransmissions", "mlx5_3/1", "note"),
+        ("nic paused", "ens1f0np0", "note"),
     },
-    "nic-slow": {("nic slow", "mlx5_0/1", "warn"), ("nic slow", "eno1", "warn")},
+    "nic-slow": {("nic slow", "mlx5_0/1", "note"), ("nic slow", "eno1", "note")},
     "oom": {
         ("oom killer", "proc/vmstat", "warn"), ("host memory short", "memory", "warn"),
-        ("host memory pressure", "memory", "warn"), ("host overloaded", "cpu", "warn"),
+        ("host memory pressure", "memory", "note"), ("host overloaded", "cpu", "note"),
     },
     "host-ecc": {
-        ("host uncorrectable memory error", "mc1", "exclude"), ("host correctable error rate", "mc0", "warn"),
+        ("host uncorrectable memory error", "mc1", "exclude"), ("host correctable error rate", "mc0", "note"),
     },
 }  # fmt: skip
 
@@ -333,6 +333,21 @@ def test_the_watchers_of_this_machine():
     watchers = watch.Watchers("/", ["/tmp"])
     for _ in range(3):
         assert all(f.action in ("note", "warn") for f in watchers.look())
+
+
+def test_what_only_slows_a_node_down_explains_no_end():
+    slowing = (
+        "host overloaded",
+        "host storage pressure",
+        "nic slow",
+        "gpu slow clock",
+        "gpu throttled",
+        "nic paused",
+    )
+    assert {limits.BY_NAME[name].action for name in slowing} == {"note"}
+    assert {limits.BY_NAME[name].action for name in ("oom killer", "host memory short", "disk full")} == {
+        "warn"
+    }
 
 
 def test_limits_name_classes_and_actions():

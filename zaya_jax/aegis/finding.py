@@ -4,7 +4,8 @@ import dataclasses
 
 from zaya_jax.aegis import events
 
-# "note": only written down; "exclude": restart without the node; "stop": a person is wanted.
+# "note": only written down; "warn": it may explain an end; "exclude": restart without the node; "stop": a person is
+# wanted.
 ACTIONS = ("note", "warn", "restart", "exclude", "stop")
 
 

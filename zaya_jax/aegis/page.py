@@ -19,8 +19,9 @@ HEAD = """\
 The agent of a node (`python -m experiments.supervise`) reads the logs of its processes, the kernel's log and the
 hardware. What it finds has a name, a class and an action. Classes: *critical* (of one node, which is judged),
 *distributed* (several see it, and the first one counts), *storage*, *data*, *user*, *numbers*, *note*. Actions:
-*note* (only written down), *warn*, *restart*, *exclude* (restart without the node, where a spare can take its place),
-*stop* (a person is wanted). Everything is an event in `WORKDIR/aegis/events.jsonl`.
+*note* (written down: it explains no end), *warn* (it may explain one), *restart*, *exclude* (restart without the node,
+where a spare can take its place), *stop* (a person is wanted). Everything is an event in
+`WORKDIR/aegis/events.jsonl`.
 
 No GPU was at hand when this was made: rules are held by lines that public reports quote and by drivers' format
 strings, watchers by recorded trees of sysfs and by a made-up NVML. The check before a start ran on CPU devices alone.

@@ -58,7 +58,7 @@ def check(
     found += judge_devices(probes[0], expected, floor)
     if workdir is not None:
         found += judge_storage(probes[1], str(workdir))
-    found += [one for one in watchers.look() if one.action != "note"]
+    found += [one for one in watchers.look() if one.group != "note"]
     return found + slow_ports(root)
 
 
