@@ -46,6 +46,9 @@ LABELS = {
     "stopping": "stopping and waiting", "again": "starting again", "idle": "not supervised", "untold": "not told",
 }  # fmt: skip
 INTERRUPTIONS = ("died", "hangs", "lost", "found", "border")
+GAP = (
+    1.0  # seconds between two windows that are the later one's: they are counted by another clock than events
+)
 DECISIONS = ("spike", "corrupt")  # of the training itself, which goes back
 
 
@@ -248,7 +251,8 @@ def _live(account: Account, begin: float, end: float, mine: Sequence[Event]) -> 
             or event.time - event.seconds >= end
         ):
             continue
-        at = _add(account, at, max(event.time - event.seconds, at), "untold")
+        if event.time - event.seconds - at > GAP:
+            at = _add(account, at, event.time - event.seconds, "untold")
         sections = {
             name: max(float(event.facts.get("sections", {}).get(name, 0.0)), 0.0) for name in SECTIONS
         }
