@@ -125,6 +125,7 @@ def test_the_first_cause_is_no_consequence():
     later = (3.0, finding("disk full", "warn", "storage", 3))
     assert rules.first([later, closed, note, cause, gone]) == cause
     assert rules.first([closed, gone, note]) == gone  # consequences alone: the earliest
+    assert rules.first([(1.0, finding("process gone", "restart")), cause]) == cause  # whatever its action
     assert rules.first([note]) == note and rules.first([]) is None
 
 

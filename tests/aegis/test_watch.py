@@ -85,6 +85,23 @@ def test_what_was_there_before_is_no_news(node):
     assert node.looks(5) == []
 
 
+def test_the_first_look_only_remembers(node):
+    watched.lay(node.root, "not-retired")
+    watched.lay(node.root, "xgmi")
+    assert [f for f in node.look() if f.group != "note"] == []
+    assert {f.name for f in node.look()} == {"gpu page not retired", "xgmi link error"}
+
+
+def test_an_idle_card_may_slow_its_bus_and_a_busy_one_may_not(node):
+    node.looks(2)
+    place = node.root / "sys/class/drm/card4/device"
+    (place / "gpu_busy_percent").write_text("3")
+    (place / "current_link_speed").write_text("2.5 GT/s PCIe")
+    assert node.looks(4) == []
+    (place / "gpu_busy_percent").write_text("99")
+    assert [(f.name, f.device) for f in node.looks(4)] == [("pcie link narrowed", "card4")]
+
+
 def test_the_evidence_has_before_and_after(node):
     node.looks(2)
     watched.lay(node.root, "correctable-rate")
