@@ -2,6 +2,7 @@
 
     python -m experiments.supervise [options] -- --config=FILE --workdir=DIR [...]      what follows -- is pretrain's
     python -m experiments.supervise report --workdir=DIR                               what befell a run
+    python -m experiments.supervise chaos --workdir=DIR [--minutes=10]                 how a run fares that is hurt
     python -m experiments.supervise check [--devices=N] [--workdir=DIR]                what is wrong with this node
 
 One agent per node. Alone it needs nothing; of several each is told its place by --coordinator, --agents and --agent, by
@@ -11,18 +12,20 @@ SIGTERM or SIGINT ends at once. docs/aegis.md says what it does when.
 """
 
 import argparse
+import functools
 import os
 import sys
 import time
 from pathlib import Path
 
 from zaya_jax import cli
-from zaya_jax.aegis import accounts, agent, events, preflight, standing
-from zaya_jax.aegis.decide import HARDWARE, Rules
+from zaya_jax.aegis import agent, chaos, events, preflight, standing
+from zaya_jax.aegis.decide import HARDWARE, PREEMPTED, Rules
 from zaya_jax.aegis.leader import Plan
 from zaya_jax.aegis.node import Task
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError, fields
+from zaya_jax.report import supervised
 
 
 def main() -> int:
@@ -34,6 +37,8 @@ def main() -> int:
         return report(args.workdir)
     if args.what == "check":
         return check(args.devices, args.workdir)
+    if args.what == "chaos":
+        return hurt(args.workdir, args.minutes, args.seed)
     return supervise(args, given[cut + 1 :])
 
 
@@ -69,7 +74,7 @@ def parser() -> cli.Parser:
         metavar="PORT",
         help="where the leader answers Prometheus; 0: nowhere",
     )
-    what = found.add_subparsers(dest="what", metavar="report|check")
+    what = found.add_subparsers(dest="what", metavar="report|check|chaos")
     told = what.add_parser("report", help="what befell a run", description="The events of a run, by time.")
     told.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="the run's folder")
     checked = what.add_parser(
@@ -77,6 +82,12 @@ def parser() -> cli.Parser:
     )
     checked.add_argument("--devices", type=whole, metavar="N", help="how many there should be")
     checked.add_argument("--workdir", type=cli.path, metavar="DIR", help="whose storage is tried")
+    chaotic = what.add_parser(
+        "chaos", help="hurts a small run, and tells how it fared", description=chaos.__doc__
+    )
+    chaotic.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="a new folder")
+    chaotic.add_argument("--minutes", type=cli.number(float, 0.1), default=10.0, metavar="N", help="10")
+    chaotic.add_argument("--seed", type=cli.number(int, 0), default=0, metavar="N", help="of the order; 0")
     return found
 
 
@@ -92,7 +103,8 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     gpus = standing.gpus(os.environ)
     processes = args.processes or len(gpus) or 1
     workdir = workdir_of(training)
-    rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, multihost.seconds_of(multihost.JOIN))
+    join = multihost.seconds_of(multihost.JOIN)
+    rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, join, processes)
     told = args.command, args.webhook, args.metrics_port
     plan = Plan(rules, workdir, processes, args.exclude_stragglers, *told)
     command = [sys.executable, "-m", "experiments.pretrain", *training]
@@ -115,7 +127,7 @@ def workdir_of(training: list[str]) -> Path:
 
 
 def report(workdir: Path) -> int:
-    """Prints the events, and where the time went."""
+    """Prints the events, and where the time went; makes the page anew."""
     found = events.read(workdir)
     if not found:
         raise UserError(f"--workdir={workdir} has no events; give the folder of a run that was supervised")
@@ -126,10 +138,22 @@ def report(workdir: Path) -> int:
         words = [event.node, who, event.seen, event.concluded, event.done, took]
         if event.kind != "spent":
             print(f"{when}  {event.kind:<10}{'; '.join(filter(None, words))}")
-    account = accounts.of(found)
-    if account:
-        print(f"\n{accounts.text(account)}", end="")
+    print(f"\n{supervised.report(workdir)}", end="")
     return cli.DONE
+
+
+def hurt(folder: Path, minutes: float, seed: int) -> int:
+    """Tells of each fault as it is done, then the table; 1 where one was not found, or bits differ."""
+    say = functools.partial(print, flush=True)
+    found = chaos.Chaos(folder, seed, say)
+    code = found.run(minutes)
+    say("a run that is left alone, for its bits")
+    same, step = found.same_bits()
+    say(f"its checkpoint of step {step} {'has the same bits' if same else 'DIFFERS'}")
+    table = [*found.table(), "", f"checkpoint of step {step}: {'the same bits' if same else 'other bits'}"]
+    (folder / "chaos.md").write_text("\n".join(table) + "\n")
+    say("\n".join(table))
+    return cli.DONE if same and found.well() and code == PREEMPTED else 1
 
 
 def check(devices: int | None, workdir: Path | None) -> int:

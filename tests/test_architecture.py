@@ -98,6 +98,7 @@ OPTIONS = {
             "webhook",
             "metrics_port",
         ],
+        "chaos": ["workdir", "minutes", "seed"],
         "check": ["devices", "workdir"],
         "report": ["workdir"],
     },

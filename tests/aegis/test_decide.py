@@ -34,9 +34,9 @@ from zaya_jax.aegis.finding import Finding
 class World:
     """A decider with its clock, and nodes that do as they are told."""
 
-    def __init__(self, processes=1, **rules):
-        self.now, self.processes = 0.0, processes
-        self.decider = Decider(Rules(**rules), 0.0)
+    def __init__(self, each=1, **rules):
+        self.now = 0.0
+        self.decider = Decider(Rules(**rules, processes=each), 0.0)
         self.seen: list = []
         for node in range(self.decider.rules.agents):
             self.take(Came(node, f"host{node}"))
@@ -360,3 +360,36 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
         if decider.state in ("running", "leaving") and running and set(running) <= dead:
             give(Hung(next(iter(running)), 0, "silent", "c", 5.0))  # as the agents would notice
     assert over, f"no end: {decider.state}"
+
+
+def test_all_end_with_5_and_the_one_that_is_named_is_the_culprit():
+    """Its line comes from process 0, which prints for all; the node whose process it names gives way to the spare."""
+    world = World(nodes=2, agents=3, each=2)
+    line = Finding(decide.WRONG, "critical", "warn", "error: cpu:3 of process 3 on host1 computes wrongly", 3)
+    world.take(Found(0, line))
+    world.take(Exited(0, 0, 5), Exited(0, 1, 5), Ready(0), Exited(1, 2, 5), Exited(1, 3, 5), Ready(1))
+    (died,) = world.events("died")
+    assert (died["node"], died["process"], died["group"]) == ("host1", 3, "critical")
+    assert list(world.decider.excluded) == [1] and world.starts()[-1] == (0, 2)
+
+
+def test_one_of_several_devices_excludes_nobody():
+    world = World(nodes=2, agents=3)
+    line = Finding(
+        f"one of several {decide.WRONG}", "critical", "warn", "error: one of a, b computes wrongly", 0
+    )
+    world.take(Found(0, line))
+    world.exit((0, 5), (1, 5))
+    assert world.events("died")[0]["process"] == -1 and not world.decider.excluded
+    world.take(Found(0, line))
+    world.exit((0, 5), (1, 5))
+    assert world.end() == 5  # again, and nobody knows whom to leave out
+
+
+def test_a_full_disk_is_the_storages_fault_and_of_the_process_that_it_says():
+    world = World(nodes=1, each=4)
+    line = Finding("save failed", "storage", "warn", "error: 3 saves failed in a row (process 2; 1 of 4)", 2)
+    world.take(Found(0, line))
+    world.take(*[Exited(0, process, 4) for process in range(4)], Ready(0))
+    (died,) = world.events("died")
+    assert (died["process"], died["group"]) == (2, "storage") and "3 saves failed" in died["seen"]

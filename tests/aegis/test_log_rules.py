@@ -28,7 +28,9 @@ def names(kind, line):
 @pytest.mark.parametrize(("kind", "rule"), ALL, ids=lambda v: getattr(v, "name", v))
 def test_each_rule_finds_its_example_before_any_other_does(kind, rule):
     (found,) = rules.Matcher(kind).feed(5, rule.example)
-    assert (found.name, found.group, found.action, found.process) == (rule.name, rule.group, rule.action, 5)
+    named = rule.regex.search(rule.example).groupdict().get("process")
+    expected = rule.name, rule.group, rule.action, int(named or 5)
+    assert (found.name, found.group, found.action, found.process) == expected
     assert found.seen.startswith(rule.example[:300])
 
 
@@ -67,6 +69,21 @@ def test_no_line_of_a_process_ends_a_run_but_of_a_broken_device():
 def test_the_device_is_named():
     (found,) = rules.Matcher("kernel").feed(-1, "amdgpu 0000:c1:00.0: amdgpu: device lost from bus!")
     assert found.device == "0000:c1:00.0"
+
+
+def test_a_line_may_be_of_another_process_than_prints_it():
+    matcher = rules.Matcher()
+    wrong = matcher.feed(
+        0, "error: cpu:3 of process 3 on n1 computes wrongly: other bits than itself (of embed/bias)."
+    )
+    full = matcher.feed(
+        0, "error: 3 saves failed in a row, the last with: No space (process 2; 1 of 4 failed). The .."
+    )
+    assert [(f.name, f.process) for f in wrong + full] == [("device computes wrongly", 3), ("save failed", 2)]
+    plain = matcher.feed(
+        1, "error: 3 saves failed in a row, the last with: No space left on device. The newest .."
+    )
+    assert [(f.name, f.process) for f in plain] == [("save failed", 1)]
 
 
 def test_a_flood_is_counted():

@@ -38,7 +38,7 @@ def test_reads_what_another_process_said(talker, tmp_path):
     process = talker(70)
     process.stdout.readline()
     found = beats.read(tmp_path / "beat-00003")
-    assert (found.pid, found.index, found.section, found.step) == (process.pid, 3, "step", 70)
+    assert (found.pid, found.process, found.section, found.step) == (process.pid, 3, "step", 70)
     assert found.mark == beats.MARKS[1 + 70 % 4]
     assert [lap.step for lap in found.laps] == list(range(7, 71))  # the newest, in their order
     assert found.laps[-1] == (70, 70.0, 35.0, 17.5)

@@ -10,6 +10,7 @@ later than those that followed; then what is left is killed, the cause is named,
 
 import dataclasses
 import signal
+from collections.abc import Sequence
 from typing import Any
 
 from zaya_jax.aegis import rules
@@ -38,6 +39,8 @@ from zaya_jax.aegis.finding import Finding
 
 DONE, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = 0, 2, 3, 4, 5, 75
 
+WRONG = "device computes wrongly"  # how the rules call a line that names it
+
 # Seconds that the others have after a process has ended: with these codes they still save, or say what is wrong.
 PATIENCE = {DONE: 120.0, PREEMPTED: 120.0, UNHEALTHY: 120.0, STORAGE: 120.0, BAD_INPUT: 10.0}
 GRACE = 3.0  # with any other: the training's own lines end all within a second or so
@@ -61,6 +64,7 @@ class Rules:
     min_nodes: int = 0  # 0: as many as nodes
     restarts: int = 5
     join: float = 600.0  # seconds until all agents have come
+    processes: int = 1  # of a node
 
 
 @dataclasses.dataclass
@@ -372,7 +376,9 @@ class Decider:
         if cause.stop or cause.code in (BAD_INPUT, UNHEALTHY):
             self._tell(cause, "end: a person is wanted")
             return self._end(cause.code, cause.concluded or cause.seen)
-        hopeless = cause.code == STORAGE or (cause.code == HARDWARE and not self._can_exclude(cause.node))
+        hopeless = cause.code == STORAGE or (
+            cause.code == HARDWARE and (cause.node < 0 or not self._can_exclude(cause.node))
+        )
         if hopeless and cause.code in self._tried:
             self._tell(cause, "end: a person is wanted")
             return self._end(cause.code, f"{cause.concluded or cause.seen}, again and without progress")
@@ -400,9 +406,10 @@ class Decider:
         cause = Cause(
             "died", time, first.node, first.process, words(first.code), code=first.code, group="distributed"
         )
-        if first.code == HARDWARE:
-            cause.exclude, cause.group, cause.concluded = True, "critical", "a device computes wrongly"
         near_it = [(when, f) for when, f in self._findings if when - bad[0][0] >= -EXPLAINS]
+        if first.code in (HARDWARE, STORAGE):
+            self._whose(cause, [f.finding for _, f in near_it])
+            return cause
         follows = rules.consequences()
         explain = [e for e in near_it if e[1].finding.action != "note" and e[1].finding.name not in follows]
         if _rank(first.code) == 0:  # what others said since follows from it
@@ -419,6 +426,20 @@ class Decider:
             better.seen = f"{cause.seen} of process {cause.process}; {found.finding.seen}"
             return better
         return cause
+
+    def _whose(self, cause: Cause, said: Sequence[Finding]) -> None:
+        """All processes end with these codes together; what one of them has said names the one whose fault it is."""
+        wrong = cause.code == HARDWARE
+        cause.group, cause.exclude = ("critical", True) if wrong else ("storage", False)
+        cause.concluded = "a device computes wrongly" if wrong else "the storage fails"
+        told = [f for f in said if f.group == cause.group and (not wrong or f.name.endswith(WRONG))]
+        if not told:
+            return
+        cause.seen, cause.process = f"{cause.seen}; {told[-1].seen}", told[-1].process
+        if wrong and told[-1].name != WRONG:  # one of several
+            cause.process, cause.node, cause.exclude = -1, -1, False
+        elif 0 <= cause.process < len(self.nodes) * self.rules.processes:
+            cause.node = self.nodes[cause.process // self.rules.processes]
 
     def _caused_by(self, fact: Found, time: float) -> Cause:
         finding: Finding = fact.finding

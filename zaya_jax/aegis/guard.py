@@ -51,7 +51,10 @@ class Guard:
         """A step's figures, which are the same in all processes."""
         loss, norm = float(figures["loss"]), float(figures["grad_norm"])
         finite = math.isfinite(loss) and math.isfinite(norm)
-        self._suspect |= self._finite and not finite
+        if self._finite and not finite:
+            self._suspect = True
+            done = "the update is left out" if figures.get("skipped") else "the update is made"
+            self._tell("not finite", step, f"loss {loss:.4g}, gradient norm {norm:.4g}", done)
         self._finite = finite
         if self.spike is None:
             self.spike = self._spikes.add(step, phase, loss, norm)

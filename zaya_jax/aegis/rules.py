@@ -35,7 +35,10 @@ _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;\n]{0,80};")
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One kind of line; `consequence`: it follows from something elsewhere, and is nobody's first cause."""
+    """One kind of line, whose pattern may name a `device` and a `process`.
+
+    `consequence`: it follows from something elsewhere, and is nobody's first cause.
+    """
 
     name: str
     pattern: str
@@ -78,7 +81,11 @@ class Matcher:
         for rule in self._rules:
             found = rule.regex.search(line)
             if found:
-                return self._count(rule, process, line, found.groupdict().get("device") or "")
+                named = found.groupdict()
+                process = int(
+                    named.get("process") or process
+                )  # a line may be of another process than prints it
+                return self._count(rule, process, line, named.get("device") or "")
         return []
 
     def _count(self, rule: Rule, process: int, line: str, device: str) -> list[Finding]:

@@ -25,7 +25,11 @@ MARKS = ("", "fetch", "dispatch", "wait", "figures")
 PULSE = 0.5
 LAPS = 64  # steps that are remembered
 
-_HEAD = struct.Struct("<QqqqqqddQ")  # turn, pid, index, section, step, mark, since, pulse, laps
+_TURN, _REST = (
+    struct.Struct("<Q"),
+    struct.Struct("<qqqqqddQ"),
+)  # pid, index, section, step, mark, since, pulse, laps
+_HEAD = struct.Struct("<QqqqqqddQ")  # both
 _LAP = struct.Struct("<qddd")
 SIZE = _HEAD.size + LAPS * _LAP.size
 
@@ -43,7 +47,7 @@ class Beat(NamedTuple):
     """Where a process is."""
 
     pid: int
-    index: int
+    process: int
     section: str
     step: int
     mark: str
@@ -63,25 +67,22 @@ class Beats:
     def __init__(self, folder: str | Path, index: int):
         path = Path(folder) / f"beat-{index:05d}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_suffix(
-            f".{os.getpid()}"
-        )  # a reader never sees half a file, nor this start's in the last one's
+        # A reader never sees half a file, nor this start's in the last one's.
+        new = path.with_suffix(f".{os.getpid()}")
         with new.open("w+b") as file:
             file.truncate(SIZE)
             self._memory = mmap.mmap(file.fileno(), SIZE)
         new.replace(path)
         self._lock = threading.Lock()
         self._turn, self._index, self._laps = 0, index, 0
-        self._where = (0, 0, 0)
-        self._since = self._pulse = time.monotonic()
+        self._where = (0, 0, 0, 0.0)
         self.at("start")
         threading.Thread(target=self._live, name="pulse", daemon=True).start()
 
     def at(self, section: str, step: int | None = None, mark: str = "") -> None:
         """The main thread has come here; the step is the last one that was named where none is."""
         last = self._where[1] if step is None else step
-        self._where = SECTIONS.index(section), last, MARKS.index(mark)
-        self._since = self._pulse = time.monotonic()
+        self._where = SECTIONS.index(section), last, MARKS.index(mark), time.monotonic()
         self._write()
 
     def lap(self, step: int, whole: float, own: float, data: float) -> None:
@@ -89,22 +90,23 @@ class Beats:
         self._write((step, whole, own, data))
 
     def _write(self, lap: tuple[int, float, float, float] | None = None) -> None:
-        section, step, mark = self._where
         with self._lock:
-            for whole in (False, True):  # an odd turn: being written, an even one: whole
-                self._turn += 1
-                if lap and whole:
-                    _LAP.pack_into(self._memory, _HEAD.size + self._laps % LAPS * _LAP.size, *lap)
-                    self._laps += 1
-                _HEAD.pack_into(
-                    self._memory, 0, self._turn, os.getpid(), self._index, section, step, mark,
-                    self._since, self._pulse, self._laps,
-                )  # fmt: skip
+            section, step, mark, since = self._where  # here: what another thread has said meanwhile is newer
+            self._turn += 2
+            _TURN.pack_into(self._memory, 0, self._turn - 1)  # an odd turn: being written
+            if lap:
+                _LAP.pack_into(self._memory, _HEAD.size + self._laps % LAPS * _LAP.size, *lap)
+                self._laps += 1
+            # Not in one with the turn: packing clears all of its place before it writes.
+            _REST.pack_into(
+                self._memory, _TURN.size, os.getpid(), self._index, section, step, mark,
+                since, time.monotonic(), self._laps,
+            )  # fmt: skip
+            _TURN.pack_into(self._memory, 0, self._turn)
 
     def _live(self) -> None:
         while True:
             time.sleep(PULSE)
-            self._pulse = time.monotonic()
             self._write()
 
 

@@ -169,7 +169,7 @@ def _layer_kinds(model: Model, positions):
     kinds = jnp.asarray([names.index(kind) if kind in names else 0 for kind in model.kinds], jnp.int32)
     windows = None
     if "hybrid_sliding" in names:
-        widest = min(model.sliding_window, NO_WINDOW)
+        widest = min(model.sliding_window or NO_WINDOW, NO_WINDOW)
         wide = [widest if kind == "hybrid_sliding" else NO_WINDOW for kind in model.kinds]
         windows = jnp.asarray(wide, jnp.int32)
     return kinds, tables, windows
