@@ -33,7 +33,7 @@ def codes(runner):
 @pytest.mark.slow
 def test_two_processes_go_back_together(pretrain, tmp_path):
     keys = {
-        "run.num_steps": 90, "checkpoint.every_steps": 15, "checkpoint.every_minutes": 1e-3,
+        "run.num_steps": 90, "checkpoint.every_steps": 15, "checkpoint.every_minutes": 0.02,
         "checkpoint.local": str(tmp_path / "fast"), "checkpoint.durable": str(tmp_path / "safe"),
     }  # fmt: skip
     noise = [{"kind": "data", "first": 73, "last": 77}]

@@ -241,7 +241,7 @@ class Timer:
     """
 
     def __init__(self, seconds: float):
-        self._seconds, self._begun, self._told = seconds, time.monotonic(), 0
+        self._seconds, self._begun, self._told, self._asked = seconds, time.monotonic(), 0, False
         self._key = f"{_PREFIX}/timer/{_turn('timer')}"
 
     def after(self, step: int) -> bool:
@@ -254,13 +254,14 @@ class Timer:
                 self._begun = time.monotonic()
             return due
         key = f"{self._key}/{self._told}"
-        if is_writer() and due:
-            self._begun = time.monotonic()
-            _client().key_value_set(key, str(step + 2), allow_overwrite=True)
+        # Once: where steps are longer than the time, others could read it before it is said anew, or after.
+        if is_writer() and due and not self._asked:
+            self._begun, self._asked = time.monotonic(), True
+            _client().key_value_set(key, str(step + 2))
         found = _try_get(key)
         if found is None or step < int(found):
             return False
-        self._told += 1
+        self._told, self._asked = self._told + 1, False
         return True
 
 
