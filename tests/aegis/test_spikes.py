@@ -97,6 +97,19 @@ def test_a_restart_anywhere_decides_the_same():
     assert max(len(json.dumps(state)) for state in states) < 10_000
 
 
+def test_a_state_stays_what_it_is_while_steps_go_on():
+    """A save writes it in a thread: a run killed in a spike went on from a checkpoint that knew later steps."""
+    spikes = Spikes(Guard())
+    for step, (loss, norm) in enumerate(curves(100).tolist(), 1):
+        spikes.add(step, 0, loss, norm)
+    spikes.add(101, 0, 9.0, 9.0)
+    state = spikes.state()
+    then = json.dumps(state)
+    spikes.add(102, 0, 9.0, 9.0)
+    spikes.add(103, 0, 2.0, 0.5)
+    assert json.dumps(state) == then
+
+
 def test_without_steps_nothing_is_looked_for():
     figures = curves(330)
     figures[300:] = np.nan

@@ -63,7 +63,7 @@ class Guard:
         """What a checkpoint has of it."""
         spikes = {"spikes": self._spikes.state()} if self._settings.spike_steps else {}
         clean = {"clean": self._clean} if self._settings.replay_every else {}
-        return spikes | clean | ({"decisions": self.made} if self.made else {})
+        return spikes | clean | ({"decisions": [*self.made]} if self.made else {})
 
     def doubt(self) -> dict[str, float]:
         """A figure by which a checkpoint is no way back, if the last steps may be a spike's."""

@@ -60,8 +60,8 @@ class Spikes:
         return bool(self._high)
 
     def state(self) -> dict[str, Any]:
-        """Numbers alone, for JSON: of what is not finite, None."""
-        return {"phase": self._phase, "usual": self._usual, "off": self._off, "high": self._high}
+        """Numbers alone, for JSON: of what is not finite, None. Copies, since a save writes them while steps go on."""
+        return {"phase": self._phase, "usual": [*self._usual], "off": [*self._off], "high": [*self._high]}
 
     def add(self, step: int, phase: int, loss: float, norm: float) -> Spike | None:
         """A step's figures; the spike that they complete, if they do."""
