@@ -229,7 +229,8 @@ def _train(
     @functools.lru_cache(1)
     def replay(phase_index: int) -> Replay:
         phase = next(s.phase for s in plan.segments if s.phase_index == phase_index)
-        return Replay(schedule.phase_config(config, phase), mesh, hook)
+        again = faults.hook(mesh.axis_names, mesh.devices.shape, again=True)
+        return Replay(schedule.phase_config(config, phase), mesh, again)
 
     def check(now: schedule.Step, batch) -> dict | None:
         """Whether the devices compute what they should; what was decided if one does not."""

@@ -55,7 +55,8 @@ class Fault:
     name: str
     harm: Callable[["Chaos", Victim], Callable[[], object]]
     named: Callable[[Event, Victim], bool]
-    ends: bool = True  # whether the run starts again, or goes back, for it
+    ends: bool = True  # whether the run starts again for it
+    back: bool = False  # whether it goes back without
 
 
 @dataclasses.dataclass
@@ -86,19 +87,17 @@ class Chaos:
             self.write(name, content)
         self.order()
 
-    def run(self, minutes: float, of: Sequence[Fault] | None = None, rounds: int = 0) -> int:
-        """Hurts a run for so long, or so many times over with all faults; its exit code."""
+    def run(self, minutes: float, of: Sequence[Fault] | None = None, learned: int = LEARNED) -> int:
+        """Hurts a run for so long, but with each fault once at least, when it has gone so many steps; its exit code."""
         of = FAULTS if of is None else of
-        until, left = time.monotonic() + 60 * minutes, list[Fault]()
+        until, left = time.monotonic() + 60 * minutes, self._random.sample(of, len(of))
         with self._supervised(self.workdir) as agent:
             self._agent = agent
-            self._settle(LEARNED)
-            while left or (rounds > 0 if rounds else time.monotonic() < until):
-                if not left:
-                    left, rounds = self._random.sample(of, len(of)), rounds - 1 if rounds else 0
+            self._settle(learned)
+            while left and agent.poll() is None:
                 self._hurt(left.pop())
-                if rounds == 0 and not left and minutes == 0:
-                    break
+                if not left and time.monotonic() < until:
+                    left = self._random.sample(of, len(of))
             agent.send_signal(signal.SIGTERM)
             code = agent.wait(PATIENCE)
         self._say(f"the run that was hurt was asked to stop and ended with {code}")
@@ -185,11 +184,15 @@ class Chaos:
         if found:
             outcome.found = max(found.time - began, 0.0)
             outcome.said = ": ".join(filter(None, (found.kind, found.concluded or found.seen)))
-            if not fault.ends:
-                outcome.recovered = 0.0 if self._settle(SETTLED) else -1.0
-            elif again := self._event(lambda e: e.kind in ("restarted", "went on") and e.time >= began):
-                outcome.recovered = again.time - began
+            if fault.ends:
+                again = self._event(lambda e: e.kind == "restarted" and e.time >= began)
+                outcome.recovered = again.time - began if again else -1.0
                 self._settle(SETTLED)
+            elif self._settle(SETTLED):
+                outcome.recovered = 0.0  # it went on all the time, but where it went back
+                if fault.back:
+                    outcome.recovered = self._past(found.step) - began
+                    self._settle(SETTLED)
         self.outcomes.append(outcome)
         self._say(
             f"  {outcome.said or 'NOT FOUND'}; found {outcome.found:.1f} s, went on {outcome.recovered:.1f} s"
@@ -203,6 +206,13 @@ class Chaos:
                     return event
             time.sleep(0.1)
         return None
+
+    def _past(self, step: int) -> float:
+        """When the run has passed a step, where it was before it went back."""
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and min(self._steps(), default=0) <= step:
+            time.sleep(0.05)
+        return time.time()
 
     def _settle(self, steps: int) -> bool:
         """Waits until all processes have gone on so far."""
@@ -299,7 +309,7 @@ def _cut(chaos: Chaos, victim: Victim) -> Callable[[], object]:
 
 def _nonfinite(chaos: Chaos, victim: Victim) -> Callable[[], object]:
     step = chaos.step() + 5
-    chaos.order(kind="nonfinite", device=victim.number, first=step, last=step)
+    chaos.order(kind="nonfinite", device=victim.number, first=step, last=step, passing=True)
     return _done  # so that the calm run has it too
 
 
@@ -341,7 +351,7 @@ FAULTS = [
     Fault("a full disk", _disk, lambda event, _: event.kind == "died" and event.group == "storage"),
     Fault("a cut connection", _cut, lambda event, _: event.kind == "died" and event.group == "distributed"),
     Fault("gradients that are not finite", _nonfinite, lambda event, _: event.kind == "not finite", ends=False),
-    Fault("corrupt data", _spike, lambda event, _: event.kind == "spike"),
+    Fault("corrupt data", _spike, lambda event, _: event.kind == "spike", ends=False, back=True),
     Fault("a flipped bit in a gradient", _flip, _of("corrupt")),
     Fault("a GPU's memory error", _memory, _rule("hardware", "gpu uncorrectable memory error"), ends=False),
     Fault("a link's errors", _link, _rule("hardware", "nic symbol errors"), ends=False),

@@ -5,8 +5,9 @@
      {"kind": "flip", "device": 2, "times": 1},                       a bit of a device's gradient
      {"kind": "nonfinite", "device": 0, "first": 9, "last": 12}]      its gradient is no number
 
-`first` and `last` are steps, both included; without them always. `times`: so often in all. Without the variable nothing
-of this is in any program. The hook in a program is made when it is traced; it asks the file whenever it runs.
+`first` and `last` are steps, both included; without them always. `times`: so often in all; `passing`: not when they are
+computed again, to be compared (`replay`). Without the variable nothing of this is in any program. The hook in a program
+is made when it is traced; it asks the file whenever it runs.
 """
 
 import json
@@ -66,10 +67,10 @@ def of_data(batch: dict[str, np.ndarray], step: int, left_out: list[list[int]]) 
     return batch | {"targets": noise.astype(targets.dtype)}
 
 
-def hook(axes: Sequence[str], sizes: Sequence[int]) -> Any:
+def hook(axes: Sequence[str], sizes: Sequence[int], again: bool = False) -> Any:
     """What a program does to a device's gradients before anything is summed; None where no faults are asked for.
 
-    Devices go by their places in a mesh of these axes.
+    Devices go by their places in a mesh of these axes. `again`: of gradients that are computed again, to be compared.
     """
     if not asked():
         return None
@@ -79,6 +80,8 @@ def hook(axes: Sequence[str], sizes: Sequence[int]) -> Any:
         flip, add = 0, 0.0
         for kind in ("flip", "nonfinite"):
             for one in _now(kind, _step):
+                if again and one.get("passing"):
+                    continue
                 key = json.dumps(one)
                 if one["device"] == int(device) and _done.get(key, 0) < one.get("times", 1 << 62):
                     _done[key] = _done.get(key, 0) + 1
