@@ -137,7 +137,7 @@ def report(workdir: Path) -> int:
         took = f"{event.seconds:.1f} s" if event.seconds else ""
         words = [event.node, who, event.seen, event.concluded, event.done, took]
         if event.kind != "spent":
-            print(f"{when}  {event.kind:<10}{'; '.join(filter(None, words))}")
+            print(f"{when}  {event.kind:<12}{'; '.join(filter(None, words))}")
     print(f"\n{supervised.report(workdir)}", end="")
     return cli.DONE
 

@@ -393,3 +393,21 @@ def test_a_full_disk_is_the_storages_fault_and_of_the_process_that_it_says():
     world.take(*[Exited(0, process, 4) for process in range(4)], Ready(0))
     (died,) = world.events("died")
     assert (died["process"], died["group"]) == (2, "storage") and "3 saves failed" in died["seen"]
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_that_accuse_each_other_have_lost_their_connection(killed):
+    world = World(nodes=1, each=3)
+    for speaker, other in ((0, 2), (2, 0)) if not killed else ((0, 2), (1, 2)):
+        line = (
+            f"error: process {other} on host0 is gone: killed, or crashed; see logs/process-0000{other}.log"
+        )
+        world.take(Found(0, Finding("process gone", "distributed", "note", line, speaker)))
+    codes = {1: 1, 0: 1, 2: -9 if killed else 1}
+    world.take(*[Exited(0, process, code) for process, code in codes.items()], Ready(0))
+    (died,) = world.events("died")
+    if killed:
+        assert (died["process"], died["concluded"]) == (2, "")
+    else:
+        assert (died["process"], died["group"]) == (0, "distributed")
+        assert died["concluded"] == "the connection between processes 0 and 2 broke"

@@ -13,6 +13,7 @@ import dataclasses
 import json
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -348,8 +349,11 @@ FAULTS = [
         "a process is slow", _slow,
         lambda event, victim: event.concluded == "straggler" and event.process == victim.number, ends=False,
     ),
-    Fault("a full disk", _disk, lambda event, _: event.kind == "died" and event.group == "storage"),
-    Fault("a cut connection", _cut, lambda event, _: event.kind == "died" and event.group == "distributed"),
+    Fault("a full disk", _disk, lambda event, victim: _of("died")(event, victim) and event.group == "storage"),
+    Fault(
+        "a cut connection", _cut,
+        lambda event, victim: re.search(rf"connection between .*\b{victim.number}\b", event.concluded) is not None,
+    ),
     Fault("gradients that are not finite", _nonfinite, lambda event, _: event.kind == "not finite", ends=False),
     Fault("corrupt data", _spike, lambda event, _: event.kind == "spike", ends=False, back=True),
     Fault("a flipped bit in a gradient", _flip, _of("corrupt")),

@@ -9,6 +9,7 @@ later than those that followed; then what is left is killed, the cause is named,
 """
 
 import dataclasses
+import re
 import signal
 from collections.abc import Sequence
 from typing import Any
@@ -425,7 +426,21 @@ class Decider:
             better.kind, better.code = "died", better.code if better.stop else cause.code
             better.seen = f"{cause.seen} of process {cause.process}; {found.finding.seen}"
             return better
+        broken = self._accused([f.finding for _, f in near_it])
+        if _rank(first.code) == 4 and broken:
+            cause.process = broken[0]
+            cause.concluded = f"the connection between processes {broken[0]} and {broken[1]} broke"
         return cause
+
+    def _accused(self, said: Sequence[Finding]) -> tuple[int, int] | None:
+        """Two processes each of which says that the other is gone, and was there to say so: their connection was."""
+        gone = {
+            (f.process, int(other))
+            for f in said
+            if f.name == "process gone"
+            for other in re.findall(r"process (\d+) on ", f.seen)
+        }
+        return next(((a, b) for a, b in sorted(gone) if a < b and (b, a) in gone), None)
 
     def _whose(self, cause: Cause, said: Sequence[Finding]) -> None:
         """All processes end with these codes together; what one of them has said names the one whose fault it is."""

@@ -82,10 +82,10 @@ class Matcher:
             found = rule.regex.search(line)
             if found:
                 named = found.groupdict()
-                process = int(
+                whose = int(
                     named.get("process") or process
                 )  # a line may be of another process than prints it
-                return self._count(rule, process, line, named.get("device") or "")
+                return self._count(rule, whose, line, named.get("device") or "")
         return []
 
     def _count(self, rule: Rule, process: int, line: str, device: str) -> list[Finding]:
