@@ -114,16 +114,18 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
 
 
 def workdir_of(training: list[str]) -> Path:
-    """The --workdir among the training's options."""
+    """The --workdir among the training's options; the last one, as it is the training's."""
+    found = None
     for i, option in enumerate(training):
         name, _, value = option.lstrip("-").partition("=")
         if option.startswith("-") and name == "workdir":
-            value = value or "".join(training[i + 1 : i + 2])
-            fields.check_path("--workdir", value)
-            return Path(value)
-    raise UserError(
-        "--workdir=DIR is missing after --; give the training's options there, its folder among them"
-    )
+            found = value or "".join(training[i + 1 : i + 2])
+            fields.check_path("--workdir", found)
+    if found is None:
+        raise UserError(
+            "--workdir=DIR is missing after --; give the training's options there, its folder among them"
+        )
+    return Path(found)
 
 
 def report(workdir: Path) -> int:

@@ -75,8 +75,9 @@ class Agent:
             self.say(f"aegis: node {self.place.index if self.place else 0} ends with {code}: {text}")
         self.keeper.close(FAREWELL)
         self.terminal.close(FAREWELL)
-        if self.keeper.lost or self.terminal.lost:
-            lost = f"{self.keeper.lost:,} bytes for aegis/ and {self.terminal.lost:,} for the terminal were not written"
+        if self.keeper.lost or self.keeper.lost_events or self.terminal.lost:
+            lost = f"{self.keeper.lost:,} bytes and {self.keeper.lost_events} events for aegis/"
+            lost += f", and {self.terminal.lost:,} bytes for the terminal were not written"
             print(f"aegis: {lost}: there was more than disk or terminal took", file=sys.stderr)
         self.selector.close()
         return code

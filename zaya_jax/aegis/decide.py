@@ -122,6 +122,10 @@ class Decider:
         self._hosts: dict[int, str] = {}
         self._idle, self._lost = set[int](), set[int]()
         self._asked: list[str] = []
+        self._borders, self._border = (
+            0,
+            -1,
+        )  # starts in a row that ended so, and the newest checkpoint at the last
         self._failures, self._newest, self._base, self._step = 0, -1, -1, -1
         self._faults: dict[int, int] = {}  # of a node, since the last progress
         self._tried: set[int] = set()  # codes after which one more start was made, since the last progress
@@ -367,12 +371,20 @@ class Decider:
         if len(self._asked) > 1:
             return self._end(128 + _number(self._asked[-1]), f"{self._asked[-1]}, a second time")
         if self._asked:
-            clean = codes <= {DONE, PREEMPTED} and not self._killed
+            # Before its first step there is nothing to save: the training ends as a signal ends a program.
+            early = {128 + signal.SIGTERM, -signal.SIGTERM}
+            clean = codes <= {DONE, PREEMPTED, *early} and not self._killed
             return self._end(
                 PREEMPTED if clean else shell(cause.code), "stopped as asked" if clean else cause.seen
             )
         stopped = round(self._now - cause.time, 3)
         if cause.kind == "border":
+            self._borders = 1 + (self._borders if self._newest <= self._border else 0)
+            self._border = self._newest
+            if self._borders > self.rules.restarts + 1:
+                return self._end(
+                    1, f"{self._borders} starts in a row ended with {PREEMPTED}, without a newer checkpoint"
+                )
             return self._again(cause, stopped)
         if cause.stop or cause.code in (BAD_INPUT, UNHEALTHY):
             self._tell(cause, "end: a person is wanted")

@@ -142,7 +142,10 @@ class Hangs:
             return max(FLOORS[section], TIMES * self._longest.get(section, 0.0))
         if not laps:  # its first step of a start may compile
             return max(FLOORS["compile"], TIMES * self._longest.get("compile", 0.0))
-        if seen.view.mark == "fetch":
+        if seen.view.mark in (
+            "fetch",
+            "figures",
+        ):  # where it waits for a disk: for data, or to write its figures
             return max(FLOORS["fetch"], TIMES * _usual(laps), TIMES * self._longest.get("fetch", 0.0))
         if len(laps) < STEADY:
             return max(UNSTEADY, TIMES * self._longest.get("step", 0.0))

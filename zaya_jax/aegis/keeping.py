@@ -9,7 +9,6 @@ nothing behind where it is refused itself. Until the run's first step what is to
 """
 
 import collections
-import contextlib
 import dataclasses
 import os
 import queue
@@ -50,13 +49,13 @@ class Terminal:
         while item := self._queue.get():
             number, data = item
             rest = memoryview(data)
-            try:
-                while rest and number not in self._gone:
+            while rest and number not in self._gone:
+                try:
                     rest = rest[os.write(number, rest) :]
-            except BlockingIOError:
-                time.sleep(0.05)
-            except OSError:
-                self._gone.add(number)  # whoever read it went; the run goes on
+                except BlockingIOError:
+                    time.sleep(0.05)
+                except OSError:
+                    self._gone.add(number)  # whoever read it went; the run goes on
             self._waits -= len(data)
 
 
@@ -68,7 +67,7 @@ class Keeper:
         self._log = events.Log(workdir, "agent")
         self._queue: queue.Queue[tuple[str, Any, Any] | None] = queue.Queue()
         self._held: collections.deque[tuple[str, Any, Any]] = collections.deque()
-        self._waits, self.lost = 0, 0
+        self._waits, self.lost, self.lost_events = 0, 0, 0
         self._is_run = False
         self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
         self._thread.start()
@@ -121,8 +120,11 @@ class Keeper:
             while self._is_run and self._held:
                 what, name, data = self._held.popleft()
                 self._waits -= len(data) if what == "append" else 0
-                with contextlib.suppress(OSError):  # a full disk: the terminal has it too
+                try:
                     self._do(what, name, data)
+                except OSError:  # a full disk: the terminal has it too
+                    self.lost += len(data) if what in ("append", "write") else 0
+                self.lost_events = self._log.lost
 
     def _do(self, what: str, name: str, data: Any) -> None:
         path = self.folder / name

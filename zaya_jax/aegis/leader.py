@@ -56,6 +56,7 @@ class Leader:
     ):  # fmt: skip
         self._plan, self._keeper, self._say, self._order = plan, keeper, say, order
         self._decider = Decider(plan.rules, now)
+        self._decider.number = _starts(plan.workdir)  # those of an agent before this one keep their logs
         self._hangs = Hangs(_known(plan.workdir))
         self._stragglers: Stragglers | None = None
         self._addresses: dict[int, str] = {}  # by which others reach a node
@@ -273,3 +274,9 @@ def _known(workdir: Path) -> dict[str, float]:
         return {name: float(found[name]) for name in hang.FLOORS if name in found}
     except (OSError, ValueError, TypeError):
         return {}
+
+
+def _starts(workdir: Path) -> int:
+    """How many starts this workdir has seen under an agent."""
+    named = (path.name.removeprefix("start-") for path in (workdir / events.FOLDER / "logs").glob("start-*"))
+    return max((int(number) for number in named if number.isdecimal()), default=0)

@@ -34,6 +34,10 @@ def find(
         "process_id": agent if agent is not None else environ.get("NODE"),
     }
     if str(given["num_processes"]) == "1":
+        if str(given["process_id"] or "0") != "0":
+            raise UserError(
+                f"--agent (NODE) is {given['process_id']}, but --agents (NODES) is 1: an agent alone is number 0"
+            )
         return None
     # What says where a *process* stands says nothing about agents.
     left = {name: v for name, v in environ.items() if name not in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")}

@@ -1,0 +1,91 @@
+"""What broke the agent when somebody tried to break it."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import agents
+import multiprocess_runs
+
+from zaya_jax.aegis import decide, facts
+from zaya_jax.aegis.decide import Decider, Rules
+
+
+def test_no_line_holds_up_the_agent():
+    """1,024 characters without a space took a rule 10 s, 4,096 minutes, in which nothing else is watched."""
+    line = "('gloo/' * 900)[:4096]"
+    asked = f"from zaya_jax.aegis import rules; rules.Matcher().feed(0, {line})"
+    subprocess.run(
+        [sys.executable, "-c", asked],
+        timeout=5,
+        check=True,
+        env=os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT)},
+    )
+
+
+def test_what_ends_with_75_again_and_again_without_a_newer_checkpoint_comes_to_an_end():
+    decider, now = Decider(Rules(nodes=1, restarts=5), 0.0), 0.0
+    decider.take(facts.Came(0, "host"), now)
+    decider.take(facts.Ready(0), now)
+    for _ in range(200):
+        for fact in (facts.Stepped(11), facts.Exited(0, 0, decide.PREEMPTED), facts.Ready(0), facts.Tick()):
+            now += 301.0 if isinstance(fact, facts.Tick) else 1.0
+            decider.take(fact, now)
+    assert decider.state == "ended"
+
+
+def test_the_last_of_two_workdirs_is_the_run_s():
+    from experiments import supervise
+
+    assert (
+        str(supervise.workdir_of(["--workdir=/a", "--workdir=/b"])) == "/b"
+    )  # as the training's own options take it
+
+
+def test_what_aegis_could_not_write_is_said(tmp_path):
+    with agents.start(tmp_path, steps=5) as run:
+        (run.workdir / "aegis").write_text("a file in the folder's place: nothing can be written below it")
+        assert run.wait() == [0]
+        assert "not written" in run.err()
+
+
+def test_a_terminal_that_does_not_block_loses_nothing_uncounted():
+    ours, theirs = os.pipe()
+    os.set_blocking(theirs, False)
+    asked = (
+        "import sys; from zaya_jax.aegis.keeping import Terminal; t = Terminal()\n"
+        "for _ in range(100): t.show(1, b'z' * 10_000)\n"
+        "t.close(20); print(t.lost, file=sys.stderr)"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", asked], stdout=theirs, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT)},
+    )  # fmt: skip
+    os.close(theirs)
+    time.sleep(1)  # the pipe is full
+    got = 0
+    while data := os.read(ours, 1 << 16):
+        got += len(data)
+    os.close(ours)
+    lost = int(child.communicate()[1])
+    assert got + lost == 1_000_000
+
+
+def test_a_signal_before_the_training_heeds_it_is_an_end_as_asked(tmp_path):
+    with agents.start(tmp_path, steps=100) as run:
+        run.until("aegis: started")
+        run.agents[0].send_signal(signal.SIGTERM)
+        assert run.wait() == [75]
+
+
+def test_each_start_has_a_log_of_its_own(tmp_path):
+    with agents.start(tmp_path, steps=10) as run:
+        assert run.wait() == [0]
+        again = [sys.executable, agents.STAND_IN, "agent", "--", f"--workdir={run.workdir}", "20", "0.05"]
+        variables = {"PYTHONPATH": str(multiprocess_runs.ROOT), "PCI_DEVICES": "none"}
+        subprocess.run(again, env=os.environ | variables, timeout=60, check=True, capture_output=True)
+        logs = (run.workdir / "aegis" / "logs").rglob("process-00000.log")
+        assert [len(re.findall("begins after", log.read_text())) for log in logs] == [1, 1]
