@@ -140,3 +140,20 @@ def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path
     (tmp_path / "aegis" / "decisions.json").write_text("[{}]")
     with pytest.raises(StorageError, match="cannot be read"):
         decisions.read(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": None}, {"kind": "else"}, {"seen": None}, {"step": -1}, {"step": 8}, {"batches": True}, {"at": 7.0},
+        {"hosts": [1]}, {"hosts": "host"}, {"processes": ["0"]}, {"processes": {}}, {"devices": [None]},
+    ],
+)  # fmt: skip
+def test_a_decision_that_is_not_whole_is_refused_where_it_is_read(tmp_path, wrong):
+    whole = {"kind": "corrupt", "step": 3, "batches": 0, "at": 7, "seen": "cpu:0 computes wrongly"}
+    whole |= {"hosts": ["a"], "processes": [0], "devices": [0]}
+    decisions.write(tmp_path, [whole])
+    decisions.tell(tmp_path, decisions.read(tmp_path))
+    decisions.write(tmp_path, [whole, whole | wrong])
+    with pytest.raises(StorageError, match=r"cannot be read .*restore it"):
+        decisions.read(tmp_path)

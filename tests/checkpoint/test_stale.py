@@ -5,11 +5,12 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
+from zaya_jax.aegis import decisions
 from zaya_jax.checkpoint import look, remote, stale, store, writing
-from zaya_jax.config import Checkpoint, StorageError
+from zaya_jax.config import Checkpoint, StorageError, UserError
 
-BACK = {"kind": "spike", "step": 3, "batches": 4}
-AGAIN = {"kind": "corrupt", "step": 5, "batches": 0}
+BACK = {"kind": "spike", "step": 3, "batches": 4, "at": 7, "seen": "a loss"}
+AGAIN = {"kind": "corrupt", "step": 5, "batches": 0, "at": 6, "seen": "a device"}
 
 
 @pytest.fixture
@@ -88,3 +89,52 @@ def test_what_cannot_be_seen_is_not_deleted(tmp_path, opened, monkeypatch):
     with pytest.raises(StorageError, match="cut"):
         stale.delete_copies(vault, [BACK])
     assert vault.steps() == [2, 4]
+
+
+OTHERS = {  # what the checkpoints know, what the file says, and why that is not theirs
+    # Steps 6 and 8 come after the step at which another run decided to go back: it is not this run's past.
+    "later": ([], [BACK | {"step": 1, "at": 5}], "does not know what was decided at step 5"),
+    # Not even where another of its decisions is later than all steps of this run.
+    "later than one": ([], [BACK | {"step": 1, "at": 5}, AGAIN | {"at": 900}], "decided at step 5"),
+    "later than the second": ([BACK], [BACK, AGAIN | {"step": 1, "at": 7}], "decided at step 7"),
+    # As many decisions as the checkpoints have, or more, but others.
+    "as many": ([BACK], [AGAIN | {"step": 1}], "has other decisions"),
+    "more": ([BACK], [BACK | {"step": 1}, AGAIN | {"at": 9}], "has other decisions"),
+}
+
+
+@pytest.mark.parametrize(
+    ("tier", "case"),
+    # A part in the local folder has the number of its decisions, not what they are.
+    [(tier, case) for tier in ("workdir", "durable") for case in OTHERS]
+    + [("local", case) for case in OTHERS if "later" in case],
+)
+def test_another_run_s_decisions_are_refused_before_anything_goes(tmp_path, opened, tier, case):
+    made, file, why = OTHERS[case]
+    save(opened(), (2, 4, 6, 8), *made)
+    root, vault = tmp_path / "run" / "checkpoints", remote.Vault(str(tmp_path / "safe"))
+    for step in (2, 4, 6, 8):  # where one tier is lost, another speaks for it
+        if tier != "workdir":
+            writing.remove(root, step)
+        if tier == "local":
+            vault.remove(step)
+    before = (writing.steps_in(root), vault.steps(), parts(tmp_path))
+    assert any(before)
+    decisions.write(tmp_path / "run", file)
+    assert decisions.read(tmp_path / "run") == file
+    checkpoints = opened()
+    with pytest.raises(UserError, match=rf"{why}.*Nothing was deleted.*move this one away") as refused:
+        checkpoints.drop_stale(file)
+    checkpoints.close()
+    named = str(refused.value).split()[0]
+    assert named == str(tmp_path / "run" / "aegis" / decisions.FILE)
+    assert (writing.steps_in(root), vault.steps(), parts(tmp_path)) == before
+    assert not list(root.glob(".stale-*"))
+
+
+def test_a_file_that_knows_less_than_the_checkpoints_gives_up_nothing(tmp_path, opened):
+    save(opened(), (2, 4, 6), BACK, AGAIN)
+    checkpoints = opened()
+    checkpoints.drop_stale([BACK])
+    assert checkpoints.newest() == 6
+    checkpoints.close()

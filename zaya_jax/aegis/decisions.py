@@ -44,7 +44,27 @@ def read(workdir: str | os.PathLike) -> list[Decision]:
 
 
 def _whole(one: Any) -> bool:
-    return isinstance(one, dict) and all(isinstance(one.get(key), int) for key in ("step", "batches", "at"))
+    """Whether a decision has all that is read of one, and in the form that it is read in."""
+    if (
+        not isinstance(one, dict)
+        or one.get("kind") not in ("spike", "corrupt")
+        or not isinstance(one.get("seen"), str)
+    ):
+        return False
+    numbers = [
+        one.get("step"),
+        one.get("batches"),
+        one.get("at"),
+        *_list(one, "processes"),
+        *_list(one, "devices"),
+    ]
+    whole = all(type(number) is int and number >= 0 for number in numbers)
+    return whole and one["step"] <= one["at"] and all(isinstance(host, str) for host in _list(one, "hosts"))
+
+
+def _list(one: Decision, key: str) -> list[Any]:
+    found = one.get(key, [])
+    return found if isinstance(found, list) else [None]  # which is neither a number nor a name
 
 
 def add(workdir: str | os.PathLike, made: Sequence[Decision], new: Decision) -> list[Decision]:
