@@ -63,7 +63,7 @@ def test_two_processes_train_as_one_does(pretrain, tmp_path):
     same_training(lines(tmp_path / "two"), lines(tmp_path / "one"))
     for index in (0, 1):  # where they were, as they said to whoever watched
         last = beats.read(tmp_path / "beats" / f"beat-{index:05d}")
-        assert last and (last.index, last.section, last.step) == (index, "end", 3)
+        assert last and (last.process, last.section, last.step) == (index, "end", 3)
         assert [one.step for one in last.laps] == [3], last  # the first two compiled, step and evaluation
     assert results[0].out.count("step 3/3") == 1 and "done: 3 steps" in results[0].out
     assert results[1].out == ""
