@@ -63,6 +63,46 @@ def test_what_passes_by_itself_is_none():
     assert found(figures)[0] is None
 
 
+def steady(steps=600):
+    return np.stack([2.0 + 0.01 * (np.arange(steps) % 3), np.ones(steps)], 1)
+
+
+@pytest.mark.parametrize(("of_ten", "steps"), [(9, 12), (8, 14), (7, 16), (6, 26)])
+@pytest.mark.parametrize("high", [10.0, np.nan])
+def test_high_steps_with_lower_ones_between_are_a_spike_too(of_ten, steps, high):
+    """As many more high ones as otherwise in a row: the tenth step's low one hid all others, for good."""
+    figures, at = steady(), np.arange(600)
+    figures[(at >= 200) & (at % 10 < of_ten), 0] = high
+    spike, _ = found(figures)
+    assert (spike.began, spike.step, spike.high) == (201, 200 + steps, (steps + 10) // 2)
+    assert f"in {spike.high} of {steps} steps, from step 201 on" in str(spike)
+
+
+@pytest.mark.parametrize("of_ten", [5, 3, 1])
+def test_high_steps_do_not_raise_the_level(of_ten):
+    """However long they go on: what is high for good after them is found from its first step, by the level before."""
+    figures, at = steady(3000), np.arange(3000)
+    figures[(at >= 200) & (at % 10 < of_ten), 0] = 10.0
+    assert found(figures)[0] is None  # no more than the others
+    figures[2900:, 0] = 10.0
+    spike, _ = found(figures)
+    assert spike[:2] == (2901, 2910) and 2.0 <= spike.median <= 2.02
+
+
+def test_a_restart_among_high_steps_decides_the_same():
+    """Also where steps that are high and steps that are not take turns without end: the state does not grow by it."""
+    figures, at = curves(900, 5), np.arange(900)
+    figures[200:202, 0] = 9.0
+    figures[(at >= 202) & (at % 2 == 1), 1] = np.inf
+    figures[850:, 0] = 9.0
+    spike, states = found(figures, keep=True)
+    assert spike.began == 201 and spike.figure == "grad_norm" and spike.step < 870
+    for step in (200, 201, 202, 203, 204, 500, 501, spike.step - 1):
+        again, others = found(figures[step:], first=step + 1, state=states[step - 1], keep=True)
+        assert again == spike and others == states[step:]
+    assert max(len(json.dumps(state)) for state in states) < 10_000
+
+
 def test_warm_up_borders_of_phases_and_ramps_are_none():
     figures = curves(900)
     figures[:40] += np.linspace(5, 0, 40)[:, None]
@@ -95,6 +135,16 @@ def test_a_restart_anywhere_decides_the_same():
         again, others = found(figures[step:], first=step + 1, state=states[step - 1], keep=True)
         assert again == spike and others == states[step:]
     assert max(len(json.dumps(state)) for state in states) < 10_000
+
+
+def test_an_older_checkpoint_s_high_steps_count():
+    """It had the figures of each step, and only those in a row."""
+    figures = curves(330, 5)
+    figures[300:] += 2.0
+    figures[302] = np.nan
+    spike, states = found(figures, keep=True)
+    older = states[303] | {"high": [*figures[300:302].tolist(), [None, None], figures[303].tolist()]}
+    assert found(figures[304:], first=305, state=older)[0] == spike
 
 
 def test_a_state_stays_what_it_is_while_steps_go_on():

@@ -7,13 +7,17 @@
 A step is *high* if its loss or its gradient norm lies more than `spike_deviations` robust standard deviations above the
 level, the median of the last LEVEL steps that were not high, or is not finite. What deviates is a step from its own
 level, over the last WINDOW such steps: a loss that falls, or slowly rises, is no deviation. A robust standard deviation
-is 1.4826 times the median distance of these from their median, but at least a share (LEAST) of the level. `spike_steps`
-high steps in a row are a spike, which began with the first of them. Fewer are noise, or what leaving out single updates
-mends (`optim.skip`).
+is 1.4826 times the median distance of these from their median, but at least a share (LEAST) of the level.
+
+High steps count up and others down, not below 0. At `spike_steps` there is a spike, which began with the first that
+counted: so many high steps in a row, or so many more than others. Fewer are noise, or what leaving out single updates
+mends (`optim.skip`). A high step never raises the level: nine in ten, taken in with the tenth, made all others usual.
+A higher level for good is a spike, or another phase.
 
 Nothing is high before SETTLE steps were seen, and each phase begins anew: its losses are of other text or lengths.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -35,12 +39,44 @@ class Spike(NamedTuple):
     figure: str
     value: float
     median: float
+    high: int = 0  # of these steps; 0: all
 
     def __str__(self) -> str:
+        steps = self.step - self.began + 1
+        many = f"{steps} steps in a row" if self.high in (0, steps) else f"{self.high} of {steps} steps"
         return (
-            f"{self.figure} was too high in {self.step - self.began + 1} steps in a row, from step {self.began} on "
+            f"{self.figure} was too high in {many}, from step {self.began} on "
             f"(up to {self.value:.4g}; before, the median was {self.median:.4g})"
         )
+
+
+class _High(NamedTuple):
+    """What counts now: of `steps` steps `high` were high, `ahead` more than others; their greatest figures."""
+
+    ahead: int = 0
+    steps: int = 0
+    high: int = 0
+    loss: float | None = -1e38  # None: not finite
+    norm: float | None = -1e38
+
+    @classmethod
+    def of(cls, state: list[Any]) -> "_High":
+        """As a checkpoint has it; an older version's has the figures of each of the last steps, all high."""
+        if not state or not isinstance(state[0], list):
+            return cls(*state)
+        return functools.reduce(
+            lambda high, pair: high.more([math.nan if x is None else x for x in pair]), state, cls()
+        )
+
+    def more(self, pair: Sequence[float]) -> "_High":
+        tops = [
+            None if top is None or not math.isfinite(value) else max(top, value)
+            for top, value in zip(self[3:], pair, strict=True)
+        ]
+        return _High(self.ahead + 1, self.steps + 1, self.high + 1, *tops)
+
+    def less(self) -> "_High":
+        return self._replace(ahead=self.ahead - 1, steps=self.steps + 1) if self.ahead > 1 else _High()
 
 
 class Spikes:
@@ -52,12 +88,12 @@ class Spikes:
         self._phase: int = state.get("phase", -1)
         self._usual: list[list[float]] = [list(pair) for pair in state.get("usual", [])]
         self._off: list[list[float]] = [list(pair) for pair in state.get("off", [])]
-        self._high: list[list[float | None]] = [list(pair) for pair in state.get("high", [])]
+        self._high = _High.of(state.get("high", []))
 
     @property
     def suspicious(self) -> bool:
-        """Whether the last step was high."""
-        return bool(self._high)
+        """Whether the last steps count as high: a spike that is found later may have begun before now."""
+        return self._high.ahead > 0
 
     def state(self) -> dict[str, Any]:
         """Numbers alone, for JSON: of what is not finite, None. Copies, since a save writes them while steps go on."""
@@ -68,7 +104,7 @@ class Spikes:
         if not self._settings.spike_steps:
             return None
         if phase != self._phase:
-            self._phase, self._usual, self._off, self._high = phase, [], [], []
+            self._phase, self._usual, self._off, self._high = phase, [], [], _High()
         pair = [float(loss), float(norm)]
         whole = all(map(math.isfinite, pair))
         if len(self._off) < SETTLE - LEVEL:
@@ -77,14 +113,11 @@ class Spikes:
             return None
         limits = self._limits()
         if whole and all(value <= limit for value, (_, limit) in zip(pair, limits, strict=True)):
-            for loss_then, norm_then in self._high:  # it was noise: a part of what is usual
-                if loss_then is not None and norm_then is not None:
-                    self._add([loss_then, norm_then])
-            self._high = []
             self._add(pair)
+            self._high = self._high.less()
             return None
-        self._high.append([value if math.isfinite(value) else None for value in pair])
-        if len(self._high) < self._settings.spike_steps:
+        self._high = self._high.more(pair)
+        if self._high.ahead < self._settings.spike_steps:
             return None
         return self._spike(step, limits)
 
@@ -110,11 +143,11 @@ class Spikes:
 
     def _spike(self, step: int, limits: Sequence[tuple[float, float]]) -> Spike:
         worst = (-math.inf, "", 0.0, 0.0)
-        for name, values, (median, limit) in zip(LEAST, zip(*self._high, strict=True), limits, strict=True):
-            top = max(math.inf if value is None else value for value in values)
+        for name, value, (median, limit) in zip(LEAST, self._high[3:], limits, strict=True):
+            top = math.inf if value is None else value
             over = (top - median) / (limit - median) if limit > median else math.inf
             worst = max(worst, (over, name, top, median))
-        return Spike(step - len(self._high) + 1, step, *worst[1:])
+        return Spike(step - self._high.steps + 1, step, *worst[1:], self._high.high)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -279,7 +279,10 @@ class Guard:
     """How a run guards its numbers; docs/guard.md."""
 
     spike_steps: int = ranged(
-        10, 0, MOST, "steps in a row of too high a loss or gradient that are a spike; 0: none is looked for"
+        10,
+        0,
+        MOST,
+        "steps of too high a loss or gradient, in a row or more than others, that are a spike; 0: none is looked for",
     )
     spike_deviations: float = ranged(
         8.0, 1, 1e6, "robust standard deviations above the last steps' median: what is too high"
