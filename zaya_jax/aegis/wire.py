@@ -14,13 +14,13 @@ import hashlib
 import hmac
 import json
 import os
-import resource
 import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from zaya_jax.cluster import lifelines
 from zaya_jax.cluster.place import LostProcess
 from zaya_jax.config import UserError
 
@@ -102,19 +102,8 @@ class Line:
 
 def listen(port: int) -> socket.socket:
     """The socket on which a leader is found."""
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # 1,024 open files, as is usual, are few
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    try:
-        server = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
-    except OSError as error:
-        raise UserError(
-            f"the agents' port {port} cannot be opened ({error.strerror}); give another in JAX_COORDINATOR_ADDRESS, or "
-            "as JAX_COORDINATOR_PORT under Slurm"
-        ) from None
-    server.setblocking(False)
-    return server
+    way = "give another in JAX_COORDINATOR_ADDRESS, or as JAX_COORDINATOR_PORT under Slurm"
+    return lifelines.listen(port, "the agents'", way)
 
 
 class Door:

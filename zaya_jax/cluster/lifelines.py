@@ -93,7 +93,10 @@ class Lifelines:
         """Returns on every process when all have called; LostProcess names those who did not within `seconds`."""
         self._allowed, self._deadline = seconds, time.monotonic() + seconds
         if self.index == 0:
-            self._server = _listen(int(self._place.coordinator.rsplit(":", 1)[1]))
+            self._server = listen(
+                int(self._place.coordinator.rsplit(":", 1)[1]), "the coordinator's",
+                "give another, as JAX_COORDINATOR_PORT or in the coordinator's address",
+            )  # fmt: skip
             self._selector.register(self._server, selectors.EVENT_READ)
         self._main, inside = socket.socketpair()  # on it the main thread speaks to this one
         self._inside = self._add(inside)
@@ -326,7 +329,8 @@ class Lifelines:
         line.connection.close()
 
 
-def _listen(port: int) -> socket.socket:
+def listen(port: int, whose: str, way: str) -> socket.socket:
+    """A socket for many to call on; UserError with the way out where the port cannot be opened."""
     # A line here and one of JAX's for each process: 1,024 open files, as is usual, are few.
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -335,9 +339,6 @@ def _listen(port: int) -> socket.socket:
     try:
         server = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
     except OSError as error:
-        raise UserError(
-            f"the coordinator's port {port} cannot be opened ({error.strerror}); give another, as JAX_COORDINATOR_PORT "
-            "or in the coordinator's address"
-        ) from None
+        raise UserError(f"{whose} port {port} cannot be opened ({error.strerror}); {way}") from None
     server.setblocking(False)
     return server
