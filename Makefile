@@ -7,7 +7,7 @@ SHELL := bash
 
 bin := .venv/bin
 ARGS ?=
-pytest := -m pytest -n auto --maxprocesses 4 --dist loadfile
+pytest := -m pytest -n auto --maxprocesses 4 --dist loadfile --max-worker-restart 0
 
 help: ## This list
 	@echo "make TARGET [ARGS='...'] [PYTHON=/path/to/python3.12] [EXTRAS=cuda|rocm|hf|eval|notebook]"

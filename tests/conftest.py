@@ -4,6 +4,7 @@ The settings are environment variables, set before anything imports jax: program
 """
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+MAPS = 16_000
 
 
 def compiled() -> Path:
@@ -34,6 +36,19 @@ os.environ["XLA_FLAGS"] = flags
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(compiled()))
 # Small programs too: tests/pallas_kernels/test_attention.py takes 13 s of a core the second time, without them 28 s.
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _room_for_programs() -> Iterator[None]:
+    """Lets go of compiled programs once they take a quarter of the memory maps that a process may have.
+
+    Each takes three on a CPU, of 65,530: tests/checkpoint/test_golden.py alone makes 22,000. With no map left, XLA
+    crashes where it loads the next program (a segmentation fault in compilation_cache.get_executable_and_time).
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if "jax" in sys.modules and maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
+        sys.modules["jax"].clear_caches()
 
 
 @pytest.fixture(params=["cpu", "xla"])
