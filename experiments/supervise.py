@@ -56,6 +56,11 @@ def parser() -> cli.Parser:
         action="store_true",
         help="a spare takes the place of a node that is slow for long",
     )
+    add(
+        "--check",
+        choices=("always", "never"),
+        help="whether nodes and the links between them are tried before each start; where there are GPUs",
+    )
     add("--coordinator", metavar="HOST:PORT", help="where the agent of node 0 listens")
     add("--agents", type=whole, metavar="N", help="how many agents there are")
     add("--agent", type=cli.number(int, 0), metavar="I", help="which of them this is, from 0")
@@ -104,7 +109,8 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     processes = args.processes or len(gpus) or 1
     workdir = workdir_of(training)
     join = multihost.seconds_of(multihost.JOIN)
-    rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, join, processes)
+    tried = args.check == "always" or (args.check is None and bool(gpus))
+    rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, join, processes, tried)
     told = args.command, args.webhook, args.metrics_port
     plan = Plan(rules, workdir, processes, args.exclude_stragglers, *told)
     command = [sys.executable, "-m", "experiments.pretrain", *training]

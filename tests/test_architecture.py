@@ -91,6 +91,7 @@ OPTIONS = {
             "min_nodes",
             "restarts",
             "exclude_stragglers",
+            "check",
             "coordinator",
             "agents",
             "agent",

@@ -91,9 +91,9 @@ class Agents:
 @contextlib.contextmanager
 def start(
     folder: Path, *options: str, agents: int = 1, befalls: dict[int, str] | None = None, steps: int = STEPS,
-    seconds: float = 0.05, variables: dict[str, str] | None = None,
+    seconds: float = 0.05, variables: dict[str, str] | None = None, own: dict[int, dict[str, str]] | None = None,
 ) -> Iterator[Agents]:  # fmt: skip
-    """So many agents with these options; what befalls a process is in its words, see stand_in."""
+    """So many agents with these options and variables; what befalls a process is in its words, see stand_in."""
     workdir = folder / "run"
     workdir.mkdir(parents=True)
     for process, words in (befalls or {}).items():
@@ -112,7 +112,8 @@ def start(
             sys.executable, STAND_IN, "agent", *options, "--", f"--workdir={workdir}", str(steps), str(seconds),
         ]  # fmt: skip
         with (folder / f"{i}.out").open("w") as out, (folder / f"{i}.err").open("w") as err:
-            started.append(subprocess.Popen(command, env=environ | (variables or {}), stdout=out, stderr=err))
+            environ |= (variables or {}) | (own or {}).get(i, {})
+            started.append(subprocess.Popen(command, env=environ, stdout=out, stderr=err))
     run = Agents(workdir, started, folder)
     run.port = port  # type: ignore[attr-defined]
     try:

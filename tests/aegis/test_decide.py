@@ -12,6 +12,8 @@ from zaya_jax.aegis.facts import (
     Ask,
     Asked,
     Came,
+    Check,
+    Checked,
     Collect,
     Collected,
     Drop,
@@ -288,17 +290,23 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
     """Nodes that die, hang, answer late or never; found things; signals. It never starts on a node that is excluded or
     lost, never has two starts at once, and always ends, since there is no progress for ever."""
     rng = random.Random(seed)
-    rules = Rules(nodes, nodes + spares, max(nodes - fewer, 1), restarts, join=60.0)
+    rules = Rules(nodes, nodes + spares, max(nodes - fewer, 1), restarts, join=60.0, check=rng.random() < 0.5)
     decider, now = Decider(rules, 0.0), 0.0
     there, running, lost, killed = set(), {}, set(), False
+    checked = True
     dead, saved, over = set(), 0, None
 
     def give(fact):
-        nonlocal killed, over
+        nonlocal killed, over, checked
         for action in decider.take(fact, now):
             assert over is None, "it acts after its end"
             match action:
+                case Check(chosen):
+                    assert rules.check and set(chosen) <= there and not running
+                    checked = False
                 case Start(_, chosen):
+                    assert checked or not rules.check, "not checked"
+                    checked = False
                     assert not running, "two starts at once"
                     assert rules.min_nodes <= len(chosen) <= nodes == rules.nodes or len(chosen) == nodes
                     assert not set(chosen) & (decider.excluded.keys() | lost), "on a node that is out"
@@ -324,6 +332,12 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
         now += rng.choice((0.0, 0.1, 1.0, 5.0, 30.0, 130.0))
         fact = Tick()
         roll = rng.random()
+        if decider.state == "checking" and rng.random() < 0.7:
+            found = [
+                (rng.randrange(-1, nodes + spares), rng.choice(ACTIONS)) for _ in range(rng.randrange(3))
+            ]
+            checked = True
+            give(Checked(tuple((n, Finding("x", "critical", action, "seen")) for n, action in found), 1.0))
         node = rng.randrange(nodes + spares)
         if killed and running and rng.random() < 0.7:
             node = rng.choice(list(running))

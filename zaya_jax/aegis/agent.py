@@ -119,8 +119,8 @@ class Agent:
         kind, *rest = message
         if kind == "start":
             self.node.start(*rest)
-        elif kind in ("ask", "kill", "collect"):
-            getattr(self.node, kind)()
+        elif kind in ("ask", "kill", "collect", "check", "link"):
+            getattr(self.node, kind)(*rest)
 
 
 class Leading(Agent):

@@ -20,6 +20,8 @@ from zaya_jax.aegis.facts import (
     Ask,
     Asked,
     Came,
+    Check,
+    Checked,
     Collect,
     Collected,
     Drop,
@@ -40,7 +42,8 @@ from zaya_jax.aegis.finding import Finding
 
 DONE, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = 0, 2, 3, 4, 5, 75
 
-WRONG = "device computes wrongly"  # how the rules call a line that names it
+COMPUTES_WRONGLY = "computes wrongly"
+WRONG = f"device {COMPUTES_WRONGLY}"  # how the rules call a line that names it
 
 # Seconds that the others have after a process has ended: with these codes they still save, or say what is wrong.
 PATIENCE = {DONE: 120.0, PREEMPTED: 120.0, UNHEALTHY: 120.0, STORAGE: 120.0, BAD_INPUT: 10.0}
@@ -66,6 +69,7 @@ class Rules:
     restarts: int = 5
     join: float = 600.0  # seconds until all agents have come
     processes: int = 1  # of a node
+    check: bool = False  # whether nodes are tried before each start
 
 
 @dataclasses.dataclass
@@ -109,7 +113,7 @@ def _rank(code: int) -> int:
 
 
 class Decider:
-    """The state machine. `state` is gathering, running, leaving, ending, collecting, stopping, waiting or ended."""
+    """The state machine: gathering, checking, running, leaving, ending, collecting, stopping, waiting or ended."""
 
     def __init__(self, wanted: Rules, now: float):
         self.rules = dataclasses.replace(
@@ -118,6 +122,7 @@ class Decider:
         )  # fmt: skip
         self.state, self.number, self.nodes = "gathering", 0, tuple[int, ...]()
         self.excluded: dict[int, str] = {}
+        self._checked = tuple[int, ...]()  # the nodes that have just been tried, and start next
         self._now, self._deadline, self._out = now, now + wanted.join, list[Action]()
         self._hosts: dict[int, str] = {}
         self._idle, self._lost = set[int](), set[int]()
@@ -198,6 +203,8 @@ class Decider:
                 self._stepped(step)
             case Asked(name):
                 self._ask(name)
+            case Checked(findings, seconds):
+                self._judge(findings, seconds)
 
     # What is heard
 
@@ -208,6 +215,8 @@ class Decider:
         self._idle.discard(node)
         if node not in self.nodes or self.state not in ("running", "leaving", "ending", "collecting"):
             self._say("lost", node, seen=why, done="nothing of the run was there")
+            if self.state == "checking" and node in self.nodes:
+                self._turn("gathering", self.rules.join)
             return
         if self.state != "collecting":
             self._cause = Cause("lost", self._now, node, seen=why, group="critical")
@@ -291,7 +300,7 @@ class Decider:
         elif self.state == "running":
             self._out.append(Ask())
             self._say("asked", seen=name, done="all save and stop")
-        elif self.state in ("gathering", "waiting"):
+        elif self.state in ("gathering", "checking", "waiting"):
             self._end(PREEMPTED, f"{name} while nothing ran")
 
     # What time brings
@@ -333,6 +342,10 @@ class Decider:
         late = self._now >= self._deadline
         nobody_more = late or (not to_come and len(there) == min(len(usable), wanted.nodes))
         if len(there) == wanted.nodes or (len(there) >= wanted.min_nodes and nobody_more):
+            if self.rules.check and self._checked != tuple(there):
+                self.nodes = tuple(there)
+                return self._turn("checking", 0, Check(self.nodes))
+            self._checked = ()
             self.number, self.nodes = self.number + 1, tuple(there)
             self._begin()
             self._base, self._deadline, self.state = self._newest, self._now, "running"
@@ -351,6 +364,38 @@ class Decider:
                     f"; no agent came from node {', '.join(map(str, to_come[:16]))} within {wanted.join:g} s"
                 )
             self._end(1, what)
+
+        return None
+
+    def _judge(self, findings: Sequence[tuple[int, Finding]], seconds: float) -> None:
+        """What the check before a start has found: unfit nodes are left out where others can take their place."""
+        if self.state != "checking":
+            return None
+        hopeless: Finding | None = None
+        for node, finding in findings:
+            done = ""
+            if finding.action == "stop":
+                hopeless, done = finding, "end: a person is wanted"
+            elif finding.action == "exclude" and node not in self.excluded:
+                if self._can_exclude(node):
+                    self._exclude(node, finding.name)
+                elif finding.name.endswith(COMPUTES_WRONGLY):
+                    hopeless, done = finding, "end: no spare node could take its place"
+                else:
+                    done = "goes on: no spare node could take its place"
+            self._say(
+                "check", node, group=finding.group, seen=finding.seen, concluded=finding.name, done=done,
+                device=finding.device,
+            )  # fmt: skip
+        what = f"{len(self.nodes)} nodes, {len(findings)} findings"
+        self._say("checked", seconds=round(seconds, 3), seen=what, places=self.nodes)
+        if self._recovering:
+            self._recovering[1]["check"] = round(seconds, 3)
+        if hopeless:
+            code = HARDWARE if hopeless.name.endswith(COMPUTES_WRONGLY) else 1
+            return self._end(code, f"{hopeless.name}: {hopeless.seen}")
+        self._checked = self.nodes if not set(self.nodes) & set(self.excluded) else ()
+        return self._turn("gathering", self.rules.join)
 
     def _turn(self, state: str, seconds: float, *actions: Action) -> None:
         self.state, self._deadline = state, self._now + seconds

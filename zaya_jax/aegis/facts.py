@@ -90,7 +90,22 @@ class Tick:
     """Time has passed."""
 
 
-Fact = Came | Ready | Lost | Exited | Found | Hung | Collected | Saved | Stepped | Asked | Tick
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """What the check before a start has found, by node (-1: none alone), and how long it took."""
+
+    findings: tuple[tuple[int, Finding], ...]
+    seconds: float
+
+
+Fact = Came | Ready | Lost | Exited | Found | Hung | Collected | Saved | Stepped | Asked | Checked | Tick
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """Try these nodes and the links between them, then say `Checked`."""
+
+    nodes: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,4 +154,4 @@ class Say:
     given: dict[str, Any]
 
 
-Action = Start | Ask | Collect | Kill | Drop | End | Say
+Action = Check | Start | Ask | Collect | Kill | Drop | End | Say

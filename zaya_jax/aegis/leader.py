@@ -5,8 +5,8 @@
     leader.turn(now)                    what time brings
     leader.end                          once it is decided: (exit code, words)
 
-`order(node, message)` carries ["start", number, address, count, first], ["ask"], ["kill"], ["collect"] or ["drop"] to a
-node's agent. Everything that is decided is decided in `decide`; here are the facts gathered for it.
+`order(node, message)` carries ["start", number, address, count, first], ["ask"], ["kill"], ["collect"], ["drop"] or
+what `checking` orders to a node's agent. What is decided is decided in `decide`; here are its facts gathered.
 """
 
 import contextlib
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis import events, facts, hang, notify, straggle
+from zaya_jax.aegis.checking import Checking
 from zaya_jax.aegis.decide import Decider, Rules
 from zaya_jax.aegis.finding import Finding
 from zaya_jax.aegis.hang import Hangs, View
@@ -62,6 +63,8 @@ class Leader:
         self._addresses: dict[int, str] = {}  # by which others reach a node
         self._ports: dict[int, int] = {}
         self._asked: set[int] = set()
+        self._checking: Checking | None = None
+        self._checks = 0
         self._stacks: dict[int, list[str]] = {}
         self._spending = Spending()
         self._notifier = notify.Notifier(plan.command, plan.webhook)
@@ -105,6 +108,9 @@ class Leader:
             self._take(facts.Exited(node, *rest[1:]), now)
         elif kind == "finding":
             self._take(facts.Found(node, Finding(**rest[0])), now)
+        elif kind in ("checked", "linked"):
+            if self._checking:
+                self._checking.hear(node, message)
         elif kind == "stacks" and rest[0] == number:
             self._stacks |= {int(process): stack for process, stack in rest[1].items()}
             if len(self._stacks) >= self._collecting:
@@ -120,6 +126,9 @@ class Leader:
     def turn(self, now: float) -> None:
         """Looks at progress, at who stands still and at who is slow."""
         self._saved(now)
+        if self._checking and (unfit := self._checking.turn(now)) is not None:
+            seconds, self._checking = now - self._checking.begun, None
+            self._take(facts.Checked(tuple(unfit), seconds), now)
         if self._decider.state in ("running", "leaving"):
             found = self._hangs.find(now)
             if found:
@@ -172,6 +181,9 @@ class Leader:
             self._spent(self._spending.end(now))
         for action in actions:
             match action:
+                case facts.Check(nodes):
+                    self._checks += 1
+                    self._checking = Checking(self._checks, nodes, self._addresses, self._order, now)
                 case facts.Start(number, nodes):
                     self._spending.begin(now, self._newest)
                     self._start(number, nodes)

@@ -4,9 +4,11 @@
     node.start(number, address, count, first)   its part of a start: processes first, first + 1, ... of count
     node.turn(now)                              what has happened since; called often
     node.ask(), node.kill(), node.collect()
+    node.check(number), node.link(number, coordinator, index)   its part of the check before a start
 
 `tell` gets lists as they go over a line: ["exited", start, process, code], ["ready", port], ["views", start, [...]],
-["finding", {...}], ["stacks", start, {process: [how, line]}].
+["finding", {...}], ["stacks", start, {process: [how, line]}], ["checked", number, [{...}], port],
+["linked", number, bandwidth, wrong].
 """
 
 import contextlib
@@ -27,7 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis import child, rules, stacks, standing, watch
+from zaya_jax.aegis import child, preflight, rules, stacks, standing, watch
 from zaya_jax.aegis.hang import View
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.cluster import beats
@@ -82,8 +84,25 @@ class Node:
 
     def ready(self) -> None:
         """Says that nothing runs here, and a port on which nobody listens now."""
-        with socket.create_server(("", 0)) as server:
-            self._tell(["ready", server.getsockname()[1]])
+        self._tell(["ready", _port()])
+
+    def check(self, number: int) -> None:
+        """Begins to try this node."""
+
+        def tried() -> list:
+            found = preflight.check(
+                len(self._numa) or None, _existing(self._task.workdir), root=os.environ.get(ROOT, "/")
+            )
+            return ["checked", number, [dataclasses.asdict(finding) for finding in found], _port()]
+
+        self._begin(tried)
+
+    def link(self, number: int, coordinator: str, index: int) -> None:
+        """Begins to try the link to another node."""
+        self._begin(lambda: ["linked", number, *preflight.link(coordinator, index)])
+
+    def _begin(self, work: Callable[[], list]) -> None:
+        threading.Thread(target=lambda: self._done.put(work()), name="check", daemon=True).start()
 
     def start(self, number: int, address: str, count: int, first: int) -> None:
         """Starts this node's processes."""
@@ -219,18 +238,25 @@ class Node:
         self._done.put(["stacks", number, {p: [s.how, s.line] for p, s in found.items()}])
 
     def _watch(self) -> None:
-        workdir = self._task.workdir.absolute()
-        there = next(
-            path for path in (workdir, *workdir.parents) if path.exists()
-        )  # it may have yet to be made
         root = os.environ.get(ROOT, "/")
-        watchers = watch.Watchers(root, (there, tempfile.gettempdir()))
+        watchers = watch.Watchers(root, (_existing(self._task.workdir), tempfile.gettempdir()))
         kernel = rules.Kernel(root)
         pause = threading.Event()
         while True:
             for finding in [*watchers.look(), *kernel.look()]:
                 self._done.put(["finding", dataclasses.asdict(finding)])
             pause.wait(WATCH)
+
+
+def _port() -> int:
+    """One on which nobody listens now."""
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _existing(folder: Path) -> Path:
+    """It, or what exists of the folders above: it may have yet to be made."""
+    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def _kill_group(popen: subprocess.Popen) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.aegis import watch, watch_gpu, watch_net
+from zaya_jax.aegis import child, watch, watch_gpu, watch_net
 from zaya_jax.aegis.finding import Finding
 
 SECONDS = 50.0  # for all of a node's check
@@ -212,8 +212,15 @@ class _Probe:
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
         given = {**(os.environ if environ is None else environ), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self._begun = time.monotonic()
+        become = [
+            sys.executable,
+            "-I",
+            "-S",
+            str(Path(child.__file__)),
+            str(os.getpid()),
+        ]  # ends with this one
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "zaya_jax.aegis.probe", *arguments], env=given, stdin=subprocess.DEVNULL,
+            [*become, sys.executable, "-m", "zaya_jax.aegis.probe", *arguments], env=given, stdin=subprocess.DEVNULL,
             stdout=self._out, stderr=self._err, start_new_session=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
         self._code: int | None = None

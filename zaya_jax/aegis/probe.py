@@ -107,21 +107,17 @@ def devices() -> None:
 def storage(folder: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Writes, makes it last, reads it back from the disk, compares; parts as they end."""
     data = np.random.default_rng().bytes(STORED)
-    number, path = tempfile.mkstemp(prefix=".check-", dir=folder)
-    try:
+    with tempfile.TemporaryFile(dir=folder) as file:  # without a name: nothing of it is left by a kill
         begin = time.perf_counter()
-        with os.fdopen(number, "r+b") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            seconds = time.perf_counter() - begin
-            yield "written", {"seconds": seconds, "bytes": STORED}
-            with contextlib.suppress(OSError):  # a file system without pages to drop
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            file.seek(0)
-            yield "read", {"same": file.read() == data}
-    finally:
-        os.unlink(path)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+        seconds = time.perf_counter() - begin
+        yield "written", {"seconds": seconds, "bytes": STORED}
+        with contextlib.suppress(OSError):  # a file system without pages to drop
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        yield "read", {"same": file.read() == data}
 
 
 def link(coordinator: str, index: int, seconds: int) -> None:
