@@ -228,6 +228,12 @@ def test_an_older_checkpoint_is_read_and_said_to_be_checked_less(runs, tmp_path,
     assert "is changed" in str(audit.verify(root / "40")[0])
 
 
+def test_an_only_checkpoint_that_is_replaced_between_two_looks_is_not_missed():
+    listed, there = iter([[1], [2], [3]]), {3}
+    assert writing.whole_of(lambda: next(listed), there.__contains__) == [3]
+    assert writing.whole_of(lambda: [1, 2], there.__contains__) == []  # uploads that have not ended
+
+
 @pytest.mark.parametrize("kind", ["workdir", "vault"])
 def test_verify_beside_a_run_that_saves_and_deletes(tmp_path, monkeypatch, capsys, kind):
     """28 of 449 such looks had found damage that was none."""

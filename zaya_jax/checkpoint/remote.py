@@ -75,7 +75,7 @@ class Vault:
 
     def steps(self) -> list[int]:
         """The whole checkpoints, oldest first."""
-        return sorted(self._numbered(marked=True))
+        return writing.whole_of(self._numbered, self.has)
 
     def has(self, step: int) -> bool:
         """Whether it has this one."""
@@ -228,7 +228,7 @@ class Vault:
 
     def unfinished(self) -> list[int]:
         """Steps of which an upload has not ended: it is under way, or was cut short."""
-        return sorted(set(self._numbered()) - set(self._numbered(marked=True)))
+        return sorted(set(self._numbered()) - set(self.steps()))
 
     def clear(self) -> list[int]:
         """Deletes what uploads that never ended have left, and says of which steps."""
@@ -244,7 +244,7 @@ class Vault:
             self.remove(step)
         return left
 
-    def _numbered(self, marked: bool = False) -> list[int]:
+    def _numbered(self) -> list[int]:
         def names() -> list[str]:
             try:
                 return [str(entry["name"]) for entry in self._files.ls(self._root, detail=True)]
@@ -253,8 +253,7 @@ class Vault:
                 return []
 
         found = self._attempt("list", "", names)
-        steps = writing.steps_of(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
-        return [s for s in steps if not marked or self.has(s)]
+        return sorted(writing.steps_of(name.rstrip("/").rsplit("/", 1)[-1] for name in found))
 
     def _must_exist(self) -> None:
         """An empty place is fine; a bucket that is not there is an error."""
