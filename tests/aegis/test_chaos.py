@@ -12,7 +12,6 @@ from zaya_jax.aegis import chaos, hurt
 from zaya_jax.config import UserError
 
 
-@pytest.mark.slow
 def test_a_process_is_killed_and_a_gpu_counts_an_error(tmp_path, capsys):
     found = chaos.Chaos(tmp_path / "chaos", 0, print, processes=2)
     faults = [

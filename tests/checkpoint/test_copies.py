@@ -3,6 +3,8 @@
 import os
 import re
 import shutil
+import threading
+import time
 
 import jax.numpy as jnp
 import pytest
@@ -198,3 +200,34 @@ def test_no_fresh_start_where_all_copies_are_damaged(run, tmp_path):
         os.truncate(copies / str(step) / CHUNK, 10)
     with pytest.raises(StorageError, match=r"no copy in .* is whole: restore one"):
         start(tmp_path / "new" / "checkpoints", copies, "previous")
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch, local):
+    """It had: the next save waited for max_wait, counted as failed, and the third one ended the run."""
+    alive, said, upload = threading.Event(), [], Vault.upload
+
+    def waits(*args):
+        assert alive.wait(60)
+        upload(*args)
+
+    monkeypatch.setattr(Vault, "upload", waits)
+    copies, fast = tmp_path / "copies", tmp_path / "fast"
+    settings = Checkpoint(
+        durable=str(copies), local=str(fast) if local else "", keep=2, max_wait=0.1, max_failures=1
+    )
+    checkpoints = store.Store(tmp_path / "run", settings, said.append)
+    checkpoints.newest()
+    for step in range(1, 6):
+        assert checkpoints.free(step)
+        checkpoints.save(step, {"params": {"w": jnp.arange(9.0) + step}}, {"step": step, "tokens": step})
+        until = time.monotonic() + 10
+        while not checkpoints._collect(0) or step not in checkpoints.steps():
+            assert time.monotonic() < until, "publishing waits for the copy"
+            time.sleep(0.01)
+    assert {1, 4, 5} <= set(checkpoints.steps()) <= {1, 3, 4, 5}  # the one that is on its way stays
+    put_off = [line for line in said if "its copy is NOT: the one before is still on its way" in line]
+    assert [int(line.split()[2]) for line in put_off] == [2, 3, 4, 5] and len(said) == 4
+    alive.set()
+    assert checkpoints.close() == []
+    assert {4, 5} <= set(Vault(str(copies)).steps()) and not Vault(str(copies)).unfinished()

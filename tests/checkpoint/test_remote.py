@@ -171,8 +171,12 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_
         return pipe(*args)
 
     monkeypatch.setattr(vault._files, "pipe_file", sometimes)
+    said = []
+    vault.tell = said.append
     vault.upload(folder, 5, names[:1])
     assert place.names() == [f"5/{names[0]}"]
+    (line,) = said  # at the first attempt that fails, once
+    assert line == f"warning: cannot write s3://flaky/run/5/{names[0]} yet: reset by peer; trying again"
     fails[0] = 1000
     with pytest.raises(
         StorageError, match=r"cannot write s3://flaky/run/5/.* after 3 attempts: reset by peer; look at"
@@ -275,7 +279,7 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
         assert checkpoints.tiers.durable.missing() == ([5, 6], "nobody there")
     checkpoints = store.Store(tmp_path / "run", durable, print)
     checkpoints.newest()
-    checkpoints.tiers.settle(None)
+    checkpoints.tiers.settle()
     assert vault.steps() == [6], "one at a time, beside the saves, the newest first"
     checkpoints.save(7, {"params": {"w": jnp.arange(1000.0) + 7}}, {"step": 7, "tokens": 7})
     checkpoints.wait()

@@ -10,6 +10,7 @@ and not-finite gradients, at the same places), must have the same bits in its ch
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import random
@@ -58,6 +59,7 @@ class Fault:
     named: Callable[[Event, Victim], bool]
     ends: bool = True  # whether the run starts again for it
     back: bool = False  # whether it goes back without
+    store: bool = False  # whether it needs a store of its own
 
 
 @dataclasses.dataclass
@@ -80,6 +82,7 @@ class Chaos:
             raise UserError(f"--workdir={folder} is not empty; give a new folder")
         self.folder, self.workdir, self.tree = folder, folder / "hurt", folder / "tree"
         self.processes, self._say, self._random = processes, say, random.Random(seed)
+        self.store: hurt.Store | None = None
         self.orders: list[dict] = []  # what `faults` is asked for
         self.outcomes: list[Outcome] = []
         self._agent: subprocess.Popen
@@ -91,6 +94,12 @@ class Chaos:
     def run(self, minutes: float, of: Sequence[Fault] | None = None, learned: int = LEARNED) -> int:
         """Hurts a run for so long, but with each fault once at least, when it has gone so many steps; its exit code."""
         of = FAULTS if of is None else of
+        if any(fault.store for fault in of):
+            if importlib.util.find_spec("moto") and importlib.util.find_spec("s3fs"):
+                self.store = hurt.Store()
+            else:
+                of = [fault for fault in of if not fault.store]
+                self._say("without a dead store: moto and s3fs are not installed (make setup has them)")
         until, left = time.monotonic() + 60 * minutes, self._random.sample(of, len(of))
         with self._supervised(self.workdir) as agent:
             self._agent = agent
@@ -101,6 +110,9 @@ class Chaos:
                     left = self._random.sample(of, len(of))
             agent.send_signal(signal.SIGTERM)
             code = agent.wait(PATIENCE)
+        if self.store:
+            self.store.die()
+            self.store = None  # the calm run's copies would change no bits
         self._say(f"the run that was hurt was asked to stop and ended with {code}")
         return code
 
@@ -239,7 +251,10 @@ class Chaos:
             sys.executable, "-m", "experiments.supervise", f"--processes={self.processes}", "--restarts=3", "--",
             f"--workdir={workdir}", f"--config.data.path={self.folder / 'corpus'}", *keys,
         ]  # fmt: skip
+        if self.store:
+            command.append(f"--config.checkpoint.durable=s3://{self.store.BUCKET}/{workdir.name}")
         variables = {
+            **(self.store.variables if self.store else {}),
             "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
             faults.VARIABLE: str(self.folder / "faults.json"), "ZAYA_WATCH_ROOT": str(self.tree),
         }  # fmt: skip
@@ -308,6 +323,12 @@ def _cut(chaos: Chaos, victim: Victim) -> Callable[[], object]:
     return _done
 
 
+def _dead(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    assert chaos.store
+    chaos.store.die()
+    return chaos.store.live
+
+
 def _nonfinite(chaos: Chaos, victim: Victim) -> Callable[[], object]:
     step = chaos.step() + 5
     chaos.order(kind="nonfinite", device=victim.number, first=step, last=step, passing=True)
@@ -354,6 +375,7 @@ FAULTS = [
         "a cut connection", _cut,
         lambda event, victim: re.search(rf"connection between .*\b{victim.number}\b", event.concluded) is not None,
     ),
+    Fault("a dead remote store", _dead, _rule("log", "store unreachable"), ends=False, store=True),
     Fault("gradients that are not finite", _nonfinite, lambda event, _: event.kind == "not finite", ends=False),
     Fault("corrupt data", _spike, lambda event, _: event.kind == "spike", ends=False, back=True),
     Fault("a flipped bit in a gradient", _flip, _of("corrupt")),

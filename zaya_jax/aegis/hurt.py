@@ -2,6 +2,7 @@
 
     for process in processes_of(agent): ...     the training's processes, by their index
     kill(victim), stop(victim), fill_disk(victim), cut(victim, other)
+    store = Store(); store.variables; store.url; store.die(); store.live()
 
 Nothing here needs more rights than over one's own processes.
 """
@@ -11,6 +12,7 @@ import os
 import resource
 import signal
 import socket
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +34,37 @@ class Victim(NamedTuple):
         """Where it is; None where it has not said so yet."""
         found = beats.read(self.folder / f"beat-{self.number:05d}")
         return found if found and found.pid == self.pid else None
+
+
+class Store:
+    """An S3 store of this machine that nobody reaches between `die` and `live`, and that forgets nothing meanwhile."""
+
+    BUCKET = "chaos"
+
+    def __init__(self) -> None:
+        from moto.server import ThreadedMotoServer  # of the development set
+
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        self._new = lambda: ThreadedMotoServer(ip_address="127.0.0.1", port=self._port, verbose=False)
+        self.variables = {
+            "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self._port}",
+        }  # fmt: skip
+        self.live()
+        urllib.request.urlopen(
+            urllib.request.Request(f"{self.variables['AWS_ENDPOINT_URL']}/{self.BUCKET}", method="PUT"),
+            timeout=30,
+        ).close()
+
+    def live(self) -> None:
+        """It answers."""
+        self._server = self._new()
+        self._server.start()
+
+    def die(self) -> None:
+        """It refuses connections."""
+        self._server.stop()
 
 
 def processes_of(agent: int) -> dict[int, Victim]:

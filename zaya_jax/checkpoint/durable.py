@@ -34,6 +34,8 @@ class Durable:
     ):  # fmt: skip
         self.root, self._settings, self._say, self._record, self._accept = root, settings, say, record, accept
         self.vault = Vault(settings.durable)
+        if multihost.is_writer():
+            self.vault.tell = say
         self.deleted: list[int] = []  # steps whose copies are to go
 
     def missing(self) -> tuple[list[int], str]:

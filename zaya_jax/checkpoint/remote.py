@@ -47,7 +47,10 @@ class Vault:
         protocol = self.url.split("://", 1)[0] if "://" in self.url else "file"
         options: dict[str, Any] = {}
         if protocol in ("s3", "s3a"):
-            options = {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60}}
+            # Attempts are made here, so that the first that fails is said soon.
+            options = {
+                "config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}
+            }
             if endpoint:
                 options["endpoint_url"] = endpoint
         if protocol not in ("file", "local"):
@@ -66,6 +69,8 @@ class Vault:
                 f"{self.url} cannot be reached ({error}); see that it can, or give another"
             ) from None
         self._local = protocol in ("file", "local")
+        self.tell: Callable[[str], None] = lambda _: None  # is told once when an attempt has failed
+        self._failing = False
         self._rate, self._lock, self._free_at = megabytes_per_second * 1e6, threading.Lock(), 0.0
 
     @property
@@ -303,7 +308,9 @@ class Vault:
         where = f"{self.url}/{name}" if name else self.url
         for pause in (*PAUSES, None):
             try:
-                return function(*args)
+                found = function(*args)
+                self._failing = False
+                return found
             except Exception as error:
                 # Whatever a client library raises: its own classes are no OSErrors.
                 if isinstance(error, FINAL) or pause is None:
@@ -312,6 +319,9 @@ class Vault:
                         f"cannot {verb} {where}{tries}: {writing.reason(error)}; look at the address, the credentials "
                         "and (for s3://) AWS_ENDPOINT_URL"
                     ) from error
+                if not self._failing:
+                    self._failing = True
+                    self.tell(f"warning: cannot {verb} {where} yet: {writing.reason(error)}; trying again")
             time.sleep(pause)
         raise AssertionError("not reached")
 

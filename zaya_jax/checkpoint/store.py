@@ -61,6 +61,7 @@ class Store:
         self._spare: dict[str, Any] | None = None
         self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
         self._verify_seconds, self._asked = 0.0, 0.0
+        self._put_off = False  # whether the next step's durable copy waits for the one before
         self._plan: tuple[Holding, Writers] | None = None
 
     ####################################################################################################################
@@ -81,8 +82,10 @@ class Store:
         """
         self._asked = begun = time.perf_counter()
         late = not self._collect(self.settings.max_wait)
-        late |= not self.tiers.settle(max(begun + self.settings.max_wait - time.perf_counter(), 0), most=1)
-        late = bool(multihost.over_processes({"late": float(late)}, {"late": np.max})["late"])
+        late |= not self.tiers.room(max(begun + self.settings.max_wait - time.perf_counter(), 0))
+        here = {"late": float(late), "copying": float(self.tiers.copying())}
+        all_over = multihost.over_processes(here, {"late": np.max, "copying": np.max})
+        late, self._put_off = bool(all_over["late"]), bool(all_over["copying"])
         if late:
             self._failures += 1
             self._complain(
@@ -111,7 +114,8 @@ class Store:
         }
         waited = time.perf_counter() - self._asked if self._asked else 0.0
         self._asked = 0.0
-        self._pending = self._thread.submit(self._save, step, state, plan, meta, time.time(), waited)
+        put_off, self._put_off = self._put_off, False
+        self._pending = self._thread.submit(self._save, step, state, plan, meta, time.time(), waited, put_off)
 
     def save_now(
         self, step: int, state: dict[str, Any] | OnHost, meta: dict[str, Any], held: Holding | None = None
@@ -131,7 +135,7 @@ class Store:
     def wait(self) -> None:
         """Returns when nothing is being written any more."""
         self._see_through()
-        self.tiers.settle(None)
+        self.tiers.settle()
 
     def _see_through(self) -> None:
         """Waits for the save in flight, and says so where that takes long."""
@@ -198,10 +202,11 @@ class Store:
         meta: dict[str, Any],
         begun: float,
         waited: float,
+        put_off: bool,
     ) -> str | None:
         """What went wrong, if anything; runs in a thread, in all processes together.
 
-        `waited`: seconds from asking whether a save can begin until the training went on.
+        `waited`: seconds from asking whether a save can begin until the training went on. `put_off`: its durable copy.
         """
         me, times = jax.process_index(), writing.Times()
         sums, error = Sums(), None
@@ -239,7 +244,7 @@ class Store:
                 [p[3] for p in parts],
             )
         self._seconds = {"held": waited, **stages}
-        self.tiers.pass_on(step)
+        self.tiers.pass_on(step, put_off)
         return None
 
     def _end_of_save(self, step: int, folder: Path, parts: list) -> str | None:

@@ -3,8 +3,9 @@
     [checkpoint.local, each node's own]  →  workdir/checkpoints  →  [checkpoint.durable, a folder or URL]
              `local`                                                        `durable`
 
-Both further ways are gone by one thread in the background, in the order of the steps. At the start of a run
-`bring_newest` makes the newest step of any tier whole in `workdir/checkpoints`.
+Each further way is gone by a thread of its own in the background, in the order of the steps. A durable place that is
+slow or dead holds no save up: while a copy is on its way there, those of later steps are put off. At the start of a
+run `bring_newest` makes the newest step of any tier whole in `workdir/checkpoints`.
 """
 
 import concurrent.futures
@@ -38,10 +39,12 @@ class Tiers:
         there = self.durable.vault.folder if self.durable else None
         others = {option: folder, f"config.checkpoint.durable={settings.durable}": there}
         places.require_apart([root.parent, root], {name: place for name, place in others.items() if place})
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "tiers")
-        # A step, what brings it, and whether it was owed from before.
-        self._jobs: list[tuple[int, concurrent.futures.Future, bool]] = []
-        self._owed: list[int] = []
+        self._publisher = concurrent.futures.ThreadPoolExecutor(1, "publish")
+        self._copier = concurrent.futures.ThreadPoolExecutor(1, "copy")
+        # A step and what brings it, to workdir/checkpoints and to the durable place.
+        self._publishing: list[tuple[int, concurrent.futures.Future]] = []
+        self._copying: list[tuple[int, concurrent.futures.Future]] = []
+        self._owed: list[int] = []  # copies that failed, or were put off
         self._failed: dict[int, str] = {}  # steps whose last copy failed, and why
 
     def staging(self, step: int) -> Path:
@@ -63,34 +66,40 @@ class Tiers:
         if self.local:
             self.local.give_up(step)
 
-    def pass_on(self, step: int) -> None:
-        """Begins to bring a saved step to the next tiers."""
+    def pass_on(self, step: int, put_off: bool = False) -> None:
+        """Begins to bring a saved step to the next tiers; its durable copy later, if that is to be `put_off`."""
+        publish = None
         if self.local:
             self.local.saved(step)
-        if self.local or self.durable:
-            self._jobs = [job for job in self._jobs if not job[1].done()]
-            self._jobs.append((step, self._thread.submit(self._bring, step), False))
+            publish = self._publisher.submit(self._publish, step)
+            self._publishing = [*_not_done(self._publishing), (step, publish)]
+        self._copying = _not_done(self._copying)
+        if self.durable and put_off:
+            self._owed.append(step)
+            self._not_copied(step, "the one before is still on its way; it follows")
+        elif self.durable:
+            self._copying.append((step, self._copier.submit(self._bring, step, publish)))
             self._pay(1)
+
+    def copying(self) -> bool:
+        """Whether the durable copy of a step is on its way."""
+        return bool(_not_done(self._copying))
 
     def may_go(self, step: int) -> bool:
         """Whether nobody needs a step in workdir/checkpoints any more; if so, its copy goes too."""
-        if any(waiting == step and not job.done() for waiting, job, _ in self._jobs):
+        if any(waiting == step for waiting, _ in _not_done([*self._publishing, *self._copying])):
             return False
         if self.durable:
             self.durable.deleted.append(step)
         return True
 
-    def settle(self, seconds: float | None, most: int = 0) -> bool:
-        """Waits until at most so many steps are on their way; False if that takes longer.
+    def room(self, seconds: float) -> bool:
+        """Waits until at most one step is on its way to workdir/checkpoints; False if that takes longer."""
+        return _wait([job for _, job in _not_done(self._publishing)][:-1], seconds)
 
-        What is owed from before counts only where all is waited for.
-        """
-        waiting = [job for _, job, owed in self._jobs if not job.done() and not (owed and most)]
-        waiting = waiting[: max(len(waiting) - most, 0)]
-        done, late = concurrent.futures.wait(waiting, seconds)
-        for job in done:
-            job.result()
-        return not late
+    def settle(self) -> None:
+        """Waits until nothing is on its way."""
+        _wait([job for _, job in [*self._publishing, *self._copying]], None)
 
     def make_up(self) -> None:
         """Begins to bring to the durable place what is here and not there: copies that failed or were cut short."""
@@ -107,18 +116,19 @@ class Tiers:
         """
         for _ in range(min(count, len(self._owed))):
             step = self._owed.pop()
-            self._jobs.append((step, self._thread.submit(self._bring_copy, step), True))
+            self._copying.append((step, self._copier.submit(self._bring_copy, step)))
 
     def close(self, again: bool = True) -> list[int]:
         """Finishes what is on its way, and tries once more what has failed; the steps without a durable copy."""
-        self.settle(None)
+        self.settle()
         missing, error = self._missing()
         if missing and again and not error:
             self._owed = list(missing)
             self._pay(len(missing))
-            self.settle(None)
+            self.settle()
             missing, error = self._missing()
-        self._thread.shutdown()
+        self._publisher.shutdown()
+        self._copier.shutdown()
         if missing and multihost.is_writer():
             # What is damaged here stays damaged, however often it is tried.
             hopeless = {step: why for step, why in self._failed.items() if why.startswith(f"{self.root}/")}
@@ -151,14 +161,18 @@ class Tiers:
         return writing.run_of(self.root)
 
     ####################################################################################################################
-    # One step on its way; in all processes together, in the thread
+    # One step on its way; in all processes together, in the threads
     ####################################################################################################################
 
-    def _bring(self, step: int) -> None:
-        error = self.local.publish_own(step) if self.local else None
+    def _publish(self, step: int) -> str | None:
+        assert self.local is not None
+        error = self.local.publish_own(step)
         if error:
             self._not_copied(step, error)
-        elif self.durable:
+        return error
+
+    def _bring(self, step: int, publish: concurrent.futures.Future | None) -> None:
+        if publish is None or not publish.result():
             self._bring_copy(step)
 
     def _bring_copy(self, step: int) -> None:
@@ -214,6 +228,20 @@ class Tiers:
         writing.begin_run(self.root, *known)
         if known:
             self._say(f"{self.root / RUN} was missing; it is written again, by what the checkpoints say")
+
+
+def _not_done(
+    jobs: list[tuple[int, concurrent.futures.Future]],
+) -> list[tuple[int, concurrent.futures.Future]]:
+    return [job for job in jobs if not job[1].done()]
+
+
+def _wait(jobs: list[concurrent.futures.Future], seconds: float | None) -> bool:
+    """Whether all are done in time; what went wrong in one is raised."""
+    done, late = concurrent.futures.wait(jobs, seconds)
+    for job in done:
+        job.result()
+    return not late
 
 
 def _durable(root: Path, *settings: Any) -> "Durable":
