@@ -6,20 +6,22 @@
     python -m experiments.prepare_data --verify=data/web          # or --verify --out=data/web
 
 Input is plain text (a file is a document), JSONL and Parquet (a text field, or chats of roles and contents),
-text and JSONL also as .gz or .zst. Killed at any moment and started again with the same command, it continues. See
+text and JSONL also as .gz or .zst. Killed at any moment and started again with the same command, it continues.
+Many machines share the work by --part=0/N to --part=N-1/N and a --merge at the end, or by --engine=ray. See
 docs/data.md.
 """
 
 import argparse
-import os
 import sys
 import time
+from typing import Self
 
 from tqdm import tqdm
 
 from zaya_jax.config import UserError, fields
-from zaya_jax.data import inputs, prepare, storage, trim
+from zaya_jax.data import inputs, prepare, prepare_plan, storage, trim
 
+SAY_EVERY = 60.0  # seconds, where nobody watches a bar
 OF_OUT = object()  # what a bare --verify stands for
 
 
@@ -62,11 +64,20 @@ def parse() -> argparse.Namespace:
         help="share of documents kept for evaluation, by the hash of their names; 0.02",
     )
     add("--skip_bad", action="store_true", help="count unreadable files and records instead of stopping at the first")
-    add("--processes", type=cli.number(int, 1, 1024), metavar="N", help="worker processes; by default one per core")
+    add("--processes", type=cli.number(int, 1, 1024), metavar="N", help="tasks at a time; by default one per core")
     add(
         "--part_mib", type=cli.number(int, 1, 2**20), default=256, metavar="N",
         help="input per task, and so about the size of a shard; 256",
     )
+    add(
+        "--engine", choices=("processes", "ray"), default="processes",
+        help="what runs the tasks: processes of this machine (the default), or the Ray cluster that it belongs to",
+    )
+    add(
+        "--part", metavar="I/N",
+        help="do the I-th of N equal parts of the work, from 0 on; other machines do the others",
+    )
+    add("--merge", action="store_true", help="finish --out once all parts are done; with all their other options")
     add(
         "--verify", nargs="?", const=OF_OUT, metavar="DIR",
         help="check this prepared directory (by default --out's) against its manifest and do nothing else",
@@ -77,6 +88,8 @@ def parse() -> argparse.Namespace:
         if not args.out:
             raise UserError("--verify needs a directory: --verify=DIR, or --verify --out=DIR")
         args.verify = args.out
+    if args.merge and args.part is not None:
+        raise UserError("--merge comes after all parts; do not give --part with it")
     return args
 
 
@@ -96,25 +109,66 @@ def make(args: argparse.Namespace) -> int:
         skip_bad=args.skip_bad,
         part_bytes=args.part_mib << 20,
     )
-    began = time.perf_counter()
-    with tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True) as bar:
-
-        def progress(done: int, total: int, tokens: int) -> None:
-            bar.total = total
-            if bar.n == 0:
-                bar.initial = bar.n = bar.last_print_n = done  # what an earlier run did says nothing of speed
-            bar.set_postfix_str(
-                f"{tokens / (time.perf_counter() - began) / 1e6:.2f} M tokens/s", refresh=False
-            )
-            bar.update(done - bar.n)
-
-        manifest, was_complete = prepare.prepare(
-            options, args.out, args.processes or os.cpu_count() or 1, progress
-        )
+    processes = args.processes or 0
+    if args.merge:
+        manifest, was_complete = prepare.merge(options, args.out)
+    elif args.part is not None:
+        return make_part(options, args, prepare_plan.parse_part(args.part))
+    else:
+        with Display("") as display:
+            manifest, was_complete = prepare.prepare(options, args.out, processes, display.tell, args.engine)
     if was_complete:
         print(f"{inputs.shown(args.out)} is complete already: nothing to do")
     summarise(manifest, args.out)
     return 0
+
+
+def make_part(options: prepare.Options, args: argparse.Namespace, part: prepare_plan.Part) -> int:
+    """Do one part of the tasks, and say what came of it."""
+    with Display(f"part {part}: ") as display:
+        made = prepare.prepare_part(options, args.out, part, args.processes or 0, display.tell, args.engine)
+    if made is None:
+        print(f"{inputs.shown(args.out)} is complete already: nothing to do")
+        return 0
+    print(
+        f"part {part}  {made.tasks:,} of {made.all_tasks:,} tasks, {made.tokens:,} tokens, {made.documents:,} documents"
+    )
+    say_left_out(made.left_out)
+    print("next      the other parts, then the same command with --merge in place of --part")
+    return 0
+
+
+class Display:
+    """How far it has come: a bar at a terminal, elsewhere a line a minute, since a log keeps all of them."""
+
+    def __init__(self, title: str) -> None:
+        self._title, self._began, self._said = title, time.perf_counter(), time.perf_counter()
+        self._bar = tqdm(
+            unit="B", unit_scale=True, disable=None, dynamic_ncols=True, desc=title.rstrip(": ") or None
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+
+    def tell(self, now: prepare.Progress) -> None:
+        """Show it, if it is time."""
+        seconds = time.perf_counter() - self._began
+        said = f"{now.tasks:,}/{now.total_tasks:,} tasks, {now.tokens / seconds / 1e6:.2f} M tokens/s"
+        if self._bar.disable:
+            if time.perf_counter() - self._said >= SAY_EVERY:
+                self._said = time.perf_counter()
+                print(f"{self._title}{said}, {now.done / 1e9:,.1f} of {now.total / 1e9:,.1f} GB", flush=True)
+            return
+        self._bar.total = now.total
+        if self._bar.n == 0:
+            self._bar.initial = self._bar.n = self._bar.last_print_n = (
+                now.done
+            )  # an earlier run's says nothing of speed
+        self._bar.set_postfix_str(said, refresh=False)
+        self._bar.update(now.done - self._bar.n)
 
 
 def summarise(manifest: dict, out: str) -> None:
@@ -132,7 +186,12 @@ def summarise(manifest: dict, out: str) -> None:
     )
     if manifest["trim"]:
         print(f"chats     {trim.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}")
-    left_out = manifest["left_out"]
+    say_left_out(manifest["left_out"])
+    print(f"written   {inputs.shown(out)}")
+
+
+def say_left_out(left_out: dict) -> None:
+    """Print the counts of what is in no shard, and the first of them."""
     print(
         f"left out  {left_out['bad']:,} bad records and files, {left_out['not_text']:,} files that are not text, "
         f"{left_out['empty']:,} empty texts"
@@ -142,7 +201,6 @@ def summarise(manifest: dict, out: str) -> None:
             print(f"{word:9s} {example}")
         if left_out[kind] > len(left_out[f"{kind}_examples"]):
             print(f"{word:9s} and {left_out[kind] - len(left_out[f'{kind}_examples']):,} more")
-    print(f"written   {inputs.shown(out)}")
 
 
 def verify(directory: str) -> int:

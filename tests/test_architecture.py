@@ -80,6 +80,9 @@ OPTIONS = {
             "skip_bad",
             "processes",
             "part_mib",
+            "engine",
+            "part",
+            "merge",
             "verify",
         ]
     },

@@ -6,9 +6,10 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from data_helpers import run_here
 
 from zaya_jax import config as config_lib
-from zaya_jax.data import prepare, tokens
+from zaya_jax.data import prepare, prepare_engines, tokens
 
 
 @pytest.fixture
@@ -44,12 +45,7 @@ def make_config() -> Callable[..., config_lib.Config]:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Preparing runs here, without worker processes, which take a second to start."""
 
-    def run(options, directory, tasks, processes, progress) -> None:
-        for number, parts in enumerate(tasks):
-            if not (directory / prepare.WORK / f"task-{number:05d}.json").exists():
-                prepare.run_task(number, parts, str(directory), options, lambda *_: None)
-
-    monkeypatch.setattr(prepare, "_run", run)
+    monkeypatch.setattr(prepare_engines, "run_processes", run_here)
 
 
 @pytest.fixture

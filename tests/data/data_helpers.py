@@ -5,7 +5,7 @@ import os
 
 import numpy as np
 
-from zaya_jax.data import prepare, tokenizers
+from zaya_jax.data import prepare, prepare_task, tokenizers
 from zaya_jax.data.storage import Prepared
 
 
@@ -28,6 +28,19 @@ def texts_of(directory, tokenizer=None):
             documents = np.split(np.concatenate(tokens), np.concatenate(ends)[:-1])
             out += [tokenizer.decode(part) for part in documents]
     return sorted(out)
+
+
+def run_here(job, todo, processes, tell):
+    """An engine without worker processes, which take a second to start."""
+    done = tokens = 0
+
+    def count(some, made):
+        nonlocal done, tokens
+        done, tokens = done + some, tokens + made
+
+    for finished, task in enumerate(todo, start=1):
+        prepare_task.run(task, job, count)
+        tell(done, tokens, finished)
 
 
 def here(options, out):

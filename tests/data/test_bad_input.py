@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 
 from zaya_jax import cli
 from zaya_jax.config import StorageError, UserError
-from zaya_jax.data import inputs, pieces, prepare, sources, storage, tokenizers, tokens
+from zaya_jax.data import inputs, pieces, prepare_engines, prepare_task, sources, storage, tokenizers, tokens
 from zaya_jax.data.prepare import Options
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -146,7 +146,12 @@ def test_far_into_a_file_a_bad_line_is_named_by_its_byte(tmp_path, monkeypatch):
 def test_examples_are_few_and_counts_are_exact(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"{\n" * 1000 + b'{"text": "t"}\n{"text": null}\n{"text": " "}\n\n')
     documents, out = left_out(tmp_path / "a.jsonl", out=tmp_path / "out", part_bytes=500)
-    assert (documents, out["bad"], out["empty"], len(out["bad_examples"])) == (1, 1000, 2, prepare.EXAMPLES)
+    assert (documents, out["bad"], out["empty"], len(out["bad_examples"])) == (
+        1,
+        1000,
+        2,
+        prepare_task.EXAMPLES,
+    )
 
 
 @pytest.mark.usefixtures("in_process")
@@ -268,7 +273,7 @@ def test_a_begun_preparation_without_a_task_done_is_begun_anew(tmp_path, monkeyp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "_run", killed)
+        patch.setattr(prepare_engines, "run_processes", killed)
         with pytest.raises(KeyboardInterrupt):
             here(Options([str(tmp_path / "a.jsonl")], held_out=0.0), tmp_path / "out")
     assert (tmp_path / "out" / "tokenizer").is_dir()

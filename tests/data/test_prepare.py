@@ -17,7 +17,7 @@ from data_helpers import here, jsonl, texts_of
 
 from experiments import prepare_data
 from zaya_jax.config import UserError
-from zaya_jax.data import prepare, storage, tokenizers
+from zaya_jax.data import prepare_engines, prepare_manifest, prepare_task, storage, tokenizers
 from zaya_jax.data.prepare import Options
 from zaya_jax.data.storage import Prepared
 
@@ -165,17 +165,19 @@ def test_an_unfinished_task_leaves_nothing_visible_and_a_finished_one_stays(tmp_
     out = tmp_path / "out"
     calls = []
 
-    def killed(options, directory, tasks, processes, progress):
+    def killed(job, tasks, processes, tell):
         for n in (0, 2):
-            prepare.run_task(n, tasks[n], str(directory), options, lambda *_: None)
-        task = prepare._Task(1, directory, tokenizers.load(directory / "tokenizer"), options)
-        list(task.add(tasks[1][0]))  # never committed
-        task.close()
-        calls.append({p.name: p.stat().st_mtime_ns for p in directory.glob("*.tokens")})
+            prepare_task.run(tasks[n], job, lambda *_: None)
+        task = prepare_task._Writing(tasks[1], job, tokenizers.load(job.directory / "tokenizer"))
+        list(task.add(tasks[1].stretches[0]))  # never committed, nor removed
+        for writer in task._writers.values():
+            writer._file.close()
+        assert list(job.directory.glob(".work/train-00001.*.partial-*"))
+        calls.append({p.name: p.stat().st_mtime_ns for p in job.directory.glob("*.tokens")})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "_run", killed)
-        patch.setattr(prepare, "_finish", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(prepare_engines, "run_processes", killed)
+        patch.setattr(prepare_manifest, "gather", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             here(options, out)
     assert set(calls[0]) <= {"train-00000.tokens", "train-00002.tokens"} | {

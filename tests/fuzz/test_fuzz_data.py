@@ -11,7 +11,7 @@ from test_fuzz_workdirs import NUMBERS, TEXTS
 from values import make_places, places
 
 from zaya_jax import cli
-from zaya_jax.data import prepare
+from zaya_jax.data import prepare_engines, prepare_task
 
 few = settings(
     max_examples=15, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
@@ -30,22 +30,22 @@ FLAGS = {
     "characterize": ("data", "out", "iops_budget", "seconds", "rows", "seq_len", "global_batch", "step_seconds"),
     "prepare_data": (
         "input", "tokenizer", "train_bpe", "out", "text_field", "context", "held_out", "skip_bad", "processes",
-        "part_mib", "verify",
+        "part_mib", "verify", "part", "merge",
     ),
 }  # fmt: skip
-PATHS, WORDS = ("data", "out", "input", "tokenizer", "verify"), ("text_field", "skip_bad")
+PATHS, WORDS = ("data", "out", "input", "tokenizer", "verify"), ("text_field", "skip_bad", "part", "merge")
 
 
 @pytest.fixture(autouse=True, scope="module")
 def without_workers():
     """Preparing runs here: worker processes take a second to start."""
 
-    def run(options, directory, tasks, processes, progress):
-        for number, parts in enumerate(tasks):
-            prepare.run_task(number, parts, str(directory), options, lambda *_: None)
+    def run(job, todo, processes, tell):
+        for task in todo:
+            prepare_task.run(task, job, lambda *_: None)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "_run", run)
+        patch.setattr(prepare_engines, "run_processes", run)
         yield
 
 

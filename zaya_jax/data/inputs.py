@@ -7,6 +7,7 @@ record costs one record, a damaged compressed file its rest, damaged Parquet a r
 """
 
 import codecs
+import concurrent.futures
 import dataclasses
 import glob
 import gzip
@@ -17,7 +18,7 @@ import os
 import pathlib
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
 
 from zaya_jax.config import UserError
@@ -30,6 +31,7 @@ Sample = tuple[str, str | Iterable[str] | list[chat.Message]]
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 COMPRESSION = (".gz", ".zst")
 COUNTED_BYTES = 4 << 30  # before a part of a file: so far its line numbers are counted, 1 s a GB once a part
+OPENED_AT_ONCE = 16
 DAMAGE = (OSError, EOFError, zlib.error)
 
 
@@ -89,10 +91,18 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
     return sorted(found)
 
 
-def split(paths: list[str], part_bytes: int, skip_bad: bool = False) -> list[list[Stretch]]:
-    """Tasks of about `part_bytes` of input each: parts of large files, or several small files together."""
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(p)) for p in paths])
-    parts = [part for path in paths for part in _parts(path, root, part_bytes, skip_bad)]
+def split(
+    files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool = False
+) -> list[list[Stretch]]:
+    """Tasks of about `part_bytes` of input each: parts of large files, or several small files together.
+
+    Files come with their sizes, so that all who share a preparation divide it alike. Those of Parquet are opened, for
+    the number of their row groups, many at a time: on a file system over the network each is a wait.
+    """
+    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path, *_ in files])
+    with concurrent.futures.ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
+        of_file = pool.map(lambda file: list(_parts(file, root, part_bytes, skip_bad)), files)
+        parts = [part for found in of_file for part in found]
     tasks: list[list[Stretch]] = []
     size = 0
     for part in parts:
@@ -124,21 +134,17 @@ def samples(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
         yield BadInput(f"cannot read {part}: {_one_line(error)}")
 
 
-def _parts(path: str, root: str, part_bytes: int, skip_bad: bool) -> Iterator[Stretch]:
+def _parts(file: tuple[str, int, int], root: str, part_bytes: int, skip_bad: bool) -> Iterator[Stretch]:
+    path, size, time_ns = file
     name = pathlib.Path(os.path.relpath(os.path.abspath(path), root)).as_posix()
     kind = _kind(path)
-    whole = Stretch(path, name, kind, 0, 0, 0)
-    try:
-        size = os.path.getsize(path)
-    except OSError as error:
-        if not skip_bad:
-            raise BadInput(f"cannot read {whole}: {error.strerror}") from None
-        size = 1  # found bad again when it is read, and counted there
+    if not size and not time_ns:  # it cannot be read: found bad again when it is to be, and counted there
+        size = 1
     compressed = path.lower().endswith(COMPRESSION)
     if kind == "parquet" and not compressed:
         try:
-            with _open_parquet(path) as file:
-                groups = file.num_row_groups
+            with _open_parquet(path) as opened:
+                groups = opened.num_row_groups
         except BadInput:
             if not skip_bad:
                 raise

@@ -1,255 +1,179 @@
-"""Making a prepared directory: input files to token shards, over processes, killable at any moment.
+"""Making a prepared directory: input files to token shards, by one machine or many, killable at any moment.
 
-The work is a fixed list of tasks, each a stretch of the input that becomes at most one training and one
-held-out shard. A task is done when its record in `.work/` exists; it is written after the shards are on disk
-and before they get their names, so a finished shard is never written again and an unfinished one never seen.
-`manifest.json` comes last.
+The work is a fixed list of tasks (`prepare_plan`), each a stretch of the input that becomes at most one training and
+one held-out shard (`prepare_task`), done by processes or Ray (`prepare_engines`). `manifest.json` comes last
+(`prepare_manifest`). Machines that share the work need nothing in common but `--out`: each does its part of the
+tasks, and `merge` writes the manifest. Nothing is right only because of a lock, which file systems over the network do
+not all have: locks only keep a whole preparation from beginning beside another one.
 """
 
-import collections
-import concurrent.futures
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import json
-import multiprocessing
-import os
 import pathlib
 import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TextIO
-
-import google_crc32c
-import numpy as np
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from zaya_jax.config import StorageError, UserError
-from zaya_jax.data import chat, inputs, pieces, sources, tokenizers, trim
+from zaya_jax.data import (
+    chat,
+    inputs,
+    prepare_engines,
+    prepare_manifest,
+    prepare_plan,
+    prepare_task,
+    sources,
+    tokenizers,
+)
 from zaya_jax.data import tokens as tokens_lib
-from zaya_jax.data.inputs import Stretch
+from zaya_jax.data.prepare_plan import Options, Part, Task
+from zaya_jax.data.prepare_task import WORK, Job, LeftOut
 from zaya_jax.data.tokenizers import Tokenizer
-from zaya_jax.data.tokens import Document, ShardWriter
 
-WORK = ".work"
-EXAMPLES = 20  # of what was left out, named in the manifest
 # What a prepared directory holds beside shards.
 OURS = (WORK, tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER)
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
+PLAN, SHARED = "plan.json", "of-"  # `.work/of-8`: somebody made a part of 8
+STALE_SECONDS = 3600  # who writes a shard writes to it every few seconds
+AFTER_PART = (
+    "; the same command does what is left of part {}, also with --skip_bad added to it and to --merge"
+)
+NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
-    """What decides the content of a prepared directory."""
+class Progress:
+    """How far a preparation, or a part of one, has come."""
 
-    inputs: list[str]
-    tokenizer: str = "bytes"
-    train_bpe: int = 0  # train a BPE of this many ids on the input instead
-    text_field: str = "text"
-    context: int = 0  # chat samples are trimmed to it; 0: never
-    held_out: float = sources.HELD_OUT_SHARE
-    skip_bad: bool = False  # count unreadable files and samples instead of stopping at the first
-    part_bytes: int = 256 << 20
+    done: int  # bytes of input, those of earlier runs included
+    total: int
+    tokens: int  # written by this run
+    tasks: int
+    total_tasks: int
+
+
+Tell = Callable[[Progress], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What a part's tasks came to."""
+
+    tasks: int
+    all_tasks: int
+    documents: int
+    tokens: int
+    left_out: dict[str, Any]
 
 
 def prepare(
-    options: Options, out: str, processes: int, progress: Callable[[int, int, int], None]
+    options: Options, out: str, processes: int, tell: Tell, engine: str = "processes"
 ) -> tuple[dict[str, Any], bool]:
     """(manifest, whether it was there already) of the prepared directory `out`, made or continued.
 
-    `progress(done, total, tokens)` is called about twice a second with bytes of input and tokens written.
+    `tell` is called about twice a second.
     """
     directory = _directory(out)
-    plan = _plan(options, inputs.find(options.inputs, out))
+    plan = prepare_plan.make(options, inputs.find(options.inputs, out))
     if _finished(directory) and not (directory / WORK).exists():
         return _complete(directory, plan, out), True
-    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
-    try:
-        (directory / WORK).mkdir(parents=True, exist_ok=True)
-        lock = (directory / WORK / "lock").open("w")
-    except OSError as error:
-        _remove(made)
-        raise UserError(f"--out={out} cannot be written: {error.strerror}; give another directory") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"--out={out} is being prepared by another process; wait for it or stop it"
-            ) from None
+    with _locked(directory, out, fcntl.LOCK_EX) as made:
         if _finished(directory):  # killed just before the end
-            shutil.rmtree(directory / WORK)
             return _complete(directory, plan, out), True
         _same_plan(directory, plan, out)
+        with _failing(directory, out, lambda: _after_failure(directory, made)):
+            return _make(options, directory, plan, processes, tell, engine), False
+
+
+def prepare_part(
+    options: Options, out: str, part: Part, processes: int, tell: Tell, engine: str = "processes"
+) -> Made | None:
+    """Do a part's tasks, beside others who do other parts, or this one; None where `out` is complete already."""
+    directory = _directory(out)
+    plan = prepare_plan.make(options, inputs.find(options.inputs, out))
+    if _finished(directory):
+        _complete(directory, plan, out)
+        return None
+    with _locked(directory, out, fcntl.LOCK_SH):
+        _claim(directory, plan, out)
+        (directory / WORK / f"{SHARED}{part.count}").touch()
         try:
-            return _make(options, directory, plan, processes, progress), False
-        except (UserError, StorageError) as error:
-            raise type(error)(f"{error}{_after_failure(directory, made)}") from None
-        except OSError as error:  # what reading raises is bad input, so this was written
-            raise StorageError(
-                f"--out={out} cannot be written: {error.strerror or error}{_after_failure(directory, made)}"
-            ) from None
-        except MemoryError:
-            raise UserError(
-                f"memory ran out; give fewer --processes, or texts in smaller files{_after_failure(directory, made)}"
-            ) from None
+            with _failing(directory, out, lambda: AFTER_PART.format(part)):
+                tasks = prepare_plan.tasks(plan)
+                owner = prepare_plan.owners(tasks, part.count)
+                mine = [task for task in tasks if owner[task.number] == part.index]
+                tokenizer = _tokenizer(options, directory, plan, tasks)
+                job = prepare_task.job(directory, options, plan, tokenizer)
+                _run(job, mine, processes, tell, engine, alone=False)
+                return _sum(job, mine, len(tasks))
+        except (UserError, StorageError):
+            if not _finished(directory):  # else somebody else has made this part too, and merged
+                raise
+            _complete(directory, plan, out)
+            return None
 
 
-def run_task(
-    number: int, parts: list[Stretch], directory: str, options: Options, count: Callable[[int, int], None]
-) -> None:
-    """Tokenise one task's input into its shards and record it; `count(bytes, tokens)` is told of progress."""
-    tokenizer = tokenizers.load(pathlib.Path(directory) / tokens_lib.TOKENIZER)
-    task = _Task(number, pathlib.Path(directory), tokenizer, options)
-    try:
-        for part in parts:
-            for document_tokens in task.add(part):
-                count(0, document_tokens)
-            count(part.cost, 0)
-        task.commit()
-    finally:
-        task.close()
-
-
-@dataclasses.dataclass
-class LeftOut:
-    """What of the input is in no shard, beside chats that were dropped."""
-
-    bad: int = 0  # records and files that could not be read
-    not_text: int = 0  # files among texts that are none, such as pictures
-    empty: int = 0  # texts without a character that is not white space
-    bad_examples: list[str] = dataclasses.field(default_factory=list)
-    not_text_examples: list[str] = dataclasses.field(default_factory=list)
-
-    def add(self, kind: str, example: str) -> None:
-        """Count one, and keep the first EXAMPLES."""
-        setattr(self, kind, getattr(self, kind) + 1)
-        examples = getattr(self, f"{kind}_examples")
-        if len(examples) < EXAMPLES:
-            examples.append(example)
-
-    def take(self, other: dict[str, Any]) -> None:
-        """Add what a task recorded."""
-        for kind, held in other.items():
-            if isinstance(held, list):
-                setattr(self, kind, (getattr(self, kind) + held)[:EXAMPLES])
-            else:
-                setattr(self, kind, getattr(self, kind) + held)
-
-
-class _Task:
-    """The writers and counts of one task."""
-
-    def __init__(self, number: int, directory: pathlib.Path, tokenizer: Tokenizer, options: Options) -> None:
-        self._number, self._directory, self._tokenizer, self._options = number, directory, tokenizer, options
-        self._corpus = _corpus(json.loads((directory / WORK / "plan.json").read_bytes()))
-        self._chat = chat.Format(tokenizer)
-        self._writers: dict[str, ShardWriter] = {}
-        self._outcomes = trim.Counts()
-        self._sources: dict[str, list[int]] = {}
-        self._left_out = LeftOut()
-
-    def add(self, part: Stretch) -> Iterator[int]:
-        """Write a part's samples; yields the tokens of each batch of them."""
-        self._sources.setdefault(part.name, [0, 0])
-        texts: list[tuple[str, str]] = []
-        size = 0
-        for found in inputs.samples(part, self._options.text_field):
-            if isinstance(found, inputs.BadInput):
-                self._bad(found)
-                continue
-            name, sample = found
-            if isinstance(sample, str) and len(sample) <= pieces.PIECE:
-                texts.append((name, sample))
-                size += len(sample)
-                if size < pieces.PIECE:
-                    continue
-            yield self._add_texts(part, texts)
-            texts, size = [], 0
-            if isinstance(sample, list):
-                yield self._add_chat(part, name, sample)
-            elif not isinstance(sample, str) or len(sample) > pieces.PIECE:
-                yield self._add_long(part, name, [sample] if isinstance(sample, str) else sample)
-        yield self._add_texts(part, texts)
-
-    def close(self) -> None:
-        """Let go of the files; what was not committed stays behind under its temporary name."""
-        for writer in self._writers.values():
-            writer.release()
-
-    def commit(self) -> None:
-        """Put the shards on disk, record the task, then give the shards their names."""
-        entries = [self._writers[s].close() for s in tokens_lib.SPLITS if s in self._writers]
-        record = {
-            "shards": entries, "sources": self._sources, "trim": dict(self._outcomes),
-            "left_out": dataclasses.asdict(self._left_out),
-        }  # fmt: skip
-        path = self._directory / WORK / f"task-{self._number:05d}.json"
-        tokens_lib.write_atomically(path, json.dumps(record).encode())
-        for entry in entries:
-            (self._directory / entry["partial"]).rename(self._directory / entry["file"])
-
-    def _add_texts(self, part: Stretch, texts: list[tuple[str, str]]) -> int:
-        tokenizer = self._tokenizer
-        total = 0
-        filled = [(name, text) for name, text in texts if text.strip()]
-        self._left_out.empty += len(texts) - len(filled)
+def merge(options: Options, out: str) -> tuple[dict[str, Any], bool]:
+    """As `prepare`, of parts that are all done; UserError, with the way out, where they are not."""
+    directory = _directory(out)
+    plan = prepare_plan.make(options, inputs.find(options.inputs, out))
+    if _finished(directory) and not (directory / WORK).exists():
+        return _complete(directory, plan, out), True
+    if not (directory / WORK / PLAN).exists():
+        raise UserError(
+            f"--out={out} holds no parts: run the same command with --part=0/N to --part=N-1/N first"
+        )
+    with _locked(directory, out, fcntl.LOCK_EX):
+        if _finished(directory):  # killed just before the end
+            return _complete(directory, plan, out), True
+        _refuse(out, prepare_plan.difference(_begun(directory), plan))
         try:
-            encoded = tokenizer.encode_many([text for _, text in filled])
-        except tokenizers.CannotEncode as error:
-            if len(filled) > 1:  # one by one, to lose no other
-                return sum(self._add_texts(part, [one]) for one in filled)
-            self._bad(inputs.BadInput(f"{part}, sample {filled[0][0]}: {error}"))
-            return 0
-        for (name, _), ids in zip(filled, encoded, strict=True):
-            if not len(ids):
-                self._left_out.empty += 1
-                continue
-            tokens: np.ndarray = np.empty(len(ids) + 2, tokenizer.dtype)
-            tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
-            total += self._write(part, name, Document(tokens))
-        return total
+            with _failing(directory, out, lambda: ""):
+                tasks = prepare_plan.tasks(plan)
+                tokenizer = _tokenizer(options, directory, plan, tasks)
+                job = prepare_task.job(directory, options, plan, tokenizer)
+                lacking = prepare_task.undone(job, tasks)
+                if lacking:
+                    raise UserError(_lacking(directory, out, tasks, lacking))
+                return prepare_manifest.gather(job, tokenizer, plan, len(tasks)), False
+        except (UserError, StorageError):
+            if not _finished(directory):  # else another merge came first
+                raise
+            return _complete(directory, plan, out), True
 
-    def _add_long(self, part: Stretch, name: str, text: Iterable[str]) -> int:
-        try:
-            tokens = pieces.document(self._tokenizer, text)
-        except inputs.BadInput as error:  # found while it was read
-            self._bad(error)
-            return 0
-        except (pieces.TooLong, tokenizers.CannotEncode) as error:
-            self._bad(inputs.BadInput(f"{part}, sample {name}: {error}"))
-            return 0
-        return self._write(part, name, Document(tokens))
 
-    def _add_chat(self, part: Stretch, name: str, messages: list[chat.Message]) -> int:
-        try:
-            document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
-        except tokenizers.CannotEncode as error:
-            self._bad(inputs.BadInput(f"{part}, sample {name}: {error}"))
-            return 0
-        self._outcomes[outcome] += 1
-        return 0 if document is None else self._write(part, name, document)
+def _lacking(directory: pathlib.Path, out: str, tasks: list[Task], lacking: dict[int, str]) -> str:
+    """What a merge says of tasks that are not done: whose they are, and who mends it."""
+    first = next(iter(lacking))
+    why = "" if lacking[first] == "missing" else f"; task {first} is {lacking[first]}"
+    what = f"--out={out} lacks {len(lacking):,} of {len(tasks):,} tasks{why}"
+    if "--skip_bad" in why:
+        return f"{what}; merge with --skip_bad, or begin anew without"
+    counts = {path: path.stat().st_mtime_ns for path in (directory / WORK).glob(f"{SHARED}*")}
+    if not counts:
+        return f"{what}; the same command without --merge makes them and ends with the merge"
+    newest = max(counts, key=lambda path: counts[path]).name.removeprefix(SHARED)
+    parts = prepare_plan.lacking(list(lacking), tasks, int(newest))
+    named = ", ".join(f"{part} ({n:,})" for part, n in list(parts.items())[:8])
+    more = f" and {len(parts) - 8:,} more parts" if len(parts) > 8 else ""
+    return (
+        f"{what}, of part {named}{more}; run the same command with --part={next(iter(parts))} in place of --merge"
+        + (", and likewise the others" if len(parts) > 1 else "")
+    )
 
-    def _bad(self, found: inputs.BadInput) -> None:
-        if isinstance(found, inputs.NotText):
-            self._left_out.add("not_text", str(found))
-        elif not self._options.skip_bad:
-            raise found
-        else:
-            self._left_out.add("bad", str(found))
 
-    def _write(self, part: Stretch, name: str, document: Document) -> int:
-        split = "held_out" if sources.held_out(name, self._options.held_out) else "train"
-        if split not in self._writers:
-            kind = tokens_lib.SPLITS.index(split)
-            path = self._directory / tokens_lib.shard_name(kind, self._number)
-            self._writers[split] = ShardWriter(path, self._tokenizer.dtype, self._corpus, kind, self._number)
-        self._writers[split].add(document)
-        source = self._sources[part.name]
-        source[0] += 1
-        source[1] += len(document.tokens)
-        return len(document.tokens)
+def _sum(job: Job, tasks: list[Task], all_tasks: int) -> Made:
+    left_out, documents, tokens = LeftOut(), 0, 0
+    for task in tasks:
+        record = json.loads(job.record(task.number).read_bytes())
+        left_out.take(record["left_out"])
+        documents += sum(entry["documents"] for entry in record["shards"])
+        tokens += sum(entry["tokens"] for entry in record["shards"])
+    return Made(len(tasks), all_tasks, documents, tokens, dataclasses.asdict(left_out))
 
 
 def _finished(directory: pathlib.Path) -> bool:
@@ -272,6 +196,51 @@ def _directory(out: str) -> pathlib.Path:
     return directory
 
 
+@contextlib.contextmanager
+def _locked(directory: pathlib.Path, out: str, how: int) -> Iterator[list[pathlib.Path]]:
+    """While somebody writes here: alone, or with others who make parts; the folders that were made for it.
+
+    Where the file system has no locks there is none: what is done twice gives the same.
+    """
+    made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
+    try:
+        (directory / WORK).mkdir(parents=True, exist_ok=True)
+        lock = (directory / WORK / "lock").open("w")
+    except OSError as error:
+        _remove(made)
+        raise UserError(f"--out={out} cannot be written: {error.strerror}; give another directory") from None
+    with lock:
+        try:
+            fcntl.flock(lock, how | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"--out={out} is being prepared by another process; wait for it or stop it"
+            ) from None
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+        yield made
+    if _finished(directory):
+        prepare_manifest.clear(directory)
+
+
+@contextlib.contextmanager
+def _failing(directory: pathlib.Path, out: str, ending: Callable[[], str]) -> Iterator[None]:
+    """What fails in here is one line, with what is to be said of the directory behind it."""
+    try:
+        yield
+    except prepare_manifest.NoDocuments as error:
+        raise UserError(f"{error}{ending()}") from None
+    except (UserError, StorageError) as error:
+        raise type(error)(f"{error}{ending()}") from None
+    except OSError as error:  # what reading raises is bad input, so this was written
+        raise StorageError(f"--out={out} cannot be written: {error.strerror or error}{ending()}") from None
+    except MemoryError:
+        raise UserError(
+            f"memory ran out; give fewer --processes, or texts in smaller files{ending()}"
+        ) from None
+
+
 def _complete(directory: pathlib.Path, plan: dict[str, Any], out: str) -> dict[str, Any]:
     manifest = tokens_lib.check_manifest((directory / tokens_lib.MANIFEST).read_bytes(), out)
     if manifest["plan"] != tokens_lib.manifest_hash(plan):
@@ -280,29 +249,50 @@ def _complete(directory: pathlib.Path, plan: dict[str, Any], out: str) -> dict[s
 
 
 def _make(
-    options: Options,
-    directory: pathlib.Path,
-    plan: dict[str, Any],
-    processes: int,
-    progress: Callable[[int, int, int], None],
+    options: Options, directory: pathlib.Path, plan: dict[str, Any], processes: int, tell: Tell, engine: str
 ) -> dict[str, Any]:
     if _begun(directory) != plan:
         if not any((directory / WORK).glob("task-*.json")):
             shutil.rmtree(directory / tokens_lib.TOKENIZER, ignore_errors=True)
-        tokens_lib.write_atomically(directory / WORK / "plan.json", json.dumps(plan).encode())
-    tasks = inputs.split([path for path, *_ in plan["files"]], options.part_bytes, options.skip_bad)
-    _recover(directory, len(tasks))
-    tokenizer = _tokenizer(options, directory, tasks)
-    _run(options, directory, tasks, processes, progress)
-    return _finish(directory, tokenizer, plan, len(tasks))
+        tokens_lib.write_atomically(directory / WORK / PLAN, json.dumps(plan).encode())
+    tasks = prepare_plan.tasks(plan)
+    tokenizer = _tokenizer(options, directory, plan, tasks)
+    job = prepare_task.job(directory, options, plan, tokenizer)
+    _run(job, tasks, processes, tell, engine)
+    try:
+        return prepare_manifest.gather(job, tokenizer, plan, len(tasks))
+    except prepare_manifest.NoDocuments:
+        prepare_manifest.clear(directory)
+        raise
+
+
+def _run(job: Job, tasks: list[Task], processes: int, tell: Tell, engine: str, alone: bool = True) -> None:
+    """Do those of these tasks that are not done."""
+    wrong = prepare_task.undone(job, tasks)
+    _clean(job, alone)
+    todo = [task for task in tasks if task.number in wrong]
+    total = sum(task.cost for task in tasks)
+    before = total - sum(task.cost for task in todo)
+
+    def told(done: int, tokens: int, finished: int) -> None:
+        tell(Progress(before + done, total, tokens, len(tasks) - len(todo) + finished, len(tasks)))
+
+    prepare_engines.run(engine, job, todo, processes, told)
+
+
+def _clean(job: Job, alone: bool) -> None:
+    """Remove what killed processes left half written; beside others only what nobody has written to for long."""
+    for folder in (job.directory, job.directory / WORK):
+        for partial in folder.glob("*.partial-*"):
+            with contextlib.suppress(FileNotFoundError):
+                if alone or partial.stat().st_mtime < time.time() - STALE_SECONDS:
+                    partial.unlink()
 
 
 def _after_failure(directory: pathlib.Path, made: list[pathlib.Path]) -> str:
     """What a failed preparation's message ends with; without a task done, nothing of it stays."""
     done = len(list((directory / WORK).glob("task-*.json")))
     if done:
-        for partial in directory.glob("*.partial-*"):
-            partial.unlink()
         return (
             f"; {done} of its tasks are done: the same command on the same input goes on from there, also with "
             f"--skip_bad added; to begin anew, remove {directory}"
@@ -321,86 +311,76 @@ def _remove(folders: list[pathlib.Path]) -> None:
             folder.rmdir()
 
 
-def _plan(options: Options, paths: list[str]) -> dict[str, Any]:
-    """Everything that the directory's content depends on, the input by names, sizes and times."""
-    files: list[list[Any]] = []
-    for path in paths:
-        try:
-            stat = os.stat(path)
-            files.append([path, stat.st_size, stat.st_mtime_ns])
-        except OSError as error:
-            if not options.skip_bad:
-                raise UserError(f"cannot read {inputs.shown(path)}: {error.strerror}") from None
-            files.append([path, 0, 0])  # counted when it is to be read
-    tokenizer = "bpe" if options.train_bpe else tokenizers.load(options.tokenizer).sha256
-    return {
-        **dataclasses.asdict(options),
-        "tokenizer": tokenizer,
-        "files": files,
-        "version": tokens_lib.VERSION,
-    }
-
-
-def _corpus(plan: dict[str, Any]) -> int:
-    """What tells this preparation's shards from all others: not where the input lies, or since when."""
-    files = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
-    return tokens_lib.corpus_id({**plan, "inputs": None, "skip_bad": None, "files": files})
-
-
 def _same_plan(directory: pathlib.Path, plan: dict[str, Any], out: str) -> None:
     """UserError where tasks were done for another plan; without any, this plan may take the other's place."""
-    begun = _begun(directory)
     if any((directory / WORK).glob("task-*.json")):
+        begun = _begun(directory)
         # What was done without skipping is the same with it: there was nothing to skip.
-        differ = sorted(k for k in plan if begun.get(k) != plan[k] and not (k == "skip_bad" and plan[k]))
-        if differ:
-            raise UserError(
-                f"--out={out} was begun with other {', '.join(differ)}; repeat the first command, give another "
-                "directory, or remove this one to begin anew"
-            )
+        _refuse(
+            out, prepare_plan.difference(begun, plan), bool(begun.get("skip_bad")) and not plan["skip_bad"]
+        )
+
+
+def _claim(directory: pathlib.Path, plan: dict[str, Any], out: str) -> None:
+    """Make the plan that of all parts, unless one was there before: then UserError where it is another."""
+    path = directory / WORK / PLAN
+    mine = tokens_lib.partial_path(path)
+    mine.write_text(json.dumps(plan), encoding="utf-8")
+    try:
+        path.hardlink_to(mine)  # unlike a rename, only one of several can
+    except FileExistsError:
+        pass
+    except OSError:  # no links here; if two plans come at one moment, the records tell them apart
+        if not path.exists():
+            mine.rename(path)
+    mine.unlink(missing_ok=True)
+    _refuse(out, prepare_plan.difference(_begun(directory), plan))
+
+
+def _refuse(out: str, differ: str, skip_bad: bool = False) -> None:
+    words = ", ".join(filter(None, [differ, "skip_bad" if skip_bad else ""]))
+    if words:
+        raise UserError(
+            f"--out={out} was begun with other {words}; repeat the first command, give another directory, or remove "
+            "this one to begin anew"
+        )
 
 
 def _begun(directory: pathlib.Path) -> dict[str, Any]:
-    path = directory / WORK / "plan.json"
+    path = directory / WORK / PLAN
     return json.loads(path.read_bytes()) if path.exists() else {}
 
 
-def _recover(directory: pathlib.Path, num_tasks: int) -> None:
-    """Finish what a killed run recorded but did not name, and remove what it left half written."""
-    for number in range(num_tasks):
-        record = directory / WORK / f"task-{number:05d}.json"
-        if not record.exists():
-            continue
-        for entry in json.loads(record.read_bytes())["shards"]:
-            partial, final = directory / entry["partial"], directory / entry["file"]
-            if not final.exists() and partial.exists():
-                partial.rename(final)
-            if not final.exists():
-                record.unlink()  # its shard is gone: the task is done again
-                break
-    for folder in (directory, directory / WORK):
-        for partial in folder.glob("*.partial-*"):
-            partial.unlink()
-
-
-def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[list[Stretch]]) -> Tokenizer:
+def _tokenizer(
+    options: Options, directory: pathlib.Path, plan: dict[str, Any], tasks: list[Task]
+) -> Tokenizer:
+    """The directory's tokenizer, put there by the first who comes."""
     final = directory / tokens_lib.TOKENIZER
     if not final.exists():
         if options.train_bpe:
             made: Tokenizer = tokenizers.train_bpe(_bpe_texts(options, tasks), options.train_bpe)
         else:
             made = tokenizers.load(options.tokenizer)
-        partial = directory / WORK / "tokenizer"
+        partial = tokens_lib.partial_path(directory / WORK / "tokenizer")
         made.save(partial)
-        partial.rename(final)
-    return tokenizers.load(final)
+        try:
+            partial.rename(final)
+        except OSError:
+            if not final.exists():
+                raise
+            shutil.rmtree(partial)
+    tokenizer = tokenizers.load(final)
+    if plan["tokenizer"] not in ("bpe", tokenizer.sha256):
+        raise UserError(
+            f"{final} is not --tokenizer={options.tokenizer}; remove it, and this command puts it there again"
+        )
+    return tokenizer
 
 
-def _bpe_texts(options: Options, tasks: list[list[Stretch]]) -> Iterator[str]:
+def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
     """A share of the input, chosen by names; of a long text, piece by piece."""
-    total = sum(part.cost for task in tasks for part in task)
-    share = min(1.0, BPE_BYTES / max(total, 1))
-    for part in (part for task in tasks for part in task):
+    share = min(1.0, BPE_BYTES / max(sum(task.cost for task in tasks), 1))
+    for part in (part for task in tasks for part in task.stretches):
         for found in inputs.samples(part, options.text_field):
             try:
                 if isinstance(found, inputs.BadInput):
@@ -420,148 +400,3 @@ def _bpe_texts(options: Options, tasks: list[list[Stretch]]) -> Iterator[str]:
 def _contents(messages: list[chat.Message]) -> Iterator[str]:
     for message in messages:
         yield from (message.role, message.reasoning, message.content)
-
-
-_shared: dict[str, Any] = {}
-
-
-class Stopped(Exception):
-    """Another task failed: this one is given up."""
-
-
-def _start_worker(done: Any, tokens: Any, stop: Any, parent: int) -> None:
-    """In a worker: keep the shared counters, leave Ctrl-C to the parent, and end when the parent has."""
-    _shared.update(done=done, tokens=tokens, stop=stop)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizers library's threads: processes share the cores here
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
-def _count(done: int, tokens: int) -> None:
-    if _shared["stop"].is_set():
-        raise Stopped
-    for name, value in (("done", done), ("tokens", tokens)):
-        with _shared[name].get_lock():
-            _shared[name].value += value
-
-
-def _work(number: int, parts: list[Stretch], directory: str, options: Options) -> None:
-    run_task(number, parts, directory, options, _count)
-
-
-def _run(
-    options: Options,
-    directory: pathlib.Path,
-    tasks: list[list[Stretch]],
-    processes: int,
-    progress: Callable[[int, int, int], None],
-) -> None:
-    todo = [n for n in range(len(tasks)) if not (directory / WORK / f"task-{n:05d}.json").exists()]
-    total = sum(part.cost for task in tasks for part in task)
-    before = total - sum(part.cost for n in todo for part in tasks[n])
-    spawn = multiprocessing.get_context("spawn")
-    done, tokens, stop = spawn.Value("q", before), spawn.Value("q", 0), spawn.Event()
-    if not todo:
-        return
-    with concurrent.futures.ProcessPoolExecutor(
-        min(processes, len(todo)), spawn, _start_worker, (done, tokens, stop, os.getpid())
-    ) as pool:
-        try:
-            futures = {pool.submit(_work, n, tasks[n], str(directory), options) for n in todo}
-            while futures:
-                finished, futures = concurrent.futures.wait(futures, 0.5, concurrent.futures.FIRST_EXCEPTION)
-                progress(done.value, total, tokens.value)
-                for future in finished:
-                    future.result()
-        except concurrent.futures.process.BrokenProcessPool:
-            raise UserError(
-                "a worker process was killed (out of memory?); run the same command again, perhaps with fewer "
-                "--processes"
-            ) from None
-        finally:
-            stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
-
-
-def _finish(
-    directory: pathlib.Path, tokenizer: Tokenizer, plan: dict[str, Any], num_tasks: int
-) -> dict[str, Any]:
-    """Put the tasks' records together, one at a time: a large corpus has hundreds of thousands."""
-    shards = np.zeros(2 * num_tasks, tokens_lib.SHARD_TYPE)
-    num_shards, left_out = 0, LeftOut()
-    outcomes: collections.Counter[str] = collections.Counter()
-    sources_part = directory / WORK / tokens_lib.SOURCES
-    with sources_part.open("w", encoding="utf-8") as file:
-        last: list[Any] | None = None  # a file's parts follow one another, some in the next task
-        for number in range(num_tasks):
-            record = json.loads((directory / WORK / f"task-{number:05d}.json").read_bytes())
-            for entry in record["shards"]:
-                for name in tokens_lib.SHARD_TYPE.names or ():
-                    shards[num_shards][name] = entry[name]
-                num_shards += 1
-            for name, (documents, count) in record["sources"].items():
-                if last is not None and last[0] == name:
-                    last[1], last[2] = last[1] + documents, last[2] + count
-                    continue
-                _write_source(file, last)
-                last = [name, documents, count]
-            left_out.take(record["left_out"])
-            outcomes.update(record["trim"])
-        _write_source(file, last)
-        file.flush()
-        os.fsync(file.fileno())
-    shards = shards[:num_shards]
-    of_split = {name: shards[shards["split"] == i] for i, name in enumerate(tokens_lib.SPLITS)}
-    if not len(of_split["train"]):
-        shutil.rmtree(directory / WORK)
-        raise UserError(
-            "the input has no document for training: every file is empty, undecodable, dropped or held out"
-        )
-    content = np.concatenate(list(of_split.values())).tobytes()
-    tokens_lib.write_atomically(directory / tokens_lib.SHARDS, content)
-    sources_crc, _ = tokens_lib.checksum(sources_part)
-    sources_part.rename(directory / tokens_lib.SOURCES)
-    width = np.dtype(tokenizer.dtype).itemsize
-    manifest: dict[str, Any] = {
-        "format": tokens_lib.FORMAT,
-        "version": tokens_lib.VERSION,
-        "corpus": _corpus(plan),
-        "tokenizer": {
-            "kind": tokenizer.kind, "vocab_size": tokenizer.vocab_size, "sha256": tokenizer.sha256,
-            "bos_id": tokenizer.bos_id, "eos_id": tokenizer.eos_id, "pad_id": tokenizer.pad_id,
-        },
-        "token_bytes": width,
-        "bundle_tokens": tokens_lib.BUNDLE_BYTES // width,
-        "totals": {
-            split: {
-                "shards": len(held),
-                **{key: int(held[key].sum()) for key in ("tokens", "documents", "bundles", "bytes")},
-            }
-            for split, held in of_split.items()
-        },
-        "trim": {"context": plan["context"], **dict(outcomes)} if outcomes else None,
-        "left_out": dataclasses.asdict(left_out),
-        "storage_factor": int(shards["pages"].sum())
-        * tokens_lib.PAGE_BYTES
-        / (int(shards["tokens"].sum()) * width),
-        "page_bytes": tokens_lib.PAGE_BYTES,
-        "shards_crc32c": google_crc32c.value(content),
-        "sources_crc32c": sources_crc,
-        "plan": tokens_lib.manifest_hash(plan),
-    }  # fmt: skip
-    manifest["sha256"] = tokens_lib.manifest_hash(manifest)
-    tokens_lib.write_atomically(directory / tokens_lib.MANIFEST, json.dumps(manifest, indent=1).encode())
-    shutil.rmtree(directory / WORK)
-    return manifest
-
-
-def _write_source(file: TextIO, source: list[Any] | None) -> None:
-    if source is not None:
-        name, documents, count = source
-        file.write(json.dumps({"name": name, "documents": documents, "tokens": count}) + "\n")

@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 import pathlib
+import secrets
 import struct
 from typing import Any, NamedTuple
 
@@ -194,7 +195,7 @@ class ShardWriter:
         self._split, self._task = split, task
         self._place = Place(corpus, shard_id(split, task), 0)
         self._size = BUNDLE_BYTES // self.dtype.itemsize  # tokens a bundle
-        self._partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+        self._partial = partial_path(path)
         self._file = self._partial.open("wb")
         self._crc = 0
         self._pending: list[
@@ -228,7 +229,7 @@ class ShardWriter:
             self._write(record)
         self._file.flush()
         os.fsync(self._file.fileno())
-        self.release()
+        self._file.close()
         lengths_at = places_at + len(records[0])
         return {
             "file": self.path.name, "partial": self._partial.name, "split": self._split, "task": self._task,
@@ -238,9 +239,10 @@ class ShardWriter:
             "places_crc32c": crc_of(records[0]), "lengths_crc32c": crc_of(records[1]),
         }  # fmt: skip
 
-    def release(self) -> None:
-        """Close the file, finished or not."""
+    def discard(self) -> None:
+        """Close the file, and remove it where it has no name of its own by now."""
         self._file.close()
+        self._partial.unlink(missing_ok=True)
 
     def _flush(self, last: bool = False) -> None:
         """Write all full bundles of what is pending, at last the rest too."""
@@ -294,14 +296,19 @@ def checksum(path: pathlib.Path) -> tuple[int, int]:
     return crc, size
 
 
-def write_atomically(path: pathlib.Path, content: bytes) -> None:
-    """Write a file so that it is there whole or not at all."""
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+def write_atomically(path: pathlib.Path, content: bytes, folder: pathlib.Path | None = None) -> None:
+    """Write a file so that it is there whole or not at all; until then it lies beside its place, or in `folder`."""
+    partial = partial_path((folder or path.parent) / path.name)
     with partial.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
     partial.rename(path)
+
+
+def partial_path(path: pathlib.Path) -> pathlib.Path:
+    """Where a file is written before it has its name: pods on two nodes have the same process ids."""
+    return path.with_name(f"{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def check_manifest(content: bytes, where: str) -> dict[str, Any]:
