@@ -2,6 +2,7 @@
 
 import json
 import os
+import pathlib
 
 import numpy as np
 
@@ -28,6 +29,12 @@ def texts_of(directory, tokenizer=None):
             documents = np.split(np.concatenate(tokens), np.concatenate(ends)[:-1])
             out += [tokenizer.decode(part) for part in documents]
     return sorted(out)
+
+
+def contents(directory):
+    """Every file below a directory, byte for byte."""
+    root = pathlib.Path(directory)
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
 def run_here(job, todo, processes, tell):

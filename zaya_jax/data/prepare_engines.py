@@ -9,6 +9,7 @@ import concurrent.futures
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -27,6 +28,7 @@ AHEAD = (
     4  # tasks that wait in Ray for each core, at least QUEUE: a cluster that grows sees that there is work
 )
 QUEUE = 256
+CONNECT_SECONDS = 10
 
 _shared: dict[str, Any] = {}
 
@@ -109,8 +111,9 @@ def run_on_ray(job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
     if ours:
         address = os.environ.get("RAY_ADDRESS") or "auto"
         try:
+            _require_there(address)
             ray.init(address=address, log_to_driver=False, logging_level="error")
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (OSError, RuntimeError, ValueError) as error:
             raise UserError(
                 f"no Ray cluster at RAY_ADDRESS={address} ({' '.join(str(error).split())[:150]}); begin one with ray "
                 "start --head --disable-usage-stats --include-dashboard=false, or use --engine=processes"
@@ -120,6 +123,13 @@ def run_on_ray(job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
     finally:
         if ours:
             ray.shutdown()
+
+
+def _require_there(address: str) -> None:
+    """OSError where nobody listens at host:port: Ray itself tries that again for more than three minutes."""
+    host, colon, port = address.rpartition(":")
+    if colon and port.isdecimal() and "/" not in host:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
 
 
 def _on_ray(ray: Any, job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:

@@ -1,0 +1,464 @@
+"""One preparation by many machines: whatever the parts, their order and their deaths, the bytes are one machine's."""
+
+import gzip
+import json
+import os
+import pathlib
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+from data_helpers import contents, here, jsonl, run_here, texts_of
+
+from zaya_jax.config import StorageError, UserError
+from zaya_jax.data import prepare, prepare_engines, prepare_plan, prepare_task, storage
+from zaya_jax.data import tokens as tokens_lib
+from zaya_jax.data.prepare import Options
+from zaya_jax.data.prepare_plan import Part
+
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "<think>hm</think>hello"}]
+
+
+@pytest.fixture(autouse=True)
+def without_workers(in_process):
+    """All of it here, but for the tests that start programs."""
+
+
+@pytest.fixture
+def source(tmp_path):
+    """Files of every kind and odd names, large, small and empty, with two bad records and a picture."""
+    root = tmp_path / "in put ä"
+    (root / "unter ordner").mkdir(parents=True)
+    rng = random.Random(3)
+    texts = [f"text {i} ü " + "word " * rng.randint(0, 60) for i in range(400)]
+    raw = jsonl({"text": t} for t in texts)
+    (root / "a.jsonl").write_bytes(raw + b"{\n" + raw[: raw.index(b"\n", 5000) + 1])
+    (root / "b.jsonl.gz").write_bytes(gzip.compress(raw[: raw.index(b"\n", 9000) + 1] + b"[1]\n"))
+    table = pyarrow.table({"text": texts[:120]})
+    pyarrow.parquet.write_table(table, root / "unter ordner" / "c.parquet", row_group_size=11)
+    for i in range(5):
+        (root / f"d{i}.txt").write_text(" ".join(texts[: 20 * i]))
+    (root / "e.jsonl").write_bytes(jsonl({"messages": CHAT} for _ in range(9)) + b'{"text": " "}\n')
+    (root / "empty.jsonl").write_bytes(b"")
+    (root / "picture.txt").write_bytes(b"\xff\x00\xfe")
+    return root
+
+
+def options_for(source, **changed):
+    return Options(
+        **{"inputs": [str(source)], "part_bytes": 6000, "skip_bad": True, "context": 64, **changed}
+    )
+
+
+def part(options, out, index, count, engine="processes"):
+    return prepare.prepare_part(options, str(out), Part(index, count), 1, lambda _: None, engine)
+
+
+def merge(options, out):
+    return prepare.merge(options, str(out))
+
+
+@pytest.fixture
+def whole(tmp_path, source):
+    """What one machine makes of it."""
+    here(options_for(source), tmp_path / "whole")
+    return contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 64])  # of 18 tasks and 11 files
+def test_parts_in_any_order_and_twice_are_what_one_machine_makes(tmp_path, source, whole, count):
+    out, options = tmp_path / "out put ö", options_for(source)
+    order = [*range(count), random.Random(count).randrange(count)]
+    random.Random(count).shuffle(order)
+    made = [part(options, out, index, count) for index in order]
+    manifest, was_there = merge(options, out)
+    assert contents(out) == whole and not was_there
+    assert storage.verify(str(out)) == []
+    once = dict(zip(order, made, strict=True)).values()
+    for name in ("bad", "not_text", "empty"):
+        assert sum(of.left_out[name] for of in once) == manifest["left_out"][name] > 0
+    assert sum(of.tasks for of in once) == made[0].all_tasks > 11
+    assert merge(options, out) == (manifest, True)
+    assert part(options, out, 0, count) is None
+    assert contents(out) == whole
+
+
+def test_machines_of_other_counts_and_one_alone_share_a_preparation(tmp_path, source, whole):
+    options = options_for(source)
+    part(options, tmp_path / "out", 1, 3)
+    part(options, tmp_path / "out", 0, 5)
+    here(options, tmp_path / "out")
+    assert contents(tmp_path / "out") == whole
+    here(Options([str(source / "d1.txt")], held_out=0.0), tmp_path / "one file")
+    part(Options([str(source / "d1.txt")], held_out=0.0), tmp_path / "9 parts", 8, 9)  # that has no task
+    part(Options([str(source / "d1.txt")], held_out=0.0), tmp_path / "9 parts", 0, 9)
+    merge(Options([str(source / "d1.txt")], held_out=0.0), tmp_path / "9 parts")
+    assert contents(tmp_path / "9 parts") == contents(tmp_path / "one file")
+
+
+class Killed(BaseException):
+    """Ends everything at once, as kill -9 does: nothing cleans up behind it."""
+
+
+def dying_at(patch, moment):
+    """The nth thing done to the disk is the last; returns the counter."""
+    count = [0]
+
+    def dies(function):
+        def dying(*args, **kwargs):
+            count[0] += 1
+            if count[0] == moment:
+                raise Killed
+            return function(*args, **kwargs)
+
+        return dying
+
+    patch.setattr(tokens_lib.ShardWriter, "discard", lambda self: self._file.close())
+    for owner, name in (
+        (tokens_lib.ShardWriter, "_write"), (pathlib.Path, "replace"), (pathlib.Path, "rename"),
+        (pathlib.Path, "hardlink_to"), (os, "fsync"), (shutil, "rmtree"),
+    ):  # fmt: skip
+        patch.setattr(owner, name, dies(getattr(owner, name)))
+    return count
+
+
+@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_part_and_a_merge_killed_at_any_moment_are_run_again(tmp_path, source, monkeypatch, step):
+    options = options_for(source, part_bytes=30_000)
+    here(options, tmp_path / "whole")
+    whole = contents(tmp_path / "whole")
+
+    def everything(out):
+        part(options, out, 1, 2)
+        part(options, out, 0, 2)
+        merge(options, out)
+
+    with monkeypatch.context() as patch:
+        moments = dying_at(patch, 0)
+        everything(tmp_path / "counted")
+    assert contents(tmp_path / "counted") == whole and moments[0] > 50
+    for moment in range(1, moments[0] + 1, step):
+        out = tmp_path / f"killed {moment}"
+        with monkeypatch.context() as patch:
+            dying_at(patch, moment)
+            with pytest.raises(Killed):
+                everything(out)
+        everything(out)
+        assert contents(out) == whole, moment
+        shutil.rmtree(out)
+
+
+def test_two_of_the_same_part_at_once_give_the_same(tmp_path, source, whole):
+    options, failed = options_for(source), []
+
+    def both(index):
+        try:
+            part(options, tmp_path / "out", index, 2)
+        except BaseException as error:
+            failed.append(error)
+
+    twins = [threading.Thread(target=both, args=(i // 3,)) for i in range(6)]
+    for twin in twins:
+        twin.start()
+    for twin in twins:
+        twin.join()
+    assert not failed
+    merge(options, tmp_path / "out")
+    assert contents(tmp_path / "out") == whole
+
+
+def test_a_twin_that_is_late_finds_everything_merged(tmp_path, source, whole, monkeypatch):
+    """Where the file system has no locks, nobody holds back a merge while somebody makes a part once more."""
+    options, out = options_for(source), tmp_path / "out"
+    monkeypatch.setattr(prepare.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "no locks")))
+
+    def slow(job, todo, processes, tell):
+        for i, task in enumerate(todo):
+            if i == len(todo) // 2:
+                monkeypatch.setattr(prepare_engines, "run_processes", run_here)
+                part(options, out, 0, 1)
+                merge(options, out)
+            prepare_task.run(task, job, lambda *_: None)
+
+    monkeypatch.setattr(prepare_engines, "run_processes", slow)
+    assert part(options, out, 0, 1) is None
+    assert contents(out) == whole
+
+
+def test_a_merge_names_the_parts_that_are_missing_and_the_way_out(tmp_path, source, whole):
+    options, out = options_for(source), tmp_path / "out"
+    with pytest.raises(UserError, match="holds no parts: run the same command with --part"):
+        merge(options, out)
+    assert not out.exists()
+    for index in (0, 2):
+        part(options, out, index, 4)
+    for _ in range(2):
+        with pytest.raises(
+            UserError, match=r"lacks .* part 1/4 \(\d\), 3/4 \(\d\); run the same command with --part=1/4"
+        ):
+            merge(options, out)
+    for index in (1, 3):
+        part(options, out, index, 4)
+    victim = sorted(out.glob("train-*.tokens"))[3]
+    victim.unlink()
+    with pytest.raises(
+        UserError, match=rf"lacks 1 of .*without its shard {victim.name}.*--part=(\d)/4"
+    ) as said:
+        merge(options, out)
+    part(options, out, int(str(said.value)[-len("0/4 in place of --merge")]), 4)
+    merge(options, out)
+    assert contents(out) == whole
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"held_out": 0.5}, "held_out"),
+        ({"tokenizer": "other"}, "tokenizer"),
+        ({"part_bytes": 7000}, "part_bytes"),
+    ],
+)
+def test_other_options_are_refused_by_name(tmp_path, source, whole, changed, word):
+    options, out = options_for(source), tmp_path / "out"
+    if "tokenizer" in changed:
+        from zaya_jax.data import tokenizers
+
+        tokenizers.train_bpe(["some text"], 263).save(tmp_path / "other")
+        changed = {"tokenizer": str(tmp_path / "other")}
+    other = options_for(source, **changed)
+    part(options, out, 0, 2)
+    for refused in (lambda: part(other, out, 1, 2), lambda: merge(other, out)):
+        with pytest.raises(UserError, match=f"begun with other {word}; repeat the first command"):
+            refused()
+    part(options, out, 1, 2)
+    merge(options, out)
+    assert contents(out) == whole
+    for refused in (lambda: part(other, out, 1, 2), lambda: merge(other, out)):
+        with pytest.raises(UserError, match="is complete, from other input or options"):
+            refused()
+
+
+def touched(path):
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [(touched, "has changed"), (lambda path: path.unlink(), "is gone"),
+     (lambda path: (path.parent / "aa.txt").write_text("x"), "is new")],
+)  # fmt: skip
+def test_input_that_changes_between_parts_is_named(tmp_path, source, change, word):
+    options, out = options_for(source), tmp_path / "out"
+    part(options, out, 0, 2)
+    change(source / "b.jsonl.gz")
+    for refused in (lambda: part(options, out, 1, 2), lambda: merge(options, out)):
+        with pytest.raises(
+            UserError, match=rf"begun with other input files \(.*(aa\.txt|b\.jsonl\.gz) {word}\)"
+        ):
+            refused()
+
+
+def test_input_that_changes_while_it_is_read_is_no_part(tmp_path, source, monkeypatch):
+    def changing(job, todo, processes, tell):
+        touched(source / "a.jsonl")
+        run_here(job, todo, processes, tell)
+
+    monkeypatch.setattr(prepare_engines, "run_processes", changing)
+    with pytest.raises(UserError, match=r"a\.jsonl has changed since the preparation began"):
+        part(options_for(source), tmp_path / "out", 0, 1)
+    assert not list((tmp_path / "out").glob("*.tokens"))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("plan", "made with other options or input files"), ("tokenizer", "made with another tokenizer"),
+     ("library", "made with tokenizers 0.1, while")],
+)  # fmt: skip
+def test_a_record_made_by_something_else_is_named_and_made_again(tmp_path, source, whole, name, words):
+    """As of a machine with another version of the library, or of a folder that was put together by hand."""
+    options, out = options_for(source), tmp_path / "out"
+    for index in range(3):
+        part(options, out, index, 3)
+    path = out / ".work" / "task-00004.json"
+    record = json.loads(path.read_text())
+    record["made"][name] = "tokenizers 0.1"
+    path.write_text(json.dumps(record))
+    with pytest.raises(UserError, match=rf"task 4 is {words}.* --part=(\d)/3 in place of --merge") as said:
+        merge(options, out)
+    assert part(options, out, int(str(said.value)[-len("0/3 in place of --merge")]), 3)
+    merge(options, out)
+    assert contents(out) == whole
+
+
+def test_a_worker_with_another_library_writes_nothing(tmp_path, source, monkeypatch):
+    def elsewhere(job, todo, processes, tell):
+        monkeypatch.setattr(prepare_task, "LIBRARIES", {"bytes": "numpy"})
+        run_here(job, todo, processes, tell)
+
+    monkeypatch.setattr(prepare_engines, "run_processes", elsewhere)
+    with pytest.raises(UserError, match=r"a worker has numpy .*install the same on all machines"):
+        part(options_for(source), tmp_path / "out", 0, 1)
+    assert not list((tmp_path / "out").glob("*.tokens"))
+
+
+def test_what_is_skipped_needs_leave_in_parts_and_merge(tmp_path, source, whole):
+    strict, lenient, out = options_for(source, skip_bad=False), options_for(source), tmp_path / "out"
+    with pytest.raises(
+        UserError, match=r"not a JSON object.*same command does what is left of part 0/1, also"
+    ):
+        part(strict, out, 0, 1)
+    part(lenient, out, 0, 1)
+    with pytest.raises(
+        UserError, match="made with --skip_bad, and something was skipped; merge with --skip_bad"
+    ):
+        merge(strict, out)
+    merge(lenient, out)
+    assert contents(out) == whole
+    (tmp_path / "sound").mkdir()
+    (tmp_path / "sound" / "a.jsonl").write_bytes(jsonl({"text": f"text {i}"} for i in range(500)))
+    strict, lenient = (options_for(tmp_path / "sound", skip_bad=skip) for skip in (False, True))
+    here(strict, tmp_path / "whole strict")
+    for index, options in enumerate((lenient, strict)):
+        part(options, tmp_path / "mixed", index, 2)
+    merge(strict, tmp_path / "mixed")
+    assert contents(tmp_path / "mixed") == contents(tmp_path / "whole strict")
+
+
+def test_a_bpe_is_trained_by_the_first_and_the_same_as_one_machine_s(tmp_path, source):
+    options = options_for(source, train_bpe=300)
+    here(options, tmp_path / "whole")
+    for index in (1, 0):
+        part(options, tmp_path / "out", index, 2)
+    merge(options, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_input_without_documents_is_said_by_the_merge(tmp_path):
+    (tmp_path / "empty.txt").write_text(" ")
+    options = Options([str(tmp_path / "empty.txt")])
+    part(options, tmp_path / "out", 0, 1)
+    with pytest.raises(UserError, match="no document for training"):
+        merge(options, tmp_path / "out")
+
+
+def test_a_disk_that_fills_up_costs_nothing_that_was_done(tmp_path, source, whole, monkeypatch):
+    options, out = options_for(source), tmp_path / "out"
+    calls = [0]
+    write = tokens_lib.ShardWriter._write
+
+    def full(self, record):
+        calls[0] += 1
+        if calls[0] > 40:
+            raise OSError(28, "No space left on device")
+        write(self, record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tokens_lib.ShardWriter, "_write", full)
+        with pytest.raises(
+            StorageError, match=r"cannot be written: No space.*same command does what is left of part"
+        ):
+            part(options, out, 0, 1)
+    assert not list(out.rglob("*.partial-*")) and list(out.glob("*.tokens"))
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*.tokens")}
+    part(options, out, 0, 1)
+    assert all(path.stat().st_mtime_ns == at for path, at in before.items())
+    merge(options, out)
+    assert contents(out) == whole
+
+
+def test_a_part_leaves_what_others_are_writing(tmp_path, source, monkeypatch):
+    out = tmp_path / "out"
+    part(options_for(source), out, 0, 2)
+    fresh, stale = (out / ".work" / f"train-00001.tokens.partial-1-{name}" for name in ("fresh", "stale"))
+    for path in (fresh, stale):
+        path.write_bytes(b"x")
+    os.utime(stale, (time.time() - 2 * prepare.STALE_SECONDS,) * 2)
+    part(options_for(source), out, 1, 2)
+    assert fresh.exists() and not stale.exists()
+
+
+def test_shares_are_equal_and_depend_on_nothing_else():
+    rng = random.Random(1)
+    for count in (1, 2, 5, 16, 100):
+        costs = [rng.choice([0, 1, 256, rng.randint(0, 5000)]) for _ in range(300)]
+        tasks = [
+            prepare_plan.Task(i, [prepare_plan.Stretch("a", "a", "text", 0, c, c)], [])
+            for i, c in enumerate(costs)
+        ]
+        owner = prepare_plan.owners(tasks, count)
+        assert owner == prepare_plan.owners(tasks, count)
+        shares = [sum(c for c, o in zip(costs, owner, strict=True) if o == i) for i in range(count)]
+        # No share is above the mean by more than a task, which no way of sharing can promise to undercut.
+        assert max(shares) <= sum(costs) / count + max(costs)
+        if count <= 16:
+            assert max(shares) - min(shares) <= 0.1 * sum(costs) / count + 256
+    even = [prepare_plan.Task(i, [prepare_plan.Stretch("a", "a", "text", 0, 9, 9)], []) for i in range(12)]
+    assert sorted(prepare_plan.owners(even, 4)) == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1", "3/3", "0/0", "-1/2", "1/2/3", "a/b", "٣/٤", "0/100001", "1/2 ", "9" * 50]
+)
+def test_a_part_that_is_none_is_refused(text):
+    with pytest.raises(UserError, match=r"--part=.* is no part"):
+        prepare_plan.parse_part(text)
+    assert str(prepare_plan.parse_part("63/64")) == "63/64"
+
+
+DATATROVE = pathlib.Path(__file__).parent / "datatrove"
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_what_datatrove_writes_is_taken(tmp_path, kind):
+    """Files that its 0.10.1 wrote: JsonlWriter and ParquetWriter with their defaults, of two ranks."""
+    options = Options([str(DATATROVE / kind)])
+    for index in range(2):
+        part(options, tmp_path / "out", index, 2)
+    manifest, _ = merge(options, tmp_path / "out")
+    wanted = [
+        f"Document {i} of rank {rank}: größer als zuvor.\nSecond line." for rank in "01" for i in range(12)
+    ]
+    assert texts_of(tmp_path / "out") == sorted(wanted)
+    assert (manifest["left_out"]["bad"], manifest["left_out"]["empty"]) == (0, 0)
+
+
+def program(source, out, *more):
+    return [
+        sys.executable, "-m", "experiments.prepare_data", f"--input={source}", f"--out={out}", "--skip_bad",
+        "--part_mib=1", *more,
+    ]  # fmt: skip
+
+
+def test_programs_of_one_and_two_processes_killed_in_earnest(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    line = jsonl([{"text": "word " * 5000}])
+    for i in range(6):
+        (source / f"{i}.jsonl").write_bytes(line * 75 + b"{\n")
+    options = Options([str(source)], skip_bad=True, part_bytes=1 << 20)
+    here(options, tmp_path / "whole")
+    out = tmp_path / "out"
+    first = subprocess.Popen(program(source, out, "--part=0/2", "--processes=2"), start_new_session=True)
+    second = subprocess.Popen(
+        program(source, out, "--part=1/2", "--processes=1"), stdout=subprocess.PIPE, text=True
+    )
+    while not list((out / ".work").glob("*.partial-*")):
+        assert first.poll() is None
+        time.sleep(0.005)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.wait()
+    assert "part 1/2  6 of 12 tasks" in second.communicate(timeout=100)[0] and second.returncode == 0
+    refused = subprocess.run(program(source, out, "--merge"), capture_output=True, text=True, timeout=100)
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1 and "--part=0/2" in refused.stderr
+    assert subprocess.run(program(source, out, "--part=0/2", "--processes=1"), timeout=100).returncode == 0
+    done = subprocess.run(program(source, out, "--merge"), capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0 and "left out  6 bad records" in done.stdout
+    assert contents(out) == contents(tmp_path / "whole")

@@ -1,0 +1,121 @@
+"""A preparation on a Ray cluster of two nodes gives what one machine does, also when its workers die.
+
+Ray is an extra and not in the default environment: without it these tests are left out, and say so.
+"""
+
+import os
+import pathlib
+import signal
+
+import pytest
+from data_helpers import contents, here, jsonl, run_here
+
+from zaya_jax.config import UserError
+from zaya_jax.data import prepare, prepare_engines
+from zaya_jax.data.prepare import Options
+
+ROOT = pathlib.Path(__file__).parents[2]
+
+
+def test_without_ray_the_way_out_is_said(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "ray", None)
+    with pytest.raises(UserError, match=r"--engine=ray needs Ray.*pip install 'zaya_jax\[ray\]'"):
+        prepare_engines.run_on_ray(None, [], 0, lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """Two nodes of one core each, without dashboard and statistics."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        found = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 1, "include_dashboard": False},
+            shutdown_at_exit=True,
+        )
+        found.add_node(num_cpus=1)
+        patch.setenv("RAY_ADDRESS", found.address)
+        yield found
+        found.shutdown()
+
+
+@pytest.fixture
+def source(tmp_path):
+    (tmp_path / "in put ä").mkdir()
+    for i in range(3):
+        records = jsonl({"text": f"{i} {j} " + "word " * (j % 90)} for j in range(300))
+        (tmp_path / "in put ä" / f"{i}.jsonl").write_bytes(records + b"{\n")
+    return tmp_path / "in put ä"
+
+
+def by_ray(options, out, **more):
+    return prepare.prepare(options, str(out), 0, lambda _: None, engine="ray", **more)
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
+class TestOnTwoNodes:
+    def test_the_bytes_are_one_machine_s(self, tmp_path, source, cluster, monkeypatch):
+        options = Options([str(source)], part_bytes=9000, skip_bad=True)
+        manifest, _ = by_ray(options, tmp_path / "ray")
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare_engines, "run_processes", run_here)
+            here(options, tmp_path / "whole")
+        assert manifest["left_out"]["bad"] == 3
+        assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
+
+    def test_progress_comes_to_its_end(self, tmp_path, source, cluster):
+        said = []
+        prepare.prepare(
+            Options([str(source)], skip_bad=True, part_bytes=9000),
+            str(tmp_path / "out"),
+            2,
+            said.append,
+            "ray",
+        )
+        last = said[-1]
+        assert last.tasks == last.total_tasks > 20 and last.done == last.total and last.tokens > 0
+
+    def test_a_bad_record_is_a_line(self, tmp_path, source, cluster):
+        with pytest.raises(UserError, match=r"\.jsonl, line 301: not a JSON object"):
+            by_ray(Options([str(source)]), tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+
+    def test_a_worker_that_is_killed_costs_a_retry(self, tmp_path, source, cluster, monkeypatch):
+        options = Options([str(source)], part_bytes=9000, skip_bad=True)
+        mark = tmp_path / "killed once"
+        monkeypatch.setattr(prepare_engines, "_ray_work", dying(str(mark)))
+        by_ray(options, tmp_path / "ray")
+        assert len(list(tmp_path.glob("killed once-*"))) == 4
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare_engines, "run_processes", run_here)
+            here(options, tmp_path / "whole")
+        assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
+
+
+def dying(mark):
+    """A task that is killed in its middle, in every seventh the first time."""
+    work = prepare_engines._ray_work
+
+    def dies(task, job):
+        if task.number % 7 == 0:
+            try:
+                os.close(os.open(f"{mark}-{task.number}", os.O_CREAT | os.O_EXCL))
+            except FileExistsError:
+                return work(task, job)
+            (job.directory / ".work" / f"train-{task.number:05d}.tokens.partial-1").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return work(task, job)
+
+    return dies
+
+
+def test_without_a_cluster_the_way_out_is_said(monkeypatch):
+    ray = pytest.importorskip("ray")
+    ray.shutdown()
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(UserError, match=r"no Ray cluster at RAY_ADDRESS=127\.0\.0\.1:1 .*ray start --head"):
+        prepare_engines.run_on_ray(None, [], 0, lambda *_: None)
