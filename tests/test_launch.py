@@ -21,6 +21,7 @@ NODE = LAUNCH / "node.sh"
 SHELLS = (
     NODE,
     LAUNCH / "slurm.sbatch",
+    LAUNCH / "prepare.sbatch",
     LAUNCH.parent / ".ci" / "run",
     *(LAUNCH.parent / "tools").glob("*.sh"),
 )

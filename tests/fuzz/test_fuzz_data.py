@@ -33,6 +33,20 @@ FLAGS = {
         "part_mib", "verify", "part", "merge",
     ),
 }  # fmt: skip
+BRIEF = (
+    "-1",
+    "0",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "",
+    "x",
+    "0x10",
+    "0.1",
+    "1",
+    "1.5",
+)  # it measures for so long
 PATHS, WORDS = ("data", "out", "input", "tokenizer", "verify"), ("text_field", "skip_bad", "part", "merge")
 
 
@@ -63,11 +77,16 @@ def options_of(program, sandbox):
     """Some options with any value; the output mostly new."""
     place = st.sampled_from([*places(sandbox), "bytes", "stdlib.", "*.txt", "**/*"])
     new = st.one_of(st.just("new"), place)
-    value = {
-        name: (new if name == "out" else place) if name in PATHS else st.sampled_from(TEXTS)
-        if name in WORDS else st.one_of(st.sampled_from(NUMBERS), st.integers(-3, 300).map(str))
-        for name in FLAGS[program]
-    }  # fmt: skip
+
+    def of(name):
+        if name in PATHS:
+            return new if name == "out" else place
+        numbers = st.one_of(st.sampled_from(NUMBERS), st.integers(-3, 300).map(str))
+        return (
+            st.sampled_from({"seconds": BRIEF}.get(name, TEXTS)) if name in (*WORDS, "seconds") else numbers
+        )
+
+    value = {name: of(name) for name in FLAGS[program]}
     return st.lists(st.sampled_from(FLAGS[program]), max_size=3, unique=True).flatmap(
         lambda names: st.fixed_dictionaries({name: value[name] for name in names})
     )
