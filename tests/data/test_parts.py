@@ -129,13 +129,17 @@ def dying_at(patch, moment):
     return count
 
 
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_part_and_a_merge_killed_at_any_moment_are_run_again(tmp_path, source, monkeypatch, step):
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("step", [9, pytest.param(1, marks=pytest.mark.slow)])
+def test_killed_at_any_moment_it_is_run_again(tmp_path, source, monkeypatch, step, alone):
     options = options_for(source, part_bytes=30_000)
     here(options, tmp_path / "whole")
     whole = contents(tmp_path / "whole")
 
     def everything(out):
+        if alone:
+            here(options, out)
+            return
         part(options, out, 1, 2)
         part(options, out, 0, 2)
         merge(options, out)
@@ -144,7 +148,8 @@ def test_a_part_and_a_merge_killed_at_any_moment_are_run_again(tmp_path, source,
         moments = dying_at(patch, 0)
         everything(tmp_path / "counted")
     assert contents(tmp_path / "counted") == whole and moments[0] > 50
-    for moment in range(1, moments[0] + 1, step):
+    last = range(moments[0] - 4, moments[0] + 1)  # the merge's tables, manifest and end
+    for moment in sorted({*range(1, moments[0] + 1, step), *range(2, 7), *last}):
         out = tmp_path / f"killed {moment}"
         with monkeypatch.context() as patch:
             dying_at(patch, moment)
@@ -339,6 +344,43 @@ def test_a_bpe_is_trained_by_the_first_and_the_same_as_one_machine_s(tmp_path, s
         part(options, tmp_path / "out", index, 2)
     merge(options, tmp_path / "out")
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_what_a_preparation_leaves_in_its_folder_may_be_damaged(tmp_path, source, whole):
+    options, out = options_for(source), tmp_path / "out"
+    for index in range(2):
+        part(options, out, index, 2)
+    for i, content in enumerate((b"", b"{", b"[]", b"3", b'{"made": 1}', b"\xff")):
+        (out / ".work" / f"task-0000{i}.json").write_bytes(content)
+    record = json.loads((out / ".work" / "task-00007.json").read_text())
+    record["shards"] = [{}]
+    (out / ".work" / "task-00007.json").write_text(json.dumps(record))
+    with pytest.raises(
+        UserError, match=r"lacks 7 of .*task 0 is recorded by another version .* or damaged, of part"
+    ):
+        merge(options, out)
+    shutil.copytree(out, tmp_path / "again")
+    for index in range(2):
+        part(options, out, index, 2)
+    merge(options, out)
+    assert contents(out) == whole
+    for content in (b"", b"[1]", b"3"):
+        (tmp_path / "again" / ".work" / "plan.json").write_bytes(content)
+        for refused in (
+            lambda: part(options, tmp_path / "again", 0, 2),
+            lambda: merge(options, tmp_path / "again"),
+        ):
+            with pytest.raises(UserError, match=r"plan\.json is damaged; remove .* to begin anew"):
+                refused()
+
+
+def test_addresses_are_refused_as_by_one_machine(tmp_path, source):
+    for do in (lambda o, out: part(o, out, 0, 2), merge):
+        with pytest.raises(UserError, match="is a URL; prepare into a local directory"):
+            do(options_for(source), "s3://bucket/out")
+        with pytest.raises(UserError, match="is a URL; copy the files here"):
+            do(Options(["s3://bucket/in.jsonl"]), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_input_without_documents_is_said_by_the_merge(tmp_path):

@@ -59,8 +59,9 @@ def by_ray(options, out, **more):
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::FutureWarning", "ignore::DeprecationWarning")
 class TestOnTwoNodes:
     def test_the_bytes_are_one_machine_s(self, tmp_path, source, cluster, monkeypatch):
-        options = Options([str(source)], part_bytes=9000, skip_bad=True)
-        manifest, _ = by_ray(options, tmp_path / "ray")
+        monkeypatch.chdir(tmp_path)
+        options = Options([source.name], part_bytes=9000, skip_bad=True)
+        manifest, _ = by_ray(options, "ray")
         with monkeypatch.context() as patch:
             patch.setattr(prepare_engines, "run_processes", run_here)
             here(options, tmp_path / "whole")
@@ -100,15 +101,15 @@ def dying(mark):
     """A task that is killed in its middle, in every seventh the first time."""
     work = prepare_engines._ray_work
 
-    def dies(task, job):
+    def dies(task, job, folder):
         if task.number % 7 == 0:
             try:
                 os.close(os.open(f"{mark}-{task.number}", os.O_CREAT | os.O_EXCL))
             except FileExistsError:
-                return work(task, job)
+                return work(task, job, folder)
             (job.directory / ".work" / f"train-{task.number:05d}.tokens.partial-1").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
-        return work(task, job)
+        return work(task, job, folder)
 
     return dies
 

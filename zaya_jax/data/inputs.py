@@ -100,9 +100,10 @@ def split(
     the number of their row groups, many at a time: on a file system over the network each is a wait.
     """
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path, *_ in files])
+    parquet = [path for path, *_ in files if _kind(path) == "parquet" and not _is_compressed(path)]
     with concurrent.futures.ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
-        of_file = pool.map(lambda file: list(_parts(file, root, part_bytes, skip_bad)), files)
-        parts = [part for found in of_file for part in found]
+        groups = dict(zip(parquet, pool.map(lambda path: _row_groups(path, skip_bad), parquet), strict=True))
+    parts = (part for file in files for part in _parts(file, root, part_bytes, groups))
     tasks: list[list[Stretch]] = []
     size = 0
     for part in parts:
@@ -122,7 +123,7 @@ def samples(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
     try:
         if part.kind == "text":
             yield from _text(part)
-        elif part.path.lower().endswith(COMPRESSION) and part.kind == "parquet":
+        elif _is_compressed(part.path) and part.kind == "parquet":
             yield BadInput(
                 f"{part} is compressed Parquet, which has its own compression inside; unpack it first (gunzip, zstd -d)"
             )
@@ -134,31 +135,40 @@ def samples(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
         yield BadInput(f"cannot read {part}: {_one_line(error)}")
 
 
-def _parts(file: tuple[str, int, int], root: str, part_bytes: int, skip_bad: bool) -> Iterator[Stretch]:
+def _row_groups(path: str, skip_bad: bool) -> int:
+    try:
+        with _open_parquet(path) as opened:
+            return opened.num_row_groups
+    except BadInput:
+        if not skip_bad:
+            raise
+        return 1  # found bad again when it is to be read, and counted there
+
+
+def _parts(
+    file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[str, int]
+) -> Iterator[Stretch]:
     path, size, time_ns = file
-    name = pathlib.Path(os.path.relpath(os.path.abspath(path), root)).as_posix()
+    name = os.path.abspath(path)[len(root) :].lstrip("/")
     kind = _kind(path)
-    if not size and not time_ns:  # it cannot be read: found bad again when it is to be, and counted there
+    if not size and not time_ns:  # it cannot be read: as above
         size = 1
-    compressed = path.lower().endswith(COMPRESSION)
-    if kind == "parquet" and not compressed:
-        try:
-            with _open_parquet(path) as opened:
-                groups = opened.num_row_groups
-        except BadInput:
-            if not skip_bad:
-                raise
-            groups = 1  # as above
-        each = max(1, groups * part_bytes // max(size, 1))
-        for start in range(0, groups, each):
-            stop = min(start + each, groups)
-            yield Stretch(path, name, kind, start, stop, size * (stop - start) // groups)
-    elif kind == "jsonl" and not compressed:
+    if path in groups:
+        count = groups[path]
+        each = max(1, count * part_bytes // max(size, 1))
+        for start in range(0, count, each):
+            stop = min(start + each, count)
+            yield Stretch(path, name, kind, start, stop, size * (stop - start) // count)
+    elif kind == "jsonl" and not _is_compressed(path):
         for start in range(0, max(size, 1), part_bytes):
             stop = min(start + part_bytes, size)
             yield Stretch(path, name, kind, start, stop, stop - start)
     else:
         yield Stretch(path, name, kind, 0, size, size)
+
+
+def _is_compressed(path: str) -> bool:
+    return path.lower().endswith(COMPRESSION)
 
 
 def _kind(path: str) -> str:
@@ -254,7 +264,7 @@ def _decoded(part: Stretch, file: BinaryIO) -> Iterator[str]:
 
 
 def _jsonl(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
-    compressed = part.path.lower().endswith(COMPRESSION)
+    compressed = _is_compressed(part.path)
     with _open(part.path) as file:
         at = part.start
         if at:  # the line that begins before this part belongs to the one before

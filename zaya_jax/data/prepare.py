@@ -286,7 +286,7 @@ def _clean(job: Job, alone: bool) -> None:
         for partial in folder.glob("*.partial-*"):
             with contextlib.suppress(FileNotFoundError):
                 if alone or partial.stat().st_mtime < time.time() - STALE_SECONDS:
-                    partial.unlink()
+                    shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
 
 
 def _after_failure(directory: pathlib.Path, made: list[pathlib.Path]) -> str:
@@ -348,7 +348,10 @@ def _refuse(out: str, differ: str, skip_bad: bool = False) -> None:
 
 def _begun(directory: pathlib.Path) -> dict[str, Any]:
     path = directory / WORK / PLAN
-    return json.loads(path.read_bytes()) if path.exists() else {}
+    try:
+        return dict(json.loads(path.read_bytes())) if path.exists() else {}
+    except (ValueError, TypeError):
+        raise UserError(f"{path} is damaged; remove {directory} to begin anew") from None
 
 
 def _tokenizer(

@@ -142,7 +142,7 @@ def _on_ray(ray: Any, job: Job, todo: list[Task], at_once: int, tell: Tell) -> N
             window = at_once or max(QUEUE, AHEAD * int(ray.cluster_resources().get("CPU", 1)))
             while waiting and len(costs) < window:
                 task = waiting.pop()
-                costs[remote.remote(task, shared)] = task.cost
+                costs[remote.remote(task, shared, os.getcwd())] = task.cost
             finished, _ = ray.wait(list(costs), num_returns=len(costs), timeout=0.5)
             for ref in finished:
                 tokens += ray.get(ref)
@@ -163,8 +163,9 @@ def _on_ray(ray: Any, job: Job, todo: list[Task], at_once: int, tell: Tell) -> N
             ray.wait(list(costs), num_returns=len(costs), timeout=30)
 
 
-def _ray_work(task: Task, job: Job) -> int:
-    """A task in a Ray worker; its tokens."""
+def _ray_work(task: Task, job: Job, folder: str) -> int:
+    """A task in a Ray worker, whose paths are from this folder; its tokens."""
+    os.chdir(folder)
     os.environ["RAYON_NUM_THREADS"] = "1"
     total = 0
 

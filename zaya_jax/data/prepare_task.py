@@ -91,21 +91,22 @@ def _wrong(job: Job, number: int) -> str:
     """Why a task does not count as done; "" where it does."""
     try:
         record = json.loads(job.record(number).read_bytes())
-        made, entries, bad = record["made"], record["shards"], record["left_out"]["bad"]
+        made = record["made"]
+        if made["plan"] != job.made["plan"]:
+            return "made with other options or input files"
+        if made["tokenizer"] != job.made["tokenizer"]:
+            return "made with another tokenizer"
+        if made["library"] != job.made["library"]:
+            return f"made with {made['library']}, while {job.made['library']} is here"
+        if record["left_out"]["bad"] and not job.options.skip_bad:
+            return "made with --skip_bad, and something was skipped"
+        for entry in record["shards"]:
+            if not _settled(job.directory, entry):
+                return f"without its shard {entry['file']}"
     except FileNotFoundError:
         return "missing"
     except (ValueError, KeyError, TypeError):
-        return "recorded by another version of this program"
-    for name, what in (("plan", "options or input files"), ("tokenizer", "tokenizer")):
-        if made.get(name) != job.made[name]:
-            return f"made with another {what}" if name == "tokenizer" else f"made with other {what}"
-    if made.get("library") != job.made["library"]:
-        return f"made with {made.get('library')}, while {job.made['library']} is here"
-    if bad and not job.options.skip_bad:
-        return "made with --skip_bad, and something was skipped"
-    for entry in entries:
-        if not _settled(job.directory, entry):
-            return f"without its shard {entry['file']}"
+        return "recorded by another version of this program, or damaged"
     return ""
 
 
