@@ -182,6 +182,9 @@ def test_two_of_the_same_part_at_once_give_the_same(tmp_path, source, whole):
 def test_a_twin_that_is_late_finds_everything_merged(tmp_path, source, whole, monkeypatch):
     """Where the file system has no locks, nobody holds back a merge while somebody makes a part once more."""
     options, out = options_for(source), tmp_path / "out"
+    monkeypatch.setattr(
+        pathlib.Path, "hardlink_to", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links"))
+    )
     monkeypatch.setattr(prepare.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "no locks")))
 
     def slow(job, todo, processes, tell):
@@ -220,6 +223,25 @@ def test_a_merge_names_the_parts_that_are_missing_and_the_way_out(tmp_path, sour
     part(options, out, int(str(said.value)[-len("0/4 in place of --merge")]), 4)
     merge(options, out)
     assert contents(out) == whole
+
+
+def test_of_two_plans_at_one_moment_one_is_refused(tmp_path, source, monkeypatch):
+    """Both find no plan; then the other's is there first."""
+    options, other, out = options_for(source), options_for(source, held_out=0.5), tmp_path / "out"
+    link = pathlib.Path.hardlink_to
+
+    def late(self, target):
+        monkeypatch.setattr(pathlib.Path, "hardlink_to", link)
+        part(other, out, 1, 2)
+        link(self, target)
+
+    monkeypatch.setattr(pathlib.Path, "hardlink_to", late)
+    with pytest.raises(UserError, match="begun with other held_out; repeat"):
+        part(options, out, 0, 2)
+    part(other, out, 0, 2)
+    merge(other, out)
+    here(other, tmp_path / "whole")
+    assert contents(out) == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(

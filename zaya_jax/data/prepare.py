@@ -205,7 +205,7 @@ def _locked(directory: pathlib.Path, out: str, how: int) -> Iterator[list[pathli
     made = [folder for folder in (directory, *directory.parents) if not folder.exists()]
     try:
         (directory / WORK).mkdir(parents=True, exist_ok=True)
-        lock = (directory / WORK / "lock").open("w")
+        lock = (directory / WORK / "lock").open("a+")  # over NFS a shared lock must be able to read
     except OSError as error:
         _remove(made)
         raise UserError(f"--out={out} cannot be written: {error.strerror}; give another directory") from None
@@ -324,16 +324,16 @@ def _same_plan(directory: pathlib.Path, plan: dict[str, Any], out: str) -> None:
 def _claim(directory: pathlib.Path, plan: dict[str, Any], out: str) -> None:
     """Make the plan that of all parts, unless one was there before: then UserError where it is another."""
     path = directory / WORK / PLAN
-    mine = tokens_lib.partial_path(path)
-    mine.write_text(json.dumps(plan), encoding="utf-8")
-    try:
-        path.hardlink_to(mine)  # unlike a rename, only one of several can
-    except FileExistsError:
-        pass
-    except OSError:  # no links here; if two plans come at one moment, the records tell them apart
-        if not path.exists():
+    if not path.exists():
+        mine = tokens_lib.partial_path(path)
+        mine.write_text(json.dumps(plan), encoding="utf-8")
+        try:
+            path.hardlink_to(mine)  # unlike a rename, only one of several can
+        except FileExistsError:
+            pass
+        except OSError:  # no links here; where two plans come at one moment, the records tell them apart
             mine.rename(path)
-    mine.unlink(missing_ok=True)
+        mine.unlink(missing_ok=True)
     _refuse(out, prepare_plan.difference(_begun(directory), plan))
 
 
