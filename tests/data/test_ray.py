@@ -96,6 +96,21 @@ class TestOnTwoNodes:
             here(options, tmp_path / "whole")
         assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
 
+    def test_a_node_that_is_lost_costs_retries(self, tmp_path, source, cluster, monkeypatch):
+        options = Options([str(source)], part_bytes=3000, skip_bad=True)
+        lost = [cluster.add_node(num_cpus=2)]
+
+        def tell(now):
+            if lost and now.tasks > now.total_tasks // 5:
+                cluster.remove_node(lost.pop(), allow_graceful=False)
+
+        prepare.prepare(options, str(tmp_path / "ray"), 0, tell, "ray")
+        assert not lost
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare_engines, "run_processes", run_here)
+            here(options, tmp_path / "whole")
+        assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
+
 
 def dying(mark):
     """A task that is killed in its middle, in every seventh the first time."""
