@@ -6,6 +6,7 @@ Ray is an extra and not in the default environment: without it these tests are l
 import os
 import pathlib
 import signal
+import sys
 
 import pytest
 from data_helpers import contents, here, jsonl, run_here
@@ -13,14 +14,21 @@ from data_helpers import contents, here, jsonl, run_here
 from zaya_jax.config import UserError
 from zaya_jax.data import prepare, prepare_engines
 from zaya_jax.data.prepare import Options
+from zaya_jax.data.prepare_plan import Part
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_without_ray_the_way_out_is_said(monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "ray", None)
-    with pytest.raises(UserError, match=r"--engine=ray needs Ray.*pip install 'zaya_jax\[ray\]'"):
-        prepare_engines.run_on_ray(None, [], 0, lambda *_: None)
+def test_without_ray_the_way_out_is_said(monkeypatch, tmp_path, source):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    options, nothing = Options([str(source)]), lambda _: None
+    for do in (
+        lambda: by_ray(options, tmp_path / "out"),
+        lambda: prepare.prepare_part(options, str(tmp_path / "out"), Part(0, 2), 1, nothing, "ray"),
+    ):
+        with pytest.raises(UserError, match=r"--engine=ray needs Ray.*pip install 'zaya_jax\[ray\]'"):
+            do()
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.fixture(scope="module")

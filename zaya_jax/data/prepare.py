@@ -77,6 +77,7 @@ def prepare(
 
     `tell` is called about twice a second.
     """
+    prepare_engines.require(engine)
     directory = _directory(out)
     plan = prepare_plan.make(options, inputs.find(options.inputs, out))
     if _finished(directory) and not (directory / WORK).exists():
@@ -93,6 +94,7 @@ def prepare_part(
     options: Options, out: str, part: Part, processes: int, tell: Tell, engine: str = "processes"
 ) -> Made | None:
     """Do a part's tasks, beside others who do other parts, or this one; None where `out` is complete already."""
+    prepare_engines.require(engine)
     directory = _directory(out)
     plan = prepare_plan.make(options, inputs.find(options.inputs, out))
     if _finished(directory):

@@ -6,6 +6,7 @@ it raises.
 """
 
 import concurrent.futures
+import importlib.util
 import multiprocessing
 import os
 import signal
@@ -35,6 +36,12 @@ _shared: dict[str, Any] = {}
 
 class Stopped(Exception):
     """Another task failed: this one is given up."""
+
+
+def require(engine: str) -> None:
+    """UserError where an engine is not here, before anything is written."""
+    if engine == "ray" and importlib.util.find_spec("ray") is None:
+        raise UserError("--engine=ray needs Ray, which is not installed: pip install 'zaya_jax[ray]'")
 
 
 def run(engine: str, job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
@@ -101,12 +108,8 @@ def _work(task: Task, job: Job) -> None:
 def run_on_ray(job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
     """On the Ray cluster that RAY_ADDRESS names, or that this machine belongs to; one core a task."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send statistics to its makers
-    try:
-        import ray
-    except ImportError:
-        raise UserError(
-            "--engine=ray needs Ray, which is not installed: pip install 'zaya_jax[ray]'"
-        ) from None
+    import ray
+
     ours = not ray.is_initialized()
     if ours:
         address = os.environ.get("RAY_ADDRESS") or "auto"
