@@ -231,3 +231,42 @@ def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch, local):
     alive.set()
     assert checkpoints.close() == []
     assert {4, 5} <= set(Vault(str(copies)).steps()) and not Vault(str(copies)).unfinished()
+
+
+@pytest.fixture
+def dead(monkeypatch):
+    """The durable place does not answer, until it is called."""
+    attempt = Vault._attempt
+
+    def refuses(self, verb, name, *rest):
+        raise StorageError(f"cannot {verb} {self.url}/{name}") from ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(Vault, "_attempt", refuses)
+    return lambda: monkeypatch.setattr(Vault, "_attempt", attempt)
+
+
+def test_a_run_goes_on_from_what_is_here_while_the_place_is_dead(run, tmp_path, dead):
+    """A process that was killed meanwhile had ended the run with 4: its start looked for newer copies."""
+    root, copies = run
+    said = []
+    checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), said.append)
+    assert checkpoints.newest() == 6
+    assert any("going on from step 6, which is here" in line for line in said)
+    assert checkpoints.close() == [2, 4, 6]  # nobody knows
+    with pytest.raises(StorageError, match="cannot look at"):  # with nothing here there is nothing to go on from
+        start(tmp_path / "new" / "checkpoints", copies)
+
+
+def test_what_was_given_up_is_not_fetched_from_a_place_that_was_dead_meanwhile(run, dead, monkeypatch):
+    root, copies = run
+    decision = {"kind": "spike", "step": 2, "batches": 3, "at": 7, "seen": "x"}
+    checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), print)
+    checkpoints.drop_stale([decision])
+    dead()  # it lives again
+    assert checkpoints.newest() == 2
+    checkpoints.close()
+    assert Vault(str(copies)).steps() == [2, 4, 6]
+    again = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), print)
+    again.drop_stale([decision])
+    assert again.newest() == 2 and again.close() == []
+    assert Vault(str(copies)).steps() == [2]

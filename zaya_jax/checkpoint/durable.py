@@ -17,7 +17,7 @@ from typing import Any
 from zaya_jax.checkpoint import audit, layout, owner, writing
 from zaya_jax.checkpoint.audit import share
 from zaya_jax.checkpoint.layout import META
-from zaya_jax.checkpoint.remote import Vault
+from zaya_jax.checkpoint.remote import Vault, unreachable
 from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError, files
@@ -37,12 +37,16 @@ class Durable:
         if multihost.is_writer():
             self.vault.tell = say
         self.deleted: list[int] = []  # steps whose copies are to go
+        self.silent: StorageError | None = None  # it did not answer at this start; of process 0
 
     def missing(self) -> tuple[list[int], str]:
         """Steps here of which it has no whole copy, and why that could not be looked up if so."""
 
         def look() -> list:
             here = writing.steps_in(self.root)
+            silent, self.silent = self.silent, None  # the next look may find it answers
+            if silent:
+                return [here, str(silent)]
             try:
                 there = set(self.vault.steps())
                 return [[step for step in here if step not in there or not self._copied(step)], ""]
@@ -146,11 +150,29 @@ class Durable:
         return f"{folder} is damaged: {first}" if first else None
 
     def fetch_newest(self) -> None:
-        """Makes the newest step that is whole there whole here, if it is newer than all that are here."""
+        """Makes the newest step that is whole there whole here, if it is newer than all that are here.
+
+        A place that does not answer is passed over where a step is here: a run outlives it, so a restart does too.
+        """
         vault = self.vault
 
         def look() -> list[int]:
             here = writing.steps_in(self.root)
+            try:
+                if self.silent:  # what it holds was not compared with the run's decisions
+                    raise self.silent
+                return newer(here)
+            except StorageError as failure:
+                if not here or not unreachable(failure):
+                    raise
+                self.silent = failure
+                self._say(
+                    f"WARNING: {failure}; going on from step {here[-1]}, which is here, without having seen whether it "
+                    "has a newer one"
+                )
+                return []
+
+        def newer(here: list[int]) -> list[int]:
             option = f"config.checkpoint.durable={vault.url}"
             owner.require_one(
                 vault, writing.run_of(self.root) if here else owner.UNKNOWN, str(self.root.parent), option

@@ -18,8 +18,9 @@ from typing import Any
 
 from zaya_jax.checkpoint import writing
 from zaya_jax.checkpoint.layout import META
+from zaya_jax.checkpoint.remote import unreachable
 from zaya_jax.cluster import multihost
-from zaya_jax.config import UserError, files
+from zaya_jax.config import StorageError, UserError, files
 from zaya_jax.config.fields import parse_json
 
 KEY = "decisions"  # in a checkpoint's small file; a local part has their number
@@ -62,7 +63,12 @@ def drop(tiers: Any, decisions: Sequence[Mapping[str, Any]]) -> list[int]:
     def check() -> None:
         why = compare(here(tiers.root), decisions) or next(filter(None, told or []), "")
         if tiers.durable and not why:
-            why = compare(copies(tiers.durable.vault, decisions), decisions)
+            try:
+                why = compare(copies(tiers.durable.vault, decisions), decisions)
+            except StorageError as failure:
+                if not unreachable(failure):
+                    raise
+                tiers.durable.silent = failure  # nothing is fetched from there; the next start deletes
         if why:
             raise UserError(
                 f"{tiers.root.parent / FILE} is not that of these checkpoints: {why}. Nothing was deleted; restore the "
@@ -74,7 +80,7 @@ def drop(tiers: Any, decisions: Sequence[Mapping[str, Any]]) -> list[int]:
         delete_parts(local.folder, local.decisions_of, decisions)
 
     def first() -> list[int]:
-        if tiers.durable:  # before they lie here no more: what is left there would be fetched
+        if tiers.durable and not tiers.durable.silent:  # before they lie here no more: what is left there would be fetched
             delete_copies(tiers.durable.vault, decisions)
         return set_aside(tiers.root, decisions)
 
