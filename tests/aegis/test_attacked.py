@@ -10,7 +10,7 @@ import time
 import agents
 import multiprocess_runs
 
-from zaya_jax.aegis import decide, facts
+from zaya_jax.aegis import decide, facts, rules
 from zaya_jax.aegis.decide import Decider, Rules
 
 
@@ -89,3 +89,18 @@ def test_each_start_has_a_log_of_its_own(tmp_path):
         subprocess.run(again, env=os.environ | variables, timeout=60, check=True, capture_output=True)
         logs = (run.workdir / "aegis" / "logs").rglob("process-00000.log")
         assert [len(re.findall("begins after", log.read_text())) for log in logs] == [1, 1]
+
+
+def test_copies_that_are_put_off_explain_no_end():
+    """While a durable place was slow, a cut connection, and whatever else, was called "copy failed"."""
+    decider = Decider(Rules(nodes=1, processes=2), 0.0)
+    said = (
+        "warning: step 200 is saved, but its copy is NOT: the one before is still on its way; it follows",
+        "warning: cannot write s3://runs/a/200/meta.json yet: Could not connect to the endpoint URL; trying again",
+    )
+    found = [facts.Found(0, one) for line in said for one in rules.Matcher().feed(0, line)]
+    assert len(found) == 2
+    heard = [facts.Came(0, "host"), facts.Ready(0), facts.Stepped(1), *found, facts.Exited(0, 1, 1), facts.Ready(0)]
+    did = [action for i, fact in enumerate(heard) for action in decider.take(fact, float(i))]
+    (died,) = [action.given for action in did if isinstance(action, facts.Say) and action.kind == "died"]
+    assert (died["process"], died["concluded"], died["group"]) == (1, "", "distributed")
