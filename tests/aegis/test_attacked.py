@@ -100,7 +100,14 @@ def test_copies_that_are_put_off_explain_no_end():
     )
     found = [facts.Found(0, one) for line in said for one in rules.Matcher().feed(0, line)]
     assert len(found) == 2
-    heard = [facts.Came(0, "host"), facts.Ready(0), facts.Stepped(1), *found, facts.Exited(0, 1, 1), facts.Ready(0)]
+    heard = [
+        facts.Came(0, "host"),
+        facts.Ready(0),
+        facts.Stepped(1),
+        *found,
+        facts.Exited(0, 1, 1),
+        facts.Ready(0),
+    ]
     did = [action for i, fact in enumerate(heard) for action in decider.take(fact, float(i))]
     (died,) = [action.given for action in did if isinstance(action, facts.Say) and action.kind == "died"]
     assert (died["process"], died["concluded"], died["group"]) == (1, "", "distributed")

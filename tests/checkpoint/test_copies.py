@@ -253,7 +253,9 @@ def test_a_run_goes_on_from_what_is_here_while_the_place_is_dead(run, tmp_path, 
     assert checkpoints.newest() == 6
     assert any("going on from step 6, which is here" in line for line in said)
     assert checkpoints.close() == [2, 4, 6]  # nobody knows
-    with pytest.raises(StorageError, match="cannot look at"):  # with nothing here there is nothing to go on from
+    with pytest.raises(
+        StorageError, match="cannot look at"
+    ):  # with nothing here there is nothing to go on from
         start(tmp_path / "new" / "checkpoints", copies)
 
 

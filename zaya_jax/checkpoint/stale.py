@@ -80,7 +80,7 @@ def drop(tiers: Any, decisions: Sequence[Mapping[str, Any]]) -> list[int]:
         delete_parts(local.folder, local.decisions_of, decisions)
 
     def first() -> list[int]:
-        if tiers.durable and not tiers.durable.silent:  # before they lie here no more: what is left there would be fetched
+        if tiers.durable and not tiers.durable.silent:  # first, or what is left there would be fetched
             delete_copies(tiers.durable.vault, decisions)
         return set_aside(tiers.root, decisions)
 
