@@ -27,6 +27,8 @@ from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError, fields
 from zaya_jax.report import supervised
 
+PATIENCE = 120.0  # seconds; a link that flaps is often back after a minute
+
 
 def main() -> int:
     """Supervises, or does what the first word names."""
@@ -60,6 +62,12 @@ def parser() -> cli.Parser:
         "--check",
         choices=("always", "never"),
         help="whether nodes and the links between them are tried before each start; where there are GPUs",
+    )
+    add(
+        "--patience",
+        type=cli.number(float, 0, 3600),
+        metavar="SECONDS",
+        help="for a link that comes back, while all wait alike; 120 with several nodes, 0 with one",
     )
     add("--coordinator", metavar="HOST:PORT", help="where the agent of node 0 listens")
     add("--agents", type=whole, metavar="N", help="how many agents there are")
@@ -111,11 +119,15 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     join = multihost.seconds_of(multihost.JOIN)
     tried = args.check == "always" or (args.check is None and bool(gpus))
     rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, join, processes, tried)
+    patience = args.patience if args.patience is not None else PATIENCE * (agents > 1)
     told = args.command, args.webhook, args.metrics_port
-    plan = Plan(rules, workdir, processes, args.exclude_stragglers, *told)
+    plan = Plan(rules, workdir, processes, args.exclude_stragglers, patience, *told)
     command = [sys.executable, "-m", "experiments.pretrain", *training]
     return agent.run(
-        plan, Task(command, workdir, processes), place, multihost.seconds_of(multihost.HEARTBEAT)
+        plan,
+        Task(command, workdir, processes, standing.time_outs(patience)),
+        place,
+        multihost.seconds_of(multihost.HEARTBEAT),
     )
 
 

@@ -95,6 +95,7 @@ OPTIONS = {
             "restarts",
             "exclude_stragglers",
             "check",
+            "patience",
             "coordinator",
             "agents",
             "agent",

@@ -2,7 +2,7 @@
 
 Its "run" is a counter: all processes of a start meet at each step through files, every fifth step is a checkpoint, and
 what a file WORKDIR/do-INDEX says befalls process INDEX once, at the step that it names:
-`STEP kill|stop|exit N|spin|lock|print TEXT|slow`.
+`STEP kill|stop|exit N|spin|lock|print TEXT|pause SECONDS`.
 """
 
 import faulthandler
@@ -92,6 +92,8 @@ def befall(file: Path, step: int) -> None:
             import ctypes
 
             ctypes.PyDLL(None).sleep(1000)
+        case "pause":
+            time.sleep(float(how[0]))
         case "print":
             print(how[0], flush=True)
 

@@ -67,6 +67,23 @@ def test_who_stands_still_is_named_with_its_line_and_all_start_again(tmp_path, w
     assert run.steps()[-1] == STEPS
 
 
+@pytest.mark.parametrize(("patience", "starts"), [(30, 1), pytest.param(6, 2, marks=pytest.mark.slow)])
+def test_all_that_wait_alike_have_the_time_of_a_link_that_comes_back(tmp_path, patience, starts):
+    """They wait in one step as for a collective; what is longer than the patience is a hang."""
+    befalls = dict.fromkeys(range(2), "12 pause 9")
+    with start(tmp_path, "--processes=2", f"--patience={patience}", befalls=befalls) as run:
+        assert run.wait() == [0]
+        assert len(run.events("started")) == starts and run.steps()[-1] == STEPS
+    (waits,) = run.events("waits")
+    assert 4.5 < waits.seconds < 7 and "stand alike" in waits.concluded
+    if starts == 1:
+        (waited,) = run.events("waited")
+        assert 8 < waited.seconds < 10 and not run.events("hangs")
+    else:
+        (hangs,) = run.events("hangs")
+        assert 6 <= hangs.seconds < 9
+
+
 @pytest.mark.parametrize(
     ("code", "starts"),
     [

@@ -200,3 +200,23 @@ def test_a_silent_node_is_found_by_its_place():
         if found:
             break
     assert found.process == 1 and "without a sign of life" in found.seen
+
+
+@pytest.mark.parametrize(
+    "how", ["alike", "one is silent", "one is stopped", "one has come less far", "saving"]
+)
+def test_only_those_that_wait_in_one_program_wait_alike(how):
+    """As when a link is away. Somebody who is silent, stopped or behind is the cause himself."""
+    run = Run(3)
+    for number in range(1, 9):
+        assert run.step(number, 1.0) is None
+    run.at("save" if how == "saving" else "step", 9, "wait" if how != "saving" else "")
+    if how == "one is silent":
+        run.silent.add(1)
+    elif how == "one is stopped":
+        run.state[1] = "T"
+    elif how == "one has come less far":
+        run.at("step", 9, "fetch", of=[1])
+    found = run.wait(2000)
+    assert found.alike == (how == "alike")
+    assert ("alike" in found.concluded) == (how in ("alike", "saving"))

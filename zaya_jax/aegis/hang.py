@@ -27,6 +27,7 @@ STEADY = 3  # laps before a start's own times say how long a step is
 UNSTEADY = 60.0  # seconds for a step until then, at least
 STOPPED = 4.5  # seconds in which the system shows a process as stopped
 LAPS = 64
+DEVICE = ("dispatch", "wait")  # the marks of a step whose program runs
 QUIET = 2.5  # seconds without a pulse: five were due
 
 
@@ -52,6 +53,7 @@ class Hang:
     seen: str
     concluded: str
     seconds: float
+    alike: bool = False  # all wait in one step's program, each with a sign of life: as when a link is away
 
 
 @dataclasses.dataclass
@@ -182,7 +184,8 @@ class Hangs:
             concluded = f"process {first} and {len(alike)} more stand alike at one place: which began it does not show"
         else:
             concluded = f"process {first} stopped first; {len(others)} wait for it"
-        return Hang(seen.node, first, seen_words, concluded, now - since)
+        together = len(alike) == len(others) and view.section == "step" and view.mark in DEVICE
+        return Hang(seen.node, first, seen_words, concluded, now - since, together and not quiet and not how)
 
 
 def _usual(laps: Sequence[float]) -> float:

@@ -22,7 +22,7 @@ from zaya_jax.aegis import events, facts, hang, notify, straggle
 from zaya_jax.aegis.checking import Checking
 from zaya_jax.aegis.decide import Decider, Rules
 from zaya_jax.aegis.finding import Finding
-from zaya_jax.aegis.hang import Hangs, View
+from zaya_jax.aegis.hang import Hang, Hangs, View
 from zaya_jax.aegis.keeping import Keeper
 from zaya_jax.aegis.spending import Spending
 from zaya_jax.aegis.straggle import Stragglers
@@ -43,6 +43,7 @@ class Plan:
     workdir: Path
     processes: int = 1
     exclude_stragglers: bool = False
+    patience: float = 0.0  # seconds that all may wait alike for a link that comes back
     command: str = ""  # is told of events, as is the webhook
     webhook: str = ""
     metrics_port: int = 0  # 0: none
@@ -64,6 +65,7 @@ class Leader:
         self._ports: dict[int, int] = {}
         self._asked: set[int] = set()
         self._checking: Checking | None = None
+        self._awaited: Hang | None = None  # what all wait for alike, as when a link is away
         self._checks = 0
         self._stacks: dict[int, list[str]] = {}
         self._spending = Spending()
@@ -131,6 +133,8 @@ class Leader:
             self._take(facts.Checked(tuple(unfit), seconds), now)
         if self._decider.state in ("running", "leaving"):
             found = self._hangs.find(now)
+            if self._wait_out(found):
+                found = None
             if found:
                 self._stacks, self._first = {}, found.process
                 self._take(
@@ -141,6 +145,33 @@ class Leader:
         if now - self._kept > KEEP:
             self._keep_limits(now)
         self._take(facts.Tick(), now)
+
+    def _wait_out(self, found: Hang | None) -> bool:
+        """Whether what stands still is given time; says when that begins, and when it has ended well."""
+        if self._awaited and (found is None or found.seconds < self._awaited.seconds):
+            given = {
+                "concluded": "a link or a device was away",
+                "done": "it goes on",
+                "process": -1,
+                "node": "",
+            }
+            self._event("waited", {**given, "seconds": round(self._awaited.seconds, 3), "facts": {}})
+            self._awaited = None
+        if found is None or not found.alike or found.seconds >= self._plan.patience:
+            self._awaited = None
+            return False
+        if self._awaited is None:
+            done = f"waits up to {self._plan.patience:g} s for a link that comes back"
+            given = {
+                "seen": found.seen,
+                "concluded": found.concluded,
+                "done": done,
+                "process": -1,
+                "node": "",
+            }
+            self._event("waits", {**given, "seconds": round(found.seconds, 3), "facts": {}})
+        self._awaited = found
+        return True
 
     def _saved(self, now: float) -> None:
         if self._newest != self._told_newest:
@@ -205,6 +236,7 @@ class Leader:
     def _start(self, number: int, nodes: tuple[int, ...]) -> None:
         each = self._plan.processes
         self._hangs.begin()
+        self._awaited = None
         self._told_step = -1
         if self._metrics:
             self._metrics.forget()

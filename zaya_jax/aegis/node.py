@@ -25,7 +25,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,9 @@ class Task:
     command: Sequence[str]
     workdir: Path
     processes: int = 1
+    variables: Mapping[str, str] = dataclasses.field(
+        default_factory=dict
+    )  # where the environment has none of them
 
 
 @dataclasses.dataclass
@@ -122,7 +125,8 @@ class Node:
                     variables["JAX_LOCAL_DEVICE_IDS"] = str(i)
             become = [sys.executable, "-I", "-S", str(Path(child.__file__)), str(os.getpid())]
             popen = subprocess.Popen(
-                [*become, *near, *self._task.command], env=os.environ | variables, stdin=subprocess.DEVNULL,
+                [*become, *near, *self._task.command],
+                env={**self._task.variables, **os.environ, **variables}, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             process = self.processes[index] = Process(index, popen, time.monotonic())

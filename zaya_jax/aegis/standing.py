@@ -4,6 +4,7 @@ place = find(os.environ, coordinator, agents, agent)    None for an agent alone
 gpus()                                                  the NUMA node of each accelerator
 """
 
+import math
 import re
 import shutil
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ OURS = {
     "process_id": "agent",
 }
 PCI = "/sys/bus/pci/devices"
+RETRIES = 7  # the most that a queue pair can do
 ACCELERATORS = ("0x1200", "0x0302")  # processing accelerator (MI300X), 3D controller (H100, H200)
 
 
@@ -74,6 +76,17 @@ def gpus(environ: Mapping[str, str]) -> list[int]:
             except (OSError, ValueError):
                 found.append(-1)
     return found
+
+
+def time_outs(patience: float) -> dict[str, str]:
+    """What has RCCL and NCCL wait for a network that is away for so long, and hardly longer.
+
+    A packet is sent again after 4.096 us * 2^TIMEOUT, RETRY_CNT times; then the collective fails.
+    """
+    if not patience:
+        return {}
+    exponent = math.ceil(math.log2(patience / RETRIES / 4.096e-6))
+    return {"NCCL_IB_TIMEOUT": str(min(max(exponent, 14), 31)), "NCCL_IB_RETRY_CNT": str(RETRIES)}
 
 
 def beside(numa: int) -> list[str]:
