@@ -11,16 +11,13 @@ import math
 import sys
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from zaya_jax import cli, schedule
 from zaya_jax.checkpoint import store
 from zaya_jax.config import UserError, shown
 from zaya_jax.data import tokenizers
 from zaya_jax.hardware import host
 from zaya_jax.model import decode
+from zaya_jax.model.sampling import Sampling
 from zaya_jax.pytorch import exchange
 from zaya_jax.train.workdir import read_config
 
@@ -79,15 +76,11 @@ def main() -> int:
     params, balance = exchange.read_weights(args.workdir, step, model)
     print(prompt, end="", flush=True)
     text = Text(tokenizer)
-    for piece in decode.stream(
-        model, params, balance, jnp.asarray([ids], jnp.int32), args.num_tokens, config.precision,
-        temperature=args.temperature, key=jax.random.key(args.seed),
+    for (new,) in decode.stream(
+        model, params, balance, [ids], args.num_tokens, config.precision,
+        sampling=Sampling(args.temperature), seeds=args.seed, ends=[tokenizer.eos_id],
     ):  # fmt: skip
-        new = np.asarray(piece)[0].tolist()
-        ended = tokenizer.eos_id in new
-        print(text.add(new[: new.index(tokenizer.eos_id)] if ended else new), end="", flush=True)
-        if ended:
-            break
+        print(text.add(new), end="", flush=True)
     print(text.rest())
     return cli.DONE
 

@@ -25,7 +25,7 @@ def decode_attention(
 
 
 def in_window(valid: Bool[Array, "B T"], index, window) -> Bool[Array, "B T"]:
-    """Of the columns of a cache that may be seen, those within the window of the query at `index`."""
+    """Of a cache's columns that may be seen, those in the window of the query at `index`, of each row or of all."""
     if window is None:
         return valid
-    return valid & (index - jnp.arange(valid.shape[1]) < window)
+    return valid & (jnp.asarray(index)[..., None] - jnp.arange(valid.shape[1]) < window)

@@ -16,11 +16,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chip, tiles
 from pallas_kernels.grouped_mlp import cpu, triton, xla
+from pallas_kernels.grouped_mlp.xla import swiglu
 
 IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
 PRODUCTS = "experts"  # the name under which a remat policy finds what the grouped products gave
@@ -91,6 +93,32 @@ def _routed_mlp_bwd(saved, d_out):
 
 
 routed_mlp.defvjp(_routed_mlp_fwd, _routed_mlp_bwd)
+
+
+def few_rows_mlp(
+    x: Float[Array, "N D"],
+    choice: Int[Array, "N"],
+    gate_up: Float[Array, "L E D F2"],
+    down: Float[Array, "L E F D"],
+    layer: Int[Array, ""],
+) -> Float[Array, "N D"]:
+    """The gated MLP of each row's own expert of a layer of stacks, without gradients; zero where that is past the last.
+
+    It is for no more rows than there are experts or so: each row reads its expert's weights, and nothing else is read.
+    """
+
+    def one(row, expert):
+        def mlp(row):
+            w1, w2 = (
+                lax.dynamic_slice(w, (layer, expert, 0, 0), (1, 1, *w.shape[2:]))[0, 0]
+                for w in (gate_up, down)
+            )
+            h = row[None] @ w1.astype(row.dtype)
+            return (swiglu(h).astype(h.dtype) @ w2.astype(row.dtype))[0]
+
+        return lax.cond(expert < gate_up.shape[1], mlp, jnp.zeros_like, row)
+
+    return lax.map(lambda rows: one(*rows), (x, choice))
 
 
 def unwritten(weights: Float[Array, "L E D1 D2"]) -> jax.Array:

@@ -11,6 +11,7 @@ Letters: B batch, S sequence, H query heads, K key-value heads, G = H / K querie
 """
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
@@ -22,8 +23,8 @@ from pallas_kernels.linear_attention.shapes import CHUNK
 from pallas_kernels.linear_attention.xla import read, summary
 
 __all__ = [
-    "CHUNK", "decode_linear_attention", "finish", "heads_first", "linear_attention", "prompt_state", "read",
-    "summary", "sums",
+    "CHUNK", "decode_linear_attention", "finish", "goes_on_linear_attention", "heads_first", "linear_attention",
+    "prompt_state", "read", "summary", "sums",
 ]  # fmt: skip
 
 IMPLEMENTATIONS = {"xla": xla, "triton": triton}
@@ -83,6 +84,21 @@ def decode_linear_attention(
     q, k, v = heads_first(q, k, v)
     state = state + summary(k, v)
     return finish(*read(q, state), v.dtype), state
+
+
+def goes_on_linear_attention(
+    q: Float[Array, "B S H C"],
+    k: Float[Array, "B S K C"],
+    v: Float[Array, "B S K C"],
+    state: Float[Array, "B K C C1"],
+    counts: Int[Array, "B"],
+) -> tuple[Float[Array, "B S H C"], Float[Array, "B K C C1"]]:
+    """Some more tokens per row, of which the first `counts` are real: their output, and the state with these."""
+    q, k, v = heads_first(q, k, v)
+    alone, past = sums(q, k, v), read(q, state)
+    real = jnp.arange(k.shape[2]) < counts[:, None]
+    state = state + summary(jnp.where(real[:, None, :, None], k, 0), v)
+    return finish(alone[0] + past[0], alone[1] + past[1], v.dtype), state
 
 
 def prompt_state(k, v, visible=None) -> Float[Array, "B K C C1"]:

@@ -69,9 +69,8 @@ def test_it_prints_what_the_model_generates(run, workdir):
     settings = read_config(workdir)
     params = zaya.init(MODEL, jax.random.key(5))
     params["head"]["bias"] = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0.0)
-    ids = np.asarray([[256, *b"abc"]], np.int32)
-    new = decode.generate(MODEL, params, zaya.init_balance(MODEL), ids, 20, settings.precision)
-    assert out == "abc" + bytes(np.asarray(new)[0].tolist()).decode() + "\n"
+    (new,) = decode.generate(MODEL, params, zaya.init_balance(MODEL), [[256, *b"abc"]], 20, settings.precision)
+    assert out == "abc" + bytes(new).decode() + "\n"
 
 
 def test_sampling_by_seed_and_a_prompt_from_a_file(run, workdir, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.cca import empty_cache
+from zaya_jax.model.sampling import Sampling
 
 EXACT = model_helpers.EXACT
 
@@ -58,22 +59,25 @@ def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt):
 def test_the_stream_is_what_generate_gives(temperature):
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
-    ids = jnp.asarray([[3, 1, 4, 1, 5]], jnp.int32)
-    options = {"precision": EXACT, "temperature": temperature, "key": jax.random.key(3)}
-    at_once = decode.generate(model, params, bias, ids, 12, **options)
-    pieces = list(decode.stream(model, params, bias, ids, 12, piece=4, **options))
-    assert [p.shape[1] for p in pieces] == [1, 4, 4, 3]
-    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), at_once)
-    assert decode.generate(model, params, bias, ids, 0).shape == (1, 0)
+    ids = [[3, 1, 4, 1, 5]]
+    options = {"precision": EXACT, "sampling": Sampling(temperature), "seeds": 3}
+    at_once = decode.generate(model, params, bias, ids, 20, **options)
+    pieces = list(decode.stream(model, params, bias, ids, 20, **options))
+    assert [len(p[0]) for p in pieces] == [1, 16, 3]
+    assert [[token for (row,) in pieces for token in row]] == at_once
+    assert decode.generate(model, params, bias, ids, 0) == [[]]
 
 
 def test_sampling_follows_the_seed():
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
-    ids = jnp.zeros((4, 3), jnp.int32)
-    draw = lambda seed: np.asarray(  # noqa: E731
-        decode.generate(model, params, bias, ids, 8, EXACT, temperature=1.0, key=jax.random.key(seed))
+    ids = [[0, 0, 0]] * 4
+    draw = lambda *seeds: decode.generate(  # noqa: E731
+        model, params, bias, ids, 8, EXACT, sampling=Sampling(1.0), seeds=seeds
     )
-    np.testing.assert_array_equal(draw(1), draw(1))
-    assert (draw(1) != draw(2)).any()
-    assert len({row.tobytes() for row in draw(1)}) > 1  # rows are drawn independently
+    one, again, other = draw(1, 2, 3, 1), draw(3, 2, 1, 1), draw(5, 6, 7, 8)
+    assert one == [again[2], again[1], again[0], again[3]] and one[0] == one[3]
+    assert len({tuple(row) for row in one + other}) == 7  # each seed has its own
+    assert (
+        decode.generate(model, params, bias, ids, 8, EXACT, sampling=Sampling(1.0), seeds=1) == [one[0]] * 4
+    )

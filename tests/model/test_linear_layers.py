@@ -85,7 +85,7 @@ def test_greedy_decoding_equals_the_whole_pass():
     model = mixed()
     params, bias = model_helpers.weights(model)
     ids = jnp.asarray([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]], jnp.int32)
-    new = decode.generate(model, params, bias, ids, 8, EXACT)
+    new = jnp.asarray(decode.generate(model, params, bias, ids, 8, EXACT))
     whole = jnp.concatenate([ids, new], 1)
     hidden = zaya.apply(model, params, bias, whole, precision=EXACT).hidden
     logits = zaya.logits(model, params, hidden, EXACT)

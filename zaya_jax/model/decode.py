@@ -1,24 +1,37 @@
-"""Greedy and sampled continuation with the cache: one prompt pass, then one token at a time inside a scan.
+"""Continuing rows of tokens with the cache: prompts piece by piece, then one token a row at a time.
+
+Rows of unequal length lie in columns from 0 on, so that a token's column is its position, and what stands behind a
+short row's end is overwritten by its next tokens before anything sees it. Prompts go through the model `PIECE` tokens
+at a time: of a long one neither scores nor logits exist beyond a piece. Compiled programs depend on the number of rows,
+on the length of the cache and of a piece, both of few kinds, and on `Sampling.kind`; on no prompt's own length.
 
 Several devices hold the keys and values in parts, for caches that one cannot hold (`zaya_jax.parallel.tree.InParts`);
-everything else, the prompt's pass too, is done alike on all of them.
+everything else, the prompts' pass too, is done alike on all of them.
 """
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from pallas_kernels import chip
-from zaya_jax.config import Model, Precision
+from pallas_kernels.grouped_mlp import routes
+from pallas_kernels.loops import turning
+from zaya_jax.config import Model, Precision, UserError, shown
 from zaya_jax.model import cca, dense, zaya
+from zaya_jax.model.experts import InPlace
 from zaya_jax.model.placement import ALONE, Devices
+from zaya_jax.model.sampling import Sampling, pick
 
-Carry = tuple[Any, ...]  # last token, its position, its column, which columns may be seen, the cache
+PIECE = 512  # tokens of each prompt that go through the model at once
+LEAST_PIECE = 16  # shorter pieces are padded to a power of two from here on
+TURN = 16  # new tokens of each row between two looks at what has ended
 REPLICATED = PartitionSpec()
 
 
@@ -26,52 +39,232 @@ def generate(
     model: Model,
     params: dict,
     balance: jax.Array,
-    ids: Int[Array, "B S"],
+    prompts: Sequence[Sequence[int]],
     num_tokens: int,
     precision: Precision = Precision(),
-    *,
-    mask: Int[Array, "B S"] | None = None,
-    temperature: float = 0.0,
-    key: jax.Array | None = None,
-    devices: Devices = ALONE,
-) -> Int[Array, "B T"]:
-    """The next `num_tokens` ids of each row; temperature 0 is greedy. `mask` (1 = real) marks left padding."""
-    if num_tokens < 1:
-        return jnp.zeros((ids.shape[0], 0), ids.dtype)
-    keys = jax.random.split(jax.random.key(0) if key is None else key, num_tokens)
-    arguments = _everywhere(devices.mesh, (params, balance, ids, mask, keys))
-    with chip.making(chip.made_for(params if devices.mesh is None else devices.mesh)):
-        return _generate(*arguments, model, precision, temperature, devices)
+    **options: Any,
+) -> list[list[int]]:
+    """The next ids of each row, at most `num_tokens`, without the one that ended it; options are Generation's."""
+    rows: list[list[int]] = [[] for _ in prompts]
+    for new in stream(model, params, balance, prompts, num_tokens, precision, **options):
+        for row, ids in zip(rows, new, strict=True):
+            row += ids
+    return rows
 
 
 def stream(
     model: Model,
     params: dict,
     balance: jax.Array,
-    ids: Int[Array, "B S"],
+    prompts: Sequence[Sequence[int]],
     num_tokens: int,
     precision: Precision = Precision(),
-    *,
-    temperature: float = 0.0,
-    key: jax.Array | None = None,
-    piece: int = 16,
-    devices: Devices = ALONE,
-) -> Iterator[Int[Array, "B T"]]:
-    """What `generate` gives, as it comes: the first token, then pieces of `piece`, the last one shorter."""
-    keys = jax.random.split(jax.random.key(0) if key is None else key, num_tokens)
-    target = chip.made_for(params if devices.mesh is None else devices.mesh)
-    params, balance, ids, keys = _everywhere(devices.mesh, (params, balance, ids, keys))
-    with chip.making(target):
-        carry, first = _start_jit(
-            params, balance, ids, None, keys[0], model, precision, temperature, num_tokens, devices
-        )
-    yield first
-    for begin in range(1, num_tokens, piece):
-        with chip.making(target):  # not over a yield: what runs there is none of ours
-            carry, tokens = _go_on_jit(
-                params, balance, carry, keys[begin : begin + piece], model, precision, temperature, devices
+    **options: Any,
+) -> Iterator[list[list[int]]]:
+    """What `generate` gives, as it comes: the first token of each row, then up to `TURN` at a time."""
+    rows = Generation(model, params, balance, prompts, num_tokens, precision, **options)
+    while not rows.ended:
+        yield rows.more()
+
+
+class Generation:
+    """Rows that are being continued. `more` gives each row's new ids; `end` ends a row for a reason of one's own.
+
+    `seeds` is one for all rows, or one for each; a row's noise is its own seed's, whoever is beside it. `ends` are ids
+    that end a row. `mask` (1 = real) is for prompts [B, S] that are padded at the left, whose padding counts as it does
+    for the public port: it leaves the projections' biases in the columns before the first token.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        params: dict,
+        balance: jax.Array,
+        prompts: Sequence[Sequence[int]],
+        num_tokens: int,
+        precision: Precision = Precision(),
+        *,
+        sampling: Sampling = Sampling(),
+        seeds: int | Sequence[int] = 0,
+        ends: Sequence[int] = (),
+        piece: int = PIECE,
+        devices: Devices = ALONE,
+        mask: Any = None,
+    ):
+        ids, lengths = _rows(model, prompts, num_tokens)
+        seeds = _seeds(seeds, len(ids))
+        parts = 1 if devices.mesh is None else devices.mesh.size
+        self._model, self._precision, self._devices = model, precision, devices
+        self._kind, self._ends = sampling.kind, frozenset(ends)
+        self._left, self._done = num_tokens, np.zeros(len(ids), bool)
+        self._target = chip.made_for(params if devices.mesh is None else devices.mesh)
+        self._cache: dict | None = None
+        self._carry: Any = None
+        if self.ended:
+            return
+        self._weights = self._everywhere((params, balance))
+        self._drawing = self._everywhere((sampling.numbers(), seeds, _ends(ends)))
+        self._start(ids, lengths, mask, num_tokens, -(-piece // parts) * parts)
+
+    @property
+    def ended(self) -> bool:
+        """Whether no row will get any further token."""
+        return self._left < 1 or bool(self._done.all())
+
+    @property
+    def cache_bytes(self) -> int:
+        """What the cache takes, of all devices together."""
+        return sum(x.nbytes for x in (self._cache or {}).values())
+
+    def end(self, row: int) -> None:
+        """Ends a row: it gets no further token, and does not change."""
+        self._done[row] = True
+
+    def more(self) -> list[list[int]]:
+        """The next ids of each row, none for one that has ended: after the first, of which there is one, up to TURN."""
+        assert not self.ended
+        if self._carry is None:
+            statics = self._model, self._precision, self._devices, self._kind
+            with chip.making(self._target):
+                token, self._carry = _first(self._weights, self._hidden, self._index, self._drawing, *statics)
+            return self._taken(np.asarray(token)[:, None])
+        num = min(TURN, self._left)
+        with chip.making(self._target):
+            (tokens, self._carry), self._cache = _go_on(*self._going_on(num))
+        return self._taken(np.asarray(tokens)[:, :num])
+
+    def lowered(self) -> Any:
+        """The program of the tokens after the first one, for who would read it."""
+        with chip.making(self._target):
+            return _go_on.lower(*self._going_on(1))
+
+    def _going_on(self, num: int) -> tuple:
+        arguments = (*self._weights, self._carry, self._drawing, self._done, np.int32(num))
+        return arguments, self._cache, self._model, self._precision, self._devices, self._kind
+
+    def _taken(self, tokens: np.ndarray) -> list[list[int]]:
+        """What counts of new tokens [B, T]."""
+        self._left -= tokens.shape[1]
+        new: list[list[int]] = [[] for _ in tokens]
+        for row in np.flatnonzero(~self._done):
+            ids = tokens[row].tolist()
+            end = next((i for i, token in enumerate(ids) if token in self._ends), None)
+            self._done[row] |= end is not None
+            new[row] = ids[:end]
+        return new
+
+    def _start(self, ids, lengths, mask, num_tokens, piece):
+        """The prompts through the model; what is left of them is the cache, and of each row its last hidden state."""
+        statics = self._model, self._precision, self._devices
+        sizes = pieces(max(lengths), piece)
+        if mask is not None:
+            assert len(set(lengths)) == 1
+            sizes = [max(lengths)]
+        length = columns(max(max(lengths) + num_tokens, sum(sizes)))
+        rows = np.zeros((len(ids), sum(sizes)), np.int32)
+        for row, own in zip(rows, ids, strict=True):
+            row[: len(own)] = own
+        lengths = np.asarray(lengths, np.int32)
+        if mask is not None:
+            mask = np.asarray(mask, np.int32)
+            arguments = (*self._weights, rows, mask)
+            with chip.making(self._target):
+                self._hidden, self._cache = _padded(arguments, None, length, *statics)
+            self._index = lengths, lengths - mask.sum(1, dtype=np.int32)
+            return
+        start, hidden = 0, np.zeros((len(ids), self._model.hidden_size), np.float32)
+        for size in sizes:
+            counts = np.clip(lengths - start, 0, size)
+            arguments = (*self._weights, rows[:, start : start + size], counts, hidden)
+            with chip.making(self._target):
+                if start:
+                    hidden, self._cache = _piece((*arguments, np.int32(start)), self._cache, *statics)
+                else:
+                    hidden, self._cache = _first_piece(arguments, None, length, *statics)
+            start += size
+        self._hidden, self._index = hidden, (lengths, np.zeros_like(lengths))
+
+    def _everywhere(self, arguments):
+        """The arguments on all devices of the mesh."""
+        mesh = self._devices.mesh
+        return arguments if mesh is None else jax.device_put(arguments, NamedSharding(mesh, REPLICATED))
+
+
+class CacheBytes(NamedTuple):
+    """What a cache takes on a device: for a token of a row, for a row whatever its length, and in all."""
+
+    a_token: int
+    a_row: int
+    total: int
+
+
+def cache_bytes(
+    model: Model, precision: Precision, batch: int, length: int, devices: Devices = ALONE
+) -> CacheBytes:
+    """The bytes of the cache of so many rows with so many columns."""
+
+    def taken(batch, length):
+        arrays = jax.eval_shape(lambda: _empty_cache(model, precision, batch, length))
+        return sum(x.size * x.dtype.itemsize for x in arrays.values())
+
+    row = taken(1, 0)
+    return CacheBytes(taken(1, 1) - row, row, taken(batch, devices.cache().columns(length)))
+
+
+def columns(needed: int) -> int:
+    """How many columns a cache has that needs so many: at most a quarter more, so that there are few kinds."""
+    step = max(LEAST_PIECE, 1 << max(needed - 1, 1).bit_length() - 3)
+    return -(-needed // step) * step
+
+
+def pieces(length: int, piece: int) -> list[int]:
+    """The pieces in which prompts go through the model whose longest has this length; the last may be padded."""
+    rest = length % piece
+    last = [min(piece, max(LEAST_PIECE, 1 << (rest - 1).bit_length()))] if rest else []
+    return [piece] * (length // piece) + last
+
+
+def _rows(model: Model, prompts, num_tokens: int) -> tuple[list[list[int]], list[int]]:
+    """The prompts' ids and lengths; UserError where they cannot be continued so far."""
+    rows = []
+    for number, prompt in enumerate(prompts):
+        name = f"prompt {number + 1} of {len(prompts)}"
+        try:
+            rows.append([operator.index(token) for token in prompt])
+        except TypeError:
+            raise UserError(f"{name} is {shown(prompt)}; expected a list of token ids") from None
+        if not rows[-1]:
+            raise UserError(f"{name} is empty; give at least one token, the tokenizer's bos_id say")
+        wrong = next((token for token in rows[-1] if not 0 <= token < model.vocab_size), None)
+        if wrong is not None:
+            raise UserError(
+                f"{name} has token {shown(wrong)}; the vocabulary has ids from 0 to {model.vocab_size - 1}"
             )
-        yield tokens
+        if len(rows[-1]) + num_tokens > model.max_position_embeddings:
+            raise UserError(
+                f"{name} has {len(rows[-1]):,} tokens, with num_tokens={shown(num_tokens)} more than the model's "
+                f"max_position_embeddings={model.max_position_embeddings}; give fewer"
+            )
+    return rows, [len(row) for row in rows]
+
+
+def _seeds(seeds, num: int) -> np.ndarray:
+    """A seed for each row."""
+    given = [seeds] * num if isinstance(seeds, int | np.integer) else list(seeds)
+    if len(given) != num:
+        raise UserError(
+            f"seeds has {len(given)} numbers for {num} prompts; give one for each, or a single one"
+        )
+    for seed in given:
+        if not (isinstance(seed, int | np.integer) and 0 <= seed < 2**32):  # keys would take it modulo that
+            raise UserError(f"seed {shown(seed)} must be a whole number of at least 0 and below {2**32}")
+    return np.asarray(given, np.uint32)
+
+
+def _ends(ends: Sequence[int]) -> np.ndarray:
+    """The ids that end a row, as an array of few lengths."""
+    num = max(4, 1 << max(len(ends) - 1, 0).bit_length())
+    return np.asarray([*ends, *[-1] * (num - len(ends))], np.int32)
 
 
 def _empty_cache(model, precision, batch, length):
@@ -79,103 +272,129 @@ def _empty_cache(model, precision, batch, length):
     return make(model, precision, batch, length)
 
 
-def _everywhere(mesh, arguments):
-    """The arguments on all devices of the mesh."""
-    return arguments if mesh is None else jax.device_put(arguments, NamedSharding(mesh, REPLICATED))
-
-
-def _on_all(devices: Devices, model, precision, run, arguments, *, out_specs):
-    """run(*arguments), on each of the devices where there are several; "carry" stands for a Carry's specs."""
+def _on_all(devices: Devices, model, precision, run, arguments, cache):
+    """run(arguments, cache) → (anything, cache), on each of the devices where there are several."""
     with jax.default_matmul_precision(precision.matmul):
-        return _mapped(devices, model, run, arguments, out_specs)
-
-
-def _mapped(devices, model, run, arguments, out_specs):
-    axis = devices.cache().axis
-    if axis is None:
-        return run(*arguments)
-    cache = jax.eval_shape(lambda: _empty_cache(model, Precision(), 1, 1))
-    in_parts = {name: PartitionSpec(None, None, axis) for name in ("k", "v")}
-    carry = (*[REPLICATED] * 4, {name: in_parts.get(name, REPLICATED) for name in cache})
-    in_specs = tuple(carry if isinstance(x, tuple) else REPLICATED for x in arguments)
-    out_specs = jax.tree.map(lambda x: carry if x == "carry" else x, out_specs)
-    # What every device computes alike is the same on all of them, which the check of replication cannot see.
-    mapped = jax.shard_map(run, mesh=devices.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mapped(*arguments)
-
-
-def _generate_impl(params, balance, ids, mask, keys, model, precision, temperature, devices):
-    def run(params, balance, ids, mask, keys):
-        carry, first = _start(
-            devices, params, balance, ids, mask, keys[0], model, precision, temperature, keys.size
-        )
-        _, rest = _go_on(devices, params, balance, carry, keys[1:], model, precision, temperature)
-        return jnp.concatenate([first, rest], axis=1)
-
-    return _on_all(devices, model, precision, run, (params, balance, ids, mask, keys), out_specs=REPLICATED)
-
-
-def _start_impl(params, balance, ids, mask, key, model, precision, temperature, num_tokens, devices):
-    def run(params, balance, ids, mask, key):
-        return _start(devices, params, balance, ids, mask, key, model, precision, temperature, num_tokens)
-
-    return _on_all(
-        devices, model, precision, run, (params, balance, ids, mask, key), out_specs=("carry", REPLICATED)
-    )
-
-
-def _go_on_impl(params, balance, carry, keys, model, precision, temperature, devices):
-    def run(params, balance, carry, keys):
-        return _go_on(devices, params, balance, carry, keys, model, precision, temperature)
-
-    return _on_all(
-        devices, model, precision, run, (params, balance, carry, keys), out_specs=("carry", REPLICATED)
-    )
-
-
-def _start(
-    devices, params, balance, ids, mask, key, model, precision, temperature, num_tokens
-) -> tuple[Carry, Any]:
-    """The prompt through the model, and the first new token [B, 1]."""
-    batch, length = ids.shape
-    columns = devices.cache().columns(length + num_tokens)
-    cache = _empty_cache(model, precision, batch, columns)
-    real = jnp.ones_like(ids) if mask is None else mask
-    # A row's first real token is at position 0, as the port's generate counts.
-    positions = jnp.maximum(jnp.cumsum(real, axis=1) - 1, 0)
-    valid = jnp.concatenate([real > 0, jnp.zeros((batch, num_tokens), bool)], axis=1)
-    out = zaya.apply(
-        model, params, balance, ids, precision=precision, mask=mask, positions=positions, cache=cache,
-        cache_index=jnp.int32(0), devices=devices,
-    )  # fmt: skip
-    token = _pick(model, params, out.hidden[:, -1:], precision, temperature, key).astype(ids.dtype)
-    return (token, positions[:, -1] + 1, jnp.int32(length), valid, out.cache), token[:, None]
-
-
-def _go_on(devices, params, balance, carry, keys, model, precision, temperature) -> tuple[Carry, Any]:
-    """One more token a key: [B, T]."""
-
-    def step(carry, key):
-        token, position, index, valid, cache = carry
-        valid = valid.at[:, index].set(True)
-        out = zaya.apply(
-            model, params, balance, token[:, None], precision=precision, positions=position[:, None],
-            cache=cache, cache_index=index, cache_valid=valid, devices=devices,
+        axis = devices.cache().axis
+        if axis is None:
+            return run(arguments, cache)
+        names = jax.eval_shape(lambda: _empty_cache(model, precision, 1, 1))
+        in_parts = {name: PartitionSpec(None, None, axis) for name in ("k", "v")}
+        specs = {name: in_parts.get(name, REPLICATED) for name in names}
+        # What every device computes alike is the same on all of them, which the check of replication cannot see.
+        mapped = jax.shard_map(
+            run, mesh=devices.mesh, in_specs=(REPLICATED, None if cache is None else specs),
+            out_specs=(REPLICATED, specs), check_vma=False,
         )  # fmt: skip
-        token = _pick(model, params, out.hidden, precision, temperature, key).astype(token.dtype)
-        return (token, position + 1, index + 1, valid, out.cache), token
-
-    carry, tokens = jax.lax.scan(step, carry, keys)
-    return carry, tokens.T
+        return mapped(arguments, cache)
 
 
-def _pick(model, params, hidden, precision, temperature, key):
-    logits = zaya.logits(model, params, hidden, precision)[:, -1]
-    if temperature == 0:
-        return jnp.argmax(logits, axis=-1)
-    return jax.random.categorical(key, logits / temperature, axis=-1)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _padded(arguments, cache, length, model, precision, devices):
+    """Prompts with padding at the left: the last hidden states [B, D], and the cache."""
+
+    def run(arguments, cache):
+        params, balance, ids, mask = arguments
+        cache = _empty_cache(model, precision, len(ids), devices.cache().columns(length))
+        # A row's first real token is at position 0, as the port's generate counts.
+        positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+        out = zaya.apply(
+            model, params, balance, ids, precision=precision, mask=mask, positions=positions, cache=cache,
+            cache_index=jnp.int32(0), devices=devices,
+        )  # fmt: skip
+        return out.hidden[:, -1], out.cache
+
+    return _on_all(devices, model, precision, run, arguments, cache)
 
 
-_generate = functools.partial(jax.jit, static_argnums=(5, 6, 7, 8))(_generate_impl)
-_start_jit = functools.partial(jax.jit, static_argnums=(5, 6, 7, 8, 9))(_start_impl)
-_go_on_jit = functools.partial(jax.jit, static_argnums=(4, 5, 6, 7), donate_argnums=(2,))(_go_on_impl)
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5))
+def _first_piece(arguments, cache, length, model, precision, devices):
+    """The first piece of the prompts, into a new cache."""
+
+    def run(arguments, cache):
+        ids = arguments[2]
+        cache = _empty_cache(model, precision, len(ids), devices.cache().columns(length))
+        return _through(arguments, 0, cache, model, precision, devices)
+
+    return _on_all(devices, model, precision, run, arguments, cache)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4), donate_argnums=(1,))
+def _piece(arguments, cache, model, precision, devices):
+    """A further piece."""
+
+    def run(arguments, cache):
+        *arguments, start = arguments
+        return _through(arguments, start, cache, model, precision, devices)
+
+    return _on_all(devices, model, precision, run, arguments, cache)
+
+
+def _through(arguments, start, cache, model, precision, devices):
+    """A piece [B, S] through the model: of rows that end in it the last hidden state, of others what there was."""
+    params, balance, ids, counts, hidden = arguments
+    positions = jnp.broadcast_to(start + jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
+    out = zaya.apply(
+        model, params, balance, ids, precision=precision, positions=positions, cache=cache, cache_index=start,
+        cache_counts=counts, devices=devices,
+    )  # fmt: skip
+    last = jnp.take_along_axis(out.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
+    return jnp.where(counts[:, None] > 0, last.astype(hidden.dtype), hidden), out.cache
+
+
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def _first(weights, hidden, index, drawing, model, precision, devices, kind):
+    """The first new token [B], and what goes on: that token, its column, the padding before the row, its number."""
+    with jax.default_matmul_precision(precision.matmul):
+        numbers, seeds, _ = drawing
+        count = jnp.int32(0)
+        token = _pick(model, weights[0], hidden, precision, kind, numbers, seeds, count)
+    return token, (token, *index, count + 1)
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), donate_argnums=(1,))
+def _go_on(arguments, cache, model, precision, devices, kind):
+    """Up to `num` more tokens [B, TURN] of each row that is not done; fewer where all are."""
+
+    def run(arguments, cache):
+        params, balance, (token, index, padding, count), (numbers, seeds, ends), done, num = arguments
+        stacks = _stacks(model, params, len(token))
+        places = jnp.arange(cache["k"].shape[2] * devices.cache().parts if "k" in cache else 1)
+
+        def goes_on(carry):
+            i, done = carry[0], carry[1]
+            return (i < num) & ~done.all()
+
+        def step(carry):
+            i, done, token, index, tokens, cache = carry
+            seen = (places <= index[:, None]) & (places >= padding[:, None])
+            out = zaya.apply(
+                model, params, balance, token[:, None], precision=precision, positions=(index - padding)[:, None],
+                cache=cache, cache_index=index, cache_valid=seen, devices=devices, stacks=stacks,
+            )  # fmt: skip
+            new = _pick(model, params, out.hidden[:, 0], precision, kind, numbers, seeds, count + i)
+            token = jnp.where(done, token, new)
+            tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], i, 1)
+            index = jnp.where(done, index, index + 1)
+            done |= (token[:, None] == ends).any(-1)
+            return i + 1, done, token, index, tokens, out.cache
+
+        tokens = jnp.zeros((len(token), TURN), jnp.int32)
+        with turning(TURN):
+            carry = jax.lax.while_loop(goes_on, step, (jnp.int32(0), done, token, index, tokens, cache))
+        i, _, token, index, tokens, cache = carry
+        return (tokens, (token, index, padding, count + i)), cache
+
+    return _on_all(devices, model, precision, run, arguments, cache)
+
+
+def _stacks(model: Model, params: dict, rows: int) -> InPlace | None:
+    """The experts' weights where they lie, for rows so few that most experts have none."""
+    if model.model_type == "dense" or routes() or rows > 2 * model.num_experts:
+        return None
+    return InPlace(params["layers"]["experts"])
+
+
+def _pick(model, params, hidden, precision, kind, numbers, seeds, count) -> Int[Array, "B"]:
+    logits = zaya.logits(model, params, hidden[:, None], precision)[:, 0]
+    return pick(logits, kind, numbers, seeds, count)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_mlp import grouped_mlp, routed_mlp, routes, stacked_mlp
+from pallas_kernels.grouped_mlp import few_rows_mlp, grouped_mlp, routed_mlp, routes, stacked_mlp
 
 
 def sort_by_expert(choice: Int[Array, "N"], num_classes: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -124,5 +124,22 @@ class Stacks:
                 self.shares and (self.shares["gate_up"], self.shares["down"]),
             )
             return stacked_mlp(x.astype(dtype), order, sizes, gate, w1, w2, layer, sums, self.add, shares)
+
+        return mlp
+
+
+@dataclasses.dataclass(frozen=True)
+class InPlace:
+    """All layers' experts, for a few tokens that each read their own out of the stack, and no other."""
+
+    weights: dict[str, jax.Array]  # as in Stacks
+
+    def of_layer(self, layer: Int[Array, ""]) -> Callable:
+        """`expert_mlp` without a gate, with the weights of this layer, whatever it is given."""
+
+        def mlp(x, choice, gate, gate_up, down, *, dtype):
+            del gate_up, down
+            assert gate is None
+            return few_rows_mlp(x.astype(dtype), choice, self.weights["gate_up"], self.weights["down"], layer)
 
         return mlp

@@ -6,7 +6,7 @@ classes here are those of one device; `zaya_jax.parallel` derives the others fro
 the other way about.
 
     tokens      Placement                      rows of whole sequences
-                Prompt, Token                  the same into a cache, and one token more out of it
+                Prompt, Piece, Token           the same into a cache, some more of them, and one token more
                 parallel.context.Cut           chunks of sequences that lie over devices (gathered, ring, LASP-2)
     weights     Weights                        all of a layer, whole
                 parallel.heads.Heads           tensor: the columns of some heads, and of some of the width
@@ -33,7 +33,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import attention, in_window, softmax_scale, visited
-from pallas_kernels.linear_attention import decode_linear_attention, linear_attention, prompt_state
+from pallas_kernels.linear_attention import (
+    decode_linear_attention,
+    goes_on_linear_attention,
+    linear_attention,
+    prompt_state,
+)
 from pallas_kernels.loops import visiting
 from zaya_jax.config import Model
 from zaya_jax.model.cache import WHOLE, Cache
@@ -184,7 +189,14 @@ class Prompt(Placement):
 
     def attend(self, q, k, v, **last) -> tuple[jax.Array, Kept]:
         out, kept = super().attend(q, k, v)
-        return out, (kept or {}) | {name: _last(self.cache[name], x) for name, x in last.items()}
+        return out, (kept or {}) | {name: self._last(self.cache[name], x) for name, x in last.items()}
+
+    def _last(self, held, new):
+        """What was held, [B, T, ..] or the last token's [B, ..], after these new tokens [B, S, ..]."""
+        if held.ndim < new.ndim:
+            return new[:, -1].astype(held.dtype)
+        both = jnp.concatenate([held, new.astype(held.dtype)], axis=1)
+        return both[:, both.shape[1] - held.shape[1] :]
 
     def _softmax(self, q, k, v):
         kept = self._extended(k, v)
@@ -200,8 +212,45 @@ class Prompt(Placement):
 
 
 @dataclasses.dataclass(frozen=True)
+class Piece(Prompt):
+    """The next tokens of sequences that come piece by piece, all of which begin in column 0.
+
+    `index` is the piece's first column, 0 itself for the first piece. Of a row the first `counts` tokens are real; what
+    stands behind them is padding that no real token sees and that leaves nothing but columns of K and V, which the
+    row's next tokens overwrite.
+    """
+
+    counts: Any = None  # [B]
+
+    @property
+    def _first(self) -> bool:
+        return isinstance(self.index, int)
+
+    def before(self, x, project, history, nothing) -> Before:
+        value = nothing if self._first else self.cache["value"][:, None]
+        return Before(self.cache["columns"], value, None)
+
+    def _last(self, held, new):
+        alone = held.ndim < new.ndim
+        both = jnp.concatenate([held[:, None] if alone else held, new.astype(held.dtype)], axis=1)
+        length = both.shape[1] - new.shape[1]
+        kept = jax.vmap(lambda x, count: jax.lax.dynamic_slice_in_dim(x, count, length))(both, self.counts)
+        return kept[:, 0] if alone else kept
+
+    def _softmax(self, q, k, v):
+        if self._first:
+            return super()._softmax(q, k, v)
+        kept, scale = self._extended(k, v), softmax_scale(q.shape[-1])
+        return self.store.read_piece(q, kept["k"], kept["v"], self.window, self.index, scale), kept
+
+    def _linear(self, q, k, v):
+        out, state = goes_on_linear_attention(q, k, v, self.cache["state"], self.counts)
+        return out, {"state": state}
+
+
+@dataclasses.dataclass(frozen=True)
 class Token(Prompt):
-    """One new token a row, after those whose columns of the cache are `valid`."""
+    """One new token a row, written at `index` (of each row, or of all), after those columns that are `valid`."""
 
     valid: Any = None  # [B, T]
 
@@ -216,14 +265,6 @@ class Token(Prompt):
     def _linear(self, q, k, v):
         out, state = decode_linear_attention(q, k, v, self.cache["state"])
         return out, {"state": state}
-
-
-def _last(held, new):
-    """What was held, [B, T, ..] or the last token's [B, ..], after these new tokens [B, S, ..]."""
-    if held.ndim < new.ndim:
-        return new[:, -1].astype(held.dtype)
-    both = jnp.concatenate([held, new.astype(held.dtype)], axis=1)
-    return both[:, both.shape[1] - held.shape[1] :]
 
 
 class Devices:
@@ -258,8 +299,9 @@ class Devices:
         segments: jax.Array | None,
         mask: jax.Array | None,
         cached: bool,
-        index: jax.Array | None,
+        index: jax.Array | int | None,
         valid: jax.Array | None,
+        counts: jax.Array | None,
     ) -> Placement:
         """The placement of one pass through the model."""
         weights = self.weights(model, dtype)
@@ -268,6 +310,8 @@ class Devices:
             kinds = [kind for kind in model.kinds if kind != "hybrid_linear"]
             windows = tuple(model.sliding_window if kind == "hybrid_sliding" else None for kind in kinds)
             return dataclasses.replace(here, windows=windows or (None,))
+        if counts is not None:
+            return Piece(segments, mask, weights, index=index, store=self.cache(), counts=counts)
         if valid is None:
             return Prompt(segments, mask, weights, index=index, store=self.cache())
         return Token(segments, mask, weights, index=index, store=self.cache(), valid=valid)

@@ -25,7 +25,7 @@ from pallas_kernels.products import GIVEN
 from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.dense import DenseLayer
-from zaya_jax.model.experts import Stacks
+from zaya_jax.model.experts import InPlace, Stacks
 from zaya_jax.model.layer import Layer
 from zaya_jax.model.leaving import leave
 from zaya_jax.model.lookup import lookup
@@ -96,6 +96,7 @@ class Zaya(nnx.Module):
         cache,
         cache_index,
         cache_valid,
+        cache_counts,
         remat,
         trace,
         devices,
@@ -105,8 +106,9 @@ class Zaya(nnx.Module):
         model = self.model
         batch, seq = tokens.shape
         here = devices.place(
-            model, self.precision.compute, seq, segments, mask, cache is not None, cache_index, cache_valid
-        )
+            model, self.precision.compute, seq, segments, mask, cache is not None, cache_index, cache_valid,
+            cache_counts,
+        )  # fmt: skip
         tokens = here.rows(tokens)
         positions = here.positions(*tokens.shape) if positions is None else here.rows(positions)
         h = self.embed(tokens, model.pad_token_id)
@@ -236,20 +238,22 @@ def apply(
     positions: Int[Array, "B S"] | None = None,
     mask: Int[Array, "B S"] | None = None,
     cache: dict | None = None,
-    cache_index: jax.Array | None = None,
+    cache_index: jax.Array | int | None = None,
     cache_valid: jax.Array | None = None,
+    cache_counts: Int[Array, "B"] | None = None,
     remat: str = "none",
     trace: bool = False,
     devices: Devices = ALONE,
-    stacks: Stacks | None = None,
+    stacks: Stacks | InPlace | None = None,
     leaving: Mapping[str, tuple[Callable, jax.Array]] = NONE,
 ) -> Output:
     """Runs the model. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is for left-padded rows.
 
-    With a cache, tokens are written at `cache_index`: a prompt into one of `empty_cache`, or, where `cache_valid`
-    [B, T] says which columns may be seen, a single new token. Where `devices` are not ALONE this runs
+    With a cache, tokens are written at `cache_index`: a prompt into one of `empty_cache`; a piece of one, whose first
+    `cache_counts` [B] tokens of each row are real; or, where `cache_valid` [B, T] says which columns may be seen, a
+    single new token, for which each row may have an index of its own. Where `devices` are not ALONE this runs
     inside `shard_map`, on a device's part of weights and tokens, or, with a cache, of the cache's columns. With
-    `stacks` the experts' weights are these, and their gradients written there.
+    `stacks` the experts' weights are these, and their gradients, if any, written there.
 
     `leaving` says of weights of the layers, by path, what is made of their gradient as it leaves a layer, and has an
     array of zeros that is stacked likewise: what is made of all layers' is its gradient, and the weight has none.
@@ -259,7 +263,7 @@ def apply(
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)(
         tokens, balance, segments=segments, positions=positions, mask=mask, cache=cache, cache_index=cache_index,
-        cache_valid=cache_valid, remat=remat, trace=trace, devices=devices, stacks=stacks,
+        cache_valid=cache_valid, cache_counts=cache_counts, remat=remat, trace=trace, devices=devices, stacks=stacks,
         leaving=leaving,
     )  # fmt: skip
 

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.attention import MASKED
-from zaya_jax.model.cache import WHOLE, Cache
+from pallas_kernels.attention import MASKED, attention
+from zaya_jax.model.cache import WHOLE, Cache, write_rows
 from zaya_jax.model.placement import Devices
 
 # Attention to some keys: its output, its log-sum-exp.
@@ -33,6 +33,10 @@ class Parts(Cache):
     devices: int
     axis: str = "context"
 
+    @property
+    def parts(self) -> int:  # type: ignore[override]
+        return self.devices
+
     def columns(self, length: int) -> int:
         return columns_of(length, self.devices)
 
@@ -41,6 +45,9 @@ class Parts(Cache):
 
     def read(self, q, k, v, valid, scale) -> jax.Array:
         return tree_attention(q, k, v, valid, scale=scale, axis=self.axis)
+
+    def read_piece(self, q, k, v, window, start, scale) -> jax.Array:
+        return tree_attention_of_piece(q, k, v, window, start, scale=scale, axis=self.axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,15 +83,17 @@ def columns_on(device: jax.Array, x: Array, axis: str) -> Array:
 def write_columns(
     cache: Float[Array, "B T K C"], x: Float[Array, "B S K C"], index: jax.Array, axis: str
 ) -> jax.Array:
-    """The cache with a prompt's columns at its start, or with one new column at `index` on the device that it is on."""
+    """The cache with a prompt's columns from `index` on, which lies on the first device, or with one new column at
+    `index`, of all rows or of each, on the device that it is on."""
     x = x.astype(cache.dtype)
-    if x.shape[1] > 1:
-        return lax.dynamic_update_slice_in_dim(cache, own_columns(x, axis), 0, 1)
     devices = lax.axis_size(axis)
+    if x.shape[1] > 1:
+        return lax.dynamic_update_slice_in_dim(cache, own_columns(x, axis), index // devices, 1)
+    index = jnp.broadcast_to(index, len(cache))
     place = index // devices
     here = index % devices == lax.axis_index(axis)
-    old = lax.dynamic_slice_in_dim(cache, place, 1, 1)
-    return lax.dynamic_update_slice_in_dim(cache, jnp.where(here, x, old), place, 1)
+    old = cache[jnp.arange(len(cache)), place][:, None]
+    return write_rows(cache, jnp.where(here[:, None, None, None], x, old), place)
 
 
 def tree_attention(
@@ -98,9 +107,43 @@ def tree_attention(
 ) -> Float[Array, "B 1 H C"]:
     """One new query per row against the cache's parts; k and v are this device's, `valid` is of all columns."""
     out, lse = attend_to_part(q, k, v, own_columns(valid, axis), scale)
+    return _of_all(out, lse, axis)[:, None].astype(v.dtype)
+
+
+def tree_attention_of_piece(
+    q: Float[Array, "B S H C"],
+    k: Float[Array, "B T K C"],
+    v: Float[Array, "B T K C"],
+    window: Int[Array, ""] | int | None,
+    start: jax.Array,
+    *,
+    scale: float,
+    axis: str,
+) -> Float[Array, "B S H C"]:
+    """The same for a piece of a prompt from column `start` on, which lies on the first device.
+
+    Queries N columns apart see a device's columns as a sequence sees itself: with the query of place b from residue s
+    of start + b N + s, and the key of place j on device r, the distance is (b + start / N - j) N + s - r.
+    """
+    devices, me, length = lax.axis_size(axis), lax.axis_index(axis), q.shape[1]
+    q = jnp.pad(q, ((0, 0), (0, -length % devices), (0, 0), (0, 0)))
+    q = q.reshape(len(q), -1, devices, *q.shape[2:])
+
+    def of_residue(s):
+        later = (s < me).astype(jnp.int32)  # the key in the query's own place comes after it
+        within = None if window is None else -(-(window + me - s) // devices) - later
+        return attention(q[:, :, s], k, v, None, None, within, start // devices - later, scale=scale)
+
+    out, lse = (jnp.moveaxis(x, 0, 2) for x in lax.map(of_residue, jnp.arange(devices)))
+    out = _of_all(out.astype(jnp.float32), lse, axis)
+    return out.reshape(len(q), -1, *out.shape[3:])[:, :length].astype(v.dtype)
+
+
+def _of_all(out: jax.Array, lse: jax.Array, axis: str) -> jax.Array:
+    """Attention to all keys, from each device's to its own and their log-sum-exp."""
     weight = jnp.exp(lse - lax.pmax(lse, axis))
     out, total = lax.psum(out * weight[..., None], axis), lax.psum(weight, axis)
-    return (out / total[..., None])[:, None].astype(v.dtype)
+    return out / total[..., None]
 
 
 def attend_to_part(q, k, v, valid: Bool[Array, "B T"], scale: float) -> Attended:

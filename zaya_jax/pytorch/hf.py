@@ -221,12 +221,11 @@ class Loaded:
 
     def generate(self, ids, num_tokens: int, mask=None) -> np.ndarray:
         """ids [B, S] continued greedily by `num_tokens`, with the cache: [B, S + num_tokens]."""
-        ids, mask = self._inputs(ids, mask)
-        with self._as_asked():
-            new = decode.generate(
-                self.model, self.params, self.balance, ids, num_tokens, self.precision, mask=mask
-            )
-        return np.concatenate([np.asarray(ids), np.asarray(new)], axis=1)
+        ids, mask = (None if x is None else np.asarray(x) for x in self._inputs(ids, mask))
+        new = decode.generate(
+            self.model, self.params, self.balance, ids, num_tokens, self.precision, mask=mask
+        )
+        return np.concatenate([ids, np.asarray(new, np.int32).reshape(len(ids), -1)], axis=1)
 
     def loss_and_grads(self, ids, labels) -> tuple[float, dict[str, np.ndarray]]:
         """Mean next-token loss (labels un-shifted, -100 ignored), and its gradients in the PyTorch names and shapes."""

@@ -10,8 +10,6 @@ import re
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from zaya_jax import schedule
 from zaya_jax.checkpoint import partial
@@ -19,6 +17,7 @@ from zaya_jax.cluster import multihost
 from zaya_jax.config import Config
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode, zaya
+from zaya_jax.model.sampling import Sampling
 from zaya_jax.train.logs import say
 
 # In bytes a parameter: float32, and the copy in the products' format that XLA may keep through the decoding.
@@ -44,12 +43,17 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
         params, bias = jax.device_put((weights[0]["params"], weights[1]["balance"]["bias"]), device)
         del weights
         prompt = config.log.sample_prompt
-        ids = jnp.asarray([[tokenizer.bos_id, *tokenizer.encode(prompt)]], jnp.int32)
-        new = decode.generate(
-            model, params, bias, ids, config.log.sample_tokens, config.precision,
-            temperature=config.log.sample_temperature, key=jax.random.key(config.run.seed),
-        )  # fmt: skip
-    path.write_text(prompt + tokenizer.decode(np.asarray(new)[0].tolist()), encoding="utf-8")
+        ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+        room = model.max_position_embeddings - len(ids)
+        if room < config.log.sample_tokens:
+            say(
+                f"the sample has {max(room, 0)} tokens, as many as the model's max_position_embeddings leaves"
+            )
+        (new,) = decode.generate(
+            model, params, bias, [ids], min(config.log.sample_tokens, room), config.precision,
+            sampling=Sampling(config.log.sample_temperature), seeds=config.run.seed,
+        ) if room > 0 else [[]]  # fmt: skip
+    path.write_text(prompt + tokenizer.decode(new), encoding="utf-8")
 
 
 def free_bytes(device: jax.Device) -> int:
