@@ -66,7 +66,22 @@ OPTIONS = {
         "to_hf": ["workdir", "step", "out", "dtype", "shard_gb"],
     },
     "compile": {"": ["config", "target", "devices", "out", "phase", "at_once"]},
-    "generate": {"": ["workdir", "prompt", "prompt_file", "num_tokens", "temperature", "seed", "step"]},
+    "generate": {
+        "": [
+            "workdir",
+            "prompt",
+            "prompt_file",
+            "chat",
+            "num_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "stop",
+            "seed",
+            "step",
+        ]
+    },
     "plan": {"": ["config", "cluster", "devices", "out", "at_once", "figures", "mtbf_hours", "search"]},
     "prepare_data": {
         "": [

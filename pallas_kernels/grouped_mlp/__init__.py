@@ -104,21 +104,23 @@ def few_rows_mlp(
 ) -> Float[Array, "N D"]:
     """The gated MLP of each row's own expert of a layer of stacks, without gradients; zero where that is past the last.
 
-    It is for no more rows than there are experts or so: each row reads its expert's weights, and nothing else is read.
+    For a few rows, whose products take the time in which weights are read: each expert that any row chose is read once,
+    out of the stack, and multiplied with all rows; the others are not read.
     """
 
-    def one(row, expert):
-        def mlp(row):
+    def expert(e, out):
+        own = choice == e
+
+        def mlp(out):
             w1, w2 = (
-                lax.dynamic_slice(w, (layer, expert, 0, 0), (1, 1, *w.shape[2:]))[0, 0]
+                lax.dynamic_slice(w, (layer, e, 0, 0), (1, 1, *w.shape[2:]))[0, 0].astype(x.dtype)
                 for w in (gate_up, down)
             )
-            h = row[None] @ w1.astype(row.dtype)
-            return (swiglu(h).astype(h.dtype) @ w2.astype(row.dtype))[0]
+            return jnp.where(own[:, None], swiglu(x @ w1).astype(x.dtype) @ w2, out)
 
-        return lax.cond(expert < gate_up.shape[1], mlp, jnp.zeros_like, row)
+        return lax.cond(own.any(), mlp, lambda out: out, out)
 
-    return lax.map(lambda rows: one(*rows), (x, choice))
+    return lax.fori_loop(0, gate_up.shape[1], expert, jnp.zeros_like(x))
 
 
 def unwritten(weights: Float[Array, "L E D1 D2"]) -> jax.Array:

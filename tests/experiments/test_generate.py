@@ -1,5 +1,6 @@
 """Continuing a prompt from the command line: what is printed, where it stops, and what is refused."""
 
+import io
 import re
 
 import jax
@@ -19,6 +20,9 @@ MODEL = Model(
     moe_intermediate_size=12, num_experts=2, router_hidden_size=6, max_position_embeddings=64, initializer_range=0.5,
     lm_head_bias=True,
 )  # fmt: skip
+
+
+CACHE = r"cache: [\d,]+ bytes a token and [\d,]+ a row, \d+\.\d MiB for \d of up to \d+ tokens\n"
 
 
 @pytest.fixture(scope="module")
@@ -64,12 +68,14 @@ def run(monkeypatch, capsys):
 
 def test_it_prints_what_the_model_generates(run, workdir):
     code, out, err = run(f"--workdir={workdir}", "--prompt=abc", "--num_tokens=20")
-    assert (code, err) == (0, "")
+    assert code == 0 and re.fullmatch(CACHE, err)
     assert re.fullmatch(r"abc[a-z]{20}\n", out)
     settings = read_config(workdir)
     params = zaya.init(MODEL, jax.random.key(5))
     params["head"]["bias"] = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0.0)
-    (new,) = decode.generate(MODEL, params, zaya.init_balance(MODEL), [[256, *b"abc"]], 20, settings.precision)
+    (new,) = decode.generate(
+        MODEL, params, zaya.init_balance(MODEL), [[256, *b"abc"]], 20, settings.precision
+    )
     assert out == "abc" + bytes(new).decode() + "\n"
 
 
@@ -88,14 +94,44 @@ def test_sampling_by_seed_and_a_prompt_from_a_file(run, workdir, tmp_path):
 
 def test_it_stops_at_the_end_of_the_document(run, workdir):
     options = (f"--workdir={workdir}", "--prompt=abc", "--num_tokens=20", "--step=3")
-    assert run(*options) == (0, "abc\n", "")
+    assert run(*options)[:2] == (0, "abc\n")
 
 
-def test_a_character_waits_until_it_is_whole():
-    text = generate.Text(tokenizers.load("bytes"))
-    raw = "a\u20acb".encode()
-    assert [text.add([byte]) for byte in raw] == ["a", "", "", "\u20ac", "b"]
-    assert text.add([0xE2]) == "" and text.rest() == "\N{REPLACEMENT CHARACTER}"
+def test_several_prompts_are_each_as_alone(run, workdir):
+    options = (
+        f"--workdir={workdir}",
+        "--num_tokens=12",
+        "--temperature=3",
+        "--top_k=20",
+        "--top_p=0.9",
+        "--min_p=0.01",
+    )
+    one, two = (run(*options, f"--prompt={text}")[1] for text in ("abc", "a longer one"))
+    code, out, err = run(*options, "--prompt=a longer one", "--prompt=abc")
+    assert (code, out) == (0, two + one) and re.fullmatch(CACHE, err)
+    assert " for 2 of up to 32 tokens" in err
+    letter = two[-4]
+    stopped = run(*options, "--prompt=a longer one", "--prompt=abc", f"--stop={letter}")[1]
+    start = len("a longer one")
+    assert (
+        stopped
+        == two[:start] + two[start:-1].split(letter)[0] + "\n" + one[:3] + one[3:-1].split(letter)[0] + "\n"
+    )
+
+
+def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
+    def talk(given):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given)))
+        return run(f"--workdir={workdir}", "--chat", "--num_tokens=5")
+
+    code, out, err = talk("h\u00e9?\n\nno".encode())
+    assert code == 0 and re.fullmatch(CACHE, err)
+    assert re.fullmatch(r"([a-z]{5}\n){2}", out)
+    assert talk(b"")[:2] == (0, "")
+    code, out, err = talk(b"hi\ncaf\xe9\n")
+    assert code == 2 and "error: line 2 of the input is not UTF-8 (byte 0xe9 at 3)" in err
+    code, out, err = talk(b"hi\n" + b"x" * 60)
+    assert code == 2 and "more than the model's max_position_embeddings=64; give fewer" in err
 
 
 @pytest.mark.parametrize(
@@ -129,6 +165,16 @@ def test_a_character_waits_until_it_is_whole():
         (["--workdir=a\0b"], "has a character that cannot be printed"),
         (["--workdir={run}", "--prompt=a", "--prompt_file=b"], "not allowed with"),
         (["--workdir={run}", "--prompts=a"], "unrecognized arguments"),
+        (["--workdir={run}", "--prompt=a", "--chat"], "not allowed with"),
+        (["--workdir={run}", "--top_k=-1"], "top_k=-1 must be a whole number of at least 0"),
+        (["--workdir={run}", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
+        (["--workdir={run}", "--min_p=nan"], "min_p=nan must be at least 0 and at most 1"),
+        (["--workdir={run}", "--stop="], "--stop= is empty"),
+        (["--workdir={run}", "--stop=a\udce9"], "--stop has bytes that are not UTF-8; convert it"),
+        (
+            ["--workdir={run}", "--prompt=a", "--prompt=" + "b" * 70],
+            "71 tokens of prompt and --num_tokens=200",
+        ),
         ([], "required: --workdir"),
     ],
 )

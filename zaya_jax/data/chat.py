@@ -91,11 +91,20 @@ class Format:
         learn.append(bool(turns) and turns[-1].answer)
         return Document(np.array(ids, self._tokenizer.dtype), np.array(learn, bool))
 
+    def opening(self, role: str) -> tuple[int, ...]:
+        """What a turn of this role begins with."""
+        return (*self._turn, *self._tokenizer.encode(role), *self._newline)
+
+    def said(self, message: Message) -> tuple[int, ...]:
+        """A whole turn, without reasoning, as ids."""
+        turn = self.turn(message)
+        return (*turn.head, *turn.tail)
+
     def turn(self, message: Message) -> Turn:
         """A turn in tokens."""
         encode = self._tokenizer.encode
         return Turn(
-            head=(*self._turn, *encode(message.role), *self._newline),
+            head=self.opening(message.role),
             opening=self._think,
             reasoning=encode(message.reasoning) if message.reasoning else (),
             closing=(*self._end_think, *self._newline),

@@ -1,8 +1,8 @@
 """Continuing rows of tokens with the cache: prompts piece by piece, then one token a row at a time.
 
 Rows of unequal length lie in columns from 0 on, so that a token's column is its position, and what stands behind a
-short row's end is overwritten by its next tokens before anything sees it. Prompts go through the model `PIECE` tokens
-at a time: of a long one neither scores nor logits exist beyond a piece. Compiled programs depend on the number of rows,
+short row's end is overwritten by its next tokens before anything sees it. Prompts go through the model in pieces
+(`PIECE`): of a long one neither scores nor logits exist beyond a piece. Compiled programs depend on the number of rows,
 on the length of the cache and of a piece, both of few kinds, and on `Sampling.kind`; on no prompt's own length.
 
 Several devices hold the keys and values in parts, for caches that one cannot hold (`zaya_jax.parallel.tree.InParts`);
@@ -29,8 +29,12 @@ from zaya_jax.model.experts import InPlace
 from zaya_jax.model.placement import ALONE, Devices
 from zaya_jax.model.sampling import Sampling, pick
 
-PIECE = 512  # tokens of each prompt that go through the model at once
+# Tokens of each prompt that go through the model at once, and of all prompts together, at least LEAST_PIECE of each.
+# On two CPU cores a prompt of 2048 took 2.2 s in one piece, 3.4 in two and 4.9 in four (354M weights, eight experts):
+# products of few rows are slow.
+PIECE, PIECES = 2048, 16384
 LEAST_PIECE = 16  # shorter pieces are padded to a power of two from here on
+FEW = 32  # rows up to which a step's experts are read where they lie
 TURN = 16  # new tokens of each row between two looks at what has ended
 REPLICATED = PartitionSpec()
 
@@ -87,24 +91,28 @@ class Generation:
         sampling: Sampling = Sampling(),
         seeds: int | Sequence[int] = 0,
         ends: Sequence[int] = (),
-        piece: int = PIECE,
+        piece: int | None = None,
         devices: Devices = ALONE,
         mask: Any = None,
     ):
         ids, lengths = _rows(model, prompts, num_tokens)
         seeds = _seeds(seeds, len(ids))
+        last = _ends(ends)
+        if piece is not None and not (_whole(piece) and piece > 0):
+            raise UserError(f"piece={shown(piece)} must be a whole number of at least 1, or None")
         parts = 1 if devices.mesh is None else devices.mesh.size
         self._model, self._precision, self._devices = model, precision, devices
         self._kind, self._ends = sampling.kind, frozenset(ends)
         self._left, self._done = num_tokens, np.zeros(len(ids), bool)
         self._target = chip.made_for(params if devices.mesh is None else devices.mesh)
+        self.columns = 0  # tokens of a row that the cache has room for
         self._cache: dict | None = None
         self._carry: Any = None
         if self.ended:
             return
         self._weights = self._everywhere((params, balance))
-        self._drawing = self._everywhere((sampling.numbers(), seeds, _ends(ends)))
-        self._start(ids, lengths, mask, num_tokens, -(-piece // parts) * parts)
+        self._drawing = self._everywhere((sampling.numbers(), seeds, last))
+        self._start(ids, lengths, mask, num_tokens, -(-(piece or piece_of(len(ids))) // parts) * parts)
 
     @property
     def ended(self) -> bool:
@@ -160,7 +168,7 @@ class Generation:
         if mask is not None:
             assert len(set(lengths)) == 1
             sizes = [max(lengths)]
-        length = columns(max(max(lengths) + num_tokens, sum(sizes)))
+        length = self.columns = columns(max(max(lengths) + num_tokens, sum(sizes)))
         rows = np.zeros((len(ids), sum(sizes)), np.int32)
         for row, own in zip(rows, ids, strict=True):
             row[: len(own)] = own
@@ -213,8 +221,14 @@ def cache_bytes(
 
 def columns(needed: int) -> int:
     """How many columns a cache has that needs so many: at most a quarter more, so that there are few kinds."""
-    step = max(LEAST_PIECE, 1 << max(needed - 1, 1).bit_length() - 3)
+    step = max(LEAST_PIECE, 1 << max((needed - 1).bit_length() - 3, 0))
     return -(-needed // step) * step
+
+
+def piece_of(rows: int) -> int:
+    """Tokens of each of so many prompts that go through the model at once."""
+    share = max(PIECES // rows, LEAST_PIECE)
+    return min(PIECE, 1 << share.bit_length() - 1)
 
 
 def pieces(length: int, piece: int) -> list[int]:
@@ -226,6 +240,10 @@ def pieces(length: int, piece: int) -> list[int]:
 
 def _rows(model: Model, prompts, num_tokens: int) -> tuple[list[list[int]], list[int]]:
     """The prompts' ids and lengths; UserError where they cannot be continued so far."""
+    if not _whole(num_tokens) or num_tokens < 0:
+        raise UserError(f"num_tokens={shown(num_tokens)} must be a whole number of at least 0")
+    if not len(prompts):
+        raise UserError("there are no prompts; give a list with at least one list of token ids")
     rows = []
     for number, prompt in enumerate(prompts):
         name = f"prompt {number + 1} of {len(prompts)}"
@@ -248,21 +266,29 @@ def _rows(model: Model, prompts, num_tokens: int) -> tuple[list[list[int]], list
     return rows, [len(row) for row in rows]
 
 
+def _whole(x: Any) -> bool:
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
 def _seeds(seeds, num: int) -> np.ndarray:
     """A seed for each row."""
-    given = [seeds] * num if isinstance(seeds, int | np.integer) else list(seeds)
+    if not (_whole(seeds) or isinstance(seeds, Sequence | np.ndarray)):
+        raise UserError(f"seeds={shown(seeds)} must be a whole number, or a list with one for each prompt")
+    given = [seeds] * num if _whole(seeds) else list(seeds)
     if len(given) != num:
         raise UserError(
             f"seeds has {len(given)} numbers for {num} prompts; give one for each, or a single one"
         )
     for seed in given:
-        if not (isinstance(seed, int | np.integer) and 0 <= seed < 2**32):  # keys would take it modulo that
+        if not (_whole(seed) and 0 <= seed < 2**32):  # keys would take it modulo that
             raise UserError(f"seed {shown(seed)} must be a whole number of at least 0 and below {2**32}")
     return np.asarray(given, np.uint32)
 
 
 def _ends(ends: Sequence[int]) -> np.ndarray:
     """The ids that end a row, as an array of few lengths."""
+    if not all(_whole(token) and 0 <= token < 2**31 for token in ends):
+        raise UserError(f"ends={shown(ends)} must be a list of token ids")
     num = max(4, 1 << max(len(ends) - 1, 0).bit_length())
     return np.asarray([*ends, *[-1] * (num - len(ends))], np.int32)
 
@@ -390,7 +416,7 @@ def _go_on(arguments, cache, model, precision, devices, kind):
 
 def _stacks(model: Model, params: dict, rows: int) -> InPlace | None:
     """The experts' weights where they lie, for rows so few that most experts have none."""
-    if model.model_type == "dense" or routes() or rows > 2 * model.num_experts:
+    if model.model_type == "dense" or routes() or rows > FEW:
         return None
     return InPlace(params["layers"]["experts"])
 

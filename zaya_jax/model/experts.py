@@ -130,7 +130,7 @@ class Stacks:
 
 @dataclasses.dataclass(frozen=True)
 class InPlace:
-    """All layers' experts, for a few tokens that each read their own out of the stack, and no other."""
+    """All layers' experts, for a few tokens: those that they chose are read out of the stack, and no other."""
 
     weights: dict[str, jax.Array]  # as in Stacks
 

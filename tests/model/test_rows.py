@@ -1,0 +1,234 @@
+"""Rows side by side: each is what it would be alone, whatever the batch, the padding and the pieces; few programs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import model_helpers
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+from zaya_jax.config import LAYER_KINDS, Model, UserError
+from zaya_jax.model import decode, sampling, zaya
+from zaya_jax.model.sampling import Sampling
+from zaya_jax.parallel.tree import InParts
+
+FULL, SLIDING, LINEAR = LAYER_KINDS
+EXACT = model_helpers.EXACT
+PROMPTS = [[(5 * i + 3 * n) % 32 for i in range(n)] for n in (1, 20, 37, 5)]
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """A model with a window and a linear layer, taps that reach over several tokens, and biases everywhere."""
+    model = model_helpers.small(
+        layer_types=(SLIDING, LINEAR), cca_time0=3, cca_time1=2, max_position_embeddings=64
+    )
+    return model, *model_helpers.weights(model)
+
+
+@pytest.fixture(scope="module")
+def whole(weights):
+    """A row's hidden states by one pass over it alone, and the logits, as arrays; what is behind it, it does not see."""
+    model, params, bias = weights
+
+    @jax.jit
+    def run(ids):
+        hidden = zaya.apply(model, params, bias, ids, precision=EXACT).hidden
+        return hidden[0], zaya.logits(model, params, hidden, EXACT)[0]
+
+    def padded(row):
+        with jax.default_matmul_precision("highest"):
+            return run(np.asarray([row + [0] * (64 - len(row))]))
+
+    return padded
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01),
+        pytest.param(Sampling(0.8), marks=pytest.mark.slow),
+        Sampling(),
+    ],
+)
+def test_a_row_is_what_it_is_alone(weights, options):
+    seeds = [7, 8, 9, 10]
+    run = functools.partial(decode.generate, *weights, num_tokens=9, precision=EXACT, sampling=options)
+    together = run(prompts=PROMPTS, seeds=seeds)
+    assert run(prompts=PROMPTS[::-1], seeds=seeds[::-1]) == together[::-1]
+    assert run(prompts=PROMPTS, seeds=seeds, piece=16) == together
+    assert [run(prompts=[p], seeds=s)[0] for p, s in zip(PROMPTS[:2], seeds, strict=False)] == together[:2]
+    assert len({tuple(row) for row in together}) == 4
+
+
+@pytest.mark.parametrize("piece", [16, pytest.param(7, marks=pytest.mark.slow), None])
+def test_pieces_leave_what_one_pass_does(weights, whole, piece):
+    """Convolutions, delayed values, states and windows go over a piece's border; rows end in each of the pieces."""
+    rows = decode.Generation(*weights, PROMPTS, 9, EXACT, piece=piece)
+    for row, prompt in enumerate(PROMPTS):
+        np.testing.assert_allclose(rows._hidden[row], whole(prompt)[0][len(prompt) - 1], atol=2e-5)
+    first, rest = rows.more(), rows.more()
+    for row, prompt in enumerate(PROMPTS):
+        new = first[row] + rest[row]
+        logits = whole(prompt + new)[1]
+        assert new == np.argmax(logits[len(prompt) - 1 : len(prompt) + 8], -1).tolist()
+
+
+def test_a_row_ends_and_the_others_go_on(weights):
+    free = decode.generate(*weights, PROMPTS, 20, EXACT)
+    end = free[1][3]
+    ended = decode.generate(*weights, PROMPTS, 20, EXACT, ends=[end])
+    for row, until in zip(free, ended, strict=True):
+        assert until == (row[: row.index(end)] if end in row else row)
+    rows = decode.Generation(*weights, PROMPTS, 20, EXACT, ends=[free[0][0]])
+    assert rows.more()[0] == [] and not rows.ended  # it ends at once
+    for row in (1, 2, 3):
+        rows.end(row)
+    assert rows.ended
+    rows = decode.Generation(*weights, PROMPTS, 20, EXACT)
+    rows.more()
+    rows.end(2)
+    new = rows.more()
+    assert new[2] == [] and [new[i] for i in (0, 1, 3)] == [free[i][1:17] for i in (0, 1, 3)]
+
+
+def test_how_many_programs_are_compiled():
+    """Batches of one and three prompts of 1 to 30 tokens, of any temperatures, cuts, seeds and numbers of tokens."""
+    model = model_helpers.small(num_hidden_layers=1, layer_types=(), max_position_embeddings=128)
+    params, bias = model_helpers.weights(model)
+    rng, before = np.random.default_rng(0), jitted()
+    for turn in range(20):
+        prompts = [rng.integers(0, 32, rng.integers(1, 31)).tolist() for _ in range(1 + 2 * (turn % 2))]
+        options = Sampling(0.5 + turn / 10, top_p=1 - turn / 50, min_p=0.001 * turn, top_k=turn + 1)
+        decode.generate(
+            model, params, bias, prompts, int(rng.integers(1, 16)), EXACT, sampling=options, seeds=turn
+        )
+    pieces, first, steps = (b - a for a, b in zip(before, jitted(), strict=True))
+    assert first == 2  # one for each size of the batch
+    assert 2 <= steps <= 2 * 3  # caches of 16, 32 and 48 tokens
+    assert 2 <= pieces <= 2 * 4  # pieces of 16 tokens in the first two, of 32 in the others
+
+
+def jitted():
+    prompts = decode._first_piece._cache_size() + decode._piece._cache_size()
+    return prompts, decode._first._cache_size(), decode._go_on._cache_size()
+
+
+def test_lengths_of_pieces_and_caches():
+    assert decode.pieces(1, 2048) == [16] and decode.pieces(2048, 2048) == [2048]
+    assert decode.pieces(5000, 2048) == [2048, 2048, 1024]
+    assert [decode.piece_of(rows) for rows in (1, 8, 16, 1000, 10**6)] == [2048, 2048, 1024, 16, 16]
+    for needed in [*range(1, 300), 4097, 131_072]:
+        assert needed <= decode.columns(needed) <= max(1.25 * needed + 1, needed + 15)
+    assert len({decode.columns(n) for n in range(1, 131_073)}) < 60
+
+
+@pytest.mark.parametrize("kinds", [(FULL, SLIDING), (LINEAR, FULL), "dense"])
+@pytest.mark.parametrize("devices", [1, 3])
+def test_a_cache_takes_the_bytes_that_are_said(kinds, devices):
+    dense = {"model_type": "dense", "intermediate_size": 8, "num_experts": 1, "attention_bias": False}
+    model = model_helpers.small(**(dense if kinds == "dense" else {"layer_types": kinds}))
+    mesh = jax.make_mesh(
+        (devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+    where = InParts(mesh)
+    said = decode.cache_bytes(model, EXACT, 3, 40, where)
+    held = decode._empty_cache(model, EXACT, 3, where.cache().columns(40))
+    assert said.total == sum(x.nbytes for x in held.values())
+    assert said.total == 3 * (said.a_row + said.a_token * where.cache().columns(40))
+    assert said.a_token == 2 * 4 * 2 * 8 * (
+        1 if LINEAR in kinds else 2
+    )  # K and V, float32, 2 heads of 8, layers
+
+
+def test_the_cache_of_the_published_model():
+    """40 layers of 2 heads of 128 in bfloat16: an eighth of what full attention with 8 heads of 256 would keep."""
+    said = decode.cache_bytes(Model(), model_helpers.Precision(), 1, 131_072)
+    assert said.a_token == 40 * 2 * 2 * 128 * 2 == 40_960
+    assert said.a_row == 40 * (2 * 10 * 128 + 128) * 2
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"prompts": [[1], []]}, "prompt 2 of 2 is empty"),
+        ({"prompts": [[1, 32]]}, "prompt 1 of 1 has token 32; the vocabulary has ids from 0 to 31"),
+        ({"prompts": [[-1]]}, "has token -1"),
+        ({"prompts": [1, 2]}, "prompt 1 of 2 is 1; expected a list of token ids"),
+        ({"prompts": ["ab"]}, "prompt 1 of 1 is 'ab'; expected a list of token ids"),
+        ({"prompts": [[1.5]]}, "expected a list of token ids"),
+        ({"prompts": []}, "there are no prompts"),
+        (
+            {"prompts": [[1] * 60]},
+            "has 60 tokens, with num_tokens=5 more than the model's max_position_embeddings=64",
+        ),
+        ({"num_tokens": -1}, "num_tokens=-1 must be a whole number of at least 0"),
+        ({"num_tokens": 2.5}, "num_tokens=2.5 must be a whole number"),
+        ({"seeds": [1, 2]}, "seeds has 2 numbers for 1 prompts"),
+        ({"seeds": -1}, "seed -1 must be a whole number of at least 0"),
+        ({"seeds": [2**32]}, "seed 4294967296 must be"),
+        ({"seeds": 0.5}, "seeds=0.5"),
+        ({"ends": [1.5]}, "ends=[1.5]"),
+        ({"piece": 0}, "piece=0"),
+    ],
+)
+def test_bad_input_is_one_line(weights, given, says):
+    with pytest.raises(UserError) as told:
+        decode.generate(*weights, **({"prompts": [[1]], "num_tokens": 5, "precision": EXACT} | given))
+    assert says in str(told.value) and "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("temperature", -1), ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", "1"),
+        ("top_k", -1), ("top_k", 1.5), ("top_k", True), ("top_p", 0), ("top_p", 1.01), ("top_p", float("nan")),
+        ("min_p", -0.1), ("min_p", 1.1), ("min_p", None),
+    ],
+)  # fmt: skip
+def test_nonsense_is_refused(option, value):
+    with pytest.raises(UserError, match=f"^{option}="):
+        Sampling(**{option: value})
+
+
+def kept(logits, options):
+    """Which tokens may be drawn, by sorting; the definition."""
+    weights = np.exp(np.float32(logits) / np.float32(options.temperature))
+    order = np.argsort(-weights)
+    stays = weights >= weights[order[min(options.top_k or len(weights), len(weights)) - 1]]
+    weights = np.where(stays, weights, 0)
+    sums = np.cumsum(weights[order])
+    if options.top_p < 1:
+        stays &= weights >= weights[order[np.searchsorted(sums, options.top_p * sums[-1] * (1 - 1e-6))]]
+    return stays & (weights >= options.min_p)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        Sampling(1.0, top_k=5), Sampling(0.7, top_k=1), Sampling(1, top_k=10**9), Sampling(1.0, top_p=0.5),
+        Sampling(2.0, top_p=1e-9), Sampling(1.0, top_p=0.999), Sampling(1.5, min_p=0.2), Sampling(1.0, min_p=1.0),
+        Sampling(0.9, top_k=30, top_p=0.8, min_p=0.05), Sampling(1e-9, top_p=0.9),
+    ],
+)  # fmt: skip
+def test_what_may_be_drawn(options):
+    logits = np.random.default_rng(0).standard_normal((6, 100)).astype(np.float32) * 3
+    logits[5] = np.repeat(logits[5, :10], 10)  # equally likely ones stay or go together
+    logits -= logits.max(-1, keepdims=True)
+    found = np.asarray(
+        sampling.kept(jnp.asarray(logits / np.float32(options.temperature)), options.numbers())
+    )
+    np.testing.assert_array_equal(found, [kept(row, options) for row in logits])
+
+
+def test_what_is_drawn_has_the_probabilities():
+    """20,000 draws among three tokens, one of which is cut."""
+    rows = 20_000
+    logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.6, 0.3, 0.1])), (rows, 3))
+    options = Sampling(1.0, top_k=2)
+    pick = jax.jit(sampling.pick, static_argnums=1)
+    token = pick(logits, options.kind, options.numbers(), np.arange(rows, dtype=np.uint32), np.int32(4))
+    share = np.bincount(np.asarray(token), minlength=3) / rows
+    np.testing.assert_allclose(share, [2 / 3, 1 / 3, 0], atol=0.015)

@@ -1,0 +1,100 @@
+"""Texts as they come: parts of characters, stop strings wherever tokens cut them, and conversations."""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from zaya_jax import generation
+from zaya_jax.config import Model, Precision, UserError
+from zaya_jax.data import chat, tokenizers
+from zaya_jax.model import zaya
+from zaya_jax.model.sampling import Sampling
+
+EXACT = Precision(compute="float32", router="float32", matmul="highest")
+MODEL = Model(
+    vocab_size=264, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
+    moe_intermediate_size=4, num_experts=2, router_hidden_size=4, max_position_embeddings=64, lm_head_bias=True,
+)  # fmt: skip
+BYTES = tokenizers.load("bytes")
+
+
+def test_a_character_waits_until_it_is_whole():
+    text = generation.Text(BYTES)
+    raw = "a\u20acb".encode()
+    assert [text.add([byte]) for byte in raw] == ["a", "", "", "\u20ac", "b"]
+    assert text.add([0xE2]) == "" and text.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 100])
+@pytest.mark.parametrize(
+    ("written", "stop", "left"),
+    [
+        ("one\n\ntwo", ["\n\n"], "one"),
+        ("one\ntwo", ["\n\n"], "one\ntwo"),
+        ("aab aaab", ["aaab"], "aab "),
+        ("caf\u00e9 \u20ac5 x", ["\u20ac5"], "caf\u00e9 "),
+        ("\u20ac\u20ac\u20acx", ["\u20acx", "never"], "\u20ac\u20ac"),
+        ("abc", ["c", "bc"], "a"),
+        ("abc", ["abcd"], "abc"),
+        ("abc", ["abc"], ""),
+        ("xabab", ["aba", "bab"], "x"),
+        ("abc", [], "abc"),
+    ],
+)
+def test_a_text_ends_before_its_stop_string(written, stop, left, size):
+    """However tokens cut it: within the stop string, and within its characters."""
+    text, ids = generation.Text(BYTES, stop), BYTES.encode(written)
+    parts = [text.add(ids[i : i + size]) for i in range(0, len(ids), size)]
+    for so_far in itertools.accumulate(parts):
+        assert left.startswith(so_far)  # nothing is shown that is taken back
+    assert "".join(parts) + text.rest() == left
+    assert text.stopped == (left != written)
+    assert text.add(BYTES.encode("more")) == "" or not text.stopped
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""], "ab", [1]])
+def test_a_stop_string_is_not_empty(stop):
+    if stop == "":
+        stop = [stop]
+    with pytest.raises(UserError, match="must be a list of texts that are not empty"):
+        generation.Text(BYTES, stop)
+
+
+@pytest.fixture(scope="module")
+def weights():
+    """A model that writes letters alone, each by the one before."""
+    params = zaya.abstract(MODEL)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), params)
+    params["head"]["bias"] = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0).astype(
+        np.float32
+    )
+    return MODEL, params, zaya.init_balance(MODEL)
+
+
+def test_rows_stop_each_by_itself(weights):
+    prompts = [[256, *BYTES.encode(text)] for text in ("abc", "x", "hello")]
+    sampling = {"precision": EXACT, "seeds": [1, 2, 3], "sampling": Sampling(5.0)}
+    free = generation.generate(*weights, BYTES, prompts, 20, **sampling)
+    assert [len(text) for text in free] == [20] * 3 and len(set(free)) == 3
+    stop = free[1][9:12]
+    stopped = generation.generate(*weights, BYTES, prompts, 20, stop=[stop], **sampling)
+    assert stopped == [text.split(stop)[0] for text in free]
+    assert len(stopped[1]) <= 9
+    ids = BYTES.encode(free[0][0])
+    assert generation.generate(*weights, BYTES, prompts, 20, ends=ids, **sampling)[0] == ""
+
+
+def test_a_conversation_is_what_fine_tuning_sees():
+    talk = generation.Conversation(BYTES)
+    asked = talk.ask("hi?")
+    assert talk.ends == BYTES.chat_token("end_turn") and not talk.stop
+    assert asked == [256, 259, *b"user\nhi?", 260, *b"\n", 259, *b"assistant\n"]
+    talk.answered("yes")
+    again = talk.ask("no")
+    turns = [("user", "hi?"), ("assistant", "yes"), ("user", "no")]
+    made = chat.Format(BYTES)
+    whole = made.document([made.turn(chat.Message(role, "", text)) for role, text in turns])
+    assert [*whole.tokens[:-1].tolist(), 259, *b"assistant\n"] == again  # but for the end of the document

@@ -1,0 +1,115 @@
+"""Continuing texts: what `zaya_jax.model.decode` does with ids, with a tokenizer before and behind it.
+
+Text comes as soon as it is settled: a part of a character waits for the rest, and so does what may be the beginning of
+a stop string. A text ends before its stop string, at the tokenizer's end of document, or with its number of tokens.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+
+from zaya_jax.config import Model, Precision, UserError, shown
+from zaya_jax.data import chat
+from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
+from zaya_jax.model import decode
+
+
+def stream(
+    model: Model,
+    params: dict,
+    balance: jax.Array,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    num_tokens: int,
+    precision: Precision = Precision(),
+    *,
+    stop: Sequence[str] = (),
+    ends: Sequence[int] = (),
+    began: Callable[[decode.Generation], None] = lambda rows: None,
+    **options: Any,
+) -> Iterator[list[str]]:
+    """The text that each row gains, as it comes; prompts are ids.
+
+    `ends` are further ids that end a row, beside the tokenizer's eos_id; `began` is called when the prompts are read,
+    and other options are those of `decode.Generation`.
+    """
+    texts = [Text(tokenizer, stop) for _ in prompts]
+    rows = decode.Generation(
+        model, params, balance, prompts, num_tokens, precision, ends=[tokenizer.eos_id, *ends], **options
+    )
+    began(rows)
+    while not rows.ended:
+        new = [text.add(ids) for text, ids in zip(texts, rows.more(), strict=True)]
+        for row, text in enumerate(texts):
+            if text.stopped:
+                rows.end(row)
+        yield new
+    yield [text.rest() for text in texts]
+
+
+def generate(*arguments: Any, **options: Any) -> list[str]:
+    """The whole continuations that `stream` gives piece by piece."""
+    return ["".join(parts) for parts in zip(*stream(*arguments, **options), strict=True)]
+
+
+class Text:
+    """Tokens to text as they come, up to the first stop string, which is no part of it."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
+        if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+            raise UserError(f"stop={shown(stop)} must be a list of texts that are not empty")
+        self.stopped = False
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._ids: list[int] = []
+        self._shown = ""
+
+    def add(self, ids: Sequence[int]) -> str:
+        """The text that these tokens settle."""
+        if self.stopped:
+            return ""
+        self._ids += ids
+        text = self._upto_stop(self._tokenizer.decode(self._ids).rstrip("\N{REPLACEMENT CHARACTER}"))
+        return self._advance(text if self.stopped else text[: len(text) - self._begun(text)])
+
+    def rest(self) -> str:
+        """What was held back."""
+        return "" if self.stopped else self._advance(self._upto_stop(self._tokenizer.decode(self._ids)))
+
+    def _upto_stop(self, text: str) -> str:
+        # What is shown already has no beginning of a stop string at its end.
+        found = [text.find(stop, len(self._shown)) for stop in self._stop]
+        places = [place for place in found if place >= 0]
+        self.stopped = bool(places)
+        return text[: min(places)] if places else text
+
+    def _begun(self, text: str) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        held = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
+        return max(held, default=0)
+
+    def _advance(self, text: str) -> str:
+        new = text[len(self._shown) :]
+        self._shown += new
+        return new
+
+
+class Conversation:
+    """Turns in the format that fine-tuning has (`zaya_jax.data.chat`), as the ids that the next answer continues."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._format, self._tokenizer = chat.Format(tokenizer), tokenizer
+        self.ids: list[int] = [tokenizer.bos_id]
+        end = tokenizer.chat_token("end_turn")
+        # What ends an answer, beside the end of the document: an id, or the mark spelt out where there is none.
+        self.ends = end if len(end) == 1 else []
+        self.stop = [] if len(end) == 1 else [CHAT_TOKENS["end_turn"][0]]
+
+    def ask(self, text: str) -> list[int]:
+        """Adds a turn of the user; the ids that the model is to continue with its answer."""
+        self.ids += self._format.said(chat.Message("user", "", text))
+        return [*self.ids, *self._format.opening("assistant")]
+
+    def answered(self, text: str) -> None:
+        """Adds the model's turn."""
+        self.ids += self._format.said(chat.Message("assistant", "", text))
