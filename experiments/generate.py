@@ -30,15 +30,15 @@ def main() -> int:
     """Prints the prompts and their continuations, or the model's answers."""
     parser = cli.Parser(prog="python -m experiments.generate", description=__doc__)
     parser.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the run's folder")
-    prompts = parser.add_mutually_exclusive_group()
-    prompts.add_argument(
+    given = parser.add_mutually_exclusive_group()
+    given.add_argument(
         "--prompt",
         action="append",
         metavar="TEXT",
         help="what to continue, several times for several; by default nothing",
     )
-    prompts.add_argument("--prompt_file", type=cli.path, metavar="FILE", help="a UTF-8 file to continue")
-    prompts.add_argument("--chat", action="store_true", help="answer each line of the input, until it ends")
+    given.add_argument("--prompt_file", type=cli.path, metavar="FILE", help="a UTF-8 file to continue")
+    given.add_argument("--chat", action="store_true", help="answer each line of the input, until it ends")
     parser.add_argument("--num_tokens", type=int, default=200, metavar="N", help="at most so many; 200")
     parser.add_argument(
         "--temperature", type=float, default=0.0, metavar="T", help="of the sampling; 0: greedy"
@@ -75,8 +75,8 @@ def main() -> int:
     if "" in args.stop:
         raise UserError("--stop= is empty; give a text that ends the continuation, or leave it out")
     texts = [read_prompt(args.prompt_file)] if args.prompt_file is not None else args.prompt or [""]
-    for option, given in (("--prompt", texts), ("--stop", args.stop)):
-        if any("\ud800" <= c <= "\udfff" for text in given for c in text):
+    for option, values in (("--prompt", texts), ("--stop", args.stop)):
+        if any("\ud800" <= c <= "\udfff" for text in values for c in text):
             raise UserError(f"{option} has bytes that are not UTF-8; convert it")
     read_config(args.workdir)  # or it is no run's folder
     step = store.latest_step(args.workdir, args.step)
@@ -127,8 +127,8 @@ def main() -> int:
         print()
         return cli.DONE
     parts = zip(*stream(prompts, [], began=say_cache), strict=True)
-    for text, new in zip(texts, parts, strict=True):
-        print(text + "".join(new), flush=True)
+    for text, pieces in zip(texts, parts, strict=True):
+        print(text + "".join(pieces), flush=True)
     return cli.DONE
 
 

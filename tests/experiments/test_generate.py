@@ -172,8 +172,8 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
         (["--workdir={run}", "--stop="], "--stop= is empty"),
         (["--workdir={run}", "--stop=a\udce9"], "--stop has bytes that are not UTF-8; convert it"),
         (
-            ["--workdir={run}", "--prompt=a", "--prompt=" + "b" * 70],
-            "71 tokens of prompt and --num_tokens=200",
+            ["--workdir={run}", "--num_tokens=9", "--prompt=a", "--prompt=" + "b" * 70],
+            "71 tokens of prompt and --num_tokens=9",
         ),
         ([], "required: --workdir"),
     ],

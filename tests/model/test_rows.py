@@ -30,7 +30,7 @@ def weights():
 
 @pytest.fixture(scope="module")
 def whole(weights):
-    """A row's hidden states by one pass over it alone, and the logits, as arrays; what is behind it, it does not see."""
+    """A row's hidden states and logits by one pass over it alone; what is behind it, it does not see."""
     model, params, bias = weights
 
     @jax.jit
@@ -114,6 +114,20 @@ def test_how_many_programs_are_compiled():
 def jitted():
     prompts = decode._first_piece._cache_size() + decode._piece._cache_size()
     return prompts, decode._first._cache_size(), decode._go_on._cache_size()
+
+
+def test_a_long_prompt_takes_the_cache_and_a_piece():
+    """Of 131,072 tokens neither scores (4 GiB of this model's) nor logits, nor those of a whole piece (32 MiB)."""
+    model, piece, length = model_helpers.small(vocab_size=4096, layer_types=(FULL, FULL)), 2048, 131_072
+    shape = jax.ShapeDtypeStruct
+    params, bias = zaya.abstract(model), shape((2, 4), jnp.float32)
+    ids, hidden = shape((1, piece), jnp.int32), shape((1, 16), jnp.float32)
+    arguments = params, bias, ids, shape((1,), jnp.int32), hidden, shape((), jnp.int32)
+    cache = jax.eval_shape(lambda: decode._empty_cache(model, EXACT, 1, length))
+    taken = decode._piece.lower(arguments, cache, model, EXACT, decode.ALONE).compile().memory_analysis()
+    held = decode.cache_bytes(model, EXACT, 1, length).total
+    assert taken.alias_size_in_bytes == held  # it is filled where it lies
+    assert taken.temp_size_in_bytes < 2 * held + (16 << 20)
 
 
 def test_lengths_of_pieces_and_caches():

@@ -96,7 +96,7 @@ class Generation:
         mask: Any = None,
     ):
         ids, lengths = _rows(model, prompts, num_tokens)
-        seeds = _seeds(seeds, len(ids))
+        row_seeds = _seeds(seeds, len(ids))
         last = _ends(ends)
         if piece is not None and not (_whole(piece) and piece > 0):
             raise UserError(f"piece={shown(piece)} must be a whole number of at least 1, or None")
@@ -111,7 +111,7 @@ class Generation:
         if self.ended:
             return
         self._weights = self._everywhere((params, balance))
-        self._drawing = self._everywhere((sampling.numbers(), seeds, last))
+        self._drawing = self._everywhere((sampling.numbers(), row_seeds, last))
         self._start(ids, lengths, mask, num_tokens, -(-(piece or piece_of(len(ids))) // parts) * parts)
 
     @property

@@ -55,7 +55,9 @@ class Sampling:
         """The options as arguments of a program, which any others may take the place of."""
         top_k = min(self.top_k or 2**31 - 1, 2**31 - 1)
         temperature = max(self.temperature, 1e-30)
-        return Numbers(*map(jnp.float32, (temperature, self.top_p, self.min_p)), jnp.int32(top_k))
+        return Numbers(
+            jnp.float32(temperature), jnp.float32(self.top_p), jnp.float32(self.min_p), jnp.int32(top_k)
+        )
 
 
 class Numbers(NamedTuple):
