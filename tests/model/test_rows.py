@@ -94,6 +94,15 @@ def test_a_row_ends_and_the_others_go_on(weights):
     assert new[2] == [] and [new[i] for i in (0, 1, 3)] == [free[i][1:17] for i in (0, 1, 3)]
 
 
+def test_many_rows_are_what_few_are(weights):
+    """More rows than those whose experts are read in place, ids as arrays; a prompt that fills the context."""
+    prompts = [PROMPTS[i % 4] for i in range(decode.FEW + 1)]
+    run = functools.partial(decode.generate, *weights, num_tokens=3, precision=EXACT)
+    few, many = run(prompts=PROMPTS), run(prompts=[np.asarray(p) for p in prompts])
+    assert many == [few[i % 4] for i in range(len(prompts))]
+    assert [len(row) for row in run(prompts=[[1] * 61])] == [3]
+
+
 def test_how_many_programs_are_compiled():
     """Batches of one and three prompts of 1 to 30 tokens, of any temperatures, cuts, seeds and numbers of tokens."""
     model = model_helpers.small(num_hidden_layers=1, layer_types=(), max_position_embeddings=128)
@@ -186,6 +195,7 @@ def test_the_cache_of_the_published_model():
         ({"seeds": 0.5}, "seeds=0.5"),
         ({"ends": [1.5]}, "ends=[1.5]"),
         ({"piece": 0}, "piece=0"),
+        ({"mask": np.ones((1, 2), int)}, "mask has shape (1, 2)"),
     ],
 )
 def test_bad_input_is_one_line(weights, given, says):

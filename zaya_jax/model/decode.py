@@ -166,7 +166,8 @@ class Generation:
         statics = self._model, self._precision, self._devices
         sizes = pieces(max(lengths), piece)
         if mask is not None:
-            assert len(set(lengths)) == 1
+            if np.shape(mask) != (len(ids), max(lengths)) or len(set(lengths)) > 1:
+                raise UserError(f"mask has shape {np.shape(mask)}; expected that of prompts of one length, padded")
             sizes = [max(lengths)]
         length = self.columns = columns(max(max(lengths) + num_tokens, sum(sizes)))
         rows = np.zeros((len(ids), sum(sizes)), np.int32)
