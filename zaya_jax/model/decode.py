@@ -167,7 +167,9 @@ class Generation:
         sizes = pieces(max(lengths), piece)
         if mask is not None:
             if np.shape(mask) != (len(ids), max(lengths)) or len(set(lengths)) > 1:
-                raise UserError(f"mask has shape {np.shape(mask)}; expected that of prompts of one length, padded")
+                raise UserError(
+                    f"mask has shape {np.shape(mask)}; expected that of prompts of one length, padded"
+                )
             sizes = [max(lengths)]
         length = self.columns = columns(max(max(lengths) + num_tokens, sum(sizes)))
         rows = np.zeros((len(ids), sum(sizes)), np.int32)
