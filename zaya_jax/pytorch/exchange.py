@@ -6,11 +6,13 @@ generation_config.json, each tensor's dtype), so that an export gives back what 
 at a time and write under another name first: what bears the final name is whole.
 """
 
+import functools
+import itertools
+import operator
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -43,6 +45,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+Leaf = tuple[tuple[str, ...], int | None, np.ndarray]  # path below the parameters, layer or None for all, array
 
 
 def from_hf(
@@ -51,40 +54,64 @@ def from_hf(
     """Makes a workdir of a model directory; UserError, and nothing left behind, where either will not do."""
     source = hf.Directory(directory)
     target = places.new_folder(workdir, "--workdir")
-    tokenizer = _tokenizer(source)
-    config = _config(source.model, target / "tokenizer" if tokenizer else None)
+    tokenizer = tokenizer_of(source)
+    config = config_of(source.model, target / "tokenizer" if tokenizer else None)
+    eda = ("layers", "router", "eda"), 0, np.ones(source.model.router_hidden_size, np.float32)
+    return write_workdir(
+        target, config, itertools.chain([eda], source.leaves()), source.balance(), tokenizer,
+        small_files(source.path), imported_of(source), progress,
+    )  # fmt: skip
+
+
+def write_workdir(
+    target: Path,
+    config: Config,
+    leaves: Iterable[Leaf],
+    bias: np.ndarray,
+    tokenizer: tokenizers.Tokenizer | None,
+    files: Mapping[str, bytes],
+    imported: Mapping[str, Any],
+    progress: Progress | None = None,
+) -> Path:
+    """Makes a workdir of these weights as step 0 of a run that has not begun; nothing is left where that fails.
+
+    `files` go beside the tokenizer's own, `imported` is what `imported.json` keeps for an export.
+    """
     with places.whole_or_nothing(target) as part:
-        state = _abstract_state(source.model)
+        state = _abstract_state(config.model)
         meta = {
             "step": 0, "tokens": 0, "imported": True, "config": config_lib.to_dict(config),
             "tokenizer": tokenizer.sha256 if tokenizer else None, "version": zaya_jax.__version__,
         }  # fmt: skip
         writer = pieces.Writer(part, 0, state, meta)
-        writer.write(
-            ("params", "layers", "router", "eda"), np.ones(source.model.router_hidden_size, np.float32), 0
-        )
         done, total = 0, sum(x.size for x in jax.tree.leaves(state["params"])) * 4
-        for path, layer, x in source.leaves():
+        for path, layer, x in leaves:
             writer.write(("params", *path), x, layer)
             done += x.nbytes
             if progress:
-                progress(done, total)
-        for key, x in state["balance"].items():
-            writer.write(("balance", key), source.balance() if key == "bias" else np.zeros(x.shape, x.dtype))
+                progress(min(done, total), total)
+        for key, like in state["balance"].items():
+            writer.write(("balance", key), bias if key == "bias" else np.zeros(like.shape, like.dtype))
         writer.close()
         if tokenizer:
             tokenizer.save(part / "tokenizer")
-            for name in TOKENIZER_FILES:
-                if (source.path / name).is_file():
-                    shutil.copyfile(source.path / name, part / "tokenizer" / name)
-        generation = source.path / "generation_config.json"
-        kept = hf.read_json(generation) if generation.exists() else None
-        write_json(
-            part / IMPORTED,
-            {"config": source.json, "generation_config": kept, "dtypes": source.dtypes()},
-        )
+            for name, content in files.items():
+                (part / "tokenizer" / name).write_bytes(content)
+        write_json(part / IMPORTED, dict(imported))
         write_json(part / "config.json", config_lib.to_dict(config))
     return target
+
+
+def imported_of(source: hf.Directory) -> dict[str, Any]:
+    """What of a model directory our config has no room for, so that an export gives back what came."""
+    generation = source.path / "generation_config.json"
+    kept = hf.read_json(generation) if generation.exists() else None
+    return {"config": source.json, "generation_config": kept, "dtypes": source.dtypes()}
+
+
+def small_files(folder: Path) -> dict[str, bytes]:
+    """The files of a tokenizer that lie in a folder."""
+    return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
 
 
 def to_hf(
@@ -118,15 +145,55 @@ def _to_hf(
     config = config_at(workdir, step)
     audit.require(store.step_folder(workdir, step), WEIGHTS)
     model = schedule.model_at(config, step)
-    if model.model_type != "zaya":
-        raise UserError(
-            f"--workdir={workdir} holds a model of model_type={model.model_type!r}; only 'zaya' has a form "
-            "that transformers' `zaya` loads"
-        )
+    check_zaya(model, f"--workdir={workdir}")
     reader = pieces.Reader(workdir, step)
     _check_shapes(reader, model, workdir)
-    imported = _read_imported(workdir)
+    imported = read_imported(workdir)
     target = places.new_folder(out, "--out")
+    files = small_files(workdir / "tokenizer")
+    return write_directory(target, model, reader, imported, files, dtype, shard_gb, progress)
+
+
+def check_zaya(model: Model, where: str) -> None:
+    """UserError for a model that transformers' `zaya` has no form for."""
+    names.check_kinds(model, where)
+    if model.model_type != "zaya":
+        raise UserError(
+            f"{where} holds a model of model_type={model.model_type!r}; only 'zaya' has a form "
+            "that transformers' `zaya` loads"
+        )
+
+
+class Reader(Protocol):
+    """Whatever has the arrays ("params", ..) and ("balance", "bias"): a checkpoint, or a tree in memory."""
+
+    def read(self, path: tuple[str, ...], index: int | None = None) -> np.ndarray:
+        """An array, or its entry at `index` of the first dimension."""
+
+
+class InMemory:
+    """A tree of arrays, read as a checkpoint is."""
+
+    def __init__(self, tree: Mapping[str, Any]):
+        self._tree = tree
+
+    def read(self, path: tuple[str, ...], index: int | None = None) -> np.ndarray:
+        """An array on the host, or its entry at `index` of the first dimension."""
+        found = functools.reduce(operator.getitem, path, self._tree)
+        return np.asarray(found if index is None else found[index])
+
+
+def write_directory(
+    target: Path,
+    model: Model,
+    reader: Reader,
+    imported: Mapping[str, Any],
+    files: Mapping[str, bytes],
+    dtype: str | None = None,
+    shard_gb: float = SHARD_GB,
+    progress: Progress | None = None,
+) -> Path:
+    """Writes weights as a model directory; nothing is left where that fails."""
     specs = _specs(model, imported["dtypes"], dtype)
     total = sum(map(tensor_files.num_bytes, specs))
 
@@ -148,9 +215,8 @@ def _to_hf(
             part / "generation_config.json",
             imported["generation_config"] or names.generation_json(model),
         )
-        for name in TOKENIZER_FILES:
-            if (workdir / "tokenizer" / name).is_file():
-                shutil.copyfile(workdir / "tokenizer" / name, part / name)
+        for name, content in files.items():
+            (part / name).write_bytes(content)
     return target
 
 
@@ -173,13 +239,18 @@ def config_at(workdir: str | os.PathLike, step: int) -> Config:
     return trained
 
 
-def read_weights(workdir: str | os.PathLike, step: int, model: Model) -> tuple[dict, jax.Array]:
-    """(parameters, balancing biases) of a step on the first device, without the rest of the state."""
+def read_weights(
+    workdir: str | os.PathLike, step: int, model: Model, shardings: dict | None = None
+) -> tuple[dict, jax.Array]:
+    """(parameters, balancing biases) of a step without the rest of the state: on the first device, or by `shardings`,
+    a tree of {"params", "balance"}, where each device reads its own parts."""
     with store.unless_deleted(workdir, step):
-        return _read_weights(workdir, step, model)
+        return _read_weights(workdir, step, model, shardings)
 
 
-def _read_weights(workdir: str | os.PathLike, step: int, model: Model) -> tuple[dict, jax.Array]:
+def _read_weights(
+    workdir: str | os.PathLike, step: int, model: Model, shardings: dict | None
+) -> tuple[dict, jax.Array]:
     audit.require(store.step_folder(workdir, step), WEIGHTS)
     _check_shapes(pieces.Reader(workdir, step), model, Path(workdir))
     shape = (model.num_hidden_layers, model.num_experts + 1)
@@ -188,11 +259,15 @@ def _read_weights(workdir: str | os.PathLike, step: int, model: Model) -> tuple[
         "balance": {"bias": jax.ShapeDtypeStruct(shape, np.float32)},
     }
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    found = store.read_part(workdir, step, store.abstract_like(wanted, here))
+    like = store.abstract_like(wanted, here)
+    if shardings is not None:
+        like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), wanted, shardings)
+    found = store.read_part(workdir, step, like)
     return found["params"], found["balance"]["bias"]
 
 
-def _config(model: Model, tokenizer: Path | None) -> Config:
+def config_of(model: Model, tokenizer: Path | None) -> Config:
+    """The config of a workdir for an imported model: the defaults, but for the model and its tokenizer."""
     given = config_lib.default().to_dict()
     given["name"] = "imported"
     given["model"] = config_lib.to_dict(model)
@@ -202,7 +277,8 @@ def _config(model: Model, tokenizer: Path | None) -> Config:
     return config_lib.check(given)
 
 
-def _tokenizer(source: hf.Directory) -> tokenizers.Tokenizer | None:
+def tokenizer_of(source: hf.Directory) -> tokenizers.Tokenizer | None:
+    """The tokenizer that lies beside the weights; UserError where it is another model's."""
     if not any((source.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return None
     tokenizer = tokenizers.load(source.path)
@@ -229,10 +305,11 @@ def _check_shapes(reader: pieces.Reader, model: Model, workdir: Path) -> None:
             )
 
 
-def _read_imported(workdir: Path) -> dict[str, Any]:
+def read_imported(workdir: Path) -> dict[str, Any]:
+    """What `imported.json` keeps; of a workdir without one, nothing."""
     path = workdir / IMPORTED
     if not path.exists():
-        return {"config": {}, "generation_config": None, "dtypes": {}}
+        return nothing_imported()
     found = hf.read_json(path)
     dtypes, generation = found.get("dtypes"), found.get("generation_config")
     if not (
@@ -248,6 +325,11 @@ def _read_imported(workdir: Path) -> dict[str, Any]:
     return {"config": found["config"], "generation_config": generation, "dtypes": dtypes}
 
 
+def nothing_imported() -> dict[str, Any]:
+    """What is kept of a model that was made here."""
+    return {"config": {}, "generation_config": None, "dtypes": {}}
+
+
 def _specs(model: Model, recorded: dict[str, str], dtype: str | None) -> list[tensor_files.Spec]:
     """Every tensor to write: a recorded dtype counts unless one was asked for, balancing biases stay float32."""
     shapes = hf.expected_shapes(model)
@@ -260,7 +342,7 @@ def _specs(model: Model, recorded: dict[str, str], dtype: str | None) -> list[te
     return out
 
 
-def _tensor(reader: pieces.Reader, model: Model, sources: dict, spec: tensor_files.Spec) -> np.ndarray:
+def _tensor(reader: Reader, model: Model, sources: dict, spec: tensor_files.Spec) -> np.ndarray:
     name, _, dtype = spec
     if name.endswith(names.BALANCE):
         layer = int(name.removeprefix("model.layers.").split(".")[0])

@@ -43,10 +43,7 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
     axes = zaya.param_axes(model, config.precision)
 
     def loss_fn(params, bias, batch, total, stacks=None, leaving=zaya.NONE):
-        if spread.fsdp:  # layers gather their weights themselves, one after the other
-            outer = {name: part for name, part in params.items() if name != "layers"}
-            names = {name: axes[name] for name in outer}
-            params = {**jax.tree.map(gather_over_data, outer, names), "layers": params["layers"]}
+        params = whole_outside(params, axes) if spread.fsdp else params
         out = zaya.apply(
             model, params, bias, batch["tokens"], precision=config.precision, devices=Over(spread),
             segments=batch["segment_ids"], positions=batch["positions"], remat=config.remat,
@@ -66,6 +63,13 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
         return loss, (loss - z_weight * z, z, out.counts)
 
     return loss_fn
+
+
+def whole_outside(params: dict, axes: dict) -> dict:
+    """With fsdp: whole weights but for the layers', which gather theirs themselves, one after the other."""
+    outer = {name: part for name, part in params.items() if name != "layers"}
+    names = {name: axes[name] for name in outer}
+    return {**jax.tree.map(gather_over_data, outer, names), "layers": params["layers"]}
 
 
 def make_train_step(
