@@ -45,7 +45,9 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
-Leaf = tuple[tuple[str, ...], int | None, np.ndarray]  # path below the parameters, layer or None for all, array
+Leaf = tuple[
+    tuple[str, ...], int | None, np.ndarray
+]  # path below the parameters, layer or None for all, array
 
 
 def from_hf(
@@ -179,7 +181,7 @@ class InMemory:
 
     def read(self, path: tuple[str, ...], index: int | None = None) -> np.ndarray:
         """An array on the host, or its entry at `index` of the first dimension."""
-        found = functools.reduce(operator.getitem, path, self._tree)
+        found: Any = functools.reduce(operator.getitem, path, self._tree)
         return np.asarray(found if index is None else found[index])
 
 
@@ -261,7 +263,9 @@ def _read_weights(
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = store.abstract_like(wanted, here)
     if shardings is not None:
-        like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), wanted, shardings)
+        like = jax.tree.map(
+            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), wanted, shardings
+        )
     found = store.read_part(workdir, step, like)
     return found["params"], found["balance"]["bias"]
 

@@ -1,0 +1,274 @@
+"""The model as pure functions, for loops of one's own; `zaya_jax.library` is made of them.
+
+    params, balance = init(config, seed)
+    logits = apply(config, params, balance, ids)
+    value, grads = jax.value_and_grad(loss, argnums=1)(config, params, balance, ids, labels)
+
+Parameters are a plain tree of arrays, the same whatever the mesh: weights as checkpoints hold them. With `mesh` the
+functions run on all its devices, as `config.mesh` says how (fsdp, tsp, ring). Rows and columns that a batch lacks to be
+cut over the mesh are added as padding and taken away again. Letters: B batch, S sequence, L layers, E experts, V vocab.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels import chip
+from pallas_kernels.attention import MASKED, softmax_scale
+from pallas_kernels.attention.reference import mask_of
+from zaya_jax.config import Config
+from zaya_jax.model import zaya
+from zaya_jax.model.placement import Devices, Kept, Placement
+from zaya_jax.parallel import rules
+from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel.context import natural, zigzag
+from zaya_jax.parallel.mesh import BATCH_AXES
+from zaya_jax.parallel.placements import Over
+from zaya_jax.parallel.spread import AXES, Spread
+from zaya_jax.train.step import make_loss, whole_outside
+
+IGNORED = -100  # a label that counts for nothing
+REPLICATED = PartitionSpec()
+
+
+def init(config: Config, seed: int = 0, mesh: Mesh | None = None) -> tuple[dict, Float[Array, "L E1"]]:
+    """(parameters, balancing biases) as a run with this `run.seed` begins; on a mesh each device makes its own part.
+
+    >>> params, balance = zj.init(model.config, seed=0)
+    >>> params["embed"]["embedding"].shape, balance.shape
+    ((264, 16), (2, 3))
+    """
+
+    def fresh():
+        params = zaya.init(config.model, jax.random.key(seed), config.precision)
+        return params, zaya.init_balance(config.model)
+
+    placed = None if mesh is None else shardings(config, mesh)
+    with jax.default_matmul_precision(config.precision.matmul):
+        return jax.jit(fresh, out_shardings=placed and (placed["params"], placed["balance"]["bias"]))()
+
+
+def shardings(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """Where parameters and balancing biases lie on a mesh."""
+    specs = rules.param_specs(config.model, config.precision, spread_lib.of(config.mesh, mesh.shape))
+    is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
+    params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
+    return {"params": params, "balance": {"bias": NamedSharding(mesh, REPLICATED)}}
+
+
+def apply(
+    config: Config,
+    params: dict,
+    balance: Float[Array, "L E1"],
+    ids: Int[Array, "B S"],
+    *,
+    segments: Int[Array, "B S"] | None = None,
+    mesh: Mesh | None = None,
+) -> Float[Array, "B S V"]:
+    """Next-token logits in float32. Tokens see those of their own segment; segment 0 is padding.
+
+    >>> logits = jax.jit(zj.apply, static_argnums=0)(model.config, model.params, model.balance, ids)
+    >>> logits.shape, bool(np.allclose(logits, model.logits(ids), atol=1e-5))
+    ((2, 8, 264), True)
+    """
+    return forward(config, params, balance, ids, segments=segments, mesh=mesh)["logits"]
+
+
+def forward(
+    config: Config,
+    params: dict,
+    balance: Float[Array, "L E1"],
+    ids: Int[Array, "B S"],
+    *,
+    segments: Int[Array, "B S"] | None = None,
+    mesh: Mesh | None = None,
+    trace: bool = False,
+    attention: bool = False,
+) -> dict[str, Array]:
+    """`logits`, with `trace` the residual stream after each layer [L, B, S, D] and router logits [L, B, S, E + 1], and
+    with `attention` what each head gives each token [L, B, H, S, S] (of one device, and no linear layers)."""
+    model, precision = config.model, config.precision
+    spread = _spread(config, mesh)
+    devices = _Seeing() if attention else Over(spread)
+    axes = zaya.param_axes(model, precision)
+
+    def run(params, balance, batch):
+        params = whole_outside(params, axes) if spread.fsdp else params
+        out = zaya.apply(
+            model, params, balance, batch["tokens"], precision=precision, segments=batch["segment_ids"],
+            positions=batch["positions"], devices=devices, trace=trace,
+        )  # fmt: skip
+        found = {"logits": zaya.logits(model, params, out.hidden, precision)}
+        like = (model.num_hidden_layers, *batch["tokens"].shape, -1)
+        for name in (
+            "hidden_states",
+            "router_logits",
+        ):  # a cut sequence's chunks are rows of their own inside
+            value = getattr(out, name)
+            found |= {} if value is None else {name: value.reshape(like)}
+        return found | (out.cache or {})
+
+    sequences = (BATCH_AXES, spread.sequence_axes or None)
+    outs = {"logits": PartitionSpec(*sequences)}
+    if trace:
+        names = ["hidden_states"] + ["router_logits"] * (model.model_type == "zaya")
+        outs |= {name: PartitionSpec(None, *sequences) for name in names}
+    batch = _batch(config, spread, ids, segments)
+    found = _on(config, mesh, run, outs, params, balance, batch)
+    rows, columns = ids.shape
+    order = natural(batch["tokens"].shape[1], spread.sequence_parts)
+    for name, x in found.items() if mesh is not None else ():
+        x = jnp.take(x, order, axis=-2) if spread.sequence_parts > 1 else x
+        found[name] = x[..., :rows, :columns, :]
+    return found
+
+
+def loss(
+    config: Config,
+    params: dict,
+    balance: Float[Array, "L E1"],
+    ids: Int[Array, "B S"],
+    labels: Int[Array, "B S"],
+    *,
+    segments: Int[Array, "B S"] | None = None,
+    shifted: bool = False,
+    mesh: Mesh | None = None,
+) -> Float[Array, ""]:
+    """Mean cross entropy in nats. Labels stand at their own tokens, as ids do; -100 counts for nothing.
+
+    With `shifted` a label stands at the token before it, as a training batch's targets do. Without, the label of a
+    segment's first token counts for nothing.
+
+    >>> value, grads = jax.value_and_grad(zj.loss, argnums=1)(model.config, model.params, model.balance, ids, ids)
+    >>> jax.tree.structure(grads) == jax.tree.structure(model.params)
+    True
+    """
+    spread = _spread(config, mesh)
+    loss_fn = make_loss(config, config.model, spread)
+
+    def run(params, balance, batch):
+        total = jnp.sum(batch["loss_mask"])
+        total = total if mesh is None else jax.lax.psum(total, spread.token_axes)
+        _, (value, _, _) = loss_fn(params, balance, batch, jnp.maximum(total, 1.0))
+        return value if mesh is None else jax.lax.psum(value, AXES)
+
+    if not shifted:
+        labels = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
+        if segments is not None:
+            after = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
+            labels = jnp.where(segments == after, labels, IGNORED)
+    labels = labels if segments is None else jnp.where(segments > 0, labels, IGNORED)
+    batch = _batch(config, spread, ids, segments, labels)
+    return _on(config, mesh, run, REPLICATED, params, balance, batch)
+
+
+def targets(ids: Any, labels: Any, segments: Any, shifted: bool) -> int:
+    """How many labels `loss` counts, of arrays on the host."""
+    if shifted:
+        return int(((labels >= 0) & (True if segments is None else segments > 0)).sum())
+    real = labels[:, 1:] >= 0
+    if segments is not None:
+        real = real & (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    return int(real.sum())
+
+
+def _spread(config: Config, mesh: Mesh | None) -> Spread:
+    return spread_lib.ALONE if mesh is None else spread_lib.of(config.mesh, mesh.shape)
+
+
+def _on(config: Config, mesh: Mesh | None, run: Callable, outs: Any, params, balance, batch) -> Any:
+    """run(params, balance, batch), on the devices of a mesh each with its parts."""
+
+    def precise(*args):
+        with chip.making(target), jax.default_matmul_precision(config.precision.matmul):
+            return run(*args)
+
+    target = chip.made_for(params if mesh is None else mesh).taking(config.kernels)
+    if mesh is None:
+        return precise(params, balance, batch)
+    spread = _spread(config, mesh)
+    specs = rules.param_specs(config.model, config.precision, spread)
+    of_batch = PartitionSpec(BATCH_AXES, spread.sequence_axes or None)
+    params = rules.arrange(params, spread.heads)
+    # As in training, without the check of replicated values: `loss` sums what each device counts.
+    mapped = jax.shard_map(
+        precise, mesh=mesh, in_specs=(specs, REPLICATED, of_batch), out_specs=outs, check_vma=False
+    )
+    return mapped(params, balance, batch)
+
+
+def _batch(config: Config, spread: Spread, ids, segments, labels=None) -> dict[str, Any]:
+    """A micro-batch as a training step gets it; on a mesh with rows and columns of padding until it divides."""
+    rows, columns = ids.shape
+    alone = spread == spread_lib.ALONE
+    if segments is None and not alone:
+        segments = jnp.ones_like(ids)
+    positions = None if segments is None else _positions(segments)
+    batch = {"tokens": ids, "segment_ids": segments, "positions": positions}
+    if labels is not None:
+        real = labels >= 0
+        batch |= {"targets": jnp.where(real, labels, 0), "loss_mask": real.astype(jnp.float32)}
+    if alone:
+        return batch
+    parts, shards = spread.sequence_parts, spread.data * spread.expert
+    unit = 2 * parts * spread.heads if parts > 1 else spread.heads
+    reach = 0 if config.model.model_type == "dense" else config.model.cca_time0 + config.model.cca_time1 - 2
+    shortest = max(
+        columns, 2 * parts * reach if parts > 1 else 1
+    )  # a chunk must hold what convolutions look back
+    more = (-rows % shards, shortest + -shortest % unit - columns)
+    batch = {name: jnp.pad(x, ((0, more[0]), (0, more[1]))) for name, x in batch.items()}
+    if parts > 1:
+        order = zigzag(columns + more[1], parts)
+        batch = {name: x[:, order] for name, x in batch.items()}
+    return batch
+
+
+def _positions(segments):
+    """Each token's index in its segment."""
+    place = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    begins = jnp.pad(segments[:, 1:] != segments[:, :-1], ((0, 0), (1, 0)))
+    return place - jax.lax.cummax(jnp.where(begins, place, 0), axis=1)
+
+
+########################################################################################################################
+# Attention, seen
+########################################################################################################################
+
+
+@dataclasses.dataclass(frozen=True)
+class _Seen(Placement):
+    """Whole sequences whose attention is kept: what each query gives each key, by the operator's definition."""
+
+    def _softmax(self, q, k, v) -> tuple[jax.Array, Kept]:
+        out, _ = super()._softmax(q, k, v)
+        (batch, length, heads, channels), num_kv = q.shape, k.shape[2]
+        grouped = q.reshape(batch, length, num_kv, heads // num_kv, channels)
+        scores = jnp.einsum("bqkgc,bjkc->bkgqj", grouped, k, preferred_element_type=jnp.float32)
+        ids = self.visible
+        mask = mask_of(length, length, 0, 0, self.window, length, ids, ids)
+        scores = jnp.where(mask, scores * softmax_scale(channels), MASKED)
+        weights = jnp.where(mask, jax.nn.softmax(scores, axis=-1), 0.0)
+        return out, {"attention": weights.reshape(batch, heads, length, length)}
+
+
+class _Seeing(Devices):
+    """One device whose attention is seen."""
+
+    def sequences(self, length, segments, mask, weights) -> Placement:
+        return _Seen(segments, mask, weights)
+
+
+# For callers outside of a program.
+jitted = {
+    "forward": jax.jit(forward, static_argnames=("config", "mesh", "trace", "attention")),
+    "loss": jax.jit(loss, static_argnames=("config", "mesh", "shifted")),
+    "loss_and_grads": jax.jit(
+        jax.value_and_grad(loss, argnums=1), static_argnames=("config", "mesh", "shifted")
+    ),
+}

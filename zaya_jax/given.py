@@ -1,0 +1,141 @@
+"""What somebody gives to `zaya_jax.library`: a config, a mesh, a place, arrays. UserError where it will not do."""
+
+import dataclasses
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from zaya_jax import cli
+from zaya_jax import config as config_lib
+from zaya_jax.config import Config, Precision, UserError, fields, shown
+from zaya_jax.parallel import rules
+from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.pytorch import hf
+
+type AnyConfig = Config | ConfigDict | Mapping[str, Any] | str | os.PathLike
+type AnyMesh = Mesh | Mapping[str, Any]
+
+
+def config_of(given: AnyConfig) -> Config:
+    """The checked config of whatever holds one."""
+    if isinstance(given, Config):
+        return config_lib.check(config_lib.to_dict(given))
+    if isinstance(given, ConfigDict):
+        return config_lib.check(given)
+    if isinstance(given, Mapping):
+        return config_lib.check(dict(given))
+    if not isinstance(given, str | os.PathLike):
+        raise UserError(
+            f"config is {type(given).__name__}; give a ConfigDict, a Config, a config file or its name"
+        )
+    from experiments import configs  # their package, for the place alone
+
+    ours = Path(configs.__file__).parent
+    if str(given).isidentifier() and (ours / f"{given}.py").is_file():
+        return cli.read_config(str(ours / f"{given}.py"))
+    if not Path(given).is_file():
+        names = ", ".join(sorted(path.stem for path in ours.glob("[a-z]*.py")))
+        raise UserError(f"config={shown(str(given))} is no file, and none of experiments/configs: {names}")
+    return cli.read_config(str(given))
+
+
+def placed(config: Config, mesh: AnyMesh | None) -> tuple[Config, Mesh | None]:
+    """The config with this mesh, and the mesh of all four axes; UserError where model or devices do not fit it."""
+    if mesh is None:
+        return config, None
+    if isinstance(mesh, Mesh):
+        unknown = [axis for axis in mesh.axis_names if axis not in spread_lib.AXES]
+        if unknown:
+            raise UserError(f"mesh has an axis {unknown[0]!r}; the axes are {', '.join(spread_lib.AXES)}")
+        sizes: dict[str, Any] = {axis: mesh.shape.get(axis, 1) for axis in spread_lib.AXES}
+        order = [mesh.axis_names.index(axis) for axis in spread_lib.AXES if axis in mesh.axis_names]
+        devices = list(mesh.devices.transpose(order).flat)
+        given = dataclasses.replace(config.mesh, **sizes)
+    elif isinstance(mesh, Mapping):
+        try:
+            given = fields.build(config_lib.Mesh, dict(mesh), "mesh.")
+            fields.check_fields(given, "mesh.")
+        except UserError as error:
+            raise UserError(str(error).replace("config.mesh", "mesh")) from None
+        devices = jax.devices()
+    else:
+        raise UserError(f"mesh is {type(mesh).__name__}; give a jax Mesh, or a dict of axes and sizes")
+    over = make_mesh(given, devices, "mesh")
+    config = dataclasses.replace(config, mesh=given)
+    rules.check(config, spread_lib.of(given, over.shape), where="mesh")
+    return config, over
+
+
+def as_begun(config: Config, tokenizer: Path | None) -> Config:
+    """The config of a run that begins with a model as it is: one phase, its own weights."""
+    run = dataclasses.replace(config.run, init_from="", fork="", fork_step=0, fork_tokens=0)
+    data = config.data
+    if config.schedule.phases:
+        data = dataclasses.replace(data, micro_batch=0)
+    if tokenizer:
+        data = dataclasses.replace(data, tokenizer=str(tokenizer))
+    plain = dataclasses.replace(config.schedule, phases=())
+    begun = dataclasses.replace(config, run=run, data=data, schedule=plain, mesh=config_lib.Mesh())
+    return config_lib.check(config_lib.to_dict(begun))
+
+
+def with_dtype(config: Config, dtype: str | None) -> Config:
+    """The config with what matrices multiply in."""
+    if dtype is None:
+        return config
+    exact = dtype == "float32"
+    precision = Precision(compute=dtype, router="float32", matmul="highest" if exact else "default")
+    return dataclasses.replace(config, precision=precision)
+
+
+def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
+    """FOLDER or FOLDER@STEP, of a folder that is there."""
+    fields.check_path("place", str(place))
+    path, at, number = str(place).rpartition("@")
+    if at and number.isdigit() and not Path(place).is_dir():  # a folder may be called so, too
+        place, step = path, int(number)
+    else:
+        step = None
+    folder = Path(place)
+    if not folder.is_dir():
+        raise UserError(
+            f"{place} is no folder; give a run's, FOLDER@STEP, or a directory of transformers' zaya"
+        )
+    return folder, step
+
+
+def is_hf(folder: Path) -> bool:
+    """Whether config.json is as transformers writes it."""
+    try:
+        return "model_type" in hf.read_json(folder / "config.json")
+    except UserError:
+        return False
+
+
+def integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
+    """Integers [B, S], or of this shape."""
+    try:
+        x = np.asarray(given)
+    except ValueError:
+        raise UserError(f"{name} have rows of several lengths; give integers [B, S]") from None
+    if x.ndim != 2 or not np.issubdtype(x.dtype, np.integer) or not x.size:
+        raise UserError(f"{name} have shape {x.shape} and dtype {x.dtype}; expected integers [B, S]")
+    if shape is not None and x.shape != shape:
+        raise UserError(f"{name} have shape {x.shape}; expected that of the ids, {shape}")
+    return x
+
+
+def whole(name: str, value: Any, least: int, most: float) -> None:
+    """UserError unless it is a whole number in these bounds."""
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    if not (whole and least <= value <= most):
+        above = "" if most == math.inf else f" and at most {most:,}"
+        raise UserError(f"{name}={shown(value)} is no whole number of at least {least}{above}")

@@ -1,0 +1,398 @@
+"""zaya_jax in a notebook: one object for a model with its weights, whatever they were made by.
+
+    import zaya_jax as zj
+    model = zj.load("runs/tiny")             a run's newest step; "runs/tiny@200" another; or transformers' directory
+    model = zj.create("tiny", seed=0)        fresh weights
+    model.logits(ids), model.loss(ids, labels), model.loss_and_grads(ids, labels)
+    model.generate("def "), model.trace(ids), model.save(DIR), model.to_hf(DIR)
+    model = zj.train("tiny", "runs/tiny")    what experiments.pretrain does
+
+See docs/library.md. Arrays go in and come out as NumPy's, but for parameters and gradients, which stay on the devices.
+"""
+
+import contextlib
+import dataclasses
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from pallas_kernels import chip
+from zaya_jax import cli, functions, given, schedule, trees
+from zaya_jax.checkpoint import places, store
+from zaya_jax.config import Config, UserError, shown
+from zaya_jax.data import token_ids, tokenizers
+from zaya_jax.given import AnyConfig, AnyMesh
+from zaya_jax.hardware import flags as xla_flags
+from zaya_jax.model import decode, zaya
+from zaya_jax.pytorch import exchange, hf
+from zaya_jax.train.workdir import folder_of
+
+
+class TrainingStopped(RuntimeError):
+    """A run that ended before it was done; `code` is what the program would have exited with."""
+
+    def __init__(self, code: int, workdir: Path):
+        meaning = {
+            cli.UNHEALTHY: "it is unhealthy, see above",
+            cli.STORAGE: "storage failed, see above",
+            cli.HARDWARE: "a device computes wrongly, see above",
+            cli.PREEMPTED: "it was stopped and has saved: the same call goes on",
+        }.get(code, "see above")
+        super().__init__(f"{workdir}: training ended with exit code {code}: {meaning}")
+        self.code, self.workdir = code, workdir
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """What a forward pass does inside. Letters: L layers, B batch, S sequence, D model, E experts, H heads, V vocab."""
+
+    logits: np.ndarray  # [B, S, V]
+    hidden_states: np.ndarray  # [L, B, S, D], the residual stream after each layer
+    router_probs: np.ndarray | None  # [L, B, S, E + 1], the last class skips; a dense model has no router
+    choices: np.ndarray | None  # [L, B, S], the class that each token goes to: the balancing biases count
+    attention: np.ndarray | None  # [L, B, H, S, S], what a query gives each key; where it was asked for
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class LanguageModel:
+    """A model with its weights: made by `zj.load`, `zj.create` or `zj.train`."""
+
+    config: Config
+    params: dict
+    balance: jax.Array
+    tokenizer: tokenizers.Tokenizer | None
+    mesh: Mesh | None
+    source: str  # where the weights came from
+    _files: Mapping[str, bytes]  # of the tokenizer, beside its own
+    _imported: Mapping[str, Any]  # see `exchange.imported_of`
+
+    def __repr__(self) -> str:
+        counts = zaya.param_counts(self.config.model)
+        return (
+            f"<LanguageModel {self.config.name} from {self.source}: {counts['total']:,} parameters, "
+            f"{counts['active']:,} active, {self._place()}>"
+        )
+
+    def _place(self) -> str:
+        if self.mesh is None:
+            return "on one device"
+        return "on " + " x ".join(
+            f"{axis} {n}" for axis, n in self.mesh.shape.items() if n > 1 or axis == "data"
+        )
+
+    def logits(self, ids: Any, *, segments: Any = None) -> np.ndarray:
+        """Next-token logits [B, S, V] of ids [B, S].
+
+        >>> model.logits(ids).shape
+        (2, 8, 264)
+        """
+        return np.asarray(self._run("forward", *self._inputs(ids, segments))["logits"])
+
+    def loss(self, ids: Any, labels: Any, *, segments: Any = None, shifted: bool = False) -> float:
+        """Mean cross entropy in nats; labels stand at their own tokens, -100 counts for nothing; see `zj.loss`.
+
+        >>> bool(abs(model.loss(ids, ids) - np.log(264)) < 0.5)  # fresh weights know nothing
+        True
+        """
+        ids, labels, segments = self._labelled(ids, labels, segments, shifted)
+        return float(self._run("loss", ids, segments, labels=labels, shifted=shifted))
+
+    def loss_and_grads(
+        self, ids: Any, labels: Any, *, segments: Any = None, shifted: bool = False
+    ) -> tuple[float, dict]:
+        """The loss, and its gradients as a tree like `params`, on the same devices.
+
+        >>> value, grads = model.loss_and_grads(ids, ids)
+        >>> bool(value == model.loss(ids, ids)), grads["embed"]["embedding"].shape
+        (True, (264, 16))
+        """
+        ids, labels, segments = self._labelled(ids, labels, segments, shifted)
+        value, grads = self._run("loss_and_grads", ids, segments, labels=labels, shifted=shifted)
+        return float(value), grads
+
+    def trace(self, ids: Any, *, segments: Any = None, attention: bool = False) -> Trace:
+        """What the pass over these ids does inside; `attention` too takes L B H S S numbers, and one device.
+
+        >>> seen = model.trace(ids, attention=True)
+        >>> seen.hidden_states.shape, seen.choices.shape, seen.attention.shape
+        ((2, 2, 8, 16), (2, 2, 8), (2, 2, 2, 8, 8))
+        """
+        if attention and self.mesh is not None:
+            raise UserError("attention is seen on one device alone; load the model without a mesh")
+        if attention and "hybrid_linear" in self.config.model.kinds:
+            raise UserError("a layer of linear attention gives no key a weight; trace with attention=False")
+        found = self._run("forward", *self._inputs(ids, segments), trace=True, attention=attention)
+        probs = choices = None
+        if "router_logits" in found:
+            p = jax.nn.softmax(found["router_logits"], axis=-1)
+            choices = np.asarray(jnp.argmax(p + self.balance[:, None, None], axis=-1))
+            probs = np.asarray(p)
+        seen = np.asarray(found["attention"]) if attention else None
+        return Trace(np.asarray(found["logits"]), np.asarray(found["hidden_states"]), probs, choices, seen)
+
+    def generate(self, prompt: Any, num_tokens: int = 200, *, temperature: float = 0.0, seed: int = 0) -> Any:
+        """A text, or ids [B, S], continued: the prompt comes first. Temperature 0 takes the likeliest token each time.
+
+        A text ends at the tokenizer's end of document. On a mesh the weights are gathered on its first device.
+
+        >>> model.generate("ab", 4).startswith("ab"), model.generate(ids, 4).shape
+        (True, (2, 12))
+        """
+        is_text = isinstance(prompt, str)
+        ids = self._inputs([self._encoded(prompt)] if is_text else prompt, None)[0]
+        given.whole("num_tokens", num_tokens, 1, math.inf)
+        given.whole("seed", seed, 0, 2**32 - 1)  # random keys would take it modulo that
+        if not (isinstance(temperature, int | float) and 0 <= temperature < math.inf):
+            raise UserError(f"temperature={shown(temperature)} is no number of at least 0")
+        most = self.config.model.max_position_embeddings
+        if ids.shape[1] + num_tokens > most:
+            raise UserError(
+                f"{ids.shape[1]} tokens of prompt and num_tokens={num_tokens} are above the model's "
+                f"max_position_embeddings={most}; give fewer"
+            )
+        weights = self.params, self.balance
+        if self.mesh is not None:
+            weights = jax.device_put(weights, self.mesh.devices.flat[0])
+        new = np.asarray(
+            decode.generate(
+                self.config.model, *weights, jnp.asarray(ids), num_tokens, self.config.precision,
+                temperature=float(temperature), key=jax.random.key(seed),
+            )
+        )  # fmt: skip
+        if not is_text:
+            return np.concatenate([ids, new], axis=1)
+        assert self.tokenizer is not None
+        tokens = new[0].tolist()
+        ended = tokens.index(self.tokenizer.eos_id) if self.tokenizer.eos_id in tokens else len(tokens)
+        return prompt + self.tokenizer.decode(tokens[:ended])
+
+    def save(self, directory: str | os.PathLike) -> Path:
+        """Writes a workdir with these weights as step 0: for `zj.load`, `experiments.checkpoint`, and to train on.
+
+        >>> zj.load(model.save(folder / "saved")).loss(ids, ids) == model.loss(ids, ids)
+        True
+        """
+        self._check_weights()
+        target = places.new_folder(directory, "directory")
+        leaves = (
+            (tuple(key.key for key in path), None, np.asarray(x))
+            for path, x in jax.tree_util.tree_flatten_with_path(self.params)[0]
+        )
+        config = given.as_begun(self.config, target / "tokenizer" if self._files else None)
+        bias = np.asarray(self.balance)
+        return exchange.write_workdir(
+            target, config, leaves, bias, self.tokenizer, self._files, self._imported
+        )
+
+    def to_hf(self, directory: str | os.PathLike, dtype: str | None = None) -> Path:
+        """Writes a directory that transformers' `zaya` loads; `dtype` is by default as imported, otherwise float32.
+
+        >>> model.to_hf(folder / "hf").name
+        'hf'
+        """
+        self._check_weights()
+        if dtype not in (None, *exchange.DTYPES):
+            raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(exchange.DTYPES)}")
+        exchange.check_zaya(self.config.model, "this")
+        target = places.new_folder(directory, "directory")
+        tree = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
+        return exchange.write_directory(target, self.config.model, tree, self._imported, self._files, dtype)
+
+    def _run(self, name: str, ids: Any, segments: Any, **further: Any) -> Any:
+        where = self.params if self.mesh is None else self.mesh
+        with chip.making(chip.made_for(where)):
+            return functions.jitted[name](
+                self.config, self.params, self.balance, ids, segments=segments, mesh=self.mesh, **further
+            )
+
+    def _inputs(self, ids: Any, segments: Any) -> tuple[np.ndarray, np.ndarray | None]:
+        ids, model = given.integers("ids", ids), self.config.model
+        for token in (ids.min(), ids.max()):
+            if not 0 <= token < model.vocab_size:
+                raise UserError(f"token {token} is outside the vocabulary of {model.vocab_size}")
+        if ids.shape[1] > model.max_position_embeddings:
+            raise UserError(
+                f"ids have {ids.shape[1]} columns, above the model's max_position_embeddings="
+                f"{model.max_position_embeddings}; give shorter rows"
+            )
+        if segments is not None:
+            segments = given.integers("segments", segments, ids.shape)
+            if segments.min() < 0:
+                raise UserError(f"segments hold {segments.min()}; they count from 1, and 0 is padding")
+            segments = segments.astype(np.int32)
+        return ids.astype(np.int32), segments
+
+    def _labelled(self, ids: Any, labels: Any, segments: Any, shifted: bool) -> tuple[Any, Any, Any]:
+        ids, segments = self._inputs(ids, segments)
+        labels = given.integers("labels", labels, ids.shape)
+        size = self.config.model.vocab_size
+        wrong = labels[(labels != functions.IGNORED) & ((labels < 0) | (labels >= size))]
+        if wrong.size:
+            raise UserError(
+                f"label {wrong[0]} is outside the vocabulary of {size}; {functions.IGNORED} counts for nothing"
+            )
+        if not functions.targets(ids, labels, segments, shifted):
+            raise UserError("no label counts, so there is no loss; the first of a row has no token before it")
+        return ids, labels.astype(np.int32), segments
+
+    def _encoded(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise UserError(
+                f"the model of {self.source} has no tokenizer; give ids [B, S] in place of a text"
+            )
+        return [self.tokenizer.bos_id, *self.tokenizer.encode(text)]
+
+    def _check_weights(self) -> None:
+        """UserError where `params` or `balance` were replaced by what is none of this model's."""
+        model = self.config.model
+        expected = trees.flat({"params": zaya.abstract(model), "balance": zaya.init_balance(model)})
+        held = trees.flat({"params": self.params, "balance": self.balance})
+        for name in sorted(expected.keys() | held.keys()):
+            shapes = [np.shape(tree[name]) if name in tree else None for tree in (held, expected)]
+            if shapes[0] != shapes[1]:
+                raise UserError(
+                    f"{name} has shape {shapes[0]}, the model's has {shapes[1]}; give params a tree like zj.init's"
+                )
+
+
+def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> LanguageModel:
+    """A model with fresh weights: those with which a run of this config and seed begins.
+
+    `config` is a ConfigDict or nested dict, a Config, a config file's path, or the name of one of experiments/configs.
+
+    >>> zj.create(model.config, seed=1).logits(ids).shape
+    (2, 8, 264)
+    """
+    _require_one_process()
+    settings = given.config_of(config)
+    given.whole("seed", seed, 0, 2**32 - 1)
+    tokenizer: tokenizers.Tokenizer | None = tokenizers.load(settings.data.tokenizer)
+    if tokenizer and tokenizer.vocab_size > settings.model.vocab_size:
+        tokenizer = None  # a model for ids of one's own
+    elif tokenizer:
+        settings = token_ids.agree(settings, tokenizer)
+    settings, over = given.placed(settings, mesh)
+    params, balance = functions.init(settings, seed, over)
+    source = f"seed {seed}"
+    folder = Path(settings.data.tokenizer)
+    files = exchange.small_files(folder) if tokenizer and folder.is_dir() else {}
+    return LanguageModel(
+        settings, params, balance, tokenizer, over, source, files, exchange.nothing_imported()
+    )
+
+
+def load(place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | None = None) -> LanguageModel:
+    """The model of a run's folder (FOLDER@STEP: of that step, otherwise the newest), or of transformers' directory.
+
+    `mesh`: a jax Mesh, or sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. `dtype` is what
+    matrices multiply in: as the run did, and float32 for what was imported.
+
+    >>> zj.load(run).tokenizer.kind
+    'bytes'
+    """
+    _require_one_process()
+    folder, step = given.folder_and_step(place)
+    if dtype not in (None, "float32", "bfloat16"):
+        raise UserError(f"dtype={shown(dtype)} is not one of float32, bfloat16")
+    if (folder / "checkpoints").is_dir():
+        return _load_run(folder, step, mesh, dtype)
+    if step is None and (any(folder.glob("*.safetensors*")) or given.is_hf(folder)):
+        return _load_hf(folder, mesh, dtype)
+    raise UserError(
+        f"{place} is neither a run's folder with checkpoints nor a directory of transformers' zaya (config.json "
+        "and safetensors); give one of them, or FOLDER@STEP"
+    )
+
+
+def _load_run(folder: Path, step: int | None, mesh: AnyMesh | None, dtype: str | None) -> LanguageModel:
+    with _named(folder):
+        step = store.latest_step(folder, step)
+        config = exchange.config_at(folder, step)
+        config = dataclasses.replace(config, model=schedule.model_at(config, step))
+        tokenizer = tokenizers.load(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
+        imported = exchange.read_imported(folder)
+        config, over = given.placed(given.with_dtype(config, dtype), mesh)
+        placed = functions.shardings(config, over) if over else None
+        params, balance = exchange.read_weights(folder, step, config.model, placed)
+    files = exchange.small_files(folder / "tokenizer")
+    return LanguageModel(config, params, balance, tokenizer, over, f"{folder}@{step}", files, imported)
+
+
+def _load_hf(folder: Path, mesh: AnyMesh | None, dtype: str | None) -> LanguageModel:
+    source = hf.Directory(folder)
+    tokenizer = exchange.tokenizer_of(source)
+    config = given.with_dtype(
+        exchange.config_of(source.model, folder if tokenizer else None), dtype or "float32"
+    )
+    config, over = given.placed(config, mesh)
+    tree = {"params": source.params(), "balance": {"bias": source.balance()}}
+    placed = jax.device_put(tree, functions.shardings(config, over) if over else jax.devices()[0])
+    files, imported = exchange.small_files(folder), exchange.imported_of(source)
+    return LanguageModel(
+        config, placed["params"], placed["balance"]["bias"], tokenizer, over, str(folder), files, imported
+    )
+
+
+def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> LanguageModel:
+    """Trains as `python -m experiments.pretrain` does, or goes on, and gives the model of the last step.
+
+    TrainingStopped where the run is not done. An interrupt saves the step in flight and stops; a second one ends the
+    whole process at once. The model lies on the run's mesh where that has several devices.
+
+    >>> zj.train(config, run).source.endswith("@4")  # it was complete
+    True
+    """
+    _require_one_process()
+    if threading.current_thread() is not threading.main_thread():
+        raise UserError("training listens to signals, so it needs the process's main thread")
+    settings = given.config_of(config)
+    xla_flags.set_for_platform()
+    from experiments import pretrain  # which defines its command line's flags
+
+    folder = folder_of(settings, None if workdir is None else str(workdir))
+    with _signals_as_they_were():
+        code = pretrain.train(settings, folder)
+    if code != cli.DONE:
+        raise TrainingStopped(code, folder)
+    plan = schedule.make_plan(settings)
+    last = schedule.phase_config(settings, plan.step(min(plan.total_steps, settings.run.num_steps)).phase)
+    mesh = dataclasses.asdict(last.mesh) if jax.device_count() > 1 else None
+    return load(folder, mesh=mesh)
+
+
+def _require_one_process() -> None:
+    if jax.process_count() > 1:
+        raise UserError("a model object is of one process; several train by experiments.pretrain")
+
+
+@contextlib.contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    """Messages of programs name the option --workdir; here is none."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace(f"--workdir={folder}", str(folder))) from None
+
+
+@contextlib.contextmanager
+def _signals_as_they_were() -> Iterator[None]:
+    """A run listens to signals until its process ends; whoever called it wants theirs back."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    before = signal.set_wakeup_fd(-1)  # an event loop's: a run would close it
+    try:
+        yield
+    finally:
+        ours = signal.set_wakeup_fd(before)
+        if ours >= 0:
+            os.close(ours)  # which ends the run's listening thread
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
