@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import chip
 from pallas_kernels.attention import MASKED, softmax_scale
 from pallas_kernels.attention.reference import mask_of
-from zaya_jax.config import Config
+from zaya_jax.config import Config, Optim
 from zaya_jax.model import zaya
 from zaya_jax.model.placement import Devices, Kept, Placement
 from zaya_jax.parallel import rules
@@ -74,7 +74,7 @@ def apply(
 
     >>> logits = jax.jit(zj.apply, static_argnums=0)(model.config, model.params, model.balance, ids)
     >>> logits.shape, bool(np.allclose(logits, model.logits(ids), atol=1e-5))
-    ((2, 8, 264), True)
+    ((2, 7, 264), True)
     """
     return forward(config, params, balance, ids, segments=segments, mesh=mesh)["logits"]
 
@@ -262,6 +262,13 @@ class _Seeing(Devices):
 
     def sequences(self, length, segments, mask, weights) -> Placement:
         return _Seen(segments, mask, weights)
+
+
+def essence(config: Config, mesh: Mesh | None) -> Config:
+    """The config without what no program here depends on: models that differ in that alone share their programs."""
+    parts = {name: getattr(config, name) for name in ("model", "precision", "kernels", "remat")}
+    optim = dataclasses.replace(Optim(), z_loss=config.optim.z_loss)
+    return Config(**parts, optim=optim, **({} if mesh is None else {"mesh": config.mesh}))
 
 
 # For callers outside of a program.

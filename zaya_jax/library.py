@@ -93,7 +93,7 @@ class LanguageModel:
         """Next-token logits [B, S, V] of ids [B, S].
 
         >>> model.logits(ids).shape
-        (2, 8, 264)
+        (2, 7, 264)
         """
         return np.asarray(self._run("forward", *self._inputs(ids, segments))["logits"])
 
@@ -124,7 +124,7 @@ class LanguageModel:
 
         >>> seen = model.trace(ids, attention=True)
         >>> seen.hidden_states.shape, seen.choices.shape, seen.attention.shape
-        ((2, 2, 8, 16), (2, 2, 8), (2, 2, 2, 8, 8))
+        ((2, 2, 7, 16), (2, 2, 7), (2, 2, 4, 7, 7))
         """
         if attention and self.mesh is not None:
             raise UserError("attention is seen on one device alone; load the model without a mesh")
@@ -145,7 +145,7 @@ class LanguageModel:
         A text ends at the tokenizer's end of document. On a mesh the weights are gathered on its first device.
 
         >>> model.generate("ab", 4).startswith("ab"), model.generate(ids, 4).shape
-        (True, (2, 12))
+        (True, (2, 11))
         """
         is_text = isinstance(prompt, str)
         ids = self._inputs([self._encoded(prompt)] if is_text else prompt, None)[0]
@@ -211,8 +211,9 @@ class LanguageModel:
         where = self.params if self.mesh is None else self.mesh
         with chip.making(chip.made_for(where)):
             return functions.jitted[name](
-                self.config, self.params, self.balance, ids, segments=segments, mesh=self.mesh, **further
-            )
+                functions.essence(self.config, self.mesh), self.params, self.balance, ids, segments=segments,
+                mesh=self.mesh, **further,
+            )  # fmt: skip
 
     def _inputs(self, ids: Any, segments: Any) -> tuple[np.ndarray, np.ndarray | None]:
         ids, model = given.integers("ids", ids), self.config.model
@@ -270,7 +271,7 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
     `config` is a ConfigDict or nested dict, a Config, a config file's path, or the name of one of experiments/configs.
 
     >>> zj.create(model.config, seed=1).logits(ids).shape
-    (2, 8, 264)
+    (2, 7, 264)
     """
     _require_one_process()
     settings = given.config_of(config)

@@ -1,0 +1,552 @@
+"""zaya_jax as a library: the programs' numbers, on any mesh; what is saved is what is loaded; plain refusals."""
+
+import copy
+import dataclasses
+import doctest
+import functools
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from traced_once import traced_once
+
+import zaya_jax as zj
+from experiments import checkpoint, generate
+from zaya_jax import cli, functions, given, library
+from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.pytorch import hf
+from zaya_jax.train import logs
+
+__all__ = ["traced_once"]
+ROOT = Path(__file__).resolve().parent.parent
+SMALL = dict(
+    vocab_size=264, hidden_size=16, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8,
+    moe_intermediate_size=8, num_experts=2, router_hidden_size=8, max_position_embeddings=64, initializer_range=0.05,
+    layer_types=("hybrid_sliding", "hybrid"), sliding_window=3,
+)  # fmt: skip
+
+
+def config():
+    """A run of four steps, of which a checkpoint holds every second; in float32, so that meshes agree closely."""
+    c = zj.config.default()
+    c.name = "small"
+    for key, value in SMALL.items():
+        c.model[key] = value
+    c.precision.compute, c.precision.newton_schulz, c.precision.matmul = "float32", "float32", "highest"
+    c.data.path, c.data.tokenizer, c.data.seq_len, c.data.global_batch = "text.txt", "bytes", 16, 8
+    c.run.num_steps, c.eval.every, c.checkpoint.every_steps = 4, 2, 2
+    c.log.sample_tokens = 2
+    return c
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("library")
+
+
+@pytest.fixture(scope="module")
+def settings(folder):
+    """The config with its data: some lines of text, many times."""
+    (folder / "text.txt").write_text("\n".join(f"line {i} of {i * i} in a text" for i in range(3000)))
+    c = config()
+    c.data.path = str(folder / "text.txt")
+    return c
+
+
+@pytest.fixture(scope="module")
+def trained(folder, settings):
+    """The model that `zj.train` gives, of a run on the eight devices."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    model = zj.train(settings, folder / "run")
+    assert {number: signal.getsignal(number) for number in before} == before
+    return model
+
+
+@pytest.fixture(scope="module")
+def run(trained, folder):
+    """The run's folder."""
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def model(settings):
+    """Fresh weights on one device."""
+    return zj.create(settings)
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return np.random.default_rng(0).integers(0, 264, (2, 7))
+
+
+def same(a, b):
+    """Whether two trees of arrays are equal bit for bit."""
+    a, b = ([np.asarray(x) for x in jax.tree.leaves(tree)] for tree in (a, b))
+    return len(a) == len(b) and all(
+        x.dtype == y.dtype and x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True)
+    )
+
+
+########################################################################################################################
+# The same numbers as the programs
+########################################################################################################################
+
+
+def test_the_loss_on_held_out_data_is_what_the_run_wrote(trained, run, settings):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    written = {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
+    assert sorted(written) == [2, 4]
+    checked = given.config_of(settings)
+    batches = list(pipeline.eval_batches(checked, tokenizers.load("bytes"), (0, 1), 8))
+    assert batches
+    for step, loss in written.items():
+        model = zj.load(f"{run}@{step}")
+        assert model.mesh is None and model.source == f"{run}@{step}"
+        total = count = 0.0
+        for batch in batches:
+            labels = np.where(batch["loss_mask"] > 0, batch["targets"], functions.IGNORED)
+            real = batch["loss_mask"].sum()
+            total += real * model.loss(batch["tokens"], labels, segments=batch["segment_ids"], shifted=True)
+            count += real
+        assert total / count == pytest.approx(loss, rel=1e-6), step
+    assert written[4] != written[2]
+
+
+def test_what_train_gives_lies_on_the_run_s_mesh_and_is_its_last_step(trained, run, settings):
+    assert dict(trained.mesh.shape) == {"data": 8, "expert": 1, "context": 1, "tensor": 1}
+    assert trained.source == f"{run}@4"
+    assert same(trained.params, zj.load(run).params)
+    again = zj.train(settings, run)  # it is complete
+    assert same((again.params, again.balance), (trained.params, trained.balance))
+
+
+def test_a_run_that_is_not_done_is_an_exception_with_the_exit_code(settings, folder, monkeypatch):
+    from experiments import pretrain
+
+    for code, words in (
+        (75, "the same call goes on"),
+        (3, "unhealthy"),
+        (4, "storage"),
+        (5, "computes wrongly"),
+    ):
+        monkeypatch.setattr(pretrain, "train", lambda *_, code=code: code)
+        with pytest.raises(zj.TrainingStopped, match=words) as stopped:
+            zj.train(settings, folder / "stopped")
+        assert stopped.value.code == code and stopped.value.workdir == folder / "stopped"
+
+
+def near(ours, theirs):
+    """The bound of tests/checkpoint/test_golden.py."""
+    assert ours.shape == theirs.shape
+    return np.abs(ours - theirs).max() <= 2e-5 * max(1, np.abs(theirs).max())
+
+
+def test_logits_and_trace_are_the_golden_cases(golden_case):
+    model, expected = zj.load(golden_case), load_file(golden_case / "expected.safetensors")
+    seen = model.trace(expected["input_ids"])
+    assert near(seen.logits, expected["logits"])
+    for layer, (hidden, probs) in enumerate(zip(seen.hidden_states, seen.router_probs, strict=True)):
+        assert near(hidden, expected[f"hidden_states.{layer}"])
+        logits = expected[f"router_logits.{layer}"]
+        assert near(probs.reshape(logits.shape), np.asarray(jax.nn.softmax(logits)))
+        chosen = np.argmax(probs + np.asarray(model.balance)[layer], axis=-1)
+        np.testing.assert_array_equal(seen.choices[layer], chosen)
+    assert len(np.unique(seen.choices)) > 1 and seen.attention is None
+
+
+def test_loss_and_gradients_are_the_golden_case(golden_dir):
+    expected = load_file(golden_dir / "mixed" / "expected.safetensors")
+    ids, labels = expected["input_ids"], expected["labels"]
+    model = zj.load(golden_dir / "mixed")
+    loss, grads = model.loss_and_grads(ids, labels)
+    assert loss == pytest.approx(float(expected["loss"]), rel=2e-5)
+    for name, ours in hf.to_torch_tree(model.config.model, grads).items():
+        theirs = expected[f"grad.{name}"]
+        assert np.linalg.norm(ours - theirs) <= 1e-4 * np.linalg.norm(theirs) + 1e-7, name
+
+
+########################################################################################################################
+# What it sees, and on any mesh
+########################################################################################################################
+
+
+@pytest.fixture(scope="module")
+def segments():
+    """Documents that end anywhere, and padding."""
+    return np.asarray([[1] * 7, [1, 1, 1, 2, 2, 0, 0]])
+
+
+def test_attention_is_what_the_tokens_see_of_each_other(model, ids, segments):
+    seen = model.trace(ids, segments=segments, attention=True)
+    sliding, full = seen.attention
+    see = np.tril(np.ones((7, 7), bool)) & (segments[:, :, None] == segments[:, None, :])
+    see = np.broadcast_to(see[:, None], full.shape)
+    near = see & np.triu(np.ones((7, 7), bool), -2)  # a sliding layer does not look farther back
+    for weights, visible in ((full, see), (sliding, near)):
+        assert (weights[visible] > 0).all() and (weights[~visible] == 0).all()
+    np.testing.assert_allclose(seen.attention.sum(-1), 1, rtol=1e-6)
+    plain = model.trace(ids, segments=segments)
+    np.testing.assert_array_equal(seen.logits, plain.logits)
+    np.testing.assert_array_equal(seen.hidden_states, plain.hidden_states)
+
+
+def test_the_attention_that_is_seen_makes_what_the_operator_gives(segments):
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 7, heads, 8), np.float32)) for heads in (4, 2, 2))
+    for window in (None, 3):
+        here = functions._Seeing().sequences(7, jnp.asarray(segments), None, None)
+        out, kept = here.of_layer(window, False, None).attend(q, k, v)
+        weights = kept["attention"].reshape(2, 2, 2, 7, 7)
+        made = jnp.einsum("bkgqj,bjkc->bqkgc", weights, v).reshape(out.shape)
+        np.testing.assert_allclose(made, out, rtol=1e-5, atol=1e-6)
+
+
+def test_segments_are_as_rows_of_their_own(model, ids, segments):
+    packed = model.logits(ids, segments=segments)
+    row = np.where(np.arange(7) < 2, np.roll(ids[1], -3), 0)
+    own = model.logits(np.stack([ids[0], row]))
+    np.testing.assert_allclose(packed[0], own[0], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(packed[1, 3:5], own[1, :2], rtol=1e-5, atol=1e-5)
+    loss = model.loss(ids, ids, segments=segments)
+    logp = np.asarray(jax.nn.log_softmax(packed))
+    pairs = [(0, t) for t in range(6)] + [(1, 0), (1, 1), (1, 3)]  # of one document each
+    assert loss == pytest.approx(-np.mean([logp[b, t, ids[b, t + 1]] for b, t in pairs]), rel=1e-5)
+
+
+MESHES = [{"data": 2, "expert": 2, "context": 2, "fsdp": True}]
+MORE_MESHES = [
+    {"data": 8}, {"context": 4, "ring": True}, {"tensor": 2}, {"tensor": 2, "tsp": True}, {"expert": 2, "tensor": 2},
+    {"context": 2, "tensor": 2, "data": 2, "fsdp": True},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "mesh", MESHES + [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES], ids=str
+)
+def test_a_mesh_gives_the_same_numbers(model, settings, ids, segments, mesh):
+    # No mesh divides these rows and columns.
+    over = zj.create(settings, mesh=mesh)
+    assert same(over.params, model.params) and over.mesh.size == 8
+    assert (over.balance == model.balance).all()
+    spread = [x for x in jax.tree.leaves(over.params) if not x.sharding.is_fully_replicated]
+    assert bool(spread) == bool({"fsdp", "expert", "tensor"} & set(mesh))
+    one, other = model.trace(ids, segments=segments), over.trace(ids, segments=segments)
+    for name in ("logits", "hidden_states", "router_probs"):
+        np.testing.assert_allclose(
+            getattr(other, name), getattr(one, name), rtol=1e-5, atol=1e-5, err_msg=name
+        )
+    np.testing.assert_array_equal(other.choices, one.choices)
+    loss, grads = model.loss_and_grads(ids, ids, segments=segments)
+    theirs, their_grads = over.loss_and_grads(ids, ids, segments=segments)
+    assert theirs == pytest.approx(loss, rel=1e-6)
+    for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(their_grads), strict=True):
+        assert np.linalg.norm(x - np.asarray(y)) <= 1e-5 * np.linalg.norm(x) + 1e-7
+
+
+def test_a_mesh_of_jax_with_axes_in_any_order_is_taken(run, trained):
+    devices = np.asarray(jax.devices()[:4]).reshape(2, 2)
+    over = zj.load(run, mesh=jax.sharding.Mesh(devices, ("expert", "data")))
+    assert dict(over.mesh.shape) == {"data": 2, "expert": 2, "context": 1, "tensor": 1}
+    assert over.mesh.devices[1, 0, 0, 0] == devices[0, 1]
+    assert same(over.params, trained.params)
+
+
+########################################################################################################################
+# What is written is what is read
+########################################################################################################################
+
+
+def test_what_is_saved_is_loaded_bit_for_bit_on_a_mesh_too(trained, run, folder, ids):
+    saved = trained.save(folder / "saved")
+    for mesh in (None, {"expert": 2, "fsdp": True}):
+        again = zj.load(saved, mesh=mesh)
+        assert same((again.params, again.balance), (trained.params, trained.balance))
+    again, original = zj.load(saved), zj.load(run)
+    assert again.config.precision == original.config.precision and again.source == f"{saved}@0"
+    np.testing.assert_array_equal(again.logits(ids), original.logits(ids))
+    assert again.generate("ab", 4) == original.generate("ab", 4)
+
+
+def test_programs_read_what_is_saved(trained, folder, monkeypatch, capsys):
+    saved = trained.save(folder / "for programs")
+    for program, *options in (
+        (checkpoint, "verify", f"--workdir={saved}"),
+        (checkpoint, "inspect", f"--workdir={saved}"),
+        (checkpoint, "export_params", f"--workdir={saved}", f"--out={folder / 'exported'}"),
+        (checkpoint, "to_hf", f"--workdir={saved}", f"--out={folder / 'hf of saved'}"),
+        (generate, f"--workdir={saved}", "--prompt=ab", "--num_tokens=4"),
+    ):
+        monkeypatch.setattr("sys.argv", ["program", *options])
+        assert cli.exit_code(program.main) == cli.DONE, options
+    said = capsys.readouterr().out
+    assert said.endswith(trained.generate("ab", 4) + "\n")
+    assert same(zj.load(folder / "hf of saved").params, trained.params)
+
+
+def test_training_begins_with_what_was_saved(trained, settings, folder):
+    saved = trained.save(folder / "begun")
+    c = copy.deepcopy(settings)
+    c.run.num_steps, c.optim.lr = 1, 1e-30  # a step so small that nothing moves but by rounding
+    c.optim.weight_decay = 0.0
+    model = zj.train(c, saved)
+    assert model.source == f"{saved}@1"
+    for x, y in zip(jax.tree.leaves(model.params), jax.tree.leaves(trained.params), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-12)
+
+
+def test_to_hf_and_back_is_bit_equal(trained, golden_dir, folder, ids):
+    out = trained.to_hf(folder / "as hf")
+    again = zj.load(out)
+    assert same((again.params, again.balance), (trained.params, trained.balance))
+    source = zj.load(golden_dir / "taps")
+    back = source.to_hf(folder / "taps")
+    ours, theirs = load_file(back / "model.safetensors"), load_file(golden_dir / "taps" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(
+        ours[name].dtype == x.dtype and ours[name].tobytes() == x.tobytes() for name, x in theirs.items()
+    )
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((back / name).read_text()) == json.loads((golden_dir / "taps" / name).read_text())
+    # And through a workdir, which keeps what our config has no room for.
+    further = zj.load(source.save(folder / "taps saved")).to_hf(folder / "taps again")
+    assert (further / "config.json").read_text() == (back / "config.json").read_text()
+    assert (further / "model.safetensors").read_bytes() == (back / "model.safetensors").read_bytes()
+
+
+def test_a_phase_s_rotary_base_stays_with_the_weights(folder, settings, ids):
+    c = copy.deepcopy(settings)
+    c.schedule.phases = (
+        {"tokens": 256, "micro_batch": 8},
+        {"tokens": 256, "rope_theta": 777.0, "global_batch": 6},
+    )
+    early = zj.create(c)
+    made = dataclasses.replace(early)
+    hybrid = made.config.model.rope_parameters.hybrid
+    late = given.as_begun(made.config, None)
+    assert late.schedule.phases == () and late.model == made.config.model
+    kinds = dataclasses.replace(
+        made.config.model.rope_parameters, hybrid=dataclasses.replace(hybrid, rope_theta=777.0)
+    )
+    model = dataclasses.replace(made.config.model, rope_parameters=kinds)
+    made.config = dataclasses.replace(made.config, model=model)  # as `load` has it after the second phase
+    again = zj.load(made.save(folder / "phased"))
+    assert again.config.model.rope_parameters.hybrid.rope_theta == 777.0
+    np.testing.assert_array_equal(again.logits(ids), made.logits(ids))
+    assert (again.logits(ids) != early.logits(ids)).any()
+
+
+def test_a_generated_text_ends_at_the_end_of_document_and_follows_the_seed(model, ids):
+    text = model.generate("ab", 12, temperature=1.0, seed=3)
+    assert (
+        text == model.generate("ab", 12, temperature=1.0, seed=3) != model.generate("ab", 12, temperature=1.0)
+    )
+    whole = model.generate(np.asarray([[256, *b"ab"]]), 4)[0, 3:].tolist()
+    ended = dataclasses.replace(model, tokenizer=tokenizers.load("bytes"))
+    ended.tokenizer.eos_id = whole[2]
+    first = whole[: whole.index(whole[2])]
+    assert ended.generate("ab", 4) == "ab" + ended.tokenizer.decode(first)
+
+
+########################################################################################################################
+# Refusals
+########################################################################################################################
+
+
+def refused(call, *parts):
+    with pytest.raises(zj.UserError) as error:
+        call()
+    assert "\n" not in str(error.value) and "--workdir" not in str(error.value)
+    for part in parts:
+        assert part in str(error.value), str(error.value)
+
+
+def test_what_is_given_wrongly_is_one_clear_line(model, run, folder, settings, tmp_path):
+    load, create, ids = zj.load, zj.create, np.zeros((1, 4), int)
+    partial = functools.partial
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    (tmp_path / "file").write_text("x")
+    for call, *parts in (
+        (partial(load, tmp_path / "none"), "none is no folder"),
+        (partial(load, tmp_path / "file"), "is no folder"),
+        (partial(load, tmp_path / "empty"), "neither a run's folder", "transformers"),
+        (partial(load, tmp_path / "other"), "neither a run's folder"),
+        (partial(load, f"{run}@3"), "no checkpoint of step 3", "it has 2, 4"),
+        (partial(load, f"{run}@x"), "is no folder"),
+        (partial(load, ""), "place"),
+        (partial(load, run, dtype="float16"), "float32, bfloat16"),
+        (partial(load, run, mesh={"data": 3}), "mesh has data", "8 devices"),
+        (partial(load, run, mesh={"tensor": 8}), "tensor=8", "num_attention_heads=4"),
+        (partial(load, run, mesh={"model": 2}), "mesh.model"),
+        (partial(load, run, mesh={"data": "two"}), "mesh.data", "two"),
+        (partial(load, run, mesh=8), "mesh is int"),
+        (partial(load, run, mesh=jax.sharding.Mesh(np.asarray(jax.devices()), ("x",))), "'x'", "data, expert"),
+        (partial(create, "tyni"), "'tyni'", "tiny"),
+        (partial(create, 3), "config is int"),
+        (partial(create, {"modle": {}}), "unknown config key config.modle"),
+        (partial(create, settings, seed=-1), "seed=-1"),
+        (partial(create, settings, seed=2**32), "seed="),
+        (partial(model.logits, [[1, 264]]), "token 264", "vocabulary of 264"),
+        (partial(model.logits, [[-1, 2]]), "token -1"),
+        (partial(model.logits, [1, 2]), "shape (2,)", "[B, S]"),
+        (partial(model.logits, [[1, 2], [3]]), "several lengths"),
+        (partial(model.logits, [[1.0]]), "float64"),
+        (partial(model.logits, np.zeros((0, 4), int)), "shape (0, 4)"),
+        (partial(model.logits, np.zeros((1, 65), int)), "max_position_embeddings=64"),
+        (partial(model.logits, ids, segments=[[1, 1]]), "segments have shape (1, 2)", "(1, 4)"),
+        (partial(model.logits, ids, segments=-np.ones((1, 4), int)), "segments hold -1"),
+        (partial(model.loss, ids, ids[:, :3]), "labels have shape (1, 3)", "(1, 4)"),
+        (partial(model.loss, ids, ids + 264), "label 264"),
+        (partial(model.loss, ids, ids - 1), "label -1", "-100"),
+        (partial(model.loss, ids, ids - 100), "no label counts"),
+        (partial(model.loss, ids[:, :1], ids[:, :1]), "no label counts"),
+        (partial(model.generate, ids, 0), "num_tokens=0"),
+        (partial(model.generate, ids, 61), "4 tokens of prompt", "max_position_embeddings=64"),
+        (partial(model.generate, ids, 2, temperature=-1), "temperature=-1"),
+        (partial(model.generate, ids, 2, temperature=float("nan")), "temperature=nan"),
+        (partial(model.generate, ids, 2, seed=1.5), "seed=1.5"),
+        (partial(model.generate, "\ud800", 2), "Unicode"),
+        (partial(model.save, run), "not empty"),
+        (partial(model.to_hf, tmp_path / "hf", dtype="int8"), "dtype='int8'"),
+    ):  # fmt: skip
+        refused(call, *parts)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "file", "other"]
+
+
+def test_a_model_that_was_changed_wrongly_is_not_written(settings, tmp_path):
+    model = zj.create(settings)
+    model.params = {**model.params, "final_norm": {"scale": np.zeros(3)}}
+    refused(partial_save := functools.partial(model.save, tmp_path / "a"), "final_norm", "(3,)", "(16,)")
+    model.params = {"embed": model.params["embed"]}
+    refused(partial_save, "None")
+    refused(functools.partial(model.to_hf, tmp_path / "b"), "None")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_text_needs_the_model_s_own_tokenizer(settings, golden_dir):
+    c = copy.deepcopy(settings)
+    c.model.vocab_size = 40
+    refused(lambda: zj.create(c).generate("a", 2), "no tokenizer", "ids [B, S]")
+    refused(lambda: zj.load(golden_dir / "taps").generate("a", 2), "no tokenizer")
+
+
+def test_training_refuses_another_thread_before_it_writes(settings, tmp_path):
+    found = []
+
+    def train():
+        try:
+            zj.train(settings, tmp_path / "run")
+        except zj.UserError as error:
+            found.append(str(error))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert "main thread" in found[0] and not (tmp_path / "run").exists()
+
+
+def test_an_interrupt_saves_and_a_later_call_goes_on(settings, folder, monkeypatch):
+    c = copy.deepcopy(settings)
+    from experiments import pretrain
+
+    def interrupt(number):
+        if number == 1:
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(pretrain.faults, "in_step", interrupt)
+    with pytest.raises(zj.TrainingStopped, match="the same call goes on") as stopped:
+        zj.train(c, folder / "interrupted")
+    assert stopped.value.code == 75
+    with pytest.raises(KeyboardInterrupt):  # the listener is Python's own again
+        signal.raise_signal(signal.SIGINT)
+    model = zj.train(c, folder / "interrupted")
+    assert same(model.params, zj.load(folder / "run").params)
+
+
+########################################################################################################################
+# The package
+########################################################################################################################
+
+NAMES = [
+    "Config", "LanguageModel", "StorageError", "Trace", "TrainingStopped", "UserError", "__version__", "apply",
+    "config", "create", "init", "load", "loss", "train",
+]  # fmt: skip
+OF_A_MODEL = ["generate", "logits", "loss", "loss_and_grads", "save", "to_hf", "trace"]
+OF_A_TRACE = ["logits", "hidden_states", "router_probs", "choices", "attention"]
+
+
+def test_the_public_names_are_frozen():
+    assert zj.__all__ == NAMES
+    assert set(NAMES) <= set(dir(zj))
+    for name in NAMES:
+        assert getattr(zj, name) is not None
+    methods = [n for n, x in vars(zj.LanguageModel).items() if callable(x) and not n.startswith("_")]
+    assert sorted(methods) == OF_A_MODEL
+    fields = [field.name for field in dataclasses.fields(zj.LanguageModel)]
+    assert [name for name in fields if not name.startswith("_")] == [
+        "config", "params", "balance", "tokenizer", "mesh", "source",
+    ]  # fmt: skip
+    assert [field.name for field in dataclasses.fields(zj.Trace)] == OF_A_TRACE
+    with pytest.raises(AttributeError, match="'nothing'"):
+        zj.nothing  # noqa: B018
+
+
+def test_the_import_is_cheap_and_lazy():
+    code = """
+import sys
+import zaya_jax as zj
+import zaya_jax.aegis.node
+heavy = {"jax", "flax", "numpy", "experiments"} & set(sys.modules)
+assert not heavy, heavy
+assert "create" in dir(zj) and "jax" not in sys.modules
+zj.UserError
+assert "jax" not in sys.modules
+zj.apply
+assert "jax" in sys.modules
+import zaya_jax.train.step  # the package, which can be called, and its modules
+from zaya_jax import train
+assert train.step is zaya_jax.train.step and callable(zj.train)
+assert "experiments.pretrain" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+def test_the_examples_do_as_they_say(model, run, ids, folder, monkeypatch, settings):
+    """Of every public function and method, and of docs/library.md."""
+    names = {"zj": zj, "np": np, "jax": jax, "model": model, "ids": ids, "config": settings}
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    examples = [
+        doctest.DocTestParser().get_doctest(page, {}, "docs/library.md", "docs/library.md", 0),
+        *doctest.DocTestFinder().find(functions, "functions"),
+        *doctest.DocTestFinder().find(library, "library"),
+    ]
+    assert len(examples[0].examples) > 15
+    shown = {
+        test.name.split(".", 1)[1] for test in examples if test.examples and test.name != "docs/library.md"
+    }
+    assert {f"LanguageModel.{name}" for name in OF_A_MODEL} | {
+        "init",
+        "apply",
+        "loss",
+        "create",
+        "load",
+        "train",
+    } == shown
+    runner, said = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS), []
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(logs, "say", lambda line: None)
+    for i, test in enumerate(examples):
+        (folder / f"examples {i}").mkdir()
+        test.globs = {**names, "folder": folder / f"examples {i}", "run": run}
+        runner.run(test, out=said.append)
+    assert not runner.failures, re.sub(r"\n{2,}", "\n", "".join(said))
