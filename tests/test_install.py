@@ -1,0 +1,208 @@
+"""The installed package: what a wheel holds, its commands, and which modules import where Linux's own calls are missing."""
+
+import ast
+import fnmatch
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from test_architecture import OPTIONS, modules
+
+import zaya_jax
+
+ROOT = Path(__file__).resolve().parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
+COMMANDS = {f"zaya-{name.replace('_', '-')}": name for name in OPTIONS}
+
+
+def tree() -> set[str]:
+    """Every file of the packages and of launch/, by its path."""
+    found = [path for room in (*PACKAGES, "launch") for path in (ROOT / room).rglob("*") if path.is_file()]
+    return {str(path.relative_to(ROOT)) for path in found if "__pycache__" not in path.parts}
+
+
+def normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+########################################################################################################################
+# What pyproject.toml says
+########################################################################################################################
+
+
+def test_each_program_is_a_command():
+    assert PROJECT["project"]["scripts"] == dict.fromkeys(sorted(COMMANDS), "experiments._commands:main")
+
+
+def test_every_file_of_the_packages_is_declared():
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    for name in tree():
+        path = Path(name)
+        if path.parts[0] == "launch":
+            assert len(path.parts) == 2
+            continue
+        package = ".".join(path.parent.parts)
+        assert (ROOT / path.parent / "__init__.py").exists(), (
+            f"{package} is no package: its files would be left out"
+        )
+        patterns = ["*.py", *data.get(package, [])]
+        assert any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns), name
+    assert PROJECT["tool"]["setuptools"]["data-files"] == {"share/zaya_jax/launch": ["launch/*"]}
+
+
+def test_the_version_is_one():
+    assert PROJECT["project"]["version"] == zaya_jax.__version__
+
+
+def test_what_training_needs_is_pinned_in_the_small_set_and_nothing_of_development():
+    def pinned(name):
+        lines = (ROOT / "requirements" / f"{name}.txt").read_text().splitlines()
+        return {normal(line.split("==")[0]) for line in lines if "==" in line}
+
+    def declared(lines):
+        return {normal(re.match(r"[\w.-]+", line)[0]) for line in lines}
+
+    base, dev = pinned("base"), pinned("dev")
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert declared(PROJECT["project"]["dependencies"]) <= base
+    assert declared(extras["dev"]) - base <= dev and not base & dev
+    assert not base & {"pytest", "mypy", "ruff", "hypothesis", "matplotlib", "moto", "flask"}
+
+
+IMPORTED = """
+import importlib, importlib.metadata, sys
+known = importlib.metadata.packages_distributions()
+"""
+
+
+def test_what_the_packages_import_is_declared():
+    """At a module's top: nothing of the development set is needed to import what training imports."""
+    known = importlib.metadata.packages_distributions()
+    declared = {normal(re.match(r"[\w.-]+", line)[0]) for line in PROJECT["project"]["dependencies"]}
+    below = {"tensorstore": "orbax-checkpoint", "ml-dtypes": "jax", "jaxlib": "jax", "psutil": "grain"}
+    foreign = set()
+    for module, path in modules():
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            for top in {name.split(".")[0] for name in names} - {*PACKAGES, *sys.stdlib_module_names}:
+                given_by = {normal(name) for name in known[top]}
+                if not given_by & declared and not {below.get(name) for name in given_by} & declared:
+                    foreign.add((module, top))
+    assert not foreign
+
+
+########################################################################################################################
+# The wheel
+########################################################################################################################
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of a copy of the tree, since building leaves files in it."""
+    source = tmp_path_factory.mktemp("source")
+    for name in (*PACKAGES, "launch", "pyproject.toml", "README.md", "LICENSE"):
+        there = ROOT / name
+        if there.is_dir():
+            shutil.copytree(there, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copyfile(there, source / name)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run(
+        [
+            *pip,
+            "wheel",
+            "-q",
+            "--no-build-isolation",
+            "--no-deps",
+            "--no-index",
+            "-w",
+            source / "dist",
+            source,
+        ],
+        check=True,
+    )
+    return next((source / "dist").glob("*.whl"))
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_the_tree(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    data = f"zaya_jax-{zaya_jax.__version__}.data/data/share/zaya_jax/"
+    held = {name.removeprefix(data) for name in names if ".dist-info/" not in name}
+    assert held == tree()
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """The folder of commands of an environment that has the wheel, and the rest from this one."""
+    venv = tmp_path_factory.mktemp("installed") / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    python = venv / "bin" / "python"
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(
+        subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
+    )
+    ours = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout
+    (site / "rest.pth").write_text(ours)
+    pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
+    subprocess.run(
+        [*pip, "install", "-q", "--no-deps", "--no-index", "--ignore-installed", wheel], check=True
+    )
+    return venv / "bin"
+
+
+def started(command, folder, **variables):
+    """(exit code, output, errors) of a command in another folder."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | variables
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_an_installed_package_is_used_from_any_folder(installed, tmp_path):
+    code = "import zaya_jax, experiments, pallas_kernels; print(zaya_jax.__file__, experiments.__file__)"
+    _, out, err = started([installed / "python", "-c", code], tmp_path)
+    assert not err and all(Path(name).is_relative_to(installed.parent) for name in out.split())
+    code = "from zaya_jax.aegis import rules; import zaya_jax as zj; print(zj.create('tiny'))"
+    assert "5,182,616 parameters" in started([installed / "python", "-c", code], tmp_path)[1]
+    templates = installed.parent / "share" / "zaya_jax" / "launch"
+    assert {path.name for path in templates.iterdir()} == {path.name for path in (ROOT / "launch").iterdir()}
+    assert templates.joinpath("node.sh").read_bytes() == (ROOT / "launch" / "node.sh").read_bytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_a_command_is_its_program(installed, tmp_path, command):
+    program = [sys.executable, "-m", f"experiments.{COMMANDS[command]}"]
+    for options in (["--help"], ["--nonsense=1"], []):
+        if not options and command == "zaya-pretrain":  # it would train
+            options = [f"--config={tmp_path / 'none.py'}"]
+        theirs = started([*program, *options], tmp_path, PYTHONPATH=str(ROOT))
+        code, out, err = started([installed / command, *options], tmp_path)
+        ours = [text.replace(str(installed.parent), "") for text in (out, err)]
+        where = Path("lib") / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+        ours = [re.sub(rf"/?{where}", str(ROOT), text) for text in ours]
+        assert (code, *ours) == theirs, options
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_an_installed_program_trains(installed, tmp_path):
+    keys = {
+        "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 8,
+        "model.num_experts": 2, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8, "run.num_steps": 2,
+    }  # fmt: skip
+    options = [f"--config.{key}={value}" for key, value in keys.items()]
+    code, out, err = started([installed / "zaya-pretrain", "--workdir=run", *options], tmp_path)
+    assert (code, err) == (0, "") and "done: 2 steps" in out
+    code, out, err = started([installed / "zaya-checkpoint", "verify", "--workdir=run"], tmp_path)
+    assert (code, err) == (0, "") and "step 2" in out and "whole" in out
