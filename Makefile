@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-targets pretrain test test-all test-floor coverage lint format typecheck pins clean
+.PHONY: help setup setup-base setup-targets pretrain test test-all test-floor coverage lint format typecheck pins clean
 
 bin := .venv/bin
 ARGS ?=
@@ -17,10 +17,13 @@ help: ## This list
 setup: ## The pinned environment in .venv (again only when the pinned set has changed)
 	@tools/setup.sh .venv requirements/dev.txt
 
+setup-base: ## What training needs alone; nothing to do where .venv has the whole set
+	@tools/setup.sh .venv requirements/base.txt
+
 setup-targets: setup ## The compilers for GPUs that are not here (experiments.compile)
 	@tools/setup_targets.sh .venv .venv-targets
 
-pretrain: setup ## Train: the embedded tiny run, or ARGS='--config=... --workdir=...'
+pretrain: setup-base ## Train: the embedded tiny run, or ARGS='--config=... --workdir=...'
 	@$(bin)/python -m experiments.pretrain $(ARGS)
 
 test: setup ## The default tests (ARGS='tests/model -k rope' for some)

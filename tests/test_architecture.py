@@ -34,6 +34,9 @@ ARROWS = {
     "zaya_jax.config": ("zaya_jax.config", "pallas_kernels.chip"),
     "zaya_jax.model": ("zaya_jax.config", "zaya_jax.model", "pallas_kernels"),
     "zaya_jax.parallel": ("zaya_jax.config", "zaya_jax.model", "zaya_jax.parallel", "pallas_kernels"),
+    # The library's object trains as the program does, and finds configs by their names; nothing imports these two.
+    "zaya_jax.library": ("experiments.pretrain", "zaya_jax", "pallas_kernels"),
+    "zaya_jax.given": ("experiments.configs", "zaya_jax", "pallas_kernels"),
     "zaya_jax": ("zaya_jax", "pallas_kernels"),
     "pallas_kernels": ("pallas_kernels",),
     "experiments": ("experiments", "zaya_jax", "pallas_kernels"),
@@ -240,6 +243,21 @@ def test_packages_import_each_other_in_no_circle():
     assert order.index("zaya_jax.config") < order.index("zaya_jax.checkpoint") < order.index("zaya_jax.train")
 
 
+LIBRARY = ("zaya_jax.library", "zaya_jax.functions", "zaya_jax.given")
+
+
+def test_nothing_but_the_library_imports_the_library():
+    """It may import programs, so that whoever imports it does too."""
+    found = {
+        module
+        for module, path in modules()
+        if module not in ("zaya_jax", *LIBRARY)
+        for _, name in imports(path.read_text(encoding="utf-8"), module, path.name == "__init__.py")
+        if any(within(name, part) for part in LIBRARY)
+    }
+    assert not found
+
+
 def test_a_circle_of_packages_is_found():
     found = [
         ("zaya_jax.a.x", "from zaya_jax.b import y", False),
@@ -257,6 +275,7 @@ def test_a_circle_of_packages_is_found():
     [
         ("zaya_jax.data.pack", "import experiments.pretrain"),
         ("zaya_jax.train.loop", "def f():\n    from experiments import pretrain"),
+        ("zaya_jax.library", "from experiments import generate"),
         ("zaya_jax.model.cca", "from zaya_jax import checkpoint"),
         ("zaya_jax.model.cca", "from ..train import state"),
         ("zaya_jax.model.cca", "import zaya_jax.optim.muon as muon"),

@@ -1,4 +1,4 @@
-"""The installed package: what a wheel holds, its commands, and which modules import where Linux's own calls are missing."""
+"""The installed package: what a wheel holds, its commands, and that it runs where Linux's own calls are missing."""
 
 import ast
 import fnmatch
@@ -75,12 +75,6 @@ def test_what_training_needs_is_pinned_in_the_small_set_and_nothing_of_developme
     assert declared(PROJECT["project"]["dependencies"]) <= base
     assert declared(extras["dev"]) - base <= dev and not base & dev
     assert not base & {"pytest", "mypy", "ruff", "hypothesis", "matplotlib", "moto", "flask"}
-
-
-IMPORTED = """
-import importlib, importlib.metadata, sys
-known = importlib.metadata.packages_distributions()
-"""
 
 
 def test_what_the_packages_import_is_declared():
@@ -183,9 +177,7 @@ def test_an_installed_package_is_used_from_any_folder(installed, tmp_path):
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_a_command_is_its_program(installed, tmp_path, command):
     program = [sys.executable, "-m", f"experiments.{COMMANDS[command]}"]
-    for options in (["--help"], ["--nonsense=1"], []):
-        if not options and command == "zaya-pretrain":  # it would train
-            options = [f"--config={tmp_path / 'none.py'}"]
+    for options in (["--help"], ["--nonsense=1"]):
         theirs = started([*program, *options], tmp_path, PYTHONPATH=str(ROOT))
         code, out, err = started([installed / command, *options], tmp_path)
         ours = [text.replace(str(installed.parent), "") for text in (out, err)]
@@ -196,13 +188,121 @@ def test_a_command_is_its_program(installed, tmp_path, command):
 
 
 @pytest.mark.slow
+def test_an_interrupt_of_a_command_that_starts_is_no_traceback(installed, tmp_path):
+    """As of `python -m`: the default action, until the program takes over."""
+    code = "import sys, signal; sys.argv = ['/bin/zaya-plan']; import experiments; "
+    code += "print(signal.getsignal(2) is signal.SIG_DFL)"
+    assert started([installed / "python", "-c", code], tmp_path)[1] == "True\n"
+    assert started([installed / "python", "-c", code.replace("zaya-plan", "other")], tmp_path)[1] == "False\n"
+
+
+@pytest.mark.slow
 def test_an_installed_program_trains(installed, tmp_path):
     keys = {
         "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 8,
-        "model.num_experts": 2, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8, "run.num_steps": 2,
+        "model.num_experts": 2, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
+        "run.num_steps": 2,
     }  # fmt: skip
     options = [f"--config.{key}={value}" for key, value in keys.items()]
     code, out, err = started([installed / "zaya-pretrain", "--workdir=run", *options], tmp_path)
     assert (code, err) == (0, "") and "done: 2 steps" in out
     code, out, err = started([installed / "zaya-checkpoint", "verify", "--workdir=run"], tmp_path)
     assert (code, err) == (0, "") and "step 2" in out and "whole" in out
+
+
+########################################################################################################################
+# Systems that are not Linux
+########################################################################################################################
+
+# A stand-in for macOS, where no such machine is: what its Python has not is taken out, and /proc, /dev/shm and
+# /sys are not there. Dependencies are imported before; theirs is theirs to see to.
+NOT_LINUX = """
+import builtins, ctypes, errno, importlib, io, mmap, os, platform, pathlib, resource, select, signal, socket, sys
+import asyncio, concurrent.futures.process, multiprocessing.context, shutil, subprocess, tempfile, uuid
+import jax, jax.experimental.multihost_utils, jax.experimental.pallas.triton, flax.nnx, grain, optax
+import ml_collections.config_flags, orbax.checkpoint, prometheus_client, psutil, pyarrow.parquet, safetensors.numpy
+import sentencepiece, tensorboardX, tensorstore, tokenizers, tqdm, zstandard, fsspec.implementations.local
+jax.devices()
+
+LINUX = {
+    os: "posix_fadvise posix_fallocate pidfd_open memfd_create eventfd copy_file_range splice O_TMPFILE O_DIRECT "
+        "O_PATH POSIX_FADV_DONTNEED POSIX_FADV_SEQUENTIAL POSIX_FADV_WILLNEED sched_getaffinity sched_setaffinity "
+        "fdatasync pipe2 setns unshare getrandom O_NOATIME sched_setscheduler process_cpu_count getxattr setxattr",
+    signal: "SIGRTMIN SIGRTMAX SIGPOLL SIGPWR SIGSTKFLT sigtimedwait sigwaitinfo pidfd_send_signal",
+    resource: "prlimit RLIMIT_SIGPENDING RLIMIT_MSGQUEUE RLIMIT_NICE RLIMIT_RTPRIO RLIMIT_OFILE",
+    mmap: "MADV_HUGEPAGE MADV_NOHUGEPAGE MAP_POPULATE MAP_STACK",
+    select: "epoll EPOLLIN EPOLL_CLOEXEC",
+    socket: "AF_NETLINK AF_PACKET SO_PEERCRED TCP_USER_TIMEOUT SO_BINDTODEVICE SOCK_CLOEXEC SOCK_NONBLOCK AF_VSOCK",
+}
+for module, names in LINUX.items():
+    for name in names.split():
+        vars(module).pop(name, None)
+tempfile._O_TMPFILE_WORKS = False
+sys.platform, platform.system, platform.libc_ver = "darwin", lambda: "Darwin", lambda *_, **__: ("", "")
+
+class NoLibc:
+    def __getattr__(self, name):
+        raise AttributeError(f"dlsym: symbol not found: {name}")
+load = ctypes.CDLL
+ctypes.CDLL = lambda name, *args, **kwargs: NoLibc() if name is None else load(name, *args, **kwargs)
+
+def hidden(function):
+    def call(path, *args, **kwargs):
+        text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
+        if str(text).startswith(("/proc", "/sys", "/dev/shm", "/etc/os-release")):
+            raise FileNotFoundError(errno.ENOENT, "No such file or directory", text)
+        return function(path, *args, **kwargs)
+    return call
+files = {builtins: ["open"], io: ["open"], os: ["open", "stat", "lstat", "listdir", "scandir", "access"]}
+for module, names in files.items():
+    for name in names:
+        setattr(module, name, hidden(getattr(module, name)))
+limit, setlimit = resource.getrlimit, resource.setrlimit
+resource.getrlimit = lambda which: (256, 2**63 - 1) if which == resource.RLIMIT_NOFILE else limit(which)
+"""
+
+
+def as_if_elsewhere(code, folder):
+    done = subprocess.run(
+        [sys.executable, "-c", NOT_LINUX + code], cwd=folder, capture_output=True, text=True, timeout=300,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_every_module_is_imported_without_what_linux_alone_has(tmp_path):
+    names = [module for module, _ in modules()]
+    assert "zaya_jax.data.storage" in names and "experiments.pretrain" in names
+    code = f"""
+from absl import flags
+before = set(flags.FLAGS)
+for name in {names}:
+    importlib.import_module(name)
+    for flag in set(flags.FLAGS) - before:  # programs have some in common, and none is imported with another
+        delattr(flags.FLAGS, flag)
+print("all")
+"""
+    assert as_if_elsewhere(code, tmp_path) == "all\n"
+
+
+@pytest.mark.slow
+def test_a_run_needs_nothing_that_linux_alone_has(tmp_path):
+    code = """
+import zaya_jax as zj
+from zaya_jax import cli
+from zaya_jax.cluster import lifelines
+from zaya_jax.hardware import host
+c = zj.config.default()
+for key, value in dict(
+    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=2,
+    moe_intermediate_size=8, router_hidden_size=8, vocab_size=264, max_position_embeddings=64,
+).items():
+    c.model[key] = value
+c.data.path, c.data.tokenizer, c.data.seq_len, c.data.global_batch = "stdlib", "bytes", 16, 8
+c.run.num_steps, c.eval.every, c.checkpoint.every_steps, c.log.sample_tokens = 2, 1, 1, 2
+host.keep_memory()
+lifelines.listen(0, "the test's", "").close()
+print(zj.train(c, "run").source)
+"""
+    assert as_if_elsewhere(code, tmp_path).splitlines()[-1] == "run@2"

@@ -2,9 +2,10 @@
 # Makes a virtual environment with a pinned set and the project in it, or leaves a good one alone.
 #
 #   tools/setup.sh .venv requirements/dev.txt
+#   tools/setup.sh .venv requirements/base.txt     what training needs alone; one with the larger set serves as it is
 #
-# The environment holds a stamp, written last: where it lies, its extras, and a hash of what it was made from. Without
-# a stamp it is half made, and is made anew; with another hash the changed set is installed over the old one. Of two
+# The environment holds a stamp, written last: where it lies, its extras, a hash of what it was made from, and which set
+# it has. Without a stamp it is half made, and is made anew; with another hash the changed set is installed over the old one. Of two
 # that start at once the second waits. EXTRAS=cuda (or rocm, hf,...; with commas) adds optional sets, and is remembered.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,6 +25,12 @@ extras=${EXTRAS-$(recorded 2)}
 place=$PWD/$venv # the scripts in an environment hold its path
 hash=$(cat pyproject.toml requirements/*.txt tools/setup.sh | cksum)
 
+# The larger set stays where it is: who trains and tests in turns would else install in turns. Before stamps named their
+# set, .venv had that of development.
+had=$(recorded 4)
+[ -n "$had" ] || { [ ! -f "$stamp" ] || had=requirements/dev.txt; }
+if [ "$pinned" = requirements/base.txt ] && [ "$had" = requirements/dev.txt ]; then pinned=$had; fi
+
 sound() { # made here, whole, with these extras, by an interpreter that still runs and is the one asked for
   [ "$(recorded 1)" = "$place" ] && [ "$(recorded 2)" = "$extras" ] || return 1
   local base
@@ -31,7 +38,7 @@ sound() { # made here, whole, with these extras, by an interpreter that still ru
   [ -z "${PYTHON:-}" ] || [ "$base" = "$(tools/find_python.sh 2>/dev/null)" ]
 }
 
-current() { sound && [ "$(recorded 3)" = "$hash" ]; }
+current() { sound && [ "$(recorded 3)" = "$hash" ] && [ "$(recorded 4)" = "$pinned" ]; }
 
 lock() { # held until this script ends, however it ends
   if command -v flock >/dev/null 2>&1; then
@@ -63,7 +70,8 @@ current && exit 0
 
 : >"$log"
 if sound; then
-  say "what $venv was made from has changed: bringing it up to date"
+  if [ "$had" != "$pinned" ]; then say "$venv has the set of $had: adding to it"
+  else say "what $venv was made from has changed: bringing it up to date"; fi
   rm "$stamp"
 else
   interpreter=$(tools/find_python.sh)
@@ -75,5 +83,5 @@ say "installing the set of $pinned (a minute or two)"
 pip=("$python" -m pip install --quiet --disable-pip-version-check --no-input)
 run "${pip[@]}" -r "$pinned"
 run "${pip[@]}" --no-build-isolation -r "$pinned" -e ".${extras:+[$extras]}"
-printf '%s\n' "$place" "$extras" "$hash" >"$stamp"
+printf '%s\n' "$place" "$extras" "$hash" "$pinned" >"$stamp"
 say "$venv is ready ($((SECONDS - started)) s)"

@@ -1,9 +1,10 @@
 """What somebody gives to `zaya_jax.library`: a config, a mesh, a place, arrays. UserError where it will not do."""
 
+import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,3 +140,18 @@ def whole(name: str, value: Any, least: int, most: float) -> None:
     if not (whole and least <= value <= most):
         above = "" if most == math.inf else f" and at most {most:,}"
         raise UserError(f"{name}={shown(value)} is no whole number of at least {least}{above}")
+
+
+def require_one_process() -> None:
+    """UserError in one of several."""
+    if jax.process_count() > 1:
+        raise UserError("a model object is of one process; several train by experiments.pretrain")
+
+
+@contextlib.contextmanager
+def named(folder: Path) -> Iterator[None]:
+    """Messages of programs name the option --workdir; here is none."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(str(error).replace(f"--workdir={folder}", str(folder))) from None

@@ -23,12 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import flags
 from jax.sharding import Mesh
 
 from pallas_kernels import chip
 from zaya_jax import cli, functions, given, schedule, trees
 from zaya_jax.checkpoint import places, store
-from zaya_jax.config import Config, UserError, shown
+from zaya_jax.config import Config, UserError, fields, shown
 from zaya_jax.data import token_ids, tokenizers
 from zaya_jax.given import AnyConfig, AnyMesh
 from zaya_jax.hardware import flags as xla_flags
@@ -273,7 +274,7 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
     >>> zj.create(model.config, seed=1).logits(ids).shape
     (2, 7, 264)
     """
-    _require_one_process()
+    given.require_one_process()
     settings = given.config_of(config)
     given.whole("seed", seed, 0, 2**32 - 1)
     tokenizer: tokenizers.Tokenizer | None = tokenizers.load(settings.data.tokenizer)
@@ -300,7 +301,7 @@ def load(place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | 
     >>> zj.load(run).tokenizer.kind
     'bytes'
     """
-    _require_one_process()
+    given.require_one_process()
     folder, step = given.folder_and_step(place)
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"dtype={shown(dtype)} is not one of float32, bfloat16")
@@ -315,7 +316,7 @@ def load(place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | 
 
 
 def _load_run(folder: Path, step: int | None, mesh: AnyMesh | None, dtype: str | None) -> LanguageModel:
-    with _named(folder):
+    with given.named(folder):
         step = store.latest_step(folder, step)
         config = exchange.config_at(folder, step)
         config = dataclasses.replace(config, model=schedule.model_at(config, step))
@@ -352,12 +353,18 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
     >>> zj.train(config, run).source.endswith("@4")  # it was complete
     True
     """
-    _require_one_process()
+    given.require_one_process()
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training listens to signals, so it needs the process's main thread")
     settings = given.config_of(config)
     xla_flags.set_for_platform()
-    from experiments import pretrain  # which defines its command line's flags
+    try:
+        from experiments import pretrain  # which defines its command line's flags
+    except flags.DuplicateFlagError as error:
+        raise UserError(
+            f"this process has a flag of the training program already ({fields.first_line(error)}); train in one of "
+            "its own: python -m experiments.pretrain"
+        ) from None
 
     folder = folder_of(settings, None if workdir is None else str(workdir))
     with _signals_as_they_were():
@@ -368,20 +375,6 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
     last = schedule.phase_config(settings, plan.step(min(plan.total_steps, settings.run.num_steps)).phase)
     mesh = dataclasses.asdict(last.mesh) if jax.device_count() > 1 else None
     return load(folder, mesh=mesh)
-
-
-def _require_one_process() -> None:
-    if jax.process_count() > 1:
-        raise UserError("a model object is of one process; several train by experiments.pretrain")
-
-
-@contextlib.contextmanager
-def _named(folder: Path) -> Iterator[None]:
-    """Messages of programs name the option --workdir; here is none."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace(f"--workdir={folder}", str(folder))) from None
 
 
 @contextlib.contextmanager
