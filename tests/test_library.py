@@ -384,6 +384,10 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, folder, settings, t
         (partial(load, f"{run}@3"), "no checkpoint of step 3", "it has 2, 4"),
         (partial(load, f"{run}@x"), "is no folder"),
         (partial(load, ""), "place"),
+        (partial(load, "@3"), "@3 is no folder"),
+        (partial(load, None), "place=None is no path"),
+        (partial(model.save, None), "directory=None is no path"),
+        (partial(model.save, "a\0b"), "directory="),
         (partial(load, run, dtype="float16"), "float32, bfloat16"),
         (partial(load, run, mesh={"data": 3}), "mesh has data", "8 devices"),
         (partial(load, run, mesh={"tensor": 8}), "tensor=8", "num_attention_heads=4"),
@@ -405,6 +409,7 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, folder, settings, t
         (partial(model.logits, np.zeros((1, 65), int)), "max_position_embeddings=64"),
         (partial(model.logits, ids, segments=[[1, 1]]), "segments have shape (1, 2)", "(1, 4)"),
         (partial(model.logits, ids, segments=-np.ones((1, 4), int)), "segments hold -1"),
+        (partial(model.logits, ids, segments=np.full((1, 4), 2**32)), "segments hold 4294967296"),
         (partial(model.loss, ids, ids[:, :3]), "labels have shape (1, 3)", "(1, 4)"),
         (partial(model.loss, ids, ids + 264), "label 264"),
         (partial(model.loss, ids, ids - 1), "label -1", "-100"),
@@ -426,10 +431,19 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, folder, settings, t
 def test_a_model_that_was_changed_wrongly_is_not_written(settings, tmp_path):
     model = zj.create(settings)
     model.params = {**model.params, "final_norm": {"scale": np.zeros(3)}}
-    refused(partial_save := functools.partial(model.save, tmp_path / "a"), "final_norm", "(3,)", "(16,)")
-    model.params = {"embed": model.params["embed"]}
-    refused(partial_save, "None")
-    refused(functools.partial(model.to_hf, tmp_path / "b"), "None")
+    refused(
+        partial_save := functools.partial(model.save, tmp_path / "a"),
+        "final_norm",
+        "float64[3]",
+        "float32[16]",
+    )
+    refused(lambda: model.logits([[1, 2]]), "final_norm")
+    fresh = zj.create(settings)
+    model.params = jax.tree.map(lambda x: x.astype("bfloat16"), fresh.params)
+    refused(lambda: model.loss([[1, 2]], [[1, 2]]), "bfloat16[", "float32[")
+    model.params = {"embed": fresh.params["embed"]}
+    refused(partial_save, "is none")
+    refused(functools.partial(model.to_hf, tmp_path / "b"), "is none")
     assert not list(tmp_path.iterdir())
 
 
@@ -455,6 +469,7 @@ def test_training_refuses_another_thread_before_it_writes(settings, tmp_path):
     assert "main thread" in found[0] and not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_an_interrupt_saves_and_a_later_call_goes_on(settings, folder, monkeypatch):
     c = copy.deepcopy(settings)
     from experiments import pretrain

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from zaya_jax import cli
 from zaya_jax import config as config_lib
+from zaya_jax.checkpoint import places
 from zaya_jax.config import Config, Precision, UserError, fields, shown
 from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
@@ -99,9 +100,9 @@ def with_dtype(config: Config, dtype: str | None) -> Config:
 
 def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
     """FOLDER or FOLDER@STEP, of a folder that is there."""
-    fields.check_path("place", str(place))
-    path, at, number = str(place).rpartition("@")
-    if at and number.isdigit() and not Path(place).is_dir():  # a folder may be called so, too
+    _check_path("place", place)
+    path, _, number = str(place).rpartition("@")
+    if path and number.isdigit() and not Path(place).is_dir():  # a folder may be called so, too
         place, step = path, int(number)
     else:
         step = None
@@ -111,6 +112,18 @@ def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
             f"{place} is no folder; give a run's, FOLDER@STEP, or a directory of transformers' zaya"
         )
     return folder, step
+
+
+def new_folder(directory: str | os.PathLike) -> Path:
+    """A folder that may be made."""
+    _check_path("directory", directory)
+    return places.new_folder(directory, "directory")
+
+
+def _check_path(name: str, path: Any) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise UserError(f"{name}={shown(path)} is no path")
+    fields.check_path(name, str(path))
 
 
 def is_hf(folder: Path) -> bool:

@@ -13,6 +13,7 @@ See docs/library.md. Arrays go in and come out as NumPy's, but for parameters an
 import contextlib
 import dataclasses
 import math
+import numbers
 import os
 import signal
 import threading
@@ -28,7 +29,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels import chip
 from zaya_jax import cli, functions, given, schedule, trees
-from zaya_jax.checkpoint import places, store
+from zaya_jax.checkpoint import store
 from zaya_jax.config import Config, UserError, fields, shown
 from zaya_jax.data import token_ids, tokenizers
 from zaya_jax.given import AnyConfig, AnyMesh
@@ -152,7 +153,7 @@ class LanguageModel:
         ids = self._inputs([self._encoded(prompt)] if is_text else prompt, None)[0]
         given.whole("num_tokens", num_tokens, 1, math.inf)
         given.whole("seed", seed, 0, 2**32 - 1)  # random keys would take it modulo that
-        if not (isinstance(temperature, int | float) and 0 <= temperature < math.inf):
+        if not (isinstance(temperature, numbers.Real | np.floating) and 0 <= temperature < math.inf):
             raise UserError(f"temperature={shown(temperature)} is no number of at least 0")
         most = self.config.model.max_position_embeddings
         if ids.shape[1] + num_tokens > most:
@@ -160,6 +161,7 @@ class LanguageModel:
                 f"{ids.shape[1]} tokens of prompt and num_tokens={num_tokens} are above the model's "
                 f"max_position_embeddings={most}; give fewer"
             )
+        self._check_weights()
         weights = self.params, self.balance
         if self.mesh is not None:
             weights = jax.device_put(weights, self.mesh.devices.flat[0])
@@ -183,7 +185,7 @@ class LanguageModel:
         True
         """
         self._check_weights()
-        target = places.new_folder(directory, "directory")
+        target = given.new_folder(directory)
         leaves = (
             (tuple(key.key for key in path), None, np.asarray(x))
             for path, x in jax.tree_util.tree_flatten_with_path(self.params)[0]
@@ -203,12 +205,13 @@ class LanguageModel:
         self._check_weights()
         if dtype not in (None, *exchange.DTYPES):
             raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(exchange.DTYPES)}")
-        exchange.check_zaya(self.config.model, "this")
-        target = places.new_folder(directory, "directory")
+        exchange.check_zaya(self.config.model, self.config.name)
+        target = given.new_folder(directory)
         tree = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
         return exchange.write_directory(target, self.config.model, tree, self._imported, self._files, dtype)
 
     def _run(self, name: str, ids: Any, segments: Any, **further: Any) -> Any:
+        self._check_weights()
         where = self.params if self.mesh is None else self.mesh
         with chip.making(chip.made_for(where)):
             return functions.jitted[name](
@@ -228,8 +231,9 @@ class LanguageModel:
             )
         if segments is not None:
             segments = given.integers("segments", segments, ids.shape)
-            if segments.min() < 0:
-                raise UserError(f"segments hold {segments.min()}; they count from 1, and 0 is padding")
+            if segments.min() < 0 or segments.max() >= 2**31:  # as int32 it would be another
+                held = f"{segments.min()} to {segments.max()}"
+                raise UserError(f"segments hold {held}; they count from 1, and 0 is padding")
             segments = segments.astype(np.int32)
         return ids.astype(np.int32), segments
 
@@ -256,14 +260,19 @@ class LanguageModel:
     def _check_weights(self) -> None:
         """UserError where `params` or `balance` were replaced by what is none of this model's."""
         model = self.config.model
-        expected = trees.flat({"params": zaya.abstract(model), "balance": zaya.init_balance(model)})
+        expected = trees.flat(
+            {"params": zaya.abstract(model), "balance": jax.eval_shape(lambda: zaya.init_balance(model))}
+        )
         held = trees.flat({"params": self.params, "balance": self.balance})
         for name in sorted(expected.keys() | held.keys()):
-            shapes = [np.shape(tree[name]) if name in tree else None for tree in (held, expected)]
-            if shapes[0] != shapes[1]:
-                raise UserError(
-                    f"{name} has shape {shapes[0]}, the model's has {shapes[1]}; give params a tree like zj.init's"
-                )
+            has, needs = (
+                f"{tree[name].dtype}{list(np.shape(tree[name]))}"
+                if hasattr(tree.get(name), "dtype")
+                else "none"
+                for tree in (held, expected)
+            )
+            if has != needs:
+                raise UserError(f"{name} is {has}, the model's {needs}; give params a tree like zj.init's")
 
 
 def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> LanguageModel:
