@@ -22,6 +22,7 @@ from pallas_kernels import chip
 from pallas_kernels.attention import MASKED, softmax_scale
 from pallas_kernels.attention.reference import mask_of
 from zaya_jax.config import Config, Optim
+from zaya_jax.config import Mesh as Sizes
 from zaya_jax.model import zaya
 from zaya_jax.model.placement import Devices, Kept, Placement
 from zaya_jax.parallel import rules
@@ -266,9 +267,14 @@ class _Seeing(Devices):
 
 def essence(config: Config, mesh: Mesh | None) -> Config:
     """The config without what no program here depends on: models that differ in that alone share their programs."""
-    parts = {name: getattr(config, name) for name in ("model", "precision", "kernels", "remat")}
-    optim = dataclasses.replace(Optim(), z_loss=config.optim.z_loss)
-    return Config(**parts, optim=optim, **({} if mesh is None else {"mesh": config.mesh}))
+    return Config(
+        model=config.model,
+        precision=config.precision,
+        kernels=config.kernels,
+        remat=config.remat,
+        optim=Optim(z_loss=config.optim.z_loss),
+        mesh=Sizes() if mesh is None else config.mesh,
+    )
 
 
 # For callers outside of a program.

@@ -7,7 +7,7 @@
     model.generate("def "), model.trace(ids), model.save(DIR), model.to_hf(DIR)
     model = zj.train("tiny", "runs/tiny")    what experiments.pretrain does
 
-See docs/library.md. Arrays go in and come out as NumPy's, but for parameters and gradients, which stay on the devices.
+Arrays go in and come out as NumPy's, but for parameters and gradients, which stay on the devices. docs/library.md.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ class LanguageModel:
     tokenizer: tokenizers.Tokenizer | None
     mesh: Mesh | None
     source: str  # where the weights came from
-    _files: Mapping[str, bytes]  # of the tokenizer, beside its own
+    _files: Mapping[str, bytes]  # of the tokenizer
     _imported: Mapping[str, Any]  # see `exchange.imported_of`
 
     def __repr__(self) -> str:
@@ -293,11 +293,10 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
         settings = token_ids.agree(settings, tokenizer)
     settings, over = given.placed(settings, mesh)
     params, balance = functions.init(settings, seed, over)
-    source = f"seed {seed}"
     folder = Path(settings.data.tokenizer)
     files = exchange.small_files(folder) if tokenizer and folder.is_dir() else {}
     return LanguageModel(
-        settings, params, balance, tokenizer, over, source, files, exchange.nothing_imported()
+        settings, params, balance, tokenizer, over, f"seed {seed}", files, exchange.nothing_imported()
     )
 
 
@@ -381,8 +380,8 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
     if code != cli.DONE:
         raise TrainingStopped(code, folder)
     plan = schedule.make_plan(settings)
-    last = schedule.phase_config(settings, plan.step(min(plan.total_steps, settings.run.num_steps)).phase)
-    mesh = dataclasses.asdict(last.mesh) if jax.device_count() > 1 else None
+    phase = plan.step(min(plan.total_steps, settings.run.num_steps)).phase
+    mesh = dataclasses.asdict(schedule.phase_config(settings, phase).mesh) if jax.device_count() > 1 else None
     return load(folder, mesh=mesh)
 
 
