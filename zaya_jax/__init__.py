@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zaya_jax import config
     from zaya_jax.config import Config, StorageError, UserError
-    from zaya_jax.functions import apply, init, loss
+    from zaya_jax.functions import apply, init, loss, scores
     from zaya_jax.library import LanguageModel, Trace, TrainingStopped, create, load, train
 
 __version__ = "0.1.0"
@@ -32,13 +32,14 @@ __all__ = [
     "init",
     "load",
     "loss",
+    "scores",
     "train",
 ]
 
 # Where each name comes from. `train` is a package too, which can be called.
 _PLACES = {
     **dict.fromkeys(("Config", "StorageError", "UserError"), "config"),
-    **dict.fromkeys(("apply", "init", "loss"), "functions"),
+    **dict.fromkeys(("apply", "init", "loss", "scores"), "functions"),
     **dict.fromkeys(("LanguageModel", "Trace", "TrainingStopped", "create", "load"), "library"),
 }
 _PACKAGES = ("config", "library", "train")

@@ -16,11 +16,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import chip
 from pallas_kernels.attention import MASKED, softmax_scale
 from pallas_kernels.attention.reference import mask_of
+from pallas_kernels.cross_entropy import chunk_rows
 from zaya_jax.config import Config, Optim
 from zaya_jax.config import Mesh as Sizes
 from zaya_jax.model import zaya
@@ -168,6 +169,60 @@ def loss(
     return _on(config, mesh, run, REPLICATED, params, balance, batch)
 
 
+def scores(
+    config: Config,
+    params: dict,
+    balance: Float[Array, "L E1"],
+    ids: Int[Array, "B S"],
+    labels: Int[Array, "B S"],
+    *,
+    segments: Int[Array, "B S"] | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
+    """Of each label, which stands at the token before it: its log-probability in nats, and whether it is the likeliest.
+
+    Logits exist for a chunk of tokens at a time. Labels below 0 give 0 and False.
+
+    >>> log_probs, likeliest = zj.scores(model.config, model.params, model.balance, ids[:, :-1], ids[:, 1:])
+    >>> bool(np.allclose(-log_probs.mean(), model.loss(ids, ids), atol=1e-5)), likeliest.shape
+    (True, (2, 6))
+    """
+    model, precision = config.model, config.precision
+    spread = _spread(config, mesh)
+    axes = zaya.param_axes(model, precision)
+
+    def run(params, balance, batch):
+        params = whole_outside(params, axes) if spread.fsdp else params
+        out = zaya.apply(
+            model, params, balance, batch["tokens"], precision=precision, segments=batch["segment_ids"],
+            positions=batch["positions"], devices=Over(spread),
+        )  # fmt: skip
+        hidden, wanted = out.hidden.reshape(-1, model.hidden_size), batch["targets"].reshape(-1)
+        chunk = max(chunk_rows(len(wanted), model.vocab_size), 1)
+        pad = -len(wanted) % chunk
+
+        def of_chunk(piece):
+            hidden, wanted = piece
+            logits = zaya.logits(model, params, hidden[None], precision)[0]
+            found = jnp.take_along_axis(logits, wanted[:, None], axis=-1)[:, 0]
+            return found - jax.nn.logsumexp(logits, axis=-1), jnp.argmax(logits, axis=-1) == wanted
+
+        pieces = jnp.pad(hidden, ((0, pad), (0, 0))), jnp.pad(wanted, (0, pad))
+        pieces = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), pieces)
+        found = [
+            x.reshape(-1)[: len(wanted)].reshape(batch["tokens"].shape) for x in jax.lax.map(of_chunk, pieces)
+        ]
+        real = batch["loss_mask"] > 0
+        return jnp.where(real, found[0], 0.0), real & found[1]
+
+    batch = _batch(config, spread, ids, segments, labels)
+    outs = (PartitionSpec(BATCH_AXES, spread.sequence_axes or None),) * 2
+    found = _on(config, mesh, run, outs, params, balance, batch)
+    if spread.sequence_parts > 1:
+        found = [x[:, natural(x.shape[1], spread.sequence_parts)] for x in found]
+    return tuple(x[: ids.shape[0], : ids.shape[1]] for x in found)
+
+
 def targets(ids: Any, labels: Any, segments: Any, shifted: bool) -> int:
     """How many labels `loss` counts, of arrays on the host."""
     if shifted:
@@ -280,6 +335,7 @@ def essence(config: Config, mesh: Mesh | None) -> Config:
 # For callers outside of a program.
 jitted = {
     "forward": jax.jit(forward, static_argnames=("config", "mesh", "trace", "attention")),
+    "scores": jax.jit(scores, static_argnames=("config", "mesh")),
     "loss": jax.jit(loss, static_argnames=("config", "mesh", "shifted")),
     "loss_and_grads": jax.jit(
         jax.value_and_grad(loss, argnums=1), static_argnames=("config", "mesh", "shifted")

@@ -108,6 +108,17 @@ class LanguageModel:
         ids, labels, segments = self._labelled(ids, labels, segments, shifted)
         return float(self._run("loss", ids, segments, labels=labels, shifted=shifted))
 
+    def scores(self, ids: Any, labels: Any, *, segments: Any = None) -> tuple[np.ndarray, np.ndarray]:
+        """(log-probabilities, whether each is the likeliest) [B, S] of labels that stand at the token before; `zj.scores`.
+
+        >>> log_probs, likeliest = model.scores(ids[:, :-1], ids[:, 1:])
+        >>> log_probs.shape, bool(np.allclose(-log_probs.mean(), model.loss(ids, ids)))
+        ((2, 6), True)
+        """
+        ids, labels, segments = self._labelled(ids, labels, segments, True)
+        log_probs, likeliest = self._run("scores", ids, segments, labels=labels)
+        return np.asarray(log_probs), np.asarray(likeliest)
+
     def loss_and_grads(
         self, ids: Any, labels: Any, *, segments: Any = None, shifted: bool = False
     ) -> tuple[float, dict]:

@@ -1,0 +1,199 @@
+"""The loss on text: files of any kind that prepare_data takes, or what it has prepared.
+
+    found = evaluate(scorer, documents(["docs/*.md"], model.tokenizer), context=2048)
+    found["all"].loss, .perplexity, .bits_per_byte, .by_position
+
+A document is a row of tokens with its begin and end, as in training; every token but the first is predicted, of a chat
+those of its answers. One that is longer than the context is read in windows that advance by half of it, so that each
+token but those of the beginning is predicted after at least that much.
+"""
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator
+
+import numpy as np
+
+from zaya_jax.config import UserError
+from zaya_jax.data import chat, inputs, pieces, prepare_plan, storage, tokenizers
+from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.evaluate.scorer import Row, Scorer
+
+PART = 64 << 20  # bytes of an input file that are read at a time
+AT_ONCE = 1 << 20  # tokens that are scored at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """One text or chat: where it comes from, its tokens, and which of them are to be predicted (None: all)."""
+
+    source: str
+    tokens: np.ndarray
+    learn: np.ndarray | None = None
+
+
+@dataclasses.dataclass
+class Loss:
+    """Sums over predicted tokens. `positions` by the powers of two: 1, 2 to 3, 4 to 7, ... tokens before."""
+
+    documents: int = 0
+    tokens: int = 0
+    bytes: int = 0  # that these tokens stand for
+    nats: float = 0.0
+    likeliest: int = 0
+    positions: dict[int, list[float]] = dataclasses.field(default_factory=dict)  # tokens, nats
+
+    def add(self, at: np.ndarray, log_probs: np.ndarray, likeliest: np.ndarray) -> None:
+        """Tokens by their places in a document."""
+        self.tokens += len(at)
+        self.nats -= float(log_probs.sum(dtype=np.float64))
+        self.likeliest += int(likeliest.sum())
+        for bucket in np.unique(buckets := np.log2(at).astype(int)):
+            held, here = self.positions.setdefault(int(bucket), [0.0, 0.0]), buckets == bucket
+            held[0] += int(here.sum())
+            held[1] -= float(log_probs[here].sum(dtype=np.float64))
+
+    @property
+    def loss(self) -> float:
+        """Nats a token."""
+        return self.nats / self.tokens if self.tokens else math.nan
+
+    def told(self) -> dict:
+        """All figures, for JSON."""
+        return {
+            "documents": self.documents, "tokens": self.tokens, "bytes": self.bytes, "loss": self.loss,
+            "perplexity": math.exp(min(self.loss, 700.0)) if self.tokens else math.nan,
+            "bits_per_byte": self.nats / math.log(2) / self.bytes if self.bytes else math.nan,
+            "accuracy": self.likeliest / self.tokens if self.tokens else math.nan,
+            "by_position": [
+                {"from": 1 << bucket, "to": (2 << bucket) - 1, "tokens": int(tokens), "loss": nats / tokens}
+                for bucket, (tokens, nats) in sorted(self.positions.items())
+            ],
+        }  # fmt: skip
+
+
+def documents(
+    paths: Iterable[str],
+    tokenizer: Tokenizer,
+    text_field: str = "text",
+    limit: int | None = None,
+    skipped: Callable[[str], None] = lambda what: None,
+) -> Iterator[Document]:
+    """Those of files, globs and directories, or of prepared data (its held-out part), `limit` of each path at most.
+
+    `skipped` is told in words of what is left out: files that are no text, texts without tokens.
+    """
+    for path in paths:
+        found = (
+            _prepared(path, tokenizer)
+            if storage.is_prepared(path)
+            else _files(path, tokenizer, text_field, skipped)
+        )
+        yield from itertools.islice(found, limit)
+
+
+def _files(
+    path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]
+) -> Iterator[Document]:
+    form = chat.Format(tokenizer)
+    files = [(name, *prepare_plan.stamp(name, False)) for name in inputs.find([path], os.devnull)]
+    for stretch in itertools.chain.from_iterable(inputs.split(files, PART)):
+        for found in inputs.samples(stretch, text_field):
+            if isinstance(found, inputs.NotText):
+                skipped(str(found))
+                continue
+            if isinstance(found, inputs.BadInput):
+                raise UserError(str(found).replace("--input", "--data"))
+            name, sample = found
+            if isinstance(sample, list):
+                made, outcome = chat.prepare(form, sample, None)
+                if made is None:
+                    skipped(f"{stretch}, sample {name}: {outcome}")
+                else:
+                    yield Document(stretch.name, np.asarray(made.tokens), made.learn)
+                continue
+            try:
+                tokens = pieces.document(tokenizer, [sample] if isinstance(sample, str) else sample)
+            except tokenizers.CannotEncode as error:
+                raise UserError(f"{stretch}, sample {name}: {error}") from None
+            if len(tokens) < 3:
+                skipped(f"{stretch}, sample {name}: empty")
+            else:
+                yield Document(stretch.name, tokens)
+
+
+def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
+    store = storage.Prepared(path, "held_out")
+    made = store.manifest["tokenizer"]
+    if made["sha256"] != tokenizer.sha256:
+        raise UserError(
+            f"--data={path} was prepared with another tokenizer ({made['kind']}, {made['vocab_size']} ids) than the "
+            f"model's ({tokenizer.kind}, {tokenizer.vocab_size} ids); give the files that it was prepared from"
+        )
+    if not store.num_tokens:
+        raise UserError(f"--data={path} has no held-out part; prepare it with --held_out, or give files")
+    for shard in range(store.num_shards):
+        begin = int(store.first_token[shard])
+        for length in store.lengths(shard).tolist():
+            (parts,) = store.parts([(begin, begin + length)])
+            tokens = np.concatenate([bundle.tokens[start:stop] for bundle, start, stop in parts])
+            # A target's mark stands at the token before it.
+            learn = np.concatenate([bundle.learn[start:stop] for bundle, start, stop in parts])
+            begin += length
+            yield Document(path, tokens, np.append(False, learn[:-1]))
+
+
+def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
+    """(begin, end, first predicted) of the windows of a document of so many tokens: each is predicted once."""
+    begin, done = 0, 1
+    while done < count:
+        end = min(begin + context + 1, count)
+        yield begin, end, done
+        done, begin = end, max(end - 1 - context // 2, begin + 1)
+
+
+def evaluate(
+    scorer: Scorer,
+    found: Iterable[Document],
+    context: int,
+    tokenizer: Tokenizer,
+    tell: Callable[[int], None] = lambda tokens: None,
+) -> dict[str, Loss]:
+    """The loss by source, and over all of them as "all"; `tell` is called with tokens that are done."""
+    totals: dict[str, Loss] = {"all": Loss()}
+    for some in _portions(found):
+        rows, places = [], []
+        for document in some:
+            sums = totals["all"], totals.setdefault(document.source, Loss())
+            wanted = np.ones(len(document.tokens), bool) if document.learn is None else document.learn.copy()
+            wanted[0] = False
+            text = tokenizer.decode(document.tokens[wanted].tolist())
+            for loss in sums:
+                loss.documents += 1
+                loss.bytes += len(text.encode("utf-8", errors="replace"))
+            for begin, end, first in windows(len(document.tokens), context):
+                if wanted[first:end].any():
+                    rows.append(Row(document.tokens[begin:end], first - begin))
+                    places.append((sums, first, wanted[first:end]))
+        for row, (sums, first, mask), scores in zip(rows, places, scorer(rows), strict=True):
+            at = np.arange(first, first + len(mask))[mask]
+            for loss in sums:
+                loss.add(at, scores[0][mask], scores[1][mask])
+            tell(len(row.ids) - row.first)
+    if not totals["all"].tokens:
+        raise UserError("the data hold no token to predict; give texts, or chats with an answer")
+    return totals
+
+
+def _portions(found: Iterable[Document]) -> Iterator[list[Document]]:
+    """As many documents at a time as make batches of like lengths, and fit into memory."""
+    some: list[Document] = []
+    for document in found:
+        some.append(document)
+        if sum(len(one.tokens) for one in some) >= AT_ONCE:
+            yield some
+            some = []
+    if some:
+        yield some
