@@ -13,11 +13,10 @@ Arrays go in and come out as NumPy's, but for parameters and gradients, which st
 import contextlib
 import dataclasses
 import math
-import numbers
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +27,14 @@ from absl import flags
 from jax.sharding import Mesh
 
 from pallas_kernels import chip
-from zaya_jax import cli, functions, given, schedule, trees
+from zaya_jax import cli, functions, generation, given, schedule, trees
 from zaya_jax.checkpoint import store
 from zaya_jax.config import Config, UserError, fields, shown
 from zaya_jax.data import token_ids, tokenizers
 from zaya_jax.given import AnyConfig, AnyMesh
 from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.model import decode, zaya
+from zaya_jax.model.sampling import Sampling
 from zaya_jax.pytorch import exchange, hf
 from zaya_jax.train.workdir import folder_of
 
@@ -109,7 +109,7 @@ class LanguageModel:
         return float(self._run("loss", ids, segments, labels=labels, shifted=shifted))
 
     def scores(self, ids: Any, labels: Any, *, segments: Any = None) -> tuple[np.ndarray, np.ndarray]:
-        """(log-probabilities, whether each is the likeliest) [B, S] of labels that stand at the token before; `zj.scores`.
+        """(log-probabilities, whether each is the likeliest) [B, S] of labels placed one before; `zj.scores`.
 
         >>> log_probs, likeliest = model.scores(ids[:, :-1], ids[:, 1:])
         >>> log_probs.shape, bool(np.allclose(-log_probs.mean(), model.loss(ids, ids)))
@@ -152,42 +152,44 @@ class LanguageModel:
         seen = np.asarray(found["attention"]) if attention else None
         return Trace(np.asarray(found["logits"]), np.asarray(found["hidden_states"]), probs, choices, seen)
 
-    def generate(self, prompt: Any, num_tokens: int = 200, *, temperature: float = 0.0, seed: int = 0) -> Any:
-        """A text, or ids [B, S], continued: the prompt comes first. Temperature 0 takes the likeliest token each time.
+    def generate(
+        self, prompt: Any, num_tokens: int = 200, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
+        min_p: float = 0.0, stop: Sequence[str] = (), seed: int | Sequence[int] = 0,
+    ) -> Any:  # fmt: skip
+        """A text, a list of texts, or ids [B, S], continued: the prompt comes first. See docs/generation.md.
 
-        A text ends at the tokenizer's end of document. On a mesh the weights are gathered on its first device.
+        A text ends at the tokenizer's end of document, or before one of `stop`; ids go on for `num_tokens`. `seed` is
+        one for all rows, or one for each. On a mesh the weights are gathered on its first device.
 
         >>> model.generate("ab", 4).startswith("ab"), model.generate(ids, 4).shape
         (True, (2, 11))
         """
-        is_text = isinstance(prompt, str)
-        ids = self._inputs([self._encoded(prompt)] if is_text else prompt, None)[0]
         given.whole("num_tokens", num_tokens, 1, math.inf)
-        given.whole("seed", seed, 0, 2**32 - 1)  # random keys would take it modulo that
-        if not (isinstance(temperature, numbers.Real | np.floating) and 0 <= temperature < math.inf):
-            raise UserError(f"temperature={shown(temperature)} is no number of at least 0")
-        most = self.config.model.max_position_embeddings
-        if ids.shape[1] + num_tokens > most:
-            raise UserError(
-                f"{ids.shape[1]} tokens of prompt and num_tokens={num_tokens} are above the model's "
-                f"max_position_embeddings={most}; give fewer"
-            )
         self._check_weights()
-        weights = self.params, self.balance
-        if self.mesh is not None:
-            weights = jax.device_put(weights, self.mesh.devices.flat[0])
-        new = np.asarray(
-            decode.generate(
-                self.config.model, *weights, jnp.asarray(ids), num_tokens, self.config.precision,
-                temperature=float(temperature), key=jax.random.key(seed),
+        sampling = Sampling(
+            *(x.item() if isinstance(x, np.generic) else x for x in (temperature, top_k, top_p, min_p))
+        )
+        arguments = self.config.model, *self.on_one_device()
+        options = {"sampling": sampling, "seeds": seed}
+        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], str)):
+            prompts = [prompt] if isinstance(prompt, str) else prompt
+            ids = [self._encoded(text) for text in prompts]
+            assert self.tokenizer is not None
+            new = generation.generate(
+                *arguments, self.tokenizer, ids, num_tokens, self.config.precision, stop=stop, **options
             )
-        )  # fmt: skip
-        if not is_text:
-            return np.concatenate([ids, new], axis=1)
-        assert self.tokenizer is not None
-        tokens = new[0].tolist()
-        ended = tokens.index(self.tokenizer.eos_id) if self.tokenizer.eos_id in tokens else len(tokens)
-        return prompt + self.tokenizer.decode(tokens[:ended])
+            texts = [text + more for text, more in zip(prompts, new, strict=True)]
+            return texts[0] if isinstance(prompt, str) else texts
+        if stop:
+            raise UserError("stop is for texts; ids go on for num_tokens")
+        rows = self._inputs(prompt, None)[0]
+        more = decode.generate(*arguments, rows.tolist(), num_tokens, self.config.precision, **options)
+        return np.concatenate([rows, np.asarray(more, rows.dtype)], axis=1)
+
+    def on_one_device(self) -> tuple[dict, jax.Array]:
+        """(parameters, balancing biases) as they are, or gathered from a mesh on its first device."""
+        weights = self.params, self.balance
+        return weights if self.mesh is None else jax.device_put(weights, self.mesh.devices.flat[0])
 
     def save(self, directory: str | os.PathLike) -> Path:
         """Writes a workdir with these weights as step 0: for `zj.load`, `experiments.checkpoint`, and to train on.

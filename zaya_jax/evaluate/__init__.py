@@ -1,1 +1,1 @@
-"""How good a model is: the loss on any text (`texts`), and the tasks of lm-eval-harness (`harness`), on one `scorer`."""
+"""How good a model is: the loss on any text (`texts`) and lm-eval-harness's tasks (`harness`), on one `scorer`."""

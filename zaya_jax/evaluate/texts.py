@@ -1,7 +1,7 @@
 """The loss on text: files of any kind that prepare_data takes, or what it has prepared.
 
-    found = evaluate(scorer, documents(["docs/*.md"], model.tokenizer), context=2048)
-    found["all"].loss, .perplexity, .bits_per_byte, .by_position
+    loss = evaluate(scorer, documents("docs/*.md", tokenizer), context=2048, tokenizer=tokenizer)
+    loss.told()     loss, perplexity, bits_per_byte, by_position, ...
 
 A document is a row of tokens with its begin and end, as in training; every token but the first is predicted, of a chat
 those of its answers. One that is longer than the context is read in windows that advance by half of it, so that each
@@ -27,9 +27,8 @@ AT_ONCE = 1 << 20  # tokens that are scored at a time
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One text or chat: where it comes from, its tokens, and which of them are to be predicted (None: all)."""
+    """One text or chat: its tokens, and which of them are to be predicted (None: all)."""
 
-    source: str
     tokens: np.ndarray
     learn: np.ndarray | None = None
 
@@ -75,53 +74,53 @@ class Loss:
 
 
 def documents(
-    paths: Iterable[str],
+    path: str,
     tokenizer: Tokenizer,
     text_field: str = "text",
     limit: int | None = None,
     skipped: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Document]:
-    """Those of files, globs and directories, or of prepared data (its held-out part), `limit` of each path at most.
+    """Those of files, a glob or a directory, or of prepared data (its held-out part); at most `limit`.
 
     `skipped` is told in words of what is left out: files that are no text, texts without tokens.
     """
-    for path in paths:
-        found = (
-            _prepared(path, tokenizer)
-            if storage.is_prepared(path)
-            else _files(path, tokenizer, text_field, skipped)
-        )
-        yield from itertools.islice(found, limit)
+    if storage.is_prepared(path):
+        return itertools.islice(_prepared(path, tokenizer), limit)
+    return itertools.islice(_files(path, tokenizer, text_field, skipped), limit)
 
 
 def _files(
     path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]
 ) -> Iterator[Document]:
     form = chat.Format(tokenizer)
-    files = [(name, *prepare_plan.stamp(name, False)) for name in inputs.find([path], os.devnull)]
+    try:
+        files = [(name, *prepare_plan.stamp(name, False)) for name in inputs.find([path], os.devnull)]
+    except UserError as error:
+        raise UserError(str(error).replace("--input", "--data")) from None
     for stretch in itertools.chain.from_iterable(inputs.split(files, PART)):
         for found in inputs.samples(stretch, text_field):
             if isinstance(found, inputs.NotText):
                 skipped(str(found))
                 continue
             if isinstance(found, inputs.BadInput):
-                raise UserError(str(found).replace("--input", "--data"))
+                raise UserError(str(found))
             name, sample = found
+            where = f"{stretch}, sample {name}"
             if isinstance(sample, list):
                 made, outcome = chat.prepare(form, sample, None)
                 if made is None:
-                    skipped(f"{stretch}, sample {name}: {outcome}")
+                    skipped(f"{where}: {outcome}")
                 else:
-                    yield Document(stretch.name, np.asarray(made.tokens), made.learn)
+                    yield Document(np.asarray(made.tokens), made.learn)
                 continue
             try:
                 tokens = pieces.document(tokenizer, [sample] if isinstance(sample, str) else sample)
             except tokenizers.CannotEncode as error:
-                raise UserError(f"{stretch}, sample {name}: {error}") from None
+                raise UserError(f"{where}: {error}") from None
             if len(tokens) < 3:
-                skipped(f"{stretch}, sample {name}: empty")
+                skipped(f"{where}: empty")
             else:
-                yield Document(stretch.name, tokens)
+                yield Document(tokens)
 
 
 def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
@@ -142,7 +141,7 @@ def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
             # A target's mark stands at the token before it.
             learn = np.concatenate([bundle.learn[start:stop] for bundle, start, stop in parts])
             begin += length
-            yield Document(path, tokens, np.append(False, learn[:-1]))
+            yield Document(tokens, np.append(False, learn[:-1]))
 
 
 def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
@@ -160,31 +159,40 @@ def evaluate(
     context: int,
     tokenizer: Tokenizer,
     tell: Callable[[int], None] = lambda tokens: None,
-) -> dict[str, Loss]:
-    """The loss by source, and over all of them as "all"; `tell` is called with tokens that are done."""
-    totals: dict[str, Loss] = {"all": Loss()}
+) -> Loss:
+    """The loss over documents; `tell` is called with tokens that are done."""
+    loss = Loss()
     for some in _portions(found):
-        rows, places = [], []
+        rows, masks = [], []
         for document in some:
-            sums = totals["all"], totals.setdefault(document.source, Loss())
             wanted = np.ones(len(document.tokens), bool) if document.learn is None else document.learn.copy()
             wanted[0] = False
-            text = tokenizer.decode(document.tokens[wanted].tolist())
-            for loss in sums:
-                loss.documents += 1
-                loss.bytes += len(text.encode("utf-8", errors="replace"))
+            loss.documents += 1
+            loss.bytes += len(
+                tokenizer.decode(document.tokens[wanted].tolist()).encode("utf-8", errors="replace")
+            )
             for begin, end, first in windows(len(document.tokens), context):
                 if wanted[first:end].any():
                     rows.append(Row(document.tokens[begin:end], first - begin))
-                    places.append((sums, first, wanted[first:end]))
-        for row, (sums, first, mask), scores in zip(rows, places, scorer(rows), strict=True):
-            at = np.arange(first, first + len(mask))[mask]
-            for loss in sums:
-                loss.add(at, scores[0][mask], scores[1][mask])
+                    masks.append((first, wanted[first:end]))
+        for row, (first, mask), scores in zip(rows, masks, scorer(rows), strict=True):
+            loss.add(np.arange(first, first + len(mask))[mask], scores[0][mask], scores[1][mask])
             tell(len(row.ids) - row.first)
-    if not totals["all"].tokens:
+    if not loss.tokens:
         raise UserError("the data hold no token to predict; give texts, or chats with an answer")
-    return totals
+    return loss
+
+
+def together(losses: Iterable[Loss]) -> Loss:
+    """The loss over all of them."""
+    total = Loss()
+    for loss in losses:
+        for name in ("documents", "tokens", "bytes", "nats", "likeliest"):
+            setattr(total, name, getattr(total, name) + getattr(loss, name))
+        for bucket, (tokens, nats) in loss.positions.items():
+            held = total.positions.setdefault(bucket, [0.0, 0.0])
+            held[0], held[1] = held[0] + tokens, held[1] + nats
+    return total
 
 
 def _portions(found: Iterable[Document]) -> Iterator[list[Document]]:
