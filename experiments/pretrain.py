@@ -333,7 +333,7 @@ def _train(
 
     def saved_steps() -> list[int]:
         """The checkpoints that are here when what is being saved is."""
-        store.wait()
+        store.wait(copies=False)
         return store.steps()
 
     def end_for(wrong: dict) -> int:

@@ -1,8 +1,10 @@
 """Copies in a durable place: whole or made so, never another's, and never given up for what is damaged here."""
 
+import contextlib
 import os
 import re
 import shutil
+import socket
 import threading
 import time
 
@@ -272,3 +274,44 @@ def test_what_was_given_up_is_not_fetched_from_a_place_that_was_dead_meanwhile(r
     again.drop_stale([decision])
     assert again.newest() == 2 and again.close() == []
     assert Vault(str(copies)).steps() == [2]
+
+
+def test_who_is_asked_to_stop_waits_for_no_dead_place(tmp_path, monkeypatch):
+    """All attempts of all copies that were on their way were made first: an hour, where the place took requests."""
+    said, settings = [], Checkpoint(keep=9, max_wait=0.1, durable=str(tmp_path / "copies"))
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "PAUSES", (100.0,))
+        patch.setattr(Vault, "_write", lambda *args: (_ for _ in ()).throw(OSError("dead")))
+        checkpoints = store.Store(tmp_path / "run", settings, said.append)
+        checkpoints.newest()
+        for step in (1, 2):
+            assert checkpoints.free(step)
+            checkpoints.save(step, {"params": {"w": jnp.arange(9.0)}}, {"step": step, "tokens": step})
+            checkpoints.wait(copies=False)
+        assert checkpoints.steps() == [1, 2]
+        assert checkpoints.close(again=False) == [1, 2]
+    assert any("step 1 is saved, but its copy is NOT" in line and "may not wait" in line for line in said)
+    assert "has no whole copy of step 1, 2; the same command tries again" in said[-1]
+    checkpoints = store.Store(tmp_path / "run", settings, said.append)
+    assert checkpoints.newest() == 2 and checkpoints.close() == []
+    assert Vault(str(tmp_path / "copies")).steps() == [1, 2]
+
+
+def test_each_attempt_is_one_request(monkeypatch):
+    """botocore's and s3fs's own attempts came in between: what never answered was first spoken of after ten minutes."""
+    monkeypatch.setattr(remote, "READ_TIMEOUT", 1)
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    silent, asked = socket.create_server(("localhost", 0)), []
+
+    def take():
+        with contextlib.suppress(OSError):
+            while True:
+                asked.append(silent.accept()[0])
+
+    threading.Thread(target=take, daemon=True).start()
+    vault = Vault("s3://bucket/run", f"http://localhost:{silent.getsockname()[1]}")
+    with pytest.raises(StorageError, match="after 3 attempts"):
+        vault.steps()
+    silent.close()
+    assert len(asked) == 3

@@ -27,6 +27,7 @@ from zaya_jax.config import StorageError, UserError, files
 
 IN_FLIGHT = 8  # files at once, each of at most layout.CHUNK_BYTES
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
+READ_TIMEOUT = 60  # seconds without a byte of an answer
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 # What trying again does not mend.
 ODD = (FileNotFoundError, NotADirectoryError, IsADirectoryError, files.Irregular)
@@ -47,10 +48,10 @@ class Vault:
         protocol = self.url.split("://", 1)[0] if "://" in self.url else "file"
         options: dict[str, Any] = {}
         if protocol in ("s3", "s3a"):
-            # Attempts are made here, so that the first that fails is said soon.
-            options = {
-                "config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"max_attempts": 1}}
-            }
+            # Attempts are made here, so that the first that fails is said soon: with botocore's and s3fs's own, a store
+            # that takes requests and never answers was silent for 605 s.
+            once = {"total_max_attempts": 1}
+            options = {"config_kwargs": {"connect_timeout": 10, "read_timeout": READ_TIMEOUT, "retries": once}}
             if endpoint:
                 options["endpoint_url"] = endpoint
         if protocol not in ("file", "local"):
@@ -69,8 +70,11 @@ class Vault:
                 f"{self.url} cannot be reached ({error}); see that it can, or give another"
             ) from None
         self._local = protocol in ("file", "local")
+        if protocol in ("s3", "s3a"):
+            self._files.retries = 1
         self.tell: Callable[[str], None] = lambda _: None  # is told once when an attempt has failed
         self._failing = False
+        self.given_up = threading.Event()  # nothing more is begun: whoever waits for it must go
         self._rate, self._lock, self._free_at = megabytes_per_second * 1e6, threading.Lock(), 0.0
 
     @property
@@ -307,6 +311,8 @@ class Vault:
     def _attempt(self, verb: str, name: str, function: Callable[..., T], *args: Any) -> T:
         where = f"{self.url}/{name}" if name else self.url
         for pause in (*PAUSES, None):
+            if self.given_up.is_set():
+                raise StorageError(f"{where} is slow or dead, and the run may not wait") from TimeoutError()
             try:
                 found = function(*args)
                 self._failing = False
@@ -322,7 +328,7 @@ class Vault:
                 if not self._failing:
                     self._failing = True
                     self.tell(f"warning: cannot {verb} {where} yet: {writing.reason(error)}; trying again")
-            time.sleep(pause)
+            self.given_up.wait(pause)
         raise AssertionError("not reached")
 
 

@@ -132,10 +132,13 @@ class Store:
         self._stop_after_too_many()
         raise StorageError(f"the state of step {step} could not be saved: {self._last_error}")
 
-    def wait(self) -> None:
-        """Returns when nothing is being written any more."""
+    def wait(self, copies: bool = True) -> None:
+        """Returns when nothing is being written here any more, nor copied to the durable place."""
         self._see_through()
-        self.tiers.settle()
+        if copies:
+            self.tiers.settle()
+        else:
+            self.tiers.publish()
 
     def _see_through(self) -> None:
         """Waits for the save in flight, and says so where that takes long."""
@@ -145,7 +148,7 @@ class Store:
 
     def close(self, again: bool = True) -> list[int]:
         """Finishes what is being written or copied; the steps without the durable copy that they should have."""
-        self.wait()
+        self.wait(copies=False)
         self._thread.shutdown()
         return self.tiers.close(again)
 

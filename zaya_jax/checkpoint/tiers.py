@@ -97,9 +97,20 @@ class Tiers:
         """Waits until at most one step is on its way to workdir/checkpoints; False if that takes longer."""
         return _wait([job for _, job in _not_done(self._publishing)][:-1], seconds)
 
-    def settle(self) -> None:
-        """Waits until nothing is on its way."""
-        _wait([job for _, job in [*self._publishing, *self._copying]], None)
+    def settle(self, seconds: float | None = None) -> list[int]:
+        """Waits until nothing is on its way; copies that take longer than so many seconds are cut short: their steps."""
+        self.publish()
+        if _wait([job for _, job in self._copying], seconds):
+            return []
+        assert self.durable is not None
+        late = sorted(step for step, _ in _not_done(self._copying))
+        self.durable.vault.given_up.set()
+        _wait([job for _, job in self._copying], None)
+        return [step for step in late if step in self._failed]
+
+    def publish(self) -> None:
+        """Waits until all is in workdir/checkpoints; copies may be on their way."""
+        _wait([job for _, job in self._publishing], None)
 
     def make_up(self) -> None:
         """Begins to bring to the durable place what is here and not there: copies that failed or were cut short."""
@@ -119,9 +130,19 @@ class Tiers:
             self._copying.append((step, self._copier.submit(self._bring_copy, step)))
 
     def close(self, again: bool = True) -> list[int]:
-        """Finishes what is on its way, and tries once more what has failed; the steps without a durable copy."""
-        self.settle()
-        missing, error = self._missing()
+        """Finishes what is on its way, and tries once more what has failed; the steps without a durable copy.
+
+        Without `again` somebody waits for the end: copies have as long as a save, then the next start makes them up.
+        """
+        late, cut = self.settle(None if again else self._settings.max_wait), list[int]()
+
+        def known() -> list[int]:
+            """Without a look at a place that has been given up."""
+            return [step for step in writing.steps_in(self.root) if step in {*late, *self._owed}]
+
+        if self.durable and not again:
+            cut = multihost.from_first("late", lambda: known() if late else [])
+        missing, error = (cut, "") if cut else self._missing()
         if missing and again and not error:
             self._owed = list(missing)
             self._pay(len(missing))
