@@ -51,7 +51,9 @@ class Vault:
             # Attempts are made here, so that the first that fails is said soon: with botocore's and s3fs's own, a store
             # that takes requests and never answers was silent for 605 s.
             once = {"total_max_attempts": 1}
-            options = {"config_kwargs": {"connect_timeout": 10, "read_timeout": READ_TIMEOUT, "retries": once}}
+            options = {
+                "config_kwargs": {"connect_timeout": 10, "read_timeout": READ_TIMEOUT, "retries": once}
+            }
             if endpoint:
                 options["endpoint_url"] = endpoint
         if protocol not in ("file", "local"):

@@ -98,7 +98,7 @@ class Tiers:
         return _wait([job for _, job in _not_done(self._publishing)][:-1], seconds)
 
     def settle(self, seconds: float | None = None) -> list[int]:
-        """Waits until nothing is on its way; copies that take longer than so many seconds are cut short: their steps."""
+        """Waits until nothing is on its way; copies that take longer than that are cut short: their steps."""
         self.publish()
         if _wait([job for _, job in self._copying], seconds):
             return []
