@@ -5,6 +5,7 @@ The program is a stand-in that counts; `test_training` does the same with traini
 
 import os
 import re
+import selectors
 import signal
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from agents import STAND_IN, STEPS, start
 
 from experiments import supervise
 from zaya_jax import cli
+from zaya_jax.aegis import node
+from zaya_jax.aegis.keeping import Keeper, Terminal
 
 
 def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
@@ -295,3 +298,23 @@ def test_refuses_in_one_line(options, words, monkeypatch, capsys):
     assert cli.exit_code(supervise.main) == cli.BAD_INPUT
     err = capsys.readouterr().err
     assert words in err and err.count("\n") == 1
+
+
+def test_heartbeats_go_elsewhere_where_shared_memory_is_full(tmp_path, monkeypatch):
+    full = tmp_path / "shm"
+    full.mkdir()
+    room = node._has_room
+    assert room(full, 1) and not room(tmp_path / "nowhere", 1)
+    monkeypatch.setattr(node, "SHM", full)
+    monkeypatch.setattr(
+        node, "_has_room", lambda folder, size: full not in folder.parents and room(folder, size)
+    )
+    keeper, told = Keeper(tmp_path), []
+    here = node.Node(
+        node.Task(["true"], tmp_path), selectors.DefaultSelector(), keeper, Terminal(), told.append
+    )
+    assert full in here.scratch.parents
+    here.start(1, "localhost:1", 1, 0)
+    assert full not in here.scratch.parents and here.scratch.is_dir() and list(full.iterdir()) == []
+    here.close()
+    assert not here.scratch.exists()

@@ -111,3 +111,9 @@ def test_copies_that_are_put_off_explain_no_end():
     did = [action for i, fact in enumerate(heard) for action in decider.take(fact, float(i))]
     (died,) = [action.given for action in did if isinstance(action, facts.Say) and action.kind == "died"]
     assert (died["process"], died["concluded"], died["group"]) == (1, "", "distributed")
+
+
+def test_what_an_event_has_seen_does_nothing_to_a_terminal():
+    line = b"\x1b]0;title\x07\x1b[2J\0error: process 3 on node17 is gone: killed, or crashed\x9b1m"
+    (found,) = rules.Matcher().feed(0, line)
+    assert "process 3 on node17" in found.seen and found.seen.isprintable()

@@ -1,6 +1,8 @@
 """The check before each start: nodes that are unfit are left out, links are tried in pairs, and the run then begins."""
 
+import selectors
 import socket
+import time
 
 import multiprocess_runs
 from agents import STEPS, start
@@ -10,6 +12,9 @@ from zaya_jax.aegis.checking import ANSWER, Checking
 from zaya_jax.aegis.decide import HARDWARE, PREEMPTED, Decider, Rules
 from zaya_jax.aegis.facts import Asked, Came, Check, Checked, End, Exited, Lost, Ready, Say, Start, Stepped
 from zaya_jax.aegis.finding import Finding
+from zaya_jax.aegis.keeping import Keeper, Terminal
+from zaya_jax.aegis.leader import Leader, Plan
+from zaya_jax.aegis.node import Node, Task
 
 WRONG = Finding(
     "gpu computes wrongly", "critical", "exclude", "device 3: 1 of 4 numbers is wrong", -1, "device 3"
@@ -187,3 +192,35 @@ def test_agents_try_the_link_between_them(tmp_path):
         assert run.wait(120) == [0, 0]
     assert not [event for event in run.events("check") if event.concluded.startswith("link")]
     assert len(run.events("started")) == 1
+
+
+def test_time_that_the_leader_stood_still_is_nobody_s_silence(tmp_path):
+    """A job that was suspended during a check found all of its nodes hanging."""
+    orders, said = [], []
+    plan = Plan(Rules(nodes=1, check=True), tmp_path)
+    leader = Leader(plan, Keeper(tmp_path), said.append, lambda node, message: orders.append(message), 0.0)
+    leader.came(0, "host", "localhost", 0.0)
+    leader.hear(0, ["ready", 1], 0.0)
+    leader.woke(500.0, 500.0)
+    leader.turn(500.1)
+    leader.hear(0, ["checked", 1, [], 2], 501.0)
+    leader.turn(501.1)
+    assert [order[0] for order in orders] == ["check", "start"] and "0 findings" in said[0]
+
+
+def test_a_check_that_cannot_be_made_says_so_at_once(tmp_path, monkeypatch):
+    """Its thread died, and a minute later the node was said to hang."""
+    monkeypatch.setattr(
+        preflight, "check", lambda *_, **__: (_ for _ in ()).throw(OSError("no process more"))
+    )
+    told = []
+    node = Node(Task([], tmp_path), selectors.DefaultSelector(), Keeper(tmp_path), Terminal(), told.append)
+    node.check(3)
+    until = time.monotonic() + 30
+    while not any(message[0] == "checked" for message in told) and time.monotonic() < until:
+        node.turn(time.monotonic())
+        time.sleep(0.01)
+    node.close()
+    ((number, (found,), _),) = [rest for kind, *rest in told if kind == "checked"]
+    assert number == 3 and (found["name"], found["action"]) == ("check of the node failed", "warn")
+    assert "no process more" in found["seen"]

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import subprocess
 import threading
 from pathlib import Path
 
@@ -203,3 +204,31 @@ def test_a_pair_exchanges_known_numbers():
 def test_a_partner_that_does_not_come():
     found = preflight.link(f"localhost:{multiprocess_runs.free_port()}", 0, 7, environ())
     assert found.bandwidth == 0 and found.wrong
+
+
+def test_what_a_library_prints_is_no_part(tmp_path):
+    """A line that only looked like one ended the check without a word, and the node was said to hang."""
+    lines = "{half of a", '{"no": "part"}', "[1]", '{"part": "devices", "count": 1, "platform": "cpu"}'
+    words = "".join(f"print({line!r}, flush=True)\n" for line in lines)
+    (tmp_path / "sitecustomize.py").write_text(words + "import os; os._exit(3)\n")
+    (found,) = preflight.check(1, root=tmp_path, environ=environ() | {"PYTHONPATH": str(tmp_path)})
+    assert found.name == "check of devices failed" and found.seen.startswith("exit code 3 after 'devices'")
+
+
+def test_a_probe_is_not_late_by_the_time_that_its_node_stood_still(monkeypatch):
+    clock = [0.0]
+
+    class Process:
+        def wait(self, seconds):
+            clock[0] += 100.0 if clock[0] < 100.0 else 1.0  # stopped, and everything of it
+            if clock[0] < 103.0:
+                raise subprocess.TimeoutExpired("probe", seconds)
+            return 0
+
+    monkeypatch.setattr(preflight.time, "monotonic", lambda: clock[0])
+    one = preflight._Probe.__new__(preflight._Probe)
+    one._process = Process()
+    assert one._wait(50.0) == 0
+    clock[0] = 101.0
+    with pytest.raises(subprocess.TimeoutExpired):
+        one._wait(101.5)

@@ -167,7 +167,7 @@ class Leading(Agent):
     def slept(self, seconds: float) -> None:
         """Nobody is blamed for that time."""
         now = time.monotonic()
-        self.leader.woke(now)
+        self.leader.woke(seconds, now)
         for line in self._lines.values():
             line.heard = now
 

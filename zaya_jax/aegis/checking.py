@@ -50,6 +50,10 @@ class Checking:
         else:
             self._tried[node] = Tried(*rest)
 
+    def woke(self, seconds: float) -> None:
+        """An agent stood still for so long: who answers is not late by that."""
+        self._until += seconds
+
     def turn(self, now: float) -> Found | None:
         """What time brings."""
         if self._waiting and now < self._until:

@@ -32,6 +32,7 @@ from zaya_jax.config import files
 LIMITS = "limits.json"  # what hang.Hangs has learned
 PROGRESS = 1.0  # seconds between two looks for a newer checkpoint
 KEEP = 60.0  # seconds between two writings of what was learned
+LONGEST_SLEEP = 3600.0  # seconds for which an agent that stood still is waited for in a check
 NAMED = 8  # processes whose lines an event has
 
 
@@ -88,9 +89,11 @@ class Leader:
         """An agent is gone, or silent."""
         self._take(facts.Lost(node, why), now)
 
-    def woke(self, now: float) -> None:
+    def woke(self, seconds: float, now: float) -> None:
         """This agent, or another, stood still itself."""
         self._hangs.woke(now)
+        if self._checking:
+            self._checking.woke(seconds)
 
     def hear(self, node: int, message: list, now: float) -> None:
         """What an agent tells; ValueError or TypeError where it makes no sense."""
@@ -123,7 +126,7 @@ class Leader:
                 self._take(facts.Asked(rest[0]), now)
             self._asked.add(node)
         elif kind == "slept":
-            self.woke(now)
+            self.woke(min(float(rest[0]), LONGEST_SLEEP), now)
 
     def turn(self, now: float) -> None:
         """Looks at progress, at who stands still and at who is slow."""

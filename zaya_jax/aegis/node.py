@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis import child, preflight, rules, stacks, standing, watch
+from zaya_jax.aegis.finding import Finding
 from zaya_jax.aegis.hang import View
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.cluster import beats
@@ -75,9 +76,7 @@ class Node:
         self._task, self._selector, self._keeper, self._terminal, self._tell = (
             task, selector, keeper, terminal, tell,
         )  # fmt: skip
-        self.scratch = Path(
-            tempfile.mkdtemp(prefix="zaya-aegis-", dir=SHM if os.access(SHM, os.W_OK) else None)
-        )
+        self.scratch = _scratch(SHM if os.access(SHM, os.W_OK) else None)
         self.processes: dict[int, Process] = {}
         self._number, self._looked = 0, 0.0
         self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # what threads have to tell
@@ -98,20 +97,37 @@ class Node:
             )
             return ["checked", number, [dataclasses.asdict(finding) for finding in found], _port()]
 
-        self._begin(tried)
+        def failed(why: str) -> list:
+            found = Finding("check of the node failed", "critical", "warn", why)
+            return ["checked", number, [dataclasses.asdict(found)], _port()]
+
+        self._begin(tried, failed)
 
     def link(self, number: int, coordinator: str, index: int) -> None:
         """Begins to try the link to another node."""
-        self._begin(lambda: ["linked", number, *preflight.link(coordinator, index)])
+        self._begin(
+            lambda: ["linked", number, *preflight.link(coordinator, index)],
+            lambda why: ["linked", number, 0.0, why],
+        )
 
-    def _begin(self, work: Callable[[], list]) -> None:
-        threading.Thread(target=lambda: self._done.put(work()), name="check", daemon=True).start()
+    def _begin(self, work: Callable[[], list], failed: Callable[[str], list]) -> None:
+        def begun() -> None:
+            try:
+                found = work()
+            except Exception as error:  # no room for a probe's lines, no process more: that is no hang
+                found = failed(f"{type(error).__name__}: {error}")
+            self._done.put(found)
+
+        threading.Thread(target=begun, name="check", daemon=True).start()
 
     def start(self, number: int, address: str, count: int, first: int) -> None:
         """Starts this node's processes."""
         self._number, self._matcher = number, rules.Matcher()  # each start counts its lines anew
         for old in self.scratch.glob("beat-*"):
             old.unlink()
+        if not _has_room(self.scratch, self._task.processes * beats.SIZE):
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.scratch = _scratch(None)
         for i in range(self._task.processes):
             index = first + i
             variables = {
@@ -256,6 +272,21 @@ def _port() -> int:
     """One on which nobody listens now."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
+
+
+def _scratch(folder: Path | None) -> Path:
+    return Path(tempfile.mkdtemp(prefix="zaya-aegis-", dir=folder))
+
+
+def _has_room(folder: Path, size: int) -> bool:
+    """Whether so many bytes fit there: /dev/shm may be full of what others left."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(2 * size + (1 << 16)))
+            file.flush()
+    except OSError:
+        return False
+    return True
 
 
 def _existing(folder: Path) -> Path:

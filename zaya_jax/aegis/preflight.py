@@ -9,6 +9,7 @@ What may hang runs in a process of its own with a time limit: a device that does
 is what runs there.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -31,6 +32,7 @@ SLOW = 0.7  # of the other devices' median bandwidth: a healthy node's differ by
 SLOW_LINK = 0.5  # of the other links' median: rings share switches
 IDLE_BYTES = 2 << 30  # of a GPU's memory; drivers and a desktop keep some 100 MB
 IDLE_BUSY = 10.0  # percent
+STOOD = 4.0  # a wait of a second that took so long: this process was stopped
 TAIL = 300  # characters of what a probe said last on stderr
 
 
@@ -229,7 +231,7 @@ class _Probe:
     def wait(self, until: float) -> None:
         """Until it ends or the time is up; it is killed then, and left if even that does not help."""
         try:
-            self._code = self._process.wait(max(until - time.monotonic(), 0.1))
+            self._code = self._wait(until)
         except subprocess.TimeoutExpired:
             self._process.kill()
             try:
@@ -240,13 +242,26 @@ class _Probe:
         for file in (self._out, self._err):
             file.seek(0)
         for line in self._out.read().decode(errors="replace").splitlines():
-            if line.startswith("{"):
+            # A library prints lines too, and a kill leaves half of one.
+            with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
                 given = json.loads(line)
                 self.said[given.pop("part")] = given
         last = [line for line in self._err.read().decode(errors="replace").splitlines() if line.strip()]
         self._error = self._error or (last[-1].strip()[-TAIL:] if last else "")
         self._out.close()
         self._err.close()
+
+    def _wait(self, until: float) -> int:
+        """Without the time that this process stood still itself: whoever stopped it may have stopped the probe too."""
+        while True:
+            looked = time.monotonic()
+            try:
+                return self._process.wait(min(max(until - looked, 0.1), 1.0))
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+                until += now - looked if now - looked > STOOD else 0.0
+                if now >= until:
+                    raise
 
     def end(self, group: str, action: str) -> list[Finding]:
         """A finding where it did not come to its end."""

@@ -29,6 +29,7 @@ MOST_KINDS = 1000  # of lines that are counted apart; later ones are counted by 
 READ = 1 << 20  # bytes of the kernel's log at one look
 PLACES = ("dev/kmsg", "var/log/kern.log", "var/log/messages", "var/log/dmesg")
 _PCI = r"(?P<device>[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?)"
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;\n]{0,80};")
 
@@ -95,6 +96,7 @@ class Matcher:
         count = self._counts[key] = self._counts.get(key, 0) + 1
         if str(count).strip("0") != "1":  # neither 1 nor 10 nor 100 ...
             return []
+        line = _CONTROL.sub("�", line)  # events are read on terminals
         seen = line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
         if count > 1:
             seen += f" ({count:,} such lines)"

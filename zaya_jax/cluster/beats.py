@@ -70,7 +70,9 @@ class Beats:
         # A reader never sees half a file, nor this start's in the last one's.
         new = path.with_suffix(f".{os.getpid()}")
         with new.open("w+b") as file:
-            file.truncate(SIZE)
+            # Pages that a full file system has not got would be a SIGBUS at the first word, not an error here.
+            file.write(bytes(SIZE))
+            file.flush()
             self._memory = mmap.mmap(file.fileno(), SIZE)
         new.replace(path)
         self._lock = threading.Lock()
