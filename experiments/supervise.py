@@ -23,6 +23,7 @@ from zaya_jax.aegis import agent, chaos, events, preflight, standing
 from zaya_jax.aegis.decide import HARDWARE, PREEMPTED, Rules
 from zaya_jax.aegis.leader import Plan
 from zaya_jax.aegis.node import Task
+from zaya_jax.checkpoint import lock
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError, fields
 from zaya_jax.report import supervised
@@ -116,6 +117,8 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     gpus = standing.gpus(os.environ)
     processes = args.processes or len(gpus) or 1
     workdir = workdir_of(training)
+    if place is None or place.index == 0:  # an agent beside another one would add its own to the run's events
+        lock.require_free(workdir)
     join = multihost.seconds_of(multihost.JOIN)
     tried = args.check == "always" or (args.check is None and bool(gpus))
     rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, join, processes, tried)

@@ -12,6 +12,7 @@ import multiprocess_runs
 
 from zaya_jax.aegis import decide, facts, rules
 from zaya_jax.aegis.decide import Decider, Rules
+from zaya_jax.checkpoint import lock
 
 
 def test_no_line_holds_up_the_agent():
@@ -117,3 +118,21 @@ def test_what_an_event_has_seen_does_nothing_to_a_terminal():
     line = b"\x1b]0;title\x07\x1b[2J\0error: process 3 on node17 is gone: killed, or crashed\x9b1m"
     (found,) = rules.Matcher().feed(0, line)
     assert "process 3 on node17" in found.seen and found.seen.isprintable()
+
+
+def test_a_second_agent_leaves_a_run_s_events_alone(tmp_path):
+    """Its training was refused, but "ended: exit code 2" stood in the midst of the events of a run that went on."""
+    lock.take(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    asked = [sys.executable, agents.STAND_IN, "agent", "--", f"--workdir={tmp_path}", "5", "0.01"]
+    variables = {"PYTHONPATH": str(multiprocess_runs.ROOT), "PCI_DEVICES": "none"}
+    try:
+        second = subprocess.run(
+            asked, env=os.environ | variables, timeout=60, check=False, capture_output=True, text=True
+        )
+    finally:
+        lock.release(tmp_path)
+    assert second.returncode == 2 and f"in use by process {os.getpid()} on" in second.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "config.json"]
+    again = subprocess.run(asked, env=os.environ | variables, timeout=60, check=False)
+    assert again.returncode == 0

@@ -1,6 +1,7 @@
 """One writer of a workdir at a time: a lock that the system takes back when its process ends, however it ends.
 
     take(workdir, say)      UserError names who has it
+    require_free(workdir)   the same, without taking it
     release(workdir)
 
 A POSIX record lock on `WORKDIR/.lock`: NFS and Lustre (mounted with flock) hold it across nodes, forked workers do not
@@ -64,6 +65,28 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
             time.sleep(0.1)
     _held[path] = file
     _sign(file)
+
+
+def require_free(workdir: Path) -> None:
+    """UserError where another process has a folder, without taking it or writing there."""
+    latest = time.monotonic() + PATIENCE
+    while True:
+        try:
+            with (workdir.resolve() / NAME).open("rb+", buffering=0) as file:
+                try:
+                    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    return
+                except OSError as error:
+                    if error.errno not in (errno.EACCES, errno.EAGAIN):
+                        return  # whoever takes it says so
+                    who = _owner(file)
+        except OSError:
+            return
+        if time.monotonic() > latest:
+            raise UserError(
+                f"--workdir={workdir} is in use by {who}; wait until that has ended, or give another folder"
+            )
+        time.sleep(0.1)
 
 
 def keep(workdir: Path) -> None:
