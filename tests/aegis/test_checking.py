@@ -224,3 +224,14 @@ def test_a_check_that_cannot_be_made_says_so_at_once(tmp_path, monkeypatch):
     ((number, (found,), _),) = [rest for kind, *rest in told if kind == "checked"]
     assert number == 3 and (found["name"], found["action"]) == ("check of the node failed", "warn")
     assert "no process more" in found["seen"]
+
+
+def test_a_node_that_was_left_out_and_comes_again_is_no_spare_and_both_checks_are_counted():
+    run = Decided(nodes=2, agents=3)
+    run.take(Checked((), 4.0), Stepped(1), Exited(1, 1, -9), Ready(0), Ready(1))
+    run.take(
+        Checked(((1, WRONG),), 5.0), Checked((), 6.0), Lost(1, "gone"), Came(1, "host1"), Ready(1), Stepped(2)
+    )
+    assert run.of(Start)[-1] == Start(2, (0, 2))
+    assert run.said("restarted")[0]["facts"]["check"] == 11.0
+    assert run.said("came")[-1]["done"] == "it stays left out"

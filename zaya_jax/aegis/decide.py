@@ -173,7 +173,8 @@ class Decider:
                 self._lost.discard(node)
                 self._idle.discard(node)
                 if self.state != "gathering":
-                    self._say("came", node, done="it waits as a spare")
+                    out = node in self.excluded
+                    self._say("came", node, done="it stays left out" if out else "it waits as a spare")
             case Ready(node):
                 self._idle.add(node)
             case Lost(node, why):
@@ -390,7 +391,8 @@ class Decider:
         what = f"{len(self.nodes)} nodes, {len(findings)} findings"
         self._say("checked", seconds=round(seconds, 3), seen=what, places=self.nodes)
         if self._recovering:
-            self._recovering[1]["check"] = round(seconds, 3)
+            facts = self._recovering[1]
+            facts["check"] = round(facts.get("check", 0.0) + seconds, 3)
         if hopeless:
             code = HARDWARE if hopeless.name.endswith(COMPUTES_WRONGLY) else 1
             return self._end(code, f"{hopeless.name}: {hopeless.seen}")
