@@ -114,7 +114,9 @@ def storage(folder: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         os.fsync(file.fileno())
         seconds = time.perf_counter() - begin
         yield "written", {"seconds": seconds, "bytes": STORED}
-        with contextlib.suppress(OSError, AttributeError):  # a file system, or a system, without pages to drop
+        with contextlib.suppress(
+            OSError, AttributeError
+        ):  # a file system, or a system, without pages to drop
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         yield "read", {"same": file.read() == data}
