@@ -416,7 +416,7 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, folder, settings, t
         (partial(model.loss, ids, ids - 100), "no label counts"),
         (partial(model.loss, ids[:, :1], ids[:, :1]), "no label counts"),
         (partial(model.generate, ids, 0), "num_tokens=0"),
-        (partial(model.generate, ids, 61), "4 tokens of prompt", "max_position_embeddings=64"),
+        (partial(model.generate, ids, 61), "has 4 tokens", "max_position_embeddings=64"),
         (partial(model.generate, ids, 2, temperature=-1), "temperature=-1"),
         (partial(model.generate, ids, 2, temperature=float("nan")), "temperature=nan"),
         (partial(model.generate, ids, 2, seed=1.5), "seed=1.5"),
@@ -494,9 +494,19 @@ def test_an_interrupt_saves_and_a_later_call_goes_on(settings, folder, monkeypat
 
 NAMES = [
     "Config", "LanguageModel", "StorageError", "Trace", "TrainingStopped", "UserError", "__version__", "apply",
-    "config", "create", "init", "load", "loss", "train",
+    "config", "create", "init", "load", "loss", "scores", "train",
 ]  # fmt: skip
-OF_A_MODEL = ["generate", "logits", "loss", "loss_and_grads", "save", "to_hf", "trace"]
+OF_A_MODEL = [
+    "generate",
+    "logits",
+    "loss",
+    "loss_and_grads",
+    "on_one_device",
+    "save",
+    "scores",
+    "to_hf",
+    "trace",
+]
 OF_A_TRACE = ["logits", "hidden_states", "router_probs", "choices", "attention"]
 
 
@@ -553,6 +563,7 @@ def test_the_examples_do_as_they_say(model, run, ids, folder, monkeypatch, setti
         "init",
         "apply",
         "loss",
+        "scores",
         "create",
         "load",
         "train",

@@ -166,11 +166,11 @@ class LanguageModel:
         """
         given.whole("num_tokens", num_tokens, 1, math.inf)
         self._check_weights()
-        sampling = Sampling(
-            *(x.item() if isinstance(x, np.generic) else x for x in (temperature, top_k, top_p, min_p))
-        )
+        plain: list[Any] = [
+            x.item() if isinstance(x, np.generic) else x for x in (temperature, top_k, top_p, min_p)
+        ]
         arguments = self.config.model, *self.on_one_device()
-        options = {"sampling": sampling, "seeds": seed}
+        options: dict[str, Any] = {"sampling": Sampling(*plain), "seeds": seed}
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], str)):
             prompts = [prompt] if isinstance(prompt, str) else prompt
             ids = [self._encoded(text) for text in prompts]
@@ -187,7 +187,12 @@ class LanguageModel:
         return np.concatenate([rows, np.asarray(more, rows.dtype)], axis=1)
 
     def on_one_device(self) -> tuple[dict, jax.Array]:
-        """(parameters, balancing biases) as they are, or gathered from a mesh on its first device."""
+        """(parameters, balancing biases) as they are, or gathered from a mesh on its first device.
+
+        >>> params, balance = model.on_one_device()
+        >>> balance.devices() == {jax.devices()[0]}, params.keys() == model.params.keys()
+        (True, True)
+        """
         weights = self.params, self.balance
         return weights if self.mesh is None else jax.device_put(weights, self.mesh.devices.flat[0])
 
