@@ -419,7 +419,7 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, folder, settings, t
         (partial(model.generate, ids, 61), "has 4 tokens", "max_position_embeddings=64"),
         (partial(model.generate, ids, 2, temperature=-1), "temperature=-1"),
         (partial(model.generate, ids, 2, temperature=float("nan")), "temperature=nan"),
-        (partial(model.generate, ids, 2, seed=1.5), "seed=1.5"),
+        (partial(model.generate, ids, 2, seed=1.5), "seeds=1.5"),
         (partial(model.generate, "\ud800", 2), "Unicode"),
         (partial(model.save, run), "not empty"),
         (partial(model.to_hf, tmp_path / "hf", dtype="int8"), "dtype='int8'"),
