@@ -37,7 +37,7 @@ CONFIG: dict[str, object] = {
     "name": "chaos", "model.hidden_size": 32, "model.num_hidden_layers": 2, "model.head_dim": 8,
     "model.moe_intermediate_size": 32, "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 64,
     "data.global_batch": 16, "eval.every": 10**6, "log.every": 10**6, "log.sample_tokens": 2,
-    "checkpoint.every_steps": 10, "checkpoint.keep": 50, "precision.compute": "float32",
+    "checkpoint.every_steps": 10, "checkpoint.keep": 20, "precision.compute": "float32",
     "precision.newton_schulz": "float32", "guard.replay_every": 5, "optim.lr": 0.01,
     "schedule.warmup_fraction": 1e-5,
     "run.num_steps": 10**6,  # so many that the learning rate does not depend on where it is stopped

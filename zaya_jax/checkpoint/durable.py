@@ -17,7 +17,7 @@ from typing import Any
 from zaya_jax.checkpoint import audit, layout, owner, writing
 from zaya_jax.checkpoint.audit import share
 from zaya_jax.checkpoint.layout import META
-from zaya_jax.checkpoint.remote import Vault, unreachable
+from zaya_jax.checkpoint.remote import Vault, each, unreachable
 from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError, files
@@ -49,7 +49,10 @@ class Durable:
                 return [here, str(silent)]
             try:
                 there = set(self.vault.steps())
-                return [[step for step in here if step not in there or not self._copied(step)], ""]
+                copied = dict(
+                    zip(here, each(lambda step: step in there and self._copied(step), here), strict=True)
+                )
+                return [[step for step in here if not copied[step]], ""]
             except StorageError as error:
                 return [here, str(error)]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.checkpoint.layout import META
-from zaya_jax.checkpoint.remote import Vault, unreachable
+from zaya_jax.checkpoint.remote import Vault, each, unreachable
 from zaya_jax.checkpoint.seal import RUN
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.config.fields import parse_json
@@ -24,7 +24,8 @@ def runs_at(vault: Vault) -> dict[int | None, str | None]:
     """
     owner = vault.owner()
     found: dict[int | None, str | None] = {None: owner} if owner else {}
-    return found | {step: _run_of(vault, step) for step in sorted({*vault.steps(), *vault.unfinished()})}
+    steps = sorted({*vault.steps(), *vault.unfinished()})
+    return found | dict(zip(steps, each(lambda step: _run_of(vault, step), steps), strict=True))
 
 
 def _run_of(vault: Vault, step: int) -> str | None:

@@ -86,7 +86,11 @@ class Vault:
 
     def steps(self) -> list[int]:
         """The whole checkpoints, oldest first."""
-        return writing.whole_of(self._numbered, self.has)
+
+        def whole(steps: list[int]) -> list[int]:
+            return [step for step, there in zip(steps, each(self.has, steps), strict=True) if there]
+
+        return writing.whole_of(self._numbered, whole)
 
     def has(self, step: int) -> bool:
         """Whether it has this one."""
@@ -131,7 +135,7 @@ class Vault:
             self._throttle(len(content))
             self._put(f"{step}/{name}", content)
 
-        _each(one, names)
+        each(one, names)
 
     def lacks(self, step: int, whole: Seal) -> list[str] | None:
         """Files that a step needs to be a copy of `whole`: those that are missing or of another size, and such as are
@@ -166,7 +170,7 @@ class Vault:
                 f"{self.url}/{step} lacks {len(lacking)} of {len(whole.files)} files, such as {lacking[0]}; "
                 "upload them first"
             )
-        _each(lambda name: self._attempt("delete", name, self._delete, f"{step}/{name}"), wrong)
+        each(lambda name: self._attempt("delete", name, self._delete, f"{step}/{name}"), wrong)
         self._put(f"{step}/{MARKER}", files.read(folder / MARKER))
 
     def download(self, step: int, folder: Path, names: Iterable[str] | None = None) -> None:
@@ -180,7 +184,7 @@ class Vault:
                 raise StorageError(f"{self.url}/{step}/{Damage(name, what)}")
             writing.write_files(folder, {name: content})
 
-        _each(one, list(sums if names is None else names))
+        each(one, list(sums if names is None else names))
 
     def verify(
         self, step: int, progress: Progress | None = None, some: Sums | None = None, run: str | None = None
@@ -232,7 +236,7 @@ class Vault:
         """Deletes a step: the marker first, so that a half-deleted one is none."""
         names = sorted(self._sizes(step), key=lambda name: name != MARKER)
         for part in (names[:1], names[1:]):
-            _each(lambda name: self._attempt("delete", name, self._delete, f"{step}/{name}"), part)
+            each(lambda name: self._attempt("delete", name, self._delete, f"{step}/{name}"), part)
         if self._local:
             with contextlib.suppress(OSError):
                 self._files.rm(f"{self._root}/{step}", recursive=True)
@@ -352,12 +356,12 @@ def wrong_with(content: bytes, entry: list[int]) -> str | None:
     return seal.wrong_with([memoryview(content)], len(content), entry)
 
 
-def _each(function: Callable[[str], None], names: Sequence[str]) -> None:
+def each[T](function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:
+    """function(item) of all, several at once: a store far away answers each request late."""
     with concurrent.futures.ThreadPoolExecutor(IN_FLIGHT, "vault") as pool:
-        waiting = [pool.submit(function, name) for name in names]
+        waiting = [pool.submit(function, item) for item in items]
         try:
-            for done in waiting:
-                done.result()
+            return [done.result() for done in waiting]
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

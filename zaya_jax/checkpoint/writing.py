@@ -191,17 +191,20 @@ def clear(root: Path) -> None:
 
 def steps_in(root: Path) -> list[int]:
     """The complete checkpoints of a folder, oldest first."""
-    return whole_of(lambda: numbered(root), lambda step: (root / str(step) / MARKER).is_file())
+    return whole_of(
+        lambda: numbered(root),
+        lambda steps: [step for step in steps if (root / str(step) / MARKER).is_file()],
+    )
 
 
-def whole_of(listed: Callable[[], list[int]], whole: Callable[[int], bool]) -> list[int]:
+def whole_of(listed: Callable[[], list[int]], whole: Callable[[list[int]], list[int]]) -> list[int]:
     """Those of the steps that are listed which are whole.
 
     A run that goes on may replace its only checkpoint between the two looks: then it is listed again.
     """
     before, steps = list[int](), listed()
     while True:
-        found = [step for step in steps if whole(step)]
+        found = whole(steps)
         if found or steps == before:
             return found
         before, steps = steps, listed()
