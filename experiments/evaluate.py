@@ -3,21 +3,27 @@
     python -m experiments.evaluate --model=runs/tiny --out=DIR [--data=FILES_OR_PREPARED ...] [--tasks=NAME,NAME]
 
 --model is a run's folder (FOLDER@STEP: of that step), or a directory of transformers. Without --data and --tasks it is
-the run's own held-out text. --data are files, quoted globs and directories as prepare_data takes them, or what it has
+what the run held out. --data are files, quoted globs and directories as prepare_data takes them, or what it has
 prepared (its held-out part); several may be given, each is a row of the table. Written are evaluation.md,
-evaluation.json and evaluation.html. docs/evaluation.md says what is counted.
+evaluation.json and evaluation.html, with tasks also samples.jsonl. Several processes, as pretrain's (docs/clusters.md),
+share the work; each holds the whole model. docs/evaluation.md says what is counted.
 """
 
+import argparse
 import json
+import os
 import sys
 import time
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
 from tqdm import tqdm
 
-from zaya_jax import cli, library
-from zaya_jax.config import UserError, shown
+from zaya_jax import cli, given, library, schedule
+from zaya_jax.cluster import multihost
+from zaya_jax.config import Config, UserError, shown
 from zaya_jax.config.files import write
 from zaya_jax.data import pipeline
 from zaya_jax.evaluate import harness, scorer, texts
@@ -27,28 +33,44 @@ from zaya_jax.report import evaluation as page
 
 
 def main() -> int:
-    """Scores, then three files."""
+    """The program: several processes do the same, and share what is scored."""
     args = parser().parse_args()
     out = cli.out_folder(args.out, "the evaluation")
     tasks = [task for task in (args.tasks or "").split(",") if task]
     if tasks:
         harness.require()
+    refuse_doubles(args.data or [])
+    folder, _ = given.folder_and_step(args.model)
+    if not args.data and not tasks and not (folder / "checkpoints").is_dir():
+        raise UserError(f"--model={args.model} is no run, so it has held nothing out; give --data or --tasks")
+    return multihost.together(lambda: evaluate(args, out, tasks))
+
+
+def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
+    """Scores, then the files."""
     host.keep_compiled()
     began = time.perf_counter()
     model = library.load(args.model, mesh=_mesh(args.mesh))
     if model.tokenizer is None:
         raise UserError(
-            f"--model={args.model} has no tokenizer; put one beside it, as prepare_data's --tokenizer takes it"
+            f"--model={args.model} has no tokenizer; put its tokenizer.json or tokenizer.model there"
         )
-    paths = args.data or ([] if tasks else [f"{path}" for path in pipeline.plan_sources(model.config)[0]])
     most = model.config.model.max_position_embeddings
-    context = min(args.context or model.config.data.seq_len, most)
-    notes, data = [], dict[str, Any]()
+    context = min(args.context or usual_context(model.config), most)
+    notes = [f"Tasks: {', '.join(tasks)}."] if tasks else []
     if args.context and args.context > most:
-        notes.append(f"--context={args.context} is above the model's {most} tokens: {most} are taken")
+        notes.append(f"--context={args.context} is above the model's {most} tokens: {most} are taken.")
+    if args.limit:
+        notes.append(f"--limit={args.limit}: at most so many documents of each, so figures are of a part.")
+    if args.num_fewshot is not None:
+        notes.append(f"--num_fewshot={args.num_fewshot}")
+    if args.bos:
+        notes.append("--bos: tasks' texts begin with the begin of document.")
     skipped: list[str] = []
-    for path in dict.fromkeys(paths):
-        data[path] = loss_on(model, path, context, args, skipped)
+    data = {
+        name: loss_on(model, name, found, context, args.tokens)
+        for name, found in sources(model, args, tasks, skipped)
+    }
     if len(data) > 1:
         data = {"all": texts.together(data.values()), **data}
     if skipped:
@@ -63,30 +85,36 @@ def main() -> int:
             add_bos_token=args.bos, tokens=args.tokens, seed=args.seed,
         )  # fmt: skip
     result = {
-        "model": model.source, "parameters": zaya.param_counts(model.config.model),
-        "date": time.strftime("%Y-%m-%d"),
-        "device": jax.devices()[0].device_kind, "jax": jax.__version__, "seconds": time.perf_counter() - began,
-        "context": context, "data": {name: loss.told() for name, loss in data.items()}, "tasks": harness.figures(found),
+        "model": model.source, "parameters": zaya.param_counts(model.config.model), "date": time.strftime("%Y-%m-%d"),
+        "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}", "jax": jax.__version__,
+        "compute": model.config.precision.compute, "seconds": time.perf_counter() - began, "context": context,
+        "data": {name: loss.told() for name, loss in data.items()}, "tasks": harness.figures(found),
         "notes": notes,
     }  # fmt: skip
-    out.mkdir(parents=True, exist_ok=True)
-    write(out / "evaluation.json", (json.dumps(result, indent=1) + "\n").encode())
-    write(out / "evaluation.md", page.text(result).encode())
-    write(out / "evaluation.html", page.render(result).encode())
-    names = "evaluation.md, evaluation.json, evaluation.html"
-    if found:
-        write(out / "samples.jsonl", harness.samples(found))
-        names += ", samples.jsonl"
-    print(page.text(result))
-    print(f"written: {out}/{names}")
+    if multihost.is_writer():
+        print(page.text(result))
+        print(f"written: {save(out, result, found)}")
     return cli.DONE
+
+
+def save(out: Path, result: dict[str, Any], found: dict[str, Any]) -> str:
+    """Writes the files, and says where they are."""
+    files = {
+        "evaluation.md": page.text(result).encode(),
+        "evaluation.json": (json.dumps(result, indent=1) + "\n").encode(),
+        "evaluation.html": page.render(result).encode(),
+        **({"samples.jsonl": harness.samples(found)} if found else {}),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        write(out / name, content)
+    return f"{out}/{', '.join(files)}"
 
 
 def parser() -> cli.Parser:
     """The options."""
     found = cli.Parser(prog="python -m experiments.evaluate", description=__doc__)
-    add = found.add_argument
-    whole = cli.number(int, 1, 2**31 - 1)
+    add, whole = found.add_argument, cli.number(int, 1, 2**31 - 1)
     add(
         "--model",
         required=True,
@@ -99,53 +127,68 @@ def parser() -> cli.Parser:
     add("--include_path", metavar="DIR", help="a folder with tasks of your own")
     add("--limit", type=whole, metavar="N", help="at most so many documents of each --data and of each task")
     add(
-        "--num_fewshot",
-        type=cli.number(int, 0, 1000),
-        metavar="N",
-        help="examples before each question of a task",
-    )
-    add(
-        "--context",
-        type=whole,
-        metavar="N",
-        help="tokens of a window; by default the seq_len of the training",
-    )
+        "--num_fewshot", type=cli.number(int, 0, 1000), metavar="N", help="examples before each question of a task"
+    )  # fmt: skip
+    add("--context", type=whole, metavar="N", help="tokens of a window; by default as the run evaluated")
     add("--text_field", default="text", metavar="NAME", help="of JSONL and Parquet; text")
     add(
-        "--bos",
-        action="store_true",
-        help="tasks' texts begin with the begin of document; lm-eval's hf has none",
-    )
+        "--bos", action="store_true", help="tasks' texts begin with the begin of document; lm-eval's hf has none"
+    )  # fmt: skip
     add("--tokens", type=whole, default=scorer.TOKENS, metavar="N", help=f"of a batch; {scorer.TOKENS}")
     add("--mesh", metavar="AXIS=N,...", help="such as data=2,expert=4; by default one device")
     add("--seed", type=cli.number(int, 0, 2**31 - 1), default=0, metavar="N", help="of what tasks sample; 0")
     return found
 
 
-def loss_on(
-    model: library.LanguageModel, path: str, context: int, args: Any, skipped: list[str]
-) -> texts.Loss:
-    """The loss on one --data, with a line of progress where somebody looks on."""
+def refuse_doubles(paths: list[str]) -> None:
+    """UserError where one --data is given twice, which the row of all would count twice."""
+    seen: dict[str, str] = {}
+    for path in paths:
+        before = seen.setdefault(os.path.realpath(path) if os.path.exists(path) else path, path)
+        if before is not path:
+            raise UserError(f"--data={path} is the same as --data={before}; name it once")
+
+
+def sources(
+    model: library.LanguageModel, args: argparse.Namespace, tasks: list[str], skipped: list[str]
+) -> Iterator[tuple[str, Iterator[texts.Document]]]:
+    """The rows of the table: each --data, or else, if no tasks are asked for, what each source of the run held out."""
     assert model.tokenizer is not None
-    found = texts.documents(path, model.tokenizer, args.text_field, args.limit, skipped.append)
-    with tqdm(
-        desc=path, unit=" tokens", unit_scale=True, disable=not sys.stderr.isatty(), leave=False
-    ) as bar:
-        return texts.evaluate(scorer.Scorer(model, args.tokens), found, context, model.tokenizer, bar.update)
+    for path in args.data or []:
+        yield path, texts.documents(path, model.tokenizer, args.text_field, args.limit, skipped.append)
+    if not args.data and not tasks:
+        for path in pipeline.plan_sources(model.config)[0]:
+            yield f"{path}, held out", texts.held_out(model.config, path, model.tokenizer, args.limit)
+
+
+def loss_on(
+    model: library.LanguageModel, name: str, found: Iterator[texts.Document], context: int, tokens: int
+) -> texts.Loss:
+    """The loss on some documents, with a line of progress where somebody looks on."""
+    watched = sys.stderr.isatty() and multihost.is_writer()
+    with tqdm(desc=name, unit=" tokens", unit_scale=True, disable=not watched, leave=False) as bar:
+        return texts.evaluate(scorer.Scorer(model, tokens), found, context, bar.update)
+
+
+def usual_context(config: Config) -> int:
+    """The longest windows of the run's own evaluations."""
+    return max(segment.phase.eval_seq_len for segment in schedule.make_plan(config).segments)
 
 
 def _mesh(given: str | None) -> dict[str, Any] | None:
     """{axis: size} of data=2,expert=4."""
     if not given:
         return None
-    sizes = {}
+    sizes: dict[str, Any] = {}
     for part in given.split(","):
         name, _, value = part.partition("=")
-        if not value.isdecimal():
-            raise UserError(f"--mesh={shown(given)}: {shown(part)} is no AXIS=N, such as data=2,expert=4")
+        if not value.isdecimal() or name in sizes:
+            raise UserError(
+                f"--mesh={shown(given)}: {shown(part)} is no AXIS=N, each once, such as data=2,expert=4"
+            )
         sizes[name] = int(value)
     return sizes
 
 
 if __name__ == "__main__":
-    sys.exit(cli.exit_code(main))
+    cli.leave(cli.exit_code(main))

@@ -33,7 +33,7 @@ from zaya_jax.checkpoint import keep, partial
 from zaya_jax.checkpoint.store import Store, read_meta
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import pipeline, token_ids, tokenizers
+from zaya_jax.data import named, pipeline, token_ids, tokenizers
 from zaya_jax.data.prefetch import DevicePrefetch
 from zaya_jax.hardware import host, sizing_rules
 from zaya_jax.hardware.chips import model_flops, peak_flops
@@ -99,6 +99,7 @@ def _train(
     last_step = min(plan.total_steps, config.run.num_steps)
     tokenizer = tokenizers.load(config.data.tokenizer)
     config = token_ids.agree(config, tokenizer)
+    named.stores(config, tokenizer)  # what of them cannot be evaluated on is refused
 
     def lay_out(reached: int):
         """Everything that the mesh of the phase after step `reached` decides."""
@@ -239,21 +240,26 @@ def _train(
         return guard.checked(now.number, found, mesh, saved_steps, config.run.fork_step)
 
     @functools.lru_cache(1)
-    def windows(phase: config_lib.Phase) -> list:
-        """The held-out batches of a phase, on the devices."""
-        count = recipe.eval_rows(config, phase, spread)
-        held_out = pipeline.eval_batches(pipeline.eval_config(config, phase), tokenizer, rows, count)
-        return [steps.put_batch(mesh, batch, 1, spread) for batch in held_out]
+    def windows(phase: config_lib.Phase) -> dict[str, list]:
+        """The batches that a phase is evaluated on, on the devices: what is held out, and what is named."""
+        count, own = recipe.eval_rows(config, phase, spread), pipeline.eval_config(config, phase)
+        found = {"eval/loss": pipeline.eval_batches(own, tokenizer, rows, count)}
+        found |= named.batches(own, tokenizer, rows, count)
+        put = functools.partial(steps.put_batch, mesh, micro_batches=1, spread=spread)
+        return {name: [put(batch) for batch in batches] for name, batches in found.items() if batches}
 
     windows(plan.step(reached + 1).phase)  # what of them cannot be read is known now
 
-    def evaluate(state, now: schedule.Step) -> float:
-        """Mean loss over the held-out targets, in nats."""
+    def evaluate(state, now: schedule.Step) -> dict[str, float]:
+        """Mean losses over the targets of the windows, in nats."""
         where.evaluate(now.number, (now.phase_index, "evaluation"))
-        sums = [program(now.phase_index, evaluation=True)(state, batch) for batch in windows(now.phase)]
+        step, losses = program(now.phase_index, evaluation=True), {}
+        sums = {name: [step(state, batch) for batch in found] for name, found in windows(now.phase).items()}
         where.evaluating()
-        loss, count = np.asarray(jax.device_get(sums), np.float64).sum(0)
-        return float(loss / max(count, 1.0))
+        for name, parts in jax.device_get(sums).items():
+            loss, count = np.asarray(parts, np.float64).sum(0)
+            losses[name] = float(loss / max(count, 1.0))
+        return losses
 
     ####################################################################################################################
     # The loop: a step is dispatched before the figures of the one before are read, so the device never waits
@@ -277,9 +283,10 @@ def _train(
         if schedule.phase_config(config, before.phase).mesh != here.mesh:
             logs.say(f"note: step {reached} stays without a held-out loss: its phase had another mesh")
         elif windows(before.phase):
-            loss = evaluate(state, before)
-            writer.write(reached, {"eval/loss": loss})
-            logs.say(f"step {reached} | held-out {loss:.4f}, which the stop after that step had put off")
+            losses = evaluate(state, before)
+            writer.write(reached, losses)
+            first = losses.get("eval/loss", np.nan)  # nan: nothing is held out, all is named
+            logs.say(f"step {reached} | held-out {first:.4f}, which the stop after that step had put off")
     if parent:  # from here on it is a run of its own
         save(reached, meta["tokens"], meta["metrics"], last=False)
     peak, unsound_in_a_row = peak_flops(devices[0], config.precision), 0
@@ -397,7 +404,7 @@ def _train(
             extra = multihost.over_processes(stream.metrics(), pipeline.OVER_PROCESSES)
             begun = time.perf_counter()
             if due_eval:
-                extra["eval/loss"] = evaluate(state, now)
+                extra |= evaluate(state, now)
                 remaining.evaluation(now.phase_index, time.perf_counter() - begun)
             clock += time.perf_counter() - begun  # evaluation is not the step's time
             finish((now, figures, extra, pending[-1]))

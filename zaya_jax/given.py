@@ -67,7 +67,7 @@ def placed(config: Config, mesh: AnyMesh | None) -> tuple[Config, Mesh | None]:
             fields.check_fields(given, "mesh.")
         except UserError as error:
             raise UserError(str(error).replace("config.mesh", "mesh")) from None
-        devices = jax.devices()
+        devices = jax.local_devices()
     else:
         raise UserError(f"mesh is {type(mesh).__name__}; give a jax Mesh, or a dict of axes and sizes")
     over = make_mesh(given, devices, "mesh")

@@ -322,12 +322,12 @@ def load(place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | 
     """The model of a run's folder (FOLDER@STEP: of that step, otherwise the newest), or of transformers' directory.
 
     `mesh`: a jax Mesh, or sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. `dtype` is what
-    matrices multiply in: as the run did, and float32 for what was imported.
+    matrices multiply in: as the run did, and float32 for what was imported. Of several processes each gets the whole
+    model, on its own devices.
 
     >>> zj.load(run).tokenizer.kind
     'bytes'
     """
-    given.require_one_process()
     folder, step = given.folder_and_step(place)
     if dtype not in (None, "float32", "bfloat16"):
         raise UserError(f"dtype={shown(dtype)} is not one of float32, bfloat16")
@@ -363,7 +363,7 @@ def _load_hf(folder: Path, mesh: AnyMesh | None, dtype: str | None) -> LanguageM
     )
     config, over = given.placed(config, mesh)
     tree = {"params": source.params(), "balance": {"bias": source.balance()}}
-    placed = jax.device_put(tree, functions.shardings(config, over) if over else jax.devices()[0])
+    placed = jax.device_put(tree, functions.shardings(config, over) if over else jax.local_devices()[0])
     files, imported = exchange.small_files(folder), exchange.imported_of(source)
     return LanguageModel(
         config, placed["params"], placed["balance"]["bias"], tokenizer, over, str(folder), files, imported

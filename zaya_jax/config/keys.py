@@ -251,6 +251,11 @@ class Eval:
 
     every: int = ranged(100, 1, MOST, "steps between evaluations; the last step has one always")
     windows: int = ranged(64, 0, 2**20, "held-out windows, each of the phase's eval_seq_len tokens; 0: none")
+    named: tuple[str, ...] = text(
+        (),
+        "source",
+        'further text that is not trained on, with as many windows each: "name=path", logged as eval/name',
+    )
 
 
 @dataclasses.dataclass(frozen=True)

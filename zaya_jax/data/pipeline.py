@@ -491,23 +491,26 @@ def eval_batches(
     without held-out text the list is empty.
     """
     check_tokenizer(config, tokenizer)
-    data = config.data
     stores = [open_stores(config, path, tokenizer)[1] for path in plan_sources(config)[0]]
-    stores = [store for store in stores if store.num_tokens]
-    chosen: list[tuple[TokenStore, list[Span]]] = []
+    return windows(config, [s for s in stores if s.num_tokens], tokenizer.pad_id, process, rows)
+
+
+def windows(
+    config: Config, stores: list[TokenStore], pad_id: int, process: tuple[int, int], rows: int | None
+) -> list[Batch]:
+    """`eval_batches` of these stores."""
+    count, chosen = config.eval.windows, list[tuple[TokenStore, list[Span]]]()
     for k, store in enumerate(stores):
-        share = config.eval.windows * (k + 1) // len(stores) - config.eval.windows * k // len(stores)
-        tape = order.Tape(store.num_tokens, data.seq_len)
-        share = min(share, tape.num_rows)
+        tape = order.Tape(store.num_tokens, config.data.seq_len)
+        share = min(count * (k + 1) // len(stores) - count * k // len(stores), tape.num_rows)
         chosen += [(store, tape.spans(n * tape.num_rows // share)) for n in range(share)]
-    rows = rows or data.global_batch
-    mine = local_rows(rows, process)
+    mine = local_rows(rows := rows or config.data.global_batch, process)
     batches = []
     for begin in range(0, len(chosen), rows):
-        filled = pack.Rows(len(mine), data.seq_len, tokenizer.pad_id)
+        filled = pack.Rows(len(mine), config.data.seq_len, pad_id)
         for row, (store, spans) in enumerate(chosen[begin : begin + rows][mine.start : mine.stop]):
             fill(store, filled, [row], [spans])
-        batches.append(pack.finish(filled, data.cross_documents))
+        batches.append(pack.finish(filled, config.data.cross_documents))
     return batches
 
 

@@ -129,6 +129,24 @@ def held_out(name: str, share: float = HELD_OUT_SHARE) -> bool:
 
 def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[Bundle, Bundle]:
     """(training, held-out) tokens of a whole text corpus, in memory."""
+    documents = named_texts(path)
+    chosen = [held_out(name) for name, _ in documents]
+    if len(documents) == 1:
+        name, text = documents[0]
+        cut = len(text) - max(1, round(len(text) * HELD_OUT_SHARE))
+        documents, chosen = [(name, text[:cut] or text), (name, text[cut:])], [False, True]
+    elif not any(chosen) or all(chosen):
+        lowest = min(range(len(documents)), key=lambda i: _hash_share(documents[i][0]))
+        chosen = [i == lowest for i in range(len(documents))]
+    sides = []
+    for side in (False, True):
+        texts = [text for (_, text), out in zip(documents, chosen, strict=True) if out == side]
+        sides.append(concatenate(pieces.encode_all(tokenizer, texts), tokenizer))
+    return sides[0], sides[1]
+
+
+def named_texts(path: str) -> list[tuple[str, str]]:
+    """(name, text) of each document of a text corpus; files that are none are counted and said."""
     documents: list[tuple[str, str]] = []
     unreadable: list[str] = []
     empty = size = 0
@@ -160,19 +178,7 @@ def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[Bundle, Bundle]:
             path, len(unreadable), len(unreadable) + empty + len(documents),
             ", ".join([ascii(n)[1:-1] for n in unreadable[:NAMED]] + ["..."] * (len(unreadable) > NAMED)), empty,
         )  # fmt: skip
-    chosen = [held_out(name) for name, _ in documents]
-    if len(documents) == 1:
-        name, text = documents[0]
-        cut = len(text) - max(1, round(len(text) * HELD_OUT_SHARE))
-        documents, chosen = [(name, text[:cut] or text), (name, text[cut:])], [False, True]
-    elif not any(chosen) or all(chosen):
-        lowest = min(range(len(documents)), key=lambda i: _hash_share(documents[i][0]))
-        chosen = [i == lowest for i in range(len(documents))]
-    sides = []
-    for side in (False, True):
-        texts = [text for (_, text), out in zip(documents, chosen, strict=True) if out == side]
-        sides.append(concatenate(pieces.encode_all(tokenizer, texts), tokenizer))
-    return sides[0], sides[1]
+    return documents
 
 
 def concatenate(documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> Bundle:

@@ -4,29 +4,32 @@
 
 The same numbers as lm-eval's own `hf` model gives on the exported weights, so the same conventions: no begin of
 document before a context unless `add_bos_token` asks for it, an empty context is the begin of document, what is longer
-than the model's context loses its left end, and a generation ends before the first of its `until`.
+than the model's context loses its left end, and a generation ends before the first of its `until`. Of several processes
+all run the same tasks: the scorer shares out its batches, and so does generation.
 """
 
+import dataclasses
 import importlib.util
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax
 from tqdm import tqdm
 
 from zaya_jax import generation
-from zaya_jax.config import UserError
+from zaya_jax.cluster import multihost
+from zaya_jax.config import UserError, fields, first_line, shown
 from zaya_jax.evaluate.scorer import TOKENS, Row, Scorer
 from zaya_jax.library import LanguageModel
 from zaya_jax.model.sampling import Sampling
 
-MAX_GEN_TOKS = 256  # of lm-eval's hf model
-IGNORED = (
-    "do_sample",
-    "num_beams",
-    "use_cache",
-)  # that mean nothing here, or what is meant is known otherwise
+# lm-eval's own: of its hf model, and of its command line.
+MAX_GEN_TOKS = 256
+FEWSHOT_SEED = 1234
+BOOTSTRAPS = 1000
+PLAIN = {"do_sample": (True, False), "num_beams": (1,), "use_cache": (True, False)}  # what these may be
 
 
 def require() -> None:
@@ -37,10 +40,36 @@ def require() -> None:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a task asks of a generation."""
+
+    stops: list[str]
+    num_tokens: int
+    sampling: Sampling
+
+
+def asked_for(given: dict[str, Any]) -> Asked:
+    """Of a request's `generation_kwargs`; UserError for what there is not."""
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
+
+    options: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
+    stops = [stop for stop in handle_stop_sequences(options.pop("until", None), eos=None) if stop]
+    num_tokens, temperature = options.pop("max_gen_toks"), options.pop("temperature", 0.0)
+    names = ("top_k", "top_p", "min_p")
+    limits = {name: options.pop(name) for name in names if options.get(name) is not None}
+    for name, value in options.items():
+        if value is not None and value not in PLAIN.get(name, ()):
+            raise UserError(f"a task asks for generation with {name}={shown(value)}, which there is not here")
+    if options["do_sample"] and not temperature:
+        raise UserError("a task asks for samples without a temperature; give it one, or do_sample: false")
+    return Asked(stops, num_tokens, Sampling(temperature, **limits) if options["do_sample"] else Sampling())
+
+
 def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TOKENS, seed: int = 0) -> Any:
     """An lm-eval `LM` of a model."""
     from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.models.utils import postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
     tokenizer = model.tokenizer
@@ -59,13 +88,21 @@ def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TO
             bos = add_bos_token if add_special_tokens is None else add_special_tokens
             return [tokenizer.bos_id] * bos + list(tokenizer.encode(string))
 
+        def loglikelihood(self, requests: Sequence, disable_tqdm: bool = False) -> list:
+            if not all(request.args[1] for request in requests):
+                raise UserError("a task asks for the likelihood of an answer that is empty")
+            return super().loglikelihood(requests, disable_tqdm)
+
         def _loglikelihood_tokens(self, requests: Sequence, disable_tqdm: bool = False, **_: Any) -> list:
             rows = []
             for _, context, continuation in requests:
+                if not continuation:
+                    raise UserError("a task has an answer that adds no token to its question")
                 ids = (list(context) + list(continuation))[-(self.max_length + 1) :]
                 if len(continuation) >= len(ids):
                     raise UserError(
-                        f"a continuation of {len(continuation)} tokens is longer than the model's {self.max_length}"
+                        f"a task has an answer of {len(continuation)} tokens, above the model's context of "
+                        f"{self.max_length}"
                     )
                 rows.append(Row(ids, len(ids) - len(continuation)))
             with tqdm(total=len(rows), desc="log-likelihoods", disable=disable_tqdm) as bar:
@@ -94,46 +131,49 @@ def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TO
             return totals
 
         def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
-            answers: list[str] = [""] * len(requests)
             groups: dict[str, list[int]] = {}  # only what is asked for alike goes together
             for number, request in enumerate(requests):
                 groups.setdefault(repr(request.args[1]), []).append(number)
+            batches = [batch for numbers in groups.values() for batch in self._batches(requests, numbers)]
+            answers: dict[int, str] = {}
             with tqdm(total=len(requests), desc="generations", disable=disable_tqdm) as bar:
-                for numbers in groups.values():
-                    options = normalize_gen_kwargs(requests[numbers[0]].args[1], MAX_GEN_TOKS)
-                    for some, texts in self._generations(requests, numbers, dict(options)):
-                        for number, text in zip(some, texts, strict=True):
-                            answers[number] = text
-                            self.cache_hook.add_partial("generate_until", requests[number].args, text)
-                        bar.update(len(some))
-            return answers
+                for turn, (prompts, asked) in enumerate(batches):
+                    if turn % jax.process_count() == jax.process_index():
+                        answers |= zip(prompts, self._generate(prompts, asked), strict=True)
+                    bar.update(len(prompts))
+            parts = multihost.to_first("generated", list(answers.items()))
+            everyones = dict(
+                multihost.from_first("generated", lambda: [one for part in parts or [] for one in part])
+            )
+            for number, request in enumerate(requests):
+                self.cache_hook.add_partial("generate_until", request.args, everyones[number])
+            return [everyones[number] for number in range(len(requests))]
 
-        def _generations(self, requests: Sequence, numbers: list[int], options: dict[str, Any]) -> Any:
-            stops = [s for s in handle_stop_sequences(options.pop("until", None), eos=None) if s]
-            most = options.pop("max_gen_toks")
-            temperature = options.pop("temperature", 0.0) if options.get("do_sample") else 0.0
-            names = ("top_k", "top_p", "min_p")
-            sampling = Sampling(temperature, **{name: options.pop(name) for name in names if name in options})
-            unknown = sorted(set(options) - set(IGNORED))
-            if unknown:
-                raise UserError(f"a task asks for generation with {', '.join(unknown)}, which is not there")
-            room = self.max_length - most
+        def _batches(
+            self, requests: Sequence, numbers: list[int]
+        ) -> Iterator[tuple[dict[int, list[int]], Asked]]:
+            """Prompts by the number of their request, the longest first, and what is asked for."""
+            asked = asked_for(requests[numbers[0]].args[1])
+            room = self.max_length - asked.num_tokens
             if room < 1:
                 raise UserError(
-                    f"a task asks for {most} new tokens, above the model's context of {self.max_length}"
+                    f"a task asks for {asked.num_tokens} new tokens, and the model's context is {self.max_length}"
                 )
             prompts = {
                 n: (self.tok_encode(requests[n].args[0]) or [self.prefix_token_id])[-room:] for n in numbers
             }
             order = sorted(numbers, key=lambda n: -len(prompts[n]))
             while order:
-                count = max(tokens // (len(prompts[order[0]]) + most), 1)
-                some, order = order[:count], order[count:]
-                texts = generation.generate(
-                    model.config.model, *model.on_one_device(), tokenizer, [prompts[n] for n in some], most,
-                    model.config.precision, stop=stops, sampling=sampling, seeds=[seed + n for n in some],
-                )  # fmt: skip
-                yield some, [postprocess_generated_text(text, stops, None) for text in texts]
+                count = max(tokens // (len(prompts[order[0]]) + asked.num_tokens), 1)
+                yield {n: prompts[n] for n in order[:count]}, asked
+                order = order[count:]
+
+        def _generate(self, prompts: dict[int, list[int]], asked: Asked) -> list[str]:
+            texts = generation.generate(
+                model.config.model, *model.on_one_device(), tokenizer, list(prompts.values()), asked.num_tokens,
+                model.config.precision, stop=asked.stops, sampling=asked.sampling, seeds=[seed + n for n in prompts],
+            )  # fmt: skip
+            return [postprocess_generated_text(text, asked.stops, None) for text in texts]
 
     return ZayaLM()
 
@@ -148,19 +188,22 @@ def run(
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=include_path)
-    unknown = [
-        task for task in tasks if task not in manager.all_tasks and not task.endswith((".yaml", ".yml"))
-    ]
-    if unknown:
-        raise UserError(
-            f"--tasks={','.join(unknown)} is none of lm-eval's {len(manager.all_tasks):,} tasks"
-            + (f", nor of {include_path}" if include_path else "")
-            + "; `lm-eval ls tasks` lists them, --include_path adds a folder of your own"
-        )
+    where = f", nor of {include_path}" if include_path else ""
+    for task in tasks:
+        if task not in manager.all_tasks and not task.endswith((".yaml", ".yml")):
+            raise UserError(
+                f"--tasks={task} is none of lm-eval's {len(manager.all_tasks):,} tasks{where}"
+                f"{fields.nearest(task, manager.all_tasks)}; `lm-eval ls tasks` lists them, "
+                "--include_path=DIR adds a folder of them"
+            )
+    try:
+        manager.load(list(tasks))  # simple_evaluate does it again, from the cache on the disk
+    except Exception as error:  # YAML, data sets and the network fail in many ways
+        raise UserError(f"--tasks={','.join(tasks)} cannot be loaded: {first_line(error)}") from None
     return lm_eval.simple_evaluate(
         model_of(model, add_bos_token, tokens, seed), tasks=list(tasks), limit=limit, num_fewshot=num_fewshot,
         task_manager=manager, random_seed=seed, numpy_random_seed=seed, torch_random_seed=None,
-        fewshot_random_seed=1234, bootstrap_iters=1000,
+        fewshot_random_seed=FEWSHOT_SEED, bootstrap_iters=BOOTSTRAPS,
     )  # fmt: skip
 
 

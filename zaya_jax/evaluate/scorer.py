@@ -1,15 +1,18 @@
-"""Log-probabilities of many rows of tokens: sorted by length, in batches of few shapes.
+"""Log-probabilities of many rows of tokens: sorted by length, in batches of few shapes, shared out among processes.
 
     scorer = Scorer(model)
     for log_probs, likeliest in scorer([Row(ids, first=3), ...]): ...
 
 Rows of like length go together, so that little is padding and few programs are compiled: lengths are rounded up to
-powers of two and halfway between, rows of a batch to powers of two, within `tokens` a batch.
+powers of two and halfway between, rows of a batch to powers of two, within `tokens` a batch. Of several processes each
+has the whole model on its own devices and takes every so-manieth batch; all of them get all results.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
+import jax
 import numpy as np
 
 from zaya_jax.functions import IGNORED
@@ -18,50 +21,74 @@ from zaya_jax.library import LanguageModel
 TOKENS = 8192  # of a batch
 SHORTEST = 16  # shorter rows are padded to it
 
-Scores = tuple[
-    np.ndarray, np.ndarray
-]  # of each scored token: log-probability in nats, whether it is the likeliest
+# Of each scored token: its log-probability in nats, and whether it is the likeliest.
+Scores = tuple[np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
     """Tokens, of which those from `first` on are scored, each after all before it. `first` is at least 1."""
 
-    ids: Sequence[int]
+    ids: Sequence[int] | np.ndarray
     first: int = 1
 
 
 class Scorer:
-    """See the module. The results are in the order of the rows, and depend on no other row."""
+    """See the module. The results are in the order of the rows, and but for rounding depend on no other row."""
 
     def __init__(self, model: LanguageModel, tokens: int = TOKENS):
         self.model, self._tokens = model, tokens
 
     def __call__(self, rows: Sequence[Row], tell: Callable[[int], None] = lambda done: None) -> list[Scores]:
         """`tell` is called with the number of rows of each batch that is done."""
-        found: list[Scores | None] = [None] * len(rows)
-        for numbers, length in batches([len(row.ids) - 1 for row in rows], self._tokens):
-            shape = power_of_two(len(numbers)), length
-            ids, labels = np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32)
-            segments = np.zeros(shape, np.int32)
-            for place, number in enumerate(numbers):
-                row = np.asarray(rows[number].ids, np.int32)
-                first, end = rows[number].first, len(row)
-                assert 1 <= first < end
-                ids[place, : end - 1], segments[place, : end - 1] = row[:-1], 1
-                labels[place, first - 1 : end - 1] = row[first:]
-            log_probs, likeliest = self.model.scores(ids, labels, segments=segments)
-            for place, number in enumerate(numbers):
-                scored = slice(rows[number].first - 1, len(rows[number].ids) - 1)
-                found[number] = log_probs[place, scored], likeliest[place, scored]
+        lengths = [len(row.ids) - 1 for row in rows]
+        counts = [len(row.ids) - row.first for row in rows]
+        begins = np.cumsum([0, *counts])
+        log_probs, likeliest = np.zeros(begins[-1], np.float32), np.zeros(begins[-1], bool)
+        longest = self.model.config.model.max_position_embeddings
+        process, processes = jax.process_index(), jax.process_count()
+        for turn, (numbers, length) in enumerate(batches(lengths, self._tokens, longest)):
+            if turn % processes == process:
+                found = self._score([rows[number] for number in numbers], length)
+                for place, number in enumerate(numbers):
+                    own, first = slice(begins[number], begins[number + 1]), rows[number].first
+                    log_probs[own], likeliest[own] = (x[place, first - 1 : lengths[number]] for x in found)
             tell(len(numbers))
-        return [scores for scores in found if scores is not None]
+        if processes > 1:
+            log_probs, likeliest = everybodys(log_probs), everybodys(likeliest)
+        return [(log_probs[i:j], likeliest[i:j]) for i, j in itertools.pairwise(begins)]
+
+    def _score(self, rows: Sequence[Row], length: int) -> Scores:
+        """[B, S] of the tokens that rows, padded to this length, have after each of theirs."""
+        shape = power_of_two(len(rows)), length
+        ids, labels = np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32)
+        segments = np.zeros(shape, np.int32)
+        for place, row in enumerate(rows):
+            own, end = np.asarray(row.ids, np.int32), len(row.ids)
+            assert 1 <= row.first < end
+            ids[place, : end - 1], segments[place, : end - 1] = own[:-1], 1
+            labels[place, row.first - 1 : end - 1] = own[row.first :]
+        return self.model.scores(ids, labels, segments=segments)
 
 
-def batches(lengths: Sequence[int], tokens: int) -> Iterator[tuple[list[int], int]]:
-    """Which rows go together, and how long they are with padding. The longest come first: they need the most memory."""
+def everybodys(own: np.ndarray) -> np.ndarray:
+    """The sum over processes of arrays that are zero wherever another process's are not: exact."""
+    from jax.experimental import multihost_utils  # imported here: it pulls in half of JAX's experiments
+
+    padded = np.pad(own, (0, power_of_two(len(own)) - len(own)))  # few lengths: each is a program
+    parts = np.asarray(multihost_utils.process_allgather(padded))[:, : len(own)]
+    return parts.any(axis=0) if own.dtype == bool else parts.sum(axis=0, dtype=own.dtype)
+
+
+def batches(
+    lengths: Sequence[int], tokens: int, longest: int | None = None
+) -> Iterator[tuple[list[int], int]]:
+    """Which rows go together, and how long they are with padding, at most `longest`.
+
+    The longest come first: they need the most memory.
+    """
     waiting: list[int] = []
-    padded = [rounded(length) for length in lengths]
+    padded = [rounded(length, longest) for length in lengths]
     for number in sorted(range(len(lengths)), key=lambda n: (-padded[n], n)):
         full = waiting and (
             padded[number] != padded[waiting[0]]
@@ -75,10 +102,11 @@ def batches(lengths: Sequence[int], tokens: int) -> Iterator[tuple[list[int], in
         yield waiting, padded[waiting[0]]
 
 
-def rounded(length: int) -> int:
-    """The next of 16, 24, 32, 48, 64, 96, ...: at most a third is padding."""
+def rounded(length: int, longest: int | None = None) -> int:
+    """The next of 16, 24, 32, 48, 64, 96, ..., `longest`: at most a third is padding."""
     above = power_of_two(max(length, SHORTEST))
-    return above * 3 // 4 if length <= above * 3 // 4 and above > SHORTEST else above
+    found = above * 3 // 4 if length <= above * 3 // 4 and above > SHORTEST else above
+    return found if longest is None or length > longest else min(found, longest)
 
 
 def power_of_two(number: int, up: bool = True) -> int:

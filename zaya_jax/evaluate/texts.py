@@ -1,6 +1,6 @@
-"""The loss on text: files of any kind that prepare_data takes, or what it has prepared.
+"""The loss on text: files of any kind that prepare_data takes, what it has prepared, or what a run held out.
 
-    loss = evaluate(scorer, documents("docs/*.md", tokenizer), context=2048, tokenizer=tokenizer)
+    loss = evaluate(scorer, documents("docs/*.md", tokenizer), context=2048)
     loss.told()     loss, perplexity, bits_per_byte, by_position, ...
 
 A document is a row of tokens with its begin and end, as in training; every token but the first is predicted, of a chat
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
-from zaya_jax.config import UserError
-from zaya_jax.data import chat, inputs, pieces, prepare_plan, storage, tokenizers
+from zaya_jax.config import Config, UserError
+from zaya_jax.data import chat, inputs, pieces, pipeline, prepare_plan, storage, tokenizers
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.evaluate.scorer import Row, Scorer
 
@@ -27,10 +27,11 @@ AT_ONCE = 1 << 20  # tokens that are scored at a time
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One text or chat: its tokens, and which of them are to be predicted (None: all)."""
+    """One text or chat: its tokens, which of them are to be predicted, and the bytes that those stand for."""
 
     tokens: np.ndarray
-    learn: np.ndarray | None = None
+    learn: np.ndarray  # never the first
+    bytes: int
 
 
 @dataclasses.dataclass
@@ -49,7 +50,8 @@ class Loss:
         self.tokens += len(at)
         self.nats -= float(log_probs.sum(dtype=np.float64))
         self.likeliest += int(likeliest.sum())
-        for bucket in np.unique(buckets := np.log2(at).astype(int)):
+        buckets = np.frexp(at)[1] - 1
+        for bucket in np.unique(buckets):
             held, here = self.positions.setdefault(int(bucket), [0.0, 0.0]), buckets == bucket
             held[0] += int(here.sum())
             held[1] -= float(log_probs[here].sum(dtype=np.float64))
@@ -64,7 +66,7 @@ class Loss:
         return {
             "documents": self.documents, "tokens": self.tokens, "bytes": self.bytes, "loss": self.loss,
             "perplexity": math.exp(min(self.loss, 700.0)) if self.tokens else math.nan,
-            "bits_per_byte": self.nats / math.log(2) / self.bytes if self.bytes else math.nan,
+            "bits_per_byte": self.nats / math.log(2) / self.bytes if self.bytes else None,
             "accuracy": self.likeliest / self.tokens if self.tokens else math.nan,
             "by_position": [
                 {"from": 1 << bucket, "to": (2 << bucket) - 1, "tokens": int(tokens), "loss": nats / tokens}
@@ -89,6 +91,14 @@ def documents(
     return itertools.islice(_files(path, tokenizer, text_field, skipped), limit)
 
 
+def held_out(config: Config, path: str, tokenizer: Tokenizer, limit: int | None = None) -> Iterator[Document]:
+    """What a run with this config keeps for evaluation of one of its sources; at most `limit` documents."""
+    store = pipeline.open_stores(config, path, tokenizer)[1]
+    if not store.num_tokens:
+        raise UserError(f"{path} of the run has no held-out part; give --data")
+    return itertools.islice(_of_store(store, tokenizer), limit)
+
+
 def _files(
     path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]
 ) -> Iterator[Document]:
@@ -111,16 +121,29 @@ def _files(
                 if made is None:
                     skipped(f"{where}: {outcome}")
                 else:
-                    yield Document(np.asarray(made.tokens), made.learn)
+                    yield _learnt(np.asarray(made.tokens), made.learn, tokenizer)
                 continue
+            text = _Counted([sample] if isinstance(sample, str) else sample)
             try:
-                tokens = pieces.document(tokenizer, [sample] if isinstance(sample, str) else sample)
+                tokens = pieces.document(tokenizer, text)
             except tokenizers.CannotEncode as error:
                 raise UserError(f"{where}: {error}") from None
             if len(tokens) < 3:
                 skipped(f"{where}: empty")
             else:
-                yield Document(tokens)
+                yield Document(tokens, np.arange(len(tokens)) > 0, text.bytes)
+
+
+class _Counted:
+    """Pieces of a text, and how many bytes those are that were taken."""
+
+    def __init__(self, pieces: Iterable[str]):
+        self._pieces, self.bytes = pieces, 0
+
+    def __iter__(self) -> Iterator[str]:
+        for piece in self._pieces:
+            self.bytes += len(tokenizers.utf8(piece))
+            yield piece
 
 
 def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
@@ -133,6 +156,10 @@ def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
         )
     if not store.num_tokens:
         raise UserError(f"--data={path} has no held-out part; prepare it with --held_out, or give files")
+    yield from _of_store(store, tokenizer)
+
+
+def _of_store(store: pipeline.TokenStore, tokenizer: Tokenizer) -> Iterator[Document]:
     for shard in range(store.num_shards):
         begin = int(store.first_token[shard])
         for length in store.lengths(shard).tolist():
@@ -141,7 +168,14 @@ def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
             # A target's mark stands at the token before it.
             learn = np.concatenate([bundle.learn[start:stop] for bundle, start, stop in parts])
             begin += length
-            yield Document(tokens, np.append(False, learn[:-1]))
+            yield _learnt(tokens, np.append(False, learn[:-1]), tokenizer)
+
+
+def _learnt(tokens: np.ndarray, learn: np.ndarray, tokenizer: Tokenizer) -> Document:
+    """A document of which only tokens are at hand: bytes are those that the predicted ones are decoded to."""
+    learn = learn & (np.arange(len(tokens)) > 0)
+    text = tokenizer.decode(tokens[learn].tolist())
+    return Document(tokens, learn, len(text.encode("utf-8", errors="replace")))
 
 
 def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
@@ -154,33 +188,29 @@ def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
 
 
 def evaluate(
-    scorer: Scorer,
-    found: Iterable[Document],
-    context: int,
-    tokenizer: Tokenizer,
-    tell: Callable[[int], None] = lambda tokens: None,
+    scorer: Scorer, found: Iterable[Document], context: int, tell: Callable[[int], None] = lambda tokens: None
 ) -> Loss:
     """The loss over documents; `tell` is called with tokens that are done."""
     loss = Loss()
-    for some in _portions(found):
-        rows, masks = [], []
-        for document in some:
-            wanted = np.ones(len(document.tokens), bool) if document.learn is None else document.learn.copy()
-            wanted[0] = False
-            loss.documents += 1
-            loss.bytes += len(
-                tokenizer.decode(document.tokens[wanted].tolist()).encode("utf-8", errors="replace")
-            )
-            for begin, end, first in windows(len(document.tokens), context):
-                if wanted[first:end].any():
-                    rows.append(Row(document.tokens[begin:end], first - begin))
-                    masks.append((first, wanted[first:end]))
-        for row, (first, mask), scores in zip(rows, masks, scorer(rows), strict=True):
-            loss.add(np.arange(first, first + len(mask))[mask], scores[0][mask], scores[1][mask])
-            tell(len(row.ids) - row.first)
+    for some in _portions(_rows(found, context, loss)):
+        scores = scorer([row for row, *_ in some])
+        for (_, first, mask), (log_probs, likeliest) in zip(some, scores, strict=True):
+            loss.add(np.arange(first, first + len(mask))[mask], log_probs[mask], likeliest[mask])
+            tell(len(mask))
     if not loss.tokens:
         raise UserError("the data hold no token to predict; give texts, or chats with an answer")
     return loss
+
+
+def _rows(found: Iterable[Document], context: int, loss: Loss) -> Iterator[tuple[Row, int, np.ndarray]]:
+    """(row, the place in its document of the first token that is predicted there, which of them count)."""
+    for document in found:
+        loss.documents += 1
+        loss.bytes += document.bytes
+        for begin, end, first in windows(len(document.tokens), context):
+            if document.learn[first:end].any():
+                row = Row(document.tokens[begin:end], first - begin)
+                yield row, first, document.learn[first:end]
 
 
 def together(losses: Iterable[Loss]) -> Loss:
@@ -195,13 +225,14 @@ def together(losses: Iterable[Loss]) -> Loss:
     return total
 
 
-def _portions(found: Iterable[Document]) -> Iterator[list[Document]]:
-    """As many documents at a time as make batches of like lengths, and fit into memory."""
-    some: list[Document] = []
-    for document in found:
-        some.append(document)
-        if sum(len(one.tokens) for one in some) >= AT_ONCE:
+def _portions(found: Iterable[tuple[Row, int, np.ndarray]]) -> Iterator[list[tuple[Row, int, np.ndarray]]]:
+    """As many rows at a time as make batches of like lengths, and fit into memory."""
+    some, tokens = [], 0
+    for one in found:
+        some.append(one)
+        tokens += len(one[0].ids)
+        if tokens >= AT_ONCE:
             yield some
-            some = []
+            some, tokens = [], 0
     if some:
         yield some

@@ -260,7 +260,7 @@ def _read_weights(
         "params": zaya.abstract(model),
         "balance": {"bias": jax.ShapeDtypeStruct(shape, np.float32)},
     }
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     like = store.abstract_like(wanted, here)
     if shardings is not None:
         like = jax.tree.map(

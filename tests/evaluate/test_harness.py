@@ -1,0 +1,181 @@
+"""lm-eval's tasks: with lm-eval installed, and against its own `hf` model where an interpreter with torch is named.
+
+    ZAYA_TORCH_PYTHON=ORACLE/bin/python python -m pytest tests/evaluate/test_harness.py
+
+ORACLE has torch, transformers and lm-eval (benchmarks/evaluation.py says which); lm-eval must be here too.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import settings
+
+import zaya_jax as zj
+from zaya_jax.config import UserError
+from zaya_jax.evaluate import harness
+from zaya_jax.evaluate.scorer import Row, Scorer
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TASKS = str(Path(__file__).parent / "tasks")
+
+
+def test_without_lm_eval_the_way_to_it_is_said(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"--tasks needs lm-eval-harness: pip install 'zaya_jax\[eval\]'"):
+        harness.require()
+
+
+def test_figures_have_their_standard_errors():
+    values = {
+        "alias": "a", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": 0.1, "em,strict": 1, "em_stderr,strict": "N/A",
+    }  # fmt: skip
+    assert harness.figures({"results": {"task": values}}) == {
+        "task": {"acc": (0.5, 0.1), "em (strict)": (1.0, None)}
+    }
+    assert harness.figures({}) == {}
+
+
+@pytest.fixture
+def lm(model, monkeypatch):
+    """The model as lm-eval's; data sets are read from this folder alone."""
+    pytest.importorskip("lm_eval")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    return harness.model_of(model)
+
+
+def requests(kind, *arguments):
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, args, i) for i, args in enumerate(arguments)]
+
+
+def test_log_likelihoods_are_sums_over_the_answer(lm, model):
+    long = "words " * 30
+    asked = [("a question", " an answer"), ("", "no question"), (long, " its answer"), ("a ", "space")]
+    found = lm.loglikelihood(requests("loglikelihood", *asked), disable_tqdm=True)
+    rows = [
+        Row([*b"a question an answer"], 10), Row([256, *b"no question"], 1),
+        Row([*(long + " its answer").encode()][-65:], 54), Row([*b"a space"], 1),
+    ]  # fmt: skip
+    for (total, greedy), (log_probs, likeliest) in zip(found, Scorer(model)(rows), strict=True):
+        assert total == pytest.approx(log_probs.sum(), abs=1e-4) and greedy == likeliest.all()
+
+
+def test_rolling_windows_predict_each_token_once(lm, model):
+    text = "a text of some length, " * 7  # 161 bytes in a context of 64
+    (total,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)), disable_tqdm=True)
+    ids = [256, *text.encode()]
+    rows = [Row(ids[0:65]), Row(ids[64:129]), Row(ids[97:162], 32)]
+    assert sum(len(row.ids) - row.first for row in rows) == len(text)
+    assert total == pytest.approx(sum(x.sum() for x, _ in Scorer(model)(rows)), abs=1e-3)
+
+
+def test_generations_end_before_their_stop_strings_and_are_a_seed_s_own(lm, model):
+    plain = model.generate("def f", 12).removeprefix("def f")
+    greedy = {"until": [], "max_gen_toks": 12}
+    assert lm.generate_until(requests("generate_until", ("def f", greedy)), disable_tqdm=True) != [""]
+    stop = {"until": [plain[3]], "max_gen_toks": 12}
+    sampled = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0, "top_k": 50}
+    asked = [
+        ("def f", greedy),
+        ("def f", stop),
+        ("def f", sampled),
+        ("def f", sampled),
+        ("x" * 100, greedy),
+        ("", greedy),
+    ]
+    found = lm.generate_until(requests("generate_until", *asked), disable_tqdm=True)
+    assert found[1] == found[0].split(plain[3])[0]
+    assert found[2] != found[3]  # requests have seeds of their own
+    again = lm.generate_until(requests("generate_until", *asked), disable_tqdm=True)
+    assert again == found
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"num_beams": 4}, "num_beams=4, which there is not here"),
+        ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
+        ({"max_gen_toks": 64}, "64 new tokens, and the model's context is 64"),
+        ({"do_sample": True}, "without a temperature"),
+    ],
+)
+def test_generation_that_there_is_not_is_refused(lm, options, said):
+    with pytest.raises(UserError, match=said):
+        lm.generate_until(
+            requests("generate_until", ("a", {"until": [], "max_gen_toks": 4} | options)), disable_tqdm=True
+        )
+
+
+def test_answers_that_have_no_likelihood_are_refused(lm):
+    with pytest.raises(UserError, match="an answer that is empty"):
+        lm.loglikelihood(requests("loglikelihood", ("a", "")), disable_tqdm=True)
+    with pytest.raises(UserError, match="an answer that is empty"):
+        lm.loglikelihood(requests("loglikelihood", ("", "")), disable_tqdm=True)
+    with pytest.raises(UserError, match=r"answer of 90 tokens, above the model's context of 64"):
+        lm.loglikelihood(requests("loglikelihood", ("a", "x" * 90)), disable_tqdm=True)
+
+
+def test_tasks_are_run_and_their_samples_kept(lm, model):
+    found = harness.run(model, ["zaya_choice", "zaya_rolling"], include_path=TASKS, limit=3)
+    figures = harness.figures(found)
+    assert (
+        list(figures["zaya_choice"]) == ["acc", "acc_norm"]
+        and figures["zaya_rolling"]["bits_per_byte"][0] > 0
+    )
+    lines = [json.loads(line) for line in harness.samples(found).splitlines()]
+    assert [line["task"] for line in lines] == ["zaya_choice"] * 3 + ["zaya_rolling"] * 3
+    few = harness.run(model, ["zaya_nothing"], include_path=TASKS, limit=2, num_fewshot=0)
+    assert len(few["samples"]["zaya_nothing"]) == 2
+
+
+def test_tasks_that_are_not_there_or_broken_are_one_line(lm, model, tmp_path):
+    with pytest.raises(UserError, match=r"--tasks=zaya_choise is none of .*; did you mean zaya_choice\?"):
+        harness.run(model, ["zaya_choise"], include_path=TASKS)
+    (tmp_path / "broken.yaml").write_text(
+        (Path(TASKS) / "choice.yaml")
+        .read_text()
+        .replace("tasks/choice.jsonl", "tasks/gone.jsonl")
+        .replace("zaya_choice", "broken")
+    )
+    with pytest.raises(UserError, match="--tasks=broken cannot be loaded: "):
+        harness.run(model, ["broken"], include_path=str(tmp_path))
+
+
+def test_a_task_on_a_mesh_is_as_on_one_device(lm, model, folder):
+    pytest.importorskip("lm_eval")
+    asked = requests("loglikelihood", ("a question", " an answer"), ("", "no question"))
+    spread = harness.model_of(zj.load(folder, mesh={"data": 8}))
+    here, there = (np.array(one.loglikelihood(asked, disable_tqdm=True)) for one in (lm, spread))
+    np.testing.assert_allclose(here, there, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_each_request_is_answered_as_lm_eval_s_hf_model_does(tmp_path):
+    """See benchmarks/evaluation.md for the figures of a run of 200 steps."""
+    pytest.importorskip("lm_eval")
+    python = os.environ.get("ZAYA_TORCH_PYTHON")
+    if not python:
+        pytest.skip("ZAYA_TORCH_PYTHON names no interpreter with torch, transformers and lm-eval")
+    import evaluation  # of benchmarks
+
+    model = evaluation.exported(evaluation.trained(tmp_path, 20), tmp_path / "hf_model")
+    ours, theirs = evaluation.ours(model, tmp_path), evaluation.theirs(python, model, tmp_path)
+    found = evaluation.compared(ours, theirs)
+    assert {task: row["requests"] for task, row in found.items()} == {
+        "zaya_choice": 36, "zaya_nothing": 36, "zaya_go_on": 12, "zaya_rolling": 6
+    }  # fmt: skip
+    for task, row in found.items():
+        assert row["distance"] < 1e-4 and row["other"] == 0, task
+
+
+def test_a_model_of_a_short_context_is_refused_what_it_cannot_hold(lm):
+    short = harness.model_of(zj.create(settings(max_position_embeddings=8)))
+    (answer,) = short.loglikelihood(requests("loglikelihood", ("a long question", " no")), disable_tqdm=True)
+    assert answer[0] < 0
+    with pytest.raises(UserError, match="256 new tokens"):
+        short.generate_until(requests("generate_until", ("a", {"until": []})), disable_tqdm=True)

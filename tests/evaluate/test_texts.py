@@ -1,0 +1,146 @@
+"""The loss on text: each token once, the bytes that it stands for, answers alone of chats, files as prepared."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zaya_jax.config import UserError
+from zaya_jax.data import chat, tokenizers
+from zaya_jax.data.prepare import prepare
+from zaya_jax.data.prepare_plan import Options
+from zaya_jax.evaluate import texts
+from zaya_jax.evaluate.scorer import Scorer
+
+MESSAGES = [
+    {"role": "user", "content": "2+2?"},
+    {"role": "assistant", "content": "4"},
+    {"role": "user", "content": "and 3+3?"},
+    {"role": "assistant", "content": "6"},
+]
+
+
+class Even:
+    """A scorer of a model to which a token is as likely as its id says."""
+
+    def __call__(self, rows, tell=lambda done: None):
+        return [
+            (-np.float32(0.01) * np.asarray(r.ids[r.first :]), np.ones(len(r.ids) - r.first, bool))
+            for r in rows
+        ]
+
+
+@given(st.integers(0, 300), st.integers(1, 70))
+def test_windows_predict_each_token_once_after_at_least_half_a_context(count, context):
+    found = list(texts.windows(count, context))
+    predicted = [place for _, end, first in found for place in range(first, end)]
+    assert predicted == list(range(1, count))
+    for number, (begin, end, first) in enumerate(found):
+        assert 0 <= begin < first < end <= count and end - begin <= context + 1
+        assert first - begin > context // 2 or number == 0
+
+
+def test_each_document_s_tokens_are_counted_once_whatever_the_portions(tmp_path, tokenizer, monkeypatch):
+    contents = ["a" * n for n in (1, 5, 40, 100)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": c}) + "\n" for c in contents))
+    for at_once, context in itertools.product((1, 30, 1 << 20), (1, 7, 64)):
+        monkeypatch.setattr(texts, "AT_ONCE", at_once)
+        loss = texts.evaluate(Even(), texts.documents(str(tmp_path / "a.jsonl"), tokenizer), context)
+        told = loss.told()
+        assert told["documents"] == 4 and told["tokens"] == 146 + 4 and told["bytes"] == 146
+        assert loss.nats == pytest.approx(146 * 0.97 + 4 * 2.57, rel=1e-5)
+        assert sum(bucket["tokens"] for bucket in told["by_position"]) == 150
+        assert [b["from"] for b in told["by_position"]] == [1, 2, 4, 8, 16, 32, 64]
+
+
+def test_bits_per_byte_by_hand(tmp_path, tokenizer, model):
+    """Of bytes as ids: each is a token, and the end of the document one more, which no byte stands for."""
+    text = "é and ü"
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    told = texts.evaluate(Scorer(model), texts.documents(str(tmp_path / "a.txt"), tokenizer), 64).told()
+    assert (told["bytes"], told["tokens"]) == (9, 10)
+    ids = np.array([[256, *text.encode(), 257]])
+    logits = model.logits(ids)[0, :-1].astype(np.float64)
+    wanted = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    nats = -wanted[np.arange(10), ids[0, 1:]].sum()
+    assert told["bits_per_byte"] == pytest.approx(nats / math.log(2) / 9, rel=1e-5)
+    assert told["loss"] == pytest.approx(nats / 10, rel=1e-5)
+    assert told["perplexity"] == pytest.approx(math.exp(nats / 10), rel=1e-4)
+    assert told["accuracy"] == pytest.approx((wanted.argmax(-1) == ids[0, 1:]).mean())
+
+
+def test_bytes_are_the_text_s_own_whatever_the_tokenizer_makes_of_it(tmp_path):
+    bpe = tokenizers.train_bpe(["some text of words " * 20], 265)
+    (tmp_path / "a.txt").write_text("text of ünknown words", encoding="utf-8")
+    (document,) = texts.documents(str(tmp_path / "a.txt"), bpe)
+    assert document.bytes == 22
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_of_a_chat_answers_alone_are_predicted(tmp_path, kind):
+    own = tokenizers.load("bytes") if kind == "bytes" else tokenizers.train_bpe(["2+2? user " * 30], 265)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    (document,) = texts.documents(str(tmp_path / "a.jsonl"), own)
+    made, _ = chat.prepare(chat.Format(own), chat.read(MESSAGES), None)
+    assert document.tokens.tolist() == list(made.tokens)
+    learnt = [i for i, predicted in zip(document.tokens.tolist(), document.learn, strict=True) if predicted]
+    assert learnt == [i for i, predicted in zip(made.tokens, made.learn, strict=True) if predicted]
+    assert own.decode(learnt).replace("\n", "") == "46" or kind == "bpe"
+    told = texts.evaluate(Even(), [document], 16).told()
+    assert told["tokens"] == len(learnt) < len(document.tokens) - 10
+    assert told["bytes"] == len(own.decode(learnt).encode())
+
+
+def test_prepared_data_are_their_files(tmp_path, tokenizer, model):
+    lines = [{"text": f"line {i} of it, é"} for i in range(6)] + [{"messages": MESSAGES}]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = Options([str(tmp_path / "in")], "bytes", held_out=1.0)
+    prepare(options, str(tmp_path / "out"), 1, lambda *_: None)
+    ours = list(texts.documents(str(tmp_path / "in"), tokenizer))
+    found = list(texts.documents(str(tmp_path / "out"), tokenizer))
+    as_lists = lambda documents: sorted((d.tokens.tolist(), d.learn.tolist(), d.bytes) for d in documents)  # noqa: E731
+    assert as_lists(ours) == as_lists(found) and len(ours) == 7
+    scored = [texts.evaluate(Scorer(model), documents, 64) for documents in (ours, found)]
+    assert scored[0].loss == pytest.approx(scored[1].loss, rel=1e-6)
+    with pytest.raises(UserError, match="was prepared with another tokenizer"):
+        list(texts.documents(str(tmp_path / "out"), tokenizers.train_bpe(["a text"], 263)))
+
+
+def test_limits_are_of_documents(tmp_path, tokenizer):
+    for i in range(3):
+        (tmp_path / f"{i}.txt").write_text(f"text {i}")
+    assert len(list(texts.documents(str(tmp_path), tokenizer, limit=2))) == 2
+    assert len(list(texts.documents(str(tmp_path), tokenizer, limit=9))) == 3
+
+
+def test_what_is_left_out_is_said_and_what_is_damaged_refused(tmp_path, tokenizer):
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "one.txt").write_text("x")
+    (tmp_path / "picture.txt").write_bytes(b"\x89PNG\0\0\xff" * 9)
+    said = []
+    (document,) = texts.documents(str(tmp_path), tokenizer, skipped=said.append)
+    assert document.tokens.tolist() == [256, ord("x"), 257]
+    assert len(said) == 2 and "empty.txt" in said[0] + said[1] and "picture.txt" in said[0] + said[1]
+    with pytest.raises(UserError, match="no token to predict"):
+        texts.evaluate(Even(), texts.documents(str(tmp_path / "empty.txt"), tokenizer), 8)
+    with pytest.raises(UserError, match=r"--data=.*nowhere.* names no file"):
+        list(texts.documents(str(tmp_path / "nowhere"), tokenizer))
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"tex')
+    with pytest.raises(UserError, match=r"bad\.jsonl"):
+        list(texts.documents(str(tmp_path / "bad.jsonl"), tokenizer))
+
+
+def test_all_is_the_sum_of_its_parts(tmp_path, tokenizer):
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text(name * 50)
+    parts = [texts.evaluate(Even(), texts.documents(str(tmp_path / f"{n}.txt"), tokenizer), 8) for n in "ab"]
+    both = texts.evaluate(Even(), texts.documents(str(tmp_path), tokenizer), 8)
+    assert texts.together(parts).told() == both.told() or texts.together(parts).nats == pytest.approx(
+        both.nats
+    )
+    assert texts.together(parts).documents == 2 and parts[0].documents == 1

@@ -1,0 +1,104 @@
+"""Named evaluations: their losses beside the held-out one, the same after a stop, drawn, and checked at the start."""
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+from test_ends import run
+
+from experiments import evaluate, pretrain
+from experiments.configs import tiny
+from zaya_jax import cli, config
+from zaya_jax.cluster import multihost
+from zaya_jax.config import UserError
+from zaya_jax.data import named, sources, tokenizers
+
+__all__ = ["run"]
+CONTENT = 14  # bytes: with begin and end a row of 16 tokens, so that windows are documents
+
+
+@pytest.fixture
+def keys(tmp_path):
+    """A run on documents of one row each, and two named evaluations of such."""
+    for name, count in (("trained", 60), ("one", 5), ("two", 2)):
+        (tmp_path / name).mkdir()
+        for i in range(count):
+            (tmp_path / name / f"{i}.txt").write_text(f"{name} {i * i}".ljust(CONTENT, "."))
+    places = tuple(f"{name}={tmp_path / name}" for name in ("one", "two"))
+    return dict(
+        data__path=str(tmp_path / "trained"), eval__named=places, eval__every=4, eval__windows=8, run__num_steps=6,
+        model__max_position_embeddings=64,
+    )  # fmt: skip
+
+
+def losses(workdir):
+    """{step: {name: loss}} of steps that have some."""
+    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    found = {line["step"]: {k: v for k, v in line.items() if k.startswith("eval/")} for line in lines}
+    return {step: names for step, names in found.items() if names}
+
+
+def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, keys, tmp_path, monkeypatch, capsys):
+    asked = []
+    stop = lambda: asked or asked.append(os.kill(os.getpid(), signal.SIGTERM))  # noqa: E731
+    assert run(4, stop, **keys) == cli.PREEMPTED
+    assert losses(tmp_path / "run") == {}
+    assert run(99, None, reached=4, **keys) == cli.DONE
+    found = losses(tmp_path / "run")
+    assert {step: list(names) for step, names in found.items()} == dict.fromkeys(
+        (4, 6), ["eval/loss", "eval/one", "eval/two"]
+    )
+    printed = capsys.readouterr().out
+    assert "eval/" not in printed and "held-out" in printed
+    report = (tmp_path / "run" / "report.html").read_text()
+    assert "eval/one" in report and "eval/two" in report
+
+    # Documents are windows here, so the program that evaluates gives the same, of the held-out part too.
+    monkeypatch.setattr(multihost, "together", lambda program: program())
+    for name, options in [("loss", [])] + [(n, [f"--data={tmp_path / n}"]) for n in ("one", "two")]:
+        arguments = [f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out' / name}", *options]
+        monkeypatch.setattr("sys.argv", ["evaluate", *arguments])
+        assert cli.exit_code(evaluate.main) == cli.DONE
+        (row,) = json.loads((tmp_path / "out" / name / "evaluation.json").read_text())["data"].values()
+        assert row["loss"] == pytest.approx(found[6][f"eval/{name}"], rel=1e-5), name
+
+    shutil.rmtree(tmp_path / "run")
+    assert run(99, None, **keys) == cli.DONE
+    assert losses(tmp_path / "run") == found
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("one", "is no name=path, such as"),
+        ("=text.txt", "is no name=path"),
+        ("a/b={}/one", "letters, digits, _ and -"),
+        ("loss={}/one", "loss is the loss on what the run holds out"),
+        ("first={}/one", "first is another one's"),
+        ("x={}/nowhere", r"eval\.named x=.*nowhere: path=.* holds no text file"),
+        ("x={}/empty", r"eval\.named x=.*empty: .*none with UTF-8 text"),
+        ("x={}/trained/3.txt", r"1 of its 1 files are trained on as part of .*trained, such as"),
+    ],
+)
+def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(keys, tmp_path, given, said):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "a.txt").write_text(" ")
+    settings = tiny.get_config()
+    settings.update_from_flattened_dict({"data.path": keys["data__path"], "data.tokenizer": "bytes"})
+    settings.eval.named = (f"first={tmp_path}/two", given.format(tmp_path))
+    with pytest.raises(UserError, match=said):
+        pretrain.train(config.check(settings), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_source_of_the_run_gives_what_it_holds_out_and_other_text_all_of_it(keys, tmp_path):
+    settings = tiny.get_config()
+    settings.data.path = keys["data__path"]
+    settings.eval.named = (f"own={tmp_path}/../{tmp_path.name}/trained", f"all={tmp_path}/one")
+    tok = tokenizers.load("bytes")
+    found = named.stores(config.check(settings), tok)
+    held_out = sources.text_corpus(keys["data__path"], tok)[1]
+    assert found["own"].bundle.tokens.tolist() == held_out.tokens.tolist()
+    assert found["all"].num_tokens == 5 * (CONTENT + 2)
