@@ -17,6 +17,7 @@ from zaya_jax.report.svg import (
     figure,
     open_svg,
     value_axis,
+    values_table,
 )
 
 MOST_BARS = 64
@@ -66,7 +67,9 @@ def bar_chart(
         + value_axis(y, LEFT, WIDTH - RIGHT, unit)
         + f"{''.join(drawn)}{_labels(names, name, slot)}</svg>"
     )
-    return figure(title, f'<ul class="legend">{"".join(legend)}</ul>', svg, note)
+    rows = [[str(who), *(text(values[i]) for _, values in parts)] for i, who in enumerate(names)]
+    table = values_table([name, *(label for label, _ in parts)], rows)
+    return figure(title, f'<ul class="legend">{"".join(legend)}</ul>', svg, note, table=table)
 
 
 def grouped(count: int, most: int = MOST_BARS) -> tuple[list[int], list[str]]:

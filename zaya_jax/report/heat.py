@@ -20,13 +20,18 @@ from zaya_jax.report.svg import (
     Axis,
     escape,
     figure,
+    number,
     open_svg,
+    percent,
+    spread,
     step_axis,
+    values_table,
 )
 
 LEVELS = 13  # colours; odd, so that a diverging scale has a neutral middle
 CELLS = 6_000
 MOST_COLUMNS = 120
+TABLE_COLUMNS, TABLE_ROWS = 5, 24  # of the values as a table
 APART = 6.0  # pixels between the rows and one that has its own scale
 
 
@@ -105,7 +110,28 @@ def heat_map(
     )
     swatches = "".join(f'<i class="{scale.name}{level}"></i>' for level in range(LEVELS))
     ramp = f'<li>{escape(ends[0])}<span class="ramp">{swatches}</span>{escape(ends[1])}</li>'
-    return figure(title, f'<ul class="legend">{ramp}</ul>', svg, note, "heat")
+    table = _table(rows, steps, cells, row_name, column_name, shares, unit)
+    return figure(title, f'<ul class="legend">{ramp}</ul>', svg, note, "heat", table=table)
+
+
+def _table(
+    rows: Sequence[str],
+    steps: Sequence[float],
+    cells: Sequence[Sequence[float]],
+    row_name: str,
+    column_name: str,
+    shares: str,
+    unit: str,
+) -> str:
+    """Some of the rows and columns as text."""
+    columns, told = spread(len(steps), TABLE_COLUMNS), []
+    for r in spread(len(rows), TABLE_ROWS):
+        in_percent = shares == "all" or (shares == "last" and r == len(rows) - 1)
+        values = [cells[r][c] for c in columns]
+        texts = [percent(v) if in_percent else number(v, 3) + unit for v in values]
+        told.append([rows[r], *("–" if math.isnan(v) else t for v, t in zip(values, texts, strict=True))])
+    head = [row_name, *(f"{column_name} {round(steps[c]):,}" for c in columns)]
+    return values_table(head, told, len(rows))
 
 
 def _rectangles(

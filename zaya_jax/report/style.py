@@ -20,12 +20,12 @@ _PAGE = """
 :root {
   color-scheme: light dark;
   --page: #f7f7f5; --card: #fff; --ink: #17181a; --soft: #5d6168; --line: #e3e3df; --bad: #c41e3a;
-  --mark: #fff1c2;
+  --mark: #fff1c2; --focus: #1f66c9;
 }
 @media screen and (prefers-color-scheme: dark) {
   :root {
     --page: #141517; --card: #1d1f22; --ink: #ececea; --soft: #a2a6ad; --line: #34373c; --bad: #ff6b81;
-    --mark: #4d4218;
+    --mark: #4d4218; --focus: #7db3ff;
   }
 }
 * { box-sizing: border-box; }
@@ -97,6 +97,14 @@ polyline.dots { stroke-width: 1.5; opacity: .7; }
 .alone, .bar { fill: currentColor; }
 .area { fill: none; pointer-events: all; }
 .dot { fill: currentColor; stroke: var(--card); stroke-width: 1.5; }
+.dash1 { stroke-dasharray: 7 4; }
+.key.dash1 { border-top-style: dashed; }
+.dash2 { stroke-dasharray: 2 4; }
+.key.dash2 { border-top-style: dotted; }
+svg[tabindex] { cursor: crosshair; }
+svg:focus-visible, summary:focus-visible { outline: 2px solid var(--focus); outline-offset: 2px; border-radius: 4px; }
+.select { fill: var(--focus); opacity: .18; visibility: hidden; }
+.told { position: absolute; width: 1px; height: 1px; margin: -1px; overflow: hidden; clip-path: inset(50%); }
 .cursor { stroke: var(--soft); stroke-width: 1; visibility: hidden; }
 .bad path { stroke: var(--bad); stroke-width: 1.8; fill: none; }
 .bad .rule { stroke-width: .8; stroke-dasharray: 2 3; }
@@ -114,7 +122,7 @@ th, td {
 thead th { color: var(--soft); font-weight: 500; }
 tbody th { font-weight: 400; }
 .wide { width: 100%; }
-.scroll { overflow-x: auto; }
+.scroll { overflow-x: auto; position: relative; }
 .num tbody th { white-space: nowrap; }
 .num td, .num thead th + th { text-align: right; white-space: nowrap; }
 .shares { width: 100%; min-width: max-content; }
@@ -126,6 +134,8 @@ tbody th { font-weight: 400; }
 details { padding: 10px 14px; margin-top: 14px; }
 summary { cursor: pointer; font-weight: 600; }
 summary span { font-weight: 400; color: var(--soft); }
+.values { border: 0; padding: 0; margin: 2px 0 4px; background: none; font-size: 13px; }
+.values summary { font-weight: 400; color: var(--soft); }
 .group th { padding-top: 14px; font-weight: 600; }
 .changed td { background: var(--mark); }
 footer { margin-top: 28px; color: var(--soft); font-size: 13px; }

@@ -3,10 +3,11 @@ figures.
 
 Colours are CSS classes (see `style`), so that a picture follows the reader's light or dark scheme. Each
 picture is an HTML figure: caption, legend with the last values, the SVG with a title and a description for
-those who do not see it. The page's script reads values back from the drawn points, with the scales written
+those who do not see it, and some of its values as a table. The page's script reads values back from the drawn points, with the scales written
 in data attributes; nothing depends on it.
 """
 
+import bisect
 import dataclasses
 import html
 import math
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 14, 26
 MOST_LABELS = 7  # of one curve
+TABLE_ROWS = 12  # of a picture's values as a table
 FAR = 9000.0  # pixels: where values far outside the picture are put
 
 
@@ -27,6 +29,7 @@ class Line:
     points: Sequence[tuple[float, float]]
     color: int = 0
     look: str = "line"
+    dash: int = 0  # for more curves than there are colours
     band: Sequence[tuple[float, float, float]] = ()  # (step, low, high)
 
 
@@ -148,7 +151,7 @@ def _runs(points: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ...]]]:
 
 def draw(line: Line, x: Axis, y: Axis) -> str:
     """One curve, with its band."""
-    parts = []
+    parts, look = [], line.look + (f" dash{line.dash}" if line.dash else "")
     for run in _runs(line.band):
         if len(run) > 1:
             edge = [f"{x(s):.1f},{y(high):.1f}" for s, _, high in run]
@@ -161,7 +164,7 @@ def draw(line: Line, x: Axis, y: Axis) -> str:
             )
         else:
             joined = " ".join(f"{x(s):.1f},{_short(y(v))}" for s, v in run)
-            parts.append(f'<polyline class="{line.look} c{line.color}" points="{joined}"/>')
+            parts.append(f'<polyline class="{look} c{line.color}" points="{joined}"/>')
         if line.look == "dots" and len(run) <= 64:
             for s, v in run:
                 note = f"<title>{escape(line.label)} at step {number(round(s))}: {number(v)}</title>"
@@ -217,20 +220,62 @@ def picture_id(title: str) -> str:
     return f"p{zlib.crc32(title.encode(errors='replace')):08x}"
 
 
-def figure(title: str, legend: str, svg: str, note: str, kind: str = "") -> str:
-    """A picture with its caption, its legend and a sentence below."""
+def figure(title: str, legend: str, svg: str, note: str, kind: str = "", *, table: str = "", name: str = "") -> str:
+    """A picture with its caption, its legend, a sentence below and its values as a table; `name` is its id."""
     caption = f'<figcaption>{escape(title)}<span class="at"></span></figcaption>'
-    below = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f'<figure class="{kind}">{caption}{legend}{svg}{below}</figure>\n'
+    below = (f'<p class="note">{escape(note)}</p>' if note else "") + table
+    return f'<figure id="{name or picture_id(title)}" class="{kind}">{caption}{legend}{svg}{below}</figure>\n'
 
 
-def open_svg(title: str, description: str, height: float, data: str) -> str:
+def open_svg(title: str, description: str, height: float, data: str, name: str = "") -> str:
     """The opening of a picture that screen readers can announce; `data` is for the page's script."""
-    name = picture_id(title)
+    name = name or picture_id(title)
     return (
         f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-labelledby="{name}t {name}d" {data}>'
         f'<title id="{name}t">{escape(title)}</title><desc id="{name}d">{escape(description)}</desc>'
     )
+
+
+def values_table(head: Sequence[str], rows: Sequence[Sequence[str]], whole: int = 0) -> str:
+    """A picture's values for those who do not see it, folded; `whole`: how many rows there are, if more than these."""
+    if not rows:
+        return ""
+    some = f" <span>({len(rows)} of {whole:,})</span>" if whole > len(rows) else ""
+    columns = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows
+    )
+    return (
+        f'<details class="values"><summary>Values{some}</summary><div class="scroll"><table class="num">'
+        f"<thead><tr>{columns}</tr></thead><tbody>{body}</tbody></table></div></details>"
+    )
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of `count` places, evenly, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
+
+
+def _lines_table(lines: Sequence[Line], over: str, unit: str) -> str:
+    """Some points of the longest curve, beside them the others' nearest values; a dash where another has none near."""
+    finite = [[p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])] for line in lines]
+    places = max(([s for s, _ in points] for points in finite), key=len, default=[])
+    ends = [p for points in finite for p in (points[:1] + points[-1:])]
+    places = sorted({*places, *(s for s, _ in ends)})
+    chosen = [places[i] for i in spread(len(places), TABLE_ROWS)]
+    reach = (chosen[-1] - chosen[0]) / max(1, len(chosen) - 1) / 2 if chosen else 0.0
+    rows = []
+    for step in chosen:
+        cells = []
+        for points in finite:
+            at = bisect.bisect_left(points, (step, -math.inf))
+            near = min(points[max(0, at - 1) : at + 1], key=lambda p: abs(p[0] - step), default=None)
+            cells.append(number(near[1]) + unit if near and abs(near[0] - step) <= reach else "–")
+        rows.append([f"{round(step):,}", *cells])
+    return values_table([over, *(line.label for line in lines)], rows, len(places))
 
 
 def line_chart(
@@ -253,25 +298,29 @@ def line_chart(
     for index, line in enumerate(lines):
         last = next((v for _, v in reversed(line.points) if math.isfinite(v)), math.nan)
         text = number(last) + unit if math.isfinite(last) else "–"
-        key = f'<i class="key {line.look} c{line.color}"></i>{escape(line.label)}'
+        dash = f" dash{line.dash}" if line.dash else ""
+        key = f'<i class="key {line.look}{dash} c{line.color}"></i>{escape(line.label)}'
         legend.append(f'<li>{key} <b data-line="{index}">{text}</b></li>')
     if bad_steps:
         legend.append('<li><i class="key bad">✕</i>not finite</li>')
-    clip = picture_id(title) + "c"
-    box = f'x="{LEFT}" y="{TOP - 4}" width="{WIDTH - RIGHT - LEFT + 8}" height="{HEIGHT - BOTTOM - TOP + 5}"'
+    name = picture_id(title if over == "step" else f"{title} over {over}")
+    wide = WIDTH - RIGHT - LEFT
+    box = f'x="{LEFT}" y="{TOP - 4}" width="{wide + 8}" height="{HEIGHT - BOTTOM - TOP + 5}"'
     drawn = "".join(f'<g data-line="{i}">{draw(line, x, y)}</g>' for i, line in enumerate(lines))
     labels = "".join(_point_labels(line, x, y) for line in lines if line.look == "dots")
     marks = "".join(_bad_mark(x(step), step) for step in bad_steps)
+    data = f'data-x="{x.data()}" data-y="{y.data()}" data-unit="{unit}" data-over="{escape(over)}"'
     svg = (
-        open_svg(title, describe, HEIGHT, f'data-x="{x.data()}" data-y="{y.data()}" data-unit="{unit}"')
-        + f'<clipPath id="{clip}"><rect {box}/></clipPath>'
-        + value_axis(y, x.start, x.end, unit)
-        + step_axis(x, HEIGHT - BOTTOM, over)
-        + f'<g clip-path="url(#{clip})">{drawn}</g>{labels}{marks}'
+        open_svg(title, describe, HEIGHT, data, name)
+        + f'<clipPath id="{name}c"><rect {box}/></clipPath>'
+        + f'<g class="ys">{value_axis(y, x.start, x.end, unit)}</g>'
+        + f'<g class="xs">{step_axis(x, HEIGHT - BOTTOM, over)}</g>'
+        + f'<rect class="select" x="0" y="{TOP}" width="0" height="{HEIGHT - BOTTOM - TOP}"/>'
+        + f'<g clip-path="url(#{name}c)">{drawn}</g><g class="labels">{labels}</g>{marks}'
         + f'<path class="cursor" d="M0 {TOP}V{HEIGHT - BOTTOM}"/></svg>'
     )
     keys = f'<ul class="legend">{"".join(legend)}</ul>'
-    return figure(title, keys, svg, note)
+    return figure(title, keys, svg, note, table=_lines_table(lines, over, unit), name=name)
 
 
 def _bad_mark(px: float, step: float) -> str:
