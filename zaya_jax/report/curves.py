@@ -43,8 +43,8 @@ def loss_section(run: Workdir) -> str:
     lines = _lines("train, each step", train, POINTS, smooth=True) if train else []
     if held_out:
         lines.append(Line("held-out", [(b.step, b.mean) for b in held_out.coarse(160)], 1, "dots"))
-    bad = sorted({step for series in (train, held_out) if series for step in _bad_steps(series)})
-    text = " ".join(_describe(n, s) for n, s in (("Train loss", train), ("Held-out loss", held_out)) if s)
+    bad = sorted({step for series in (train, held_out) if series for step in bad_steps(series)})
+    text = " ".join(describe(n, s) for n, s in (("Train loss", train), ("Held-out loss", held_out)) if s)
     pictures = [_loss_picture(run, "Loss", lines, bad, text)]
     middle = (run.first_step + run.last_step) / 2
     if train and sum(step >= middle for step, _ in lines[0].points) >= 10:
@@ -110,12 +110,12 @@ def _lines(
     plain = [(b.step, b.mean * factor) for b in bins]
     if smooth and sum(b.count > 0 for b in bins) >= 10:
         label = label.replace("each step", "mean and range") if merged else label
-        course = [(step, mean * factor) for step, mean in _smooth(bins)]
+        course = [(step, mean * factor) for step, mean in smoothed(bins)]
         return [Line(label, plain, 0, "raw", band), Line("smoothed", course)]
     return [Line("mean and range" if merged else label, plain, 0, "line", band)]
 
 
-def _smooth(bins: Sequence[Bin]) -> list[tuple[float, float]]:
+def smoothed(bins: Sequence[Bin]) -> list[tuple[float, float]]:
     """A moving mean of the middle half of values, over a thirtieth of the run and at its start over fewer."""
     half = max(1, len(bins) // 60)
     out = []
@@ -156,7 +156,7 @@ def _drawn(lines: Sequence[Line]) -> list[float]:
     return [v for v in values if math.isfinite(v)]
 
 
-def _axis_range(lines: Sequence[Line], zero: bool = False) -> tuple[tuple[float, float], bool]:
+def axis_range(lines: Sequence[Line], zero: bool = False) -> tuple[tuple[float, float], bool]:
     """The values' range and whether its axis is logarithmic."""
     values = _drawn(lines)
     if not zero and values and min(values) > 0 and max(values) > LOG_ABOVE * min(values):
@@ -178,7 +178,8 @@ def _outside(series: Series, low: float, high: float, unit: str = "") -> str:
     return text[:1].upper() + text[1:] + "." if text else ""
 
 
-def _describe(name: str, series: Series) -> str:
+def describe(name: str, series: Series) -> str:
+    """A curve in words."""
     total = series.total
     if not total.count:
         return f"{name}: no finite value."
@@ -187,7 +188,8 @@ def _describe(name: str, series: Series) -> str:
     return f"{name}: last {number(series.last)} at step {series.last_step}, {between}.{bad}"
 
 
-def _bad_steps(series: Series) -> list[float]:
+def bad_steps(series: Series) -> list[float]:
+    """Some of the steps at which it was not finite, the first among them."""
     bad = [b for b in series.coarse(series.capacity) if b.bad]
     stride = -(-len(bad) // BAD_MARKS) or 1
     return [float(b.bad_step) for b in bad[::stride]]
@@ -198,7 +200,7 @@ def _curve(run: Workdir, key: str) -> str:
     series, title = run.series[key], TITLES.get(key, key)
     unit, factor = (" %", 100.0) if key in PERCENT else ("", 1.0)
     lines = _lines("each step", series, _budget(run), smooth=key in SMOOTHED, factor=factor)
-    y_range, log = _axis_range(lines, zero=key in FROM_ZERO)
+    y_range, log = axis_range(lines, zero=key in FROM_ZERO)
     note = _outside(series, *y_range, unit)
     return svg.line_chart(
         title,
@@ -206,8 +208,8 @@ def _curve(run: Workdir, key: str) -> str:
         x_range=x_range(run),
         y_range=y_range,
         log=log,
-        bad_steps=_bad_steps(series),
-        describe=_describe(title, series),
+        bad_steps=bad_steps(series),
+        describe=describe(title, series),
         note=note,
         unit=unit,
     )
@@ -222,8 +224,8 @@ def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
         for color, key in enumerate(part):
             *_, line = _lines("", run.series[key], _budget(run), smooth=True)
             lines.append(Line(key.partition("/")[2], line.points, color))
-        y_range, log = _axis_range(lines)
-        bad = sorted({step for key in part for step in _bad_steps(run.series[key])})
+        y_range, log = axis_range(lines)
+        bad = sorted({step for key in part for step in bad_steps(run.series[key])})
         pictures.append(
             svg.line_chart(
                 f"{prefix}/…" + (f" ({start // GROUP + 1})" if start else ""),
@@ -232,7 +234,7 @@ def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
                 y_range=y_range,
                 log=log,
                 bad_steps=bad[:: -(-len(bad) // BAD_MARKS) or 1],
-                describe=" ".join(_describe(key, run.series[key]) for key in part),
+                describe=" ".join(describe(key, run.series[key]) for key in part),
                 note="Smoothed.",
             )
         )

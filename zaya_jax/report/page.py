@@ -1,16 +1,17 @@
 """Puts the report together on one HTML page: headline figures, curves, expert load, sample, numbers, config.
 
 Of the workdir it takes metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is
-marked where the text starts with the config's `log.sample_prompt`), environment.json (any facts,
-`device` among them), of a fork lineage.json and, of a supervised run, aegis/events*.jsonl. Only `loss`, the
-step times, the time waiting for data, the expert load and the held-out losses are known by name; any other
-number in metrics.jsonl gets a curve under its own name, `prefix/name` metrics share one picture per prefix,
-and lists of one number per layer become heat maps.
+marked where the text starts with the config's `log.sample_prompt`), samples.jsonl (those before),
+environment.json (any facts, `device` among them), of a fork lineage.json and, of a supervised run,
+aegis/events*.jsonl. Only `loss`, the step times, the time waiting for data, the expert load and the held-out
+losses are known by name; any other number in metrics.jsonl gets a curve under its own name, `prefix/name`
+metrics share one picture per prefix, and lists of one number per layer become heat maps.
 """
 
 import math
 import os
 import pathlib
+from collections.abc import Callable
 
 from zaya_jax import config as config_module
 from zaya_jax.config import files
@@ -19,6 +20,11 @@ from zaya_jax.report.read import Workdir, read_workdir
 from zaya_jax.report.script import SCRIPT
 from zaya_jax.report.style import style_sheet
 from zaya_jax.report.svg import escape, number
+
+FOOTER = (
+    "Drawn from the files of the run’s workdir. Point at a picture, or go to it with Tab and use the arrow keys, to "
+    "read its values. In curves, drag to zoom, or use + and −; double click or 0 shows all again."
+)
 
 
 def write_report(workdir: str | os.PathLike) -> pathlib.Path:
@@ -29,28 +35,45 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
             f"no report: workdir {str(path)!r} is not a directory; give the one a run wrote to"
         )
     target = path / "report.html"
+    write_page(target, lambda: render(read_workdir(path)))
+    return target
+
+
+def write_page(target: pathlib.Path, page: Callable[[], str]) -> None:
+    """Writes a page, whole or not at all; UserError where something cannot be read or written."""
     try:
-        files.write(target, render(read_workdir(path)).encode("utf-8", errors="replace"))
+        files.write(target, page().encode("utf-8", errors="replace"))
     except OSError as error:
         where, reason = error.filename or target, error.strerror or error
         raise config_module.UserError(
-            f"no report: {str(where)!r}: {reason}; the workdir must be readable and report.html replaceable"
+            f"no report: {str(where)!r}: {reason}; the workdir must be readable and {target.name} replaceable"
         ) from error
-    return target
 
 
 def render(run: Workdir) -> str:
     """The whole page as one string of HTML."""
-    title = run.name
-    if run.lines:
-        title += f": {_headline(run)}"
-    body = "".join(part(run) for part in SECTIONS)
+    return shell(title(run), parts(run))
+
+
+def title(run: Workdir) -> str:
+    """What the window is called."""
+    return f"{run.name}: {_headline(run)}" if run.lines else run.name
+
+
+def parts(run: Workdir) -> dict[str, str]:
+    """The page's parts by name, in their order: those that have something to show."""
+    made = {part.__name__.strip("_"): part(run) for part in SECTIONS}
+    return {name: html for name, html in made.items() if html}
+
+
+def shell(title: str, parts: dict[str, str], live: str = "") -> str:
+    """A page around its parts; `live`: what is put below them where the page is one that is watched."""
+    body = "".join(f'<div data-part="{name}">{html}</div>' for name, html in parts.items())
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
         f"<title>{escape(title)}</title><style>{style_sheet()}</style></head>\n<body><main>\n{body}"
-        "<footer>Drawn from the files of the run’s workdir. Point at a picture to read its values.</footer>\n"
-        f"</main><script>{SCRIPT}</script></body></html>\n"
+        f"<footer>{FOOTER}</footer>\n</main><script>{SCRIPT}</script>{live}</body></html>\n"
     )
 
 
@@ -62,7 +85,8 @@ def _headline(run: Workdir) -> str:
     return f"{', '.join(losses)} {run.unit} after {steps}" if losses else steps
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds as people read them, in their two largest units."""
     if not math.isfinite(seconds):
         return "–"
     if seconds < 100:
@@ -75,7 +99,7 @@ def _duration(seconds: float) -> str:
     return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount)
 
 
-def _median_speed(run: Workdir) -> float:
+def median_speed(run: Workdir) -> float:
     """The median over the run: the first step's compilation does not weigh in."""
     if "tokens_per_second" not in run.series:
         return math.nan
@@ -136,9 +160,9 @@ def _tiles(run: Workdir) -> list[tuple[str, str, str]]:
         of = f"; {number(before, 3)} of them before the fork" if isinstance(before, int) else ""
         tiles.append(("Tokens", number(run.last("tokens"), 3), f"trained on{of}"))
     if "tokens_per_second" in run.series:
-        tiles.append(("Speed", number(_median_speed(run), 3), "tokens per second, median"))
+        tiles.append(("Speed", number(median_speed(run), 3), "tokens per second, median"))
     if "step_seconds" in run.series:
-        tiles.append(("Training time", _duration(run.seconds), "sum of all steps"))
+        tiles.append(("Training time", duration(run.seconds), "sum of all steps"))
     return tiles
 
 

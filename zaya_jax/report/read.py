@@ -21,6 +21,7 @@ MAX_KEYS = 256
 MAX_ENTRIES = 1 << 16  # of one array: 64 layers of 1,023 experts and the skip class
 MAX_LINE_BYTES = 1 << 26
 MAX_TEXT_BYTES = 1 << 16
+MAX_SAMPLES_BYTES = 1 << 20
 LARGEST = 1e300  # beyond this a sum may overflow: counted as non-finite
 LAST_LOSSES = 20  # steps averaged for the headline: one batch's loss is noisy
 
@@ -164,6 +165,15 @@ def _merged(bins: dict[int, Any], factor: int, kind: type) -> dict[int, Any]:
 
 
 @dataclasses.dataclass
+class Sample:
+    """What the model wrote at a step: the prompt, and all of the text with it."""
+
+    step: int
+    prompt: str
+    text: str
+
+
+@dataclasses.dataclass
 class Workdir:
     """What the report knows of a run."""
 
@@ -177,10 +187,15 @@ class Workdir:
     sample: str = ""
     prompt: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
+    samples: list[Sample] = dataclasses.field(default_factory=list)
     lines: int = 0
     first_step: int = 0
     last_step: int = 0
     last_losses: deque = dataclasses.field(default_factory=lambda: deque(maxlen=LAST_LOSSES))
+    # What could not be used of metrics.jsonl.
+    unreadable: int = 0
+    odd: set[str] = dataclasses.field(default_factory=set)
+    left_out: bool = False
 
     def setting(self, path: str) -> Any:
         """A key of the recorded config by its dotted path, None where it is not there."""
@@ -219,60 +234,67 @@ class Workdir:
 
 
 def read_workdir(path: pathlib.Path) -> Workdir:
-    """Reads metrics.jsonl, config.json, environment.json, lineage.json and sample.txt, as far as they are there."""
+    """Reads metrics.jsonl, config.json, environment.json, lineage.json and the samples, as far as they are there."""
     out = Workdir(path)
-    out.config = _json_object(path / "config.json", out.notes)
-    out.environment = _json_object(path / "environment.json", out.notes)
-    forked = _json_object(path / "lineage.json", out.notes).get("forked")
-    out.lineage = [run for run in forked if isinstance(run, dict)] if isinstance(forked, list) else []
-    out.sample = _text(path / "sample.txt", out.notes)
-    prompt = out.setting("log.sample_prompt")
-    out.prompt = prompt if isinstance(prompt, str) and out.sample.startswith(prompt) else ""
     metrics = path / "metrics.jsonl"
     if metrics.is_file():
-        _read_metrics(metrics, out)
-    else:
-        out.notes.append("There is no metrics.jsonl in this workdir.")
+        with metrics.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES):
+                take(out, line)
+    return finish(out)
+
+
+def finish(out: Workdir) -> Workdir:
+    """Reads what is beside metrics.jsonl, anew, and says what could not be used."""
+    path, notes = out.path, list[str]()
+    out.notes = notes
+    out.config = _json_object(path / "config.json", notes)
+    out.environment = _json_object(path / "environment.json", notes)
+    forked = _json_object(path / "lineage.json", notes).get("forked")
+    out.lineage = [run for run in forked if isinstance(run, dict)] if isinstance(forked, list) else []
+    out.sample = _text(path / "sample.txt", notes)
+    prompt = out.setting("log.sample_prompt")
+    out.prompt = prompt if isinstance(prompt, str) and out.sample.startswith(prompt) else ""
+    out.samples = _samples(path / "samples.jsonl", notes)
+    if not (path / "metrics.jsonl").is_file():
+        notes.append("There is no metrics.jsonl in this workdir.")
+        return out
+    if not out.lines:
+        notes.append("metrics.jsonl holds no complete step yet.")
+    if out.unreadable:
+        lines = "1 line" if out.unreadable == 1 else f"{out.unreadable} lines"
+        are = "is" if out.unreadable == 1 else "are"
+        notes.append(f"{lines} of metrics.jsonl could not be read and {are} left out.")
+    if out.odd:
+        keys = ", ".join(sorted(out.odd)[:8])
+        notes.append(
+            f"Left out of {keys}: lists of something else than numbers, too long or of another shape."
+        )
+    if out.left_out:
+        notes.append(f"Only the first {MAX_KEYS} metrics are shown.")
     return out
 
 
-def _read_metrics(path: pathlib.Path, out: Workdir) -> None:
-    odd: set[str] = set()
-    unreadable, left_out = 0, False
-    with path.open("rb") as file:
-        while line := file.readline(MAX_LINE_BYTES):
-            if not line.strip():
-                continue
-            record = _parse(line)
-            if record is None:
-                unreadable += 1
-                continue
-            step = int(record.pop("step"))
-            out.first_step = step if not out.lines else min(out.first_step, step)
-            out.last_step = max(out.last_step, step)
-            out.lines += 1
-            for key, value in record.items():
-                known = key in out.series or key in out.vectors
-                if not known and len(out.series) + len(out.vectors) + len(odd) >= MAX_KEYS:
-                    left_out = True
-                elif isinstance(value, list):
-                    _add_vector(out, odd, key, step, value)
-                else:
-                    _add_number(out, key, step, value)
-    if not out.lines:
-        out.notes.append("metrics.jsonl holds no complete step yet.")
-    if unreadable:
-        lines = "1 line" if unreadable == 1 else f"{unreadable} lines"
-        out.notes.append(
-            f"{lines} of metrics.jsonl could not be read and {'is' if unreadable == 1 else 'are'} left out."
-        )
-    if odd:
-        keys = ", ".join(sorted(odd)[:8])
-        out.notes.append(
-            f"Left out of {keys}: lists of something else than numbers, too long or of another shape."
-        )
-    if left_out:
-        out.notes.append(f"Only the first {MAX_KEYS} metrics are shown.")
+def take(out: Workdir, line: bytes) -> None:
+    """Takes in a line of metrics.jsonl."""
+    if not line.strip():
+        return
+    record = _parse(line)
+    if record is None:
+        out.unreadable += 1
+        return
+    step = int(record.pop("step"))
+    out.first_step = step if not out.lines else min(out.first_step, step)
+    out.last_step = max(out.last_step, step)
+    out.lines += 1
+    for key, value in record.items():
+        known = key in out.series or key in out.vectors
+        if not known and len(out.series) + len(out.vectors) + len(out.odd) >= MAX_KEYS:
+            out.left_out = True
+        elif isinstance(value, list):
+            _add_vector(out, out.odd, key, step, value)
+        else:
+            _add_number(out, key, step, value)
 
 
 def _parse(line: bytes) -> dict | None:
@@ -337,11 +359,30 @@ def _json_object(path: pathlib.Path, notes: list[str]) -> dict:
     return value
 
 
-def _text(path: pathlib.Path, notes: list[str]) -> str:
+def _text(path: pathlib.Path, notes: list[str], most: int = MAX_TEXT_BYTES) -> str:
     if not path.is_file():
         return ""
     with path.open("rb") as file:
-        raw = file.read(MAX_TEXT_BYTES + 1)
-    if len(raw) > MAX_TEXT_BYTES:
-        notes.append(f"{path.name} is long: its first {MAX_TEXT_BYTES // 1024} KiB are shown.")
-    return raw[:MAX_TEXT_BYTES].decode("utf-8", errors="replace")
+        raw = file.read(most + 1)
+    if len(raw) > most:
+        notes.append(f"{path.name} is long: its first {most // 1024} KiB are shown.")
+    return raw[:most].decode("utf-8", errors="replace")
+
+
+def _samples(path: pathlib.Path, notes: list[str]) -> list[Sample]:
+    """The samples of all ends of a run, by step; of several of one step the last."""
+    found: dict[int, Sample] = {}
+    bad = 0
+    for line in _text(path, notes, MAX_SAMPLES_BYTES).splitlines():
+        record = _parse(line.encode(errors="replace"))
+        text, prompt = (record.get(key) if record else None for key in ("text", "prompt"))
+        if record and isinstance(text, str) and isinstance(prompt, str):
+            step = int(record["step"])
+            found[step] = Sample(step, prompt if text.startswith(prompt) else "", text[:MAX_TEXT_BYTES])
+        else:
+            bad += 1
+    if bad:
+        notes.append(
+            f"{bad} {'line' if bad == 1 else 'lines'} of {path.name} could not be read and are left out."
+        )
+    return [found[step] for step in sorted(found)]

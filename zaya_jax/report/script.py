@@ -1,4 +1,4 @@
-"""The report's script: reads out the values under a cursor, and zooms; by pointer, touch and keyboard, without a network.
+"""The report's script: reads out values under a cursor, and zooms; by pointer, touch and keyboard, without a network.
 
 The page is complete without it. It needs no data of its own: curves are read back from their drawn points
 with the scales in `data-x` and `data-y`, heat maps from the digits in `data-cells`, bars have theirs in `data-values`.

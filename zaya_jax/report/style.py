@@ -125,6 +125,18 @@ tbody th { font-weight: 400; }
 .scroll { overflow-x: auto; position: relative; }
 .num tbody th { white-space: nowrap; }
 .num td, .num thead th + th { text-align: right; white-space: nowrap; }
+.runs th, .runs td { min-width: 84px; }
+.runs thead th { color: var(--ink); font-weight: 600; }
+.runs tbody th {
+  position: sticky; left: 0; background: var(--card); color: var(--soft); max-width: 34vw; min-width: 96px;
+}
+input[name="by"] { margin: 0 5px 0 0; accent-color: var(--focus); }
+input[name="by"] + label { margin-right: 18px; }
+#by-tokens:checked ~ .over-step, #by-step:checked ~ .over-tokens { display: none; }
+.live {
+  position: sticky; bottom: 0; margin: 0; padding: 5px 20px; font-size: 13px; color: var(--soft);
+  background: var(--card); border-top: 1px solid var(--line);
+}
 .shares { width: 100%; min-width: max-content; }
 .shares td, .shares th {
   border: 1px solid var(--card); padding: 4px 7px; text-align: center; white-space: nowrap;
@@ -143,7 +155,8 @@ footer { margin-top: 28px; color: var(--soft); font-size: 13px; }
 @media (max-width: 520px) {
   main { padding: 20px 12px 32px; }
   h1 { font-size: 25px; }
-  svg text { font-size: 14px; }
+  svg text { font-size: 16px; }
+  svg .value { font-size: 14px; }
   figure, .card { padding: 10px; }
   .tiles { grid-template-columns: 1fr 1fr; gap: 8px; }
   .tiles div { padding: 9px 11px; }

@@ -3,8 +3,8 @@ figures.
 
 Colours are CSS classes (see `style`), so that a picture follows the reader's light or dark scheme. Each
 picture is an HTML figure: caption, legend with the last values, the SVG with a title and a description for
-those who do not see it, and some of its values as a table. The page's script reads values back from the drawn points, with the scales written
-in data attributes; nothing depends on it.
+those who do not see it, and some of its values as a table. The page's script reads values back from the drawn
+points, with the scales written in data attributes; nothing depends on it.
 """
 
 import bisect
@@ -220,7 +220,9 @@ def picture_id(title: str) -> str:
     return f"p{zlib.crc32(title.encode(errors='replace')):08x}"
 
 
-def figure(title: str, legend: str, svg: str, note: str, kind: str = "", *, table: str = "", name: str = "") -> str:
+def figure(
+    title: str, legend: str, svg: str, note: str, kind: str = "", *, table: str = "", name: str = ""
+) -> str:
     """A picture with its caption, its legend, a sentence below and its values as a table; `name` is its id."""
     caption = f'<figcaption>{escape(title)}<span class="at"></span></figcaption>'
     below = (f'<p class="note">{escape(note)}</p>' if note else "") + table

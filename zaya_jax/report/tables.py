@@ -9,19 +9,27 @@ from zaya_jax import config as config_module
 from zaya_jax.report.read import Workdir
 from zaya_jax.report.svg import escape, number
 
+MOST_SAMPLES = 20  # of earlier ends
 OPEN_ROWS = 24  # a longer table starts folded
 
 
 def sample_section(run: Workdir) -> str:
-    """The generated text, its prompt marked."""
-    if not run.sample:
+    """The generated text, its prompt marked; folded below it what the run wrote when it ended before."""
+    before = [one for one in run.samples if one.text != run.sample]
+    if not run.sample and not before:
         return ""
-    text = escape(run.sample[len(run.prompt) :])
-    prompt = f"<mark>{escape(run.prompt)}</mark>" if run.prompt else ""
-    intro = "What the trained model writes" + (" after the marked prompt." if prompt else ".")
-    return (
-        f'<section><h2>Sample</h2><p>{intro}</p><div class="card"><pre>{prompt}{text}</pre></div></section>\n'
-    )
+    intro = "What the trained model writes" + (" after the marked prompt." if run.prompt else ".")
+    out = f'<div class="card">{_marked(run.prompt, run.sample)}</div>' if run.sample else ""
+    for one in reversed(before[-MOST_SAMPLES:]):
+        out += folded(f"At step {one.step:,}", _marked(one.prompt, one.text), opened=not run.sample)
+    if len(before) > MOST_SAMPLES:
+        out += f'<p class="note">{len(before) - MOST_SAMPLES} earlier ones are in samples.jsonl.</p>'
+    return f"<section><h2>Sample</h2><p>{intro}</p>{out}</section>\n"
+
+
+def _marked(prompt: str, text: str) -> str:
+    mark = f"<mark>{escape(prompt)}</mark>" if prompt else ""
+    return f"<pre>{mark}{escape(text[len(prompt) :])}</pre>"
 
 
 def lineage_section(run: Workdir) -> str:
@@ -32,14 +40,13 @@ def lineage_section(run: Workdir) -> str:
         counts = (
             f"step {step:,}, {tokens:,} tokens" if isinstance(step, int) and isinstance(tokens, int) else "?"
         )
-        out += (
-            f"<p>Forked from {_code(_text(parent.get('folder')))} (run {_code(_text(name))}) at {counts}.</p>"
-        )
+        folder = code(value_text(parent.get("folder")))
+        out += f"<p>Forked from {folder} (run {code(value_text(name))}) at {counts}.</p>"
         changed = parent.get("changed")
         if isinstance(changed, dict) and changed:
             pairs = [(key, pair) for key, pair in changed.items() if isinstance(pair, list)]
-            rows = [_row(_code(key), [_code(_text(value)) for value in pair]) for key, pair in pairs]
-            out += _folded(
+            rows = [_row(code(key), [code(value_text(value)) for value in pair]) for key, pair in pairs]
+            out += folded(
                 f"What differs ({len(rows)})", _table(["key", "there", "here"], rows, "wide"), opened=True
             )
     return f"<section><h2>Lineage</h2>{out}</section>\n" if out else ""
@@ -57,8 +64,8 @@ def numbers_section(run: Workdir) -> str:
     if not rows:
         return ""
     table = _table(["metric", "last", "at step", "lowest", "highest", "not finite"], rows, "wide num")
-    folded = _folded("All metrics", table, opened=len(rows) <= OPEN_ROWS)
-    return f"<section><h2>Numbers</h2>{folded}</section>\n"
+    fold = folded("All metrics", table, opened=len(rows) <= OPEN_ROWS)
+    return f"<section><h2>Numbers</h2>{fold}</section>\n"
 
 
 def config_section(run: Workdir) -> str:
@@ -67,26 +74,26 @@ def config_section(run: Workdir) -> str:
     if run.config:
         rows, changed = _config_rows(run.config)
         note = f" <span>({changed} differ from the defaults, marked)</span>"
-        out += _folded(f"All keys{note}", _table(["key", "value", "default"], rows, "wide"))
+        out += folded(f"All keys{note}", _table(["key", "value", "default"], rows, "wide"))
     if run.environment:
-        rows = [_row(_code(key), [_code(_text(value))]) for key, value in _flat(run.environment)]
-        out += _folded("Environment", _table(["fact", "value"], rows, "wide"))
+        rows = [_row(code(key), [code(value_text(value))]) for key, value in flat(run.environment)]
+        out += folded("Environment", _table(["fact", "value"], rows, "wide"))
     return f"<section><h2>Config</h2>{out}</section>\n" if out else ""
 
 
 def _config_rows(config: dict) -> tuple[list[str], int]:
     """The table's rows, keys without a group first, and how many keys differ from the defaults."""
-    defaults = dict(_flat(config_module.to_dict(config_module.Config())))
+    defaults = dict(flat(config_module.to_dict(config_module.Config())))
     groups: dict[str, list[str]] = {"": []}
     changed = 0
-    for key, value in _flat(config):
+    for key, value in flat(config):
         group, name = key.split(".", 1) if "." in key else ("", key)
         if group not in groups:
             groups[group] = [f'<tr class="group"><th scope="colgroup" colspan="3">{escape(group)}</th></tr>']
         differs = key not in defaults or not _same(value, defaults[key])
         changed += differs
-        was = _code(_text(defaults[key])) if differs and key in defaults else "–" if differs else ""
-        groups[group].append(_row(_code(name), [_code(_text(value)), was], "changed" if differs else ""))
+        was = code(value_text(defaults[key])) if differs and key in defaults else "–" if differs else ""
+        groups[group].append(_row(code(name), [code(value_text(value)), was], "changed" if differs else ""))
     return [row for rows in groups.values() for row in rows], changed
 
 
@@ -100,19 +107,22 @@ def _table(head: Iterable[str], rows: Iterable[str], kind: str) -> str:
     return f'<table class="{kind}"><thead><tr>{columns}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
 
 
-def _folded(summary: str, table: str, opened: bool = False) -> str:
+def folded(summary: str, table: str, opened: bool = False) -> str:
+    """A table that folds away, and scrolls in itself."""
     start = "<details open>" if opened else "<details>"
     return f'{start}<summary>{summary}</summary><div class="scroll">{table}</div></details>'
 
 
-def _code(text: str) -> str:
+def code(text: str) -> str:
+    """Text as it was typed."""
     return f"<code>{escape(text)}</code>"
 
 
-def _flat(value: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+def flat(value: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The leaves of nested groups by their dotted keys."""
     for key, item in value.items():
         if isinstance(item, dict) and item:
-            yield from _flat(item, f"{prefix}{key}.")
+            yield from flat(item, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", item
 
@@ -122,7 +132,8 @@ def _same(value: object, default: object) -> bool:
     return value == default and isinstance(value, bool) == isinstance(default, bool)
 
 
-def _text(value: object) -> str:
+def value_text(value: object) -> str:
+    """A config's value as people read it."""
     if isinstance(value, float):
         return f"{value:g}" if float(f"{value:g}") == value else repr(value)
     if isinstance(value, list) and len(value) > 4 and all(item == value[0] for item in value):

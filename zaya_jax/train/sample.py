@@ -5,6 +5,7 @@ for it, and none at all where the weights are larger than what the one device ha
 """
 
 import contextlib
+import json
 import os
 import re
 from pathlib import Path
@@ -14,7 +15,7 @@ import jax
 from zaya_jax import schedule
 from zaya_jax.checkpoint import partial
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Config
+from zaya_jax.config import Config, files
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
@@ -25,7 +26,10 @@ BYTES = 6
 
 
 def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int) -> None:
-    """Writes sample.txt, or says why not; in process 0 alone, when the training's state is gone from its device."""
+    """Writes sample.txt and keeps it in samples.jsonl, or says why not.
+
+    In process 0 alone, when the training's state is gone from its device.
+    """
     if not multihost.is_writer():
         return
     path = workdir / "sample.txt"
@@ -53,7 +57,23 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
             model, params, bias, [ids], min(config.log.sample_tokens, room), config.precision,
             sampling=Sampling(config.log.sample_temperature), seeds=config.run.seed,
         ) if room > 0 else [[]]  # fmt: skip
-    path.write_text(prompt + tokenizer.decode(new), encoding="utf-8")
+    text = prompt + tokenizer.decode(new)
+    path.write_text(text, encoding="utf-8")
+    keep_sample(workdir, step, prompt, text)
+
+
+def keep_sample(workdir: Path, step: int, prompt: str, text: str) -> None:
+    """Puts a sample into samples.jsonl, where those of all ends of the run are; another of the same step or of a later
+    one, which is not this run's any more, goes.
+    """
+    path, kept = workdir / "samples.jsonl", list[str]()
+    with contextlib.suppress(OSError):  # none yet, or no file
+        for line in files.read(path).decode("utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                if json.loads(line)["step"] < step:
+                    kept.append(line)
+    kept.append(json.dumps({"step": step, "prompt": prompt, "text": text}))
+    files.write(path, "".join(f"{line}\n" for line in kept).encode("utf-8", errors="replace"))
 
 
 def free_bytes(device: jax.Device) -> int:
