@@ -19,8 +19,10 @@ from zaya_jax.report.svg import (
     TOP,
     WIDTH,
     Axis,
+    Line,
     escape,
     figure,
+    line_chart,
     number,
     open_svg,
     percent,
@@ -52,7 +54,7 @@ def aegis_section(run: Workdir) -> str:
     account = accounts.of(events.read(run.path))
     if account is None or account.end <= account.begin:
         return ""
-    pictures = timeline(account) + _card("Where the time went", _uses(account))
+    pictures = timeline(account) + goodput_curve(account) + _card("Where the time went", _uses(account))
     return (
         f"<section><h2>What befell the run</h2><p>{escape(INTRO)}</p>{_tiles(account)}"
         f'<div class="grid2">{pictures}</div>{_causes(account)}{_left_out(account)}</section>\n'
@@ -144,6 +146,26 @@ def timeline(account: Account) -> str:
     )
     note = f"A column is {duration(whole / BINS)}; columns without colour were not supervised."
     return figure("Timeline", f'<ul class="legend">{legend}</ul>', svg, note)
+
+
+def goodput_curve(account: Account) -> str:
+    """The share of the supervised time that went to steps that counted: of each column of the timeline, and so far."""
+    whole = account.end - account.begin
+    unit, scale = next((u for u in UNITS if whole >= 2 * u[1]), UNITS[-1])
+    shares = binned(account, BINS)
+    training, supervised = shares[:, 0], shares.sum(axis=1)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        each, so_far = training / supervised, np.cumsum(training) / np.cumsum(supervised)
+    ends = [(i + 1) * whole / BINS / scale for i in range(BINS)]
+    lines = [
+        Line("each column", list(zip(ends, (100 * each).tolist(), strict=True)), 2, "raw"),
+        Line("so far", list(zip(ends, (100 * so_far).tolist(), strict=True)), 2),
+    ]
+    return line_chart(
+        "Goodput", lines, x_range=(0.0, whole / scale), y_range=(0.0, 100.0), unit=" %", over=unit,
+        describe=f"Goodput so far: {percent(so_far[-1])} at the end." if np.isfinite(so_far[-1]) else "",
+        note="The share of the supervised time that went to steps whose updates are in the run.",
+    )  # fmt: skip
 
 
 def _mark(px: float, words: str) -> str:

@@ -23,6 +23,7 @@ COLORS = 8
 MOST_PICTURES = 24
 MOST_POINTS, FEWEST_POINTS = 400, 40  # of a curve
 ALL_POINTS = 26_000  # of all curves together, over steps as over tokens
+LONGEST_NAME = 40
 LONGEST = 200  # characters of a config's value
 FIRST = ("loss", "eval/loss", "grad_norm", "lr", *curves.SPEED_KEYS)
 TITLES = {**curves.TITLES, "loss": "Train loss", "eval/loss": "Held-out loss"}
@@ -50,15 +51,16 @@ class Compared:
 
 def names(runs: Sequence[Workdir]) -> list[str]:
     """What the runs are called: the config's name where that is enough, otherwise as much of the folder as it takes."""
-    found = [run.name for run in runs]
+    called = [run.name if len(run.name) <= LONGEST_NAME else f"{run.name[:LONGEST_NAME]}…" for run in runs]
+    found = list(called)
     paths = [run.path.resolve().parts for run in runs]
     for depth in range(1, max(map(len, paths)) + 1):
         twice = {name for name in found if found.count(name) > 1}
         if not twice:
             break
         found = [
-            f"{run.name} ({'/'.join(path[-depth:])})" if name in twice else name
-            for name, run, path in zip(found, runs, paths, strict=True)
+            f"{own} ({'/'.join(path[-depth:])})" if name in twice else name
+            for name, own, path in zip(found, called, paths, strict=True)
         ]
     return found
 
@@ -107,6 +109,7 @@ def _head(found: Compared) -> str:
     table = f'<table class="runs"><thead><tr><th scope="col"></th>{head}</tr></thead><tbody>{rows}</tbody></table>'
     said = "".join(f"<p>{escape(text)}</p>" for text in _said(found))
     warn = f'<div class="warn">{said}</div>' if said else ""
+    warn += "".join(f'<p class="note">{escape(text)}</p>' for text in _left_out(found))
     return (
         f"<header><h1>{len(found.runs)} runs <span>compared</span></h1></header>"
         f'<div class="card">{table}</div>{warn}\n'
@@ -221,7 +224,7 @@ def _lowest(values: Sequence[float]) -> list[str]:
 
 
 def _said(found: Compared) -> list[str]:
-    """What the reader must know of these runs, and what the page leaves out."""
+    """What the reader must know of these runs."""
     said = [
         f"{name}: {note}" for name, run in zip(found.names, found.runs, strict=True) for note in run.notes
     ]
@@ -234,10 +237,16 @@ def _said(found: Compared) -> list[str]:
     without = [name for name, run in zip(found.names, found.runs, strict=True) if not _has_tokens(run)]
     if without:
         said.append(f"No tokens are recorded by {', '.join(without)}: left out of the pictures over tokens.")
+    return said
+
+
+def _left_out(found: Compared) -> list[str]:
+    """What is recorded and not on the page."""
+    said = []
     more = found.keys()[MOST_PICTURES:]
     if more:
-        some = ", ".join(more[:8]) + (", ..." if len(more) > 8 else "")
-        said.append(f"{len(more)} metrics of {len(more) + MOST_PICTURES} are left out: {some}.")
+        some = ", ".join(more[:8]) + (" and others" if len(more) > 8 else "")
+        said.append(f"Of {len(more) + MOST_PICTURES} metrics {len(more)} are left out: {some}.")
     lists = sorted({key for run in found.runs for key in run.vectors})
     if lists:
         said.append(
@@ -269,7 +278,7 @@ def _curves(found: Compared) -> str:
         f'<div class="grid2 over-{way}">{pictures}</div>' for way, pictures in over.items() if pictures
     )
     choice = "".join(
-        f'<input type="radio" name="by" id="by-{way}"{checked}><label for="by-{way}">by {way}</label>'
+        f'<input type="radio" name="by" id="by-{way}"{checked}/><label for="by-{way}">by {way}</label>'
         for way, checked in (("step", " checked"), ("tokens", ""))
         if over["tokens"]
     )
@@ -283,6 +292,9 @@ def _picture(found: Compared, key: str, points: int, by_tokens: bool) -> str:
     """One metric of all runs that recorded it."""
     unit, factor = (" %", 100.0) if key in curves.PERCENT else ("", 1.0)
     lines, bad, missing, says = [], set[float](), [], []
+    # Of one width for all: two runs that do the same are drawn the same, whatever their lengths.
+    width = max(series[key].width_for(points) for series in found.series if key in series)
+    length = max(len(series[key].merged(width)) for series in found.series if key in series)
     for i, (name, run, all_series) in enumerate(zip(found.names, found.runs, found.series, strict=True)):
         series = all_series.get(key)
         if series is None:
@@ -290,10 +302,9 @@ def _picture(found: Compared, key: str, points: int, by_tokens: bool) -> str:
             continue
         if by_tokens and not _has_tokens(run):
             continue
-        bins = series.coarse(points)
-        rough = key in curves.SMOOTHED or key == "loss"
-        enough = rough and sum(b.count > 0 for b in bins) >= 10
-        course = curves.smoothed(bins) if enough else [(b.step, b.mean) for b in bins]
+        bins = series.merged(width)
+        rough = length >= 10 and (key in curves.SMOOTHED or key == "loss")
+        course = curves.smoothed(bins, length) if rough else [(b.step, b.mean) for b in bins]
         steps, marked = [step for step, _ in course], curves.bad_steps(series)
         if by_tokens:
             steps, marked = _tokens_at(run, steps), _tokens_at(run, marked)

@@ -115,9 +115,12 @@ def _lines(
     return [Line("mean and range" if merged else label, plain, 0, "line", band)]
 
 
-def smoothed(bins: Sequence[Bin]) -> list[tuple[float, float]]:
-    """A moving mean of the middle half of values, over a thirtieth of the run and at its start over fewer."""
-    half = max(1, len(bins) // 60)
+def smoothed(bins: Sequence[Bin], length: int = 0) -> list[tuple[float, float]]:
+    """A moving mean of the middle half of values, over a thirtieth of the run and at its start over fewer.
+
+    `length`: of how many bins the thirtieth is, where it is not these.
+    """
+    half = max(1, (length or len(bins)) // 60)
     out = []
     for i, b in enumerate(bins):
         near = sorted(c.mean for c in bins[max(0, i - half) : i + 1 + min(i, half)] if c.count)

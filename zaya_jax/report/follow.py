@@ -29,6 +29,7 @@ class Followed:
         """The run, and whether anything in its files is new."""
         changed = self._metrics()
         beside = [_stamp(self.path / name) for name in BESIDE]
+        beside.append(None if (self.path / "metrics.jsonl").is_file() else (0, 0))
         changed |= beside != self._beside
         self._beside = beside
         if changed:

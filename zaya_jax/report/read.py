@@ -92,10 +92,18 @@ class Series:
 
     def coarse(self, most: int) -> list[Bin]:
         """The bins in order of steps, merged until there are at most `most`."""
-        bins, factor = self.bins, 1
-        while len(bins) > most:
+        return self.merged(self.width_for(most))
+
+    def width_for(self, most: int) -> int:
+        """The least width in steps of at most `most` bins."""
+        factor = 1
+        while len({index // factor for index in self.bins}) > most:
             factor *= 2
-            bins = _merged(self.bins, factor, Bin)
+        return self.width * factor
+
+    def merged(self, width: int) -> list[Bin]:
+        """Bins of that width, in order of steps; one that `width_for` gives, of this series or of a longer one."""
+        bins = self.bins if width <= self.width else _merged(self.bins, width // self.width, Bin)
         return [bins[i] for i in sorted(bins)]
 
 

@@ -105,8 +105,10 @@ function curves(svg, figure, at) {
   const toX = px => x.start + (px - a) / (b - a) * (x.end - x.start);
   const toY = px => y.start + (px - bottom) / (top - bottom) * (y.end - y.start);
   const fromX = px => a + (px - x.start) / (x.end - x.start) * (b - a);
-  const name = px => over + ' ' + show(Math.round(x.value(px)), 7);
-  const rest = () => zooms.has(figure.id) ? `${name(a)} – ${show(Math.round(x.value(b)), 7)}` : '';
+  const whole = over === 'step' || over === 'tokens';
+  const count = px => whole ? show(Math.round(x.value(px)), 7) : show(x.value(px), 3);
+  const name = px => over + ' ' + count(px);
+  const rest = () => zooms.has(figure.id) ? `${name(a)} – ${count(b)}` : '';
 
   function draw() {
     const zoom = zooms.get(figure.id);

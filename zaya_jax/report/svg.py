@@ -309,7 +309,10 @@ def line_chart(
     wide = WIDTH - RIGHT - LEFT
     box = f'x="{LEFT}" y="{TOP - 4}" width="{wide + 8}" height="{HEIGHT - BOTTOM - TOP + 5}"'
     drawn = "".join(f'<g data-line="{i}">{draw(line, x, y)}</g>' for i, line in enumerate(lines))
-    labels = "".join(_point_labels(line, x, y) for line in lines if line.look == "dots")
+    dotted = [line for line in lines if line.look == "dots"]
+    labels = (
+        _point_labels(dotted[0], x, y) if len(dotted) == 1 else ""
+    )  # of several they would lie on each other
     marks = "".join(_bad_mark(x(step), step) for step in bad_steps)
     data = f'data-x="{x.data()}" data-y="{y.data()}" data-unit="{unit}" data-over="{escape(over)}"'
     svg = (
