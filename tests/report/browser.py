@@ -46,7 +46,7 @@ class Browser:
             self._ask("DELETE", self.session)
         finally:
             self.process.terminate()
-            self.process.wait(20)
+            self.process.communicate(timeout=20)
 
     def _ask(self, method: str, path: str, body: dict | None = None):
         data = json.dumps(body or {}).encode() if method == "POST" else None

@@ -17,6 +17,7 @@ function kept(part) {
   return {
     folds: new Map(all('details').map((one, i) => [foldName(one, i), one.open])),
     scrolls: all('.scroll, .card').map(one => [one.scrollLeft, one.scrollTop]),
+    cursor: new Map(cursors),  // taking a picture away takes its cursor
     checked: all('input:checked').map(one => one.id),
     focus: focus && [stops.indexOf(focus), focus.closest('figure') ? focus.closest('figure').id : '', focus.tagName],
   };
@@ -31,12 +32,11 @@ function restore(part, was) {
   const all = name => [...part.querySelectorAll(name)];
   all('details').forEach((one, i) => { one.open = was.folds.get(foldName(one, i)) ?? one.open; });
   for (const id of was.checked) { const one = document.getElementById(id); if (one) one.checked = true; }
-  const cursor = new Map(cursors);
   for (const figure of all('figure')) {
     setUp(figure);
     const reader = readers.get(figure.id);
-    if (reader && reader.stand && cursor.has(figure.id)) {
-      const place = nearest(reader.places.map(one => [one]), reader.x.place(cursor.get(figure.id)));
+    if (reader && reader.stand && was.cursor.has(figure.id)) {
+      const place = nearest(reader.places.map(one => [one]), reader.x.place(was.cursor.get(figure.id)));
       if (place) reader.stand(place[0]);
     }
   }

@@ -25,7 +25,7 @@ _PAGE = """
 @media screen and (prefers-color-scheme: dark) {
   :root {
     --page: #141517; --card: #1d1f22; --ink: #ececea; --soft: #a2a6ad; --line: #34373c; --bad: #ff6b81;
-    --mark: #4d4218; --focus: #7db3ff;
+    --mark: #423814; --focus: #7db3ff;
   }
 }
 * { box-sizing: border-box; }
