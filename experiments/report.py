@@ -16,7 +16,7 @@ from zaya_jax import cli
 from zaya_jax.config import UserError
 from zaya_jax.report import compare, page, write_report
 from zaya_jax.report.follow import Followed
-from zaya_jax.report.read import Workdir, read_workdir
+from zaya_jax.report.read import Workdir
 from zaya_jax.report.serve import serve
 
 
@@ -49,7 +49,7 @@ def main() -> int:
     if len(runs) == 1 and not args.out:
         target = write_report(runs[0])
     else:
-        page.write_page(target, lambda: drawn([read_workdir(run) for run in runs]))
+        page.write_page(target, lambda: drawn([Followed(run).read()[0] for run in runs]))
     print(f"Report: {target}")
     return cli.DONE
 

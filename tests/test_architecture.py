@@ -122,6 +122,8 @@ OPTIONS = {
         ]
     },
     "pretrain": {"": ["config", "workdir", "describe", "coordinator", "num_processes", "process_id"]},
+    # A name in capitals is an argument without dashes.
+    "report": {"": ["RUN", "out", "serve"]},
     "supervise": {
         "": [
             "processes",

@@ -85,6 +85,7 @@ def make_run(folder: Path) -> Path:
     (workdir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (workdir / "environment.json").write_text('{"device": "cpu", "jax": "0"}')
     (workdir / "sample.txt").write_text("def f():")
+    (workdir / "samples.jsonl").write_text('{"step": 1, "prompt": "def ", "text": "def f():"}\n')
     lock.release(workdir)
     return workdir
 
@@ -222,7 +223,14 @@ def test_json_that_is_none_is_named(source, model, content):
     check_model(model, [("config.json", "content", content)])
 
 
-REPORTED = ("metrics.jsonl", "environment.json", "sample.txt", "config.json", "tokenizer/zaya_tokenizer.json")
+REPORTED = (
+    "metrics.jsonl",
+    "environment.json",
+    "sample.txt",
+    "samples.jsonl",
+    "config.json",
+    "tokenizer/zaya_tokenizer.json",
+)
 
 
 def check_complete(source, one):

@@ -135,6 +135,15 @@ def test_the_picture_stays_within_itself(days):
     assert {words for *_, words in below} & {"s", "min", "h", "d"}  # the unit
 
 
+@pytest.mark.parametrize("faults", [0, 3, 50])
+def test_the_curve_of_goodput_ends_at_the_goodput(faults):
+    account = accounts.of(befallen(faults))
+    drawn = aegis.goodput_curve(account)
+    assert "nan" not in drawn.lower()
+    last = re.findall(r"so far <b[^>]*>([\d.]+) %</b>", drawn)
+    assert float(last[0]) == pytest.approx(100 * account.goodput, rel=1e-3)
+
+
 def test_colours_follow_the_scheme():
     part = aegis.timeline(accounts.of(befallen()))
     assert not re.search(

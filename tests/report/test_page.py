@@ -102,6 +102,26 @@ def test_sample_without_the_recorded_prompt_is_shown_unmarked(make_run):
     assert "after the marked prompt" not in source
 
 
+def test_the_samples_of_earlier_ends_are_below(make_run):
+    path = make_run(5)
+    kept = [{"step": s, "prompt": "def ", "text": f"def <{s}>"} for s in (2, 4, 4, 5)]
+    kept[2]["text"] = "def <four>"
+    (path / "sample.txt").write_text("def <5>")
+    lines = [*map(json.dumps, kept), '{"step": 9, "text": 1, "prompt": ""}', "half"]
+    (path / "samples.jsonl").write_text("\n".join(lines) + "\n")
+    source, text = checked(write_report(path))
+    part = source[source.index("<h2>Sample</h2>") : source.index("<h2>Numbers</h2>")]
+    assert re.findall("<summary>(.*?)</summary>", part) == ["At step 4", "At step 2"]
+    assert (
+        "<mark>def </mark>&lt;four&gt;" in part and "&lt;4&gt;" not in part and part.count("&lt;5&gt;") == 1
+    )
+    assert "2 lines of samples.jsonl could not be read and are left out." in text
+
+
+def test_the_page_of_a_small_run_is_under_400_kb(make_run):
+    assert write_report(make_run(400, layers=4)).stat().st_size < 400_000
+
+
 def test_config_marks_what_differs_from_the_defaults(make_run):
     path = make_run(5)
     config = json.loads((path / "config.json").read_text())

@@ -1,6 +1,7 @@
 """What a run does beside its steps: evaluation just large enough, a sample that fits, an MFU or why there is none."""
 
 import dataclasses
+import json
 import types
 
 import jax
@@ -60,7 +61,10 @@ def test_evaluation_and_sample_are_the_phases_own(tmp_path, monkeypatch, capsys)
     # Five windows on four devices are one batch of eight rows, of which three are empty.
     assert asked == [(32, 8, [(8, 32)]), (16, 8, [(8, 16)])]
     assert sampled == [777.0]  # the phase that was reached, not the first nor the last
-    assert (tmp_path / "run" / "sample.txt").read_text().startswith("def ")
+    text = (tmp_path / "run" / "sample.txt").read_text()
+    assert text.startswith("def ")
+    kept = json.loads((tmp_path / "run" / "samples.jsonl").read_text())
+    assert kept == {"step": kept["step"], "prompt": "def ", "text": text}
     monkeypatch.setattr(sample, "free_bytes", lambda device: 1000)
     capsys.readouterr()
     assert pretrain.train(settings(run__num_steps=5), tmp_path / "run") == cli.DONE
@@ -70,6 +74,15 @@ def test_evaluation_and_sample_are_the_phases_own(tmp_path, monkeypatch, capsys)
     )
     assert sampled == [777.0]
     assert not (tmp_path / "run" / "sample.txt").exists()  # that one was of other weights
+
+
+def test_samples_are_kept_by_step_and_those_after_it_are_another_run_s(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    for step, text in ((10, "ten"), (20, "twenty \ud800"), (30, "thirty"), (20, "again")):
+        sample.keep_sample(tmp_path, step, "", text)
+        path.write_text(path.read_text() + "no line\n")
+    kept = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
+    assert [(one["step"], one["text"]) for one in kept] == [(10, "ten"), (20, "again")]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ config.json        the recorded config            tokenizer/         the tokeniz
 checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object per step
 events.out.*       TensorBoard's                  report.html        the picture of it all
 logs/              one file per process, see `logs`  environment.json   what it ran on
+sample.txt         what the model wrote at the end   samples.jsonl      that of all ends
 lineage.json       a fork's: the runs that it comes from, see `fork`
 .lock              who writes here now, see `checkpoint.lock`
 imported.json      where the weights came from PyTorch: what their config says beyond ours, their dtypes

@@ -1,0 +1,82 @@
+"""The program that draws reports: what it writes where, and one clear line for what it cannot draw."""
+
+import json
+import sys
+
+import pytest
+
+from experiments import report
+from zaya_jax import cli
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Calls the program in a folder of its own; (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
+        code = cli.exit_code(report.main)
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return call
+
+
+def make(folder, steps=3, name="a"):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"name": name}))
+    lines = [json.dumps({"step": s, "loss": 1 / s, "tokens": s}) + "\n" for s in range(1, steps + 1)]
+    (folder / "metrics.jsonl").write_text("".join(lines))
+    return folder
+
+
+def test_one_run_makes_its_page_anew(run, tmp_path):
+    folder = make(tmp_path / "a")
+    assert run("a") == (0, "Report: a/report.html\n", "")
+    first = (folder / "report.html").read_bytes()
+    assert run("a", "--out=other.html")[0] == 0
+    assert (tmp_path / "other.html").read_bytes() == first and b"after 3 steps" in first
+
+
+def test_several_runs_are_on_one_page(run, tmp_path):
+    make(tmp_path / "a"), make(tmp_path / "b", 5, "b")
+    assert run("a", "b") == (0, "Report: comparison.html\n", "")
+    assert "<title>Comparison of 2 runs: a, b</title>" in (tmp_path / "comparison.html").read_text()
+    (tmp_path / "b" / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')  # still going
+    assert run("a", "b", "--out=b/x.html")[0] == 0 and not (tmp_path / "b" / "report.html").exists()
+    assert "b: 1 line of metrics.jsonl could not be read" not in (tmp_path / "b" / "x.html").read_text()
+
+
+@pytest.mark.parametrize(("arguments", "expected"), [
+    ([], "arguments are required: RUN"),
+    (["nowhere"], "RUN 'nowhere' is no folder"),
+    (["plain"], "neither config.json nor metrics.jsonl, so it is no run's folder"),
+    (["a", "./a/"], "RUN 'a' is the same run as 'a'; give each run once"),
+    (["a", "link"], "RUN 'link' is the same run as 'a'; give each run once"),
+    (["a", "begun"], "RUN 'begun' has no metrics yet"),
+    (["half"], "RUN 'half' has no metrics yet"),
+    (["a", "--out=metrics.txt"], "does not end in .html"),
+    (["a", "--out=no/page.html"], "'no' is no folder; make it first"),
+    (["a", "--out=page.html/"], "--out=page.html is a folder"),
+    (["a", "--serve=1e3"], "'1e3' is no port from 0 to 65535"),
+    (["a", "--serve=65536"], "is no port"),
+    (["--serve", "a"], "'a' is no port from 0 to 65535; name the runs before --serve"),
+    (["a", "--serve", "--out=x.html"], "exclude each other"),
+    (["a", "--sever"], "unrecognized arguments: --sever"),
+    ([f"r{i}" for i in range(17)], "17 runs are more than one page shows; give at most 16"),
+])  # fmt: skip
+def test_bad_input_is_one_clear_line_before_anything_is_written(run, tmp_path, arguments, expected):
+    make(tmp_path / "a")
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "page.html").mkdir()
+    (tmp_path / "link").symlink_to("a")
+    make(tmp_path / "begun", 0)
+    make(tmp_path / "half", 0)
+    (tmp_path / "half" / "metrics.jsonl").write_text('{"step": 1, "lo')
+    for i in range(17):
+        make(tmp_path / f"r{i}")
+    before = sorted(tmp_path.rglob("*"))
+    code, out, err = run(*arguments)
+    assert (code, out) == (2, "") and expected in err and err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
