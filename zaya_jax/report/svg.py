@@ -17,6 +17,7 @@ from collections.abc import Sequence
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 14, 26
 MOST_LABELS = 7  # of one curve
+COUNTS = ("step", "tokens")  # axes of whole numbers
 TABLE_ROWS = 12  # of a picture's values as a table
 FAR = 9000.0  # pixels: where values far outside the picture are put
 
@@ -276,7 +277,7 @@ def _lines_table(lines: Sequence[Line], over: str, unit: str) -> str:
             at = bisect.bisect_left(points, (step, -math.inf))
             near = min(points[max(0, at - 1) : at + 1], key=lambda p: abs(p[0] - step), default=None)
             cells.append(number(near[1]) + unit if near and abs(near[0] - step) <= reach else "–")
-        rows.append([f"{round(step):,}", *cells])
+        rows.append([f"{round(step):,}" if over in COUNTS else number(step, 3), *cells])
     return values_table([over, *(line.label for line in lines)], rows, len(places))
 
 
