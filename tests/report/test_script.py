@@ -116,7 +116,9 @@ def test_a_curve_s_table_has_its_ends_and_dashes_where_another_has_none():
     rows = re.findall(r'<tr><th scope="row">(\d+)</th><td>(.*?)</td><td>(.*?)</td></tr>', drawn)
     assert len(rows) == svg.TABLE_ROWS and rows[0] == ("1", "0.1", "5") and rows[-1] == ("100", "10", "–")
     assert "(12 of 100)" in drawn
-    hours = svg.line_chart("t", [svg.Line("a", [(0.25, 1.0), (1.5, 2.0)])], x_range=(0, 2), y_range=(0, 3), over="h")
+    hours = svg.line_chart(
+        "t", [svg.Line("a", [(0.25, 1.0), (1.5, 2.0)])], x_range=(0, 2), y_range=(0, 3), over="h"
+    )
     assert re.findall(r'<th scope="row">(.*?)</th>', hours) == ["0.25", "1.5"]
 
 
