@@ -67,15 +67,15 @@ class Browser:
         """What a script returns."""
         return self._ask("POST", f"{self.session}/execute/sync", {"script": script, "args": list(args)})
 
-    def mouse(self, *moves: tuple) -> None:
+    def mouse(self, *moves: tuple, kind: str = "mouse") -> None:
         """("move", x, y), ("down",), ("up",) in pixels of the window."""
         kinds = {"move": "pointerMove", "down": "pointerDown", "up": "pointerUp"}
         actions = []
-        for kind, *place in moves:
-            action = {"type": kinds[kind]}
+        for move, *place in moves:
+            action = {"type": kinds[move]}
             action |= {"x": round(place[0]), "y": round(place[1]), "duration": 0} if place else {"button": 0}
             actions.append(action)
-        mouse = {"type": "pointer", "id": "mouse", "parameters": {"pointerType": "mouse"}, "actions": actions}
+        mouse = {"type": "pointer", "id": kind, "parameters": {"pointerType": kind}, "actions": actions}
         self._ask("POST", f"{self.session}/actions", {"actions": [mouse]})
 
     def keys(self, *names: str) -> None:

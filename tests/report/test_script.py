@@ -194,6 +194,24 @@ def test_hover_zoom_and_keys_in_a_browser(make_run):
 
 @browser
 @pytest.mark.slow
+def test_a_finger_reads_and_zooms(make_run):
+    path = write_report(make_run(300))
+    name = svg.picture_id("Learning rate")
+    x = svg.Axis(1, 300, svg.LEFT, svg.WIDTH - svg.RIGHT)
+    with Browser(360, 800) as window:
+        window.open(path)
+        window.mouse(("move", *place(window, name, x(100))), ("down",), ("up",), kind="touch")
+        assert window.run(AT, name).startswith("step ")
+        assert int(window.run(AT, name).split()[1]) == pytest.approx(100, abs=2)
+        start, end = place(window, name, x(100)), place(window, name, x(200))
+        window.mouse(("move", *start), ("down",), ("move", *end), ("up",), kind="touch")
+        assert window.run(
+            "return document.querySelector('#' + arguments[0] + ' svg').classList.contains('zoomed')", name
+        )
+
+
+@browser
+@pytest.mark.slow
 @pytest.mark.parametrize("dark", [False, True])
 def test_no_sideways_scrolling_on_a_phone_in_either_scheme(make_run, tmp_path, dark):
     path = write_report(write(make_run(60), befallen()))

@@ -341,7 +341,9 @@ function setUp(figure) {
   };
   svg.addEventListener('pointerup', end);
   svg.addEventListener('pointercancel', end);
-  svg.addEventListener('pointerleave', () => { if (from === null) reader.leave(); });
+  svg.addEventListener('pointerleave', event => {
+    if (from === null && event.pointerType !== 'touch') reader.leave();  // what a finger has tapped stays to be read
+  });
   svg.addEventListener('dblclick', () => { if (reader.back) told.textContent = reader.back(); });
   svg.addEventListener('blur', () => reader.leave());
   svg.addEventListener('keydown', event => {

@@ -81,7 +81,7 @@ figcaption { display: flex; justify-content: space-between; align-items: baselin
 .ramp i { width: 11px; height: 11px; }
 .note { margin: 2px 0 4px; font-size: 13px; color: var(--soft); }
 
-svg { display: block; width: 100%; height: auto; overflow: visible; touch-action: pan-y; }
+svg { display: block; width: 100%; height: auto; overflow: visible; touch-action: pan-y pinch-zoom; }
 svg text { font-size: 11.5px; fill: var(--soft); font-variant-numeric: tabular-nums; }
 svg .value {
   fill: var(--ink); font-weight: 600; paint-order: stroke; stroke: var(--card); stroke-width: 4px;
