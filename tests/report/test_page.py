@@ -232,6 +232,16 @@ def test_a_long_run_with_many_metrics_stays_small(make_run):
     assert "mean and range" in source
 
 
+def test_a_curve_of_merged_steps_has_the_range_of_each(tmp_path):
+    lines = [json.dumps({"step": s, "loss": 2 + math.sin(s), "lr": s}) + "\n" for s in range(1, 2001)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    source, _ = checked(write_report(tmp_path))
+    for title in ("Loss", "Learning rate"):
+        drawn = source[source.index(f"<figcaption>{title}<") :].split("</figure>")[0]
+        assert drawn.count('<polygon class="band c0"') == 1, title
+    assert not re.search(r'class="[^"]*[\[(]', source)
+
+
 def test_many_experts_are_a_picture_at_the_end(make_run):
     source, _ = checked(write_report(make_run(20, layers=3, experts=300, extras=False)))
     assert "<figcaption>Shares at the last step<" in source

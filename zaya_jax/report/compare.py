@@ -310,7 +310,7 @@ def _picture(found: Compared, key: str, points: int, by_tokens: bool) -> str:
             steps, marked = _tokens_at(run, steps), _tokens_at(run, marked)
         drawn = [(step, value * factor) for step, (_, value) in zip(steps, course, strict=True)]
         look = "dots" if key == "eval/loss" and not i // COLORS and len(drawn) <= 64 else "line"
-        lines.append(Line(name, drawn, i % COLORS, look, i // COLORS))
+        lines.append(Line(name, drawn, i % COLORS, look, dash=i // COLORS))
         bad |= set(marked)
         says.append(curves.describe(name, series))
     places = [step for line in lines for step, _ in line.points if math.isfinite(step)]

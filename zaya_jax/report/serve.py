@@ -153,10 +153,10 @@ class Server(http.server.ThreadingHTTPServer):
                 "give another port, or --serve alone for any that is free"
             ) from None
 
-    def handle_error(self, *_: object) -> None:
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """A viewer that goes in the middle is no news; anything else is."""
         if not isinstance(sys.exception(), OSError):
-            super().handle_error(*_)
+            super().handle_error(request, client_address)
 
 
 def serve(look: Look, port: int, say: Callable[[str], None]) -> None:

@@ -30,8 +30,8 @@ class Line:
     points: Sequence[tuple[float, float]]
     color: int = 0
     look: str = "line"
-    dash: int = 0  # for more curves than there are colours
     band: Sequence[tuple[float, float, float]] = ()  # (step, low, high)
+    dash: int = 0  # for more curves than there are colours
 
 
 def escape(text: object) -> str:
