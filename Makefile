@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-base setup-targets pretrain test test-all test-floor coverage lint format typecheck pins clean
+.PHONY: help setup setup-base setup-targets pretrain test test-all test-floor coverage lint format typecheck docs pins clean
 
 bin := .venv/bin
 ARGS ?=
@@ -51,9 +51,14 @@ format: setup ## Style and formatting, mended
 typecheck: setup ## Types
 	@$(bin)/mypy
 
+docs: ## The documentation as a site in build/site; ARGS=serve shows it while it is written
+	@tools/setup.sh .venv-docs requirements/docs.txt
+	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true .venv-docs/bin/mkdocs $(or $(ARGS),build --quiet)
+	@[ -n "$(ARGS)" ] || echo "build/site/index.html"
+
 pins: ## Resolve requirements/ anew
 	@tools/pin.sh
 
 clean: ## Remove the environments and caches (not runs/, nor the tests' compiled programs in ~/.cache/zaya_jax)
-	rm -rf .venv .venv-floor .cache .ruff_cache build *.egg-info
+	rm -rf .venv .venv-docs .venv-floor .cache .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,6 +2,7 @@
 # Writes requirements/*.txt: what pip resolves today from pyproject.toml's ranges, as names and versions only.
 #   base.txt   what running needs          dev.txt    base, and what testing needs
 #   floor.txt  both, with the oldest JAX that is supported
+#   docs.txt   what making the site needs, and nothing that running needs
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -21,10 +22,22 @@ resolve() { # extras, version of JAX
   "$scratch/venv/bin/pip" freeze --all --exclude-editable --exclude pip | LC_ALL=C sort -f
 }
 
+resolve_docs() { # the extra alone: the site is made from the files
+  rm -rf "$scratch/venv"
+  "$interpreter" -I -m venv "$scratch/venv"
+  "$interpreter" -I -c 'import tomllib
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+print(*project["optional-dependencies"]["docs"], sep="\n")' >"$scratch/docs.in"
+  "$scratch/venv/bin/pip" install -q -r "$scratch/docs.in"
+  "$scratch/venv/bin/pip" freeze --all --exclude pip | LC_ALL=C sort -f
+}
+
+resolve_docs >"$scratch/docs.txt"
 resolve "" "$jax" >"$scratch/base.txt"
 resolve "[dev]" "$jax" >"$scratch/dev.txt"
 resolve "[dev]" "$floor" >"$scratch/floor.txt"
 heading="# Written by \`make pins\`"
+{ echo "$heading"; cat "$scratch/docs.txt"; } >requirements/docs.txt
 { echo "$heading"; cat "$scratch/base.txt"; } >requirements/base.txt
 { echo "$heading"; echo "-r base.txt"; grep -vxFf "$scratch/base.txt" "$scratch/dev.txt"; } >requirements/dev.txt
 { echo "$heading: the oldest JAX that is supported"; cat "$scratch/floor.txt"; } >requirements/floor.txt

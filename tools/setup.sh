@@ -2,6 +2,7 @@
 # Makes a virtual environment with a pinned set and the project in it, or leaves a good one alone.
 #
 #   tools/setup.sh .venv requirements/dev.txt
+#   tools/setup.sh .venv-docs requirements/docs.txt     what the site needs, without the project
 #   tools/setup.sh .venv requirements/base.txt     what training needs alone; one with the larger set serves as it is
 #
 # The environment holds a stamp, written last: where it lies, its extras, a hash of what it was made from, and which set
@@ -82,6 +83,7 @@ fi
 say "installing the set of $pinned (a minute or two)"
 pip=("$python" -m pip install --quiet --disable-pip-version-check --no-input)
 run "${pip[@]}" -r "$pinned"
-run "${pip[@]}" --no-build-isolation -r "$pinned" -e ".${extras:+[$extras]}"
+# The site is made from the files, not from what they import.
+[ "$pinned" = requirements/docs.txt ] || run "${pip[@]}" --no-build-isolation -r "$pinned" -e ".${extras:+[$extras]}"
 printf '%s\n' "$place" "$extras" "$hash" "$pinned" >"$stamp"
 say "$venv is ready ($((SECONDS - started)) s)"

@@ -1,0 +1,259 @@
+"""The commands that README.md and docs/ show, and what is wrong with each: the programs' own parsers say it.
+
+The rule for code blocks. Each has a language. `sh` is commands: the tutorial's are run, all others are parsed. A block that
+cannot be run as it stands, for it names what the reader has to put in (DIR, ROOT), a GPU or a cluster, says what it needs on
+the last line before it: `*Needs: ...*`. `python` compiles. `text` is what a program prints, or a usage with options in [].
+"""
+
+import functools
+import re
+import shlex
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+from absl import flags
+from ml_collections import config_flags
+from test_architecture import OPTIONS
+
+from tools import reference
+from zaya_jax import config
+from zaya_jax.config import UserError
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```", re.M | re.S)
+NEEDS = re.compile(r"^\*Needs: [^*\n]+\.\*$")
+INLINE = re.compile(r"`((?:\S*python -m experiments\.|zaya-)(?!NAME\b|JOBID)[^`]*)`")
+PLACEHOLDER = re.compile(r"(?<![\w$])[A-Z][A-Z_]+(?![\w=])")
+PYTHONS = ("python", "python3", ".venv/bin/python")
+# Programs of the system, whose options are their own.
+PLAIN = {
+    "cat",
+    "cd",
+    "cp",
+    "docker",
+    "export",
+    "git",
+    "head",
+    "kubectl",
+    "ls",
+    "mkdir",
+    "open",
+    "pip",
+    "rm",
+    "source",
+    "tail",
+}
+SCRIPTS = {"launch/slurm.sbatch": "pretrain", "launch/prepare.sbatch": "prepare_data"}
+WORDS_OF_LOOPS = {"do", "then", "else", "done", "fi"}
+
+
+class Block(NamedTuple):
+    """A code block of a page."""
+
+    page: str
+    line: int
+    language: str
+    text: str
+    needs: str  # the line that says so, or ""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for a message."""
+        return f"{self.page}:{self.line}"
+
+
+def pages() -> list[Path]:
+    """README.md and everything in docs/."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def blocks(text: str, page: str) -> list[Block]:
+    """All code blocks of a page."""
+    found = []
+    for match in FENCE.finditer(text):
+        before = [line for line in text[: match.start()].splitlines() if line.strip()]
+        needs = before[-1].strip() if before and NEEDS.match(before[-1].strip()) else ""
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(Block(page, line, match["language"].strip(), match["body"], needs))
+    return found
+
+
+def commands(text: str) -> Iterator[list[str]]:
+    """The words of each command: lines joined, variables and comments gone, loops opened, pipes cut."""
+    text = re.sub(r"<<'?(\w+)'?([^\n]*)\n.*?^\1$", r"\2", text, flags=re.M | re.S)  # what is given as a file
+    text = re.sub(r"\$\(\(.*?\)\)|\$\{?\w+\}?", "1", text.replace("\\\n", " "))
+    for line in text.splitlines():
+        lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
+        lexer.whitespace_split, lexer.commenters = True, "#"
+        words: list[str] = []
+        for word in [*lexer, ";"]:
+            if set(word) <= set("|&;"):
+                words = without_redirections(words)
+                while words and (words[0] in WORDS_OF_LOOPS or re.match(r"\w+=", words[0])):
+                    words = words[1:]
+                if words and words[0] not in ("for", "while", "if"):
+                    yield words
+                words = []
+            else:
+                words.append(word)
+
+
+def without_redirections(words: list[str]) -> list[str]:
+    """A command without the files that it reads from and writes to."""
+    kept, skip = [], False
+    for word in words:
+        if skip or set(word) <= set("<>"):
+            skip = not skip and set(word) <= set("<>")
+            continue
+        kept.append(word)
+    return kept
+
+
+def wrong(words: list[str], needs: bool) -> str:
+    """What is wrong with a command, or ""; with `needs` words in capitals stand for what the reader puts in."""
+    try:
+        return _wrong(words, needs)
+    except UserError as error:
+        return str(error)
+
+
+def _wrong(words: list[str], needs: bool) -> str:
+    first, rest = words[0], words[1:]
+    if not needs and first != "make":
+        found = next((m[0] for word in words for m in [PLACEHOLDER.search(word)] if m), "")
+        if found:
+            return f"{found} is for the reader to put in: say so in a line before the block, *Needs: ...*"
+    if first in PYTHONS:
+        if rest[:1] == ["-m"] and len(rest) > 1:
+            return of_module(rest[1], rest[2:], needs)
+        return "" if rest and (ROOT / rest[0]).is_file() else f"{' '.join(words)}: no such script"
+    if first.startswith("zaya-"):
+        scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+        return of_program(first.removeprefix("zaya-").replace("-", "_"), rest, needs) if first in scripts else (
+            f"{first} is no command of pyproject.toml"
+        )  # fmt: skip
+    if first == "make":
+        return of_make(rest, needs)
+    if first == "launch/node.sh":
+        return (
+            _wrong(rest[1:], needs)
+            if rest[:1] and rest[0].isdigit()
+            else "launch/node.sh takes a number first"
+        )
+    if first in ("sbatch", "kubectl"):
+        if not needs:
+            return f"{first} needs a cluster: say so in a line before the block, *Needs: ...*"
+        script = next((i for i, word in enumerate(rest) if word.startswith("launch/")), None)
+        if script is None or not (ROOT / rest[script]).is_file():
+            return f"{first} is given no file of launch/"
+        return of_program(SCRIPTS[rest[script]], rest[script + 1 :], needs) if first == "sbatch" else ""
+    if first.startswith(("tools/", "launch/", "./")):
+        return "" if (ROOT / first).is_file() else f"{first} is no file"
+    return "" if first in PLAIN else f"{first} is no program that the documentation knows"
+
+
+def of_module(name: str, args: list[str], needs: bool) -> str:
+    """Of `python -m NAME`."""
+    if name.startswith("experiments."):
+        return of_program(name.removeprefix("experiments."), args, needs)
+    path = ROOT / (name.replace(".", "/") + ".py")
+    if name.split(".")[0] in ("benchmarks", "tools", "zaya_jax"):
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
+        unknown = [a.split("=")[0] for a in args if a.startswith("--") and f'"{a.split("=")[0]}"' not in text]
+        unknown = [
+            a for a in unknown if f'"{a.lstrip("-")}"' not in text
+        ]  # absl's flags are named without dashes
+        return f"{name} has no {unknown[0]}" if unknown else "" if text else f"{name} is no module"
+    return (
+        ""
+        if name in ("http.server", "mkdocs", "pip", "pytest", "venv")
+        else f"{name} is no module that is known"
+    )
+
+
+def of_make(args: list[str], needs: bool) -> str:
+    """Of make: its targets, what they are given, and what that is given on to."""
+    text = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^([a-z-]+):", text, re.M))
+    given = dict(arg.split("=", 1) for arg in args if "=" in arg)
+    names = [arg for arg in args if "=" not in arg]
+    for name in names:
+        if name not in targets:
+            return f"make has no target {name}"
+    for name in given:
+        if name not in ("ARGS", "EXTRAS", "PYTHON"):
+            return f"make is given {name}; it knows ARGS, EXTRAS and PYTHON"
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for extra in filter(None, given.get("EXTRAS", "").split(",")):
+        if extra not in extras:
+            return f"{extra} is no extra of pyproject.toml"
+        if extra in ("cuda", "rocm") and not needs:
+            return f"EXTRAS={extra} needs a GPU: say so in a line before the block, *Needs: ...*"
+    if names == ["pretrain"]:
+        return wrong(["python", "-m", "experiments.pretrain", *shlex.split(given.get("ARGS", ""))], needs)
+    return ""
+
+
+def of_program(name: str, args: list[str], needs: bool) -> str:
+    """Of a program of experiments/, whose own parser reads the arguments, values and all."""
+    if name not in OPTIONS:
+        return f"experiments.{name} is no program; there are {', '.join(sorted(OPTIONS))}"
+    if {"--help", "-h"} & set(args):
+        return ""
+    if name == "supervise" and "--" in args:
+        cut = args.index("--")
+        return of_program(name, args[:cut], needs) or of_program("pretrain", args[cut + 1 :], needs)
+    if needs:
+        args = [re.sub(r"=N$", "=1", arg) for arg in args]
+    if "" in OPTIONS[name] and "config" in OPTIONS[name][""]:
+        return of_flags(name, args, needs)
+    parsed = parser(name)
+    parsed.parse_args(args)
+    return ""
+
+
+@functools.cache
+def parser(name: str):
+    """A program's parser."""
+    return reference.parser_of(name)
+
+
+def of_flags(name: str, args: list[str], needs: bool) -> str:
+    """Of a program with a config: names of options, and keys of the config with their values."""
+    for arg in args:
+        option = arg.lstrip("-").split("=")[0]
+        if not arg.startswith("--"):
+            return f"{arg} is no option; options begin with --"
+        if not option.startswith("config.") and option not in OPTIONS[name][""]:
+            return f"experiments.{name} has no --{option}"
+    file = next((arg.split("=", 1)[1] for arg in args if arg.startswith("--config=")), "")
+    default = "tiny" if name == "pretrain" else "zaya1_base"
+    if not file or (needs and PLACEHOLDER.fullmatch(file)) or not file.startswith("experiments/"):
+        file = f"experiments/configs/{default}.py"  # the reader's own begins as one of these
+    if not (ROOT / file).is_file():
+        return f"--config={file} is no file"
+    if name == "pretrain" and file.endswith("zaya1_base.py") and "--describe" not in args and not needs:
+        return "zaya1_base trains on GPUs alone: say so in a line before the block, *Needs: ...*"
+    keys = [arg for arg in args if arg.startswith("--config.")]
+    for key in keys:
+        bare = key.removeprefix("--config.").split("=")[0]
+        if bare not in config.all_keys():
+            return str(config.unknown_key(bare))
+    return of_config(str(ROOT / file), keys)
+
+
+def of_config(file: str, keys: list[str]) -> str:
+    """What is wrong with a config whose keys are changed so."""
+    argv, found = ["documentation", f"--config={file}", *keys], flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, lock_config=True, flag_values=found)
+    with mock.patch.object(sys, "argv", argv):  # ml_collections looks there too
+        try:
+            found(argv)
+        except (flags.Error, TypeError, ValueError, AttributeError, KeyError) as error:
+            return " ".join(str(error).split())
+    config.check(found.config)
+    return ""

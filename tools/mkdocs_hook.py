@@ -1,0 +1,97 @@
+"""What mkdocs needs to make a site of pages that are written for the repository: files outside docs/, links to them.
+
+Pages of benchmarks/ and some others lie in the site under their path in the repository, those of docs/ without "docs/".
+A link to any other text file leads to a page with its text, so that the site is whole without a repository's address.
+A link to what is not there is a warning, which strict mode makes an error.
+"""
+
+import logging
+import posixpath
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+OUTSIDE = ("benchmarks/*.md", "benchmarks/*.png", "benchmarks/*.svg", "pallas_kernels/*.md", "C*.md")
+LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml"}
+LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
+CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.M | re.S)  # what looks like a link there is none
+
+log = logging.getLogger("mkdocs.hooks.outside")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages and pictures outside docs/, and a page for each other file that a page links to."""
+    outside = sorted(path for pattern in OUTSIDE for path in ROOT.glob(pattern))
+    for path in outside:
+        name = path.relative_to(ROOT).as_posix()
+        files.append(File.generated(config, name, abs_src_path=str(path)))
+    for file in list(files.documentation_pages()):
+        for target in targets(file):
+            path = ROOT / target
+            name = site_name(target)
+            if path.is_file() and files.get_file_from_path(name) is None:
+                files.append(File.generated(config, name, content=source_page(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Turns links to files of the repository into links to their pages."""
+    here = posixpath.dirname(page.file.src_uri)
+
+    def changed(match):
+        begin, link, anchor = match[1], match[2], match[3] or ""
+        target = repository_path(page.file, link)
+        if target is None:
+            return match[0]
+        if not (ROOT / target).is_file():
+            log.warning("%s: %s is no file of the repository", page.file.src_uri, link)
+            return match[0]
+        return begin + posixpath.relpath(site_name(target), here or ".") + anchor
+
+    return outside_code(markdown, lambda text: LINK.sub(changed, text))
+
+
+def targets(file: File) -> list[str]:
+    """The files of the repository that a page links to."""
+    found = []
+    outside_code(file.content_string, lambda text: found.extend(LINK.finditer(text)) or text)
+    paths = [repository_path(file, match[2]) for match in found]
+    return [path for path in paths if path is not None]
+
+
+def repository_path(file: File, link: str) -> str | None:
+    """What a page's link names, from the repository's root; None for an address, or a page made here."""
+    if re.match(r"[a-z]+:", link) or file.src_uri.startswith("source/"):
+        return None
+    return posixpath.normpath(posixpath.join(posixpath.dirname(source_path(file)), link))
+
+
+def source_path(file: File) -> str:
+    """Where a page's text lies in the repository."""
+    return file.src_uri if file.generated_by else f"docs/{file.src_uri}"
+
+
+def site_name(target: str) -> str:
+    """Where a file of the repository lies in the site."""
+    if target.startswith("docs/"):
+        return target.removeprefix("docs/")
+    if any(Path(target).match(pattern) and target.count("/") == pattern.count("/") for pattern in OUTSIDE):
+        return target
+    return f"source/{target}.md"
+
+
+def source_page(path: Path) -> str:
+    """A file's text as a page, which the search leaves out."""
+    name, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+    fence = "`" * max(3, *(len(run) + 1 for run in re.findall("`+", text)), 3)
+    head = f"---\nsearch: {{exclude: true}}\n---\n\n# {name}\n\n"
+    return f"{head}{fence}{LANGUAGES.get(path.suffix, 'text')}\n{text}\n{fence}\n"
+
+
+def outside_code(markdown: str, change: Callable[[str], str]) -> str:
+    """A page with what is no code changed."""
+    return "".join(part if CODE.fullmatch(part) else change(part) for part in CODE.split(markdown))

@@ -1,0 +1,143 @@
+"""Every program's options as a page, from the parsers themselves.
+
+    python -m tools.reference > docs/programs.md
+
+A test holds that the page is what this makes. Run it in a process of its own: absl's flags are global.
+"""
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+from absl import flags
+
+ROOT = Path(__file__).resolve().parent.parent
+INTRODUCTION = """\
+<!-- Made by `python -m tools.reference > docs/programs.md`; edit the programs' parsers. -->
+
+# Programs
+
+Each is started as `python -m experiments.NAME`, and says the same itself with `--help`. An installed package has it as
+a command as well: `zaya-pretrain`, `zaya-prepare-data` and so on. What they exit with is [exit codes](exit_codes.md); the
+keys of a config, `--config.KEY=VALUE`, are [the config](config.md).
+"""
+
+
+class Option(NamedTuple):
+    """An option as it is shown."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+class _Found(BaseException):
+    """Carries a program's parser out of it, before it parses."""
+
+
+def names() -> list[str]:
+    """All programs."""
+    return sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py"))
+
+
+def parser_of(name: str) -> argparse.ArgumentParser | None:
+    """The parser of a program; None of one with flags. It is taken where the program would parse with it."""
+
+    def stop(parser, *_):
+        raise _Found(parser)
+
+    program = importlib.import_module(f"experiments.{name}")
+    if isinstance(getattr(program, "CONFIG", None), flags.FlagHolder):
+        return None
+    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
+        try:
+            program.main()
+        except _Found as found:
+            return found.args[0]
+    raise AssertionError(f"experiments.{name} has neither flags nor a parser")
+
+
+def page() -> str:
+    """docs/programs.md."""
+    parts = [INTRODUCTION]
+    for name in names():
+        parser = parser_of(name)
+        program = sys.modules[f"experiments.{name}"]
+        parts.append(f"\n## {name}\n\n{_about(program.__doc__ or '')}")
+        tables = list(_of_parser(parser)) if parser else [("", _of_flags(program))]
+        for command, options in tables:
+            if command:
+                parts.append(f"\n### {name} {command}\n")
+            if options:
+                parts.append("\n| option | default | meaning |\n|---|---|---|\n")
+                parts += [
+                    f"| `{o.name}` | {o.default and f'`{o.default}`'} | {o.meaning} |\n" for o in options
+                ]
+    return "".join(parts)
+
+
+def _about(doc: str) -> str:
+    """A module's docstring with its commands in fences."""
+    out, inside = [], False
+    for line in doc.strip().splitlines():
+        if line.startswith("    ") != inside and line:
+            inside = not inside
+            out.append("```text" if inside else "```\n")
+        out.append(line.removeprefix("    ") if inside else line)
+    text = "\n".join([*out, *(["```"] if inside else [])])
+    return text.replace("\n\n```\n", "\n```\n").replace("```text\n\n", "```text\n") + "\n"
+
+
+def _of_parser(parser: argparse.ArgumentParser, command: str = "") -> Iterator[tuple[str, list[Option]]]:
+    options, below = [], []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, inner in action.choices.items():
+                below += _of_parser(inner, f"{command} {name}".strip())
+        elif not isinstance(action, argparse._HelpAction):
+            name = max(action.option_strings, key=len, default=action.dest)
+            value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+            if action.option_strings and value and action.nargs != 0:
+                name += f"={value}"
+            required = "; required" if action.required and action.option_strings else ""
+            options.append(Option(_cell(name), _default(action.default), _cell(action.help or "") + required))
+    if options or not below:
+        yield command, options
+    yield from below
+
+
+def _of_flags(program) -> list[Option]:
+    ours = [
+        flag
+        for module, found in flags.FLAGS.flags_by_module_dict().items()
+        if module == program.__name__ or module.startswith("zaya_jax")
+        for flag in found
+    ]
+    options = []
+    for flag in ours:
+        value = "" if flag.boolean else f"={'FILE' if flag.name == 'config' else flag.name.upper()}"
+        options.append(Option(f"--{flag.name}{value}", _default(flag.default), _cell(flag.help)))
+    for flag in ours:  # the next program defines its own of these names
+        delattr(flags.FLAGS, flag.name)
+    return options
+
+
+def _default(value: object) -> str:
+    if value is None or value is False or value == [] or value is argparse.SUPPRESS:
+        return ""
+    return str(value).removeprefix(f"{ROOT}/")
+
+
+def _cell(text: str) -> str:
+    """On one line, without the bar that would end a cell; absl puts a flag's choices before its meaning."""
+    text = re.sub(r"^<(.*?)>: ", r"\1: ", " ".join(text.split()))
+    return text.replace("%%", "%").replace("|", " or ").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
