@@ -23,8 +23,8 @@ INTRODUCTION = """\
 # Programs
 
 Each is started as `python -m experiments.NAME`, and says the same itself with `--help`. An installed package has it as
-a command as well: `zaya-pretrain`, `zaya-prepare-data` and so on. What they exit with is [exit codes](exit_codes.md); the
-keys of a config, `--config.KEY=VALUE`, are [the config](config.md).
+a command as well: `zaya-pretrain`, `zaya-prepare-data` and so on. What they exit with: [exit codes](exit_codes.md). The
+keys of a config, `--config.KEY=VALUE`: [the config](config.md).
 """
 
 

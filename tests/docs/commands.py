@@ -1,8 +1,9 @@
 """The commands that README.md and docs/ show, and what is wrong with each: the programs' own parsers say it.
 
-The rule for code blocks. Each has a language. `sh` is commands: the tutorial's are run, all others are parsed. A block that
-cannot be run as it stands, for it names what the reader has to put in (DIR, ROOT), a GPU or a cluster, says what it needs on
-the last line before it: `*Needs: ...*`. `python` compiles. `text` is what a program prints, or a usage with options in [].
+The rule for code blocks. Each has a language. `sh` is commands: the tutorial's are run, all others are parsed. A block
+that cannot be run as it stands, for it names what the reader puts in (DIR, ROOT), a GPU or a cluster, says what it
+needs on the last line before it: `*Needs: ...*`. `python` compiles. `text` is what a program prints, or a usage with
+options in [], of which the names are looked up.
 """
 
 import functools
@@ -34,6 +35,7 @@ PLAIN = {
     "cat",
     "cd",
     "cp",
+    "cut",
     "docker",
     "export",
     "git",
@@ -232,7 +234,7 @@ def of_flags(name: str, args: list[str], needs: bool) -> str:
             return f"experiments.{name} has no --{option}"
     file = next((arg.split("=", 1)[1] for arg in args if arg.startswith("--config=")), "")
     default = "tiny" if name == "pretrain" else "zaya1_base"
-    if not file or (needs and PLACEHOLDER.fullmatch(file)) or not file.startswith("experiments/"):
+    if not file or (needs and not (ROOT / file).is_file()):
         file = f"experiments/configs/{default}.py"  # the reader's own begins as one of these
     if not (ROOT / file).is_file():
         return f"--config={file} is no file"
@@ -257,3 +259,11 @@ def of_config(file: str, keys: list[str]) -> str:
             return " ".join(str(error).split())
     config.check(found.config)
     return ""
+
+
+def metrics() -> set[str]:
+    """Every name on docs/metrics.md, those of groups of weights too."""
+    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    names = set(re.findall(r"^\| `([^`]+)` \|", text, re.M))
+    groups = [*re.findall(r"`(\w+)`", text.partition("of a group of weights: ")[2].partition(";")[0]), "mlp"]
+    return names | {f"{name}/{group}" for name in names if name.endswith("_norm") for group in groups}

@@ -1,11 +1,16 @@
 """Every command that README.md and docs/ show is one that its program takes; the rule stands in commands.py."""
 
 import re
+import textwrap
 
 import commands
 import pytest
 
-BLOCKS = [b for page in commands.pages() for b in commands.blocks(page.read_text(encoding="utf-8"), str(page.relative_to(commands.ROOT)))]  # fmt: skip
+BLOCKS = [
+    block
+    for page in commands.pages()
+    for block in commands.blocks(page.read_text(encoding="utf-8"), str(page.relative_to(commands.ROOT)))
+]
 
 
 def test_every_block_says_its_language():
@@ -23,7 +28,7 @@ def test_every_command_is_one_that_its_program_takes():
             said = commands.wrong(words, bool(block.needs))
             wrong += [f"{block.place}: {' '.join(words)[:90]}: {said}"] if said else []
     assert not wrong, "\n".join(wrong)
-    assert checked > 40
+    assert checked > 45
 
 
 def test_options_in_running_text_are_there():
@@ -64,7 +69,7 @@ def test_commands_stand_in_fences():
 def test_python_on_the_pages_compiles():
     for block in BLOCKS:
         if block.language == "python":
-            lines = block.text.splitlines()
+            lines = textwrap.dedent(block.text).splitlines()
             if ">>> " in block.text:
                 lines = [line[4:] for line in lines if line.startswith((">>>", "..."))]
             compile("\n".join(lines) + "\n", block.place, "exec")
@@ -74,7 +79,7 @@ def test_python_on_the_pages_compiles():
     ("command", "says"),
     [
         ("python -m experiments.pretrain --wokdir=runs/x", "has no --wokdir"),
-        ("python -m experiments.pretrain --config.run.num_step=5", "unknown config key config.run.num_step; did you mean"),
+        ("python -m experiments.pretrain --config.run.num_step=5", "key config.run.num_step; did you mean"),
         ("python -m experiments.pretrain --config.run.num_steps=many", "num_steps"),
         ("python -m experiments.pretrain --config.optim.lr=-1", "optim.lr=-1.0 is out of range"),
         ("python -m experiments.pretrain --config=experiments/configs/tony.py", "is no file"),

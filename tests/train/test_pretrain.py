@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import jax
 import multiprocess_runs
@@ -21,6 +23,8 @@ from zaya_jax.optim import balance, chain
 from zaya_jax.report import curves, page, read
 from zaya_jax.train import step as steps
 from zaya_jax.train.workdir import open_workdir, read_config
+
+ROOT = Path(__file__).resolve().parent.parent.parent
 
 ALL_DEVICES = jax.devices()
 SMALL = {
@@ -96,6 +100,10 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
     assert [x["step"] for x in b] == [1, 2, 3, 4, 5]
     assert [x["loss"] for x in a] == [x["loss"] for x in b]
     assert a[-1]["eval/loss"] == b[-1]["eval/loss"]
+    listed = set(re.findall(r"`([a-z_/]+)`", (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")))
+    written = {name if "_norm/" not in name else name.partition("/")[2] for line in a + b for name in line}
+    assert written <= listed, f"not in docs/metrics.md: {written - listed}"
+    assert {"eval/loss", "load", "data/wait_fraction"} <= written
     capsys.readouterr()
     assert run(halves, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
     assert "is complete" in capsys.readouterr().out

@@ -1,0 +1,54 @@
+"""Pages that list what the code has are as the code is."""
+
+import re
+import subprocess
+import sys
+
+import commands
+
+from zaya_jax import cli
+from zaya_jax.optim import chain
+
+ROOT = commands.ROOT
+
+
+def test_the_page_of_programs_is_as_it_is_made():
+    """In a process of its own: absl's flags are global."""
+    made = subprocess.run(
+        [sys.executable, "-m", "tools.reference"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert made.returncode == 0, made.stderr
+    assert made.stdout == (ROOT / "docs/programs.md").read_text(encoding="utf-8"), (
+        "python -m tools.reference > docs/programs.md"
+    )
+    for name, of_program in commands.OPTIONS.items():
+        section = made.stdout.partition(f"\n## {name}\n")[2].partition("\n## ")[0]
+        assert all(f"| `--{o}" in section for options in of_program.values() for o in options), name
+
+
+def test_every_exit_code_is_on_its_page():
+    text = (ROOT / "docs" / "exit_codes.md").read_text(encoding="utf-8")
+    listed = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", text, re.M) for code in row.split(",")}
+    codes = {v for k, v in vars(cli).items() if k.isupper() and type(v) is int} - {cli.LONGEST}
+    assert listed == codes | {143}  # a second SIGTERM's, as of any program
+
+
+def test_every_group_of_weights_is_on_the_page_of_metrics():
+    tables = [table for table in vars(chain).values() if isinstance(table, tuple)]
+    groups = {row.group for table in tables for row in table if isinstance(row, chain.Row)}
+    assert groups
+    assert {f"grad_norm/{group}" for group in groups} <= commands.metrics()
+
+
+def test_every_name_on_the_page_of_metrics_is_one_that_the_code_writes():
+    sources = "".join(
+        p.read_text() for folder in ("zaya_jax", "experiments") for p in (ROOT / folder).rglob("*.py")
+    )
+    for name in commands.metrics():
+        plain = (
+            name.partition("/")[0]
+            if "_norm/" in name
+            else name.removeprefix("checkpoint/").removesuffix("_seconds")
+        )
+        whole = re.search(rf'["\']{re.escape(name)}["\']', sources)
+        assert whole or re.search(rf'["\']{re.escape(plain)}["\']', sources), name

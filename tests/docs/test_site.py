@@ -1,0 +1,136 @@
+"""The site: its navigation, its links and anchors without mkdocs, and itself where mkdocs is installed."""
+
+import html.parser
+import re
+import shutil
+import subprocess
+import sys
+import unicodedata
+from pathlib import Path
+
+import commands
+import pytest
+import yaml
+
+ROOT = commands.ROOT
+# Pages that may come into docs/ before their line comes into the navigation.
+LATER = {"evaluation.md", "generation.md", "report.md"}
+LINK = re.compile(r"(?<=\]\()([^)\s#]*)(?:#([^)\s]*))?(?=\))")
+CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.M | re.S)
+
+
+def settings():
+    return yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+
+
+def in_nav(entry) -> list[str]:
+    if isinstance(entry, str):
+        return [entry]
+    return [path for part in (entry.values() if isinstance(entry, dict) else entry) for path in in_nav(part)]
+
+
+def linked_pages() -> list[Path]:
+    folders = ("docs", "benchmarks", "pallas_kernels")
+    return [
+        *ROOT.glob("*.md"),
+        *(page for folder in folders for page in sorted((ROOT / folder).rglob("*.md"))),
+    ]
+
+
+def anchors(text: str) -> set[str]:
+    """What GitHub and mkdocs both call a page's headings."""
+    found: set[str] = set()
+    for title in re.findall(r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S), re.M):
+        plain = unicodedata.normalize("NFKD", re.sub(r"[`*]", "", title)).encode("ascii", "ignore").decode()
+        slug = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain.strip().lower()))
+        found.add(slug if slug not in found else f"{slug}_1")
+    return found
+
+
+def broken(page: Path, text: str) -> list[str]:
+    """A page's links that lead to no file of the repository, or to no heading of it."""
+    wrong = []
+    for path, anchor in LINK.findall(CODE.sub("", text)):
+        if re.match(r"[a-z]+:", path):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.is_file() or not target.is_relative_to(ROOT):
+            wrong.append(f"{page.relative_to(ROOT)}: {path}")
+        elif anchor and anchor not in anchors(target.read_text(encoding="utf-8")):
+            wrong.append(f"{page.relative_to(ROOT)}: {path}#{anchor}")
+    return wrong
+
+
+def test_links_and_anchors_lead_somewhere():
+    wrong = [line for page in linked_pages() for line in broken(page, page.read_text(encoding="utf-8"))]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "link", ["nothing.md", "config.md#nothing", "../experiments/no.py", "../../../etc/hosts", "#no"]
+)
+def test_a_broken_link_is_found(link):
+    page = ROOT / "docs" / "data.md"
+    assert broken(page, f"# A\n\n[text]({link})\n") and not broken(
+        page, f"# A\n\n`[text]({link})` [a](https://x.y)\n"
+    )
+
+
+def test_every_page_has_its_place():
+    there = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    there |= {str(page.relative_to(ROOT)) for page in (ROOT / "benchmarks").glob("*.md")}
+    outside = {"pallas_kernels/TARGETS.md", "CONTRIBUTING.md", "CHANGELOG.md"}
+    listed = in_nav(settings()["nav"])
+    assert len(listed) == len(set(listed))
+    assert set(listed) - LATER == (there | outside) - LATER
+
+
+def test_it_asks_no_network():
+    """Fonts are the reader's own, and in place of the worker that a plugin would load stands ours."""
+    found = settings()
+    assert found["theme"]["font"] is False
+    assert found["extra"]["polyfills"] == ["assets/iframe-worker.js"]
+    assert "repo_url" not in found and not re.search(
+        r"https?://", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    )
+
+
+class Addresses(html.parser.HTMLParser):
+    """What a page loads by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def handle_starttag(self, tag, attrs):
+        given = dict(attrs)
+        if tag in ("script", "img", "iframe", "source", "video"):
+            self.found.append(given.get("src") or "")
+        if tag == "link" and given.get("rel") in ("stylesheet", "preconnect", "icon", "preload"):
+            self.found.append(given.get("href") or "")
+
+
+def mkdocs() -> str:
+    """Where mkdocs is: beside this Python, or where `make docs` put it."""
+    places = [Path(sys.executable).parent / "mkdocs", ROOT / ".venv-docs" / "bin" / "mkdocs"]
+    return next((str(place) for place in places if place.is_file()), shutil.which("mkdocs") or "")
+
+
+@pytest.mark.skipif(not mkdocs(), reason="mkdocs is not installed: make docs")
+def test_the_site_is_built_strictly_and_loads_nothing_from_a_network(tmp_path):
+    built = subprocess.run(
+        [mkdocs(), "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = sorted((tmp_path / "site").rglob("*.html"))
+    assert len(pages) > 60
+    for page in pages:
+        addresses = Addresses()
+        addresses.feed(page.read_text(encoding="utf-8"))
+        assert not [a for a in addresses.found if re.match(r"(https?:)?//", a)], page
+    text = (tmp_path / "site" / "api.html").read_text(encoding="utf-8")
+    assert "loss_and_grads" in text and "[B, S, V]" in text
+    assert "source/experiments/pretrain" not in text
+    assert (tmp_path / "site" / "benchmarks" / "compile.html").is_file()
+    assert (tmp_path / "site" / "source" / "experiments" / "configs" / "zaya1_base.py.html").is_file()

@@ -1,0 +1,88 @@
+"""The tutorial's commands, one after the other in an empty folder, and what they print.
+
+About five minutes of two cores; docs/promises.md says when that was measured.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import commands
+import pytest
+
+ROOT = commands.ROOT
+PAGE = ROOT / "docs" / "tutorial.md"
+NUMBER = r"(?<![A-Za-z_])[+-]?\d[\d,.]*(?:e[+-]?\d+)?(?:m\d+s|[ms])?"
+
+
+def shape(line: str) -> str:
+    """A line without its numbers and the width of its columns: a machine has its own."""
+    return re.sub(r"\s+", " ", re.sub(NUMBER, "#", line)).replace("eta ?", "eta #").strip()
+
+
+def missing(shown: str, printed: str) -> list[str]:
+    """The lines that the page shows and the program did not print, numbers apart; ... is for any."""
+    shapes = {shape(line) for line in printed.splitlines()}
+    wanted = [shape(line) for line in shown.splitlines() if line.strip() != "..."]
+    return [
+        line
+        for line in wanted
+        if not (line in shapes or (line.endswith(" ...") and any(s.startswith(line[:-4]) for s in shapes)))
+    ]
+
+
+def test_what_is_not_printed_is_missed():
+    printed = "step  10/150 | loss 6.5 | lr 3.00e-03 | 954 ms | eta 3m24s\nwritten   data/x\n"
+    assert not missing(
+        "step   1/150 | loss 9.0330 | lr 1.00e-03 | 24325 ms | eta ?\n...\nwritten data/x", printed
+    )
+    assert missing("written   data/y", printed) and missing("step 10/150 | los 6.5", printed)
+    assert not missing("step 1/150 | loss ...", printed) and missing("stop 1/150 ...", printed)
+
+
+def test_every_block_of_the_tutorial_can_be_run():
+    found = commands.blocks(PAGE.read_text(encoding="utf-8"), "docs/tutorial.md")
+    assert not [
+        block.place for block in found if block.needs or block.language not in ("sh", "python", "text")
+    ]
+    languages = [block.language for block in found if block.language != "text"]
+    assert languages == sorted(languages, reverse=True), "Python comes after all commands: it is run as one"
+    assert languages.count("sh") >= 7 and languages.count("python") >= 2
+
+
+@pytest.mark.slow
+def test_the_tutorial_from_beginning_to_end(tmp_path):
+    for name in ("docs", "experiments"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
+    environment["XLA_FLAGS"] = ""  # a reader's, not the tests': they ask for eight devices
+    printed, snippets, begun = "", "", time.perf_counter()
+
+    def run(*command: str) -> str:
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3600
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        print(f"{time.perf_counter() - begun:6.0f} s after", command[-1].strip().splitlines()[0][:80])
+        return done.stdout + done.stderr
+
+    found = commands.blocks(PAGE.read_text(encoding="utf-8"), "docs/tutorial.md")
+    of_python = "".join(block.text for block in found if block.language == "python")
+    for block in found:
+        if block.language == "sh":
+            printed = run("bash", "-euo", "pipefail", "-c", block.text)
+        elif block.language == "python":
+            printed, snippets = snippets or run(str(python), "-c", of_python), snippets or printed
+        elif "def main(" in block.text:  # a model's text is that of its machine
+            assert printed.startswith("def main(") and len(printed) > 30
+        else:
+            assert not missing(block.text, printed), (block.place, missing(block.text, printed), printed)
+    assert (tmp_path / "runs" / "small_bpe" / "report.html").stat().st_size > 10_000
+    code, prose = (float(x) for x in re.findall(r"([\d.]+) bits per byte", printed))
+    assert 1 < code < 5 and 1 < prose < 6
