@@ -7,26 +7,23 @@ if (location.protocol === "file:") {
       this.frame = document.createElement("iframe")
       this.frame.hidden = true
       document.body.append(this.frame)
-      window.addEventListener("message", event => {
-        if (event.source !== this.frame.contentWindow) return
-        const told = new MessageEvent("message", { data: event.data })
+      const inside = this.frame.contentWindow
+      inside.postMessage = data => setTimeout(() => {
+        const told = new MessageEvent("message", { data })
         this.dispatchEvent(told)
         if (this.onmessage) this.onmessage(told)
       })
-      const page = this.frame.contentWindow.document
-      page.open()
-      page.write(`<script>
-        var importScripts = (...urls) => urls.reduce((before, url) => before.then(() => new Promise((done, failed) => {
-          const script = document.createElement("script")
-          Object.assign(script, { src: url, onload: done, onerror: failed })
-          document.body.append(script)
-        })), Promise.resolve())
-        var postMessage = data => parent.postMessage(data, "*")
-      </script><body><script src="${new URL(url, location.href)}"></script></body>`)
-      page.close()
-      this.ready = new Promise(done => this.frame.addEventListener("load", done))
+      inside.importScripts = (...urls) => urls.reduce((before, url) => before.then(() => load(url)), Promise.resolve())
+      const load = url => new Promise((done, failed) => {
+        const script = inside.document.createElement("script")
+        Object.assign(script, { src: new URL(url, location.href), onload: done, onerror: failed })
+        inside.document.body.append(script)
+      })
+      this.ready = load(url)
     }
-    postMessage(data) { this.ready.then(() => this.frame.contentWindow.postMessage(data, "*")) }
+    postMessage(data) {
+      this.ready.then(() => this.frame.contentWindow.dispatchEvent(new MessageEvent("message", { data })))
+    }
     terminate() { this.frame.remove() }
   }
 }
