@@ -20,6 +20,13 @@ def test_every_block_says_its_language():
     assert len(BLOCKS) > 40
 
 
+def test_every_fence_is_read():
+    """One of four signs, of tildes or left open would hide its commands."""
+    for page in commands.pages():
+        rest = commands.FENCE.sub("", page.read_text(encoding="utf-8"))
+        assert not re.search(r"^ *(?:```|~~~|<pre)", rest, re.M), page
+
+
 def test_every_command_is_one_that_its_program_takes():
     checked, wrong = 0, []
     for block in BLOCKS:
@@ -73,6 +80,22 @@ def test_python_on_the_pages_compiles():
             if ">>> " in block.text:
                 lines = [line[4:] for line in lines if line.startswith((">>>", "..."))]
             compile("\n".join(lines) + "\n", block.place, "exec")
+
+
+def test_the_config_of_the_how_to_is_one():
+    (block,) = [b for b in BLOCKS if b.page == "docs/howto/own_data.md" and b.language == "python"]
+    names: dict = {}
+    exec(textwrap.dedent(block.text), names)
+    assert commands.config.check(names["get_config"]()).data.path == "data/mine"
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_how_to_is_one():
+    (block,) = [b for b in BLOCKS if b.page == "docs/howto/own_layer.md" and b.language == "python"]
+    names: dict = {}
+    exec(block.text, names)
+    assert 5 < float(names["loss"]) < 6.5  # fresh weights of 264 ids: ln 264 = 5.58
+    assert names["grads"]["embed"]["embedding"].shape == (264, 192)
 
 
 @pytest.mark.parametrize(

@@ -38,18 +38,21 @@ def linked_pages() -> list[Path]:
 
 
 def anchors(text: str) -> set[str]:
-    """What GitHub and mkdocs both call a page's headings."""
-    found: set[str] = set()
+    """What GitHub and mkdocs both call a page's headings; where they differ, or one is there twice, no link may go."""
+    found: list[str] = []
     for title in re.findall(r"^#+ (.*)$", re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S), re.M):
-        plain = unicodedata.normalize("NFKD", re.sub(r"[`*]", "", title)).encode("ascii", "ignore").decode()
-        slug = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain.strip().lower()))
-        found.add(slug if slug not in found else f"{slug}_1")
-    return found
+        title = re.sub(r"[`*]", "", title).strip().lower()
+        plain = unicodedata.normalize("NFKD", title).encode("ascii", "ignore").decode()
+        of_mkdocs = re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", plain))
+        of_github = re.sub(r"[^\w\s-]", "", title).replace(" ", "-")
+        found += [of_mkdocs] if of_mkdocs == of_github else []
+    return {slug for slug in found if found.count(slug) == 1}
 
 
 def broken(page: Path, text: str) -> list[str]:
     """A page's links that lead to no file of the repository, or to no heading of it."""
-    wrong = []
+    by_name = re.findall(r"^\[[^\]]+\]: .*$", CODE.sub("", text), re.M)
+    wrong = [f"{page.name}: {line}: write it as [text](target)" for line in by_name]
     for path, anchor in LINK.findall(CODE.sub("", text)):
         if re.match(r"[a-z]+:", path):
             continue
@@ -67,12 +70,15 @@ def test_links_and_anchors_lead_somewhere():
 
 
 @pytest.mark.parametrize(
-    "link", ["nothing.md", "config.md#nothing", "../experiments/no.py", "../../../etc/hosts", "#no"]
+    "link",
+    ["nothing.md", "config.md#nothing", "../experiments/no.py", "../../../etc/hosts", "#no", "data.md#a--b"],
 )
 def test_a_broken_link_is_found(link):
     page = ROOT / "docs" / "data.md"
-    assert broken(page, f"# A\n\n[text]({link})\n") and not broken(
-        page, f"# A\n\n`[text]({link})` [a](https://x.y)\n"
+    assert (
+        broken(page, f"# A\n\n[text]({link})\n")
+        and broken(page, f"[a]: {link}\n")
+        and not broken(page, f"# A\n\n`[text]({link})` [a](https://x.y)\n")
     )
 
 
@@ -82,7 +88,8 @@ def test_every_page_has_its_place():
     outside = {"pallas_kernels/TARGETS.md", "CONTRIBUTING.md", "CHANGELOG.md"}
     listed = in_nav(settings()["nav"])
     assert len(listed) == len(set(listed))
-    assert set(listed) - LATER == (there | outside) - LATER
+    wrong = (set(listed) ^ (there | outside)) - LATER
+    assert not wrong, f"in docs/ or benchmarks/ and not in mkdocs.yml, or the other way round: {wrong}"
 
 
 def test_it_asks_no_network():
