@@ -24,7 +24,7 @@ from zaya_jax import cli, config
 from zaya_jax.checkpoint import audit, layout, look, owner, rewrite, store, writing
 from zaya_jax.checkpoint.remote import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
-from zaya_jax.pytorch import exchange
+from zaya_jax.pytorch import exchange, tokenizer_files
 from zaya_jax.report import monitor
 from zaya_jax.train.workdir import check_same, read_config
 
@@ -244,6 +244,7 @@ def to_hf(args: Any) -> int:
     """See `exchange`."""
     with _progress() as progress:
         made = exchange.to_hf(args.workdir, args.out, args.step, args.dtype, args.shard_gb, progress)
+    print(f"note: {tokenizer_files.said(made)}")
     print(f"written: {made}")
     return cli.DONE
 

@@ -111,6 +111,7 @@ def _train(
         mesh = make_mesh(here.mesh, devices)
         spread, rows = spread_lib.of(here.mesh, mesh.shape), rows_of_process(mesh)
         source = pipeline.train_stream(config, tokenizer, rows)
+        notes += source.batches.notes
 
         def put(batch):
             number = int(source.get_state()["step"])
@@ -287,6 +288,9 @@ def _train(
             writer.write(reached, losses)
             first = losses.get("eval/loss", np.nan)  # nan: nothing is held out, all is named
             logs.say(f"step {reached} | held-out {first:.4f}, which the stop after that step had put off")
+    if not reached and (begin is not None or newest == 0) and windows(plan.step(1).phase):
+        first = evaluate(state, plan.step(1)).get("eval/loss", np.nan)
+        logs.say(f"step 0 | held-out {first:.4f}, with the weights as they came")
     if parent:  # from here on it is a run of its own
         save(reached, meta["tokens"], meta["metrics"], last=False)
     peak, unsound_in_a_row = peak_flops(devices[0], config.precision), 0

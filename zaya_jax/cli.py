@@ -36,7 +36,10 @@ _default_config: list[str] = []
 
 
 def define_config(default: str) -> flags.FlagHolder:
-    """The --config flag: a Python file with get_config(), its keys overridden by --config.KEY=VALUE."""
+    """The --config flag: a Python file with get_config(), its keys overridden by --config.KEY=VALUE.
+
+    --config=FILE:ARGUMENT calls get_config(ARGUMENT).
+    """
     _default_config.append(default)
     holder = config_flags.DEFINE_config_file(
         "config", None, f"a Python file with get_config(); by default {_below(default)}", lock_config=True
@@ -85,10 +88,11 @@ class _ConfigFiles(flags.ArgumentParser):
 def read_config(file: str) -> config_lib.Config:
     """The config of a file, for a program without flags; UserError where it gives none."""
     fields.check_path("--config", file)
-    if not Path(file).is_file():
+    path, *argument = file.split(":", 1)
+    if not Path(path).is_file():
         raise _no_file(file)
     try:
-        found = runpy.run_path(file)["get_config"]()
+        found = runpy.run_path(path)["get_config"](*argument)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # a config file is a program, and may do anything
@@ -317,7 +321,7 @@ def _parse(argv: list[str]) -> None:
     for path in config_file:
         name = path.split("=", 1)[1]
         fields.check_path("--config", name)
-        if not Path(name).is_file():
+        if not Path(name.split(":", 1)[0]).is_file():
             raise _no_file(name)
     known, changed = set(config_lib.all_keys()), []
     for arg in others:
@@ -358,16 +362,19 @@ def _no_file(name: str) -> UserError:
 
 def _no_config(file: str, error: BaseException) -> UserError:
     """What a config file did in place of giving a config, and where in it."""
+    path = file.split(":", 1)[0]  # behind it stands get_config()'s argument
     where, first, seen = "", error, set[int]()
     while True:
         seen.add(id(first))
         for frame in traceback.extract_tb(first.__traceback__):
-            if os.path.exists(frame.filename) and os.path.samefile(frame.filename, file):
+            if os.path.exists(frame.filename) and os.path.samefile(frame.filename, path):
                 where = f" in line {frame.lineno}"
         below = first.__cause__ or first.__context__
         if below is None or id(below) in seen:  # causes may go round
             break
         first = below
+    if isinstance(first, UserError):  # it says itself what is wrong
+        return first
     if isinstance(first, SyntaxError) and first.lineno:
         where = f" in line {first.lineno}"
     if _is_json(file):

@@ -76,6 +76,7 @@ class LanguageModel:
     source: str  # where the weights came from
     _files: Mapping[str, bytes]  # of the tokenizer
     _imported: Mapping[str, Any]  # see `exchange.imported_of`
+    _trained: bool = False  # since it was imported
 
     def __repr__(self) -> str:
         counts = zaya.param_counts(self.config.model)
@@ -226,7 +227,10 @@ class LanguageModel:
         exchange.check_zaya(self.config.model, self.config.name)
         target = given.new_folder(directory)
         tree = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
-        return exchange.write_directory(target, self.config.model, tree, self._imported, self._files, dtype)
+        trained = self.config if self._trained or not self._imported["config"] else None
+        return exchange.write_directory(
+            target, self.config.model, tree, self._imported, self._files, self.tokenizer, trained, dtype
+        )
 
     def _run(self, name: str, ids: Any, segments: Any, **further: Any) -> Any:
         self._check_weights()
@@ -352,7 +356,9 @@ def _load_run(folder: Path, step: int | None, mesh: AnyMesh | None, dtype: str |
         placed = functions.shardings(config, over) if over else None
         params, balance = exchange.read_weights(folder, step, config.model, placed)
     files = exchange.small_files(folder / "tokenizer")
-    return LanguageModel(config, params, balance, tokenizer, over, f"{folder}@{step}", files, imported)
+    return LanguageModel(
+        config, params, balance, tokenizer, over, f"{folder}@{step}", files, imported, step > 0
+    )
 
 
 def _load_hf(folder: Path, mesh: AnyMesh | None, dtype: str | None) -> LanguageModel:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from zaya_jax.config import UserError
-from zaya_jax.data import pipeline, tokenizers
+from zaya_jax.data import pipeline, stores, tokenizers
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_held_out_text_is_never_trained_on(make_config, corpus, tok):
 def test_a_state_of_other_data_is_refused(make_config, corpus, tok):
     state = pipeline.train_stream(make_config(path=str(corpus)), tok).get_state()
     (corpus / "more.txt").write_text("more text")
-    pipeline._text_stores.clear()
+    stores._text_stores.clear()
     with pytest.raises(UserError, match="not what this run began with"):
         pipeline.train_stream(make_config(path=str(corpus)), tok).set_state(state)
 

@@ -17,11 +17,30 @@ def check_config(c: Config) -> None:
             f"config.data.micro_batch={c.data.micro_batch} does not divide data.global_batch={c.data.global_batch}; "
             "give a divisor, or 0 for the whole batch at once"
         )
+    if c.data.chats:
+        _check_chats(c)
     if c.data.seq_len > c.model.max_position_embeddings:
         raise UserError(
             f"config.data.seq_len={c.data.seq_len} is above model.max_position_embeddings="
             f"{c.model.max_position_embeddings}; raise the latter or shorten the sequences"
         )
+
+
+def _check_chats(c: Config) -> None:
+    packings = {c.data.packing, *(phase.packing for phase in c.schedule.phases)} - {""}
+    if "concat" in packings or c.data.cross_documents:
+        given = "packing='concat'" if "concat" in packings else "cross_documents=True"
+        raise UserError(
+            f"config.data.chats is set with {given}, which would part answers from their questions or mix chats; give "
+            "--config.data.packing=best_fit and no cross_documents"
+        )
+    for i, phase in enumerate(c.schedule.phases):
+        for key in ("seq_len", "eval_seq_len"):
+            if getattr(phase, key) not in (0, c.data.seq_len):
+                raise UserError(
+                    f"config.schedule.phases[{i}].{key}={getattr(phase, key)}, but config.data.chats fits chats to one "
+                    f"context, data.seq_len={c.data.seq_len}; leave it out, or prepare chats for each context"
+                )
 
 
 def _check_run(r: Run) -> None:

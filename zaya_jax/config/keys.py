@@ -95,6 +95,9 @@ class Data:
 
     path: str = text("stdlib", "path", '"stdlib", a directory or glob of text files, or a prepared directory')
     mixture: tuple[str, ...] = text((), "source", 'in place of path, several sources: "path=weight"')
+    chats: bool = switch(
+        False, "the data is chats (JSONL, Parquet, or prepared from them): only answers are learnt"
+    )
     tokenizer: str = text(
         "bytes", "path", '"bytes", a tokenizer.json, or a directory that holds a saved tokenizer'
     )
@@ -342,7 +345,7 @@ class Log:
     """What is said on the way, and the sample at the end."""
 
     every: int = ranged(10, 1, MOST, "steps between lines on the terminal; the files get every step")
-    sample_prompt: str = text("def ", "text", "what the sample continues")
+    sample_prompt: str = text("def ", "text", "what the sample continues; with data.chats, what a user asks")
     sample_tokens: int = ranged(256, 0, 2**20, "its length")
     sample_temperature: float = ranged(0.7, 0, 1000, "of its sampling; 0: greedy")
 

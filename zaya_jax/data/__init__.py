@@ -2,7 +2,8 @@
 
 Preparing: `inputs` finds samples in files, `chat` and `trim` make conversations fit, `tokenizers` turns text into
 ids, `prepare` writes token shards in the format of `tokens`, on one machine or many (`prepare_plan`, `prepare_task`,
-`prepare_engines`, `prepare_manifest`). Reading: `storage` fetches bundles, `sources` has text
-that needs no preparing, `order` and `pack` say what a row holds, `mix` which source it comes from; `pipeline` makes
-the stream of batches of these, `prefetch` sends them to the device. `sizing` measures what storage must give.
+`prepare_engines`, `prepare_manifest`). Reading: `storage` fetches bundles, `sources` has text that needs no preparing
+and `chats` conversations, `stores` opens whichever a path is, `order` and `pack` say what a row holds, `mix` which
+source it comes from; `pipeline` makes the stream of batches of these, `prefetch` sends them to the device. `sizing`
+measures what storage must give. `chat_template` says to other programs how conversations are spelt.
 """

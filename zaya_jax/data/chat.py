@@ -7,6 +7,7 @@ and </think> before the answer, and with its calls of tools after it, each as JS
 
 import contextlib
 import dataclasses
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,7 @@ from zaya_jax.data.trim import Turn
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
 BESIDE = ("system", "tools")  # what a chat's record may have beside its turns: a text, descriptions of tools
+REASONING_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
@@ -75,7 +77,10 @@ class Format:
             role: tuple(tokenizer.chat_token(role)) for role in ("turn", "end_turn", "think", "end_think")
         }
         self._turn, self._end, self._think, self._end_think = marks.values()
-        self._newline = tuple(tokenizer.encode("\n"))
+        self._encode = functools.lru_cache(64)(
+            lambda text: tuple(tokenizer.encode(text))
+        )  # roles, and NEWLINE
+        self._newline = self._encode("\n")
 
     def document(self, turns: Sequence[Turn]) -> Document:
         """The document of turns, the model's own marked as what is to be learnt."""
@@ -93,7 +98,7 @@ class Format:
 
     def opening(self, role: str) -> tuple[int, ...]:
         """What a turn of this role begins with."""
-        return (*self._turn, *self._tokenizer.encode(role), *self._newline)
+        return (*self._turn, *self._encode(f"{role}\n"))
 
     def said(self, message: Message) -> tuple[int, ...]:
         """A whole turn, without reasoning, as ids."""
@@ -102,15 +107,30 @@ class Format:
 
     def turn(self, message: Message) -> Turn:
         """A turn in tokens."""
-        encode = self._tokenizer.encode
+        opening, tail = self.opening(message.role), (*self._end, *self._newline)
+        if not message.reasoning:
+            head, content = self._together(f"{message.role}\n", message.content)
+            return Turn(head=(*self._turn, *head), tail=(*content, *tail), answer=message.answer)
+        newline, content = self._together("\n", message.content)
         return Turn(
-            head=self.opening(message.role),
+            head=opening,
             opening=self._think,
-            reasoning=encode(message.reasoning) if message.reasoning else (),
-            closing=(*self._end_think, *self._newline),
-            tail=(*encode(message.content), *self._end, *self._newline),
+            reasoning=self._tokenizer.encode(message.reasoning),
+            closing=(*self._end_think, *newline),
+            tail=(*content, *tail),
             answer=message.answer,
         )
+
+    def _together(self, before: str, text: str) -> tuple[Sequence[int], Sequence[int]]:
+        """The ids of two texts that stand together, as whoever reads them in one has them: a chat template's do.
+
+        A tokenizer may join the line's end with white space that the text begins with; such an id is the text's.
+        """
+        alone, both = self._encode(before), self._tokenizer.encode(before + text)
+        same = 0
+        while same < min(len(alone), len(both)) and alone[same] == both[same]:
+            same += 1
+        return both[:same], both[same:]
 
 
 def prepare(chat: Format, messages: Sequence[Message], context: int | None) -> tuple[Document | None, str]:
@@ -142,9 +162,9 @@ def _message(given: Any) -> Message:
         found = _THINK.match(text)
         if found:
             reasoning, text = found[1], text[found.end() :]
-    message = Message(
-        role, reasoning.strip("\n") if message.answer else "", "\n".join(filter(None, [text, *calls]))
-    )
+    reasoning = reasoning.strip("\n") if message.answer else ""
+    text = text.lstrip() if reasoning else text  # as where the reasoning stands inside
+    message = Message(role, reasoning, "\n".join(filter(None, [text, *calls])))
     try:
         utf8(message.role + message.reasoning + message.content)
     except NotUnicode as error:
@@ -166,8 +186,8 @@ def _text(content: Any, role: str) -> tuple[str, str]:
         held = (
             (part.get(kind) or part.get("text")) if isinstance(part, dict) and isinstance(kind, str) else part
         )
-        if kind in ("thinking", "reasoning") and isinstance(held, str):
-            reasoning += held
+        if kind in REASONING_PARTS and (held is None or isinstance(held, str)):
+            reasoning += held or ""
         elif kind in TEXT_PARTS and (held is None or isinstance(held, str)):
             text += held or ""
         else:

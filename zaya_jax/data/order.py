@@ -77,8 +77,9 @@ class Memory:
 
     bundle_tokens, num_shards = 0, 1
 
-    def __init__(self, name: str, bundle: Bundle, fingerprint: str) -> None:
+    def __init__(self, name: str, bundle: Bundle, fingerprint: str, said: str = "") -> None:
         self.name, self.fingerprint, self.bundle = name, fingerprint, bundle
+        self.said = said  # of it, to the person who looks on
         self.num_tokens = len(bundle)
         self.first_token = np.array([0, len(bundle)], np.int64)
         self._lengths: np.ndarray | None = None

@@ -25,8 +25,9 @@ import numpy as np
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, Phase, UserError
-from zaya_jax.data import mix, order, pack, past, shuffle, sources, storage, workers
+from zaya_jax.data import mix, order, pack, past, shuffle, storage, workers
 from zaya_jax.data.pack import Batch, Span
+from zaya_jax.data.stores import TokenStore, open_stores
 from zaya_jax.data.tokenizers import Tokenizer
 
 PREFETCH_BATCHES = 4
@@ -39,8 +40,6 @@ OVER_PROCESSES: dict[str, Callable] = {
 # Of the machine's memory that one process's bundles may take; beyond it some are read more than once.
 CACHE_SHARE = 1 / 16
 _log = logging.getLogger(__name__)
-
-TokenStore = order.Memory | storage.Prepared
 
 
 class Source:
@@ -138,6 +137,7 @@ class Batches:
         paths, stretches = plan_sources(config)
         self._all_stores = [open_stores(config, path, tokenizer)[0] for path in paths]
         self.stores = [store for store in self._all_stores if isinstance(store, storage.Prepared)]
+        self.notes = [s.said for s in self._all_stores if isinstance(s, order.Memory) and s.said]
         self._refuse_doubles(paths, stretches)
         self._names = [store.fingerprint for store in self._all_stores]
         self._planned: list[Era] = []
@@ -501,9 +501,11 @@ def windows(
     """`eval_batches` of these stores."""
     count, chosen = config.eval.windows, list[tuple[TokenStore, list[Span]]]()
     for k, store in enumerate(stores):
-        tape = order.Tape(store.num_tokens, config.data.seq_len)
-        share = min(count * (k + 1) // len(stores) - count * k // len(stores), tape.num_rows)
-        chosen += [(store, tape.spans(n * tape.num_rows // share)) for n in range(share)]
+        layout: order.Tape | order.Packed = order.Tape(store.num_tokens, config.data.seq_len)
+        if config.data.chats:  # an answer is judged with all that it answers
+            layout = order.Packed(store, config.data.seq_len, "best_fit")
+        share = min(count * (k + 1) // len(stores) - count * k // len(stores), layout.num_rows)
+        chosen += [(store, layout.spans(n * layout.num_rows // share)) for n in range(share)]
     mine = local_rows(rows := rows or config.data.global_batch, process)
     batches = []
     for begin in range(0, len(chosen), rows):
@@ -568,33 +570,3 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
             f"config.data.tokenizer={config.data.tokenizer!r} has {tokenizer.vocab_size} ids, but "
             f"config.model.vocab_size={config.model.vocab_size}; raise the latter"
         )
-
-
-_text_stores: dict[tuple[str, str], tuple[order.Memory, order.Memory]] = {}
-
-
-def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore]:
-    """(training, held-out) stores of a path; a text corpus is tokenised once a program."""
-    if path != "stdlib" and storage.is_prepared(path):
-        shards = storage.Prepared(path, "train", config.data.on_corrupt)
-        made = shards.manifest["tokenizer"]
-        if made["sha256"] != tokenizer.sha256:
-            raise UserError(
-                f"{path} was prepared with another tokenizer ({made['kind']}, {made['vocab_size']} ids) than "
-                f"config.data.tokenizer={config.data.tokenizer!r}; set that to {storage.join(path, 'tokenizer')}"
-            )
-        if not shards.num_tokens:
-            raise UserError(f"{path} holds no training tokens; prepare it with more input")
-        return shards, storage.Prepared(path, "held_out", config.data.on_corrupt)
-    key = (path, tokenizer.sha256)
-    if key not in _text_stores:
-        try:
-            sides = sources.text_corpus(path, tokenizer)
-        except UserError as error:
-            named = "config.data.path" if path == config.data.path else "a mixture's source"
-            raise UserError(str(error).replace("config.data.path", named)) from None
-        train, held_out = (
-            order.Memory(path, side, hashlib.sha256(side.tokens).hexdigest()) for side in sides
-        )
-        _text_stores[key] = train, held_out
-    return _text_stores[key]

@@ -17,6 +17,7 @@ from zaya_jax.config import UserError, files
 
 META_FILE = "zaya_tokenizer.json"
 FILES = ("tokenizer.json", "tokenizer.model")
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 # The roles a special token plays in chats, and the names under which vocabularies have it, ours first.
 CHAT_TOKENS = {
@@ -55,7 +56,7 @@ def utf8(text: str) -> bytes:
 
 
 class Tokenizer:
-    """What all tokenizers share; a kind adds `encode`, `decode`, `_files` and `_id`."""
+    """What all tokenizers share; a kind adds `encode`, `decode`, `mark`, `_files` and `_id`."""
 
     kind: str
     vocab_size: int  # greatest id + 1
@@ -63,6 +64,13 @@ class Tokenizer:
     eos_id: int
     pad_id: int
     sha256: str  # of everything that decides which ids a text becomes
+    beside: dict[str, bytes]  # what a directory says of it to other programs, BESIDE
+
+    def __new__(cls, *_: Any) -> "Tokenizer":
+        """With nothing beside it."""
+        made = super().__new__(cls)
+        made.beside = {}
+        return made
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without begin or end of document."""
@@ -92,11 +100,17 @@ class Tokenizer:
         """The ids that mark `role` (see CHAT_TOKENS): one special id, or its name spelt out where there is
         none.
         """
-        for name in CHAT_TOKENS[role]:
-            found = self._id(name)
-            if found is not None:
-                return [found]
-        return self.encode(CHAT_TOKENS[role][0])
+        found = self._id(self.chat_mark(role))
+        return self.encode(CHAT_TOKENS[role][0]) if found is None else [found]
+
+    def chat_mark(self, role: str) -> str:
+        """The name of that id, or what is spelt out."""
+        names = CHAT_TOKENS[role]
+        return next((name for name in names if self._id(name) is not None), names[0])
+
+    def mark(self, token: int) -> str:
+        """The name of a special id, as a chat template spells it."""
+        raise NotImplementedError
 
     @property
     def pads_alone(self) -> bool:
@@ -113,7 +127,7 @@ class Tokenizer:
         """Write the tokenizer as plain files; `load(directory)` gives an equal one."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in self._files().items():
+        for name, content in (self.beside | self._files()).items():
             (directory / name).write_bytes(content)
         meta = {
             "kind": self.kind, "vocab_size": self.vocab_size, "bos_id": self.bos_id, "eos_id": self.eos_id,
@@ -137,6 +151,7 @@ class Bytes(Tokenizer):
 
     kind = "bytes"
     vocab_size, bos_id, eos_id, pad_id = 264, 256, 257, 258
+    _ends: ClassVar = {"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258}  # no text has these names
     _specials: ClassVar = {
         "<|turn|>": 259,
         "<|end_turn|>": 260,
@@ -158,6 +173,28 @@ class Bytes(Tokenizer):
 
     def decode(self, ids: Sequence[int]) -> str:
         return bytes(int(i) for i in ids if 0 <= i < 256).decode("utf-8", errors="replace")
+
+    def mark(self, token: int) -> str:
+        return next(name for name, held in (self._ends | self._specials).items() if held == token)
+
+    def json(self) -> str:
+        """The same as the tokenizers library's tokenizer.json: a BPE of bytes that merges nothing."""
+        import tokenizers
+        from tokenizers import decoders, models, pre_tokenizers
+
+        shown = [byte for byte in range(256) if chr(byte).isprintable() and not chr(byte).isspace()]
+        shown = [byte for byte in shown if byte != 0xAD]
+        hidden = [byte for byte in range(256) if byte not in shown]  # GPT-2's way: these as U+0100 and on
+        spelt = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
+        vocabulary = {spelt[byte]: byte for byte in range(256)}
+        names = self._ends | self._specials | {"<|unused|>": 263}
+        tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary | names, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens(
+            [tokenizers.AddedToken(name, special=True, normalized=False) for name in names]
+        )
+        return tokenizer.to_str()
 
     def _id(self, name: str) -> int | None:
         return self._specials.get(name)
@@ -239,6 +276,9 @@ class HuggingFace(Tokenizer):
         added = self._tokenizer.get_added_tokens_decoder().get(token)
         return added is not None and added.special
 
+    def mark(self, token: int) -> str:
+        return self._tokenizer.id_to_token(token)
+
     def _files(self) -> dict[str, bytes]:
         return {"tokenizer.json": self._content}
 
@@ -280,6 +320,9 @@ class SentencePiece(Tokenizer):
 
     def _is_special(self, token: int) -> bool:
         return self._processor.IsControl(token)
+
+    def mark(self, token: int) -> str:
+        return self._processor.IdToPiece(token)
 
     def _files(self) -> dict[str, bytes]:
         return {"tokenizer.model": self._content}
@@ -323,6 +366,9 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         raise UserError(
             f"{path} is not the file that {META_FILE} beside it describes (SHA-256 differs); restore it"
         )
+    for name in BESIDE if path.name in FILES else ():
+        if (directory / name).is_file():
+            tokenizer.beside[name] = files.read(directory / name)
     return tokenizer
 
 

@@ -26,7 +26,7 @@ from zaya_jax.config import Config, Model, UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance
-from zaya_jax.pytorch import hf, tensor_files
+from zaya_jax.pytorch import hf, tensor_files, tokenizer_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.train.workdir import check_same, read_config, write_json
 
@@ -39,11 +39,6 @@ WEIGHTS = (
 )  # files of a checkpoint
 SHARD_GB = 5.0  # transformers' own
 MOST_GB = 1e6
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja",
-)  # fmt: skip
-
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 Leaf = tuple[
     tuple[str, ...], int | None, np.ndarray
@@ -113,7 +108,7 @@ def imported_of(source: hf.Directory) -> dict[str, Any]:
 
 def small_files(folder: Path) -> dict[str, bytes]:
     """The files of a tokenizer that lie in a folder."""
-    return {name: (folder / name).read_bytes() for name in TOKENIZER_FILES if (folder / name).is_file()}
+    return {name: (folder / name).read_bytes() for name in tokenizer_files.FILES if (folder / name).is_file()}
 
 
 def to_hf(
@@ -152,8 +147,12 @@ def _to_hf(
     _check_shapes(reader, model, workdir)
     imported = read_imported(workdir)
     target = places.new_folder(out, "--out")
-    files = small_files(workdir / "tokenizer")
-    return write_directory(target, model, reader, imported, files, dtype, shard_gb, progress)
+    folder = workdir / "tokenizer"
+    tokenizer = tokenizers.load(folder) if folder.is_dir() else None
+    trained = config if step or not imported["config"] else None
+    return write_directory(
+        target, model, reader, imported, small_files(folder), tokenizer, trained, dtype, shard_gb, progress
+    )
 
 
 def check_zaya(model: Model, where: str) -> None:
@@ -191,11 +190,13 @@ def write_directory(
     reader: Reader,
     imported: Mapping[str, Any],
     files: Mapping[str, bytes],
+    tokenizer: tokenizers.Tokenizer | None,
+    trained: Config | None,
     dtype: str | None = None,
     shard_gb: float = SHARD_GB,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes weights as a model directory; nothing is left where that fails."""
+    """Writes weights as a model directory; nothing is left where that fails. `trained` is for `tokenizer_files.write`."""
     specs = _specs(model, imported["dtypes"], dtype)
     total = sum(map(tensor_files.num_bytes, specs))
 
@@ -217,8 +218,7 @@ def write_directory(
             part / "generation_config.json",
             imported["generation_config"] or names.generation_json(model),
         )
-        for name, content in files.items():
-            (part / name).write_bytes(content)
+        tokenizer_files.write(part, files, tokenizer, trained)
     return target
 
 

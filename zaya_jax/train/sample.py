@@ -16,6 +16,7 @@ from zaya_jax import schedule
 from zaya_jax.checkpoint import partial
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, files
+from zaya_jax.data import chat
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
@@ -47,7 +48,11 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
         params, bias = jax.device_put((weights[0]["params"], weights[1]["balance"]["bias"]), device)
         del weights
         prompt = config.log.sample_prompt
-        ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
+        ids, ends = [tokenizer.bos_id, *tokenizer.encode(prompt)], list[int]()
+        if config.data.chats:  # a user asks it
+            talk = chat.Format(tokenizer)
+            ids = [tokenizer.bos_id, *talk.said(chat.Message("user", "", prompt)), *talk.opening("assistant")]
+            ends = [tokenizer.eos_id, *tokenizer.chat_token("end_turn")]
         room = model.max_position_embeddings - len(ids)
         if room < config.log.sample_tokens:
             say(
@@ -55,9 +60,10 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
             )
         (new,) = decode.generate(
             model, params, bias, [ids], min(config.log.sample_tokens, room), config.precision,
-            sampling=Sampling(config.log.sample_temperature), seeds=config.run.seed,
+            sampling=Sampling(config.log.sample_temperature), seeds=config.run.seed, ends=ends,
         ) if room > 0 else [[]]  # fmt: skip
-    text = prompt + tokenizer.decode(new)
+    between = "\n" if config.data.chats else ""
+    text = prompt + between + tokenizer.decode(new)
     path.write_text(text, encoding="utf-8")
     keep_sample(workdir, step, prompt, text)
 

@@ -1,0 +1,96 @@
+"""Fine-tuning on chats: the weights of any run, or imported ones, learn to answer as the chats do.
+
+    python -m experiments.pretrain --config=experiments/configs/finetune.py:RUN --workdir=runs/tuned \
+        --config.data.path=chats.jsonl [--config.run.num_steps=200]
+
+RUN is a run's folder, FOLDER@STEP, or a workdir that `experiments.checkpoint from_hf` made. Model, tokenizer and
+precision are those of the weights; so is the context, up to 4,096 tokens. The chats are JSONL, Parquet, a folder or
+glob of them, or a directory that prepare_data made of them with --context (docs/data.md says which forms). Only
+answers are learnt; chats are fitted to the context without cutting questions or answers, and packed whole into rows.
+
+Hardware: what trained the weights. Expected: a held-out loss of the answers before the first step and at every 50th;
+docs/finetuning.md has a run on a laptop. An epoch is about (tokens of the chats) / (seq_len x global_batch) steps: two
+or three of them are enough as a rule, and the held-out loss says when it was too many.
+"""
+
+from pathlib import Path
+
+from ml_collections import ConfigDict, config_dict
+
+from zaya_jax import config, schedule
+from zaya_jax.checkpoint import store
+from zaya_jax.checkpoint.remote import vault_at
+from zaya_jax.pytorch import exchange
+
+CONTEXT = 4096  # at most, where nothing else is said
+SMALLER = 0.1  # than the peak of the learning rates that the weights were made with
+IMPORTED_LR = 2e-5  # where that is not known
+
+
+def get_config(weights: str = "") -> ConfigDict:
+    """The whole config of a run that fine-tunes these weights."""
+    folder, step = _find(weights)
+    before = exchange.config_at(folder, step)
+    c = config.default()
+    c.name = "finetune"
+
+    c.model.update(config.editable(before).model)
+    c.model.rope_parameters.hybrid.rope_theta = schedule.model_at(
+        before, step
+    ).rope_parameters.hybrid.rope_theta
+    c.model.bos_token_id = c.model.eos_token_id = c.model.pad_token_id = None  # the tokenizer's
+    c.precision.update(config.editable(before).precision)
+    c.remat = before.remat
+    c.run.init_from = weights
+
+    c.data.path = config_dict.required_placeholder(str)
+    c.data.chats = True
+    c.data.packing = "best_fit"
+    c.data.tokenizer = str(folder / "tokenizer")
+    c.data.seq_len = min(CONTEXT, _context(before, step))
+    c.data.global_batch = 16
+
+    c.optim.update(config.editable(before).optim)  # weight decay included
+    c.optim.lr = IMPORTED_LR if step == 0 else SMALLER * before.optim.lr
+    c.balance.lr = SMALLER * before.balance.lr  # the biases themselves come with the weights
+    c.schedule.warmup_fraction = 0.05
+    c.schedule.decay_fraction = 0.95
+    c.schedule.decay = "cosine"
+    c.run.num_steps = 200
+    c.eval.every = 50
+    c.checkpoint.every_steps = 50
+    c.log.sample_prompt = "Who are you?"
+    return c
+
+
+def _find(weights: str) -> tuple[Path, int]:
+    """The folder and the step that are named; UserError where there are none, or no tokenizer beside them."""
+    if not weights:
+        raise config.UserError(
+            "finetune.py needs the weights to begin with: --config=experiments/configs/finetune.py:RUN, with a run's "
+            "folder or an imported workdir"
+        )
+    place, at, number = weights.rpartition("@")
+    place, chosen = (
+        (place, int(number)) if at and number.isdigit() and not Path(weights).is_dir() else (weights, None)
+    )
+    if vault_at(place):
+        raise config.UserError(
+            f"finetune.py:{weights} is a place of copies, without the tokenizer; fetch it with python -m "
+            f"experiments.checkpoint reshard --from={place} --to=DIR, and put the tokenizer into DIR/tokenizer"
+        )
+    folder = Path(place)
+    step = store.latest_step(folder, chosen)
+    if not (folder / "tokenizer").is_dir():
+        raise config.UserError(
+            f"finetune.py:{weights} has no tokenizer; put tokenizer.json into {folder / 'tokenizer'}"
+        )
+    return folder, step
+
+
+def _context(before: config.Config, step: int) -> int:
+    """The context that the weights were trained at, as far as is known."""
+    if not step:
+        return before.model.max_position_embeddings
+    plan = schedule.make_plan(before)
+    return plan.step(min(max(step, plan.segments[0].first_step), plan.total_steps)).phase.seq_len

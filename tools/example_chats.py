@@ -1,0 +1,82 @@
+"""A small chat set from Python itself: what the parameters of the standard library's functions are.
+
+    python tools/example_chats.py chats.jsonl
+
+Every question quotes a signature, as `inspect` finds it, in one of several wordings; the answer lists its parameters.
+The same Python gives the same file. It is for trying out fine-tuning (docs/finetuning.md): no network, no licence.
+"""
+
+import importlib
+import inspect
+import json
+import random
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+# Modules that import without doing anything to be seen.
+MODULES = (
+    "argparse ast asyncio base64 bisect calendar codecs collections configparser contextlib copy csv ctypes datetime "
+    "decimal difflib dis doctest email.utils enum fileinput fnmatch fractions functools getpass gettext glob gzip "
+    "hashlib heapq html http.client imaplib importlib.util inspect io ipaddress json locale logging lzma mailbox "
+    "mimetypes multiprocessing.pool nntplib operator os os.path pathlib pickle pickletools pkgutil platform plistlib "
+    "posixpath pprint profile pydoc queue quopri random re reprlib sched secrets selectors shelve shlex shutil signal "
+    "smtplib socket socketserver sqlite3 ssl stat statistics string stringprep struct subprocess symtable sysconfig "
+    "tarfile tempfile textwrap threading timeit token tokenize trace traceback types typing unicodedata unittest "
+    "unittest.mock urllib.parse urllib.request uuid warnings wave weakref webbrowser wsgiref.util xml.dom.minidom "
+    "xml.etree.ElementTree xmlrpc.client zipapp zipfile"
+).split()
+WORDINGS = (
+    "Which parameters has {}?",
+    "What are the parameters of {}?",
+    "Name the parameters of {}.",
+    "{}: which parameters?",
+)
+LONGEST = 110  # characters of a signature, so that a chat fits into 256 bytes
+SYSTEM = "Answer with names alone."
+
+
+def main() -> int:
+    """Writes the file that is named."""
+    (path,) = sys.argv[1:]
+    chosen = random.Random(0)
+    chats = []
+    for name, signature, parameters in sorted(set(found())):
+        question = chosen.choice(WORDINGS).format(f"{name}{signature}")
+        messages = [{"role": "system", "content": SYSTEM}] if chosen.random() < 0.2 else []
+        messages += [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": parameters},
+        ]
+        chats.append({"messages": messages})
+    Path(path).write_text("".join(json.dumps(one) + "\n" for one in chats), encoding="utf-8")
+    print(f"{len(chats):,} chats in {path}")
+    return 0
+
+
+def found() -> Iterator[tuple[str, str, str]]:
+    """(name, signature, its parameters) of functions, and of the methods of classes."""
+    for name in MODULES:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                module = importlib.import_module(name)
+        except ImportError:  # not every Python has all of them
+            continue
+        owners = [module, *(held for held in vars(module).values() if inspect.isclass(held))]
+        for owner in owners:
+            for key, held in vars(owner).items():
+                if key.startswith("_") or not inspect.isfunction(held):
+                    continue
+                try:
+                    signature = inspect.signature(held)
+                except (TypeError, ValueError):
+                    continue
+                spelt = str(signature)
+                if signature.parameters and len(key) + len(spelt) <= LONGEST and " at 0x" not in spelt:
+                    yield key, spelt, ", ".join(signature.parameters)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""How `chat.Format` spells a conversation, as a Jinja template for transformers and the servers that read its folders.
+
+Rendered and encoded, it has the ids that fine-tuning had, and `{% generation %}` stands around what is learnt. That
+holds where all marks are ids of the vocabulary. What it cannot do: arguments of a call that come as text are spelt as
+they came (`chat` reads such text as JSON first), and a text that spells a mark becomes the mark, unless the tokenizer
+is called with split_special_tokens=True.
+"""
+
+import json
+import re
+from typing import Any
+
+from zaya_jax.data import chat
+from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
+
+TEMPLATE = r"""
+{#- Written by zaya_jax: what zaya_jax/data/chat.py spells. -#}
+{%- set turn, end_turn = TURN, END_TURN -%}
+{%- set think, end_think = THINK, END_THINK -%}
+{%- macro parts(given, kinds) -%}
+    {%- for part in given -%}
+        {%- set kind = 'text' if part is string else part['type'] or 'text' -%}
+        {%- if kind not in TEXT_KINDS and kind not in REASONING_KINDS -%}
+            {{- raise_exception('a turn has a part of type ' + kind + ', and only text can be read') -}}
+        {%- elif kind in kinds -%}
+            {{- part if part is string else part[kind] or part['text'] or '' -}}
+        {%- endif -%}
+    {%- endfor -%}
+{%- endmacro -%}
+{{- BOS -}}
+{%- if tools -%}
+    {{- turn + 'tools\n' + (tools if tools is string else tools | tojson) + end_turn + '\n' -}}
+{%- endif -%}
+{%- set at = namespace(answer=false, reasoning='', text='') -%}
+{%- for message in messages -%}
+    {%- set role = message['role'] or message['from'] -%}
+    {%- set at.answer = role | lower in MODEL_ROLES -%}
+    {%- set content = message['content'] if message['content'] is defined else none -%}
+    {%- set content = message['value'] if content is none else content -%}
+    {%- set at.reasoning = '' -%}
+    {%- set at.text = '' -%}
+    {%- if content is string -%}
+        {%- set at.text = content -%}
+    {%- elif content is mapping -%}
+        {%- set at.text = content | tojson -%}
+    {%- elif content -%}
+        {%- set at.reasoning = parts(content, REASONING_KINDS) -%}
+        {%- set at.text = parts(content, TEXT_KINDS) -%}
+    {%- endif -%}
+    {%- set beside = REASONING_KEYS -%}
+    {%- if beside is string and beside -%}
+        {%- set at.reasoning = beside -%}
+    {%- elif beside -%}
+        {%- set at.reasoning = parts(beside, REASONING_KINDS) + parts(beside, TEXT_KINDS) -%}
+    {%- endif -%}
+    {%- set rest = at.text.lstrip() -%}
+    {%- if at.answer and not at.reasoning and rest.startswith('<think>') and '</think>' in rest -%}
+        {%- set halves = rest[7:].split('</think>', 1) -%}
+        {%- set at.reasoning = halves[0] -%}
+        {%- set at.text = halves[1].lstrip() -%}
+    {%- endif -%}
+    {%- set at.reasoning = at.reasoning.strip('\n') if at.answer else '' -%}
+    {%- if at.reasoning -%}
+        {%- set at.text = at.text.lstrip() -%}
+    {%- endif -%}
+    {%- for call in (message['tool_calls'] or []) + [message['function_call']] -%}
+        {%- if call -%}
+            {%- set function = call if call['function'] is not defined else call['function'] -%}
+            {%- set arguments = {} if function['arguments'] is not defined else function['arguments'] -%}
+            {%- set arguments = arguments if arguments is string else arguments | tojson -%}
+            {%- set spelt = '{"name": ' + (function['name'] | tojson) + ', "arguments": ' + arguments + '}' -%}
+            {%- set at.text = at.text + ('\n' if at.text else '') + '<tool_call>\n' + spelt + '\n</tool_call>' -%}
+        {%- endif -%}
+    {%- endfor -%}
+    {{- turn + role + '\n' -}}
+    {%- if at.reasoning -%}
+        {%- set at.text = think + at.reasoning + end_think + '\n' + at.text -%}
+    {%- endif -%}
+    {%- if at.answer -%}
+        {%- generation -%}{{- at.text + end_turn -}}{%- endgeneration -%}
+    {%- else -%}
+        {{- at.text + end_turn -}}
+    {%- endif -%}
+    {{- '\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    {{- turn + 'assistant\n' -}}
+{%- elif at.answer -%}
+    {%- generation -%}{{- EOS -}}{%- endgeneration -%}
+{%- else -%}
+    {{- EOS -}}
+{%- endif -%}
+"""
+
+
+def of(tokenizer: Tokenizer) -> str:
+    """The template for a vocabulary; "" where turns have no marks of its own."""
+    if any(len(tokenizer.chat_token(role)) != 1 for role in ("turn", "end_turn")):
+        return ""
+    marks = {role: tokenizer.chat_mark(role) for role in CHAT_TOKENS}
+    names: dict[str, Any] = {
+        "END_TURN": marks["end_turn"], "TURN": marks["turn"], "END_THINK": marks["end_think"], "THINK": marks["think"],
+        "TEXT_KINDS": list(chat.TEXT_PARTS), "REASONING_KINDS": list(chat.REASONING_PARTS),
+        "MODEL_ROLES": list(chat.MODEL_ROLES),
+        "BOS": tokenizer.mark(tokenizer.bos_id), "EOS": tokenizer.mark(tokenizer.eos_id),
+    }  # fmt: skip
+    keys = " or ".join(f"message[{key!r}]" for key in chat.REASONING_KEYS)
+    spelt = {name: json.dumps(value, ensure_ascii=False) for name, value in names.items()} | {
+        "REASONING_KEYS": keys
+    }
+    return re.sub(rf"\b({'|'.join(spelt)})\b", lambda found: spelt[found[0]], TEMPLATE.strip()) + "\n"
+
+
+def exact(tokenizer: Tokenizer) -> bool:
+    """Whether the template gives the ids of fine-tuning also for reasoning: its marks are ids, too."""
+    return all(len(tokenizer.chat_token(role)) == 1 for role in CHAT_TOKENS)

@@ -1,0 +1,137 @@
+"""Chats that a run reads itself: JSONL or Parquet to documents fitted to its context, and some of them held out.
+
+What cannot be read as a chat ends the run in one line that names file and line, before anything is compiled; a
+preparation (experiments/prepare_data.py) can leave such records out. All is in memory: for large sets prepare.
+"""
+
+import dataclasses
+import hashlib
+import itertools
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+
+from zaya_jax.config import UserError
+from zaya_jax.data import chat, inputs, sources, trim
+from zaya_jax.data.sources import Bundle
+from zaya_jax.data.storage import Prepared
+from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
+from zaya_jax.data.tokens import Document
+
+HELD_OUT = 64  # chats at least, where a tenth of all are so many; otherwise the tenth
+
+
+@dataclasses.dataclass(frozen=True)
+class Chats:
+    """What a path holds."""
+
+    train: Bundle
+    held_out: Bundle
+    said: str  # how many they are, and what was done to fit them
+
+
+def require_marks(tokenizer: Tokenizer, named: str) -> None:
+    """UserError where a vocabulary has no ids of their own for the marks between which turns stand."""
+    for role in ("turn", "end_turn"):
+        if len(tokenizer.chat_token(role)) != 1:
+            raise UserError(
+                f"config.data.tokenizer={named!r} has no chat marks: none of {', '.join(CHAT_TOKENS[role])} is a token "
+                "of its own; give unused ids of its tokenizer.json these names, as special tokens"
+            )
+
+
+def require_prepared(path: str, shards: Prepared, context: int) -> None:
+    """UserError where a prepared directory holds no chats, or chats for another context."""
+    found = shards.manifest.get("trim")
+    again = f"prepare it with --context={context}"
+    if not found:
+        raise UserError(
+            f"{path} was prepared from text and holds no chats, but config.data.chats is set; {again}"
+        )
+    if not 0 < found["context"] <= context:
+        has = f"for a context of {found['context']}" if found["context"] else "for no context"
+        raise UserError(
+            f"{path} was prepared {has}, config.data.seq_len={context} would cut its chats; {again}"
+        )
+
+
+def read(path: str, tokenizer: Tokenizer, context: int) -> Chats:
+    """The chats of a file, directory or glob; UserError where one is none, or none has an answer that fits."""
+    form, counts = chat.Format(tokenizer), trim.Counts()
+    documents: dict[bytes, list[Document]] = {}  # by what they say: copies are never on both sides
+    for place, messages in _samples(path):
+        try:
+            document, outcome = chat.prepare(form, messages, context)
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from None
+        counts[outcome] += 1
+        if document is not None:
+            key = hashlib.sha256(repr(messages).encode("utf-8", "surrogatepass")).digest()
+            documents.setdefault(key, []).append(document)
+    if not documents:
+        raise UserError(
+            f"config.data.path={path!r}: none of its {sum(counts.values()):,} chats fits "
+            f"config.data.seq_len={context}, since prompts and answers are never cut; give a longer context"
+        )
+    keys, total = sorted(documents), sum(map(len, documents.values()))
+    wanted = max(round(sources.HELD_OUT_SHARE * total), min(HELD_OUT, total // 10), 1)
+    before = np.cumsum([0, *(len(documents[key]) for key in keys)])
+    aside = {
+        key for key, count in zip(keys[:-1], before, strict=False) if count < wanted
+    }  # one is learnt always
+    sides = [
+        [d for key, held in documents.items() if (key in aside) == out for d in held] for out in (False, True)
+    ]
+    learnt, of = (sum(int(np.sum(f(d))) for side in sides for d in side) for f in (_learnt, _length))
+    said = (
+        f"{path}: {len(sides[0]):,} chats to learn and {len(sides[1]):,} held out ({counts}); "
+        f"{learnt:,} of {of:,} tokens are answers"
+    )
+    return Chats(*map(_bundle, sides, (tokenizer, tokenizer)), said)
+
+
+def _learnt(document: Document) -> int:
+    return int(np.sum(document.learn))
+
+
+def _length(document: Document) -> int:
+    return len(document.tokens)
+
+
+def _bundle(documents: list[Document], tokenizer: Tokenizer) -> Bundle:
+    """One after another, each with its answers to be learnt."""
+    starts = np.zeros(sum(map(_length, documents)), bool)
+    starts[np.cumsum([0, *map(_length, documents)])[:-1]] = True
+    tokens = np.concatenate([np.empty(0, tokenizer.dtype), *(d.tokens for d in documents)])
+    learn = np.concatenate([np.empty(0, bool), *(d.learn for d in documents)])
+    return sources.with_targets(tokens, starts, learn)
+
+
+def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
+    """(a name for messages, turns) of every record."""
+    total, fields = 0, ", ".join(inputs.CHAT_FIELDS)
+    for _, file in sources.list_files(path):
+        size = file.stat().st_size if file.exists() else 0
+        total += size
+        if total > sources.IN_MEMORY_LIMIT:
+            raise UserError(
+                f"config.data.path={path!r} is above {sources.IN_MEMORY_LIMIT >> 30} GiB of chats, too much to read at "
+                "every start; prepare it once with python -m experiments.prepare_data and give that directory"
+            )
+        for part in itertools.chain(*inputs.split([(str(file), size, 1)], sys.maxsize)):
+            if part.kind == "text":
+                raise UserError(
+                    f"config.data.chats is set, but {part} is neither JSONL nor Parquet; give records with a list of "
+                    f"turns under {fields}"
+                )
+            for sample in inputs.samples(part, "text"):
+                if isinstance(sample, inputs.BadInput):
+                    raise UserError(f"{sample}; mend it, or let prepare_data --skip_bad leave it out")
+                name, messages = sample
+                at = f"{part}, record {name.removeprefix(part.name + ':')}"
+                if not isinstance(messages, list):
+                    raise UserError(
+                        f"{at}: a text and no chat, but config.data.chats is set; give a list of turns under {fields}"
+                    )
+                yield at, messages

@@ -1,0 +1,72 @@
+"""A workdir's tokenizer as transformers loads it, with the chat template of what the model learnt.
+
+A model that was fine-tuned on chats here (`data.chats`) gets the template of the format that it learnt. Another one
+that came with a template keeps it. Another one without gets ours, where its vocabulary has the marks of turns. What
+was imported and not trained goes out as it came in.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zaya_jax.config import Config, files
+from zaya_jax.data import chat_template, tokenizers
+
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+FILES = (*tokenizers.FILES, *tokenizers.BESIDE, "vocab.json", "merges.txt")
+OWN = "Written by zaya_jax"
+
+
+def write(
+    target: Path, kept: Mapping[str, bytes], tokenizer: tokenizers.Tokenizer | None, config: Config | None
+) -> None:
+    """A tokenizer's files in a model directory; as they are where the model was not trained (no config)."""
+    for name, content in kept.items():
+        (target / name).write_bytes(content)
+    if config is None or tokenizer is None:
+        return
+    if isinstance(tokenizer, tokenizers.Bytes):
+        (target / "tokenizer.json").write_text(tokenizer.json(), encoding="utf-8")
+    template = chat_template.of(tokenizer)
+    told = _told(target)
+    if template and (config.data.chats or not came_with_template(target)):
+        (target / TEMPLATE).write_text(template, encoding="utf-8")
+        told.pop("chat_template", None)  # where both are there, who reads it may take either
+    if not (target / CONFIG).is_file():
+        told = {
+            "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
+            "model_max_length": config.model.max_position_embeddings,
+        }  # fmt: skip
+        names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
+        told |= {name: tokenizer.mark(token) for name, token in names.items()}
+    if (target / "tokenizer.json").is_file() and told != _told(target):
+        text = json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+        (target / CONFIG).write_text(text, encoding="utf-8")
+
+
+def came_with_template(folder: Path) -> bool:
+    """Whether a tokenizer's folder has a template that is not ours."""
+    if (folder / TEMPLATE).is_file():
+        return OWN not in files.read(folder / TEMPLATE)[:200].decode("utf-8", "replace")
+    return bool(_told(folder).get("chat_template"))
+
+
+def said(folder: Path) -> str:
+    """Which template a model directory has, for the person who made it."""
+    if came_with_template(folder):
+        return "the chat template is the one that the model came with"
+    if not (folder / TEMPLATE).is_file():
+        return "no chat template: the vocabulary has no marks of turns, or there is no tokenizer"
+    if chat_template.exact(tokenizers.load(folder)):
+        return f"{TEMPLATE} spells conversations as fine-tuning does here"
+    return f"{TEMPLATE} spells conversations as fine-tuning does here, but for ids at the edges of reasoning"
+
+
+def _told(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says; nothing where it is not there, or not readable."""
+    try:
+        found = files.read_json(folder / CONFIG)
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
