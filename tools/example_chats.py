@@ -16,17 +16,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 # Modules that import without doing anything to be seen.
-MODULES = (
-    "argparse ast asyncio base64 bisect calendar codecs collections configparser contextlib copy csv ctypes datetime "
-    "decimal difflib dis doctest email.utils enum fileinput fnmatch fractions functools getpass gettext glob gzip "
-    "hashlib heapq html http.client imaplib importlib.util inspect io ipaddress json locale logging lzma mailbox "
-    "mimetypes multiprocessing.pool nntplib operator os os.path pathlib pickle pickletools pkgutil platform plistlib "
-    "posixpath pprint profile pydoc queue quopri random re reprlib sched secrets selectors shelve shlex shutil signal "
-    "smtplib socket socketserver sqlite3 ssl stat statistics string stringprep struct subprocess symtable sysconfig "
-    "tarfile tempfile textwrap threading timeit token tokenize trace traceback types typing unicodedata unittest "
-    "unittest.mock urllib.parse urllib.request uuid warnings wave weakref webbrowser wsgiref.util xml.dom.minidom "
-    "xml.etree.ElementTree xmlrpc.client zipapp zipfile"
-).split()
+MODULES = """
+    argparse ast asyncio base64 bisect calendar codecs collections configparser contextlib copy csv
+    ctypes datetime decimal difflib dis doctest email.utils enum fileinput fnmatch fractions
+    functools getpass gettext glob gzip hashlib heapq html http.client imaplib importlib.util
+    inspect io ipaddress json locale logging lzma mailbox mimetypes multiprocessing.pool operator os
+    pathlib pickle pickletools pkgutil platform plistlib posixpath pprint profile pydoc queue quopri
+    random re reprlib sched secrets selectors shelve shlex shutil signal smtplib socket socketserver
+    sqlite3 ssl stat statistics string stringprep struct subprocess symtable sysconfig tarfile
+    tempfile textwrap threading timeit token tokenize trace traceback types typing unicodedata
+    unittest unittest.mock urllib.parse urllib.request uuid warnings wave weakref webbrowser
+    wsgiref.util xml.dom.minidom xml.etree.ElementTree xmlrpc.client zipapp zipfile
+"""
 WORDINGS = (
     "Which parameters has {}?",
     "What are the parameters of {}?",
@@ -57,7 +58,7 @@ def main() -> int:
 
 def found() -> Iterator[tuple[str, str, str]]:
     """(name, signature, its parameters) of functions, and of the methods of classes."""
-    for name in MODULES:
+    for name in MODULES.split():
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

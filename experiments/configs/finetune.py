@@ -13,9 +13,10 @@ docs/finetuning.md has a run on a laptop. An epoch is about (tokens of the chats
 or three of them are enough as a rule, and the held-out loss says when it was too many.
 """
 
+import dataclasses
 from pathlib import Path
 
-from ml_collections import ConfigDict, config_dict
+from ml_collections import ConfigDict
 
 from zaya_jax import config, schedule
 from zaya_jax.checkpoint import store
@@ -31,26 +32,24 @@ def get_config(weights: str = "") -> ConfigDict:
     """The whole config of a run that fine-tunes these weights."""
     folder, step = _find(weights)
     before = exchange.config_at(folder, step)
-    c = config.default()
-    c.name = "finetune"
-
-    c.model.update(config.editable(before).model)
-    c.model.rope_parameters.hybrid.rope_theta = schedule.model_at(
-        before, step
-    ).rope_parameters.hybrid.rope_theta
-    c.model.bos_token_id = c.model.eos_token_id = c.model.pad_token_id = None  # the tokenizer's
-    c.precision.update(config.editable(before).precision)
-    c.remat = before.remat
+    model = dataclasses.replace(  # ids of begin, end and padding: the tokenizer's
+        schedule.model_at(before, step), bos_token_id=None, eos_token_id=None, pad_token_id=None
+    )
+    c = config.editable(
+        config.Config(
+            name="finetune", model=model, precision=before.precision, optim=before.optim,
+            balance=before.balance, remat=before.remat, kernels=before.kernels,
+        )
+    )  # fmt: skip
     c.run.init_from = weights
 
-    c.data.path = config_dict.required_placeholder(str)
+    c.data.path = "chats.jsonl"
     c.data.chats = True
     c.data.packing = "best_fit"
     c.data.tokenizer = str(folder / "tokenizer")
     c.data.seq_len = min(CONTEXT, _context(before, step))
     c.data.global_batch = 16
 
-    c.optim.update(config.editable(before).optim)  # weight decay included
     c.optim.lr = IMPORTED_LR if step == 0 else SMALLER * before.optim.lr
     c.balance.lr = SMALLER * before.balance.lr  # the biases themselves come with the weights
     c.schedule.warmup_fraction = 0.05
