@@ -19,6 +19,7 @@ from zaya_jax.data.storage import Prepared
 from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
 from zaya_jax.data.tokens import Document
 
+FIELDS = ", ".join(inputs.CHAT_FIELDS)
 HELD_OUT = 64  # chats at least, where a tenth of all are so many; otherwise the tenth
 
 
@@ -69,6 +70,10 @@ def read(path: str, tokenizer: Tokenizer, context: int) -> Chats:
         if document is not None:
             key = hashlib.sha256(repr(messages).encode("utf-8", "surrogatepass")).digest()
             documents.setdefault(key, []).append(document)
+    if not counts:
+        raise UserError(
+            f"config.data.path={path!r} has no chat; give records with a list of turns under {FIELDS}"
+        )
     if not documents:
         raise UserError(
             f"config.data.path={path!r}: none of its {sum(counts.values()):,} chats fits "
@@ -110,7 +115,7 @@ def _bundle(documents: list[Document], tokenizer: Tokenizer) -> Bundle:
 
 def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
     """(a name for messages, turns) of every record."""
-    total, fields = 0, ", ".join(inputs.CHAT_FIELDS)
+    total = 0
     for _, file in sources.list_files(path):
         size = file.stat().st_size if file.exists() else 0
         total += size
@@ -123,7 +128,7 @@ def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
             if part.kind == "text":
                 raise UserError(
                     f"config.data.chats is set, but {part} is neither JSONL nor Parquet; give records with a list of "
-                    f"turns under {fields}"
+                    f"turns under {FIELDS}"
                 )
             for sample in inputs.samples(part, "text"):
                 if isinstance(sample, inputs.BadInput):
@@ -132,6 +137,6 @@ def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
                 at = f"{part}, record {name.removeprefix(part.name + ':')}"
                 if not isinstance(messages, list):
                     raise UserError(
-                        f"{at}: a text and no chat, but config.data.chats is set; give a list of turns under {fields}"
+                        f"{at}: a text and no chat, but config.data.chats is set; give a list of turns under {FIELDS}"
                     )
                 yield at, messages

@@ -1,0 +1,243 @@
+"""Fine-tuning: a run's weights learn to answer as chats do, and only that; what is no chat is one line."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import pretrain
+from experiments.configs import finetune, tiny
+from zaya_jax import cli, config
+from zaya_jax.config import UserError
+from zaya_jax.data import chat_template, pipeline, prepare, stores, tokenizers
+from zaya_jax.data.prepare_plan import Options
+from zaya_jax.pytorch import exchange, tokenizer_files
+
+SMALL = {
+    "model.hidden_size": 32, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 32,
+    "model.num_experts": 4, "model.router_hidden_size": 8, "model.max_position_embeddings": 128,
+    "data.seq_len": 64, "data.global_batch": 8, "eval.windows": 4, "log.sample_tokens": 0, "run.num_steps": 1,
+    "mesh.data": 1,
+}  # fmt: skip
+TUNED = {
+    "data.global_batch": 8, "run.num_steps": 16, "eval.every": 16, "eval.windows": 8, "log.sample_tokens": 4,
+    "optim.lr": 0.02, "mesh.data": 1, "checkpoint.every_steps": 16, "balance.lr": 1e-3,
+}  # fmt: skip
+
+
+def ask(i, wording="Is {} even?"):
+    return [
+        {"role": "user", "content": wording.format(i)},
+        {"role": "assistant", "content": "no" if i % 2 else "yes"},
+    ]
+
+
+def write(path, conversations):
+    path.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in conversations))
+    return str(path)
+
+
+def settings(weights, path, **keys):
+    c = finetune.get_config(str(weights))
+    c.update_from_flattened_dict(
+        TUNED | {"data.path": path} | {k.replace("__", "."): v for k, v in keys.items()}
+    )
+    return config.check(c)
+
+
+def train(what, workdir):
+    with pytest.MonkeyPatch.context() as patch:
+        devices = jax.devices()[:1]
+        patch.setattr(jax, "devices", lambda *_: devices)
+        return pretrain.train(what, workdir)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base that has taken one step, 80 chats, and what fine-tuning made of both."""
+    root = tmp_path_factory.mktemp("finetune")
+    for i in range(20):
+        (root / "text").mkdir(exist_ok=True)
+        (root / "text" / f"{i}.txt").write_text(f"line {i}\n" * 20)
+    base = tiny.get_config()
+    base.update_from_flattened_dict(SMALL | {"data.path": str(root / "text")})
+    assert train(config.check(base), root / "base") == cli.DONE
+    write(root / "chats.jsonl", [ask(i) for i in range(80)])
+    assert train(settings(root / "base", str(root / "chats.jsonl")), root / "tuned") == cli.DONE
+    return root
+
+
+def test_the_config_is_the_weights_own(folder):
+    base, c = finetune.exchange.read_config(folder / "base"), settings(folder / "base", "x")
+    assert (c.precision, c.data.seq_len, c.optim.weight_decay) == (
+        base.precision,
+        64,
+        base.optim.weight_decay,
+    )
+    assert {**config.to_dict(c.model), **dict.fromkeys(IDS)} == {
+        **config.to_dict(base.model),
+        **dict.fromkeys(IDS),
+    }
+    assert finetune.get_config(f"{folder}/base@1").optim.lr == pytest.approx(0.1 * base.optim.lr)
+
+
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def test_held_out_answers_are_learnt(folder):
+    said = (folder / "tuned" / "logs" / "process-00000.log").read_text()
+    assert "72 chats to learn and 8 held out (80 kept, 0 trimmed, 0 reduced, 0 dropped)" in said
+    before = float(re.search(r"step 0 \| held-out ([0-9.]+), with the weights as they came", said)[1])
+    lines = [json.loads(line) for line in (folder / "tuned" / "metrics.jsonl").read_text().splitlines()]
+    # Bytes at the start: ln 264 = 5.6 nats. It cannot fall to half of that without what the answers have in common.
+    assert before > 4 and lines[-1]["eval/loss"] < before / 2
+
+
+def test_what_was_learnt_goes_on_and_is_held(folder, tmp_path):
+    path = str(folder / "chats.jsonl")
+    assert train(settings(folder / "base", path), folder / "tuned") == cli.DONE  # complete
+    other = write(tmp_path / "other.jsonl", [ask(i, "Is {} odd?") for i in range(80)])
+    with pytest.raises(UserError, match="the data is not what this run began with"):
+        train(settings(folder / "base", other, run__num_steps=20), folder / "tuned")
+
+
+def targets(folder, path, **keys):
+    """(how many targets an epoch has, the ids learnt) of the training rows of a path."""
+    c = settings(folder / "base", path, **keys)
+    train, held_out = stores.open_stores(c, path, tokenizers.Bytes())
+    learnt = [side.bundle.targets[side.bundle.learn] for side in (train, held_out)]
+    batch = next(pipeline.train_stream(c, tokenizers.Bytes()))
+    assert batch["loss_mask"].sum() > 0
+    assert not batch["targets"][batch["loss_mask"] == 0].any()
+    return sum(map(len, learnt)), np.concatenate(learnt)
+
+
+def test_only_answers_are_learnt(folder, tmp_path):
+    count, ids = targets(folder, write(tmp_path / "a.jsonl", [ask(i) for i in range(40)]))
+    again, _ = targets(
+        folder, write(tmp_path / "b.jsonl", [ask(i, "Please: {}, even or not?") for i in range(40)])
+    )
+    assert (
+        count == again == sum(len(ask(i)[1]["content"]) + 2 for i in range(40))
+    )  # ends of turn and document
+    assert set(ids.tolist()) == {*b"yesno", 260, 257}
+
+
+CALL = {"name": "add", "arguments": {"a": 1}}
+ODD = {
+    "empty answer": ([{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}], 2),
+    "two answers in a row": ([{"role": "assistant", "content": "ab"}] * 2, 7),
+    "unknown role": ([{"role": "narrator", "content": "abc"}, {"role": "assistant", "content": "d"}], 3),
+    "calls": ([{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "1"}], 64),
+    "marks in a text": ([{"role": "user", "content": "<|turn|>assistant"}, {"role": "assistant", "content": "é😀"}], 8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("turns", "learnt"), ODD.values(), ids=ODD)
+def test_odd_conversations(folder, tmp_path, turns, learnt):
+    path = write(tmp_path / "a.jsonl", [turns, *(ask(i) for i in range(4))])
+    plain, _ = targets(folder, write(tmp_path / "b.jsonl", [ask(i) for i in range(4)]), data__seq_len=128)
+    assert targets(folder, path, data__seq_len=128)[0] - plain == learnt
+
+
+def test_copies_are_never_on_both_sides(folder, tmp_path):
+    path = write(tmp_path / "a.jsonl", [ask(i % 20) for i in range(200)])
+    sides = stores.open_stores(settings(folder / "base", path), path, tokenizers.Bytes())
+    train, held_out = (
+        {side.bundle.tokens[a:b].tobytes() for a, b in zip(starts, [*starts[1:], None], strict=True)}
+        for side in sides
+        for starts in [np.flatnonzero(side.bundle.starts).tolist()]
+    )
+    assert len(train) + len(held_out) == 20 and not train & held_out
+
+
+def test_long_results_of_tools_are_dropped_and_reasoning_is_trimmed(folder, tmp_path):
+    long = [{"role": "tool", "content": "x" * 100}, {"role": "assistant", "content": "y"}]
+    thought = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "reasoning": "r" * 100, "content": "yes"},
+    ]
+    path = write(tmp_path / "a.jsonl", [long, thought, ask(1), ask(2)])
+    batches = pipeline.Batches(settings(folder / "base", path), tokenizers.Bytes())
+    assert "(2 kept, 1 trimmed, 0 reduced, 1 dropped)" in batches.notes[0]
+
+
+def test_evaluation_keeps_chats_whole(folder):
+    c = settings(folder / "base", str(folder / "chats.jsonl"))
+    for batch in pipeline.eval_batches(c, tokenizers.Bytes()):
+        begins = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
+        assert begins.any() and (batch["tokens"][begins] == tokenizers.Bytes.bos_id).all()
+
+
+NO_ANSWER = "line 1: a conversation without an answer"
+BAD = {
+    "text": ('{"text": "a"}\n', "record 0: a text and no chat, but config.data.chats is set"),
+    "no answer": ('{"messages": [{"role": "user", "content": "a"}]}\n', NO_ANSWER),
+    "system alone": ('{"messages": [{"role": "system", "content": "a"}]}\n', NO_ANSWER),
+    "no JSON": ("hello\n", "line 1: not a JSON object"),
+    "empty": ("", "has no chat"),
+    "too long": (json.dumps({"messages": [ask(1)[1] | {"content": "x" * 200}]}) + "\n", "none of its 1 chats fits"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
+def test_bad_chats_are_one_line(folder, tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_text(content)
+    with pytest.raises(UserError, match=re.escape(message)) as caught:
+        train(settings(folder / "base", str(tmp_path / "a.jsonl")), tmp_path / "new")
+    assert "\n" not in str(caught.value) and not (tmp_path / "new").exists()
+
+
+def test_other_bad_input_is_one_line(folder, tmp_path):
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    content = re.sub(r"turn\|>", "x|>", tokenizers.Bytes().json())
+    (bare / "tokenizer.json").write_text(content)
+    prepared = tmp_path / "prepared"
+    prepare.prepare(Options([str(folder / "text")]), str(prepared), 1, lambda *_: None)
+    chats = str(folder / "chats.jsonl")
+    for keys, message in (
+        ({"data__tokenizer": str(bare)}, "has no chat marks: none of <|turn|>, <start_of_turn>"),
+        ({"data__path": str(folder / "text")}, "0.txt is neither JSONL nor Parquet"),
+        ({"data__path": str(prepared)}, "was prepared from text and holds no chats"),
+        ({"data__path": str(tmp_path / "none.jsonl")}, "holds no text file"),
+        ({"data__seq_len": 256}, "data.seq_len=256 is above model.max_position_embeddings=128"),
+        ({"data__packing": "concat"}, "would part answers from their questions"),
+        ({"schedule__phases": (config.Phase(tokens=4096, seq_len=32),)}, "fits chats to one context"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
+            train(settings(folder / "base", chats, **keys), tmp_path / "new")
+    for weights, message in (("", "needs the weights"), (str(tmp_path), "no checkpoint")):
+        with pytest.raises(UserError, match=message):
+            finetune.get_config(weights)
+
+
+def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):
+    made = exchange.to_hf(folder / "tuned", tmp_path / "hf")
+    assert (made / "chat_template.jinja").read_text() == chat_template.of(tokenizers.Bytes())
+    assert (made / "tokenizer.json").read_text() == tokenizers.Bytes().json()
+    told = json.loads((made / "tokenizer_config.json").read_text())
+    assert (told["bos_token"], told["eos_token"], told["pad_token"]) == ("<|bos|>", "<|eos|>", "<|pad|>")
+    assert "as fine-tuning does here" in tokenizer_files.said(made)
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "chat_template.jinja"])
+@pytest.mark.parametrize("trained", ["not", "on text", "on chats"])
+def test_a_template_that_came_stays_unless_chats_were_learnt(folder, tmp_path, place, trained):
+    source, target = tmp_path / "tokenizer", tmp_path / "out"
+    target.mkdir()
+    source.mkdir()
+    (source / "tokenizer.json").write_text(tokenizers.Bytes().json())
+    (source / place).write_text(
+        json.dumps({"chat_template": "theirs"}) if place.endswith("json") else "theirs"
+    )
+    run = tmp_path / "run"
+    tokenizers.load(source).save(run)  # as a run that begins with it does
+    c = settings(folder / "base", "x", data__chats=trained == "on chats")
+    tokenizer_files.write(run, target, None if trained == "not" else c)
+    theirs = trained != "on chats"
+    assert tokenizer_files.came_with_template(target) == theirs
+    assert theirs == ("came with" in tokenizer_files.said(target))
+    assert (target / place).exists()
