@@ -22,7 +22,7 @@ from zaya_jax.data import tokenizers
 from zaya_jax.hardware import host
 from zaya_jax.model import decode
 from zaya_jax.model.sampling import Sampling
-from zaya_jax.pytorch import exchange
+from zaya_jax.pytorch import exchange, tokenizer_files
 from zaya_jax.train.workdir import read_config
 
 
@@ -119,6 +119,8 @@ def main() -> int:
         )  # fmt: skip
 
     if args.chat:
+        if tokenizer_files.came_with_template(args.workdir / "tokenizer") and not config.data.chats:
+            print("note: the model came with a chat template of its own; --chat speaks ours", file=sys.stderr)
         return talk(stream, generation.Conversation(tokenizer), say_cache)
     if len(prompts) == 1:
         print(texts[0], end="", flush=True)
