@@ -93,11 +93,13 @@ def read(path: str, tokenizer: Tokenizer, context: int) -> Chats:
         f"{path}: {len(sides[0]):,} chats to learn and {len(sides[1]):,} held out ({counts}); "
         f"{learnt:,} of {of:,} tokens are answers"
     )
-    return Chats(*map(_bundle, sides, (tokenizer, tokenizer)), said)
+    train, held_out = (_bundle(side, tokenizer) for side in sides)
+    return Chats(train, held_out, said)
 
 
 def _learnt(document: Document) -> int:
-    return int(np.sum(document.learn))
+    assert document.learn is not None  # a chat's never is
+    return int(document.learn.sum())
 
 
 def _length(document: Document) -> int:

@@ -277,7 +277,7 @@ class HuggingFace(Tokenizer):
         return added is not None and added.special
 
     def mark(self, token: int) -> str:
-        return self._tokenizer.id_to_token(token)
+        return self._tokenizer.id_to_token(token) or ""
 
     def _files(self) -> dict[str, bytes]:
         return {"tokenizer.json": self._content}
