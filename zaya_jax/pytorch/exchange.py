@@ -196,7 +196,7 @@ def write_directory(
     shard_gb: float = SHARD_GB,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes weights as a model directory; nothing is left where that fails. `trained` is for `tokenizer_files.write`."""
+    """Writes weights as a model directory; nothing is left where that fails. `trained`: see `tokenizer_files.write`."""
     specs = _specs(model, imported["dtypes"], dtype)
     total = sum(map(tensor_files.num_bytes, specs))
 
