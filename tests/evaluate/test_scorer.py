@@ -3,10 +3,10 @@
 import jax
 import numpy as np
 import pytest
-from conftest import settings
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file
+from scored_models import settings
 
 import zaya_jax as zj
 from zaya_jax.evaluate import scorer

@@ -47,9 +47,8 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, keys, tmp_pa
     assert losses(tmp_path / "run") == {}
     assert run(99, None, reached=4, **keys) == cli.DONE
     found = losses(tmp_path / "run")
-    assert {step: list(names) for step, names in found.items()} == dict.fromkeys(
-        (4, 6), ["eval/loss", "eval/one", "eval/two"]
-    )
+    assert list(found) == [4, 6]
+    assert all(list(names) == ["eval/loss", "eval/one", "eval/two"] for names in found.values())
     printed = capsys.readouterr().out
     assert "eval/" not in printed and "held-out" in printed
     report = (tmp_path / "run" / "report.html").read_text()
@@ -57,7 +56,7 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, keys, tmp_pa
 
     # Documents are windows here, so the program that evaluates gives the same, of the held-out part too.
     monkeypatch.setattr(multihost, "together", lambda program: program())
-    for name, options in [("loss", [])] + [(n, [f"--data={tmp_path / n}"]) for n in ("one", "two")]:
+    for name, options in [("loss", []), ("one", [f"--data={tmp_path / 'one'}"])]:
         arguments = [f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out' / name}", *options]
         monkeypatch.setattr("sys.argv", ["evaluate", *arguments])
         assert cli.exit_code(evaluate.main) == cli.DONE

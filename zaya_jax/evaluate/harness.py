@@ -21,6 +21,7 @@ from tqdm import tqdm
 from zaya_jax import generation
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError, fields, first_line, shown
+from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.evaluate.scorer import TOKENS, Row, Scorer
 from zaya_jax.library import LanguageModel
 from zaya_jax.model.sampling import Sampling
@@ -72,9 +73,7 @@ def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TO
     from lm_eval.models.utils import postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    tokenizer = model.tokenizer
-    if tokenizer is None:
-        raise UserError(f"the model of {model.source} has no tokenizer, which tasks need")
+    tokenizer = _tokenizer_of(model)
 
     class ZayaLM(TemplateLM):
         """See the module."""
@@ -176,6 +175,12 @@ def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TO
             return [postprocess_generated_text(text, asked.stops, None) for text in texts]
 
     return ZayaLM()
+
+
+def _tokenizer_of(model: LanguageModel) -> Tokenizer:
+    if model.tokenizer is None:
+        raise UserError(f"the model of {model.source} has no tokenizer, which tasks need")
+    return model.tokenizer
 
 
 def run(

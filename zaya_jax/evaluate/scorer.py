@@ -39,7 +39,9 @@ class Scorer:
     def __init__(self, model: LanguageModel, tokens: int = TOKENS):
         self.model, self._tokens = model, tokens
 
-    def __call__(self, rows: Sequence[Row], tell: Callable[[int], None] = lambda done: None) -> list[Scores]:
+    def __call__(
+        self, rows: Sequence[Row], tell: Callable[[int], object] = lambda done: None
+    ) -> list[Scores]:
         """`tell` is called with the number of rows of each batch that is done."""
         lengths = [len(row.ids) - 1 for row in rows]
         counts = [len(row.ids) - row.first for row in rows]

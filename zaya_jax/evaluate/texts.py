@@ -121,6 +121,7 @@ def _files(
                 if made is None:
                     skipped(f"{where}: {outcome}")
                 else:
+                    assert made.learn is not None  # of texts alone
                     yield _learnt(np.asarray(made.tokens), made.learn, tokenizer)
                 continue
             text = _Counted([sample] if isinstance(sample, str) else sample)
@@ -188,7 +189,10 @@ def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
 
 
 def evaluate(
-    scorer: Scorer, found: Iterable[Document], context: int, tell: Callable[[int], None] = lambda tokens: None
+    scorer: Scorer,
+    found: Iterable[Document],
+    context: int,
+    tell: Callable[[int], object] = lambda tokens: None,
 ) -> Loss:
     """The loss over documents; `tell` is called with tokens that are done."""
     loss = Loss()
