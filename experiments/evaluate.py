@@ -37,6 +37,10 @@ def main() -> int:
     args = parser().parse_args()
     out = cli.out_folder(args.out, "the evaluation")
     tasks = [task for task in (args.tasks or "").split(",") if task]
+    if args.tasks is not None and not tasks:
+        raise UserError(f"--tasks={args.tasks} names none; give their names with commas between them")
+    if args.include_path and not Path(args.include_path).is_dir():
+        raise UserError(f"--include_path={args.include_path} is no folder")
     if tasks:
         harness.require()
     refuse_doubles(args.data or [])
@@ -167,7 +171,10 @@ def loss_on(
     """The loss on some documents, with a line of progress where somebody looks on."""
     watched = sys.stderr.isatty() and multihost.is_writer()
     with tqdm(desc=name, unit=" tokens", unit_scale=True, disable=not watched, leave=False) as bar:
-        return texts.evaluate(scorer.Scorer(model, tokens), found, context, bar.update)
+        loss = texts.evaluate(scorer.Scorer(model, tokens), found, context, bar.update)
+    if not loss.tokens:
+        raise UserError(f"{name}: there is no token to predict; give texts, or chats with an answer")
+    return loss
 
 
 def usual_context(config: Config) -> int:

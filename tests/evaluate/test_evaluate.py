@@ -69,7 +69,9 @@ def test_a_row_for_each_data_and_one_for_all(call, folder, data, tmp_path):
         (["--mesh=data=2,data=4", "--data={data}"], "is no AXIS=N, each once"),
         (["--mesh=rows=2", "--data={data}"], "rows"),
         (["--context=0", "--data={data}"], "must be at least 1"),
-        (["--data={data}/empty.txt"], "no token to predict"),
+        (["--data={data}/empty.txt"], r"empty\.txt: there is no token to predict"),
+        (["--tasks=,"], "--tasks=, names none"),
+        (["--include_path={data}/a.txt", "--tasks=x"], "--include_path=.* is no folder"),
         (["--data={data}/wide.jsonl"], r"text_field|no field|text"),
     ],
 )
