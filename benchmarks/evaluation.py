@@ -115,17 +115,19 @@ def ours(model: Path, work: Path) -> dict[str, Any]:
 
 
 def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By task: requests, the greatest distance of log-likelihoods, and how many other answers were not equal."""
+    """By task: requests, the greatest distance of log-likelihoods, how many other answers were not equal, and which
+    texts there were: a model that says nothing would compare nothing."""
     table: dict[str, dict[str, Any]] = {}
     key = lambda sample: (sample["task"], sample["doc_id"])  # noqa: E731
     answers = {key(sample): sample["resps"] for sample in theirs["samples"]}
     assert sorted(answers) == sorted(key(sample) for sample in ours["samples"])
     for sample in ours["samples"]:
-        row = table.setdefault(sample["task"], {"requests": 0, "distance": 0.0, "other": 0})
+        row = table.setdefault(sample["task"], {"requests": 0, "distance": 0.0, "other": 0, "texts": set()})
         for mine, other in zip(sample["resps"], answers[key(sample)], strict=True):
             (a,), (b,) = mine, other
             row["requests"] += 1
             pair = isinstance(a, list)
+            row["texts"] |= {b} if isinstance(b, str) and b else set()
             if isinstance(a, str) or pair:
                 row["other"] += (a[1] != b[1]) if pair else a != b
             if not isinstance(a, str):
@@ -150,11 +152,12 @@ def main() -> None:
         work.mkdir(parents=True, exist_ok=True)
         model = exported(trained(work, args.steps), work / "hf_model")
         here, there = ours(model, work), theirs(args.torch_python, model, work)
-    print(
-        "| task | requests | log-likelihoods differ by at most | answers that are not the same |\n|---|---|---|---|"
-    )
+    print("| task | requests | log-likelihoods differ by at most | other answers that differ | texts |")
+    print("|---|---|---|---|---|")
     for task, row in compared(here, there).items():
-        print(f"| {task} | {row['requests']} | {row['distance']:.1e} | {row['other']} |")
+        print(
+            f"| {task} | {row['requests']} | {row['distance']:.1e} | {row['other']} | {len(row['texts'])} |"
+        )
     for task, figures in here["results"].items():
         print(task, {name: value for name, (value, _) in figures.items()}, there["results"][task])
 

@@ -173,6 +173,7 @@ def test_each_request_is_answered_as_lm_eval_s_hf_model_does(tmp_path):
     }  # fmt: skip
     for task, row in found.items():
         assert row["distance"] < 1e-4 and row["other"] == 0, task
+    assert len(found["zaya_go_on"]["texts"]) > 1
 
 
 def test_a_model_of_a_short_context_is_refused_what_it_cannot_hold(lm):

@@ -132,7 +132,9 @@ def _files(
             if len(tokens) < 3:
                 skipped(f"{where}: empty")
             else:
-                yield Document(tokens, np.arange(len(tokens)) > 0, text.bytes)
+                learn = np.ones(len(tokens), bool)
+                learn[0] = False
+                yield Document(tokens, learn, text.bytes)
 
 
 class _Counted:
@@ -174,7 +176,8 @@ def _of_store(store: pipeline.TokenStore, tokenizer: Tokenizer) -> Iterator[Docu
 
 def _learnt(tokens: np.ndarray, learn: np.ndarray, tokenizer: Tokenizer) -> Document:
     """A document of which only tokens are at hand: bytes are those that the predicted ones are decoded to."""
-    learn = learn & (np.arange(len(tokens)) > 0)
+    learn = learn.copy()
+    learn[0] = False
     text = tokenizer.decode(tokens[learn].tolist())
     return Document(tokens, learn, len(text.encode("utf-8", errors="replace")))
 
