@@ -431,7 +431,7 @@ def test_files_that_the_documents_name_are_there():
     named = re.compile(
         r"\b(?:tests|zaya_jax|benchmarks|experiments|pallas_kernels|launch|tools)/[\w/]+\.(?:py|md|svg|png|sh)"
     )
-    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
     gone = {
         f"{page.name}: {name}"
         for page in pages

@@ -27,7 +27,9 @@ from zaya_jax.config import UserError
 ROOT = Path(__file__).resolve().parent.parent.parent
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```", re.M | re.S)
 NEEDS = re.compile(r"^\*Needs: [^*\n]+\.\*$")
-INLINE = re.compile(r"`((?:\S*python -m experiments\.|zaya-)(?!NAME\b|JOBID)[^`]*)`")
+BEGINS = rf"experiments\.(?!NAME\b|configs\b)|zaya-(?!NAME\b|JOBID\b)|(?=(?:{'|'.join(OPTIONS)}) )"
+# `python -m experiments.plan ...`, `experiments.plan ...`, `zaya-plan ...`, `plan --search`
+INLINE = re.compile(rf"`(?:\S*python -m )?(?:{BEGINS})([\w-]+)([^`]*)`")
 PLACEHOLDER = re.compile(r"(?<![\w$])[A-Z][A-Z_]+(?![\w=])")
 PYTHONS = ("python", "python3", ".venv/bin/python")
 # Programs of the system, whose options are their own.
