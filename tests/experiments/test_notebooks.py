@@ -1,0 +1,268 @@
+"""The notebooks of experiments/notebooks: their form as stored, and that they run, without Jupyter and with it."""
+
+import base64
+import datetime
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = ROOT / "experiments" / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+NAMES = ["attention", "cluster", "experts", "first_model", "one_change", "scaling", "transformers"]
+MOST_BYTES, MOST_LINES, MOST_PIXELS = 250_000, 20, 800
+A_PLACE = re.compile(r"(?<![\w.])/(?:tmp|root|home|Users|var|private|work|opt)/|[A-Z]:\\")
+
+
+def read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def code_of(notebook):
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def text_of(output):
+    """What a person reads of an output: lines, or none of a figure."""
+    if output["output_type"] == "stream":
+        return "".join(output["text"])
+    return "".join(output["data"].get("text/plain", []))
+
+
+def faults(notebook):
+    """What is wrong with a notebook as it is stored, each as a line."""
+    found = []
+    if (notebook["nbformat"], notebook["nbformat_minor"]) != (4, 5) or set(notebook) != {
+        "cells", "metadata", "nbformat", "nbformat_minor",
+    }:  # fmt: skip
+        found.append("not nbformat 4.5")
+    cells = notebook["cells"]
+    ids = [cell["id"] for cell in cells]
+    if len(set(ids)) < len(ids) or not all(re.fullmatch(r"[a-zA-Z0-9_-]{1,64}", one) for one in ids):
+        found.append("cells' ids are not unique, or no ids")
+    kinds = {
+        "markdown": {"cell_type", "id", "metadata", "source"},
+        "code": {"cell_type", "id", "metadata", "source", "execution_count", "outputs"},
+    }
+    found += [
+        f"{cell['id']}: not the fields of a cell" for cell in cells if set(cell) != kinds[cell["cell_type"]]
+    ]
+    if cells[0]["cell_type"] != "markdown" or not cells[0]["source"][0].startswith("# "):
+        found.append("no title")
+    code = code_of(notebook)
+    if [cell["execution_count"] for cell in code] != list(range(1, len(code) + 1)):
+        found.append("not run in order, or not to the end")
+    if cells[-1] is not code[-1] or not re.match(
+        r"\d{4}-\d\d-\d\d, \d+ seconds\n\d+ cores of \w+, JAX [\d.]+ on \w+\n$",
+        "".join(text_of(output) for output in code[-1]["outputs"]),
+    ):
+        found.append("the last cell does not say date and hardware")
+    for cell in code:
+        if not 0 < len(cell["source"]) <= MOST_LINES:
+            found.append(f"{cell['id']}: {len(cell['source'])} lines, more than {MOST_LINES}")
+        found += [f"{cell['id']}: {fault}" for output in cell["outputs"] for fault in faults_of(output)]
+    return found
+
+
+def faults_of(output):
+    if output["output_type"] == "error":
+        return ["an error is stored"]
+    if output["output_type"] == "stream" and output["name"] != "stdout":
+        return ["stderr is stored"]
+    found = [f"a place of one machine: {m[0]}" for m in [A_PLACE.search(text_of(output))] if m]
+    if "image/png" in output.get("data", {}):
+        png = base64.b64decode(output["data"]["image/png"])
+        if png[:8] != b"\x89PNG\r\n\x1a\n":
+            return [*found, "no PNG"]
+        sides = struct.unpack(">II", png[16:24])
+        if not 100 <= min(sides) <= max(sides) <= MOST_PIXELS:
+            found.append(f"a figure of {sides[0]} x {sides[1]} pixels")
+    return found
+
+
+def shape_of(notebook):
+    """The kinds of outputs that each code cell has."""
+    return [
+        [(o["output_type"], *sorted(o.get("data", {}))) for o in cell["outputs"]]
+        for cell in code_of(notebook)
+    ]
+
+
+def run(path, folder, steps=None):
+    """A copy of a notebook, run by the tool on one device; what it then holds."""
+    copy = folder / path.name
+    copy.write_bytes(path.read_bytes())
+    environment = {name: value for name, value in os.environ.items() if name != "ZAYA_NOTEBOOK_STEPS"}
+    environment["XLA_FLAGS"] = "--xla_backend_optimization_level=0" if steps else ""
+    environment |= {"ZAYA_NOTEBOOK_STEPS": str(steps)} if steps else {}
+    done = subprocess.run(
+        [sys.executable, ROOT / "tools" / "run_notebooks.py", "--write", copy],
+        env=environment, capture_output=True, text=True, timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return read(copy)
+
+
+########################################################################################################################
+# As they are stored
+########################################################################################################################
+
+
+def test_they_are_there_and_the_page_names_them():
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    assert [path.stem for path in NOTEBOOKS] == NAMES
+    assert sorted(re.findall(r"\]\((\w+)\.ipynb\)", page)) == NAMES
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_its_form(path):
+    assert path.stat().st_size < MOST_BYTES
+    assert not faults(read(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda cells: cells[1].update(execution_count=7), "not run in order"),
+        (lambda cells: cells[-1].update(outputs=[]), "does not say date"),
+        (lambda cells: cells[1].update(source=["x = 1\n"] * 21), "21 lines"),
+        (lambda cells: cells[2].update(id=cells[3]["id"]), "not unique"),
+        (lambda cells: cells[1]["outputs"].append({"output_type": "error"}), "an error is stored"),
+        (lambda cells: cells[1]["outputs"].append(printed("saved in /tmp" + "/a")), "a place of one machine"),
+        (lambda cells: cells[1]["outputs"].append(printed("x") | {"name": "stderr"}), "stderr"),
+        (lambda cells: cells[0].update(outputs=[]), "not the fields"),
+        (lambda cells: cells[0].update(source=["text"]), "no title"),
+    ],
+)
+def test_a_fault_of_form_is_found(change, said):
+    notebook = read(FOLDER / "cluster.ipynb")
+    change(notebook["cells"])
+    assert [fault for fault in faults(notebook) if said in fault]
+
+
+def printed(text):
+    return {"output_type": "stream", "name": "stdout", "text": [text]}
+
+
+def test_their_code_passes_ruff():
+    """It reads notebooks itself; `make lint` covers them too."""
+    for command in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, "--no-cache", *NOTEBOOKS],
+            cwd=ROOT, capture_output=True, text=True,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+
+
+########################################################################################################################
+# Run
+########################################################################################################################
+
+
+def test_the_first_one_runs_at_three_steps(tmp_path):
+    stored, again = read(FOLDER / "first_model.ipynb"), run(FOLDER / "first_model.ipynb", tmp_path, steps=3)
+    assert not faults(again)
+    assert shape_of(again) == shape_of(stored)
+    said = "".join(text_of(output) for cell in code_of(again) for output in cell["outputs"])
+    assert "done: 3 steps" in said and re.search(r"held out at the end [45]\.\d\d", said)
+
+
+def test_the_plan_of_a_cluster_is_as_stored(tmp_path):
+    """Formulas alone, so each line: where a formula changes, tools/run_notebooks.py --write stores the new one."""
+    stored, again = (
+        code_of(x) for x in (read(FOLDER / "cluster.ipynb"), run(FOLDER / "cluster.ipynb", tmp_path))
+    )
+    for before, after in zip(stored[:-1], again[:-1], strict=True):
+        assert [text_of(o) for o in after["outputs"]] == [text_of(o) for o in before["outputs"]]
+    date = text_of(again[-1]["outputs"][0])[:10]
+    assert abs(datetime.date.fromisoformat(date) - datetime.date.today()) <= datetime.timedelta(days=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "cluster"])
+def test_each_runs_at_its_size(name, tmp_path):
+    stored, again = read(FOLDER / f"{name}.ipynb"), run(FOLDER / f"{name}.ipynb", tmp_path)
+    assert not faults(again)
+    assert shape_of(again) == shape_of(stored)
+    assert (tmp_path / f"{name}.ipynb").stat().st_size < MOST_BYTES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["first_model", "cluster"])
+def test_a_kernel_of_jupyter_runs_it_too(name, tmp_path, monkeypatch):
+    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    monkeypatch.setenv("ZAYA_NOTEBOOK_STEPS", "3")
+    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert not [o for cell in code_of(notebook) for o in cell["outputs"] if o["output_type"] == "error"]
+
+
+########################################################################################################################
+# The tool
+########################################################################################################################
+
+
+def written(folder, *sources):
+    """A notebook of these code cells."""
+    cells = [
+        {
+            "cell_type": "code", "id": f"c{i}", "metadata": {}, "source": [source],
+            "execution_count": None, "outputs": [],
+        }
+        for i, source in enumerate(sources)
+    ]  # fmt: skip
+    path = folder / "small.ipynb"
+    path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
+    return path
+
+
+def tool(*arguments):
+    return subprocess.run(
+        [sys.executable, ROOT / "tools" / "run_notebooks.py", *arguments], capture_output=True, text=True
+    )
+
+
+def test_cells_share_names_and_outputs_are_jupyters(tmp_path):
+    path = written(
+        tmp_path,
+        "import sys\nx = 2\nprint('so', end='')\nx",
+        "x + 1;",
+        "open('left', 'w').close()\nprint('aside', file=sys.stderr)",
+        "import matplotlib.pyplot as plt\nplt.figure(figsize=(3, 2), dpi=60)\nplt.plot([1, x]);",
+        "def f():\n    return __name__\nf()",
+    )
+    before = path.read_bytes()
+    done = tool(path)
+    assert done.returncode == 0 and path.read_bytes() == before
+    assert "aside" in done.stderr and "aside" not in done.stdout
+    assert tool("--write", path).returncode == 0
+    cells = code_of(read(path))
+    assert [cell["execution_count"] for cell in cells] == [1, 2, 3, 4, 5]
+    assert [text_of(output) for output in cells[0]["outputs"]] == ["so", "2"]
+    assert cells[1]["outputs"] == cells[2]["outputs"] == []
+    assert [sorted(output["data"]) for output in cells[3]["outputs"]] == [["image/png", "text/plain"]]
+    assert not faults_of(cells[3]["outputs"][0])
+    assert text_of(cells[4]["outputs"][0]) == "'__main__'"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["small.ipynb"]  # it ran in a folder of its own
+
+
+def test_a_cell_that_raises_is_named_and_nothing_is_written(tmp_path):
+    path = written(tmp_path, "x = 1", "y = 0\nx / y", "print('later')")
+    before = path.read_bytes()
+    done = tool("--write", path)
+    assert done.returncode == 1 and path.read_bytes() == before
+    assert "small.ipynb: cell 2 failed" in done.stderr and "    x / y" in done.stderr
+    assert "ZeroDivisionError" in done.stderr and "later" not in done.stdout
+
+
+def test_what_is_no_notebook_is_one_line(tmp_path):
+    done = tool(tmp_path / "none.ipynb")
+    assert done.returncode == 2 and "is no notebook; give a file NAME.ipynb" in done.stderr.splitlines()[-1]
