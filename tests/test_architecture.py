@@ -227,7 +227,7 @@ def texts() -> list[tuple[str, str]]:
     files += [path for room in (*ROOMS, *PACKAGES) for path in (ROOT / room).rglob("*") if path.is_file()]
     found = []
     for path in files:
-        if "__pycache__" not in path.parts:
+        if not {"__pycache__", ".ipynb_checkpoints"} & {*path.parts}:
             try:
                 found.append((str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")))
             except UnicodeDecodeError:

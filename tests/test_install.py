@@ -19,6 +19,7 @@ import zaya_jax
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+LEFT = {"__pycache__", ".ipynb_checkpoints"}  # by Python and Jupyter
 PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
 COMMANDS = {f"zaya-{name.replace('_', '-')}": name for name in OPTIONS}
 
@@ -26,7 +27,7 @@ COMMANDS = {f"zaya-{name.replace('_', '-')}": name for name in OPTIONS}
 def tree() -> set[str]:
     """Every file of the packages and of launch/, by its path."""
     found = [path for room in (*PACKAGES, "launch") for path in (ROOT / room).rglob("*") if path.is_file()]
-    return {str(path.relative_to(ROOT)) for path in found if "__pycache__" not in path.parts}
+    return {str(path.relative_to(ROOT)) for path in found if not LEFT & {*path.parts}}
 
 
 def normal(name: str) -> str:
@@ -106,7 +107,7 @@ def wheel(tmp_path_factory):
     for name in (*PACKAGES, "launch", "pyproject.toml", "README.md", "LICENSE"):
         there = ROOT / name
         if there.is_dir():
-            shutil.copytree(there, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(there, source / name, ignore=shutil.ignore_patterns(*LEFT))
         else:
             shutil.copyfile(there, source / name)
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check"]

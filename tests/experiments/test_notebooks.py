@@ -259,7 +259,7 @@ def test_a_cell_that_raises_is_named_and_nothing_is_written(tmp_path):
     before = path.read_bytes()
     done = tool("--write", path)
     assert done.returncode == 1 and path.read_bytes() == before
-    assert "small.ipynb: cell 2 failed" in done.stderr and "    x / y" in done.stderr
+    assert "small.ipynb: cell 2 failed; nothing is written" in done.stderr and "    x / y" in done.stderr
     assert "ZeroDivisionError" in done.stderr and "later" not in done.stdout
 
 
