@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 ROOT = commands.ROOT
-# Pages that may come into docs/ before their line comes into the navigation.
-LATER = {"evaluation.md", "generation.md", "report.md"}
+# Pages that may come before their line comes into the navigation.
+LATER = {
+    f"{room}{name}.md" for room in ("", "benchmarks/") for name in ("evaluation", "generation", "report")
+}
 LINK = re.compile(r"(?<=\]\()([^)\s#]*)(?:#([^)\s]*))?(?=\))")
 CODE = re.compile(r"^ *```.*?^ *```|`[^`\n]*`", re.M | re.S)
 
