@@ -15,6 +15,7 @@ from scored_models import settings
 
 import zaya_jax as zj
 from zaya_jax.config import UserError
+from zaya_jax.data import tokenizers
 from zaya_jax.evaluate import harness
 from zaya_jax.evaluate.scorer import Row, Scorer
 
@@ -171,8 +172,14 @@ def test_each_request_is_answered_as_lm_eval_s_hf_model_does(tmp_path):
     assert {task: row["requests"] for task, row in found.items()} == {
         "zaya_choice": 36, "zaya_nothing": 36, "zaya_go_on": 12, "zaya_rolling": 6
     }  # fmt: skip
+    # A rolling likelihood is a sum over windows, each of them some 300 nats that `hf` adds up in float32.
+    encode = tokenizers.load(tmp_path / "tokenizer").encode
+    lines = (Path(TASKS) / "rolling.jsonl").read_text().splitlines()
+    windows = max(-(-len(encode(json.loads(line)["text"])) // 64) for line in lines)
+    assert windows > 2
     for task, row in found.items():
-        assert row["distance"] < 1e-4 and row["other"] == 0, task
+        bound = 1e-4 * (windows if task == "zaya_rolling" else 1)
+        assert row["distance"] < bound and row["other"] == 0, task
     assert len(found["zaya_go_on"]["texts"]) > 1
 
 
