@@ -238,8 +238,11 @@ def of_flags(name: str, args: list[str], needs: bool) -> str:
     default = "tiny" if name == "pretrain" else "zaya1_base"
     if not file or (needs and not (ROOT / file).is_file()):
         file = f"experiments/configs/{default}.py"  # the reader's own begins as one of these
+    file, _, run = file.partition(":")
     if not (ROOT / file).is_file():
         return f"--config={file} is no file"
+    if run:  # it reads a run that is not here; the keys are the same
+        file = f"experiments/configs/{default}.py"
     if name == "pretrain" and file.endswith("zaya1_base.py") and "--describe" not in args and not needs:
         return "zaya1_base trains on GPUs alone: say so in a line before the block, *Needs: ...*"
     keys = [arg for arg in args if arg.startswith("--config.")]
