@@ -319,15 +319,15 @@ except UserError as error:
 
 def test_two_imports_into_one_folder(source, monkeypatch):
     """The second is refused while the first writes, and when it has written."""
-    work, check = source.parent / "work", hf.Directory.balance
+    work, close = source.parent / "work", exchange.pieces.Writer.close
     told = []
 
     def meanwhile(self):
         command = [sys.executable, "-c", SECOND_IMPORT, str(source), str(work)]
         told.append(subprocess.run(command, capture_output=True, text=True, timeout=300).stdout)
-        return check(self)
+        return close(self)
 
-    monkeypatch.setattr(hf.Directory, "balance", meanwhile)
+    monkeypatch.setattr(exchange.pieces.Writer, "close", meanwhile)
     exchange.from_hf(source, work)
     assert len(told) == 1 and re.search(r"/work is in use by process \d+ on", told[0]), told
     assert sorted(p.name for p in source.parent.iterdir()) == ["in", "work"]

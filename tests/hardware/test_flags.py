@@ -11,7 +11,7 @@ from zaya_jax.hardware import flags
 
 PROGRAMS = sorted(
     path.stem
-    for path in (Path(__file__).resolve().parents[2] / "experiments").glob("*.py")
+    for path in (Path(__file__).resolve().parents[2] / "experiments").glob("[a-z]*.py")
     if "__main__" in path.read_text()
 )
 COMMANDS = {"characterize": ["storage"]}  # what must come before a program's options

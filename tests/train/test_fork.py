@@ -223,7 +223,7 @@ def test_the_step_that_was_newest_at_first_stays_the_one(parent, tmp_path):
 def how_to():
     """The commands of docs/recipe.md's cool-downs, as bash runs them, but for the program: {workdir: keys}."""
     text = Path("docs/recipe.md").read_text()
-    block = re.search(r"## Cool-downs.*?```\n(.*?)```", text, re.S)[1]
+    block = re.search(r"## Cool-downs.*?```sh\n(.*?)```", text, re.S)[1]
     assert "python -m experiments.pretrain" in block
     script = f'python() {{ printf "%s\\n" "$*"; }}\n{block}'
     said = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True).stdout
