@@ -55,12 +55,8 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> pipelin
     try:
         if path != "stdlib" and storage.is_prepared(path):
             store = storage.Prepared(path, "held_out", config.data.on_corrupt)
-            made = store.manifest["tokenizer"]
-            if made["sha256"] != tokenizer.sha256:
-                raise UserError(
-                    f"it was prepared with another tokenizer ({made['kind']}, {made['vocab_size']} ids) than "
-                    f"config.data.tokenizer={config.data.tokenizer!r}; prepare it with that, or give its files"
-                )
+            own = f"config.data.tokenizer={config.data.tokenizer!r}"
+            store.require_tokenizer(tokenizer.sha256, "it", own, "prepare it with that, or give its files")
         elif _real(path) in trained:
             store = pipeline.open_stores(config, trained[_real(path)], tokenizer)[1]
         else:

@@ -164,6 +164,15 @@ class Prepared:
         self.__dict__.update(state)
         self._fresh()
 
+    def require_tokenizer(self, sha256: str, what: str, other: str, way_out: str) -> None:
+        """UserError where `what` was prepared with another tokenizer than `other`."""
+        made = self.manifest["tokenizer"]
+        if made["sha256"] != sha256:
+            raise UserError(
+                f"{what} was prepared with another tokenizer ({made['kind']}, {made['vocab_size']} ids) than {other}; "
+                f"{way_out}"
+            )
+
     @property
     def num_tokens(self) -> int:
         """Tokens on the tape."""

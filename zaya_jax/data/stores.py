@@ -19,12 +19,9 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
         chats.require_marks(tokenizer, data.tokenizer)
     if path != "stdlib" and storage.is_prepared(path):
         shards = storage.Prepared(path, "train", config.data.on_corrupt)
-        made = shards.manifest["tokenizer"]
-        if made["sha256"] != tokenizer.sha256:
-            raise UserError(
-                f"{path} was prepared with another tokenizer ({made['kind']}, {made['vocab_size']} ids) than "
-                f"config.data.tokenizer={config.data.tokenizer!r}; set that to {storage.join(path, 'tokenizer')}"
-            )
+        own = f"config.data.tokenizer={config.data.tokenizer!r}"
+        way_out = f"set that to {storage.join(path, 'tokenizer')}"
+        shards.require_tokenizer(tokenizer.sha256, path, own, way_out)
         if not shards.num_tokens:
             raise UserError(f"{path} holds no training tokens; prepare it with more input")
         if data.chats:

@@ -151,12 +151,9 @@ class _Counted:
 
 def _prepared(path: str, tokenizer: Tokenizer) -> Iterator[Document]:
     store = storage.Prepared(path, "held_out")
-    made = store.manifest["tokenizer"]
-    if made["sha256"] != tokenizer.sha256:
-        raise UserError(
-            f"--data={path} was prepared with another tokenizer ({made['kind']}, {made['vocab_size']} ids) than the "
-            f"model's ({tokenizer.kind}, {tokenizer.vocab_size} ids); give the files that it was prepared from"
-        )
+    own = f"the model's ({tokenizer.kind}, {tokenizer.vocab_size} ids)"
+    way_out = "give the files that it was prepared from"
+    store.require_tokenizer(tokenizer.sha256, f"--data={path}", own, way_out)
     if not store.num_tokens:
         raise UserError(f"--data={path} has no held-out part; prepare it with --held_out, or give files")
     yield from _of_store(store, tokenizer)
