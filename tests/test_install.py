@@ -78,6 +78,41 @@ def test_what_training_needs_is_pinned_in_the_small_set_and_nothing_of_developme
     assert not base & {"pytest", "mypy", "ruff", "hypothesis", "matplotlib", "moto", "flask"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("pins", ["base", "dev"])
+@pytest.mark.parametrize("machine", ["aarch64", "arm64"])
+def test_pins_have_wheels_for_other_machines(machine, pins, tmp_path):
+    """aarch64 Linux (glibc 2.28) and Apple silicon (macOS 14). Needs the package index."""
+    old = (5, 12, 17, 24, 26, 27, 28)
+    platforms = {
+        "aarch64": ["manylinux2014_aarch64", *(f"manylinux_2_{minor}_aarch64" for minor in old)],
+        "arm64": [f"macosx_{v}" for v in ("11_0_arm64", "12_0_arm64", "13_0_arm64", "14_0_arm64")]
+        + [f"macosx_10_{minor}_universal2" for minor in (9, 12, 13)],
+    }[machine]
+    wanted = tmp_path / "pins.txt"
+    lines = (ROOT / "requirements" / f"{pins}.txt").read_text().splitlines()
+    # pip reads markers for the machine that it runs on.
+    wanted.write_text("\n".join(x for x in lines if "==" in x and not (machine == "aarch64" and "; " in x)))
+    asked = [f"--platform={name}" for name in platforms] + [
+        f"--abi={abi}" for abi in ("cp312", "abi3", "none")
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--dry-run",
+        "--no-deps",
+        "--ignore-installed",
+    ]
+    command += ["--only-binary=:all:", "--implementation=cp", "--python-version=3.12", *asked]
+    done = subprocess.run(
+        [*command, f"--target={tmp_path / 'there'}", "-r", wanted], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_what_the_packages_import_is_declared():
     """At a module's top: nothing of the development set is needed to import what training imports."""
     known = importlib.metadata.packages_distributions()

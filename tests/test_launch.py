@@ -1,7 +1,9 @@
 """The launch templates without a cluster: shells that lint, a JobSet of the right shape, one set of values in both."""
 
 import os
+import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,7 +27,7 @@ SHELLS = (
     LAUNCH.parent / ".ci" / "run",
     *(LAUNCH.parent / "tools").glob("*.sh"),
 )
-SHELLCHECK = Path(sys.executable).with_name("shellcheck")
+SHELLCHECK = Path(sys.executable).with_name("shellcheck")  # no wheel of it on aarch64
 
 # The part of the API that the template uses: a dict's keys are all required unless marked with "?", and no others are
 # known; [x] is a list of x, at least one; a type, a tuple of types or a set of values is itself.
@@ -112,7 +114,10 @@ def job_of(jobset):
 @pytest.mark.parametrize("path", SHELLS, ids=lambda path: path.name)
 def test_the_projects_shells_parse_and_lint(path):
     subprocess.run(["bash", "-n", path], check=True)
-    linted = subprocess.run([SHELLCHECK, path], capture_output=True, text=True)
+    found = SHELLCHECK if SHELLCHECK.exists() else shutil.which("shellcheck")
+    if not found and platform.machine() == "aarch64":
+        pytest.skip("there is no wheel of shellcheck for aarch64: install the system's")
+    linted = subprocess.run([found, path], capture_output=True, text=True)
     assert linted.returncode == 0, linted.stdout
 
 
