@@ -71,13 +71,18 @@ def rivals(case: cases.Case, here: Chip) -> dict[str, Callable[[Any], Callable]]
         found[f"jax.nn, {how}"] = lambda dtype: (
             lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
         )
-        if tokamax := _tokamax(here):
+        if tokamax := _installed("tokamax", here, "cuda"):
             found["tokamax"] = lambda dtype: (
                 lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=True)
             )
+        if aiter := _installed("jax_aiter.mha", here, "rocm"):
+            # A tuple, of the output alone. Its assembly kernels for the gradients are not for `deterministic`.
+            found["AITER"] = lambda dtype: (
+                lambda q, k, v: aiter.flash_attn_func(q, k, v, causal=True, deterministic=False)[0]
+            )
     if case.label == "sorted rows":
         found["lax.ragged_dot"] = lambda dtype: _ragged(jax.lax.ragged_dot)
-        if tokamax := _tokamax(here):
+        if tokamax := _installed("tokamax", here, "cuda"):
             found["tokamax"] = lambda dtype: _ragged(tokamax.ragged_dot)
     if case.operator == "cross_entropy":
         found["all logits at once"] = _all_logits
@@ -86,9 +91,10 @@ def rivals(case: cases.Case, here: Chip) -> dict[str, Callable[[Any], Callable]]
     return found
 
 
-def _tokamax(here: Chip) -> Any:
-    there = importlib.util.find_spec("tokamax") and here.maker == "cuda" and not here.is_host
-    return importlib.import_module("tokamax") if there else None
+def _installed(module: str, here: Chip, maker: str) -> Any:
+    """The module, if this chip is of its maker and a user has installed it."""
+    there = here.maker == maker and not here.is_host and importlib.util.find_spec(module.split(".")[0])
+    return importlib.import_module(module) if there else None
 
 
 def _ragged(product: Callable) -> Callable:
