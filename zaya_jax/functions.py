@@ -107,10 +107,7 @@ def forward(
         )  # fmt: skip
         found = {"logits": zaya.logits(model, params, out.hidden, precision)}
         like = (model.num_hidden_layers, *batch["tokens"].shape, -1)
-        for name in (
-            "hidden_states",
-            "router_logits",
-        ):  # a cut sequence's chunks are rows of their own inside
+        for name in ("hidden_states", "router_logits"):  # a cut sequence's chunks are rows inside
             value = getattr(out, name)
             found |= {} if value is None else {name: value.reshape(like)}
         return found | (out.cache or {})
