@@ -11,6 +11,7 @@ share the work; each holds the whole model. docs/evaluation.md says what is coun
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -31,19 +32,25 @@ from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.report import evaluation as page
 
+ALL = "all"  # the row of all --data
+
 
 def main() -> int:
     """The program: several processes do the same, and share what is scored."""
-    args = parser().parse_args()
+    found = parser()
+    args = found.parse_args()
     out = cli.out_folder(args.out, "the evaluation")
-    tasks = [task for task in (args.tasks or "").split(",") if task]
+    tasks = [task.strip() for task in (args.tasks or "").split(",") if task.strip()]
     if args.tasks is not None and not tasks:
         raise UserError(f"--tasks={args.tasks} names none; give their names with commas between them")
     if args.include_path and not Path(args.include_path).is_dir():
         raise UserError(f"--include_path={args.include_path} is no folder")
     if tasks:
         harness.require()
-    refuse_doubles(args.data or [])
+    for name in ("include_path", "num_fewshot", "bos"):
+        if not tasks and getattr(args, name) is not found.get_default(name):
+            raise UserError(f"--{name} is of tasks; give --tasks, or leave it out")
+    check_names(args.data or [])
     folder, _ = given.folder_and_step(args.model)
     if not args.data and not tasks and not (folder / "checkpoints").is_dir():
         raise UserError(f"--model={args.model} is no run, so it has held nothing out; give --data or --tasks")
@@ -54,6 +61,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     """Scores, then the files."""
     host.keep_compiled()
     began = time.perf_counter()
+    both = shared_file(args.data or [])
     model = library.load(args.model, mesh=_mesh(args.mesh))
     if model.tokenizer is None:
         raise UserError(
@@ -75,8 +83,13 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
         name: loss_on(model, name, found, context, args.tokens)
         for name, found in sources(model, args, tasks, skipped)
     }
-    if len(data) > 1:
-        data = {"all": texts.together(data.values()), **data}
+    if both:
+        notes.append(f"No row of all: {both}.")
+    elif len(data) > 1:
+        data = {ALL: texts.together(data.values()), **data}
+    odd = [name for name, loss in data.items() if not math.isfinite(loss.loss)]
+    if odd:
+        notes.append(f"No finite loss, null in evaluation.json: {', '.join(odd)}.")
     if skipped:
         few = "; ".join(skipped[:3]) + ("; ..." if len(skipped) > 3 else "")
         notes.append(f"{len(skipped):,} samples were left out: {few}")
@@ -105,7 +118,9 @@ def save(out: Path, result: dict[str, Any], found: dict[str, Any]) -> str:
     """Writes the files, and says where they are."""
     files = {
         "evaluation.md": page.text(result).encode(),
-        "evaluation.json": (json.dumps(result, indent=1) + "\n").encode(),
+        "evaluation.json": (
+            json.dumps(harness.without_nan(result), indent=1, allow_nan=False) + "\n"
+        ).encode(),
         "evaluation.html": page.render(result).encode(),
         **({"samples.jsonl": harness.samples(found)} if found else {}),
     }
@@ -144,13 +159,27 @@ def parser() -> cli.Parser:
     return found
 
 
-def refuse_doubles(paths: list[str]) -> None:
-    """UserError where one --data is given twice, which the row of all would count twice."""
+def check_names(paths: list[str]) -> None:
+    """UserError where one --data is given twice, or one has the name of the row of all."""
     seen: dict[str, str] = {}
     for path in paths:
-        before = seen.setdefault(os.path.realpath(path) if os.path.exists(path) else path, path)
-        if before is not path:
-            raise UserError(f"--data={path} is the same as --data={before}; name it once")
+        real = os.path.realpath(path) if os.path.exists(path) else path
+        if real in seen:
+            raise UserError(f"--data={path} is the same as --data={seen[real]}; name it once")
+        seen[real] = path
+    if ALL in paths and len(paths) > 1:
+        raise UserError(f"--data={ALL} would have the name of the row of all; write --data=./{ALL}")
+
+
+def shared_file(paths: list[str]) -> str:
+    """A file that two of --data name, in words; "" where there is none. The row of all would count it twice."""
+    seen: dict[str, str] = {}
+    for path in paths:
+        for file in texts.files_of(path):
+            before = seen.setdefault(os.path.realpath(file), path)
+            if before != path:
+                return f"{file} is in {before} and in {path}"
+    return ""
 
 
 def sources(

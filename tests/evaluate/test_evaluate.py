@@ -1,14 +1,19 @@
 """The program: its files, what it refuses before anything is written, several processes."""
 
+import dataclasses
 import json
+import math
 import re
 
+import jax
 import multiprocess_runs
+import numpy as np
 import pytest
 
 from experiments import evaluate
 from zaya_jax import cli
 from zaya_jax.cluster import multihost
+from zaya_jax.report import evaluation
 
 
 @pytest.fixture
@@ -73,6 +78,11 @@ def test_a_row_for_each_data_and_one_for_all(call, folder, data, tmp_path):
         (["--tasks=,"], "--tasks=, names none"),
         (["--include_path={data}/a.txt", "--tasks=x"], "--include_path=.* is no folder"),
         (["--data={data}/wide.jsonl"], r"text_field|no field|text"),
+        (["--data=all", "--data={data}"], "would have the name of the row of all; write --data=./all"),
+        (["--data=a", "--data=a"], "--data=a is the same as --data=a; name it once"),
+        (["--data={data}/a.txt", "--data=nowhere.txt"], r"--data=nowhere\.txt names no file"),
+        (["--bos", "--data={data}"], "--bos is of tasks; give --tasks, or leave it out"),
+        (["--num_fewshot=0", "--data={data}"], "--num_fewshot is of tasks"),
     ],
 )
 def test_what_will_not_do_is_one_line_and_nothing_is_written(call, folder, data, tmp_path, given, said):
@@ -103,6 +113,78 @@ def test_a_context_above_the_model_s_is_said(call, folder, data, tmp_path):
         f"--model={folder}", f"--out={tmp_path / 'out'}", f"--data={data}/a.txt", "--context=99"
     )
     assert code == cli.DONE and "is above the model's 64 tokens: 64 are taken" in out
+
+
+def test_text_in_two_rows_is_summed_in_none(call, folder, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(data)
+    (data / "a|b.txt").write_text("of another name")
+    code, out, _ = call(f"--model={folder}", f"--out={tmp_path / 'out'}", "--data=a*", "--data=[a]|b.txt")
+    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"]
+    assert code == cli.DONE and list(found) == ["a*", "[a]|b.txt"]
+    assert "No row of all: a|b.txt is in a* and in [a]|b.txt." in out
+    assert r"| [a]\|b.txt | 1 |" in out
+
+
+def test_answers_that_stand_for_no_byte_have_no_bits_per_byte(call, folder, data, tmp_path):
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
+    (data / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    code, out, _ = call(f"--model={folder}", f"--out={tmp_path / 'out'}", f"--data={data}/chat.jsonl")
+    (row,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"].values()
+    assert code == cli.DONE and row["tokens"] > row["bytes"] == 0 and row["bits_per_byte"] is None
+    assert f"| {row['perplexity']:,.3f} | – |" in out
+
+
+def test_a_model_of_nan_is_said_and_the_files_are_read_by_all(call, model, data, tmp_path):
+    broken = dataclasses.replace(model, params=jax.tree.map(lambda leaf: leaf * np.nan, model.params))
+    folder = broken.save(tmp_path / "broken")
+    code, out, _ = call(f"--model={folder}", f"--out={tmp_path / 'out'}", f"--data={data}/a.txt")
+    assert code == cli.DONE and f"No finite loss, null in evaluation.json: {data}/a.txt." in out
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    text = (tmp_path / "out" / "evaluation.json").read_text()
+    (row,) = json.loads(text, parse_constant=refuse)["data"].values()
+    assert row["loss"] is None and row["by_position"][0]["loss"] is None and row["tokens"] > 0
+    assert "<svg" not in (tmp_path / "out" / "evaluation.html").read_text()
+
+
+def test_the_page_has_each_power_of_two_its_own_place():
+    """Documents of 3 to 40,000 tokens: on an axis of tokens nine of ten places would lie on its first tenth."""
+    places = [
+        {"from": 1 << k, "to": (2 << k) - 1, "tokens": 9, "loss": 6 / (k + 1) if k else math.nan}
+        for k in range(15)
+    ]
+    row = {
+        "documents": 1, "tokens": 9, "bytes": 9, "loss": 3.0, "perplexity": 20.0, "bits_per_byte": None,
+        "accuracy": 0.5,
+    }  # fmt: skip
+    data = {"long": {**row, "by_position": places}, "short": {**row, "by_position": places[:6]}}
+    data["one"] = {**row, "by_position": places[:2]}
+    page = evaluation.render(
+        {
+            "model": "m",
+            "date": "",
+            "device": "",
+            "jax": "",
+            "seconds": 1.0,
+            "notes": [],
+            "data": data,
+            "tasks": {},
+        }
+    )
+    long, short = (
+        [float(pair.split(",")[0]) for pair in points.split()]
+        for points in re.findall(r'points="(.*?)"', page)
+    )
+    steps = np.diff(long)
+    assert len(long) == 14 and steps.min() > 0.9 * steps.max() > 20 and long[:5] == short
+    assert "In the table alone: 1 that" in page
+    # Of a curve that has ended the table shows no more.
+    rows = re.findall(r'<th scope="row">([\d.k]+)</th><td>(\S+) nats</td><td>(\S+?)(?: nats)?</td>', page)
+    assert len(rows) == 12
+    for place, of_long, of_short in rows:
+        assert of_short == (of_long if place in ("2", "4", "8", "16", "32") else "–"), rows
 
 
 def test_two_processes_share_the_work_and_one_writes(call, folder, data, tmp_path):

@@ -12,6 +12,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -94,10 +95,12 @@ def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TO
 
         def _loglikelihood_tokens(self, requests: Sequence, disable_tqdm: bool = False, **_: Any) -> list:
             rows = []
-            for _, context, continuation in requests:
+            for _, given, continuation in requests:
                 if not continuation:
                     raise UserError("a task has an answer that adds no token to its question")
-                ids = (list(context) + list(continuation))[-(self.max_length + 1) :]
+                # White space alone: lm-eval has moved it to the answer, and its hf model stops at an assertion.
+                context = list(given) or [self.prefix_token_id]
+                ids = (context + list(continuation))[-(self.max_length + 1) :]
                 if len(continuation) >= len(ids):
                     raise UserError(
                         f"a task has an answer of {len(continuation)} tokens, above the model's context of "
@@ -230,10 +233,19 @@ def figures(found: dict[str, Any]) -> dict[str, dict[str, tuple[float, float | N
     return tables
 
 
+def without_nan(value: Any) -> Any:
+    """The same with None for numbers that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: without_nan(own) for key, own in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(own) for own in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def samples(found: dict[str, Any]) -> bytes:
     """Every question with what was asked and answered, a line of JSON each."""
     lines = [
-        json.dumps({"task": task, **sample}, default=str)
+        json.dumps(without_nan({"task": task, **sample}), default=str, allow_nan=False)
         for task, own in found.get("samples", {}).items()
         for sample in own
     ]

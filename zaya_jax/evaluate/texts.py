@@ -91,6 +91,16 @@ def documents(
     return itertools.islice(_files(path, tokenizer, text_field, skipped), limit)
 
 
+def files_of(path: str) -> list[str]:
+    """What --data=path reads: files, or prepared data's own folder."""
+    if storage.is_prepared(path):
+        return [path]
+    try:
+        return inputs.find([path], os.devnull)
+    except UserError as error:
+        raise UserError(str(error).replace("--input", "--data")) from None
+
+
 def held_out(config: Config, path: str, tokenizer: Tokenizer, limit: int | None = None) -> Iterator[Document]:
     """What a run with this config keeps for evaluation of one of its sources; at most `limit` documents."""
     store = pipeline.open_stores(config, path, tokenizer)[1]
@@ -103,10 +113,7 @@ def _files(
     path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]
 ) -> Iterator[Document]:
     form = chat.Format(tokenizer)
-    try:
-        files = [(name, *prepare_plan.stamp(name, False)) for name in inputs.find([path], os.devnull)]
-    except UserError as error:
-        raise UserError(str(error).replace("--input", "--data")) from None
+    files = [(name, *prepare_plan.stamp(name, False)) for name in files_of(path)]
     for stretch in itertools.chain.from_iterable(inputs.split(files, PART)):
         for found in inputs.samples(stretch, text_field):
             if isinstance(found, inputs.NotText):

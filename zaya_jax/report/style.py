@@ -125,6 +125,7 @@ tbody th { font-weight: 400; }
 .scroll { overflow-x: auto; position: relative; }
 .num tbody th { white-space: nowrap; }
 .num td, .num thead th + th { text-align: right; white-space: nowrap; }
+.names tbody th { white-space: normal; min-width: 104px; }
 .runs th, .runs td { min-width: 104px; }
 .runs thead th { color: var(--ink); font-weight: 600; }
 .runs tbody th {

@@ -262,7 +262,7 @@ def spread(count: int, most: int) -> list[int]:
     return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
 
 
-def _lines_table(lines: Sequence[Line], over: str, unit: str) -> str:
+def _lines_table(lines: Sequence[Line], over: str, unit: str, log_x: bool = False) -> str:
     """Some points of the longest curve, beside them the others' nearest values; a dash where another has none near."""
     finite = [[p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])] for line in lines]
     places = max(([s for s, _ in points] for points in finite), key=len, default=[])
@@ -276,7 +276,8 @@ def _lines_table(lines: Sequence[Line], over: str, unit: str) -> str:
         for points in finite:
             at = bisect.bisect_left(points, (step, -math.inf))
             near = min(points[max(0, at - 1) : at + 1], key=lambda p: abs(p[0] - step), default=None)
-            cells.append(number(near[1]) + unit if near and abs(near[0] - step) <= reach else "–")
+            far = step / 4 if log_x else reach
+            cells.append(number(near[1]) + unit if near and abs(near[0] - step) <= far else "–")
         rows.append([f"{round(step):,}" if over in COUNTS else number(step, 3), *cells])
     return values_table([over, *(line.label for line in lines)], rows, len(places))
 
@@ -288,6 +289,7 @@ def line_chart(
     x_range: tuple[float, float],
     y_range: tuple[float, float],
     log: bool = False,
+    log_x: bool = False,
     bad_steps: Sequence[float] = (),
     describe: str = "",
     note: str = "",
@@ -295,7 +297,7 @@ def line_chart(
     over: str = "step",
 ) -> str:
     """Curves over steps, or what `over` names; `bad_steps` are marked along the top as steps without a finite value."""
-    x = Axis(*x_range, LEFT, WIDTH - RIGHT)
+    x = Axis(*x_range, LEFT, WIDTH - RIGHT, log_x)
     y = Axis(*y_range, HEIGHT - BOTTOM, TOP, log)
     legend = []
     for index, line in enumerate(lines):
@@ -326,7 +328,7 @@ def line_chart(
         + f'<path class="cursor" d="M0 {TOP}V{HEIGHT - BOTTOM}"/></svg>'
     )
     keys = f'<ul class="legend">{"".join(legend)}</ul>'
-    return figure(title, keys, svg, note, table=_lines_table(lines, over, unit), name=name)
+    return figure(title, keys, svg, note, table=_lines_table(lines, over, unit, log_x), name=name)
 
 
 def _bad_mark(px: float, step: float) -> str:

@@ -144,11 +144,16 @@ def value_text(value: object) -> str:
 def as_markdown(title: str, head: Sequence[str], rows: list[list[str]]) -> str:
     """A table of text under its title, in Markdown."""
     lines = [f"### {title}\n", "| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(cells) + " |" for cells in rows), ""])
+    return "\n".join([*lines, *("| " + " | ".join(map(_in_cell, cells)) + " |" for cells in rows), ""])
 
 
-def as_html(head: Sequence[str], rows: list[list[str]]) -> str:
-    """A table of text, on a page."""
+def _in_cell(text: str) -> str:
+    """Text that ends no cell and no row of Markdown."""
+    return " ".join(text.replace("|", "\\|").splitlines())
+
+
+def as_html(head: Sequence[str], rows: list[list[str]], kind: str = "wide") -> str:
+    """A table of text, on a page; the first of a row names it."""
     top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in rows)
-    return f'<table class="wide"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+    body = "".join(_row(escape(name), map(escape, cells)) for name, *cells in rows)
+    return f'<table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
