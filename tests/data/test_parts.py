@@ -368,6 +368,20 @@ def test_a_bpe_is_trained_by_the_first_and_the_same_as_one_machine_s(tmp_path, s
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_what_a_part_s_error_advises_is_what_helps(tmp_path, source):
+    """A BPE that the input is too small for: the smaller one is other options, and nothing is to be skipped."""
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match="smaller vocabulary") as said:
+        part(options_for(source, train_bpe=60_000), out, 0, 2)
+    assert str(said.value).endswith(
+        "the same command does what is left of part 0/2; other options need another --out, or this one removed"
+    )
+    with pytest.raises(UserError, match=r"begun with other train_bpe; .* remove this one to begin anew"):
+        part(options_for(source, train_bpe=270), out, 0, 2)
+    shutil.rmtree(out)
+    assert part(options_for(source, train_bpe=270), out, 0, 2)
+
+
 def test_what_a_preparation_leaves_in_its_folder_may_be_damaged(tmp_path, source, whole):
     options, out = options_for(source), tmp_path / "out"
     for index in range(2):

@@ -39,9 +39,9 @@ OURS = (WORK, tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
 PLAN, SHARED = "plan.json", "of-"  # `.work/of-8`: somebody made a part of 8
 STALE_SECONDS = 3600  # who writes a shard writes to it every few seconds
-AFTER_PART = (
-    "; the same command does what is left of part {}, also with --skip_bad added to it and to --merge"
-)
+AFTER_PART = "; the same command does what is left of part {}"
+WITH_SKIPS = ", also with --skip_bad added to it and to --merge"
+WITH_OTHERS = "; other options need another --out, or this one removed"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -86,7 +86,7 @@ def prepare(
         if _finished(directory):  # killed just before the end
             return _complete(directory, plan, out), True
         _same_plan(directory, plan, out)
-        with _failing(directory, out, lambda: _after_failure(directory, made)):
+        with _failing(directory, out, lambda _: _after_failure(directory, made)):
             return _make(options, directory, plan, processes, tell, engine), False
 
 
@@ -104,7 +104,7 @@ def prepare_part(
         _claim(directory, plan, out)
         (directory / WORK / f"{SHARED}{part.count}").touch()
         try:
-            with _failing(directory, out, lambda: AFTER_PART.format(part)):
+            with _failing(directory, out, lambda error: _after_part(part, error)):
                 tasks = prepare_plan.tasks(plan)
                 owner = prepare_plan.owners(tasks, part.count)
                 mine = [task for task in tasks if owner[task.number] == part.index]
@@ -134,7 +134,7 @@ def merge(options: Options, out: str) -> tuple[dict[str, Any], bool]:
             return _complete(directory, plan, out), True
         _refuse(out, prepare_plan.difference(_begun(directory), plan))
         try:
-            with _failing(directory, out, lambda: ""):
+            with _failing(directory, out, lambda _: ""):
                 tasks = prepare_plan.tasks(plan)
                 tokenizer = _tokenizer(options, directory, plan, tasks)
                 job = prepare_task.job(directory, options, plan, tokenizer)
@@ -227,20 +227,30 @@ def _locked(directory: pathlib.Path, out: str, how: int) -> Iterator[list[pathli
 
 
 @contextlib.contextmanager
-def _failing(directory: pathlib.Path, out: str, ending: Callable[[], str]) -> Iterator[None]:
+def _failing(directory: pathlib.Path, out: str, ending: Callable[[BaseException], str]) -> Iterator[None]:
     """What fails in here is one line, with what is to be said of the directory behind it."""
     try:
         yield
     except prepare_manifest.NoDocuments as error:
-        raise UserError(f"{error}{ending()}") from None
+        raise UserError(f"{error}{ending(error)}") from None
     except (UserError, StorageError) as error:
-        raise type(error)(f"{error}{ending()}") from None
+        raise type(error)(f"{error}{ending(error)}") from None
     except OSError as error:  # what reading raises is bad input, so this was written
-        raise StorageError(f"--out={out} cannot be written: {error.strerror or error}{ending()}") from None
-    except MemoryError:
-        raise UserError(
-            f"memory ran out; give fewer --processes, or texts in smaller files{ending()}"
+        raise StorageError(
+            f"--out={out} cannot be written: {error.strerror or error}{ending(error)}"
         ) from None
+    except MemoryError as error:
+        raise UserError(
+            f"memory ran out; give fewer --processes, or texts in smaller files{ending(error)}"
+        ) from None
+
+
+def _after_part(part: Part, error: BaseException) -> str:
+    """What a failed part's message ends with: only a record or a file that cannot be read may be skipped."""
+    again = AFTER_PART.format(part)
+    if isinstance(error, inputs.BadInput):
+        return again + WITH_SKIPS
+    return again + (WITH_OTHERS if isinstance(error, UserError) else "")
 
 
 def _complete(directory: pathlib.Path, plan: dict[str, Any], out: str) -> dict[str, Any]:
