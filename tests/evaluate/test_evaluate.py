@@ -181,7 +181,7 @@ def test_the_page_has_each_power_of_two_its_own_place():
     assert len(long) == 14 and steps.min() > 0.9 * steps.max() > 20 and long[:5] == short
     assert "In the table alone: 1 that" in page
     # Of a curve that has ended the table shows no more.
-    rows = re.findall(r'<th scope="row">([\d.k]+)</th><td>(\S+) nats</td><td>(\S+?)(?: nats)?</td>', page)
+    rows = re.findall(r'<th scope="row">([\d,]+)</th><td>(\S+) nats</td><td>(\S+?)(?: nats)?</td>', page)
     assert len(rows) == 12
     for place, of_long, of_short in rows:
         assert of_short == (of_long if place in ("2", "4", "8", "16", "32") else "–"), rows

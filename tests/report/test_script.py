@@ -12,7 +12,7 @@ from browser import CHROMIUM, DRIVER, Browser
 from test_befallen import befallen, write
 
 from experiments import report
-from zaya_jax.report import compare, live, page, script, serve, style, svg, write_report
+from zaya_jax.report import compare, evaluation, live, page, script, serve, style, svg, write_report
 from zaya_jax.report.read import read_workdir
 
 NODE = shutil.which("node")
@@ -227,6 +227,40 @@ def test_no_sideways_scrolling_on_a_phone_in_either_scheme(make_run, tmp_path, d
             ground = window.run("return getComputedStyle(document.body).backgroundColor")
             wanted = palettes()["dark" if dark else "light"]["page"]
             assert ground == "rgb({}, {}, {})".format(*style._rgb(wanted))
+
+
+@browser
+@pytest.mark.slow
+@pytest.mark.parametrize(("width", "dark"), [(1280, False), (360, True)])
+def test_an_evaluation_s_page_is_read_at_any_width(tmp_path, width, dark):
+    row = {"documents": 12, "tokens": 172_799, "bytes": 9, "loss": 3.7, "perplexity": 41.3, "bits_per_byte": 5.4,
+           "accuracy": 0.1}  # fmt: skip
+    places = [{"from": 1 << k, "to": (2 << k) - 1, "tokens": 9, "loss": 6 / (k + 1)} for k in range(15)]
+    data = {
+        name: {**row, "by_position": places} for name in ("all", "a/folder of a long name/**/*.jsonl.zst")
+    }
+    result = {
+        "model": "runs/one", "date": "today", "device": "cpu", "jax": "0", "seconds": 1.0, "notes": ["A note."],
+        "data": data, "tasks": {"one": {"acc": (0.5, None)}},
+    }  # fmt: skip
+    (tmp_path / "evaluation.html").write_text(evaluation.render(result))
+    name = svg.picture_id("Loss by place in the document over place")
+    x = svg.Axis(1, 1 << 14, svg.LEFT, svg.WIDTH - svg.RIGHT, log=True)
+    with Browser(width, 1500, dark) as window:
+        window.open(tmp_path / "evaluation.html")
+        assert window.run("return document.documentElement.scrollWidth") == width
+        inside = """
+            const card = document.querySelector('figure').getBoundingClientRect();
+            return [...document.querySelectorAll('figure svg text')].map(one => one.getBoundingClientRect())
+              .every(one => one.left >= card.left && one.right <= card.right && one.height < 25)"""
+        assert window.run(inside)
+        whole = "return [...document.querySelectorAll('td')].map(one => getComputedStyle(one).whiteSpace)"
+        assert set(window.run(whole)) == {"nowrap"}
+        window.mouse(("move", *place(window, name, x(64))))
+        assert window.run(AT, name) == "place 64"
+        assert float(window.run(LEGEND, name)[0].removesuffix(" nats")) == pytest.approx(6 / 7, rel=1e-3)
+        window.mouse(("move", *place(window, name, x(8192))))
+        assert window.run(AT, name) == "place 8192"
 
 
 @browser

@@ -78,12 +78,16 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, keys, tmp_pa
         ("first={}/one", "first is another one's"),
         ("x={}/nowhere", r"eval\.named x=.*nowhere: path=.* holds no text file"),
         ("x={}/empty", r"eval\.named x=.*empty: .*none with UTF-8 text"),
-        ("x={}/trained/3.txt", r"1 of its 1 files are trained on as part of .*trained, such as"),
+        ("x={}/trained/3.txt", r"1 of its 1 files are trained on as part of .*trained, such as .*/3\.txt"),
+        ("x={}/links", r"2 of its 2 files are trained on as part of .*trained, such as .*links/hard\.txt"),
     ],
 )
 def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(keys, tmp_path, given, said):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "a.txt").write_text(" ")
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "hard.txt").hardlink_to(tmp_path / "trained" / "4.txt")
+    (tmp_path / "links" / "soft.txt").symlink_to(tmp_path / "trained" / "5.txt")
     settings = tiny.get_config()
     settings.update_from_flattened_dict({"data.path": keys["data__path"], "data.tokenizer": "bytes"})
     settings.eval.named = (f"first={tmp_path}/two", given.format(tmp_path))

@@ -105,7 +105,7 @@ function curves(svg, figure, at) {
   const toX = px => x.start + (px - a) / (b - a) * (x.end - x.start);
   const toY = px => y.start + (px - bottom) / (top - bottom) * (y.end - y.start);
   const fromX = px => a + (px - x.start) / (x.end - x.start) * (b - a);
-  const whole = over === 'step' || over === 'tokens';
+  const whole = ['step', 'tokens', 'place'].includes(over);
   const count = px => whole ? show(Math.round(x.value(px)), 7) : show(x.value(px), 3);
   const name = px => over + ' ' + count(px);
   const rest = () => zooms.has(figure.id) ? `${name(a)} – ${count(b)}` : '';

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 14, 26
 MOST_LABELS = 7  # of one curve
-COUNTS = ("step", "tokens")  # axes of whole numbers
+COUNTS = ("step", "tokens", "place")  # axes of whole numbers
 TABLE_ROWS = 12  # of a picture's values as a table
 FAR = 9000.0  # pixels: where values far outside the picture are put
 
@@ -164,7 +164,8 @@ def draw(line: Line, x: Axis, y: Axis) -> str:
                 f'<circle class="alone c{line.color}" cx="{x(run[0][0]):.1f}" cy="{y(run[0][1]):.2f}" r="2"/>'
             )
         else:
-            joined = " ".join(f"{x(s):.1f},{_short(y(v))}" for s, v in run)
+            places = 4 if x.log else 1  # the script reads whole numbers back, and there a pixel is many
+            joined = " ".join(f"{x(s):.{places}f},{_short(y(v))}" for s, v in run)
             parts.append(f'<polyline class="{look} c{line.color}" points="{joined}"/>')
         if line.look == "dots" and len(run) <= 64:
             for s, v in run:
