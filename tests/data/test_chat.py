@@ -73,8 +73,8 @@ SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_c
         ({"role": "tool", "content": [{"type": "text", "text": "a"}, "b"]}, ("tool", "", "ab")),
         ({"role": "tool", "content": {"sum": 3}}, ("tool", "", '{"sum": 3}')),
         ({"role": "developer", "content": ""}, ("developer", "", "")),
-        ({"from": "gpt", "value": "hi"}, ("gpt", "", "hi")),
-        ({"role": None, "content": None, "from": "human", "value": "hi"}, ("human", "", "hi")),
+        ({"from": "gpt", "value": "hi"}, ("assistant", "", "hi")),
+        ({"role": None, "content": None, "from": "human", "value": "hi"}, ("user", "", "hi")),
         ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ("assistant", "", SPELT)),
         (
             {"role": "assistant", "content": "so", "tool_calls": [CALL, CALL]},
@@ -109,6 +109,18 @@ SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_c
 def test_the_forms_that_turns_come_in(turn, expected):
     last = {"role": "assistant", "content": "end"}
     assert chat.read([turn, last])[0] == chat.Message(*expected)
+
+
+@pytest.mark.parametrize("person", ["user", "human", "Human", "prompter"])
+@pytest.mark.parametrize("model", [*chat.MODEL_ROLES, "GPT", "Assistant"])
+def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
+    """Else a model that learnt ShareGPT's "human" and "gpt" would be asked as "user" for "assistant"."""
+    form = chat.Format(tok)
+    question, answer = {"from": person, "value": "2+2?"}, {"from": model, "value": "4"}
+    document, _ = chat.prepare(form, chat.read([question, answer]), None)
+    asked = [tok.bos_id, *form.said(chat.Message("user", "", "2+2?")), *form.opening("assistant")]
+    assert document.tokens[: len(asked)].tolist() == asked
+    assert document.learn.tolist() == [False] * len(asked) + [True] * 2 + [False, True]
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ CONTENT = TEXT | THOUGHT | st.lists(PART, max_size=3)
 KEYS = (("role", "content"), ("from", "value"))
 MESSAGE = st.builds(
     lambda role, content, more, old: dict(zip(KEYS[old], (role, content), strict=True)) | more,
-    st.sampled_from(["system", "user", "assistant", "gpt", "Assistant", "tool", "developer", "x y"]),
+    st.sampled_from(["system", "user", "assistant", "gpt", "Assistant", "Human", "tool", "developer", "x y"]),
     CONTENT,
     st.fixed_dictionaries(
         {},

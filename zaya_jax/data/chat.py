@@ -3,6 +3,8 @@
 A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE, the model's own with its reasoning between <think>
 and </think> before the answer, and with its calls of tools after it, each as JSON between <tool_call> and
 </tool_call>. Only what the model itself is to write is learnt: reasoning, answer, calls and the end of its turn.
+The model's turns are always "assistant" and the person's "user", whatever a data set calls them: those are the names
+that generation and servers ask by. Other roles keep theirs.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ from zaya_jax.data.tokens import Document
 from zaya_jax.data.trim import Turn
 
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
+USER_ROLES = ("user", "human", "prompter")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
 BESIDE = ("system", "tools")  # what a chat's record may have beside its turns: a text, descriptions of tools
 REASONING_PARTS = ("thinking", "reasoning")
@@ -157,19 +160,25 @@ def _message(given: Any) -> Message:
     reasoning, text = _text(content, role)
     if beside is not None:
         reasoning = "".join(_text(beside, "")) if isinstance(beside, (str, list)) else _no_text(beside)
-    message = Message(role, "", text)
+    message = Message(_spelt(role), "", text)
     if message.answer and not reasoning:
         found = _THINK.match(text)
         if found:
             reasoning, text = found[1], text[found.end() :]
     reasoning = reasoning.strip("\n") if message.answer else ""
     text = text.lstrip() if reasoning else text  # as where the reasoning stands inside
-    message = Message(role, reasoning, "\n".join(filter(None, [text, *calls])))
+    message = Message(message.role, reasoning, "\n".join(filter(None, [text, *calls])))
     try:
         utf8(message.role + message.reasoning + message.content)
     except NotUnicode as error:
         raise BadChat(f"a turn of role {role!a}: {error}") from None
     return message
+
+
+def _spelt(role: str) -> str:
+    """A role as the document names it."""
+    same = {name: names[0] for names in (MODEL_ROLES, USER_ROLES) for name in names}
+    return same.get(role.lower(), role)
 
 
 def _text(content: Any, role: str) -> tuple[str, str]:

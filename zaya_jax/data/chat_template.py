@@ -35,6 +35,7 @@ TEMPLATE = r"""
 {%- for message in messages -%}
     {%- set role = message['role'] or message['from'] -%}
     {%- set at.answer = role | lower in MODEL_ROLES -%}
+    {%- set role = MODEL_ROLES[0] if at.answer else USER_ROLES[0] if role | lower in USER_ROLES else role -%}
     {%- set content = message['content'] if message['content'] is defined else none -%}
     {%- set content = message['value'] if content is none else content -%}
     {%- set at.reasoning = '' -%}
@@ -101,7 +102,7 @@ def of(tokenizer: Tokenizer) -> str:
     names: dict[str, Any] = {
         "END_TURN": marks["end_turn"], "TURN": marks["turn"], "END_THINK": marks["end_think"], "THINK": marks["think"],
         "TEXT_KINDS": list(chat.TEXT_PARTS), "REASONING_KINDS": list(chat.REASONING_PARTS),
-        "MODEL_ROLES": list(chat.MODEL_ROLES),
+        "MODEL_ROLES": list(chat.MODEL_ROLES), "USER_ROLES": list(chat.USER_ROLES),
         "BOS": tokenizer.mark(tokenizer.bos_id), "EOS": tokenizer.mark(tokenizer.eos_id),
     }  # fmt: skip
     keys = " or ".join(f"message[{key!r}]" for key in chat.REASONING_KEYS)
