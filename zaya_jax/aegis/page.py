@@ -102,7 +102,6 @@ METRICS = """\
 
 | metric | kind | labels | meaning |
 |---|---|---|---|
-
 """
 
 NOTIFY = """
