@@ -1,10 +1,14 @@
 """A config file that gives no config is one line and exit code 2, whatever it does instead."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from zaya_jax import cli, given
+from zaya_jax.config import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
 START = "from zaya_jax import config\ndef get_config():\n    c = config.default()\n"
@@ -94,3 +98,38 @@ def test_it_is_one_line(said, name):
     text, code = said[name]
     assert code == 2 and text.startswith("error: ") and text.count("\n") == 1, text
     assert FILES[name][1] in text
+
+
+def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
+    """An installed package's pages say --config=experiments/configs/NAME.py too. A file that is there comes first."""
+    monkeypatch.chdir(tmp_path)
+    assert cli.read_config("experiments/configs/tiny.py").name == "tiny"
+    with pytest.raises(UserError, match="needs the weights"):
+        cli.read_config("experiments/configs/finetune.py")
+    with pytest.raises(UserError, match="nowhere has no checkpoint"):
+        cli.read_config("experiments/configs/finetune.py:nowhere")
+    for name in ("experiments/configs/../pretrain.py", "experiments/configs/no.py", "configs/tiny.py"):
+        with pytest.raises(UserError, match="is no file; give") as error:
+            cli.read_config(name)
+    assert str(ROOT / "experiments" / "configs") in str(error.value)
+    folder = tmp_path / "experiments" / "configs"
+    folder.mkdir(parents=True)
+    (folder / "tiny.py").write_text(START + "    c.name = 'mine'\n    return c\n")
+    assert cli.read_config("experiments/configs/tiny.py").name == "mine"
+    told = [
+        sys.executable,
+        "-m",
+        "experiments.pretrain",
+        "--config=experiments/configs/small_bpe.py",
+        "--describe",
+    ]
+    done = subprocess.run(
+        told, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
+    )  # fmt: skip
+    assert "data/stdlib_bpe" in done.stdout + done.stderr  # its own key, though the data are not there
+
+
+@pytest.mark.parametrize("name", ["finetune:nowhere", "experiments/configs/finetune.py:nowhere"])
+def test_a_config_with_an_argument_in_python(name):
+    with pytest.raises(UserError, match="nowhere has no checkpoint"):
+        given.config_of(name)

@@ -233,6 +233,23 @@ def test_an_interrupt_of_a_command_that_starts_is_no_traceback(installed, tmp_pa
 
 
 @pytest.mark.slow
+def test_the_configs_of_the_pages_are_found(installed, tmp_path):
+    """As they are written there, from a folder that is no clone."""
+    told = ["--config=experiments/configs/zaya1_base.py", "--describe"]
+    code, out, err = started([installed / "zaya-pretrain", *told], tmp_path)
+    assert (code, err) == (0, "") and "838,044 steps" in out
+    told = ["--config=experiments/configs/finetune.py:nowhere"]
+    code, out, err = started([installed / "zaya-pretrain", *told], tmp_path)
+    assert (code, out) == (2, "") and "finetune.py:nowhere has no checkpoint" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_page_of_the_library_names_every_command():
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"`(zaya-[a-z-]+)`", page.partition("## Installed")[2])) == set(COMMANDS)
+
+
+@pytest.mark.slow
 def test_an_installed_program_trains(installed, tmp_path):
     keys = {
         "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 8,

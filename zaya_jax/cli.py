@@ -33,6 +33,9 @@ LONGEST = 200  # characters of another program's message
 HELP = ("-h", "-help", "--help", "-helpfull", "--helpfull", "-helpshort", "--helpshort")
 
 _default_config: list[str] = []
+_INSTALLED = (
+    Path(__file__).resolve().parent.parent
+)  # where the packages lie: the repository, or site-packages
 
 
 def define_config(default: str) -> flags.FlagHolder:
@@ -85,12 +88,31 @@ class _ConfigFiles(flags.ArgumentParser):
         return self._inner.flag_type()
 
 
+def find_config(given: str) -> str:
+    """FILE or FILE:ARGUMENT of --config; experiments/configs/NAME.py, which is installed, from any folder."""
+    path, colon, argument = given.partition(":")
+    if _is_file(Path(path)):
+        return given
+    shipped = _INSTALLED / "experiments" / "configs"
+    if Path(path).parts[:-1] == ("experiments", "configs") and _is_file(shipped / Path(path).name):
+        return f"{shipped / Path(path).name}{colon}{argument}"
+    raise UserError(
+        f"--config={given} is no file; give a Python file with get_config(), see {_below(str(shipped))}"
+    )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is too long
+        return False
+
+
 def read_config(file: str) -> config_lib.Config:
     """The config of a file, for a program without flags; UserError where it gives none."""
     fields.check_path("--config", file)
+    file = find_config(file)
     path, *argument = file.split(":", 1)
-    if not Path(path).is_file():
-        raise _no_file(file)
     try:
         found = runpy.run_path(path)["get_config"](*argument)
     except KeyboardInterrupt:
@@ -318,11 +340,10 @@ def _parse(argv: list[str]) -> None:
     # As the flag's own default it would be parsed, and fail, at import.
     if not config_file and _default_config:
         config_file = [f"--config={_default_config[-1]}"]
-    for path in config_file:
-        name = path.split("=", 1)[1]
+    for i, path in enumerate(config_file):
+        option, name = path.split("=", 1)
         fields.check_path("--config", name)
-        if not Path(name.split(":", 1)[0]).is_file():
-            raise _no_file(name)
+        config_file[i] = f"{option}={find_config(name)}"
     known, changed = set(config_lib.all_keys()), []
     for arg in others:
         if arg.lstrip("-").startswith("config."):
@@ -352,12 +373,6 @@ def _parse(argv: list[str]) -> None:
         logging.set_verbosity(verbosity)
     if len(rest) > 1:
         raise UserError(f"unexpected argument {config_lib.shown(rest[1])}; options begin with --")
-
-
-def _no_file(name: str) -> UserError:
-    return UserError(
-        f"--config={name} is no file; give a Python file with get_config(), see experiments/configs"
-    )
 
 
 def _no_config(file: str, error: BaseException) -> UserError:

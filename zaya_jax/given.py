@@ -41,11 +41,16 @@ def config_of(given: AnyConfig) -> Config:
     from experiments import configs  # their package, for the place alone
 
     ours = Path(configs.__file__).parent
-    if str(given).isidentifier() and (ours / f"{given}.py").is_file():
-        return cli.read_config(str(ours / f"{given}.py"))
-    if not Path(given).is_file():
+    name, colon, argument = str(given).partition(":")
+    if name.isidentifier() and (ours / f"{name}.py").is_file():
+        return cli.read_config(f"{ours / name}.py{colon}{argument}")
+    try:
+        cli.find_config(str(given))
+    except UserError:
         names = ", ".join(sorted(path.stem for path in ours.glob("[a-z]*.py")))
-        raise UserError(f"config={shown(str(given))} is no file, and none of experiments/configs: {names}")
+        raise UserError(
+            f"config={shown(str(given))} is no file, and none of experiments/configs: {names}"
+        ) from None
     return cli.read_config(str(given))
 
 
@@ -102,7 +107,7 @@ def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
     """FOLDER or FOLDER@STEP, of a folder that is there."""
     _check_path("place", place)
     path, _, number = str(place).rpartition("@")
-    if path and number.isdigit() and not Path(place).is_dir():  # a folder may be called so, too
+    if path and number.isdecimal() and not Path(place).is_dir():  # a folder may be called so, too
         place, step = path, int(number)
     else:
         step = None

@@ -24,7 +24,9 @@ from zaya_jax.checkpoint.remote import vault_at
 from zaya_jax.pytorch import exchange
 
 CONTEXT = 4096  # at most, where nothing else is said
-SMALLER = 0.1  # than the peak of the learning rates that the weights were made with
+SMALLER = (
+    0.1  # than the peak of the learning rates that the weights were made with; fine-tuned ones keep theirs
+)
 IMPORTED_LR = 2e-5  # where that is not known
 
 
@@ -50,8 +52,10 @@ def get_config(weights: str = "") -> ConfigDict:
     c.data.seq_len = min(CONTEXT, _context(before, step))
     c.data.global_batch = 16
 
-    c.optim.lr = IMPORTED_LR if step == 0 else SMALLER * before.optim.lr
-    c.balance.lr = SMALLER * before.balance.lr  # the biases themselves come with the weights
+    tuned = before.data.chats and before.run.init_from and step
+    smaller = 1 if tuned else SMALLER  # a second set of chats is not learnt at a tenth of a tenth
+    c.optim.lr = IMPORTED_LR if step == 0 else smaller * before.optim.lr
+    c.balance.lr = smaller * before.balance.lr  # the biases themselves come with the weights
     c.schedule.warmup_fraction = 0.05
     c.schedule.decay_fraction = 0.95
     c.schedule.decay = "cosine"
@@ -69,17 +73,24 @@ def _find(weights: str) -> tuple[Path, int]:
             "finetune.py needs the weights to begin with: --config=experiments/configs/finetune.py:RUN, with a run's "
             "folder or an imported workdir"
         )
-    place, at, number = weights.rpartition("@")
-    place, chosen = (
-        (place, int(number)) if at and number.isdigit() and not Path(weights).is_dir() else (weights, None)
-    )
+    place, _, number = weights.rpartition("@")
+    if not place or not number.isdecimal() or Path(weights).is_dir():
+        place, number = weights, ""
     if vault_at(place):
         raise config.UserError(
             f"finetune.py:{weights} is a place of copies, without the tokenizer; fetch it with python -m "
             f"experiments.checkpoint reshard --from={place} --to=DIR, and put the tokenizer into DIR/tokenizer"
         )
     folder = Path(place)
-    step = store.latest_step(folder, chosen)
+    if (folder / "config.json").is_file() and not (folder / "checkpoints").is_dir():
+        raise config.UserError(
+            f"finetune.py:{weights} is no run's folder; if it is a model directory, import it first: python -m "
+            f"experiments.checkpoint from_hf --model={place} --workdir=DIR, and give finetune.py:DIR"
+        )
+    try:
+        step = store.latest_step(folder, int(number) if number else None)
+    except config.UserError as error:  # nobody gave a --workdir
+        raise config.UserError(str(error).replace(f"--workdir={folder}", f"finetune.py:{folder}")) from None
     if not (folder / "tokenizer").is_dir():
         raise config.UserError(
             f"finetune.py:{weights} has no tokenizer; put tokenizer.json into {folder / 'tokenizer'}"

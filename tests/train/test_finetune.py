@@ -7,9 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+import zaya_jax as zj
 from experiments import pretrain
 from experiments.configs import finetune, tiny
 from zaya_jax import cli, config
+from zaya_jax.checkpoint import partial
 from zaya_jax.config import UserError
 from zaya_jax.data import chat_template, pipeline, prepare, stores, tokenizers
 from zaya_jax.data.prepare_plan import Options
@@ -209,9 +211,35 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             train(settings(folder / "base", chats, **keys), tmp_path / "new")
-    for weights, message in (("", "needs the weights"), (str(tmp_path), "no checkpoint")):
-        with pytest.raises(UserError, match=message):
+    run = str(folder / "base")
+    for weights, message in (
+        ("", "needs the weights"),
+        (str(tmp_path), f"finetune.py:{tmp_path} has no checkpoint"),
+        (f"{run}@7", f"finetune.py:{run} has no checkpoint of step 7; it has 1"),
+        (f"{run}@²", f"finetune.py:{run}@² has no checkpoint"),
+        (f"{run}@", f"finetune.py:{run}@ has no checkpoint"),
+    ):
+        with pytest.raises(UserError, match=re.escape(message)):
             finetune.get_config(weights)
+    with pytest.raises(UserError, match=r"@² holds no checkpoint"):
+        partial.Beginning(f"{run}@²", [], False)
+    with pytest.raises(UserError, match=r"@² is no folder"):
+        zj.load(f"{run}@²")
+
+
+def test_a_model_directory_is_to_be_imported_first(folder, tmp_path):
+    """And the message's own advice is followed."""
+    made = exchange.to_hf(folder / "base", tmp_path / "a model")
+    with pytest.raises(UserError) as error:
+        finetune.get_config(str(made))
+    assert f"from_hf --model={made} --workdir=DIR, and give finetune.py:DIR" in str(error.value)
+    assert finetune.get_config(str(exchange.from_hf(made, tmp_path / "run"))).optim.lr == finetune.IMPORTED_LR
+
+
+def test_a_second_set_of_chats_is_learnt_at_the_rate_of_the_first(folder):
+    first, second = (finetune.get_config(str(folder / name)) for name in ("base", "tuned"))
+    assert first.optim.lr == pytest.approx(0.1 * exchange.read_config(folder / "base").optim.lr)
+    assert (second.optim.lr, second.balance.lr) == (TUNED["optim.lr"], TUNED["balance.lr"])
 
 
 def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):

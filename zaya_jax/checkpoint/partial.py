@@ -115,7 +115,7 @@ class Beginning:
 def _source(place: str, step: int | None) -> Source:
     path, at, number = place.rpartition("@")
     # A folder may be called so, too.
-    if step is None and at and number.isdigit() and not Path(place).is_dir():
+    if step is None and at and number.isdecimal() and not Path(place).is_dir():
         place, step = path, int(number)
     return Source(place, step)
 
