@@ -11,6 +11,7 @@ import inspect
 import json
 import random
 import sys
+import sysconfig
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,11 +37,20 @@ WORDINGS = (
 )
 LONGEST = 110  # characters of a signature, so that a chat fits into 256 bytes
 SYSTEM = "Answer with names alone."
+# What signatures quote of the Python that runs this, and not of its library.
+PLACES = {
+    sys.executable: "python",
+    sysconfig.get_path("stdlib"): "lib",
+    sysconfig.get_default_scheme(): "posix_prefix",
+}
 
 
 def main() -> int:
     """Writes the file that is named."""
-    (path,) = sys.argv[1:]
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+        print(__doc__.splitlines()[2].strip(), file=sys.stderr)
+        return 2
+    path = sys.argv[1]
     chosen = random.Random(0)
     chats = []
     for name, signature, parameters in sorted(set(found())):
@@ -75,6 +85,8 @@ def found() -> Iterator[tuple[str, str, str]]:
                 except (TypeError, ValueError):
                     continue
                 spelt = str(signature)
+                for place, named in PLACES.items():
+                    spelt = spelt.replace(repr(place), repr(named))
                 if signature.parameters and len(key) + len(spelt) <= LONGEST and " at 0x" not in spelt:
                     yield key, spelt, ", ".join(signature.parameters)
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -25,7 +26,7 @@ SMALL = {
 }  # fmt: skip
 TUNED = {
     "data.global_batch": 8, "run.num_steps": 16, "eval.every": 16, "eval.windows": 8, "log.sample_tokens": 4,
-    "optim.lr": 0.02, "mesh.data": 1, "checkpoint.every_steps": 16, "balance.lr": 1e-3,
+    "optim.lr": 0.02, "mesh.data": 1, "checkpoint.every_steps": 8, "balance.lr": 1e-3,
 }  # fmt: skip
 
 
@@ -105,6 +106,28 @@ def test_what_was_learnt_goes_on_and_is_held(folder, tmp_path):
         train(settings(folder / "base", other, run__num_steps=20), folder / "tuned")
 
 
+@pytest.mark.parametrize("form", ["prepared", pytest.param("jsonl", marks=pytest.mark.slow)])
+def test_one_that_lost_its_last_steps_ends_in_the_same_bits(folder, tmp_path, form):
+    """As after a kill between two saves, of chats read directly and of a prepared directory, a whole run of it."""
+    path, whole = str(folder / "chats.jsonl"), folder / "tuned"
+    if form == "prepared":
+        options = Options([path], context=64, held_out=0.2)
+        prepare.prepare(options, str(tmp_path / "chats"), 1, lambda *_: None)
+        path, whole = str(tmp_path / "chats"), tmp_path / "whole"
+        assert train(settings(folder / "base", path), whole) == cli.DONE
+    cut = tmp_path / "cut"
+    shutil.copytree(whole, cut)
+    shutil.rmtree(cut / "checkpoints" / "16")
+    assert train(settings(folder / "base", path), cut) == cli.DONE
+    states, losses = [], []
+    for run in (whole, cut):
+        states.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(partial.read(run, "*"))])
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        losses.append([(line["step"], line["loss"], line.get("eval/loss")) for line in lines])
+    assert states[0] == states[1] and losses[0] == losses[1]
+    assert [step for step, *_ in losses[0]] == [*range(1, 17)] and losses[0][-1][2] < 4
+
+
 def targets(folder, path, **keys):
     """(how many targets an epoch has, the ids learnt) of the training rows of a path."""
     c = settings(folder / "base", path, **keys)
@@ -180,6 +203,7 @@ BAD = {
     "system alone": ('{"messages": [{"role": "system", "content": "a"}]}\n', NO_ANSWER),
     "no JSON": ("hello\n", "line 1: not a JSON object"),
     "empty": ("", "has no chat"),
+    "other fields": ('{"prompt": "a"}\n', "under messages, conversations, conversation; mend it, or let prepare_data"),
     "too long": (json.dumps({"messages": [ask(1)[1] | {"content": "x" * 200}]}) + "\n", "none of its 1 chats fits"),
 }  # fmt: skip
 
@@ -204,7 +228,7 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
         ({"data__tokenizer": str(bare)}, "has no chat marks: none of <|turn|>, <start_of_turn>"),
         ({"data__path": str(folder / "text")}, "0.txt is neither JSONL nor Parquet"),
         ({"data__path": str(prepared)}, "was prepared from text and holds no chats"),
-        ({"data__path": str(tmp_path / "none.jsonl")}, "holds no text file"),
+        ({"data__path": str(tmp_path / "none.jsonl")}, "holds no file; give a directory, a file or a glob"),
         ({"data__seq_len": 256}, "data.seq_len=256 is above model.max_position_embeddings=128"),
         ({"data__packing": "concat"}, "would part answers from their questions"),
         ({"schedule__phases": (config.Phase(tokens=4096, seq_len=32),)}, "fits chats to one context"),

@@ -118,7 +118,11 @@ def _bundle(documents: list[Document], tokenizer: Tokenizer) -> Bundle:
 def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
     """(a name for messages, turns) of every record."""
     total = 0
-    for _, file in sources.list_files(path):
+    try:
+        files = sources.list_files(path)
+    except UserError as error:  # there are no chats in Python's library
+        raise UserError(str(error).replace("no text file; give 'stdlib', ", "no file; give ")) from None
+    for _, file in files:
         size = file.stat().st_size if file.exists() else 0
         total += size
         if total > sources.IN_MEMORY_LIMIT:
@@ -134,7 +138,8 @@ def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
                 )
             for sample in inputs.samples(part, "text"):
                 if isinstance(sample, inputs.BadInput):
-                    raise UserError(f"{sample}; mend it, or let prepare_data --skip_bad leave it out")
+                    reason = str(sample).replace(inputs.NAME_IT, "")  # a text would be none either
+                    raise UserError(f"{reason}; mend it, or let prepare_data --skip_bad leave it out")
                 name, messages = sample
                 at = f"{part}, record {name.removeprefix(part.name + ':')}"
                 if not isinstance(messages, list):

@@ -29,6 +29,7 @@ from zaya_jax.data.tokenizers import NotUnicode, utf8
 # A name, and a text, a long one in pieces, or the turns of a chat.
 Sample = tuple[str, str | Iterable[str] | list[chat.Message]]
 CHAT_FIELDS = ("messages", "conversations", "conversation")
+NAME_IT = "; name the text's field with --text_field"  # a preparation's advice
 COMPRESSION = (".gz", ".zst")
 COUNTED_BYTES = 4 << 30  # before a part of a file: so far its line numbers are counted, 1 s a GB once a part
 OPENED_AT_ONCE = 16
@@ -411,10 +412,7 @@ def _record(record: Any, name: str, text_field: str) -> Sample:
 
 
 def _wanted(text_field: str) -> str:
-    return (
-        f"neither a text under {text_field!r} nor a chat under {', '.join(CHAT_FIELDS)}; "
-        "name the text's field with --text_field"
-    )
+    return f"neither a text under {text_field!r} nor a chat under {', '.join(CHAT_FIELDS)}{NAME_IT}"
 
 
 def _one_line(error: BaseException) -> str:
