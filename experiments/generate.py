@@ -147,7 +147,9 @@ def talk(stream, conversation: generation.Conversation, say_cache) -> int:
         if not line:
             continue
         answer = ""
-        for (new,) in stream([conversation.ask(line)], conversation.stop, ends=conversation.ends, **began):
+        for (new,) in stream(
+            [conversation.ask(line)], conversation.stop, ends=conversation.ends, follows=False, **began
+        ):
             print(new, end="", flush=True)
             answer += new
         print(flush=True)

@@ -1,5 +1,7 @@
 """Texts as they come: parts of characters, stop strings wherever tokens cut them, and conversations."""
 
+import dataclasses
+import io
 import itertools
 
 import jax
@@ -54,7 +56,65 @@ def test_a_text_ends_before_its_stop_string(written, stop, left, size):
     assert text.add(BYTES.encode("more")) == "" or not text.stopped
 
 
-@pytest.mark.parametrize("stop", ["", [""], ["a", ""], "ab", [1]])
+WORDS = "hello world this is a line of many words ; it's line twenty"
+
+
+def spelt_as_llama():
+    """A tokenizer.json of its kind: a word has its space before it, and a text's first word loses it again."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    words = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
+    words += [f"\u2581{word}" for word in dict.fromkeys(WORDS.split())]
+    made = Tokenizer(
+        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, ignore_merges=True)
+    )
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.add_special_tokens(["<s>", "</s>"])
+    made.decoder = decoders.Sequence([
+        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
+    ])  # fmt: skip
+    return tokenizers.HuggingFace(made.to_str().encode(), {}, "made here")
+
+
+def spelt_by_sentencepiece():
+    """A SentencePiece model."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.Train(
+        sentence_iterator=iter([WORDS] * 20), model_writer=model, vocab_size=290 + len(set(WORDS)),
+        model_type="bpe", byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
+    )  # fmt: skip
+    return tokenizers.SentencePiece(model.getvalue(), {}, "made here")
+
+
+@pytest.mark.parametrize("make", [spelt_as_llama, spelt_by_sentencepiece])
+def test_a_text_goes_on_from_its_prompt_with_its_space(make):
+    tokenizer = make()
+    written = "hello world \u20ac of many \U0001f600 words"
+    ids = tokenizer.encode(written)
+    first = len(tokenizer.encode("hello"))
+    assert tokenizer.decode(ids) == written and tokenizer.decode(ids[first:]) == written[6:]  # no space
+    for cut in range(len(ids)):
+        prompt = tokenizer.decode(ids[:cut])
+        if "\N{REPLACEMENT CHARACTER}" in prompt:
+            continue
+        text = generation.Text(tokenizer, before=[tokenizer.bos_id, *ids[:cut]])
+        parts = [text.add([token]) for token in ids[cut:]]
+        assert prompt + "".join(parts) + text.rest() == written, cut
+    # A text of its own has none, as an answer has not, and bytes that are no character yet are none of its text.
+    assert generation.Text(tokenizer).add(tokenizer.encode("words")) == "words"
+    euro = tokenizer.encode("\u20ac")
+    assert generation.Text(tokenizer, before=euro[-2:]).add(tokenizer.encode("words")) == "words"
+
+
+def test_a_stop_string_is_looked_for_in_what_is_new():
+    for before, stop, left in (("a\n", "\n\n", "\nb"), ("ab", "ab", "\nb"), ("x", "b", "\n")):
+        text = generation.Text(BYTES, [stop], BYTES.encode(before))
+        assert text.add(BYTES.encode("\nb")) + text.rest() == left
+
+
+@pytest.mark.parametrize("stop", ["", [""], ["a", ""], "ab", [1], None, 5, iter("ab"), {"a"}])
 def test_a_stop_string_is_not_empty(stop):
     if stop == "":
         stop = [stop]
@@ -85,6 +145,24 @@ def test_rows_stop_each_by_itself(weights):
     assert len(stopped[1]) <= 9
     ids = BYTES.encode(free[0][0])
     assert generation.generate(*weights, BYTES, prompts, 20, ends=ids, **sampling)[0] == ""
+
+
+def test_texts_follow_their_prompts_or_are_their_own(weights):
+    """The tokenizer's word for 'a' has its space, and 'a' is what the model writes after 'hello'."""
+    tokenizer = spelt_as_llama()
+    a, hello = tokenizer.encode("a")[0], tokenizer.encode("hello")[0]
+    model, params, bias = weights
+    model = dataclasses.replace(model, vocab_size=max(264, tokenizer.vocab_size))
+    more = model.vocab_size - 264
+    table = np.pad(params["embed"]["embedding"], ((0, more), (0, 0)))
+    always = np.where(np.arange(model.vocab_size) == a, 1000.0, 0).astype(np.float32)
+    params = params | {"embed": params["embed"] | {"embedding": table}, "head": {"bias": always}}
+    prompts = [[tokenizer.bos_id, hello], [tokenizer.bos_id]]
+    made = generation.generate(model, params, bias, tokenizer, prompts, 2, EXACT)
+    assert made == [" a a", "a a"]
+    assert (
+        generation.generate(model, params, bias, tokenizer, prompts, 2, EXACT, follows=False) == ["a a"] * 2
+    )
 
 
 def test_a_conversation_is_what_fine_tuning_sees():

@@ -14,6 +14,8 @@ from zaya_jax.data import chat
 from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
 from zaya_jax.model import decode
 
+CHARACTER = 4  # tokens of one character at most: its bytes in UTF-8
+
 
 def stream(
     model: Model,
@@ -26,18 +28,21 @@ def stream(
     *,
     stop: Sequence[str] = (),
     ends: Sequence[int] = (),
+    follows: bool = True,
     began: Callable[[decode.Generation], None] = lambda rows: None,
     **options: Any,
 ) -> Iterator[list[str]]:
     """The text that each row gains, as it comes; prompts are ids.
 
     `ends` are further ids that end a row, beside the tokenizer's eos_id; `began` is called when the prompts are read,
-    and other options are those of `decode.Generation`.
+    and other options are those of `decode.Generation`. Without `follows` a row's text is one of its own, as an answer
+    is, and does not go on from its prompt.
     """
-    texts = [Text(tokenizer, stop) for _ in prompts]
+    Text(tokenizer, stop)  # a wrong stop is said before the prompts are read
     rows = decode.Generation(
         model, params, balance, prompts, num_tokens, precision, ends=[tokenizer.eos_id, *ends], **options
     )
+    texts = [Text(tokenizer, stop, ids if follows else ()) for ids in prompts]
     began(rows)
     while not rows.ended:
         new = [text.add(ids) for text, ids in zip(texts, rows.more(), strict=True)]
@@ -54,15 +59,17 @@ def generate(*arguments: Any, **options: Any) -> list[str]:
 
 
 class Text:
-    """Tokens to text as they come, up to the first stop string, which is no part of it."""
+    """Tokens to text as they come, up to the first stop string, which is no part of it.
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()):
-        if isinstance(stop, str) or not all(isinstance(s, str) and s for s in stop):
+    `before` are the ids that the text goes on from: many tokenizers spell a text's first word without its space.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()):
+        if not isinstance(stop, list | tuple) or not all(isinstance(s, str) and s for s in stop):
             raise UserError(f"stop={shown(stop)} must be a list of texts that are not empty")
         self.stopped = False
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._ids: list[int] = []
-        self._shown = ""
+        self._ids, self._shown = _end_of(tokenizer, before)
 
     def add(self, ids: Sequence[int]) -> str:
         """The text that these tokens settle."""
@@ -92,6 +99,16 @@ class Text:
         new = text[len(self._shown) :]
         self._shown += new
         return new
+
+
+def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
+    """The last few ids and their text: as few as are whole characters. Nothing where there are none."""
+    for count in range(1, min(len(ids), CHARACTER) + 1):
+        last = [int(token) for token in ids[-count:]]
+        text = tokenizer.decode(last)
+        if "\N{REPLACEMENT CHARACTER}" not in text:
+            return last, text
+    return [], ""
 
 
 class Conversation:

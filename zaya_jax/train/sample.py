@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from zaya_jax import schedule
+from zaya_jax import generation, schedule
 from zaya_jax.checkpoint import partial
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, files
@@ -62,8 +62,11 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
             model, params, bias, [ids], min(config.log.sample_tokens, room), config.precision,
             sampling=Sampling(config.log.sample_temperature), seeds=config.run.seed, ends=ends,
         ) if room > 0 else [[]]  # fmt: skip
-    between = "\n" if config.data.chats else ""
-    text = prompt + between + tokenizer.decode(new)
+    if config.data.chats:
+        text = f"{prompt}\n{tokenizer.decode(new)}"
+    else:
+        goes_on = generation.Text(tokenizer, before=ids)
+        text = prompt + goes_on.add(new) + goes_on.rest()
     path.write_text(text, encoding="utf-8")
     keep_sample(workdir, step, prompt, text)
 
