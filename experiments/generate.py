@@ -121,7 +121,9 @@ def main() -> int:
     if args.chat:
         if tokenizer_files.came_with_template(args.workdir / "tokenizer") and not config.data.chats:
             print("note: the model came with a chat template of its own; --chat speaks ours", file=sys.stderr)
-        return talk(stream, generation.Conversation(tokenizer), say_cache)
+        return talk(
+            stream, generation.Conversation(tokenizer), say_cache, model.max_position_embeddings, args
+        )
     if len(prompts) == 1:
         print(texts[0], end="", flush=True)
         for (new,) in stream(prompts, [], began=say_cache):
@@ -134,7 +136,7 @@ def main() -> int:
     return cli.DONE
 
 
-def talk(stream, conversation: generation.Conversation, say_cache) -> int:
+def talk(stream, conversation: generation.Conversation, say_cache, context: int, args) -> int:
     """Answers the lines of the input until it ends; empty ones are passed over."""
     began = {"began": say_cache}
     for number, raw in enumerate(sys.stdin.buffer, 1):
@@ -146,10 +148,13 @@ def talk(stream, conversation: generation.Conversation, say_cache) -> int:
             ) from None
         if not line:
             continue
-        answer = ""
-        for (new,) in stream(
-            [conversation.ask(line)], conversation.stop, ends=conversation.ends, follows=False, **began
-        ):
+        asked, answer = conversation.ask(line), ""
+        if len(asked) + args.num_tokens > context:
+            raise UserError(
+                f"the conversation has come to {len(asked):,} tokens, with --num_tokens={args.num_tokens} more than "
+                f"the model's max_position_embeddings={context:,}; begin it anew, or give a smaller --num_tokens"
+            )
+        for (new,) in stream([asked], conversation.stop, ends=conversation.ends, follows=False, **began):
             print(new, end="", flush=True)
             answer += new
         print(flush=True)

@@ -252,6 +252,17 @@ def test_a_mesh_gives_the_same_numbers(model, settings, ids, segments, mesh):
         assert np.linalg.norm(x - np.asarray(y)) <= 1e-5 * np.linalg.norm(x) + 1e-7
 
 
+def test_weights_from_other_devices_are_brought_to_the_model_s(settings, model, trained, ids):
+    """What a run on eight devices made, in a model of one device, and back."""
+    one = dataclasses.replace(model, params=trained.params, balance=trained.balance)
+    assert one.loss(ids, ids) == pytest.approx(trained.loss(ids, ids), rel=1e-6)
+    assert one.generate("ab", 4) == trained.generate("ab", 4)
+    own = model.loss(ids, ids)
+    for params in (model.params, jax.tree.map(np.asarray, model.params)):
+        over = dataclasses.replace(trained, params=params, balance=model.balance)
+        assert over.loss(ids, ids) == pytest.approx(own, rel=1e-6)
+
+
 def test_a_mesh_of_jax_with_axes_in_any_order_is_taken(run, trained):
     devices = np.asarray(jax.devices()[:4]).reshape(2, 2)
     over = zj.load(run, mesh=jax.sharding.Mesh(devices, ("expert", "data")))
@@ -344,6 +355,13 @@ def test_a_phase_s_rotary_base_stays_with_the_weights(folder, settings, ids):
     assert (again.logits(ids) != early.logits(ids)).any()
 
 
+def test_texts_and_seeds_may_come_as_arrays(model):
+    texts = model.generate(["ab", "c"], 3, temperature=1.0, seed=[3, 4])
+    for prompts in (("ab", "c"), np.asarray(["ab", "c"])):
+        assert model.generate(prompts, 3, temperature=1.0, seed=np.asarray([3, 4])) == texts
+    assert model.generate("ab", 3, temperature=1.0, seed=np.asarray(3)) == texts[0]
+
+
 def test_a_generated_text_ends_at_the_end_of_document_and_follows_the_seed(model, ids):
     text = model.generate("ab", 12, temperature=1.0, seed=3)
     assert (
@@ -385,6 +403,7 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, folder, settings, t
         (partial(load, f"{run}@x"), "is no folder"),
         (partial(load, ""), "place"),
         (partial(load, "@3"), "@3 is no folder"),
+        (partial(load, f"{run}@\u00b2"), "is no folder"),
         (partial(load, None), "place=None is no path"),
         (partial(model.save, None), "directory=None is no path"),
         (partial(model.save, "a\0b"), "directory="),
@@ -421,6 +440,11 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, folder, settings, t
         (partial(model.generate, ids, 2, temperature=float("nan")), "temperature=nan"),
         (partial(model.generate, ids, 2, seed=1.5), "seeds=1.5"),
         (partial(model.generate, "\ud800", 2), "Unicode"),
+        (partial(model.generate, ["a", [1]], 2), "prompt 2 of 2 is [1]", "texts alone"),
+        (partial(model.generate, ([1], "a"), 2), "prompt 1 of 2 is [1]"),
+        (partial(model.generate, "a", 2, stop=None), "stop=None"),
+        (partial(model.generate, "a", 2, stop=5), "stop=5"),
+        (partial(model.generate, "a", 2, seed=np.asarray(-1)), "seed"),
         (partial(model.save, run), "not empty"),
         (partial(model.to_hf, tmp_path / "hf", dtype="int8"), "dtype='int8'"),
     ):  # fmt: skip

@@ -1,11 +1,14 @@
 """What a program prints may find a full disk: the exit code says what became of the work, never 120 or a traceback."""
 
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from zaya_jax import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 STORAGE = "error: No space left on device (<stdout>); mend the storage and start the same command again\n"
@@ -90,3 +93,18 @@ def ended(request):
 @pytest.mark.parametrize("name", CASES)
 def test_a_full_disk_behind_an_output(ended, name):
     assert ended[name] == CASES[name][1:]
+
+
+@pytest.mark.parametrize(
+    ("encoding", "shown"), [("ascii", r"caf\xe9 \u20ac"), ("latin-1", "caf\xe9 \\u20ac")]
+)
+def test_a_character_that_an_output_has_not_is_spelt_out(monkeypatch, encoding, shown):
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding))
+    assert cli.exit_code(lambda: print("caf\xe9 \u20ac") or 0) == 0
+    assert written.getvalue() == f"{shown}\n".encode(encoding)
+
+
+def test_a_closed_input_is_an_empty_one(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert cli.exit_code(lambda: len(sys.stdin.read())) == 0

@@ -277,6 +277,8 @@ def outlive_readers() -> Iterator[None]:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+    closed_input = None if sys.stdin else open(os.devnull)  # noqa: SIM115
+    sys.stdin = sys.stdin or closed_input
     streams = sys.stdout or open(os.devnull, "w"), sys.stderr or open(os.devnull, "w")  # noqa: SIM115
     # What cannot be said on stderr can be said nowhere: the exit code is left, and must not change for it.
     guarded = [
@@ -290,6 +292,9 @@ def outlive_readers() -> Iterator[None]:
             with contextlib.suppress(OSError):
                 stream.flush()
         sys.stdout, sys.stderr = streams
+        if closed_input:
+            sys.stdin = cast(TextIO, None)
+            closed_input.close()
 
 
 class _Outliving:
@@ -299,8 +304,12 @@ class _Outliving:
         self._stream, self._silent = stream, silent
 
     def write(self, text: str) -> int:
-        """As the stream does."""
-        self._try(self._stream.write, text)
+        """As the stream does; a character that its encoding has not is spelt out."""
+        try:
+            self._try(self._stream.write, text)
+        except UnicodeEncodeError:
+            code = self._stream.encoding
+            self._try(self._stream.write, text.encode(code, "backslashreplace").decode(code))
         return len(text)
 
     def flush(self) -> None:

@@ -152,6 +152,21 @@ def integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np.
     return x
 
 
+def texts(prompt: Any) -> list[str] | None:
+    """The prompts where they are texts, one or several; None where they may be ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    found = prompt.tolist() if isinstance(prompt, np.ndarray) and prompt.ndim == 1 else prompt
+    if not (isinstance(found, list | tuple) and any(isinstance(text, str) for text in found)):
+        return None
+    for number, text in enumerate(found, 1):
+        if not isinstance(text, str):
+            raise UserError(
+                f"prompt {number} of {len(found)} is {shown(text)}; give texts alone, or ids [B, S]"
+            )
+    return list(found)
+
+
 def whole(name: str, value: Any, least: int, most: float) -> None:
     """UserError unless it is a whole number in these bounds."""
     whole = isinstance(value, int | np.integer) and not isinstance(value, bool)

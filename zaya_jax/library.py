@@ -172,8 +172,8 @@ class LanguageModel:
         ]
         arguments = self.config.model, *self.on_one_device()
         options: dict[str, Any] = {"sampling": Sampling(*plain), "seeds": seed}
-        if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], str)):
-            prompts = [prompt] if isinstance(prompt, str) else prompt
+        prompts = given.texts(prompt)
+        if prompts is not None:
             ids = [self._encoded(text) for text in prompts]
             assert self.tokenizer is not None
             new = generation.generate(
@@ -195,7 +195,11 @@ class LanguageModel:
         (True, True)
         """
         weights = self.params, self.balance
-        return weights if self.mesh is None else jax.device_put(weights, self.mesh.devices.flat[0])
+        if self.mesh is not None:
+            return jax.device_put(weights, self.mesh.devices.flat[0])
+        places = _places(weights)
+        alone = len(places) <= 1 and all(len(place) == 1 for place in places)
+        return weights if alone else jax.device_put(weights, jax.local_devices()[0])
 
     def save(self, directory: str | os.PathLike) -> Path:
         """Writes a workdir with these weights as step 0: for `zj.load`, `experiments.checkpoint`, and to train on.
@@ -234,12 +238,22 @@ class LanguageModel:
 
     def _run(self, name: str, ids: Any, segments: Any, **further: Any) -> Any:
         self._check_weights()
-        where = self.params if self.mesh is None else self.mesh
-        with chip.making(chip.made_for(where)):
+        params, balance = self._where_it_computes()
+        with chip.making(chip.made_for(params if self.mesh is None else self.mesh)):
             return functions.jitted[name](
-                functions.essence(self.config, self.mesh), self.params, self.balance, ids, segments=segments,
+                functions.essence(self.config, self.mesh), params, balance, ids, segments=segments,
                 mesh=self.mesh, **further,
             )  # fmt: skip
+
+    def _where_it_computes(self) -> tuple[dict, Any]:
+        """(parameters, balancing biases) on the model's devices: replaced ones may lie on others."""
+        if self.mesh is None:
+            return self.on_one_device()
+        weights = self.params, self.balance
+        if _places(weights) <= {frozenset(self.mesh.devices.flat)}:
+            return weights
+        at = functions.shardings(self.config, self.mesh)
+        return jax.device_put(weights, (at["params"], at["balance"]["bias"]))
 
     def _inputs(self, ids: Any, segments: Any) -> tuple[np.ndarray, np.ndarray | None]:
         ids, model = given.integers("ids", ids), self.config.model
@@ -295,6 +309,11 @@ class LanguageModel:
             )
             if has != needs:
                 raise UserError(f"{name} is {has}, the model's {needs}; give params a tree like zj.init's")
+
+
+def _places(weights: Any) -> set[frozenset]:
+    """The devices that arrays lie on, each array's once; those of NumPy lie on none."""
+    return {frozenset(x.devices()) for x in jax.tree.leaves(weights) if isinstance(x, jax.Array)}
 
 
 def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> LanguageModel:

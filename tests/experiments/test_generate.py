@@ -131,7 +131,11 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
     code, out, err = talk(b"hi\ncaf\xe9\n")
     assert code == 2 and "error: line 2 of the input is not UTF-8 (byte 0xe9 at 3)" in err
     code, out, err = talk(b"hi\n" + b"x" * 60)
-    assert code == 2 and "more than the model's max_position_embeddings=64; give fewer" in err
+    assert (
+        code == 2 and "--num_tokens=5 more than the model's max_position_embeddings=64; begin it anew" in err
+    )
+    monkeypatch.setattr("sys.stdin", None)  # as Python has it where the input is closed
+    assert run(f"--workdir={workdir}", "--chat", "--num_tokens=5")[:2] == (0, "")
 
 
 @pytest.mark.parametrize(

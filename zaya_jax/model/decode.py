@@ -275,6 +275,8 @@ def _whole(x: Any) -> bool:
 
 def _seeds(seeds, num: int) -> np.ndarray:
     """A seed for each row."""
+    if isinstance(seeds, np.ndarray) and not seeds.ndim:
+        seeds = seeds[()]
     if not (_whole(seeds) or isinstance(seeds, Sequence | np.ndarray)):
         raise UserError(f"seeds={shown(seeds)} must be a whole number, or a list with one for each prompt")
     given = [seeds] * num if _whole(seeds) else list(seeds)
