@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import jax
@@ -600,3 +601,19 @@ def test_the_examples_do_as_they_say(model, run, ids, folder, monkeypatch, setti
         test.globs = {**names, "folder": folder / f"examples {i}", "run": run}
         runner.run(test, out=said.append)
     assert not runner.failures, re.sub(r"\n{2,}", "\n", "".join(said))
+
+
+def test_the_page_on_generation_does_as_it_says(run, model):
+    page = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict = {}
+    exec(code.replace("runs/tiny", str(run)).replace("100,", "3,"), names)
+    assert [len(row) <= 3 for row in names["ids"]] == [True, True] and len(names["texts"]) == 2
+    short = re.search(r"`loaded(\.generate\(texts, )100(, temperature=0.8\))`", page)
+    assert eval(f"loaded{short[1]}3{short[2]}", names | {"texts": ["def "]})[0].startswith("def ")
+
+
+def test_the_page_names_every_command():
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert sorted(re.findall(r"`(zaya-[a-z-]+)`", page)) == sorted(project["scripts"])

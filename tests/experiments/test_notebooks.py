@@ -94,6 +94,12 @@ def shape_of(notebook):
     ]
 
 
+def files_in(notebook):
+    """The files that a notebook's outputs list, each line's first word."""
+    said = "\n".join(text_of(output) for cell in code_of(notebook) for output in cell["outputs"])
+    return re.findall(r"^\w+\.(?:html|jinja|jsonl?|safetensors|txt)\b", said, re.MULTILINE)
+
+
 def run(path, folder, steps=None):
     """A copy of a notebook, run by the tool on one device; what it then holds."""
     copy = folder / path.name
@@ -168,7 +174,7 @@ def test_their_code_passes_ruff():
 def test_the_first_one_runs_at_three_steps(tmp_path):
     stored, again = read(FOLDER / "first_model.ipynb"), run(FOLDER / "first_model.ipynb", tmp_path, steps=3)
     assert not faults(again)
-    assert shape_of(again) == shape_of(stored)
+    assert shape_of(again) == shape_of(stored) and files_in(again) == files_in(stored) != []
     said = "".join(text_of(output) for cell in code_of(again) for output in cell["outputs"])
     assert "done: 3 steps" in said and re.search(r"held out at the end [45]\.\d\d", said)
 
@@ -189,7 +195,7 @@ def test_the_plan_of_a_cluster_is_as_stored(tmp_path):
 def test_each_runs_at_its_size(name, tmp_path):
     stored, again = read(FOLDER / f"{name}.ipynb"), run(FOLDER / f"{name}.ipynb", tmp_path)
     assert not faults(again)
-    assert shape_of(again) == shape_of(stored)
+    assert shape_of(again) == shape_of(stored) and files_in(again) == files_in(stored)
     assert (tmp_path / f"{name}.ipynb").stat().st_size < MOST_BYTES
 
 
