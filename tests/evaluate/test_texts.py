@@ -97,12 +97,18 @@ def test_of_a_chat_answers_alone_are_predicted(tmp_path, kind):
 
 def test_prepared_data_are_their_files(tmp_path, tokenizer, model):
     lines = [{"text": f"line {i} of it, é"} for i in range(30)] + [{"messages": MESSAGES}] * 4
+    blank = [{"text": text} for text in ("", " ", "\n\t\u2003")]
     (tmp_path / "in").mkdir()
-    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "in" / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, *blank]))
     options = Options([str(tmp_path / "in")], "bytes", held_out=0.5)
     prepare(options, str(tmp_path / "out"), 1, lambda *_: None)
     plain = lambda document: (document.tokens.tolist(), document.learn.tolist(), document.bytes)  # noqa: E731
-    files = {str(plain(document)): document for document in texts.documents(str(tmp_path / "in"), tokenizer)}
+    said = []
+    files = {
+        str(plain(document)): document
+        for document in texts.documents(str(tmp_path / "in"), tokenizer, skipped=said.append)
+    }
+    assert len(said) == len(blank) and all("empty" in one for one in said)
     held_out = list(texts.documents(str(tmp_path / "out"), tokenizer))
     train = list(texts._of_store(storage.Prepared(str(tmp_path / "out"), "train"), tokenizer))
     assert held_out and train and len(held_out) + len(train) == len(lines)

@@ -84,7 +84,7 @@ def documents(
 ) -> Iterator[Document]:
     """Those of files, a glob or a directory, or of prepared data (its held-out part); at most `limit`.
 
-    `skipped` is told in words of what is left out: files that are no text, texts without tokens.
+    `skipped` is told in words of what is left out: files that are no text, texts of white space alone or without tokens.
     """
     if storage.is_prepared(path):
         return itertools.islice(_prepared(path, tokenizer), limit)
@@ -130,6 +130,9 @@ def _files(
                 else:
                     assert made.learn is not None  # of texts alone
                     yield _learnt(np.asarray(made.tokens), made.learn, tokenizer)
+                continue
+            if isinstance(sample, str) and len(sample) <= pieces.PIECE and not sample.strip():
+                skipped(f"{where}: empty")  # prepare_data leaves it out too
                 continue
             text = _Counted([sample] if isinstance(sample, str) else sample)
             try:
