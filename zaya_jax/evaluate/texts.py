@@ -84,7 +84,7 @@ def documents(
 ) -> Iterator[Document]:
     """Those of files, a glob or a directory, or of prepared data (its held-out part); at most `limit`.
 
-    `skipped` is told in words of what is left out: files that are no text, texts of white space alone or without tokens.
+    `skipped` is told in words of what is left out: files that are no text, texts of white space alone.
     """
     if storage.is_prepared(path):
         return itertools.islice(_prepared(path, tokenizer), limit)
