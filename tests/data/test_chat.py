@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zaya_jax.data import chat, tokenizers, trim
+from zaya_jax.data import chat, inputs, tokenizers, trim
 
 MESSAGES = [
     {"role": "user", "content": "2+2?"},
@@ -160,3 +160,10 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
         '[turn]system\nbe brief[end_turn]\n[turn]tools\n[{"name": "add"}][end_turn]\n'
         f"[turn]assistant\n{SPELT}[end_turn]\n[turn]tool\n3[end_turn]\n"
     )
+
+
+def test_a_record_with_text_and_chat_is_the_chat():
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    for field in inputs.CHAT_FIELDS:
+        _, sample = inputs._record({"text": "a rendering of it", field: turns}, "name", "text")
+        assert sample == chat.read(turns)
