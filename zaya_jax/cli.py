@@ -393,7 +393,7 @@ def _no_config(file: str, error: BaseException) -> UserError:
         for frame in traceback.extract_tb(first.__traceback__):
             if os.path.exists(frame.filename) and os.path.samefile(frame.filename, path):
                 where = f" in line {frame.lineno}"
-        below = first.__cause__ or first.__context__
+        below = first.__cause__ or (None if first.__suppress_context__ else first.__context__)
         if below is None or id(below) in seen:  # causes may go round
             break
         first = below
