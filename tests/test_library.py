@@ -494,6 +494,13 @@ def test_training_refuses_another_thread_before_it_writes(settings, tmp_path):
     assert "main thread" in found[0] and not (tmp_path / "run").exists()
 
 
+def test_training_s_refusals_name_no_option(trained, run, settings, folder):
+    c = copy.deepcopy(settings)
+    c.model.hidden_size = 24
+    refused(lambda: zj.train(c, run), f"{run} was started with config.model.hidden_size=16", "now it is 24")
+    refused(lambda: zj.train(settings, folder / "text.txt"), "text.txt cannot be written")
+
+
 @pytest.mark.slow
 def test_an_interrupt_saves_and_a_later_call_goes_on(settings, folder, monkeypatch):
     c = copy.deepcopy(settings)

@@ -418,7 +418,7 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
         ) from None
 
     folder = folder_of(settings, None if workdir is None else str(workdir))
-    with _signals_as_they_were():
+    with given.named(folder), _signals_as_they_were():
         code = pretrain.train(settings, folder)
     if code != cli.DONE:
         raise TrainingStopped(code, folder)

@@ -143,6 +143,10 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
     [
         (["--workdir=/nowhere"], "has no config.json"),
         (["--workdir={empty}"], "has no config.json"),
+        (
+            ["--workdir={theirs}"],
+            "of transformers' directories, not of a run; python -m experiments.checkpoint from",
+        ),
         (["--workdir={run}", "--step=4"], "no checkpoint of step 4; it has 3, 5"),
         (["--workdir={run}", "--prompt_file={bad}"], "not UTF-8 (byte 0xe9 at 3)"),
         (["--workdir={run}", "--prompt_file=/nowhere"], "cannot be read"),
@@ -185,7 +189,11 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
 def test_bad_input_is_one_line(run, workdir, tmp_path, options, says):
     (tmp_path / "bad").write_bytes(b"caf\xe9")
     (tmp_path / "empty").mkdir()
-    places = {"run": workdir, "bad": tmp_path / "bad", "empty": tmp_path / "empty"}
+    places = {name: tmp_path / name for name in ("bad", "empty", "theirs")} | {"run": workdir}
+    places["theirs"].mkdir()
+    (places["theirs"] / "config.json").write_text(
+        '{"architectures": ["ZayaForCausalLM"], "model_type": "zaya"}'
+    )
     before = tree(tmp_path), tree(workdir)
     code, out, err = run(*(o.format(**places) for o in options))
     assert (code, out) == (2, "") and before == (tree(tmp_path), tree(workdir))

@@ -237,6 +237,11 @@ def read_config(workdir: str | os.PathLike) -> Config:
             f"{path} cannot be read ({writing.reason(error)}); it is the recorded config of a run: restore it, each "
             'checkpoint has it too, in meta/data.json under "config"'
         ) from None
+    if isinstance(found, dict) and isinstance(found.get("model_type"), str):  # ours are below "model"
+        raise UserError(
+            f"{path} is of transformers' directories, not of a run; python -m experiments.checkpoint from_hf "
+            f"--model={workdir} --workdir=NEW makes a run's folder of one"
+        )
     try:
         return config_lib.check(found)
     except UserError as error:
