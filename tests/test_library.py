@@ -7,10 +7,7 @@ import functools
 import json
 import re
 import signal
-import subprocess
-import sys
 import threading
-import tomllib
 from pathlib import Path
 
 import jax
@@ -18,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from test_public_names import OF_A_MODEL
 from traced_once import traced_once
 
 import zaya_jax as zj
@@ -521,61 +519,8 @@ def test_an_interrupt_saves_and_a_later_call_goes_on(settings, folder, monkeypat
 
 
 ########################################################################################################################
-# The package
+# The pages
 ########################################################################################################################
-
-NAMES = [
-    "Config", "LanguageModel", "StorageError", "Trace", "TrainingStopped", "UserError", "__version__", "apply",
-    "config", "create", "init", "load", "loss", "scores", "train",
-]  # fmt: skip
-OF_A_MODEL = [
-    "generate",
-    "logits",
-    "loss",
-    "loss_and_grads",
-    "on_one_device",
-    "save",
-    "scores",
-    "to_hf",
-    "trace",
-]
-OF_A_TRACE = ["logits", "hidden_states", "router_probs", "choices", "attention"]
-
-
-def test_the_public_names_are_frozen():
-    assert zj.__all__ == NAMES
-    assert set(NAMES) <= set(dir(zj))
-    for name in NAMES:
-        assert getattr(zj, name) is not None
-    methods = [n for n, x in vars(zj.LanguageModel).items() if callable(x) and not n.startswith("_")]
-    assert sorted(methods) == OF_A_MODEL
-    fields = [field.name for field in dataclasses.fields(zj.LanguageModel)]
-    assert [name for name in fields if not name.startswith("_")] == [
-        "config", "params", "balance", "tokenizer", "mesh", "source",
-    ]  # fmt: skip
-    assert [field.name for field in dataclasses.fields(zj.Trace)] == OF_A_TRACE
-    with pytest.raises(AttributeError, match="'nothing'"):
-        zj.nothing  # noqa: B018
-
-
-def test_the_import_is_cheap_and_lazy():
-    code = """
-import sys
-import zaya_jax as zj
-import zaya_jax.aegis.node
-heavy = {"jax", "flax", "numpy", "experiments"} & set(sys.modules)
-assert not heavy, heavy
-assert "create" in dir(zj) and "jax" not in sys.modules
-zj.UserError
-assert "jax" not in sys.modules
-zj.apply
-assert "jax" in sys.modules
-import zaya_jax.train.step  # the package, which can be called, and its modules
-from zaya_jax import train
-assert train.step is zaya_jax.train.step and callable(zj.train)
-assert "experiments.pretrain" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
 
 
 def test_the_examples_do_as_they_say(model, run, ids, folder, monkeypatch, settings):
@@ -591,15 +536,8 @@ def test_the_examples_do_as_they_say(model, run, ids, folder, monkeypatch, setti
     shown = {
         test.name.split(".", 1)[1] for test in examples if test.examples and test.name != "docs/library.md"
     }
-    assert {f"LanguageModel.{name}" for name in OF_A_MODEL} | {
-        "init",
-        "apply",
-        "loss",
-        "scores",
-        "create",
-        "load",
-        "train",
-    } == shown
+    functions_shown = {"init", "apply", "loss", "scores", "create", "load", "train"}
+    assert {f"LanguageModel.{name}" for name in OF_A_MODEL} | functions_shown == shown
     runner, said = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS), []
     monkeypatch.chdir(folder)
     monkeypatch.setattr(logs, "say", lambda line: None)
@@ -618,9 +556,3 @@ def test_the_page_on_generation_does_as_it_says(run, model):
     assert [len(row) <= 3 for row in names["ids"]] == [True, True] and len(names["texts"]) == 2
     short = re.search(r"`loaded(\.generate\(texts, )100(, temperature=0.8\))`", page)
     assert eval(f"loaded{short[1]}3{short[2]}", names | {"texts": ["def "]})[0].startswith("def ")
-
-
-def test_the_page_names_every_command():
-    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert sorted(re.findall(r"`(zaya-[a-z-]+)`", page)) == sorted(project["scripts"])

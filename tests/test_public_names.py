@@ -1,0 +1,72 @@
+"""The library's public names, its import, and the commands of the package."""
+
+import dataclasses
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import zaya_jax as zj
+
+ROOT = Path(__file__).resolve().parent.parent
+NAMES = [
+    "Config", "LanguageModel", "StorageError", "Trace", "TrainingStopped", "UserError", "__version__", "apply",
+    "config", "create", "init", "load", "loss", "scores", "train",
+]  # fmt: skip
+OF_A_MODEL = [
+    "generate",
+    "logits",
+    "loss",
+    "loss_and_grads",
+    "on_one_device",
+    "save",
+    "scores",
+    "to_hf",
+    "trace",
+]
+OF_A_TRACE = ["logits", "hidden_states", "router_probs", "choices", "attention"]
+
+
+def test_the_public_names_are_frozen():
+    assert zj.__all__ == NAMES
+    assert set(NAMES) <= set(dir(zj))
+    for name in NAMES:
+        assert getattr(zj, name) is not None
+    methods = [n for n, x in vars(zj.LanguageModel).items() if callable(x) and not n.startswith("_")]
+    assert sorted(methods) == OF_A_MODEL
+    fields = [field.name for field in dataclasses.fields(zj.LanguageModel)]
+    assert [name for name in fields if not name.startswith("_")] == [
+        "config", "params", "balance", "tokenizer", "mesh", "source",
+    ]  # fmt: skip
+    assert [field.name for field in dataclasses.fields(zj.Trace)] == OF_A_TRACE
+    with pytest.raises(AttributeError, match="'nothing'"):
+        zj.nothing  # noqa: B018
+
+
+def test_the_import_is_cheap_and_lazy():
+    code = """
+import sys
+import zaya_jax as zj
+import zaya_jax.aegis.node
+heavy = {"jax", "flax", "numpy", "experiments"} & set(sys.modules)
+assert not heavy, heavy
+assert "create" in dir(zj) and "jax" not in sys.modules
+zj.UserError
+assert "jax" not in sys.modules
+zj.apply
+assert "jax" in sys.modules
+import zaya_jax.train.step  # the package, which can be called, and its modules
+from zaya_jax import train
+assert train.step is zaya_jax.train.step and callable(zj.train)
+assert "experiments.pretrain" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+def test_the_page_names_every_command():
+    page = (ROOT / "docs" / "library.md").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert sorted(re.findall(r"`(zaya-[a-z-]+)`", page)) == sorted(project["scripts"])
