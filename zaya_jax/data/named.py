@@ -19,6 +19,10 @@ _whole: dict[tuple[str, str], order.Memory] = {}  # text files are tokenised onc
 def parse(config: Config) -> dict[str, str]:
     """{name: path} of config.eval.named."""
     found: dict[str, str] = {}
+    if config.eval.named and not config.eval.windows:
+        raise UserError(
+            "config.eval.windows=0 evaluates on nothing, and eval.named is given; take one of them away"
+        )
     for i, part in enumerate(config.eval.named):
         name, _, path = part.partition("=")
         where = f"config.eval.named[{i}]={shown(part)}"
