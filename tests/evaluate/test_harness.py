@@ -114,6 +114,16 @@ def test_generations_end_before_their_stop_strings_and_are_a_seed_s_own(lm, mode
     assert again == found
 
 
+def test_what_is_new_is_decoded_by_itself_as_hf_does(lm, monkeypatch):
+    options: dict = {}
+    monkeypatch.setattr(
+        harness.generation, "generate", lambda *_, **given: options.update(given) or ["an answer"]
+    )
+    asked = requests("generate_until", ("a question", {"until": ["."], "max_gen_toks": 4}))
+    assert lm.generate_until(asked, disable_tqdm=True) == ["an answer"]
+    assert options["follows"] is False
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
