@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import decode_attention
 from zaya_jax.hardware import hlo
+from zaya_jax.model.cache import Held
 from zaya_jax.parallel import tree
 
 B, H, K, C = 2, 4, 2, 8
@@ -51,15 +52,17 @@ def test_a_prompt_and_new_columns_go_where_they_belong():
     x = jnp.arange(2.0 * length).reshape(2, length, 1, 1)
 
     def fill(x):
-        cache = tree.write_columns(
-            jnp.full((2, length // size, 1, 1), -1.0), x[:, :6], jnp.int32(0), "context"
-        )
+        held = Held(jnp.full((3, 2, length // size, 1, 1), -1.0), jnp.int32(1))
+        held = tree.write_columns(held, x[:, :6], jnp.int32(0), "context")
         for index in range(6, length):
-            cache = tree.write_columns(cache, x[:, index : index + 1], jnp.int32(index), "context")
-        return cache
+            held = tree.write_columns(held, x[:, index : index + 1], jnp.int32(index), "context")
+        return held.read(), held.stack[::2]
 
-    filled = jax.shard_map(fill, mesh=mesh_of(size), in_specs=ALL, out_specs=PARTS, check_vma=False)(x)
+    filled, others = jax.shard_map(
+        fill, mesh=mesh_of(size), in_specs=ALL, out_specs=(PARTS, ALL), check_vma=False
+    )(x)
     np.testing.assert_array_equal(filled, lay_out(x, size))
+    np.testing.assert_array_equal(others, -1)  # the layers below and above
 
 
 def lowered(function, size, length):

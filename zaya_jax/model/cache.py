@@ -1,5 +1,9 @@
-"""Keys and values that decoding keeps, as one device has them whole; `zaya_jax.parallel.tree` has them in parts."""
+"""What decoding keeps of each layer, and keys and values as one device has them whole.
 
+`zaya_jax.parallel.tree` has keys and values in parts.
+"""
+
+import dataclasses
 from typing import Any
 
 import jax
@@ -8,6 +12,44 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import attention, decode_attention
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """What a layer keeps, in its place in the stack of what all layers keep.
+
+    A new column is written there. Were it written into the layer's own, taken out of the stack, all columns of the
+    layer would be copied for each token, out of the stack and into it.
+    """
+
+    stack: Float[Array, "L ..."]
+    layer: Int[Array, ""]
+    own: jax.Array | None = None  # the layer's, where it is read already
+
+    def read(self) -> jax.Array:
+        """All of this layer's."""
+        if self.own is not None:
+            return self.own
+        return lax.dynamic_index_in_dim(self.stack, self.layer, 0, keepdims=False)
+
+    def read_at_once(self) -> "Held":
+        """For what a layer will replace whole: read before that is written, or the compiler copies the stack for it."""
+        own, stack = lax.optimization_barrier((self.read(), self.stack))
+        return Held(stack, self.layer, own)
+
+    def write(self, new: jax.Array, *start: jax.Array | int) -> "Held":
+        """With `new` in the layer's own, from the indices `start` on, 0 where none is given."""
+        new = new.astype(self.stack.dtype)[None]
+        rest = (0,) * (new.ndim - 1 - len(start))
+        return Held(lax.dynamic_update_slice(self.stack, new, (self.layer, *start, *rest)), self.layer)
+
+    def write_rows(self, new: Float[Array, "B ..."], index: Int[Array, "B"]) -> "Held":
+        """With a new column in each row, at an index of its own."""
+        if len(new) == 1:  # no scatter
+            return self.write(new[:, None], 0, index[0])
+        rows, new = self.stack.at[self.layer, jnp.arange(len(new)), index], new.astype(self.stack.dtype)
+        return Held(rows.set(new, mode="promise_in_bounds", unique_indices=True), self.layer)
 
 
 class Cache:
@@ -20,14 +62,11 @@ class Cache:
         """Columns that a device has of a cache of this length."""
         return length
 
-    def write(
-        self, held: Float[Array, "B T K C"], new: Float[Array, "B S K C"], index: jax.Array
-    ) -> jax.Array:
+    def write(self, held: Held, new: Float[Array, "B S K C"], index: jax.Array) -> Held:
         """With new columns from `index` on: a prompt's or a piece's, or a single token's, of each row at its own."""
-        new = new.astype(held.dtype)
         if jnp.ndim(index):
-            return write_rows(held, new, index)
-        return lax.dynamic_update_slice_in_dim(held, new, index, 1)
+            return held.write_rows(new[:, 0], index)
+        return held.write(new, 0, index)
 
     def read(
         self,
@@ -51,15 +90,6 @@ class Cache:
     ) -> Float[Array, "B S H C"]:
         """Attention of tokens from column `start` on, which are written already, to all that came before them."""
         return attention(q, k, v, None, None, window, start, scale=scale)[0]
-
-
-def write_rows(
-    held: Float[Array, "B T K C"], new: Float[Array, "B 1 K C"], index: Int[Array, "B"]
-) -> jax.Array:
-    """With a new column in each row, at an index of its own."""
-    if len(held) == 1:  # no scatter
-        return lax.dynamic_update_slice_in_dim(held, new, index[0], 1)
-    return held.at[jnp.arange(len(held)), index].set(new[:, 0], mode="promise_in_bounds", unique_indices=True)
 
 
 WHOLE = Cache()

@@ -41,11 +41,11 @@ from pallas_kernels.linear_attention import (
 )
 from pallas_kernels.loops import visiting
 from zaya_jax.config import Model
-from zaya_jax.model.cache import WHOLE, Cache
+from zaya_jax.model.cache import WHOLE, Cache, Held
 from zaya_jax.model.experts import expert_mlp
 
 Axes = tuple[str | None, ...]
-Kept = dict[str, jax.Array] | None
+Kept = dict[str, Held] | None
 Windows = tuple[int | None, ...]  # of each layer with a softmax, bottom first
 
 
@@ -184,12 +184,19 @@ class Prompt(Placement):
     index: Any = None  # the column to write at
     store: Cache = WHOLE
 
+    def of_layer(self, window, linear, cache) -> Placement:
+        cache = {name: x if name in ("k", "v") else x.read_at_once() for name, x in cache.items()}
+        return super().of_layer(window, linear, cache)
+
     def before(self, x, project, history, nothing) -> Before:
-        return Before(self.cache["columns"], nothing, None)
+        return Before(self.cache["columns"].read(), nothing, None)
 
     def attend(self, q, k, v, **last) -> tuple[jax.Array, Kept]:
         out, kept = super().attend(q, k, v)
-        return out, (kept or {}) | {name: self._last(self.cache[name], x) for name, x in last.items()}
+        for name, x in last.items():
+            held = self.cache[name]
+            kept = (kept or {}) | {name: held.write(self._last(held.read(), x))}
+        return out, kept
 
     def _last(self, held, new):
         """What was held, [B, T, ..] or the last token's [B, ..], after these new tokens [B, S, ..]."""
@@ -203,7 +210,8 @@ class Prompt(Placement):
         return super()._softmax(q, k, v)[0], kept
 
     def _linear(self, q, k, v):
-        return super()._linear(q, k, v)[0], {"state": prompt_state(k, v, self.visible)}
+        state = self.cache["state"].write(prompt_state(k, v, self.visible))
+        return super()._linear(q, k, v)[0], {"state": state}
 
     def _extended(self, k, v):
         assert self.index is not None, "a cache comes with the column to write at"
@@ -227,8 +235,8 @@ class Piece(Prompt):
         return isinstance(self.index, int)
 
     def before(self, x, project, history, nothing) -> Before:
-        value = nothing if self._first else self.cache["value"][:, None]
-        return Before(self.cache["columns"], value, None)
+        value = nothing if self._first else self.cache["value"].read()[:, None]
+        return Before(self.cache["columns"].read(), value, None)
 
     def _last(self, held, new):
         alone = held.ndim < new.ndim
@@ -241,11 +249,13 @@ class Piece(Prompt):
         if self._first:
             return super()._softmax(q, k, v)
         kept, scale = self._extended(k, v), softmax_scale(q.shape[-1])
-        return self.store.read_piece(q, kept["k"], kept["v"], self.window, self.index, scale), kept
+        k, v = kept["k"].read(), kept["v"].read()
+        return self.store.read_piece(q, k, v, self.window, self.index, scale), kept
 
     def _linear(self, q, k, v):
-        out, state = goes_on_linear_attention(q, k, v, self.cache["state"], self.counts)
-        return out, {"state": state}
+        held = self.cache["state"]
+        out, state = goes_on_linear_attention(q, k, v, held.read(), self.counts)
+        return out, {"state": held.write(state)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,16 +265,17 @@ class Token(Prompt):
     valid: Any = None  # [B, T]
 
     def before(self, x, project, history, nothing) -> Before:
-        return Before(self.cache["columns"], self.cache["value"][:, None], None)
+        return Before(self.cache["columns"].read(), self.cache["value"].read()[:, None], None)
 
     def _softmax(self, q, k, v):
         kept, scale = self._extended(k, v), softmax_scale(q.shape[-1])
         valid = in_window(self.valid, self.index, self.window)
-        return self.store.read(q, kept["k"], kept["v"], valid, scale), kept
+        return self.store.read(q, kept["k"].read(), kept["v"].read(), valid, scale), kept
 
     def _linear(self, q, k, v):
-        out, state = decode_linear_attention(q, k, v, self.cache["state"])
-        return out, {"state": state}
+        held = self.cache["state"]
+        out, state = decode_linear_attention(q, k, v, held.read())
+        return out, {"state": held.write(state)}
 
 
 class Devices:

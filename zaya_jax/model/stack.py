@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.config import Model
+from zaya_jax.model.cache import Held
 
 ONLY = {"k": False, "v": False, "state": True}  # entries of a cache that only (or no) linear layers have
 
@@ -33,24 +34,29 @@ def scan_layers(
     cache: dict | None,
     unroll: bool = False,
 ) -> tuple[Any, Any, dict | None]:
-    """Runs step(carry, what belongs to a layer, its cache) → (carry, output, cache) on all layers, bottom first.
+    """Runs step(carry, what belongs to a layer, what it holds) → (carry, output, what it holds) on all layers, bottom
+    first.
 
     `steps` are those of the layers of the repeating stretch. What belongs to layers is stacked, and so are the
-    outputs; an entry of the cache is stacked over the layers that have it. `remat` makes of a step one that is computed
-    again in the backward pass, if any is to be; `unroll` writes the layers out, where they are all of one kind.
+    outputs; an entry of the cache is stacked over the layers that have it, and goes through the loop as it is: a layer
+    holds its place in there. `remat` makes of a step one that is computed again in the backward pass, if any is to be;
+    `unroll` writes the layers out, where they are all of one kind.
     """
+    num = jax.tree.leaves(per_layer)[0].shape[0] // len(pattern)
+    numbers = None if cache is None else jnp.arange(num)
     if len(pattern) == 1:
         step = remat(steps[0]) if remat else steps[0]
 
         def one(carry, inputs):
-            carry, out, cache = step(carry, *inputs)
-            return carry, (out, cache)
+            (carry, cache), (number, per_layer) = carry, inputs
+            carry, out, held = step(carry, per_layer, _held(cache, number, 0, pattern))
+            return (carry, _after(cache, held)), out
 
-        carry, (outs, cache) = jax.lax.scan(one, carry, (per_layer, cache), unroll=unroll)
+        (carry, cache), outs = jax.lax.scan(one, (carry, cache), (numbers, per_layer), unroll=unroll)
         return carry, outs, cache
 
-    def of_stretch(i, carry, per_layer, cache):
-        return steps[i](carry, jax.tree.map(operator.itemgetter(i), per_layer), cache)
+    def of_stretch(i, carry, per_layer, held):
+        return steps[i](carry, jax.tree.map(operator.itemgetter(i), per_layer), held)
 
     # A layer takes its weights out of the stretch's within what is computed again: taken before, they would be values
     # of their own, which the scan keeps for the backward pass, a second copy of all weights.
@@ -58,28 +64,35 @@ def scan_layers(
     layers = [again(functools.partial(of_stretch, i)) for i in range(len(pattern))]
 
     def stretch(carry, inputs):
-        per_layer, cache = inputs
-        outs, caches = [], []
+        (carry, cache), (number, per_layer), outs = carry, inputs, []
         for i, layer in enumerate(layers):
-            own = cache and {
-                n: x[_owners(n, pattern).index(i)] for n, x in cache.items() if i in _owners(n, pattern)
-            }
-            carry, out, own = layer(carry, per_layer, own)
+            carry, out, held = layer(carry, per_layer, _held(cache, number, i, pattern))
+            cache = _after(cache, held)
             outs.append(out)
-            caches.append(own)
-        cache = cache and {n: jnp.stack([caches[i][n] for i in _owners(n, pattern)]) for n in cache}
-        return carry, (jax.tree.map(lambda *x: jnp.stack(x), *outs), cache)
+        return (carry, cache), jax.tree.map(lambda *x: jnp.stack(x), *outs)
 
-    num = jax.tree.leaves(per_layer)[0].shape[0] // len(pattern)
-    inputs = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), (per_layer, cache))
-    carry, found = jax.lax.scan(stretch, carry, inputs)
-    outs, cache = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), found)
-    return carry, outs, cache
+    per_layer = jax.tree.map(lambda x: x.reshape(num, -1, *x.shape[1:]), per_layer)
+    (carry, cache), outs = jax.lax.scan(stretch, (carry, cache), (numbers, per_layer))
+    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs), cache
 
 
-def _owners(name: str, pattern: tuple[bool, ...]) -> list[int]:
-    """Which layers of the stretch have an entry of the cache."""
-    return [i for i, linear in enumerate(pattern) if ONLY.get(name, linear) == linear]
+def _held(
+    cache: dict | None, stretch: jax.Array | None, layer: int, pattern: tuple[bool, ...]
+) -> dict[str, Held] | None:
+    """What a layer of the stretch of this number holds."""
+    if cache is None:
+        return None
+    held = {}
+    for name, stack in cache.items():
+        owners = [i for i, linear in enumerate(pattern) if ONLY.get(name, linear) == linear]
+        if layer in owners:
+            held[name] = Held(stack, stretch * len(owners) + owners.index(layer))
+    return held
+
+
+def _after(cache: dict | None, held: dict[str, Held] | None) -> dict | None:
+    """The cache as a layer leaves it."""
+    return cache and held and cache | {name: own.stack for name, own in held.items()}
 
 
 def _all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import MASKED, attention
-from zaya_jax.model.cache import WHOLE, Cache, write_rows
+from zaya_jax.model.cache import WHOLE, Cache, Held
 from zaya_jax.model.placement import Devices
 
 # Attention to some keys: its output, its log-sum-exp.
@@ -40,7 +40,7 @@ class Parts(Cache):
     def columns(self, length: int) -> int:
         return columns_of(length, self.devices)
 
-    def write(self, held, new, index) -> jax.Array:
+    def write(self, held, new, index) -> Held:
         return write_columns(held, new, index, self.axis)
 
     def read(self, q, k, v, valid, scale) -> jax.Array:
@@ -80,20 +80,17 @@ def columns_on(device: jax.Array, x: Array, axis: str) -> Array:
     return lax.dynamic_index_in_dim(x, device, 2, keepdims=False)
 
 
-def write_columns(
-    cache: Float[Array, "B T K C"], x: Float[Array, "B S K C"], index: jax.Array, axis: str
-) -> jax.Array:
+def write_columns(held: Held, x: Float[Array, "B S K C"], index: jax.Array, axis: str) -> Held:
     """The cache with a prompt's columns from `index` on, which lies on the first device, or with one new column at
     `index`, of all rows or of each, on the device that it is on."""
-    x = x.astype(cache.dtype)
-    devices = lax.axis_size(axis)
+    devices, rows = lax.axis_size(axis), jnp.arange(len(x))
     if x.shape[1] > 1:
-        return lax.dynamic_update_slice_in_dim(cache, own_columns(x, axis), index // devices, 1)
-    index = jnp.broadcast_to(index, len(cache))
+        return held.write(own_columns(x, axis), 0, index // devices)
+    index = jnp.broadcast_to(index, len(x))
     place = index // devices
     here = index % devices == lax.axis_index(axis)
-    old = cache[jnp.arange(len(cache)), place][:, None]
-    return write_rows(cache, jnp.where(here[:, None, None, None], x, old), place)
+    old = held.stack[held.layer, rows, place]
+    return held.write_rows(jnp.where(here[:, None, None], x[:, 0].astype(old.dtype), old), place)
 
 
 def tree_attention(
