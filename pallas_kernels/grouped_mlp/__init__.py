@@ -6,9 +6,11 @@ An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
 
     forward(rows, sizes, gate_up, down)                → out [M, D], hidden [M, 2 F]
     backward(rows, sizes, gate_up, down, hidden, d)    → d_rows, and the gradients of both weights in float32
+    of_layer(rows, sizes, gate_up, down, layer)        → out, with the weights of a layer of stacks
 
 with weights in their own number format; products run in that of the rows, which `out` and `hidden` have too. One that
-`routes` also takes rows from where they lie and puts what they give, times a gate, there again: `routed_mlp`.
+`routes` also takes rows from where they lie and puts what they give, times a gate, there again: `routed_mlp`, and
+`layer_mlp` in the place of `of_layer`.
 """
 
 import functools
@@ -16,13 +18,11 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import chip, tiles
 from pallas_kernels.grouped_mlp import cpu, triton, xla
-from pallas_kernels.grouped_mlp.xla import swiglu
 
 IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
 PRODUCTS = "experts"  # the name under which a remat policy finds what the grouped products gave
@@ -95,32 +95,22 @@ def _routed_mlp_bwd(saved, d_out):
 routed_mlp.defvjp(_routed_mlp_fwd, _routed_mlp_bwd)
 
 
-def few_rows_mlp(
-    x: Float[Array, "N D"],
-    choice: Int[Array, "N"],
+def layer_mlp(
+    rows: Float[Array, "M D"],
+    sizes: Int[Array, "E"],
     gate_up: Float[Array, "L E D F2"],
     down: Float[Array, "L E F D"],
     layer: Int[Array, ""],
-) -> Float[Array, "N D"]:
-    """The gated MLP of each row's own expert of a layer of stacks, without gradients; zero where that is past the last.
+    order: Int[Array, "M"] | None = None,
+) -> Float[Array, "M D"]:
+    """`grouped_mlp` with the weights of a layer of stacks, read where they lie; without gradients.
 
-    For a few rows, whose products take the time in which weights are read: each expert that any row chose is read once,
-    out of the stack, and multiplied with all rows; the others are not read.
+    Given their `order`, rows are not sorted yet, as for `routed_mlp`: of implementations that `routes`.
     """
-
-    def expert(e, out):
-        own = choice == e
-
-        def mlp(out):
-            w1, w2 = (
-                lax.dynamic_slice(w, (layer, e, 0, 0), (1, 1, *w.shape[2:]))[0, 0].astype(x.dtype)
-                for w in (gate_up, down)
-            )
-            return jnp.where(own[:, None], swiglu(x @ w1).astype(x.dtype) @ w2, out)
-
-        return lax.cond(own.any(), mlp, lambda out: out, out)
-
-    return lax.fori_loop(0, gate_up.shape[1], expert, jnp.zeros_like(x))
+    if routes():
+        return triton.routed_forward(rows, order, sizes, None, gate_up, down, layer, keep=False)[0]
+    assert order is None
+    return chip.choose(IMPLEMENTATIONS).of_layer(rows, sizes, gate_up, down, layer)
 
 
 def unwritten(weights: Float[Array, "L E D1 D2"]) -> jax.Array:

@@ -31,6 +31,11 @@ def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
     return grouped_dot(swiglu(hidden).astype(rows.dtype), down, sizes), hidden
 
 
+def of_layer(rows, sizes, gate_up, down, layer) -> jax.Array:
+    """See `pallas_kernels.grouped_mlp`. A grouped product takes an array of its own, so the layer's are copied."""
+    return forward(rows, sizes, gate_up[layer], down[layer])[0]
+
+
 def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.Array, jax.Array]:
     """See `pallas_kernels.grouped_mlp`."""
     activation, pull = jax.vjp(swiglu, hidden)

@@ -75,22 +75,27 @@ class CCA(nnx.Module):
         return y + self.o.bias[...].astype(y.dtype) if hasattr(self.o, "bias") else y, kept
 
     def _side_by_side(self, here: Placement):
-        """The kernels of q, k and both halves of v as one, and their biases (or None)."""
+        """The kernels of q, k and both halves of v, and their biases as one (or None)."""
 
-        def joined(q, k, v_now, v_prev):
-            values = here.weights.own(
-                jnp.concatenate([v_now, v_prev], axis=-1), (None,) * (q.ndim - 1) + ("kv_heads",)
-            )
-            return jnp.concatenate([q, k, values], axis=-1)
+        def parts(q, k, v_now, v_prev):
+            axes = (None,) * (q.ndim - 1) + ("kv_heads",)
+            return q, k, here.weights.own(jnp.concatenate([v_now, v_prev], axis=-1), axes)
 
-        parts = (self.q, self.k, self.v_now, self.v_prev)
-        biases = joined(*(p.bias[...] for p in parts)) if hasattr(self.q, "bias") else None
-        return joined(*(p.kernel[...] for p in parts)), biases
+        all_four = (self.q, self.k, self.v_now, self.v_prev)
+        biases = None
+        if hasattr(self.q, "bias"):
+            biases = jnp.concatenate(parts(*(p.bias[...] for p in all_four)), axis=-1)
+        return parts(*(p.kernel[...] for p in all_four)), biases
 
     def _project(self, weights, x):
-        """Packed queries and keys, the values' current half and the one to be delayed: one product."""
-        kernel, bias = weights
-        y = dot(x, kernel, self.dtype)
+        """Packed queries and keys, the values' current half and the one to be delayed: one product.
+
+        Of a single token a row the product takes the time in which kernels are read: they are not joined for it.
+        """
+        kernels, bias = weights
+        if x.shape[1] > 1:
+            kernels = (jnp.concatenate(kernels, axis=-1),)
+        y = jnp.concatenate([dot(x, kernel, self.dtype) for kernel in kernels], axis=-1)
         return y if bias is None else y + bias.astype(y.dtype)
 
     def _split(self, columns, here):

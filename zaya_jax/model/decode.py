@@ -21,7 +21,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from pallas_kernels import chip
-from pallas_kernels.grouped_mlp import routes
 from pallas_kernels.loops import turning
 from zaya_jax.config import Model, Precision, UserError, shown
 from zaya_jax.model import cca, dense, zaya
@@ -34,7 +33,6 @@ from zaya_jax.model.sampling import Sampling, pick
 # products of few rows are slow.
 PIECE, PIECES = 2048, 16384
 LEAST_PIECE = 16  # shorter pieces are padded to a power of two from here on
-FEW = 32  # rows up to which a step's experts are read where they lie
 TURN = 16  # new tokens of each row between two looks at what has ended
 REPLICATED = PartitionSpec()
 
@@ -110,7 +108,8 @@ class Generation:
         self._carry: Any = None
         if self.ended:
             return
-        self._weights = self._everywhere((params, balance))
+        params, self._head = self._everywhere(zaya.rounded(params, precision))
+        self._weights = params, self._everywhere(balance)
         self._drawing = self._everywhere((sampling.numbers(), row_seeds, last))
         self._start(ids, lengths, mask, num_tokens, -(-(piece or piece_of(len(ids))) // parts) * parts)
 
@@ -134,7 +133,7 @@ class Generation:
         if self._carry is None:
             statics = self._model, self._precision, self._devices, self._kind
             with chip.making(self._target):
-                token, self._carry = _first(self._weights, self._hidden, self._index, self._drawing, *statics)
+                token, self._carry = _first(self._head, self._hidden, self._index, self._drawing, *statics)
             return self._taken(np.asarray(token)[:, None])
         num = min(TURN, self._left)
         with chip.making(self._target):
@@ -147,7 +146,7 @@ class Generation:
             return _go_on.lower(*self._going_on(1))
 
     def _going_on(self, num: int) -> tuple:
-        arguments = (*self._weights, self._carry, self._drawing, self._done, np.int32(num))
+        arguments = (*self._weights, self._head, self._carry, self._drawing, self._done, np.int32(num))
         return arguments, self._cache, self._model, self._precision, self._devices, self._kind
 
     def _taken(self, tokens: np.ndarray) -> list[list[int]]:
@@ -331,7 +330,7 @@ def _padded(arguments, cache, length, model, precision, devices):
         positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
         out = zaya.apply(
             model, params, balance, ids, precision=precision, mask=mask, positions=positions, cache=cache,
-            cache_index=jnp.int32(0), devices=devices,
+            cache_index=jnp.int32(0), devices=devices, stacks=_in_place(model, params),
         )  # fmt: skip
         return out.hidden[:, -1], out.cache
 
@@ -367,19 +366,19 @@ def _through(arguments, start, cache, model, precision, devices):
     positions = jnp.broadcast_to(start + jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     out = zaya.apply(
         model, params, balance, ids, precision=precision, positions=positions, cache=cache, cache_index=start,
-        cache_counts=counts, devices=devices,
+        cache_counts=counts, devices=devices, stacks=_in_place(model, params),
     )  # fmt: skip
     last = jnp.take_along_axis(out.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     return jnp.where(counts[:, None] > 0, last.astype(hidden.dtype), hidden), out.cache
 
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
-def _first(weights, hidden, index, drawing, model, precision, devices, kind):
+def _first(head, hidden, index, drawing, model, precision, devices, kind):
     """The first new token [B], and what goes on: that token, its column, the padding before the row, its number."""
     with jax.default_matmul_precision(precision.matmul):
         numbers, seeds, _ = drawing
         count = jnp.int32(0)
-        token = _pick(model, weights[0], hidden, precision, kind, numbers, seeds, count)
+        token = _pick(model, head, hidden, precision, kind, numbers, seeds, count)
     return token, (token, *index, count + 1)
 
 
@@ -388,8 +387,7 @@ def _go_on(arguments, cache, model, precision, devices, kind):
     """Up to `num` more tokens [B, TURN] of each row that is not done; fewer where all are."""
 
     def run(arguments, cache):
-        params, balance, (token, index, padding, count), (numbers, seeds, ends), done, num = arguments
-        stacks = _stacks(model, params, len(token))
+        params, balance, head, (token, index, padding, count), (numbers, seeds, ends), done, num = arguments
         places = jnp.arange(cache["k"].shape[2] * devices.cache().parts if "k" in cache else 1)
 
         def goes_on(carry):
@@ -401,9 +399,10 @@ def _go_on(arguments, cache, model, precision, devices, kind):
             seen = (places <= index[:, None]) & (places >= padding[:, None])
             out = zaya.apply(
                 model, params, balance, token[:, None], precision=precision, positions=(index - padding)[:, None],
-                cache=cache, cache_index=index, cache_valid=seen, devices=devices, stacks=stacks,
+                cache=cache, cache_index=index, cache_valid=seen, devices=devices,
+                stacks=_in_place(model, params),
             )  # fmt: skip
-            new = _pick(model, params, out.hidden[:, 0], precision, kind, numbers, seeds, count + i)
+            new = _pick(model, head, out.hidden[:, 0], precision, kind, numbers, seeds, count + i)
             token = jnp.where(done, token, new)
             tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], i, 1)
             index = jnp.where(done, index, index + 1)
@@ -419,13 +418,11 @@ def _go_on(arguments, cache, model, precision, devices, kind):
     return _on_all(devices, model, precision, run, arguments, cache)
 
 
-def _stacks(model: Model, params: dict, rows: int) -> InPlace | None:
-    """The experts' weights where they lie, for rows so few that most experts have none."""
-    if model.model_type == "dense" or routes() or rows > FEW:
-        return None
-    return InPlace(params["layers"]["experts"])
+def _in_place(model: Model, params: dict) -> InPlace | None:
+    """The experts' weights where they lie."""
+    return None if model.model_type == "dense" else InPlace(params["layers"]["experts"])
 
 
-def _pick(model, params, hidden, precision, kind, numbers, seeds, count) -> Int[Array, "B"]:
-    logits = zaya.logits(model, params, hidden[:, None], precision)[:, 0]
+def _pick(model, head, hidden, precision, kind, numbers, seeds, count) -> Int[Array, "B"]:
+    logits = zaya.logits(model, head, hidden[:, None], precision)[:, 0]
     return pick(logits, kind, numbers, seeds, count)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.grouped_mlp import few_rows_mlp, grouped_mlp, routed_mlp, routes, stacked_mlp
+from pallas_kernels.grouped_mlp import grouped_mlp, layer_mlp, routed_mlp, routes, stacked_mlp
 
 
 def sort_by_expert(choice: Int[Array, "N"], num_classes: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -130,7 +130,7 @@ class Stacks:
 
 @dataclasses.dataclass(frozen=True)
 class InPlace:
-    """All layers' experts, for a few tokens: those that they chose are read out of the stack, and no other."""
+    """All layers' experts, for decoding: read where they lie, those alone that a token chose."""
 
     weights: dict[str, jax.Array]  # as in Stacks
 
@@ -138,8 +138,14 @@ class InPlace:
         """`expert_mlp` without a gate, with the weights of this layer, whatever it is given."""
 
         def mlp(x, choice, gate, gate_up, down, *, dtype):
-            del gate_up, down
             assert gate is None
-            return few_rows_mlp(x.astype(dtype), choice, self.weights["gate_up"], self.weights["down"], layer)
+            gate_up, down = self.weights["gate_up"], self.weights["down"]
+            x, num_experts = x.astype(dtype), gate_up.shape[1]
+            if routes():
+                order, _, counts = sort_by_expert(choice, num_experts + 1)
+                return layer_mlp(x, counts[:num_experts], gate_up, down, layer, order)
+            return through_groups(
+                x, choice, num_experts, lambda rows, sizes: layer_mlp(rows, sizes, gate_up, down, layer)
+            )
 
         return mlp

@@ -50,6 +50,10 @@ class Output:
 
 
 LAYERS = {"zaya": Layer, "dense": DenseLayer}  # by model_type
+ROUNDED = {  # the weights of a layer that are read in `precision.compute` alone
+    "cca": ("q", "k", "v_now", "v_prev", "o"), "experts": ("gate_up", "down"),
+    "attention": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down"),
+}  # fmt: skip
 
 
 class Embed(nnx.Module):
@@ -266,6 +270,25 @@ def apply(
         cache_valid=cache_valid, cache_counts=cache_counts, remat=remat, trace=trace, devices=devices, stacks=stacks,
         leaving=leaving,
     )  # fmt: skip
+
+
+def rounded(params: dict, precision: Precision) -> tuple[dict, dict]:
+    """Parameters for many passes, and those that `logits` needs: what products take in `precision.compute` is so.
+
+    Values do not change: each pass would round these weights itself. Others are the same arrays.
+    """
+    dtype = jnp.dtype(precision.compute)
+
+    def cast(x):
+        return x if x.dtype == dtype else x.astype(dtype)
+
+    layers = dict(params["layers"])
+    for block in ROUNDED.keys() & layers.keys():
+        layers[block] = layers[block] | {
+            name: jax.tree.map(cast, layers[block][name]) for name in ROUNDED[block]
+        }
+    head = {name: params[name] for name in ("head",) if name in params}
+    return params | {"layers": layers}, head | {"embed": {"embedding": cast(params["embed"]["embedding"])}}
 
 
 @jax.named_scope("head")
