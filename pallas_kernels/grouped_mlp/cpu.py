@@ -16,12 +16,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.grouped_mlp.xla import swiglu
-from pallas_kernels.products.cpu import sum_rows
+from pallas_kernels.products.cpu import strip_of, sum_rows
 
-# Products of few rows take the time in which weights are read. So those of fewer than TALL take them in strips of so
-# many bytes: what XLA copies of them, out of their stack and into the order that it multiplies in, stays in a core's
-# cache. Of weights [1024, 2048] 4 rows then take 0.6 ms in place of 1.0, 16 rows 1.1 in place of 1.3.
-STRIP, TALL = 1 << 20, 256
+# Products of fewer rows take weights out of their stack in strips: what XLA copies of them stays in a core's cache. Of
+# weights [1024, 2048] 4 rows then take 0.6 ms in place of 1.0, 16 rows 1.1 in place of 1.3, 256 gain nothing.
+TALL = 256
 FEW = (1, 4, 8, 16, 24, 32, 48, 64)  # rows per block where even groups have fewer than the last
 
 
@@ -156,8 +155,8 @@ def _write(x, block, row):
 def _times_stacked(x, stack, layer, expert):
     """x [n, a] times the matrix [a, b] of a layer's expert, out of its stack [L, E, a, b]; in x's number format."""
     depth, width = stack.shape[2:]
-    strip = 1 << max(STRIP // (width * stack.dtype.itemsize), 1).bit_length() - 1
-    if x.shape[0] >= TALL or strip >= depth or depth % strip:
+    strip = strip_of(stack, width)
+    if x.shape[0] >= TALL or depth % strip:
         strip = depth
 
     def product(i):

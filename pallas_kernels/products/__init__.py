@@ -74,6 +74,11 @@ def sum_rows(
     return chip.choose(IMPLEMENTATIONS).sum_rows(x_spec, y_spec, w_spec, x, y, precision)
 
 
+def times_rows(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [n, d] times w [v, d] transposed, both of one number format, accumulated and given in float32."""
+    return chip.choose(IMPLEMENTATIONS).times_rows(x, w)
+
+
 def dot(x: jax.Array, w: jax.Array, dtype, out_dtype=None, precision: Precision | None = None) -> jax.Array:
     """x [..., in] times w [in, out]."""
     y = einsum("nd,df->nf", x.reshape(-1, x.shape[-1]), w, dtype, out_dtype or dtype, precision)

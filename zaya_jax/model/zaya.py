@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import chip
 from pallas_kernels.attention import NO_WINDOW, SAVED
 from pallas_kernels.grouped_mlp import PRODUCTS
-from pallas_kernels.products import GIVEN
+from pallas_kernels.products import GIVEN, times_rows
 from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.dense import DenseLayer
@@ -298,7 +298,8 @@ def logits(
     """The tied head on a normed hidden state, accumulated and given in float32."""
     dtype = jnp.dtype(precision.compute)
     embedding = params["embed"]["embedding"].astype(dtype)
-    out = jnp.einsum("bsd,vd->bsv", hidden.astype(dtype), embedding, preferred_element_type=jnp.float32)
+    out = times_rows(hidden.astype(dtype).reshape(-1, hidden.shape[-1]), embedding)
+    out = out.reshape(*hidden.shape[:-1], -1)
     return out + params["head"]["bias"] if model.lm_head_bias else out
 
 
