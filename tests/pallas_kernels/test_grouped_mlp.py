@@ -8,7 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels import chip
-from pallas_kernels.grouped_mlp import cpu, grouped_mlp, reference, routed_mlp, stacked_mlp, triton, xla
+from pallas_kernels.grouped_mlp import (
+    cpu,
+    grouped_mlp,
+    layer_mlp,
+    reference,
+    routed_mlp,
+    stacked_mlp,
+    triton,
+    xla,
+)
 
 E, D, F = 4, 12, 20
 SIZES = {
@@ -175,6 +184,25 @@ def assert_equal_to_the_reference(sizes, num_rows):
     np.testing.assert_allclose(ours[0][1], theirs[0][1], atol=1e-4)
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "xla", "triton"], indirect=True)
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+def test_a_layers_weights_where_they_lie(sizes, implementation, monkeypatch):
+    """Weights in strips and whole, blocks of few rows and of many."""
+    monkeypatch.setattr("pallas_kernels.products.cpu.STRIP", 4 * 2 * F * 4)  # 4 of the 12 rows of gate_up
+    monkeypatch.setattr(cpu, "TALL", 32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    gate_up = jax.random.normal(keys[0], (3, E, D, 2 * F)) / 3
+    down = jax.random.normal(keys[1], (3, E, F, D)) / 3
+    counts = jnp.asarray(sizes, jnp.int32)
+    for num, few in [(100, (1, 8, 64)), (100, (1, 4)), (max(sum(sizes), 1), cpu.FEW)]:
+        monkeypatch.setattr(cpu, "FEW", few)
+        rows = jax.random.normal(keys[2], (num, D))
+        with jax.default_matmul_precision("highest"):
+            found = jax.jit(lambda *of: layer_mlp(*of))(rows, counts, gate_up, down, jnp.int32(1))
+            wanted = reference.grouped_mlp(rows, counts, gate_up[1], down[1])
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
 
 
 def test_heights_of_blocks():

@@ -1,0 +1,130 @@
+"""What decoding reads and writes where it lies, read from the compiled programs; and weights that are rounded once."""
+
+import os
+
+import jax
+import jax.numpy as jnp
+import model_helpers
+import numpy as np
+import pytest
+
+from pallas_kernels import chip
+from zaya_jax.config import LAYER_KINDS, Model, Precision
+from zaya_jax.hardware import buffers, hlo, targets
+from zaya_jax.model import decode, zaya
+from zaya_jax.model.sampling import Sampling
+
+FULL, SLIDING, LINEAR = LAYER_KINDS
+EXACT = model_helpers.EXACT
+DENSE = {"model_type": "dense", "intermediate_size": 8, "num_experts": 1, "attention_bias": False}
+
+
+def like(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype), tree)
+
+
+def token(model, precision, rows, length):
+    """The arguments of the program of further tokens, as shapes, and its cache."""
+    shape = jax.ShapeDtypeStruct
+    params, head = jax.eval_shape(lambda p: zaya.rounded(p, precision), zaya.abstract(model, precision))
+    balance = shape((model.num_hidden_layers, model.num_experts + 1), jnp.float32)
+    each, one = shape((rows,), jnp.int32), shape((), jnp.int32)
+    drawing = like(Sampling().numbers()), shape((rows,), jnp.uint32), shape((4,), jnp.int32)
+    cache = jax.eval_shape(lambda: decode._empty_cache(model, precision, rows, length))
+    going_on = (each, each, each, one)
+    return (params, balance, head, going_on, drawing, shape((rows,), bool), one), cache
+
+
+def piece(model, precision, rows, size):
+    """The arguments of the program of the prompts' first piece, as shapes."""
+    (params, balance, *_), _ = token(model, precision, rows, size)
+    shape = jax.ShapeDtypeStruct
+    ids, hidden = shape((rows, size), jnp.int32), shape((rows, model.hidden_size), jnp.float32)
+    return params, balance, ids, shape((rows,), jnp.int32), hidden
+
+
+def go_on(arguments, cache, model, precision):
+    return decode._go_on(arguments, cache, model, precision, decode.ALONE, Sampling().kind)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "rows"),
+    [
+        ((FULL, SLIDING), 3), ((LINEAR, FULL), 1), pytest.param((FULL, FULL), 1, marks=pytest.mark.slow),
+        pytest.param((LINEAR, FULL), 3, marks=pytest.mark.slow), pytest.param("dense", 3, marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_a_token_copies_nothing_of_the_cache_but_its_layers_columns(kinds, rows):
+    """A layer's keys and values are laid out for their products, an eighth of each stack; no stack is written anew."""
+    model = model_helpers.small(
+        num_hidden_layers=8,
+        **(DENSE | {"layer_types": ()} if kinds == "dense" else {"layer_types": kinds * 4}),
+    )
+    arguments, cache = token(model, EXACT, rows, 8192)
+    compiled = (
+        jax.jit(lambda a, c: go_on(a, c, model, EXACT), donate_argnums=1).lower(arguments, cache).compile()
+    )
+    held = {name: x.size * x.dtype.itemsize for name, x in cache.items()}
+    taken = compiled.memory_analysis()
+    assert taken.alias_size_in_bytes == sum(held.values())
+    assert taken.temp_size_in_bytes < 0.8 * held["k"]
+    stacks = {f"f32[{','.join(map(str, x.shape))}]" for x in cache.values()}
+    lines = [line for lines in hlo.parse(compiled.as_text()).values() for line in lines]
+    assert stacks <= {line.shape.split("{")[0] for line in lines}  # so this is how the program has them
+    assert not [line for line in lines if line.op == "copy" and line.shape.split("{")[0] in stacks]
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 16), pytest.param(4, 64, marks=pytest.mark.slow)])
+def test_no_program_has_a_copy_of_a_layers_experts(rows, size):
+    """Neither that of tokens nor that of prompts: an expert that somebody chose is read, and no other."""
+    model = model_helpers.small(hidden_size=128, moe_intermediate_size=128, num_experts=16)
+    a_layer = 16 * 3 * 128 * 128 * 4
+    arguments, cache = token(model, EXACT, rows, size)
+    taken = (
+        jax.jit(lambda a, c: go_on(a, c, model, EXACT)).lower(arguments, cache).compile().memory_analysis()
+    )
+    assert taken.temp_size_in_bytes < a_layer / 4
+    prompt = decode._first_piece.lower(
+        piece(model, EXACT, rows, size), None, size, model, EXACT, decode.ALONE
+    )
+    assert prompt.compile().memory_analysis().temp_size_in_bytes < a_layer / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mi300x", "h200"])
+def test_nor_has_a_gpus(name, monkeypatch):
+    """ZAYA1's sizes, four of its layers: 403 MB of experts each, 537 MB of the head's matrix, 67 MB of cache."""
+    if not targets.FOLDER.exists():
+        pytest.skip("make setup-targets installs the compilers")
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    model, precision = Model(num_hidden_layers=4), Precision()
+    arguments, cache = token(model, precision, 4, 4096)
+    held = sum(x.size * x.dtype.itemsize for x in cache.values())
+    with buffers.uncached(), chip.making(chip.made_for(targets._one(name))):
+        program = targets.alone(name, lambda a, c: go_on(a, c, model, precision))
+        taken = jax.jit(program, donate_argnums=1).lower(arguments, cache).compile().memory_analysis()
+    assert taken.alias_size_in_bytes == held
+    assert (
+        taken.temp_size_in_bytes < 1.2 * held
+    )  # in the products' layout while tokens come; the head's is not rounded
+
+
+@pytest.mark.parametrize("kind", ["zaya", "dense"])
+def test_rounding_once_changes_no_bit(kind):
+    model = model_helpers.small(**(DENSE | {"layer_types": ()} if kind == "dense" else {}))
+    params, bias = model_helpers.weights(model)
+    precision = Precision(compute="bfloat16")
+    once, head = zaya.rounded(params, precision)
+    names = {path[-2].key if path[-1].key in ("kernel", "bias") else path[-1].key
+             for path, x in jax.tree.leaves_with_path(once) if x.dtype == jnp.bfloat16}  # fmt: skip
+    assert names == set(sum((zaya.ROUNDED[block] for block in zaya.ROUNDED if block in params["layers"]), ()))
+    ids = np.arange(10, dtype=np.int32)[None]
+    run = jax.jit(lambda params, head: (
+        out := zaya.apply(model, params, bias, ids, precision=precision).hidden,
+        zaya.logits(model, head, out, precision),
+    ))  # fmt: skip
+    for a, b in zip(run(once, head), run(params, params), strict=True):
+        np.testing.assert_array_equal(a, b)
+    same, head = zaya.rounded(params, EXACT)
+    assert all(a is b for a, b in zip(jax.tree.leaves(same), jax.tree.leaves(params), strict=True))
+    assert head["embed"]["embedding"] is params["embed"]["embedding"]
