@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.grouped_mlp.xla import swiglu
+from pallas_kernels.loops import turning
 from pallas_kernels.products.cpu import strip_of, sum_rows
 
 # Products of fewer rows take weights out of their stack in strips: what XLA copies of them stays in a core's cache. Of
@@ -69,18 +70,23 @@ def of_layer(rows, sizes, gate_up, down, layer) -> jax.Array:
     else:
         sides = heights(num_rows, num_groups)
     rows = _with_spare(rows, sides)
-    starts = jnp.cumsum(sizes) - sizes
+    starts, chosen = jnp.cumsum(sizes) - sizes, jnp.argsort(sizes == 0)
 
-    def expert(e, out):
+    def expert(i, out):
+        e = chosen[i]
+
         def block(height, row, count, out):
             del count
             hidden = _times_stacked(_slice(rows, row, height), gate_up, layer, e)
             return _write(out, _times_stacked(swiglu(hidden).astype(rows.dtype), down, layer, e), row)
 
+        if num_rows == 1:
+            return block(1, 0, None, out)
         out = _rest(block, sides, starts[e], sizes[e], lambda out: out, out)
         return _whole_blocks(block, sides, starts[e], sizes[e], out)
 
-    out = lax.fori_loop(0, num_groups, expert, jnp.zeros_like(rows))
+    with turning(min(num_rows, num_groups), num_groups):
+        out = lax.fori_loop(0, (sizes > 0).sum(), expert, jnp.zeros_like(rows))
     own = jnp.arange(num_rows)[:, None] < sizes.sum()
     return jnp.where(own, out[:num_rows], 0)
 

@@ -187,7 +187,7 @@ def assert_equal_to_the_reference(sizes, num_rows):
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "xla", "triton"], indirect=True)
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
+@pytest.mark.parametrize("sizes", [*SIZES.values(), (0, 0, 1, 0)], ids=[*SIZES, "a single row"])
 def test_a_layers_weights_where_they_lie(sizes, implementation, monkeypatch):
     """Weights in strips and whole, blocks of few rows and of many."""
     monkeypatch.setattr("pallas_kernels.products.cpu.STRIP", 4 * 2 * F * 4)  # 4 of the 12 rows of gate_up

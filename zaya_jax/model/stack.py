@@ -39,8 +39,9 @@ def scan_layers(
 
     `steps` are those of the layers of the repeating stretch. What belongs to layers is stacked, and so are the
     outputs; an entry of the cache is stacked over the layers that have it, and goes through the loop as it is: a layer
-    holds its place in there. `remat` makes of a step one that is computed again in the backward pass, if any is to be;
-    `unroll` writes the layers out, where they are all of one kind.
+    holds its place in there. Without a cache what layers of one kind give in its stead is stacked. `remat` makes of a
+    step one that is computed again in the backward pass, if any is to be; `unroll` writes the layers out, where they
+    are all of one kind.
     """
     num = jax.tree.leaves(per_layer)[0].shape[0] // len(pattern)
     numbers = None if cache is None else jnp.arange(num)
@@ -49,11 +50,13 @@ def scan_layers(
 
         def one(carry, inputs):
             (carry, cache), (number, per_layer) = carry, inputs
-            carry, out, held = step(carry, per_layer, _held(cache, number, 0, pattern))
-            return (carry, _after(cache, held)), out
+            carry, out, kept = step(carry, per_layer, _held(cache, number, 0, pattern))
+            if cache is None:
+                return (carry, None), (out, kept)
+            return (carry, _after(cache, kept)), (out, None)
 
-        (carry, cache), outs = jax.lax.scan(one, (carry, cache), (numbers, per_layer), unroll=unroll)
-        return carry, outs, cache
+        (carry, cache), (outs, kept) = jax.lax.scan(one, (carry, cache), (numbers, per_layer), unroll=unroll)
+        return carry, outs, kept if cache is None else cache
 
     def of_stretch(i, carry, per_layer, held):
         return steps[i](carry, jax.tree.map(operator.itemgetter(i), per_layer), held)
