@@ -109,7 +109,7 @@ class Generation:
         if self.ended:
             return
         params, self._head = self._everywhere(zaya.rounded(params, precision))
-        self._weights = params, self._everywhere(balance)
+        self._weights: Any = (params, self._everywhere(balance))
         self._drawing = self._everywhere((sampling.numbers(), row_seeds, last))
         self._start(ids, lengths, mask, num_tokens, -(-(piece or piece_of(len(ids))) // parts) * parts)
 

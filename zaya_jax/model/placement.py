@@ -41,11 +41,11 @@ from pallas_kernels.linear_attention import (
 )
 from pallas_kernels.loops import visiting
 from zaya_jax.config import Model
-from zaya_jax.model.cache import WHOLE, Cache, Held
+from zaya_jax.model.cache import WHOLE, Cache
 from zaya_jax.model.experts import expert_mlp
 
 Axes = tuple[str | None, ...]
-Kept = dict[str, Held] | None
+Kept = dict[str, Any] | None  # with a cache, what the layer holds
 Windows = tuple[int | None, ...]  # of each layer with a softmax, bottom first
 
 

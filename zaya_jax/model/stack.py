@@ -79,9 +79,7 @@ def scan_layers(
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outs), cache
 
 
-def _held(
-    cache: dict | None, stretch: jax.Array | None, layer: int, pattern: tuple[bool, ...]
-) -> dict[str, Held] | None:
+def _held(cache: dict | None, stretch: Any, layer: int, pattern: tuple[bool, ...]) -> dict[str, Held] | None:
     """What a layer of the stretch of this number holds."""
     if cache is None:
         return None
