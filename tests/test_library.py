@@ -497,6 +497,9 @@ def test_training_s_refusals_name_no_option(trained, run, settings, folder):
     c.model.hidden_size = 24
     refused(lambda: zj.train(c, run), f"{run} was started with config.model.hidden_size=16", "now it is 24")
     refused(lambda: zj.train(settings, folder / "text.txt"), "text.txt cannot be written")
+    for wrong in (3, ["run"], b"run"):  # each would have been a folder's name
+        refused(lambda wrong=wrong: zj.train(settings, wrong), "workdir=", "is no path")
+    refused(lambda: zj.train(settings, ""), "workdir")
 
 
 @pytest.mark.slow

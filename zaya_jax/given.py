@@ -105,7 +105,7 @@ def with_dtype(config: Config, dtype: str | None) -> Config:
 
 def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
     """FOLDER or FOLDER@STEP, of a folder that is there."""
-    _check_path("place", place)
+    check_path("place", place)
     path, _, number = str(place).rpartition("@")
     if path and number.isdecimal() and not Path(place).is_dir():  # a folder may be called so, too
         place, step = path, int(number)
@@ -121,11 +121,12 @@ def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
 
 def new_folder(directory: str | os.PathLike) -> Path:
     """A folder that may be made."""
-    _check_path("directory", directory)
+    check_path("directory", directory)
     return places.new_folder(directory, "directory")
 
 
-def _check_path(name: str, path: Any) -> None:
+def check_path(name: str, path: Any) -> None:
+    """UserError for what is no path, or none that there can be."""
     if not isinstance(path, str | os.PathLike):
         raise UserError(f"{name}={shown(path)} is no path")
     fields.check_path(name, str(path))

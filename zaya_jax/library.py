@@ -408,6 +408,8 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training listens to signals, so it needs the process's main thread")
     settings = given.config_of(config)
+    if workdir is not None:
+        given.check_path("workdir", workdir)
     xla_flags.set_for_platform()
     try:
         from experiments import pretrain  # which defines its command line's flags
