@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import attention, decode_attention
+from pallas_kernels.cpu import apart_on_cpus
 
 
 @jax.tree_util.register_dataclass
@@ -34,8 +35,8 @@ class Held:
         return lax.dynamic_index_in_dim(self.stack, self.layer, 0, keepdims=False)
 
     def read_at_once(self) -> "Held":
-        """For what a layer will replace whole: read before that is written, or the compiler copies the stack for it."""
-        own, stack = lax.optimization_barrier((self.read(), self.stack))
+        """For what a layer will replace whole: read before that is written, or a CPU's compiler copies the stack."""
+        own, stack = apart_on_cpus((self.read(), self.stack))
         return Held(stack, self.layer, own)
 
     def write(self, new: jax.Array, *start: jax.Array | int) -> "Held":
