@@ -22,6 +22,7 @@ from zaya_jax.data.tokenizers import NotUnicode, Tokenizer, utf8
 from zaya_jax.data.tokens import Document
 from zaya_jax.data.trim import Turn
 
+VERSION = 2  # of how chats are spelt: 1 kept the roles' own names
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 USER_ROLES = ("user", "human", "prompter")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")

@@ -38,7 +38,7 @@ class Job:
     directory: pathlib.Path
     options: Options
     corpus: int
-    made: dict[str, str]  # by what; a record made by something else does not count
+    made: dict[str, Any]  # by what; a record made by something else does not count
 
     def record(self, number: int) -> pathlib.Path:
         """The file that says that a task is done."""
@@ -47,7 +47,7 @@ class Job:
 
 def job(directory: pathlib.Path, options: Options, plan: dict[str, Any], tokenizer: Tokenizer) -> Job:
     """The job of a plan, whose tokenizer lies in the directory already."""
-    made = {"plan": prepare_plan.key(plan), **_tokenizer_facts(tokenizer)}
+    made = {"plan": prepare_plan.key(plan), "chats": chat.VERSION, **_tokenizer_facts(tokenizer)}
     return Job(directory, options, prepare_plan.corpus(plan), made)
 
 
@@ -96,6 +96,8 @@ def _wrong(job: Job, number: int) -> str:
             return "made with other options or input files"
         if made["tokenizer"] != job.made["tokenizer"]:
             return "made with another tokenizer"
+        if made["chats"] != job.made["chats"]:
+            return "made when chats were spelt otherwise"
         if made["library"] != job.made["library"]:
             return f"made with {made['library']}, while {job.made['library']} is here"
         if record["left_out"]["bad"] and not job.options.skip_bad:
