@@ -33,9 +33,7 @@ LONGEST = 200  # characters of another program's message
 HELP = ("-h", "-help", "--help", "-helpfull", "--helpfull", "-helpshort", "--helpshort")
 
 _default_config: list[str] = []
-_INSTALLED = (
-    Path(__file__).resolve().parent.parent
-)  # where the packages lie: the repository, or site-packages
+_INSTALLED = Path(__file__).resolve().parent.parent  # the repository, or site-packages
 
 
 def define_config(default: str) -> flags.FlagHolder:

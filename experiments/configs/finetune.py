@@ -24,9 +24,7 @@ from zaya_jax.checkpoint.remote import vault_at
 from zaya_jax.pytorch import exchange
 
 CONTEXT = 4096  # at most, where nothing else is said
-SMALLER = (
-    0.1  # than the peak of the learning rates that the weights were made with; fine-tuned ones keep theirs
-)
+SMALLER = 0.1  # than the peak of the rates that the weights were made with; fine-tuned ones keep theirs
 IMPORTED_LR = 2e-5  # where that is not known
 
 
