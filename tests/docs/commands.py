@@ -1,15 +1,18 @@
 """The commands that README.md and docs/ show, and what is wrong with each: the programs' own parsers say it.
 
-The rule for code blocks. Each has a language. `sh` is commands: the tutorial's are run, all others are parsed. A block
+The rule for code blocks. Each has a language. `sh` is commands: all are parsed, and run by the slow tests. A block
 that cannot be run as it stands, for it names what the reader puts in (DIR, ROOT), a GPU or a cluster, says what it
 needs on the last line before it: `*Needs: ...*`. `python` compiles. `text` is what a program prints, or a usage with
 options in [], of which the names are looked up.
 """
 
 import functools
+import os
 import re
 import shlex
+import subprocess
 import sys
+import time
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -84,6 +87,37 @@ def blocks(text: str, page: str) -> list[Block]:
         line = text.count("\n", 0, match.start()) + 1
         found.append(Block(page, line, match["language"].strip(), match["body"], needs))
     return found
+
+
+class Reader:
+    """Who types what a page shows, in a folder that is like a clone."""
+
+    def __init__(self, folder: Path):
+        self._folder, self._begun = folder, time.perf_counter()
+        for name in ("docs", "experiments", "launch", "tools"):
+            (folder / name).symlink_to(ROOT / name)
+        self.python = folder / ".venv" / "bin" / "python"
+        self.python.parent.mkdir(parents=True)
+        self.python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        self.python.chmod(0o755)
+        self._environment = {
+            **os.environ, "PATH": f"{self.python.parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
+            "COLUMNS": "200", "XLA_FLAGS": "",  # the tests ask for eight devices
+        }  # fmt: skip
+
+    def runs(self, *command: str) -> str:
+        """What a command prints that ends well."""
+        done = subprocess.run(
+            command, cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=3600
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        seconds = time.perf_counter() - self._begun
+        print(f"{seconds:6.0f} s after", command[-1].strip().splitlines()[0][:80])
+        return done.stdout + done.stderr
+
+    def types(self, text: str) -> str:
+        """What a block prints whose commands all end well."""
+        return self.runs("bash", "-euo", "pipefail", "-c", text)
 
 
 def commands(text: str) -> Iterator[list[str]]:

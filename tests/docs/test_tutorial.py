@@ -4,11 +4,7 @@
 """
 
 import json
-import os
 import re
-import subprocess
-import sys
-import time
 
 import commands
 import pytest
@@ -55,31 +51,14 @@ def test_every_block_of_the_tutorial_can_be_run():
 
 @pytest.mark.slow
 def test_the_tutorial_from_beginning_to_end(tmp_path):
-    for name in ("docs", "experiments"):
-        (tmp_path / name).symlink_to(ROOT / name)
-    (tmp_path / ".venv" / "bin").mkdir(parents=True)
-    python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
-    environment["XLA_FLAGS"] = ""  # a reader's, not the tests': they ask for eight devices
-    printed, begun = "", time.perf_counter()
-
-    def run(*command: str) -> str:
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=3600
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        print(f"{time.perf_counter() - begun:6.0f} s after", command[-1].strip().splitlines()[0][:80])
-        return done.stdout + done.stderr
-
+    reader, printed = commands.Reader(tmp_path), ""
     found = commands.blocks(PAGE.read_text(encoding="utf-8"), "docs/tutorial.md")
     of_python = "".join(block.text for block in found if block.language == "python")
     for block in found:
         if block.language == "sh":
-            printed = run("bash", "-euo", "pipefail", "-c", block.text)
+            printed = reader.types(block.text)
         elif block.language == "python":
-            printed = run(str(python), "-c", of_python) if of_python else printed
+            printed = reader.runs(str(reader.python), "-c", of_python) if of_python else printed
             of_python = ""  # once: no command comes after it
         elif "def main(" in block.text:  # a model's text is that of its machine
             assert printed.startswith("def main(") and len(printed) > 30

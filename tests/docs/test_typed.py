@@ -1,0 +1,60 @@
+"""What README.md and docs/ show is typed, page by page in one folder; the tutorial has a test of its own.
+
+Runs that take long are shorter here. Left out are the blocks that say what they need, and the commands that set up.
+"""
+
+import re
+
+import commands
+import pytest
+
+STEPS = {"runs/wider": 12, "runs/spread": 4, "runs/four": 6, "runs/eight_devices": 4, "runs/long": 3}
+SETS_UP = re.compile(r"^ *make (?:test|setup\S*)\b.*$", re.M)
+
+
+def shorter(text: str) -> str:
+    """A block's commands without set-up, and with fewer steps of long runs."""
+    text = SETS_UP.sub("", text)
+    text = re.sub(r"\bmake pretrain\b", ".venv/bin/python -m experiments.pretrain", text)
+    for workdir, steps in STEPS.items():
+        if f"--workdir={workdir}" in text:
+            text = re.sub(r" --config\.run\.num_steps=\d+", "", text)
+            text = text.replace(f"--workdir={workdir}", f"--workdir={workdir} --config.run.num_steps={steps}")
+    return text
+
+
+def typed() -> list[commands.Block]:
+    """The blocks of commands that need nothing, in the order of the pages."""
+    found = []
+    for page in commands.pages():
+        name = str(page.relative_to(commands.ROOT))
+        if name != "docs/tutorial.md":
+            found += commands.blocks(page.read_text(encoding="utf-8"), name)
+    return [block for block in found if block.language == "sh" and not block.needs]
+
+
+def test_all_long_runs_are_shown_and_nothing_else_is_left_out():
+    text = "".join(block.text for block in typed())
+    assert not [workdir for workdir in STEPS if f"--workdir={workdir}" not in text]
+    assert shorter("make setup-targets   # a\nmake pretrain\nmake test  # b").split() == [
+        ".venv/bin/python", "-m", "experiments.pretrain",
+    ]  # fmt: skip
+    assert "num_steps=12" in shorter("--workdir=runs/wider --config.run.num_steps=1200")
+    assert shorter("--workdir=x --config.run.num_steps=5") == "--workdir=x --config.run.num_steps=5"
+    assert len(typed()) > 20
+
+
+@pytest.mark.slow
+def test_every_command_that_needs_nothing_ends_well(tmp_path):
+    compilers = (commands.ROOT / ".venv-targets").is_dir()
+    reader = commands.Reader(tmp_path)
+    if compilers:
+        (tmp_path / ".venv-targets").symlink_to(commands.ROOT / ".venv-targets")
+    for block in typed():
+        text = shorter(block.text)
+        if "experiments.compile" in text and not compilers:
+            print(block.place, "is left out: make setup-targets has not run")
+        elif text.strip():
+            print(block.place)
+            reader.types(text)
+    assert (tmp_path / "runs" / "tiny" / "report.html").is_file()
