@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_architecture import OPTIONS
 
 from zaya_jax import config
@@ -25,8 +26,14 @@ def test_page_and_help_have_every_key():
     assert "schedule.phases[i].tokens" in page.page()
 
 
-def test_every_program_helps():
-    commands = [(name, command) for name in OPTIONS for command in OPTIONS[name]]
+SOME = ("pretrain", "evaluate", "characterize")  # of those with flags, with options, with commands
+
+
+@pytest.mark.parametrize(
+    "programs", [SOME, pytest.param(tuple(OPTIONS), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_programs_help(programs):
+    commands = [(name, command) for name in programs for command in OPTIONS[name]]
     some = ("inspect", "to_hf", "collectives", "")  # of those that share a parser
     commands = [c for c in commands if c[0] not in ("checkpoint", "characterize") or c[1] in some]
     started = [

@@ -66,6 +66,7 @@ def test_it_compiles_the_step_that_pretrain_runs(small):
     assert ours.as_text() == theirs.as_text()
 
 
+@pytest.mark.slow
 def test_what_it_writes_adds_up(small, tmp_path):
     out = tmp_path / "out"
     done = run(f"--config={small}", "--target=cpu", "--devices=2", f"--out={out}")

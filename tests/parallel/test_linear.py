@@ -174,11 +174,11 @@ def alone():
 @pytest.mark.parametrize(
     ("devices", "sizes"),
     [
-        pytest.param(2, dict(context=2), marks=pytest.mark.slow),
+        (2, dict(context=2)),
         pytest.param(8, dict(context=8), marks=pytest.mark.slow),
         pytest.param(4, dict(context=4, ring=True), marks=pytest.mark.slow),
         pytest.param(4, dict(context=2, tensor=2, tsp=True), marks=pytest.mark.slow),
-        (8, dict(data=2, context=2, tensor=2, fsdp=True)),
+        pytest.param(8, dict(data=2, context=2, tensor=2, fsdp=True), marks=pytest.mark.slow),
     ],
 )
 def test_a_model_of_both_kinds_gives_what_one_device_gives(devices, sizes):

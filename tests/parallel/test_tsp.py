@@ -44,7 +44,7 @@ def on(settings, devices, remat="none", **sizes):
         slow(4, DENSE, dict(tensor=4, tsp=True)),
         slow(8, DENSE, dict(tensor=8, tsp=True)),
         slow(4, helpers.SETTINGS, dict(tensor=4, tsp=True)),
-        (8, helpers.SETTINGS, dict(expert=2, tensor=4, tsp=True)),
+        slow(8, helpers.SETTINGS, dict(expert=2, tensor=4, tsp=True)),
         slow(8, helpers.SETTINGS, dict(context=2, tensor=4, tsp=True)),
         slow(8, helpers.SETTINGS, dict(context=2, tensor=4, tsp=True, ring=True)),
         slow(8, helpers.SETTINGS, dict(data=2, tensor=4, tsp=True, fsdp=True)),

@@ -206,6 +206,7 @@ def command(folder, **keys):
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_nobody_reads_what_it_prints(tmp_path):
     """As with `| head -1`; a terminal that goes; and with no output at all."""
     program = command(tmp_path)

@@ -59,6 +59,7 @@ def parent(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_a_fork_that_ended_before_it_saved_leaves_no_lineage(parent, tmp_path, monkeypatch):
     def ended(*_):
         raise RuntimeError("ended")

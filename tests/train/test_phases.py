@@ -101,6 +101,7 @@ def went_through(workdir, said, last):
     assert (workdir / "sample.txt").read_text().startswith("def ")
 
 
+@pytest.mark.slow
 def test_a_run_ends_at_a_border_to_another_mesh_and_the_same_start_goes_on(tmp_path, capsys):
     """The first of the borders; a run that is to end at it is done there."""
     first, second = BORDERS[:2]
