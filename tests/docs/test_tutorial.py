@@ -1,6 +1,6 @@
 """The tutorial's commands, one after the other in an empty folder, and what they print.
 
-255 s of processor time in all (23 November 2026); 18 minutes of two cores whose load was 9 to 18 meanwhile.
+225 s on one core while another program ran (23 November 2026).
 """
 
 import json
