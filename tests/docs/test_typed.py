@@ -3,6 +3,7 @@
 Runs that take long are shorter here. Left out are the blocks that say what they need, and the commands that set up.
 """
 
+import functools
 import re
 
 import commands
@@ -16,11 +17,17 @@ def shorter(text: str) -> str:
     """A block's commands without set-up, and with fewer steps of long runs."""
     text = SETS_UP.sub("", text)
     text = re.sub(r"\bmake pretrain\b", ".venv/bin/python -m experiments.pretrain", text)
-    for workdir, steps in STEPS.items():
-        if f"--workdir={workdir}" in text:
-            text = re.sub(r" --config\.run\.num_steps=\d+", "", text)
-            text = text.replace(f"--workdir={workdir}", f"--workdir={workdir} --config.run.num_steps={steps}")
+    for name, steps in STEPS.items():
+        to_the_end = r"(?:[^\n\\]|\\\n)*"
+        trains = rf"experiments\.(?:pretrain|supervise){to_the_end}--workdir={name}\b{to_the_end}"
+        text = re.sub(trains, functools.partial(with_steps, name, steps), text)
     return text
+
+
+def with_steps(workdir: str, steps: int, command: re.Match) -> str:
+    """A command that trains with its number of steps put in, or in place of its own."""
+    text = re.sub(r" +--config\.run\.num_steps=\d+", "", command[0])
+    return text.replace(f"--workdir={workdir}", f"--workdir={workdir} --config.run.num_steps={steps}")
 
 
 def typed() -> list[commands.Block]:
@@ -39,8 +46,14 @@ def test_all_long_runs_are_shown_and_nothing_else_is_left_out():
     assert shorter("make setup-targets   # a\nmake pretrain\nmake test  # b").split() == [
         ".venv/bin/python", "-m", "experiments.pretrain",
     ]  # fmt: skip
-    assert "num_steps=12" in shorter("--workdir=runs/wider --config.run.num_steps=1200")
-    assert shorter("--workdir=x --config.run.num_steps=5") == "--workdir=x --config.run.num_steps=5"
+    read = "python -m experiments.generate --workdir=runs/wider --prompt=a\n"
+    long = "python -m experiments.pretrain \\\n  --workdir=runs/wider --config.run.num_steps=1200 --seed=1\n"
+    short = "python -m experiments.pretrain \\\n  --workdir=runs/wider --config.run.num_steps=12 --seed=1\n"
+    assert shorter(long + read) == short + read
+    watched = "python -m experiments.supervise --processes=4 -- --workdir=runs/four"
+    assert shorter(watched) == f"{watched} --config.run.num_steps=6"
+    for same in (read, "python -m experiments.pretrain --workdir=runs/wider2 --config.run.num_steps=5\n"):
+        assert shorter(same) == same
     assert len(typed()) > 20
 
 
