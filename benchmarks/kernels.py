@@ -34,9 +34,8 @@ from zaya_jax.optim.muon import KELLER_JORDAN
 from zaya_jax.report.tables import as_markdown
 
 CHECKED = cases.Size("1K", 1, 1024)  # tokens at which values and gradients are compared
-NOISE = (
-    1e-3  # of a norm, by which all may differ; beyond that an error is held against XLA's in the same format
-)
+# Of a norm, by which all may differ; beyond that an error is held against XLA's in the same format.
+NOISE = 1e-3
 OTHERS = 0.1  # and what XLA and others may be off: it is shown
 HEAD = ("operator", "direction", "implementation", "ms", "10% to 90%", "rate", "share", "temporaries", "note")
 

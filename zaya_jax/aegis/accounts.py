@@ -46,9 +46,8 @@ LABELS = {
     "stopping": "stopping and waiting", "again": "starting again", "idle": "not supervised", "untold": "not told",
 }  # fmt: skip
 INTERRUPTIONS = ("died", "hangs", "lost", "found", "border")
-GAP = (
-    1.0  # seconds between two windows that are the later one's: they are counted by another clock than events
-)
+# Seconds between two windows that are the later one's: they are counted by another clock than events.
+GAP = 1.0
 DECISIONS = ("spike", "corrupt")  # of the training itself, which goes back
 
 

@@ -22,12 +22,10 @@ from zaya_jax.data.prepare_plan import Task
 from zaya_jax.data.prepare_task import Job
 
 Tell = Callable[[int, int, int], None]
-RETRIES = (
-    3  # of a task whose Ray worker or node died: one that always takes its worker along must end some day
-)
-AHEAD = (
-    4  # tasks that wait in Ray for each core, at least QUEUE: a cluster that grows sees that there is work
-)
+# Of a task whose Ray worker or node died: one that always takes its worker along must end some day.
+RETRIES = 3
+# Tasks that wait in Ray for each core, at least QUEUE: a cluster that grows sees that there is work.
+AHEAD = 4
 QUEUE = 256
 CONNECT_SECONDS = 10
 

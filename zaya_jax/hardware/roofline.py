@@ -14,9 +14,8 @@ from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.hardware.hlo import Collective
 from zaya_jax.hardware.kernels import Kernel, Program
 
-LAUNCH = (
-    3e-6  # seconds from one kernel's start to the next one's, where they do next to nothing; an assumption
-)
+# Seconds from one kernel's start to the next one's, where they do next to nothing; an assumption.
+LAUNCH = 3e-6
 
 
 @dataclasses.dataclass(frozen=True)

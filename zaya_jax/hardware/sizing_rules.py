@@ -22,9 +22,8 @@ from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import shape_of
 
 ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127"  # vocabulary and heads by 64; memory as measured; links of a node
-CODESIGN = (
-    "co-design of model and hardware, arXiv:2401.14489"  # multiples of 64, tiles, waves, large micro-batches
-)
+# Multiples of 64, tiles, waves, large micro-batches.
+CODESIGN = "co-design of model and hardware, arXiv:2401.14489"
 CUBLAS = "NVIDIA's guide to matrix multiplication"
 # Of HBM that a weight takes in a micro-batch: read in float32 and turned to bfloat16, forward and again backward; its
 # gradient written, and added to the sum.

@@ -109,9 +109,8 @@ class Stacks:
     weights: dict[str, jax.Array]  # gate_up and down, with a leading dim for the layers
     gradients: dict[str, jax.Ref]  # likewise, float32
     add: bool  # to what is there
-    shares: dict[str, Callable] | None = (
-        None  # what is made of a layer's first, where a device keeps its share alone
-    )
+    # What is made of a layer's first, where a device keeps its share alone.
+    shares: dict[str, Callable] | None = None
 
     def of_layer(self, layer: Int[Array, ""]) -> Callable:
         """`expert_mlp` with the weights of this layer, whatever it is given."""
