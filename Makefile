@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-base setup-targets pretrain test test-all test-floor coverage lint format typecheck docs pins clean
+.PHONY: help setup setup-base setup-targets setup-docs pretrain test test-all test-floor coverage lint format typecheck docs pins clean
 
 bin := .venv/bin
 ARGS ?=
@@ -23,13 +23,16 @@ setup-base: ## What training needs alone; nothing to do where .venv has the whol
 setup-targets: setup ## The compilers for GPUs that are not here (experiments.compile)
 	@tools/setup_targets.sh .venv .venv-targets
 
+setup-docs: ## What the site is made with, in .venv-docs
+	@EXTRAS= tools/setup.sh .venv-docs requirements/docs.txt
+
 pretrain: setup-base ## Train: the embedded tiny run, or ARGS='--config=... --workdir=...'
 	@$(bin)/python -m experiments.pretrain $(ARGS)
 
-test: setup ## The default tests (ARGS='tests/model -k rope' for some)
+test: setup setup-docs ## The default tests (ARGS='tests/model -k rope' for some)
 	@$(bin)/python $(pytest) $(ARGS)
 
-test-all: setup ## The slow tests too
+test-all: setup setup-docs ## The slow tests too
 	@$(bin)/python $(pytest) -m "slow or not slow" $(ARGS)
 
 test-floor: ## The default tests on the oldest JAX that is supported, in .venv-floor
@@ -51,8 +54,7 @@ format: setup ## Style and formatting, mended
 typecheck: setup ## Types
 	@$(bin)/mypy
 
-docs: ## The documentation as a site in build/site; ARGS=serve shows it while it is written
-	@tools/setup.sh .venv-docs requirements/docs.txt
+docs: setup-docs ## The documentation as a site in build/site; ARGS=serve shows it while it is written
 	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true .venv-docs/bin/mkdocs $(or $(ARGS),build --quiet)
 	@[ -n "$(ARGS)" ] || echo "build/site/index.html"
 

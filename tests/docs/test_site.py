@@ -116,12 +116,12 @@ class Addresses(html.parser.HTMLParser):
 
 
 def mkdocs() -> str:
-    """Where mkdocs is: beside this Python, or where `make docs` put it."""
+    """Where mkdocs is: beside this Python, or where `make setup-docs` put it."""
     places = [Path(sys.executable).parent / "mkdocs", ROOT / ".venv-docs" / "bin" / "mkdocs"]
     return next((str(place) for place in places if place.is_file()), shutil.which("mkdocs") or "")
 
 
-@pytest.mark.skipif(not mkdocs(), reason="mkdocs is not installed: make docs")
+@pytest.mark.skipif(not mkdocs(), reason="mkdocs is not installed: make setup-docs")
 def test_the_site_is_built_strictly_and_loads_nothing_from_a_network(tmp_path):
     built = subprocess.run(
         [mkdocs(), "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")],
