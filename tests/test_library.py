@@ -503,7 +503,7 @@ def test_training_s_refusals_name_no_option(trained, run, settings, folder):
 
 
 @pytest.mark.slow
-def test_an_interrupt_saves_and_a_later_call_goes_on(settings, folder, monkeypatch):
+def test_an_interrupt_saves_and_a_later_call_goes_on(run, settings, folder, monkeypatch):
     c = copy.deepcopy(settings)
     from experiments import pretrain
 
@@ -518,7 +518,7 @@ def test_an_interrupt_saves_and_a_later_call_goes_on(settings, folder, monkeypat
     with pytest.raises(KeyboardInterrupt):  # the listener is Python's own again
         signal.raise_signal(signal.SIGINT)
     model = zj.train(c, folder / "interrupted")
-    assert same(model.params, zj.load(folder / "run").params)
+    assert same(model.params, zj.load(run).params)
 
 
 ########################################################################################################################
