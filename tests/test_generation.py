@@ -108,6 +108,16 @@ def test_a_text_goes_on_from_its_prompt_with_its_space(make):
     assert generation.Text(tokenizer, before=euro[-2:]).add(tokenizer.encode("words")) == "words"
 
 
+@pytest.mark.parametrize("make", [spelt_as_llama, spelt_by_sentencepiece, lambda: BYTES])
+def test_ids_that_the_tokenizer_has_not_give_nothing(make):
+    """A model's vocabulary is often rounded up, and what its last rows stand for nobody has learnt."""
+    tokenizer = make()
+    ids = tokenizer.encode("world hello")
+    text = generation.Text(tokenizer)
+    parts = [text.add([token]) for i in ids for token in (tokenizer.vocab_size, i, tokenizer.vocab_size + 63)]
+    assert "".join(parts) + text.rest() == "world hello"
+
+
 def test_a_stop_string_is_looked_for_in_what_is_new():
     for before, stop, left in (("a\n", "\n\n", "\nb"), ("ab", "ab", "\nb"), ("x", "b", "\n")):
         text = generation.Text(BYTES, [stop], BYTES.encode(before))

@@ -315,8 +315,9 @@ class SentencePiece(Tokenizer):
         return self._processor.EncodeAsIds(text)
 
     def decode(self, ids: Sequence[int]) -> str:
-        skip = {self.bos_id, self.eos_id, self.pad_id}
-        return self._processor.DecodeIds([int(i) for i in ids if int(i) not in skip])
+        # A model's vocabulary may be the larger one, and the processor refuses ids that it has not.
+        size, skip = self._processor.GetPieceSize(), {self.bos_id, self.eos_id, self.pad_id}
+        return self._processor.DecodeIds([int(i) for i in ids if 0 <= i < size and int(i) not in skip])
 
     def _is_special(self, token: int) -> bool:
         return self._processor.IsControl(token)
