@@ -20,6 +20,7 @@ from traced_once import traced_once
 
 import zaya_jax as zj
 from experiments import checkpoint, generate
+from pallas_kernels import chip
 from zaya_jax import cli, functions, given, library
 from zaya_jax.data import pipeline, tokenizers
 from zaya_jax.pytorch import hf
@@ -371,6 +372,14 @@ def test_a_generated_text_ends_at_the_end_of_document_and_follows_the_seed(model
     ended.tokenizer.eos_id = whole[2]
     first = whole[: whole.index(whole[2])]
     assert ended.generate("ab", 4) == "ab" + ended.tokenizer.decode(first)
+
+
+def test_generation_takes_the_kernels_that_the_config_leaves(model, monkeypatch):
+    heard, making = [], chip.making
+    monkeypatch.setattr(chip, "making", lambda target: heard.append(target.kernels) or making(target))
+    own = dataclasses.replace(model, config=dataclasses.replace(model.config, kernels=("attention",)))
+    assert own.generate("ab", 1).startswith("ab") and own.generate([[256, *b"ab"]], 1).shape == (1, 4)
+    assert heard == [("attention",)] * 4  # a prompt and its next token, of a text and of ids
 
 
 ########################################################################################################################

@@ -4,7 +4,7 @@ Text comes as soon as it is settled: a part of a character waits for the rest, a
 a stop string. A text ends before its stop string, at the tokenizer's end of document, or with its number of tokens.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ def stream(
     precision: Precision = Precision(),
     *,
     stop: Sequence[str] = (),
-    ends: Sequence[int] = (),
+    ends: Iterable[int] = (),
     follows: bool = True,
     began: Callable[[decode.Generation], None] = lambda rows: None,
     **options: Any,
@@ -39,9 +39,8 @@ def stream(
     is, and does not go on from its prompt.
     """
     Text(tokenizer, stop)  # a wrong stop is said before the prompts are read
-    rows = decode.Generation(
-        model, params, balance, prompts, num_tokens, precision, ends=[tokenizer.eos_id, *ends], **options
-    )
+    ends = [tokenizer.eos_id, *decode.end_ids(ends)]
+    rows = decode.Generation(model, params, balance, prompts, num_tokens, precision, ends=ends, **options)
     texts = [Text(tokenizer, stop, ids if follows else ()) for ids in prompts]
     began(rows)
     while not rows.ended:

@@ -167,11 +167,10 @@ class LanguageModel:
         """
         given.whole("num_tokens", num_tokens, 1, math.inf)
         self._check_weights()
-        plain: list[Any] = [
-            x.item() if isinstance(x, np.generic) else x for x in (temperature, top_k, top_p, min_p)
-        ]
         arguments = self.config.model, *self.on_one_device()
-        options: dict[str, Any] = {"sampling": Sampling(*plain), "seeds": seed}
+        options: dict[str, Any] = {
+            "sampling": Sampling(temperature, top_k, top_p, min_p), "seeds": seed, "kernels": self.config.kernels,
+        }  # fmt: skip
         prompts = given.texts(prompt)
         if prompts is not None:
             ids = [self._encoded(text) for text in prompts]

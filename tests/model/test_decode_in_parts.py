@@ -8,7 +8,7 @@ import model_helpers
 import pytest
 from jax.sharding import AxisType
 
-from zaya_jax.config import LAYER_KINDS
+from zaya_jax.config import LAYER_KINDS, UserError
 from zaya_jax.hardware import hlo
 from zaya_jax.model import decode
 from zaya_jax.model.sampling import Sampling
@@ -60,6 +60,8 @@ def test_a_step_of_the_model_sends_nothing_else():
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
     rows = decode.Generation(model, params, bias, [[0] * 20], 5, EXACT, devices=InParts(mesh_of(8)), seeds=0)
+    said = decode.cache_bytes(model, EXACT, 1, rows.columns, InParts(mesh_of(8)))
+    assert rows.cache_bytes == 8 * said.total
     rows.more()
     program = rows.lowered()
     assert program.as_text().count("stablehlo.all_reduce") == 3
@@ -71,3 +73,9 @@ def test_a_step_of_the_model_sends_nothing_else():
     assert sorted(reduced) == [(1, heads), (1, heads), (1, heads, channels)]
     assert "f32[2,1,4,2,8]" in compiled.as_text()
     assert "f32[2,1,32,2,8]" not in compiled.as_text()
+
+
+def test_a_mesh_without_the_axis_is_one_line():
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    with pytest.raises(UserError, match="the mesh has the axes data; the cache's parts lie over context"):
+        InParts(mesh)

@@ -94,6 +94,19 @@ def test_a_row_ends_and_the_others_go_on(weights):
     assert new[2] == [] and [new[i] for i in (0, 1, 3)] == [free[i][1:17] for i in (0, 1, 3)]
 
 
+def test_numbers_out_of_arrays_are_numbers(weights):
+    given = [Sampling(1.0, top_k=5, top_p=0.9), 3, 8, 16, [1, 2]]
+    numpy = [
+        Sampling(np.float32(1), np.int64(5), np.float64(0.9)), np.int64(3), np.uint8(8), np.int64(16),
+        iter(np.asarray([1, 2])),
+    ]  # fmt: skip
+    found = [
+        decode.generate(*weights, PROMPTS, num, EXACT, sampling=sampling, seeds=seed, piece=piece, ends=ends)
+        for sampling, seed, num, piece, ends in (given, numpy)
+    ]
+    assert found[0] == found[1] and given[0] == numpy[0]
+
+
 def test_many_rows_are_what_few_are(weights):
     """More rows than experts, ids as arrays; a prompt that fills the context."""
     prompts = [PROMPTS[i % 4] for i in range(33)]
@@ -196,6 +209,18 @@ def test_the_cache_of_the_published_model():
         ({"ends": [1.5]}, "ends=[1.5]"),
         ({"piece": 0}, "piece=0"),
         ({"mask": np.ones((1, 2), int)}, "mask has shape (1, 2)"),
+        ({"prompts": None}, "prompts=None must be a list of lists of token ids"),
+        ({"prompts": 5}, "prompts=5 must be"),
+        ({"ends": 5}, "ends=5 must be a list of token ids"),
+        ({"ends": None}, "ends=None"),
+        ({"ends": "ab"}, "ends='ab'"),
+        ({"prompts": [[1, 2]], "mask": [[1, 0]]}, "zeros for the padding at the left, then ones to the end"),
+        ({"prompts": [[1, 2]], "mask": [[0, 0]]}, "one at least"),
+        ({"prompts": [[1, 2]], "mask": [[2, 1]]}, "mask must have in each row zeros"),
+        ({"prompts": [[1, 2]], "mask": [[0.5, 1]]}, "mask must have in each row zeros"),
+        ({"prompts": [[1, 2]], "mask": [["a", "b"]]}, "mask must have in each row zeros"),
+        ({"prompts": [[1, 2]] * 2, "mask": [[1, 1], [1]]}, "mask=[[1, 1], [1]] has rows of several lengths"),
+        ({"prompts": [[1, 2, 3]], "mask": [[1, 0, 1]]}, "mask must have in each row zeros"),
     ],
 )
 def test_bad_input_is_one_line(weights, given, says):

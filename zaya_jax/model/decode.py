@@ -11,7 +11,7 @@ everything else, the prompts' pass too, is done alike on all of them.
 
 import functools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -47,11 +47,12 @@ def generate(
     **options: Any,
 ) -> list[list[int]]:
     """The next ids of each row, at most `num_tokens`, without the one that ended it; options are Generation's."""
-    rows: list[list[int]] = [[] for _ in prompts]
-    for new in stream(model, params, balance, prompts, num_tokens, precision, **options):
-        for row, ids in zip(rows, new, strict=True):
+    rows = Generation(model, params, balance, prompts, num_tokens, precision, **options)
+    found: list[list[int]] = [[] for _ in prompts]
+    while not rows.ended:
+        for row, ids in zip(found, rows.more(), strict=True):
             row += ids
-    return rows
+    return found
 
 
 def stream(
@@ -74,7 +75,8 @@ class Generation:
 
     `seeds` is one for all rows, or one for each; a row's noise is its own seed's, whoever is beside it. `ends` are ids
     that end a row. `mask` (1 = real) is for prompts [B, S] that are padded at the left, whose padding counts as it does
-    for the public port: it leaves the projections' biases in the columns before the first token.
+    for the public port: it leaves the projections' biases in the columns before the first token. `kernels` are a
+    config's: the operators whose own kernels a GPU's programs take.
     """
 
     def __init__(
@@ -88,21 +90,24 @@ class Generation:
         *,
         sampling: Sampling = Sampling(),
         seeds: int | Sequence[int] = 0,
-        ends: Sequence[int] = (),
+        ends: Iterable[int] = (),
         piece: int | None = None,
         devices: Devices = ALONE,
         mask: Any = None,
+        kernels: tuple[str, ...] = ("all",),
     ):
         ids, lengths = _rows(model, prompts, num_tokens)
         row_seeds = _seeds(seeds, len(ids))
-        last = _ends(ends)
+        ends = end_ids(ends)
         if piece is not None and not (_whole(piece) and piece > 0):
             raise UserError(f"piece={shown(piece)} must be a whole number of at least 1, or None")
+        mask = None if mask is None else _mask(mask, lengths)
+        num_tokens, size = int(num_tokens), int(piece or piece_of(len(ids)))
         parts = 1 if devices.mesh is None else devices.mesh.size
         self._model, self._precision, self._devices = model, precision, devices
         self._kind, self._ends = sampling.kind, frozenset(ends)
         self._left, self._done = num_tokens, np.zeros(len(ids), bool)
-        self._target = chip.made_for(params if devices.mesh is None else devices.mesh)
+        self._target = chip.made_for(params if devices.mesh is None else devices.mesh).taking(kernels)
         self.columns = 0  # tokens of a row that the cache has room for
         self._cache: dict | None = None
         self._carry: Any = None
@@ -110,8 +115,8 @@ class Generation:
             return
         params, self._head = self._everywhere(zaya.rounded(params, precision))
         self._weights: Any = (params, self._everywhere(balance))
-        self._drawing = self._everywhere((sampling.numbers(), row_seeds, last))
-        self._start(ids, lengths, mask, num_tokens, -(-(piece or piece_of(len(ids))) // parts) * parts)
+        self._drawing = self._everywhere((sampling.numbers(), row_seeds, _padded_ends(ends)))
+        self._start(ids, lengths, mask, num_tokens, -(-size // parts) * parts)
 
     @property
     def ended(self) -> bool:
@@ -120,8 +125,8 @@ class Generation:
 
     @property
     def cache_bytes(self) -> int:
-        """What the cache takes, of all devices together."""
-        return sum(x.nbytes for x in (self._cache or {}).values())
+        """What the cache takes, of all devices together: what lies on several, so many times."""
+        return sum(part.data.nbytes for x in (self._cache or {}).values() for part in x.addressable_shards)
 
     def end(self, row: int) -> None:
         """Ends a row: it gets no further token, and does not change."""
@@ -165,10 +170,6 @@ class Generation:
         statics = self._model, self._precision, self._devices
         sizes = pieces(max(lengths), piece)
         if mask is not None:
-            if np.shape(mask) != (len(ids), max(lengths)) or len(set(lengths)) > 1:
-                raise UserError(
-                    f"mask has shape {np.shape(mask)}; expected that of prompts of one length, padded"
-                )
             sizes = [max(lengths)]
         length = self.columns = columns(max(max(lengths) + num_tokens, sum(sizes)))
         rows = np.zeros((len(ids), sum(sizes)), np.int32)
@@ -176,7 +177,6 @@ class Generation:
             row[: len(own)] = own
         lengths = np.asarray(lengths, np.int32)
         if mask is not None:
-            mask = np.asarray(mask, np.int32)
             arguments = (*self._weights, rows, mask)
             with chip.making(self._target):
                 self._hidden, self._cache = _padded(arguments, None, length, *statics)
@@ -244,7 +244,11 @@ def _rows(model: Model, prompts, num_tokens: int) -> tuple[list[list[int]], list
     """The prompts' ids and lengths; UserError where they cannot be continued so far."""
     if not _whole(num_tokens) or num_tokens < 0:
         raise UserError(f"num_tokens={shown(num_tokens)} must be a whole number of at least 0")
-    if not len(prompts):
+    try:
+        none = not len(prompts)
+    except TypeError:
+        raise UserError(f"prompts={shown(prompts)} must be a list of lists of token ids") from None
+    if none:
         raise UserError("there are no prompts; give a list with at least one list of token ids")
     rows = []
     for number, prompt in enumerate(prompts):
@@ -289,10 +293,32 @@ def _seeds(seeds, num: int) -> np.ndarray:
     return np.asarray(given, np.uint32)
 
 
-def _ends(ends: Sequence[int]) -> np.ndarray:
-    """The ids that end a row, as an array of few lengths."""
-    if not all(_whole(token) and 0 <= token < 2**31 for token in ends):
+def _mask(mask: Any, lengths: list[int]) -> np.ndarray:
+    """The mask of prompts that are padded at the left."""
+    try:
+        found = np.asarray(mask)
+    except ValueError:  # rows of several lengths
+        raise UserError(f"mask={shown(mask)} has rows of several lengths; pad the prompts to one") from None
+    if found.shape != (len(lengths), max(lengths)) or len(set(lengths)) > 1:
+        raise UserError(f"mask has shape {found.shape}; expected that of prompts of one length, padded")
+    zeros_and_ones = found.dtype.kind in "biuf" and np.isin(found, (0, 1)).all()
+    if not zeros_and_ones or not found[:, -1].all() or (found[:, 1:] < found[:, :-1]).any():
+        raise UserError(
+            "mask must have in each row zeros for the padding at the left, then ones to the end, one at least"
+        )
+    return found.astype(np.int32)
+
+
+def end_ids(ends: Iterable[int]) -> list[int]:
+    """The ids that end a row; UserError where they are none."""
+    found = list(ends) if isinstance(ends, Iterable) else None
+    if found is None or not all(_whole(token) and 0 <= token < 2**31 for token in found):
         raise UserError(f"ends={shown(ends)} must be a list of token ids")
+    return [int(token) for token in found]
+
+
+def _padded_ends(ends: list[int]) -> np.ndarray:
+    """The ids that end a row, as an array of few lengths."""
     num = max(4, 1 << max(len(ends) - 1, 0).bit_length())
     return np.asarray([*ends, *[-1] * (num - len(ends))], np.int32)
 

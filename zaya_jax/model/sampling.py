@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt32
 
@@ -32,6 +33,10 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self):
+        for name, x in vars(self).items():
+            if isinstance(x, np.number):  # a number that came out of an array
+                object.__setattr__(self, name, x.item())
+
         def number(x, kinds=(int, float)):
             return isinstance(x, kinds) and not isinstance(x, bool)
 
@@ -54,7 +59,7 @@ class Sampling:
     def numbers(self) -> "Numbers":
         """The options as arguments of a program, which any others may take the place of."""
         top_k = min(self.top_k or 2**31 - 1, 2**31 - 1)
-        temperature = max(self.temperature, 1e-30)
+        temperature = min(max(self.temperature, 1e-30), 1e38)  # as far as float32 goes
         return Numbers(
             jnp.float32(temperature), jnp.float32(self.top_p), jnp.float32(self.min_p), jnp.int32(top_k)
         )

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import MASKED, attention
+from zaya_jax.config import UserError
 from zaya_jax.model.cache import WHOLE, Cache, Held
 from zaya_jax.model.placement import Devices
 
@@ -56,6 +57,12 @@ class InParts(Devices):
 
     mesh: Mesh
     alone = False
+
+    def __post_init__(self):
+        if "context" not in self.mesh.shape:
+            raise UserError(
+                f"the mesh has the axes {', '.join(self.mesh.shape)}; the cache's parts lie over context"
+            )
 
     def cache(self) -> Cache:
         devices = self.mesh.shape["context"]
