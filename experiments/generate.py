@@ -107,7 +107,8 @@ def main() -> int:
     def stream(prompts: list[list[int]], stop: list[str], **more) -> Iterator[list[str]]:
         return generation.stream(
             model, params, balance, tokenizer, prompts, args.num_tokens, config.precision,
-            sampling=sampling, seeds=args.seed, stop=[*args.stop, *stop], **more,
+            sampling=sampling, seeds=args.seed, stop=[*args.stop, *stop],
+            kernels=config.kernels, **more,
         )  # fmt: skip
 
     def say_cache(rows: decode.Generation) -> None:

@@ -1,7 +1,9 @@
 """Continuing a prompt from the command line: what is printed, where it stops, and what is refused."""
 
+import dataclasses
 import io
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -13,6 +15,7 @@ from zaya_jax.checkpoint import store
 from zaya_jax.config import Model
 from zaya_jax.data import tokenizers
 from zaya_jax.model import decode, zaya
+from zaya_jax.train import sample
 from zaya_jax.train.workdir import open_workdir, read_config
 
 MODEL = Model(
@@ -77,6 +80,23 @@ def test_it_prints_what_the_model_generates(run, workdir):
         MODEL, params, zaya.init_balance(MODEL), [[256, *b"abc"]], 20, settings.precision
     )
     assert out == "abc" + bytes(new).decode() + "\n"
+
+
+def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(
+    run, workdir, monkeypatch, tmp_path
+):
+    heard, making = [], decode.chip.making
+    own = read_config(workdir)
+    log = dataclasses.replace(own.log, sample_tokens=2, sample_temperature=0.0)
+    own = dataclasses.replace(own, kernels=("attention",), log=log)
+    monkeypatch.setattr(decode.chip, "making", lambda target: heard.append(target.kernels) or making(target))
+    monkeypatch.setattr(generate.exchange, "config_at", lambda *_: own)
+    folder = tmp_path / "run"
+    shutil.copytree(workdir, folder)
+    assert run(f"--workdir={folder}", "--prompt=a", "--num_tokens=2")[0] == 0
+    assert len(heard) == 3  # the prompt, its first token, the others
+    sample.write_sample(folder, own, tokenizers.load("bytes"), 5)
+    assert heard == [("attention",)] * 6
 
 
 def test_sampling_by_seed_and_a_prompt_from_a_file(run, workdir, tmp_path):

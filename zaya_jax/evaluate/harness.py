@@ -174,6 +174,7 @@ def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TO
             texts = generation.generate(
                 model.config.model, *model.on_one_device(), tokenizer, list(prompts.values()), asked.num_tokens,
                 model.config.precision, stop=asked.stops, sampling=asked.sampling, seeds=[seed + n for n in prompts],
+                kernels=model.config.kernels,
                 follows=False,  # lm-eval's `hf` decodes what is new by itself
             )  # fmt: skip
             return [postprocess_generated_text(text, asked.stops, None) for text in texts]

@@ -61,6 +61,7 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
         (new,) = decode.generate(
             model, params, bias, [ids], min(config.log.sample_tokens, room), config.precision,
             sampling=Sampling(config.log.sample_temperature), seeds=config.run.seed, ends=ends,
+            kernels=config.kernels,
         ) if room > 0 else [[]]  # fmt: skip
     if config.data.chats:
         text = f"{prompt}\n{tokenizer.decode(new)}"
