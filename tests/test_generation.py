@@ -42,6 +42,8 @@ def test_a_character_waits_until_it_is_whole():
         ("abc", ["abcd"], "abc"),
         ("abc", ["abc"], ""),
         ("xabab", ["aba", "bab"], "x"),
+        ("abaa", ["b", "abaa"], "a"),  # the first one that is whole
+        ("abb\u20aca", ["abb\u20ac", "bb"], "a"),
         ("abc", [], "abc"),
     ],
 )

@@ -83,11 +83,12 @@ class Text:
         return "" if self.stopped else self._advance(self._upto_stop(self._tokenizer.decode(self._ids)))
 
     def _upto_stop(self, text: str) -> str:
-        # What is shown already has no beginning of a stop string at its end.
-        found = [text.find(stop, len(self._shown)) for stop in self._stop]
-        places = [place for place in found if place >= 0]
-        self.stopped = bool(places)
-        return text[: min(places)] if places else text
+        # What is shown already has no beginning of a stop string at its end. Of several the first one to be whole
+        # counts, however many tokens came at once.
+        found = [(text.find(stop, len(self._shown)), len(stop)) for stop in self._stop]
+        whole = [(place + length, place) for place, length in found if place >= 0]
+        self.stopped = bool(whole)
+        return text[: min(whole)[1]] if whole else text
 
     def _begun(self, text: str) -> int:
         """How many characters at the end may be the beginning of a stop string."""
