@@ -27,6 +27,7 @@ from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError, shown
 from zaya_jax.config.files import write
 from zaya_jax.data import pipeline
+from zaya_jax.data import sources as file_sources
 from zaya_jax.evaluate import harness, scorer, texts
 from zaya_jax.hardware import host
 from zaya_jax.model import zaya
@@ -47,6 +48,11 @@ def main() -> int:
         raise UserError(f"--include_path={args.include_path} is no folder")
     if tasks:
         harness.require()
+        if _is_run(out):
+            raise UserError(
+                f"--out={args.out} is a run's folder, and samples.jsonl there the run's own; "
+                f"give --out={out / 'evaluation'}"
+            )
     for name in ("include_path", "num_fewshot", "bos"):
         if not tasks and getattr(args, name) is not found.get_default(name):
             raise UserError(f"--{name} is of tasks; give --tasks, or leave it out")
@@ -125,9 +131,16 @@ def save(out: Path, result: dict[str, Any], found: dict[str, Any]) -> str:
         **({"samples.jsonl": harness.samples(found)} if found else {}),
     }
     out.mkdir(parents=True, exist_ok=True)
+    if not found and (out / "evaluation.json").is_file() and not _is_run(out):
+        (out / "samples.jsonl").unlink(missing_ok=True)  # of the evaluation that is replaced
     for name, content in files.items():
         write(out / name, content)
     return f"{out}/{', '.join(files)}"
+
+
+def _is_run(folder: Path) -> bool:
+    """Whether a run keeps its samples here."""
+    return (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir()
 
 
 def parser() -> cli.Parser:
@@ -173,10 +186,10 @@ def check_names(paths: list[str]) -> None:
 
 def shared_file(paths: list[str]) -> str:
     """A file that two of --data name, in words; "" where there is none. The row of all would count it twice."""
-    seen: dict[str, str] = {}
+    seen: dict[object, str] = {}
     for path in paths:
         for file in texts.files_of(path):
-            before = seen.setdefault(os.path.realpath(file), path)
+            before = seen.setdefault(file_sources.identity(file), path)
             if before != path:
                 return f"{file} is in {before} and in {path}"
     return ""

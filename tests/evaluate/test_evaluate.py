@@ -125,6 +125,33 @@ def test_text_in_two_rows_is_summed_in_none(call, folder, data, tmp_path, monkey
     assert r"| [a]\|b.txt | 1 |" in out
 
 
+def test_a_hard_link_is_the_file_that_it_names(call, folder, data, tmp_path):
+    (data / "linked.txt").hardlink_to(data / "a.txt")
+    rows = [f"{data}/a.txt", f"{data}/linked.txt", f"{data}/b.txt"]
+    code, out, _ = call(
+        f"--model={folder}", f"--out={tmp_path / 'out'}", *(f"--data={path}" for path in rows)
+    )
+    assert code == cli.DONE and f"No row of all: {rows[1]} is in {rows[0]} and in {rows[1]}." in out
+    assert list(json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"]) == rows
+
+
+def test_samples_are_of_the_evaluation_beside_them_and_a_run_keeps_its_own(
+    call, folder, data, tmp_path, monkeypatch
+):
+    out, options = tmp_path / "out", [f"--model={folder}", f"--data={data}/a.txt"]
+    out.mkdir()
+    (out / "samples.jsonl").write_text("of somebody else\n")
+    assert call(*options, f"--out={out}")[0] == cli.DONE and (out / "samples.jsonl").exists()
+    assert call(*options, f"--out={out}")[0] == cli.DONE and not (out / "samples.jsonl").exists()
+    (out / "metrics.jsonl").write_text("")
+    (out / "samples.jsonl").write_text("the run's\n")
+    assert call(*options, f"--out={out}")[0] == cli.DONE and (out / "samples.jsonl").exists()
+    monkeypatch.setattr(evaluate.harness, "require", lambda: None)
+    code, _, err = call(*options, f"--out={out}", "--tasks=any")
+    assert code == cli.BAD_INPUT and err.count("\n") == 1
+    assert f"is a run's folder, and samples.jsonl there the run's own; give --out={out}/evaluation" in err
+
+
 def test_answers_that_stand_for_no_byte_have_no_bits_per_byte(call, folder, data, tmp_path):
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
     (data / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")

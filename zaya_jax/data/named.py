@@ -75,22 +75,16 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> pipelin
 
 def _refuse_trained(path: str, trained: list[str]) -> None:
     """UserError where some of the files belong to a source of text that is trained on."""
-    own = {_file(file): str(file) for _, file in sources.list_files(path)}
+    own = {sources.identity(file): str(file) for _, file in sources.list_files(path)}
     for source in trained:
         if source == "stdlib" or not storage.is_prepared(source):
-            both = own.keys() & {_file(file) for _, file in sources.list_files(source)}
+            both = own.keys() & {sources.identity(file) for _, file in sources.list_files(source)}
             if both:
                 some = min(own[file] for file in both)
                 raise UserError(
                     f"{len(both):,} of its {len(own):,} files are trained on as part of {source}, such as {some}; "
                     "give others, or move them away from there"
                 )
-
-
-def _file(path: str | os.PathLike) -> tuple[int, int]:
-    """What a file is under all of its names, links of both kinds among them."""
-    found = os.stat(path)
-    return found.st_dev, found.st_ino
 
 
 def _text(path: str, tokenizer: Tokenizer) -> order.Memory:

@@ -100,6 +100,15 @@ def is_file(path: pathlib.Path) -> bool:
     return path.is_file() or (path.is_symlink() and not path.exists())
 
 
+def identity(path: str | os.PathLike) -> object:
+    """What a file is under all of its names, links of both kinds among them."""
+    try:
+        found = os.stat(path)
+    except OSError:  # a link to what is missing: whoever reads it says so
+        return os.path.realpath(path)
+    return found.st_dev, found.st_ino
+
+
 def refuse_shards(files: Iterable[pathlib.Path], what: str, way_out: str) -> None:
     """UserError where files that are to be read as text are a preparation's shards."""
     for path in files:
