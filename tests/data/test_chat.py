@@ -112,7 +112,7 @@ def test_the_forms_that_turns_come_in(turn, expected):
 
 
 @pytest.mark.parametrize("person", ["user", "human", "Human", "prompter"])
-@pytest.mark.parametrize("model", [*chat.MODEL_ROLES, "GPT", "Assistant"])
+@pytest.mark.parametrize("model", [*chat.MODEL_ROLES, "GPT", "Assistant", " assistant\n"])
 def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
     """Else a model that learnt ShareGPT's "human" and "gpt" would be asked as "user" for "assistant"."""
     form = chat.Format(tok)
@@ -135,6 +135,7 @@ def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
         ({"role": "user", "content": 3}, "text or lists of parts, not int"),
         ({"role": "user", "content": None}, r"needs content, this one has content \(NoneType\), role"),
         ({"role": ["user"], "content": "a"}, "needs a role as text"),
+        ({"role": " ", "content": "a"}, "needs a role as text"),
         ({"role": "assistant", "content": "a", "reasoning": {"a": 1}}, "not dict"),
         ({"role": "assistant", "content": "a", "tool_calls": [{"function": {}}]}, "a function with a name"),
         ({"role": "assistant", "content": "a", "tool_calls": "x"}, "a list of calls, not str"),
@@ -157,9 +158,21 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
     learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
     assert spell(tok, learnt) == f"{SPELT}[end_turn]"
     assert spell(tok, document.tokens) == (
-        '[turn]system\nbe brief[end_turn]\n[turn]tools\n[{"name": "add"}][end_turn]\n'
+        '[turn]tools\n[{"name": "add"}][end_turn]\n[turn]system\nbe brief[end_turn]\n'
         f"[turn]assistant\n{SPELT}[end_turn]\n[turn]tool\n3[end_turn]\n"
     )
+
+
+@pytest.mark.parametrize("name", ["arguments", "parameters"])
+def test_a_call_keeps_its_arguments_under_either_name(name):
+    call = {"function": {"name": "add", name: {"a": 1}}}
+    (turn,) = chat.read([{"role": "assistant", "content": "", "tool_calls": [call]}])
+    assert '{"name": "add", "arguments": {"a": 1}}' in turn.content
+
+
+def test_a_result_may_be_an_object_whatever_the_case_of_its_role():
+    turn, _ = chat.read([{"role": "Tool", "content": {"a": 1}}, {"role": "assistant", "content": "end"}])
+    assert turn == chat.Message("Tool", "", '{"a": 1}')
 
 
 def test_a_record_with_text_and_chat_is_the_chat():

@@ -75,10 +75,10 @@ JSON = st.recursive(
 )
 FUNCTION = st.fixed_dictionaries(
     {"name": TEXT},  # as text, arguments are JSON as Python writes it
-    optional={
-        "arguments": st.dictionaries(TEXT, JSON, max_size=2)
-        | st.dictionaries(TEXT, JSON, max_size=2).map(SPELT)
-    },
+    optional=dict.fromkeys(
+        ("arguments", "parameters"),
+        st.dictionaries(TEXT, JSON, max_size=2) | st.dictionaries(TEXT, JSON, max_size=2).map(SPELT),
+    ),
 )
 CALL = FUNCTION | FUNCTION.map(lambda function: {"id": "1", "type": "function", "function": function})
 CALLS = st.lists(CALL, max_size=2)
@@ -93,7 +93,7 @@ CONTENT = TEXT | THOUGHT | st.lists(PART, max_size=3)
 KEYS = (("role", "content"), ("from", "value"))
 MESSAGE = st.builds(
     lambda role, content, more, old: dict(zip(KEYS[old], (role, content), strict=True)) | more,
-    st.sampled_from(["system", "user", "assistant", "gpt", "Assistant", "Human", "tool", "developer", "x y"]),
+    st.sampled_from(["system", "user", "assistant", "gpt", "Assistant", "Human", "tool", "developer", "x y", " gpt\n"]),
     CONTENT,
     st.fixed_dictionaries(
         {},
@@ -110,9 +110,13 @@ CONVERSATION = st.lists(MESSAGE | RESULT, min_size=1, max_size=4)
 
 @pytest.mark.parametrize("tok", JSONS, ids=lambda tok: tok.kind)
 @settings(max_examples=60, deadline=None)
-@given(messages=CONVERSATION, tools=st.none() | TEXT | st.lists(JSON, min_size=1, max_size=2))
-def test_template_is_the_format(tok, messages, tools):
-    record = {"tools": tools} if tools else {}
+@given(
+    messages=CONVERSATION,
+    tools=st.none() | TEXT | st.lists(JSON, min_size=1, max_size=2),
+    system=st.sampled_from(["", "be brief"]),
+)
+def test_template_is_the_format(tok, messages, tools, system):
+    record = ({"tools": tools} if tools else {}) | ({"system": system} if system else {})
     try:
         turns = chat.read(chat.beside(record) + messages)
     except chat.BadChat:  # without an answer: it teaches nothing, and is a prompt all the same
@@ -120,6 +124,8 @@ def test_template_is_the_format(tok, messages, tools):
     marks = [tok.chat_mark(role) for role in tokenizers.CHAT_TOKENS]
     assume(not any(mark in turn.content + turn.reasoning for mark in marks for turn in turns))  # see below
     document, _ = chat.prepare(chat.Format(tok), turns, None)
+    if system:  # which a template takes as a turn
+        messages = [{"role": "system", "content": system}, *messages]
     ids, learnt = rendered(tok, messages, tools=tools)
     assert ids == document.tokens.tolist()
     assert learnt == document.learn.tolist()

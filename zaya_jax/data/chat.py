@@ -22,11 +22,15 @@ from zaya_jax.data.tokenizers import NotUnicode, Tokenizer, utf8
 from zaya_jax.data.tokens import Document
 from zaya_jax.data.trim import Turn
 
-VERSION = 2  # of how chats are spelt: 1 kept the roles' own names
+VERSION = 3  # of how chats are spelt: 1 kept the roles' own names, 2 spelt tools after a record's system text
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 USER_ROLES = ("user", "human", "prompter")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
-BESIDE = ("system", "tools")  # what a chat's record may have beside its turns: a text, descriptions of tools
+# What a chat's record may have beside its turns: descriptions of tools, a text. In this order, since a template has
+# tools before all turns, and the system text is one.
+BESIDE = ("tools", "system")
+RESULT_ROLES = ("tool", "function", "observation")
+ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
@@ -150,7 +154,8 @@ def _message(given: Any) -> Message:
     if not isinstance(given, dict):
         raise BadChat(f"a turn is an object with role and content, not {_kind(given)}")
     role = given.get("role") or given.get("from")
-    if not isinstance(role, str):
+    role = role.strip() if isinstance(role, str) else None
+    if not role:
         raise BadChat(f"a turn needs a role as text, this one has {_fields(given)}")
     content = given.get("content")
     content = given.get("value") if content is None else content
@@ -186,7 +191,7 @@ def _text(content: Any, role: str) -> tuple[str, str]:
     """(reasoning, text) of a turn's content: text, parts, or what a tool gave."""
     if content is None or isinstance(content, str):
         return "", content or ""
-    if isinstance(content, dict) and role in ("tool", "function", "observation"):
+    if isinstance(content, dict) and role.lower() in RESULT_ROLES:
         return "", _json(content)
     if not isinstance(content, list):
         _no_text(content)
@@ -220,7 +225,7 @@ def _call(call: Any) -> str:
     function = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadChat(f"a call of a tool needs a function with a name, this one has {_fields(call)}")
-    arguments = function.get("arguments", {})
+    arguments = next((function[key] for key in ARGUMENTS if key in function), {})
     if isinstance(arguments, str):  # JSON within JSON, mostly
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)

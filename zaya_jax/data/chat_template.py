@@ -33,7 +33,7 @@ TEMPLATE = r"""
 {%- endif -%}
 {%- set at = namespace(answer=false, reasoning='', text='') -%}
 {%- for message in messages -%}
-    {%- set role = message['role'] or message['from'] -%}
+    {%- set role = (message['role'] or message['from']) | trim -%}
     {%- set at.answer = role | lower in MODEL_ROLES -%}
     {%- set role = MODEL_ROLES[0] if at.answer else USER_ROLES[0] if role | lower in USER_ROLES else role -%}
     {%- set content = message['content'] if message['content'] is defined else none -%}
@@ -67,7 +67,8 @@ TEMPLATE = r"""
     {%- for call in (message['tool_calls'] or []) + [message['function_call']] -%}
         {%- if call -%}
             {%- set function = call if call['function'] is not defined else call['function'] -%}
-            {%- set arguments = {} if function['arguments'] is not defined else function['arguments'] -%}
+            {%- set name = 'arguments' if function['arguments'] is defined else 'parameters' -%}
+            {%- set arguments = function[name] if function[name] is defined else {} -%}
             {%- set arguments = arguments if arguments is string else arguments | tojson -%}
             {%- set spelt = '{"name": ' + (function['name'] | tojson) + ', "arguments": ' + arguments + '}' -%}
             {%- set at.text = at.text + ('\n' if at.text else '') + '<tool_call>\n' + spelt + '\n</tool_call>' -%}
