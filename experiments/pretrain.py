@@ -99,7 +99,7 @@ def _train(
     last_step = min(plan.total_steps, config.run.num_steps)
     tokenizer = tokenizers.load(config.data.tokenizer)
     config = token_ids.agree(config, tokenizer)
-    named.stores(config, tokenizer)  # what of them cannot be evaluated on is refused
+    named_notes = named.notes(config, tokenizer)  # what of them cannot be evaluated on is refused
 
     def lay_out(reached: int):
         """Everything that the mesh of the phase after step `reached` decides."""
@@ -269,7 +269,8 @@ def _train(
     if config.schedule.phases:
         logs.say(recipe.table(config, plan, len(devices)))
     logs.say(describe_run(config, mesh, shapes, plan, last_step, workdir, reached))
-    for note in filter(None, [*notes, unknown_peak(), *sizing_rules.notes(here, devices)]):
+    notes = [*notes, *named_notes, unknown_peak(), *sizing_rules.notes(here, devices)]
+    for note in filter(None, dict.fromkeys(notes)):
         logs.say(note)
     as_it_was.begun()
     guard = Guard(config.guard, workdir, made, {} if parent else meta, reached)

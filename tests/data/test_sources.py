@@ -34,6 +34,14 @@ def test_one_file_keeps_its_tail_for_evaluation(tmp_path):
     assert len(held_out) == 22
 
 
+def test_jsonl_that_is_taken_for_text_is_said(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("plain")
+    (tmp_path / "b.jsonl").write_text('{"text": "a"}\n')
+    assert len(sources.named_texts(str(tmp_path))) == 2
+    (said,) = caplog.messages
+    assert "1 of 2 files are JSONL, taken as they stand" in said and "such as b.jsonl" in said
+
+
 def test_what_is_left_out_is_said(corpus, caplog):
     for i in range(5):
         (corpus / f"bad{i}.bin").write_bytes(b"\xff")

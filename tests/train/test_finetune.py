@@ -14,7 +14,7 @@ from experiments.configs import finetune, tiny
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import partial
 from zaya_jax.config import UserError
-from zaya_jax.data import chat_template, pipeline, prepare, stores, tokenizers
+from zaya_jax.data import chat, chat_template, named, pipeline, prepare, stores, tokenizers
 from zaya_jax.data.prepare_plan import Options
 from zaya_jax.pytorch import exchange, tokenizer_files
 
@@ -194,6 +194,38 @@ def test_evaluation_keeps_chats_whole(folder):
     for batch in pipeline.eval_batches(c, tokenizers.Bytes()):
         begins = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
         assert begins.any() and (batch["tokens"][begins] == tokenizers.Bytes.bos_id).all()
+
+
+def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(folder, tmp_path):
+    """As JSON, all of it was predicted: 3.29 nats where the answers alone have 3.58."""
+    own, other = (
+        str(folder / "chats.jsonl"),
+        write(tmp_path / "other.jsonl", [ask(i) for i in range(100, 120)]),
+    )
+    long = write(tmp_path / "long.jsonl", [ask(1, "x" * 90), ask(2)])
+    text = folder / "text"
+    places = (f"other={other}", f"own={own}", f"text={text}", f"long={long}")
+    c = settings(folder / "base", own, eval__named=places, eval__windows=9)
+    tok = tokenizers.Bytes()
+    found = {name: store.bundle for name, store in named.stores(c, tok).items()}
+    documents = [chat.prepare(chat.Format(tok), chat.read(ask(i)), None)[0] for i in range(100, 120)]
+    assert found["other"].tokens.tolist() == np.concatenate([one.tokens for one in documents]).tolist()
+    assert found["other"].learn.sum() == sum(len(a["content"]) + 2 for _, a in map(ask, range(100, 120)))
+    assert found["own"].tokens.tolist() == stores.open_stores(c, own, tok)[1].bundle.tokens.tolist()
+    assert found["text"].learn.mean() > 0.9
+    said = named.notes(c, tok)
+    assert f"{other}: 20 chats to evaluate on (20 kept, 0 trimmed, 0 reduced, 0 dropped)" in said
+    assert f"{long}: 1 chats to evaluate on (1 kept, 0 trimmed, 0 reduced, 1 dropped)" in said
+
+
+def test_named_chats_that_would_be_cut_are_refused(folder, tmp_path):
+    own, longer = str(folder / "chats.jsonl"), tmp_path / "longer"
+    prepare.prepare(Options([own], context=128, held_out=0.5), str(longer), 1, lambda *_: None)
+    c = settings(folder / "base", own, eval__named=(f"x={longer}",))
+    with pytest.raises(
+        UserError, match=r"eval\.named x=.*was prepared for a context of 128, .*would cut its chats"
+    ):
+        named.stores(c, tokenizers.Bytes())
 
 
 NO_ANSWER = "line 1: a conversation without an answer"

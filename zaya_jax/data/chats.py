@@ -57,8 +57,8 @@ def require_prepared(path: str, shards: Prepared, context: int) -> None:
         )
 
 
-def read(path: str, tokenizer: Tokenizer, context: int) -> Chats:
-    """The chats of a file, directory or glob; UserError where one is none, or none has an answer that fits."""
+def _fitted(path: str, tokenizer: Tokenizer, context: int) -> tuple[dict[bytes, list[Document]], trim.Counts]:
+    """Those that fit, and what was done to fit them; UserError where one is none, or none has an answer that fits."""
     form, counts = chat.Format(tokenizer), trim.Counts()
     documents: dict[bytes, list[Document]] = {}  # by what they say: copies are never on both sides
     for place, messages in _samples(path):
@@ -79,6 +79,19 @@ def read(path: str, tokenizer: Tokenizer, context: int) -> Chats:
             f"config.data.path={path!r}: none of its {sum(counts.values()):,} chats fits "
             f"config.data.seq_len={context}, since prompts and answers are never cut; give a longer context"
         )
+    return documents, counts
+
+
+def whole(path: str, tokenizer: Tokenizer, context: int) -> tuple[Bundle, str]:
+    """All chats of a file, directory or glob as one bundle, and how many they are."""
+    documents, counts = _fitted(path, tokenizer, context)
+    found = list(itertools.chain.from_iterable(documents.values()))
+    return _bundle(found, tokenizer), f"{path}: {len(found):,} chats to evaluate on ({counts})"
+
+
+def read(path: str, tokenizer: Tokenizer, context: int) -> Chats:
+    """The chats of a file, directory or glob, some of them held out; UserError where one is none, or none fits."""
+    documents, counts = _fitted(path, tokenizer, context)
     keys, total = sorted(documents), sum(map(len, documents.values()))
     wanted = max(round(sources.HELD_OUT_SHARE * total), min(HELD_OUT, total // 10), 1)
     before = np.cumsum([0, *(len(documents[key]) for key in keys)])
@@ -113,6 +126,11 @@ def _bundle(documents: list[Document], tokenizer: Tokenizer) -> Bundle:
     tokens = np.concatenate([np.empty(0, tokenizer.dtype), *(d.tokens for d in documents)])
     learn = np.concatenate([np.empty(0, bool), *(d.learn for d in documents)])
     return sources.with_targets(tokens, starts, learn)
+
+
+def are_here(path: str) -> bool:
+    """Whether files of records, which may be chats, lie at a path."""
+    return any(inputs.kind_of(str(file)) != "text" for _, file in sources.list_files(path))
 
 
 def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:

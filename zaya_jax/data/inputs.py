@@ -101,7 +101,7 @@ def split(
     the number of their row groups, many at a time: on a file system over the network each is a wait.
     """
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path, *_ in files])
-    parquet = [path for path, *_ in files if _kind(path) == "parquet" and not _is_compressed(path)]
+    parquet = [path for path, *_ in files if kind_of(path) == "parquet" and not _is_compressed(path)]
     with concurrent.futures.ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
         groups = dict(zip(parquet, pool.map(lambda path: _row_groups(path, skip_bad), parquet), strict=True))
     parts = (part for file in files for part in _parts(file, root, part_bytes, groups))
@@ -151,7 +151,7 @@ def _parts(
 ) -> Iterator[Stretch]:
     path, size, time_ns = file
     name = os.path.abspath(path)[len(root) :].lstrip("/")
-    kind = _kind(path)
+    kind = kind_of(path)
     if not size and not time_ns:  # it cannot be read: as above
         size = 1
     if path in groups:
@@ -172,7 +172,8 @@ def _is_compressed(path: str) -> bool:
     return path.lower().endswith(COMPRESSION)
 
 
-def _kind(path: str) -> str:
+def kind_of(path: str) -> str:
+    """What a file's name says that it holds: text, jsonl, parquet."""
     stem = path.lower()
     for suffix in COMPRESSION:
         stem = stem.removesuffix(suffix)

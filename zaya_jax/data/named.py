@@ -1,7 +1,8 @@
 """Named evaluations (`eval.named`): the loss on further text, beside that on what the run holds out.
 
 A path of prepared data gives its held-out part. Text files are taken whole, but for a source of the run itself, of
-which the part counts that it holds out; files that the run trains on under another path are refused.
+which the part counts that it holds out; files that the run trains on under another path are refused. Of a run of chats
+JSONL and Parquet are chats too, and their answers count; other text is text.
 """
 
 import hashlib
@@ -9,11 +10,12 @@ import os
 from pathlib import Path
 
 from zaya_jax.config import Config, UserError, shown
-from zaya_jax.data import order, pieces, pipeline, sources, storage
+from zaya_jax.data import chats, order, pieces, pipeline, sources, storage
 from zaya_jax.data.pack import Batch
 from zaya_jax.data.tokenizers import Tokenizer
 
-_whole: dict[tuple[str, str], order.Memory] = {}  # text files are tokenised once a program
+# By path, tokenizer, and the context that chats are fitted to (0: text): tokenised once a program.
+_whole: dict[tuple[str, str, int], order.Memory] = {}
 
 
 def parse(config: Config) -> dict[str, str]:
@@ -42,6 +44,12 @@ def stores(config: Config, tokenizer: Tokenizer) -> dict[str, pipeline.TokenStor
     return {name: _open(config, name, path, tokenizer) for name, path in parse(config).items()}
 
 
+def notes(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """What was done to fit chats among them, to the person who looks on; UserError likewise."""
+    found = stores(config, tokenizer).values()
+    return [store.said for store in found if isinstance(store, order.Memory) and store.said]
+
+
 def batches(
     config: Config, tokenizer: Tokenizer, process: tuple[int, int], rows: int
 ) -> dict[str, list[Batch]]:
@@ -61,11 +69,13 @@ def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> pipelin
             store = storage.Prepared(path, "held_out", config.data.on_corrupt)
             own = f"config.data.tokenizer={config.data.tokenizer!r}"
             store.require_tokenizer(tokenizer.sha256, "it", own, "prepare it with that, or give its files")
+            if config.data.chats and store.manifest.get("trim"):
+                chats.require_prepared(path, store, config.data.seq_len)
         elif _real(path) in trained:
             store = pipeline.open_stores(config, trained[_real(path)], tokenizer)[1]
         else:
             _refuse_trained(path, list(trained.values()))
-            store = _text(path, tokenizer)
+            store = _all_of(config, path, tokenizer)
     except UserError as error:
         raise UserError(f"{where}: {str(error).replace('config.data.path', 'path')}") from None
     if not store.num_tokens:
@@ -87,12 +97,16 @@ def _refuse_trained(path: str, trained: list[str]) -> None:
                 )
 
 
-def _text(path: str, tokenizer: Tokenizer) -> order.Memory:
-    key = path, tokenizer.sha256
+def _all_of(config: Config, path: str, tokenizer: Tokenizer) -> order.Memory:
+    context = config.data.seq_len if config.data.chats and chats.are_here(path) else 0
+    key = path, tokenizer.sha256, context
     if key not in _whole:
-        texts = [text for _, text in sources.named_texts(path)]
-        bundle = sources.concatenate(pieces.encode_all(tokenizer, texts), tokenizer)
-        _whole[key] = order.Memory(path, bundle, hashlib.sha256(bundle.tokens).hexdigest())
+        if context:
+            bundle, said = chats.whole(path, tokenizer, context)
+        else:
+            texts, said = [text for _, text in sources.named_texts(path)], ""
+            bundle = sources.concatenate(pieces.encode_all(tokenizer, texts), tokenizer)
+        _whole[key] = order.Memory(path, bundle, hashlib.sha256(bundle.tokens).hexdigest(), said)
     return _whole[key]
 
 

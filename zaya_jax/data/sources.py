@@ -187,6 +187,13 @@ def named_texts(path: str) -> list[tuple[str, str]]:
             path, len(unreadable), len(unreadable) + empty + len(documents),
             ", ".join([ascii(n)[1:-1] for n in unreadable[:NAMED]] + ["..."] * (len(unreadable) > NAMED)), empty,
         )  # fmt: skip
+    records = [name for name, _ in documents if name.lower().endswith((".jsonl", ".ndjson"))]
+    if records:
+        _log.warning(
+            "%s: %d of %d files are JSONL, taken as they stand with their braces and quotes (such as %s); prepare_data "
+            "takes the text of their records, and data.chats their chats",
+            path, len(records), len(documents), ascii(records[0])[1:-1],
+        )  # fmt: skip
     return documents
 
 
