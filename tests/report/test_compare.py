@@ -8,7 +8,7 @@ import pytest
 from conftest import write_run
 from test_page import checked
 
-from zaya_jax.report import compare, page
+from zaya_jax.report import compare, page, svg
 from zaya_jax.report.read import read_workdir
 
 
@@ -85,6 +85,39 @@ def test_two_runs_that_do_the_same_are_drawn_the_same_whatever_their_lengths(tmp
         a, b = (p.split() for p in re.findall(r'<polyline[^>]*points="([^"]*)"', figure(source, title)))
         same = len(b) - 5  # the end of the shorter one is smoothed over fewer
         assert len(a) > len(b) > 100 and a[:same] == b[:same]
+
+
+@pytest.mark.parametrize(
+    ("steps", "first", "compared_steps"),
+    [
+        ((60, 48), 1, range(39, 49)),
+        ((30_000, 48), 1, range(1, 32)),  # bins of 32 steps: steps 32 to 63 are one, of which it has not all
+        ((30_000, 130), 1, range(96, 128)),
+        ((30_000, 600, 80), 1, range(32, 64)),
+        ((100, 60), 55, range(55, 61)),  # a fork has no steps before
+        ((30_000, 20), 1, None),
+    ],
+)
+def test_losses_near_the_last_common_step_are_of_the_same_steps(tmp_path, steps, first, compared_steps):
+    """The same run, longer and shorter: its bins reached beyond the other's end, so that it looked better."""
+    folders = [
+        write(tmp_path / f"{i}", count, name=f"{i}", first=first if i else 1, loss=loss)
+        for i, count in enumerate(steps)
+    ]
+    source, text = compared(tmp_path, *folders)
+    if compared_steps is None:
+        assert (
+            f"near step {steps[-1]}, the last that all have, are not compared: of the longest run means"
+            in text
+        )
+        assert "means of 32 steps are known" in text and "(mean of steps" not in text
+        return
+    label = f"the last that all have (mean of steps {compared_steps[0]} to {compared_steps[-1]})"
+    assert f"train loss near step {steps[-1]}, {label}" in text
+    row = re.search(r'<th scope="row">train loss near step.*?</th>(.*?)</tr>', source)[1]
+    expected = sum(map(loss, compared_steps)) / len(compared_steps)
+    cells = re.findall("<td>(.*?)</td>", row)
+    assert cells == [svg.number(expected)] * len(steps)
 
 
 def test_what_differs_is_told_by_kind_too_and_nothing_else(tmp_path):

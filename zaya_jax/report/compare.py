@@ -4,6 +4,7 @@ Pictures are over steps and over tokens, between which the reader chooses. Runs 
 and may have recorded different metrics; what is left out of the page is said on it.
 """
 
+import dataclasses
 import json
 import math
 import time
@@ -124,8 +125,6 @@ def _look(index: int) -> str:
 def _figures(found: Compared) -> list[tuple[str, list[str]]]:
     """Rows: what it is, and of each run as HTML; the lowest of a row of losses is bold."""
     runs = found.runs
-    shared = min(run.last_step for run in runs)
-    begun = max(run.first_step for run in runs)
     rows = [
         ("folder", [f"<code>{escape(run.path)}</code>" for run in runs]),
         ("comes from", [escape(_origin(found, run)) for run in runs]),
@@ -136,9 +135,9 @@ def _figures(found: Compared) -> list[tuple[str, list[str]]]:
         ("held-out loss, best", _lowest([_best(run.series.get("eval/loss")) for run in runs])),
         ("train loss, mean of the last 20 steps", _lowest([run.train_loss for run in runs])),
     ]
-    if begun <= shared and len({run.last_step for run in runs}) > 1:
-        label = f"train loss near step {shared:,}, the last that all have"
-        rows.append((label, _lowest([_near(run.series.get("loss"), shared) for run in runs])))
+    if (near := _near(runs)).steps:
+        label = f"train loss near step {near.shared:,}, the last that all have (mean of steps {near.steps})"
+        rows.append((label, _lowest(near.values)))
     goodput = [
         account.goodput if (account := accounts.of(events.read(run.path))) else math.nan for run in runs
     ]
@@ -190,14 +189,34 @@ def _best(series: Series | None) -> float:
     return series.total.low if series and series.total.count else math.nan
 
 
-def _near(series: Series | None, step: int) -> float:
-    """The mean of a fiftieth of the steps before it, ten at least."""
-    if not series:
-        return math.nan
-    since = step - max(10, step // 50)
-    near = [b for b in series.coarse(series.capacity) if b.count and since < b.step <= step]
-    many = sum(b.count for b in near)
-    return sum(b.mean * b.count for b in near) / many if many else math.nan
+@dataclasses.dataclass(frozen=True)
+class Near:
+    """Training losses near the last step that all runs have, of the same steps of each; none where `steps` is empty."""
+
+    shared: int = 0
+    steps: str = ""  # from which to which
+    values: Sequence[float] = ()
+    width: int = 0  # of the bins of the longest run, where no whole one lies before that step
+
+
+def _near(runs: Sequence[Workdir]) -> Near:
+    """The means of about a fiftieth of the steps before it, ten at least: of whole bins of the longest run."""
+    begun, shared = max(run.first_step for run in runs), min(run.last_step for run in runs)
+    known = [run.series["loss"] for run in runs if "loss" in run.series]
+    if begun > shared or len({run.last_step for run in runs}) == 1 or not known:
+        return Near()
+    width = max(series.width for series in known)
+    last = (shared + 1) // width - 1
+    first = max(last + 1 - -(-max(10, shared // 50) // width), 0 if begun <= 1 else -(-begun // width))
+    if first > last:
+        return Near(shared, width=width)
+    values = []
+    for run in runs:
+        bins = run.series["loss"].merged(width) if "loss" in run.series else []
+        near = [b for b in bins if b.count and first <= b.step // width <= last]
+        many = sum(b.count for b in near)
+        values.append(sum(b.mean * b.count for b in near) / many if many else math.nan)
+    return Near(shared, f"{max(begun, first * width):,} to {(last + 1) * width - 1:,}", values)
 
 
 def _mean(run: Workdir, key: str) -> float:
@@ -218,9 +237,9 @@ def _share(value: float) -> str:
 
 
 def _lowest(values: Sequence[float]) -> list[str]:
-    good = [v for v in values if math.isfinite(v)]
-    several = len(good) > 1 and min(good) < max(good)
-    return [f"<b>{_cell(v)}</b>" if several and v == min(good) else _cell(v) for v in values]
+    cells, good = [_cell(v) for v in values], [v for v in values if math.isfinite(v)]
+    lowest = _cell(min(good)) if len({_cell(v) for v in good}) > 1 else None  # what reads alike is alike
+    return [f"<b>{cell}</b>" if cell == lowest else cell for cell in cells]
 
 
 def _said(found: Compared) -> list[str]:
@@ -243,6 +262,11 @@ def _said(found: Compared) -> list[str]:
 def _left_out(found: Compared) -> list[str]:
     """What is recorded and not on the page."""
     said = []
+    if (near := _near(found.runs)).width:
+        said.append(
+            f"Train losses near step {near.shared:,}, the last that all have, are not compared: of the longest run "
+            f"means of {near.width:,} steps are known."
+        )
     more = found.keys()[MOST_PICTURES:]
     if more:
         some = ", ".join(more[:8]) + (" and others" if len(more) > 8 else "")
