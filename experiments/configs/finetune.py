@@ -14,6 +14,7 @@ or three of them are enough as a rule, and the held-out loss says when it was to
 """
 
 import dataclasses
+import json
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -50,8 +51,8 @@ def get_config(weights: str = "") -> ConfigDict:
     c.data.seq_len = min(CONTEXT, _context(before, step))
     c.data.global_batch = 16
 
-    tuned = before.data.chats and before.run.init_from and step
-    smaller = 1 if tuned else SMALLER  # a second set of chats is not learnt at a tenth of a tenth
+    # A second set of chats is not learnt at a tenth of a tenth.
+    smaller = 1 if step and _tuned(before, folder) else SMALLER
     c.optim.lr = IMPORTED_LR if step == 0 else smaller * before.optim.lr
     c.balance.lr = smaller * before.balance.lr  # the biases themselves come with the weights
     c.schedule.warmup_fraction = 0.05
@@ -94,6 +95,15 @@ def _find(weights: str) -> tuple[Path, int]:
             f"finetune.py:{weights} has no tokenizer; put tokenizer.json into {folder / 'tokenizer'}"
         )
     return folder, step
+
+
+def _tuned(before: config.Config, folder: Path) -> bool:
+    """Whether a run's rates are those of fine-tuning: of its own weights, or of runs it is a fork of."""
+    if not before.data.chats or before.run.init_from:
+        return before.data.chats
+    path = folder / "lineage.json"
+    parents = json.loads(path.read_text())["forked"] if path.is_file() else []
+    return bool(parents) and not any("data.chats" in parent["changed"] for parent in parents)
 
 
 def _context(before: config.Config, step: int) -> int:

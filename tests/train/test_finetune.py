@@ -298,6 +298,23 @@ def test_a_second_set_of_chats_is_learnt_at_the_rate_of_the_first(folder):
     assert (second.optim.lr, second.balance.lr) == (TUNED["optim.lr"], TUNED["balance.lr"])
 
 
+@pytest.mark.parametrize(
+    ("parent", "smaller"), [("tuned", 1), pytest.param("base", 0.1, marks=pytest.mark.slow)]
+)
+def test_a_fork_is_fine_tuned_at_the_rate_that_its_parent_gives(folder, tmp_path, parent, smaller):
+    """A fork of a run that was fine-tuned has no run.init_from; one of a run of text has the text's rates."""
+    more = {
+        "run__fork": str(folder / parent),
+        "run__init_from": "",
+        "run__num_steps": 17 if parent == "tuned" else 2,
+    }
+    c = settings(folder / "base", str(folder / "chats.jsonl"), **more)
+    assert train(c, tmp_path / "fork") == cli.DONE
+    again = finetune.get_config(str(tmp_path / "fork"))
+    assert again.optim.lr == pytest.approx(smaller * TUNED["optim.lr"])
+    assert again.balance.lr == pytest.approx(smaller * TUNED["balance.lr"])
+
+
 def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):
     made = exchange.to_hf(folder / "tuned", tmp_path / "hf")
     assert (made / "chat_template.jinja").read_text() == chat_template.of(tokenizers.Bytes())
