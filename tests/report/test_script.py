@@ -194,6 +194,27 @@ def test_hover_zoom_and_keys_in_a_browser(make_run):
 
 @browser
 @pytest.mark.slow
+def test_a_held_out_value_of_a_long_run_has_its_step(tmp_path):
+    """Of 200,000 steps 507 are a pixel: within one the value stood as if it were of the step under the cursor."""
+    train = svg.Line("train", [(512 * i + 256.5, 3 - i / 400) for i in range(391)])
+    held_out = svg.Line("held-out", [(25_000 * i, 3.1 - i / 8) for i in range(1, 9)], 1, "dots")
+    picture = svg.line_chart("Loss", [train, held_out], x_range=(1, 200_000), y_range=(2, 3.2))
+    (tmp_path / "page.html").write_text(page.shell("Loss", {"loss": picture}))
+    name, x = svg.picture_id("Loss"), svg.Axis(1, 200_000, svg.LEFT, svg.WIDTH - svg.RIGHT)
+    with Browser() as window:
+        window.open(tmp_path / "page.html")
+        window.run("document.querySelector('#' + arguments[0] + ' svg').focus()", name)
+        for step in (24_832, 25_000, 100_000):
+            window.mouse(("move", *place(window, name, x(step))))
+            at, (_, value) = window.run(AT, name), window.run(LEGEND, name)
+            near = 25_000 if step < 60_000 else 100_000
+            assert value == f"{3.1 - near / 200_000:.4g}" + (
+                "" if at == f"step {near // 1000}k" else f" (step {near // 1000}k)"
+            ), (at, value)
+
+
+@browser
+@pytest.mark.slow
 def test_a_finger_reads_and_zooms(make_run):
     path = write_report(make_run(300))
     name = svg.picture_id("Learning rate")

@@ -158,7 +158,8 @@ function curves(svg, figure, at) {
     if (!point || !line.dots && Math.abs(point[0] - place) > line.gap) return '–';
     if (Math.abs(point[1]) >= FAR) return 'outside';
     const value = show(y.value(point[1])) + unit;
-    return line.dots && Math.abs(point[0] - place) > 1 ? `${value} (${name(point[0])})` : value;
+    const another = whole ? count(point[0]) !== count(place) : Math.abs(point[0] - place) > 1;
+    return line.dots && another ? `${value} (${name(point[0])})` : value;
   }
 
   function stand(place) {

@@ -131,6 +131,14 @@ class Axis:
         part = (value - self._low) / (self._high - self._low)
         return min(FAR, max(-FAR, self.start + part * (self.end - self.start)))
 
+    @property
+    def places(self) -> int:
+        """Decimals of a pixel by which the script reads whole numbers back: of 200,000 steps a tenth of one is 51."""
+        if self.log:
+            return 4
+        each = abs(self.end - self.start) / (self.high - self.low)
+        return min(5, max(1, math.ceil(-math.log10(max(each / 2, 1e-9)))))
+
     def data(self) -> str:
         """For the script: value at both ends, pixel at both ends, whether logarithmic."""
         return f"{self.low:.9g} {self.high:.9g} {self.start:g} {self.end:g} {int(self.log)}"
@@ -161,11 +169,10 @@ def draw(line: Line, x: Axis, y: Axis) -> str:
     for run in _runs(line.points):
         if len(run) == 1 and line.look != "dots":
             parts.append(
-                f'<circle class="alone c{line.color}" cx="{x(run[0][0]):.1f}" cy="{y(run[0][1]):.2f}" r="2"/>'
+                f'<circle class="alone c{line.color}" cx="{x(run[0][0]):.{x.places}f}" cy="{y(run[0][1]):.2f}" r="2"/>'
             )
         else:
-            places = 4 if x.log else 1  # the script reads whole numbers back, and there a pixel is many
-            joined = " ".join(f"{x(s):.{places}f},{_short(y(v))}" for s, v in run)
+            joined = " ".join(f"{x(s):.{x.places}f},{_short(y(v))}" for s, v in run)
             parts.append(f'<polyline class="{look} c{line.color}" points="{joined}"/>')
         if line.look == "dots" and len(run) <= 64:
             for s, v in run:
