@@ -225,7 +225,7 @@ def _call(call: Any) -> str:
     function = call.get("function", call) if isinstance(call, dict) else call
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise BadChat(f"a call of a tool needs a function with a name, this one has {_fields(call)}")
-    arguments = next((function[key] for key in ARGUMENTS if key in function), {})
+    arguments: Any = next((function[key] for key in ARGUMENTS if key in function), {})
     if isinstance(arguments, str):  # JSON within JSON, mostly
         with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
