@@ -77,6 +77,14 @@ def test_over_tokens_a_curve_ends_at_its_tokens(tmp_path):
     assert figure(source, "Train loss").count("<g data-line=") == 3
 
 
+def test_over_tokens_the_ends_of_a_long_run_are_its_own(tmp_path):
+    """A bin of a long run has the mean of its steps: the last held-out loss stood before the run's last token."""
+    long = write(tmp_path / "a", 5_000, tokens=lambda s: 1000 * s, loss=loss)
+    run = read_workdir(long)
+    found = compare._tokens_at(run, [1, 2500, 4999, 5000])
+    assert found == pytest.approx([1000, 2.5e6, 4.999e6, 5e6], rel=1e-12)
+
+
 def test_two_runs_that_do_the_same_are_drawn_the_same_whatever_their_lengths(tmp_path):
     wild = {"loss": lambda s: loss(s) + 0.3 * math.sin(37 * s), "lr": lambda s: 1e-3 * s}
     long, short = write(tmp_path / "long", 1000, **wild), write(tmp_path / "short", 500, **wild)

@@ -357,9 +357,11 @@ def _picture(found: Compared, key: str, points: int, by_tokens: bool) -> str:
 
 def _tokens_at(run: Workdir, steps: Sequence[float]) -> list[float]:
     """How many tokens were seen at those steps; between two that are recorded, in proportion."""
-    bins = [b for b in run.series["tokens"].coarse(run.series["tokens"].capacity) if b.count]
-    known = [b.step for b in bins], [b.mean for b in bins]
-    return [float(v) for v in np.interp(steps, *known)]
+    series = run.series["tokens"]
+    known = {(b.step, b.mean) for b in series.coarse(series.capacity) if b.count}
+    ends = {(series.low_step, series.low), (series.high_step, series.high)}  # of which bins have means
+    at, tokens = zip(*sorted(known | ends), strict=True)
+    return [float(v) for v in np.interp(steps, at, tokens)]
 
 
 ########################################################################################################################
