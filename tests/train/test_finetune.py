@@ -218,6 +218,19 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     assert f"{long}: 1 chats to evaluate on (1 kept, 0 trimmed, 0 reduced, 1 dropped)" in said
 
 
+def test_text_beside_named_chats_is_refused_and_a_glob_names_one(folder, tmp_path):
+    own = str(folder / "chats.jsonl")
+    (tmp_path / "code").mkdir()
+    for name in ("a.py", "b.json"):
+        (tmp_path / "code" / name).write_text("{}\n")
+    with pytest.raises(
+        UserError, match=r"named x=.*: path=.*/code' has text and also JSON or Parquet.*by a glob"
+    ):
+        named.stores(settings(folder / "base", own, eval__named=(f"x={tmp_path}/code",)), tokenizers.Bytes())
+    only = settings(folder / "base", own, eval__named=(f"x={tmp_path}/code/**/*.py",))
+    assert named.stores(only, tokenizers.Bytes())["x"].num_tokens == 5
+
+
 def test_named_chats_that_would_be_cut_are_refused(folder, tmp_path):
     own, longer = str(folder / "chats.jsonl"), tmp_path / "longer"
     prepare.prepare(Options([own], context=128, held_out=0.5), str(longer), 1, lambda *_: None)
