@@ -167,6 +167,14 @@ class Parser(argparse.ArgumentParser):
         """As argparse does, but a disk that is full is not passed over."""
         print(self.format_help(), end="", file=file)
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """As argparse does, but `--name=--` gives "--", not the list without anything that Python 3.12.1 gives."""
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
         """One line instead of the usage and another prefix."""
         raise UserError(f"{_brief(message)} (--help lists the options)")

@@ -14,7 +14,6 @@ or three of them are enough as a rule, and the held-out loss says when it was to
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
 from ml_collections import ConfigDict
@@ -22,6 +21,7 @@ from ml_collections import ConfigDict
 from zaya_jax import config, schedule
 from zaya_jax.checkpoint import store
 from zaya_jax.checkpoint.remote import vault_at
+from zaya_jax.config import files
 from zaya_jax.pytorch import exchange
 
 CONTEXT = 4096  # at most, where nothing else is said
@@ -102,8 +102,14 @@ def _tuned(before: config.Config, folder: Path) -> bool:
     if not before.data.chats or before.run.init_from:
         return before.data.chats
     path = folder / "lineage.json"
-    parents = json.loads(path.read_text())["forked"] if path.is_file() else []
-    return bool(parents) and not any("data.chats" in parent["changed"] for parent in parents)
+    try:
+        changed = [parent["changed"] for parent in files.read_json(path)["forked"]] if path.is_file() else []
+        return bool(changed) and not any("data.chats" in keys for keys in changed)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise config.UserError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); bring it back, or remove it and give "
+            "--config.optim.lr, which it would have decided"
+        ) from None
 
 
 def _context(before: config.Config, step: int) -> int:

@@ -83,6 +83,16 @@ def test_nothing_is_written_into_a_checkpoint(workdir, tmp_path):
     assert tree(tmp_path) == before
 
 
+def test_a_link_is_no_new_folder(workdir, tmp_path):
+    """Whatever it leads to: the new folder takes its name at the end, which a link's cannot be."""
+    (tmp_path / "empty").mkdir()
+    for name, leads_to in (("to_empty", "empty"), ("to_nothing", "missing"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(tmp_path / leads_to)
+        with pytest.raises(UserError, match=f"{name} is a symbolic link; give a new folder"):
+            rewrite.export_params(workdir, tmp_path / name)
+    rewrite.export_params(workdir, tmp_path / "empty")
+
+
 def test_nothing_is_written_among_a_run_s_checkpoints(workdir, tmp_path):
     before = tree(tmp_path)
     for inside in (workdir / "checkpoints" / "99", workdir / "checkpoints" / "a" / "b"):

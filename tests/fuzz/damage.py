@@ -80,7 +80,7 @@ def _json(raw: bytes, place: int, value: Any) -> bytes:
     first, newline, rest = raw.partition(b"\n") if raw.count(b"}\n{") else (raw, b"", b"")
     try:
         tree = json.loads(first)
-    except ValueError:
+    except (ValueError, RecursionError):
         return json.dumps(value).encode()
     holders: list[tuple[Any, Any]] = []
 

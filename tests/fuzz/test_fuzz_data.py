@@ -111,6 +111,11 @@ def test_any_options_end_in_a_line(sandbox, data, program):
     check_options(sandbox, program, data.draw(options_of(program, sandbox)))
 
 
+def test_two_dashes_are_a_value(sandbox):
+    """Python 3.12.1's argparse takes `--part=--` for a list."""
+    assert "--part='--'" in check_options(sandbox, "prepare_data", {"part": "--"}).err
+
+
 ON_PREPARED = (
     SMALL, ("prepare_data", "--verify=prepared"), ("prepare_data", "--input=texts", "--out=prepared"),
     ("prepare_data", "--input=prepared", "--out=new"),

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 from pathlib import Path
 
 import jax
@@ -183,6 +184,22 @@ ON_RUNS = (
     ("checkpoint", "export_params", "--workdir=run", "--out=new"),
     ("checkpoint", "to_hf", "--workdir=run", "--out=new"),
 )  # fmt: skip
+
+
+def test_options_that_the_long_search_found_end_in_a_line(sandbox):
+    check_options(sandbox, "to_hf", {"dtype": "--", "out": "new/a/b", "workdir": "run"})
+    check_options(sandbox, "export_params", {"out": f"{sandbox}/to_loop/", "workdir": "run"})
+
+
+@pytest.mark.parametrize("length", [math.nan, math.inf, "x", -1, 10**400])
+def test_shapes_that_the_long_search_found_end_in_a_line(source, length):
+    name = "checkpoints/2/state/params.layers.attn_join.h_bias/zarr.json"
+    with folder() as elsewhere:
+        here = copied(source, elsewhere / "here")
+        found = json.loads((here / "run" / name).read_bytes())
+        (here / "run" / name).write_text(json.dumps(found | {"shape": [length, *found["shape"][1:]]}))
+        ended = call("checkpoint", ["inspect", "--workdir=run", "--html=a.html"], here).check()
+        assert ended.code == 4 and "checkpoints/2 cannot be looked at" in ended.err, ended
 
 
 @given(data=st.data(), command=st.sampled_from(ON_RUNS))

@@ -326,6 +326,9 @@ def test_a_fork_is_fine_tuned_at_the_rate_that_its_parent_gives(folder, tmp_path
     again = finetune.get_config(str(tmp_path / "fork"))
     assert again.optim.lr == pytest.approx(smaller * TUNED["optim.lr"])
     assert again.balance.lr == pytest.approx(smaller * TUNED["balance.lr"])
+    (tmp_path / "fork" / "lineage.json").write_text("{}")
+    with pytest.raises(config.UserError, match=r"lineage.json cannot be read .*--config.optim.lr"):
+        finetune.get_config(str(tmp_path / "fork"))
 
 
 def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):

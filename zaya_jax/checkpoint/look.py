@@ -7,6 +7,7 @@ print(look.arrays_text(workdir, step))     a line an array of one
 import dataclasses
 import datetime
 import math
+import operator
 import re
 import statistics
 from collections import defaultdict
@@ -17,7 +18,7 @@ import numpy as np
 
 from zaya_jax.checkpoint import keep, layout, store, writing
 from zaya_jax.checkpoint.times import STAGES, Event, read
-from zaya_jax.config import StorageError, UserError, files
+from zaya_jax.config import StorageError, UserError, files, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,8 @@ def see(workdir: str | Path, step: int) -> Seen:
         arrays = []
         for name in sorted(n.split("/")[1] for n in sums if n.endswith("/zarr.json")):
             about = files.read_json(folder / layout.STATE / name / "zarr.json")
-            shape, chunk = about["shape"], about["chunk_grid"]["configuration"]["chunk_shape"]
+            shape = _lengths(about["shape"])
+            chunk = _lengths(about["chunk_grid"]["configuration"]["chunk_shape"])
             itemsize = np.dtype(about["data_type"]).itemsize
             arrays.append(
                 {
@@ -75,6 +77,14 @@ def see(workdir: str | Path, step: int) -> Seen:
             f"`python -m experiments.checkpoint verify --workdir={workdir} --step={step}` says what is damaged"
         ) from None
     return Seen(step, meta, sums, arrays, saved)
+
+
+def _lengths(given: list) -> list[int]:
+    """A shape as it was read; TypeError or ValueError where it is none."""
+    shape = [operator.index(length) for length in given]
+    if any(not 0 <= length < 2**63 for length in shape):
+        raise ValueError(f"{shown(given)} is no shape")
+    return shape
 
 
 def see_all(workdir: str | Path) -> list[Seen]:

@@ -59,6 +59,8 @@ def _chain(path: Path) -> list[tuple]:
 def new_folder(path: str | os.PathLike, option: str) -> Path:
     """A folder that may be made: it does not exist, or is empty; and it can be written. Nothing is made yet."""
     target = Path(path).absolute()
+    if target.is_symlink():  # no folder can take the name of a link
+        raise UserError(f"{option}={path} is a symbolic link; give a new folder")
     if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise UserError(f"{option}={path} exists and is not empty; give a new folder")
     writing.require_writable(target.parent, f"{option}={path}")
