@@ -190,6 +190,7 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
         (["--workdir={run}", "--prompt_file="], "argument --prompt_file: '' is empty"),
         (["--workdir="], "argument --workdir: '' is empty"),
         (["--workdir=" + "n" * 256], "is too long for a file system"),
+        (["--workdir=" + "n/" * 300], "is 300 folders deep; 256 are the most"),
         (["--workdir=a\0b"], "has a character that cannot be printed"),
         (["--workdir={run}", "--prompt=a", "--prompt_file=b"], "not allowed with"),
         (["--workdir={run}", "--prompts=a"], "unrecognized arguments"),

@@ -189,6 +189,7 @@ ON_RUNS = (
 def test_options_that_the_long_search_found_end_in_a_line(sandbox):
     check_options(sandbox, "to_hf", {"dtype": "--", "out": "new/a/b", "workdir": "run"})
     check_options(sandbox, "export_params", {"out": f"{sandbox}/to_loop/", "workdir": "run"})
+    check_options(sandbox, "to_hf", {"out": "d/" * 2000 + "d", "workdir": "run"})
 
 
 @pytest.mark.parametrize("length", [math.nan, math.inf, "x", -1, 10**400])

@@ -48,6 +48,7 @@ def first_line(error: BaseException) -> str:
 KINDS = ("name", "path", "text", "source")  # of strings; a source is "path=weight"
 UNPRINTABLE = "has a character that cannot be printed"
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
+DEEPEST = 256  # folders in a path: Python makes them by recursion, which ends at some 1,000
 LONGEST_LINE = 1500  # characters of a message
 LONGEST = 80  # characters of a value in a message
 
@@ -257,6 +258,8 @@ def path_problem(value: str) -> str:
     raw = value.encode(errors="surrogateescape")
     if len(raw) > LONGEST_PATH or max(map(len, raw.split(b"/"))) > LONGEST_NAME:
         return f"is too long for a file system, which ends at {LONGEST_NAME} bytes a name and {LONGEST_PATH} a path"
+    if raw.count(b"/") > DEEPEST:
+        return f"is {raw.count(b'/'):,} folders deep; {DEEPEST} are the most that are made"
     return ""
 
 
