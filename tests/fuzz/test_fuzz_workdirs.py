@@ -189,6 +189,9 @@ ON_RUNS = (
 def test_options_that_the_long_search_found_end_in_a_line(sandbox):
     check_options(sandbox, "to_hf", {"dtype": "--", "out": "new/a/b", "workdir": "run"})
     check_options(sandbox, "export_params", {"out": f"{sandbox}/to_loop/", "workdir": "run"})
+    check_options(sandbox, "export_params", {"out": "/dev/null", "workdir": "run"})
+    check_options(sandbox, "verify", {"workdir": "file:///dev/null/x"})
+    check_options(sandbox, "reshard", {"from": "run", "to": "file:///dev/null/x"})
     check_options(sandbox, "to_hf", {"out": "d/" * 2000 + "d", "workdir": "run"})
 
 

@@ -61,7 +61,7 @@ def new_folder(path: str | os.PathLike, option: str) -> Path:
     target = Path(path).absolute()
     if target.is_symlink():  # no folder can take the name of a link
         raise UserError(f"{option}={path} is a symbolic link; give a new folder")
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{option}={path} exists and is not empty; give a new folder")
     writing.require_writable(target.parent, f"{option}={path}")
     require_outside(target, f"{option}={path}")

@@ -11,6 +11,7 @@ takes it away first.
 
 import concurrent.futures
 import contextlib
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -342,8 +343,18 @@ def vault_at(place: str | Path) -> Vault | None:
     """The vault at a URL, or in a folder of steps; None for a workdir or anything else."""
     folder = Path(place)
     if "://" in str(place) or (writing.steps_in(folder) and not (folder / "checkpoints").is_dir()):
-        return Vault(str(place))
+        return asked_for(str(place))
     return None
+
+
+def asked_for(place: str) -> Vault:
+    """The vault at a place that somebody gave for this one command, which may be none at all."""
+    vault = Vault(place)
+    if vault.folder:
+        above = next(path for path in (vault.folder, *vault.folder.parents) if os.path.exists(path))
+        if not above.is_dir():
+            raise UserError(f"{place} is no folder, since {above} is a file; give the folder of the steps")
+    return vault
 
 
 def unreachable(error: StorageError) -> bool:

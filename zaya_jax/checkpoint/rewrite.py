@@ -19,7 +19,7 @@ import numpy as np
 from zaya_jax.checkpoint import audit, layout, lock, owner, places, store, writing
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED
 from zaya_jax.checkpoint.places import new_folder, whole_or_nothing
-from zaya_jax.checkpoint.remote import Vault, vault_at
+from zaya_jax.checkpoint.remote import Vault, asked_for, vault_at
 from zaya_jax.checkpoint.seal import TAIL, Seal, Sums, crc32c, entry_of
 from zaya_jax.config import StorageError, UserError, files, shown
 from zaya_jax.config.fields import parse_json
@@ -247,7 +247,7 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[S
     """(where files go, what makes them a checkpoint) of a workdir or a place; a failure leaves neither."""
     step = source.step
     if "://" in str(target):
-        vault = Vault(str(target))
+        vault = asked_for(str(target))
         if vault.folder:
             places.require_outside(vault.folder, f"--to={target}")
         if step in vault.steps():
