@@ -25,7 +25,7 @@ from zaya_jax.checkpoint import audit, layout, look, owner, rewrite, store, writ
 from zaya_jax.checkpoint.remote import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.pytorch import exchange, tokenizer_files
-from zaya_jax.report import monitor
+from zaya_jax.report import monitor, page
 from zaya_jax.train.workdir import check_same, read_config
 
 
@@ -51,7 +51,7 @@ def _parser() -> cli.Parser:
         "--html",
         nargs="?",
         const=True,  # a text would be checked as if somebody had given it
-        type=cli.place,
+        type=cli.path,
         metavar="FILE",
         help="also as a picture, by default DIR/checkpoints.html",
     )
@@ -110,6 +110,8 @@ def _parser() -> cli.Parser:
 def inspect(args: Any) -> int:
     """Prints tables, and draws the page if asked to."""
     read_config(args.workdir)  # or it is no run's folder
+    if isinstance(args.html, Path):
+        page.check_target(args.html, "--html")
     step = store.latest_step(args.workdir, args.step)
     print(look.steps_text(args.workdir))
     print()

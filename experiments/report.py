@@ -45,7 +45,7 @@ def main() -> int:
         return cli.DONE
     for run in runs:
         check_metrics(run)
-    target = check_out(args.out) if args.out else Path("comparison.html")
+    target = page.check_target(args.out, "--out") if args.out else Path("comparison.html")
     if len(runs) == 1 and not args.out:
         target = write_report(runs[0])
     else:
@@ -89,21 +89,6 @@ def check_metrics(run: Path) -> None:
             f"RUN {str(run)!r} has no metrics yet (no whole line in {path}); "
             "come again after its first steps, or watch it with --serve"
         )
-
-
-def check_out(out: Path) -> Path:
-    """The page's file; UserError where that would be something else than a page."""
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise UserError(
-            f"--out={out} does not end in .html; the page is HTML, and other files must not be lost"
-        )
-    if not out.parent.is_dir():
-        raise UserError(
-            f"--out={out}: {str(out.parent)!r} is no folder; make it first, or give another place"
-        )
-    if out.is_dir():
-        raise UserError(f"--out={out} is a folder; give the name of a file in it")
-    return out
 
 
 def drawn(runs: list[Workdir]) -> str:

@@ -54,6 +54,28 @@ def test_pipes_are_not_waited_for(tmp_path):
         look.steps_text(tmp_path)
 
 
+def test_a_device_is_not_replaced_and_a_link_stays(tmp_path):
+    """Root can replace /dev/null by a file: each program of the machine would then write into it and read from it."""
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "folder").mkdir()
+    for name, to in {"to_pipe": "pipe", "to_folder": "folder", "to_file": "file", "to_new": "new"}.items():
+        (tmp_path / name).symlink_to(to)
+    (tmp_path / "file").write_text("old")
+    for name in ("pipe", "to_pipe"):
+        with pytest.raises(files.Irregular, match="no regular file"):
+            files.write(tmp_path / name, b"text")
+    for name in ("folder", "to_folder"):
+        with pytest.raises(IsADirectoryError):
+            files.write(tmp_path / name, b"text")
+    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "to_pipe").is_symlink()
+    for name in ("to_file", "to_new"):
+        files.write(tmp_path / name, b"text")
+        assert (tmp_path / name).is_symlink() and (
+            tmp_path / os.readlink(tmp_path / name)
+        ).read_text() == "text"
+    assert len(list(tmp_path.iterdir())) == 8, "nothing else is left"
+
+
 def test_what_is_in_the_way_is_a_line_with_its_name(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "file").write_text("")

@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import io
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -45,6 +46,7 @@ class Ended:
         """Exit code 0, 2 or 4; at most two lines on stderr; no traceback; after a 2 everything is as it was."""
         said = f"{self.what}\ncode {self.code}, stdout {self.out[-500:]!r}, stderr {self.err[-3000:]!r}"
         assert self.code in codes, said
+        assert stat.S_ISCHR(os.stat(os.devnull).st_mode), said  # root can replace it
         lines = self.err.splitlines()
         assert len(lines) <= 2 and "Traceback" not in self.err, said
         if self.code == cli.BAD_INPUT:

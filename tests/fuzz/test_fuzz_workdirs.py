@@ -130,13 +130,14 @@ def options_of(command, sandbox):
     """A command line of a program with some of its options, each with any value."""
     there = st.one_of(st.sampled_from(["run", "run", str(sandbox / "run")]), st.sampled_from(places(sandbox)))
     new = st.one_of(st.sampled_from(["new/a/b", "new", "empty"]), st.sampled_from(places(sandbox)))
+    pages = st.sampled_from(["a.html", "run/checkpoints.html", "nowhere/a.html", "empty", "/dev/null/a.html"])
     number, words = st.one_of(st.sampled_from(NUMBERS), st.integers().map(str)), st.sampled_from(TEXTS)
     known = {
         "generate": {
             "workdir": there, "prompt": words, "prompt_file": there, "num_tokens": number, "temperature": number,
             "seed": number, "step": number,
         },
-        "inspect": {"workdir": there, "step": number, "html": new},
+        "inspect": {"workdir": there, "step": number, "html": st.one_of(pages, new)},
         "verify": {"workdir": there, "step": number},
         "reshard": {"from": there, "to": new, "step": number, "chunk_mb": number},
         "export_params": {"workdir": there, "step": number, "out": new, "dtype": words},

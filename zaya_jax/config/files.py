@@ -39,8 +39,16 @@ def appending(path: str | os.PathLike) -> BinaryIO:
 
 
 def write(path: str | os.PathLike, content: bytes) -> None:
-    """A file of these bytes, on the disk when this returns; a reader, and a kill, find the old one or the new one."""
-    target = Path(path)
+    """A file of these bytes, on the disk when this returns; a reader, and a kill, find the old one or the new one.
+
+    A link stays, and the file that it names is written. Irregular for what is no file: to replace /dev/null, as root
+    can, would break the machine.
+    """
+    target = Path(os.path.realpath(path))
+    with contextlib.suppress(FileNotFoundError):
+        kind = os.stat(path).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # the replacement below refuses a folder
+            raise Irregular(errno.EINVAL, "no regular file", str(path))
     part = target.with_name(f"{_hidden(target)}.{os.getpid()}.part")  # two programs may write it at once
     try:
         with part.open("wb", buffering=0) as file:

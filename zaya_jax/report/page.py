@@ -50,6 +50,21 @@ def write_page(target: pathlib.Path, page: Callable[[], str]) -> None:
         ) from error
 
 
+def check_target(target: pathlib.Path, option: str) -> pathlib.Path:
+    """A page's file as an option gives it; UserError where that would be something else than a page."""
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise config_module.UserError(
+            f"{option}={target} does not end in .html; the page is HTML, and other files must not be lost"
+        )
+    if not target.parent.is_dir():
+        raise config_module.UserError(
+            f"{option}={target}: {str(target.parent)!r} is no folder; make it first, or give another place"
+        )
+    if target.is_dir():
+        raise config_module.UserError(f"{option}={target} is a folder; give the name of a file in it")
+    return target
+
+
 def render(run: Workdir) -> str:
     """The whole page as one string of HTML."""
     return shell(title(run), parts(run))
