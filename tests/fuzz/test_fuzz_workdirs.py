@@ -207,6 +207,16 @@ def test_shapes_that_the_long_search_found_end_in_a_line(source, length):
         assert ended.code == 4 and "checkpoints/2 cannot be looked at" in ended.err, ended
 
 
+def test_links_that_the_long_search_found_end_in_a_line(source):
+    with folder() as elsewhere:
+        here = copied(source, elsewhere / "here")
+        (here / "run/tokenizer/zaya_tokenizer.json").unlink()
+        (here / "run/tokenizer/zaya_tokenizer.json").symlink_to("nowhere")
+        ended = call("checkpoint", ["reshard", "--from=run", "--to=new"], here).check()
+        assert ended.code == 4 and "zaya_tokenizer.json" in ended.err, ended
+        assert not (here / "new").exists()
+
+
 @given(data=st.data(), command=st.sampled_from(ON_RUNS))
 @few
 def test_a_damaged_run_ends_in_a_line(source, data, command):

@@ -9,6 +9,7 @@ mapped, not read. Sources are checked whole before anything is written.
 
 import contextlib
 import math
+import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -282,11 +283,8 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[S
     def finish(sums: Sums) -> None:
         if source.workdir and not (workdir / "config.json").exists():
             for name in BESIDE:
-                path = source.workdir / name
-                if path.is_dir():
-                    shutil.copytree(path, workdir / name, dirs_exist_ok=True)
-                elif path.exists():
-                    shutil.copyfile(path, workdir / name)
+                if os.path.lexists(source.workdir / name):
+                    _copy(source.workdir / name, workdir / name)
         run = writing.run_of(root) or writing.begin_run(root, source.run or "")
         writing.commit(folder, root / str(step), Seal(sums, step, run))
 
@@ -311,6 +309,20 @@ def _sink(source: Source, target: str | Path) -> Iterator[tuple[Put, Callable[[S
         raise
     finally:
         lock.release(workdir)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A file, or a folder of them; StorageError, with its name, for a link to nothing and for what is no file."""
+    if not source.is_dir():
+        try:
+            content = files.read(source)
+        except OSError as error:
+            raise StorageError(f"{source} cannot be read ({error.strerror}); mend it, or remove it") from None
+        files.write(target, content)
+        return
+    target.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        _copy(path, target / path.name)
 
 
 def _require_same_run(workdir: Path, source: Source, option: str) -> None:
