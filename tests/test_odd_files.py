@@ -1,7 +1,10 @@
 """What stands in the place of a file, and JSON that no parser reads: a line and an exit code, never a traceback."""
 
+import contextlib
 import errno
 import os
+import socket
+import stat
 
 import pytest
 
@@ -54,26 +57,29 @@ def test_pipes_are_not_waited_for(tmp_path):
         look.steps_text(tmp_path)
 
 
-def test_a_device_is_not_replaced_and_a_link_stays(tmp_path):
+def test_a_device_is_not_replaced_and_what_a_link_names_stays(tmp_path):
     """Root can replace /dev/null by a file: each program of the machine would then write into it and read from it."""
-    os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
-    for name, to in {"to_pipe": "pipe", "to_folder": "folder", "to_file": "file", "to_new": "new"}.items():
-        (tmp_path / name).symlink_to(to)
     (tmp_path / "file").write_text("old")
-    for name in ("pipe", "to_pipe"):
-        with pytest.raises(files.Irregular, match="no regular file"):
-            files.write(tmp_path / name, b"text")
-    for name in ("folder", "to_folder"):
-        with pytest.raises(IsADirectoryError):
-            files.write(tmp_path / name, b"text")
-    assert (tmp_path / "pipe").is_fifo() and (tmp_path / "to_pipe").is_symlink()
-    for name in ("to_file", "to_new"):
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("odd", "folder", "file", "new"):
+        (tmp_path / f"to_{name}").symlink_to(name)
+    try:
+        os.mknod(tmp_path / "odd", stat.S_IFCHR | 0o666, os.stat(os.devnull).st_rdev)
+    except PermissionError:  # not root
+        with socket.socket(socket.AF_UNIX) as listening, contextlib.chdir(tmp_path):
+            listening.bind("odd")
+    with pytest.raises(files.Irregular, match="no regular file"):
+        files.write(tmp_path / "odd", b"text")
+    with pytest.raises(IsADirectoryError):
+        files.write(tmp_path / "folder", b"text")
+    written = {"pipe", "to_odd", "to_folder", "to_file", "to_new"}
+    for name in written:
         files.write(tmp_path / name, b"text")
-        assert (tmp_path / name).is_symlink() and (
-            tmp_path / os.readlink(tmp_path / name)
-        ).read_text() == "text"
-    assert len(list(tmp_path.iterdir())) == 8, "nothing else is left"
+        assert (tmp_path / name).read_text() == "text"
+    assert (tmp_path / "odd").exists() and not (tmp_path / "odd").is_file()
+    assert (tmp_path / "file").read_text() == "old" and not list((tmp_path / "folder").iterdir())
+    assert {path.name for path in tmp_path.iterdir()} == written | {"odd", "folder", "file"}
 
 
 def test_what_is_in_the_way_is_a_line_with_its_name(tmp_path, capsys):

@@ -140,7 +140,8 @@ def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
     threads = [threading.Thread(target=call, args=(lines,)) for lines in run.lines[:2]]
     for thread in threads:
         thread.start()
-    time.sleep(0.2)
+    while 1 not in run.lines[0]._lines:  # what is lost before a process comes is nothing to it
+        time.sleep(0.01)
     bare(run, 2).close()
     for thread in threads:
         thread.join()

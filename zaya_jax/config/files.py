@@ -41,13 +41,13 @@ def appending(path: str | os.PathLike) -> BinaryIO:
 def write(path: str | os.PathLike, content: bytes) -> None:
     """A file of these bytes, on the disk when this returns; a reader, and a kill, find the old one or the new one.
 
-    A link stays, and the file that it names is written. Irregular for what is no file: to replace /dev/null, as root
-    can, would break the machine.
+    A link is replaced, what it names stays as it is. Irregular for a device and a socket: to replace /dev/null, as root
+    can, would break the machine. A pipe is replaced: it may lie where a file of a copy was.
     """
-    target = Path(os.path.realpath(path))
+    target = Path(path)
     with contextlib.suppress(FileNotFoundError):
-        kind = os.stat(path).st_mode
-        if not stat.S_ISREG(kind) and not stat.S_ISDIR(kind):  # the replacement below refuses a folder
+        kind = os.lstat(target).st_mode
+        if stat.S_ISCHR(kind) or stat.S_ISBLK(kind) or stat.S_ISSOCK(kind):
             raise Irregular(errno.EINVAL, "no regular file", str(path))
     part = target.with_name(f"{_hidden(target)}.{os.getpid()}.part")  # two programs may write it at once
     try:
