@@ -200,7 +200,7 @@ def out_folder(given: str | None, what: str) -> Path:
     fields.check_path("--out", given)
     folder = Path(given)
     writing.require_writable(folder, f"--out={given}")
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    there = files.existing(folder)
     try:  # some systems of files say that they can be written and cannot; minutes of work would find that out
         os.rmdir(tempfile.mkdtemp(dir=there))
     except OSError as error:

@@ -34,6 +34,7 @@ from zaya_jax.aegis.finding import Finding
 from zaya_jax.aegis.hang import View
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.cluster import beats
+from zaya_jax.config import files
 
 LOOK = 0.25  # seconds between two looks at the beats
 WATCH = 5.0  # seconds between two looks at the hardware
@@ -93,7 +94,7 @@ class Node:
 
         def tried() -> list:
             found = preflight.check(
-                len(self._numa) or None, _existing(self._task.workdir), root=os.environ.get(ROOT, "/")
+                len(self._numa) or None, files.existing(self._task.workdir), root=os.environ.get(ROOT, "/")
             )
             return ["checked", number, [dataclasses.asdict(finding) for finding in found], _port()]
 
@@ -259,7 +260,7 @@ class Node:
 
     def _watch(self) -> None:
         root = os.environ.get(ROOT, "/")
-        watchers = watch.Watchers(root, (_existing(self._task.workdir), tempfile.gettempdir()))
+        watchers = watch.Watchers(root, (files.existing(self._task.workdir), tempfile.gettempdir()))
         kernel = rules.Kernel(root)
         pause = threading.Event()
         while True:
@@ -287,11 +288,6 @@ def _has_room(folder: Path, size: int) -> bool:
     except OSError:
         return False
     return True
-
-
-def _existing(folder: Path) -> Path:
-    """It, or what exists of the folders above: it may have yet to be made."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
 
 
 def _kill_group(popen: subprocess.Popen) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from zaya_jax.checkpoint import lock, writing
 from zaya_jax.checkpoint.layout import MARKER, META
 from zaya_jax.checkpoint.seal import RUN
-from zaya_jax.config import UserError
+from zaya_jax.config import UserError, files
 
 
 def require_apart(own: Iterable[Path], others: Mapping[str, Path]) -> None:
@@ -50,7 +50,7 @@ def _chain(path: Path) -> list[tuple]:
     path = Path(os.path.realpath(path))
     chain = []
     for folder in (path, *path.parents):
-        there = next(p for p in (folder, *folder.parents) if os.path.exists(p))
+        there = files.existing(folder)
         found = there.stat()
         chain.append((found.st_dev, found.st_ino, folder.relative_to(there).parts))
     return chain

@@ -11,7 +11,6 @@ takes it away first.
 
 import concurrent.futures
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -351,7 +350,7 @@ def asked_for(place: str) -> Vault:
     """The vault at a place that somebody gave for this one command, which may be none at all."""
     vault = Vault(place)
     if vault.folder:
-        above = next(path for path in (vault.folder, *vault.folder.parents) if os.path.exists(path))
+        above = files.existing(vault.folder)
         if not above.is_dir():
             raise UserError(f"{place} is no folder, since {above} is a file; give the folder of the steps")
     return vault

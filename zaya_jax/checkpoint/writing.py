@@ -280,7 +280,7 @@ def _sync(folder: Path) -> None:
 
 def require_writable(folder: Path, option: str) -> None:
     """UserError where a folder that may have to be made could not be; makes nothing."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    there = files.existing(folder)
     if not there.is_dir():
         raise UserError(f"{option} cannot be written ({there} is a file); give a folder that can")
     if not os.access(there, os.W_OK | os.X_OK):

@@ -4,6 +4,7 @@ files.read(path)         the bytes of a regular file; OSError for a pipe, a devi
 files.read_json(path)    its value; ValueError however it is wrong
 files.appending(path)    to write at its end
 files.write(path, x)     whole or not at all
+files.existing(path)     it, or the first folder above it that is there
 """
 
 import contextlib
@@ -61,6 +62,12 @@ def write(path: str | os.PathLike, content: bytes) -> None:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+def existing(path: str | os.PathLike) -> Path:
+    """It, or what exists of the folders above: it may have yet to be made."""
+    whole = Path(path).absolute()
+    return next(place for place in (whole, *whole.parents) if os.path.exists(place))
 
 
 def is_part_of(path: Path, target: Path) -> bool:
