@@ -57,12 +57,12 @@ def measure(stream: pipeline.Stream) -> tuple[float, float, float]:
     """(tokens per second, share of places filled, bundles read over those that the tokens fill) after a warm-up."""
     for _ in range(20):
         next(stream)
-    stream.metrics()
-    places, before, begin = 0, stream.counters()["records"], time.perf_counter()
+    places, real, before, begin = 0, 0, stream.counters().records, time.perf_counter()
     while time.perf_counter() - begin < FLAGS.seconds:
-        places += next(stream)["tokens"].size
-    seconds, records = time.perf_counter() - begin, stream.counters()["records"] - before
-    filled = stream.metrics()["data/efficiency"]
+        segments = next(stream)["segment_ids"]
+        places, real = places + segments.size, real + int((segments > 0).sum())
+    seconds, records = time.perf_counter() - begin, stream.counters().records - before
+    filled = real / places
     stream.close()
     bundle = stream.batches.stores[0].bundle_tokens if stream.batches.stores else 1
     return places * filled / seconds, filled, records * bundle / places

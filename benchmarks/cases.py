@@ -162,7 +162,7 @@ def program(
 ) -> tuple[Callable, tuple[Any, ...]]:
     """The same with what it is compiled for, within `chip.making`: what a forward pass leaves depends on the chip.
 
-    `placed` puts a function where it will run (`targets.alone`).
+    `placed` puts a function where it will run (`absent.alone`).
     """
     like = case.like(size, dtype)
     if direction == "backward":

@@ -23,6 +23,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
+from benchmarks import formulas
 from pallas_kernels.attention import SAVED
 from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
@@ -80,7 +81,9 @@ def traffic_table(lengths: list[int], all_parts: list[int], compute: str, device
         found = [c for c in hlo.collectives(compiled) if not any(a.dtype == "s32" for a in c.operands)]
         sent = sum(c.wire_bytes * (c.times or 1) for c in found)
         kv = (MODEL.num_key_value_heads, MODEL.head_dim)
-        formula = sum(context.traffic(1, length, parts, *kv, MODEL.hidden_size, REACH, size, ring).values())
+        formula = sum(
+            formulas.of_context(1, length, parts, *kv, MODEL.hidden_size, REACH, size, ring).values()
+        )
         peak = compiled.memory_analysis().temp_size_in_bytes
         print(
             f"| {length:,} | {parts} | {'ring' if ring else 'gathered'} | {sent / MIB:,.2f} | "
@@ -96,7 +99,7 @@ def balance_table(lengths: list[int], all_parts: list[int]) -> None:
     for length, parts, window in itertools.product(lengths, all_parts, (None, 4096)):
         cells = []
         for zigzagged in (False, True):
-            blocks = np.array(context.blocks_visited(length, parts, 512, window, zigzagged))
+            blocks = np.array(formulas.blocks_visited(length, parts, 512, window, zigzagged))
             cells.append(f"{blocks.max() / blocks.mean():.2f}, {blocks.min() / blocks.mean():.2f}")
         print(f"| {length:,} | {parts} | {window or 'none'} | {' | '.join(cells)} |")
     print()
@@ -125,7 +128,7 @@ def drawing(parts: int = 8, length: int = 131_072) -> str:
             text(left - 8, top + i * SIDE + 12, f"device {owner}", "end")
             for j in range(i + 1):
                 box(left + j * SIDE, top + i * SIDE, SIDE - 1, SIDE - 1, int(owner))
-        blocks = np.array(context.blocks_visited(length, parts, 512, zigzagged=zigzagged))
+        blocks = np.array(formulas.blocks_visited(length, parts, 512, zigzagged=zigzagged))
         for device, share in enumerate(blocks / blocks.mean()):
             at = top + 2 * device * SIDE
             text(bars - 8, at + 20, f"device {device}", "end")

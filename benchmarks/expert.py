@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from benchmarks import formulas
 from zaya_jax.config import Model
 from zaya_jax.hardware import hlo, targets
 from zaya_jax.model.experts import gated, of_own_expert
@@ -100,7 +101,7 @@ def table(num: int, sizes: list[int], devices: list, forms: tuple[str, ...], dty
             even, worst = moved(program, 1), moved(program, rounds)
             if form == "ragged":
                 even, worst = (moved_ragged(num, size, load, itemsize) for load in (False, True))
-            bound = expert.most_temporaries(num, size, D, F, E // size, itemsize, True) / MIB
+            bound = formulas.most_temporaries(num, size, D, F, E // size, itemsize, True) / MIB
             used = program.memory_analysis().temp_size_in_bytes / MIB
             last = "" if form == "gathered" else f"{bound:,.0f}"
             print(

@@ -61,15 +61,16 @@ print(json.dumps(found))
 
 def ours(folder: str, cases: list[dict]) -> list[dict]:
     """Seconds to the first token and for each further one, and the ids."""
+    import zaya_jax as zj
     from zaya_jax.model import decode
-    from zaya_jax.pytorch import hf
 
-    model, found = hf.load(folder), []
+    model, found = zj.load(folder), []
+    decoder = decode.Decoder(model.config.model, model.params, model.balance, model.config.precision)
     for case in cases:
 
         def run(num, case=case):
             begin = time.process_time()
-            new = decode.generate(model.model, model.params, model.balance, case["ids"], num, model.precision)
+            new = decode.generate(decoder, case["ids"], num)
             return time.process_time() - begin, new
 
         run(1), run(case["num"])  # compiled

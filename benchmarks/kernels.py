@@ -31,7 +31,7 @@ from pallas_kernels.chip import Chip
 from zaya_jax.hardware.measure import timing
 from zaya_jax.hardware.measure.timing import Timing
 from zaya_jax.optim.muon import KELLER_JORDAN
-from zaya_jax.report.tables import as_markdown
+from zaya_jax.report.document import Table
 
 CHECKED = cases.Size("1K", 1, 1024)  # tokens at which values and gradients are compared
 # Of a norm, by which all may differ; beyond that an error is held against XLA's in the same format.
@@ -284,7 +284,7 @@ def _write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
         if not about["of_host"]
         else ""
     )
-    table = as_markdown("Median of repeated calls", HEAD, [_cells(row, about) for row in rows])
+    table = Table("Median of repeated calls", HEAD, [_cells(row, about) for row in rows]).markdown()
     (out / "kernels.md").write_text(f"# {title}\n{note}\n{yard}\n\n{table}")
 
 

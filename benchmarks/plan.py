@@ -20,7 +20,7 @@ from zaya_jax.config import Config
 from zaya_jax.hardware import clusters, targets
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import make_mesh, shape_of
-from zaya_jax.plan import memory, traffic
+from zaya_jax.plan import footprint, work
 from zaya_jax.plan.case import Case
 from zaya_jax.train import compiling
 
@@ -119,8 +119,8 @@ def table(folder: Path, names: list[str]) -> str:
     ]
     for name in names:
         row, case = compiled(name, folder), planned(name)
-        parts = traffic.parts(case)
-        peak, moved = memory.of(case).peak, sum(p.bytes for p in parts)
+        parts = work.parts(case)
+        peak, moved = footprint.estimate(case).peak, sum(p.bytes for p in parts)
         found = (peak, row["memory"]["peak"]), (moved, row["hbm_bytes"])
         cells = [f"{a / 1e9:,.1f} | {b / 1e9:,.1f} | {a / b:.3f}" for a, b in found]
         launches, flops = sum(p.launches for p in parts), sum(p.flops for p in parts)

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import jax
 
-from benchmarks import cases
+from benchmarks import absent, cases, inner_loop, machine_code
+from benchmarks.inner_loop import Loop
+from benchmarks.machine_code import Code
 from pallas_kernels import chip
 from zaya_jax.config import UserError
-from zaya_jax.hardware import inner_loop, kernels, machine_code, targets
-from zaya_jax.hardware.inner_loop import Loop
-from zaya_jax.hardware.machine_code import Code
-from zaya_jax.report.tables import as_markdown
+from zaya_jax.hardware import kernels, targets
+from zaya_jax.report.document import Table
 
 PAGE = Path(__file__).parents[1] / "pallas_kernels" / "TARGETS.md"
 CHIPS = {"mi300x": "gfx942", "mi355x": "gfx950", "h200": "sm_90"}
@@ -53,7 +53,7 @@ Sizes are ZAYA1-base's on one device: 4K is four sequences of 4,096 tokens, 32K 
 | moves | bytes of HBM in one call, read and written, each operand and result once unless the kernel says otherwise |
 | least | the operator's arguments and results, each once |
 
-The model (`zaya_jax/hardware/inner_loop.py`) takes the loop's instructions as they are in the machine code, for AMD
+The model (`benchmarks/inner_loop.py`) takes the loop's instructions as they are in the machine code, for AMD
 through LLVM's llvm-mca, and counts what each unit of a core needs for one turn. It knows nothing of HBM and caches, and
 for NVIDIA nothing of waiting, whence "at most". It says which of two tiles is better where they differ much, and is no
 forecast.
@@ -83,17 +83,17 @@ def compiled(
     """Compiles one for an absent chip, with these operators' own kernels."""
     target = chip.chip_of(targets.devices(name, 1)[0]).taking(own)
     with chip.making(target):
-        function, like = cases.program(case, direction, size, placed=lambda f: targets.alone(name, f))
-        found = targets.compiled(name, function, *like)
+        function, like = cases.program(case, direction, size, placed=lambda f: absent.alone(name, f))
+        found = absent.compiled(name, function, *like)
     least = cases.bytes_of(
         like, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.out_info)
     )
-    return Made(kernels.of(found), machine_code.of(found), least)
+    return Made(kernels.read_program(found), machine_code.read_kernels(found), least)
 
 
 def loop_of(code: Code) -> Loop | None:
     """Its inner loop, where its chip's disassembler is installed."""
-    return None if inner_loop.missing(code.arch) else inner_loop.of(code)
+    return None if inner_loop.missing(code.arch) else inner_loop.read_loop(code)
 
 
 def main() -> int:
@@ -139,7 +139,7 @@ def _of_chip(name: str, chosen: list[cases.Case]) -> str:
         codes += [[f"`{c.name}`", title, *_code(c), _bytes(own.moves(c.name))] for c in own.codes]
         programs.append([title, *_program(own, xla)])
     tables = [
-        as_markdown(
+        Table(
             f"{name.upper()}: each kernel",
             (
                 "kernel",
@@ -154,12 +154,12 @@ def _of_chip(name: str, chosen: list[cases.Case]) -> str:
                 "moves",
             ),
             codes,
-        ),
-        as_markdown(
+        ).markdown(),
+        Table(
             f"{name.upper()}: each operator, bytes and launches of all that it starts",
             ("operator", "least", "ours", "XLA's", "launches", "XLA's", "used"),
             programs,
-        ),
+        ).markdown(),
     ]
     note = inner_loop.missing(CHIPS[name])
     return "\n".join([*tables, *([f"Its loops are not read: {note} is not installed.\n"] if note else [])])

@@ -5,7 +5,7 @@
     python -m experiments.characterize all --out=DIR [--data=DIR]
 
 `collectives` sends messages of 1 KiB to GiBs over every power of two of the devices, in a node and across; `matmul` and
-`memory` measure one device. Each writes DIR/NAME.json, .csv and .html: figures, and the sizing rules that they give for
+`memory` measure one device. Each writes DIR/NAME.json and .html: figures, and the sizing rules that they give for
 the config's model; docs/hardware.md says how to read them. Several processes measure as one, started as pretrain is.
 
 `storage` reads a prepared directory as training would, with a cold and with a warm page cache, and says what
@@ -19,24 +19,33 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from zaya_jax import cli
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import writing
+from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, Precision, UserError, fields, files
-from zaya_jax.data import sizing, storage
-from zaya_jax.data.tokens import PAGE_BYTES
+from zaya_jax.data import pipeline, storage, tokenizers
+from zaya_jax.data.order import TURNS
+from zaya_jax.data.tokens import PAGE_BYTES, SUFFIX
 from zaya_jax.hardware import chips, host, sizing_rules
-from zaya_jax.hardware.measure import collectives, figures, memory, products
-from zaya_jax.report import hardware as page
+from zaya_jax.hardware.measure import collectives, figures, products, streams
+from zaya_jax.hardware.measure.figures import BUS, MOVED, Collective, Figures, Product
+from zaya_jax.hardware.measure.timing import Timing
+from zaya_jax.hardware.sizing_rules import Advice
+from zaya_jax.plan.run import Need
+from zaya_jax.report.document import Document, Section, Table
+from zaya_jax.report.svg import Chart, Line
+from zaya_jax.report.text import duration, number
 
 COLORS = {"cold": "#3b6fb6", "warm": "#d08b2c"}
 CONFIG = str(pathlib.Path(__file__).parent / "configs" / "zaya1_base.py")
@@ -47,6 +56,12 @@ PARTS = {
     "memory": "a device's memory: bandwidth of copying, reading, writing and adding over size",
 }
 
+HOST = (
+    "These figures are of this host's CPU, whose virtual devices share its cores and memory. They say nothing of an "
+    "accelerator, a network or a cluster."
+)
+Point = tuple[float, float, float, float]  # a size, the median rate there, the 10th and the 90th of 100
+
 
 def main() -> int:
     """Runs the measurement that the first argument names."""
@@ -54,7 +69,7 @@ def main() -> int:
     what = parser.add_subparsers(dest="what", required=True, metavar="|".join((*PARTS, "storage", "all")))
     for name, about in (*PARTS.items(), ("all", "all of these; storage where --data is given")):
         add = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md").add_argument
-        add("--out", required=True, metavar="DIR", help=f"folder for {name}.json, .csv and .html")
+        add("--out", required=True, metavar="DIR", help=f"folder for {name}.json and .html")
         add("--config", default=CONFIG, metavar="FILE", help="whose model and batch are sized; zaya1_base")
         add("--chip", choices=sizing_rules.CHIPS, help="for which the rules are; this one, on a CPU mi300x")
         # fmt: off
@@ -104,12 +119,12 @@ def require_same(options: dict[str, Any]) -> None:
 
 
 def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.Namespace | None) -> None:
-    """Measures in all processes, then writes NAME.json, .csv and .html into --out from the first."""
+    """Measures in all processes, then writes NAME.json and .html into --out from the first."""
     devices = jax.devices()
     first, nodes, host_only = devices[0], collectives.nodes_of(devices), devices[0].platform == "cpu"
     chip = args.chip or sizing_rules.chip_named(first.device_kind) or "mi300x"
     count = args.devices or (DEVICES if host_only else len(devices))
-    sizing_rules.findings(config, chip, count)  # a mesh that does not fit is refused now
+    sizing_rules.advise(config, chip, count)  # a mesh that does not fit is refused now
     writes = multihost.is_writer()
     with made(pathlib.Path(args.out)) if writes else contextlib.nullcontext():
         say = functools.partial(print, flush=True) if writes else lambda text: None
@@ -117,21 +132,22 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
             f"{len(devices)} x {first.device_kind} in {max(nodes) + 1} node(s) of {jax.process_count()} process(es)"
         )
         if host_only:
-            say(f"note: {page.HOST}")
+            say(f"note: {HOST}")
         found, remarks = measure_parts(args, config, nodes, say)
         if args.what == "all" and reading is None:
             remarks.append("storage was left out: it needs --data=DIR")
         if writes:
-            findings = sizing_rules.findings(config, chip, count, found)
+            advice = sizing_rules.advise(config, chip, count, found)
             rules_for = f"{config.name} on {count:,} {chip}"
             name = pathlib.Path(args.out) / args.what
             files.write(name.with_suffix(".json"), figures.to_json(found).encode())
-            files.write(name.with_suffix(".csv"), figures.to_csv(found).encode())
-            files.write(name.with_suffix(".html"), page.render(found, findings, rules_for, remarks).encode())
-            say(f"sizing rules for {rules_for}:" if findings else f"no sizing rule is broken by {rules_for}")
-            for line in (*findings, *(f"note: {remark}" for remark in remarks)):
+            files.write(
+                name.with_suffix(".html"), document(found, advice, rules_for, remarks).html().encode()
+            )
+            say(f"sizing rules for {rules_for}:" if advice else f"no sizing rule is broken by {rules_for}")
+            for line in (*advice, *(f"note: {remark}" for remark in remarks)):
                 say(str(line))
-            say(f"written: {name}.json, .csv, .html")
+            say(f"written: {name}.json, .html")
             if reading is not None:
                 measure_storage(reading)
 
@@ -147,11 +163,11 @@ def measure_parts(
         figures.now(), chips.peak_flops(first, Precision(compute="bfloat16")),
     )  # fmt: skip
     if "collectives" in wanted:
-        room = memory.room(first, sum(d.process_index == first.process_index for d in devices))
+        room = streams.room(first, sum(d.process_index == first.process_index for d in devices))
         room = multihost.from_first("room", lambda: room // collectives.SHARE)
         found = dataclasses.replace(
             found,
-            collectives=collectives.measure(devices, nodes, room, args.seconds, say),
+            collectives=collectives.measure_collectives(devices, nodes, room, args.seconds, say),
             start_seconds=collectives.start_seconds(devices, args.seconds),
         )
         if not found.collectives:
@@ -159,9 +175,9 @@ def measure_parts(
     if not multihost.is_writer():
         return found, remarks
     if "memory" in wanted:
-        found = dataclasses.replace(found, streams=memory.measure(first, args.seconds, say))
+        found = dataclasses.replace(found, streams=streams.measure_streams(first, args.seconds, say))
     if "matmul" in wanted:
-        measured, left_out = products.measure(first, config.model, args.seconds, say)
+        measured, left_out = products.measure_products(first, config.model, args.seconds, say)
         found = dataclasses.replace(found, products=measured)
         if left_out:
             remarks.append(
@@ -197,7 +213,7 @@ def storage_options(parser: argparse.ArgumentParser) -> None:
 
 def check_storage(args: argparse.Namespace) -> None:
     """UserError where the directory that `storage` reads will not do."""
-    fields.check_path("--data", args.data)
+    fields.check_place("--data", args.data)
     if not storage.is_prepared(args.data) or not storage.is_local(args.data):
         raise UserError(
             f"--data={args.data} is not a local prepared directory; make one with experiments.prepare_data"
@@ -212,11 +228,11 @@ def measure_storage(args: argparse.Namespace) -> None:
     raw.data.seq_len, raw.data.global_batch = args.seq_len, args.rows
     raw.model.max_position_embeddings = max(raw.model.max_position_embeddings, args.seq_len)
     config = config_lib.check(raw)
-    readings = [sizing.measure(config, args.data, args.seconds, cold) for cold in (True, False)]
+    readings = [measure_reading(config, args.data, args.seconds, cold) for cold in (True, False)]
 
     # A small directory's bundles come round again while they are still in memory, which a large one's never do.
     sigma = max(readings[0].sigma, manifest["storage_factor"])
-    need = sizing.Need(sigma, args.global_batch, args.seq_len, manifest["token_bytes"], args.step_seconds)
+    need = Need(sigma, args.global_batch, args.seq_len, manifest["token_bytes"], args.step_seconds)
     budget = args.iops_budget or readings[0].pages_per_second
     whose = "given" if args.iops_budget else "measured here, cold, one reader"
     text = table(readings, manifest) + "\n" + verdict(need, budget, whose)
@@ -242,24 +258,93 @@ def made(out: pathlib.Path) -> Iterator[None]:
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        writing.remove_empty(new)
+        claims.remove_empty(new)
         raise UserError(f"--out={out} cannot be written ({error.strerror}); give a folder that can") from None
     try:
         yield
     finally:
-        writing.remove_empty(new)  # after an error
+        claims.remove_empty(new)  # after an error
 
 
-def table(readings: list[sizing.Reading], manifest: dict) -> str:
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """One measurement of reading as training would."""
+
+    cache: str  # cold or warm
+    seconds: float
+    tokens: int
+    reads: int  # calls that read
+    bytes_read: int  # by those calls
+    bytes_device: int  # that came from the device, the kernel's own reading ahead included
+    bytes_ideal: int  # of the tokens themselves
+
+    @property
+    def pages_per_second(self) -> float:
+        """Page reads a second: the formula's I, as far as this machine was asked for it."""
+        return self.bytes_read / PAGE_BYTES / self.seconds
+
+    @property
+    def sigma(self) -> float:
+        """Pages asked for over pages that the tokens fill; each call touches one page more than it fills."""
+        return (self.bytes_read / PAGE_BYTES + self.reads) / (self.bytes_ideal / PAGE_BYTES)
+
+
+def measure_reading(config: Config, directory: str, seconds: float, cold: bool) -> Reading:
+    """Read batches for some seconds, each bundle from its file, after emptying or filling the page cache."""
+    data = dataclasses.replace(config.data, path=directory, mixture=())
+    config = dataclasses.replace(config, data=data, schedule=dataclasses.replace(config.schedule, phases=()))
+    tokenizer = tokenizers.load(pathlib.Path(directory) / "tokenizer")
+    if tokenizer.vocab_size > config.model.vocab_size:
+        model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
+        config = dataclasses.replace(config, model=model)
+    # As in a large source: blocks of several bundles, and what is open stays in memory.
+    batches = pipeline.Batches(config, tokenizer, rounds=1)
+    (store,) = batches.stores
+    store.cache_bytes = 0
+    for path in sorted(pathlib.Path(directory).glob(f"*{SUFFIX}")):
+        _forget(path) if cold else path.read_bytes()
+    epoch = batches.source(batches.eras[0], 0).layout.num_rows // data.global_batch
+    turns = min(TURNS, epoch)
+    begin_step = 3 * epoch  # all blocks begin together: measure from the start of an epoch
+    for step in range(begin_step, begin_step + turns):  # opens shards, and the bundles of the moment
+        batches[step]
+    io, begin, tokens, step = _io(), time.perf_counter(), 0, begin_step + turns
+    until = begin_step + epoch if cold else 1 << 40  # a second epoch is warm
+    while time.perf_counter() - begin < seconds and step < until:
+        tokens += batches[step]["tokens"].size
+        step += 1
+    elapsed = time.perf_counter() - begin
+    if not tokens:
+        raise UserError(
+            f"{directory} is smaller than two batches of {data.global_batch} x {data.seq_len}; ask for less"
+        )
+    calls = (_io()[name] - io[name] for name in ("syscr", "rchar", "read_bytes"))
+    return Reading(
+        "cold" if cold else "warm", elapsed, tokens, *calls, tokens * store.manifest["token_bytes"]
+    )
+
+
+def _forget(path: pathlib.Path) -> None:
+    """Ask the kernel to drop a file's pages from its cache; written pages go to disk first."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _io() -> dict[str, int]:
+    lines = pathlib.Path("/proc/self/io").read_text().splitlines()
+    return {name: int(value) for name, value in (line.split(": ") for line in lines)}
+
+
+def table(readings: list[Reading], manifest: dict) -> str:
     """The measurements as Markdown, one column for each state of the page cache."""
     rows = {
-        "tokens/s": [f"{r.tokens_per_second:,.0f}" for r in readings],
+        "tokens/s": [f"{r.tokens / r.seconds:,.0f}" for r in readings],
         f"page reads/s ({PAGE_BYTES} B)": [f"{r.pages_per_second:,.0f}" for r in readings],
-        "read calls/s": [f"{r.reads_per_second:,.0f}" for r in readings],
+        "read calls/s": [f"{r.reads / r.seconds:,.0f}" for r in readings],
         "bytes a read call": [f"{r.bytes_read / max(r.reads, 1):,.0f}" for r in readings],
         "sigma, pages asked for over pages of tokens": [f"{r.sigma:.3f}" for r in readings],
         "read from the device, MiB": [f"{r.bytes_device / 2**20:,.1f}" for r in readings],
-        "page faults, minor / major": [f"{r.minor_faults:,} / {r.major_faults:,}" for r in readings],
         "measured over, s / M tokens": [f"{r.seconds:.2f} / {r.tokens / 1e6:.1f}" for r in readings],
     }
     head = (
@@ -273,7 +358,7 @@ def table(readings: list[sizing.Reading], manifest: dict) -> str:
     return f"{head}\n{body}\n\n{layout}; {manifest['token_bytes']} bytes per token\n{note}"
 
 
-def verdict(need: sizing.Need, budget: float, whose: str) -> str:
+def verdict(need: Need, budget: float, whose: str) -> str:
     """What the formula says of the run that is sized."""
     share = need.pages_per_second / budget
     even = need.break_even_seconds(budget)
@@ -290,7 +375,7 @@ def verdict(need: sizing.Need, budget: float, whose: str) -> str:
     )
 
 
-def picture(need: sizing.Need, budget: float) -> str:
+def picture(need: Need, budget: float) -> str:
     """Needed page reads a second over the step time, the budget across it, the run's own step marked."""
     width, height, left, top, right, bottom = 640, 360, 80, 44, 24, 52
     times = [need.step_seconds * 2 ** (i / 4 - 4) for i in range(33)]
@@ -338,6 +423,174 @@ def picture(need: sizing.Need, budget: float) -> str:
 
 def _log_share(value: float, low: float, high: float) -> float:
     return math.log(value / low) / math.log(high / low)
+
+
+def document(
+    figures: Figures, advice: Sequence[Advice], rules_for: str, remarks: Sequence[str] = ()
+) -> Document:
+    """All of it; `rules_for` says which model, chip and number of devices the sizing rules are for."""
+    nodes = "one node" if figures.num_nodes == 1 else f"{figures.num_nodes} nodes"
+    processes = "" if figures.num_processes == 1 else f" · {figures.num_processes} processes"
+    about = (
+        f"{figures.num_devices} x {figures.device} in {nodes}{processes} · jax {figures.jax} · {figures.date}"
+    )
+    warnings = [HOST] if figures.of_host else []
+    if figures.num_nodes == 1 and figures.collectives:
+        warnings.append("All devices are in one node: nothing was measured across nodes.")
+    sections = [_rules(advice, rules_for), _collectives(figures), _products(figures), _memory(figures)]
+    footer = (
+        "Lines are medians, bands the 10th to 90th of 100 samples. docs/hardware.md says how it was measured."
+    )
+    return Document(figures.device, "measured figures", about, sections, (), [*warnings, *remarks], footer)
+
+
+def _rules(advice: Sequence[Advice], rules_for: str) -> Section:
+    rows = [
+        [
+            f.rule, f"{f.key}={f.value:,}", f.reason, "–" if f.better is None else f"{f.better:,}",
+            f"{f.parameters:+,}" if f.parameters else "0", f"{f.cost:.1%}", f.source,
+        ]
+        for f in advice
+    ]  # fmt: skip
+    head = ("rule", "key", "reason", "better", "parameters", "of a step, at most", "by")
+    tables = [Table("Advice", head, rows, "code")] if rows else []
+    return Section(
+        "Sizing rules", f"Dimensions off the fast path: {rules_for}.", tables, [] if rows else ["None."]
+    )
+
+
+def _collectives(figures: Figures) -> Section:
+    if not figures.collectives:
+        return Section("Collectives")
+    pictures, rows = "", []
+    for name in BUS:
+        lines = []
+        for color, points in enumerate(s for group in figures.groups() if (s := figures.over(name, *group))):
+            rates = [_point(c.bytes, c.bus_bandwidth / 1e9, c.seconds) for c in points]
+            lines.append(_line(_devices(points[0]), color, rates))
+            best = max(points, key=lambda c: c.bus_bandwidth)
+            knee = figures.message_knee(name, best.num_devices, best.num_nodes)
+            rows.append([
+                name, best.compiled, _devices(best), duration(points[0].seconds.median),
+                number(best.bus_bandwidth / 1e9), number(best.algorithm_bandwidth / 1e9), binary_size(best.bytes),
+                binary_size(knee or 0),
+            ])  # fmt: skip
+        pictures += _chart(f"{name}, bus bandwidth", lines, "GB/s", binary_size)
+    head = (
+        "collective", "in the program", "devices", f"{figures.collectives[0].bytes:,} B take", "best bus GB/s",
+        "algorithm GB/s", "there", "knee",
+    )  # fmt: skip
+    text = (
+        "Over the size of the message, by the definitions of nccl-tests. Knee: the least message at 80% of the best "
+        "bus bandwidth."
+    )
+    if figures.start_seconds is not None:
+        text += (
+            f" A program that does nothing takes {duration(figures.start_seconds)}: less cannot be seen here."
+        )
+    return Section("Collectives", text, [Table("Best rates", head, rows)], pictures=pictures)
+
+
+def _devices(c: Collective) -> str:
+    return f"{c.num_devices} devices" + ("" if c.num_nodes == 1 else f" over {c.num_nodes} nodes")
+
+
+def _products(figures: Figures) -> Section:
+    if not figures.products:
+        return Section("Matrix products")
+
+    def rates(products: Sequence[Product]) -> list[Point]:
+        return [_point(p.m, p.rate / 1e12, p.seconds) for p in sorted(products, key=lambda p: p.m)]
+
+    dense = [p for p in figures.products if p.groups == 1]
+    squares = sorted({p.n for p in dense if not p.label and p.n == p.k})
+    lines = [
+        _line(f"[M, {n}] x [{n}, {n}]", i, rates([p for p in dense if not p.label and p.n == p.k == n]))
+        for i, n in enumerate(squares)
+    ]
+    pictures = _chart("Dense products over rows M", lines, "TFLOP/s", lambda m: f"{m:,.0f}")
+    grouped = [
+        _line(name, i, rates([p for p in figures.products if p.name == name]))
+        for i, name in enumerate(("grouped forward", "grouped backward"))
+    ]
+    knee = figures.rows_knee()
+    note = "" if knee is None else f"Knee of the forward pass, at 80% of the best seen: {knee:,} tokens."
+    pictures += _chart("Experts: over tokens an expert", grouped, "TFLOP/s", lambda m: f"{m:,.0f}", note)
+    head = [
+        "product",
+        "M",
+        "K",
+        "N",
+        "experts",
+        "a call",
+        "TFLOP/s",
+        *(["of the peak"] if figures.peak else []),
+    ]
+    labelled, several = [p for p in dense if p.label], [p for p in figures.products if p.groups > 1]
+    rows = [
+        [
+            f"{p.label or 'grid'} ({p.name}, {p.dtype})", f"{p.m:,}", f"{p.k:,}", f"{p.n:,}", f"{p.groups}",
+            duration(p.seconds.median), number(p.rate / 1e12),
+            *([f"{p.rate / figures.peak:.1%}"] if figures.peak else []),
+        ]
+        for p in [*labelled, *several, *(p for p in dense if not p.label)]
+    ]  # fmt: skip
+    text = "On one device. The model's own shapes come first in the table; M are the tokens at once."
+    return Section("Matrix products", text, [Table("Rates", head, rows)], pictures=pictures)
+
+
+def _memory(figures: Figures) -> Section:
+    if not figures.streams:
+        return Section("Memory")
+    lines, rows = [], []
+    for color, name in enumerate(MOVED):
+        points = sorted((s for s in figures.streams if s.name == name), key=lambda s: s.bytes)
+        if points:
+            lines.append(_line(name, color, [_point(s.bytes, s.bandwidth / 1e9, s.seconds) for s in points]))
+            ends = (max(points, key=lambda s: s.bandwidth), points[-1])
+            rows.append(
+                [name, *(text for s in ends for text in (number(s.bandwidth / 1e9), binary_size(s.bytes)))]
+            )
+    cache = figures.cache_bytes()
+    note = (
+        "No cache shows."
+        if cache is None
+        else f"Up to {binary_size(cache)} a copy is faster than memory: a cache."
+    )
+    picture = _chart("Bandwidth over the size of an array", lines, "GB/s", binary_size, note)
+    head = ("pass", "best GB/s", "there", "largest GB/s", "there")
+    text = "Of one device; bytes read and bytes written count alike."
+    return Section("Memory", text, [Table("Bandwidths", head, rows)], pictures=picture)
+
+
+def binary_size(count: float) -> str:
+    """2 GiB, 16 KiB or 12 B: sizes that were measured are powers of two."""
+    for limit, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if count >= limit:
+            return f"{count / limit:.4g} {unit}"
+    return f"{count:g} B"
+
+
+def _point(size: float, median: float, seconds: Timing) -> Point:
+    return size, median, median * seconds.median / seconds.high, median * seconds.median / seconds.low
+
+
+def _line(label: str, color: int, points: Sequence[Point]) -> Line:
+    band = [(size, low, high) for size, _, low, high in points]
+    return Line(label, [(size, median) for size, median, *_ in points], color, band=band)
+
+
+def _chart(title: str, lines: Sequence[Line], unit: str, text: Callable[[float], str], note: str = "") -> str:
+    """Rates over a size, both axes logarithmic."""
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return ""
+    sizes = sorted({size for line in lines for size, _ in line.points})
+    rates = [rate for line in lines for _, rate in line.points]
+    return Chart(
+        f"{title}, {unit}", lines, (sizes[0], sizes[-1]), (min(rates) / 1.3, max(rates) * 1.3), True, True,
+        over="size", named=[(size, text(size)) for size in sizes], note=note, describe=f"{len(lines)} lines",
+    ).draw()  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -21,11 +21,12 @@ from typing import Any
 from tqdm import tqdm
 
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import audit, layout, look, owner, rewrite, store, writing
-from zaya_jax.checkpoint.remote import Vault, vault_at
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.checkpoint import audit, layout, look, rewrite, store, writing
+from zaya_jax.checkpoint.vault import vault_at
+from zaya_jax.config import UserError
 from zaya_jax.pytorch import exchange, tokenizer_files
-from zaya_jax.report import monitor, page
+from zaya_jax.report.checkpoints import checkpoints_document
+from zaya_jax.report.document import check_target, write_page
 from zaya_jax.train.workdir import check_same, read_config
 
 
@@ -111,13 +112,15 @@ def inspect(args: Any) -> int:
     """Prints tables, and draws the page if asked to."""
     read_config(args.workdir)  # or it is no run's folder
     if isinstance(args.html, Path):
-        page.check_target(args.html, "--html")
-    step = store.latest_step(args.workdir, args.step)
+        check_target(args.html, "--html")
+    if args.step is not None:
+        store.latest_step(args.workdir, args.step)
     print(look.steps_text(args.workdir))
     print()
-    print(look.arrays_text(args.workdir, step))
+    print(look.arrays_text(args.workdir, store.latest_step(args.workdir, args.step)))
     if args.html is not None:
-        print(f"written: {monitor.write_page(args.workdir, None if args.html is True else args.html)}")
+        target = args.workdir / "checkpoints.html" if args.html is True else args.html
+        print(f"written: {write_page(target, lambda: checkpoints_document(args.workdir).html())}")
     return cli.DONE
 
 
@@ -157,45 +160,19 @@ def verify(args: Any) -> int:
         if damages is None:
             print(f"step {step}: deleted meanwhile")
         elif not damages:
-            print(f"step {step}: {look.size_text(total)}, whole{_less(vault, root, step)}")
+            print(f"step {step}: {look.size_text(total)}, whole")
         for damage in damages or ():
             print(f"step {step}: {damage}")
         damaged += bool(damages)
     for name in vault.unfinished() if vault else writing.odd_names(root):
         print(f"{name}: {'its upload has not ended' if vault else 'no name of a checkpoint, not looked at'}")
     wrong = "" if vault else _wrong_config(Path(args.workdir), steps[-1])
-    several = "" if run else _several_runs(vault, root, steps)
-    for line in filter(None, (several, wrong)):
-        print(line)
-    if damaged or wrong or several:
+    if wrong:
+        print(wrong)
+    if damaged or wrong:
         also = " and config.json is wrong" if wrong else ""
-        also += " and they are of several runs" if several else ""
         print(f"error: {damaged} of {len(steps)} checkpoints damaged{also}", file=sys.stderr)
-    return cli.STORAGE if damaged or wrong or several else cli.DONE
-
-
-def _several_runs(vault: Vault | None, root: Path, steps: list[int]) -> str:
-    """What to say where steps of several runs lie side by side and no name tells which is right."""
-    if not vault and writing.run_of(root):  # then each was compared with it
-        return ""
-    runs = dict.fromkeys(steps, "")
-    for step in steps:
-        with contextlib.suppress(OSError, ValueError, StorageError):  # damage there is told already
-            found = vault.manifest(step) if vault else writing.read_seal(root / str(step))
-            runs[step] = found.run or ""
-    if len({run for run in runs.values() if run}) < 2:
-        return ""
-    return f"checkpoints of several runs lie here: {owner.mixed(runs.items())}"
-
-
-def _less(vault: Vault | None, root: Path, step: int) -> str:
-    """What to add of a whole checkpoint of format 1."""
-    try:
-        found = vault.manifest(step) if vault else writing.read_seal(root / str(step))
-    except (OSError, ValueError, StorageError):  # it has gone by now
-        return ""
-    less = ", but an older version's: chunks in each other's places would not be seen; `reshard` mends that"
-    return less if found.older() else ""
+    return cli.STORAGE if damaged or wrong else cli.DONE
 
 
 def _wrong_config(workdir: Path, step: int) -> str:

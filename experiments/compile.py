@@ -17,11 +17,10 @@ import dataclasses
 import json
 import os
 import time
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-from absl import flags
 
 from zaya_jax import cli, schedule
 from zaya_jax import config as config_lib
@@ -31,39 +30,55 @@ from zaya_jax.data import token_ids, tokenizers
 from zaya_jax.hardware import clusters, host, targets
 from zaya_jax.parallel import rules
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.report import compiled as page
+from zaya_jax.report.document import Document, Section, Table, Tile
+from zaya_jax.report.svg import Chart, Line
+from zaya_jax.report.text import byte_size, duration, number, shape_of_step
 from zaya_jax.schedule import Segment
 from zaya_jax.train import compiling, recipe
 
-CONFIG = cli.define_config(str(Path(__file__).parent / "configs" / "zaya1_base.py"))
-TARGET = flags.DEFINE_enum("target", "cpu", targets.names(), "The chip to compile for.")
-DEVICES = flags.DEFINE_integer("devices", 1, "How many of them.", lower_bound=1, upper_bound=2**20)
-OUT = flags.DEFINE_string("out", None, "The folder for what is found.")
-PHASE = flags.DEFINE_string("phase", None, "The one phase to compile, by its name; by default all.")
-AT_ONCE = flags.DEFINE_integer(
-    "at_once", 0, "Sequences at once on each row of data x expert; 0: as the config says.", lower_bound=0
-)
+KINDS = (
+    "weights", "optimizer", "batch and figures", "gradients", "activations", "exchange", "other temporaries", "gaps",
+)  # fmt: skip
+BOUNDS = {
+    "compute": "products at the peak of their format", "memory": "HBM at its bandwidth",
+    "launches": "kernels too short for either", "links": "links, exposed", "hidden": "(links, under kernels)",
+}  # fmt: skip
+
+
+def parser() -> cli.Parser:
+    """The options."""
+    found = cli.Parser(prog="python -m experiments.compile", description=__doc__)
+    found.add_config("zaya1_base.py")
+    add = found.add_argument
+    add("--target", default="cpu", choices=targets.names(), help="the chip to compile for")
+    add("--devices", type=cli.number(int, 1, 2**20), default=1, metavar="N", help="how many of them; 1")
+    add("--out", metavar="DIR", help="the folder for what is found")
+    add("--phase", metavar="NAME", help="the one phase to compile; by default all")
+    at_once = "sequences at once on each row of data x expert; 0: as the config says"
+    add("--at_once", type=cli.number(int, 0), default=0, metavar="N", help=at_once)
+    return found
 
 
 def main() -> int:
     """One row of the table for each phase."""
-    out = cli.out_folder(OUT.value, "what is found")
-    config = _with_ids(config_lib.check(CONFIG.value))
+    args = parser().parse_args()
+    out = cli.out_folder(args.out, "what is found")
+    config = _with_ids(args.config)
     host.require_x32()
-    if TARGET.value == "cpu":
-        more = f"--xla_force_host_platform_device_count={DEVICES.value}"
+    if args.target == "cpu":
+        more = f"--xla_force_host_platform_device_count={args.devices}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {more}".strip()
     jax.config.update("jax_platforms", "cpu")  # nothing is asked of GPUs that may be here
     plan = schedule.make_plan(config)
     last = {segment.phase_index: segment for segment in plan.segments}  # of a ramp, the full batch
-    chosen = [s for s in last.values() if PHASE.value in (None, s.phase.name)]
+    chosen = [s for s in last.values() if args.phase in (None, s.phase.name)]
     if not chosen:
         names = ", ".join(repr(s.phase.name) for s in last.values())
-        raise UserError(f"--phase={PHASE.value} is no phase of {config.name}; it has {names}")
-    devices = targets.devices(TARGET.value, DEVICES.value)
-    capacity = targets.usable(TARGET.value)
+        raise UserError(f"--phase={args.phase} is no phase of {config.name}; it has {names}")
+    devices = targets.devices(args.target, args.devices)
+    capacity, cluster = targets.usable(args.target), clusters.of_chip(args.target)
     programs = [
-        _program(config, segment, devices) for segment in chosen
+        _program(config, segment, devices, args.at_once) for segment in chosen
     ]  # what is wrong is said before any is compiled
 
     found: list[dict[str, Any]] = []
@@ -76,24 +91,25 @@ def main() -> int:
             print(f"{name}: the same program as {seen[key]['phase']!r}", flush=True)
             found.append({**seen[key], "phase": name, "same_as": seen[key]["phase"]})
             continue
-        print(f"{name}: compiling for {len(devices)} {TARGET.value} ...", flush=True)
+        print(f"{name}: compiling for {len(devices)} {args.target} ...", flush=True)
         begun = time.perf_counter()
-        row = {"phase": name, **_measure(here, mesh, sequences, micro_batches, capacity)}
-        print(f"{name}: {page.headline(row)} ({time.perf_counter() - begun:.0f} s)", flush=True)
+        row = {"phase": name, **compiling.measure(here, mesh, sequences, micro_batches, cluster, capacity)}
+        print(f"{name}: {headline(row)} ({time.perf_counter() - begun:.0f} s)", flush=True)
         if capacity and row["memory"]["peak"] > capacity:
-            row["fits_with"] = _what_fits(here, mesh, sequences, micro_batches, capacity)
+            row["fits_with"] = _what_fits(here, mesh, sequences, micro_batches, cluster, capacity)
         seen[key] = row
         found.append(row)
 
     result = {
-        "config": config.name, "target": TARGET.value, "devices": len(devices), "jax": jax.__version__,
+        "config": config.name, "target": args.target, "devices": len(devices), "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"), "phases": found,
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
     write(out / "compile.json", json.dumps(result, indent=1).encode())
-    write(out / "compile.md", page.text(result).encode())
-    write(out / "compile.html", page.render(result).encode())
-    print(page.text(result))
+    words = document(result)
+    write(out / "compile.md", words.markdown().encode())
+    write(out / "compile.html", words.html().encode())
+    print(words.markdown())
     print(f"written: {out}/compile.md, compile.json, compile.html")
     return cli.DONE
 
@@ -109,22 +125,15 @@ def _with_ids(config: Config) -> Config:
     return token_ids.agree(config, tokenizer)
 
 
-def _program(config: Config, segment: Segment, devices: list) -> tuple[Config, Any, int, int]:
+def _program(config: Config, segment: Segment, devices: list, at_once: int) -> tuple[Config, Any, int, int]:
     """A phase's config, mesh, sequences per step and micro-batches; UserError where these do not go together."""
-    here, _, sequences, micro_batches = recipe.portion(config, segment, len(devices), AT_ONCE.value)
+    here, _, sequences, micro_batches = recipe.portion(config, segment, len(devices), at_once)
     mesh = make_mesh(here.mesh, devices, schedule.key(config, segment.phase_index, "mesh"))
     return here, mesh, sequences, micro_batches
 
 
-def _measure(
-    here: Config, mesh: Any, sequences: int, micro_batches: int, capacity: int | None
-) -> dict[str, Any]:
-    cluster = clusters.of_chip(TARGET.value)
-    return compiling.measure(here, mesh, sequences, micro_batches, cluster, capacity)
-
-
 def _what_fits(
-    here: Config, mesh: Any, sequences: int, micro_batches: int, capacity: int
+    here: Config, mesh: Any, sequences: int, micro_batches: int, cluster: Any, capacity: int
 ) -> dict[str, Any] | None:
     """Changes, one after another on top of each other, until the step fits: what they are and what it then takes."""
     devices, changes = list(mesh.devices.flat), []
@@ -132,9 +141,9 @@ def _what_fits(
 
     def tried(change: str) -> dict[str, Any] | None:
         changes.append(change)
-        row = _measure(here, mesh, sequences, micro_batches, capacity)
+        row = compiling.measure(here, mesh, sequences, micro_batches, cluster, capacity)
         fits = row["memory"]["peak"] <= capacity
-        print(f"  with {', '.join(changes)}: {page.headline(row)}{', fits' if fits else ''}", flush=True)
+        print(f"  with {', '.join(changes)}: {headline(row)}{', fits' if fits else ''}", flush=True)
         return {"changes": changes, **row} if fits else None
 
     if here.remat in ("none", "elementwise"):
@@ -182,5 +191,134 @@ def _phase_of(here: Config, mesh: config_lib.Mesh) -> config_lib.Phase:
     return schedule.make_plan(whole).segments[0].phase
 
 
+def document(result: dict[str, Any]) -> Document:
+    """A section a phase."""
+    title = f"{result['config']} compiled for {result['devices']:,} {result['target']}"
+    host = (
+        " (the CPU's program: its own algorithms, no account of kernels)" if result["target"] == "cpu" else ""
+    )
+    about = f"{result['date']}, jax {result['jax']}; per device and step{host}"
+    footer = "Read from the compiled program; docs/compiling.md says how."
+    return Document(title, "", about, [_phase(row) for row in result["phases"]], footer=footer)
+
+
+def headline(row: dict[str, Any]) -> str:
+    """A phase's program in a line."""
+    memory, bound = row["memory"], row["bound"]
+    of = f" of {byte_size(memory['capacity'])}" if memory["capacity"] else ""
+    time = f", at least {duration(bound['seconds'])} ({bound['binds']} most)" if bound else ""
+    return (
+        f"peak {byte_size(memory['peak'])}{of}, {byte_size(row['hbm_bytes'])} of traffic, {row['launches']:,.0f} "
+        f"launches, {row['flops'] / 1e12:,.1f} TFLOP, {_of_use(row):.0%} of use{time}"
+    )
+
+
+def _phase(row: dict[str, Any]) -> Section:
+    title = f"{row['phase']}: {_verdict(row)}"
+    if "same_as" in row:
+        return Section(title, notes=[f"The same program as {row['same_as']!r}."])
+    text = f"{shape_of_step(row)}. {headline(row)}. Compiled in {row['seconds']['compiling']:.0f} s."
+    notes = []
+    if row["unknown_loops"]:
+        loops = ", ".join(row["unknown_loops"])
+        notes.append(f"loops of unknown length, each counted as one turn: {loops}")
+    if again := sum(r["flops_by_stage"].get("again", 0) for r in row["traffic"]):
+        notes.append(f"computed again in the backward pass: {again / 1e12:,.1f} TFLOP, none of them of use")
+    return Section(title, text, list(_tables(row)), notes, _tiles(row), _memory_curve(row))
+
+
+def _verdict(row: dict[str, Any]) -> str:
+    memory, fits = row["memory"], row.get("fits_with")
+    if not memory["capacity"]:
+        return byte_size(memory["peak"])
+    used = f"{byte_size(memory['peak'])} of {byte_size(memory['capacity'])}"
+    if memory["peak"] <= memory["capacity"]:
+        return f"fits, {used}"
+    if not fits:
+        return f"does NOT fit, {used}; nor did any change tried"
+    return f"does NOT fit, {used}; with {', '.join(fits['changes'])} it takes {byte_size(fits['memory']['peak'])}"
+
+
+def _tables(row: dict[str, Any]) -> Iterable[Table]:
+    memory, traffic = row["memory"], row["traffic"]
+    kinds = [[kind, f"{memory[kind] / 1e9:.2f}", f"{memory[kind] / memory['peak']:.1%}"] for kind in KINDS]
+    yield Table("Memory where it is highest", ("kind", "GB", "share"), kinds)
+    largest = [
+        [f"{b['bytes'] / 1e9:.2f}", b["shape"], b["kind"], b["scope"], b["line"]] for b in memory["largest"]
+    ]
+    yield Table("Largest temporaries there", ("GB", "array", "kind", "scope", "line"), largest, "code")
+    scopes = [
+        [
+            r["scope"], f"{r['launches']:,.0f}", f"{r['reads'] / 1e9:,.1f}", f"{r['writes'] / 1e9:,.1f}",
+            f"{r['flops'] / 1e12:,.2f}", f"{r['flops_of_use'] / r['flops']:.0%}" if r["flops"] else "",
+        ]
+        for r in traffic
+    ]  # fmt: skip
+    scopes.append([
+        "all", f"{row['launches']:,.0f}", *(f"{sum(r[x] for r in traffic) / 1e9:,.1f}" for x in ("reads", "writes")),
+        f"{row['flops'] / 1e12:,.2f}", f"{_of_use(row):.0%}",
+    ])  # fmt: skip
+    yield Table(
+        "Traffic and work by scope", ("scope", "launches", "GB read", "GB written", "TFLOP", "of use"), scopes
+    )
+    kernels = [
+        [
+            f"{k['times'] * (k['reads'] + k['writes']) / 1e9:,.1f}", f"{k['times']:,.0f}", k["scope"], k["stage"],
+            k["line"], k["name"],
+        ]
+        for k in row["largest"]
+    ]  # fmt: skip
+    yield Table(
+        "Kernels that move most", ("GB", "times", "scope", "stage", "line", "kernel"), kernels, "code"
+    )
+    collectives = [
+        [
+            c["kind"], c["scope"], f"{c['bytes'] / 1e6:,.2f}", f"{c['group']:,}",
+            "?" if c["times"] is None else str(c["times"]), str(c["kernels_beside"]),
+        ]
+        for c in row["collectives"]
+    ]  # fmt: skip
+    if collectives:
+        yield Table(
+            "Collectives", ("kind", "scope", "MB", "devices", "times", "kernels beside it"), collectives
+        )
+    if bound := row["bound"]:
+        rows = [[words, f"{1e3 * bound[name]:,.1f}"] for name, words in BOUNDS.items()]
+        rows.append(["all", f"{1e3 * bound['seconds']:,.1f}"])
+        yield Table("A bound on the step's time", ("bound by", "ms"), rows)
+
+
+def _tiles(row: dict[str, Any]) -> list[Tile]:
+    memory, bound = row["memory"], row["bound"]
+    of = f"of {byte_size(memory['capacity'])}" if memory["capacity"] else ""
+    tiles = [
+        ("Peak memory", byte_size(memory["peak"]), of),
+        ("HBM traffic", byte_size(row["hbm_bytes"]), ""),
+        ("Launches", number(row["launches"]), ""),
+        ("FLOPs", f"{row['flops'] / 1e12:,.1f} T", f"{_of_use(row):.0%} of use"),
+    ]
+    return (
+        [*tiles, ("Step, at least", duration(bound["seconds"]), f"{bound['binds']} most")] if bound else tiles
+    )
+
+
+def _memory_curve(row: dict[str, Any]) -> str:
+    """Memory over the program, with the chip's capacity."""
+    curve = [(float(at), value / 1e9) for at, value in row["memory"]["curve"]]
+    end, capacity = curve[-1][0] if len(curve) > 1 else 1.0, (row["memory"]["capacity"] or 0) / 1e9
+    lines = [Line("in use", curve)]
+    lines += [Line("the chip's", [(0.0, capacity), (end, capacity)], color=1)] if capacity else []
+    highest = max(capacity, *(value for _, value in curve))
+    return Chart(
+        f"Memory over the program: {row['phase']}", lines, (0.0, end), (0.0, highest * 1.05), unit=" GB",
+        over="instruction", describe="Bytes in use at each instruction of the compiled program",
+        note="Instructions as they run, each loop's body once: forward, backward, optimizer.",
+    ).draw()  # fmt: skip
+
+
+def _of_use(row: dict[str, Any]) -> float:
+    return sum(r["flops_of_use"] for r in row["traffic"]) / max(row["flops"], 1)
+
+
 if __name__ == "__main__":
-    cli.leave(cli.run(main))
+    cli.leave(cli.exit_code(main))

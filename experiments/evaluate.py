@@ -6,7 +6,7 @@
 what the run held out. --data are files, quoted globs and directories as prepare_data takes them, or what it has
 prepared (its held-out part); several may be given, each is a row of the table. Written are evaluation.md,
 evaluation.json and evaluation.html, with tasks also samples.jsonl. Several processes, as pretrain's (docs/clusters.md),
-share the work; each holds the whole model. docs/evaluation.md says what is counted.
+share the work; each holds the whole model. docs/evaluation.md says which tokens count.
 """
 
 import argparse
@@ -23,21 +23,25 @@ import jax
 from tqdm import tqdm
 
 from zaya_jax import cli, given, library, schedule
+from zaya_jax.checkpoint import audit, store
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Config, UserError, shown
+from zaya_jax.config import Config, UserError
 from zaya_jax.config.files import write
-from zaya_jax.data import pipeline
+from zaya_jax.data import mix, pipeline
 from zaya_jax.data import sources as file_sources
 from zaya_jax.evaluate import harness, scorer, texts
 from zaya_jax.hardware import host
 from zaya_jax.model import zaya
-from zaya_jax.report import evaluation as page
+from zaya_jax.report.document import Document, Section, Table
+from zaya_jax.report.svg import Chart, Line
 
 ALL = "all"  # the row of all --data
 
+COLORS = 6  # curves in a picture
+
 
 def main() -> int:
-    """The program: several processes do the same, and share what is scored."""
+    """The program: several processes do the same, and share the scoring."""
     found = parser()
     args = found.parse_args()
     out = cli.out_folder(args.out, "the evaluation")
@@ -68,11 +72,9 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     host.keep_compiled()
     began = time.perf_counter()
     both = shared_file(args.data or [])
-    model = library.load(args.model, mesh=_mesh(args.mesh))
+    model = library.load(args.model, mesh=args.mesh)
     if model.tokenizer is None:
-        raise UserError(
-            f"--model={args.model} has no tokenizer; put its tokenizer.json or tokenizer.model there"
-        )
+        raise UserError(f"--model={args.model} has no tokenizer; put its tokenizer.json there")
     most = model.config.model.max_position_embeddings
     context = min(args.context or usual_context(model.config), most)
     notes = [f"Tasks: {', '.join(tasks)}."] if tasks else []
@@ -115,7 +117,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
         "notes": notes,
     }  # fmt: skip
     if multihost.is_writer():
-        print(page.text(result))
+        print(document(result).markdown())
         print(f"written: {save(out, result, found)}")
     return cli.DONE
 
@@ -123,11 +125,11 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
 def save(out: Path, result: dict[str, Any], found: dict[str, Any]) -> str:
     """Writes the files, and says where they are."""
     files = {
-        "evaluation.md": page.text(result).encode(),
+        "evaluation.md": document(result).markdown().encode(),
         "evaluation.json": (
             json.dumps(harness.without_nan(result), indent=1, allow_nan=False) + "\n"
         ).encode(),
-        "evaluation.html": page.render(result).encode(),
+        "evaluation.html": document(result).html().encode(),
         **({"samples.jsonl": harness.samples(found)} if found else {}),
     }
     out.mkdir(parents=True, exist_ok=True)
@@ -167,7 +169,7 @@ def parser() -> cli.Parser:
         "--bos", action="store_true", help="tasks' texts begin with the begin of document; lm-eval's hf has none"
     )  # fmt: skip
     add("--tokens", type=whole, default=scorer.TOKENS, metavar="N", help=f"of a batch; {scorer.TOKENS}")
-    add("--mesh", metavar="AXIS=N,...", help="such as data=2,expert=4; by default one device")
+    add("--mesh", type=cli.mesh, metavar="AXIS=N,...", help="such as data=2,expert=4; by default one device")
     add("--seed", type=cli.number(int, 0, 2**31 - 1), default=0, metavar="N", help="of what tasks sample; 0")
     return found
 
@@ -203,14 +205,31 @@ def sources(
     for path in args.data or []:
         yield path, texts.documents(path, model.tokenizer, args.text_field, args.limit, skipped.append)
     if not args.data and not tasks:
-        for path in pipeline.plan_sources(model.config)[0]:
+        _require_its_data(model)
+        for path in mix.plan_sources(model.config)[0]:
             yield f"{path}, held out", texts.held_out(model.config, path, model.tokenizer, args.limit)
+
+
+def _require_its_data(model: library.LanguageModel) -> None:
+    """UserError where the sources of a run are not those that its checkpoint was trained on: the text that it has not
+    seen cannot be told from the rest."""
+    assert model.tokenizer is not None
+    folder, step = given.folder_and_step(model.source)
+    meta = audit.checked_meta(store.step_folder(folder, step or 0))
+    try:
+        if "data" in meta:  # else it came from elsewhere and was not trained here
+            pipeline.train_stream(model.config, model.tokenizer).set_state(meta["data"])
+    except UserError:
+        raise UserError(
+            f"--model={model.source} was trained on other data than its sources hold now, so what it held out cannot "
+            "be told; restore them, or give --data"
+        ) from None
 
 
 def loss_on(
     model: library.LanguageModel, name: str, found: Iterator[texts.Document], context: int, tokens: int
 ) -> texts.Loss:
-    """The loss on some documents, with a line of progress where somebody looks on."""
+    """The loss on some documents, with a line of progress on a terminal."""
     watched = sys.stderr.isatty() and multihost.is_writer()
     with tqdm(desc=name, unit=" tokens", unit_scale=True, disable=not watched, leave=False) as bar:
         loss = texts.evaluate(scorer.Scorer(model, tokens), found, context, bar.update)
@@ -224,19 +243,54 @@ def usual_context(config: Config) -> int:
     return max(segment.phase.eval_seq_len for segment in schedule.make_plan(config).segments)
 
 
-def _mesh(given: str | None) -> dict[str, Any] | None:
-    """{axis: size} of data=2,expert=4."""
-    if not given:
-        return None
-    sizes: dict[str, Any] = {}
-    for part in given.split(","):
-        name, _, value = part.partition("=")
-        if not value.isdecimal() or name in sizes:
-            raise UserError(
-                f"--mesh={shown(given)}: {shown(part)} is no AXIS=N, each once, such as data=2,expert=4"
-            )
-        sizes[name] = int(value)
-    return sizes
+def document(result: dict[str, Any]) -> Document:
+    """Losses by data, figures by task, the loss by place in the document."""
+    about = f"{result['date']}, {result['device']}, jax {result['jax']}, {result['seconds']:,.1f} s"
+    tasks = [
+        [task, name, f"{value:.4f}", f"{error:.4f}" if isinstance(error, float) else "–"]
+        for task, figures in result["tasks"].items()
+        for name, (value, error) in figures.items()
+    ]
+    losses = [_loss(name, found) for name, found in result["data"].items()]
+    head = ("data", "documents", "tokens", "loss", "perplexity", "bits per byte", "likeliest token is right")
+    tables = [Table("Loss on text", head, losses)] if losses else []
+    tables += [Table("Tasks", ("task", "metric", "value", "standard error"), tasks)] if tasks else []
+    sections = [Section("Figures", "", tables), _by_place(result["data"])]
+    footer = "docs/evaluation.md says which tokens count."
+    return Document(
+        f"Evaluation of {result['model']}", "", about, sections, warnings=result["notes"], footer=footer
+    )
+
+
+def _loss(name: str, found: dict[str, Any]) -> list[str]:
+    bits = found["bits_per_byte"]  # None: the tokens stand for no byte, as of answers that are empty
+    return [
+        name, f"{found['documents']:,}", f"{found['tokens']:,}", f"{found['loss']:.4f}", f"{found['perplexity']:,.3f}",
+        "–" if bits is None else f"{bits:.4f}", f"{found['accuracy']:.1%}",
+    ]  # fmt: skip
+
+
+def _by_place(data: dict[str, Any]) -> Section:
+    """The loss by the number of tokens before, by source; each bucket stands where it begins."""
+    points = {
+        name: [(one["from"], one["loss"]) for one in found["by_position"] if math.isfinite(one["loss"])]
+        for name, found in list(data.items())[:COLORS]
+    }
+    lines = [Line(name, own, i) for i, (name, own) in enumerate(points.items()) if len(own) > 1]
+    if not lines:
+        return Section("By place")
+    xs, ys = zip(*(point for line in lines for point in line.points), strict=True)
+    room = 0.06 * (max(ys) - min(ys))
+    note = "Place 4 is of tokens with 4 to 7 before them, place 8 of those with 8 to 15, and so on."
+    if left_out := len(data) - len(lines):
+        note += f" In the table alone: {left_out} with one place, without a finite loss, or after the first {COLORS}."
+    picture = Chart(
+        "Loss by place in the document", lines, (min(xs), max(xs)), (min(ys) - room, max(ys) + room), log_x=True,
+        unit=" nats", over="place", describe="Mean loss of tokens by how many stand before them", note=note,
+    )  # fmt: skip
+    return Section(
+        "By place", "How much the model gains from the text before a token.", pictures=picture.draw()
+    )
 
 
 if __name__ == "__main__":

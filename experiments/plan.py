@@ -12,80 +12,76 @@ and plan.html. --search ranks meshes, micro-batches and remat that fit. --at_onc
 
 import dataclasses
 import json
-import math
 import time
-from pathlib import Path
+from collections.abc import Iterable
 from typing import Any
 
 import jax
-from absl import flags
 
 from zaya_jax import cli
-from zaya_jax import config as config_lib
 from zaya_jax.config.files import write
 from zaya_jax.hardware import chips, clusters
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.plan import goodput, least, network, published, run, search
+from zaya_jax.plan import goodput, network, run, search
 from zaya_jax.plan import rates as rates_lib
 from zaya_jax.plan.rates import Rates
 from zaya_jax.plan.run import Phase
-from zaya_jax.report import plan as page
+from zaya_jax.report.document import Document, Section, Table
+from zaya_jax.report.svg import Chart, Line
+from zaya_jax.report.text import byte_size, duration, shape_of_step
 
-CONFIG = cli.define_config(str(Path(__file__).parent / "configs" / "zaya1_base.py"))
-CLUSTER = flags.DEFINE_enum("cluster", "mi300x_pollara", list(clusters.CLUSTERS), "The cluster to plan for.")
-DEVICES = flags.DEFINE_integer("devices", 1024, "How many of its devices.", lower_bound=1, upper_bound=2**20)
-OUT = flags.DEFINE_string("out", None, "The folder for the plan.")
-AT_ONCE = flags.DEFINE_integer(
-    "at_once", 0, "Sequences at once on each row of data x expert; 0: as the config says.", lower_bound=0
-)
-FIGURES = flags.DEFINE_string(
-    "figures", "", "Measured figures of experiments.characterize, a file or its folder."
-)
-MTBF = flags.DEFINE_float(
-    "mtbf_hours",
-    goodput.MTBF_HOURS,
-    "Hours between the failures of one device.",
-    lower_bound=1e-3,
-    upper_bound=1e12,
-)
-# absl's bounds let it through.
-flags.register_validator("mtbf_hours", math.isfinite, "nan is no number of hours")
-SEARCH = flags.DEFINE_bool("search", False, "Rank the meshes, micro-batches and remat that fit.")
+
+def parser() -> cli.Parser:
+    """The options."""
+    found = cli.Parser(prog="python -m experiments.plan", description=__doc__)
+    found.add_config("zaya1_base.py")
+    add, whole = found.add_argument, cli.number(int, 1, 2**20)
+    add("--cluster", default="mi300x_pollara", choices=list(clusters.CLUSTERS), help="to plan for")
+    add("--devices", type=whole, default=1024, metavar="N", help="how many of its devices; 1024")
+    add("--out", metavar="DIR", help="the folder for the plan")
+    at_once = "sequences at once on each row of data x expert; 0: as the config says"
+    add("--at_once", type=cli.number(int, 0), default=0, metavar="N", help=at_once)
+    add("--figures", default="", metavar="PATH", help="of experiments.characterize, a file or its folder")
+    hours = goodput.MTBF_HOURS.value
+    add(
+        "--mtbf_hours", type=cli.number(float, 1e-3, 1e12), default=hours, metavar="H",
+        help=f"between failures of one device; {hours:g}",
+    )  # fmt: skip
+    add("--search", action="store_true", help="rank the meshes, micro-batches and remat that fit")
+    return found
 
 
 def main() -> int:
     """Formulas in, three files out."""
-    out = cli.out_folder(OUT.value, "the plan")
-    config = config_lib.check(CONFIG.value)
+    args = parser().parse_args()
+    out, config = cli.out_folder(args.out, "the plan"), args.config
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
-    cluster = clusters.CLUSTERS[CLUSTER.value]
-    rates = rates_lib.of(cluster, FIGURES.value)
-    phases, notes = run.phases(config, DEVICES.value, cluster, rates, AT_ONCE.value, MTBF.value)
-    ways = run.scaling(phases[0].case, cluster, rates)
+    cluster = clusters.CLUSTERS[args.cluster]
+    rates = rates_lib.for_cluster(cluster, args.figures)
+    phases, notes = run.phases(config, args.devices, cluster, rates, args.at_once, args.mtbf_hours)
+    ways = search.scaling(phases[0].case, cluster, rates)
     result = {
-        "config": config.name, "cluster": CLUSTER.value, "source": cluster.source, "devices": DEVICES.value,
+        "config": config.name, "cluster": args.cluster, "source": cluster.source, "devices": args.devices,
         "date": time.strftime("%Y-%m-%d"), "notes": notes,
-        "phases": [_phase(p, cluster, rates) for p in phases],
+        "phases": [_phase(p, cluster, rates, args.search) for p in phases],
         "scaling": {
             "phase": phases[0].name,
             "ways": [dataclasses.asdict(way) for way in ways],
-            "stops": [stop._asdict() for stop in run.stops(ways)],
+            "fastest": search.fastest(ways),
         },
-        "published": [],
-        "assumed": _assumed(rates),
+        "assumed": _assumed(rates, args.mtbf_hours),
     }  # fmt: skip
-    if published.applies(phases[0].case):
-        result["published"] = [row._asdict() for row in published.account(phases[0].case, cluster, rates)]
     out.mkdir(parents=True, exist_ok=True)
     write(out / "plan.json", json.dumps(result, indent=1).encode())
-    write(out / "plan.md", page.text(result).encode())
-    write(out / "plan.html", page.render(result).encode())
-    print(page.text(result))
+    words = document(result)
+    write(out / "plan.md", words.markdown().encode())
+    write(out / "plan.html", words.html().encode())
+    print(words.markdown())
     print(f"written: {out}/plan.md, plan.json, plan.html")
     return cli.DONE
 
 
-def _phase(p: Phase, cluster: Cluster, rates: Rates) -> dict[str, Any]:
+def _phase(p: Phase, cluster: Cluster, rates: Rates, searched: bool) -> dict[str, Any]:
     case, step = p.case, p.step
     mesh = {**case.axes, **{x: True for x in ("fsdp", "tsp", "ring") if getattr(case.spread, x)}}
     return {
@@ -99,7 +95,7 @@ def _phase(p: Phase, cluster: Cluster, rates: Rates) -> dict[str, Any]:
         },
         "step": {
             "seconds": step.seconds, "mfu": step.mfu, "by_scope": step.by_scope, "by_kind": step.by_kind,
-            "links": step.links, "exposed": step.exposed, "overlapped": step.overlapped,
+            "links": step.links, "exposed": step.exposed,
             "hbm_bytes": step.hbm_bytes, "launches": step.launches,
         },
         "work": _work(p),
@@ -108,22 +104,20 @@ def _phase(p: Phase, cluster: Cluster, rates: Rates) -> dict[str, Any]:
         ],
         "saving": {**dataclasses.asdict(p.saving), "steps": p.saving.interval / step.seconds},
         "data": {**dataclasses.asdict(p.data), "pages_per_second": p.data.pages_per_second},
-        "search": _search(p, cluster, rates) if SEARCH.value else [],
+        "search": _search(p, cluster, rates) if searched else [],
     }  # fmt: skip
 
 
 def _work(p: Phase) -> list[dict[str, Any]]:
-    """Launches, bytes and FLOPs by scope, with the least bytes and the useful FLOPs."""
+    """Launches, bytes and FLOPs by scope, with the useful FLOPs."""
     case = p.case
     useful = chips.flops_by_scope(case.model, case.here.data.seq_len)
-    needed = least.of(case)
     rows: dict[str, dict[str, Any]] = {}
     for part, _ in p.step.parts:
         row = rows.setdefault(
             part.scope,
             {
                 "scope": part.scope, "launches": 0.0, "bytes": 0.0, "flops": 0.0,
-                "least": needed.get(part.scope, 0.0),
                 "useful": useful.get(part.scope, 0.0) * case.tokens_per_device,
             },
         )  # fmt: skip
@@ -147,18 +141,160 @@ def _search(p: Phase, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _assumed(rates: Rates) -> list[tuple[str, float, str]]:
+def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
     """All that is assumed, with its source."""
-    failures = goodput.MTBF_SOURCE if MTBF.value == goodput.MTBF_HOURS else "given"
+    failures = goodput.MTBF_HOURS.source if mtbf_hours == goodput.MTBF_HOURS.value else "given"
     return [
         *rates.table(),
-        ("hours between failures of a device", MTBF.value, failures),
-        ("seconds of a restart", goodput.RESTART, goodput.RESTART_SOURCE),
-        ("seconds of any save", goodput.SAVE, goodput.SAVE_SOURCE),
-        ("bytes/s to a device's host", goodput.HOST_LINK, goodput.HOST_LINK_SOURCE),
+        ("hours between failures of a device", mtbf_hours, failures),
+        ("seconds of a restart", goodput.RESTART.value, goodput.RESTART.source),
+        ("seconds of any save", goodput.SAVE.value, goodput.SAVE.source),
+        ("bytes/s to a device's host", goodput.HOST_LINK.value, goodput.HOST_LINK.source),
         ("page reads for one that tokens fill", run.SIGMA, "the most of well-packed shards: docs/data.md"),
     ]  # fmt: skip
 
 
+def document(result: dict[str, Any]) -> Document:
+    """A table of the phases, a section each, and how the whole scales."""
+    title = f"{result['config']} planned for {result['devices']:,} devices of {result['cluster']}"
+    about = f"{result['date']}; per device and step unless it says otherwise. {result['source']}"
+    sections = [
+        Section("Phases", "", [_summary(result)], result["notes"]),
+        *(
+            Section(f"{phase['name']}: {headline(phase)}", f"{shape_of_step(phase)}.", list(_tables(phase)))
+            for phase in result["phases"]
+        ),
+        Section(
+            "The whole",
+            "",
+            list(_closing(result)),
+            result["scaling"]["fastest"],
+            pictures=_scaling(result["scaling"]),
+        ),
+    ]
+    footer = "Formulas, nothing was compiled or run; docs/planning.md says what they assume."
+    return Document(title, "", about, sections, footer=footer)
+
+
+def headline(phase: dict[str, Any]) -> str:
+    """A phase in a line."""
+    memory = phase["memory"]
+    fits = "fits" if memory["peak"] <= memory["capacity"] else "does NOT fit"
+    return (
+        f"{duration(phase['step']['seconds'])} a step, {phase['tokens_per_second'] / 1e6:,.2f}M tokens/s, MFU "
+        f"{phase['step']['mfu']:.1%}, {byte_size(memory['peak'])} of {byte_size(memory['capacity'])} ({fits}), "
+        f"{phase['days']:,.1f} days"
+    )
+
+
+def _summary(result: dict[str, Any]) -> Table:
+    head = (
+        "phase",
+        "step",
+        "tokens/s",
+        "MFU",
+        "memory",
+        "days",
+        "GPU-hours",
+        "page reads/s",
+        "save every",
+        "goodput",
+    )
+    rows = [
+        [
+            p["name"], duration(p["step"]["seconds"]), f"{p['tokens_per_second'] / 1e6:,.2f}M",
+            f"{p['step']['mfu']:.1%}", byte_size(p["memory"]["peak"]), f"{p['days']:,.1f}", f"{p['gpu_hours']:,.0f}",
+            f"{p['data']['pages_per_second']:,.0f}", duration(p["saving"]["interval"]),
+            f"{p['saving']['goodput']:.2%}",
+        ]
+        for p in result["phases"]
+    ]  # fmt: skip
+    return Table("Phase by phase", head, rows)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.1f}"
+
+
+def _tables(phase: dict[str, Any]) -> Iterable[Table]:
+    step, memory, saving = phase["step"], phase["memory"], phase["saving"]
+    for title, name, parts in (
+        ("Where the step goes", "scope", step["by_scope"]),
+        ("What binds it", "bound by", step["by_kind"]),
+    ):
+        rows = [[part, _ms(s), f"{s / step['seconds']:.1%}"] for part, s in parts.items()]
+        yield Table(title, (name, "ms", "share"), [*rows, ["all", _ms(step["seconds"]), ""]])
+    kinds = [[n, f"{x / 1e9:,.2f}", f"{x / memory['peak']:.1%}"] for n, x in memory["at_peak"].items()]
+    yield Table(f"Memory where it is highest: {memory['place']}", ("kind", "GB", "share"), kinds)
+    work = [
+        [
+            w["scope"], f"{w['launches']:,.0f}", f"{w['bytes'] / 1e9:,.1f}",
+            f"{w['flops'] / 1e12:,.2f}", f"{w['useful'] / w['flops']:.0%}" if w["flops"] and w["useful"] else "",
+        ]
+        for w in phase["work"]
+    ]  # fmt: skip
+    yield Table("Work by scope", ("scope", "launches", "GB", "TFLOP", "of use"), work)
+    if step["links"]:
+        flows = [
+            [
+                f["what"], f["kind"], f"{f['wire'] / 1e9:,.3f}", " x ".join(f["axes"]), f"{f['times']:,.0f}",
+                f"{1e3 * f['seconds']:,.2f}",
+            ]
+            for f in phase["flows"]
+        ]  # fmt: skip
+        yield Table("Network", ("for", "kind", "GB sent", "over", "times", "ms"), flows)
+        links = [[n, _ms(s), _ms(step["exposed"][n])] for n, s in step["links"].items()]
+        yield Table("Communication", ("for", "ms on the links", "exposed"), links)
+    rows = [
+        ["state", byte_size(saving["state"])],
+        ["a save stands in the way", duration(saving["stall"])],
+        ["and is on the storage after", duration(saving["written"])],
+        ["a failure every", duration(saving["mtbf"])],
+        ["best interval", f"{duration(saving['interval'])}, {saving['steps']:,.0f} steps"],
+        ["goodput", f"{saving['goodput']:.2%}"],
+    ]
+    yield Table("Checkpoints", ("what", "value"), rows)
+    ways = [
+        [
+            s["mesh"], str(s["micro_batches"]), s["remat"], duration(s["seconds"]), f"{s['mfu']:.1%}",
+            byte_size(s["peak"]), duration(s["links"]),
+        ]
+        for s in phase["search"]
+    ]  # fmt: skip
+    if ways:
+        head = ("mesh", "micro-batches", "remat", "step", "MFU", "memory", "exposed")
+        yield Table("The fastest ways that fit", head, ways)
+
+
+def _closing(result: dict[str, Any]) -> Iterable[Table]:
+    ways = result["scaling"]["ways"]
+    counts = [n for n, *_ in max((way["points"] for way in ways), key=len, default=[])]
+    rows = []
+    for way in ways:
+        at = {n: f"{1e3 * s:,.0f} ({1e3 * exposed:,.0f})" for n, s, exposed in way["points"]}
+        rows.append([way["name"], *(at.get(n, "-") for n in counts)])
+    title = f"Weak scaling of {result['scaling']['phase']}: ms a step (exposed communication)"
+    yield Table(title, ("way", *(f"{n:,}" for n in counts)), rows)
+    assumed = [[n, f"{v:.3g}", source] for n, v, source in result["assumed"]]
+    yield Table("What is assumed", ("rate", "value", "source"), assumed, "code")
+
+
+def _scaling(scaling: dict[str, Any]) -> str:
+    """Seconds over the number of devices."""
+    ways = [way for way in scaling["ways"] if way["points"]]
+    if not ways:
+        return ""
+    lines = [Line(way["name"], [(n, s) for n, s, _ in way["points"]], i) for i, way in enumerate(ways)]
+    exposed = [(n, e) for n, _, e in ways[0]["points"]]
+    lines.append(Line(f"{ways[0]['name']}: exposed", exposed, len(ways), look="raw"))
+    counts = sorted({n for line in lines for n, _ in line.points})
+    most = max(value for line in lines for _, value in line.points)
+    return Chart(
+        "Weak scaling", lines, (counts[0], counts[-1]), (0.0, 1.05 * most), log_x=True, unit=" s", over="devices",
+        named=[(n, f"{n:,}") for n in counts], note="Seconds of a step at constant tokens a device.",
+        describe="Seconds of a step over devices, at constant tokens a device",
+    ).draw()  # fmt: skip
+
+
 if __name__ == "__main__":
-    cli.leave(cli.run(main))
+    cli.leave(cli.exit_code(main))

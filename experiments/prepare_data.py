@@ -31,7 +31,7 @@ def main() -> int:
     for name in ("input", "tokenizer", "out", "verify"):
         given = getattr(args, name) or ()
         for value in [given] if isinstance(given, str) else given:
-            fields.check_path(f"--{name}", value)
+            fields.check_place(f"--{name}", value)
     return verify(args.verify) if args.verify else make(args)
 
 
@@ -46,7 +46,7 @@ def parse() -> argparse.Namespace:
         "--input", action="append", default=[], metavar="GLOB",
         help="files, directories or globs, or stdlib; may be given several times",
     )
-    add("--tokenizer", help="bytes (the default), a tokenizer.json, a SentencePiece .model, or a saved directory")
+    add("--tokenizer", help="bytes (the default), a tokenizer.json, or a directory with one")
     # Bounds above keep out what is a slip: the BPE trainer ends the process where its table, 66 bytes an id, has no
     # memory.
     add(

@@ -1,9 +1,8 @@
-"""A training run that is watched: a node's agent starts its processes, names what ends or stops them, and goes on.
+"""Supervises a training run: a node's agent starts its processes, names the cause of each end or hang, and goes on.
 
     python -m experiments.supervise [options] -- --config=FILE --workdir=DIR [...]      what follows -- is pretrain's
-    python -m experiments.supervise report --workdir=DIR                               what befell a run
-    python -m experiments.supervise chaos --workdir=DIR [--minutes=10]                 how a run fares that is hurt
-    python -m experiments.supervise check [--devices=N] [--workdir=DIR]                what is wrong with this node
+    python -m experiments.supervise report --workdir=DIR                               the history of a run
+    python -m experiments.supervise check [--devices=N] [--workdir=DIR]                the faults of this node
 
 One agent per node. Alone it needs nothing; of several each is told its place by --coordinator, --agents and --agent, by
 JAX_COORDINATOR_ADDRESS, NODES and NODE, or by Slurm with one task a node. The agent of node 0 leads. Exit codes are
@@ -12,27 +11,28 @@ SIGTERM or SIGINT ends at once. docs/aegis.md says what it does when.
 """
 
 import argparse
-import functools
 import os
 import sys
 import time
 from pathlib import Path
 
 from zaya_jax import cli
-from zaya_jax.aegis import agent, chaos, events, preflight, standing
-from zaya_jax.aegis.decide import HARDWARE, PREEMPTED, Rules
+from zaya_jax.aegis import accounts, agent, events, machine, preflight
+from zaya_jax.aegis.decide import HARDWARE, Rules
 from zaya_jax.aegis.leader import Plan
 from zaya_jax.aegis.node import Task
-from zaya_jax.checkpoint import lock
+from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import multihost
+from zaya_jax.cluster.place import find_agent_place
 from zaya_jax.config import UserError, fields
-from zaya_jax.report import supervised
+from zaya_jax.report import write_report
+from zaya_jax.report.supervised import account_text
 
 PATIENCE = 120.0  # seconds; a link that flaps is often back after a minute
 
 
 def main() -> int:
-    """Supervises, or does what the first word names."""
+    """Supervises, reports or checks, by the first word."""
     given = sys.argv[1:]
     cut = given.index("--") if "--" in given else len(given)
     args = parser().parse_args(given[:cut])
@@ -40,8 +40,6 @@ def main() -> int:
         return report(args.workdir)
     if args.what == "check":
         return check(args.devices, args.workdir)
-    if args.what == "chaos":
-        return hurt(args.workdir, args.minutes, args.seed)
     return supervise(args, given[cut + 1 :])
 
 
@@ -79,56 +77,40 @@ def parser() -> cli.Parser:
         metavar="COMMAND",
         help="is run at each event, with the event as JSON on stdin",
     )
-    add("--webhook", default="", metavar="URL", help="is sent each event")
-    port = cli.number(int, 0, 65535)
-    add(
-        "--metrics_port",
-        type=port,
-        default=0,
-        metavar="PORT",
-        help="where the leader answers Prometheus; 0: nowhere",
-    )
-    what = found.add_subparsers(dest="what", metavar="report|check|chaos")
-    told = what.add_parser("report", help="what befell a run", description="The events of a run, by time.")
+    what = found.add_subparsers(dest="what", metavar="report|check")
+    told = what.add_parser("report", help="the history of a run", description="The events of a run, by time.")
     told.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="the run's folder")
     checked = what.add_parser(
-        "check", help="what is wrong with this node", description="The check before a start."
+        "check", help="the faults of this node", description="The check before a start."
     )
     checked.add_argument("--devices", type=whole, metavar="N", help="how many there should be")
     checked.add_argument("--workdir", type=cli.path, metavar="DIR", help="whose storage is tried")
-    chaotic = what.add_parser(
-        "chaos", help="hurts a small run, and tells how it fared", description=chaos.__doc__
-    )
-    chaotic.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="a new folder")
-    chaotic.add_argument("--minutes", type=cli.number(float, 0.1), default=10.0, metavar="N", help="10")
-    chaotic.add_argument("--seed", type=cli.number(int, 0), default=0, metavar="N", help="of the order; 0")
     return found
 
 
 def supervise(args: argparse.Namespace, training: list[str]) -> int:
     """Runs the training under this node's agent."""
-    place = standing.find(os.environ, args.coordinator, args.agents, args.agent)
+    place = find_agent_place(os.environ, args.coordinator, args.agents, args.agent)
     agents = place.count if place else 1
     nodes = args.nodes or agents
     if nodes > agents:
         raise UserError(f"--nodes={nodes} are more than there are agents ({agents}); start one on each node")
     if (args.min_nodes or nodes) > nodes:
         raise UserError(f"--min_nodes={args.min_nodes} is more than --nodes={nodes}")
-    gpus = standing.gpus(os.environ)
+    gpus = machine.gpus(os.environ)
     processes = args.processes or len(gpus) or 1
     workdir = workdir_of(training)
     if place is None or place.index == 0:  # an agent beside another one would add its own to the run's events
-        lock.require_free(workdir)
+        claims.require_free(workdir)
     join = multihost.seconds_of(multihost.JOIN)
     tried = args.check == "always" or (args.check is None and bool(gpus))
     rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, join, processes, tried)
     patience = args.patience if args.patience is not None else PATIENCE * (agents > 1)
-    told = args.command, args.webhook, args.metrics_port
-    plan = Plan(rules, workdir, processes, args.exclude_stragglers, patience, *told)
+    plan = Plan(rules, workdir, processes, args.exclude_stragglers, patience, args.command)
     command = [sys.executable, "-m", "experiments.pretrain", *training]
     return agent.run(
         plan,
-        Task(command, workdir, processes, standing.time_outs(patience)),
+        Task(command, workdir, processes, machine.time_outs(patience)),
         place,
         multihost.seconds_of(multihost.HEARTBEAT),
     )
@@ -161,26 +143,12 @@ def report(workdir: Path) -> int:
         words = [event.node, who, event.seen, event.concluded, event.done, took]
         if event.kind != "spent":
             print(f"{when}  {event.kind:<12}{'; '.join(filter(None, words))}")
-    print(f"\n{supervised.report(workdir)}", end="")
+    print(f"\n{account_text(accounts.of(found))}\nReport: {write_report(workdir)}")
     return cli.DONE
 
 
-def hurt(folder: Path, minutes: float, seed: int) -> int:
-    """Tells of each fault as it is done, then the table; 1 where one was not found, or bits differ."""
-    say = functools.partial(print, flush=True)
-    found = chaos.Chaos(folder, seed, say)
-    code = found.run(minutes)
-    say("a run that is left alone, for its bits")
-    same, step = found.same_bits()
-    say(f"its checkpoint of step {step} {'has the same bits' if same else 'DIFFERS'}")
-    table = [*found.table(), "", f"checkpoint of step {step}: {'the same bits' if same else 'other bits'}"]
-    (folder / "chaos.md").write_text("\n".join(table) + "\n")
-    say("\n".join(table))
-    return cli.DONE if same and found.well() and code == PREEMPTED else 1
-
-
 def check(devices: int | None, workdir: Path | None) -> int:
-    """Prints what is wrong with this node."""
+    """Prints the faults of this node."""
     found = preflight.check(devices, workdir)
     for finding in found:
         device = f"{finding.device}: " if finding.device else ""

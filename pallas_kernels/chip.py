@@ -8,7 +8,7 @@ does not take part. So nothing asks the machine while it traces. Who builds a pr
         ...                                     # inside the traced function, or around the call of one
 
 The name is a part of `jax.jit`'s cache key, so that a function is traced anew for another chip; it reaches the backward
-passes of `custom_vjp`, and the bodies of loops, of `jax.checkpoint` and of `shard_map`. Where nobody names a chip it is
+passes of `custom_vjp`, and the bodies of loops, of `jax.checkpoint` and of `shard_map`. Where no chip is named it is
 that of the mesh around, and otherwise the device on which JAX puts arrays by default.
 """
 
@@ -30,9 +30,12 @@ OPERATORS: tuple[str, ...] = (
     "residual_norm",
 )
 
+# AMD's chips by parts of their names, for devices that do not say their architecture: an abstract mesh's, absent ones.
+ARCHITECTURES = {"MI2": "gfx90a", "MI300": "gfx942", "MI308": "gfx942", "MI325": "gfx942", "MI35": "gfx950"}
+
 
 class Chip(NamedTuple):
-    """A kind of device, in JAX's words."""
+    """A kind of device, in JAX's words; AMD's by their architecture."""
 
     platform: str  # "cpu"; "gpu", "cuda" or "rocm"
     kind: str  # "NVIDIA H200", "gfx942"
@@ -78,10 +81,12 @@ def making(chip: Chip) -> AbstractContextManager[None]:
 
 
 def made_for(where: Mesh | AbstractMesh | Any) -> Chip:
-    """The chip that somebody around has named, otherwise that of a mesh, or of the arrays of a tree."""
+    """The chip that the code around has named, otherwise that of a mesh, or of the arrays of a tree."""
     if _named.value is not None:
         return _named.value
-    return (_of_mesh(where) or current()) if isinstance(where, Mesh | AbstractMesh) else holding(where)
+    if isinstance(where, Mesh):  # its devices know more of themselves than the abstract mesh inside a program
+        return chip_of(where.devices.flat[0])
+    return (_of_mesh(where) or current()) if isinstance(where, AbstractMesh) else holding(where)
 
 
 def holding(tree: Any) -> Chip:
@@ -111,13 +116,17 @@ def choose[Implementation](offered: Mapping[str, Implementation]) -> Implementat
 
 def chip_of(device: Any) -> Chip:
     """The chip that a device is, also one of an abstract mesh."""
-    # ROCm's devices are called by their makers' names; what they can do is said by the architecture.
-    architecture = str(getattr(device, "compute_capability", ""))
-    return Chip(device.platform, architecture if architecture.startswith("gfx") else device.device_kind)
+    # ROCm's devices bear product names ("AMD Instinct MI300X"); what they can do is said by the architecture.
+    kind = device.device_kind
+    said = str(getattr(device, "compute_capability", "")).split(":")[0]
+    if said.startswith("gfx"):
+        return Chip(device.platform, said)
+    named = (architecture for name, architecture in ARCHITECTURES.items() if name in kind)
+    return Chip(device.platform, next(named, kind) if "AMD" in kind else kind)
 
 
-def _of_mesh(mesh: Mesh | AbstractMesh) -> Chip | None:
-    device = mesh.abstract_mesh.abstract_device
+def _of_mesh(mesh: AbstractMesh) -> Chip | None:
+    device = mesh.abstract_device
     return None if device is None else chip_of(device)
 
 

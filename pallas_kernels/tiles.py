@@ -1,7 +1,6 @@
 """Kernels for GPUs, of Pallas's Triton backend: the one file that knows it.
 
-    tiles.call(body, x, y, name="add", grid=(n,), ins=(tiles.block((64,), lambda i: (i,)), ...), outs=...,
-               out_shapes=...)
+    tiles.call(body, x, y, name="add", grid=(n,), out_shapes=like, work=tiles.Work(flops))
 
 One source serves CUDA (sm_90) and ROCm (gfx942, gfx950). JAX calls this backend deprecated and has no other one for
 AMD, so bodies are kept to what any tiled language has: loads and stores of tiles, products, reductions, loops. A
@@ -14,7 +13,7 @@ the bytes that it moves where these are not its operands and results, each once.
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,29 +32,42 @@ Masks = tuple[jax.Array | None, jax.Array | None]  # of a matrix' rows and colum
 WHOLE = pl.BlockSpec()  # of an operand that the body indexes by itself
 
 
+class Work(NamedTuple):
+    """What a kernel computes and moves, for those who read the compiled program."""
+
+    flops: float = 0.0
+    most: float | None = None  # where a caller may know better than `flops` (`loops.visiting`)
+    moved: tuple[float, float] | None = None  # bytes read and written; None: operands and results, each once
+
+    @property
+    def scope(self) -> str:
+        said = f"flops={self.flops:g}" + (f"of{self.most:g}" if self.most else "")
+        return said if self.moved is None else f"{said},reads={self.moved[0]:g},writes={self.moved[1]:g}"
+
+
+NOTHING_SAID = Work()
+
+
 def call(
     body: Callable,
     *arrays: jax.Array,
     name: str,
     grid: tuple[int, ...],
-    ins: Sequence[Any],
-    outs: Any,
     out_shapes: Any,
-    flops: float = 0,
-    of: float | None = None,
-    moved: tuple[float, float] | None = None,
+    work: Work = NOTHING_SAID,
     warps: int = 4,
     stages: int = 1,
     aliases: Mapping[int, int] | None = None,
+    blocks: tuple[Sequence[Any], Any] | None = None,
 ) -> Any:
     """Runs `body` for each point of the grid, of at most three dims; see `jax.experimental.pallas.pallas_call`.
 
-    `flops` are at most `of` so many where a caller may know better (`loops.visiting`), `moved` the bytes read and
-    written, `aliases` the operands whose place results take.
+    `aliases` are the operands whose place results take. A body indexes operands and results itself, unless `blocks`
+    cut them up.
     """
-    said = f"flops={flops:g}" + (f"of{of:g}" if of else "")
-    said += "" if moved is None else f",reads={moved[0]:g},writes={moved[1]:g}"
-    with jax.named_scope(said):
+    outs = WHOLE if hasattr(out_shapes, "shape") else [WHOLE] * len(out_shapes)
+    ins, outs = blocks or ([WHOLE] * len(arrays), outs)
+    with jax.named_scope(work.scope):
         return pl.pallas_call(
             body,
             out_shape=out_shapes,
@@ -70,9 +82,9 @@ def call(
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """An array that nobody has written yet. Its numbers are any; interpreted, NaN."""
+    """An unwritten array. Its numbers are any; interpreted, NaN."""
     like = jax.ShapeDtypeStruct(shape, dtype)
-    return call(lambda out: None, name="empty", grid=(1,), ins=[], outs=WHOLE, out_shapes=like, moved=(0, 0))
+    return call(lambda out: None, name="empty", grid=(1,), out_shapes=like, work=Work(moved=(0, 0)))
 
 
 def power(number: int) -> int:
@@ -80,8 +92,17 @@ def power(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+def steps(number: int) -> jax.Array:
+    """0, 1, 2 .. of so many."""
+    return jax.lax.iota(jnp.int32, number)
+
+
 def within(start: jax.Array, size: int, length: int) -> tuple[jax.Array, jax.Array | None]:
-    """The places of a stretch of a dim of this length, and which of them there are; None: all, since it divides it."""
+    """The places of a stretch that begins within a dim of this length, and which of them exist.
+
+    None: all of them, since stretches of this size divide the dim. One that begins behind the end would go unmasked:
+    grids and loops stop there, at `-(-length // size)`.
+    """
     places = start + jnp.arange(size, dtype=jnp.int32)
     return places, None if length % size == 0 else places < length
 
@@ -98,7 +119,7 @@ def take(
 def put(
     ref: Any, x: jax.Array, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None)
 ) -> None:
-    """Writes a matrix likewise; of rows and columns that are not `own`, nothing.
+    """Writes a matrix in the same way; of rows and columns that are not `own`, nothing.
 
     Interpreted, rows that are not have to lie past the array's end: their old numbers would be written over new ones.
     """

@@ -34,9 +34,6 @@ ARROWS = {
     "zaya_jax.config": ("zaya_jax.config", "pallas_kernels.chip"),
     "zaya_jax.model": ("zaya_jax.config", "zaya_jax.model", "pallas_kernels"),
     "zaya_jax.parallel": ("zaya_jax.config", "zaya_jax.model", "zaya_jax.parallel", "pallas_kernels"),
-    # The library's object trains as the program does, and finds configs by their names; nothing imports these two.
-    "zaya_jax.library": ("experiments.pretrain", "zaya_jax", "pallas_kernels"),
-    "zaya_jax.given": ("experiments.configs", "zaya_jax", "pallas_kernels"),
     "zaya_jax": ("zaya_jax", "pallas_kernels"),
     "pallas_kernels": ("pallas_kernels",),
     "experiments": ("experiments", "zaya_jax", "pallas_kernels"),
@@ -100,6 +97,7 @@ OPTIONS = {
             "stop",
             "seed",
             "step",
+            "mesh",
         ]
     },
     "plan": {"": ["config", "cluster", "devices", "out", "at_once", "figures", "mtbf_hours", "search"]},
@@ -123,7 +121,7 @@ OPTIONS = {
     },
     "pretrain": {"": ["config", "workdir", "describe", "coordinator", "num_processes", "process_id"]},
     # A name in capitals is an argument without dashes.
-    "report": {"": ["RUN", "out", "serve"]},
+    "report": {"": ["RUN", "out"]},
     "supervise": {
         "": [
             "processes",
@@ -137,19 +135,15 @@ OPTIONS = {
             "agents",
             "agent",
             "command",
-            "webhook",
-            "metrics_port",
         ],
-        "chaos": ["workdir", "minutes", "seed"],
         "check": ["devices", "workdir"],
         "report": ["workdir"],
     },
 }
 
-# Run in a process of its own: absl's flags are global. Prints {subcommand: options} of a program without running it.
+# Prints {subcommand: options} of a program without running it.
 TELL_OPTIONS = """
 import argparse, importlib, json, sys
-from absl import flags
 
 class Stop(BaseException):
     pass
@@ -168,17 +162,12 @@ def of(parser, name=""):
     return ({name: options} if options or not found else {}) | found
 
 program = importlib.import_module(sys.argv[1])
-defined = flags.FLAGS.flags_by_module_dict().items()
-ours = [f.name for module, fs in defined if module.startswith(("experiments", "zaya_jax")) for f in fs]
-if ours:
-    found = {"": ours}
-else:
-    argparse.ArgumentParser.parse_known_args = stop
-    try:
-        program.main()
-        raise SystemExit("neither absl flags nor an argparse parser")
-    except Stop as stopped:
-        found = of(stopped.args[0])
+argparse.ArgumentParser.parse_known_args = stop
+try:
+    program.main()
+    raise SystemExit("it has no parser")
+except Stop as stopped:
+    found = of(stopped.args[0])
 print(json.dumps({command: sorted(options) for command, options in found.items()}))
 """
 
@@ -223,7 +212,9 @@ def modules() -> list[tuple[str, Path]]:
 
 def texts() -> list[tuple[str, str]]:
     """Every text file that belongs to the project, by its path."""
-    files = [path for path in ROOT.iterdir() if path.is_file()]
+    files = [
+        path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"
+    ]  # a worktree has a file
     files += [path for room in (*ROOMS, *PACKAGES) for path in (ROOT / room).rglob("*") if path.is_file()]
     found = []
     for path in files:
@@ -263,7 +254,7 @@ def test_packages_import_each_other_in_no_circle():
 
 
 LIBRARY = ("zaya_jax.library", "zaya_jax.functions", "zaya_jax.given")
-ABOVE = ("zaya_jax.evaluate", "experiments.evaluate")  # which no other part imports
+ABOVE = ("zaya_jax.evaluate", "experiments.evaluate", "experiments.generate")  # which no other part imports
 
 
 def test_nothing_but_evaluation_imports_the_library():
@@ -423,17 +414,12 @@ def test_the_options_of_every_program_are_frozen():
     assert not [o for commands in told.values() for found in commands.values() for o in found if "-" in o]
 
 
-def test_only_a_program_with_a_config_has_flags():
-    """ml_collections' config flag is absl's; every other program has one parser, `cli.Parser`."""
-    with_flags = [path.stem for path in (ROOT / "experiments").glob("*.py") if "absl" in path.read_text()]
-    assert sorted(with_flags) == ["compile", "plan", "pretrain"]
-
-
 def test_files_that_the_documents_name_are_there():
     named = re.compile(
         r"\b(?:tests|zaya_jax|benchmarks|experiments|pallas_kernels|launch|tools)/[\w/]+\.(?:py|md|svg|png|sh)"
     )
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    pages.remove(ROOT / "docs" / "promises.md")  # names tests by their place under tests/; held below
     gone = {
         f"{page.name}: {name}"
         for page in pages
@@ -441,3 +427,12 @@ def test_files_that_the_documents_name_are_there():
         if not (ROOT / name).exists()
     }
     assert not gone
+
+
+def test_every_promise_names_the_test_that_holds_it():
+    page = (ROOT / "docs" / "promises.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| ") and line != "| promise | test |"]
+    named = {row: re.findall(r"`([\w/]+(?:\.py|/))`", row.rsplit("|", 2)[1]) for row in rows}
+    assert len(rows) > 60 and len(page.encode()) <= 16 * 1024
+    assert not [row for row, tests in named.items() if not tests]
+    assert not {test for tests in named.values() for test in tests if not (ROOT / "tests" / test).exists()}

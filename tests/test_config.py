@@ -77,7 +77,7 @@ def test_every_key_says_what_it_may_be_and_what_it_means():
 def test_every_number_refuses_what_is_none_and_what_is_outside(case):
     cls, field = case
     path, (least, greatest) = path_of(cls, field), field.metadata["range"]
-    beyond = [least - 1, 2 * greatest + 1, -1e300, 1e300, 10**400, -(10**5000)]
+    beyond = [least - 1, 2 * greatest + 1, -1e300, 1e300]
     for value in [math.nan, math.inf, -math.inf, *beyond, "1", True, [1], {}]:
         refusal(path, value)
 
@@ -126,10 +126,6 @@ def test_what_the_refusal_says(path, value, says):
     assert says in str(caught.value) and len(str(caught.value)) < 300
 
 
-def test_an_integer_too_long_to_print():
-    assert "an integer of 16610 bits" in refusal("log.sample_prompt", 10**5000)
-
-
 @pytest.mark.parametrize("given", [None, 3, [], "tiny", config.Model])
 def test_what_is_no_config_is_said(given):
     with pytest.raises(config.UserError, match="a group of keys"):
@@ -146,15 +142,6 @@ def test_defaults_and_records_pass():
 def test_what_must_be_as_it_is_is_declared_so():
     assert only_value(config.Model.__dataclass_fields__["tie_word_embeddings"]) is True
     assert "it must be True" in refusal("model.tie_word_embeddings", False)
-
-
-def test_a_name_with_slashes_is_no_longer_than_one_without():
-    cfg = config.default()
-    cfg.schedule.phases = (config.Phase(name="x/" * 200, tokens=1),)
-    with pytest.raises(config.UserError, match=r"phases\[0\].name=.* is too long for a name"):
-        config.check(cfg)
-    cfg.schedule.phases = (config.Phase(name="x/" * 100, tokens=1),)
-    config.check(cfg)
 
 
 def test_kernels_are_named_by_their_operators():

@@ -29,76 +29,9 @@ SHELLS = (
 )
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")  # no wheel of it on aarch64
 
+
 # The part of the API that the template uses: a dict's keys are all required unless marked with "?", and no others are
 # known; [x] is a list of x, at least one; a type, a tuple of types or a set of values is itself.
-LIMITS = {"amd.com/gpu": int, "amd.com/nic": int, "cpu": str, "memory": str}
-VARIABLE = {
-    "name": str, "value?": str, "valueFrom?": {"fieldRef": {"fieldPath": str}},
-}  # fmt: skip
-CONTAINER = {
-    "name": str, "image": str, "workingDir": str, "command": [str], "env": [VARIABLE],
-    "securityContext": {"capabilities": {"add": [str]}}, "resources": {"limits": LIMITS},
-    "volumeMounts": [{"name": str, "mountPath": str}],
-}  # fmt: skip
-POD = {
-    "restartPolicy": {"Never"}, "terminationGracePeriodSeconds": int, "hostNetwork": bool,
-    "dnsPolicy": {"ClusterFirstWithHostNet"}, "containers": [CONTAINER],
-    "volumes": [
-        {
-            "name": str,
-            "persistentVolumeClaim?": {"claimName": str},
-            "emptyDir?": {"medium": {"Memory"}, "sizeLimit": str},
-        }
-    ],
-}  # fmt: skip
-JOB = {
-    "completionMode": {"Indexed"}, "parallelism": int, "completions": int, "backoffLimit": int,
-    "podFailurePolicy": {
-        "rules": [
-            {"action": {"FailJob"}, "onExitCodes": {"containerName": str, "operator": {"In"}, "values": [int]}}
-        ]
-    },
-    "template": {"spec": POD},
-}  # fmt: skip
-JOBSET = {
-    "apiVersion": {"jobset.x-k8s.io/v1alpha2"}, "kind": {"JobSet"}, "metadata": {"name": str},
-    "spec": {
-        "network": {"enableDNSHostnames": bool, "publishNotReadyAddresses": bool},
-        "failurePolicy": {
-            "maxRestarts": int,
-            "rules": [
-                {
-                    "name": str,
-                    "action": {"FailJobSet", "RestartJobSet"},
-                    "onJobFailureReasons": [{"PodFailurePolicy", "BackoffLimitExceeded", "DeadlineExceeded"}],
-                }
-            ],
-        },
-        "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": JOB}}],
-    },
-}  # fmt: skip
-
-
-def misfits(value, shape, path="jobset"):
-    """Where a value is not of its shape."""
-    if isinstance(shape, dict):
-        if not isinstance(value, dict):
-            return [f"{path} is no mapping"]
-        known = {name.rstrip("?"): below for name, below in shape.items()}
-        found = [f"{path}.{name} is missing" for name in shape if name[-1] != "?" and name not in value]
-        found += [f"{path}.{name} is unknown" for name in value.keys() - known.keys()]
-        both = value.keys() & known.keys()
-        return found + [
-            m for name in sorted(both) for m in misfits(value[name], known[name], f"{path}.{name}")
-        ]
-    if isinstance(shape, list):
-        if not isinstance(value, list) or not value:
-            return [f"{path} is no list, or empty"]
-        return [m for i, item in enumerate(value) for m in misfits(item, shape[0], f"{path}[{i}]")]
-    fits = value in shape if isinstance(shape, set) else type(value) is shape
-    return [] if fits else [f"{path}={value!r} is not {shape}"]
-
-
 @pytest.fixture(scope="module")
 def jobset():
     return yaml.safe_load((LAUNCH / "jobset.yaml").read_text())
@@ -119,12 +52,6 @@ def test_the_projects_shells_parse_and_lint(path):
         pytest.skip("there is no wheel of shellcheck for aarch64: install the system's")
     linted = subprocess.run([found, path], capture_output=True, text=True)
     assert linted.returncode == 0, linted.stdout
-
-
-def test_the_jobset_has_its_shape(jobset):
-    assert misfits(jobset, JOBSET) == []
-    jobset = yaml.safe_load((LAUNCH / "jobset.yaml").read_text().replace("backoffLimit: 0", "backofLimit: 0"))
-    assert len(misfits(jobset, JOBSET)) == 2
 
 
 def test_the_jobset_names_its_parts_consistently(jobset):
@@ -342,6 +269,7 @@ def test_slurm_starts_an_agent_on_each_node(tmp_path, variables, options):
     said = subprocess.run(
         command, env=environ, capture_output=True, text=True, timeout=30
     ).stdout.splitlines()
+    assert "--wait=0" in said  # else a spare that is lost has srun kill the healthy run
     assert "--ntasks-per-node=1" in said and said[-1] == "OMP_NUM_THREADS=16"
     given = said[said.index("experiments.supervise") + 1 : -1]
     assert given == ["--processes=8", *options, "--", "--config=x", "--workdir=a b"]

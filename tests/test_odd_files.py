@@ -9,52 +9,40 @@ import stat
 import pytest
 
 from zaya_jax import cli
-from zaya_jax.checkpoint import look, seal, times
+from zaya_jax.checkpoint import seal, times
 from zaya_jax.cluster import leaving
 from zaya_jax.config import UserError, files
 from zaya_jax.config.fields import parse_json
 from zaya_jax.data import storage, tokenizers
 from zaya_jax.pytorch import hf, tensor_files
 
-DEEP = ["[" * 100_000, '{"a":' * 100_000, "[" * 3000 + "9" * 5000]
 
-
-@pytest.mark.parametrize("text", DEEP)
+@pytest.mark.parametrize("text", ["[" * 100_000, "[" * 3000 + "9" * 5000])
 def test_json_that_no_parser_reads(tmp_path, text):
     for parse in (parse_json, lambda t: seal.parse(t.encode()), lambda t: seal.unsigned(t.encode())):
         with pytest.raises(ValueError, match=r"^[^\n]*$"):
             parse(text)
-    (tmp_path / "config.json").write_text(text)
-    (tmp_path / "tokenizer.json").write_text(text)
     header = text.encode()
+    (tmp_path / "tokenizer.json").write_text(text)
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     (tmp_path / times.TIMES).write_text('{"kind": ' + text)
-    for read in (
-        lambda: hf.read_json(tmp_path / "config.json"),
-        lambda: tokenizers.load(tmp_path),
-        lambda: tensor_files.TensorFile(tmp_path / "x.safetensors"),
-    ):
+    for read in (tokenizers.load, hf.read_json, tensor_files.TensorFile):
         with pytest.raises(UserError):
-            read()
+            read(tmp_path / ("x.safetensors" if read is tensor_files.TensorFile else "tokenizer.json"))
     assert times.read(tmp_path) == {}
 
 
 def test_pipes_are_not_waited_for(tmp_path):
-    for name in ("config.json", "tokenizer.json", times.TIMES, "zaya_tokenizer.json"):
+    for name in ("tokenizer.json", times.TIMES):
         os.mkfifo(tmp_path / name)
     with pytest.raises(files.Irregular, match="no regular file"):
-        files.read(tmp_path / "config.json")
-    for read in (
-        lambda: hf.read_json(tmp_path / "config.json"),
-        lambda: tokenizers.load(tmp_path / "tokenizer.json"),
-    ):
+        files.read(tmp_path / "tokenizer.json")
+    for read in (tokenizers.load, hf.read_json):
         with pytest.raises(UserError, match="no regular file"):
-            read()
+            read(tmp_path / "tokenizer.json")
     assert times.read(tmp_path) == {}
     with pytest.raises(OSError, match="No such device or address"):
         files.appending(tmp_path / times.TIMES)
-    with pytest.raises(UserError, match="has no checkpoint"):
-        look.steps_text(tmp_path)
 
 
 def test_a_device_is_not_replaced_and_what_a_link_names_stays(tmp_path):

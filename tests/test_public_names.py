@@ -17,16 +17,8 @@ NAMES = [
     "config", "create", "init", "load", "loss", "scores", "train",
 ]  # fmt: skip
 OF_A_MODEL = [
-    "generate",
-    "logits",
-    "loss",
-    "loss_and_grads",
-    "on_one_device",
-    "save",
-    "scores",
-    "to_hf",
-    "trace",
-]
+    "continued", "generate", "logits", "loss", "loss_and_grads", "on_one_device", "save", "scores", "to_hf", "trace",
+]  # fmt: skip
 OF_A_TRACE = ["logits", "hidden_states", "router_probs", "choices", "attention"]
 
 

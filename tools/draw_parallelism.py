@@ -1,8 +1,10 @@
-"""Draws who holds what and what moves when, for docs/parallelism.md: python tools/draw_parallelism.py
+"""Draws the contents of each device and the traffic between devices, for docs/parallelism.md.
 
-What each device holds is not drawn by hand: it is read from the shardings that a run with this mesh has (the rules for
-weights, the batch's layout with its zig-zag, the optimizer's buckets). What moves is told beside it, in the order of a
-layer's forward pass, then backward, then the update; the tests read the same from compiled programs.
+    python tools/draw_parallelism.py
+
+The contents are not drawn by hand: they are read from the shardings of a run with this mesh (the rules for weights, the
+batch's layout with its zig-zag, the optimizer's buckets). The traffic is listed beside them, in the order of a layer's
+forward pass, then backward, then the update; the tests read the same from compiled programs.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A small chat set from Python itself: what the parameters of the standard library's functions are.
+"""Makes a small chat set from Python itself: questions about the parameters of the standard library's functions.
 
     python tools/example_chats.py chats.jsonl
 

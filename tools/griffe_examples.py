@@ -1,4 +1,4 @@
-"""What a docstring shows with >>> is shown as code: Markdown would take it for three quotations in each other."""
+"""Shows the >>> examples of docstrings as code: Markdown would take them for three nested quotations."""
 
 import re
 

@@ -1,8 +1,8 @@
-"""What mkdocs needs to make a site of pages that are written for the repository: files outside docs/, links to them.
+"""Lets mkdocs make a site of pages that are written for the repository: adds files outside docs/, and links to them.
 
 Pages of benchmarks/ and some others lie in the site under their path in the repository, those of docs/ without "docs/".
 A link to any other text file leads to a page with its text, so that the site is whole without a repository's address.
-A link to what is not there is a warning, which strict mode makes an error.
+A link to a missing file is a warning, which strict mode turns into an error.
 """
 
 import logging
@@ -64,7 +64,7 @@ def targets(file: File) -> list[str]:
 
 
 def repository_path(file: File, link: str) -> str | None:
-    """What a page's link names, from the repository's root; None for an address, or a page made here."""
+    """The target of a page's link, from the repository's root; None for an address, or a page made here."""
     if re.match(r"[a-z]+:", link) or file.src_uri.startswith("source/"):
         return None
     return posixpath.normpath(posixpath.join(posixpath.dirname(source_path(file)), link))
@@ -93,5 +93,5 @@ def source_page(path: Path) -> str:
 
 
 def outside_code(markdown: str, change: Callable[[str], str]) -> str:
-    """A page with what is no code changed."""
+    """A page whose text outside code is changed."""
     return "".join(part if CODE.fullmatch(part) else change(part) for part in CODE.split(markdown))

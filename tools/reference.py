@@ -2,19 +2,16 @@
 
     python -m tools.reference > docs/programs.md
 
-A test holds that the page is what this makes. Run it in a process of its own: absl's flags are global.
+A test holds that the page is what this makes.
 """
 
 import argparse
 import importlib
-import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
-
-from absl import flags
 
 ROOT = Path(__file__).resolve().parent.parent
 INTRODUCTION = """\
@@ -45,21 +42,19 @@ def names() -> list[str]:
     return sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py"))
 
 
-def parser_of(name: str) -> argparse.ArgumentParser | None:
-    """The parser of a program; None of one with flags. It is taken where the program would parse with it."""
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """The parser of a program, taken where the program would parse with it."""
 
     def stop(parser, *_):
         raise _Found(parser)
 
     program = importlib.import_module(f"experiments.{name}")
-    if isinstance(getattr(program, "CONFIG", None), flags.FlagHolder):
-        return None
     with mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop):
         try:
             program.main()
         except _Found as found:
             return found.args[0]
-    raise AssertionError(f"experiments.{name} has neither flags nor a parser")
+    raise AssertionError(f"experiments.{name} has no parser")
 
 
 def page() -> str:
@@ -69,8 +64,7 @@ def page() -> str:
         parser = parser_of(name)
         program = sys.modules[f"experiments.{name}"]
         parts.append(f"\n## {name}\n\n{_about(program.__doc__ or '')}")
-        tables = list(_of_parser(parser)) if parser else [("", _of_flags(program))]
-        for command, options in tables:
+        for command, options in _of_parser(parser):
             if command:
                 parts.append(f"\n### {name} {command}\n")
             if options:
@@ -111,22 +105,6 @@ def _of_parser(parser: argparse.ArgumentParser, command: str = "") -> Iterator[t
     yield from below
 
 
-def _of_flags(program) -> list[Option]:
-    ours = [
-        flag
-        for module, found in flags.FLAGS.flags_by_module_dict().items()
-        if module == program.__name__ or module.startswith("zaya_jax")
-        for flag in found
-    ]
-    options = []
-    for flag in ours:
-        value = "" if flag.boolean else f"={'FILE' if flag.name == 'config' else flag.name.upper()}"
-        options.append(Option(f"--{flag.name}{value}", _default(flag.default), _cell(flag.help)))
-    for flag in ours:  # the next program defines its own of these names
-        delattr(flags.FLAGS, flag.name)
-    return options
-
-
 def _default(value: object) -> str:
     if value is None or value is False or value == [] or value is argparse.SUPPRESS:
         return ""
@@ -134,9 +112,8 @@ def _default(value: object) -> str:
 
 
 def _cell(text: str) -> str:
-    """On one line, without the bar that would end a cell; absl puts a flag's choices before its meaning."""
-    text = re.sub(r"^<(.*?)>: ", r"\1: ", " ".join(text.split()))
-    return text.replace("%%", "%").replace("|", " or ").replace("<", "&lt;")
+    """On one line, without the bar that would end a cell."""
+    return " ".join(text.split()).replace("%%", "%").replace("|", " or ").replace("<", "&lt;")
 
 
 if __name__ == "__main__":

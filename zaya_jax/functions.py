@@ -22,10 +22,10 @@ from pallas_kernels import chip
 from pallas_kernels.attention import MASKED, softmax_scale
 from pallas_kernels.attention.reference import mask_of
 from pallas_kernels.cross_entropy import chunk_rows
-from zaya_jax.config import Config, Optim
+from zaya_jax.config import Config
 from zaya_jax.config import Mesh as Sizes
 from zaya_jax.model import zaya
-from zaya_jax.model.placement import Devices, Kept, Placement
+from zaya_jax.model.placement import Devices, Kept, Placement, Rows
 from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.context import natural, zigzag
@@ -101,10 +101,8 @@ def forward(
 
     def run(params, balance, batch):
         params = whole_outside(params, axes) if spread.fsdp else params
-        out = zaya.apply(
-            model, params, balance, batch["tokens"], precision=precision, segments=batch["segment_ids"],
-            positions=batch["positions"], devices=devices, trace=trace,
-        )  # fmt: skip
+        rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
+        out = zaya.apply(model, params, balance, rows, precision=precision, devices=devices, trace=trace)
         found = {"logits": zaya.logits(model, params, out.hidden, precision)}
         like = (model.num_hidden_layers, *batch["tokens"].shape, -1)
         for name in ("hidden_states", "router_logits"):  # a cut sequence's chunks are rows inside
@@ -138,7 +136,8 @@ def loss(
     shifted: bool = False,
     mesh: Mesh | None = None,
 ) -> Float[Array, ""]:
-    """Mean cross entropy in nats. Labels stand at their own tokens, as ids do; -100 counts for nothing.
+    """Mean cross entropy in nats, without `optim.z_loss`. Labels stand at their own tokens, as ids do; -100 counts for
+    nothing.
 
     With `shifted` a label stands at the token before it, as a training batch's targets do. Without, the label of a
     segment's first token counts for nothing.
@@ -148,7 +147,8 @@ def loss(
     True
     """
     spread = _spread(config, mesh)
-    loss_fn = make_loss(config, config.model, spread)
+    plain = dataclasses.replace(config, optim=dataclasses.replace(config.optim, z_loss=0.0))
+    loss_fn = make_loss(plain, config.model, spread)
 
     def run(params, balance, batch):
         total = jnp.sum(batch["loss_mask"])
@@ -190,10 +190,8 @@ def scores(
 
     def run(params, balance, batch):
         params = whole_outside(params, axes) if spread.fsdp else params
-        out = zaya.apply(
-            model, params, balance, batch["tokens"], precision=precision, segments=batch["segment_ids"],
-            positions=batch["positions"], devices=Over(spread),
-        )  # fmt: skip
+        rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
+        out = zaya.apply(model, params, balance, rows, precision=precision, devices=Over(spread))
         hidden, wanted = out.hidden.reshape(-1, model.hidden_size), batch["targets"].reshape(-1)
         chunk = max(chunk_rows(len(wanted), model.vocab_size), 1)
         pad = -len(wanted) % chunk
@@ -324,7 +322,6 @@ def essence(config: Config, mesh: Mesh | None) -> Config:
         precision=config.precision,
         kernels=config.kernels,
         remat=config.remat,
-        optim=Optim(z_loss=config.optim.z_loss),
         mesh=Sizes() if mesh is None else config.mesh,
     )
 

@@ -1,15 +1,12 @@
-"""Continuing texts: what `zaya_jax.model.decode` does with ids, with a tokenizer before and behind it.
+"""Continuing texts: `zaya_jax.model.decode` continues ids, and a tokenizer stands before and behind it.
 
-Text comes as soon as it is settled: a part of a character waits for the rest, and so does what may be the beginning of
-a stop string. A text ends before its stop string, at the tokenizer's end of document, or with its number of tokens.
+Text comes as soon as it is settled: a part of a character waits for the rest, and so does a possible beginning of a
+stop string. A text ends before its stop string, at the tokenizer's end of document, or with its number of tokens.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
-import jax
-
-from zaya_jax.config import Model, Precision, UserError, shown
+from zaya_jax.config import UserError, shown
 from zaya_jax.data import chat
 from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
 from zaya_jax.model import decode
@@ -18,31 +15,17 @@ CHARACTER = 4  # tokens of one character at most: its bytes in UTF-8
 
 
 def stream(
-    model: Model,
-    params: dict,
-    balance: jax.Array,
+    rows: decode.Generation,
     tokenizer: Tokenizer,
     prompts: Sequence[Sequence[int]],
-    num_tokens: int,
-    precision: Precision = Precision(),
-    *,
     stop: Sequence[str] = (),
-    ends: Iterable[int] = (),
     follows: bool = True,
-    began: Callable[[decode.Generation], None] = lambda rows: None,
-    **options: Any,
 ) -> Iterator[list[str]]:
-    """The text that each row gains, as it comes; prompts are ids.
+    """The text that each row gains, as it comes; `prompts` are the ids that `rows` continues.
 
-    `ends` are further ids that end a row, beside the tokenizer's eos_id; `began` is called when the prompts are read,
-    and other options are those of `decode.Generation`. Without `follows` a row's text is one of its own, as an answer
-    is, and does not go on from its prompt.
+    Without `follows` a row's text stands alone, as an answer does, and does not go on from its prompt.
     """
-    Text(tokenizer, stop)  # a wrong stop is said before the prompts are read
-    ends = [tokenizer.eos_id, *decode.end_ids(ends)]
-    rows = decode.Generation(model, params, balance, prompts, num_tokens, precision, ends=ends, **options)
     texts = [Text(tokenizer, stop, ids if follows else ()) for ids in prompts]
-    began(rows)
     while not rows.ended:
         new = [text.add(ids) for text, ids in zip(texts, rows.more(), strict=True)]
         for row, text in enumerate(texts):
@@ -52,15 +35,21 @@ def stream(
     yield [text.rest() for text in texts]
 
 
-def generate(*arguments: Any, **options: Any) -> list[str]:
+def generate(
+    rows: decode.Generation,
+    tokenizer: Tokenizer,
+    prompts: Sequence[Sequence[int]],
+    stop: Sequence[str] = (),
+    follows: bool = True,
+) -> list[str]:
     """The whole continuations that `stream` gives piece by piece."""
-    return ["".join(parts) for parts in zip(*stream(*arguments, **options), strict=True)]
+    return ["".join(parts) for parts in zip(*stream(rows, tokenizer, prompts, stop, follows), strict=True)]
 
 
 class Text:
-    """Tokens to text as they come, up to the first stop string, which is no part of it.
+    """Tokens to text as they come, up to the first stop string, which is no part of the text.
 
-    `before` are the ids that the text goes on from: many tokenizers spell a text's first word without its space.
+    `before` are the ids that precede the text: many tokenizers spell a text's first word without its space.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()):
@@ -79,12 +68,12 @@ class Text:
         return self._advance(text if self.stopped else text[: len(text) - self._begun(text)])
 
     def rest(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return "" if self.stopped else self._advance(self._upto_stop(self._tokenizer.decode(self._ids)))
 
     def _upto_stop(self, text: str) -> str:
-        # What is shown already has no beginning of a stop string at its end. Of several the first one to be whole
-        # counts, however many tokens came at once.
+        # The text shown so far has no beginning of a stop string at its end. Of several stop strings the first one to
+        # be whole counts, however many tokens came at once.
         found = [(text.find(stop, len(self._shown)), len(stop)) for stop in self._stop]
         whole = [(place + length, place) for place, length in found if place >= 0]
         self.stopped = bool(whole)
@@ -102,7 +91,7 @@ class Text:
 
 
 def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
-    """The last few ids and their text: as few as are whole characters. Nothing where there are none."""
+    """The last few ids and their text: as few as are whole characters; nothing where no ids are."""
     for count in range(1, min(len(ids), CHARACTER) + 1):
         last = [int(token) for token in ids[-count:]]
         text = tokenizer.decode(last)
@@ -112,18 +101,18 @@ def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
 
 
 class Conversation:
-    """Turns in the format that fine-tuning has (`zaya_jax.data.chat`), as the ids that the next answer continues."""
+    """Turns in fine-tuning's format (`zaya_jax.data.chat`), as the ids that the next answer continues."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._format, self._tokenizer = chat.Format(tokenizer), tokenizer
         self.ids: list[int] = [tokenizer.bos_id]
         end = tokenizer.chat_token("end_turn")
-        # What ends an answer, beside the end of the document: an id, or the mark spelt out where there is none.
+        # An answer ends at this id, beside the end of the document; without such an id, before the mark spelt out.
         self.ends = end if len(end) == 1 else []
         self.stop = [] if len(end) == 1 else [CHAT_TOKENS["end_turn"][0]]
 
     def ask(self, text: str) -> list[int]:
-        """Adds a turn of the user; the ids that the model is to continue with its answer."""
+        """Adds a turn of the user; gives the ids that the model continues with its answer."""
         self.ids += self._format.said(chat.Message("user", "", text))
         return [*self.ids, *self._format.opening("assistant")]
 

@@ -1,8 +1,7 @@
-"""What somebody gives to `zaya_jax.library`: a config, a mesh, a place, arrays. UserError where it will not do."""
+"""What `zaya_jax.library` is given: a config, a mesh, a place, arrays. UserError where one cannot be used."""
 
 import contextlib
 import dataclasses
-import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,42 +14,32 @@ from ml_collections import ConfigDict
 
 from zaya_jax import cli
 from zaya_jax import config as config_lib
-from zaya_jax.checkpoint import places
+from zaya_jax.checkpoint import claims
 from zaya_jax.config import Config, Precision, UserError, fields, shown
 from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.pytorch import hf
 
 type AnyConfig = Config | ConfigDict | Mapping[str, Any] | str | os.PathLike
 type AnyMesh = Mesh | Mapping[str, Any]
 
 
 def config_of(given: AnyConfig) -> Config:
-    """The checked config of whatever holds one."""
+    """The checked config of anything that holds one; a name is that of a file in experiments/configs."""
     if isinstance(given, Config):
         return config_lib.check(config_lib.to_dict(given))
-    if isinstance(given, ConfigDict):
-        return config_lib.check(given)
-    if isinstance(given, Mapping):
-        return config_lib.check(dict(given))
+    if isinstance(given, Mapping | ConfigDict):
+        return config_lib.check(given if isinstance(given, ConfigDict) else dict(given))
     if not isinstance(given, str | os.PathLike):
         raise UserError(
             f"config is {type(given).__name__}; give a ConfigDict, a Config, a config file or its name"
         )
-    from experiments import configs  # their package, for the place alone
-
-    ours = Path(configs.__file__).parent
     name, colon, argument = str(given).partition(":")
-    if name.isidentifier() and (ours / f"{name}.py").is_file():
-        return cli.read_config(f"{ours / name}.py{colon}{argument}")
-    try:
-        cli.find_config(str(given))
-    except UserError:
-        names = ", ".join(sorted(path.stem for path in ours.glob("[a-z]*.py")))
-        raise UserError(
-            f"config={shown(str(given))} is no file, and none of experiments/configs: {names}"
-        ) from None
+    if name.isidentifier() and not Path(name).exists():
+        names = sorted(path.stem for path in cli.SHIPPED.glob("[a-z]*.py"))
+        if name not in names:
+            raise UserError(f"config={shown(name)} is no file, and none of {', '.join(names)}")
+        return cli.read_config(f"experiments/configs/{name}.py{colon}{argument}")
     return cli.read_config(str(given))
 
 
@@ -67,11 +56,8 @@ def placed(config: Config, mesh: AnyMesh | None) -> tuple[Config, Mesh | None]:
         devices = list(mesh.devices.transpose(order).flat)
         given = dataclasses.replace(config.mesh, **sizes)
     elif isinstance(mesh, Mapping):
-        try:
-            given = fields.build(config_lib.Mesh, dict(mesh), "mesh.")
-            fields.check_fields(given, "mesh.")
-        except UserError as error:
-            raise UserError(str(error).replace("config.mesh", "mesh")) from None
+        given = fields.build(config_lib.Mesh, dict(mesh), "mesh.")
+        fields.check_fields(given, "mesh.")
         devices = jax.local_devices()
     else:
         raise UserError(f"mesh is {type(mesh).__name__}; give a jax Mesh, or a dict of axes and sizes")
@@ -95,7 +81,7 @@ def as_begun(config: Config, tokenizer: Path | None) -> Config:
 
 
 def with_dtype(config: Config, dtype: str | None) -> Config:
-    """The config with what matrices multiply in."""
+    """The config whose matrices multiply in this dtype."""
     if dtype is None:
         return config
     exact = dtype == "float32"
@@ -107,11 +93,9 @@ def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
     """FOLDER or FOLDER@STEP, of a folder that is there."""
     check_path("place", place)
     path, _, number = str(place).rpartition("@")
-    if path and number.isdecimal() and not Path(place).is_dir():  # a folder may be called so, too
-        place, step = path, int(number)
-    else:
-        step = None
-    folder = Path(place)
+    folder, step = Path(place), None
+    if path and number.isdecimal() and not folder.is_dir():  # a folder's own name may end so, too
+        folder, step = Path(path), int(number)
     if not folder.is_dir():
         raise UserError(
             f"{place} is no folder; give a run's, FOLDER@STEP, or a directory of transformers' zaya"
@@ -120,24 +104,16 @@ def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
 
 
 def new_folder(directory: str | os.PathLike) -> Path:
-    """A folder that may be made."""
+    """A folder that can be made."""
     check_path("directory", directory)
-    return places.new_folder(directory, "directory")
+    return claims.new_folder(directory, "directory")
 
 
 def check_path(name: str, path: Any) -> None:
-    """UserError for what is no path, or none that there can be."""
+    """UserError for a value that cannot be a path."""
     if not isinstance(path, str | os.PathLike):
         raise UserError(f"{name}={shown(path)} is no path")
     fields.check_path(name, str(path))
-
-
-def is_hf(folder: Path) -> bool:
-    """Whether config.json is as transformers writes it."""
-    try:
-        return "model_type" in hf.read_json(folder / "config.json")
-    except UserError:
-        return False
 
 
 def integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
@@ -155,25 +131,14 @@ def integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np.
 
 def texts(prompt: Any) -> list[str] | None:
     """The prompts where they are texts, one or several; None where they may be ids."""
-    if isinstance(prompt, str):
-        return [prompt]
-    found = prompt.tolist() if isinstance(prompt, np.ndarray) and prompt.ndim == 1 else prompt
-    if not (isinstance(found, list | tuple) and any(isinstance(text, str) for text in found)):
-        return None
-    for number, text in enumerate(found, 1):
-        if not isinstance(text, str):
-            raise UserError(
-                f"prompt {number} of {len(found)} is {shown(text)}; give texts alone, or ids [B, S]"
-            )
-    return list(found)
-
-
-def whole(name: str, value: Any, least: int, most: float) -> None:
-    """UserError unless it is a whole number in these bounds."""
-    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-    if not (whole and least <= value <= most):
-        above = "" if most == math.inf else f" and at most {most:,}"
-        raise UserError(f"{name}={shown(value)} is no whole number of at least {least}{above}")
+    found = np.asarray(prompt).tolist() if isinstance(prompt, str | np.ndarray) else prompt
+    found = [found] if isinstance(found, str) else found
+    is_text = [isinstance(text, str) for text in found] if isinstance(found, list | tuple) else []
+    if any(is_text) and not all(is_text):
+        raise UserError(
+            f"prompt {is_text.index(False) + 1} of {len(found)} is no text; give texts alone, or ids"
+        )
+    return list(found) if any(is_text) else None
 
 
 def require_one_process() -> None:
@@ -184,7 +149,7 @@ def require_one_process() -> None:
 
 @contextlib.contextmanager
 def named(folder: Path) -> Iterator[None]:
-    """Messages of programs name the option --workdir; here is none."""
+    """Has messages of the programs name the folder, which they call --workdir."""
     try:
         yield
     except UserError as error:

@@ -1,4 +1,4 @@
-"""zaya_jax in a notebook: one object for a model with its weights, whatever they were made by.
+"""zaya_jax in a notebook: one object for a model with its weights, wherever they come from.
 
     import zaya_jax as zj
     model = zj.load("runs/tiny")             a run's newest step; "runs/tiny@200" another; or transformers' directory
@@ -12,7 +12,6 @@ Arrays go in and come out as NumPy's, but for parameters and gradients, which st
 
 import contextlib
 import dataclasses
-import math
 import os
 import signal
 import threading
@@ -23,18 +22,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import flags
 from jax.sharding import Mesh
 
 from pallas_kernels import chip
-from zaya_jax import cli, functions, generation, given, schedule, trees
+from zaya_jax import cli, functions, generation, given, run, schedule, trees
 from zaya_jax.checkpoint import store
-from zaya_jax.config import Config, UserError, fields, shown
+from zaya_jax.config import Config, UserError, shown
 from zaya_jax.data import token_ids, tokenizers
 from zaya_jax.given import AnyConfig, AnyMesh
 from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
+from zaya_jax.parallel import tree
 from zaya_jax.pytorch import exchange, hf
 from zaya_jax.train.workdir import folder_of
 
@@ -43,12 +42,12 @@ class TrainingStopped(RuntimeError):
     """A run that ended before it was done; `code` is what the program would have exited with."""
 
     def __init__(self, code: int, workdir: Path):
-        meaning = {
-            cli.UNHEALTHY: "it is unhealthy, see above",
-            cli.STORAGE: "storage failed, see above",
-            cli.HARDWARE: "a device computes wrongly, see above",
-            cli.PREEMPTED: "it was stopped and has saved: the same call goes on",
-        }.get(code, "see above")
+        saved = code == cli.PREEMPTED
+        meaning = (
+            "it was stopped and has saved: the same call goes on"
+            if saved
+            else "see above, and docs/exit_codes.md"
+        )
         super().__init__(f"{workdir}: training ended with exit code {code}: {meaning}")
         self.code, self.workdir = code, workdir
 
@@ -80,16 +79,11 @@ class LanguageModel:
 
     def __repr__(self) -> str:
         counts = zaya.param_counts(self.config.model)
+        sizes = dict(self.mesh.shape) if self.mesh else {}
+        where = " x ".join(f"{axis} {n}" for axis, n in sizes.items() if n > 1 or axis == "data")
         return (
             f"<LanguageModel {self.config.name} from {self.source}: {counts['total']:,} parameters, "
-            f"{counts['active']:,} active, {self._place()}>"
-        )
-
-    def _place(self) -> str:
-        if self.mesh is None:
-            return "on one device"
-        return "on " + " x ".join(
-            f"{axis} {n}" for axis, n in self.mesh.shape.items() if n > 1 or axis == "data"
+            f"{counts['active']:,} active, on {where or 'one device'}>"
         )
 
     def logits(self, ids: Any, *, segments: Any = None) -> np.ndarray:
@@ -160,31 +154,46 @@ class LanguageModel:
         """A text, a list of texts, or ids [B, S], continued: the prompt comes first. See docs/generation.md.
 
         A text ends at the tokenizer's end of document, or before one of `stop`; ids go on for `num_tokens`. `seed` is
-        one for all rows, or one for each. On a mesh the weights are gathered on its first device.
+        one for all rows, or one for each.
 
         >>> model.generate("ab", 4).startswith("ab"), model.generate(ids, 4).shape
         (True, (2, 11))
         """
-        given.whole("num_tokens", num_tokens, 1, math.inf)
-        self._check_weights()
-        arguments = self.config.model, *self.on_one_device()
-        options: dict[str, Any] = {
-            "sampling": Sampling(temperature, top_k, top_p, min_p), "seeds": seed, "kernels": self.config.kernels,
-        }  # fmt: skip
+        options = {"sampling": Sampling(temperature, top_k, top_p, min_p), "seeds": seed}
         prompts = given.texts(prompt)
-        if prompts is not None:
-            ids = [self._encoded(text) for text in prompts]
-            assert self.tokenizer is not None
-            new = generation.generate(
-                *arguments, self.tokenizer, ids, num_tokens, self.config.precision, stop=stop, **options
-            )
-            texts = [text + more for text, more in zip(prompts, new, strict=True)]
-            return texts[0] if isinstance(prompt, str) else texts
-        if stop:
-            raise UserError("stop is for texts; ids go on for num_tokens")
-        rows = self._inputs(prompt, None)[0]
-        more = decode.generate(*arguments, rows.tolist(), num_tokens, self.config.precision, **options)
-        return np.concatenate([rows, np.asarray(more, rows.dtype)], axis=1)
+        if prompts is None:
+            if stop:
+                raise UserError("stop is for texts; ids go on for num_tokens")
+            ids = self._inputs(prompt, None)[0]
+            rows, more = self.continued(ids.tolist(), num_tokens, **options), [[] for _ in ids]
+            while not rows.ended:
+                more = [old + new for old, new in zip(more, rows.more(), strict=True)]
+            return np.concatenate([ids, np.asarray(more, ids.dtype).reshape(len(ids), -1)], axis=1)
+        if self.tokenizer is None:
+            raise UserError(f"the model of {self.source} has no tokenizer; give ids [B, S] instead of a text")
+        encoded = [[self.tokenizer.bos_id, *self.tokenizer.encode(text)] for text in prompts]
+        rows = self.continued(encoded, num_tokens, ends=[self.tokenizer.eos_id], **options)
+        new = generation.generate(rows, self.tokenizer, encoded, stop)
+        texts = [text + more for text, more in zip(prompts, new, strict=True)]
+        return texts[0] if isinstance(prompt, str) else texts
+
+    def continued(
+        self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
+    ) -> decode.Generation:
+        """Lists of ids, of any lengths, to be continued piece by piece; options are those of `decode.Generation`.
+
+        A mesh with several devices on `context` holds the cache in parts over them. On another one, the weights are
+        gathered on the first device.
+
+        >>> [len(new) for new in model.continued([[256, 97], [256]], 4).more()]
+        [1, 1]
+        """
+        self._check_weights()
+        devices = tree.cache_over(self.mesh)
+        weights = self.on_one_device() if devices.mesh is None else (self.params, self.balance)
+        config = self.config
+        decoder = decode.Decoder(config.model, *weights, config.precision, devices, config.kernels)
+        return decode.Generation(decoder, prompts, num_tokens, **options)
 
     def on_one_device(self) -> tuple[dict, jax.Array]:
         """(parameters, balancing biases) as they are, or gathered from a mesh on its first device.
@@ -193,12 +202,8 @@ class LanguageModel:
         >>> balance.devices() == {jax.devices()[0]}, params.keys() == model.params.keys()
         (True, True)
         """
-        weights = self.params, self.balance
-        if self.mesh is not None:
-            return jax.device_put(weights, self.mesh.devices.flat[0])
-        places = _places(weights)
-        alone = len(places) <= 1 and all(len(place) == 1 for place in places)
-        return weights if alone else jax.device_put(weights, jax.local_devices()[0])
+        first = jax.local_devices()[0] if self.mesh is None else self.mesh.devices.flat[0]
+        return jax.device_put((self.params, self.balance), first)
 
     def save(self, directory: str | os.PathLike) -> Path:
         """Writes a workdir with these weights as step 0: for `zj.load`, `experiments.checkpoint`, and to train on.
@@ -244,21 +249,18 @@ class LanguageModel:
                 mesh=self.mesh, **further,
             )  # fmt: skip
 
-    def _where_it_computes(self) -> tuple[dict, Any]:
+    def _where_it_computes(self) -> tuple[dict, jax.Array]:
         """(parameters, balancing biases) on the model's devices: replaced ones may lie on others."""
         if self.mesh is None:
             return self.on_one_device()
-        weights = self.params, self.balance
-        if _places(weights) <= {frozenset(self.mesh.devices.flat)}:
-            return weights
         at = functions.shardings(self.config, self.mesh)
-        return jax.device_put(weights, (at["params"], at["balance"]["bias"]))
+        return jax.device_put((self.params, self.balance), (at["params"], at["balance"]["bias"]))
 
     def _inputs(self, ids: Any, segments: Any) -> tuple[np.ndarray, np.ndarray | None]:
         ids, model = given.integers("ids", ids), self.config.model
-        for token in (ids.min(), ids.max()):
-            if not 0 <= token < model.vocab_size:
-                raise UserError(f"token {token} is outside the vocabulary of {model.vocab_size}")
+        if ids.min() < 0 or ids.max() >= model.vocab_size:
+            held = f"{ids.min()} to {ids.max()}"
+            raise UserError(f"ids hold {held}, outside the vocabulary of {model.vocab_size}")
         if ids.shape[1] > model.max_position_embeddings:
             raise UserError(
                 f"ids have {ids.shape[1]} columns, above the model's max_position_embeddings="
@@ -285,34 +287,23 @@ class LanguageModel:
             raise UserError("no label counts, so there is no loss; the first of a row has no token before it")
         return ids, labels.astype(np.int32), segments
 
-    def _encoded(self, text: str) -> list[int]:
-        if self.tokenizer is None:
-            raise UserError(
-                f"the model of {self.source} has no tokenizer; give ids [B, S] in place of a text"
-            )
-        return [self.tokenizer.bos_id, *self.tokenizer.encode(text)]
-
     def _check_weights(self) -> None:
-        """UserError where `params` or `balance` were replaced by what is none of this model's."""
+        """UserError where `params` or `balance` were replaced by arrays that do not fit this model."""
         model = self.config.model
-        expected = trees.flat(
-            {"params": zaya.abstract(model), "balance": jax.eval_shape(lambda: zaya.init_balance(model))}
+        expected = {
+            "params": zaya.abstract(model),
+            "balance": jax.eval_shape(lambda: zaya.init_balance(model)),
+        }
+        held = {"params": self.params, "balance": self.balance}
+        has, needs = (
+            {name: f"{x.dtype}{list(x.shape)}" for name, x in trees.flat(tree).items()}
+            for tree in (held, expected)
         )
-        held = trees.flat({"params": self.params, "balance": self.balance})
-        for name in sorted(expected.keys() | held.keys()):
-            has, needs = (
-                f"{tree[name].dtype}{list(np.shape(tree[name]))}"
-                if hasattr(tree.get(name), "dtype")
-                else "none"
-                for tree in (held, expected)
+        if wrong := sorted(name for name in has.keys() | needs if has.get(name) != needs.get(name)):
+            raise UserError(
+                f"{wrong[0]} is {has.get(wrong[0], 'none')}, the model's {needs.get(wrong[0], 'none')}; give params a "
+                "tree like zj.init's"
             )
-            if has != needs:
-                raise UserError(f"{name} is {has}, the model's {needs}; give params a tree like zj.init's")
-
-
-def _places(weights: Any) -> set[frozenset]:
-    """The devices that arrays lie on, each array's once; those of NumPy lie on none."""
-    return {frozenset(x.devices()) for x in jax.tree.leaves(weights) if isinstance(x, jax.Array)}
 
 
 def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> LanguageModel:
@@ -325,7 +316,8 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
     """
     given.require_one_process()
     settings = given.config_of(config)
-    given.whole("seed", seed, 0, 2**32 - 1)
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed={shown(seed)} must be at least 0 and below {2**32}")
     tokenizer: tokenizers.Tokenizer | None = tokenizers.load(settings.data.tokenizer)
     if tokenizer and tokenizer.vocab_size > settings.model.vocab_size:
         tokenizer = None  # a model for ids of one's own
@@ -343,9 +335,9 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
 def load(place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | None = None) -> LanguageModel:
     """The model of a run's folder (FOLDER@STEP: of that step, otherwise the newest), or of transformers' directory.
 
-    `mesh`: a jax Mesh, or sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. `dtype` is what
-    matrices multiply in: as the run did, and float32 for what was imported. Of several processes each gets the whole
-    model, on its own devices.
+    `mesh`: a jax Mesh, or sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. Matrices multiply in
+    `dtype`; by default as the run did, and in float32 where the model was imported. Of several processes each gets the
+    whole model, on its own devices.
 
     >>> zj.load(run).tokenizer.kind
     'bytes'
@@ -355,7 +347,7 @@ def load(place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | 
         raise UserError(f"dtype={shown(dtype)} is not one of float32, bfloat16")
     if (folder / "checkpoints").is_dir():
         return _load_run(folder, step, mesh, dtype)
-    if step is None and (any(folder.glob("*.safetensors*")) or given.is_hf(folder)):
+    if step is None and any(folder.glob("*.safetensors*")):
         return _load_hf(folder, mesh, dtype)
     raise UserError(
         f"{place} is neither a run's folder with checkpoints nor a directory of transformers' zaya (config.json "
@@ -410,17 +402,9 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
     if workdir is not None:
         given.check_path("workdir", workdir)
     xla_flags.set_for_platform()
-    try:
-        from experiments import pretrain  # which defines its command line's flags
-    except flags.DuplicateFlagError as error:
-        raise UserError(
-            f"this process has a flag of the training program already ({fields.first_line(error)}); train in one of "
-            "its own: python -m experiments.pretrain"
-        ) from None
-
     folder = folder_of(settings, None if workdir is None else str(workdir))
     with given.named(folder), _signals_as_they_were():
-        code = pretrain.train(settings, folder)
+        code = run.train(settings, folder)
     if code != cli.DONE:
         raise TrainingStopped(code, folder)
     plan = schedule.make_plan(settings)
@@ -431,7 +415,7 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
 
 @contextlib.contextmanager
 def _signals_as_they_were() -> Iterator[None]:
-    """A run listens to signals until its process ends; whoever called it wants theirs back."""
+    """A run listens to signals until its process ends; the caller gets its own handlers back."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = signal.set_wakeup_fd(-1)  # an event loop's: a run would close it
     try:

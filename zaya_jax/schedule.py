@@ -8,7 +8,7 @@ for smaller ones where a step has fewer sequences than a micro-batch. A batch ra
 neither a phase's borders nor the learning rate, since both are given in tokens.
 
     plan = schedule.make_plan(config)
-    step = plan.at(tokens)                              # or plan.step(number)
+    step = plan.step(number)
     step.micro_batches, step.lr, step.tokens_after, step.phase
     here = schedule.phase_config(config, step.phase)    # what model, data and mesh see in that phase
 
@@ -16,7 +16,7 @@ A step belongs to the phase and segment in which it starts; phases and segments 
 reaches their border, so their lengths are rounded up to whole steps.
 
 A fork's plan (`config.run.fork`) counts steps and tokens from its parent's first: it is of the whole run, and begins
-with the step after `run.fork_step`. What its own phases would have made of the steps before does not matter.
+with the step after `run.fork_step`. Its own phases do not apply to the steps before.
 """
 
 import bisect
@@ -86,25 +86,12 @@ class Plan:
         """Tokens seen when it is over."""
         return self.tokens_of_step(self.total_steps)
 
-    @property
-    def micro_batch_counts(self) -> tuple[int, ...]:
-        """The distinct micro-batch counts: the step is compiled once for each (and each context length)."""
-        return tuple(dict.fromkeys(s.micro_batches for s in self.segments))
-
     def tokens_of_step(self, number: int) -> int:
         """Tokens seen after step `number`; 0 steps have seen none, those before a fork's first what its parent has."""
         if not self.begin <= number <= self.total_steps:
             raise ValueError(f"step {number} is outside the run's steps {self.begin} to {self.total_steps}")
         segment = self._by("first_step", number)
         return segment.first_token + (number - segment.first_step + 1) * segment.tokens_per_step
-
-    def step_of_tokens(self, tokens: int) -> int:
-        """The number of steps that have seen exactly so many tokens."""
-        segment = self._by("first_token", tokens)
-        steps, rest = divmod(tokens - segment.first_token, segment.tokens_per_step)
-        if rest or steps < 0 or steps > segment.num_steps:
-            raise ValueError(f"no step of the plan ends after {tokens} tokens")
-        return segment.first_step - 1 + steps
 
     def step(self, number: int) -> Step:
         """Step `number`, from 1."""
@@ -113,19 +100,9 @@ class Plan:
             raise ValueError(f"steps are counted from {segment.first_step}, not {number}")
         before = tokens - segment.tokens_per_step
         return Step(
-            number,
-            segment.phase,
-            segment.phase_index,
-            segment.sequences,
-            segment.micro_batches,
-            before,
-            tokens,
-            self.lr_at(tokens),
-        )
-
-    def at(self, tokens: int) -> Step:
-        """The step that starts when `tokens` tokens have been seen."""
-        return self.step(self.step_of_tokens(tokens) + 1)
+            number, segment.phase, segment.phase_index, segment.sequences, segment.micro_batches,
+            before, tokens, self.lr_at(tokens),
+        )  # fmt: skip
 
     def lr_at(self, tokens: int) -> float:
         """The learning rate of the step that ends after `tokens` tokens."""

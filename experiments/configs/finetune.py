@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 
 from zaya_jax import config, schedule
 from zaya_jax.checkpoint import store
-from zaya_jax.checkpoint.remote import vault_at
+from zaya_jax.checkpoint.vault import vault_at
 from zaya_jax.config import files
 from zaya_jax.pytorch import exchange
 
@@ -88,7 +88,7 @@ def _find(weights: str) -> tuple[Path, int]:
         )
     try:
         step = store.latest_step(folder, int(number) if number else None)
-    except config.UserError as error:  # nobody gave a --workdir
+    except config.UserError as error:  # no --workdir was given
         raise config.UserError(str(error).replace(f"--workdir={folder}", f"finetune.py:{folder}")) from None
     if not (folder / "tokenizer").is_dir():
         raise config.UserError(

@@ -73,12 +73,8 @@ def attention(
 
 
 def attention_gradients(
-    q: Float[Array, "B Sq H C"],
-    k: Float[Array, "B Sk K C"],
-    v: Float[Array, "B Sk K C"],
-    out: Float[Array, "B Sq H C"],
-    lse: Float[Array, "B Sq H"],
-    d_out: Float[Array, "B Sq H C"],
+    qkv: tuple[Float[Array, "B Sq H C"], Float[Array, "B Sk K C"], Float[Array, "B Sk K C"]],
+    whole: tuple[Float[Array, "B Sq H C"], Float[Array, "B Sq H"], Float[Array, "B Sq H C"]],
     q_segments: Int[Array, "B Sq"] | None = None,
     k_segments: Int[Array, "B Sk"] | None = None,
     window: int | Int[Array, ""] | None = None,
@@ -87,8 +83,12 @@ def attention_gradients(
     scale: float,
     block: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What keys that are a part of all give to dq, dk and dv (float32); `out` and `lse` are those of all keys."""
-    saved = Saved(q, k, v, q_segments, k_segments, *_bounds(window, offset), out, lse)
+    """What keys that are a part of all give to dq, dk and dv (float32).
+
+    `whole` is of all keys: output, log-sum-exp, and the output's gradient.
+    """
+    out, lse, d_out = whole
+    saved = Saved(*qkv, q_segments, k_segments, *_bounds(window, offset), out, lse)
     backward = chip.choose(IMPLEMENTATIONS).backward
     return backward(saved, d_out, None, scale=scale, block=block, dtype=jnp.float32)
 

@@ -41,7 +41,16 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     q, k, v, q_segments, k_segments, (side, _) = xla.arrange(q, k, v, q_segments, k_segments, block)
     d_out, lse, delta = (xla.by_group(x, num_kv, side) for x in (d_out, lse[..., None], delta[..., None]))
     dq, dk, dv = _gradients(
-        q, k, v, q_segments, k_segments, lse[..., 0], d_out.astype(v.dtype), delta[..., 0], scale, side, k_len
+        q,
+        k,
+        v,
+        (q_segments, k_segments),
+        lse[..., 0],
+        d_out.astype(v.dtype),
+        delta[..., 0],
+        scale,
+        side,
+        k_len,
     )
     dk, dv = (x.astype(dtype).transpose(0, 2, 1, 3)[:, :k_len] for x in (dk, dv))
     return xla.by_token(dq)[:, :q_len], dk, dv
@@ -76,13 +85,13 @@ def _forward(q, k, v, q_segments, k_segments, scale, block, k_len) -> tuple[jax.
     return jnp.concatenate(outs, axis=3), jnp.concatenate(sums, axis=3)
 
 
-def _gradients(q, k, v, q_segments, k_segments, lse, d_out, delta, scale, block, k_len):
+def _gradients(q, k, v, segments, lse, d_out, delta, scale, block, k_len):
     """dq, dk and dv in float32, of what `_forward` took and gave, and delta as in `xla`."""
     # Scores stand with keys first, and dq with channels first: no product then needs a transposed copy of scores.
     k, v = written(k), written(v)
     turned = written(k.swapaxes(2, 3))
     dqs, dks, dvs = [], [], []
-    for start, k_i, v_i, mask in _blocks(q, k, v, q_segments, k_segments, block, k_len):
+    for start, k_i, v_i, mask in _blocks(q, k, v, *segments, block, k_len):
         q_i, do_i = _rows(q, start, block), _rows(d_out, start, block)
         lse_i, delta_i = (x[:, :, None, :, start : start + block] for x in (lse, delta))
         by_key = (*k_i.shape[:3], -1, block)

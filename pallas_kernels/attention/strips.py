@@ -52,7 +52,8 @@ def gradients(q, k, v, q_segments, k_segments, lse, d_out, delta, scale, side) -
         end = first + side
         q_i, d_i, k_i, v_i = q[..., first:end, :], d_out[..., first:end, :], k[:, :, :end], v[:, :, :end]
         scores = _product("bkgqc,bkjc->bkgqj", q_i, k_i) * scale - lse[..., first:end, None]
-        weights = jnp.exp(scores + (_seen(q_segments, k_segments, first, end) - 1) * -MASKED)
+        # As in `forward`: a row without a key has a log-sum-exp of MASKED, below all its scores.
+        weights = jnp.exp(jnp.minimum(scores, 0.0)) * _seen(q_segments, k_segments, first, end)
         d_weights = _product("bkgqc,bkjc->bkgqj", d_i, v_i) - delta[..., first:end, None]
         d_scores = (weights * d_weights * scale).astype(q.dtype)
         d_queries.append(_product("bkgqj,bkjc->bkgqc", d_scores, k_i))

@@ -6,7 +6,7 @@ keys, by which the queries pass: the sum over a group's heads is a part of the p
 once, without atomics. The price is that both backward kernels compute the scores: seven products for five.
 
 Which blocks a tile meets is arithmetic on their bounds; with segments it is asked of the least and the greatest id of
-each block (`ranges_of`). Those of which every row sees every key go without a mask.
+each block (`ranges_of`). Blocks whose every row sees every key go without a mask.
 
 They take heads of a multiple of 16 channels, up to 256, all in one number format (on NVIDIA's chips not float32), and
 sequences of 16 tokens or more (`suits`); `xla` has the rest. A tile has the largest power of two that divides the heads
@@ -53,7 +53,7 @@ def suits(q, k, v, scale) -> bool:
 def tile_of(kernel: str, channels: int, dtype: Any, block: int | None) -> Tile:
     """The tile of "forward", "queries" or "keys"; with a `block` (tests), of this many rows and keys.
 
-    Chosen by a model of the inner loop's machine code (`zaya_jax.hardware.inner_loop`), without spilled registers and
+    Chosen by a model of the inner loop's machine code (`benchmarks.inner_loop`), without spilled registers and
     with at most 2% of the work behind the diagonal at 4,096 tokens: what half a tile's queries and half its keys are
     beside half the sequence. benchmarks/kernels.md has what others gave.
     """
@@ -80,14 +80,8 @@ def forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block) ->
     if not suits(q, k, v, scale):
         return xla.forward(q, k, v, q_segments, k_segments, window, offset, scale=scale, block=block)
     at = _Call("forward", q, k, q_segments, k_segments, window, offset, scale, block)
-    out, lse = at.run(
-        _forward,
-        "attention_forward",
-        at.grid_of_queries,
-        (q, k, v),
-        [(q, v.dtype), (at.sums, jnp.float32)],
-        2,
-    )
+    results = [(q, v.dtype), (at.sums, jnp.float32)]
+    out, lse = at.run(_forward, "attention_forward", at.grid_of_queries, (q, k, v), results, 2)
     return out.reshape(q.shape), lse.reshape(q.shape[:3])
 
 
@@ -162,11 +156,9 @@ class _Call:
         shapes = [
             jax.ShapeDtypeStruct((self.batch, x.shape[1] * x.shape[2], *x.shape[3:]), to) for x, to in results
         ]
-        flops, most = self.flops(products)
         return tiles.call(
-            functools.partial(body, self.shape), *given, *self.masks,
-            name=name, grid=grid, ins=[tiles.WHOLE] * (len(given) + len(self.masks)), outs=[tiles.WHOLE] * 2,
-            out_shapes=shapes, flops=flops, of=most, warps=self.tile.warps, stages=self.tile.stages,
+            functools.partial(body, self.shape), *given, *self.masks, name=name, grid=grid, out_shapes=shapes,
+            work=self.work(products), warps=self.tile.warps, stages=self.tile.stages,
         )  # fmt: skip
 
     @property
@@ -178,10 +170,10 @@ class _Call:
     def grid_of_keys(self) -> tuple[int, int]:
         return self.batch * self.shape.num_kv, self.shape.blocks[1]
 
-    def flops(self, products: int) -> tuple[float, float | None]:
+    def work(self, products: int) -> tiles.Work:
         """Of so many products for each block of a causal sequence, and of all blocks where only a caller knows more.
 
-        What segments leave out nobody knows before they come.
+        What segments leave out is not known before they come.
         """
         at = self.shape
         num_q, num_k = at.blocks
@@ -190,7 +182,8 @@ class _Call:
         each = (
             2.0 * products * self.batch * at.num_kv * at.parts * at.rows * at.keys * tiles.power(at.channels)
         )
-        return each * (most / 2 if at.offset else met), each * most if at.offset or at.window else None
+        known = not (at.offset or at.window)
+        return tiles.Work(each * (most / 2 if at.offset else met), None if known else each * most)
 
 
 def ranges_of(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -251,7 +244,7 @@ class _Masks:
             own, others = (self.q_ranges, self.k_ranges) if side == "q" else (self.k_ranges, self.q_ranges)
             least, greatest, padded = (x[self.batch, index] for x in own)
             num = others[0].shape[1]
-            blocks = _steps(num)
+            blocks = tiles.steps(num)
             leasts, greatests, paddeds = (x[self.batch, blocks] for x in others)
             meets = (leasts <= greatest) & (least <= greatests) | (padded * paddeds > 0)
             lo = jnp.maximum(lo, jnp.min(jnp.where(meets, blocks, num)))
@@ -284,10 +277,6 @@ class _Masks:
 
 def _one_document(least, greatest, padded):
     return jnp.where(padded > 0, least > greatest, least == greatest)
-
-
-def _steps(n: int) -> jax.Array:
-    return lax.iota(jnp.int32, n)
 
 
 def _over(lo, hi, start, end, step, carry):
@@ -332,14 +321,14 @@ class _Part:
 
 def _rows(at: _Shape, batch, head, i) -> _Part:
     """Block i of queries, each with the heads from this one on that lie in a tile."""
-    n, num_heads = _steps(at.rows), at.num_kv * at.parts * at.heads
+    n, num_heads = tiles.steps(at.rows), at.num_kv * at.parts * at.heads
     tokens = i * at.queries + lax.div(n, at.heads)
     return _Part(at, batch, tokens, head + lax.rem(n, at.heads), num_heads, at.q_len, at.queries)
 
 
 def _keys_of(at: _Shape, batch, head, j) -> _Part:
     """Block j of a head's keys, or values."""
-    return _Part(at, batch, j * at.keys + _steps(at.keys), head, at.num_kv, at.k_len, at.keys)
+    return _Part(at, batch, j * at.keys + tiles.steps(at.keys), head, at.num_kv, at.k_len, at.keys)
 
 
 def _place_of_queries(at: _Shape) -> tuple:

@@ -27,7 +27,7 @@ def forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block) ->
     if side:
         out, lse = strips.forward(q, k, v, q_segments, k_segments, scale, side)
         return by_token(out), by_token(lse[..., None])[..., 0]
-    out, lse = _forward(q, k, v, q_segments, k_segments, window, offset, scale, *blocks, k_len)
+    out, lse = _forward(q, k, v, q_segments, k_segments, window, offset, scale, (*blocks, k_len))
     return by_token(out)[:, :q_len], by_token(lse[..., None])[:, :q_len, :, 0]
 
 
@@ -126,7 +126,8 @@ def _scores(q_i, k_j, scale):
     return jnp.einsum("bkgqc,bkjc->bkgqj", q_i, k_j, preferred_element_type=jnp.float32) * scale
 
 
-def _forward(q, k, v, q_segments, k_segments, window, offset, scale, block_q, block_k, k_len):
+def _forward(q, k, v, q_segments, k_segments, window, offset, scale, sides):
+    block_q, block_k, k_len = sides
     batch, num_kv, group, q_pad, channels = q.shape
     num_q, num_k = q_pad // block_q, k.shape[2] // block_k
     offset = 0 if offset is None else offset

@@ -81,10 +81,10 @@ class _Shape(NamedTuple):
 def suits(columns, before, by_channel, by_head, bias, temperature, rope, segments, mean_q, dtype) -> bool:
     """Whether the kernels take these arrays."""
     channels = by_channel.shape[2]
-    fits = channels == _power(channels) and 16 <= channels <= 256 and columns.shape[2] % channels == 0
+    fits = channels == tiles.power(channels) and 16 <= channels <= 256 and columns.shape[2] % channels == 0
     fits &= columns.size > 0 and all(table.shape[:2] == columns.shape[:2] for _, table in rope)
     turned = [table.shape[-1] // 2 for _, table in rope]
-    turns = all(16 <= half == _power(half) for half in turned) and len(rope) <= 1
+    turns = all(16 <= half == tiles.power(half) for half in turned) and len(rope) <= 1
     alone = before is None and mean_q is None
     return alone and fits and turns and columns.dtype == dtype and dtype in FORMATS
 
@@ -171,9 +171,8 @@ def _call(at, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
         body(at, _Refs(at, dict(zip(given, refs, strict=False))), *refs[len(given) :])
 
     return tiles.call(
-        run, *given.values(), name=name, grid=grid, ins=[tiles.WHOLE] * len(given),
-        outs=[tiles.WHOLE] * len(out_shapes), out_shapes=out_shapes, flops=flops,
-        moved=(at.bytes(passes[0]) + others, at.bytes(passes[1]) + shares),
+        run, *given.values(), name=name, grid=grid, out_shapes=out_shapes,
+        work=tiles.Work(flops, moved=(at.bytes(passes[0]) + others, at.bytes(passes[1]) + shares)),
         warps=4 if chip.current().maker == "rocm" else 8,
     )  # fmt: skip
 
@@ -187,7 +186,7 @@ class _Refs:
     def columns(self, name, tokens, distance, column, wide, seen):
         """Columns of the tokens so far before these, zero where they are not seen; before is negative after."""
         row = jnp.broadcast_to((tokens.index - distance)[:, None], (self.at.tokens, wide))
-        place = jnp.broadcast_to(column + _steps(wide)[None], row.shape)
+        place = jnp.broadcast_to(column + tiles.steps(wide)[None], row.shape)
         mask = jnp.broadcast_to(seen[:, None], row.shape)
         return tiles.load(self.refs[name].at[tokens.batch, row, place], mask=mask, other=0)
 
@@ -195,7 +194,7 @@ class _Refs:
         """A block of channels of [B, S, heads, C]."""
         shape = self.at.tokens, self.at.wide
         row = jnp.broadcast_to(tokens.index[:, None], shape)
-        channel = jnp.broadcast_to(place + _steps(shape[1])[None], shape)
+        channel = jnp.broadcast_to(place + tiles.steps(shape[1])[None], shape)
         mask = jnp.broadcast_to(seen[:, None], shape)
         at = self.refs[name].at[tokens.batch, row, jnp.broadcast_to(head, shape), channel]
         return tiles.load(at, mask=mask, other=0).astype(jnp.float32)
@@ -217,7 +216,7 @@ class _Tokens:
 
     def __init__(self, at: _Shape, refs: _Refs, batch, block):
         self.at, self.refs, self.batch = at, refs, batch
-        self.index = block * at.tokens + _steps(at.tokens)
+        self.index = block * at.tokens + tiles.steps(at.tokens)
         self.real = self.index < at.length
 
     def linked(self, a, b):
@@ -309,7 +308,7 @@ def _forward(at, refs, q, k):
         of = jnp.broadcast_to(jnp.clip(of, 0, out.shape[2] - 1), shape)
         mask = jnp.broadcast_to((tokens.real & own)[:, None], shape)
         for i, x in enumerate(blocks):
-            channel = jnp.broadcast_to(i * at.wide + _steps(at.wide)[None], shape)
+            channel = jnp.broadcast_to(i * at.wide + tiles.steps(at.wide)[None], shape)
             tiles.store(out.at[tokens.batch, row, of, channel], x.astype(at.dtype), mask=mask)
 
 
@@ -404,7 +403,7 @@ def _taps(at, refs, of_heads, of_biases):
 
 def _store(at, out, tokens, column, x):
     row = jnp.broadcast_to(tokens.index[:, None], x.shape)
-    place = jnp.broadcast_to(column + _steps(x.shape[1])[None], x.shape)
+    place = jnp.broadcast_to(column + tiles.steps(x.shape[1])[None], x.shape)
     mask = jnp.broadcast_to(tokens.real[:, None], x.shape)
     tiles.store(out.at[tokens.batch, row, place], x.astype(out.dtype), mask=mask)
 
@@ -412,12 +411,3 @@ def _store(at, out, tokens, column, x):
 def _either(condition: jax.Array, this: float, that: float) -> jax.Array:
     """One of two known numbers: `where` takes both for booleans when it is lowered for Triton."""
     return that + condition.astype(jnp.result_type(this)) * (this - that)
-
-
-def _steps(num):
-    return lax.iota(jnp.int32, num)
-
-
-def _power(x: int) -> int:
-    """The power of two that is no less."""
-    return 1 << max(x - 1, 0).bit_length()

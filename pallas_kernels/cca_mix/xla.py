@@ -134,5 +134,6 @@ def _each(k, num_heads):
 
 
 def _normalise(x):
-    norm = jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
-    return x * (x.shape[-1] ** 0.5 / jnp.maximum(norm, NORM_FLOOR))
+    # The floor stands under the root: at zero the root's own gradient is infinite, and 0 times that is NaN.
+    norm = jnp.sqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), NORM_FLOOR**2))
+    return x * (x.shape[-1] ** 0.5 / norm)

@@ -53,9 +53,9 @@ def product(hidden, table, bias) -> tuple[jax.Array, jax.Array, jax.Array]:
 
     one = jax.ShapeDtypeStruct((across, tokens), jnp.float32)
     logits, tops, totals = tiles.call(
-        tile, *given, name="head_logits", grid=(down * across,), ins=[tiles.WHOLE] * len(given),
-        outs=[tiles.WHOLE] * 3, out_shapes=[jax.ShapeDtypeStruct((tokens, vocab), jnp.float32), one, one],
-        flops=2.0 * tokens * vocab * channels, warps=8, stages=2,
+        tile, *given, name="head_logits", grid=(down * across,),
+        out_shapes=[jax.ShapeDtypeStruct((tokens, vocab), jnp.float32), one, one],
+        work=tiles.Work(2.0 * tokens * vocab * channels), warps=8, stages=2,
     )  # fmt: skip
     top = tops.max(0)
     return logits, top, jnp.sum(totals * jnp.exp(tops - top), 0)

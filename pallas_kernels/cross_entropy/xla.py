@@ -66,7 +66,9 @@ def _chunk_loss(given, targets, weights, z_weight):
     at_target = jnp.take_along_axis(logits, targets[:, None], axis=-1)[:, 0]
     z = jnp.sum(weights * log_z**2)
     shares = jnp.exp(logits - top[:, None])  # of each word, not yet divided by their sum
-    return jnp.sum(weights * (log_z - at_target)) + z_weight * z, z, (shares, total, log_z)
+    # A place of weight 0 may have a target that a bias of -inf takes away: infinite, and 0 times that is NaN.
+    loss = jnp.sum(jnp.where(weights == 0, 0.0, weights * (log_z - at_target)))
+    return loss + z_weight * z, z, (shares, total, log_z)
 
 
 def forward(

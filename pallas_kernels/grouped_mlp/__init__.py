@@ -55,7 +55,7 @@ grouped_mlp.defvjp(_grouped_mlp_fwd, _grouped_mlp_bwd)
 
 
 def routes() -> bool:
-    """Whether the chip's implementation takes rows that nobody has sorted."""
+    """Whether the chip's implementation takes unsorted rows."""
     return chip.choose(IMPLEMENTATIONS) is triton
 
 
@@ -114,7 +114,7 @@ def layer_mlp(
 
 
 def unwritten(weights: Float[Array, "L E D1 D2"]) -> jax.Array:
-    """A stack for the gradients of these, all of which `stacked_mlp` writes."""
+    """An unwritten stack for the gradients of these: `stacked_mlp` writes all of it."""
     return tiles.empty(weights.shape, jnp.float32)
 
 
@@ -131,7 +131,7 @@ def stacked_mlp(
     add: bool,
     shares: tuple[Callable, Callable] | None = None,
 ) -> Float[Array, "N D"]:
-    """`routed_mlp` with the weights of a layer of stacks, of which no copy is made: neither of them nor of gradients.
+    """`routed_mlp` with the weights of a layer of stacks. Neither they nor their gradients are copied.
 
     The backward pass writes these into `sums`, references to float32 stacks, in the layer's place, or adds them; that
     the weights' own gradients are zero is for the caller to know. With `shares` it writes what these make of a layer's.
@@ -156,7 +156,7 @@ def _stacked_mlp_bwd(add, shares, saved, d_out):
             ref[layer] = share(d)
         return d_x, None, None, d_gate, None, None, None, None
     held = [ref[...] for ref in sums]
-    d_x, d_gate, *held = backward(held, add)
+    d_x, d_gate, *held = backward((held, add))
     for ref, new in zip(sums, held, strict=True):
         ref[...] = new
     return d_x, None, None, d_gate, None, None, None, None

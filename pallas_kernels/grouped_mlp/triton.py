@@ -9,7 +9,7 @@ the way to the products: no copy of them is made. Six products, each one kernel:
     d_hidden      of d_out[order[i]] @ down^T, through SwiGLU; beside it gate * swiglu, and what the gate's gradient is
     d_x           d_x[order[i]] = d_hidden[i] @ gate_up^T
     d_gate_up     for each expert x[order]^T @ d_hidden over its rows, float32
-    d_down        likewise (gate * swiglu)^T @ d_out[order]
+    d_down        (gate * swiglu)^T @ d_out[order]
 
 With a `layer`, weights are those of all layers, stacked, and so are the gradients, of which a kernel writes the layer's
 own: XLA copies what a custom call takes out of a stack, or gives into one, 3.6 GB a layer of ZAYA1 and step.
@@ -77,48 +77,37 @@ def routed_forward(x, order, sizes, gate, gate_up, down, layer=None, keep=True) 
     """
     (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
-    by_rows = functools.partial(_by_rows, order=order, sizes=sizes, layer=layer)
-    *hidden, activation = by_rows(
-        _gate_and_up, "gate_up", x, gate_up, None, *[like((num, 2 * width))] * keep, like((num, width)),
-        name="experts_gate_up", columns=width, depth=dim, products=2,
-    )  # fmt: skip
-    (out,) = by_rows(
-        _down, "down", activation, down, None, like(x.shape), name="experts_down", gate=gate,
-        columns=dim, depth=width,
-    )  # fmt: skip
+    route = _Route(order, sizes, layer)
+    made = [*[like((num, 2 * width))] * keep, like((num, width))]
+    *hidden, activation = _by_rows(_gate_and_up, "gate_up", route, (x, gate_up), made, width, dim, products=2)
+    route = route._replace(gate=gate)
+    (out,) = _by_rows(_down, "down", route, (activation, down), [like(x.shape)], dim, width)
     return out, hidden[0] if keep else None
 
 
 def routed_backward(
-    x, order, sizes, gate, gate_up, down, hidden, d_out, layer=None, sums=(None, None), add=False
+    x, order, sizes, gate, gate_up, down, hidden, d_out, layer=None, into=None
 ) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
     """Gradients of x, of the gate (float32; None without one), and of both weights in float32.
 
-    With a `layer`, `sums` are stacks of gradients, which are given with the layer's own in its place, or added there;
-    without them the layer's alone are given.
+    With a `layer` and `into` = (stacks of gradients, whether to add), stacks are given with the layer's own in its
+    place, or added there; without `into` the layer's alone.
     """
     (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
-    by_rows = functools.partial(_by_rows, order=order, sizes=sizes, layer=layer)
+    route = _Route(order, sizes, layer, gate)
     tile = _tile("d_hidden", num, width, dim, x.dtype)
     parts = jax.ShapeDtypeStruct((-(-width // tile.columns), num), jnp.float32)
-    d_hidden, activation, d_gate = by_rows(
-        _d_hidden, "d_hidden", d_out, down, hidden, like(hidden.shape), like((num, width)), parts,
-        name="experts_d_hidden", gate=gate, columns=width, depth=dim,
-    )  # fmt: skip
-    (d_x,) = by_rows(
-        _d_x,
-        "d_x",
-        d_hidden,
-        gate_up,
-        None,
-        like(x.shape),
-        name="experts_d_x",
-        columns=dim,
-        depth=2 * width,
+    made = [like(hidden.shape), like((num, width)), parts]
+    d_hidden, activation, d_gate = _by_rows(
+        _d_hidden, "d_hidden", route, (d_out, down, hidden), made, width, dim
     )
-    into = None if sums[0] is None else layer
-    over_rows = functools.partial(_over_rows, order=order, sizes=sizes, layer=into, add=add)
+    route = route._replace(gate=None)
+    (d_x,) = _by_rows(_d_x, "d_x", route, (d_hidden, gate_up), [like(x.shape)], dim, 2 * width)
+    sums, add = into or ((None, None), False)
+    over_rows = functools.partial(
+        _over_rows, order=order, sizes=sizes, layer=layer if into else None, add=add
+    )
     d_gate_up = over_rows(x, d_hidden, sums[0], order_of_x=True, name="experts_d_gate_up")
     d_down = over_rows(activation, d_out, sums[1], order_of_x=False, name="experts_d_down")
     return d_x, None if gate is None else d_gate.sum(0), d_gate_up, d_down
@@ -193,10 +182,19 @@ def _tokens(order_ref, rows):
     return rows if order_ref is None else tiles.load(order_ref.at[rows])
 
 
-def _by_rows(
-    body, kind, x, w, more, *outs, name, order, sizes, layer, gate=None, columns, depth, products=1
-) -> list[jax.Array]:
-    """A kernel whose programs give a tile of rows of one expert and of `columns`, of x, w and perhaps `more`."""
+class _Route(NamedTuple):
+    """Where rows lie and which weights they meet; see `routed_forward`."""
+
+    order: jax.Array | None
+    sizes: jax.Array
+    layer: jax.Array | None
+    gate: jax.Array | None = None
+
+
+def _by_rows(body, kind, route, arrays, outs, columns, depth, products=1) -> list[jax.Array]:
+    """A kernel whose programs give a tile of rows of one expert and of `columns`, of x, w and perhaps one more."""
+    order, sizes, layer, gate = route
+    x, w, more = (*arrays, None)[:3]
     num = x.shape[0]
     tile = _tile(kind, num, columns, depth, x.dtype)
     given = {"layer": None if layer is None else layer.reshape(1), "order": order, "gate": gate, "more": more}
@@ -211,11 +209,10 @@ def _by_rows(
     grid = -(-columns // tile.columns), -(-num // tile.rows) + sizes.shape[0] + 1
     operands = (sizes, x, w, *there.values())
     reads = sum(a.nbytes for a in operands) - w.nbytes * (1 - 1 / (1 if layer is None else w.shape[0]))
+    written = sum(math.prod(a.shape) * a.dtype.itemsize for a in outs)
     return tiles.call(
-        kernel, *operands, name=name, grid=grid, ins=[tiles.WHOLE] * len(operands),
-        outs=[tiles.WHOLE] * len(outs), out_shapes=list(outs),
-        flops=2.0 * num * columns * depth * products,
-        moved=(reads, sum(math.prod(a.shape) * a.dtype.itemsize for a in outs)),
+        kernel, *operands, name=f"experts_{kind}", grid=grid, out_shapes=outs,
+        work=tiles.Work(2.0 * num * columns * depth * products, moved=(reads, written)),
         warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
@@ -375,7 +372,7 @@ def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: 
     shape = (*sizes.shape, height, width) if layer is None else sums.shape
     return tiles.call(
         kernel, *operands, name=name, grid=(-(-width // tile.columns), -(-height // tile.rows), sizes.size),
-        ins=[tiles.WHOLE] * len(operands), outs=tiles.WHOLE, out_shapes=jax.ShapeDtypeStruct(shape, jnp.float32),
-        flops=2.0 * num * height * width, moved=(reads, written), warps=tile.warps, stages=tile.stages,
+        out_shapes=jax.ShapeDtypeStruct(shape, jnp.float32),
+        work=tiles.Work(2.0 * num * height * width, moved=(reads, written)), warps=tile.warps, stages=tile.stages,
         aliases={} if layer is None else {len(operands) - 1: 0},
     )  # fmt: skip

@@ -93,7 +93,7 @@ def goes_on_linear_attention(
     state: Float[Array, "B K C C1"],
     counts: Int[Array, "B"],
 ) -> tuple[Float[Array, "B S H C"], Float[Array, "B K C C1"]]:
-    """Some more tokens per row, of which the first `counts` are real: their output, and the state with these."""
+    """Some more tokens per row, the first `counts` real: their output, and the state after them."""
     q, k, v = heads_first(q, k, v)
     alone, past = sums(q, k, v), read(q, state)
     real = jnp.arange(k.shape[2]) < counts[:, None]

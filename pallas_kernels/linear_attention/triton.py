@@ -3,7 +3,7 @@
     linear_states        what each chunk leaves to those after it, alone: k^T v, and the sum of k
     linear_carry         a sum over the chunks before, as far as a document goes on: the state that enters each chunk
     linear_outputs       a chunk's queries, against its own keys and against that state
-    linear_d_queries     dq likewise
+    linear_d_queries     dq in the same way
     linear_states        again: what each chunk's queries ask of the state that enters it, q^T d
     linear_carry         again, from the last chunk to the first: the gradient of what each chunk leaves
     linear_d_keys        dk and dv, from the chunk's own queries and from that
@@ -14,8 +14,8 @@ program's rows are some queries times the heads of their group, as in `pallas_ke
 
 `linear_attention` has everything in them, quotient and features too, and keeps the output and each row's denominator
 for the backward pass. Features of keys are made once by XLA, those of queries once in each pass: made anew for each
-tile that meets them they are nine tenths of an inner loop's instructions. `sums` is for who adds the states of other
-devices: features come in, and numerators go out in float32.
+tile that meets them they are nine tenths of an inner loop's instructions. `sums` is for callers that add other
+devices' states: features come in, and numerators go out in float32.
 
 They take heads of up to 256 channels, all in one number format; in float32 of up to 128, on NVIDIA's chips none
 (`suits`). `xla` has the rest. Letters as in `pallas_kernels.linear_attention`, and N chunks.
@@ -117,8 +117,8 @@ def _call(at: Shape, kernel, body, given, segments, grid, outs, flops, cut=None)
         body(dict(zip(given, refs, strict=False)), *refs[len(given) :])
 
     return tiles.call(
-        run, *given.values(), name=f"linear_{kernel}", grid=grid, ins=[tiles.WHOLE] * len(given),
-        outs=[tiles.WHOLE] * len(outs), out_shapes=outs, flops=flops, warps=tile.warps, stages=tile.stages,
+        run, *given.values(), name=f"linear_{kernel}", grid=grid, out_shapes=outs, work=tiles.Work(flops),
+        warps=tile.warps, stages=tile.stages,
     )  # fmt: skip
 
 
@@ -137,10 +137,11 @@ def _states(at: Shape, given, segments, of_keys):
         cut = cut._replace(heads=1, parts=1, queries=min(cut.tile.rows, at.chunk))
     columns = at.wide if at.wide <= 128 else 64  # of a program: more spill
     states = at.batch * at.num_kv, at.chunks, at.channels
-    flops = 2.0 * states[0] * at.chunks * at.chunk * cut.heads * cut.parts * at.wide**2
+    across = -(-at.channels // columns)
+    flops = 2.0 * states[0] * at.chunks * at.chunk * cut.heads * cut.parts * at.wide * across * columns
     return _call(
         at, "states", functools.partial(_states_body, at, cut, columns, of_keys), given, segments,
-        (states[0], at.chunks, at.wide // columns),
+        (states[0], at.chunks, across),
         [jax.ShapeDtypeStruct((*states, at.channels), jnp.float32), jax.ShapeDtypeStruct(states, jnp.float32)],
         flops, cut,
     )  # fmt: skip
@@ -290,20 +291,16 @@ def _features(x: jax.Array) -> jax.Array:
     return jnp.where(x > 0, x + 1, jnp.exp2(jnp.minimum(x, 0) * LOG2E))
 
 
-def _steps(n: int) -> jax.Array:
-    return lax.iota(jnp.int32, n)
-
-
 def _queries_of(at: Shape, cut: Cut, batch, head, i) -> _Rows:
     """Block i of queries, each with the heads from this one on that lie in a tile."""
-    n = _steps(cut.rows)
+    n = tiles.steps(cut.rows)
     tokens = i * cut.queries + lax.div(n, cut.heads)
     return _Rows(at, batch, tokens, head + lax.rem(n, cut.heads), at.heads)
 
 
 def _keys_of(at: Shape, keys: int, batch, head, j) -> _Rows:
     """Block j of a head's keys, or values."""
-    return _Rows(at, batch, j * keys + _steps(keys), head, at.num_kv)
+    return _Rows(at, batch, j * keys + tiles.steps(keys), head, at.num_kv)
 
 
 def _last(at: Shape, refs, batch, n):
@@ -324,7 +321,7 @@ def _times(x, factor, dim):
 def _sliced(at: Shape, add, carry):
     """carry after `add((place, channels), carry)` of the slices of a state's channels."""
     size = at.slice
-    return lax.fori_loop(0, at.wide // size, lambda i, carry: add((i * size, size), carry), carry)
+    return lax.fori_loop(0, -(-at.channels // size), lambda i, carry: add((i * size, size), carry), carry)
 
 
 def _states_body(at: Shape, cut: Cut, columns, of_keys, refs, states, totals):

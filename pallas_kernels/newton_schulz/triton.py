@@ -44,8 +44,8 @@ def symmetric(x: jax.Array, own: float = 0.0, scale: float = 1.0) -> jax.Array:
     half = down * (down + 1) // 2
     return tiles.call(
         functools.partial(_symmetric, half=half, side=side, deep=deep, own=own, scale=scale), x,
-        name="newton_schulz_symmetric", grid=(num * half,), ins=[tiles.WHOLE], outs=tiles.WHOLE,
-        out_shapes=jax.ShapeDtypeStruct((num, a, a), x.dtype), flops=2.0 * num * half * side * side * b,
+        name="newton_schulz_symmetric", grid=(num * half,), out_shapes=jax.ShapeDtypeStruct((num, a, a), x.dtype),
+        work=tiles.Work(2.0 * num * half * side * side * b),
         warps=8 if side == 128 else 4, stages=2,
     )  # fmt: skip
 
@@ -78,8 +78,8 @@ def added_product(factor: jax.Array, x: jax.Array, own: float) -> jax.Array:
     side, deep = _side(math.gcd(a, b), x.dtype), _deep(x.dtype)
     return tiles.call(
         functools.partial(_added, down=a // side, side=side, deep=deep, own=own), factor, x,
-        name="newton_schulz_apply", grid=(num * (a // side) * (b // side),), ins=[tiles.WHOLE] * 2, outs=tiles.WHOLE,
-        out_shapes=jax.ShapeDtypeStruct(x.shape, x.dtype), flops=2.0 * num * a * a * b,
+        name="newton_schulz_apply", grid=(num * (a // side) * (b // side),),
+        out_shapes=jax.ShapeDtypeStruct(x.shape, x.dtype), work=tiles.Work(2.0 * num * a * a * b),
         warps=8 if side == 128 else 4, stages=2,
     )  # fmt: skip
 

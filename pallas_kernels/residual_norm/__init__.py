@@ -28,7 +28,7 @@ IMPLEMENTATIONS = {"xla": xla, "triton": triton}
 def read(
     h: Float[Array, "*N D"], scale: Float[Array, "D"], eps: float, dtype: Any
 ) -> tuple[Float[Array, "*N D"], Float[Array, "*N D"]]:
-    """The norm h / rms(h) * scale in `dtype`, and h: who needs both takes h from here."""
+    """The norm h / rms(h) * scale in `dtype`, and h: a caller that needs both takes h from here."""
     return chip.choose(IMPLEMENTATIONS).read(h, scale, eps, dtype)
 
 

@@ -162,7 +162,7 @@ class _Tile(NamedTuple):
 
 
 def _tile(rows: int, columns: int, programs: int) -> _Tile:
-    wide = max(1 << (columns - 1).bit_length(), 16)
+    wide = max(tiles.power(columns), 16)
     tall = max(2048 // wide, 1)
     return _Tile(rows, columns, tall, wide, -(-rows // (tall * programs)))
 
@@ -171,8 +171,7 @@ def _call(body, tile: _Tile, arrays, out_shapes, name: str):
     lanes = 64 if chip.current().maker == "rocm" else 32
     warps = min(max(tile.tall * tile.wide // (8 * lanes), 1), 16)  # 8 numbers a thread: 16 bytes of bfloat16
     return tiles.call(
-        body, *arrays, name=name, grid=(tile.programs,), ins=[tiles.WHOLE] * len(arrays),
-        outs=[tiles.WHOLE] * len(out_shapes), out_shapes=out_shapes, warps=warps,
+        body, *arrays, name=name, grid=(tile.programs,), out_shapes=out_shapes, warps=warps
     )  # fmt: skip
 
 
@@ -270,23 +269,9 @@ def _backward(
     """
     shape = h.shape
     tile = _tile(h.size // shape[-1], shape[-1], PROGRAMS)
-    y, how, gate = joined or (h, None, None)
+    _, how, gate = joined or (h, None, None)
     scale, eps = norm or (None, 0.0)
-    given: dict[str, Any] = {"h": _flat(h), "d_h": _flat(d_h)}
-    given |= {f"d_x{i}": _flat(d) for i, d in enumerate(d_x)}
-    made: dict[str, Any] = {"h": tile.like(jnp.float32)}
-    names = []  # of the sums
-    if scale is not None:
-        given["scale"] = scale
-        names.append("scale")
-    if how is not None:
-        given |= {"y": _flat(y), **how._asdict()}
-        made["y"] = tile.like(y.dtype)
-        names += ["total", "by_y", "by_h"]
-    if gate is not None:
-        given["gate"] = gate.reshape(-1)
-        made["gate"] = jax.ShapeDtypeStruct((tile.rows,), jnp.float32)
-    made["sums"] = jax.ShapeDtypeStruct((tile.programs * len(names), tile.columns), jnp.float32)
+    given, made, names = _operands(tile, h, d_h, scale, d_x, joined)
 
     def body(*refs):
         ins = dict(zip(given, refs, strict=False))
@@ -345,6 +330,27 @@ def _backward(
         found["gate"].reshape(gate.shape) if gate is not None else None,
         [sums[name] for name in names if name != "scale"],
     )
+
+
+def _operands(tile, h, d_h, scale, d_x, joined) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """What `_backward`'s kernel is given and makes, by name, and the names of the sums, which it makes side by side."""
+    y, how, gate = joined or (h, None, None)
+    given: dict[str, Any] = {"h": _flat(h), "d_h": _flat(d_h)}
+    given |= {f"d_x{i}": _flat(d) for i, d in enumerate(d_x)}
+    made: dict[str, Any] = {"h": tile.like(jnp.float32)}
+    names = []
+    if scale is not None:
+        given["scale"] = scale
+        names.append("scale")
+    if how is not None:
+        given |= {"y": _flat(y), **how._asdict()}
+        made["y"] = tile.like(y.dtype)
+        names += ["total", "by_y", "by_h"]
+    if gate is not None:
+        given["gate"] = gate.reshape(-1)
+        made["gate"] = jax.ShapeDtypeStruct((tile.rows,), jnp.float32)
+    made["sums"] = jax.ShapeDtypeStruct((tile.programs * len(names), tile.columns), jnp.float32)
+    return given, made, names
 
 
 def _flat(x):

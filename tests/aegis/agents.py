@@ -92,8 +92,10 @@ class Agents:
 def start(
     folder: Path, *options: str, agents: int = 1, befalls: dict[int, str] | None = None, steps: int = STEPS,
     seconds: float = 0.05, variables: dict[str, str] | None = None, own: dict[int, dict[str, str]] | None = None,
+    late: float = 0,
 ) -> Iterator[Agents]:  # fmt: skip
-    """So many agents with these options and variables; what befalls a process is in its words, see stand_in."""
+    """So many agents with these options and variables, the last of them `late`; what befalls a process is in its
+    words, see stand_in."""
     workdir = folder / "run"
     workdir.mkdir(parents=True)
     for process, words in (befalls or {}).items():
@@ -113,6 +115,7 @@ def start(
         ]  # fmt: skip
         with (folder / f"{i}.out").open("w") as out, (folder / f"{i}.err").open("w") as err:
             environ |= (variables or {}) | (own or {}).get(i, {})
+            time.sleep(late if i == agents - 1 else 0)
             started.append(subprocess.Popen(command, env=environ, stdout=out, stderr=err))
     run = Agents(workdir, started, folder)
     run.port = port  # type: ignore[attr-defined]

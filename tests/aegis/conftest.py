@@ -7,10 +7,10 @@ import jax
 import pytest
 from traced_once import traced_once
 
-from experiments import pretrain
 from experiments.configs import tiny
+from tools import faults
 from zaya_jax import config
-from zaya_jax.aegis import faults
+from zaya_jax import run as run_lib
 
 __all__ = ["traced_once"]
 
@@ -42,7 +42,7 @@ def run(tmp_path, monkeypatch):
             monkeypatch.setenv(faults.VARIABLE, str(tmp_path / "faults.json"))
         settings = tiny.get_config()
         settings.update_from_flattened_dict(given)
-        return pretrain.train(config.check(settings), tmp_path / workdir)
+        return run_lib.train(config.check(settings), tmp_path / workdir, faults.given())
 
     yield call
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

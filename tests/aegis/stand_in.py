@@ -2,13 +2,14 @@
 
 Its "run" is a counter: all processes of a start meet at each step through files, every fifth step is a checkpoint, and
 what a file WORKDIR/do-INDEX says befalls process INDEX once, at the step that it names:
-`STEP kill|stop|exit N|spin|lock|print TEXT|pause SECONDS`.
+`STEP kill|stop|exit N|spin|lock|orphan|print TEXT|pause SECONDS`.
 """
 
 import faulthandler
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -94,6 +95,9 @@ def befall(file: Path, step: int) -> None:
             ctypes.PyDLL(None).sleep(1000)
         case "pause":
             time.sleep(float(how[0]))
+        case "orphan":  # a child that leaves the group prints for as long as the pipe is there
+            subprocess.Popen(["yes"], start_new_session=True)
+            os._exit(9)
         case "print":
             print(how[0], flush=True)
 

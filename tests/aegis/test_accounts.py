@@ -5,8 +5,8 @@ import random
 import pytest
 
 from zaya_jax.aegis import accounts
+from zaya_jax.aegis.accounts import Spending
 from zaya_jax.aegis.events import Event
-from zaya_jax.aegis.spending import Spending
 
 
 def spent(time, seconds, first, last, **sections):
@@ -80,13 +80,12 @@ def test_a_spike_loses_the_steps_it_goes_back():
     assert account.totals["redone"] == pytest.approx(5) and account.totals["step"] == pytest.approx(25)
     assert [event.facts["batches"] for event in account.left_out] == [5]
     assert accounts.by_cause(account)[0].label == "a spike"
-    assert "left out: 5 batches after step 15, for loss 9.1" in accounts.text(account)
 
 
 def test_a_start_that_says_nothing_is_untold():
     account = accounts.of([Event("started", 5.0, step=-1), Event("ended", 25.0)])
     assert account.totals["untold"] == 20 and account.goodput != account.goodput
-    assert "goodput not known" in accounts.text(account)
+    assert account.goodput != account.goodput  # not known
     assert accounts.of([]) is None and accounts.of([Event("log", 1.0)]) is None
 
 
@@ -144,7 +143,6 @@ def test_they_sum_to_the_whole_whatever_befell(seed):
         at = piece.begin + piece.seconds
     lost = sum(cause.lost for cause in account.causes)
     assert lost == pytest.approx(sum(p.seconds for p in account.pieces if p.cause is not None), abs=1e-3)
-    accounts.text(account)
 
 
 def test_spending_adds_up_and_gets_rarer():

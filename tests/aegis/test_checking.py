@@ -1,20 +1,17 @@
 """The check before each start: nodes that are unfit are left out, links are tried in pairs, and the run then begins."""
 
-import selectors
 import socket
-import time
 
 import multiprocess_runs
 from agents import STEPS, start
 
 from zaya_jax.aegis import preflight
-from zaya_jax.aegis.checking import ANSWER, Checking
 from zaya_jax.aegis.decide import HARDWARE, PREEMPTED, Decider, Rules
+from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.facts import Asked, Came, Check, Checked, End, Exited, Lost, Ready, Say, Start, Stepped
-from zaya_jax.aegis.finding import Finding
-from zaya_jax.aegis.keeping import Keeper, Terminal
+from zaya_jax.aegis.keeping import Keeper
 from zaya_jax.aegis.leader import Leader, Plan
-from zaya_jax.aegis.node import Node, Task
+from zaya_jax.aegis.preflight import ANSWER, Checking
 
 WRONG = Finding(
     "gpu computes wrongly", "critical", "exclude", "device 3: 1 of 4 numbers is wrong", -1, "device 3"
@@ -78,16 +75,6 @@ def test_without_a_spare_a_wrong_device_ends_it_and_another_fault_is_said():
     run = Decided(nodes=2)
     run.take(Checked(((-1, Finding("no link works", "distributed", "stop", "x", -1, "all nodes")),), 4.0))
     assert run.of(End)[0].code == 1 and len(run.said("check")) == 1
-
-
-def test_two_unfit_nodes_and_one_spare():
-    """The first is left out; for the second there is nobody."""
-    run = Decided(nodes=2, agents=3)
-    run.take(Checked(((0, MISSING), (0, MISSING), (1, MISSING)), 4.0))
-    assert [given["node"] for given in run.said("excluded")] == ["host0"]
-    assert run.of(Check)[1:] == [Check((1, 2))]
-    run.take(Checked(((1, MISSING),), 4.0))
-    assert run.of(Start) == [Start(1, (1, 2))]
 
 
 def test_a_node_that_is_lost_or_a_wish_to_stop_during_the_check():
@@ -206,24 +193,6 @@ def test_time_that_the_leader_stood_still_is_nobody_s_silence(tmp_path):
     leader.hear(0, ["checked", 1, [], 2], 501.0)
     leader.turn(501.1)
     assert [order[0] for order in orders] == ["check", "start"] and "0 findings" in said[0]
-
-
-def test_a_check_that_cannot_be_made_says_so_at_once(tmp_path, monkeypatch):
-    """Its thread died, and a minute later the node was said to hang."""
-    monkeypatch.setattr(
-        preflight, "check", lambda *_, **__: (_ for _ in ()).throw(OSError("no process more"))
-    )
-    told = []
-    node = Node(Task([], tmp_path), selectors.DefaultSelector(), Keeper(tmp_path), Terminal(), told.append)
-    node.check(3)
-    until = time.monotonic() + 30
-    while not any(message[0] == "checked" for message in told) and time.monotonic() < until:
-        node.turn(time.monotonic())
-        time.sleep(0.01)
-    node.close()
-    ((number, (found,), _),) = [rest for kind, *rest in told if kind == "checked"]
-    assert number == 3 and (found["name"], found["action"]) == ("check of the node failed", "warn")
-    assert "no process more" in found["seen"]
 
 
 def test_a_node_that_was_left_out_and_comes_again_is_no_spare_and_both_checks_are_counted():

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zaya_jax.aegis import decide
+from zaya_jax.aegis import cause, decide
 from zaya_jax.aegis.decide import Decider, Rules
+from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.facts import (
     Ask,
     Asked,
@@ -30,7 +31,6 @@ from zaya_jax.aegis.facts import (
     Stepped,
     Tick,
 )  # fmt: skip
-from zaya_jax.aegis.finding import Finding
 
 
 class World:
@@ -379,7 +379,7 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
 def test_all_end_with_5_and_the_one_that_is_named_is_the_culprit():
     """Its line comes from process 0, which prints for all; the node whose process it names gives way to the spare."""
     world = World(nodes=2, agents=3, each=2)
-    line = Finding(decide.WRONG, "critical", "warn", "error: cpu:3 of process 3 on host1 computes wrongly", 3)
+    line = Finding(cause.WRONG, "critical", "warn", "error: cpu:3 of process 3 on host1 computes wrongly", 3)
     world.take(Found(0, line))
     world.take(Exited(0, 0, 5), Exited(0, 1, 5), Ready(0), Exited(1, 2, 5), Exited(1, 3, 5), Ready(1))
     (died,) = world.events("died")
@@ -390,7 +390,7 @@ def test_all_end_with_5_and_the_one_that_is_named_is_the_culprit():
 def test_one_of_several_devices_excludes_nobody():
     world = World(nodes=2, agents=3)
     line = Finding(
-        f"one of several {decide.WRONG}", "critical", "warn", "error: one of a, b computes wrongly", 0
+        f"one of several {cause.WRONG}", "critical", "warn", "error: one of a, b computes wrongly", 0
     )
     world.take(Found(0, line))
     world.exit((0, 5), (1, 5))

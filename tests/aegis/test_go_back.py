@@ -5,9 +5,9 @@ is killed on the way.
 import pytest
 from small_runs import Killed, lines, same_end
 
-from experiments import pretrain
 from zaya_jax import cli
 from zaya_jax.aegis import decisions, events
+from zaya_jax.aegis.guard import Guard
 from zaya_jax.checkpoint import stale, writing
 from zaya_jax.checkpoint.store import read_meta
 
@@ -41,16 +41,17 @@ def went_back(workdir, out):
     assert "left_out" not in read_meta(workdir, 60)["data"] and "decisions" not in read_meta(workdir, 60)
 
 
-@pytest.mark.parametrize(
-    "moment", ["written", *(pytest.param(m, marks=pytest.mark.slow) for m in MOMENTS if m != "written")]
-)
-def test_it_goes_back_and_killed_at_any_moment_ends_with_the_same_bits(
-    run, tmp_path, monkeypatch, capsys, moment
-):
-    keys = {"checkpoint__every_steps": 15}  # that of step 75 is inside the spike
+def test_it_goes_back_before_the_noise_and_on_without_it(run, tmp_path, capsys):
+    assert run("whole", **LONG, checkpoint__every_steps=15) == cli.DONE  # that of step 75 is inside the spike
+    went_back(tmp_path / "whole", capsys.readouterr().out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_killed_at_any_moment_it_ends_with_the_same_bits(run, tmp_path, monkeypatch, moment):
+    keys = {"checkpoint__every_steps": 15}
     copies = lambda name: {} if moment == "written" else {"checkpoint__durable": str(tmp_path / name)}  # noqa: E731
     assert run("whole", **LONG, **keys, **copies("safe")) == cli.DONE
-    went_back(tmp_path / "whole", capsys.readouterr().out)
     module, name, after = MOMENTS[moment]
     function = getattr(module, name)
 
@@ -71,7 +72,7 @@ def test_it_goes_back_and_killed_at_any_moment_ends_with_the_same_bits(
 @pytest.mark.slow
 def test_a_kill_after_it_went_back_changes_nothing_either(run, tmp_path, monkeypatch):
     assert run("whole", **LONG) == cli.DONE
-    see = pretrain.Guard.see
+    see = Guard.see
 
     def killed(self, step, *args):
         if step == 84:
@@ -79,7 +80,7 @@ def test_a_kill_after_it_went_back_changes_nothing_either(run, tmp_path, monkeyp
         see(self, step, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain.Guard, "see", killed)
+        patch.setattr(Guard, "see", killed)
         with pytest.raises(Killed):
             run("killed", **LONG)
     assert run("killed", **LONG) == cli.DONE

@@ -7,8 +7,9 @@ import pytest
 from conftest import SMALL
 from small_runs import lines, same_end
 
+from tools import faults
 from zaya_jax import cli
-from zaya_jax.aegis import decisions, events, faults
+from zaya_jax.aegis import decisions, events
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from zaya_jax.aegis.straggle import WINDOW, Stragglers, _median_of_others
+from zaya_jax.aegis.straggle import WINDOW, Stragglers
 
 STEPS = 1000
 
@@ -98,18 +98,3 @@ def test_who_has_come_back_may_be_named_again():
     table[:400, 1] *= 1.5
     table[800:, 1] *= 1.5
     assert [found.process for found in watched(table)] == [1, 1]
-
-
-def test_the_median_of_the_others():
-    rng = np.random.default_rng(0)
-    for count in (2, 3, 4, 5, 8, 9):
-        values = rng.integers(0, 5, count).astype(float)
-        expected = [np.median(np.delete(values, i)) for i in range(count)]
-        np.testing.assert_array_equal(_median_of_others(values), expected)
-
-
-def test_steps_that_some_do_not_tell_are_let_go():
-    watch = Stragglers(range(2))
-    for step in range(10_000):
-        watch.add(0, step, 1.0, 1.0)
-    assert len(watch._waiting) <= 1000

@@ -1,7 +1,5 @@
 """Recorded trees of a node, unpacked into a folder, and an NVML that tells what a test wants."""
 
-import contextlib
-import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -89,48 +87,6 @@ class Nvml:
 LINKS = 18
 
 
-class AmdSmi:
-    """AMD's library in a container that hides /sys: two cards; `cards[i]` may be changed."""
-
-    AmdSmiTemperatureType = SimpleNamespace(HOTSPOT="hotspot")
-    AmdSmiTemperatureMetric = SimpleNamespace(CURRENT="now", CRITICAL="limit")
-    AmdSmiClkType = SimpleNamespace(GFX="gfx")
-
-    def __init__(self):
-        self.cards = [
-            dict(ue=0, ce=4, de=0, pages="No bad pages found.", now=70, limit=100, busy=99, clk=1600)
-            for _ in range(2)
-        ]
-
-    def amdsmi_init(self):
-        pass
-
-    def amdsmi_get_processor_handles(self):
-        return self.cards
-
-    def amdsmi_get_gpu_device_uuid(self, card):
-        return "a"
-
-    def amdsmi_get_gpu_total_ecc_count(self, card):
-        return {
-            "correctable_count": card["ce"],
-            "uncorrectable_count": card["ue"],
-            "deferred_count": card["de"],
-        }
-
-    def amdsmi_get_gpu_bad_page_info(self, card):
-        return card["pages"]
-
-    def amdsmi_get_temp_metric(self, card, where, what):
-        return card[what]
-
-    def amdsmi_get_gpu_activity(self, card):
-        return {"gfx_activity": card["busy"]}
-
-    def amdsmi_get_clock_info(self, card, kind):
-        return {"clk": card["clk"]}
-
-
 def disk(free=0.5, inodes=0.9, flags=0, broken=()):
     """`os.statvfs` of folders that are so full."""
 
@@ -143,20 +99,3 @@ def disk(free=0.5, inodes=0.9, flags=0, broken=()):
         )  # fmt: skip
 
     return statvfs
-
-
-@contextlib.contextmanager
-def unreadable(path):
-    """A file that gives no leave; root reads whatever it likes, so a folder takes its place there."""
-    text = path.read_text()
-    if os.geteuid():
-        path.chmod(0)
-    else:
-        path.unlink()
-        path.mkdir()
-    yield
-    if os.geteuid():
-        path.chmod(0o644)
-    else:
-        path.rmdir()
-        path.write_text(text)

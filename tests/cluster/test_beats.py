@@ -3,6 +3,7 @@
 import itertools
 import mmap
 import os
+import struct
 import subprocess
 import sys
 import time
@@ -80,6 +81,25 @@ def test_nobody_who_listens_is_no_error(tmp_path, monkeypatch):
     assert beats.read(tmp_path / "beat-00000") is None
     (tmp_path / "beat-00000").write_bytes(bytes(beats.SIZE))
     assert beats.read(tmp_path / "beat-00000") is None
+
+
+@pytest.mark.parametrize(
+    "word", [(0, 3, 99), (0, 5, -1), (1, 6, 1e300), (1, 7, float("nan")), (2, 0, None), (3, 0, None)]
+)
+def test_a_process_that_scribbles_over_its_file_has_said_nothing(tmp_path, word):
+    """A section of 99 was an IndexError of the agent, a sparse file a MemoryError, a pipe no end."""
+    kind, place, value = word
+    path = tmp_path / "beat-00000"
+    beats.Beats(tmp_path, 0).lap(1, 1.0, 1.0, 1.0)
+    assert beats.read(path).section == "start"
+    if kind < 2:
+        raw = bytearray(path.read_bytes())
+        struct.pack_into("<d" if kind else "<q", raw, 8 * place, value)
+        path.write_bytes(raw)
+    else:
+        path.unlink()
+        os.mkfifo(path) if kind == 2 else os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 36)
+    assert beats.read(path) is None
 
 
 def test_goes_on_from_the_first_step_to_the_last(monkeypatch):

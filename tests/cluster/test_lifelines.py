@@ -1,6 +1,6 @@
 """The lines between processes, with threads and bare sockets for processes: who is silent, whose end counts."""
 
-import json
+import contextlib
 import logging
 import socket
 import threading
@@ -9,7 +9,7 @@ import time
 import pytest
 from multiprocess_runs import free_port
 
-from zaya_jax.cluster import lifelines, relay
+from zaya_jax.cluster import jax_repairs, lifelines, lines
 from zaya_jax.cluster.lifelines import End, Lifelines
 from zaya_jax.cluster.place import Place
 
@@ -36,6 +36,13 @@ class Run:
             thread.start()
         return threads
 
+    def hang_up(self):
+        for one in reversed(self.lines):
+            threading.Thread(target=one.hang_up).start()
+        for one in self.lines:
+            one._thread.join(20)
+            assert not one._thread.is_alive()
+
     def wait_for_ends(self, count):
         deadline = time.monotonic() + 30
         while len(self.ends) < count:
@@ -45,15 +52,8 @@ class Run:
 
 
 def bare(run, index):
-    """A process of nothing but a socket, which has called."""
-    while True:
-        try:
-            line = socket.create_connection(("localhost", int(run.address.rsplit(":", 1)[1])))
-            break
-        except OSError:
-            time.sleep(0.05)
-    line.sendall((json.dumps(["here", index, run.count, "elsewhere"]) + "\n").encode())
-    return line
+    """A process of nothing but a line, which has called."""
+    return lines.call(run.address, index, str(run.count), lines.key(), 20).connection
 
 
 def test_a_silent_process_is_named_with_its_host():
@@ -64,23 +64,28 @@ def test_a_silent_process_is_named_with_its_host():
             thread.join()
         ends = run.wait_for_ends(2)
     assert ends[0] == ends[1] and ends[0].code == 1
-    assert ends[0].text.startswith("process 2 on elsewhere is silent for")
+    assert ends[0].text.startswith(f"process 2 on {HOST} is silent for")
 
 
 def test_a_silent_process_0_is_named():
     with socket.create_server(("localhost", 0)) as server:
         place = Place(f"localhost:{server.getsockname()[1]}", 2, 1)
         ends = []
-        lines = Lifelines(place, 0.5, ends.append)
-        thread = threading.Thread(target=lines.roll_call, args=(20,))
+        second = Lifelines(place, 0.5, ends.append)
+        thread = threading.Thread(target=second.roll_call, args=(20,))
         thread.start()
-        line, _ = server.accept()
-        with line:
-            line.sendall(b'\n["all", "afar"]\n')
+        door = lines.Door(lines.key(), "2", 2, "")
+        line = door.open(server)
+        while not (messages := line.read()):
+            time.sleep(0.01)
+        assert door.hear(line, *messages) == HOST
+        with line.connection:
+            line.say()
+            line.say("all", "afar")
             thread.join()
-            lines.report(2, "never heard", certain=True)
+            second.report(2, "never heard", certain=True)
     assert [end.code for end in ends] == [1] and "process 0 on afar is silent" in ends[0].text
-    assert lines.lost == [0]
+    assert second.lost == [0]
 
 
 def test_what_follows_from_a_loss_is_not_taken_for_the_cause():
@@ -92,7 +97,7 @@ def test_what_follows_from_a_loss_is_not_taken_for_the_cause():
         threading.Thread(target=run.lines[1].report, args=(1, "a collective failed", False)).start()
         time.sleep(0.3)
         assert not run.ends  # process 2 has said nothing since
-    assert "process 2 on elsewhere is gone" in run.wait_for_ends(2)[1].text
+    assert f"process 2 on {HOST} is gone" in run.wait_for_ends(2)[1].text
 
 
 def test_an_error_of_one_is_everybodys_once_all_have_answered():
@@ -120,11 +125,7 @@ def test_an_orderly_end_is_no_loss():
     run = Run(4, 20)
     for thread in run.begin([0, 1, 2, 3]):
         thread.join()
-    for lines in reversed(run.lines):
-        threading.Thread(target=lines.hang_up).start()
-    for lines in run.lines:
-        lines._thread.join(20)
-        assert not lines._thread.is_alive()
+    run.hang_up()
     assert not run.ends
 
 
@@ -132,12 +133,12 @@ def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
     run = Run(4, 20)
     raised = []
 
-    def call(lines):
+    def call(one):
         with pytest.raises(lifelines.LostProcess) as error:
-            lines.roll_call(20)
+            one.roll_call(20)
         raised.append(str(error.value))
 
-    threads = [threading.Thread(target=call, args=(lines,)) for lines in run.lines[:2]]
+    threads = [threading.Thread(target=call, args=(one,)) for one in run.lines[:2]]
     for thread in threads:
         thread.start()
     while 1 not in run.lines[0]._lines:  # what is lost before a process comes is nothing to it
@@ -145,7 +146,35 @@ def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
     bare(run, 2).close()
     for thread in threads:
         thread.join()
-    assert len(set(raised)) == 1 and raised[0].startswith("process 2 on elsewhere is gone")
+    assert len(set(raised)) == 1 and raised[0].startswith(f"process 2 on {HOST} is gone")
+
+
+STRANGE = (
+    b"[" * 100_000 + b"\n", b'{"a":' * 100_000, b"x" * 20_000_000, b'["here", 1, 99, "x"]\n', b'["here", 1, 2, "x"]\n',
+    b'["here", 1, "h", "99", "n", "p"]\n', b"GET / HTTP/1.1\r\n\r\n", b'["end", 2, 0, "h", "no"]\n', b"null\n[]\n",
+)  # fmt: skip
+
+
+def test_nothing_that_a_stranger_sends_ends_a_roll_call_or_stands_for_a_process():
+    run = Run(2, 20)
+    threads, port = run.begin([0]), int(run.address.rsplit(":", 1)[1])
+    for strange in STRANGE:
+        while True:
+            try:
+                line = socket.create_connection(("localhost", port))
+                break
+            except OSError:
+                time.sleep(0.05)
+        with line, contextlib.suppress(OSError):
+            line.sendall(strange)
+            line.settimeout(5)
+            while line.recv(1 << 16):  # until process 0 hangs up
+                pass
+        assert threads[0].is_alive() and run.lines[0]._thread.is_alive(), strange[:40]
+    for thread in [*threads, *run.begin([1])]:
+        thread.join()
+    assert not run.ends and run.lines[0]._lines.keys() == {1}
+    run.hang_up()
 
 
 def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, caplog):
@@ -168,15 +197,12 @@ def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, 
         time.sleep(2)
         logging.getLogger("zaya_jax").removeHandler(caplog.handler)
     assert "stood still" in caplog.text and not run.ends
-    for lines in reversed(run.lines):
-        threading.Thread(target=lines.hang_up).start()
-    for lines in run.lines:
-        lines._thread.join(20)
+    run.hang_up()
 
 
 def test_behind_the_relay_the_end_of_process_0_is_silence():
     with socket.create_server(("localhost", 0)) as server:
-        address = relay.through("localhost", server.getsockname()[1])
+        address = jax_repairs.through("localhost", server.getsockname()[1])
         assert address.startswith("unix-abstract:")
         with socket.socket(socket.AF_UNIX) as near:
             near.connect("\0" + address.partition(":")[2])
@@ -193,7 +219,7 @@ def test_behind_the_relay_the_end_of_process_0_is_silence():
 
 def test_behind_the_relay_a_coordinator_that_is_not_up_yet_is_tried_again():
     port = free_port()
-    name = "\0" + relay.through("localhost", port).partition(":")[2]
+    name = "\0" + jax_repairs.through("localhost", port).partition(":")[2]
     with socket.socket(socket.AF_UNIX) as near:
         near.connect(name)
         assert near.recv(1) == b""

@@ -7,7 +7,7 @@ import pytest
 from multiprocess_runs import free_port
 
 from zaya_jax.cluster.lifelines import Lifelines
-from zaya_jax.cluster.place import LostProcess, Place, find_place, name_processes
+from zaya_jax.cluster.place import LostProcess, Place, find_agent_place, find_place, name_processes
 from zaya_jax.config import UserError
 
 SLURM = {
@@ -138,3 +138,38 @@ def test_many_names_are_cut_short():
     assert name_processes([3]) == "process 3"
     assert name_processes([0, 7]) == "processes 0 and 7"
     assert name_processes(list(range(40))).endswith("14, 15 and 24 more")
+
+
+NODES = {
+    "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "gpu[03-06]", "SLURM_NTASKS": "4", "SLURM_PROCID": "2",
+    "SLURM_LOCALID": "0", "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+}  # fmt: skip
+
+
+def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
+    assert find_agent_place({}) is None
+    assert (
+        find_agent_place({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}) is None
+    )  # a process's, not an agent's
+    ours = {"NODES": "16", "NODE": "3", "JAX_COORDINATOR_ADDRESS": "host:1"}
+    assert find_agent_place(ours) == Place("host:1", 16, 3)
+    assert find_agent_place(ours, agents=2, agent=1) == Place("host:1", 2, 1)
+    assert find_agent_place({**ours, "NODES": "1", "NODE": "0"}) is None
+    found = find_agent_place(NODES)
+    assert (found.count, found.index) == (4, 2) and found.coordinator.startswith("gpu03:")
+    pod = {"JOB_COMPLETION_INDEX": "1", "NODES": "2", "JAX_COORDINATOR_ADDRESS": "host:1"}
+    assert find_agent_place(pod) == Place("host:1", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"NODES": "2"}, r"--agents \(NODES\) is given, but not --coordinator \(JAX_COORDINATOR_ADDRESS\) and --agent"),
+        ({"NODES": "2", "NODE": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}, "agent=2 of agents=2"),
+        ({**NODES, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "one task a node"),
+        ({"NODES": "two", "NODE": "0", "JAX_COORDINATOR_ADDRESS": "h:1"}, "agents='two' is no whole number"),
+    ],
+)  # fmt: skip
+def test_refuses_by_the_agents_own_names(environ, words):
+    with pytest.raises(UserError, match=words):
+        find_agent_place(environ)

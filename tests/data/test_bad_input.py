@@ -1,29 +1,21 @@
 """Preparing whatever a disk may hold: one bad record costs one record, and no input ends in a traceback."""
 
-import contextlib
 import errno
 import gzip
 import io
 import json
 import os
-import pathlib
 import random
 import shutil
-import subprocess
-import sys
-import tempfile
 
 import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
 from data_helpers import here, texts_of
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from zaya_jax import cli
 from zaya_jax.config import StorageError, UserError
-from zaya_jax.data import inputs, pieces, prepare_engines, prepare_task, sources, storage, tokenizers, tokens
+from zaya_jax.data import inputs, pieces, sources, storage, tokenizers, tokens
 from zaya_jax.data.prepare import Options
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
@@ -35,61 +27,7 @@ def parquet(columns, **options):
     return file.getvalue()
 
 
-SOUND = {
-    ".jsonl": b"".join(json.dumps({"text": f"text {i} \u00fc"}).encode() + b"\n" for i in range(30))
-    + json.dumps({"messages": CHAT}).encode(),
-    ".parquet": parquet({"text": [f"text {i} \u00fc" for i in range(40)]}, row_group_size=9),
-    ".txt": "text\u00fc\n".encode() * 50,
-}
 PACKED = {"": bytes, ".gz": lambda raw: gzip.compress(raw, 6, mtime=0), ".zst": zstandard.compress}
-
-
-@st.composite
-def files(draw):
-    """(name, content) of a file: sound, damaged in one way, or another thing than its name says."""
-    kind = draw(st.sampled_from([".jsonl", ".parquet", ".txt", ".json", ".ndjson"]))
-    packed = draw(st.sampled_from(list(PACKED)))
-    sound = SOUND.get(kind, SOUND[".jsonl"])
-    content = draw(
-        st.one_of(st.just(sound), st.binary(max_size=300), st.text(max_size=100).map(lambda t: t.encode()))
-    )
-    damage = draw(st.sampled_from(["none", "cut", "flipped", "not packed"]))
-    if damage != "not packed":
-        content = PACKED[packed](content)
-    place = draw(st.integers(0, max(len(content) - 1, 0)))
-    if damage == "cut":
-        content = content[:place]
-    elif damage == "flipped" and content:
-        content = content[:place] + bytes([content[place] ^ draw(st.integers(1, 255))]) + content[place + 1 :]
-    return f"{draw(st.sampled_from(['a', 'b', 'ü \\n', '__init__']))}{kind}{packed}", content
-
-
-def check_fuzzed(found, skip_bad, train_bpe):
-    with tempfile.TemporaryDirectory() as folder:
-        root = pathlib.Path(folder)
-        (root / "in").mkdir()
-        for name, content in found:
-            (root / "in" / name).write_bytes(content)
-        options = Options(
-            [str(root / "in")], skip_bad=skip_bad, train_bpe=train_bpe, part_bytes=400, held_out=0.1
-        )
-        stderr = io.StringIO()
-        with contextlib.redirect_stderr(stderr):
-            code = cli.exit_code(lambda: here(options, root / "out") and 0)
-        assert code in (0, 2, 4) and len(stderr.getvalue().splitlines()) <= 1
-        if code == 0:
-            assert storage.verify(str(root / "out")) == []
-        elif "tasks are done" not in stderr.getvalue():
-            assert not (root / "out").exists()
-
-
-@pytest.mark.usefixtures("in_process")
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None, derandomize=True
-)
-@given(st.lists(files(), min_size=1, max_size=3), st.booleans(), st.sampled_from([0, 0, 263]))
-def test_any_files_are_prepared_or_refused_in_one_line(found, skip_bad, train_bpe):
-    check_fuzzed(found, skip_bad, train_bpe)
 
 
 def left_out(*patterns, out, **options):
@@ -140,18 +78,6 @@ def test_far_into_a_file_a_bad_line_is_named_by_its_byte(tmp_path, monkeypatch):
         f"{tmp_path / 'a.jsonl'}, byte 700: not a JSON object of its own (Expecting property name enclosed in double "
         "quotes at column 2)"
     ]
-
-
-@pytest.mark.usefixtures("in_process")
-def test_examples_are_few_and_counts_are_exact(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"{\n" * 1000 + b'{"text": "t"}\n{"text": null}\n{"text": " "}\n\n')
-    documents, out = left_out(tmp_path / "a.jsonl", out=tmp_path / "out", part_bytes=500)
-    assert (documents, out["bad"], out["empty"], len(out["bad_examples"])) == (
-        1,
-        1000,
-        2,
-        prepare_task.EXAMPLES,
-    )
 
 
 @pytest.mark.usefixtures("in_process")
@@ -266,22 +192,6 @@ def test_a_failure_leaves_nothing_or_says_how_to_go_on(tmp_path):
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_begun_preparation_without_a_task_done_is_begun_anew(tmp_path, monkeypatch):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "sound"}\n' * 10)
-
-    def killed(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(prepare_engines, "run_processes", killed)
-        with pytest.raises(KeyboardInterrupt):
-            here(Options([str(tmp_path / "a.jsonl")], held_out=0.0), tmp_path / "out")
-    assert (tmp_path / "out" / "tokenizer").is_dir()
-    manifest, _ = here(Options([str(tmp_path / "a.jsonl")], train_bpe=263, held_out=0.0), tmp_path / "out")
-    assert manifest["tokenizer"]["vocab_size"] == 263
-
-
-@pytest.mark.usefixtures("in_process")
 def test_outputs_that_cannot_be_written_are_one_line(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "sound"}\n' * 10)
     options = Options([str(tmp_path / "a.jsonl")], held_out=0.0)
@@ -324,52 +234,6 @@ def test_prepared_directories_are_no_text(tmp_path):
         sources.text_corpus("", tok)
 
 
-@pytest.mark.slow
-def test_worker_processes_tell_in_one_line_too(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud800"}\n' + b'{"text": "sound"}\n' * 200_000)
-    command = [
-        sys.executable,
-        "-m",
-        "experiments.prepare_data",
-        f"--input={tmp_path / 'a.jsonl'}",
-        "--part_mib=1",
-    ]
-    command += [f"--out={tmp_path / 'out'}", "--processes=2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2 and "a.jsonl, line 1: the text is not Unicode" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    done = subprocess.run([*command, "--skip_bad"], capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0 and "1 bad records and files" in done.stdout
-
-
-@pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize("kind", ["timestamp", "duration"])
-def test_a_parquet_value_that_python_cannot_hold_costs_its_row(tmp_path, kind):
-    made = pyarrow.timestamp("us") if kind == "timestamp" else pyarrow.duration("s")
-    turn = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string()), ("at", made)])
-    rows = [[{**t, "at": 1 << 62 if i == 3 and kind == "timestamp" else i} for t in CHAT] for i in range(10)]
-    if kind == "duration":
-        rows[3][0]["at"] = 1 << 62
-    (tmp_path / "c.parquet").write_bytes(parquet({"messages": pyarrow.array(rows, pyarrow.list_(turn))}))
-    manifest, _ = here(Options([str(tmp_path / "c.parquet")], skip_bad=True, held_out=0.0), tmp_path / "out")
-    assert manifest["totals"]["train"]["documents"] == 9 and manifest["left_out"]["bad"] == 1
-    assert "row 4 of row group 0" in manifest["left_out"]["bad_examples"][0]
-    with pytest.raises(UserError, match="row 4 of row group 0"):
-        here(Options([str(tmp_path / "c.parquet")]), tmp_path / "other")
-    assert not (tmp_path / "other").exists()
-
-
-@pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize("packed", ["", ".gz"])
-@pytest.mark.parametrize("tail", [b"\xc3", b"\xe4\xbd", b"\xf0\x9f\x92"])
-def test_a_text_that_ends_inside_a_character_is_bad(tmp_path, monkeypatch, tail, packed):
-    monkeypatch.setattr(inputs, "PIECE", 64)
-    (tmp_path / f"t.txt{packed}").write_bytes(PACKED[packed](b"abc def\n" * 8 + tail))
-    (tmp_path / "u.txt").write_text("sound")
-    manifest, _ = here(Options([str(tmp_path / "*.txt*")], skip_bad=True, held_out=0.0), tmp_path / "out")
-    assert manifest["totals"]["train"]["documents"] == 1 and manifest["left_out"]["bad"] == 1
-
-
 @pytest.mark.usefixtures("in_process")
 def test_a_text_without_ids_costs_its_record(tmp_path):
     """A tokenizer of whole words whose word for all others is not in its vocabulary."""
@@ -396,3 +260,31 @@ def test_a_file_without_the_column_counts_once(tmp_path, part_bytes):
     options = Options([str(tmp_path / "*.*")], skip_bad=True, held_out=0.0, part_bytes=part_bytes)
     manifest, _ = here(options, tmp_path / "out")
     assert manifest["left_out"]["bad"] == 1
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("packed", ["", ".gz"])
+@pytest.mark.parametrize("tail", [b"\xc3", b"\xe4\xbd", b"\xf0\x9f\x92"])
+def test_a_text_that_ends_inside_a_character_is_bad(tmp_path, monkeypatch, tail, packed):
+    monkeypatch.setattr(inputs, "PIECE", 64)
+    (tmp_path / f"t.txt{packed}").write_bytes(PACKED[packed](b"abc def\n" * 8 + tail))
+    (tmp_path / "u.txt").write_text("sound")
+    manifest, _ = here(Options([str(tmp_path / "*.txt*")], skip_bad=True, held_out=0.0), tmp_path / "out")
+    assert manifest["totals"]["train"]["documents"] == 1 and manifest["left_out"]["bad"] == 1
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("kind", ["timestamp", "duration"])
+def test_a_parquet_value_that_python_cannot_hold_costs_its_row(tmp_path, kind):
+    made = pyarrow.timestamp("us") if kind == "timestamp" else pyarrow.duration("s")
+    turn = pyarrow.struct([("role", pyarrow.string()), ("content", pyarrow.string()), ("at", made)])
+    rows = [[{**t, "at": 1 << 62 if i == 3 and kind == "timestamp" else i} for t in CHAT] for i in range(10)]
+    if kind == "duration":
+        rows[3][0]["at"] = 1 << 62
+    (tmp_path / "c.parquet").write_bytes(parquet({"messages": pyarrow.array(rows, pyarrow.list_(turn))}))
+    manifest, _ = here(Options([str(tmp_path / "c.parquet")], skip_bad=True, held_out=0.0), tmp_path / "out")
+    assert manifest["totals"]["train"]["documents"] == 9 and manifest["left_out"]["bad"] == 1
+    assert "row 4 of row group 0" in manifest["left_out"]["bad_examples"][0]
+    with pytest.raises(UserError, match="row 4 of row group 0"):
+        here(Options([str(tmp_path / "c.parquet")]), tmp_path / "other")
+    assert not (tmp_path / "other").exists()

@@ -1,18 +1,82 @@
-"""Batches that a run left out when it went back: it goes on behind them, and its state says so at any step."""
+"""Batches that a run left out when it went back, at any step, and a fork's order."""
 
+import collections
+import dataclasses
 import json
 import random
 
 import numpy as np
 import pytest
-from test_past import PHASES, TOK, config, forked, same, stopped, stores, stream, take
 
+from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import Phase
-from zaya_jax.data import pipeline
+from zaya_jax.data import order, pipeline, tokenizers
+from zaya_jax.data.sources import with_targets
 
-assert stores  # the sources a, b and c, of numbers that tell their rows apart
+TOK = tokenizers.load("bytes")
+LENGTHS = {"a": 2400, "b": 1000, "c": 7000}  # tokens, each of its own number
 
+
+@pytest.fixture(autouse=True)
+def stores(monkeypatch):
+    """Sources a, b and c, whose rows can be told apart; `c` in bundles, so that its rows come in blocks."""
+    made, first = {}, 1
+    for name, size in LENGTHS.items():
+        starts = np.zeros(size, bool)
+        starts[::10] = True
+        ids = first + np.arange(size, dtype=np.uint32)
+        made[name] = order.Memory(name, with_targets(ids, starts), f"content of {name}")
+        first += size
+    made["c"].bundle_tokens = 40
+    monkeypatch.setattr(pipeline, "open_stores", lambda _, path, __: (made[path], None))
+
+
+def config(*phases, seed=0, fork=None, **data):
+    raw = config_lib.default()
+    raw.run.seed, raw.model.vocab_size, raw.run.num_steps = seed, 1 << 20, 40
+    for name, value in ({"seq_len": 10, "global_batch": 8, "mixture": ("a=0.6", "b=0.4")} | data).items():
+        raw.data[name] = value
+    raw.schedule.phases = phases
+    made = config_lib.check(raw)
+    if fork:
+        run = dataclasses.replace(made.run, fork="x@1", fork_step=fork[0], fork_tokens=fork[1])
+        made = dataclasses.replace(made, run=run)
+    return made
+
+
+def stream(settings):
+    # Two rounds an epoch, so that these small sources have blocks.
+    return pipeline.Stream(pipeline.Batches(settings, TOK, rounds=1))
+
+
+def stopped(settings, steps):
+    """A run's batches, and what its checkpoint has of the data."""
+    one = stream(settings)
+    batches = [next(one) for _ in range(steps)]
+    state = json.loads(json.dumps(one.get_state()))
+    one.close()
+    return batches, state
+
+
+def take(one, count):
+    batches = [next(one) for _ in range(count)]
+    one.close()
+    return batches
+
+
+def same(got, expected):
+    for a, b in zip(got, expected, strict=True):
+        for name in b:
+            np.testing.assert_array_equal(a[name], b[name])
+
+
+PHASES = (
+    Phase("one", 650, mixture=("a=0.5", "c=0.5")),
+    Phase("the same again", 400, mixture=("a=0.5", "c=0.5")),
+    Phase("longer", 800, seq_len=20, ramp_from=2, ramp_tokens=300, micro_batch=2, global_batch=8),
+    Phase("back", 1600, mixture=("b=0.3", "a=0.7"), packing="best_fit"),
+)
 RAMPS = (  # one era: a ramp, then another mixture
     Phase("ramp", 800, mixture=("a=0.5", "c=0.5"), ramp_from=2, ramp_tokens=500, micro_batch=2),
     Phase("another mixture", 500, mixture=("a=0.2", "c=0.7", "b=0.1")),
@@ -91,24 +155,26 @@ def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
     once.close()
 
 
-@pytest.mark.parametrize("phases", [(), RAMPS, PHASES])
-def test_a_fork_that_changes_nothing_goes_on_without_them(phases):
-    settings = config(*phases)
-    plan = schedule.make_plan(settings)
-    ranges = [[4, plan.total_steps - 8], [6, 3]]  # over all borders but the last
-    whole = after(settings, ranges, 0, plan.total_steps)
-    for step in range(7, plan.total_steps - 1, 5):
-        parent = stream(settings)
-        parent.leave_out(ranges)
-        take(parent, step)
-        state = parent.get_state()
-        one, note = forked(config(*phases, fork=(step, plan.tokens_of_step(step))), state)
-        assert note == "note: the data goes on where it stood"
-        got = take(one, 1)
-        second = config(*phases, fork=(step + 1, plan.tokens_of_step(step + 1)))
-        two, note = forked(second, one.get_state())
-        assert note == "note: the data goes on where it stood"
-        same([*got, *take(two, plan.total_steps - step - 1)], whole[step:])
+@pytest.mark.parametrize("phases", [(), PHASES])
+def test_a_fork_begins_an_order_of_its_own(phases):
+    """Said in a note; each row once an epoch, and exact when it goes on."""
+    plan = schedule.make_plan(config(*phases))
+    whole, state = stopped(config(*phases), 6)
+    settings = config(*phases, fork=(6, plan.tokens_of_step(6)))
+    one = stream(settings)
+    assert one.set_state(json.loads(json.dumps(pipeline.forked(state)))).startswith(
+        "note: the data begins anew"
+    )
+    got = [next(one) for _ in range(3)]
+    state = json.loads(json.dumps(one.get_state()))
+    rest = take(one, 3)
+    again = stream(settings)
+    assert again.set_state(state) == "" and state["step"] == 9
+    same(take(again, 3), rest)
+    first = [
+        collections.Counter(row for b in some for row in b["tokens"][:, 0].tolist()) for some in (whole, got)
+    ]
+    assert max(first[1].values()) == 1 and first[0] != first[1]
 
 
 def test_processes_and_workers_leave_out_the_same():

@@ -179,27 +179,6 @@ def test_two_of_the_same_part_at_once_give_the_same(tmp_path, source, whole):
     assert contents(tmp_path / "out") == whole
 
 
-def test_a_twin_that_is_late_finds_everything_merged(tmp_path, source, whole, monkeypatch):
-    """Where the file system has no locks, nobody holds back a merge while somebody makes a part once more."""
-    options, out = options_for(source), tmp_path / "out"
-    monkeypatch.setattr(
-        pathlib.Path, "hardlink_to", lambda *_: (_ for _ in ()).throw(PermissionError(1, "no links"))
-    )
-    monkeypatch.setattr(prepare.fcntl, "flock", lambda *_: (_ for _ in ()).throw(OSError(38, "no locks")))
-
-    def slow(job, todo, processes, tell):
-        for i, task in enumerate(todo):
-            if i == len(todo) // 2:
-                monkeypatch.setattr(prepare_engines, "run_processes", run_here)
-                part(options, out, 0, 1)
-                merge(options, out)
-            prepare_task.run(task, job, lambda *_: None)
-
-    monkeypatch.setattr(prepare_engines, "run_processes", slow)
-    assert part(options, out, 0, 1) is None
-    assert contents(out) == whole
-
-
 def test_a_merge_names_the_parts_that_are_missing_and_the_way_out(tmp_path, source, whole):
     options, out = options_for(source), tmp_path / "out"
     with pytest.raises(UserError, match="holds no parts: run the same command with --part"):
@@ -223,25 +202,6 @@ def test_a_merge_names_the_parts_that_are_missing_and_the_way_out(tmp_path, sour
     part(options, out, int(str(said.value)[-len("0/4 in place of --merge")]), 4)
     merge(options, out)
     assert contents(out) == whole
-
-
-def test_of_two_plans_at_one_moment_one_is_refused(tmp_path, source, monkeypatch):
-    """Both find no plan; then the other's is there first."""
-    options, other, out = options_for(source), options_for(source, held_out=0.5), tmp_path / "out"
-    link = pathlib.Path.hardlink_to
-
-    def late(self, target):
-        monkeypatch.setattr(pathlib.Path, "hardlink_to", link)
-        part(other, out, 1, 2)
-        link(self, target)
-
-    monkeypatch.setattr(pathlib.Path, "hardlink_to", late)
-    with pytest.raises(UserError, match="begun with other held_out; repeat"):
-        part(options, out, 0, 2)
-    part(other, out, 0, 2)
-    merge(other, out)
-    here(other, tmp_path / "whole")
-    assert contents(out) == contents(tmp_path / "whole")
 
 
 @pytest.mark.parametrize(
@@ -359,74 +319,6 @@ def test_what_is_skipped_needs_leave_in_parts_and_merge(tmp_path, source, whole)
     assert contents(tmp_path / "mixed") == contents(tmp_path / "whole strict")
 
 
-def test_a_bpe_is_trained_by_the_first_and_the_same_as_one_machine_s(tmp_path, source):
-    options = options_for(source, train_bpe=300)
-    here(options, tmp_path / "whole")
-    for index in (1, 0):
-        part(options, tmp_path / "out", index, 2)
-    merge(options, tmp_path / "out")
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-def test_what_a_part_s_error_advises_is_what_helps(tmp_path, source):
-    """A BPE that the input is too small for: the smaller one is other options, and nothing is to be skipped."""
-    out = tmp_path / "out"
-    with pytest.raises(UserError, match="smaller vocabulary") as said:
-        part(options_for(source, train_bpe=60_000), out, 0, 2)
-    assert str(said.value).endswith(
-        "the same command does what is left of part 0/2; other options need another --out, or this one removed"
-    )
-    with pytest.raises(UserError, match=r"begun with other train_bpe; .* remove this one to begin anew"):
-        part(options_for(source, train_bpe=270), out, 0, 2)
-    shutil.rmtree(out)
-    assert part(options_for(source, train_bpe=270), out, 0, 2)
-
-
-def test_what_a_preparation_leaves_in_its_folder_may_be_damaged(tmp_path, source, whole):
-    options, out = options_for(source), tmp_path / "out"
-    for index in range(2):
-        part(options, out, index, 2)
-    for i, content in enumerate((b"", b"{", b"[]", b"3", b'{"made": 1}', b"\xff")):
-        (out / ".work" / f"task-0000{i}.json").write_bytes(content)
-    record = json.loads((out / ".work" / "task-00007.json").read_text())
-    record["shards"] = [{}]
-    (out / ".work" / "task-00007.json").write_text(json.dumps(record))
-    with pytest.raises(
-        UserError, match=r"lacks 7 of .*task 0 is recorded by another version .* or damaged, of part"
-    ):
-        merge(options, out)
-    shutil.copytree(out, tmp_path / "again")
-    for index in range(2):
-        part(options, out, index, 2)
-    merge(options, out)
-    assert contents(out) == whole
-    for content in (b"", b"[1]", b"3"):
-        (tmp_path / "again" / ".work" / "plan.json").write_bytes(content)
-        for refused in (
-            lambda: part(options, tmp_path / "again", 0, 2),
-            lambda: merge(options, tmp_path / "again"),
-        ):
-            with pytest.raises(UserError, match=r"plan\.json is damaged; remove .* to begin anew"):
-                refused()
-
-
-def test_addresses_are_refused_as_by_one_machine(tmp_path, source):
-    for do in (lambda o, out: part(o, out, 0, 2), merge):
-        with pytest.raises(UserError, match="is a URL; prepare into a local directory"):
-            do(options_for(source), "s3://bucket/out")
-        with pytest.raises(UserError, match="is a URL; copy the files here"):
-            do(Options(["s3://bucket/in.jsonl"]), tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_input_without_documents_is_said_by_the_merge(tmp_path):
-    (tmp_path / "empty.txt").write_text(" ")
-    options = Options([str(tmp_path / "empty.txt")])
-    part(options, tmp_path / "out", 0, 1)
-    with pytest.raises(UserError, match="no document for training"):
-        merge(options, tmp_path / "out")
-
-
 def test_a_disk_that_fills_up_costs_nothing_that_was_done(tmp_path, source, whole, monkeypatch):
     options, out = options_for(source), tmp_path / "out"
     calls = [0]
@@ -450,17 +342,6 @@ def test_a_disk_that_fills_up_costs_nothing_that_was_done(tmp_path, source, whol
     assert all(path.stat().st_mtime_ns == at for path, at in before.items())
     merge(options, out)
     assert contents(out) == whole
-
-
-def test_a_part_leaves_what_others_are_writing(tmp_path, source, monkeypatch):
-    out = tmp_path / "out"
-    part(options_for(source), out, 0, 2)
-    fresh, stale = (out / ".work" / f"train-00001.tokens.partial-1-{name}" for name in ("fresh", "stale"))
-    for path in (fresh, stale):
-        path.write_bytes(b"x")
-    os.utime(stale, (time.time() - 2 * prepare.STALE_SECONDS,) * 2)
-    part(options_for(source), out, 1, 2)
-    assert fresh.exists() and not stale.exists()
 
 
 def test_shares_are_equal_and_depend_on_nothing_else():
@@ -540,3 +421,12 @@ def test_programs_of_one_and_two_processes_killed_in_earnest(tmp_path):
     done = subprocess.run(program(source, out, "--merge"), capture_output=True, text=True, timeout=100)
     assert done.returncode == 0 and "left out  6 bad records" in done.stdout
     assert contents(out) == contents(tmp_path / "whole")
+
+
+def test_a_bpe_is_trained_by_the_first_and_the_same_as_one_machine_s(tmp_path, source):
+    options = options_for(source, train_bpe=300)
+    here(options, tmp_path / "whole")
+    for index in (1, 0):
+        part(options, tmp_path / "out", index, 2)
+    merge(options, tmp_path / "out")
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")

@@ -1,11 +1,9 @@
 """Long texts: the ids of the pieces are those of the whole, for every kind of tokenizer that can be cut."""
 
-import io
 import json
 
 import numpy as np
 import pytest
-import sentencepiece
 import tokenizers as library
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
@@ -102,14 +100,7 @@ def test_pieces_have_the_ids_of_the_whole(kind, monkeypatch):
 def test_a_text_that_cannot_be_cut_is_refused_above_a_size(monkeypatch):
     monkeypatch.setattr(pieces, "PIECE", 700)
     monkeypatch.setattr(pieces, "WHOLE", 2000)
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.Train(
-        sentence_iterator=iter(["some words here", "and there"] * 20),
-        model_writer=model,
-        vocab_size=17,
-        minloglevel=2,
-    )
-    tok = tokenizers.SentencePiece(model.getvalue(), {}, "made here")
+    tok = NOT_CUT["prefixed"]()
     assert len(pieces.document(tok, ["words and words " * 120])) > 200
     with pytest.raises(pieces.TooLong, match="JSONL"):
         pieces.document(tok, ["words and words " * 250])

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from zaya_jax.config import UserError
-from zaya_jax.data import pipeline, stores, tokenizers
+from zaya_jax.data import pipeline, tokenizers, windows
 
 
 @pytest.fixture
@@ -93,9 +93,9 @@ def test_seed_decides_the_order(make_config, corpus, tok):
 
 def test_evaluation_is_fixed_and_split_by_rows(make_config, corpus, tok):
     config = make_config(path=str(corpus), windows=5, global_batch=4, seq_len=32)
-    whole = pipeline.eval_batches(config, tok)
-    assert_same(pipeline.eval_batches(config, tok), whole)
-    parts = [pipeline.eval_batches(config, tok, (i, 4)) for i in range(4)]
+    whole = windows.eval_batches(config, tok)
+    assert_same(windows.eval_batches(config, tok), whole)
+    parts = [windows.eval_batches(config, tok, (i, 4)) for i in range(4)]
     joined = [{k: np.concatenate([p[t][k] for p in parts]) for k in whole[0]} for t in range(len(whole))]
     assert_same(joined, whole)
     assert sum((b["segment_ids"][:, 0] > 0).sum() for b in whole) == 5
@@ -112,7 +112,6 @@ def test_held_out_text_is_never_trained_on(make_config, corpus, tok):
 def test_a_state_of_other_data_is_refused(make_config, corpus, tok):
     state = pipeline.train_stream(make_config(path=str(corpus)), tok).get_state()
     (corpus / "more.txt").write_text("more text")
-    stores._text_stores.clear()
     with pytest.raises(UserError, match="not what this run began with"):
         pipeline.train_stream(make_config(path=str(corpus)), tok).set_state(state)
 

@@ -17,7 +17,7 @@ from data_helpers import here, jsonl, texts_of
 
 from experiments import prepare_data
 from zaya_jax.config import UserError
-from zaya_jax.data import prepare_engines, prepare_manifest, prepare_task, storage, tokenizers
+from zaya_jax.data import prepare, prepare_engines, prepare_task, storage, tokenizers
 from zaya_jax.data.prepare import Options
 from zaya_jax.data.storage import Prepared
 
@@ -87,21 +87,6 @@ def test_a_vocabulary_of_gemmas_size_takes_four_bytes(tmp_path):
     assert texts_of(tmp_path / "out") == ["Zz", "ab Zz" * 20]
     (((bundle, _, _),),) = Prepared(str(tmp_path / "out")).parts([(0, 3)])
     assert bundle.tokens.max() == 262_200
-
-
-@pytest.mark.usefixtures("in_process")
-def test_sentencepiece_models_work(tmp_path):
-    import sentencepiece
-
-    (tmp_path / "t.txt").write_text("\n".join(TEXTS))
-    sentencepiece.SentencePieceTrainer.Train(
-        input=str(tmp_path / "t.txt"), model_prefix=str(tmp_path / "sp"), vocab_size=40, minloglevel=2
-    )
-    here(
-        Options([str(tmp_path / "t.txt")], tokenizer=str(tmp_path / "sp.model"), held_out=0.0),
-        tmp_path / "out",
-    )
-    assert texts_of(tmp_path / "out")[0].split() == "\n".join(TEXTS).split()
 
 
 @pytest.mark.usefixtures("in_process")
@@ -177,7 +162,7 @@ def test_an_unfinished_task_leaves_nothing_visible_and_a_finished_one_stays(tmp_
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_engines, "run_processes", killed)
-        patch.setattr(prepare_manifest, "gather", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(prepare, "gather", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             here(options, out)
     assert set(calls[0]) <= {"train-00000.tokens", "train-00002.tokens"} | {

@@ -76,44 +76,12 @@ class TestOnTwoNodes:
         assert manifest["left_out"]["bad"] == 3
         assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
 
-    def test_progress_comes_to_its_end(self, tmp_path, source, cluster):
-        said = []
-        prepare.prepare(
-            Options([str(source)], skip_bad=True, part_bytes=9000),
-            str(tmp_path / "out"),
-            2,
-            said.append,
-            "ray",
-        )
-        last = said[-1]
-        assert last.tasks == last.total_tasks > 20 and last.done == last.total and last.tokens > 0
-
-    def test_a_bad_record_is_a_line(self, tmp_path, source, cluster):
-        with pytest.raises(UserError, match=r"\.jsonl, line 301: not a JSON object"):
-            by_ray(Options([str(source)]), tmp_path / "out")
-        assert not (tmp_path / "out").exists()
-
     def test_a_worker_that_is_killed_costs_a_retry(self, tmp_path, source, cluster, monkeypatch):
         options = Options([str(source)], part_bytes=9000, skip_bad=True)
         mark = tmp_path / "killed once"
         monkeypatch.setattr(prepare_engines, "_ray_work", dying(str(mark)))
         by_ray(options, tmp_path / "ray")
         assert len(list(tmp_path.glob("killed once-*"))) == 4
-        with monkeypatch.context() as patch:
-            patch.setattr(prepare_engines, "run_processes", run_here)
-            here(options, tmp_path / "whole")
-        assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
-
-    def test_a_node_that_is_lost_costs_retries(self, tmp_path, source, cluster, monkeypatch):
-        options = Options([str(source)], part_bytes=3000, skip_bad=True)
-        lost = [cluster.add_node(num_cpus=2)]
-
-        def tell(now):
-            if lost and now.tasks > now.total_tasks // 5:
-                cluster.remove_node(lost.pop(), allow_graceful=False)
-
-        prepare.prepare(options, str(tmp_path / "ray"), 0, tell, "ray")
-        assert not lost
         with monkeypatch.context() as patch:
             patch.setattr(prepare_engines, "run_processes", run_here)
             here(options, tmp_path / "whole")
@@ -135,11 +103,3 @@ def dying(mark):
         return work(task, job, folder)
 
     return dies
-
-
-def test_without_a_cluster_the_way_out_is_said(monkeypatch):
-    ray = pytest.importorskip("ray")
-    ray.shutdown()
-    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-    with pytest.raises(UserError, match=r"no Ray cluster at RAY_ADDRESS=127\.0\.0\.1:1 .*ray start --head"):
-        prepare_engines.run_on_ray(None, [], 0, lambda *_: None)

@@ -1,9 +1,13 @@
 """Text corpora: what is found, what is left out, what is held out."""
 
+import itertools
+import os
+
 import pytest
+import zstandard
 
 from zaya_jax.config import UserError
-from zaya_jax.data import sources, tokenizers
+from zaya_jax.data import inputs, pipeline, sources, stores, tokenizers, windows
 
 
 def test_the_standard_library_is_a_corpus():
@@ -61,3 +65,97 @@ def test_missing_and_empty_corpora_are_user_errors(tmp_path):
     (tmp_path / "blank.txt").write_text("\n")
     with pytest.raises(UserError, match="none with UTF-8 text"):
         sources.text_corpus(str(tmp_path), tok)
+
+
+@pytest.fixture
+def linked(tmp_path):
+    """d/f.txt and d/g.txt under many names, and a folder of its own that d only links to."""
+    (tmp_path / "d").mkdir()
+    (tmp_path / "big").mkdir()
+    for place in ("d/f.txt", "d/g.txt", "big/h.txt"):
+        (tmp_path / place).write_text(f"text of {place}")
+    (tmp_path / "d" / "again").symlink_to(".")
+    (tmp_path / "d" / "once_more").symlink_to("../d")
+    (tmp_path / "d" / "a_link.txt").symlink_to("f.txt")
+    (tmp_path / "d" / "hard.txt").hardlink_to(tmp_path / "d" / "g.txt")
+    (tmp_path / "d" / "web").symlink_to(tmp_path / "big")
+    return tmp_path / "d"
+
+
+@pytest.mark.parametrize("pattern", ["{}", "{}/**/*.txt", "{}/**", "{}/../d", "{}/again/**/*.txt"])
+def test_a_file_is_taken_once_under_all_its_names_and_linked_folders_are_read(linked, pattern, caplog):
+    pattern = pattern.format(linked)
+    found = sources.list_files(pattern, say=True)
+    assert sorted(path.read_text() for _, path in found) == [
+        f"text of {p}" for p in ("big/h.txt", "d/f.txt", "d/g.txt")
+    ]
+    assert "web/h.txt" in [name for name, _ in found] and "f.txt" in [name for name, _ in found]
+    (said,) = caplog.messages
+    assert f"{pattern}: left out 4 names of what is there under another one (" in said
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        ["{}"],
+        ["{}/f.txt", "{}/../d/f.txt", "{}/*.txt", "{}/web/*"],
+        ["{}", "{}/./f.txt"],
+        ["{}/**/[fgh]*.txt", "{}"],
+    ],
+)
+def test_prepare_data_has_the_same_rule(linked, patterns, caplog):
+    found = inputs.find([pattern.format(linked) for pattern in patterns], "/nowhere")
+    assert [os.path.basename(path) for path in found] == ["f.txt", "g.txt", "h.txt"]
+    assert "left out" in caplog.text
+
+
+def test_what_was_written_through_a_link_is_no_input(linked):
+    (linked / "out").mkdir()
+    (linked / "out" / "x.txt").write_text("x")
+    (linked.parent / "other").symlink_to(linked / "out")
+    assert not [path for path in inputs.find([str(linked)], linked.parent / "other") if "x.txt" in path]
+
+
+def test_text_that_changes_is_read_again(tmp_path, make_config, monkeypatch):
+    """Also where another folder has the same relative name."""
+    tok = tokenizers.load("bytes")
+    for place, letter in (("here", "a"), ("there", "b")):
+        (tmp_path / place / "corpus").mkdir(parents=True)
+        for i in range(4):
+            (tmp_path / place / "corpus" / f"{i}.txt").write_text(letter * 100)
+
+    def letters():
+        config = make_config(path="corpus", eval_named=("x=../extra.txt",))
+        (tmp_path / "extra.txt").write_text(os.path.basename(os.getcwd()) + letter)
+        sides = [side.bundle.tokens for side in stores.open_stores(config, "corpus", tok)]
+        own = windows.named_stores(config, tok)["x"].bundle.tokens
+        return [{chr(token) for token in side if token < 256} for side in sides], tok.decode(own)
+
+    monkeypatch.chdir(tmp_path / "here")
+    assert letters() == ([{"a"}] * 2, "hereb")
+    monkeypatch.chdir(tmp_path / "there")
+    assert letters() == ([{"b"}] * 2, "thereb")
+    for i in range(4):
+        (tmp_path / "there" / "corpus" / f"{i}.txt").write_text("z" * 100)
+    letter = "z"
+    assert letters() == ([{"z"}] * 2, "therez")
+
+
+def test_rewritten_held_out_text_is_other_data(corpus, make_config):
+    tok, config = tokenizers.load("bytes"), make_config(path=str(corpus))
+    state = pipeline.train_stream(config, tok).get_state()
+    held_out = pipeline.open_stores(config, str(corpus), tok)[1].bundle
+    text = tok.decode(held_out.tokens.tolist())
+    (path,) = (path for _, path in sources.list_files(str(corpus)) if path.read_bytes() == text.encode())
+    path.write_text("other text")
+    with pytest.raises(UserError, match="the data is not what this run began with"):
+        pipeline.train_stream(config, tok).set_state(state)
+
+
+def test_a_wide_zstd_window_is_no_damage(tmp_path):
+    """As `zstd --long=28` writes it."""
+    parameters = zstandard.ZstdCompressionParameters(window_log=28, compression_level=1)
+    stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.txt.zst").write_bytes(stream.compress(b"text") + stream.flush())
+    (part,) = itertools.chain(*inputs.split([(str(tmp_path / "a.txt.zst"), 1, 1)], 1 << 20))
+    assert [text for _, text in inputs.samples(part, "text")] == ["text"]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from zaya_jax.config import UserError
-from zaya_jax.data import pipeline, storage, tokenizers
+from zaya_jax.data import pipeline, storage, tokenizers, windows
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.storage import Prepared, StorageError
 
@@ -41,9 +41,9 @@ def contents(store):
     return np.concatenate([b.tokens for b in bundles(store).values() if b.real])
 
 
-def place_of(directory, shard, number):
+def place_of(directory, shard, number, split="train"):
     """(file, offset, size) of a bundle's record."""
-    store = Prepared(str(directory))
+    store = Prepared(str(directory), split)
     begin, end = store._places_of(shard)[0][number : number + 2].tolist()
     return directory / store.file(shard), begin, end - begin
 
@@ -122,10 +122,9 @@ def test_a_corrupt_record_is_skipped_and_counted_where_asked(directory, make_con
     damage(path, offset + 100)
     stream = pipeline.train_stream(config, TOK)
     after = [next(stream) for _ in range(epoch)]
-    corrupt = stream.metrics()["data/corrupt"]
-    assert corrupt >= 1 and stream.counters()["records"] > 0
+    assert stream.metrics()["data/corrupt"] == 1 and stream.counters().records > 0  # a piece, whoever met it
     stream.close()
-    assert stream.metrics()["data/corrupt"] == corrupt  # those of workers that have ended count, too
+    assert stream.metrics()["data/corrupt"] == 1  # those of workers that have ended count, too
     assert f"corrupt record 3 of shard {path.name}" in caplog.text
     lost = 0
     for a, b in zip(after, before, strict=True):
@@ -135,6 +134,17 @@ def test_a_corrupt_record_is_skipped_and_counted_where_asked(directory, make_con
         np.testing.assert_array_equal(a["tokens"][~hole], b["tokens"][~hole])
         np.testing.assert_array_equal(a["loss_mask"][~hole], b["loss_mask"][~hole])
     assert 0.5 * sound.batches.stores[0].bundle_tokens < lost <= sound.batches.stores[0].bundle_tokens
+
+
+def test_damage_in_held_out_data_is_counted_too(directory, make_config):
+    config = make_config(path=str(directory), on_corrupt="skip", windows=64)
+    stream = pipeline.train_stream(config, TOK)
+    sound = sum(batch["loss_mask"].sum() for batch in windows.eval_batches(config, TOK))
+    path, offset, _ = place_of(directory, 0, 0, split="held_out")
+    damage(path, offset + 100)
+    left = sum(batch["loss_mask"].sum() for batch in windows.eval_batches(config, TOK))
+    assert left < sound and stream.metrics()["data/corrupt"] == 1
+    assert pipeline.train_stream(config, TOK).metrics()["data/corrupt"] == 0  # another run's
 
 
 @pytest.mark.parametrize("on_corrupt", ["stop", "skip"])
@@ -152,7 +162,7 @@ def test_what_the_bytes_do_not_prove_is_no_damage(directory, monkeypatch, on_cor
         patch.setattr(storage, "read_ranges", fail)
         with pytest.raises(StorageError, match=r"cannot read shard train-00000"):
             store.parts([(0, 10)])
-    assert store.counters.corrupt == 0 and store.counters.retries == storage.ATTEMPTS - 1
+    assert not store.counters.corrupt and store.counters.retries == storage.ATTEMPTS - 1
     assert len(contents(store)) == store.num_tokens  # it passes
 
 
@@ -172,7 +182,7 @@ print(store.counters)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "retries=0, corrupt=0" in done.stdout and not done.stderr
+    assert "retries=0, corrupt=set()" in done.stdout and not done.stderr
 
 
 @pytest.mark.parametrize("what", ["missing", "truncated", "empty"])
@@ -231,7 +241,7 @@ def test_whole_records_in_the_wrong_place_are_found(directory, prepare_text, wha
     assert storage.verify(str(directory))
     store = Prepared(str(directory), on_corrupt="skip")
     bundles(store)
-    assert store.counters.corrupt >= 1
+    assert store.counters.corrupt
 
 
 def test_a_directory_prepared_again_is_read_anew(prepare_text, tmp_path):
@@ -250,7 +260,7 @@ def test_a_directory_prepared_again_is_read_anew(prepare_text, tmp_path):
     (tmp_path / "moved" / old.file(0)).replace(second / old.file(0))  # sound, and of another input
     store = Prepared(str(second), on_corrupt="skip")
     bundles(store)
-    assert store.counters.corrupt >= 1
+    assert store.counters.corrupt
 
 
 def test_the_same_input_prepared_twice_is_the_same_data(prepare_text, tmp_path):
@@ -320,14 +330,9 @@ def fuzz(directory: pathlib.Path, scratch: pathlib.Path, seconds: float, seed: i
         for key, bundle in found.items():
             if bundle.real:
                 np.testing.assert_array_equal(bundle.tokens, sound[key].tokens)
-        assert skipping.counters.corrupt == sum(not bundle.real for bundle in found.values())
+        assert len(skipping.counters.corrupt) == sum(not bundle.real for bundle in found.values())
     return tries
 
 
 def test_fuzz_briefly(directory, tmp_path):
     assert fuzz(directory, tmp_path / "fuzz", 3.0) > 10
-
-
-@pytest.mark.slow
-def test_fuzz_for_a_minute(directory, tmp_path):
-    assert fuzz(directory, tmp_path / "fuzz", 60.0, seed=1) > 200

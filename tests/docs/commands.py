@@ -17,14 +17,10 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
-from unittest import mock
 
-from absl import flags
-from ml_collections import config_flags
 from test_architecture import OPTIONS
 
 from tools import reference
-from zaya_jax import config
 from zaya_jax.config import UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -37,23 +33,9 @@ PLACEHOLDER = re.compile(r"(?<![\w$])[A-Z][A-Z_]+(?![\w=])")
 PYTHONS = ("python", "python3", ".venv/bin/python")
 # Programs of the system, whose options are their own.
 PLAIN = {
-    "cat",
-    "cd",
-    "cp",
-    "cut",
-    "docker",
-    "export",
-    "git",
-    "head",
-    "kubectl",
-    "ls",
-    "mkdir",
-    "open",
-    "pip",
-    "rm",
-    "source",
-    "tail",
-}
+    "cat", "cd", "cp", "cut", "docker", "export", "git", "head", "kubectl", "ls", "mkdir", "open", "pip", "rm",
+    "source", "tail",
+}  # fmt: skip
 SCRIPTS = {"launch/slurm.sbatch": "pretrain", "launch/prepare.sbatch": "prepare_data"}
 WORDS_OF_LOOPS = {"do", "then", "else", "done", "fi"}
 
@@ -171,17 +153,14 @@ def _wrong(words: list[str], needs: bool) -> str:
         return "" if rest and (ROOT / rest[0]).is_file() else f"{' '.join(words)}: no such script"
     if first.startswith("zaya-"):
         scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-        return of_program(first.removeprefix("zaya-").replace("-", "_"), rest, needs) if first in scripts else (
-            f"{first} is no command of pyproject.toml"
-        )  # fmt: skip
+        if first not in scripts:
+            return f"{first} is no command of pyproject.toml"
+        return of_program(first.removeprefix("zaya-").replace("-", "_"), rest, needs)
     if first == "make":
         return of_make(rest, needs)
     if first == "launch/node.sh":
-        return (
-            _wrong(rest[1:], needs)
-            if rest[:1] and rest[0].isdigit()
-            else "launch/node.sh takes a number first"
-        )
+        counted = rest[:1] and rest[0].isdigit()
+        return _wrong(rest[1:], needs) if counted else "launch/node.sh takes a number first"
     if first in ("sbatch", "kubectl"):
         if not needs:
             return f"{first} needs a cluster: say so in a line before the block, *Needs: ...*"
@@ -201,16 +180,11 @@ def of_module(name: str, args: list[str], needs: bool) -> str:
     path = ROOT / (name.replace(".", "/") + ".py")
     if name.split(".")[0] in ("benchmarks", "tools", "zaya_jax"):
         text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        unknown = [a.split("=")[0] for a in args if a.startswith("--") and f'"{a.split("=")[0]}"' not in text]
-        unknown = [
-            a for a in unknown if f'"{a.lstrip("-")}"' not in text
-        ]  # absl's flags are named without dashes
+        given = [arg.split("=")[0] for arg in args if arg.startswith("--")]
+        unknown = [a for a in given if f'"{a}"' not in text]
         return f"{name} has no {unknown[0]}" if unknown else "" if text else f"{name} is no module"
-    return (
-        ""
-        if name in ("http.server", "mkdocs", "pip", "pytest", "venv")
-        else f"{name} is no module that is known"
-    )
+    known = ("http.server", "mkdocs", "pip", "pytest", "venv")
+    return "" if name in known else f"{name} is no module that is known"
 
 
 def of_make(args: list[str], needs: bool) -> str:
@@ -247,10 +221,16 @@ def of_program(name: str, args: list[str], needs: bool) -> str:
         return of_program(name, args[:cut], needs) or of_program("pretrain", args[cut + 1 :], needs)
     if needs:
         args = [re.sub(r"=N$", "=1", arg) for arg in args]
-    if "" in OPTIONS[name] and "config" in OPTIONS[name][""]:
-        return of_flags(name, args, needs)
-    parsed = parser(name)
-    parsed.parse_args(args)
+    if "config" in OPTIONS[name].get("", ()):
+        given = next((arg for arg in args if arg.startswith("--config=")), "")
+        file, _, run = given.removeprefix("--config=").partition(":")
+        if "zaya1_base" in file and name == "pretrain" and "--describe" not in args and not needs:
+            return "zaya1_base trains on GPUs alone: say so in a line before the block, *Needs: ...*"
+        # A run that is not here, and a file of the reader's, are read as the default: the keys are the same.
+        default = run or (needs and not (ROOT / file).is_file())
+        own = [] if default or not given else [f"--config={ROOT / file}"]
+        args = own + [arg for arg in args if arg != given]
+    parser(name).parse_args(args)
     return ""
 
 
@@ -258,51 +238,3 @@ def of_program(name: str, args: list[str], needs: bool) -> str:
 def parser(name: str):
     """A program's parser."""
     return reference.parser_of(name)
-
-
-def of_flags(name: str, args: list[str], needs: bool) -> str:
-    """Of a program with a config: names of options, and keys of the config with their values."""
-    for arg in args:
-        option = arg.lstrip("-").split("=")[0]
-        if not arg.startswith("--"):
-            return f"{arg} is no option; options begin with --"
-        if not option.startswith("config.") and option not in OPTIONS[name][""]:
-            return f"experiments.{name} has no --{option}"
-    file = next((arg.split("=", 1)[1] for arg in args if arg.startswith("--config=")), "")
-    default = "tiny" if name == "pretrain" else "zaya1_base"
-    if not file or (needs and not (ROOT / file).is_file()):
-        file = f"experiments/configs/{default}.py"  # the reader's own begins as one of these
-    file, _, run = file.partition(":")
-    if not (ROOT / file).is_file():
-        return f"--config={file} is no file"
-    if run:  # it reads a run that is not here; the keys are the same
-        file = f"experiments/configs/{default}.py"
-    if name == "pretrain" and file.endswith("zaya1_base.py") and "--describe" not in args and not needs:
-        return "zaya1_base trains on GPUs alone: say so in a line before the block, *Needs: ...*"
-    keys = [arg for arg in args if arg.startswith("--config.")]
-    for key in keys:
-        bare = key.removeprefix("--config.").split("=")[0]
-        if bare not in config.all_keys():
-            return str(config.unknown_key(bare))
-    return of_config(str(ROOT / file), keys)
-
-
-def of_config(file: str, keys: list[str]) -> str:
-    """What is wrong with a config whose keys are changed so."""
-    argv, found = ["documentation", f"--config={file}", *keys], flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, lock_config=True, flag_values=found)
-    with mock.patch.object(sys, "argv", argv):  # ml_collections looks there too
-        try:
-            found(argv)
-        except (flags.Error, TypeError, ValueError, AttributeError, KeyError) as error:
-            return " ".join(str(error).split())
-    config.check(found.config)
-    return ""
-
-
-def metrics() -> set[str]:
-    """Every name on docs/metrics.md, those of groups of weights too."""
-    text = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
-    names = set(re.findall(r"^\| `([^`]+)` \|", text, re.M))
-    groups = [*re.findall(r"`(\w+)`", text.partition("of a group of weights: ")[2].partition(";")[0]), "mlp"]
-    return names | {f"{name}/{group}" for name in names if name.endswith("_norm") for group in groups}

@@ -13,7 +13,6 @@ import pytest
 from experiments import evaluate
 from zaya_jax import cli
 from zaya_jax.cluster import multihost
-from zaya_jax.report import evaluation
 
 
 @pytest.fixture
@@ -30,6 +29,19 @@ def call(monkeypatch, capsys):
 
 
 @pytest.fixture
+def score(call, folder, tmp_path):
+    """What it printed on paths and options that will do, and the rows of evaluation.json."""
+
+    def scored(*options, model=folder):
+        code, out, err = call(f"--model={model}", f"--out={tmp_path / 'out'}", *options)
+        assert (code, err) == (cli.DONE, "")
+        found = json.loads((tmp_path / "out" / "evaluation.json").read_text(), parse_constant=pytest.fail)
+        return out, found["data"]
+
+    return scored
+
+
+@pytest.fixture
 def data(tmp_path):
     (tmp_path / "in").mkdir()
     for name in ("a", "b", "c"):
@@ -37,33 +49,18 @@ def data(tmp_path):
     return tmp_path / "in"
 
 
-def test_a_row_for_each_data_and_one_for_all(call, folder, data, tmp_path):
-    code, out, err = call(
-        f"--model={folder}",
-        f"--out={tmp_path / 'out'}",
-        f"--data={data}/a.txt",
-        f"--data={data}/[bc].txt",
-        "--limit=1",
-    )
-    assert (code, err) == (cli.DONE, "")
-    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())
-    assert list(found["data"]) == ["all", f"{data}/a.txt", f"{data}/[bc].txt"]
-    rows = list(found["data"].values())
+def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
+    out, found = score(f"--data={data}/a.txt", f"--data={data}/[bc].txt", "--limit=1", "--context=99")
+    assert list(found) == ["all", f"{data}/a.txt", f"{data}/[bc].txt"]
+    rows = list(found.values())
     assert [row["documents"] for row in rows] == [2, 1, 1] and rows[0]["tokens"] == 2 * rows[1]["tokens"]
-    assert any("--limit=1" in note for note in found["notes"]) and found["context"] == 32
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "evaluation.html",
-        "evaluation.json",
-        "evaluation.md",
-    ]
-    table = (tmp_path / "out" / "evaluation.md").read_text()
+    names = ["evaluation.html", "evaluation.json", "evaluation.md"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
+    table, page = ((tmp_path / "out" / name).read_text() for name in ("evaluation.md", "evaluation.html"))
     assert table in out and f"| {rows[1]['loss']:.4f} |" in table
-    page = (tmp_path / "out" / "evaluation.html").read_text()
-    assert (
-        "<svg" in page
-        and f"{rows[1]['loss']:.4f}" in page
-        and "http://" not in page.replace("http://www.w3", "")
-    )
+    assert "is above the model's 64 tokens: 64 are taken" in out and "--limit=1" in out
+    assert "<svg" in page and f"{rows[1]['loss']:.4f}" in page
+    assert "http://" not in page.replace("http://www.w3", "")
 
 
 @pytest.mark.parametrize(
@@ -71,23 +68,18 @@ def test_a_row_for_each_data_and_one_for_all(call, folder, data, tmp_path):
     [
         (["--data=nowhere.txt"], r"--data=nowhere\.txt names no file"),
         (["--data={data}/a.txt", "--data={data}/../in/a.txt"], r"is the same as --data=.*name it once"),
-        (["--mesh=data=2,data=4", "--data={data}"], "is no AXIS=N, each once"),
+        (["--mesh=data=2,data=4", "--data={data}"], "is no AXIS=N,..., each axis once"),
         (["--mesh=rows=2", "--data={data}"], "rows"),
         (["--context=0", "--data={data}"], "must be at least 1"),
         (["--data={data}/empty.txt"], r"empty\.txt: there is no token to predict"),
         (["--tasks=,"], "--tasks=, names none"),
         (["--include_path={data}/a.txt", "--tasks=x"], "--include_path=.* is no folder"),
-        (["--data={data}/wide.jsonl"], r"text_field|no field|text"),
         (["--data=all", "--data={data}"], "would have the name of the row of all; write --data=./all"),
-        (["--data=a", "--data=a"], "--data=a is the same as --data=a; name it once"),
-        (["--data={data}/a.txt", "--data=nowhere.txt"], r"--data=nowhere\.txt names no file"),
         (["--bos", "--data={data}"], "--bos is of tasks; give --tasks, or leave it out"),
-        (["--num_fewshot=0", "--data={data}"], "--num_fewshot is of tasks"),
     ],
 )
 def test_what_will_not_do_is_one_line_and_nothing_is_written(call, folder, data, tmp_path, given, said):
     (data / "empty.txt").write_text("")
-    (data / "wide.jsonl").write_text('{"words": "a"}\n')
     given = [option.format(data=data) for option in given]
     code, _, err = call(f"--model={folder}", f"--out={tmp_path / 'out'}", *given)
     assert code == cli.BAD_INPUT and err.count("\n") == 1 and re.search(said, err), err
@@ -108,31 +100,14 @@ def test_models_that_will_not_do(call, folder, data, golden_dir, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_context_above_the_model_s_is_said(call, folder, data, tmp_path):
-    code, out, _ = call(
-        f"--model={folder}", f"--out={tmp_path / 'out'}", f"--data={data}/a.txt", "--context=99"
-    )
-    assert code == cli.DONE and "is above the model's 64 tokens: 64 are taken" in out
-
-
-def test_text_in_two_rows_is_summed_in_none(call, folder, data, tmp_path, monkeypatch):
+def test_text_in_two_rows_is_summed_in_none(score, data, monkeypatch):
+    """Of a hard link too."""
     monkeypatch.chdir(data)
-    (data / "a|b.txt").write_text("of another name")
-    code, out, _ = call(f"--model={folder}", f"--out={tmp_path / 'out'}", "--data=a*", "--data=[a]|b.txt")
-    found = json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"]
-    assert code == cli.DONE and list(found) == ["a*", "[a]|b.txt"]
-    assert "No row of all: a|b.txt is in a* and in [a]|b.txt." in out
+    (data / "a|b.txt").hardlink_to(data / "a.txt")
+    out, found = score("--data=a.txt", "--data=[a]|b.txt", "--data=b.txt")
+    assert list(found) == ["a.txt", "[a]|b.txt", "b.txt"]
+    assert "No row of all: a|b.txt is in a.txt and in [a]|b.txt." in out
     assert r"| [a]\|b.txt | 1 |" in out
-
-
-def test_a_hard_link_is_the_file_that_it_names(call, folder, data, tmp_path):
-    (data / "linked.txt").hardlink_to(data / "a.txt")
-    rows = [f"{data}/a.txt", f"{data}/linked.txt", f"{data}/b.txt"]
-    code, out, _ = call(
-        f"--model={folder}", f"--out={tmp_path / 'out'}", *(f"--data={path}" for path in rows)
-    )
-    assert code == cli.DONE and f"No row of all: {rows[1]} is in {rows[0]} and in {rows[1]}." in out
-    assert list(json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"]) == rows
 
 
 def test_samples_are_of_the_evaluation_beside_them_and_a_run_keeps_its_own(
@@ -152,26 +127,20 @@ def test_samples_are_of_the_evaluation_beside_them_and_a_run_keeps_its_own(
     assert f"is a run's folder, and samples.jsonl there the run's own; give --out={out}/evaluation" in err
 
 
-def test_answers_that_stand_for_no_byte_have_no_bits_per_byte(call, folder, data, tmp_path):
+def test_answers_that_stand_for_no_byte_have_no_bits_per_byte(score, data):
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
     (data / "chat.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
-    code, out, _ = call(f"--model={folder}", f"--out={tmp_path / 'out'}", f"--data={data}/chat.jsonl")
-    (row,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())["data"].values()
-    assert code == cli.DONE and row["tokens"] > row["bytes"] == 0 and row["bits_per_byte"] is None
+    out, found = score(f"--data={data}/chat.jsonl")
+    (row,) = found.values()
+    assert row["tokens"] > row["bytes"] == 0 and row["bits_per_byte"] is None
     assert f"| {row['perplexity']:,.3f} | – |" in out
 
 
-def test_a_model_of_nan_is_said_and_the_files_are_read_by_all(call, model, data, tmp_path):
+def test_a_model_of_nan_is_said_and_the_files_are_read_by_all(score, model, data, tmp_path):
     broken = dataclasses.replace(model, params=jax.tree.map(lambda leaf: leaf * np.nan, model.params))
-    folder = broken.save(tmp_path / "broken")
-    code, out, _ = call(f"--model={folder}", f"--out={tmp_path / 'out'}", f"--data={data}/a.txt")
-    assert code == cli.DONE and f"No finite loss, null in evaluation.json: {data}/a.txt." in out
-
-    def refuse(constant):
-        raise AssertionError(constant)
-
-    text = (tmp_path / "out" / "evaluation.json").read_text()
-    (row,) = json.loads(text, parse_constant=refuse)["data"].values()
+    out, found = score(f"--data={data}/a.txt", model=broken.save(tmp_path / "broken"))
+    assert f"No finite loss, null in evaluation.json: {data}/a.txt." in out
+    (row,) = found.values()
     assert row["loss"] is None and row["by_position"][0]["loss"] is None and row["tokens"] > 0
     assert "<svg" not in (tmp_path / "out" / "evaluation.html").read_text()
 
@@ -188,25 +157,15 @@ def test_the_page_has_each_power_of_two_its_own_place():
     }  # fmt: skip
     data = {"long": {**row, "by_position": places}, "short": {**row, "by_position": places[:6]}}
     data["one"] = {**row, "by_position": places[:2]}
-    page = evaluation.render(
-        {
-            "model": "m",
-            "date": "",
-            "device": "",
-            "jax": "",
-            "seconds": 1.0,
-            "notes": [],
-            "data": data,
-            "tasks": {},
-        }
-    )
+    about = {"model": "m", "date": "", "device": "", "jax": "", "seconds": 1.0, "notes": [], "tasks": {}}
+    page = evaluate.document({**about, "data": data}).html()
     long, short = (
         [float(pair.split(",")[0]) for pair in points.split()]
         for points in re.findall(r'points="(.*?)"', page)
     )
     steps = np.diff(long)
     assert len(long) == 14 and steps.min() > 0.9 * steps.max() > 20 and long[:5] == short
-    assert "In the table alone: 1 that" in page
+    assert "In the table alone: 1 with one place" in page
     # Of a curve that has ended the table shows no more.
     rows = re.findall(r'<th scope="row">([\d,]+)</th><td>(\S+) nats</td><td>(\S+?)(?: nats)?</td>', page)
     assert len(rows) == 12

@@ -2,14 +2,17 @@
 
 import json
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from experiments import checkpoint, pretrain
+from experiments import checkpoint, generate, pretrain
 from zaya_jax import cli, config
+from zaya_jax.checkpoint import layout, partial, store
 from zaya_jax.pytorch import exchange
 from zaya_jax.train.workdir import read_config
 
@@ -35,25 +38,6 @@ def test_there_and_back(run, golden_dir, tmp_path):
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", source))
     assert ours.keys() == theirs.keys()
     assert all(ours[name].tobytes() == x.tobytes() for name, x in theirs.items())
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (["from_hf", "--model=/nowhere", "--workdir={tmp}/new"], "/nowhere is not a directory"),
-        (["from_hf", "--model={golden}/base", "--workdir={golden}"], "is not empty"),
-        (["to_hf", "--workdir={tmp}", "--out={tmp}/out"], "has no config.json"),
-        (["to_hf", "--workdir={tmp}", "--out={tmp}/out", "--dtype=int8"], "invalid choice: 'int8'"),
-        (["to_hf", "--workdir={tmp}"], "required: --out"),
-        (["look"], "invalid choice: 'look'"),
-        ([], "required: COMMAND"),
-    ],
-)
-def test_bad_input_is_one_line(run, golden_dir, tmp_path, options, says):
-    code, out, err = run(*(o.format(golden=golden_dir, tmp=tmp_path) for o in options))
-    assert (code, out) == (2, "")
-    assert err.startswith("error: ") and err.count("\n") == 1 and says in err
-    assert not any(tmp_path.iterdir())
 
 
 def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeypatch):
@@ -96,50 +80,61 @@ def imported(tmp_path_factory, golden_dir):
 
 def tree(folder):
     return sorted(
-        (str(path.relative_to(folder)), path.stat().st_mtime_ns, path.is_file() and path.read_bytes())
+        (str(path.relative_to(folder)), path.lstat().st_mtime_ns, path.is_file() and path.read_bytes())
         for path in folder.rglob("*")
     )
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["from_hf", "--model={golden}/base", "--workdir=/dev/null/x"],
-        ["from_hf", "--model={golden}/base", "--workdir=/proc/nowhere/x"],
-        ["from_hf", "--model={run}", "--workdir={tmp}/a/b"],
-        ["to_hf", "--workdir={run}", "--out={tmp}/a/b", "--shard_gb=nan"],
-        ["to_hf", "--workdir={run}", "--out={tmp}/a/b", "--shard_gb=inf"],
-        ["to_hf", "--workdir={run}", "--out={tmp}/a/b", "--shard_gb=-1"],
-        ["to_hf", "--workdir={run}", "--out={tmp}/a/b", "--step=7"],
-        ["to_hf", "--workdir={run}", "--out={run}"],
-        ["to_hf", "--workdir={run}", "--out={run}/config.json/x"],
-        ["export_params", "--workdir={run}", "--out={run}/config.json"],
-        ["export_params", "--workdir={run}", "--out=/dev/null/x/y"],
-        ["export_params", "--workdir={run}", "--out={tmp}/a/b", "--step=-1"],
-        ["export_params", "--workdir={tmp}", "--out={tmp}/a/b"],
-        ["reshard", "--from={run}", "--to={run}"],
-        ["reshard", "--from={run}", "--to={tmp}/a/b", "--chunk_mb=inf"],
-        ["reshard", "--from={run}", "--to={tmp}/a/b", "--chunk_mb=nan"],
-        ["reshard", "--from={run}", "--to={tmp}/a/b", "--step=3"],
-        ["reshard", "--from={tmp}", "--to={tmp}/a/b"],
-        ["reshard", "--from={run}", "--to=/proc/nowhere/x"],
-        ["reshard", "--from={run}", "--to={golden}"],
-        ["inspect", "--workdir={run}", "--html={tmp}/a/b.html"],
-        ["inspect", "--workdir={run}", "--html={run}/config.json"],
-        ["inspect", "--workdir={run}", "--html=/dev/null"],
-        ["inspect", "--workdir={run}", "--html={tmp}"],
-        ["inspect", "--workdir={run}", "--step=9"],
-        ["verify", "--workdir={run}", "--step=9"],
-        ["verify", "--workdir={tmp}"],
-        ["verify", "--workdir=nothing://host/x"],
-    ],
-    ids=" ".join,
-)
-def test_what_is_refused_leaves_everything_as_it_was(run, imported, golden_dir, tmp_path, options):
+REFUSED = {
+    "": "required: COMMAND",
+    "look": "invalid choice: 'look'",
+    "from_hf --model=/nowhere --workdir=NEW": "/nowhere is not a directory",
+    "from_hf --model=GOLDEN/base --workdir=GOLDEN": "is not empty",
+    "from_hf --model=GOLDEN/base --workdir=/dev/null/x": "cannot be written",
+    "from_hf --model=GOLDEN/base --workdir=/proc/nowhere/x": "cannot be written",
+    "from_hf --model=RUN --workdir=NEW": "",
+    "to_hf --workdir=TMP --out=NEW": "has no config.json",
+    "to_hf --workdir=RUN --out=NEW --dtype=int8": "invalid choice: 'int8'",
+    "to_hf --workdir=RUN": "required: --out",
+    **{f"to_hf --workdir=RUN --out=NEW --shard_gb={bad}": "--shard_gb=" for bad in ("nan", "inf", "-1")},
+    "to_hf --workdir=RUN --out=NEW --step=7": "no checkpoint of step 7",
+    "to_hf --workdir=RUN --out=RUN": "is not empty",
+    "to_hf --workdir=RUN --out=RUN/config.json/x": "cannot be written",
+    "export_params --workdir=RUN --out=RUN/config.json": "is not empty",
+    "export_params --workdir=RUN --out=/dev/null/x/y": "cannot be written",
+    "export_params --workdir=RUN --out=NEW --step=-1": "no checkpoint of step -1",
+    "export_params --workdir=TMP --out=NEW": "has no checkpoint",
+    "reshard --from=RUN": "required: --to",
+    "reshard --from=RUN --to=RUN": "has a checkpoint of step 0 already",
+    **{f"reshard --from=RUN --to=NEW --chunk_mb={bad}": "--chunk_mb=" for bad in ("nan", "inf", "0")},
+    "reshard --from=RUN --to=NEW --step=3": "no checkpoint of step 3",
+    "reshard --from=TMP --to=NEW": "has no checkpoint",
+    "reshard --from=RUN --to=/proc/nowhere/x": "cannot be written",
+    "reshard --from=RUN --to=GOLDEN": "no run's folder",
+    **{f"inspect --workdir=RUN --html={odd}": "--html=" for odd in ("RUN/config.json", "/dev/null", "TMP")},
+    "inspect --workdir=RUN --html=NEW.html": "No such file or directory",
+    "inspect --workdir=RUN --step=9": "no checkpoint of step 9",
+    "inspect --workdir=TMP": "has no config.json",
+    "verify --workdir=RUN --step=9": "no checkpoint of step 9; it has 0",
+    "verify --workdir=TMP": "has no checkpoint",
+    "verify --workdir=nothing://host/x": "nothing://host/x is no folder and no URL",
+}
+
+
+@pytest.mark.parametrize("command", REFUSED)
+def test_what_is_refused_leaves_everything_as_it_was(run, imported, golden_dir, tmp_path, command):
     folders = [imported, tmp_path]
     before = [tree(folder) for folder in folders]
-    code, _, err = run(*(o.format(golden=golden_dir, tmp=tmp_path, run=imported) for o in options))
-    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1, err
+    says = REFUSED[command]
+    for name, place in {
+        "RUN": imported,
+        "GOLDEN": golden_dir,
+        "NEW": tmp_path / "a" / "b",
+        "TMP": tmp_path,
+    }.items():
+        command = command.replace(name, str(place))
+    code, _, err = run(*command.split())
+    assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and says in err, err
     assert [tree(folder) for folder in folders] == before
 
 
@@ -155,3 +150,86 @@ def test_a_damaged_source_leaves_no_folder_of_the_target(run, imported, tmp_path
         assert code == 4 and "is damaged" in err
     (tmp_path / "empty").rmdir()  # it is empty
     assert [entry[0] for entry in tree(tmp_path)] == [entry[0] for entry in before]
+
+
+LISTS = {
+    "gone": lambda folder, marker: marker.unlink(),
+    "a folder": lambda folder, marker: (marker.unlink(), marker.mkdir()),
+    "a link to nothing": lambda folder, marker: (marker.unlink(), marker.symlink_to("nowhere")),
+    "another byte": lambda folder, marker: marker.write_bytes(marker.read_bytes()[:-2] + b"?}"),
+    "an empty step": lambda folder, marker: (shutil.rmtree(folder), folder.mkdir()),
+    "a file": lambda folder, marker: (shutil.rmtree(folder), folder.write_text("")),
+}
+
+
+@pytest.mark.parametrize("how", LISTS)
+def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
+    run, imported, tmp_path, monkeypatch, capsys, how
+):
+    """A wrong model was exported with exit code 0."""
+    workdir = tmp_path / "run"
+    shutil.copytree(imported, workdir)
+    checkpoints = store.Store(workdir)
+    state, meta = partial.read(workdir, "*"), store.read_meta(workdir, 0)
+    checkpoints.save(5, state, meta | {"step": 5})
+    checkpoints.close()
+    newest = workdir / "checkpoints" / "5"
+    LISTS[how](newest, newest / layout.MARKER)
+    before = tree(tmp_path)
+    monkeypatch.setattr("sys.argv", ["generate", f"--workdir={workdir}"])
+    capsys.readouterr()
+    ended = {"generate": (cli.exit_code(generate.main), *capsys.readouterr())}
+    for name, options in {
+        "export_params": [f"--workdir={workdir}", f"--out={tmp_path}/out"],
+        "to_hf": [f"--workdir={workdir}", f"--out={tmp_path}/out"],
+        "reshard": [f"--from={workdir}", f"--to={tmp_path}/to"],
+        "inspect": [f"--workdir={workdir}"],
+    }.items():
+        ended[name] = run(name, *options)
+    for name, (code, out, err) in ended.items():
+        assert code == 4 and "checkpoints/5 is damaged" in err and "--step=0" in err, (name, code, err)
+        assert err.count("\n") == 1 and (name != "inspect" or "DAMAGED, `verify` says where: 5." in out)
+    assert tree(tmp_path) == before
+    for read in (lambda: partial.read(workdir), lambda: exchange.to_hf(workdir, tmp_path / "out")):
+        with pytest.raises(config.StorageError, match="5 is damaged"):
+            read()
+    assert run("export_params", f"--workdir={workdir}", f"--out={tmp_path}/out", "--step=0")[0] == 0
+
+
+ADDRESS = "s3://bucket/x"
+PROGRAMS = [
+    "pretrain --workdir=ADDRESS", "pretrain --config.checkpoint.local=ADDRESS", "pretrain --config.name=ADDRESS",
+    "prepare_data --input=stdlib --out=ADDRESS", "plan --out=ADDRESS", "compile --out=ADDRESS",
+    "characterize collectives --out=ADDRESS", "generate --workdir=ADDRESS", "report ADDRESS",
+    "evaluate --model=. --out=ADDRESS", "evaluate --model=ADDRESS --out=out", "supervise -- --workdir=ADDRESS",
+    "supervise report --workdir=ADDRESS", "checkpoint inspect --workdir=ADDRESS", "checkpoint from_hf --model=ADDRESS "
+    "--workdir=out", "checkpoint from_hf --model=. --workdir=ADDRESS", "checkpoint to_hf --workdir=. --out=ADDRESS",
+    "checkpoint export_params --workdir=. --out=ADDRESS", "checkpoint export_params --workdir=ADDRESS --out=out",
+]  # fmt: skip
+IN_FORKS = """
+import importlib, os, sys
+import jax
+from zaya_jax import cli
+for command in sys.argv[1:]:
+    if not os.fork():
+        name, *sys.argv[1:] = command.split()
+        sys.argv[0] = name
+        program = importlib.import_module(f"experiments.{name}")
+        os._exit(cli.exit_code(program.main))
+    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def test_an_address_in_the_place_of_a_folder_is_refused_by_every_program(tmp_path):
+    """It trained into a local folder called `s3:` and uploaded nothing."""
+    commands = [command.replace("ADDRESS", ADDRESS) for command in PROGRAMS]
+    done = subprocess.run(
+        [sys.executable, "-c", IN_FORKS, *commands], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    said = done.stderr.splitlines()
+    assert len(said) == len(PROGRAMS), done.stderr
+    for command, code, line in zip(PROGRAMS, done.stdout.split(), said, strict=True):
+        assert code == "2" and line.startswith("error: ") and f"{ADDRESS}" in line, (command, code, line)
+        assert "is an address" in line or "--config.name" in command, (command, line)
+    assert "--workdir=" in said[0] and "checkpoint.durable" in said[0]
+    assert not any(tmp_path.iterdir())

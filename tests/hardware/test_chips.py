@@ -10,7 +10,7 @@ from zaya_jax.hardware.chips import peak_flops
 
 @pytest.mark.parametrize(("kind", "bfloat16", "tf32", "float32"), [
     ("AMD Instinct MI300X", 1307.4e12, 653.7e12, 163.4e12),
-    ("gfx942:sramecc+:xnack-", 1307.4e12, 653.7e12, 163.4e12),
+    ("AMD Instinct MI300X VF", 1307.4e12, 653.7e12, 163.4e12),
     ("NVIDIA H100 80GB HBM3", 989.4e12, 494.7e12, 66.9e12),
     ("NVIDIA H200", 989.4e12, 494.7e12, 66.9e12),
 ])  # fmt: skip

@@ -59,7 +59,7 @@ def test_loops(mesh):
 
 def test_program_without_any():
     compiled = jax.jit(lambda x: lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), x)).lower(1.0).compile()
-    assert hlo.collectives(compiled) == [] and hlo.loop_bodies(compiled) in (0, 1)
+    assert hlo.collectives(compiled) == []
 
 
 ASYNC = """HloModule m, num_partitions=8

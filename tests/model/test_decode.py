@@ -8,26 +8,29 @@ import model_helpers
 import numpy as np
 import pytest
 
+from zaya_jax.config import LAYER_KINDS
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.cca import empty_cache
+from zaya_jax.model.placement import Cached, Rows
 from zaya_jax.model.sampling import Sampling
 
 EXACT = model_helpers.EXACT
 
 
-FAST = [((2, 2), 1), ((3, 4), 6)]
+FULL, SLIDING, LINEAR = LAYER_KINDS
+BOTH, MIXED = (FULL, SLIDING), (LINEAR, FULL, LINEAR, SLIDING)
+FAST = [((2, 2), 1, BOTH), ((3, 4), 6, BOTH), ((2, 2), 5, MIXED)]
+SLOW = [(taps, prompt, BOTH) for taps in ((2, 2), (3, 4), (1, 1)) for prompt in (1, 6)]
+SLOW += [((2, 2), 5, (LINEAR, LINEAR))]
 
 
 @pytest.mark.parametrize(
-    ("taps", "prompt"),
-    [
-        pytest.param(taps, prompt, marks=() if (taps, prompt) in FAST else pytest.mark.slow)
-        for taps in ((2, 2), (3, 4), (1, 1))
-        for prompt in (1, 6)
-    ],
+    ("taps", "prompt", "kinds"),
+    [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in FAST)],
 )
-def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt):
-    model = model_helpers.small(cca_time0=taps[0], cca_time1=taps[1])
+def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt, kinds):
+    changes = {"cca_time0": taps[0], "cca_time1": taps[1], "layer_types": kinds}
+    model = model_helpers.small(num_hidden_layers=len(kinds), **changes)
     params, bias = model_helpers.weights(model)
     length, padded = 14, min(prompt - 1, 3)
     ids = np.random.default_rng(1).integers(0, model.vocab_size, (2, length)).astype(np.int32)
@@ -36,18 +39,18 @@ def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt):
     positions = np.maximum(np.cumsum(mask, 1) - 1, 0)
     run = functools.partial(zaya.apply, model, params, bias, precision=EXACT)
     with jax.default_matmul_precision("highest"):
-        whole = jax.jit(run)(ids, mask=mask, positions=positions).hidden
+        whole = jax.jit(run)(Rows(ids, positions=positions, mask=mask)).hidden
         cache = empty_cache(model, EXACT, 2, length)
         first = jax.jit(run)(
-            ids[:, :prompt], mask=mask[:, :prompt], positions=positions[:, :prompt], cache=cache,
-            cache_index=jnp.int32(0),
+            Rows(ids[:, :prompt], positions=positions[:, :prompt], mask=mask[:, :prompt]),
+            cached=Cached(cache, jnp.int32(0)),
         )  # fmt: skip
         step, cache, hidden = jax.jit(run), first.cache, [first.hidden]
         for i in range(prompt, length):
             valid = (np.arange(length) <= i) & (mask > 0)
             out = step(
-                ids[:, i : i + 1], positions=positions[:, i : i + 1], cache=cache, cache_index=jnp.int32(i),
-                cache_valid=valid,
+                Rows(ids[:, i : i + 1], positions=positions[:, i : i + 1]),
+                cached=Cached(cache, jnp.int32(i), valid=valid),
             )  # fmt: skip
             cache = out.cache
             hidden.append(out.hidden)
@@ -60,24 +63,27 @@ def test_the_stream_is_what_generate_gives(temperature):
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
     ids = [[3, 1, 4, 1, 5]]
-    options = {"precision": EXACT, "sampling": Sampling(temperature), "seeds": 3}
-    at_once = decode.generate(model, params, bias, ids, 20, **options)
-    pieces = list(decode.stream(model, params, bias, ids, 20, **options))
+    options = {"sampling": Sampling(temperature), "seeds": 3}
+    decoder = decode.Decoder(model, params, bias, EXACT)
+    at_once, rows, pieces = (
+        decode.generate(decoder, ids, 20, **options),
+        decode.Generation(decoder, ids, 20, **options),
+        [],
+    )
+    while not rows.ended:
+        pieces.append(rows.more())
     assert [len(p[0]) for p in pieces] == [1, 16, 3]
     assert [[token for (row,) in pieces for token in row]] == at_once
-    assert decode.generate(model, params, bias, ids, 0) == [[]]
+    assert decode.generate(decoder, ids, 0) == [[]]
 
 
 def test_sampling_follows_the_seed():
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
     ids = [[0, 0, 0]] * 4
-    draw = lambda *seeds: decode.generate(  # noqa: E731
-        model, params, bias, ids, 8, EXACT, sampling=Sampling(1.0), seeds=seeds
-    )
+    decoder = decode.Decoder(model, params, bias, EXACT)
+    draw = lambda *seeds: decode.generate(decoder, ids, 8, sampling=Sampling(1.0), seeds=seeds)  # noqa: E731
     one, again, other = draw(1, 2, 3, 1), draw(3, 2, 1, 1), draw(5, 6, 7, 8)
     assert one == [again[2], again[1], again[0], again[3]] and one[0] == one[3]
     assert len({tuple(row) for row in one + other}) == 7  # each seed has its own
-    assert (
-        decode.generate(model, params, bias, ids, 8, EXACT, sampling=Sampling(1.0), seeds=1) == [one[0]] * 4
-    )
+    assert decode.generate(decoder, ids, 8, sampling=Sampling(1.0), seeds=1) == [one[0]] * 4

@@ -1,18 +1,20 @@
 """Decoding over a cache that lies on several devices is that of one device, token for token."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import model_helpers
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
-from zaya_jax.config import LAYER_KINDS, UserError
+from zaya_jax import config
+from zaya_jax.config import LAYER_KINDS
 from zaya_jax.hardware import hlo
 from zaya_jax.model import decode
 from zaya_jax.model.sampling import Sampling
-from zaya_jax.parallel.tree import InParts
+from zaya_jax.parallel import rules
+from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.tree import InParts, cache_over
 
 FULL, SLIDING, LINEAR = LAYER_KINDS
 EXACT = model_helpers.EXACT
@@ -29,8 +31,33 @@ def test_greedy_decoding_is_that_of_one_device(size):
     params, bias = model_helpers.weights(model)
     ids = jax.random.randint(jax.random.key(2), (2, 7), 0, model.vocab_size)
     mask = jnp.asarray([[0, 0, 0, 1, 1, 1, 1], [1] * 7])
-    run = functools.partial(decode.generate, model, params, bias, ids, 14, EXACT, mask=mask)
-    assert run(devices=InParts(mesh_of(size))) == run()
+    ours, theirs = (
+        decode.generate(decode.Decoder(model, params, bias, EXACT, where), ids, 14, mask=mask)
+        for where in (InParts(mesh_of(size)), decode.ALONE)
+    )
+    assert ours == theirs
+
+
+def test_a_cache_that_no_device_could_hold_alone():
+    """Weights as training has them on a mesh, experts cut; each device has a quarter of all keys and values."""
+    model = model_helpers.small(num_experts=4)
+    params, bias = model_helpers.weights(model)
+    mesh = make_mesh(config.Mesh(expert=2, context=4), jax.devices()[:8])
+    spread = spread_lib.of(config.Mesh(expert=2, context=4), mesh.shape)
+    specs = rules.param_specs(model, EXACT, spread)
+    placed = jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
+    prompt = [[(7 * i) % 32 for i in range(60)]]
+    ours = decode.Generation(decode.Decoder(model, placed, bias, EXACT, cache_over(mesh)), prompt, 8)
+    theirs = decode.Generation(decode.Decoder(model, params, bias, EXACT), prompt, 8)
+    whole = decode.cache_bytes(model, EXACT, 1, theirs.columns).total
+    assert decode.cache_bytes(model, EXACT, 1, ours.columns, cache_over(mesh)).total < whole / 3
+    for name in ("k", "v"):
+        assert {x.data.nbytes for x in ours._cache[name].addressable_shards} == {
+            theirs._cache[name].nbytes // 4
+        }
+    while not theirs.ended:
+        assert ours.more() == theirs.more()
+    assert cache_over(None) is cache_over(make_mesh(config.Mesh(data=8))) is decode.ALONE
 
 
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
@@ -39,27 +66,19 @@ def test_prompts_in_pieces_too(size):
     model = model_helpers.small(layer_types=(SLIDING, LINEAR))
     params, bias = model_helpers.weights(model)
     prompts = [[(7 * i + n) % 32 for i in range(n)] for n in (50, 1, 20)]
-    run = functools.partial(decode.generate, model, params, bias, prompts, 8, EXACT, ends=[3])
-    assert run(devices=InParts(mesh_of(size)), piece=16) == run()
-
-
-def test_the_stream_too():
-    model = model_helpers.small()
-    params, bias = model_helpers.weights(model)
-    ids = jnp.asarray([[3, 1, 4]], jnp.int32)
-    run = functools.partial(
-        decode.stream, model, params, bias, ids, 19, EXACT, sampling=Sampling(0.8, top_p=0.9), seeds=3
+    ours = decode.Decoder(model, params, bias, EXACT, InParts(mesh_of(size)))
+    theirs = ours._replace(devices=decode.ALONE)
+    options = {"ends": [3], "sampling": Sampling(0.8, top_p=0.9), "seeds": 3}
+    assert decode.generate(ours, prompts, 8, piece=16, **options) == decode.generate(
+        theirs, prompts, 8, **options
     )
-    pieces = list(run(devices=InParts(mesh_of(4))))
-    assert [len(p[0]) for p in pieces] == [1, 16, 2]
-    assert pieces == list(run())
 
 
 def test_a_step_of_the_model_sends_nothing_else():
     """Three arrays are reduced a layer and step, and a device's cache has its part of the columns."""
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
-    rows = decode.Generation(model, params, bias, [[0] * 20], 5, EXACT, devices=InParts(mesh_of(8)), seeds=0)
+    rows = decode.Generation(decode.Decoder(model, params, bias, EXACT, InParts(mesh_of(8))), [[0] * 20], 5)
     said = decode.cache_bytes(model, EXACT, 1, rows.columns, InParts(mesh_of(8)))
     assert rows.cache_bytes == 8 * said.total
     rows.more()
@@ -73,9 +92,3 @@ def test_a_step_of_the_model_sends_nothing_else():
     assert sorted(reduced) == [(1, heads), (1, heads), (1, heads, channels)]
     assert "f32[2,1,4,2,8]" in compiled.as_text()
     assert "f32[2,1,32,2,8]" not in compiled.as_text()
-
-
-def test_a_mesh_without_the_axis_is_one_line():
-    mesh = jax.make_mesh((1,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
-    with pytest.raises(UserError, match="the mesh has the axes data; the cache's parts lie over context"):
-        InParts(mesh)

@@ -15,6 +15,7 @@ from zaya_jax import config
 from zaya_jax.config import Model, Rope, RopeKinds
 from zaya_jax.hardware.chips import model_flops
 from zaya_jax.model import decode, zaya
+from zaya_jax.model.placement import Rows
 from zaya_jax.parallel.tree import InParts
 
 
@@ -27,10 +28,10 @@ def small(**changes):
     })  # fmt: skip
 
 
-def run(model, params, bias, ids, **keys):
+def run(model, params, bias, *rows):
     with jax.default_matmul_precision("highest"):
         apply = jax.jit(functools.partial(zaya.apply, model, precision=EXACT))
-        return apply(params, bias, ids, **keys)
+        return apply(params, bias, Rows(*rows))
 
 
 def definition(model, params, ids):
@@ -83,7 +84,7 @@ def test_packed_documents_are_documents_alone():
     ids = jax.random.randint(jax.random.key(1), (1, 12), 0, 32)
     segments = jnp.asarray([[1] * 5 + [2] * 7])
     positions = jnp.asarray([[*range(5), *range(7)]])
-    packed = run(model, params, bias, ids, segments=segments, positions=positions).hidden
+    packed = run(model, params, bias, ids, segments, positions).hidden
     alone = [run(model, params, bias, ids[:, a:b]).hidden for a, b in ((0, 5), (5, 12))]
     np.testing.assert_allclose(packed, jnp.concatenate(alone, axis=1), atol=2e-6)
 
@@ -93,9 +94,9 @@ def test_cached_decoding_is_the_whole_pass():
     params, bias = weights(model)
     ids = jax.random.randint(jax.random.key(2), (2, 5), 0, 32)
     with jax.default_matmul_precision("highest"):
-        new = decode.generate(model, params, bias, ids, 6, EXACT)
+        new = decode.generate(decode.Decoder(model, params, bias, EXACT), ids, 6)
         mesh = jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-        in_parts = decode.generate(model, params, bias, ids, 6, EXACT, devices=InParts(mesh))
+        in_parts = decode.generate(decode.Decoder(model, params, bias, EXACT, InParts(mesh)), ids, 6)
     assert in_parts == new
     new = jnp.asarray(new)
     hidden = run(model, params, bias, jnp.concatenate([ids, new], axis=1)).hidden

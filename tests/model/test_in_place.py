@@ -8,10 +8,12 @@ import model_helpers
 import numpy as np
 import pytest
 
+from benchmarks import absent
 from pallas_kernels import chip
 from zaya_jax.config import LAYER_KINDS, Model, Precision
 from zaya_jax.hardware import buffers, hlo, targets
 from zaya_jax.model import decode, zaya
+from zaya_jax.model.placement import Rows
 from zaya_jax.model.sampling import Sampling
 
 FULL, SLIDING, LINEAR = LAYER_KINDS
@@ -100,8 +102,8 @@ def test_nor_has_a_gpus(name, monkeypatch):
     model, precision = Model(num_hidden_layers=4), Precision()
     arguments, cache = token(model, precision, 4, 4096)
     held = sum(x.size * x.dtype.itemsize for x in cache.values())
-    with buffers.uncached(), chip.making(chip.made_for(targets._one(name))):
-        program = targets.alone(name, lambda a, c: go_on(a, c, model, precision))
+    with buffers.uncached(), chip.making(chip.made_for(absent.mesh_of_one(name))):
+        program = absent.alone(name, lambda a, c: go_on(a, c, model, precision))
         taken = jax.jit(program, donate_argnums=1).lower(arguments, cache).compile().memory_analysis()
     assert taken.alias_size_in_bytes == held
     assert (
@@ -120,7 +122,7 @@ def test_rounding_once_changes_no_bit(kind):
     assert names == set(sum((zaya.ROUNDED[block] for block in zaya.ROUNDED if block in params["layers"]), ()))
     ids = np.arange(10, dtype=np.int32)[None]
     run = jax.jit(lambda params, head: (
-        out := zaya.apply(model, params, bias, ids, precision=precision).hidden,
+        out := zaya.apply(model, params, bias, Rows(ids), precision=precision).hidden,
         zaya.logits(model, head, out, precision),
     ))  # fmt: skip
     for a, b in zip(run(once, head), run(params, params), strict=True):

@@ -6,22 +6,35 @@ import model_helpers
 import numpy as np
 import pytest
 
+from zaya_jax.config import LAYER_KINDS
 from zaya_jax.model import zaya
+from zaya_jax.model.placement import Rows
 
 LENGTHS = (7, 1, 12, 2, 5)  # some shorter than the convolutions reach
 TOTAL = sum(LENGTHS) + 3  # and padding
 
 
-def logits(model, params, bias, ids, **rows):
-    out = zaya.apply(model, params, bias, ids, precision=model_helpers.EXACT, **rows)
+def logits(model, params, bias, ids, *rows):
+    out = zaya.apply(model, params, bias, Rows(ids, *rows), precision=model_helpers.EXACT)
     return zaya.logits(model, params, out.hidden, model_helpers.EXACT), out.counts
 
 
+FULL, SLIDING, LINEAR = LAYER_KINDS
+BOTH = FULL, SLIDING
+SLOW = [((2, 2), BOTH), ((1, 2), BOTH), ((2, 1), BOTH), ((2, 2), (LINEAR, LINEAR))]
+
+
 @pytest.mark.parametrize(
-    "taps", [(3, 4), *(pytest.param(t, marks=pytest.mark.slow) for t in ((2, 2), (1, 2), (2, 1)))]
+    ("taps", "kinds"),
+    [
+        ((3, 4), BOTH),
+        ((2, 2), (LINEAR, FULL, LINEAR, SLIDING)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW),
+    ],
 )
-def test_packed_documents_equal_lone_ones(taps):
-    model = model_helpers.small(cca_time0=taps[0], cca_time1=taps[1])
+def test_packed_documents_equal_lone_ones(taps, kinds):
+    changes = {"cca_time0": taps[0], "cca_time1": taps[1], "layer_types": kinds}
+    model = model_helpers.small(num_hidden_layers=len(kinds), **changes)
     params, bias = model_helpers.weights(model)
     rng = np.random.default_rng(0)
     docs = [rng.integers(0, model.vocab_size, n) for n in LENGTHS]
@@ -38,7 +51,7 @@ def test_packed_documents_equal_lone_ones(taps):
     weight = rng.standard_normal((int(real.sum()), model.vocab_size)).astype(np.float32)
 
     def run_packed(params):
-        out, counts = logits(model, params, bias, packed, segments=segments, positions=positions)
+        out, counts = logits(model, params, bias, packed, segments, positions)
         out = out[0, : starts[-1]]
         return jnp.sum(out * weight), (out, counts)
 
@@ -60,13 +73,37 @@ def test_packed_documents_equal_lone_ones(taps):
     jax.tree_util.tree_map_with_path(near, our_grads, their_grads)
 
 
+@pytest.mark.parametrize("implementation", ["cpu", "xla", "triton"], indirect=True)
+def test_padding_of_weights_as_transformers_initialises_them_changes_no_gradient(implementation):
+    """There the padding id's row of the embedding is zero and so are biases: layer 0 sees a padded token as zeros."""
+    kind = {"layer_types": ("hybrid", "hybrid_linear"), "head_dim": 32, "sliding_window": None}
+    model = model_helpers.small(pad_token_id=0, initializer_range=0.5, **kind)
+    params, bias = zaya.init(model, jax.random.key(0)), zaya.init_balance(model)
+    params["embed"]["embedding"] = params["embed"]["embedding"].at[0].set(0)
+    rows = np.random.default_rng(0).integers(1, model.vocab_size, (2, 12))
+    padded, segments = np.pad(rows, ((0, 0), (0, 6))), np.pad(np.ones_like(rows), ((0, 0), (0, 6)))
+
+    def gradients(ids, segments):
+        def objective(params):
+            out, _ = logits(model, params, bias, ids, segments)
+            return jnp.sum(jax.nn.log_softmax(out)[:, :12, 3])
+
+        with jax.default_matmul_precision("highest"):
+            return jax.jit(jax.value_and_grad(objective))(params)
+
+    (ours, our_grads), (theirs, their_grads) = gradients(padded, segments), gradients(rows, segments[:, :12])
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(our_grads), jax.tree.leaves(their_grads), strict=True):
+        assert np.linalg.norm(a - b) <= 1e-4 * np.linalg.norm(b) + 1e-6
+
+
 def test_without_segments_documents_do_see_each_other():
     """The cut is what makes the difference above: without it the second document's logits change."""
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
     ids = np.arange(12)[None] % model.vocab_size
     segments = np.repeat([1, 2], 6)[None]
-    cut, _ = logits(model, params, bias, ids, segments=segments)
+    cut, _ = logits(model, params, bias, ids, segments)
     whole, _ = logits(model, params, bias, ids)
     np.testing.assert_allclose(cut[:, :6], whole[:, :6], atol=1e-5)
     assert np.abs(cut[:, 6:] - whole[:, 6:]).max(axis=-1).min() > 1e-3

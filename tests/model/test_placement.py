@@ -12,7 +12,7 @@ import pytest
 
 from zaya_jax.config import LAYER_KINDS, Rope, RopeKinds
 from zaya_jax.model import cca, dense, layer, zaya
-from zaya_jax.model.placement import ALONE, Before, Devices, Placement
+from zaya_jax.model.placement import ALONE, Before, Devices, Placement, Rows
 
 SMALL = model_helpers.small()
 DENSE = model_helpers.small(
@@ -75,7 +75,7 @@ def test_a_placement_of_its_own_gives_what_one_device_gives(model, packed):
 
     def run(devices):
         apply = functools.partial(zaya.apply, model, precision=model_helpers.EXACT, devices=devices)
-        return jax.jit(apply)(params, bias, ids, segments=segments)
+        return jax.jit(apply)(params, bias, Rows(ids, segments))
 
     ours, theirs = run(Two()), run(ALONE)
     np.testing.assert_allclose(ours.hidden, theirs.hidden, atol=2e-5)

@@ -12,6 +12,7 @@ import pytest
 from pallas_kernels import chip
 from zaya_jax.config import Model, Precision
 from zaya_jax.model import zaya
+from zaya_jax.model.placement import Rows
 
 
 def test_parameter_counts_of_the_full_size_model():
@@ -50,7 +51,7 @@ def test_fresh_weights():
 
 def run(model, params, bias, ids, **options):
     return jax.jit(
-        lambda p: zaya.apply(model, p, bias, ids, precision=model_helpers.EXACT, **options).hidden
+        lambda p: zaya.apply(model, p, bias, Rows(ids), precision=model_helpers.EXACT, **options).hidden
     )(params)
 
 
@@ -75,21 +76,26 @@ def test_the_window_counts_the_query():
 
 
 @functools.cache
-def gradients(remat):
-    model = model_helpers.small()
+def gradients(remat, kinds=("hybrid", "hybrid_sliding")):
+    model = model_helpers.small(layer_types=kinds)
     params, bias = model_helpers.weights(model)
     ids = np.arange(10)[None]
 
     def objective(p):
-        out = zaya.apply(model, p, bias, ids, precision=model_helpers.EXACT, remat=remat)
+        out = zaya.apply(model, p, bias, Rows(ids), precision=model_helpers.EXACT, remat=remat)
         return jnp.sum(out.hidden**2)
 
     return jax.jit(jax.grad(objective))(params)
 
 
-@pytest.mark.parametrize("remat", ["layer", "attention", "offload", "elementwise"])
-def test_recomputing_changes_no_gradient(remat):
-    for a, b in zip(jax.tree.leaves(gradients("none")), jax.tree.leaves(gradients(remat)), strict=True):
+@pytest.mark.parametrize(
+    "case",
+    [("layer",), ("attention",), ("offload",), ("elementwise",), ("attention", ("hybrid_linear", "hybrid"))],
+)
+def test_recomputing_changes_no_gradient(case):
+    remat, *kinds = case
+    plain = gradients("none", *kinds)
+    for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(gradients(remat, *kinds)), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-3, rtol=1e-4)
 
 
@@ -99,7 +105,9 @@ def test_elementwise_recomputes_no_product_of_weights():
 
     def products(remat):
         def objective(p):
-            out = zaya.apply(model, p, bias, np.arange(10)[None], precision=model_helpers.EXACT, remat=remat)
+            out = zaya.apply(
+                model, p, bias, Rows(np.arange(10)[None]), precision=model_helpers.EXACT, remat=remat
+            )
             return jnp.sum(out.hidden**2)
 
         return str(jax.make_jaxpr(jax.grad(objective))(params)).count("dot_general")
@@ -115,7 +123,9 @@ def test_the_whole_model_at_32k_tokens_has_no_square_array():
     params = zaya.abstract(model)
 
     def loss(params, bias, ids):
-        return jnp.sum(zaya.apply(model, params, bias, ids, precision=Precision(), remat="layer").hidden)
+        return jnp.sum(
+            zaya.apply(model, params, bias, Rows(ids), precision=Precision(), remat="layer").hidden
+        )
 
     bias = jax.ShapeDtypeStruct((3, model.num_experts + 1), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -130,7 +140,7 @@ def test_layers_written_out_are_the_scan(monkeypatch):
     ids = np.arange(20).reshape(2, 10)
 
     def loss(params):
-        out = zaya.apply(model, params, bias, ids, precision=model_helpers.EXACT)
+        out = zaya.apply(model, params, bias, Rows(ids), precision=model_helpers.EXACT)
         return jnp.sum(out.hidden**2), out.counts
 
     def run():

@@ -60,7 +60,7 @@ def test_every_owner_gets_the_sum_of_its_matrices(axes, layers, experts):
             way = layout.by_layer[path]
             shares = jax.lax.map(way.share, parts[0])
             assert shares.shape == way.shape
-            both.append((way.to_owners(shares), way.bucket.reduce({path: parts[0]})))
+            both.append((way.to_owners(shares), way.bucket.reduce({path: parts[0]})[way.bucket.name]))
         return both
 
     everywhere = PartitionSpec(tuple(axes))

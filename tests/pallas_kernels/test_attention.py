@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_helpers import documents
 
 from pallas_kernels import chip
 from pallas_kernels.attention import attention, attention_gradients, decode_attention, strips
@@ -20,13 +21,6 @@ def inputs(q_len, k_len, heads=H, kv_heads=K, seed=0):
     rng = np.random.default_rng(seed)  # on the host: a program for each shape would take longer to compile
     shapes = (q_len, heads, C), (k_len, kv_heads, C), (k_len, kv_heads, C), (q_len, heads, C), (q_len, heads)
     return tuple(jnp.asarray(rng.standard_normal((B, *shape), np.float32)) for shape in shapes)
-
-
-def documents(rng, length):
-    """Segment ids: documents 1, 2, .. and padding (0) at the end."""
-    ids = np.cumsum(rng.random((B, length)) < 0.15, axis=1) + 1
-    ids[:, length - length // 8 :] = 0
-    return jnp.asarray(ids, jnp.int32)
 
 
 def assert_equal_to_the_reference(q, k, v, d_out, d_lse, *args, block=16, tolerance=2e-5):
@@ -64,7 +58,7 @@ def test_groups_of_heads(heads, kv_heads):
 def test_strips_of_a_short_sequence(length, heads, kv_heads, packed):
     """What a GPU runs without being given a block; padding, whose segment is 0, ends the rows."""
     assert strips.side(length, length, None, None) == length // strips.STRIPS
-    segments = documents(np.random.default_rng(length), length) if packed else None
+    segments = documents(np.random.default_rng(length), B, length, 0.15) if packed else None
     with chip.making(chip.Chip("gpu", "gfx942", kernels=())):
         assert_equal_to_the_reference(
             *inputs(length, length, heads, kv_heads), segments, segments, block=None
@@ -89,6 +83,9 @@ def test_a_query_of_a_strip_without_a_key_gives_nothing():
     segments = jnp.ones((B, 64), jnp.int32)
     with chip.making(chip.Chip("gpu", "gfx942", kernels=())):
         out, lse = jax.jit(lambda: attention(q, k, v, segments, segments.at[:, :9].set(2), scale=1.0))()
+        assert_equal_to_the_reference(
+            *inputs(64, 64), segments, segments.at[:, :9].set(2), block=None, tolerance=1e-4
+        )
     np.testing.assert_array_equal(out[:, :9], 0)
     np.testing.assert_array_equal(lse[:, :9], np.float32(-1e30))
     assert np.isfinite(out).all() and (lse[:, 9:] > -1e29).all()
@@ -123,7 +120,7 @@ def test_a_window_that_is_data():
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("length", [33, 50])
 def test_documents_of_a_packed_row(length, window):
-    segments = documents(np.random.default_rng(length), length)
+    segments = documents(np.random.default_rng(length), B, length, 0.15)
     assert_equal_to_the_reference(*inputs(length, length), segments, segments, window)
 
 
@@ -167,14 +164,14 @@ def test_parts_join_by_their_log_sum_exp():
 def test_gradients_of_parts_add_up(window):
     """Each part of the keys gives its share, from the output and the log-sum-exp of all: what a ring rests on."""
     q, k, v, d_out, _ = inputs(19, 43)
-    segments = documents(np.random.default_rng(1), 43)
+    segments = documents(np.random.default_rng(1), B, 43, 0.15)
     own = segments[:, 24:]
     (out, lse), pull = jax.vjp(
         lambda *qkv: reference_attention(*qkv, own, segments, window, 24, scale=0.3), q, k, v
     )
     parts = [
         attention_gradients(
-            q, k[:, s], v[:, s], out, lse, d_out, own, segments[:, s], window, 24 - s.start, scale=0.3, block=8
+            (q, k[:, s], v[:, s]), (out, lse, d_out), own, segments[:, s], window, 24 - s.start, scale=0.3, block=8
         )
         for s in (slice(0, 20), slice(20, 43))
     ]  # fmt: skip

@@ -129,6 +129,13 @@ def test_groups_and_blocks_of_channels(heads, num_kv, channels, values, taps, tu
     assert_equal_to_the_definition(arrays(2, 5, heads, num_kv, channels, values, taps, turned, False))
 
 
+@pytest.mark.parametrize(
+    "tokens", [95, pytest.param(96, marks=pytest.mark.slow), pytest.param(97, marks=pytest.mark.slow)]
+)
+def test_tokens_of_whole_blocks_and_one_more_and_less(tokens):
+    assert_equal_to_the_definition(arrays(1, tokens, 3, 1, 16, 48, (2, 2), 0, True))
+
+
 def test_shares_of_several_blocks_of_tokens(monkeypatch):
     """A part of the taps' gradients is of several blocks above 1,024 tokens alone; here of two."""
     monkeypatch.setattr(triton, "SPLITS", 2)

@@ -4,11 +4,12 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax._src.mesh import AbstractDevice  # in jax.sharding from 0.12 on
-from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
-from pallas_kernels import chip
+from pallas_kernels import chip, tiles
 
 H200, MI300X, CPU = chip.Chip("cuda", "NVIDIA H200"), chip.Chip("rocm", "gfx942"), chip.Chip("cpu", "cpu")
 
@@ -63,6 +64,11 @@ def test_the_named_chip_is_seen_forward_and_backward(wrap):
 
 @pytest.mark.parametrize(("platform", "kind", "architecture", "expected"), [
     ("gpu", "AMD Instinct MI300X", "gfx942", ("gfx942", "rocm")),
+    ("gpu", "AMD Radeon Pro W7900", "gfx1100", ("gfx1100", "rocm")),
+    ("gpu", "AMD Instinct MI300X", "gfx942:sramecc+:xnack-", ("gfx942", "rocm")),
+    ("gpu", "AMD Instinct MI300X", None, ("gfx942", "rocm")),  # an abstract mesh's
+    ("gpu", "AMD Instinct MI355X", "<unknown compute-capability>", ("gfx950", "rocm")),  # an absent one
+    ("gpu", "AMD Radeon Pro W7900", None, ("AMD Radeon Pro W7900", "rocm")),
     ("rocm", "gfx942", None, ("gfx942", "rocm")),
     ("gpu", "NVIDIA H200", "9.0", ("NVIDIA H200", "cuda")),
     ("cpu", "cpu", None, ("cpu", "cpu")),
@@ -73,6 +79,33 @@ def test_a_device_is_known_by_its_architecture_where_amd_made_it(platform, kind,
         device.compute_capability = architecture
     of = chip.chip_of(device)
     assert (of.kind, of.maker) == expected
+
+
+@pytest.mark.parametrize(("kind", "capability", "own"), [
+    ("AMD Instinct MI300X", "gfx942", True), ("AMD Instinct MI355X", "gfx950", False), ("NVIDIA H200", "9.0", False),
+])  # fmt: skip
+def test_a_mesh_of_real_devices_gives_the_program_that_is_measured(kind, capability, own):
+    """CDNA3 alone has our rounding to bfloat16 in its kernels: asked of the devices, and of the mesh in a program."""
+
+    class Device:
+        platform, device_kind, compute_capability, process_index = "gpu", kind, capability, 0
+
+    mesh = Mesh(np.array([Device(), Device()], dtype=object), ("x",), axis_types=(AxisType.Auto,))
+    inside = AbstractMesh((2,), ("x",), (AxisType.Auto,), abstract_device=AbstractDevice(kind, 1, "gpu"))
+    assert chip.made_for(mesh) == chip.made_for(inside)
+
+    def trace(x):
+        return tiles.narrow(x, jnp.bfloat16)
+
+    with chip.making(chip.made_for(mesh)):
+        assert ("bitcast" in str(jax.make_jaxpr(trace)(1.0))) is own
+    text = []
+    mapped = jax.shard_map(
+        lambda x: text.append(str(jax.make_jaxpr(trace)(x[0]))) or x,
+        mesh=inside, in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"),
+    )  # fmt: skip
+    jax.jit(mapped).trace(jnp.ones(2))
+    assert ("bitcast" in text[0]) is own
 
 
 def test_another_chip_is_another_trace():

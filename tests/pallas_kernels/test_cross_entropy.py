@@ -141,7 +141,15 @@ def test_padding_of_a_gpus_chunks_changes_nothing(arrays):
 
 @pytest.mark.parametrize("kind", ["gfx942", "NVIDIA H200"])
 @pytest.mark.parametrize(
-    ("tokens", "vocab", "with_bias"), [(256, 300, True), (128, 256, False), (200, 5, True)]
+    ("tokens", "vocab", "with_bias"),
+    [
+        (256, 300, True),
+        (128, 256, False),
+        (200, 5, True),
+        (384, 384, True),
+        (384, 383, False),
+        (128, 385, True),
+    ],
 )
 def test_the_kernel_gives_what_the_definition_gives(kind, tokens, vocab, with_bias):
     """Interpreted: words that fill no tile, one chunk and several, padded ones."""
@@ -165,52 +173,37 @@ def test_the_kernel_gives_what_the_definition_gives(kind, tokens, vocab, with_bi
         np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-5)
 
 
-def test_the_kernel_in_bfloat16_gives_what_xla_gives():
-    keys = jax.random.split(jax.random.key(2), 3)
-    hidden, embedding = jax.random.normal(keys[0], (256, 64)), jax.random.normal(keys[1], (300, 64))
-    targets = jax.random.randint(keys[2], (256,), 0, 300)
+LARGE_AT_THE_END = np.where(np.arange(300) < 280, 0.0, 3.0)
+GONE = np.where(np.arange(300) < 100, 0.0, -np.inf)  # all of the second tile's 128 words, and of the third's
+BESIDE_XLA = {
+    "bfloat16, no bias": (256, 64, jnp.bfloat16, None),
+    "several tiles of tokens, channels and words in one chunk": (512, 128, jnp.float32, LARGE_AT_THE_END),
+    "and in bfloat16": (512, 128, jnp.bfloat16, LARGE_AT_THE_END),
+    "words that a bias takes away fill a tile": (128, 64, jnp.float32, GONE),
+}
+
+
+@pytest.mark.parametrize("case", BESIDE_XLA.values(), ids=BESIDE_XLA)
+def test_the_kernel_gives_what_xla_gives(case):
+    tokens, channels, dtype, bias = case
+    keys = jax.random.split(jax.random.key(3), 3)
+    hidden, embedding = (
+        jax.random.normal(keys[0], (tokens, channels)),
+        jax.random.normal(keys[1], (300, channels)),
+    )
+    embedding = embedding * 8 / channels
+    bias = None if bias is None else jnp.asarray(bias, jnp.float32)
+    targets = jax.random.randint(keys[2], (tokens,), 0, 100)
 
     def run(of):
         with chip.making(of):
-            loss = lambda h, e: cross_entropy(h, e, None, targets, jnp.ones(256), dtype=jnp.bfloat16)[0]  # noqa: E731
+            options = {"dtype": dtype, "chunk": tokens}
+            loss = lambda *a: cross_entropy(*a, bias, targets, jnp.ones(tokens), **options)[0]  # noqa: E731
             return jax.value_and_grad(loss, (0, 1))(hidden, embedding)
 
     ours, theirs = run(chip.Chip("cpu", "gfx942")), run(chip.Chip("cpu", "gfx942", kernels=()))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-2, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
-def test_several_tiles_of_tokens_channels_and_words(dtype):
-    """In one chunk, with a bias that is large at the vocabulary's end."""
-    keys = jax.random.split(jax.random.key(3), 4)
-    hidden, embedding = jax.random.normal(keys[0], (512, 128)), jax.random.normal(keys[1], (300, 128)) / 8
-    bias = jax.random.normal(keys[2], (300,)).at[280:].add(3)
-    targets = jax.random.randint(keys[3], (512,), 0, 300)
-
-    def run(of):
-        with chip.making(of):
-            loss = lambda *a: cross_entropy(*a, targets, jnp.ones(512), dtype=dtype, chunk=512)[0]  # noqa: E731
-            return jax.value_and_grad(loss, (0, 1, 2))(hidden, embedding, bias)
-
-    ours, theirs = run(chip.Chip("cpu", "gfx942")), run(chip.Chip("cpu", "gfx942", kernels=()))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-4 if dtype == jnp.float32 else 2e-2, rtol=1e-4)
-
-
-def test_words_that_a_bias_takes_away_may_fill_a_tile():
-    hidden, embedding = jax.random.normal(jax.random.key(0), (2, 300, 64))
-    bias = jnp.where(jnp.arange(300) < 100, 0.0, -jnp.inf)  # the second tile's 128 words, and the third's
-
-    def run(kernels):
-        with chip.making(chip.Chip("cpu", "gfx942", kernels)):
-            loss = lambda h, e: cross_entropy(  # noqa: E731
-                h, e, bias, jnp.arange(128) % 100, jnp.ones(128), dtype=jnp.float32, chunk=128
-            )[0]
-            return jax.value_and_grad(loss, (0, 1))(hidden[:128], embedding)
-
-    for a, b in zip(jax.tree.leaves(run(chip.OPERATORS)), jax.tree.leaves(run(())), strict=True):
-        np.testing.assert_allclose(a, b, atol=2e-4, rtol=1e-5)
 
 
 def test_shapes_that_fill_no_tile_are_for_xla(arrays):

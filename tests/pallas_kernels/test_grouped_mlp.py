@@ -70,6 +70,13 @@ def test_tokens_where_they_lie_in_any_shape(case):
     assert_routed_equals_the_reference(**case)
 
 
+@pytest.mark.usefixtures("tiles_of_16")
+@pytest.mark.parametrize(("dim", "width"), [(48, 96), (47, 95), (49, 97)])
+def test_sides_of_whole_tiles_and_one_more_and_less(dim, width):
+    of = {"gated": True, "dtype": "float32", "kind": "gfx942", "seed": 0}
+    assert_routed_equals_the_reference([48, 47, 49], 0, dim=dim, width=width, **of)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_tokens_where_they_lie(gated, dtype):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kernel_helpers import documents, with_gradients
 
 from pallas_kernels.linear_attention import decode_linear_attention, linear_attention, prompt_state
 from pallas_kernels.linear_attention.reference import linear_attention as reference_linear_attention
@@ -18,27 +19,11 @@ def inputs(length, heads=H, kv_heads=K, seed=0):
     return q, k, v, jax.random.normal(keys[3], q.shape)
 
 
-def documents(length, seed=0):
-    """Segment ids: documents 1, 2, .. of uneven lengths, and padding (0) at the end."""
-    ids = np.cumsum(np.random.default_rng(seed).random((B, length)) < 0.12, axis=1) + 1
-    ids[:, length - length // 8 :] = 0
-    return jnp.asarray(ids, jnp.int32)
-
-
-def with_gradients(function, q, k, v, d_out):
-    def run(q, k, v):
-        out = function(q, k, v)
-        return jnp.sum(out * d_out), out
-
-    (_, out), grads = jax.jit(jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True))(q, k, v)
-    return (out, *grads)
-
-
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("length", "chunk"), [(1, 8), (7, 8), (40, 8), (43, 8), (43, 5), (43, None)])
 def test_equal_to_the_definition(length, chunk, packed):
     *qkv, d_out = inputs(length)
-    segments = documents(length) if packed else None
+    segments = documents(np.random.default_rng(0), B, length, 0.12) if packed else None
     ours = with_gradients(lambda *a: linear_attention(*a, segments, chunk=chunk), *qkv, d_out)
     theirs = with_gradients(lambda *a: reference_linear_attention(*a, segments), *qkv, d_out)
     for name, a, b in zip(("out", "dq", "dk", "dv"), ours, theirs, strict=True):
@@ -63,7 +48,7 @@ def test_bfloat16_is_as_exact_as_its_operands():
 
 def test_gradients_in_bfloat16():
     *qkv, d_out = inputs(200)
-    segments = documents(200)
+    segments = documents(np.random.default_rng(0), B, 200, 0.12)
     low = with_gradients(
         lambda *a: linear_attention(*a, segments).astype(jnp.float32),
         *(x.astype(jnp.bfloat16) for x in qkv), d_out,

@@ -80,6 +80,9 @@ def test_a_narrow_norm_and_a_product_that_may_be_wider(target, wide):
 @given(rows=st.integers(1, 300), columns=st.integers(1, 300), gated=st.booleans())
 @example(rows=1, columns=1, gated=False)
 @example(rows=5, columns=2048, gated=True)
+@example(rows=96, columns=96, gated=True)
+@example(rows=95, columns=97, gated=False)
+@example(rows=97, columns=95, gated=False)
 def test_any_shape(rows, columns, gated):
     """Tails of rows and columns, one of either, and rows that fill a program's tile."""
     target = CHIPS["kernels for ROCm"]

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import cases
+from benchmarks import cases, inner_loop
 from benchmarks import targets as page
 from pallas_kernels import chip
 from zaya_jax.config import UserError
-from zaya_jax.hardware import inner_loop, targets
+from zaya_jax.hardware import targets
 
 SIZE = cases.SIZES["4K"]
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,7 @@ def test_products_run_on_matrix_cores(name, case):
     found = made(name, case)
     for code in found.codes:
         if any(k.flops for k in found.calls(code.name)):
-            loop = inner_loop.of(code)
+            loop = inner_loop.read_loop(code)
             assert inner_loop.count(code) if loop is None else loop.matrix and 0 < loop.share <= 1, code
 
 

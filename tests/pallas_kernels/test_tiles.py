@@ -21,6 +21,26 @@ def test_narrow_rounds_to_the_nearest_and_ties_to_even(kind):
     )
 
 
+@pytest.mark.parametrize("length", [31, 32, 33, 63, 64])
+def test_the_guards_show_reads_and_writes_beyond_an_array(length):
+    """Stretches of 32: those that `within` masks are whole, one more than there are is seen."""
+    x = jnp.arange(1.0, length + 1)
+
+    def copied(stretches):
+        def body(x, out):
+            for start in range(0, 32 * stretches, 32):
+                places, own = tiles.within(jnp.int32(start), 32, length)
+                tiles.store(out.at[places], tiles.load(x.at[places], mask=own, other=0), mask=own)
+
+        like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        with chip.making(chip.Chip("cpu", "gfx942")):
+            return tiles.call(body, x, name="copied", grid=(1,), out_shapes=like)
+
+    np.testing.assert_array_equal(copied(-(-length // 32)), x)
+    if length % 32 == 0:
+        assert np.isnan(copied(length // 32 + 1)).any()
+
+
 def test_products_of_float32_ask_for_all_its_bits():
     """What the interpreter on a CPU gives anyway, and a GPU does not."""
     precisions = {

@@ -5,10 +5,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import logical_state
 import numpy as np
 from jax.sharding import PartitionSpec
 
 from zaya_jax import config
+from zaya_jax.config import Rope, RopeKinds
 from zaya_jax.model import zaya
 from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
@@ -34,6 +36,19 @@ SETTINGS = config.check(
 def with_model(**keys) -> config.Config:
     """The settings with other keys of the model."""
     return dataclasses.replace(SETTINGS, model=dataclasses.replace(SETTINGS.model, **keys))
+
+
+DENSE = with_model(
+    model_type="dense", num_experts=1, intermediate_size=48, attention_bias=False, num_key_value_heads=8,
+    rope_parameters=RopeKinds(Rope(partial_rotary_factor=1.0)),
+)  # fmt: skip
+GROUPED = with_model(
+    model_type="dense", num_experts=1, intermediate_size=48, attention_bias=False, num_attention_heads=16,
+    num_key_value_heads=4,
+)  # fmt: skip
+MIXED = with_model(
+    layer_types=("hybrid_linear", "hybrid") * 2, num_hidden_layers=4, sliding_window=None,
+)  # fmt: skip
 
 
 def batch(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> dict[str, np.ndarray]:
@@ -161,5 +176,8 @@ class Run:
     def logical(self):
         """The state as a checkpoint holds it, on the host."""
         state, parts = jax.device_get(self.state), spread_lib.of(self.settings.mesh, self.mesh.shape).heads
-        logical = {"params": state["params"], "optimizer": self.optimizer.to_logical(state["optimizer"])}
+        logical = {
+            "params": state["params"],
+            "optimizer": logical_state.of(self.optimizer, state["optimizer"]),
+        }
         return {**rules.arrange(logical, parts, inverse=True), "balance": state["balance"]._asdict()}

@@ -1,4 +1,4 @@
-"""Every mesh gives the loss and the gradients of one device."""
+"""Every mesh gives the loss and the gradients of one device, with a CPU's algorithm and with a GPU's."""
 
 import dataclasses
 import functools
@@ -9,51 +9,80 @@ import pytest
 from pallas_kernels import chip
 from zaya_jax import config
 
+ZAYA, DENSE, GROUPED, MIXED = helpers.SETTINGS, helpers.DENSE, helpers.GROUPED, helpers.MIXED
+
 
 @functools.cache
-def alone():
+def alone(settings):
     """One device, with a CPU's algorithm."""
-    return helpers.loss_and_gradients(helpers.SETTINGS, 1, helpers.batch())
+    return helpers.loss_and_gradients(settings, 1, helpers.batch())
 
 
-def spread_over(**sizes):
-    return dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(**sizes))
+def over(settings, devices, remat="none", **sizes):
+    settings = dataclasses.replace(settings, mesh=config.Mesh(**sizes), remat=remat)
+    return helpers.loss_and_gradients(settings, devices, helpers.batch())
 
 
-SLOW = pytest.mark.slow
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
 
-GPUS = [
+
+@pytest.mark.parametrize(("devices", "sizes"), [
     (8, dict(data=2, expert=2, context=2)),
-    pytest.param(1, {}, marks=SLOW),
-    pytest.param(8, dict(data=2, expert=4, fsdp=True), marks=SLOW),
-    pytest.param(4, dict(context=2, tensor=2, ring=True), marks=SLOW),
-    pytest.param(8, dict(expert=2, context=2, tensor=2, tsp=True), marks=SLOW),
-]
-
-
-@pytest.mark.parametrize(("devices", "sizes"), GPUS)
+    slow(1, {}),
+    slow(8, dict(data=2, expert=4, fsdp=True)),
+    slow(4, dict(context=2, tensor=2, ring=True)),
+    slow(8, dict(expert=2, context=2, tensor=2, tsp=True)),
+])  # fmt: skip
 def test_a_mesh_with_a_gpus_algorithm_gives_it_too(devices, sizes):
     with chip.making(chip.Chip("gpu", "NVIDIA H200", kernels=())):
-        ours = helpers.loss_and_gradients(spread_over(**sizes), devices, helpers.batch())
-    helpers.assert_same(ours, alone())
+        ours = over(ZAYA, devices, **sizes)
+    helpers.assert_same(ours, alone(ZAYA))
 
 
-@pytest.mark.parametrize(
-    ("devices", "sizes"),
-    [
-        pytest.param(2, dict(tensor=2), marks=SLOW),
-        pytest.param(4, dict(tensor=4), marks=SLOW),
-        pytest.param(8, dict(tensor=8), marks=SLOW),
-        (4, dict(data=4, fsdp=True)),  # test_collectives.py reads this program
-        pytest.param(8, dict(data=2, tensor=4, fsdp=True), marks=SLOW),
-        pytest.param(8, dict(data=2, context=2, tensor=2), marks=SLOW),
-        pytest.param(8, dict(data=2, context=2, tensor=2, fsdp=True), marks=SLOW),  # test_linear.py has it
-        pytest.param(4, dict(context=2, tensor=2, ring=True), marks=SLOW),
-        pytest.param(8, dict(data=2, expert=2, context=2), marks=SLOW),
-        pytest.param(8, dict(expert=2, context=2, tensor=2), marks=SLOW),
-        pytest.param(8, dict(data=2, expert=2, tensor=2, fsdp=True), marks=SLOW),
-        pytest.param(8, dict(expert=2, context=2, tensor=2, tsp=True), marks=SLOW),
-    ],
-)
-def test_a_mesh_gives_what_one_device_gives(devices, sizes):
-    helpers.assert_same(helpers.loss_and_gradients(spread_over(**sizes), devices, helpers.batch()), alone())
+@pytest.mark.parametrize(("settings", "devices", "sizes"), [
+    slow(ZAYA, 2, dict(tensor=2)),
+    slow(ZAYA, 4, dict(tensor=4)),
+    slow(ZAYA, 8, dict(tensor=8)),
+    (ZAYA, 4, dict(data=4, fsdp=True)),  # test_collectives.py reads this program
+    slow(ZAYA, 8, dict(data=2, tensor=4, fsdp=True)),
+    slow(ZAYA, 8, dict(data=2, context=2, tensor=2)),
+    slow(ZAYA, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
+    slow(ZAYA, 8, dict(data=2, expert=2, context=2)),
+    slow(ZAYA, 8, dict(expert=2, context=2, tensor=2)),
+    slow(ZAYA, 8, dict(data=2, expert=2, tensor=2, fsdp=True)),
+    # Sequences: full and sliding layers, documents over several chunks; over 8 devices a chunk is as short as the halo.
+    slow(ZAYA, 2, dict(context=2)),
+    slow(ZAYA, 4, dict(context=4)),
+    slow(ZAYA, 8, dict(context=8)),
+    slow(ZAYA, 2, dict(context=2, ring=True)),
+    (ZAYA, 4, dict(context=4, ring=True)),
+    slow(ZAYA, 8, dict(context=8, ring=True)),
+    slow(ZAYA, 4, dict(context=2, tensor=2, ring=True)),
+    slow(ZAYA, 8, dict(data=2, context=4, ring=True, fsdp=True)),
+    # TSP.
+    slow(GROUPED, 2, dict(tensor=2, tsp=True)),
+    slow(DENSE, 4, dict(tensor=4, tsp=True)),
+    slow(DENSE, 8, dict(tensor=8, tsp=True)),
+    slow(ZAYA, 4, dict(tensor=4, tsp=True)),
+    slow(ZAYA, 8, dict(expert=2, tensor=4, tsp=True)),
+    slow(ZAYA, 8, dict(expert=2, context=2, tensor=2, tsp=True)),
+    slow(ZAYA, 8, dict(context=2, tensor=4, tsp=True)),
+    slow(ZAYA, 8, dict(context=2, tensor=4, tsp=True, ring=True)),
+    slow(ZAYA, 8, dict(data=2, tensor=4, tsp=True, fsdp=True)),
+    (GROUPED, 8, dict(context=2, tensor=4, tsp=True)),
+    slow(DENSE, 8, dict(data=2, tensor=4, tsp=True, fsdp=True)),
+    (DENSE, 4, dict(tensor=4)),
+    slow(GROUPED, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
+    # Layers of linear attention between others.
+    (MIXED, 2, dict(context=2)),
+    slow(MIXED, 8, dict(context=8)),
+    slow(MIXED, 4, dict(context=4, ring=True)),
+    slow(MIXED, 4, dict(context=2, tensor=2, tsp=True)),
+    slow(MIXED, 8, dict(data=2, context=2, tensor=2, fsdp=True)),
+    # tests/model/test_zaya.py has these on one device.
+    slow(DENSE, 4, dict(tensor=4, tsp=True, remat="layer")),
+    slow(DENSE, 4, dict(tensor=4, tsp=True, remat="attention")),
+])  # fmt: skip
+def test_a_mesh_gives_what_one_device_gives(settings, devices, sizes):
+    helpers.assert_same(over(settings, devices, **sizes), alone(settings))

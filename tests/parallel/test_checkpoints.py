@@ -9,7 +9,8 @@ import pytest
 from mesh_helpers import Run
 
 from zaya_jax import trees
-from zaya_jax.checkpoint import layout, pieces, reading
+from zaya_jax.checkpoint import layout, reading
+from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.hardware import hlo
@@ -68,7 +69,7 @@ def test_any_mesh_reads_what_any_mesh_wrote(tmp_path_factory, source, target, st
     assert meta["step"] == 2
     for a, b in zip(jax.tree.leaves(there.logical()), jax.tree.leaves(logical), strict=True):
         np.testing.assert_array_equal(a, b)
-    reader = pieces.Reader(store.root.parent, 2)  # what to_hf reads with
+    reader = Source(store.root.parent, 2)  # what to_hf reads with
     path = ("params", "layers", "experts", "gate_up")
     np.testing.assert_array_equal(reader.read(path, 1), logical["params"]["layers"]["experts"]["gate_up"][1])
     again = there.train(range(2, 2 + steps))

@@ -1,11 +1,8 @@
 """Sequences cut over devices: same loss and gradients, the halo, what travels, what is skipped, who works how much."""
 
-import dataclasses
-import functools
-
+import formulas
 import jax
 import jax.numpy as jnp
-import mesh_helpers as helpers
 import numpy as np
 import pytest
 from flax import nnx
@@ -16,7 +13,6 @@ from pallas_kernels.attention import SAVED
 from pallas_kernels.attention.reference import attention as reference_attention
 from pallas_kernels.rotary import rope_table
 from zaya_jax import config
-from zaya_jax.config import UserError
 from zaya_jax.hardware import buffers, hlo, kernels
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.placement import Weights
@@ -63,33 +59,6 @@ def attend(q, k, v, window, place):
     """Attention of a device's tokens, which lie side by side."""
     rows = (place.split(x) for x in (q, k, v))
     return place.join(context.attention_over_chunks(*rows, window, place, scale=0.3))
-
-
-# The whole model
-
-
-@functools.cache
-def alone():
-    return helpers.loss_and_gradients(helpers.SETTINGS, 1, helpers.batch())
-
-
-@pytest.mark.parametrize(
-    ("devices", "sizes"),
-    [
-        pytest.param(2, dict(context=2), marks=pytest.mark.slow),
-        (4, dict(context=4, ring=True)),
-        pytest.param(8, dict(context=8), marks=pytest.mark.slow),
-        pytest.param(2, dict(context=2, ring=True), marks=pytest.mark.slow),
-        pytest.param(4, dict(context=4), marks=pytest.mark.slow),
-        pytest.param(8, dict(context=8, ring=True), marks=pytest.mark.slow),
-        pytest.param(8, dict(data=2, context=2, tensor=2), marks=pytest.mark.slow),
-        pytest.param(8, dict(data=2, context=4, ring=True, fsdp=True), marks=pytest.mark.slow),
-    ],
-)
-def test_a_cut_sequence_gives_what_one_device_gives(devices, sizes):
-    """Full and sliding layers, documents over several chunks; over 8 devices a chunk is as short as the halo."""
-    settings = dataclasses.replace(helpers.SETTINGS, mesh=config.Mesh(**sizes))
-    helpers.assert_same(helpers.loss_and_gradients(settings, devices, helpers.batch()), alone())
 
 
 # CCA: the halo, with other tap counts
@@ -185,29 +154,6 @@ def test_zigzag_and_back(length, parts):
             np.testing.assert_array_equal(own, np.concatenate([np.arange(s, s + side) for s in starts]))
 
 
-def test_a_length_that_does_not_divide_names_the_nearest_that_does():
-    with pytest.raises(UserError, match=r"30 tokens does not divide into the 8 chunks of 4 devices.*is 32"):
-        context.zigzag(30, 4)
-    with pytest.raises(UserError, match="nearest length that does is 16"):
-        context.zigzag(3, 8)
-    with pytest.raises(UserError, match=r"holds 5 tokens.*multiple of 4 tokens"):
-        run_place(Spread(context=2), 10)
-
-
-def test_a_chunk_shorter_than_the_halo_is_refused():
-    x = np.zeros((1, 32, 16), np.float32)
-    with pytest.raises(
-        UserError, match=r"16 chunks of a sequence of 32 .* 5 tokens back; .* at least 80 .* or 3 devices"
-    ):
-        run_cca(Spread(context=8), (3, 4), x, x, None, None)
-
-
-def run_place(spread, length):
-    on_sequence(
-        spread, lambda x: context.chunks_of(spread, x.shape[1], None).positions(1), cut(spread)
-    ).lower(jax.ShapeDtypeStruct((1, length), jnp.int32))
-
-
 # What travels
 
 
@@ -257,7 +203,7 @@ def sent(found, kinds):
 )  # fmt: skip
 def test_what_travels_is_what_the_docstring_says(parts, by_ring):
     spread = Spread(context=parts, ring=by_ring)
-    formula = context.traffic(
+    formula = formulas.of_context(
         BATCH, LENGTH, parts, num_kv=2, channels=8, width=16, reach=2, size=4, ring=by_ring
     )
     forward, both = (hlo.collectives(compiled_layer(spread, gradient=g)) for g in (False, True))
@@ -399,8 +345,8 @@ def test_chunks_that_meet():
 
 @pytest.mark.parametrize(("length", "parts"), [(32768, 2), (131072, 8)])
 def test_every_device_has_the_same_work(length, parts):
-    zigzag = context.blocks_visited(length, parts, 512)
-    plain = context.blocks_visited(length, parts, 512, zigzagged=False)
+    zigzag = formulas.blocks_visited(length, parts, 512)
+    plain = formulas.blocks_visited(length, parts, 512, zigzagged=False)
     assert len(set(zigzag)) == 1 and sum(zigzag) == sum(plain)
     assert max(plain) / np.mean(plain) == pytest.approx(2 - 1 / parts, rel=0.01)
 
@@ -413,7 +359,7 @@ def test_balance_is_of_the_blocks_that_a_mask_leaves():
     for zigzagged in (True, False):
         order = context.zigzag(length, parts) if zigzagged else np.arange(length)
         own = order.reshape(parts, -1)[:, ::block] // block
-        assert context.blocks_visited(length, parts, block, window, zigzagged) == seen[own].sum(1).tolist()
+        assert formulas.blocks_visited(length, parts, block, window, zigzagged) == seen[own].sum(1).tolist()
 
 
 @pytest.mark.parametrize("ring", [False, True])
@@ -437,7 +383,7 @@ def test_what_is_read_of_a_program_is_the_work_that_masks_leave(ring, windows):
     x = jax.ShapeDtypeStruct((1, length, heads, channels), jnp.float32)
     lowered = on_sequence(spread, body, cut(spread)).lower(x, jax.ShapeDtypeStruct((1, parts), jnp.int32))
     with buffers.watched():  # without JAX's cache, whose programs may bear the scopes of another day
-        program = kernels.of(lowered.compile())
-    blocks = np.mean([context.blocks_visited(length, parts, block, window) for window in windows])
+        program = kernels.read_program(lowered.compile())
+    blocks = np.mean([formulas.blocks_visited(length, parts, block, window) for window in windows])
     assert not program.unknown
     assert program.flops == pytest.approx(7 * blocks * 2 * block**2 * heads * channels)

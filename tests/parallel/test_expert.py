@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import formulas
 import jax
 import jax.numpy as jnp
 import mesh_helpers as helpers
@@ -184,7 +185,7 @@ def test_traffic_and_memory_of_a_round(devices, num, dim, width, num_experts):
         once = [("all-gather", counts, 1)] + [("all-to-all", rows, 1)] * first
         assert sorted(x for x in found if x[2] is not None) == once
         own = num_experts // devices
-        bound = expert.most_temporaries(num, devices, dim, width, own, 4, backward)
+        bound = formulas.most_temporaries(num, devices, dim, width, own, 4, backward)
         assert 0.5 * bound < program.memory_analysis().temp_size_in_bytes <= bound
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import formulas
 import jax
 import jax.numpy as jnp
 import mesh_helpers as helpers
@@ -131,7 +132,7 @@ def compiled(function, length, size=8, zigzag=True, gradient=False, batch=1, hea
 
 @pytest.mark.parametrize("length", [8 * 1024, 512 * 1024])
 def test_one_all_gather_each_way_whatever_the_length(length):
-    forward, backward = linear.gathered_bytes(8, 1, K, C)
+    forward, backward = formulas.gathered_bytes(8, 1, K, C)
     assert [(c.kind, c.bytes, c.times) for c in hlo.collectives(compiled(linear.lasp2, length))] == [
         ("all-gather", forward, 1)
     ]
@@ -162,30 +163,6 @@ def test_the_states_do_not_wait_for_the_work_within_a_device():
     assert len(seen) > 2 and not any(" while(" in made[name] for name in seen)
 
 
-LAYERS = ("hybrid_linear", "hybrid", "hybrid_linear", "hybrid")
-MIXED = helpers.with_model(layer_types=LAYERS, num_hidden_layers=4, sliding_window=None)
-
-
-@functools.cache
-def alone():
-    return helpers.loss_and_gradients(MIXED, 1, helpers.batch())
-
-
-@pytest.mark.parametrize(
-    ("devices", "sizes"),
-    [
-        (2, dict(context=2)),
-        pytest.param(8, dict(context=8), marks=pytest.mark.slow),
-        pytest.param(4, dict(context=4, ring=True), marks=pytest.mark.slow),
-        pytest.param(4, dict(context=2, tensor=2, tsp=True), marks=pytest.mark.slow),
-        pytest.param(8, dict(data=2, context=2, tensor=2, fsdp=True), marks=pytest.mark.slow),
-    ],
-)
-def test_a_model_of_both_kinds_gives_what_one_device_gives(devices, sizes):
-    settings = dataclasses.replace(MIXED, mesh=config.Mesh(**sizes))
-    helpers.assert_same(helpers.loss_and_gradients(settings, devices, helpers.batch()), alone())
-
-
 @pytest.mark.parametrize("remat", ["none", pytest.param("attention", marks=pytest.mark.slow)])
 def test_linear_layers_of_a_model_gather_states_alone(remat):
     """Besides what a layer's halo sends, each gathers once forward and once backward, repeated or not."""
@@ -198,5 +175,5 @@ def test_linear_layers_of_a_model_gather_states_alone(remat):
     found = hlo.collectives(run.lower(*args, batch).compile())
     gathers = [(c.bytes, c.times) for c in found if c.kind == "all-gather" and c.in_loop]
     model = settings.model
-    expected = linear.gathered_bytes(4, helpers.ROWS, model.num_key_value_heads, model.head_dim)
+    expected = formulas.gathered_bytes(4, helpers.ROWS, model.num_key_value_heads, model.head_dim)
     assert gathers == [(n, model.num_hidden_layers) for n in expected]

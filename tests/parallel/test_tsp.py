@@ -1,67 +1,22 @@
-"""TSP: the loss and gradients of one device, what crosses devices, and what each keeps."""
+"""TSP: what crosses devices, and what each keeps; test_axes.py has its loss and gradients."""
 
 import dataclasses
-import functools
 
+import formulas
 import jax
 import mesh_helpers as helpers
 import pytest
 
 from zaya_jax import config
-from zaya_jax.config import Rope, RopeKinds
 from zaya_jax.hardware import hlo
 from zaya_jax.model import zaya
-from zaya_jax.parallel import rules, tsp
+from zaya_jax.parallel import rules
 
-DENSE = helpers.with_model(
-    model_type="dense", num_experts=1, intermediate_size=48, attention_bias=False, num_key_value_heads=8,
-    rope_parameters=RopeKinds(Rope(partial_rotary_factor=1.0)),
-)  # fmt: skip
-GROUPED = helpers.with_model(
-    model_type="dense", num_experts=1, intermediate_size=48, attention_bias=False, num_attention_heads=16,
-    num_key_value_heads=4,
-)  # fmt: skip
+DENSE, GROUPED = helpers.DENSE, helpers.GROUPED
 
 
 def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
-
-
-@functools.cache
-def alone(settings):
-    return helpers.loss_and_gradients(settings, 1, helpers.batch())
-
-
-def on(settings, devices, remat="none", **sizes):
-    settings = dataclasses.replace(settings, mesh=config.Mesh(**sizes), remat=remat)
-    return helpers.loss_and_gradients(settings, devices, helpers.batch())
-
-
-@pytest.mark.parametrize(
-    ("devices", "settings", "sizes"),
-    [
-        slow(2, GROUPED, dict(tensor=2, tsp=True)),
-        slow(4, DENSE, dict(tensor=4, tsp=True)),
-        slow(8, DENSE, dict(tensor=8, tsp=True)),
-        slow(4, helpers.SETTINGS, dict(tensor=4, tsp=True)),
-        slow(8, helpers.SETTINGS, dict(expert=2, tensor=4, tsp=True)),
-        slow(8, helpers.SETTINGS, dict(context=2, tensor=4, tsp=True)),
-        slow(8, helpers.SETTINGS, dict(context=2, tensor=4, tsp=True, ring=True)),
-        slow(8, helpers.SETTINGS, dict(data=2, tensor=4, tsp=True, fsdp=True)),
-        (8, GROUPED, dict(context=2, tensor=4, tsp=True)),
-        slow(8, DENSE, dict(data=2, tensor=4, tsp=True, fsdp=True)),
-        (4, DENSE, dict(tensor=4)),
-        slow(8, GROUPED, dict(data=2, context=2, tensor=2, fsdp=True)),
-    ],
-)
-def test_a_mesh_gives_what_one_device_gives(devices, settings, sizes):
-    helpers.assert_same(on(settings, devices, **sizes), alone(settings))
-
-
-@pytest.mark.slow  # tests/model/test_zaya.py has it on one device
-@pytest.mark.parametrize("remat", ["layer", "attention"])
-def test_remat_changes_nothing(remat):
-    helpers.assert_same(on(DENSE, 4, remat, tensor=4, tsp=True), alone(DENSE))
 
 
 def compiled(settings, devices, rows=helpers.ROWS, length=helpers.LENGTH, remat="none", **sizes):
@@ -89,7 +44,7 @@ def moved(program):
 def test_what_travels_is_the_formula(settings, devices):
     model, layers = settings.model, settings.model.num_hidden_layers
     found = moved(compiled(settings, devices, tensor=devices, tsp=True))
-    expected = tsp.traffic(model, helpers.ROWS, helpers.LENGTH, devices, size=4)
+    expected = formulas.of_tsp(model, helpers.ROWS, helpers.LENGTH, devices, size=4)
     assert sum(found.values()) == pytest.approx(
         layers * (expected["forward"] + expected["backward"]), rel=1e-9
     )
@@ -123,7 +78,7 @@ def test_at_the_published_ratio_weights_are_sixteen_squares():
     model = dataclasses.replace(
         DENSE.model, hidden_size=d, head_dim=d // 8, num_attention_heads=8, intermediate_size=4 * d
     )
-    expected = tsp.traffic(model, 1, 1024, 8, size=1)
+    expected = formulas.of_tsp(model, 1, 1024, 8, size=1)
     assert expected["forward"] == (16 * d**2 + 2 * 1024 * d) * 7 / 8
 
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from pallas_kernels.cross_entropy import xla
+from benchmarks import published
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import Mesh, UserError
@@ -14,11 +14,11 @@ from zaya_jax.hardware.measure import figures
 from zaya_jax.hardware.measure.timing import Timing
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import shape_of
-from zaya_jax.plan import goodput, least, memory, network, published, rates, run, search, step, traffic
+from zaya_jax.plan import footprint, goodput, network, rates, search, step, work
 from zaya_jax.plan.case import Case
 
 CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
-RATES = rates.of(CLUSTER)
+RATES = rates.for_cluster(CLUSTER)
 ALONE = Mesh()
 FULL, SLIDING, LINEAR = config_lib.LAYER_KINDS
 
@@ -43,39 +43,36 @@ def case(devices: int = 8, at_once: int = 4, micro_batches: int = 1, mesh: Mesh 
 
 
 def flops(found: Case, *stages: str) -> float:
-    return sum(p.flops for p in traffic.parts(found) if not stages or p.stage in stages)
+    return sum(p.flops for p in work.parts(found) if not stages or p.stage in stages)
 
 
-# What programs take that were compiled for MI300X on 22 November 2026 (benchmarks/plan.md): GB of memory and traffic.
+# GB of memory and traffic of programs compiled for MI300X on 23 November 2026 (benchmarks/plan.md).
 COMPILED = {
     "ZAYA1-base, all 40 layers": (case(1024, model__num_hidden_layers=40, remat="elementwise"), 67.78, 789.0),
+    "all 40 layers, remat attention": (case(1024, model__num_hidden_layers=40), 54.28, 786.5),
     "alone": (case(1), 24.01, 274.2),
     "8 devices": (case(8), 17.27, 204.0),
     "12 devices, gradients together": (case(12), 17.00, 204.5),
     "1,024 devices, 2 micro-batches": (case(1024, 2, 2), 23.44, 243.9),
+    "8 layers, remat elementwise": (case(64, remat="elementwise", model__num_hidden_layers=8), 23.52, 259.9),
+    "64 devices, nothing recomputed": (case(64, 1, remat="none"), 14.27, 80.8),
+    "layers recomputed, 4 micro-batches": (case(8, 2, 4, remat="layer"), 24.26, 454.1),
+    "dense": (case(8, model__model_type="dense", model__num_experts=1, model__intermediate_size=8192), 15.04, 192.7),
     "8 layers, 6 of them linear": (
-        case(8, 2, model__num_hidden_layers=8, model__layer_types=((LINEAR,) * 3 + (FULL,)) * 2), 20.79, 212.8,
+        case(8, 2, model__num_hidden_layers=8, model__layer_types=((LINEAR,) * 3 + (FULL,)) * 2), 20.79, 200.0,
+    ),
+    "sliding window of 1,024": (
+        case(8, 2, model__layer_types=(SLIDING,) * 3 + (FULL,), model__sliding_window=1024), 16.70, 137.7,
+    ),
+    "fsdp": (case(8, mesh=Mesh(fsdp=True)), 16.64, 227.0),
+    "fsdp, 2 micro-batches, layers recomputed": (case(32, 2, 2, mesh=Mesh(fsdp=True), remat="layer"), 14.09, 277.1),
+    "experts over 8": (case(8, mesh=Mesh(expert=8)), 14.49, 204.7),
+    "tensor over 2, 3 micro-batches": (case(16, 2, 3, mesh=Mesh(tensor=2)), 16.10, 211.8),
+    "context over 2": (
+        case(16, 1, mesh=Mesh(context=2), data__seq_len=32_768, model__num_hidden_layers=2), 14.77, 174.9,
     ),
     "context over 8, 131,072 tokens": (
         case(64, 1, mesh=Mesh(context=8), data__seq_len=131_072, model__num_hidden_layers=2), 14.62, 175.8,
-    ),
-    "tensor over 2, 3 micro-batches": (case(16, 2, 3, mesh=Mesh(tensor=2)), 16.10, 211.8),
-    "fsdp, 2 micro-batches, layers recomputed": (case(32, 2, 2, mesh=Mesh(fsdp=True), remat="layer"), 14.09, 277.1),
-}  # fmt: skip
-# Likewise of programs whose head took 2.25 GiB of logits at once.
-SMALLER = {
-    "all 40 layers, remat attention": (case(1024, model__num_hidden_layers=40), 54.30, 812.6),
-    "8 layers, remat elementwise": (case(64, remat="elementwise", model__num_hidden_layers=8), 20.15, 286.8),
-    "64 devices, nothing recomputed": (case(64, 1, remat="none"), 13.30, 96.2),
-    "layers recomputed, 4 micro-batches": (case(8, 2, 4, remat="layer"), 21.03, 506.3),
-    "dense": (case(8, model__model_type="dense", model__num_experts=1, model__intermediate_size=8192), 11.84, 218.8),
-    "sliding window of 1,024": (
-        case(8, 2, model__layer_types=(SLIDING,) * 3 + (FULL,), model__sliding_window=1024), 13.83, 150.7,
-    ),
-    "fsdp": (case(8, mesh=Mesh(fsdp=True)), 13.41, 253.0),
-    "experts over 8": (case(8, mesh=Mesh(expert=8)), 11.66, 230.8),
-    "context over 2": (
-        case(16, 1, mesh=Mesh(context=2), data__seq_len=32_768, model__num_hidden_layers=2), 11.92, 201.0,
     ),
 }  # fmt: skip
 
@@ -83,21 +80,13 @@ SMALLER = {
 @pytest.mark.parametrize("name", COMPILED)
 def test_memory_and_traffic_are_those_of_the_compiled_program(name):
     found, peak, moved = COMPILED[name]
-    assert memory.of(found).peak / 1e9 == pytest.approx(peak, rel=0.10)
-    assert sum(p.bytes for p in traffic.parts(found)) / 1e9 == pytest.approx(moved, rel=0.15)
-
-
-@pytest.mark.parametrize("name", SMALLER)
-def test_smaller_chunks_of_the_head_too(name, monkeypatch):
-    found, peak, moved = SMALLER[name]
-    monkeypatch.setattr(xla, "LOGITS", {})
-    assert memory.of(found).peak / 1e9 == pytest.approx(peak, rel=0.10)
-    assert sum(p.bytes for p in traffic.parts(found)) / 1e9 == pytest.approx(moved, rel=0.15)
+    assert footprint.estimate(found).peak / 1e9 == pytest.approx(peak, rel=0.10)
+    assert sum(p.bytes for p in work.parts(found)) / 1e9 == pytest.approx(moved, rel=0.15)
 
 
 def test_useful_flops_are_the_models_but_for_what_kernels_compute_twice():
     found = case(8)
-    computed = flops(found, traffic.FORWARD, traffic.BACKWARD)
+    computed = flops(found, work.FORWARD, work.BACKWARD)
     useful = chips.model_flops(found.model, 4096) * found.tokens_per_device
     # Seven products of scores stand backward where the formula has four, and CCA's convolution over heads four times
     # where it has two.
@@ -105,13 +94,13 @@ def test_useful_flops_are_the_models_but_for_what_kernels_compute_twice():
 
 
 def test_weights_and_state_are_counted_as_they_lie():
-    found = memory.of(case(8))
+    found = footprint.estimate(case(8))
     total = 1_370_000_000
     assert found.always["weights"] == pytest.approx(4 * total, rel=0.01)
     embedding = 262_272 * 2048
     shared = 4 * (total - embedding) + 8 * embedding
     assert found.always["optimizer"] == pytest.approx(shared / 8, rel=0.02)
-    spread = memory.of(case(8, mesh=Mesh(fsdp=True)))
+    spread = footprint.estimate(case(8, mesh=Mesh(fsdp=True)))
     assert spread.always["weights"] == pytest.approx(
         found.always["weights"] / 8, rel=0.02
     )  # vectors stay whole
@@ -119,28 +108,28 @@ def test_weights_and_state_are_counted_as_they_lie():
 
 def test_twice_the_tokens_take_twice_the_activations_and_the_work():
     one, two = case(8, 2), case(8, 4)
-    kept = [memory.of(c).places["backward"]["activations"] for c in (one, two)]
+    kept = [footprint.estimate(c).places["backward"]["activations"] for c in (one, two)]
     assert kept[1] == 2 * kept[0] > 0
-    assert flops(two, traffic.FORWARD) == 2 * flops(one, traffic.FORWARD)
+    assert flops(two, work.FORWARD) == 2 * flops(one, work.FORWARD)
     assert two.optimizer_bytes == one.optimizer_bytes
 
 
 def test_micro_batches_move_the_weights_again_and_compute_as_much():
     one, four = case(8, 4, 1), case(8, 1, 4)
-    assert flops(one, traffic.FORWARD) == pytest.approx(flops(four, traffic.FORWARD))
-    moved = [sum(p.bytes for p in traffic.parts(c) if p.scope == "experts") for c in (one, four)]
+    assert flops(one, work.FORWARD) == pytest.approx(flops(four, work.FORWARD))
+    moved = [sum(p.bytes for p in work.parts(c) if p.scope == "experts") for c in (one, four)]
     # Of each layer: three passes over the weights, the gradients written and, of several, what was there read.
     weights = 4 * one.layer["experts"] * one.model.num_hidden_layers
     assert moved[1] - moved[0] == pytest.approx((4 * 5 - 4) * weights)
     assert (
-        memory.of(four).places["backward"]["activations"]
-        == memory.of(one).places["backward"]["activations"] / 4
+        footprint.estimate(four).places["backward"]["activations"]
+        == footprint.estimate(one).places["backward"]["activations"] / 4
     )
 
 
 def test_remat_trades_memory_for_work():
     cases = [case(8, remat=remat) for remat in search.REMATS]
-    kept = [memory.of(c).places["backward"]["activations"] for c in cases]
+    kept = [footprint.estimate(c).places["backward"]["activations"] for c in cases]
     assert kept == sorted(kept, reverse=True) and len(set(kept)) == 4
     work = [flops(c) for c in cases]
     assert work == sorted(work) and len(set(work)) == 3
@@ -153,37 +142,23 @@ def test_the_exchange_sends_a_float32_gradient_and_a_bfloat16_direction_a_number
     for flow in network.flows(found):
         by_kind[flow.kind] = by_kind.get(flow.kind, 0.0) + flow.wire
     weights = sum(found.numbers.values())
-    muon = traffic.muon_numbers(found)
+    muon = work.muon_numbers(found)
     assert by_kind["reduce-scatter"] == pytest.approx(4 * weights * 1023 / 1024, rel=0.01)
     assert by_kind["all-gather"] == pytest.approx((2 * muon + 4 * (weights - muon)) * 1023 / 1024, rel=0.01)
     assert not network.flows(case(1))
 
 
-def test_no_scope_moves_less_than_it_must():
-    for found in (
-        case(8),
-        case(64, 1, remat="none"),
-        case(8, model__model_type="dense", model__num_experts=1, model__intermediate_size=8192),
-    ):
-        moved: dict[str, float] = {}
-        for p in traffic.parts(found):
-            moved[p.scope] = moved.get(p.scope, 0.0) + p.bytes
-        for scope, bytes_ in least.of(found).items():
-            assert moved[scope] > bytes_ > 0, scope
-
-
 def test_each_second_of_a_step_is_accounted_for():
-    found = step.of(case(1024), CLUSTER, RATES)
+    found = step.estimate(case(1024), CLUSTER, RATES)
     assert sum(found.by_kind.values()) == pytest.approx(found.seconds, rel=0.02)
     assert found.seconds == sum(found.by_scope.values()) > found.flops / found.peak
-    assert 0 < found.overlapped < found.exposed[network.GRADIENTS]
     for name, exposed in found.exposed.items():
         assert 0 <= exposed <= found.links[name]
 
 
 def test_better_rates_make_a_shorter_step():
     better = dataclasses.replace(RATES, memory=rates.Rate(1.0, ""), products=rates.Rate(1.0, ""))
-    assert step.of(case(8), CLUSTER, better).seconds < step.of(case(8), CLUSTER, RATES).seconds
+    assert step.estimate(case(8), CLUSTER, better).seconds < step.estimate(case(8), CLUSTER, RATES).seconds
 
 
 @pytest.mark.parametrize(("save", "mtbf"), [(1.0, 1e5), (30.0, 3600.0)])
@@ -191,7 +166,7 @@ def test_the_best_interval_is_the_one_that_loses_least(save, mtbf):
     best = goodput.best_interval(save, mtbf)
     shares = [goodput.share(best * factor, save, 60.0, mtbf) for factor in (0.8, 1.0, 1.25)]
     assert shares[1] == max(shares) < 1
-    assert best == pytest.approx(goodput.young(save, mtbf), rel=0.1)
+    assert best == pytest.approx(math.sqrt(2 * save * mtbf), rel=0.1)
 
 
 def test_goodput_without_failures_is_what_saves_leave():
@@ -205,7 +180,7 @@ def test_the_search_gives_what_fits_fastest_first(monkeypatch):
     found = search.best(here, 8, 8, CLUSTER, RATES)
     times = [choice.step.seconds for choice in found]
     assert len(found) == 10 and times == sorted(times)
-    needs = [memory.of(c).peak for c in search.candidates(here, 8, 8, "mi300x")]
+    needs = [footprint.estimate(c).peak for c in search.candidates(here, 8, 8, "mi300x")]
     limit = int((found[0].memory.peak + min(needs)) / 2)
     monkeypatch.setattr(targets, "usable", lambda name: limit)
     fitting = search.best(here, 8, 8, CLUSTER, RATES)
@@ -224,13 +199,15 @@ def test_the_search_tries_nothing_that_a_run_would_refuse():
 
 
 def test_weak_scaling_says_where_a_choice_stops_paying(monkeypatch):
-    ways = [run.Scaling("a", ((8, 1.0, 0), (16, 2.0, 0))), run.Scaling("b", ((8, 1.5, 0), (16, 1.6, 0)))]
-    assert [(stop.name, stop.devices) for stop in run.stops(ways)] == [("a", 8), ("b", None)]
-    assert run.stops(ways)[0].text == "a: pays up to 8 devices; with 16 b is faster"
-    monkeypatch.setattr(run, "DEVICES", (8, 1024, 16_384))
-    found = run.scaling(case(64), CLUSTER, RATES)
+    ways = [
+        search.Scaling("a", ((8, 1.0, 0), (16, 2.0, 0))),
+        search.Scaling("b", ((8, 1.5, 0), (16, 1.6, 0))),
+    ]
+    assert search.fastest(ways) == ["8 to 8 devices: a is the fastest", "16 to 16 devices: b is the fastest"]
+    monkeypatch.setattr(search, "DEVICES", (8, 1024, 16_384))
+    found = search.scaling(case(64), CLUSTER, RATES)
     own = {n: s for n, s, _ in found[0].points}
-    assert list(own) == list(run.DEVICES)
+    assert list(own) == list(search.DEVICES)
     assert own[16_384] > own[1024]
 
 
@@ -238,11 +215,10 @@ def test_zaya1s_published_step_is_accounted_for():
     c = config_lib.default()
     c.data.global_batch = 4096
     found = case(1024, model__num_hidden_layers=40)
-    assert published.applies(found) and not published.applies(case(8))
     rows = published.account(found, CLUSTER, RATES)
-    assert sum(row.seconds for row in rows) == pytest.approx(published.SECONDS)
-    assert rows[0].seconds == pytest.approx(0.11, abs=0.005)
-    assert step.of(found, CLUSTER, RATES).seconds < 1.0
+    assert sum(seconds for _, seconds, _ in rows) == pytest.approx(published.SECONDS)
+    assert rows[0][1] == pytest.approx(0.11, abs=0.005)
+    assert step.estimate(found, CLUSTER, RATES).seconds < 1.0
 
 
 def measured(device: str, path) -> str:
@@ -259,16 +235,16 @@ def measured(device: str, path) -> str:
 
 
 def test_measured_figures_take_the_place_of_assumptions(tmp_path):
-    found = rates.of(CLUSTER, measured("AMD Instinct MI300X", tmp_path / "all.json"))
+    found = rates.for_cluster(CLUSTER, measured("AMD Instinct MI300X", tmp_path / "all.json"))
     assert found.products.value == pytest.approx(2e14 / 1307.4e12)
     assert found.memory.value == pytest.approx(4e12 / 5.3e12)
     assert found.inside.value == pytest.approx(2e11 * 7 / 8 / 448e9)
     assert found.across == RATES.across and "measured" in found.memory.source
-    assert rates.of(CLUSTER, tmp_path) == found
+    assert rates.for_cluster(CLUSTER, tmp_path) == found
 
 
 def test_figures_of_another_chip_are_refused(tmp_path):
     with pytest.raises(UserError, match="give figures of that chip"):
-        rates.of(CLUSTER, measured("NVIDIA H200", tmp_path / "all.json"))
+        rates.for_cluster(CLUSTER, measured("NVIDIA H200", tmp_path / "all.json"))
     with pytest.raises(UserError, match="cannot be read"):
-        rates.of(CLUSTER, str(tmp_path / "none.json"))
+        rates.for_cluster(CLUSTER, str(tmp_path / "none.json"))

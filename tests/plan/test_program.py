@@ -37,37 +37,21 @@ def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
         assert p["gpu_hours"] == pytest.approx(p["days"] * 24 * 16)
     text, page = (tmp_path / "plan.md").read_text(), (tmp_path / "plan.html").read_text()
     assert "Where the step goes" in text and text in done.stdout
-    for picture in ("Each second of a step", "Memory of a device", "Weak scaling"):
-        assert f"<figcaption>{picture}" in page
+    assert "<figcaption>Weak scaling" in page and "Memory where it is highest" in page
 
 
 def test_what_cannot_be_planned_is_one_line():
     config = config_lib.check(zaya1_base.get_config())
     cluster = clusters.CLUSTERS["mi300x_pollara"]
     with pytest.raises(UserError, match="give --at_once=N") as error:
-        run.phases(config, 24, cluster, rates.of(cluster))
+        run.phases(config, 24, cluster, rates.for_cluster(cluster))
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--mtbf_hours=nan", "--out=nowhere"), "error: flag --mtbf_hours=nan: nan is no number of hours"),
-        # Though root may, says the system.
-        (("--out=/proc/nothing",), "error: --out=/proc/nothing cannot be written"),
-        (("--out=/sys",), "error: --out=/sys cannot be written"),
-    ],
-)
-def test_options_that_cannot_be_are_one_line(options, says):
-    done = plan(*options)
-    assert done.returncode == 2 and done.stderr.startswith(says) and done.stderr.count("\n") == 1
-    assert not (ROOT / "nowhere").exists()
 
 
 def test_a_phase_for_more_devices_is_a_note():
     config = config_lib.check(zaya1_base.get_config())
     cluster = clusters.CLUSTERS["mi300x_pollara"]
-    found, notes = run.phases(config, 1, cluster, rates.of(cluster), at_once=4)
+    found, notes = run.phases(config, 1, cluster, rates.for_cluster(cluster), at_once=4)
     assert [p.name for p in found] == ["pretrain 1", "pretrain 2"]
     assert len(notes) == 2 and "phases[2].mesh" in notes[0]
 
@@ -75,5 +59,5 @@ def test_a_phase_for_more_devices_is_a_note():
 def test_a_config_without_own_kernels_is_a_note():
     config = dataclasses.replace(config_lib.check(zaya1_base.get_config()), kernels=("none",))
     cluster = clusters.CLUSTERS["mi300x_pollara"]
-    _, notes = run.phases(config, 1024, cluster, rates.of(cluster))
+    _, notes = run.phases(config, 1024, cluster, rates.for_cluster(cluster))
     assert len(notes) == 1 and "--config.kernels=none" in notes[0]

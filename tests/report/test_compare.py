@@ -5,11 +5,11 @@ import math
 import re
 
 import pytest
-from conftest import write_run
-from test_page import checked
+from made_run import checked, write_run
 
-from zaya_jax.report import compare, page, svg
+from zaya_jax.report import compare
 from zaya_jax.report.read import read_workdir
+from zaya_jax.report.svg import LEFT, RIGHT, WIDTH
 
 
 def write(folder, steps, config=None, name="run", first=1, **figures):
@@ -24,16 +24,14 @@ def write(folder, steps, config=None, name="run", first=1, **figures):
     return folder
 
 
-def compared(tmp_path, *folders):
-    runs = [read_workdir(folder) for folder in folders]
-    target = tmp_path / "page.html"
-    page.write_page(target, lambda: page.shell(compare.title(runs), compare.parts(runs)))
-    return checked(target)
+def compared(*folders):
+    """The page's source and its text."""
+    source = compare.comparison([read_workdir(folder) for folder in folders]).html()
+    return source, checked(source)
 
 
-def figure(source, title, over="step"):
-    part = source.split('class="grid2 over-tokens"')[0 if over == "step" else 1]
-    return next(f for f in re.findall("<figure.*?</figure>", part, re.S) if f"<figcaption>{title}<" in f)
+def figure(source, title):
+    return next(f for f in re.findall("<figure.*?</figure>", source, re.S) if f"<figcaption>{title}<" in f)
 
 
 def table_row(source, label):
@@ -49,46 +47,42 @@ def test_curves_of_runs_of_different_length_and_metrics(tmp_path):
     short = write(
         tmp_path / "short", 12, name='short <&">', loss=loss, tokens=lambda s: 100 * s, mine=lambda s: s
     )
-    source, text = compared(tmp_path, whole, short)
+    source, text = compared(whole, short)
     for title in ("Train loss", "Held-out loss", "Gradient norm", "Learning rate", "Tokens per second",
                   "Time waiting for data", "load_entropy, mean of the layers", "mine"):  # fmt: skip
         assert figure(source, title), title
     assert "Not recorded by tiny." in figure(source, "mine")
     assert "Not recorded by short &lt;&amp;&quot;&gt;." in figure(source, "Gradient norm")
-    assert figure(source, "Train loss").count("<g data-line=") == 2
+    assert figure(source, "Train loss").count("<polyline") == 2
     assert 'short <&">' in text and "12, of 50 planned" in text and "40, complete" in text
     assert "train loss near step 12, the last that all have" in text
-    assert "Left out are figures of each layer or expert (bias_change, load, load_entropy)" in text
+    assert "Figures of each layer and expert are on each run's own page." in text
 
 
-def test_over_tokens_a_curve_ends_at_its_tokens(tmp_path):
+def test_losses_are_drawn_over_tokens_too(tmp_path):
     few = write(tmp_path / "few", 20, loss=loss, tokens=lambda s: 100 * s)
     many = write(tmp_path / "many", 20, loss=loss, tokens=lambda s: 100 * min(s, 10) + 300 * max(0, s - 10))
     without = write(tmp_path / "without", 20, loss=loss)
-    source, text = compared(tmp_path, few, many, without)
-    drawn = figure(source, "Train loss", "tokens")
-    low, high, left, right = map(float, re.search('data-x="([^"]*)"', drawn)[1].split()[:4])
-    assert (low, high) == (100, 4000)
+    source, _ = compared(few, many, without)
+    drawn = figure(source, "Train loss over tokens")
     ends = [float(p.split()[-1].split(",")[0]) for p in re.findall(r'<polyline[^>]*points="([^"]*)"', drawn)]
-    assert [low + (e - left) / (right - left) * (high - low) for e in ends] == pytest.approx(
-        [2000, 4000], abs=5
-    )
-    assert "No tokens are recorded by run (without)" in text
-    assert figure(source, "Train loss").count("<g data-line=") == 3
+    left, right = LEFT, WIDTH - RIGHT
+    assert [100 + (e - left) / (right - left) * 3900 for e in ends] == pytest.approx([2000, 4000], abs=5)
+    assert figure(source, "Train loss").count("<polyline") == 3
 
 
 def test_over_tokens_the_ends_of_a_long_run_are_its_own(tmp_path):
     """A bin of a long run has the mean of its steps: the last held-out loss stood before the run's last token."""
     long = write(tmp_path / "a", 5_000, tokens=lambda s: 1000 * s, loss=loss)
     run = read_workdir(long)
-    found = compare._tokens_at(run, [1, 2500, 4999, 5000])
+    found = compare.tokens_at(run, [1, 2500, 4999, 5000])
     assert found == pytest.approx([1000, 2.5e6, 4.999e6, 5e6], rel=1e-12)
 
 
 def test_two_runs_that_do_the_same_are_drawn_the_same_whatever_their_lengths(tmp_path):
     wild = {"loss": lambda s: loss(s) + 0.3 * math.sin(37 * s), "lr": lambda s: 1e-3 * s}
     long, short = write(tmp_path / "long", 1000, **wild), write(tmp_path / "short", 500, **wild)
-    source, _ = compared(tmp_path, long, short)
+    source, _ = compared(long, short)
     for title in ("Train loss", "Learning rate"):
         a, b = (p.split() for p in re.findall(r'<polyline[^>]*points="([^"]*)"', figure(source, title)))
         same = len(b) - 5  # the end of the shorter one is smoothed over fewer
@@ -112,20 +106,13 @@ def test_losses_near_the_last_common_step_are_of_the_same_steps(tmp_path, steps,
         write(tmp_path / f"{i}", count, name=f"{i}", first=first if i else 1, loss=loss)
         for i, count in enumerate(steps)
     ]
-    source, text = compared(tmp_path, *folders)
+    near, text = compare.near_common_step([read_workdir(folder) for folder in folders]), compared(*folders)[1]
     if compared_steps is None:
-        assert (
-            f"near step {steps[-1]}, the last that all have, are not compared: of the longest run means"
-            in text
-        )
-        assert "means of 32 steps are known" in text and "(mean of steps" not in text
+        assert near == (steps[-1], "", (), 32) and "means of 32 steps are known" in text
         return
-    label = f"the last that all have (mean of steps {compared_steps[0]} to {compared_steps[-1]})"
-    assert f"train loss near step {steps[-1]}, {label}" in text
-    row = re.search(r'<th scope="row">train loss near step.*?</th>(.*?)</tr>', source)[1]
-    expected = sum(map(loss, compared_steps)) / len(compared_steps)
-    cells = re.findall("<td>(.*?)</td>", row)
-    assert cells == [svg.number(expected)] * len(steps)
+    assert near.steps == f"{compared_steps[0]} to {compared_steps[-1]}"
+    assert near.values == pytest.approx([sum(map(loss, compared_steps)) / len(compared_steps)] * len(steps))
+    assert f"train loss near step {steps[-1]}, the last that all have (mean of steps {near.steps})" in text
 
 
 def test_what_differs_is_told_by_kind_too_and_nothing_else(tmp_path):
@@ -135,35 +122,14 @@ def test_what_differs_is_told_by_kind_too_and_nothing_else(tmp_path):
     ]
     del configs[-1]["schedule"]
     folders = [write(tmp_path / f"r{i}", 3, config, f"r{i}", loss=loss) for i, config in enumerate(configs)]
-    source, _ = compared(tmp_path, *folders)
-    cells = re.findall("<code>(.*?)</code>", table_row(source, "<code>a.x</code>"))
-    assert cells == ["1", "&quot;1&quot;", "true", "1.0", "null", "[1]", "–"]
-    assert re.findall("<code>(.*?)</code>", table_row(source, "<code>a.x.deep</code>")) == ["–"] * 6 + ["1"]
-    assert re.findall("<code>(.*?)</code>", table_row(source, r"<code>schedule.phases.\[0\].lr</code>"))[
-        -2:
-    ] == ["5", "–"]
-    assert "<code>a.same</code>" not in source
+    source, _ = compared(*folders)
 
+    def cells(key):
+        return re.findall("<td>(.*?)</td>", table_row(source, key))
 
-def test_the_same_config_is_said_to_be_the_same_and_a_missing_one_missing(tmp_path):
-    a, b = write(tmp_path / "a", 3, loss=loss), write(tmp_path / "b", 3, loss=loss)
-    assert "No key differs between the runs." in compared(tmp_path, a, b)[1]
-    (b / "config.json").unlink()
-    _, text = compared(tmp_path, a, b)
-    assert "b: no config is recorded." in text
-
-
-def test_a_fork_is_named_by_its_parent_here(tmp_path):
-    parent = write(tmp_path / "parent", 30, name="parent", loss=loss)
-    fork = write(tmp_path / "fork", 50, name="fork", first=21, loss=loss)
-    told = {"forked": [{"folder": str(parent), "run": "1", "step": 20, "tokens": 5, "changed": {}}]}
-    (fork / "lineage.json").write_text(json.dumps(told))
-    source, text = compared(tmp_path, parent, fork)
-    assert "parent at step 20" in table_row(source, "comes from")
-    assert "from 21 to 50, complete" in text and "30, of 50 planned" in text
-    told["forked"][0]["folder"] = "\0gone"
-    (fork / "lineage.json").write_text(json.dumps(told))
-    assert "gone at step 20" in compared(tmp_path, parent, fork)[1]
+    assert cells("a.x") == ["1", "&quot;1&quot;", "true", "1.0", "null", "[1]", "–"]
+    assert cells("a.x.deep") == ["–"] * 6 + ["1"]
+    assert cells(r"schedule.phases.\[0\].lr")[-2:] == ["5", "–"] and "a.same" not in source
 
 
 def test_nan_infinity_one_step_and_nothing(tmp_path):
@@ -177,13 +143,11 @@ def test_nan_infinity_one_step_and_nothing(tmp_path):
     one = write(tmp_path / "one", 1, name="one", loss=loss)
     none = write(tmp_path / "none", 0, name="none")
     good = write(tmp_path / "good", 20, name="good", loss=lambda s: math.nan if s == 7 else 2.0)
-    source, text = compared(tmp_path, bad, one, none, good)
-    assert "none: metrics.jsonl holds no complete step yet." in text and "none yet" in text
+    source, text = compared(bad, one, none, good)
+    assert "none: metrics.jsonl holds no complete step yet." in text
     assert figure(source, "Train loss").count('<g class="bad">') == 20
     assert re.findall("<td>(.*?)</td>", table_row(source, "losses not finite")) == ["20", "–", "–", "1"]
-    assert (
-        compared(tmp_path, bad, write(tmp_path / "bad2", 3, loss=lambda s: math.nan))[0].count("<figure") == 1
-    )
+    assert compared(bad, write(tmp_path / "bad2", 3, loss=lambda s: math.nan))[0].count("<figure") == 1
 
 
 def test_sixteen_runs_of_many_metrics_stay_small_and_what_is_left_out_is_said(tmp_path):
@@ -192,7 +156,7 @@ def test_sixteen_runs_of_many_metrics_stay_small_and_what_is_left_out_is_said(tm
         write(tmp_path / f"r{i}", 40, None, "a" * 300 if i else "b", loss=loss, tokens=lambda s: s, **many)
         for i in range(compare.MOST_RUNS)
     ]
-    source, text = compared(tmp_path, *folders)
+    source, text = compared(*folders)
     assert len(source) < 1_000_000
     assert "Of 30 metrics 6 are left out: m/23, m/24" in text
     keys = re.findall(r'<i class="key line ([^"]*)">', source.split("</thead>")[0])
@@ -202,7 +166,12 @@ def test_sixteen_runs_of_many_metrics_stay_small_and_what_is_left_out_is_said(tm
 def test_losses_of_different_units_are_not_compared_in_silence(tmp_path):
     a = write(tmp_path / "a", 3, {"data": {"tokenizer": "bytes"}}, "a", loss=loss)
     b = write(tmp_path / "b", 3, {"data": {"tokenizer": "x.json"}}, "b", loss=loss)
+    better = write(tmp_path / "better", 3, {"data": {"tokenizer": "bytes"}}, "better", loss=lambda s: 1 / s)
+    row = "train loss, mean of the last 20 steps"
     assert (
         "Losses are not of one unit and cannot be compared: nats per byte: a; nats per token: b."
-        in compared(tmp_path, a, b)[1]
+        in compared(a, b)[1]
+    )
+    assert "<b>" in table_row(compared(a, better)[0], row) and "<b>" not in table_row(
+        compared(b, better)[0], row
     )

@@ -8,18 +8,11 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from zaya_jax.report.read import LAST_LOSSES, MAX_KEYS, Series, VectorSeries, read_workdir
+from zaya_jax.report.read import LAST_LOSSES, Series, VectorSeries, read_workdir
 
 
 def lines(*records):
     return "".join(json.dumps(r) + "\n" for r in records)
-
-
-def test_series_keeps_every_value_of_a_short_run():
-    series = Series()
-    for step in range(1, 11):
-        series.add(step, step / 2)
-    assert [(b.step, b.mean) for b in series.coarse(100)] == [(s, s / 2) for s in range(1, 11)]
 
 
 def test_series_stays_bounded_and_keeps_means_and_extremes():
@@ -28,8 +21,7 @@ def test_series_stays_bounded_and_keeps_means_and_extremes():
     for step, value in enumerate(values, 1):
         series.add(step, value)
         assert len(series.bins) <= 64
-    assert series.width == 128
-    assert series.total.count == 5000
+    assert (series.width, series.total.count) == (128, 5000)
     assert series.total.mean == pytest.approx(sum(values) / 5000, rel=1e-12)
     assert (series.total.low, series.total.high) == (min(values), max(values))
     assert series.low_step == values.index(min(values)) + 1
@@ -52,14 +44,6 @@ def test_series_counts_what_is_not_finite_apart():
     assert series.total.count == 36
 
 
-def test_series_takes_enormous_step_numbers():
-    series = Series(capacity=8)
-    for step in (1, 2, 3, 10**9, 2**53 - 1, *range(4, 20)):
-        series.add(step, 1.0)
-    assert len(series.bins) <= 8
-    assert series.total.count == 21
-
-
 def test_vectors_average_over_bins_and_skip_missing_entries():
     vectors = VectorSeries((2,), capacity=4)
     for step in range(16):
@@ -72,21 +56,12 @@ def test_vectors_average_over_bins_and_skip_missing_entries():
     np.testing.assert_allclose(end, [13.5, 1])
 
 
-def test_vectors_without_any_finite_entry_give_nan():
-    vectors = VectorSeries((2,))
-    vectors.add(1, np.array([np.inf, 3.0]))
-    np.testing.assert_array_equal(vectors.end()[0], [np.nan, 3.0])
-
-
 def test_the_made_up_run_is_read_whole(make_run):
     run = read_workdir(make_run(50, load_every=5))
-    assert (run.lines, run.first_step, run.last_step, run.notes) == (50, 1, 50, [])
-    assert len(run.vectors["load"].bins) == 10
-    assert run.vectors["load"].shape == (6, 9)
+    assert (run.lines, run.steps, run.notes) == (50, (1, 50), [])
+    assert len(run.vectors["load"].bins) == 10 and run.vectors["load"].shape == (6, 9)
     assert run.series["eval/loss"].total.count == 8
-    assert run.prompt == "def "
-    assert run.unit == "nats per byte"
-    assert run.name == "tiny"
+    assert (run.prompt, run.unit, run.name) == ("def ", "nats per byte", "tiny")
     records = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert run.seconds == pytest.approx(sum(r["step_seconds"] for r in records))
     assert run.train_loss == pytest.approx(np.mean([r["loss"] for r in records[-LAST_LOSSES:]]))
@@ -101,39 +76,22 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
     run = read_workdir(tmp_path)
     assert (run.lines, run.last_step) == (2, 3)
     assert run.series["loss"].total.mean == 1.5
-    assert run.notes == ["11 lines of metrics.jsonl could not be read and are left out."]
+    # The last one, which is being written, waits for the next time.
+    assert run.notes == ["10 lines of metrics.jsonl could not be read and are left out."]
 
 
 def test_odd_values_do_no_harm(tmp_path):
     text = lines(
         {"step": 1, "loss": None, "load": [[0.5, 0.5]], "note": "warm", "flag": True, "deep": {"a": 1}},
-        {"step": 2, "loss": "nan", "load": [[0.5, 0.5], [1, 0]], "ragged": [[1], [1, 2]], "words": ["a"]},
-        {
-            "step": 3,
-            "loss": 10**400,
-            "load": [],
-            "load_entropy": [None, 1],
-            "big": [10**400],
-            "cube": [[[1]]],
-        },
+        {"step": 2, "loss": math.inf, "load": [[0.5, 0.5], [1, 0]], "ragged": [[1], [1, 2]], "words": ["a"]},
+        {"step": 3, "load": [], "load_entropy": [None, 1], "big": [10**400], "cube": [[[1]]]},
     )
     (tmp_path / "metrics.jsonl").write_text(text)
     run = read_workdir(tmp_path)
-    assert run.lines == 3
-    assert run.series["loss"].total.bad == 3
-    assert run.series["flag"].last == 1.0
+    assert (run.lines, run.series["loss"].total.bad, run.series["flag"].last) == (3, 2, 1.0)
     assert set(run.vectors) == {"load", "load_entropy"}
-    assert run.notes == [
-        "Left out of big, cube, load, ragged, words: lists of something else than numbers, too long or of "
-        "another shape."
-    ]
-
-
-def test_too_many_metrics_are_cut_off_with_a_note(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(lines({"step": 1, **{f"m{i}": i for i in range(MAX_KEYS + 9)}}))
-    run = read_workdir(tmp_path)
-    assert len(run.series) == MAX_KEYS
-    assert run.notes == [f"Only the first {MAX_KEYS} metrics are shown."]
+    of = "lists of something else than numbers, or of another shape"
+    assert run.notes == [f"Left out of big, cube, load, ragged, words: {of}."]
 
 
 def test_unusable_small_files_are_said(tmp_path):

@@ -14,12 +14,13 @@ from jax._src.mesh import AbstractDevice  # in jax.sharding from 0.12 on
 from jax.sharding import AbstractMesh, AxisType
 
 from zaya_jax import config
+from zaya_jax.hardware import targets
 from zaya_jax.parallel.mesh import shape_of
 from zaya_jax.train import state as states
 from zaya_jax.train import step as steps
 
 PLATFORMS = ("cuda", "rocm")  # lowered for both at once
-H200, MI300X = AbstractDevice("NVIDIA H200", 132, "cuda"), AbstractDevice("gfx942", 304, "rocm")
+H200, MI300X = AbstractDevice("NVIDIA H200", 132, "cuda"), AbstractDevice("AMD Instinct MI300X", 304, "rocm")
 SHAPE = {"sequences": 8, "length": 32}
 MODELS = {
     "zaya": {"layer_types": ("hybrid", "hybrid_sliding"), "sliding_window": 9},
@@ -29,11 +30,11 @@ MODELS = {
 MESHES = {
     "one device": ("zaya", 1, {}),
     "linear": ("linear", 1, {}),
-    "dense": ("dense", 1, {}),
     "fsdp and experts": ("zaya", 8, {"expert": 4, "fsdp": True}),
-    "context and tensor": ("zaya", 4, {"context": 2, "tensor": 2}),
 }
 MORE_MESHES = {
+    "dense": ("dense", 1, {}),
+    "context and tensor": ("zaya", 4, {"context": 2, "tensor": 2}),
     "ring": ("zaya", 2, {"context": 2, "ring": True}),
     "TSP": ("zaya", 2, {"tensor": 2, "tsp": True}),
     "linear over context": ("linear", 2, {"context": 2}),
@@ -143,6 +144,7 @@ def test_a_step_for_an_absent_chip_has_nothing_of_the_cpus(model, devices, mesh)
 
 
 def test_nor_has_one_for_an_mi300x():
+    targets.tell_pallas()
     check_that_nothing_is_of_cpus(*MESHES["one device"], MI300X)
 
 
@@ -156,7 +158,9 @@ def test_the_cpus_own_step_has_it():
     assert not kernels(lowered(settings(), 1, cpu))
 
 
-@pytest.mark.parametrize(("model", "kinds"), [("zaya", 1), ("linear", 2), ("dense", 0)])
+@pytest.mark.parametrize(
+    ("model", "kinds"), [("zaya", 1), ("linear", 2), pytest.param("dense", 0, marks=pytest.mark.slow)]
+)
 def test_float32_of_the_table_is_float32(model, kinds):
     """With bfloat16 products, all that is left of float32 asks for all its bits."""
     found = products(lowered(settings(model), 1))
@@ -166,7 +170,7 @@ def test_float32_of_the_table_is_float32(model, kinds):
     assert {p[:2] for p in found} - {("f32", "HIGHEST")} == {("bf16", "DEFAULT")}
 
 
-@pytest.mark.parametrize("matmul", ["default", "high", "highest"])
+@pytest.mark.parametrize("matmul", ["default", pytest.param("high", marks=pytest.mark.slow), "highest"])
 def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(matmul):
     found = products(lowered(settings(compute="float32", matmul=matmul, router="float32"), 1))
     assert {p[0] for p in found} == {"f32"}
@@ -178,6 +182,7 @@ def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(mat
         assert len(router) >= 4 and {p[1] for p in router} == {"HIGHEST"}
 
 
+@pytest.mark.slow
 def test_a_router_in_bfloat16_is_left_alone():
     found = products(lowered(settings(router="bfloat16"), 1))
     assert {p[1] for p in found if p[0] == "bf16"} == {"DEFAULT"}
@@ -216,6 +221,7 @@ def test_the_walk_finds_what_it_looks_for():
     assert {p[:2] for p in products(operations)} == {("f32", "DEFAULT")}
 
 
+@pytest.mark.slow
 def test_the_kernels_key_says_whose_own_kernels_a_gpu_takes():
     small = settings("dense")
     wide = dataclasses.replace(small.model, hidden_size=64, intermediate_size=64)

@@ -1,5 +1,6 @@
 """However a run ends, what it knew by then is on the disk: the figures of its last step, and a report."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -8,36 +9,31 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
 import multiprocess_runs
+import numpy as np
 import pytest
+import tiny_runs
 
-from experiments import pretrain
-from experiments.configs import tiny
-from zaya_jax import cli, config
-from zaya_jax.checkpoint import audit, remote, store, writing
+from zaya_jax import cli, config, schedule
+from zaya_jax import run as run_lib
+from zaya_jax.checkpoint import audit, store, writing
+from zaya_jax.checkpoint import vault as vault_lib
 from zaya_jax.cluster import leaving
-from zaya_jax.train import metrics
+from zaya_jax.data import windows
+from zaya_jax.model import decode
+from zaya_jax.parallel.spread import Spread
+from zaya_jax.train import metrics, notes, recipe, sample
 from zaya_jax.train import step as steps
-
-SMALL = {
-    "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
-    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
-    "eval.every": 1000, "eval.windows": 2, "log.sample_tokens": 2, "log.every": 1, "checkpoint.every_steps": 4,
-    "precision.compute": "float32", "optim.name": "adamw", "mesh.data": 1, "checkpoint.keep": 2,
-}  # fmt: skip
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """run(step, what) trains in this process, and before it computes that step does what."""
-    corpus, devices, made = tmp_path / "corpus", jax.devices()[:1], steps.make_train_step
-    corpus.mkdir()
-    for i in range(40):
-        (corpus / f"{i}.txt").write_text(f"some words, file {i}\n" * 40)
-    monkeypatch.setattr(jax, "devices", lambda *args: devices)
+    corpus, made = tiny_runs.write_corpus(tmp_path / "corpus"), steps.make_train_step
     monkeypatch.setattr(store, "RETRY_SECONDS", 0)
 
     def call(at, what, reached=0, **keys):
@@ -56,20 +52,14 @@ def run(tmp_path, monkeypatch):
             return counted
 
         monkeypatch.setattr(steps, "make_train_step", make)
-        settings = tiny.get_config()
-        keys = {k.replace("__", "."): v for k, v in keys.items()}
-        settings.update_from_flattened_dict(
-            SMALL | {"data.path": str(corpus), "run.num_steps": 200, "checkpoint.every_steps": 4} | keys
-        )
-        return pretrain.train(config.check(settings), tmp_path / "run")
+        keys = {"data__path": corpus, "run__num_steps": 200} | keys
+        return tiny_runs.train(tmp_path / "run", **keys)
 
-    yield call
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    return call
 
 
 def last_step(workdir):
-    numbers = [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    numbers = [line["step"] for line in tiny_runs.lines(workdir)]
     assert numbers == list(range(1, len(numbers) + 1))
     return numbers[-1]
 
@@ -89,11 +79,6 @@ def bad(**figures):
     return lambda: {"skipped": jnp.float32(1.0)} | {name: jnp.float32(x) for name, x in figures.items()}
 
 
-def test_done(run, tmp_path):
-    assert run(99, None, run__num_steps=3) == cli.DONE
-    assert last_step(tmp_path / "run") == 3 and (tmp_path / "run" / "report.html").exists()
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stopped_by_a_signal(run, tmp_path, number):
     asked = []
@@ -102,27 +87,11 @@ def test_stopped_by_a_signal(run, tmp_path, number):
     assert (tmp_path / "run" / "report.html").exists() == (number != signal.SIGTERM)
 
 
-@pytest.mark.parametrize(
-    "error", [config.UserError("a bad word"), config.StorageError("no shelf"), ZeroDivisionError("a bug")]
-)
+@pytest.mark.parametrize("error", [config.UserError("a bad word"), ZeroDivisionError("a bug")])
 def test_an_error_in_the_middle(run, tmp_path, error):
     with pytest.raises(type(error)):
         run(7, raising(error))
     assert last_step(tmp_path / "run") == 6 and (tmp_path / "run" / "report.html").exists()
-
-
-def test_an_error_while_it_saves(run, tmp_path, monkeypatch):
-    write = writing.write_file
-
-    def full(path, buffers):
-        if "/.saving-12/" in str(path) or "/.saving-8/" in str(path):
-            raise OSError(28, "No space left on device", str(path))
-        write(path, buffers)
-
-    monkeypatch.setattr(writing, "write_file", full)
-    with pytest.raises(config.StorageError, match="2 saves failed in a row"):
-        run(99, None, checkpoint__max_failures=2, checkpoint__max_wait=60.0)
-    assert last_step(tmp_path / "run") == 16 and (tmp_path / "run" / "report.html").exists()
 
 
 def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run_goes_on(
@@ -150,6 +119,7 @@ def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run
     assert last_step(tmp_path / "run") == 10
 
 
+@pytest.mark.slow
 def test_saves_by_the_clock_and_by_tokens(run, tmp_path):
     keys = {
         "run__num_steps": 25, "checkpoint__every_steps": 100_000, "checkpoint__every_minutes": 0.002,
@@ -195,7 +165,44 @@ def test_unhealthy(run, tmp_path, capsys, figures):
     assert writing.steps_in(workdir / "checkpoints") == [8, 62]
 
 
-KEYS = {k: v for k, v in SMALL.items() if k != "mesh.data"} | {"run.num_steps": 30}
+def test_a_run_without_any_update_is_not_done(run, tmp_path, capsys):
+    """Fewer than UNHEALTHY_AFTER; and its code is the same when it is asked again."""
+    for _ in range(2):
+        assert run(1, bad(grad_norm=float("nan")), run__num_steps=4) == cli.UNHEALTHY
+        assert "error: the last 4 updates were skipped, not finite, or" in capsys.readouterr().out
+
+
+def test_updates_without_effect_count_over_a_start(run, tmp_path, capsys):
+    """One of a finite gradient may be a spike's: it is said, and the run is done."""
+    assert run(3, bad(), run__num_steps=4, schedule__decay_fraction=0.0) == cli.DONE
+    assert "Without effect: the last 2 updates were skipped" in capsys.readouterr().out
+    assert run(1, bad(), reached=4, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
+    assert "the last 3 updates were skipped" in capsys.readouterr().out
+    assert run(99, None, reached=5, run__num_steps=6, schedule__decay_fraction=0.0) == cli.DONE
+    assert "Without effect" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lost", ["all", "held out"])
+def test_no_target_is_no_loss(run, tmp_path, monkeypatch, capsys, lost):
+    """As where all bundles are damaged and `data.on_corrupt` is skip."""
+    put = steps.put_batch
+
+    def without_targets(mesh, batch, *args, **kwargs):
+        if lost == "all" or kwargs:  # evaluation's
+            batch = batch | {"loss_mask": np.zeros_like(batch["loss_mask"])}
+        return put(mesh, batch, *args, **kwargs)
+
+    monkeypatch.setattr(steps, "put_batch", without_targets)
+    code = run(99, None, run__num_steps=2, eval__every=1)
+    assert code == (cli.UNHEALTHY if lost == "all" else cli.DONE)
+    found = tiny_runs.lines(tmp_path / "run")
+    assert len(found) == 2 and not any("eval/loss" in line for line in found)
+    assert all((line["target_tokens"] == 0) == np.isnan(line["loss"]) == (lost == "all") for line in found)
+    assert "eval/loss" not in store.read_meta(tmp_path / "run", 2)["metrics"]
+    assert "warning: nothing of eval/loss could be read" in capsys.readouterr().out
+
+
+KEYS = tiny_runs.SMALL | {"run.num_steps": 30}
 
 
 def command(folder, **keys):
@@ -219,16 +226,9 @@ def test_nobody_reads_what_it_prints(tmp_path):
     assert process.wait(120) == cli.DONE
     assert last_step(tmp_path / "run") == store.latest_step(tmp_path / "run") == 30
     assert "done: 30 steps" in (tmp_path / "run" / "logs" / "process-00000.log").read_text()
-    closed = [p.replace("num_steps=30", "num_steps=35") for p in program]
-    done = subprocess.run(["bash", "-c", 'exec "$@" >&- 2>&- <&-', "_", *closed], env=environ, timeout=120)
-    assert done.returncode == cli.DONE and last_step(tmp_path / "run") == 35
-    with open("/dev/full", "w") as full:  # a complete run has nothing to do, and its code says so
-        done = subprocess.run(
-            closed, env=environ, timeout=120, stdout=full, stderr=subprocess.PIPE, text=True
-        )
-    assert (done.returncode, done.stderr) == (cli.DONE, "")
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):
     program = command(tmp_path, **{"run.num_steps": 1_000_000, "checkpoint.every_steps": 1_000_000})
     environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)}
@@ -256,6 +256,7 @@ def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):
     assert last_step(tmp_path / "run") == 5
 
 
+@pytest.mark.slow
 def test_an_interrupt_before_the_first_step_is_one_line_at_most(tmp_path):
     """While it imports it just ends; later, wherever it is, it says so and ends."""
     program = command(tmp_path, **{"run.num_steps": 1_000_000})
@@ -288,21 +289,6 @@ def test_no_free_byte_is_one_line_and_the_same_command_works_later(tmp_path):
     assert done.returncode == cli.DONE and last_step(tmp_path / "run") == 3, done
 
 
-@pytest.mark.slow
-def test_another_process_s_end_costs_no_lines(tmp_path):
-    keys = KEYS | {"run.num_steps": 1_000_000, "checkpoint.every_steps": 1_000_000}
-    with multiprocess_runs.pretrain(tmp_path, tmp_path / "run", keys, 2) as run:
-        run.wait_for("step      20/")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            run.processes[1].send_signal(number)
-        results = run.wait()
-    # Which of two pending signals a process sees first is the system's choice.
-    assert results[0].code == results[1].code and results[0].code in (130, 143)
-    assert "error: process 1 on" in results[0].err and "Traceback" not in results[1].err
-    shown = [line.split()[1] for line in results[0].out.splitlines() if line.startswith("step ")]
-    assert last_step(tmp_path / "run") == int(shown[-1].split("/")[0])
-
-
 def test_a_stop_does_not_wait_for_an_evaluation(run, tmp_path, monkeypatch, capsys):
     """It comes first thing when the run goes on, of the same weights: the figure is that of a run without a stop."""
     asked, evaluated, made = [], [], steps.make_eval_step
@@ -326,7 +312,7 @@ def test_a_stop_does_not_wait_for_an_evaluation(run, tmp_path, monkeypatch, caps
 
 def figures_of(workdir):
     """Held-out losses by step."""
-    lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+    lines = tiny_runs.lines(workdir)
     return {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}
 
 
@@ -339,7 +325,7 @@ def test_a_signal_after_the_last_save_ends_the_run(run, tmp_path, monkeypatch, c
         held.wait(60)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pretrain, what, long)
+        patch.setattr(run_lib, what, long)
         assert run(99, None, run__num_steps=2) == cli.DONE
     out = capsys.readouterr().out
     assert "SIGTERM came before sample and report were made: the same command makes the report" in out
@@ -350,24 +336,114 @@ def test_a_signal_after_the_last_save_ends_the_run(run, tmp_path, monkeypatch, c
     assert (tmp_path / "run" / "report.html").exists()
 
 
-def test_an_error_at_the_end_is_not_lost():
-    with pytest.raises(ZeroDivisionError):
-        leaving.unless(lambda: False, raising(ZeroDivisionError()))
-
-
 def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, capsys):
     keys = {"run__num_steps": 4, "checkpoint__durable": str(tmp_path / "safe")}
     with monkeypatch.context() as patch:
-        patch.setattr(remote.Vault, "complete", raising_always(config.StorageError("no room there")))
+        patch.setattr(vault_lib.Vault, "complete", raising_always(config.StorageError("no room there")))
         for _ in range(2):  # the second time it is complete but for that
             assert run(99, None, **keys) == cli.STORAGE
             out = capsys.readouterr().out
-            assert "its copy is NOT: no room there" in out and "safe has no whole copy of step 4;" in out
-    assert remote.Vault(str(tmp_path / "safe")).steps() == [] and last_step(tmp_path / "run") == 4
+            assert (
+                "its copy is NOT: no room there" in out and "safe has no whole copy of step 4: no room" in out
+            )
+    assert vault_lib.Vault(str(tmp_path / "safe")).steps() == [] and last_step(tmp_path / "run") == 4
     assert run(99, None, **keys) == cli.DONE
     assert (
-        remote.Vault(str(tmp_path / "safe")).steps() == [4] and "no whole copy" not in capsys.readouterr().out
+        vault_lib.Vault(str(tmp_path / "safe")).steps() == [4]
+        and "no whole copy" not in capsys.readouterr().out
     )
     (tmp_path / "run").rename(tmp_path / "first")
     with pytest.raises(config.UserError, match=r"safe holds step 4 of another run than .*optim\.lr=0\.003"):
         run(99, None, **keys, optim__lr=0.5)
+
+
+PHASES = (
+    config.Phase(name="a", tokens=2 * 1024, rope_theta=111.0),
+    config.Phase(name="b", tokens=3 * 1024, seq_len=64, global_batch=16, rope_theta=777.0, eval_seq_len=16),
+    config.Phase(name="c", tokens=2 * 1024, rope_theta=999.0),
+)
+
+
+def test_evaluation_and_sample_are_the_phases_own(tmp_path, monkeypatch, capsys):
+    asked, sampled = [], []
+    eval_batches, generate = windows.eval_batches, decode.generate
+
+    def batches(given, tokenizer, process, rows):
+        found = eval_batches(given, tokenizer, process, rows)
+        asked.append((given.data.seq_len, rows, [batch["tokens"].shape for batch in found]))
+        return found
+
+    def continued(decoder, *args, **keys):
+        sampled.append(decoder.model.rope_parameters.hybrid.rope_theta)
+        return generate(decoder, *args, **keys)
+
+    monkeypatch.setattr(windows, "eval_batches", batches)
+    monkeypatch.setattr(decode, "generate", continued)
+    keys = {
+        "data__path": tiny_runs.write_corpus(tmp_path / "corpus"),
+        "schedule__phases": PHASES,
+        "eval__windows": 5,
+    }
+    keys |= {
+        "model__max_position_embeddings": 64,
+        "data__seq_len": 32,
+        "data__global_batch": 32,
+        "eval__every": 2,
+    }
+    assert tiny_runs.train(tmp_path / "run", 4, run__num_steps=4, **keys) == cli.DONE
+    # Five windows on four devices are one batch of eight rows, of which three are empty.
+    assert asked == [(32, 8, [(8, 32)]), (16, 8, [(8, 16)])]
+    assert sampled == [777.0]  # the phase that was reached, not the first nor the last
+    text = (tmp_path / "run" / "sample.txt").read_text()
+    assert text.startswith("def ")
+    kept = json.loads((tmp_path / "run" / "samples.jsonl").read_text())
+    assert kept == {"step": kept["step"], "prompt": "def ", "text": text}
+    monkeypatch.setattr(sample, "free_bytes", lambda device: 1000)
+    capsys.readouterr()
+    assert tiny_runs.train(tmp_path / "run", 4, run__num_steps=5, **keys) == cli.DONE
+    assert (
+        f"free; python -m experiments.generate --workdir={tmp_path / 'run'} makes one"
+        in capsys.readouterr().out
+    )
+    assert sampled == [777.0]
+    assert not (tmp_path / "run" / "sample.txt").exists()  # that one was of other weights
+
+
+def test_samples_are_kept_by_step_and_those_after_it_are_another_run_s(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    for step, text in ((10, "ten"), (20, "twenty \ud800"), (30, "thirty"), (20, "again")):
+        sample.keep_sample(tmp_path, step, "", text)
+        path.write_text(path.read_text() + "no line\n")
+    kept = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
+    assert [(one["step"], one["text"]) for one in kept] == [(10, "ten"), (20, "again")]
+
+
+@pytest.mark.parametrize(
+    ("count", "micro_batch", "spread", "rows"),
+    [
+        (64, 1024, Spread(data=1024), 1024),
+        (64, 128, Spread(data=128, context=8), 128),
+        (64, 512, Spread(data=8), 64),
+        (64, 16, Spread(data=8), 16),
+        (5, 512, Spread(data=2, expert=2), 8),
+        (1, 512, Spread(), 1),
+        (0, 512, Spread(data=4), 4),
+    ],
+)
+def test_rows_of_a_held_out_batch(count, micro_batch, spread, rows):
+    given = dataclasses.replace(tiny_runs.settings(), eval=config.Eval(windows=count))
+    phase = schedule.make_plan(given).segments[0].phase
+    phase = dataclasses.replace(phase, global_batch=4096, micro_batch=micro_batch)
+    assert recipe.eval_rows(given, phase, spread) == rows
+
+
+@pytest.mark.parametrize(
+    ("platform", "kind", "said"),
+    [("cpu", "cpu", ""), ("gpu", "NVIDIA H200", ""), ("gpu", "Future X1", "peak rate of Future X1 unknown")],
+)
+def test_why_no_mfu_is_shown_is_said(monkeypatch, platform, kind, said):
+    device = types.SimpleNamespace(platform=platform, device_kind=kind)
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    assert said in notes.unknown_peak() and bool(notes.unknown_peak()) == bool(said)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    assert notes.environment().get("mfu", "") == notes.unknown_peak()

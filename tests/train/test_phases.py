@@ -1,6 +1,5 @@
 """A run through phases that change everything at each border: ended by itself where the mesh does, stopped anywhere."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import jax
 import multiprocess_runs
 import numpy as np
 import pytest
+import tiny_runs
 
 from experiments import pretrain
 from zaya_jax import cli, config, schedule
@@ -48,13 +48,9 @@ def through(workdir, **keys):
     return ends
 
 
-def lines(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
 def same(a, b, step=LAST):
     """The same figures of every step and the same state after the last, bit for bit."""
-    ours, theirs = lines(a), lines(b)
+    ours, theirs = tiny_runs.lines(a), tiny_runs.lines(b)
     assert [line["step"] for line in ours] == [line["step"] for line in theirs] == list(range(1, step + 1))
     for name in ("loss", "grad_norm", "lr", "tokens", "target_tokens"):
         assert [line[name] for line in ours] == [line[name] for line in theirs], name
@@ -93,7 +89,7 @@ def went_through(workdir, said, last):
     for step, out, phase in zip(BORDERS, said[:-1], PHASES, strict=False):
         assert f"saved after step {step}; {phase}: the same command goes on." in out
     assert all("micro-batches" in out and "best_fit" in out for out in said)  # the table of phases
-    found = lines(workdir)
+    found = tiny_runs.lines(workdir)
     plan = schedule.make_plan(settings())
     assert [line["tokens"] for line in found] == [plan.tokens_of_step(n) for n in range(1, last + 1)]
     assert [line["step"] for line in found if "eval/loss" in line] == list(range(2, last + 1, 2))
@@ -137,13 +133,6 @@ def test_stopped_anywhere_it_is_the_same_run(tmp_path, stops):
 
 
 @pytest.mark.slow
-def test_it_is_the_same_run_in_processes_of_their_own(tmp_path, unbroken):
-    """Real exits or calls in one process: the same numbers."""
-    through(tmp_path / "here", **QUICK)
-    same(tmp_path / "here", unbroken[0])
-
-
-@pytest.mark.slow
 def test_two_processes_go_through_all_borders_in_one_launch(tmp_path, unbroken):
     """launch/node.sh starts both again at each border, on meshes that lie on them in four ways."""
     options = [f"--config.{key}={value}" for key, value in {**QUICK, "data.workers": 1}.items()]
@@ -161,7 +150,7 @@ def test_two_processes_go_through_all_borders_in_one_launch(tmp_path, unbroken):
     )
     assert done.returncode == cli.DONE, done.stderr[-3000:]
     assert done.stdout.count("the same command goes on") == len(BORDERS)
-    ours, theirs = lines(tmp_path / "run"), lines(unbroken[0])
+    ours, theirs = tiny_runs.lines(tmp_path / "run"), tiny_runs.lines(unbroken[0])
     assert [line["step"] for line in ours] == list(range(1, LAST + 1))
     np.testing.assert_allclose([x["loss"] for x in ours], [x["loss"] for x in theirs], rtol=1e-4)
     held_out = [[x["eval/loss"] for x in run if "eval/loss" in x] for run in (ours, theirs)]
@@ -169,17 +158,17 @@ def test_two_processes_go_through_all_borders_in_one_launch(tmp_path, unbroken):
 
 
 def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch):
-    one, plan = settings(), schedule.make_plan(settings())
     devices = jax.devices()
-    notes = recipe.check(one, plan, 0, devices[:2])
+    two, eight = recipe.make(settings(), devices[:2]), recipe.make(settings(), devices)
+    notes = recipe.check(two)
     assert len(notes) == 2 and "phase 'pretrain 2', from step 4," in notes[0]
     assert "config.schedule.phases[1].mesh has data x expert x context x tensor = -1 x 4 x 1 x 1" in notes[0]
-    assert recipe.check(one, plan, 0, devices) == []
-    assert recipe.check(settings(run__num_steps=3), plan, 0, devices[:2]) == []
+    assert recipe.check(eight) == []
+    assert recipe.check(recipe.make(settings(run__num_steps=3), devices[:2])) == []
     with pytest.raises(config.UserError, match=r"phases\[1\]\.mesh .* there are 2 devices"):
-        recipe.check(one, plan, 3, devices[:2])
-    recipe.check(one, plan, 6, devices[:2])  # the phase on four is over
-    assert [recipe.last_step_here(one, plan, n, 8) for n in (1, 3, 4, 9, 10)] == [3, 3, 6, 9, LAST]
+        recipe.check(two, 3)
+    recipe.check(two, 6)  # the phase on four is over
+    assert [eight.last_step_here(n) for n in (1, 3, 4, 9, 10)] == [3, 3, 6, 9, LAST]
 
 
 @pytest.mark.parametrize(
@@ -191,13 +180,8 @@ def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch)
         (2, {"eval_seq_len": 66}, r"phases\[2\]\.eval_seq_len=66 does not divide into 2 x 2 pieces"),
         (3, {"eval_seq_len": 2048}, r"phases\[3\]\.eval_seq_len=2048 is above"),
         (3, {"micro_batch": 1}, r"\(config\.schedule\.phases\[3\]\.micro_batch\) .* over 2 devices"),
-        (0, {"mesh": {"contxt": 3}}, r"phases\[0\]\.mesh\.contxt"),
         (0, {"mesh": {"context": 0}}, r"phases\[0\]\.mesh\.context=0"),
-        (0, {"mesh": {"context": 1.5}}, r"phases\[0\]\.mesh\.context=1\.5"),
         (0, {"remat": "all"}, r"phases\[0\]\.remat='all' is not one of none"),
-        (0, {"packing": "tight"}, r"phases\[0\]\.packing='tight' is not one of concat"),
-        (0, {"rope_theta": -1.0}, r"phases\[0\]\.rope_theta=-1\.0 is out of range"),
-        (1, {"eval_seq_len": -2}, r"phases\[1\]\.eval_seq_len=-2 is out of range"),
         (1, {"mixture": ("a",)}, r"phases\[1\]\.mixture has 'a'"),
     ],
 )
@@ -210,7 +194,7 @@ def test_every_phase_is_checked_before_anything_begins(tmp_path, index, keys, wo
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("name", ["zaya1_base", "tiny_phases", "dense_7b", "tiny"])
+@pytest.mark.parametrize("name", ["zaya1_base", "tiny"])
 def test_a_config_is_described_without_devices_data_or_files(tmp_path, name):
     path = Path(pretrain.__file__).parent / "configs" / f"{name}.py"
     command = [sys.executable, "-m", "experiments.pretrain", f"--config={path}", "--describe"]
@@ -227,7 +211,7 @@ def test_the_full_size_recipe_is_the_published_one():
     path = Path(pretrain.__file__).parent / "configs" / "zaya1_base.py"
     given = settings(path, data__path="/srv/data")
     plan = schedule.make_plan(given)
-    assert recipe.check(given, plan) == []
+    assert recipe.check(recipe.make(given)) == []
     phases = [segments[0].phase for _, segments in recipe.by_phase(plan)]
     assert [phase.seq_len for phase in phases] == [4096, 4096, 32_768, 131_072]
     assert [phase.rope_theta for phase in phases] == [1e4, 1e4, 1e6, 5e6]
@@ -254,7 +238,7 @@ def test_what_no_number_of_devices_can_train_is_refused_without_them():
     with pytest.raises(
         config.UserError, match=r"micro-batch of 2 sequences .* set config.data.micro_batch=4"
     ):
-        recipe.check(given, schedule.make_plan(given))
+        recipe.check(recipe.make(given))
     raw.data.micro_batch = 4
     given = config.check(raw)
-    recipe.check(given, schedule.make_plan(given))
+    recipe.check(recipe.make(given))

@@ -1,7 +1,6 @@
 """The training program from outside: resuming, refusing, and being the same on any number of devices."""
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -13,77 +12,41 @@ import jax
 import multiprocess_runs
 import numpy as np
 import pytest
+import tiny_runs
 
-from experiments import pretrain
-from experiments.configs import tiny
+from experiments.configs import tiny_linear
 from zaya_jax import cli, config
-from zaya_jax.checkpoint.store import Store, abstract_like
-from zaya_jax.model import zaya
-from zaya_jax.optim import balance, chain
-from zaya_jax.report import curves, page, read
+from zaya_jax.checkpoint.store import latest_step
+from zaya_jax.pytorch import exchange
+from zaya_jax.report import curves, read
+from zaya_jax.report.run_page import run_document
+from zaya_jax.train import figures
 from zaya_jax.train import step as steps
 from zaya_jax.train.workdir import open_workdir, read_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
-ALL_DEVICES = jax.devices()
-SMALL = {
-    "model.hidden_size": 32, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 32,
-    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 32, "data.global_batch": 8,
-    "eval.every": 2, "eval.windows": 4, "log.sample_tokens": 4, "checkpoint.every_steps": 2, "mesh.data": 1,
-}  # fmt: skip
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A small folder of text, so that a run starts at once."""
-    folder = tmp_path_factory.mktemp("corpus")
-    for i in range(60):
-        (folder / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(40)))
-    return folder
+    return tiny_runs.write_corpus(tmp_path_factory.mktemp("corpus"), 60)
 
 
 @pytest.fixture
-def run(corpus, monkeypatch):
+def run(corpus):
     """Runs the program in this process, on as many devices as mesh.data says."""
 
-    def call(workdir, **overrides):
-        keys = SMALL | {"data.path": str(corpus)} | {k.replace("__", "."): v for k, v in overrides.items()}
-        devices = ALL_DEVICES[: keys["mesh.data"]]
-        monkeypatch.setattr(jax, "devices", lambda *args: devices)
-        settings = tiny.get_config()
-        settings.update_from_flattened_dict(keys)
-        return pretrain.train(config.check(settings), workdir)
+    def call(workdir, **keys):
+        keys = {
+            "data__path": corpus,
+            "eval__every": 2,
+            "eval__windows": 4,
+            "checkpoint__every_steps": 2,
+        } | keys
+        return tiny_runs.train(workdir, keys.get("mesh__data", 1), **keys)
 
-    yield call
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-
-
-def lines(workdir):
-    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
-
-
-def final_state(workdir, step):
-    settings = read_config(workdir)
-    shapes = zaya.abstract(settings.model, settings.precision)
-    optimizer = chain.build(settings.optim, settings.precision, shapes)
-    biases = balance.init(settings.model.num_hidden_layers, settings.model.num_experts)._asdict()
-    tree = {
-        "params": shapes,
-        "optimizer": jax.eval_shape(lambda: optimizer.to_logical(optimizer.init())),
-        "balance": biases,
-    }
-    store = Store(workdir)
-    state, _ = store.restore(step, abstract_like(tree, jax.sharding.SingleDeviceSharding(ALL_DEVICES[0])))
-    store.close()
-    return state
-
-
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    return call
 
 
 def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
@@ -95,8 +58,8 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
     ) as f:  # what a run killed after step 4, before its checkpoint, leaves
         f.write(json.dumps({"step": 4, "loss": 0.0}) + "\n" + '{"step": 5, "lo')
     assert run(halves, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
-    same(final_state(whole, 5), final_state(halves, 5))
-    a, b = lines(whole), lines(halves)
+    tiny_runs.same_state(whole, halves)
+    a, b = tiny_runs.lines(whole), tiny_runs.lines(halves)
     assert [x["step"] for x in b] == [1, 2, 3, 4, 5]
     assert [x["loss"] for x in a] == [x["loss"] for x in b]
     assert a[-1]["eval/loss"] == b[-1]["eval/loss"]
@@ -108,7 +71,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
     capsys.readouterr()
     assert run(halves, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
     assert "is complete" in capsys.readouterr().out
-    assert len(lines(halves)) == 5
+    assert len(tiny_runs.lines(halves)) == 5
     assert (halves / "report.html").stat().st_size > 1000
     assert list(halves.glob("events.out.*"))
 
@@ -119,7 +82,7 @@ def test_devices_and_micro_batches_change_nothing_but_rounding(run, tmp_path):
     # Of the step alone tests/train/test_step.py holds it.
     for name, more in {"one": {}, "both": {"mesh__data": 2, "data__micro_batch": 4}}.items():
         assert run(tmp_path / name, **exact, **more) == cli.DONE
-    one, other = lines(tmp_path / "one"), lines(tmp_path / "both")
+    one, other = tiny_runs.lines(tmp_path / "one"), tiny_runs.lines(tmp_path / "both")
     np.testing.assert_allclose(other[0]["loss"], one[0]["loss"], rtol=1e-6)
     np.testing.assert_allclose(other[0]["grad_norm"], one[0]["grad_norm"], rtol=1e-5)
     np.testing.assert_allclose([x["loss"] for x in other], [x["loss"] for x in one], rtol=1e-5)
@@ -141,7 +104,7 @@ def test_each_step_is_given_its_own_time(run, tmp_path, monkeypatch):
 
     monkeypatch.setattr(steps, "make_train_step", make)
     run(tmp_path / "run", run__num_steps=6, eval__every=3)
-    seconds = [line["step_seconds"] for line in lines(tmp_path / "run")]
+    seconds = [line["step_seconds"] for line in tiny_runs.lines(tmp_path / "run")]
     assert min(seconds) >= least, seconds
 
 
@@ -162,7 +125,7 @@ class Asked(dict):
 
 
 def test_every_key_that_the_report_reads_is_one_that_a_run_wrote(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(pretrain, "peak_flops", lambda *_: 1e12)  # a CPU's is not known, so no MFU
+    monkeypatch.setattr(figures, "peak_flops", lambda *_: 1e12)  # a CPU's is not known, so no MFU
     assert run(tmp_path / "run", run__num_steps=12, log__every=1) == cli.DONE
     found, missed = read.read_workdir(tmp_path / "run"), set()
     found.series, found.vectors = Asked(found.series, missed), Asked(found.vectors, missed)
@@ -170,7 +133,7 @@ def test_every_key_that_the_report_reads_is_one_that_a_run_wrote(run, tmp_path, 
     asked = set()
     setting = found.setting
     monkeypatch.setattr(read.Workdir, "setting", lambda _, key: (asked.add(key), setting(key))[1])
-    source = page.render(found)
+    source = run_document(found).html()
     assert not missed
     assert asked and all(setting(key) is not None for key in asked), asked
     titles = [*curves.TITLES.values(), "Loss", "Copy", "Whole save", "Skipped tokens"]
@@ -178,26 +141,13 @@ def test_every_key_that_the_report_reads_is_one_that_a_run_wrote(run, tmp_path, 
 
 
 def test_a_signal_saves_and_asks_to_be_started_again(corpus, tmp_path):
-    keys = SMALL | {"data.path": str(corpus), "run.num_steps": 100000, "checkpoint.every_steps": 100000}
-    keys |= {  # the sizes of tests/train/test_ends.py, whose programs it starts have compiled them
-        "model.hidden_size": 16, "model.moe_intermediate_size": 16, "data.seq_len": 16, "eval.windows": 2,
-        "log.sample_tokens": 2, "precision.compute": "float32", "optim.name": "adamw",
-    }  # fmt: skip
-    options = [f"--config.{k}={v}" for k, v in keys.items()]
-    command = [sys.executable, "-m", "experiments.pretrain", f"--workdir={tmp_path / 'run'}", *options]
-    environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step"):
-            break
-    process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == cli.PREEMPTED, out
-    store = Store(tmp_path / "run")
-    (step,) = store.steps()
-    store.close()
-    assert lines(tmp_path / "run")[-1]["step"] == step
+    keys = tiny_runs.SMALL | {"run.num_steps": 100000, "checkpoint.every_steps": 100000}
+    with multiprocess_runs.pretrain(tmp_path, tmp_path / "run", keys) as run:
+        run.wait_for("ms |")  # then it listens
+        run.processes[0].send_signal(signal.SIGTERM)
+        (result,) = run.wait()
+    assert result.code == cli.PREEMPTED, result
+    assert latest_step(tmp_path / "run") == tiny_runs.lines(tmp_path / "run")[-1]["step"]
 
 
 @pytest.mark.parametrize(
@@ -218,17 +168,9 @@ def test_bad_input_is_named_before_anything_is_written(run, tmp_path, overrides,
     assert not (tmp_path / "run").exists()
 
 
-def test_an_empty_corpus_is_named(run, tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(config.UserError, match="empty"):
-        run(tmp_path / "run", data__path=str(tmp_path / "empty"))
-
-
 def test_the_command_line_says_bad_input_in_one_line(tmp_path):
     for option, words in (
         ("--config.run.num_stepz=3", ("run.num_stepz", "run.num_steps")),
-        ("--config.run.num_steps=many", ("num_steps", "many")),
-        ("--no_such_option", ("no_such_option",)),
         ("--config=nowhere.py", ("nowhere.py",)),
     ):
         command = [sys.executable, "-m", "experiments.pretrain", f"--workdir={tmp_path / 'run'}", option]
@@ -259,3 +201,34 @@ def test_a_foreign_folder_is_refused(tmp_path):
         open_workdir(tmp_path / "file", config.Config())
     with pytest.raises(config.UserError, match=r"config\.json"):
         read_config(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_dense_model_trains_and_samples_but_has_no_form_in_the_port(corpus, tmp_path):
+    """On one device and with TSP."""
+    losses = {}
+    dense = {"model__model_type": "dense", "model__num_experts": 1, "model__intermediate_size": 32}
+    for devices, tsp in ((1, False), (2, True)):
+        mesh = {"mesh__tensor": devices, "mesh__tsp": tsp}
+        keys = {"data__path": corpus, "eval__every": 2, "run__num_steps": 2}
+        workdir = tmp_path / str(devices)
+        assert tiny_runs.train(workdir, devices, **keys, **dense, **mesh) == cli.DONE
+        records = tiny_runs.lines(workdir)
+        losses[devices] = [record["loss"] for record in records] + [records[-1]["eval/loss"]]
+        assert "load_entropy" not in records[0] and records[0]["grad_norm/mlp"] > 0
+        assert (workdir / "sample.txt").read_text().startswith("def ")
+        assert "Expert load" not in (workdir / "report.html").read_text()
+    np.testing.assert_allclose(losses[2], losses[1], rtol=1e-5)
+    with pytest.raises(config.UserError, match=r"model_type='dense'; only 'zaya' has a form"):
+        exchange.to_hf(workdir, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_the_loss_of_the_hybrid_of_linear_and_softmax_attention_falls(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny_runs, "tiny", tiny_linear)
+    keys = {"data__path": corpus, "run__num_steps": 60, "model__num_hidden_layers": 4, "data__seq_len": 64}
+    assert tiny_runs.settings(**keys).model.kinds.count("hybrid_linear") == 3
+    assert tiny_runs.train(tmp_path / "run", **keys) == cli.DONE
+    losses = [line["loss"] for line in tiny_runs.lines(tmp_path / "run")]
+    assert losses[0] > 5
+    assert losses[-1] < 3

@@ -2,7 +2,6 @@
 
     account = of(events.read(workdir))      None where no start was recorded
     account.goodput                         seconds of steps that counted over the seconds that the run was supervised
-    text(account)                           the tables in words
 
 From the first start to the last event there is always one of these uses:
 
@@ -21,7 +20,8 @@ A start that follows a fault owes its time to that fault, whichever section it w
 import dataclasses
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 from zaya_jax.aegis.events import Event
 
@@ -46,6 +46,7 @@ LABELS = {
     "stopping": "stopping and waiting", "again": "starting again", "idle": "not supervised", "untold": "not told",
 }  # fmt: skip
 INTERRUPTIONS = ("died", "hangs", "lost", "found", "border")
+LEAST, SHARE = 10.0, 0.01  # a window's seconds at least, and its share of the start's age
 # Seconds between two windows that are the later one's: they are counted by another clock than events.
 GAP = 1.0
 DECISIONS = ("spike", "corrupt")  # of the training itself, which goes back
@@ -94,7 +95,7 @@ class Account:
 
     @property
     def goodput(self) -> float:
-        """Of the supervised time the share of steps that counted; NaN where no start told what it did."""
+        """Of the supervised time the share of steps that counted; NaN where no start reported anything."""
         totals = self.totals
         whole = sum(totals.values()) - totals["idle"]
         told = whole - totals["untold"]
@@ -121,7 +122,7 @@ class Row:
 
     @property
     def recover(self) -> tuple[float, float]:
-        """Likewise, of those that recovered; NaN where none did."""
+        """The same of the recovery, for causes that were recovered from; NaN without any."""
         return _spread([cause.recover for cause in self.causes if cause.recover is not None])
 
 
@@ -224,7 +225,7 @@ def _ends_a_start(event: Event) -> bool:
 
 
 def _fault(stop: Event, later: Sequence[Event]) -> float:
-    """When what ended a start began: its event is written when nothing runs any more."""
+    """When the fault that ended a start began: its event is written once nothing runs any more."""
     restarted = next((event for event in later if event.kind == "restarted" or _ends_a_start(event)), None)
     stopping = 0.0
     if restarted and restarted.kind == "restarted":
@@ -240,7 +241,7 @@ def _add(account: Account, begin: float, end: float, use: str, cause: int | None
 
 
 def _live(account: Account, begin: float, end: float, mine: Sequence[Event]) -> float:
-    """What a start said it did, between these times; what it did not is untold."""
+    """Adds the sections that a start reported between these times; the rest is untold."""
     at = begin
     for event in mine:
         if (
@@ -266,7 +267,7 @@ def _live(account: Account, begin: float, end: float, mine: Sequence[Event]) -> 
                 account.pieces.append(Piece(at, here, name, None, steps))
                 at += here
         at = min(event.time, end)
-    # What came after the last window of a start that was killed is like the window before.
+    # A killed start's last seconds, after its last window, count like that window.
     last = (
         account.pieces[-1] if account.pieces and account.pieces[-1].use in SECTIONS and at > begin else None
     )
@@ -299,27 +300,56 @@ def _go_back(account: Account, time: float, step: int, cause: int | None) -> Non
     account.pieces[:] = pieces
 
 
-def text(account: Account) -> str:
-    """The tables, for a terminal."""
-    return "\n".join(_lines(account)) + "\n"
+class Spending:
+    """Gathers a start's seconds by section, for events of kind "spent" that `of` adds up; one start at a time.
 
+    given = spending.see(section, step, now)      each second or so, of process 0; sometimes the fields of an event
+    given = spending.end(now)                     the start has ended
 
-def _lines(account: Account) -> Iterator[str]:
-    whole = account.end - account.begin
-    told = "not known" if account.goodput != account.goodput else f"{account.goodput:.2%}"
-    yield f"goodput {told} of {whole - account.totals['idle']:,.0f} supervised seconds"
-    for use, seconds in account.totals.items():
-        if seconds:
-            yield f"  {LABELS[use]:34}{seconds:12,.1f} s{seconds / max(whole, 1e-9):8.2%}"
-    if account.causes:
-        yield f"{'cause':42}{'class':13}{'count':>6}{'lost':>10}{'found in':>18}{'recovered in':>18}"
-    for row in by_cause(account):
-        found, back = (" / ".join(_seconds(v) for v in pair) for pair in (row.detect, row.recover))
-        yield f"{row.label[:41]:42}{row.group:13}{len(row.causes):6}{_seconds(row.lost):>10}{found:>18}{back:>18}"
-    for event in account.left_out:
-        batches = event.facts["batches"]
-        yield f"left out: {batches} batches after step {event.facts['step']}, for {event.seen or event.kind}"
+    `now` is of any steady clock. Windows grow with the start's age, so that a month is some thousand lines.
+    """
 
+    def __init__(self) -> None:
+        self._began: float | None = None
+        self._since = self._at = 0.0
+        self._section, self._from, self._step = "", 0, 0
+        self._sections: dict[str, float] = {}
 
-def _seconds(value: float) -> str:
-    return "–" if value != value else f"{value:.1f} s"
+    def begin(self, now: float, step: int) -> None:
+        """A start that goes on from this step."""
+        self._began = self._since = self._at = now
+        self._section, self._from, self._step, self._sections = "start", max(step, 0), max(step, 0), {}
+
+    def see(self, section: str, step: int, now: float) -> dict[str, Any] | None:
+        """The process is there now: since the last look it was where it was then."""
+        if self._began is None:
+            return None
+        self._add(now)
+        self._section = section or self._section
+        # A process that has begun step n has ended n - 1; before its first step it says 0.
+        done = step - 1 if section in ("step", "compile") else step
+        self._step = max(self._step, done)
+        due = max(LEAST, SHARE * (now - self._began))
+        return self._take(now) if now - self._since >= due else None
+
+    def end(self, now: float) -> dict[str, Any] | None:
+        """Returns the rest."""
+        if self._began is None:
+            return None
+        self._add(now)
+        self._began = None
+        return self._take(now) if self._sections else None
+
+    def _add(self, now: float) -> None:
+        if now > self._at:
+            self._sections[self._section] = self._sections.get(self._section, 0.0) + now - self._at
+            self._at = now
+
+    def _take(self, now: float) -> dict[str, Any]:
+        sections = {name: round(seconds, 3) for name, seconds in self._sections.items()}
+        given = {
+            "seconds": round(now - self._since, 3), "step": self._step,
+            "facts": {"sections": sections, "from": self._from},
+        }  # fmt: skip
+        self._since, self._from, self._sections = now, self._step, {}
+        return given

@@ -2,24 +2,26 @@
 
     code = agent.run(plan, task, place)     until the run has ended, or cannot go on
 
-Members hold a line to the leader (`wire`). A member whose line breaks is a lost node; a leader whose line breaks ends
-its members, and with them their processes, so that a scheduler can start all of them again.
+Members hold a line to the leader (`cluster.lines`), which asks for signs of life, and idle agents answer like others. A
+member whose line breaks is a lost node; a leader whose line breaks ends its members, and with them their processes, so
+that a scheduler can start all of them again.
 """
 
 import contextlib
-import os
+import hashlib
+import json
 import selectors
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
-from zaya_jax.aegis import wire
+from zaya_jax.aegis.decide import PREEMPTED
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.aegis.leader import Leader, Plan
 from zaya_jax.aegis.node import Node, Task
+from zaya_jax.cluster import leaving, lines
 from zaya_jax.cluster.place import LostProcess, Place
 
 TURN = 0.1  # seconds
@@ -30,7 +32,7 @@ FAREWELL = 5.0  # seconds for last words
 
 
 class Agent:
-    """What leading and other agents have in common."""
+    """The part that the leading agent and members share."""
 
     def __init__(self, plan: Plan, task: Task, place: Place | None, heartbeat: float = HEARTBEAT):
         self.plan, self.task, self.place, self.heartbeat = plan, task, place, heartbeat
@@ -42,11 +44,11 @@ class Agent:
         self._asleep, self._wake = socket.socketpair()
 
     def run(self) -> int:
-        """Until the end; what the system had set for signals is set again then."""
+        """Runs to the end, and then restores the signal handlers that were set before."""
         for end in (self._asleep, self._wake):
             end.setblocking(False)
         self.selector.register(self._asleep, selectors.EVENT_READ, self._woken)
-        # A terminal that closes is no reason to stop where somebody has said so (nohup).
+        # Under nohup a terminal that closes is no reason to stop.
         heeded = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
         before = {number: signal.signal(number, self._signal) for number in heeded}
         fd = signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
@@ -78,12 +80,12 @@ class Agent:
         if self.keeper.lost or self.keeper.lost_events or self.terminal.lost:
             lost = f"{self.keeper.lost:,} bytes and {self.keeper.lost_events} events for aegis/"
             lost += f", and {self.terminal.lost:,} bytes for the terminal were not written"
-            print(f"aegis: {lost}: there was more than disk or terminal took", file=sys.stderr)
+            leaving.complain(f"aegis: {lost}: there was more than disk or terminal took")
         self.selector.close()
         return code
 
     def say(self, line: str) -> None:
-        """A line for the person who looks on."""
+        """Prints a line for the operator."""
         self.terminal.show(2, line.encode() + b"\n")
 
     def _signal(self, number: int, frame: Any) -> None:
@@ -115,7 +117,7 @@ class Agent:
         """After the last turn."""
 
     def obey(self, message: list) -> None:
-        """What the leader orders."""
+        """Carries out an order of the leader."""
         kind, *rest = message
         if kind == "start":
             self.node.start(*rest)
@@ -130,16 +132,16 @@ class Leading(Agent):
         """Opens the door to the others."""
         now = time.monotonic()
         self._early: list[list] | None = []
-        self._lines: dict[int, wire.Line] = {}
+        self._lines: dict[int, lines.Line] = {}
         self._told = now
         host, self._server = "localhost", None
         if self.place:
             host, port = self.place.coordinator.rsplit(":", 1)
             host = host.strip("[]")
-            self._server = wire.listen(int(port))
-            self._door = wire.Door(
-                wire.key_of(os.environ), wire.digest_of(_said(self)), self.plan.rules.agents
-            )
+            way = "give another in JAX_COORDINATOR_ADDRESS, or as JAX_COORDINATOR_PORT under Slurm"
+            self._server = lines.listen(int(port), "the agents'", way)
+            differs = "it was started with another command; start all agents with the same one"
+            self._door = lines.Door(lines.key(), _digest(self), self.plan.rules.agents, differs)
             self.selector.register(self._server, selectors.EVENT_READ, self._open)
         self.leader = Leader(self.plan, self.keeper, self.say, self._order, now)
         self.leader.came(0, socket.gethostname(), host, now)
@@ -150,8 +152,8 @@ class Leading(Agent):
         self.leader.hear(0, message, time.monotonic())
 
     def due(self, now: float) -> None:
-        """Asks for signs of life, and drops who gives none."""
-        for line in self._door.due(now) if self._server else ():
+        """Asks for signs of life, and drops an agent that gives none."""
+        for line in self._door.overdue(now) if self._server else ():
             self._drop(line)
         if now - self._told > min(self.heartbeat / 10, 1.0):
             self._told = now
@@ -165,7 +167,7 @@ class Leading(Agent):
         self.end = self.leader.end
 
     def slept(self, seconds: float) -> None:
-        """Nobody is blamed for that time."""
+        """No agent is blamed for that time."""
         now = time.monotonic()
         self.leader.woke(seconds, now)
         for line in self._lines.values():
@@ -197,60 +199,78 @@ class Leading(Agent):
 
     def _open(self) -> None:
         assert self._server
-        with contextlib.suppress(OSError):
-            line = self._door.open(self._server.accept()[0])
+        if line := self._door.open(self._server):
             self.selector.register(line.connection, selectors.EVENT_READ, lambda: self._hear(line))
 
-    def _hear(self, line: wire.Line) -> None:
+    def _hear(self, line: lines.Line) -> None:
         messages, now = line.read(), time.monotonic()
         try:
             for message in messages or ():
-                if line.node is None:
-                    self._door.hear(line, message)
-                    self._welcome(line, now)
+                if line.index is None:
+                    self._welcome(line, self._door.hear(line, message), now)
                 else:
-                    self.leader.hear(line.node, message, now)
-        except (ValueError, TypeError, KeyError, AssertionError):
-            messages = None  # no agent speaks so
+                    self.leader.hear(line.index, message, now)
+        except (ValueError, TypeError):
+            messages = None  # not an agent, or one of another version
         if messages is None:
             self._drop(line, "its agent is gone: killed, crashed, or the connection is cut")
 
-    def _welcome(self, line: wire.Line, now: float) -> None:
-        assert line.node is not None
-        if line.node in self._lines:  # it was started again before its old line was seen to be dead
-            self._drop(self._lines[line.node], "its agent came again")
-        self._lines[line.node] = line
-        address = line.connection.getpeername()[0].removeprefix("::ffff:")
-        self.leader.came(line.node, line.greeting[0], address, now)
+    def _welcome(self, line: lines.Line, host: str, now: float) -> None:
+        assert line.index is not None
+        if line.index in self._lines:  # it was started again before its old line was seen to be dead
+            self._drop(self._lines[line.index], "its agent came again")
+        self._lines[line.index] = line
+        self.leader.came(line.index, host, line.host, now)
 
-    def _drop(self, line: wire.Line, why: str = "") -> None:
+    def _drop(self, line: lines.Line, why: str = "") -> None:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(line.connection)
         line.close()
         if line in self._door.strangers:
             self._door.strangers.remove(line)
-        if line.node is not None and self._lines.get(line.node) is line:
-            del self._lines[line.node]
-            self.leader.lost(line.node, why, time.monotonic())
+        if line.index is not None and self._lines.get(line.index) is line:
+            del self._lines[line.index]
+            self.leader.lost(line.index, why, time.monotonic())
+
+
+class _AskedToStop(Exception):
+    """A signal came while there was no leader to tell."""
 
 
 class Member(Agent):
     """The agent of any other node."""
 
+    _searches = False
+
     def begin(self) -> None:
-        """Finds the leader."""
+        """Finds the leader; a signal ends the search at once."""
         assert self.place
-        self._line: wire.Line | None = None
-        key, digest = wire.key_of(os.environ), wire.digest_of(_said(self))
+        self._line: lines.Line | None = None
         try:
-            self._line = wire.call(
-                self.place.coordinator, self.place.index, digest, key, self.plan.rules.join
+            self._searches = True
+            self._line = lines.call(
+                self.place.coordinator,
+                self.place.index,
+                _digest(self),
+                lines.key(),
+                self.plan.rules.join,
+                "node",
             )
+        except _AskedToStop as asked:
+            self.end = PREEMPTED, f"{asked} while it looked for its leader"
+            return
         except LostProcess as error:
             self.end = 1, str(error)
             return
+        finally:
+            self._searches = False
         self.selector.register(self._line.connection, selectors.EVENT_READ, self._hear)
         self.node.ready()
+
+    def _signal(self, number: int, frame: Any) -> None:
+        if self._searches:
+            raise _AskedToStop(signal.Signals(number).name)
+        super()._signal(number, frame)
 
     def tell(self, message: list) -> None:
         """Over the line."""
@@ -294,8 +314,9 @@ def run(plan: Plan, task: Task, place: Place | None, heartbeat: float = HEARTBEA
     return kind(plan, task, place, heartbeat).run()
 
 
-def _said(agent: Agent) -> list[str]:
-    """What must be the same for all agents."""
+def _digest(agent: Agent) -> str:
+    """By which agents see that they were started with the same command."""
     rules = agent.plan.rules
-    # The interpreter's path may differ from node to node; what is run may not.
-    return [*agent.task.command[1:], str(agent.task.processes), str(rules.nodes), str(rules.agents)]
+    # The interpreter's path may differ from node to node; the command may not.
+    said = [*agent.task.command[1:], str(agent.task.processes), str(rules.nodes), str(rules.agents)]
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]

@@ -1,57 +1,41 @@
-"""What is to be done about what befalls a run: a state machine without a clock, a file or a connection of its own.
+"""Decides how to respond to failures: a state machine without a clock, a file or a connection of its own.
 
     decider = Decider(Rules(nodes=2), now)
-    for action in decider.take(Exited(node=1, process=3, code=-9), now): ...
+    for action in decider.take(facts.Exited(node=1, process=3, code=-9), now): ...
 
 Facts go in with their time, actions come out; docs/aegis.md has the table of it. A start is of `nodes` nodes of those
 whose agents have come. When a process ends, the others get a moment to end too, since the one that began it may be told
-later than those that followed; then what is left is killed, the cause is named, and the run starts again or ends.
+later than those that followed; then the rest is killed, the cause is named, and the run starts again or ends.
 """
 
 import dataclasses
-import re
+import enum
 import signal
 from collections.abc import Sequence
 from typing import Any
 
-from zaya_jax.aegis import rules
-from zaya_jax.aegis.facts import (
-    Action,
-    Ask,
-    Asked,
-    Came,
-    Check,
-    Checked,
-    Collect,
-    Collected,
-    Drop,
-    End,
-    Exited,
-    Fact,
-    Found,
-    Hung,
-    Kill,
-    Lost,
-    Ready,
-    Saved,
-    Say,
-    Start,
-    Stepped,
-)  # fmt: skip
-from zaya_jax.aegis.finding import Finding
+from zaya_jax.aegis import facts, rules
+from zaya_jax.aegis.cause import (
+    BAD_INPUT,
+    COMPUTES_WRONGLY,
+    DONE,
+    HARDWARE,
+    PREEMPTED,
+    STORAGE,
+    UNHEALTHY,
+    Cause,
+    by_signal,
+    first_end,
+    of_finding,
+    shell,
+)
+from zaya_jax.aegis.events import Finding
 
-DONE, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = 0, 2, 3, 4, 5, 75
-
-COMPUTES_WRONGLY = "computes wrongly"
-WRONG = f"device {COMPUTES_WRONGLY}"  # how the rules call a line that names it
-
-# Seconds that the others have after a process has ended: with these codes they still save, or say what is wrong.
+# Seconds that the others have after a process has ended: with these codes they still save, or report an error.
 PATIENCE = {DONE: 120.0, PREEMPTED: 120.0, UNHEALTHY: 120.0, STORAGE: 120.0, BAD_INPUT: 10.0}
 GRACE = 3.0  # with any other: the training's own lines end all within a second or so
 KILLED = 1.0  # where a signal killed it, which nothing that comes later began
-TOGETHER = 2.0  # an end so soon after the first one may be its cause, told later
-LINES = 10.0  # until a process that has said what is wrong has ended by itself
-EXPLAINS = 60.0  # a finding so long before an end may be its reason
+LINES = 10.0  # for a process to end by itself after it reported an error
 COLLECT = 15.0  # until stacks are there
 STOP = 20.0  # until a killed node says that nothing runs there
 LEAVE = 600.0  # until a run that is asked to save has ended
@@ -72,44 +56,34 @@ class Rules:
     check: bool = False  # whether nodes are tried before each start
 
 
-@dataclasses.dataclass
-class Cause:
-    """Why a start came to its end."""
+class State(enum.StrEnum):
+    """What the run is doing."""
 
-    kind: str
-    time: float
-    node: int = -1
-    process: int = -1
-    seen: str = ""
-    concluded: str = ""
-    code: int = 1
-    group: str = "note"
-    exclude: bool = False
-    stop: bool = False
-    free: bool = False  # costs none of the restarts
-    seconds: float = 0.0  # until it was noticed
+    GATHERING = "gathering"  # agents come
+    CHECKING = "checking"  # the nodes of the next start are tried
+    RUNNING = "running"
+    LEAVING = "leaving"  # it was asked to save and stop, for another start
+    ENDING = "ending"  # a process has ended; the others have a moment
+    COLLECTING = "collecting"  # stacks, before a hanging run is killed
+    STOPPING = "stopping"  # everything is killed, and not yet gone
+    WAITING = "waiting"  # the pause before the next start
+    ENDED = "ended"
 
 
-def words(code: int) -> str:
-    """SIGKILL, or exit code 3."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return signal.Signals(-code).name
-    except ValueError:
-        return f"signal {-code}"
-
-
-def shell(code: int) -> int:
-    """As a shell gives it: 137 for SIGKILL."""
-    return 128 - code if code < 0 else code
-
-
-def _rank(code: int) -> int:
-    """Which of several ends that came together began it: the lowest."""
-    if code < 0:
-        return 1 if -code == signal.SIGABRT else 0  # libraries abort when others are gone
-    return {HARDWARE: 2, UNHEALTHY: 3, BAD_INPUT: 3, STORAGE: 3, PREEMPTED: 5, DONE: 6}.get(code, 4)
+S = State
+LIVE = (S.RUNNING, S.LEAVING, S.ENDING, S.COLLECTING)  # a start's processes may be there
+# Which state may follow which.
+MAY_FOLLOW = {
+    S.GATHERING: {S.CHECKING, S.RUNNING, S.ENDED},
+    S.CHECKING: {S.GATHERING, S.ENDED},
+    S.RUNNING: {S.LEAVING, S.ENDING, S.COLLECTING, S.STOPPING, S.WAITING, S.ENDED},
+    S.LEAVING: {S.ENDING, S.COLLECTING, S.STOPPING, S.WAITING, S.ENDED},
+    S.ENDING: {S.ENDING, S.STOPPING, S.WAITING, S.ENDED},
+    S.COLLECTING: {S.STOPPING, S.WAITING, S.ENDED},
+    S.STOPPING: {S.WAITING, S.ENDED},
+    S.WAITING: {S.GATHERING, S.ENDED},
+    S.ENDED: set(),
+}
 
 
 class Decider:
@@ -120,10 +94,10 @@ class Decider:
             wanted, agents=max(wanted.agents, wanted.nodes),
             min_nodes=min(wanted.min_nodes or wanted.nodes, wanted.nodes),
         )  # fmt: skip
-        self.state, self.number, self.nodes = "gathering", 0, tuple[int, ...]()
+        self.state, self.number, self.nodes = State.GATHERING, 0, tuple[int, ...]()
         self.excluded: dict[int, str] = {}
         self._checked = tuple[int, ...]()  # the nodes that have just been tried, and start next
-        self._now, self._deadline, self._out = now, now + wanted.join, list[Action]()
+        self._now, self._deadline, self._out = now, now + wanted.join, list[facts.Action]()
         self._hosts: dict[int, str] = {}
         self._idle, self._lost = set[int](), set[int]()
         self._asked: list[str] = []
@@ -139,20 +113,22 @@ class Decider:
 
     def _begin(self) -> None:
         """Forgets the last start."""
-        self._exits: list[tuple[float, Exited]] = []
-        self._findings: list[tuple[float, Found]] = []
+        self._exits: list[tuple[float, facts.Exited]] = []
+        self._findings: list[tuple[float, facts.Found]] = []
         self._cause: Cause | None = None
-        self._suspect: tuple[float, Found] | None = None  # a line after which its process should have ended
+        self._suspect: tuple[float, facts.Found] | None = (
+            None  # a line after which its process should have ended
+        )
         self._killed = self._moved = False
         self._began = self._now
 
-    def take(self, fact: Fact, now: float) -> list[Action]:
-        """What to do now that this is known; nothing any more after End."""
+    def take(self, fact: facts.Fact, now: float) -> list[facts.Action]:
+        """Returns the actions that this fact calls for; none after End."""
         self._now = max(now, self._now)
-        if self.state != "ended":
+        if self.state != State.ENDED:
             self._hear(fact)
-            before = ""
-            while before != self.state != "ended":  # a pause of no time is over at once
+            before: State | None = None
+            while before != self.state != State.ENDED:  # a pause of no time is over at once
                 before = self.state
                 self._due()
         out, self._out = self._out, []
@@ -166,78 +142,82 @@ class Decider:
         """Its name."""
         return self._hosts.get(node, "")
 
-    def _hear(self, fact: Fact) -> None:
+    def _hear(self, fact: facts.Fact) -> None:
         match fact:
-            case Came(node, host):
+            case facts.Came(node, host):
                 self._hosts[node] = host
                 self._lost.discard(node)
                 self._idle.discard(node)
-                if self.state != "gathering":
+                if self.state != State.GATHERING:
                     out = node in self.excluded
                     self._say("came", node, done="it stays left out" if out else "it waits as a spare")
-            case Ready(node):
+            case facts.Ready(node):
                 self._idle.add(node)
-            case Lost(node, why):
+            case facts.Lost(node, why):
                 self._lose(node, why)
-            case Exited():
+            case facts.Exited():
                 self._exited(fact)
-            case Found():
+            case facts.Found():
                 self._found(fact)
-            case Hung(node, process, seen, concluded, seconds):
-                if self.state in ("running", "leaving"):
+            case facts.Hung(node, process, seen, concluded, seconds):
+                if self.state in (State.RUNNING, State.LEAVING):
                     self._cause = Cause(
                         "hangs", self._now - seconds, node, process, seen, concluded, seconds=seconds,
                         group="distributed",
                     )  # fmt: skip
-                    self._turn("collecting", COLLECT, Collect())
-            case Collected(text):
-                if self.state == "collecting" and self._cause:
+                    self._turn(State.COLLECTING, COLLECT, facts.Collect())
+            case facts.Collected(text):
+                if self.state == State.COLLECTING and self._cause:
                     self._cause.seen += f"; {text}" if text else ""
                     self._kill()
-            case Saved(step):
-                if step > self._base and self.state in ("running", "leaving", "ending"):
+            case facts.Saved(step):
+                if step > self._base and self.state in (State.RUNNING, State.LEAVING, State.ENDING):
                     self._failures, self._base, self._moved = 0, step, True
                     self._faults.clear()
                     self._tried.clear()
                 self._newest = step
-            case Stepped(step):
+            case facts.Stepped(step):
                 self._stepped(step)
-            case Asked(name):
+            case facts.Asked(name):
                 self._ask(name)
-            case Checked(findings, seconds):
+            case facts.Checked(findings, seconds):
                 self._judge(findings, seconds)
 
-    # What is heard
+    # Facts
 
     def _lose(self, node: int, why: str) -> None:
         if node in self._lost or node not in self._hosts:
             return
         self._lost.add(node)
         self._idle.discard(node)
-        if node not in self.nodes or self.state not in ("running", "leaving", "ending", "collecting"):
+        if node not in self.nodes or self.state not in LIVE:
             self._say("lost", node, seen=why, done="nothing of the run was there")
-            if self.state == "checking" and node in self.nodes:
-                self._turn("gathering", self.rules.join)
+            if self.state == State.CHECKING and node in self.nodes:
+                self._turn(State.GATHERING, self.rules.join)
             return
-        if self.state != "collecting":
+        if self.state != State.COLLECTING:
             self._cause = Cause("lost", self._now, node, seen=why, group="critical")
         self._kill()
 
-    def _exited(self, fact: Exited) -> None:
-        if fact.node not in self.nodes or self._killed or self.state not in ("running", "leaving", "ending"):
+    def _exited(self, fact: facts.Exited) -> None:
+        if (
+            fact.node not in self.nodes
+            or self._killed
+            or self.state not in (State.RUNNING, State.LEAVING, State.ENDING)
+        ):
             return
-        patience = PATIENCE.get(fact.code, KILLED if _rank(fact.code) == 0 else GRACE)
-        if self.state == "leaving" and fact.code == PREEMPTED:
+        patience = PATIENCE.get(fact.code, KILLED if by_signal(fact.code) else GRACE)
+        if self.state == State.LEAVING and fact.code == PREEMPTED:
             patience = max(self._deadline - self._now, 0.0)
-        if self.state == "ending":
+        if self.state == State.ENDING:
             patience = min(patience, max(self._deadline - self._now, 0.0))
         self._exits.append((self._now, fact))
-        self._turn("ending", patience)
+        self._turn(State.ENDING, patience)
 
-    def _found(self, fact: Found) -> None:
+    def _found(self, fact: facts.Found) -> None:
         finding, done = fact.finding, ""
         self._findings.append((self._now, fact))
-        if self.state == "running" and finding.action in ("restart", "exclude", "stop"):
+        if self.state == State.RUNNING and finding.action in ("restart", "exclude", "stop"):
             if finding.name in rules.consequences():
                 done = "it follows from something else"
             elif finding.process >= 0 and finding.group != "note" and finding.action != "exclude":
@@ -251,10 +231,10 @@ class Decider:
             concluded=finding.name, done=done, device=finding.device,
         )  # fmt: skip
 
-    def _act_on(self, fact: Found) -> str:
-        """A finding that wants another start, or none; in words what is done."""
+    def _act_on(self, fact: facts.Found) -> str:
+        """Acts on a finding that calls for a restart or a stop; returns the action in words."""
         if fact.finding.action == "stop":
-            self._cause = self._caused_by(fact, self._now)
+            self._cause = of_finding(fact, self._now)
             self._kill()
             return "stop: a person is wanted"
         if fact.finding.action == "exclude" and not self._can_exclude(fact.node):
@@ -262,67 +242,67 @@ class Decider:
         if fact.node not in self.nodes:
             self._exclude(fact.node, fact.finding.name)
             return "a spare, left out"
-        self._cause = self._caused_by(fact, self._now)
+        self._cause = of_finding(fact, self._now)
         if fact.finding.group != "note":
             self._kill()
             return "restart"
         self._cause.free = True
-        self._turn("leaving", LEAVE, Ask())  # it computes rightly, so that nothing need be lost
+        self._turn(State.LEAVING, LEAVE, facts.Ask())  # it computes rightly, so that nothing need be lost
         return "restart after saving"
 
-    def _act_on_late(self, fact: Found) -> None:
-        """Its process has said what is wrong, and has not ended."""
+    def _act_on_late(self, fact: facts.Found) -> None:
+        """Acts on a process that reported an error and has not ended since."""
         self._act_on(fact)
         if self._cause:
             self._cause.seen += f"; still there {LINES:g} s later"
 
     def _stepped(self, step: int) -> None:
-        if self.state != "running":
+        if self.state != State.RUNNING:
             return
         self._step = step
         self._moved = self._moved or step > self._base
         if self._recovering:
-            cause, facts, was = self._recovering
+            cause, took, was = self._recovering
             self._recovering = None
-            facts["first_step"] = round(self._now - self._began, 3)
+            took["first_step"] = round(self._now - self._began, 3)
             self._say(
                 "restarted", cause.node, cause.process, step=step, seconds=round(self._now - cause.time, 3),
-                concluded=f"after it {cause.kind}", done=f"start {self.number} goes on", was_at=was, **facts,
+                concluded=f"after it {cause.kind}", done=f"start {self.number} goes on", was_at=was, **took,
             )  # fmt: skip
 
     def _ask(self, name: str) -> None:
         self._asked.append(name)
         if len(self._asked) > 1:
-            if self.state in ("running", "leaving", "ending", "collecting"):
+            if self.state in LIVE:
                 self._cause = self._cause or Cause("asked", self._now, seen=name, concluded="a second signal")
                 self._kill()
-            elif self.state != "stopping":
+            elif self.state != State.STOPPING:
                 self._end(128 + _number(name), f"{name} a second time")
-        elif self.state == "running":
-            self._out.append(Ask())
+        elif self.state == State.RUNNING:
+            self._out.append(facts.Ask())
             self._say("asked", seen=name, done="all save and stop")
-        elif self.state in ("gathering", "checking", "waiting"):
+        elif self.state in (State.GATHERING, State.CHECKING, State.WAITING):
             self._end(PREEMPTED, f"{name} while nothing ran")
 
-    # What time brings
+    # Time
 
     def _due(self) -> None:
         late = self._now >= self._deadline
-        if self.state in ("running", "leaving", "ending", "collecting", "stopping"):
+        if self.state in (*LIVE, State.STOPPING):
             if all(n in self._idle or n in self._lost for n in self.nodes):
                 return self._conclude()
-            if self.state == "running" and self._suspect and self._now >= self._suspect[0]:
+            if self.state == State.RUNNING and self._suspect and self._now >= self._suspect[0]:
                 found, self._suspect = self._suspect[1], None
                 return self._act_on_late(found)
-            if not late or self.state == "running":
+            if not late or self.state == State.RUNNING:
                 return None
-            if self.state == "stopping":
+            if self.state == State.STOPPING:
                 for node in [n for n in self.nodes if n not in self._idle and n not in self._lost]:
                     self._lost.add(node)
                     self._say("lost", node, seen=f"no answer within {STOP:g} s of being told to stop")
-                    self._out.append(Drop(node))
+                    self._out.append(facts.Drop(node))
                 return self._conclude()
-            if self.state == "ending" and {e.code for _, e in self._exits} <= {DONE, PREEMPTED}:
+            if self.state == State.ENDING and {e.code for _, e in self._exits} <= {DONE, PREEMPTED}:
                 ended, still = self._exits[0][1], [n for n in self.nodes if n not in self._idle]
                 self._cause = self._cause or Cause(
                     "hangs", self._exits[0][0], still[0], group="distributed",
@@ -330,9 +310,9 @@ class Decider:
                     seconds=self._now - self._exits[0][0],
                 )  # fmt: skip
             return self._kill()
-        if self.state == "waiting" and late:
-            self._turn("gathering", self.rules.join)
-        if self.state == "gathering":
+        if self.state == State.WAITING and late:
+            self._turn(State.GATHERING, self.rules.join)
+        if self.state == State.GATHERING:
             self._gather()
         return None
 
@@ -345,13 +325,13 @@ class Decider:
         if len(there) == wanted.nodes or (len(there) >= wanted.min_nodes and nobody_more):
             if self.rules.check and self._checked != tuple(there):
                 self.nodes = tuple(there)
-                return self._turn("checking", 0, Check(self.nodes))
+                return self._turn(State.CHECKING, 0, facts.Check(self.nodes))
             self._checked = ()
             self.number, self.nodes = self.number + 1, tuple(there)
             self._begin()
-            self._base, self._deadline, self.state = self._newest, self._now, "running"
+            self._base = self._newest
             self._idle -= set(there)
-            self._out.append(Start(self.number, self.nodes))
+            self._turn(State.RUNNING, 0.0, facts.Start(self.number, self.nodes))
             self._say(
                 "started", step=self._newest, start=self.number, nodes=[self._hosts[n] for n in there],
                 places=there,
@@ -360,7 +340,10 @@ class Decider:
             )  # fmt: skip
         elif nobody_more or len(usable) + len(to_come) < wanted.min_nodes:
             what = f"{len(there)} of {wanted.nodes} nodes are there"
-            if to_come:
+            gone = sorted(self._lost | set(self.excluded))
+            if gone:
+                what += f"; lost or left out: node {', '.join(map(str, gone[:16]))}"
+            if to_come and late:
                 what += (
                     f"; no agent came from node {', '.join(map(str, to_come[:16]))} within {wanted.join:g} s"
                 )
@@ -369,8 +352,8 @@ class Decider:
         return None
 
     def _judge(self, findings: Sequence[tuple[int, Finding]], seconds: float) -> None:
-        """What the check before a start has found: unfit nodes are left out where others can take their place."""
-        if self.state != "checking":
+        """Judges the check before a start: unfit nodes are left out where spares can take their place."""
+        if self.state != State.CHECKING:
             return None
         hopeless: Finding | None = None
         for node, finding in findings:
@@ -391,28 +374,33 @@ class Decider:
         what = f"{len(self.nodes)} nodes, {len(findings)} findings"
         self._say("checked", seconds=round(seconds, 3), seen=what, places=self.nodes)
         if self._recovering:
-            facts = self._recovering[1]
-            facts["check"] = round(facts.get("check", 0.0) + seconds, 3)
+            took = self._recovering[1]
+            took["check"] = round(took.get("check", 0.0) + seconds, 3)
         if hopeless:
             code = HARDWARE if hopeless.name.endswith(COMPUTES_WRONGLY) else 1
             return self._end(code, f"{hopeless.name}: {hopeless.seen}")
         self._checked = self.nodes if not set(self.nodes) & set(self.excluded) else ()
-        return self._turn("gathering", self.rules.join)
+        return self._turn(State.GATHERING, self.rules.join)
 
-    def _turn(self, state: str, seconds: float, *actions: Action) -> None:
+    def _turn(self, state: State, seconds: float, *actions: facts.Action) -> None:
+        if state not in MAY_FOLLOW[self.state]:
+            raise RuntimeError(f"{state} cannot follow {self.state}")
         self.state, self._deadline = state, self._now + seconds
         self._out += actions
 
     def _kill(self) -> None:
         self._killed = True
-        self._turn("stopping", STOP, Kill())
+        self._turn(State.STOPPING, STOP, facts.Kill())
 
-    # What is made of it
+    # The end of a start
 
     def _conclude(self) -> None:
         """All of the start has ended."""
         codes = {e.code for _, e in self._exits}
-        cause = self._cause or self._first_end()
+        cause = self._cause
+        if cause is None and self._exits:
+            cause = first_end(self._exits, self._findings, self._moved, self._node_of)
+        cause = cause or Cause("died", self._now, seen="nothing of it is there any more")
         if codes == {DONE} and not self._killed:
             return self._end(DONE, "done")
         if len(self._asked) > 1:
@@ -445,84 +433,10 @@ class Decider:
         self._tried.add(cause.code)
         return self._again(cause, stopped)
 
-    def _first_end(self) -> Cause:
-        """The end that began it, and what explains it."""
-        if not self._exits:
-            return Cause("died", self._now, seen="nothing of it is there any more")
-        bad = [e for e in self._exits if e[1].code not in (DONE, PREEMPTED)] or self._exits
-        near = [e for e in bad if e[0] - bad[0][0] <= TOGETHER]
-        time, first = min(near, key=lambda e: (_rank(e[1].code), e[0]))
-        if first.code in (DONE, PREEMPTED):
-            kind = "border" if PREEMPTED in {e.code for _, e in self._exits} and self._moved else "died"
-            return Cause(
-                kind,
-                time,
-                first.node,
-                first.process,
-                words(first.code),
-                code=first.code,
-                free=kind == "border",
-            )
-        cause = Cause(
-            "died", time, first.node, first.process, words(first.code), code=first.code, group="distributed"
-        )
-        near_it = [(when, f) for when, f in self._findings if when - bad[0][0] >= -EXPLAINS]
-        if first.code in (HARDWARE, STORAGE):
-            self._whose(cause, [f.finding for _, f in near_it])
-            return cause
-        follows = rules.consequences()
-        explain = [e for e in near_it if e[1].finding.action != "note" and e[1].finding.name not in follows]
-        if _rank(first.code) == 0:  # what others said since follows from it
-            explain = [
-                e for e in explain if e[1].finding.process in (-1, first.process) and e[1].node == first.node
-            ]
-        if explain and first.code not in PATIENCE:
-            # A critical error isolates its host; of those that several see the first counts.
-            worst = [f for f in explain if f[1].finding.group == "critical" and f[1].finding.action != "warn"]
-            first_of = rules.first((when, f.finding) for when, f in worst or explain)
-            found = next(f for when, f in worst or explain if first_of == (when, f.finding))
-            better = self._caused_by(found, time)
-            better.kind, better.code = "died", better.code if better.stop else cause.code
-            better.seen = f"{cause.seen} of process {cause.process}; {found.finding.seen}"
-            return better
-        broken = self._accused([f.finding for _, f in near_it])
-        if _rank(first.code) == 4 and broken:
-            cause.process = broken[0]
-            cause.concluded = f"the connection between processes {broken[0]} and {broken[1]} broke"
-        return cause
-
-    def _accused(self, said: Sequence[Finding]) -> tuple[int, int] | None:
-        """Two processes each of which says that the other is gone, and was there to say so: their connection was."""
-        gone = {
-            (f.process, int(other))
-            for f in said
-            if f.name == "process gone"
-            for other in re.findall(r"process (\d+) on ", f.seen)
-        }
-        return next(((a, b) for a, b in sorted(gone) if a < b and (b, a) in gone), None)
-
-    def _whose(self, cause: Cause, said: Sequence[Finding]) -> None:
-        """All processes end with these codes together; what one of them has said names the one whose fault it is."""
-        wrong = cause.code == HARDWARE
-        cause.group, cause.exclude = ("critical", True) if wrong else ("storage", False)
-        cause.concluded = "a device computes wrongly" if wrong else "the storage fails"
-        told = [f for f in said if f.group == cause.group and (not wrong or f.name.endswith(WRONG))]
-        if not told:
-            return
-        cause.seen, cause.process = f"{cause.seen}; {told[-1].seen}", told[-1].process
-        if wrong and told[-1].name != WRONG:  # one of several
-            cause.process, cause.node, cause.exclude = -1, -1, False
-        elif 0 <= cause.process < len(self.nodes) * self.rules.processes:
-            cause.node = self.nodes[cause.process // self.rules.processes]
-
-    def _caused_by(self, fact: Found, time: float) -> Cause:
-        finding: Finding = fact.finding
-        stop = finding.action == "stop"
-        code = {"user": BAD_INPUT, "data": BAD_INPUT, "storage": STORAGE}.get(finding.group, UNHEALTHY)
-        return Cause(
-            "found", time, fact.node, finding.process, finding.seen, finding.name, code if stop else 1, finding.group,
-            finding.action == "exclude", stop,
-        )  # fmt: skip
+    def _node_of(self, process: int) -> int:
+        """The node of a process of this start, or -1."""
+        place = process // self.rules.processes
+        return self.nodes[place] if 0 <= place < len(self.nodes) else -1
 
     def _again(self, cause: Cause, stopped: float) -> None:
         pause = 0.0
@@ -549,9 +463,9 @@ class Decider:
             else:
                 done += ", with the node: no spare could take its place"
         self._tell(cause, done)
-        facts = {"detect": round(cause.seconds, 3), "stop": round(stopped - cause.seconds, 3), "pause": pause}
-        self._recovering = cause, facts, self._step
-        return self._turn("waiting", pause)
+        took = {"detect": round(cause.seconds, 3), "stop": round(stopped - cause.seconds, 3), "pause": pause}
+        self._recovering = cause, took, self._step
+        return self._turn(State.WAITING, pause)
 
     def _tell(self, cause: Cause, done: str) -> None:
         self._say(
@@ -570,15 +484,14 @@ class Decider:
         self._say(
             "ended", seen=text, done=f"exit code {code}", step=self._step, code=code, starts=self.number
         )
-        self._out.append(End(code, text))
-        self.state = "ended"
+        self._turn(State.ENDED, 0.0, facts.End(code, text))
 
     def _say(self, kind: str, node: int = -1, process: int = -1, **given: Any) -> None:
         known = ("group", "step", "seen", "concluded", "done", "seconds")
-        facts = {name: value for name, value in given.items() if name not in known and value != ""}
+        more = {name: value for name, value in given.items() if name not in known and value != ""}
         given = {name: value for name, value in given.items() if name in known}
         where = self.host(node)
-        self._out.append(Say(kind, {"node": where, "process": process, **given, "facts": facts}))
+        self._out.append(facts.Say(kind, {"node": where, "process": process, **given, "facts": more}))
 
 
 def _pause(failures: int) -> float:

@@ -1,4 +1,4 @@
-"""What a run has decided about its own past: on the disk before anything is done, and in each checkpoint after that.
+"""Decisions of a run about its own past: on disk before they are acted on, and in every later checkpoint.
 
     made = decisions.read(workdir)
     made = decisions.add(workdir, decision)             in process 0; when this returns, it outlives a power cut
@@ -44,36 +44,17 @@ def read(workdir: str | os.PathLike) -> list[Decision]:
 
 
 def _whole(one: Any) -> bool:
-    """Whether a decision has all that is read of one, and in the form that it is read in."""
-    if (
-        not isinstance(one, dict)
-        or one.get("kind") not in ("spike", "corrupt")
-        or not isinstance(one.get("seen"), str)
-    ):
+    """Whether a decision has the fields by which a run goes on."""
+    if not isinstance(one, dict) or one.get("kind") not in ("spike", "corrupt"):
         return False
-    numbers = [
-        one.get("step"),
-        one.get("batches"),
-        one.get("at"),
-        *_list(one, "processes"),
-        *_list(one, "devices"),
-    ]
-    whole = all(type(number) is int and number >= 0 for number in numbers)
-    return whole and one["step"] <= one["at"] and all(isinstance(host, str) for host in _list(one, "hosts"))
-
-
-def _list(one: Decision, key: str) -> list[Any]:
-    found = one.get(key, [])
-    return found if isinstance(found, list) else [None]  # which is neither a number nor a name
+    numbers = [one.get(name) for name in ("step", "batches", "at")]
+    return all(type(number) is int and number >= 0 for number in numbers) and numbers[0] <= numbers[2]
 
 
 def add(workdir: str | os.PathLike, made: Sequence[Decision], new: Decision) -> list[Decision]:
     """Writes one more down; all of them."""
-    folder = Path(workdir) / events.FOLDER
-    folder.mkdir(parents=True, exist_ok=True)
-    every = [*made, new]
-    write(workdir, every)
-    return every
+    write(workdir, [*made, new])
+    return [*made, new]
 
 
 def write(workdir: str | os.PathLike, made: Sequence[Decision]) -> None:
@@ -101,7 +82,7 @@ def agreed(here: Sequence[Decision], saved: Sequence[Decision], place: str | Pat
 
 
 def left_out(made: Sequence[Decision]) -> list[list[int]]:
-    """[step, batches] of what the data's order passes over."""
+    """The [step, batches] that the data's order skips."""
     return [[one["step"], one["batches"]] for one in made if one["batches"]]
 
 
@@ -141,7 +122,7 @@ def tell(workdir: str | Path, made: Sequence[Decision]) -> None:
         if number not in told:
             group = "critical" if one["kind"] == "corrupt" else "numbers"
             log.add(
-                one["kind"], group=group, step=one["at"], seen=one["seen"],
+                one["kind"], group=group, step=one["at"], seen=one.get("seen", ""),
                 process=(one.get("processes") or [-1])[0], node=", ".join(one.get("hosts", [])),
                 done=f"back to step {one['step']}" + (f", {one['batches']} batches left out" if one["batches"] else ""),
                 facts={"decision": number, **{key: one[key] for key in one if key not in ("kind", "seen")}},

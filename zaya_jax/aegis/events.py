@@ -1,4 +1,4 @@
-"""What befell a run and what was done about it: lines of JSON below WORKDIR/aegis, which report and agent read again.
+"""The history of a run as events: lines of JSON below WORKDIR/aegis, read again by the report and the agent.
 
     log = Log(workdir, "agent"); log.add("died", node=..., process=3, seen="SIGKILL", done="restart", seconds=4.1)
     read(workdir)                  the lines of all writers, by time
@@ -7,6 +7,7 @@ Each writer has a file of its own, since appends of two machines to one file of 
 `events.jsonl` is the leading agent's, `events-run.jsonl` that of process 0 of the training.
 """
 
+import contextlib
 import dataclasses
 import json
 import time
@@ -38,6 +39,30 @@ class Event:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
+# "note": only written down; "warn": it may explain an end; "exclude": restart without the node; "stop": a person is
+# wanted.
+ACTIONS = ("note", "warn", "restart", "exclude", "stop")
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """An observation, and the action that it calls for."""
+
+    name: str  # of the rule or watcher: "gpu uncorrectable memory error", "nic down", ...
+    group: str  # one of CLASSES
+    action: str  # one of ACTIONS
+    seen: str  # the evidence: the line, or the counter with before and after
+    process: int = -1
+    device: str = ""  # "card0", "mlx5_1", ...
+
+    def __post_init__(self):
+        words = (self.name, self.seen, self.device)
+        if not isinstance(self.process, int) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"{self.process!r}, {words!r}")
+        if self.group not in CLASSES or self.action not in ACTIONS:
+            raise ValueError(f"{self.group!r}, {self.action!r}")
+
+
 class Log:
     """Appends events; an error of the disk is no reason to end a run, and is counted."""
 
@@ -57,15 +82,41 @@ class Log:
         return event
 
 
+def printable(text: str) -> str:
+    """Without the characters that steer a terminal, or turn its text around: events are read on terminals."""
+    return "".join(c if c.isprintable() or c == "\t" else "�" for c in text)
+
+
 def read(workdir: str | Path) -> list[Event]:
     """All events of a run by their time; a line that is half written, or of a later version, is passed over."""
-    found, names = [], {field.name for field in dataclasses.fields(Event)}
+    found = []
     for name in FILES.values():
         path = Path(workdir) / FOLDER / name
         for line in path.read_bytes().splitlines() if path.exists() else ():
-            try:
-                given = fields.parse_json(line)
-                found.append(Event(**{key: given[key] for key in given if key in names}))
-            except (ValueError, TypeError):
-                continue
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                found.append(_event(fields.parse_json(line)))
     return sorted(found, key=lambda event: event.time)
+
+
+def _event(given: dict[str, Any]) -> Event:
+    """ValueError or TypeError where a field is of another type."""
+    kinds = {field.name: type(getattr(_PLAIN, field.name)) for field in dataclasses.fields(Event)}
+    given = {name: given[name] for name in kinds if name in given}
+    for name, kind in kinds.items():
+        if name in given and not isinstance(given[name], (int, float) if kind is float else kind):
+            raise TypeError(name)
+    facts = given.get("facts", {})
+    shares = facts.get("sections", {})
+    counts = [facts[name] for name in ("step", "batches", "from", "start", "stop") if name in facts]
+    if not isinstance(shares, dict) or not all(
+        isinstance(x, int | float) for x in (*counts, *shares.values())
+    ):
+        raise TypeError("facts")
+    times = given.get("time"), given.get("seconds", 0.0), given.get("step", 0), given.get("process", 0)
+    if not all(-LATEST < number < LATEST for number in (*times, *counts, *shares.values())):
+        raise ValueError("a number is out of range")
+    return Event(**{name: printable(v) if isinstance(v, str) else v for name, v in given.items()})
+
+
+_PLAIN = Event("", 0.0)
+LATEST = 2.0**37  # seconds: some year 6000, which every calendar can tell

@@ -1,9 +1,9 @@
-"""What the agents know and what they do, as values: facts go into `decide.Decider`, actions come out of it."""
+"""Facts and actions as values: facts go into `decide.Decider`, actions come out of it."""
 
 import dataclasses
 from typing import Any
 
-from zaya_jax.aegis.finding import Finding
+from zaya_jax.aegis.events import Finding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Exited:
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What a rule or a watcher saw on a node."""
+    """A rule or a watcher found something on a node."""
 
     node: int
     finding: Finding
@@ -92,7 +92,7 @@ class Tick:
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """What the check before a start has found, by node (-1: none alone), and how long it took."""
+    """The findings of the check before a start, by node (-1: of no single one), and how long it took."""
 
     findings: tuple[tuple[int, Finding], ...]
     seconds: float
@@ -133,7 +133,7 @@ class Kill:
 
 @dataclasses.dataclass(frozen=True)
 class Drop:
-    """This node does not answer: its line is cut, and what runs there ends with it."""
+    """This node does not answer: its line is cut, and its processes end with it."""
 
     node: int
 

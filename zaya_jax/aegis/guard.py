@@ -1,11 +1,11 @@
-"""What the training asks of its guardian, and is told: a run's numbers are watched from inside it.
+"""Watches a run's numbers from inside the training, and decides when it must go back.
 
     guard = Guard(config.guard, workdir, made, meta, reached)    as it stood at the checkpoint that the run goes on from
     guard.see(step, phase, figures)                     of each step, in order, in all processes
-    guard.spike                                         what is to be done something about
-    guard.go_back(saved, begin)                         decides what, and writes it down; None: not once more
+    guard.spike                                         the spike that calls for going back, if there is one
+    guard.go_back(saved, begin)                         decides where to, and writes it down; None: not again
     guard.due(step)                                     whether gradients are to be computed again now (`replay`)
-    guard.checked(step, finding, mesh, saved, begin)    what came of that; a decision if a device is wrong
+    guard.checked(step, finding, mesh, saved, begin)    takes the result; a decision if a device is wrong
 
 The training acts on it: it ends what it was doing, and the next start, in the same process or another, sets aside what
 was decided to be given up.
@@ -43,7 +43,7 @@ class Guard:
         self._spikes = Spikes(settings, meta.get("spikes"))
         self.spike: Spike | None = None
         self._finite, self._suspect, self._reproducible, self._dead = True, False, True, 0
-        # The last step that was checked and right; of a run that was never checked nobody knows better.
+        # The last step that was checked and right; a run that was never checked has no better one.
         self._clean: int = meta.get("clean", reached)
         if multihost.is_writer():
             decisions.tell(workdir, self.made)
@@ -69,7 +69,7 @@ class Guard:
             self.spike = self._spikes.add(step, phase, loss, norm)
 
     def meta(self) -> dict[str, Any]:
-        """What a checkpoint has of it."""
+        """The guard's part of a checkpoint's meta data."""
         spikes = {"spikes": self._spikes.state()} if self._settings.spike_steps else {}
         clean = {"clean": self._clean} if self._settings.replay_every else {}
         return spikes | clean | ({"decisions": [*self.made]} if self.made else {})
@@ -106,7 +106,7 @@ class Guard:
     def checked(
         self, step: int, finding: Finding | None, mesh: Mesh, saved: Callable[[], Sequence[int]], begin: int
     ) -> Decision | None:
-        """What was found after a step; the decision to go back, written down, if a device is wrong."""
+        """Takes the result after a step; the decision to go back, written down, if a device is wrong."""
         if finding is None:
             self._clean = step
             return None

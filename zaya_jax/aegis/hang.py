@@ -1,13 +1,13 @@
 """Which process of a run stands still, and since when, by where all of them say that they are.
 
-    watch = Hangs(known); watch.begin()         a new start; what earlier ones have taught is `known`
-    watch.heard(node, views, now)               what a node's agent has seen of its processes
-    watch.woke(now)                             an agent stood still itself: nobody is blamed for that time
+    watch = Hangs(known); watch.begin()         a new start; `known`: times learned in earlier ones
+    watch.heard(node, views, now)               a node's agent reports its processes
+    watch.woke(now)                             an agent stood still itself: no process is blamed for it
     watch.find(now)                             a Hang, or None
     watch.known()                               to be kept for the next start
 
-The run hangs when the process that has come least far has been where it is for longer than it may. Whoever waits for it
-has come further, or says that it waits; so only the least far one's own limit counts. docs/aegis.md has the limits.
+The run hangs when the process that has come least far has been where it is for longer than it may. The others wait for
+it: they have come further, or say that they wait; so only its own limit counts. docs/aegis.md has the limits.
 """
 
 import collections
@@ -32,7 +32,7 @@ QUIET = 2.5  # seconds without a pulse: five were due
 
 
 class View(NamedTuple):
-    """What an agent sees of a process: its beat, ages for times, and its letter in /proc."""
+    """An agent's view of a process: its beat, ages for times, and its letter in /proc."""
 
     process: int
     section: str  # "" where it has not said anything
@@ -46,7 +46,7 @@ class View(NamedTuple):
 
 @dataclasses.dataclass
 class Hang:
-    """Who stands still first; `others` is what the rest do."""
+    """The process that stood still first."""
 
     node: int
     process: int
@@ -80,7 +80,7 @@ class Hangs:
         self._woke = 0.0
 
     def begin(self) -> None:
-        """A new start: nobody has said anything yet."""
+        """A new start: no process has reported yet."""
         self._seen.clear()
 
     def known(self) -> dict[str, float]:
@@ -96,7 +96,7 @@ class Hangs:
         self._woke = now
 
     def heard(self, node: int, views: Sequence[View], now: float) -> None:
-        """What a node's agent has just seen."""
+        """Takes the views of a node's agent."""
         for view in views:
             if view.section not in ("", *SECTIONS) or view.mark not in MARKS:
                 continue  # of a later version
@@ -122,7 +122,7 @@ class Hangs:
                 seen.stopped = now
 
     def find(self, now: float) -> Hang | None:
-        """Who stands still, if somebody does for longer than it may."""
+        """The process that has stood still for longer than it may, if there is one."""
         stopped = [
             p for p, s in self._seen.items() if s.stopped is not None and now - max(s.stopped, self._woke) > STOPPED
         ]  # fmt: skip

@@ -1,11 +1,11 @@
-"""What an agent writes, in threads of its own: a disk or a terminal that hangs must not keep it from watching.
+"""Writes for an agent, in threads of their own: a disk or a terminal that hangs must not keep it from watching.
 
-    terminal = Terminal(); terminal.show(1, b"...")         what the processes print
+    terminal = Terminal(); terminal.show(1, b"...")         the processes' output
     keeper = Keeper(workdir); keeper.append(name, data)     files below WORKDIR/aegis
     keeper.event(event)                                     the leader's events
 
 Nothing is written into a folder that is no run's yet: training refuses one that holds something else, and leaves
-nothing behind where it is refused itself. Until the run's first step what is to be written waits here.
+nothing behind where it is refused itself. Until the run's first step everything waits here.
 """
 
 import collections
@@ -20,11 +20,11 @@ from typing import Any
 from zaya_jax.aegis import events
 from zaya_jax.config import files
 
-MOST = 1 << 24  # bytes that wait; what comes then is counted in place of being kept
+MOST = 1 << 24  # bytes that wait; more than these are counted and dropped
 
 
 class Terminal:
-    """Hands on what processes print."""
+    """Passes on the output of processes."""
 
     def __init__(self) -> None:
         self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
@@ -41,7 +41,7 @@ class Terminal:
         self._queue.put((number, data))
 
     def close(self, seconds: float) -> None:
-        """What is still to be shown, unless that takes longer."""
+        """Waits so long at most for the rest to be shown."""
         self._queue.put(None)
         self._thread.join(seconds)
 
@@ -55,7 +55,7 @@ class Terminal:
                 except BlockingIOError:
                     time.sleep(0.05)
                 except OSError:
-                    self._gone.add(number)  # whoever read it went; the run goes on
+                    self._gone.add(number)  # its reader is gone; the run goes on
             self._waits -= len(data)
 
 
@@ -85,11 +85,11 @@ class Keeper:
         self._put("event", "", event)
 
     def ended(self, code: int) -> None:
-        """A process has ended: unless it refused to begin, what is there is a run's if it looks like one."""
+        """A process has ended: unless it refused to begin, the folder is a run's if it looks like one."""
         self._queue.put(("ended", "", code))
 
     def close(self, seconds: float) -> None:
-        """What is still to be written, unless that takes longer."""
+        """Waits so long at most for the rest to be written."""
         self._queue.put(None)
         self._thread.join(seconds)
 

@@ -1,12 +1,12 @@
-"""What the agent of node 0 does beside its own node: it hears all agents, decides, and tells them what to do.
+"""Leads all agents, in that of node 0: hears them, has `decide` decide, and gives orders.
 
     leader = Leader(plan, keeper, say, order)
-    leader.hear(node, message, now)     what an agent tells; `node.Node` says what there is
-    leader.turn(now)                    what time brings
+    leader.hear(node, message, now)     a message of an agent; `node.Node` lists them
+    leader.turn(now)                    called often
     leader.end                          once it is decided: (exit code, words)
 
 `order(node, message)` carries ["start", number, address, count, first], ["ask"], ["kill"], ["collect"], ["drop"] or
-what `checking` orders to a node's agent. What is decided is decided in `decide`; here are its facts gathered.
+an order of `preflight.Checking` to a node's agent.
 """
 
 import contextlib
@@ -14,40 +14,45 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis import events, facts, hang, notify, straggle
-from zaya_jax.aegis.checking import Checking
+from zaya_jax.aegis.accounts import Spending
 from zaya_jax.aegis.decide import Decider, Rules
-from zaya_jax.aegis.finding import Finding
+from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.hang import Hang, Hangs, View
 from zaya_jax.aegis.keeping import Keeper
-from zaya_jax.aegis.spending import Spending
+from zaya_jax.aegis.preflight import Checking
 from zaya_jax.aegis.straggle import Stragglers
 from zaya_jax.checkpoint import writing
 from zaya_jax.config import files
 
-LIMITS = "limits.json"  # what hang.Hangs has learned
+LIMITS = "limits.json"  # the times that hang.Hangs has learned
 PROGRESS = 1.0  # seconds between two looks for a newer checkpoint
-KEEP = 60.0  # seconds between two writings of what was learned
+KEEP = 60.0  # seconds between two writings of LIMITS
 LONGEST_SLEEP = 3600.0  # seconds for which an agent that stood still is waited for in a check
 NAMED = 8  # processes whose lines an event has
+NUMBER = (int, float)
+# The messages of agents by type: anything else comes from another version, or from a stranger with the key.
+SHAPES: dict[str, tuple] = {
+    "ready": (int,), "views": (int, list), "exited": (int, int, int), "finding": (dict,), "checked": (int, list, int),
+    "linked": (int, NUMBER, str), "stacks": (int, dict), "asked": (str,), "slept": (NUMBER,),
+}  # fmt: skip
+VIEW = (int, str, int, str, NUMBER, NUMBER, str, (list, tuple))
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the options ask for."""
+    """The options of a supervised run."""
 
     rules: Rules
     workdir: Path
     processes: int = 1
     exclude_stragglers: bool = False
     patience: float = 0.0  # seconds that all may wait alike for a link that comes back
-    command: str = ""  # is told of events, as is the webhook
-    webhook: str = ""
-    metrics_port: int = 0  # 0: none
+    command: str = ""  # is told of events
 
 
 class Leader:
@@ -66,12 +71,11 @@ class Leader:
         self._ports: dict[int, int] = {}
         self._asked: set[int] = set()
         self._checking: Checking | None = None
-        self._awaited: Hang | None = None  # what all wait for alike, as when a link is away
+        self._awaited: Hang | None = None  # a wait that all share, as when a link is away
         self._checks = 0
         self._stacks: dict[int, list[str]] = {}
         self._spending = Spending()
-        self._notifier = notify.Notifier(plan.command, plan.webhook)
-        self._metrics = _serve(plan.metrics_port)
+        self._hook = notify.Hook(plan.command)
         self._first = self._collecting = -1  # the process that hangs; of how many the stacks are awaited
         self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
         self._told_newest = self._told_step = -1
@@ -96,16 +100,19 @@ class Leader:
             self._checking.woke(seconds)
 
     def hear(self, node: int, message: list, now: float) -> None:
-        """What an agent tells; ValueError or TypeError where it makes no sense."""
+        """Takes an agent's message; ValueError or TypeError, and no effect, where it makes no sense."""
         kind, *rest = message
+        _require(tuple(rest), SHAPES.get(kind, ()))
         number = self._decider.number
+        nodes, each = self._decider.nodes, self._plan.processes
+        first = nodes.index(node) * each if node in nodes else 0
         if kind == "ready":
             (self._ports[node],) = rest
             self._take(facts.Ready(node), now)
         elif kind == "views" and rest[0] == number:
-            self._views(node, [View(*view) for view in rest[1]], now)
+            self._views(node, [_view(view, range(first, first + each)) for view in rest[1]], now)
         elif kind == "exited" and rest[0] == number:
-            if self._decider.state == "running":  # what it has saved last counts
+            if self._decider.state == "running":  # its last save counts
                 self._checked.clear()
                 self._look.set()
                 self._checked.wait(PROGRESS)
@@ -117,6 +124,8 @@ class Leader:
             if self._checking:
                 self._checking.hear(node, message)
         elif kind == "stacks" and rest[0] == number:
+            for stack in rest[1].values():
+                _require(tuple(stack), (str, str))
             self._stacks |= {int(process): stack for process, stack in rest[1].items()}
             if len(self._stacks) >= self._collecting:
                 self._take(facts.Collected(self._where()), now)
@@ -126,10 +135,10 @@ class Leader:
                 self._take(facts.Asked(rest[0]), now)
             self._asked.add(node)
         elif kind == "slept":
-            self.woke(min(float(rest[0]), LONGEST_SLEEP), now)
+            self.woke(min(rest[0], LONGEST_SLEEP), now)
 
     def turn(self, now: float) -> None:
-        """Looks at progress, at who stands still and at who is slow."""
+        """Looks for progress, for hanging processes and for slow ones."""
         self._saved(now)
         if self._checking and (unfit := self._checking.turn(now)) is not None:
             seconds, self._checking = now - self._checking.begun, None
@@ -150,29 +159,21 @@ class Leader:
         self._take(facts.Tick(), now)
 
     def _wait_out(self, found: Hang | None) -> bool:
-        """Whether what stands still is given time; says when that begins, and when it has ended well."""
+        """Whether a hang that all share is given time; reports when that begins, and when it has ended well."""
+        nobody: dict[str, Any] = {"process": -1, "node": "", "facts": {}}
         if self._awaited and (found is None or found.seconds < self._awaited.seconds):
-            given = {
-                "concluded": "a link or a device was away",
-                "done": "it goes on",
-                "process": -1,
-                "node": "",
-            }
-            self._event("waited", {**given, "seconds": round(self._awaited.seconds, 3), "facts": {}})
+            self._event(
+                "waited", nobody | {"concluded": "a link or a device was away", "done": "it goes on"}
+                | {"seconds": round(self._awaited.seconds, 3)},
+            )  # fmt: skip
             self._awaited = None
         if found is None or not found.alike or found.seconds >= self._plan.patience:
             self._awaited = None
             return False
         if self._awaited is None:
             done = f"waits up to {self._plan.patience:g} s for a link that comes back"
-            given = {
-                "seen": found.seen,
-                "concluded": found.concluded,
-                "done": done,
-                "process": -1,
-                "node": "",
-            }
-            self._event("waits", {**given, "seconds": round(found.seconds, 3), "facts": {}})
+            told = {"seen": found.seen, "concluded": found.concluded, "done": done}
+            self._event("waits", nobody | told | {"seconds": round(found.seconds, 3)})
         self._awaited = found
         return True
 
@@ -183,16 +184,12 @@ class Leader:
 
     def _views(self, node: int, views: list[View], now: float) -> None:
         self._hangs.heard(node, views, now)
-        host = self._decider.host(node)
         for view in views:
             for step, whole, own, _ in view.laps:
                 if self._stragglers:
                     self._stragglers.add(view.process, int(step), whole, own)
             if view.process == 0 and view.section:
                 self._spent(self._spending.see(view.section, view.step, now))
-            if self._metrics:
-                lap = view.laps[-1][1:] if view.laps else None
-                self._metrics.beat(view.process, host, view.section, view.step, view.quiet, lap)
         step = self._hangs.step()
         if step > self._told_step:
             self._told_step = step
@@ -241,8 +238,6 @@ class Leader:
         self._hangs.begin()
         self._awaited = None
         self._told_step = -1
-        if self._metrics:
-            self._metrics.forget()
         self._stragglers = Stragglers([node for node in nodes for _ in range(each)])
         host = self._addresses[nodes[0]]
         address = f"{f'[{host}]' if ':' in host else host}:{self._ports[nodes[0]]}"
@@ -269,24 +264,22 @@ class Leader:
     def _event(self, kind: str, given: dict[str, Any]) -> None:
         event = events.Event(kind, time.time(), **given)
         self._keeper.event(event)
-        self._notifier.tell(event)
-        if self._metrics:
-            self._metrics.event(event)
+        self._hook.tell(event)
         if kind in ("log", "hardware") and given.get("group") == "note":
-            return  # nobody looks on for these
+            return  # not worth a line on the terminal
         who = f"process {given['process']}" if given["process"] >= 0 else ""
         where = f"on {given['node']}" if given["node"] else ""
         parts = [given.get(name, "") for name in ("seen", "concluded", "done")]
         self._say(f"aegis: {' '.join(filter(None, (kind, who, where)))}: {'; '.join(filter(None, parts))}")
 
     def _spent(self, given: dict[str, Any] | None) -> None:
-        """What the start's time went to since it was last said."""
+        """Writes down how the start's time was spent since the last such event."""
         if given:
             self._keeper.event(events.Event("spent", time.time(), **given))
 
     def close(self) -> None:
-        """What is on its way to command or webhook, for a moment."""
-        self._notifier.close()
+        """Waits a moment for the events on their way to the command."""
+        self._hook.close()
 
     def _keep_limits(self, now: float) -> None:
         self._kept = now
@@ -303,19 +296,24 @@ class Leader:
             self._look.clear()
 
 
-def _serve(port: int) -> Any:
-    """Metrics for Prometheus, if they are wanted; UserError where the port is taken."""
-    if not port:
-        return None
-    from zaya_jax.aegis import prometheus  # a server of its own, that few runs ask for
+def _require(given: tuple, shape: tuple) -> None:
+    if len(given) != len(shape) or not shape or not all(map(isinstance, given, shape)):
+        raise ValueError(f"{given!r:.200}")
 
-    metrics = prometheus.Metrics()
-    metrics.serve(port)
-    return metrics
+
+def _view(given: Sequence, processes: range) -> View:
+    """A view of one of the node's own processes; ValueError or TypeError where it is none."""
+    view = View(*given)
+    _require(view, VIEW)
+    for lap in view.laps:
+        _require(tuple(lap), (NUMBER,) * 4)
+    if view.process not in processes:
+        raise ValueError(f"process {view.process} is none of this node's")
+    return view
 
 
 def _known(workdir: Path) -> dict[str, float]:
-    """What earlier starts have learned of how long things take."""
+    """The times that earlier starts have learned."""
     try:
         found = files.read_json(workdir / events.FOLDER / LIMITS)
         return {name: float(found[name]) for name in hang.FLOORS if name in found}

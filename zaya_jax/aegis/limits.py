@@ -1,7 +1,7 @@
-"""What a watched number may be: one table, each row with its reason.
+"""The limits of watched numbers: one table, each row with its reason.
 
-docs/watching.md shows it, and a test holds that. What slows a node down, or will want a person some day, is a note: a
-process that ends soon after has not ended for it.
+docs/watching.md shows it, and a test holds that. A fault that only slows a node down, or needs a person some day, is a
+note: a process that ends soon after has not ended for it.
 """
 
 from typing import NamedTuple

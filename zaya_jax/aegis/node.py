@@ -1,8 +1,8 @@
-"""The hands of a node's agent: it starts the node's processes, hears what they print and where they are, and ends them.
+"""Starts a node's processes, follows their output and their beats, and ends them: the hands of a node's agent.
 
     node = Node(task, selector, keeper, terminal, tell)
     node.start(number, address, count, first)   its part of a start: processes first, first + 1, ... of count
-    node.turn(now)                              what has happened since; called often
+    node.turn(now)                              reports changes; called often
     node.ask(), node.kill(), node.collect()
     node.check(number), node.link(number, coordinator, index)   its part of the check before a start
 
@@ -21,7 +21,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -29,8 +28,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis import child, preflight, rules, stacks, standing, watch
-from zaya_jax.aegis.finding import Finding
+from zaya_jax.aegis import machine, preflight, rules, stacks, watch
+from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.hang import View
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.cluster import beats
@@ -39,13 +38,14 @@ from zaya_jax.config import files
 LOOK = 0.25  # seconds between two looks at the beats
 WATCH = 5.0  # seconds between two looks at the hardware
 LINE = 1 << 16  # bytes; a longer one is taken in pieces
+PIPE = 1 << 18  # bytes; Linux gives a pipe 64 KiB
 SHM = Path("/dev/shm")
 ROOT = "ZAYA_WATCH_ROOT"  # the variable: another root than / for what is watched, for tests
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a node is to run, and where."""
+    """The command of a node's processes, and its workdir."""
 
     command: Sequence[str]
     workdir: Path
@@ -80,13 +80,13 @@ class Node:
         self.scratch = _scratch(SHM if os.access(SHM, os.W_OK) else None)
         self.processes: dict[int, Process] = {}
         self._number, self._looked = 0, 0.0
-        self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # what threads have to tell
+        self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # messages of threads
         self._matcher = rules.Matcher()
-        self._numa = standing.gpus(os.environ)
+        self._numa = machine.gpus(os.environ)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     def ready(self) -> None:
-        """Says that nothing runs here, and a port on which nobody listens now."""
+        """Says that nothing runs here, and names a free port."""
         self._tell(["ready", _port()])
 
     def check(self, number: int) -> None:
@@ -137,12 +137,11 @@ class Node:
             }  # fmt: skip
             near: list[str] = []
             if len(self._numa) >= self._task.processes:
-                near = standing.beside(self._numa[i])
+                near = machine.beside(self._numa[i])
                 if self._task.processes > 1:
                     variables["JAX_LOCAL_DEVICE_IDS"] = str(i)
-            become = [sys.executable, "-I", "-S", str(Path(child.__file__)), str(os.getpid())]
             popen = subprocess.Popen(
-                [*become, *near, *self._task.command],
+                [*machine.ends_with_this(), *near, *self._task.command],
                 env={**self._task.variables, **os.environ, **variables}, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
@@ -161,7 +160,7 @@ class Node:
                 process.popen.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends what runs here at once, with what it has started; one that is stopped too."""
+        """Kills the processes here with all that they started, stopped ones too."""
         for process in self.processes.values():
             _kill_group(process.popen)
 
@@ -176,12 +175,12 @@ class Node:
         ).start()
 
     def turn(self, now: float) -> None:
-        """What has ended, where the others are, what threads have found."""
+        """Reports ended processes, where the others are, and the findings of threads."""
         ended = [p for p in self.processes.values() if p.popen.poll() is not None]
         if ended:  # how far they had come
             self._tell(["views", self._number, [self._view(p, time.monotonic()) for p in ended]])
         for process in ended:
-            _kill_group(process.popen)  # what it may have left behind
+            _kill_group(process.popen)  # with children that it left behind
             for stream, pipe in ((1, process.popen.stdout), (2, process.popen.stderr)):
                 self._hear(process, stream, pipe, last=True)
             del self.processes[process.index]
@@ -219,10 +218,11 @@ class Node:
         )
 
     def _hear(self, process: Process, stream: int, pipe: Any, last: bool = False) -> None:
-        """What a process has printed."""
+        """Takes what a process has printed. After its end that is no more than a pipe holds: a child of its own that
+        left its group, and has the pipe too, may print for ever."""
         if pipe.closed:
             return
-        while True:
+        for _ in range(PIPE // LINE if last else 1):
             try:
                 data = os.read(pipe.fileno(), LINE)
             except BlockingIOError:
@@ -238,8 +238,6 @@ class Node:
             process.rest[stream] = b"" if len(rest) > LINE else rest
             for line in [*lines, rest] if len(rest) > LINE else lines:
                 self._match(process.index, line)
-            if not last:
-                break
         if last:
             self._match(process.index, process.rest[stream])
             self._selector.unregister(pipe)
@@ -270,7 +268,7 @@ class Node:
 
 
 def _port() -> int:
-    """One on which nobody listens now."""
+    """A free one."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
 
@@ -280,7 +278,7 @@ def _scratch(folder: Path | None) -> Path:
 
 
 def _has_room(folder: Path, size: int) -> bool:
-    """Whether so many bytes fit there: /dev/shm may be full of what others left."""
+    """Whether so many bytes fit there: /dev/shm may be full of others' files."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(2 * size + (1 << 16)))

@@ -1,12 +1,11 @@
-"""Tells somebody of what befalls a run: a command, a webhook, or both. It never waits for them, and never fails a run.
+"""Tells a command of each event of a run. It never waits for the command, and never fails a run.
 
-    notifier = Notifier(command="page-me --team=training", webhook="https://...")
-    notifier.tell(event)       returns at once
-    notifier.close()           waits a moment for what is on its way
+    hook = Hook("page-me --team=training")
+    hook.tell(event)       returns at once
+    hook.close()           waits a moment for the events on their way
 
 The command gets the event as JSON on its standard input, and as ZAYA_EVENT (kind), ZAYA_NODE, ZAYA_GROUP and
-ZAYA_TEXT. A webhook gets it as JSON with a `text`, which Slack and its like show. What fails is counted, and what
-comes faster than it can be told is dropped and counted.
+ZAYA_TEXT. Failures are counted, and events that come faster than the command takes them are dropped and counted.
 """
 
 import dataclasses
@@ -17,12 +16,11 @@ import queue
 import shlex
 import subprocess
 import threading
-import urllib.request
 
 from zaya_jax.aegis.events import Event
 from zaya_jax.config import UserError
 
-SECONDS = 20.0  # that a command or a webhook may take
+SECONDS = 20.0  # that the command may take
 WAITING = 100  # events at most
 QUIET = frozenset({"spent", "log", "hardware"})  # kinds that are told only where they are more than a note
 _log = logging.getLogger("zaya_jax")
@@ -37,29 +35,26 @@ def line_of(event: Event) -> str:
     return ": ".join(filter(None, (head, "; ".join(filter(None, (event.seen, event.concluded, event.done))))))
 
 
-class Notifier:
+class Hook:
     """See the module. `failed` and `dropped` are counts."""
 
-    def __init__(self, command: str = "", webhook: str = "", seconds: float = SECONDS):
+    def __init__(self, command: str, seconds: float = SECONDS):
         try:
             self._command = shlex.split(command)
         except ValueError as error:
             raise UserError(
                 f"the command {command!r} is no command line ({error}); mend its quotes"
             ) from None
-        if webhook and not webhook.startswith(("http://", "https://")):
-            raise UserError(f"the webhook {webhook!r} is no address; give one that begins with https://")
-        self._webhook, self._seconds = webhook, seconds
+        self._seconds = seconds
         self.told = self.failed = self.dropped = 0
         self._queue: queue.Queue[Event | None] = queue.Queue(WAITING)
-        self._thread: threading.Thread | None = None
-        if self._command or webhook:
-            self._thread = threading.Thread(target=self._run, name="notify", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="notify", daemon=True)
+        if self._command:
             self._thread.start()
 
     def tell(self, event: Event) -> None:
-        """Has it told, unless nobody wants to know or too much is waiting."""
-        if self._thread is None or (event.kind in QUIET and event.group == "note"):
+        """Passes it on, unless there is no command or too much is waiting."""
+        if not self._command or (event.kind in QUIET and event.group == "note"):
             return
         try:
             self._queue.put_nowait(event)
@@ -67,37 +62,26 @@ class Notifier:
             self.dropped += 1
 
     def close(self, seconds: float = SECONDS) -> None:
-        """Tells what waits, for so long at most."""
-        if self._thread is None:
-            return
-        try:
-            self._queue.put(None, timeout=seconds)
-        except queue.Full:
-            return
-        self._thread.join(seconds)
+        """Tells the events that wait, for so long at most."""
+        if self._command:
+            try:
+                self._queue.put(None, timeout=seconds)
+                self._thread.join(seconds)
+            except queue.Full:
+                return
 
     def _run(self) -> None:
         while (event := self._queue.get()) is not None:
-            ways = [self._by_command] * bool(self._command) + [self._by_webhook] * bool(self._webhook)
-            for how in ways:
-                try:
-                    how(event)
-                    self.told += 1
-                except Exception as error:
-                    self.failed += 1
-                    if self.failed == 1:  # once: a service that is down would say it at each event
-                        _log.warning("an event could not be told: %s: %s", type(error).__name__, error)
-
-    def _by_command(self, event: Event) -> None:
-        words = {"ZAYA_EVENT": event.kind, "ZAYA_NODE": event.node, "ZAYA_GROUP": event.group}
-        environ = os.environ | words | {"ZAYA_TEXT": line_of(event)}
-        subprocess.run(
-            self._command, input=json.dumps(dataclasses.asdict(event)).encode(), env=environ, timeout=self._seconds,
-            check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-
-    def _by_webhook(self, event: Event) -> None:
-        body = json.dumps({"text": line_of(event), **dataclasses.asdict(event)}).encode()
-        request = urllib.request.Request(self._webhook, body, {"Content-Type": "application/json"})
-        with urllib.request.urlopen(request, timeout=self._seconds):
-            pass
+            words = {"ZAYA_EVENT": event.kind, "ZAYA_NODE": event.node, "ZAYA_GROUP": event.group}
+            environ = os.environ | words | {"ZAYA_TEXT": line_of(event)}
+            body = json.dumps(dataclasses.asdict(event)).encode()
+            try:
+                subprocess.run(
+                    self._command, input=body, env=environ, timeout=self._seconds, check=True,
+                    stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+                self.told += 1
+            except (OSError, subprocess.SubprocessError) as error:
+                self.failed += 1
+                if self.failed == 1:  # once: a service that is down would say it at each event
+                    _log.warning("an event could not be told: %s: %s", type(error).__name__, error)

@@ -4,9 +4,10 @@
     rounds(["a", "b", "c", "d"])            which pairs of nodes try their link in which round
     link(coordinator, index)                one of a pair; a Tried
     judge([("a", "b", tried), ...])         list[Finding] that name a node or a link in `device`
+    Checking(...)                           the leader's part: orders all of that, and gathers the findings
 
-What may hang runs in a process of its own with a time limit: a device that does not answer is a finding too. `probe`
-is what runs there.
+Anything that may hang runs in a process of its own (`probe`) with a time limit: a device that does not answer is a
+finding too.
 """
 
 import contextlib
@@ -19,12 +20,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.aegis import child, watch, watch_gpu, watch_net
-from zaya_jax.aegis.finding import Finding
+from zaya_jax.aegis import machine, reading, watch, watch_gpu, watch_net
+from zaya_jax.aegis.events import Finding
 
 SECONDS = 50.0  # for all of a node's check
 LINK_SECONDS = 50.0  # for a pair's
@@ -32,22 +33,18 @@ SLOW = 0.7  # of the other devices' median bandwidth: a healthy node's differ by
 SLOW_LINK = 0.5  # of the other links' median: rings share switches
 IDLE_BYTES = 2 << 30  # of a GPU's memory; drivers and a desktop keep some 100 MB
 IDLE_BUSY = 10.0  # percent
-STOOD = 4.0  # a wait of a second that took so long: this process was stopped
-TAIL = 300  # characters of what a probe said last on stderr
+ANSWER = 10.0  # seconds that an answer to the leader may take beyond the time that a node gives itself
+TAIL = 300  # characters of a probe's last line on stderr
 
 
 def check(
     expected: int | None = None,
     workdir: str | Path | None = None,
-    floor: float = 0.0,
     root: str | Path = "/",
     seconds: float = SECONDS,
     environ: Mapping[str, str] | None = None,
 ) -> list[Finding]:
-    """What is wrong with this node. `floor`: bytes a second that each device's memory must reach.
-
-    `environ`: the environment of the probes, by default this process's.
-    """
+    """The faults of this node. `environ`: the environment of the probes, by default this process's."""
     found = idle(root)
     until = time.monotonic() + seconds
     probes = [_Probe("devices", environ=environ)]
@@ -57,7 +54,7 @@ def check(
     watchers.look()
     for probe in probes:
         probe.wait(until)
-    found += judge_devices(probes[0], expected, floor)
+    found += judge_devices(probes[0], expected)
     if workdir is not None:
         found += judge_storage(probes[1], str(workdir))
     found += [one for one in watchers.look() if one.group != "note"]
@@ -65,8 +62,8 @@ def check(
 
 
 def idle(root: str | Path) -> list[Finding]:
-    """GPUs that somebody uses already, as far as the driver tells."""
-    found, tree = [], watch.Tree(root)
+    """GPUs that are in use already, as far as the driver tells."""
+    found, tree = [], reading.Tree(root)
     for gpu in watch_gpu.Amd(tree).read():
         used = tree.number(f"sys/class/drm/{gpu.device}/device/mem_info_vram_used") or 0.0
         if used > IDLE_BYTES or (gpu.busy or 0.0) > IDLE_BUSY:
@@ -77,7 +74,7 @@ def idle(root: str | Path) -> list[Finding]:
 
 def slow_ports(root: str | Path) -> list[Finding]:
     """Active ports that are slower than most of the node's."""
-    tree, rates = watch.Tree(root), {}
+    tree, rates = reading.Tree(root), {}
     for card in tree.names(watch_net.INFINIBAND):
         place = f"{watch_net.INFINIBAND}/{card}/ports/1"
         rate = (tree.text(f"{place}/rate") or "").split()
@@ -96,8 +93,8 @@ def slow_ports(root: str | Path) -> list[Finding]:
     ]
 
 
-def judge_devices(probe: "_Probe", expected: int | None, floor: float) -> list[Finding]:
-    """What the devices' probe has said, or where it stopped."""
+def judge_devices(probe: "_Probe", expected: int | None) -> list[Finding]:
+    """Findings by the devices' probe, or about the point at which it stopped."""
     found = []
     there = probe.said.get("devices", {})
     if "count" in there and expected is not None and there["count"] != expected:
@@ -110,14 +107,14 @@ def judge_devices(probe: "_Probe", expected: int | None, floor: float) -> list[F
     # Devices of a CPU are threads that share its memory.
     usual = statistics.median(rates.values()) if len(rates) > 2 and there["platform"] != "cpu" else 0.0
     for number, rate in rates.items():
-        if rate < max(SLOW * usual, floor):
-            seen = f"{rate / 1e9:,.0f} GB/s; median of the node {usual / 1e9:,.0f}, at least {floor / 1e9:,.0f} wanted"
+        if rate < SLOW * usual:
+            seen = f"{rate / 1e9:,.0f} GB/s; median of the node {usual / 1e9:,.0f}"
             found.append(Finding("gpu memory slow", "critical", "exclude", seen, -1, f"device {number}"))
     return found + probe.end("critical", "exclude")
 
 
 def judge_storage(probe: "_Probe", folder: str) -> list[Finding]:
-    """Likewise of the storage's."""
+    """Findings by the storage's probe."""
     if probe.said.get("read", {}).get("same") is False:
         seen = "what was read back is not what was written"
         return [Finding("storage wrong", "storage", "exclude", seen, -1, folder)]
@@ -125,7 +122,7 @@ def judge_storage(probe: "_Probe", folder: str) -> list[Finding]:
 
 
 class Tried(NamedTuple):
-    """How a pair's link did, seen from one end: bytes a second, 0 where it failed; what was wrong."""
+    """How a pair's link did, seen from one end: bytes a second, 0 where it failed; and the reason."""
 
     bandwidth: float
     wrong: str = ""
@@ -165,7 +162,7 @@ def link(
 def judge(results: Iterable[tuple[str, str, Tried]]) -> list[Finding]:
     """Which nodes are bad (all their links fail) and which links (their ends are well with others); then slow ones.
 
-    Each result is (node, node, what either of both has seen); the two ends of a pair may both be given.
+    Each result is (node, node, the view of one of them); the two ends of a pair may both be given.
     """
     pairs: dict[tuple[str, str], list[Tried]] = {}
     for a, b, tried in results:
@@ -205,7 +202,7 @@ def _named(
 
 
 class _Probe:
-    """A process that says in lines what it has done."""
+    """A process that reports each part of its work as a line."""
 
     def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None):
         self.what, self.said = arguments[0], dict[str, Any]()
@@ -214,15 +211,9 @@ class _Probe:
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
         given = {**(os.environ if environ is None else environ), "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         self._begun = time.monotonic()
-        become = [
-            sys.executable,
-            "-I",
-            "-S",
-            str(Path(child.__file__)),
-            str(os.getpid()),
-        ]  # ends with this one
         self._process = subprocess.Popen(
-            [*become, sys.executable, "-m", "zaya_jax.aegis.probe", *arguments], env=given, stdin=subprocess.DEVNULL,
+            [*machine.ends_with_this(), sys.executable, "-m", "zaya_jax.aegis.probe", *arguments],
+            env=given, stdin=subprocess.DEVNULL,
             stdout=self._out, stderr=self._err, start_new_session=True, cwd=Path(__file__).parents[2],
         )  # fmt: skip
         self._code: int | None = None
@@ -231,7 +222,7 @@ class _Probe:
     def wait(self, until: float) -> None:
         """Until it ends or the time is up; it is killed then, and left if even that does not help."""
         try:
-            self._code = self._wait(until)
+            self._code = self._process.wait(max(until - time.monotonic(), 0.1))
         except subprocess.TimeoutExpired:
             self._process.kill()
             try:
@@ -251,18 +242,6 @@ class _Probe:
         self._out.close()
         self._err.close()
 
-    def _wait(self, until: float) -> int:
-        """Without the time that this process stood still itself: whoever stopped it may have stopped the probe too."""
-        while True:
-            looked = time.monotonic()
-            try:
-                return self._process.wait(min(max(until - looked, 0.1), 1.0))
-            except subprocess.TimeoutExpired:
-                now = time.monotonic()
-                until += now - looked if now - looked > STOOD else 0.0
-                if now >= until:
-                    raise
-
     def end(self, group: str, action: str) -> list[Finding]:
         """A finding where it did not come to its end."""
         if "end" in self.said and self._code == 0:
@@ -273,3 +252,81 @@ class _Probe:
             return [Finding(f"check of {self.what} hangs", group, action, f"{seen}. {self._error}".strip())]
         how = signal.Signals(-self._code).name if self._code < 0 else f"exit code {self._code}"
         return [Finding(f"check of {self.what} failed", group, action, f"{how} {after}: {self._error}")]
+
+
+class Checking:
+    """The check of a start's nodes as the leader sees it: all try themselves, then in pairs the links between them.
+
+    checking = Checking(number, nodes, addresses, order, now)
+    checking.hear(node, message)        ["checked", number, findings, port] or ["linked", number, bandwidth, wrong]
+    checking.turn(now)                  findings by node (-1: none alone), once all is over; else None
+
+    A node that gives no answer in time is found too. `order` carries ["check", number] and
+    ["link", number, coordinator, index].
+    """
+
+    def __init__(
+        self, number: int, nodes: Sequence[int], addresses: Mapping[int, str], order: Callable[[int, list], None],
+        now: float,
+    ):  # fmt: skip
+        self.number, self.nodes, self.begun = number, tuple(nodes), now
+        self._addresses, self._order = addresses, order
+        self._waiting, self._until = set(nodes), now + SECONDS + ANSWER
+        self._found: list[tuple[int, Finding]] = []
+        self._ports: dict[int, int] = {}
+        self._rounds: list[list[tuple[int, int]]] | None = None  # until all nodes have tried themselves
+        self._pairs: list[tuple[int, int]] = []  # of this round
+        self._tried: dict[int, Tried] = {}  # by the nodes of this round
+        self._links: list[tuple[str, str, Tried]] = []
+        for node in nodes:
+            order(node, ["check", number])
+
+    def hear(self, node: int, message: list) -> None:
+        """An answer; of an earlier check's nothing."""
+        kind, number, *rest = message
+        if number != self.number or node not in self._waiting:
+            return
+        self._waiting.discard(node)
+        if kind == "checked":
+            self._found += [(node, Finding(**given)) for given in rest[0]]
+            self._ports[node] = rest[1]
+        else:
+            self._tried[node] = Tried(*rest)
+
+    def woke(self, seconds: float) -> None:
+        """An agent stood still for so long: an answer is not late by that."""
+        self._until += seconds
+
+    def turn(self, now: float) -> list[tuple[int, Finding]] | None:
+        """Orders the next round, or returns the findings."""
+        if self._waiting and now < self._until:
+            return None
+        if self._rounds is None:
+            hung = f"no answer within {SECONDS + ANSWER:g} s"
+            self._found += [
+                (node, Finding("check of the node hangs", "critical", "exclude", hung))
+                for node in self._waiting
+            ]
+            unfit = {node for node, finding in self._found if finding.action == "exclude"}
+            fit = [str(node) for node in self.nodes if node not in unfit]
+            self._rounds = [[(int(a), int(b)) for a, b in pairs] for pairs in rounds(fit)]
+        for pair in self._pairs:
+            silent = Tried(0.0, f"no answer within {LINK_SECONDS + ANSWER:g} s")
+            for node in pair:
+                self._links.append((_name(pair[0]), _name(pair[1]), self._tried.get(node, silent)))
+        if self._rounds:
+            self._pairs, self._tried = self._rounds.pop(0), {}
+            self._waiting = {node for pair in self._pairs for node in pair}
+            self._until = now + LINK_SECONDS + ANSWER
+            for a, b in self._pairs:
+                host = self._addresses[a]
+                address = f"{f'[{host}]' if ':' in host else host}:{self._ports[a]}"
+                self._order(a, ["link", self.number, address, 0])
+                self._order(b, ["link", self.number, address, 1])
+            return None
+        numbers = {_name(node): node for node in self.nodes}
+        return self._found + [(numbers.get(f.device, -1), f) for f in judge(self._links)]
+
+
+def _name(node: int) -> str:
+    return f"node {node}"

@@ -1,10 +1,10 @@
-"""What a check before the start does in a process of its own, which may hang or crash: see `preflight`.
+"""The part of the check before a start that may hang or crash, in a process of its own: see `preflight`.
 
     python -m zaya_jax.aegis.probe devices
     python -m zaya_jax.aegis.probe storage FOLDER
     python -m zaya_jax.aegis.probe link COORDINATOR INDEX SECONDS
 
-Each part that ends is a line of JSON with its name, so that whoever waits knows at which part there was no answer.
+Each part that ends is a line of JSON with its name, so that its parent knows which part gave no answer.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ def matrices(side: int, turn: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def products(devices: list, wanted: Callable = np.matmul) -> list[str]:
-    """Multiplies on every device in bfloat16 and float32, and compares each number with NumPy's; what is wrong."""
+    """Multiplies on every device in bfloat16 and float32, and compares with NumPy: the differences in words."""
     import jax
     import jax.numpy as jnp
     from jax.sharding import Mesh, NamedSharding
@@ -85,11 +85,11 @@ def bandwidth(device: Any) -> float:
     """Bytes read and written in a second by a copy on one device."""
     import jax
 
-    from zaya_jax.hardware.measure import memory, timing
+    from zaya_jax.hardware.measure import streams, timing
 
     size = STREAM.get(device.platform, STREAM_ELSEWHERE)
     x = jax.device_put(np.ones(size // 4, np.float32), device)
-    compiled = jax.jit(lambda x: memory.PASSES["copy"](x, None, None)).lower(x).compile()
+    compiled = jax.jit(lambda x: streams.PASSES["copy"](x, None, None)).lower(x).compile()
     taken = timing.time_call(lambda: compiled(x), SECONDS, device.platform != "cpu")
     return 2 * size / taken.median
 
@@ -123,7 +123,7 @@ def storage(folder: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def link(coordinator: str, index: int, seconds: int) -> None:
-    """One of two nodes: every device sends known numbers to its partner on the other node, and looks at what comes."""
+    """One of two nodes: every device sends known numbers to its partner on the other one, and checks its own."""
     import jax
     import jax.numpy as jnp
     from jax import lax

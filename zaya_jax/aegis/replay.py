@@ -34,6 +34,7 @@ from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import batch_spec
 from zaya_jax.parallel.spread import AXES
 from zaya_jax.train import step as steps
+from zaya_jax.train.gradients import gradients
 from zaya_jax.train.state import REPLICATED
 
 HALVES = 4  # 64 bits, sixteen in each float: the gradient of a layer's slot is float32
@@ -61,19 +62,18 @@ class Replay:
         loss_fn = steps.make_loss(config, model, spread)
 
         def hashes(params, bias, batch):
-            micro = jax.tree.map(lambda x: x[0], batch)
-            total = float(math.prod(micro["tokens"].shape) * spread.data * spread.expert)
+            total = float(math.prod(batch["tokens"].shape[1:]) * spread.data * spread.expert)
             by_layer = {
                 path: _Hashed(x.shape[0])
                 for path, x in trees.flat(params, "/").items()
                 if path.startswith("layers/")
             }
 
-            def loss_of(params, micro, leaving):
-                return loss_fn(params, bias, micro, total, None, leaving)
+            def loss_of(params, micro, stored):
+                return loss_fn(params, bias, micro, total, stored)
 
-            gradients, sums = steps.gradients(loss_of, by_layer, params, micro)
-            found = trees.flat(gradients, "/")
+            found, sums = gradients(loss_of, params, batch, by_layer, in_place=False)
+            found = trees.flat(found, "/")
             rest = {path: x for path, x in found.items() if path not in by_layer}
             rest = hook(rest) if hook else rest
             words = {path: hashed(x) for path, x in rest.items()}

@@ -1,8 +1,8 @@
-"""What lines of logs mean: rules are data (rules_process.toml, rules_kernel.toml), and this finds the one that fits.
+"""Finds the meaning of log lines by rules, which are data (rules_process.toml, rules_kernel.toml).
 
     matcher = Matcher()                     of processes; Matcher("kernel") of the kernel's log
     matcher.feed(process, line)             [] or [Finding]
-    Kernel(root).look()                     findings in what the kernel has said since the last look
+    Kernel(root).look()                     findings in the kernel's lines since the last look
     first(seen)                             of (time, finding) of several processes, the one that began it
 
 The first rule that fits wins, in the order of the file. A flood is counted: lines that differ in numbers alone
@@ -20,16 +20,16 @@ import tomllib
 from collections.abc import Iterable
 from pathlib import Path
 
-from zaya_jax.aegis.finding import Finding
+from zaya_jax.aegis import events
+from zaya_jax.aegis.events import Finding
 
 KINDS = ("process", "kernel")
-LONGEST = 4096  # characters of a line that are looked at: a rank's dump of a tensor may be megabytes
+LONGEST = 1024  # characters of a line that are looked at: the time for some patterns grows with their square
 SHOWN = 400  # and that a finding keeps
 MOST_KINDS = 1000  # of lines that are counted apart; later ones are counted by their rule alone
 READ = 1 << 20  # bytes of the kernel's log at one look
 PLACES = ("dev/kmsg", "var/log/kern.log", "var/log/messages", "var/log/dmesg")
 _PCI = r"(?P<device>[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?)"
-_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f-\x9f]")
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;\n]{0,80};")
 
@@ -38,7 +38,7 @@ _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;\n]{0,80};")
 class Rule:
     """One kind of line, whose pattern may name a `device` and a `process`.
 
-    `consequence`: it follows from something elsewhere, and is nobody's first cause.
+    `consequence`: it follows from something elsewhere, and is never the first cause.
     """
 
     name: str
@@ -63,7 +63,7 @@ def load(kind: str) -> tuple[Rule, ...]:
 
 @functools.cache
 def consequences() -> frozenset[str]:
-    """Names of what follows from something elsewhere."""
+    """Names of the rules that are consequences."""
     return frozenset(rule.name for kind in KINDS for rule in load(kind) if rule.consequence)
 
 
@@ -75,7 +75,7 @@ class Matcher:
         self._counts: dict[tuple[int, str, str], int] = {}
 
     def feed(self, process: int, line: str | bytes) -> list[Finding]:
-        """What a line of a process means; bytes need not be UTF-8."""
+        """The findings of a process's line; bytes need not be UTF-8."""
         if isinstance(line, bytes):
             line = line[: 4 * LONGEST].decode("utf-8", errors="replace")
         line = line[:LONGEST].strip()
@@ -96,7 +96,7 @@ class Matcher:
         count = self._counts[key] = self._counts.get(key, 0) + 1
         if str(count).strip("0") != "1":  # neither 1 nor 10 nor 100 ...
             return []
-        line = _CONTROL.sub("�", line)  # events are read on terminals
+        line = events.printable(line)
         seen = line if len(line) <= SHOWN else line[: SHOWN - 1] + "…"
         if count > 1:
             seen += f" ({count:,} such lines)"
@@ -104,7 +104,7 @@ class Matcher:
 
 
 def first(seen: Iterable[tuple[float, Finding]]) -> tuple[float, Finding] | None:
-    """Of what several processes said, with its time, the one that began it.
+    """Of several processes' findings, with their times, the one that began it.
 
     That is the earliest which is no consequence, and more than a note; otherwise the first consequence, or note.
     """
@@ -125,7 +125,7 @@ class Kernel:
         self.lost = 0  # times that the kernel overwrote lines before they were read
 
     def look(self) -> list[Finding]:
-        """What has been said since the last look; once, that nothing can be read."""
+        """Findings since the last look; once, that nothing can be read."""
         if self._file is None:
             return self._open()
         return [found for line in self._lines() for found in self._matcher.feed(-1, _text(line))]

@@ -5,7 +5,7 @@
     spikes.state()                                         for the next checkpoint
 
 A step is *high* if its loss or its gradient norm lies more than `spike_deviations` robust standard deviations above the
-level, the median of the last LEVEL steps that were not high, or is not finite. What deviates is a step from its own
+level, the median of the last LEVEL steps that were not high, or is not finite. Each step is compared with its own
 level, over the last WINDOW such steps: a loss that falls, or slowly rises, is no deviation. A robust standard deviation
 is 1.4826 times the median distance of these from their median, but at least a share (LEAST) of the level.
 
@@ -17,7 +17,6 @@ A higher level for good is a spike, or another phase.
 Nothing is high before SETTLE steps were seen, and each phase begins anew: its losses are of other text or lengths.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -32,7 +31,7 @@ LEAST = {"loss": 0.005, "grad_norm": 0.25}  # below it a deviation is taken for 
 
 
 class Spike(NamedTuple):
-    """What was seen: the steps from the first high one to the last, and of the worse figure the greatest value."""
+    """A spike: the steps from the first high one to the last, and of the worse figure the greatest value."""
 
     began: int
     step: int
@@ -51,22 +50,13 @@ class Spike(NamedTuple):
 
 
 class _High(NamedTuple):
-    """What counts now: of `steps` steps `high` were high, `ahead` more than others; their greatest figures."""
+    """The count so far: of `steps` steps `high` were high, `ahead` more than others; their greatest figures."""
 
     ahead: int = 0
     steps: int = 0
     high: int = 0
     loss: float | None = -1e38  # None: not finite
     norm: float | None = -1e38
-
-    @classmethod
-    def of(cls, state: list[Any]) -> "_High":
-        """As a checkpoint has it; an older version's has the figures of each of the last steps, all high."""
-        if not state or not isinstance(state[0], list):
-            return cls(*state)
-        return functools.reduce(
-            lambda high, pair: high.more([math.nan if x is None else x for x in pair]), state, cls()
-        )
 
     def more(self, pair: Sequence[float]) -> "_High":
         tops = [
@@ -88,7 +78,7 @@ class Spikes:
         self._phase: int = state.get("phase", -1)
         self._usual: list[list[float]] = [list(pair) for pair in state.get("usual", [])]
         self._off: list[list[float]] = [list(pair) for pair in state.get("off", [])]
-        self._high = _High.of(state.get("high", []))
+        self._high = _High(*state.get("high", []))
 
     @property
     def suspicious(self) -> bool:
@@ -96,7 +86,7 @@ class Spikes:
         return self._high.ahead > 0
 
     def state(self) -> dict[str, Any]:
-        """Numbers alone, for JSON: of what is not finite, None. Copies, since a save writes them while steps go on."""
+        """Numbers for JSON, None for one that is not finite; copies, since a save writes them while steps go on."""
         return {"phase": self._phase, "usual": [*self._usual], "off": [*self._off], "high": [*self._high]}
 
     def add(self, step: int, phase: int, loss: float, norm: float) -> Spike | None:
@@ -131,7 +121,7 @@ class Spikes:
         return [_median(values) for values in zip(*self._usual, strict=True)]
 
     def _limits(self) -> list[tuple[float, float]]:
-        """Of each figure its level and what is too high."""
+        """The level and the limit of each figure."""
         found = []
         of_figure = zip(LEAST, self._levels(), zip(*self._off, strict=True), strict=True)
         for name, level, off in of_figure:

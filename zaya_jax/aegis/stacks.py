@@ -2,27 +2,21 @@
 
     collect(targets)        {process: Stack} of {process: Target}; a second or two, in whatever state they are
 
-First what the process says itself: faulthandler at SIGUSR1, which answers as long as the main thread can take a signal,
-though the interpreter's lock be held. Then py-spy, where it is installed and there is leave, which reads the memory of
-a stopped one too. Then the system's word: state, the place in the kernel, its stack there.
+First the process's own word: faulthandler at SIGUSR1, which answers as long as the process takes signals, even while
+the interpreter's lock is held. Else the system's word: state, the place in the kernel, its stack there.
 """
 
 import contextlib
 import os
 import re
-import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 ANSWER = 1.5  # seconds for faulthandler to begin
-READ = 5.0  # seconds for py-spy
 OURS = re.compile(r"[/\\](zaya_jax|experiments|pallas_kernels)[/\\]")
 FRAME = re.compile(r'^\s*File "(.+)", line (\d+) in (.+)$')
-SPY_FRAME = re.compile(r"^\s+(\S.*) \((.+):(\d+)\)$")
 
 
 class Target(NamedTuple):
@@ -54,17 +48,14 @@ def collect(targets: dict[int, Target]) -> dict[int, Stack]:
     found = {}
     for process, target in targets.items():
         text = told.get(process, "")
-        how = "faulthandler" if text else ""
-        if not text:
-            text = _spy(target.pid)
-            how = "py-spy" if text else "/proc"
-        text += "" if text and how != "py-spy" else "\n" + _system(target.pid)
-        found[process] = Stack(how, _line(text) or _where_in_kernel(target.pid), text.strip() + "\n")
+        line = _line(text) or _where_in_kernel(target.pid)
+        text = text or _system(target.pid)
+        found[process] = Stack("faulthandler" if process in told else "/proc", line, text.strip() + "\n")
     return found
 
 
 def _ask(targets: dict[int, Target]) -> dict[int, str]:
-    """What faulthandler wrote."""
+    """The output of faulthandler."""
     begun: dict[int, int] = {}
     for process, target in targets.items():
         if not _listens(target.pid):  # the signal would kill it, or wait
@@ -97,21 +88,8 @@ def _listens(pid: int) -> bool:
     return bool(caught and int(caught[1], 16) >> (signal.SIGUSR1 - 1) & 1 and not stopped)
 
 
-def _spy(pid: int) -> str:
-    beside = Path(sys.executable).with_name("py-spy")
-    spy = str(beside) if beside.exists() else shutil.which("py-spy")
-    if not spy:
-        return ""
-    try:
-        asked = [spy, "dump", "--nonblocking", "--pid", str(pid)]  # the others would wait for a stopped one
-        done = subprocess.run(asked, capture_output=True, text=True, timeout=READ)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout if done.returncode == 0 else ""
-
-
 def _system(pid: int) -> str:
-    """What the system says of each thread."""
+    """The system's word on each thread."""
     lines = []
     for task in sorted(Path(f"/proc/{pid}/task").glob("*"), key=lambda path: int(path.name)):
         what = [f"thread {task.name}"]
@@ -146,16 +124,11 @@ def _line(text: str) -> str:
 
 
 def _main_thread(text: str) -> list[tuple[str, int, str]]:
-    """Its frames, the innermost first. faulthandler puts the main thread last; py-spy calls it MainThread."""
+    """Its frames, the innermost first; faulthandler puts the main thread last."""
     threads: list[list[tuple[str, int, str]]] = []
-    main: list[tuple[str, int, str]] | None = None
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
             threads.append([])
-            if '"MainThread"' in line:
-                main = threads[-1]
         elif threads and (match := FRAME.match(line)):
             threads[-1].append((match[1], int(match[2]), match[3]))
-        elif threads and (match := SPY_FRAME.match(line)):
-            threads[-1].append((match[2], int(match[3]), match[1]))
-    return main if main is not None else threads[-1] if threads else []
+    return threads[-1] if threads else []

@@ -1,23 +1,21 @@
 """The node's GPUs, of AMD by sysfs and of NVIDIA by NVML, as one form of reading that is judged alike.
 
-    Amd(tree, smi)        /sys/class/drm/card*/device, which needs no leave and no library; where a container hides
-                          these, the module `amdsmi`, if it can be imported
-    Nvidia(tree, nvml)    nvidia-ml-py's module `pynvml`, likewise; tests give modules of their own
+    Amd(tree)             /sys/class/drm/card*/device, which needs no leave and no library
+    Nvidia(tree, nvml)    nvidia-ml-py's module `pynvml`, if it can be imported; tests give a module of their own
 
-What a card or a driver does not tell is missing in its reading, and is not judged.
+A figure that a card or a driver does not give is missing in its reading, and is not judged.
 """
 
 import dataclasses
-import functools
 import importlib
 import re
 import statistics
 from collections.abc import Iterator
-from typing import Any, TypeGuard
+from typing import Any
 
-from zaya_jax.aegis.finding import Finding
+from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.limits import BY_NAME
-from zaya_jax.aegis.watch import Judge, Tree
+from zaya_jax.aegis.reading import Judge, Tree
 
 AMD = "0x1002"
 BUSY = 90  # percent: from there on clocks are compared
@@ -33,7 +31,7 @@ LINKS = 18  # of NVLink, at most
 
 @dataclasses.dataclass
 class Reading:
-    """What one GPU says now. Counters: (finding's name, source, value)."""
+    """One GPU's figures now. Counters: (finding's name, source, value)."""
 
     device: str
     identity: str = ""
@@ -52,7 +50,7 @@ class Reading:
 
 
 class _Gpus:
-    """Judges readings; those who read are below."""
+    """Judges readings, which the classes below take."""
 
     def __init__(self) -> None:
         self._seen: dict[str, str] = {}
@@ -116,94 +114,24 @@ class _Gpus:
         yield from judge.state("pcie link narrowed", gpu.device, gpu.width[0] < gpu.width[1] or slower, seen)
 
 
-class _Library:
-    """A vendor's module that may be missing, find no driver, or lack a function: then there is no answer."""
-
-    def __init__(self, tree: Tree, module: Any, name: str, begin: str):
-        self._tree, self._module, self._name, self._begin = tree, module, name, begin
-        self._begun = False
-
-    def there(self) -> bool:
-        """Whether it can be asked; tried once."""
-        if not self._begun:
-            self._begun = True
-            try:
-                self._module = self._module or importlib.import_module(self._name)
-                getattr(self._module, self._begin)()
-            except ImportError:
-                self._module = None  # a node without such GPUs has no need of it
-            except Exception as error:
-                self._module = None
-                self._tree.note(f"{self._name}: {error}")
-        return self._module is not None
-
-    def ask(self, name: str, *arguments: Any, quiet: bool = False) -> Any:
-        """What a function gives; None, and a note unless `quiet`, where it fails."""
-        try:
-            return getattr(self._module, name)(*arguments)
-        except Exception as error:  # each library has its own; an older one lacks a function
-            if not quiet:
-                self._tree.note(f"{name}: {error}")
-            return None
-
-    def constant(self, name: str) -> Any:
-        """Such as AmdSmiClkType.GFX; None where it is not known."""
-        try:
-            return functools.reduce(getattr, name.split("."), self._module)
-        except AttributeError as error:
-            self._tree.note(f"{name}: {error}")
-            return None
-
-
 class Amd(_Gpus):
-    """By the files of the amdgpu driver, otherwise by AMD's library."""
+    """By the files of the amdgpu driver."""
 
     name = "amd"
 
-    def __init__(self, tree: Tree, smi: Any = None):
+    def __init__(self, tree: Tree):
         super().__init__()
-        self._tree, self._smi = tree, _Library(tree, smi, "amdsmi", "amdsmi_init")
+        self._tree = tree
 
     def read(self) -> list[Reading]:
         """Cards of AMD; outputs (card0-DP-1) and partitions without a vendor are none."""
         cards = [n for n in self._tree.names("sys/class/drm") if re.fullmatch(r"card\d+", n)]
         places = {card: f"sys/class/drm/{card}/device" for card in cards}
-        found = [
+        return [
             self._card(card, place)
             for card, place in places.items()
             if self._tree.text(f"{place}/vendor") == AMD
         ]
-        if found or not self._smi.there():
-            return found
-        handles = self._smi.ask("amdsmi_get_processor_handles") or []
-        return [self._by_library(i, handle) for i, handle in enumerate(handles)]
-
-    def _by_library(self, index: int, handle: Any) -> Reading:
-        ask, constant = self._smi.ask, self._smi.constant
-        gpu = Reading(f"gpu{index}", str(ask("amdsmi_get_gpu_device_uuid", handle)))
-        errors = ask("amdsmi_get_gpu_total_ecc_count", handle) or {}
-        for kind, name in (
-            ("uncorrectable", "gpu uncorrectable error"), ("correctable", "gpu correctable error rate"),
-            ("deferred", "gpu deferred error"),
-        ):  # fmt: skip
-            gpu.counters.append((name, f"{kind} errors of all blocks", errors.get(f"{kind}_count")))
-        pages = ask("amdsmi_get_gpu_bad_page_info", handle)
-        if pages is not None:  # older libraries say in words that there are none
-            gpu.counters.append(
-                ("gpu pages retired", "bad pages", 0.0 if isinstance(pages, str) else float(len(pages)))
-            )
-        spot = constant("AmdSmiTemperatureType.HOTSPOT")
-        degrees, limit = (
-            ask("amdsmi_get_temp_metric", handle, spot, constant(f"AmdSmiTemperatureMetric.{what}"))
-            for what in ("CURRENT", "CRITICAL")
-        )
-        if _is_number(degrees) and _is_number(limit) and limit:
-            gpu.heat.append(("hotspot", float(degrees), float(limit)))
-        busy = (ask("amdsmi_get_gpu_activity", handle) or {}).get("gfx_activity")
-        clock = (ask("amdsmi_get_clock_info", handle, constant("AmdSmiClkType.GFX")) or {}).get("clk")
-        gpu.busy = float(busy) if _is_number(busy) else None
-        gpu.clock = float(clock) if _is_number(clock) else None
-        return gpu
 
     def _card(self, card: str, place: str) -> Reading:
         tree = self._tree
@@ -270,12 +198,34 @@ class Nvidia(_Gpus):
 
     def __init__(self, tree: Tree, nvml: Any = None):
         super().__init__()
-        self._nvml = _Library(tree, nvml, "pynvml", "nvmlInit")
-        self._ask = self._nvml.ask
+        self._tree, self._nvml, self._begun = tree, nvml, False
+
+    def _there(self) -> bool:
+        """Whether the library can be asked; tried once."""
+        if not self._begun:
+            self._begun = True
+            try:
+                self._nvml = self._nvml or importlib.import_module("pynvml")
+                self._nvml.nvmlInit()
+            except ImportError:
+                self._nvml = None  # a node without such GPUs has no need of it
+            except Exception as error:
+                self._nvml = None
+                self._tree.note(f"pynvml: {error}")
+        return self._nvml is not None
+
+    def _ask(self, name: str, *arguments: Any, quiet: bool = False) -> Any:
+        """The answer of a function; None, and a note unless `quiet`, where it fails."""
+        try:
+            return getattr(self._nvml, name)(*arguments)
+        except Exception as error:  # the library has its own; an older one lacks a function
+            if not quiet:
+                self._tree.note(f"{name}: {error}")
+            return None
 
     def read(self) -> list[Reading]:
         """All that NVML counts; none where it is not installed, or finds no driver."""
-        if not self._nvml.there():
+        if not self._there():
             return []
         count = self._ask("nvmlDeviceGetCount") or 0
         handles = [(i, self._ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
@@ -320,7 +270,7 @@ class Nvidia(_Gpus):
         """Counters of a link: 0 replays, 1 recoveries, 2 and 3 CRC errors; only links that are there are asked."""
         down = 0
         for link in range(LINKS):
-            up = self._nvml.ask("nvmlDeviceGetNvLinkState", handle, link, quiet=True)
+            up = self._ask("nvmlDeviceGetNvLinkState", handle, link, quiet=True)
             if up is None:
                 break  # there are no more
             down += not up
@@ -329,8 +279,3 @@ class Nvidia(_Gpus):
                 value = self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, kind) if up else None
                 gpu.counters.append((name, f"link {link} {what}", value))
         gpu.counters.append(("nvlink error", "links that are down", float(down)))
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    """Libraries say "N/A" for what a card does not tell."""
-    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -14,8 +14,8 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from zaya_jax.aegis.finding import Finding
-from zaya_jax.aegis.watch import Judge, Tree
+from zaya_jax.aegis.events import Finding
+from zaya_jax.aegis.reading import Judge, Tree
 
 INFINIBAND = "sys/class/infiniband"
 NET = "sys/class/net"
@@ -139,7 +139,7 @@ class Interfaces:
         yield from slow(judge, speeds, self._speeds, "Gb/s")
 
     def _driver(self, device: str) -> dict[str, float]:
-        """Pauses received by priority, of what the driver counts."""
+        """Pauses received by priority, from the driver's counters."""
         text = self._tree.text(f"{DRIVERS}/{device}")
         if text is not None:
             pairs = re.findall(r"^\s*(\w+): (\d+)$", text, re.M)
@@ -172,7 +172,7 @@ def odd_rates(rates: dict[str, float]) -> list[str]:
 
 
 def driver_statistics(device: str) -> dict[str, float]:
-    """What `ethtool -S` prints, asked of the kernel; {} where there is none, or no leave."""
+    """The output of `ethtool -S`, asked of the kernel; {} where there is none, or no leave."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
             # ETHTOOL_GSSET_INFO of ETH_SS_STATS, then its names, then its values.

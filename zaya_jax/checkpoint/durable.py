@@ -1,8 +1,8 @@
-"""The safe place after `workdir/checkpoints`, a folder or URL: what is there, sent and fetched.
+"""The safe place after `workdir/checkpoints`, a folder or URL: copies of whole steps, sent and fetched.
 
-    durable.missing()                  steps here of which it has no whole copy
+    durable.missing()                  steps here that it has no whole copy of
     durable.send(step, begun)          a copy, or what went wrong
-    durable.fetch_newest()             what it has and workdir/checkpoints has not
+    durable.fetch_newest(accept)       a step that it has and workdir/checkpoints has not
 
 All is for all processes together; each sends and fetches its share of the files.
 """
@@ -14,157 +14,124 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint import audit, layout, owner, writing
+from zaya_jax.checkpoint import audit, writing
 from zaya_jax.checkpoint.audit import share
 from zaya_jax.checkpoint.layout import META
-from zaya_jax.checkpoint.remote import Vault, each, unreachable
 from zaya_jax.checkpoint.seal import Seal
+from zaya_jax.checkpoint.times import Log
+from zaya_jax.checkpoint.vault import Vault, each, unreachable
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Checkpoint, StorageError, files
+from zaya_jax.config import Checkpoint, StorageError, UserError
+from zaya_jax.config.fields import parse_json
 
-GONE = "gone"
+Accept = Callable[[dict[str, Any]], object]  # raises UserError for the meta of another run
 
 
 class Durable:
-    """A run's copies; `root` is workdir/checkpoints, `record` takes their times, `accept` judges another's."""
+    """A run's copies; `root` is workdir/checkpoints."""
 
-    def __init__(
-        self, root: Path, settings: Checkpoint, say: Callable[[str], None], record: Callable[..., None],
-        accept: Callable[[dict[str, Any]], object] | None,
-    ):  # fmt: skip
-        self.root, self._settings, self._say, self._record, self._accept = root, settings, say, record, accept
+    def __init__(self, root: Path, settings: Checkpoint, say: Callable[[str], None], log: Log):
+        self.root, self._settings, self._say, self._log = root, settings, say, log
         self.vault = Vault(settings.durable)
         if multihost.is_writer():
             self.vault.tell = say
-        self.deleted: list[int] = []  # steps whose copies are to go
+        self.obsolete: list[int] = []  # steps that were deleted here: their copies are to go
         self.silent: StorageError | None = None  # it did not answer at this start; of process 0
 
     def missing(self) -> tuple[list[int], str]:
-        """Steps here of which it has no whole copy, and why that could not be looked up if so."""
+        """Steps here that it has no whole copy of, and why that could not be looked up if so."""
 
         def look() -> list:
             here = writing.steps_in(self.root)
-            silent, self.silent = self.silent, None  # the next look may find it answers
-            if silent:
-                return [here, str(silent)]
+            silent, self.silent = self.silent, None  # the next look may find that it answers
             try:
+                if silent:
+                    raise silent
                 there = set(self.vault.steps())
-                copied = dict(
-                    zip(here, each(lambda step: step in there and self._copied(step), here), strict=True)
-                )
-                return [[step for step in here if not copied[step]], ""]
+                copied = each(lambda step: step in there and self._has_copy(step), here)
+                return [[step for step, whole in zip(here, copied, strict=True) if not whole], ""]
             except StorageError as error:
                 return [here, str(error)]
 
         missing, error = multihost.from_first("missing", look)
         return missing, error
 
-    def _copied(self, step: int) -> bool:
-        """Whether a step there is a copy of the one here; or whole by itself, where the one here is another's."""
+    def _has_copy(self, step: int) -> bool:
+        """Whether a step there is a copy of the one here; or whole by itself, where the one here is damaged."""
+        whole = None
+        with contextlib.suppress(StorageError):
+            whole = audit.own_seal(self.root / str(step))
         try:
-            whole = audit.own_seal(self.root / str(step), step)
-        except StorageError:
-            with contextlib.suppress(StorageError):
-                return self.vault.lacks(step, self.vault.manifest(step)) == []
+            return self.vault.holds(step, whole or self.vault.manifest(step))
+        except StorageError as error:
+            if unreachable(error):
+                raise
             return False
-        return self.vault.lacks(step, whole) == []
 
     def send(self, step: int, begun: float) -> str | None:
-        """Copies a step there; what went wrong, None also where the rules have deleted it here meanwhile."""
-        vault, clock, error = self.vault, time.perf_counter(), None
-        folder, size = self.root / str(step), 0
+        """Copies a step there, if it is not there already or deleted here meanwhile; what went wrong, if anything."""
+        clock, folder = time.perf_counter(), self.root / str(step)
 
-        def begin() -> list:
-            """What keeps it from being sent, the files to send (None: all), whether a whole copy would go for them."""
+        def look() -> list:
+            """[what keeps it from being sent, whether it is to be, whether a whole copy goes for it]."""
             if not folder.exists():
-                return [GONE, None, False]
+                return [None, False, False]
             try:
-                whole = audit.own_seal(folder, step)
-                vault.claim(writing.run_of(self.root))
-                names = vault.lacks(step, whole)
-                return [None, names, names is None and vault.has(step)]
+                whole = audit.own_seal(folder)
+                self.vault.claim(writing.run_of(self.root))
+                wanted = not self.vault.holds(step, whole)
+                return [None, wanted, wanted and self.vault.has(step)]
             except StorageError as failure:
-                return [writing.reason(failure), None, False]
+                return [writing.reason(failure), False, False]
 
-        error, names, replaces = multihost.from_first("send", begin)
-        if not error and replaces:
-            error = self._damaged_here(folder)  # nothing whole is given up for what is not
-        if error:
-            return None if error == GONE else error
-
-        def reopen() -> str | None:
-            try:
-                vault.reopen(step)  # no copy any more as soon as the first of its files is written anew
-            except StorageError as failure:
-                return writing.reason(failure)
-            return None
-
-        error = multihost.from_first("reopen", reopen) if replaces else None
-        if error:
+        error, wanted, replaces = multihost.from_first("send", look)
+        if not error and replaces:  # nothing whole is given up for what is not
+            damages = audit.verify_together("before a copy goes", folder)
+            error = f"{folder} is damaged: {damages[0]}" if damages else None
+            # No whole copy any more from before the first of its files is written anew.
+            error = error or writing.together("reopen", lambda: None, lambda _: self.vault.reopen(step))
+        if error or not wanted:
             return error
-        try:
-            sums = audit.own_seal(folder, step).files
-            wanted = sums if names is None else {name: sums[name] for name in names if name in sums}
-            mine = share(wanted)
-            size = sum(sums[name][0] for name in mine)
-            vault.upload(folder, step, mine)
-        except (StorageError, OSError, ValueError) as failure:
-            error = writing.reason(failure)
-        stages = {"write": time.perf_counter() - clock}
-        told = multihost.to_first("sent", [error, stages, size])
 
-        def end() -> str | None:
-            errors = [part[0] for part in told or [] if part[0]]
-            if errors:
-                return errors[0]
-            try:
-                clock = time.perf_counter()
-                vault.complete(folder, step)
-                seconds = time.perf_counter() - clock
-                self._record(
-                    "copy",
-                    step,
-                    begun,
-                    [p[1] | {"commit": seconds} for p in told or []],
-                    [p[2] for p in told or []],
-                )
-                for old in list(self.deleted):
-                    vault.remove(old)
-                    self.deleted.remove(old)
-            except (StorageError, OSError, ValueError) as failure:
-                return writing.reason(failure)
-            return None
+        def work() -> list:
+            sums = audit.own_seal(folder).files
+            mine = {name: sums[name] for name in share(sums)}
+            self.vault.upload(folder, step, mine)
+            return [{"write": time.perf_counter() - clock}, sum(entry[0] for entry in mine.values())]
 
-        return multihost.from_first("sent end", end)
+        def end(told: list) -> None:
+            clock = time.perf_counter()
+            self.vault.complete(folder, step)
+            commit = {"commit": time.perf_counter() - clock}
+            self._log.add(
+                "copy", step, begun, [part[0] | commit for part in told], [part[1] for part in told]
+            )
+            while self.obsolete:
+                self.vault.remove(self.obsolete[0])
+                self.obsolete.pop(0)
 
-    def _damaged_here(self, folder: Path) -> str | None:
-        """What is wrong with a step's files here, each read by one process."""
-        try:
-            sums = writing.read_seal(folder).files
-            found = [
-                str(damage) for damage in audit.check_here(folder, {name: sums[name] for name in share(sums)})
-            ]
-        except (OSError, ValueError) as failure:
-            found = [f"{layout.MARKER} is {audit.unreadable(failure)}"]
-        told = multihost.to_first("here", found[:1])
-        first = multihost.from_first(
-            "damaged here", lambda: next((part[0] for part in told or [] if part), None)
-        )
-        return f"{folder} is damaged: {first}" if first else None
+        return writing.together("copy sent", work, end)
 
-    def fetch_newest(self) -> None:
+    def fetch_newest(self, accept: Accept | None) -> None:
         """Makes the newest step that is whole there whole here, if it is newer than all that are here.
 
         A place that does not answer is passed over where a step is here: a run outlives it, so a restart does too.
         """
-        vault = self.vault
 
         def look() -> list[int]:
             here = writing.steps_in(self.root)
             try:
                 if self.silent:  # what it holds was not compared with the run's decisions
                     raise self.silent
-                return newer(here)
+                option = f"config.checkpoint.durable={self.vault.url}"
+                run = writing.run_of(self.root) if here else ""
+                self.vault.require_own(run, str(self.root.parent), option)
+                if not here and accept:
+                    self._require_accepted(accept)
+                self.vault.clear()
+                return sorted(
+                    (step for step in self.vault.steps() if step > max(here, default=-1)), reverse=True
+                )
             except StorageError as failure:
                 if not here or not unreachable(failure):
                     raise
@@ -175,18 +142,8 @@ class Durable:
                 )
                 return []
 
-        def newer(here: list[int]) -> list[int]:
-            option = f"config.checkpoint.durable={vault.url}"
-            owner.require_one(
-                vault, writing.run_of(self.root) if here else owner.UNKNOWN, str(self.root.parent), option
-            )
-            if not here and self._accept:
-                owner.require_accepted(vault, self.root.parent, self._accept)
-            vault.clear()
-            return sorted((step for step in vault.steps() if step > max(here, default=-1)), reverse=True)
-
-        steps, error = multihost.from_first("durable", look), None
-        for step in steps:
+        error = None
+        for step in multihost.from_first("durable", look):
             error = self._fetch(step)
             if not error:
                 return
@@ -198,29 +155,36 @@ class Durable:
                 self._say(f"WARNING: step {step} could not be fetched: {error}; looking for the one before")
         if error and not multihost.from_first("left", lambda: bool(writing.numbered(self.root))):
             raise StorageError(
-                f"{error}; no copy in {vault.url} is whole: restore one, or give another checkpoint.durable"
+                f"{error}; no copy in {self.vault.url} is whole: restore one, or give another checkpoint.durable"
             )
+
+    def _require_accepted(self, accept: Accept) -> None:
+        """UserError where the newest copy is of another config than a new workdir's."""
+        for step in self.vault.steps()[-1:]:
+            try:
+                accept(parse_json(self.vault.checked(step, META, self.vault.manifest(step))))
+            except UserError as error:
+                raise UserError(
+                    f"config.checkpoint.durable={self.vault.url} holds step {step} of another run than "
+                    f"{self.root.parent} ({error}); give each run a place of its own"
+                ) from None
+            except (StorageError, ValueError) as error:
+                if isinstance(error, StorageError) and unreachable(error):
+                    raise  # what is damaged is found where it is fetched
 
     def _fetch(self, step: int) -> str | None:
         """Makes a step of the vault whole in workdir/checkpoints; what went wrong, if anything."""
-        vault = self.vault
-        folder, error = self.root / f"{writing.SAVING}{step}", None
-        try:
-            vault.download(step, folder, share(vault.manifest(step).files))
-        except (StorageError, OSError) as failure:
-            error = writing.reason(failure)
-        told = multihost.to_first("fetched", error)
+        folder = self.root / f"{writing.SAVING}{step}"
 
-        def end() -> str | None:
-            errors = [part for part in told or [] if part]
-            if errors:
-                shutil.rmtree(folder, ignore_errors=True)
-                return errors[0]
-            found = vault.manifest(step)
-            run = found.run or files.read_json(folder / META).get("run")
-            writing.begin_run(self.root, run or writing.run_of(self.root))
-            writing.commit(folder, self.root / str(step), Seal(found.files, step, run))
-            self._say(f"step {step} was fetched from {vault.url}")
-            return None
+        def end(_: list) -> None:
+            owner = self.vault.owner()
+            found = self.vault.manifest(step, owner)
+            writing.begin_run(self.root, owner)
+            writing.commit(folder, self.root / str(step), Seal(found.files, step, found.run))
+            self._say(f"step {step} was fetched from {self.vault.url}")
 
-        return multihost.from_first("fetched end", end)
+        work = lambda: self.vault.download(step, folder, share(self.vault.manifest(step).files))  # noqa: E731
+        error = writing.together("fetched", work, end)
+        if error and multihost.is_writer():
+            shutil.rmtree(folder, ignore_errors=True)
+        return error

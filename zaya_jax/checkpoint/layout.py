@@ -3,13 +3,13 @@
 A checkpoint of step N is the folder `checkpoints/N`, in the layout of Orbax, which reads it:
 
     checksums.json          every other file's size and crc32c; written last, so what has it is whole
-    meta/data.json          step, tokens, data position, config, tokenizer, version, layout
+    meta/data.json          step, tokens, data position, config, tokenizer, version
     state/NAME/zarr.json    one array (zarr v3); NAME is its path, such as params.layers.cca.q.kernel
     state/NAME/c.1.0        one chunk of it: the raw numbers, then their crc32c, which any reader checks
 
 Arrays are stored whole and un-padded, whatever mesh wrote them (only where chunks do not divide a dim is the last one
 filled up, as zarr has it). For saving, each device holds its own part of every array that is worth cutting (`spread`),
-also of one that the run keeps on all devices; so nothing is copied or written twice. `held` says who writes what.
+also of one that the run keeps on all devices; so nothing is copied or written twice. `boxes` says who writes what.
 """
 
 import dataclasses
@@ -71,14 +71,6 @@ class Array:
         """The file of one chunk."""
         return f"{self.folder}/{'.'.join(['c', *map(str, index)])}"
 
-    def chunks(self, box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
-        """(chunk's index, its place in the box) of all chunks in a box whose corners lie between chunks."""
-        begins = [s.start for s in box]
-        counts = [-(-(s.stop - s.start) // c) for s, c in zip(box, self.chunk, strict=True)]
-        for at in np.ndindex(*counts):
-            index = tuple(b // c + i for b, c, i in zip(begins, self.chunk, at, strict=True))
-            yield index, tuple(slice(i * c, (i + 1) * c) for i, c in zip(at, self.chunk, strict=True))
-
     def touched(self, box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
         """(chunk's index, what it holds of the array) of all chunks that a box reaches into."""
         firsts = [s.start // c for s, c in zip(box, self.chunk, strict=True)]
@@ -92,6 +84,17 @@ class Array:
                     for i, c, n in zip(index, self.chunk, self.shape, strict=True)
                 ),
             )
+
+    @classmethod
+    def of_json(cls, name: str, about: dict[str, Any]) -> "Array":
+        """The array of a zarr.json; ValueError for one that this package has not written."""
+        shape, chunk = tuple(about["shape"]), tuple(about["chunk_grid"]["configuration"]["chunk_shape"])
+        if not all(type(length) is int and 0 <= length < 2**63 for length in (*shape, *chunk)):
+            raise ValueError(f"the shape of array {name} is none")
+        found = cls(name, shape, about["data_type"], chunk)
+        if about["codecs"] != found.to_json()["codecs"]:
+            raise ValueError(f"array {name} is stored in another way than this package does")
+        return found
 
     def to_json(self) -> dict[str, Any]:
         """Its zarr.json."""

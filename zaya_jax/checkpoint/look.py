@@ -7,18 +7,28 @@ print(look.arrays_text(workdir, step))     a line an array of one
 import dataclasses
 import datetime
 import math
-import operator
 import re
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from zaya_jax.checkpoint import keep, layout, store, writing
+from zaya_jax.checkpoint import layout, retention, store, writing
 from zaya_jax.checkpoint.times import STAGES, Event, read
-from zaya_jax.config import StorageError, UserError, files, shown
+from zaya_jax.config import StorageError, UserError, files
+from zaya_jax.config.fields import parse_json
+
+# How the names begin of what lies among the checkpoints and is none, and what to say of it.
+OTHERS = {
+    (
+        writing.SAVING,
+        writing.DELETING,
+    ): "Not complete (being written or deleted, or left by a run that was killed)",
+    (writing.DAMAGED,): "Set aside as damaged",
+    (writing.STALE,): "Set aside since the run went back behind them",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,20 +37,17 @@ class Seen:
 
     step: int
     meta: dict[str, Any]
-    files: dict[str, list[int]]
-    arrays: list[dict[str, Any]]  # name, shape, dtype, chunk, chunks, bytes
+    bytes: int  # on the disk
+    num_files: int
+    arrays: list[layout.Array]
+    chunks: Counter[str]  # by array
     saved: float  # unix seconds of its completion
-
-    @property
-    def bytes(self) -> int:
-        """Its size on disk."""
-        return sum(entry[0] for entry in self.files.values())
 
     def part_bytes(self) -> dict[str, int]:
         """Bytes of parameters, optimizer and balancing."""
         parts: dict[str, int] = defaultdict(int)
         for array in self.arrays:
-            parts[array["name"].split(".")[0]] += array["bytes"]
+            parts[array.name.split(".")[0]] += _bytes(array)
         return dict(parts)
 
 
@@ -49,26 +56,13 @@ def see(workdir: str | Path, step: int) -> Seen:
     folder = store.step_folder(workdir, step)
     try:
         sums, saved = writing.read_seal(folder).files, (folder / layout.MARKER).stat().st_mtime
-        meta = files.read_json(folder / layout.META)
-        chunks: dict[str, int] = defaultdict(int)
-        for name in sums:
-            parts = name.split("/")
-            if parts[0] == layout.STATE and parts[-1].split(".")[0] == "c":
-                chunks[parts[1]] += 1
-        arrays = []
-        for name in sorted(n.split("/")[1] for n in sums if n.endswith("/zarr.json")):
-            about = files.read_json(folder / layout.STATE / name / "zarr.json")
-            shape = _lengths(about["shape"])
-            chunk = _lengths(about["chunk_grid"]["configuration"]["chunk_shape"])
-            itemsize = np.dtype(about["data_type"]).itemsize
-            arrays.append(
-                {
-                    "name": name, "shape": shape, "dtype": about["data_type"], "chunk": chunk, "chunks": chunks[name],
-                    "bytes": math.prod(shape) * itemsize,
-                }
-            )  # fmt: skip
+        meta = dict(files.read_json(folder / layout.META))
+        described = [name for name in sorted(sums) if name.endswith("/zarr.json")]
+        arrays = [
+            layout.Array.of_json(n.split("/")[1], parse_json(files.read(folder / n))) for n in described
+        ]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if not folder.is_dir():
+        if not folder.exists():
             raise UserError(
                 f"{folder} has gone meanwhile, as old steps of a run do; take a newer one"
             ) from None
@@ -76,34 +70,34 @@ def see(workdir: str | Path, step: int) -> Seen:
             f"{folder} cannot be looked at: {writing.reason(error)}; "
             f"`python -m experiments.checkpoint verify --workdir={workdir} --step={step}` says what is damaged"
         ) from None
-    return Seen(step, meta, sums, arrays, saved)
+    chunks = Counter(name.split("/")[1] for name in sums if re.search(r"/c[.\d]*$", name))
+    size = sum(entry[0] for entry in sums.values())
+    return Seen(step, meta, size, len(sums) + 1, arrays, chunks, saved)
 
 
-def _lengths(given: list) -> list[int]:
-    """A shape as it was read; TypeError or ValueError where it is none."""
-    shape = [operator.index(length) for length in given]
-    if any(not 0 <= length < 2**63 for length in shape):
-        raise ValueError(f"{shown(given)} is no shape")
-    return shape
+def see_all(workdir: str | Path) -> tuple[list[Seen], list[int]]:
+    """Looks at all steps, oldest first: those whose small files can be read, and those that are damaged.
 
-
-def see_all(workdir: str | Path) -> list[Seen]:
-    """Looks at all steps, oldest first; one that the run deletes meanwhile is none."""
-    found = []
-    for step in writing.steps_in(Path(workdir) / "checkpoints"):
+    A step that its run deletes meanwhile is neither.
+    """
+    seen, damaged = [], []
+    for step in writing.numbered(Path(workdir) / "checkpoints"):
         try:
-            found.append(see(workdir, step))
-        except (StorageError, UserError):
-            if store.step_folder(workdir, step).is_dir():
-                raise
-    return found
+            seen.append(see(workdir, step))
+        except UserError:
+            pass
+        except StorageError:
+            damaged.append(step)
+    return seen, damaged
 
 
 def steps_text(workdir: str | Path) -> str:
-    """A table of all steps."""
+    """A table of all steps, and what else lies among them."""
     root = Path(workdir) / "checkpoints"
     saves = read(Path(workdir)).get("save", {})
-    seen_all = see_all(workdir)
+    seen_all, damaged = see_all(workdir)
+    if not seen_all and not damaged:
+        raise UserError(f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run")
     head = ["step", "tokens", "size", "arrays", "files", "processes", "held-out", "saved at", "version"]
     rows = [[*head, *STAGES]]
     for seen in seen_all:
@@ -111,83 +105,45 @@ def steps_text(workdir: str | Path) -> str:
         rows.append(
             [
                 str(seen.step), f"{seen.meta.get('tokens', 0):,}", size_text(seen.bytes), str(len(seen.arrays)),
-                str(len(seen.files) + 1), str(seen.meta.get("processes", 1)), loss_text(seen),
+                str(seen.num_files), str(seen.meta.get("processes", 1)), loss_text(seen),
                 f"{when:%Y-%m-%d %H:%M:%S}", str(seen.meta.get("version", "")),
                 *[_stage_text(saves.get(seen.step), stage) for stage in STAGES],
             ]
         )  # fmt: skip
-    if len(rows) == 1:
-        raise UserError(f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run")
-    left = sorted(p.name for p in root.iterdir() if p.name.startswith((writing.SAVING, writing.DELETING)))
-    odd = writing.odd_names(root)
+    notes = {"DAMAGED, `verify` says where": list(map(str, damaged))}
+    figures = {str(seen.step): seen.meta.get("metrics") or {} for seen in seen_all}
+    doubtful = [step for step, of_step in figures.items() if of_step.get("suspicious")]
+    unsound = [
+        step for step, of_step in figures.items() if not retention.sound(of_step) and step not in doubtful
+    ]
+    notes["Saved after an update that was skipped or not finite"] = unsound
+    notes["Saved among losses or gradients that were too high"] = doubtful
+    names = sorted(path.name for path in root.iterdir())
+    for begins, what in OTHERS.items():
+        notes[what] = [name for name in names if name.startswith(begins)]
+    notes["No checkpoints' names"] = writing.odd_names(root)
     text = _table(rows)
     if any(save.processes > 1 for save in saves.values()):
         text += "\nStages: seconds of the slowest process (median)."
-    figures = {str(seen.step): seen.meta.get("metrics") or {} for seen in seen_all}
-    doubtful = [step for step, of_step in figures.items() if of_step.get("suspicious")]
-    unsound = [step for step, of_step in figures.items() if not keep.sound(of_step) and step not in doubtful]
-    if unsound:
-        text += f"\nSaved after an update that was skipped or not finite: {', '.join(unsound)}."
-    if doubtful:
-        text += f"\nSaved among losses or gradients that were too high: {', '.join(doubtful)}."
-    if left:
-        text += (
-            f"\nNot complete: {', '.join(left)} (being written or deleted, or left by a run that was killed)."
-        )
-    if odd:
-        text += f"\nNo checkpoints' names: {', '.join(odd)}."
-    aside = sorted(p.name for p in root.iterdir() if p.name.startswith(writing.DAMAGED))
-    if aside:
-        text += f"\nSet aside as damaged: {', '.join(aside)}."
-    stale = sorted(p.name for p in root.iterdir() if p.name.startswith(writing.STALE))
-    if stale:
-        text += f"\nSet aside since the run went back behind them: {', '.join(stale)}."
-    return text
+    return text + "".join(f"\n{what}: {', '.join(found)}." for what, found in notes.items() if found)
 
 
 def arrays_text(workdir: str | Path, step: int) -> str:
     """A table of the arrays of a step, with sums of its parts."""
     seen = see(workdir, step)
-    rows = [["array", "shape", "type", "size", "chunk", "chunks", "on the mesh"]]
-    where = seen.meta.get("layout", {})
-    for part in dict.fromkeys(array["name"].split(".")[0] for array in seen.arrays):
+    rows = [["array", "shape", "type", "size", "chunk", "chunks"]]
+    for part, size in seen.part_bytes().items():
         rows += [
             [
-                array["name"], _shape(array["shape"]), array["dtype"], size_text(array["bytes"]),
-                _shape(array["chunk"]), str(array["chunks"]), mesh_text(where.get(array["name"])),
+                array.name, _shape(array.shape), array.dtype, size_text(_bytes(array)), _shape(array.chunk),
+                str(seen.chunks[array.name]),
             ]
             for array in seen.arrays
-            if array["name"].split(".")[0] == part
+            if array.name.split(".")[0] == part
         ]  # fmt: skip
-        rows.append([f"= {part}", "", "", size_text(seen.part_bytes()[part]), "", "", ""])
-    return (
-        f"step {step}, by {seen.meta.get('processes', 1)} process(es), version {seen.meta.get('version')}\n"
-        + _table(rows, right=(3, 5))
-    )
-
-
-def mesh_text(lay: dict[str, Any] | None) -> str:
-    """`data x expert, -` for an array whose first dim lies over two mesh axes and whose second over none."""
-    if not lay:
-        return ""
-    # layout.spread cuts axes into prime factors: data/0, data/1; together they are data again.
-    whole: dict[str, list[str]] = defaultdict(list)
-    for axis in lay["mesh"]:
-        whole[axis.split("/")[0]].append(axis)
-    dims = []
-    for text in lay["axes"]:
-        names = re.findall(r"[\w/]+", text) if text != "None" else []
-        used: dict[str, list[str]] = defaultdict(list)
-        for name in names:
-            used[name.split("/")[0]].append(name)
-        told = []
-        for axis, parts in used.items():
-            count = math.prod(lay["mesh"][p] for p in parts)
-            full = math.prod(lay["mesh"][p] for p in whole[axis])
-            if count > 1:
-                told.append(axis if count == full else f"{axis} ({count} of {full})")
-        dims.append(" x ".join(told) or "-")
-    return ", ".join(dims) if any(dim != "-" for dim in dims) else "whole"
+        rows.append([f"= {part}", "", "", size_text(size), "", ""])
+    head = f"step {step}, by {seen.meta.get('processes', 1)} process(es), version {seen.meta.get('version')}"
+    return f"{head}\n{_table(rows, right=(3, 5))}"
 
 
 def loss_text(seen: Seen) -> str:
@@ -208,22 +164,22 @@ def _stage_text(save: Event | None, stage: str) -> str:
     seconds = [v for v in save.stages.get(stage, ()) if v == v] if save else []
     if not seconds:
         return ""
-    if len(seconds) == 1:
-        return f"{seconds[0]:.3f} s"
-    return f"{max(seconds):.3f} s ({statistics.median(seconds):.3f})"
+    return f"{max(seconds):.3f} s" + (f" ({statistics.median(seconds):.3f})" if len(seconds) > 1 else "")
 
 
-def _shape(shape: list[int]) -> str:
+def _bytes(array: layout.Array) -> int:
+    return math.prod(array.shape) * np.dtype(array.dtype).itemsize
+
+
+def _shape(shape: tuple[int, ...]) -> str:
     return " x ".join(map(str, shape)) or "()"
 
 
 def _table(rows: list[list[str]], right: tuple[int, ...] = ()) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+
+    def line(row: list[str]) -> str:
+        cells = (f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row))
+        return "  ".join(cells).rstrip()
+
+    return "\n".join(map(line, rows))

@@ -18,8 +18,8 @@ import numpy as np
 
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout
-from zaya_jax.checkpoint.held import HeldBox, Holding
-from zaya_jax.checkpoint.rewrite import Source
+from zaya_jax.checkpoint.boxes import HeldBox, Holding
+from zaya_jax.checkpoint.source import Source
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError
 
@@ -38,19 +38,17 @@ def read(
     `place` is a workdir, the folder of one checkpoint or of exported parameters, or a URL; `dtype` is what floating
     point numbers become.
     """
-    source = _source(str(place), step)
-    chosen = [array for array in source.arrays() if fnmatch.fnmatchcase(array.name, pattern)]
+    source = Source(place, step)
+    chosen = [array for name, array in source.arrays().items() if fnmatch.fnmatchcase(name, pattern)]
     if not chosen:
-        names = ", ".join(sorted({array.name.split(".")[0] + ".*" for array in source.arrays()}))
+        names = ", ".join(sorted({name.split(".")[0] + ".*" for name in source.arrays()}))
         raise UserError(f"no array of {source.name} is called {pattern!r}; it has {names}")
     source.check(names=[array.folder for array in chosen])
     found = {}
     for array in chosen:
-        cast = dtype is not None and np.issubdtype(np.dtype(array.dtype), np.inexact) | (
-            array.dtype == "bfloat16"
-        )
-        out = np.empty(array.shape, np.dtype(dtype if cast else array.dtype))
-        source.read(array, tuple(slice(0, n) for n in array.shape), out)
+        number = array.dtype == "bfloat16" or np.issubdtype(np.dtype(array.dtype), np.inexact)
+        out = np.empty(array.shape, np.dtype(dtype if dtype and number else array.dtype))
+        source.fill(array, tuple(slice(0, n) for n in array.shape), out)
         found[array.name] = out
     return trees.nested(found)
 
@@ -64,13 +62,13 @@ class Beginning:
 
     def __init__(self, place: str, held: Holding, grow: bool):
         try:
-            source = _source(place, None)
+            source = Source(place)
         except UserError:
             raise UserError(
                 f"config.run.init_from={place} holds no checkpoint; give another run's folder, FOLDER@STEP with a "
                 "step that it has, or exported parameters"
             ) from None
-        theirs = {array.name: array for array in source.arrays()}
+        theirs = source.arrays()
         ours = {n: x for n, x in held.arrays.items() if n.startswith("params.") or n == "balance.bias"}
         plans = {
             name: _overlaps(name, theirs[name].shape, x.shape) for name, x in ours.items() if name in theirs
@@ -112,14 +110,6 @@ class Beginning:
         return jax.tree.unflatten(jax.tree.structure(fresh), list(state.values()))
 
 
-def _source(place: str, step: int | None) -> Source:
-    path, at, number = place.rpartition("@")
-    # A folder may be called so, too.
-    if step is None and at and number.isdecimal() and not Path(place).is_dir():
-        place, step = path, int(number)
-    return Source(place, step)
-
-
 def _overlaps(name: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> list[list[Overlap]] | None:
     """For each dim which stretches go where; None if the array does not fit."""
     if len(theirs) != len(ours):
@@ -144,23 +134,16 @@ def _placed(
     filled = []
     for shard in fresh.addressable_shards:
         own = np.array(shard.data)
-        for part in parts:
-            if part.device == shard.device:
-                _fill(source, array, part, part.of(own), dims)
+        its = [part for part in parts if part.device == shard.device]
+        for part, stretches in itertools.product(its, itertools.product(*dims)):
+            inside = layout.overlap(tuple(target for _, target in stretches), part.box)
+            if layout.volume(inside):
+                box = tuple(
+                    slice(s.start - target.start + theirs.start, s.stop - target.start + theirs.start)
+                    for s, (theirs, target) in zip(inside, stretches, strict=True)
+                )
+                found = np.empty(layout.sizes(inside), own.dtype)
+                source.fill(array, box, found)
+                part.of(own)[layout.within(inside, part.box)] = found
         filled.append(jax.device_put(own, shard.device))
     return jax.make_array_from_single_device_arrays(fresh.shape, fresh.sharding, filled)
-
-
-def _fill(
-    source: Source, array: layout.Array, part: HeldBox, out: np.ndarray, dims: list[list[Overlap]]
-) -> None:
-    for pieces in itertools.product(*dims):
-        inside = layout.overlap(tuple(target for _, target in pieces), part.box)
-        if layout.volume(inside):
-            box = tuple(
-                slice(s.start - target.start + theirs.start, s.stop - target.start + theirs.start)
-                for s, (theirs, target) in zip(inside, pieces, strict=True)
-            )
-            found = np.empty(layout.sizes(inside), out.dtype)
-            source.read(array, box, found)
-            out[layout.within(inside, part.box)] = found

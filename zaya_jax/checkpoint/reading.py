@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zaya_jax.checkpoint import layout
-from zaya_jax.checkpoint.held import HeldBox, Holding
+from zaya_jax.checkpoint.boxes import HeldBox, Holding
 from zaya_jax.checkpoint.layout import Array, Box
 from zaya_jax.checkpoint.seal import TAIL, crc32c
 from zaya_jax.config import StorageError
@@ -51,18 +51,9 @@ def read(folder: Path, held: Holding, everything: bool = True) -> dict[str, jax.
 def array_at(folder: Path, name: str) -> Array:
     """How a checkpoint has stored one array."""
     try:
-        about = parse_json((folder / layout.STATE / name / "zarr.json").read_bytes())
+        return Array.of_json(name, parse_json((folder / layout.STATE / name / "zarr.json").read_bytes()))
     except FileNotFoundError:
         raise ValueError(f"it has no array {name}") from None
-    found = Array(
-        name,
-        tuple(about["shape"]),
-        about["data_type"],
-        tuple(about["chunk_grid"]["configuration"]["chunk_shape"]),
-    )
-    if about["codecs"] != found.to_json()["codecs"]:
-        raise ValueError(f"array {name} is stored in another way than this package does")
-    return found
 
 
 def _check(folder: Path, held: Holding, arrays: dict[str, Array], everything: bool) -> None:

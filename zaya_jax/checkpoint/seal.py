@@ -4,7 +4,7 @@
 
 A chunk ends in its own crc32c, a tail of four bytes. A checksum taken over both would be the same for every chunk, so
 it is the raw numbers' that is listed, and the tail must be equal to it. So a chunk in another's place is found, be it
-another array's, step's or run's. Format 1 listed the former, and neither step nor run.
+another array's, step's or run's.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from typing import Any
 import google_crc32c
 import numpy as np
 
-from zaya_jax.config import StorageError, files
+from zaya_jax.config import files, shown
 from zaya_jax.config.fields import parse_json
 
 FORMAT = 2
@@ -30,23 +30,19 @@ Sums = dict[str, list[int]]  # a file's [bytes, crc32c of what it holds, bytes o
 
 @dataclasses.dataclass(frozen=True)
 class Seal:
-    """The files of one checkpoint; step and run are None where nobody wrote them down."""
+    """The files of one checkpoint; run is None for one that a library wrote without a run."""
 
     files: Sums
-    step: int | None = None
+    step: int
     run: str | None = None
 
     def content(self) -> bytes:
         """The file's."""
         return signed({"format": FORMAT, "run": self.run, "step": self.step, "files": self.files})
 
-    def older(self) -> bool:
-        """Whether chunks in each other's places would not be seen."""
-        return any(len(entry) < 3 for entry in self.files.values())
-
     def differs(self, step: int | None, run: str | None) -> str | None:
         """Whose else it is, if it is not of this step and run; what is None fits all."""
-        if None not in (step, self.step) and step != self.step:
+        if step is not None and step != self.step:
             return f"of step {self.step}, not of step {step}: whole steps were exchanged or renamed"
         if run and self.run and run != self.run:
             return f"of run {self.run}, not of run {run}, whose name is in {RUN}"
@@ -55,30 +51,15 @@ class Seal:
 
 def parse(content: bytes) -> Seal:
     """A seal by its file's content; ValueError where that is not what was written, byte for byte."""
-    try:
-        found = parse_json(content)
-        number = found.pop("format")
-        if number == 1:
-            if crc32c(_canonical(found["files"])) != found["crc32c"]:
-                raise ValueError
-            found |= {"run": None, "step": None}
-        elif number == FORMAT:
-            unsigned(content)
-        elif isinstance(number, int) and number > FORMAT:
-            raise StorageError(f"of format {number}, but this version reads up to {FORMAT}; take a newer one")
-        else:
-            raise ValueError
-        seal = Seal(found["files"], found["step"], found["run"])
-        for name, entry in seal.files.items():
-            # It may come from anywhere, and files are written by these names.
-            if name.startswith("/") or ".." in name.split("/"):
-                raise StorageError(f"naming a file outside of the checkpoint: {name}")
-            if len(entry) not in (2, 3) or not all(isinstance(n, int) for n in entry):
-                raise ValueError
-    except StorageError as error:
-        raise ValueError(str(error)) from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError("changed: it does not have its own checksum") from None
+    found = unsigned(content)
+    if found.get("format") != FORMAT:
+        raise ValueError(
+            f"of format {shown(found.get('format'))}, but this version reads {FORMAT}; take another"
+        )
+    seal = Seal(found["files"], found["step"], found["run"])
+    for name in seal.files:  # it may come from anywhere, and files are written by these names
+        if name.startswith("/") or ".." in name.split("/"):
+            raise ValueError(f"naming a file outside of the checkpoint: {name}")
     return seal
 
 
@@ -89,8 +70,8 @@ def signed(found: dict[str, Any]) -> bytes:
 
 def unsigned(content: bytes) -> dict[str, Any]:
     """What `signed` was given; ValueError where a byte is another."""
-    found = parse_json(content)
-    with contextlib.suppress(RecursionError):  # text may be read deeper than it can be written
+    with contextlib.suppress(ValueError, RecursionError):  # text may be read deeper than it can be written
+        found = parse_json(content)
         if isinstance(found, dict) and found.pop("crc32c", None) is not None and signed(found) == content:
             return found
     raise ValueError("changed: it does not have its own checksum")
@@ -101,9 +82,14 @@ def entry_of(content: Any) -> list[int]:
     return [len(content), crc32c(content), 0]
 
 
-def wrong_with(blocks: Iterable[Any], size: int, entry: list[int]) -> str | None:
-    """What is wrong with a file of `size` bytes, given in blocks, that should be as listed; None if nothing is."""
-    wanted, expected, tail = (*entry, 0)[:3]
+def wrong_with(content: bytes, entry: list[int]) -> str | None:
+    """What is wrong with a file's content that should be as listed; None if nothing is."""
+    return _wrong_with([memoryview(content)], len(content), entry)
+
+
+def _wrong_with(blocks: Iterable[memoryview], size: int, entry: list[int]) -> str | None:
+    """The same of a file of `size` bytes that is read in blocks."""
+    wanted, expected, tail = entry
     if size != wanted:
         return f"{'truncated' if size < wanted else 'too long'}: {size} bytes instead of {wanted}"
     crc, rest, end = 0, size - tail, b""
@@ -119,7 +105,7 @@ def check_file(path: Any, entry: list[int]) -> str | None:
     """The same of a file on the disk."""
     try:
         with files.opened(path) as file:
-            return wrong_with(_blocks(file), os.fstat(file.fileno()).st_size, entry)
+            return _wrong_with(_blocks(file), os.fstat(file.fileno()).st_size, entry)
     except FileNotFoundError:
         return "missing"
     except OSError as error:

@@ -6,65 +6,55 @@ A run that goes back to step c has decided so before anything of it is touched, 
 that were made before it was saved. So a checkpoint by itself tells whether it is stale, and a run that is killed while
 it sets some aside does the rest at its next start.
 
-All of them are compared with the decisions first: by a file of another run, every checkpoint would be of a past that
-was given up.
+All of them are compared with the decisions first: judged by another run's file, every checkpoint would look stale.
 """
 
 import contextlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.checkpoint import writing
 from zaya_jax.checkpoint.layout import META
-from zaya_jax.checkpoint.remote import unreachable
+from zaya_jax.checkpoint.vault import Vault, unreachable
 from zaya_jax.cluster import multihost
 from zaya_jax.config import StorageError, UserError, files
 from zaya_jax.config.fields import parse_json
 
-KEY = "decisions"  # in a checkpoint's small file; a local part has their number
+KEY = "decisions"  # in a checkpoint's small file, and in a local part's
 FILE = "aegis/decisions.json"  # the run's own, in its workdir
 
-Known = Sequence[Any] | int  # the decisions that a checkpoint has, or their number
+Decisions = Sequence[Mapping[str, Any]]
+Known = tuple[Any, int, list]  # a checkpoint's place, its step, and the decisions that it has
 
 
-def is_stale(step: int, known: int, decisions: Sequence[Mapping[str, Any]]) -> bool:
+def is_stale(step: int, known: int, decisions: Decisions) -> bool:
     """Whether a checkpoint that knows the first so many of the decisions is of a past that was given up."""
     return any(one["step"] < step for one in decisions[known:])
 
 
-def conflict(step: int, known: Known, decisions: Sequence[Mapping[str, Any]]) -> str:
-    """Why a run that made these decisions cannot have saved a checkpoint which knows those; "" where it can."""
-    count = known if isinstance(known, int) else len(known)
-    if not isinstance(known, int) and list(known[: len(decisions)]) != list(decisions[:count]):
-        return "has other decisions"
-    if (
-        count < len(decisions) and step > decisions[count]["at"]
-    ):  # a run had not come so far before it decided that
-        return f"does not know what was decided at step {decisions[count]['at']}, before it was saved"
+def conflict(checkpoints: Iterable[Known], decisions: Decisions) -> str:
+    """The first checkpoint that a run with these decisions cannot have saved, and why; "" where it can have all."""
+    for place, step, known in checkpoints:
+        if known[: len(decisions)] != list(decisions[: len(known)]):
+            return f"{place} has other decisions"
+        later = decisions[len(known)]["at"] if len(known) < len(decisions) else step
+        if step > later:
+            return f"{place} does not know what was decided at step {later}, before it was saved"
     return ""
 
 
-def compare(
-    checkpoints: Iterable[tuple[Path | str, int, Known]], decisions: Sequence[Mapping[str, Any]]
-) -> str:
-    """The first of (place, step, known) that is not of these decisions, and why; "" where all are."""
-    found = ((place, conflict(step, known, decisions)) for place, step, known in checkpoints)
-    return next((f"{place} {why}" for place, why in found if why), "")
-
-
-def drop(tiers: Any, decisions: Sequence[Mapping[str, Any]]) -> list[int]:
+def drop(tiers: Any, decisions: Decisions) -> list[int]:
     """Sees to all tiers; the steps that were set aside. UserError, before anything goes, if these are not the run's."""
-    local = tiers.local
-    mine = compare(parts(local.folder, local.decisions_of), decisions) if local else ""
-    told = multihost.to_first("stale parts", mine)
+    parts = list(tiers.local.known()) if tiers.local else []
+    told = multihost.to_first("stale parts", conflict(parts, decisions))
 
     def check() -> None:
-        why = compare(here(tiers.root), decisions) or next(filter(None, told or []), "")
+        why = conflict(here(tiers.root), decisions) or next(filter(None, told or []), "")
         if tiers.durable and not why:
             try:
-                why = compare(copies(tiers.durable.vault, decisions), decisions)
+                why = conflict(copies(tiers.durable.vault, decisions), decisions)
             except StorageError as failure:
                 if not unreachable(failure):
                     raise
@@ -76,8 +66,10 @@ def drop(tiers: Any, decisions: Sequence[Mapping[str, Any]]) -> list[int]:
             )
 
     multihost.from_first("stale checked", check)
-    if local:
-        delete_parts(local.folder, local.decisions_of, decisions)
+    for path, step, known in parts:  # others may see the same
+        if is_stale(step, len(known), decisions):
+            with contextlib.suppress(OSError):
+                writing.remove(path.parent, step)
 
     def first() -> list[int]:
         if tiers.durable and not tiers.durable.silent:  # first, or what is left there would be fetched
@@ -87,61 +79,37 @@ def drop(tiers: Any, decisions: Sequence[Mapping[str, Any]]) -> list[int]:
     return multihost.from_first("stale", first)
 
 
-def here(root: Path) -> Iterator[tuple[Path, int, list[Any]]]:
-    """(folder, step, decisions) of those in workdir/checkpoints; what is damaged is somebody else's affair."""
+def here(root: Path) -> Iterator[Known]:
+    """Those in workdir/checkpoints; damage is found elsewhere."""
     for step in writing.numbered(root):
         with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-            known = list(files.read_json(root / str(step) / META).get(KEY, []))
-            yield root / str(step), step, known
+            yield root / str(step), step, list(files.read_json(root / str(step) / META).get(KEY, []))
 
 
-def copies(vault: Any, decisions: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, int, list[Any]]]:
-    """The same of those in a durable place that may be stale; the others are not read."""
+def copies(vault: Vault, decisions: Decisions) -> Iterator[Known]:
+    """Those in a durable place that may be stale; the others are not read."""
     for step in vault.steps():
         if is_stale(step, 0, decisions):
             with contextlib.suppress(ValueError, AttributeError, TypeError):
                 yield f"{vault.url}/{step}", step, list(parse_json(vault.get(step, META)).get(KEY, []))
 
 
-def parts(folder: Path, known_of: Callable[[Path], int]) -> Iterator[tuple[Path, int, int]]:
-    """The same, with the number of decisions, of the parts in the local folders of all processes seen from here."""
-    for own in folder.glob("process-*"):
-        for step in writing.numbered(own):
-            with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-                known = int(known_of(own / str(step)))
-                yield own / str(step), step, known
-
-
-def set_aside(root: Path, decisions: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Those in workdir/checkpoints become `.stale-N-STEP`, N being the number of decisions; those of fewer go."""
-    steps = []
-    for path, step, known in list(here(root)):
-        if is_stale(step, len(known), decisions):
-            target = root / f"{writing.STALE}{len(decisions)}-{step}"
-            with contextlib.suppress(OSError):
-                shutil.rmtree(target, ignore_errors=True)
-                path.rename(target)
-                steps.append(step)
-    if steps:
-        for path in root.glob(f"{writing.STALE}*"):
-            if not path.name.startswith(f"{writing.STALE}{len(decisions)}-"):
-                shutil.rmtree(path, ignore_errors=True)
-    return steps
-
-
-def delete_copies(vault: Any, decisions: Sequence[Mapping[str, Any]]) -> list[int]:
-    """Those in a durable place go."""
-    stale = [step for _, step, known in copies(vault, decisions) if is_stale(step, len(known), decisions)]
-    for step in stale:
+def delete_copies(vault: Vault, decisions: Decisions) -> None:
+    """The stale ones in a durable place go."""
+    for step in [
+        step for _, step, known in copies(vault, decisions) if is_stale(step, len(known), decisions)
+    ]:
         vault.remove(step)
-    return stale
 
 
-def delete_parts(
-    folder: Path, known_of: Callable[[Path], int], decisions: Sequence[Mapping[str, Any]]
-) -> None:
-    """Those in the local folders go, of all processes that can be seen from here: others may do so too."""
-    for path, step, known in list(parts(folder, known_of)):
-        if is_stale(step, known, decisions):
-            with contextlib.suppress(OSError):
-                writing.remove(path.parent, step)
+def set_aside(root: Path, decisions: Decisions) -> list[int]:
+    """Those in workdir/checkpoints become `.stale-N-STEP`, N being the number of decisions; those of fewer go."""
+    steps = [step for _, step, known in here(root) if is_stale(step, len(known), decisions)]
+    for step in steps:
+        target = root / f"{writing.STALE}{len(decisions)}-{step}"
+        shutil.rmtree(target, ignore_errors=True)
+        (root / str(step)).rename(target)
+    for path in root.glob(f"{writing.STALE}*") if steps else ():
+        if not path.name.startswith(f"{writing.STALE}{len(decisions)}-"):
+            shutil.rmtree(path, ignore_errors=True)
+    return steps

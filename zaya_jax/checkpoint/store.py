@@ -7,15 +7,12 @@
     store.save_now(step, snapshot, meta)                    the last one: returns when it is there
 
 The arrays lie in Orbax's layout (`layout`), written (`writing`) and read (`reading`) by this package, each process the
-parts of its own devices (`held`). A save goes: copy (the caller's snapshot), serialise and write (by threads), commit
+parts of its own devices (`boxes`). A save goes: copy (the caller's snapshot), serialise and write (by threads), commit
 (process 0, when all have told it that theirs are written). What fails is said and counted, and the run goes on; nothing
 is deleted before a newer checkpoint is complete.
 """
 
 import concurrent.futures
-import contextlib
-import functools
-import json
 import os
 import shutil
 import time
@@ -29,15 +26,16 @@ import numpy as np
 
 from pallas_kernels import chip
 from zaya_jax import trees
-from zaya_jax.checkpoint import audit, keep, layout, lock, reading, stale, tiers, writing
-from zaya_jax.checkpoint import held as held_lib
-from zaya_jax.checkpoint.held import Holding, Writers
+from zaya_jax.checkpoint import audit, boxes, layout, reading, retention, stale, tiers, writing
+from zaya_jax.checkpoint.boxes import Holding, Writers
+from zaya_jax.checkpoint.durable import Accept
 from zaya_jax.checkpoint.seal import Sums
-from zaya_jax.checkpoint.times import TIMES
+from zaya_jax.checkpoint.times import Log
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError, UserError, files, shown
 
+State = dict[str, Any] | OnHost
 RETRY_SECONDS = 5.0  # between attempts at the last save
 
 
@@ -49,19 +47,18 @@ class Store:
         workdir: str | os.PathLike,
         settings: Checkpoint | None = None,
         say: Callable[[str], None] = print,
-        accept: Callable[[dict[str, Any]], object] | None = None,
+        accept: Accept | None = None,
     ):
         """`accept` raises UserError for the meta of another run, which a new workdir must not take for its own."""
         self.root = Path(workdir).absolute() / "checkpoints"
         self.settings, self._say = settings or Checkpoint(), say
-        self.tiers = tiers.Tiers(self.root, self.settings, say, self._record, self._delete_old, accept)
-        self._times = self.root.parent / TIMES
+        self._accept, self._log = accept, Log(self.root.parent)
+        self.tiers = tiers.Tiers(self.root, self.settings, say, self._log)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "save")
         self._pending: concurrent.futures.Future | None = None
         self._spare: dict[str, Any] | None = None
         self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
         self._verify_seconds, self._asked = 0.0, 0.0
-        self._put_off = False  # whether the next step's durable copy waits for the one before
         self._plan: tuple[Holding, Writers] | None = None
 
     ####################################################################################################################
@@ -83,9 +80,7 @@ class Store:
         self._asked = begun = time.perf_counter()
         late = not self._collect(self.settings.max_wait)
         late |= not self.tiers.room(max(begun + self.settings.max_wait - time.perf_counter(), 0))
-        here = {"late": float(late), "copying": float(self.tiers.copying())}
-        all_over = multihost.over_processes(here, {"late": np.max, "copying": np.max})
-        late, self._put_off = bool(all_over["late"]), bool(all_over["copying"])
+        late = bool(multihost.over_processes({"late": float(late)}, {"late": np.max})["late"])
         if late:
             self._failures += 1
             self._complain(
@@ -94,9 +89,7 @@ class Store:
         self._stop_after_too_many()
         return not late
 
-    def save(
-        self, step: int, state: dict[str, Any] | OnHost, meta: dict[str, Any], held: Holding | None = None
-    ) -> None:
+    def save(self, step: int, state: State, meta: dict[str, Any], held: Holding | None = None) -> None:
         """Begins to write a checkpoint of arrays that nobody else will change; call `free` before.
 
         `held` says where they lie, if they are not the checkpoint's own. Copies on the host need it.
@@ -104,22 +97,16 @@ class Store:
         self._collect(None)
         if held is None:
             state = jax.tree.map(jnp.asarray, state)
-            held = held_lib.of_tree(state)
-        plan = self._plan_of(held)
-        meta = {
-            **meta,
-            "layout": held.describe(),
-            "processes": jax.process_count(),
-            "run": self.tiers.run(),
-        }
+            held = boxes.of_tree(state)
+        if self._plan is None or self._plan[0] != held:
+            self._plan = held, held.plan()
+        plan, processes = self._plan[1], jax.process_count()
+        meta = {**meta, "processes": processes, "run": writing.run_of(self.root)}
         waited = time.perf_counter() - self._asked if self._asked else 0.0
         self._asked = 0.0
-        put_off, self._put_off = self._put_off, False
-        self._pending = self._thread.submit(self._save, step, state, plan, meta, time.time(), waited, put_off)
+        self._pending = self._thread.submit(self._save, step, state, plan, meta, time.time(), waited)
 
-    def save_now(
-        self, step: int, state: dict[str, Any] | OnHost, meta: dict[str, Any], held: Holding | None = None
-    ) -> None:
+    def save_now(self, step: int, state: State, meta: dict[str, Any], held: Holding | None = None) -> None:
         """Writes the last checkpoint, with several attempts; StorageError if none succeeds."""
         self._see_through()
         for attempt in range(self.settings.max_failures):
@@ -185,31 +172,25 @@ class Store:
         )
 
     def _newest_line(self) -> str:
-        steps = writing.steps_in(self.root)
+        steps = self.steps()
         return (
             f"The newest complete checkpoint is step {steps[-1]}'s"
             if steps
             else "No checkpoint is complete yet"
         )
 
-    def _plan_of(self, held: Holding) -> Writers:
-        if self._plan is None or self._plan[0] != held:
-            self._plan = held, held.plan()
-        return self._plan[1]
-
     def _save(
         self,
         step: int,
-        state: dict[str, Any] | OnHost,
+        state: State,
         plan: Writers,
         meta: dict[str, Any],
         begun: float,
         waited: float,
-        put_off: bool,
     ) -> str | None:
         """What went wrong, if anything; runs in a thread, in all processes together.
 
-        `waited`: seconds from asking whether a save can begin until the training went on. `put_off`: its durable copy.
+        `waited`: seconds from asking whether a save can begin until the training went on.
         """
         me, times = jax.process_index(), writing.Times()
         sums, error = Sums(), None
@@ -221,7 +202,8 @@ class Store:
             sums = writing.write_parts(folder, plan, plan.parts.get(me, []), writing.copies_of(state), times)
             if me == 0:
                 sums |= writing.write_files(folder, layout.frame(tuple(plan.arrays.values()), meta))
-            self.tiers.written(step, sums, len(meta.get(stale.KEY, [])))
+            if self.tiers.local:
+                self.tiers.local.written(step, sums, meta.get(stale.KEY, []))
         except Exception as failure:
             error = writing.reason(failure)
         # On a GPU the next snapshot takes memory anew: this one is not worth keeping.
@@ -236,18 +218,14 @@ class Store:
         if verdict:
             if me == 0:
                 self._complain(step, verdict)
-            self.tiers.give_up(step)
+            if self.tiers.local:
+                self.tiers.local.give_up(step)
             return verdict
         if parts is not None:
-            self._record(
-                "save",
-                step,
-                begun,
-                [{**part[2], "commit": stages["commit"]} for part in parts],
-                [p[3] for p in parts],
-            )
+            every = [{**part[2], "commit": stages["commit"]} for part in parts]
+            self._log.add("save", step, begun, every, [part[3] for part in parts])
         self._seconds = {"held": waited, **stages}
-        self.tiers.pass_on(step, put_off)
+        self.tiers.pass_on(step)
         return None
 
     def _end_of_save(self, step: int, folder: Path, parts: list) -> str | None:
@@ -255,56 +233,25 @@ class Store:
         errors = {i: part[0] for i, part in enumerate(parts) if part[0]}
         if not errors:
             try:
-                lock.keep(self.root.parent)
                 self.tiers.commit(
                     step, folder, {name: entry for part in parts for name, entry in part[1].items()}
                 )
-                self._delete_old()
                 return None
-            except (OSError, UserError) as failure:
+            except OSError as failure:
                 errors[0] = writing.reason(failure)
         shutil.rmtree(folder, ignore_errors=True)
         who, error = next(iter(errors.items()))
         return error if len(parts) == 1 else f"{error} (process {who}; {len(errors)} of {len(parts)} failed)"
 
-    def _delete_old(self) -> None:
-        for step in keep.to_delete(self._saved(), self.settings):
-            if self.tiers.may_go(step):
-                with contextlib.suppress(OSError):
-                    writing.remove(self.root, step)
-
-    def _saved(self) -> list[keep.Candidate]:
-        """What the rules ask of each complete checkpoint; one whose small file is damaged is none of theirs."""
-        saved = []
-        for step in writing.steps_in(self.root):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
-                meta = files.read_json(self.root / str(step) / layout.META)
-                saved.append(keep.Candidate.of(meta | {"step": step}))
-        return saved
-
     def way_back(self) -> str:
         """The newest checkpoint of a sound step, and how a run begins with it; for one that has gone wrong."""
-        sound = [saved.step for saved in self._saved() if saved.sound]
+        sound = [saved.step for saved in retention.saved_in(self.root) if saved.sound]
         if not sound:
             return "No checkpoint is from before"
         return (
             f"The newest checkpoint from before is step {sound[-1]}'s: a run in a new workdir begins with its weights "
             f"by --config.run.init_from={self.root.parent}@{sound[-1]}"
         )
-
-    def _record(self, kind: str, step: int, begun: float, stages: list[dict], sizes: list[int]) -> None:
-        """A line for each process in the file of times; that it cannot be written stops nothing."""
-        with contextlib.suppress(OSError), files.appending(self._times) as file:
-            for process, (seconds, size) in enumerate(zip(stages, sizes, strict=True)):
-                line = {
-                    "kind": kind,
-                    "step": step,
-                    "process": process,
-                    "stages": seconds,
-                    "bytes": size,
-                    "time": begun,
-                }
-                file.write(f"{json.dumps(line)}\n".encode())
 
     ####################################################################################################################
     # Loading
@@ -326,7 +273,7 @@ class Store:
 
         A damaged one is StorageError, or with on_corrupt = "previous" is set aside for the one before.
         """
-        self.tiers.bring_newest()
+        self.tiers.bring_newest(self._accept)
         newest = self._newest_whole()
         self.tiers.make_up()
         return newest
@@ -338,50 +285,23 @@ class Store:
             if step is None:
                 return None
             clock = time.perf_counter()
-            damages = self._verify(step)
+            damages = audit.verify_together("damages", self.root / str(step))
             self._verify_seconds = time.perf_counter() - clock
             if not damages:
                 return step
             found = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
             found += f" and {len(damages) - 3} more" if len(damages) > 3 else ""
-            before = multihost.from_first("before", functools.partial(self._any_before, step))
+            before = multihost.from_first("before", lambda step=step: min(writing.numbered(self.root)) < step)
             if self.settings.on_corrupt == "stop" or not before:
+                way_out = "--config.checkpoint.on_corrupt=previous goes on from the one before"
+                none = "there is none before it: restore it, or give a new workdir"
                 raise StorageError(
                     f"{found}. `python -m experiments.checkpoint verify --workdir={self.root.parent}` lists it all; "
-                    + (
-                        "--config.checkpoint.on_corrupt=previous goes on from the one before"
-                        if before
-                        else "there is none before it: restore it, or give a new workdir"
-                    )
+                    f"{way_out if before else none}"
                 )
-            where = multihost.from_first("aside", functools.partial(self._set_aside, step))
+            where = multihost.from_first("aside", lambda step=step: str(writing.set_aside(self.root, step)))
             if multihost.is_writer():
                 self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
-
-    def _any_before(self, step: int) -> bool:
-        return min(writing.numbered(self.root), default=step) < step
-
-    def _set_aside(self, step: int) -> str:
-        return str(writing.set_aside(self.root, step))
-
-    def _verify(self, step: int) -> list[str]:
-        """What is wrong with a checkpoint's files, each read by one process; the same answer everywhere."""
-        folder = self.root / str(step)
-        try:
-            found = writing.read_seal(folder)
-            mine = {name: found.files[name] for name in audit.share(found.files)}
-            damaged = audit.check_here(folder, mine)
-            if multihost.is_writer():
-                damaged += audit.identity(folder, found) + audit.foreign(folder, found)
-                if found.older():
-                    self._say(
-                        f"note: step {step} is an older version's: chunks in each other's places would not be seen"
-                    )
-            damages = [str(damage) for damage in damaged]
-        except (OSError, ValueError) as failure:
-            damages = [f"{layout.MARKER} is {audit.unreadable(failure)}"]
-        told = multihost.to_first("damages", damages[:100])
-        return multihost.from_first("all damages", lambda: sorted({d for part in told or [] for d in part}))
 
     def restore(
         self,
@@ -405,32 +325,42 @@ class Store:
             stages["place"] = time.perf_counter() - clock
             parts = multihost.to_first("loaded", [stages, size])
             if parts is not None:
-                self._record("load", step, began, [part[0] for part in parts], [part[1] for part in parts])
+                self._log.add("load", step, began, [part[0] for part in parts], [part[1] for part in parts])
         return state, files.read_json(self.root / str(step) / layout.META)
 
 
 def _read(folder: Path, like: dict[str, Any], held: Holding | None = None, all_of_it: bool = True) -> Any:
     """A tree like `like` from a checkpoint; `all_of_it`: it must hold nothing else."""
-    found = reading.read(folder, held or held_lib.of_tree(like), all_of_it)
+    found = reading.read(folder, held or boxes.of_tree(like), all_of_it)
     return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in trees.flat(like)])
 
 
 def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
-    """The newest complete checkpoint of a workdir, or `step` if it is one; UserError otherwise."""
-    steps = writing.steps_in(Path(workdir) / "checkpoints")
+    """The newest checkpoint of a workdir, or `step`; UserError where there is none, StorageError where it is damaged.
+
+    The newest is the one of the greatest name, as for a start: a folder gets its name with its list in it, so one
+    without is damaged, and an older one in its place would be another model without a word.
+    """
+    root = Path(workdir) / "checkpoints"
+    steps = writing.numbered(root)
     if not steps:
         raise UserError(f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run")
     if step is not None and step not in steps:
         raise UserError(
             f"--workdir={workdir} has no checkpoint of step {shown(step)}; it has {', '.join(map(str, steps))}"
         )
-    return steps[-1] if step is None else step
-
-
-def unless_deleted(workdir: str | os.PathLike, step: int) -> contextlib.AbstractContextManager[None]:
-    """For reading a step whose run may delete it meanwhile: UserError then, whatever that looks like inside."""
-    root = Path(workdir).absolute() / "checkpoints"
-    return writing.unless_deleted(workdir, step, lambda: writing.numbered(root))
+    chosen = steps[-1] if step is None else step
+    try:
+        audit.own_seal(root / str(chosen))
+    except StorageError as error:
+        if chosen not in writing.numbered(root):  # its run has deleted it meanwhile
+            return latest_step(workdir, step)
+        others = [other for other in writing.steps_in(root) if other != chosen]
+        way_out = f", --step={others[-1]} or {workdir}@{others[-1]} takes another" if others else ""
+        raise StorageError(
+            f"{error}; `python -m experiments.checkpoint verify --workdir={workdir}` lists it all{way_out}"
+        ) from None
+    return chosen
 
 
 def step_folder(workdir: str | os.PathLike, step: int) -> Path:

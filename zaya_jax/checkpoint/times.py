@@ -4,6 +4,7 @@ The file may be long (1,024 processes write as many lines a save), is read while
 kill has cut short. Needs no JAX: `inspect`, its page and the training report all read it here.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -18,6 +19,22 @@ from zaya_jax.config import files
 TIMES = "checkpoint_times.jsonl"
 STAGES = ("copy", "serialise", "write", "commit")  # of a save, in their order
 MOST_PROCESSES = 1 << 20  # a greater number is not a process's
+
+
+class Log:
+    """The file of times of a run, as its first process writes it."""
+
+    def __init__(self, workdir: Path):
+        self._path = workdir / TIMES
+
+    def add(self, kind: str, step: int, begun: float, stages: list[dict], sizes: list[int]) -> None:
+        """A line for each process; that it cannot be written stops nothing."""
+        with contextlib.suppress(OSError), files.appending(self._path) as file:
+            for process, (seconds, size) in enumerate(zip(stages, sizes, strict=True)):
+                line = {
+                    "kind": kind, "step": step, "process": process, "stages": seconds, "bytes": size, "time": begun,
+                }  # fmt: skip
+                file.write(f"{json.dumps(line)}\n".encode())
 
 
 @dataclasses.dataclass

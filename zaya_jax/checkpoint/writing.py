@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,11 @@ import numpy as np
 
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout, seal
-from zaya_jax.checkpoint.held import HeldBox, Writers
+from zaya_jax.checkpoint.boxes import HeldBox, Writers
 from zaya_jax.checkpoint.layout import MARKER
 from zaya_jax.checkpoint.seal import RUN, TAIL, Seal, Sums, crc32c
-from zaya_jax.config import StorageError, UserError, files, first_line
+from zaya_jax.cluster import multihost
+from zaya_jax.config import StorageError, files, first_line
 
 THREADS = 4
 SAVING, DELETING, DAMAGED, STALE = ".saving-", ".deleting-", ".damaged-", ".stale-"
@@ -149,6 +150,75 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> Sums:
     return {name: seal.entry_of(content) for name, content in files.items()}
 
 
+class Builder:
+    """A new checkpoint whose arrays come one by one, or layer by layer; it is there only when `close` has returned."""
+
+    def __init__(self, workdir: Path, step: int, abstract_state: dict[str, Any], meta: dict[str, Any]):
+        """`abstract_state` has the shape and dtype of every array."""
+        root = workdir.absolute() / "checkpoints"
+        self._step, self._run = step, begin_run(root)
+        self._folder, self._target = root / f"{SAVING}{step}", root / str(step)
+        self._arrays = {}
+        for name, x in trees.flat(abstract_state).items():
+            shape, dtype = tuple(x.shape), np.dtype(x.dtype)
+            chunk = layout.chunk_shape(name, shape, dtype.itemsize)
+            self._arrays[name] = layout.Array(name, shape, dtype.name, chunk)
+        self._sums = write_files(
+            self._folder, layout.frame(tuple(self._arrays.values()), meta | {"run": self._run})
+        )
+        self._gathered: dict[str, np.ndarray] = {}  # arrays whose chunks hold several layers
+
+    def write(self, path: tuple[str, ...], x: np.ndarray, index: int | None = None) -> None:
+        """Sets an array, or its entry at `index` of the first dimension; all must be set."""
+        array = self._arrays[".".join(path)]
+        if index is None:
+            self._write(array, x, 0)
+        elif array.chunk[0] == 1:
+            self._write(array, x[None], index)
+        else:
+            if array.name not in self._gathered:
+                self._gathered[array.name] = np.zeros(array.shape, array.dtype)
+            self._gathered[array.name][index] = x
+
+    def close(self) -> None:
+        """Writes what was gathered, and gives the checkpoint its name."""
+        for name, x in self._gathered.items():
+            self._write(self._arrays[name], x, 0)
+        commit(self._folder, self._target, Seal(self._sums, self._step, self._run))
+
+    def _write(self, array: layout.Array, x: np.ndarray, first: int) -> None:
+        """Writes rows of an array, from `first` on."""
+        (self._folder / array.folder).mkdir(parents=True, exist_ok=True)
+        x = np.asarray(x, array.dtype)
+        box = tuple(slice(0, n) for n in x.shape)
+        if first:
+            box = (slice(first, first + x.shape[0]), *box[1:])
+        for index, holds in array.touched(box):
+            name = array.file(index)
+            self._sums[name] = write_chunk(self._folder / name, x[layout.within(holds, box)])
+
+
+def together(name: str, work: Callable[[], Any], end: Callable[[list[Any]], None]) -> str | None:
+    """Has all processes work, and process 0 end it when all have; what went wrong, if anything, in every process.
+
+    `end` gets what `work` gave in each process (JSON).
+    """
+
+    def tried(function: Callable[..., Any], *given: Any) -> tuple[str | None, Any]:
+        try:
+            return None, function(*given)
+        except (OSError, ValueError, StorageError) as failure:
+            return reason(failure), None
+
+    told = multihost.to_first(name, tried(work)) or []
+
+    def last() -> str | None:
+        error = next((error for error, _ in told if error), None)
+        return error or tried(end, [given for _, given in told])[0]
+
+    return multihost.from_first(f"{name}: end", last)
+
+
 def read_seal(folder: Path) -> Seal:
     """A whole checkpoint's; ValueError where it is damaged itself."""
     return seal.parse(files.read(folder / MARKER))
@@ -191,44 +261,12 @@ def clear(root: Path) -> None:
 
 def steps_in(root: Path) -> list[int]:
     """The complete checkpoints of a folder, oldest first."""
-    return whole_of(
-        lambda: numbered(root),
-        lambda steps: [step for step in steps if (root / str(step) / MARKER).is_file()],
-    )
-
-
-def whole_of(listed: Callable[[], list[int]], whole: Callable[[list[int]], list[int]]) -> list[int]:
-    """Those of the steps that are listed which are whole.
-
-    A run that goes on may replace its only checkpoint between the two looks: then it is listed again.
-    """
-    before, steps = list[int](), listed()
-    while True:
-        found = whole(steps)
-        if found or steps == before:
-            return found
-        before, steps = steps, listed()
+    return [step for step in numbered(root) if (root / str(step) / MARKER).is_file()]
 
 
 def numbered(root: Path) -> list[int]:
     """What has a step for a name."""
     return sorted(steps_of(p.name for p in root.iterdir())) if root.is_dir() else []
-
-
-@contextlib.contextmanager
-def unless_deleted(name: str | os.PathLike, step: int, there: Callable[[], list[int]]) -> Iterator[None]:
-    """For reading a step whose run may go on meanwhile, and deletes old ones: then that is what is told.
-
-    `name` is the run's folder or address; `there` gives its steps at the time of asking.
-    """
-    try:
-        yield
-    except (OSError, ValueError, KeyError, TypeError, StorageError):
-        left = there()
-        if step in left:
-            raise
-        has = f"it has {', '.join(map(str, left))}" if left else "it has no other"
-        raise UserError(f"step {step} of {name} is gone meanwhile, its run has deleted it; {has}") from None
 
 
 def steps_of(names: Iterable[str]) -> list[int]:
@@ -276,20 +314,3 @@ def _sync(folder: Path) -> None:
         os.fsync(number)
     finally:
         os.close(number)
-
-
-def require_writable(folder: Path, option: str) -> None:
-    """UserError where a folder that may have to be made could not be; makes nothing."""
-    there = files.existing(folder)
-    if not there.is_dir():
-        raise UserError(f"{option} cannot be written ({there} is a file); give a folder that can")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"{option} cannot be written (no right to write in {there}); give a folder that can")
-
-
-def remove_empty(made: Iterable[Path]) -> None:
-    """Removes folders that this program made, innermost first, up to the first that is not empty."""
-    with contextlib.suppress(OSError):
-        for folder in made:
-            if folder.exists():
-                folder.rmdir()

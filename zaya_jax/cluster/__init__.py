@@ -1,1 +1,1 @@
-"""Who and where a process is: its place, the roll call, signals, others that die, programs that all compile first."""
+"""Several processes as one run: places, the roll call, lost processes, signals, barriers."""

@@ -1,15 +1,16 @@
-"""A process says where it is, to whoever watches it: a few words of memory in a file, 5 us a call.
+"""A process reports where it is to its watcher: a few words of memory in a file, 5 us a call.
 
     beats.begin(index)                  opens beat-INDEX in the folder that ZAYA_BEATS names; without it nothing is done
     beats.at("step", 17, "dispatch")    section, step and mark that the main thread has come to
     beats.lap(17, whole, own, data)     seconds of a step: whole, this process's own work, waiting for data
-    beats.read(path)                    what another process has said last, whole or None
+    beats.read(path)                    another process's last report, whole, or None
 
 A thread beside the main one says every PULSE seconds that the process lives. Marks that stand still under a pulse are a
 main thread that waits or hangs; no pulse either is a process that was stopped, or whose interpreter's lock is held.
 Times are of CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
+import math
 import mmap
 import os
 import struct
@@ -35,7 +36,7 @@ SIZE = _HEAD.size + LAPS * _LAP.size
 
 
 class Lap(NamedTuple):
-    """A step's seconds: all of it, what this process did itself, and what it waited for data."""
+    """A step's seconds: all of it, this process's own work, and its wait for data."""
 
     step: int
     whole: float
@@ -93,7 +94,7 @@ class Beats:
 
     def _write(self, lap: tuple[int, float, float, float] | None = None) -> None:
         with self._lock:
-            section, step, mark, since = self._where  # here: what another thread has said meanwhile is newer
+            section, step, mark, since = self._where  # read here: another thread may have moved it meanwhile
             self._turn += 2
             _TURN.pack_into(self._memory, 0, self._turn - 1)  # an odd turn: being written
             if lap:
@@ -134,12 +135,9 @@ def lap(step: int, whole: float, own: float, data: float) -> None:
 
 
 def read(path: str | Path) -> Beat | None:
-    """What a process has said last; None where there is no such file, or never a whole answer."""
+    """A process's last report; None where its file has nothing whole and possible: it may have scribbled on it."""
     for _ in range(100):
-        try:
-            raw, again = Path(path).read_bytes(), Path(path).read_bytes()
-        except OSError:
-            return None
+        raw, again = _bytes(path), _bytes(path)
         if len(raw) != SIZE or len(again) != SIZE:
             return None
         turn, pid, index, section, step, mark, since, pulse, laps = _HEAD.unpack_from(raw)
@@ -149,4 +147,22 @@ def read(path: str | Path) -> Beat | None:
         return None
     kept = range(max(laps - LAPS, 0), laps)
     found = tuple(Lap(*_LAP.unpack_from(raw, _HEAD.size + i % LAPS * _LAP.size)) for i in kept)
+    possible = 0 <= section < len(SECTIONS) and 0 <= mark < len(MARKS)
+    possible = possible and all(0 <= t < time.monotonic() + 1 for t in (since, pulse))
+    if not possible or not all(0 <= t < math.inf for one in found for t in one):
+        return None
     return Beat(pid, index, SECTIONS[section], step, MARKS[mark], since, pulse, found)
+
+
+def _bytes(path: str | Path) -> bytes:
+    """The file, and no more than it should have: it may be a pipe, or endless, in place of one."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return b""
+    try:
+        return os.read(number, SIZE + 1)
+    except OSError:
+        return b""
+    finally:
+        os.close(number)

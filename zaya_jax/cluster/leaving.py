@@ -1,4 +1,4 @@
-"""How a process ends at once, without waiting for others or for a disk: what must not be lost is written first.
+"""Ends a process at once, without waiting for others or for a disk, after its last words are written.
 
 before(function, code)     to be called on the way out, or only with this exit code
 within(seconds, function)  whether it came to its end by then
@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from typing import TextIO
 
 REFUSED = 2  # the exit code of bad input
 PATIENCE = 10.0  # seconds; a disk that hangs would take all that there are
@@ -92,6 +93,19 @@ def now(code: int, line: str = "") -> None:
 
     within(PATIENCE, last_words)
     os._exit(code)
+
+
+def silence(stream: TextIO) -> None:
+    """Has a stream that cannot be written (no reader, a full disk) write to nowhere, at the interpreter's end too."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def complain(line: str) -> None:
+    """A line on stderr, where that can be written: it must not change the exit code."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        silence(sys.stderr)
 
 
 def storage_reason(error: BaseException) -> str:

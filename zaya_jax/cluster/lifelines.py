@@ -1,4 +1,4 @@
-"""Each process of a run holds a line to process 0, from the roll call to the end: who is killed or stopped is noticed.
+"""Each process of a run holds a line to process 0 to the end, so that a killed or stopped one is noticed.
 
     lines = Lifelines(place, seconds, leave)    a thread beside the main one, whatever that is doing
     lines.roll_call(seconds)                    returns when all are there; LostProcess names those who are not
@@ -6,17 +6,16 @@
     lines.hang_up()                             the orderly end
 
 A killed process's line closes at once: the system sees to that. A stopped one's stays silent: process 0 asks each
-every tenth of `seconds`, and whoever neither asks nor answers for so long is lost. Then `leave` is called in every
-process that lives, with what happened.
+every tenth of `seconds`, and a process that neither asks nor answers for so long is lost. Then `leave` is called with
+the reason in every process that lives.
 
-The lines are connections to the coordinator's port, which JAX's service takes over once all have called. On them run
-lines of JSON; an empty one asks for, or is, a sign of life.
+The lines (`lines`) are connections to the coordinator's port, which JAX's service takes over once all have called. Only
+a process that knows the job's key counts as one; whatever others send to that port changes nothing.
 """
 
 import contextlib
 import json
 import logging
-import resource
 import selectors
 import socket
 import threading
@@ -24,12 +23,14 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from zaya_jax.cluster import lines
+from zaya_jax.cluster.lines import Line
 from zaya_jax.cluster.place import LostProcess, Place, name_processes
 from zaya_jax.config import UserError
 
 ALLOWED = 0.9  # of the seconds of silence; the rest is for noticing and leaving
 GOODBYE = 10.0  # seconds that process 0 waits for the others to hang up
-NOBODY = -1  # in place of a process's index: what process 0 found out
+NOBODY = -1  # in place of a process's index: process 0 found it out
 _log = logging.getLogger("zaya_jax")
 
 
@@ -42,35 +43,6 @@ class End(NamedTuple):
     text: str
 
 
-class _Line:
-    """One connection, cut into messages."""
-
-    def __init__(self, connection: socket.socket):
-        self.connection, self.heard, self.host = connection, time.monotonic(), ""
-        self.index: int | None = None  # of the process at the other end, once it has said so
-        self._rest = b""
-        connection.setblocking(False)
-
-    def say(self, *message: Any) -> None:
-        """Sends a message, or a sign of life; if the other end takes nothing any more, reading will tell."""
-        with contextlib.suppress(OSError):
-            self.connection.send((json.dumps(message) if message else "").encode() + b"\n")
-
-    def read(self) -> list[list | None] | None:
-        """What has come, a sign of life as None; None in place of all when the other end has hung up."""
-        try:
-            data = self.connection.recv(1 << 16)
-        except BlockingIOError:
-            return []
-        except OSError:
-            return None
-        if not data:
-            return None
-        self.heard = time.monotonic()
-        *whole, self._rest = (self._rest + data).split(b"\n")
-        return [json.loads(line) if line else None for line in whole]
-
-
 class Lifelines:
     """This process's end of them. `leave` is called in a thread, and should not return."""
 
@@ -80,8 +52,10 @@ class Lifelines:
         self._selector = selectors.DefaultSelector()
         self.lost: list[int] = []  # processes that this one has found to be
         # By the process at the other end: in process 0 all others, in the others process 0.
-        self._lines: dict[int, _Line] = {}
+        self._lines: dict[int, Line] = {}
         self._server: socket.socket | None = None
+        differs = "process {index} on {host} counts {digest} processes, process 0 counts " + str(place.count)
+        self._door = lines.Door(lines.key(), str(place.count), place.count, differs)
         self._called = threading.Event()
         self._refusal: End | None = None
         self._ended, self._parted = threading.Event(), 0.0
@@ -93,13 +67,14 @@ class Lifelines:
         """Returns on every process when all have called; LostProcess names those who did not within `seconds`."""
         self._allowed, self._deadline = seconds, time.monotonic() + seconds
         if self.index == 0:
-            self._server = listen(
+            self._server = lines.listen(
                 int(self._place.coordinator.rsplit(":", 1)[1]), "the coordinator's",
                 "give another, as JAX_COORDINATOR_PORT or in the coordinator's address",
             )  # fmt: skip
             self._selector.register(self._server, selectors.EVENT_READ)
         self._main, inside = socket.socketpair()  # on it the main thread speaks to this one
-        self._inside = self._add(inside)
+        self._inside = Line(inside)
+        self._selector.register(inside, selectors.EVENT_READ, self._inside)
         self._thread.start()
         self._called.wait()
         if self._refusal:
@@ -120,7 +95,7 @@ class Lifelines:
             self._leave(end)
 
     def hang_up(self) -> None:
-        """The orderly end of all, which nobody takes for a loss."""
+        """The orderly end of all, which is no loss."""
         with contextlib.suppress(OSError):
             self._main.sendall(b'["bye"]\n')
         self._thread.join()
@@ -131,6 +106,8 @@ class Lifelines:
                 self._call()
             while not self._ended.is_set():
                 self._turn(min(self._seconds / 10, 1.0))
+        except Exception as error:  # no run goes on without its lines
+            self._end(End(1, self.index, self._host, f"lifelines: {type(error).__name__}: {error}"))
         finally:
             for key in list(self._selector.get_map().values()):
                 key.fileobj.close()  # type: ignore[union-attr]
@@ -141,9 +118,8 @@ class Lifelines:
         begun = time.monotonic()
         for key, _ in self._selector.select(patience):
             if key.fileobj is self._server:
-                with contextlib.suppress(OSError):  # nobody more
-                    while True:
-                        self._add(self._server.accept()[0])
+                while line := self._door.open(self._server):
+                    self._selector.register(line.connection, selectors.EVENT_READ, line)
             elif not self._ended.is_set():
                 self._hear(key.data)
         now = time.monotonic()
@@ -156,11 +132,13 @@ class Lifelines:
             self._look(now)
 
     def _look(self, now: float) -> None:
-        """What is due, and who is silent."""
+        """Asks for signs of life, and looks for silent processes."""
         if self._parted:
             if not self._lines or now - self._parted > GOODBYE:
                 self._ended.set()
             return None
+        for line in self._door.overdue(now):
+            self._drop(line)
         if self.index == 0 and now - self._asked >= self._seconds / 10:
             self._asked = now
             for line in self._lines.values():
@@ -183,32 +161,28 @@ class Lifelines:
             return self._end(self._doubt[1])
         return None
 
-    def _hear(self, line: _Line) -> None:
+    def _hear(self, line: Line) -> None:
+        messages = line.read()
         try:
-            messages = line.read()
             for message in messages or ():
-                self._take(line, message)
-        except (ValueError, TypeError):  # somebody else's connection
+                if line in self._door.strangers:
+                    self._greet(line, message)
+                else:
+                    self._take(line, *message)
+        except lines.Refused as error:  # of this job, so that it is for all to know
+            return self._end(End(2, NOBODY, self._host, str(error)))
+        except (ValueError, TypeError):
             messages = None
         if messages is None and not self._ended.is_set():
             self._drop(line)
-            if line.index is None or self._lines.get(line.index) is not line:
-                return
-            del self._lines[line.index]
-            if not self._parted:
-                self._lost([line], f"gone: killed, or crashed; see logs/process-{line.index:05d}.log")
+            if line.index is not None and self._lines.get(line.index) is line:
+                del self._lines[line.index]
+                if not self._parted:
+                    self._lost([line], f"gone: killed, or crashed; see logs/process-{line.index:05d}.log")
+        return None
 
-    def _take(self, line: _Line, message: list | None) -> None:
-        if message is None:
-            if self.index:
-                line.say()
-            return
-        kind, *rest = message
-        if line.index is None and line is not self._inside:
-            if kind != "here":
-                raise ValueError(kind)
-            self._greet(line, *rest)
-        elif kind == "all":
+    def _take(self, line: Line, kind: str, *rest: Any) -> None:
+        if kind == "all":
             (line.host,) = rest
             self._called.set()
         elif kind == "bye" and line is self._inside:
@@ -219,78 +193,57 @@ class Lifelines:
             self._lines.pop(line.index or 0, None)
             self._drop(line)
         elif kind in ("end", "doubt"):
+            end = End(*rest)
             if self.index and line is self._inside:  # process 0 decides whose end it is
-                self._lines[0].say(*message)
+                self._lines[0].say(kind, *end)
             elif kind == "end":
-                self._end(End(*rest))
+                self._end(end)
             elif not self._doubt:
-                self._doubt, self._asked = (time.monotonic(), End(*rest)), 0.0
+                self._doubt, self._asked = (time.monotonic(), end), 0.0
 
-    def _greet(self, line: _Line, index: int, count: int, host: str) -> None:
+    def _greet(self, line: Line, message: list) -> None:
         """In process 0: another one has called."""
-        if count != self._place.count:
-            text = f"process {index} on {host} counts {count} processes, process 0 counts {self._place.count}"
-        elif index in self._lines or index == 0:
-            there = self._lines[index].host if index else self._host
-            text = f"process {index} is there twice, on {there} and on {host}"
-        else:
-            text = ""
-        line.index, line.host = index, host
-        line.say()
-        if text:
+        host = self._door.hear(line, message)
+        assert line.index is not None
+        if line.index in self._lines:
+            there = self._lines[line.index].host
+            text = f"process {line.index} is there twice, on {there} and on {host}"
             line.say("end", *End(2, NOBODY, self._host, text))
             return self._end(End(2, NOBODY, self._host, text))
-        self._lines[index] = line
+        line.host, self._lines[line.index] = host, line
         if len(self._lines) < self._place.count - 1:
             return None
         assert self._server
         self._selector.unregister(self._server)
         self._server.close()  # JAX's service listens there next
-        for key in list(self._selector.get_map().values()):
-            if key.data is not self._inside and key.data.index is None:
-                self._drop(key.data)
+        for stranger in list(self._door.strangers):
+            self._drop(stranger)
         for other in self._lines.values():
             other.say("all", self._host)
         self._called.set()
         return None
 
     def _call(self) -> None:
-        """In the others: finds process 0, however late it comes, and says who this is."""
-        host, port = self._place.coordinator.rsplit(":", 1)
-        why: Any = "no answer"
-        while time.monotonic() < self._deadline:
-            connection = None
-            try:
-                connection = socket.create_connection((host, int(port)), timeout=10)
-                connection.settimeout(max(self._deadline + 10 - time.monotonic(), 1))
-                connection.sendall(
-                    (json.dumps(["here", self.index, self._place.count, self._host]) + "\n").encode()
-                )
-                if connection.recv(1):
-                    line = self._add(connection)
-                    line.index, line.host, self._lines[0] = 0, host, line
-                    return
-                why = "it hung up"
-            except OSError as error:
-                why = error.strerror or error
-            if connection:
-                connection.close()
-            time.sleep(0.2)
-        self._refusal = End(
-            1, self.index, self._host,
-            f"process {self.index}: process 0 does not answer at {self._place.coordinator} within "
-            f"{self._allowed:.0f} s ({why}); see its log, and whether the address can be reached from here",
-        )  # fmt: skip
-        self._ended.set()
+        """In the others: finds process 0, however late it comes."""
+        address, count = self._place.coordinator, str(self._place.count)
+        try:
+            line = lines.call(address, self.index, count, lines.key(), self._allowed)
+        except (LostProcess, UserError) as error:
+            code = 2 if isinstance(error, UserError) else 1
+            self._refusal = End(code, self.index, self._host, str(error))
+            self._ended.set()
+            return
+        self._lines[0] = line
+        self._selector.register(line.connection, selectors.EVENT_READ, line)
 
-    def _lost(self, lines: list[_Line], what: str) -> None:
-        names = [f"process {line.index} on {line.host}" for line in lines[:16]]
-        text = f"{', '.join(names)} {'are' if len(lines) > 1 else 'is'} {what}"
+    def _lost(self, lost: list[Line], what: str) -> None:
+        names = [f"process {line.index} on {line.host}" for line in lost[:16]]
+        text = f"{', '.join(names)} {'are' if len(lost) > 1 else 'is'} {what}"
         if self._slept > 0.8 * self._seconds > time.monotonic() - self._woke:
             text = f"this process stood still for {self._slept:.0f} s, and the others ended without it"
-        for line in lines:
+        for line in lost:
             self._lines.pop(line.index or 0, None)
-        self.lost = [line.index or 0 for line in lines]
+        self.lost = [line.index or 0 for line in lost]
         self._end(End(1, NOBODY, self._host, text))
 
     def _end(self, end: End) -> None:
@@ -318,28 +271,9 @@ class Lifelines:
             time.sleep(0.02)
         return sorted(self._lines) if self.index == 0 else []
 
-    def _add(self, connection: socket.socket) -> _Line:
-        line = _Line(connection)
-        self._selector.register(connection, selectors.EVENT_READ, line)
-        return line
-
-    def _drop(self, line: _Line) -> None:
+    def _drop(self, line: Line) -> None:
         with contextlib.suppress(KeyError, ValueError):  # it is already
             self._selector.unregister(line.connection)
-        line.connection.close()
-
-
-def listen(port: int, whose: str, way: str) -> socket.socket:
-    """A socket for many to call on; UserError with the way out where the port cannot be opened."""
-    # A line here and one of JAX's for each process: 1,024 open files, as is usual, are few.
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):  # macOS says "without limit" and takes no such number
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    dual = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if dual else socket.AF_INET
-    try:
-        server = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
-    except OSError as error:
-        raise UserError(f"{whose} port {port} cannot be opened ({error.strerror}); {way}") from None
-    server.setblocking(False)
-    return server
+        line.close()
+        if line in self._door.strangers:
+            self._door.strangers.remove(line)

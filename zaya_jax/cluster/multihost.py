@@ -1,16 +1,17 @@
 """Several processes as one run: they start together, wait for each other by name, stop at one step, and end together.
 
     multihost.together(program)     finds the other processes, runs the program, and gives everybody's exit code
-    is_writer()                     who writes what exists once
-    from_first(name, function)      what `function` gives in process 0, everywhere
-    to_first(name, value)           what everybody gives, in process 0
-    barrier(name)                   LostProcess names who has not come
+    is_writer()                     whether this process writes files that exist once
+    from_first(name, function)      the result of `function` in process 0, everywhere
+    to_first(name, value)           everyone's values, in process 0
+    barrier(name)                   LostProcess names the absent
     StopSignal, Timer               the same decision after the same step everywhere
 
-What they say to each other goes through the key-value store of JAX's coordinator, in process 0. With one process all of
+Their messages go through the key-value store of JAX's coordinator, in process 0. With one process all of
 this costs nothing and needs no set-up.
 """
 
+import argparse
 import collections
 import contextlib
 import gc
@@ -27,9 +28,8 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import flags
 
-from zaya_jax.cluster import beats, compiling, leaving, relay
+from zaya_jax.cluster import beats, jax_repairs, leaving
 from zaya_jax.cluster.lifelines import NOBODY, End, Lifelines
 from zaya_jax.cluster.place import NAMES, LostProcess, Place, find_place, name_processes
 from zaya_jax.config import StorageError, UserError, first_line
@@ -50,19 +50,20 @@ _calls: collections.Counter[str] = collections.Counter()
 _lines: list[Lifelines] = []  # of several processes: how an error here becomes everybody's
 
 
-def define_flags() -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
     """--coordinator, --num_processes and --process_id, for a program that may be several."""
-    flags.DEFINE_string("coordinator", None, "host:port of process 0, where there are several processes.")
-    flags.DEFINE_integer("num_processes", None, "How many processes take part.")
-    flags.DEFINE_integer("process_id", None, "Which of them this is, from 0.")
+    add = parser.add_argument
+    add("--coordinator", metavar="HOST:PORT", help="process 0, where there are several processes")
+    add("--num_processes", type=int, metavar="N", help="how many processes take part")
+    add("--process_id", type=int, metavar="I", help="which of them this is, from 0")
 
 
-def together(program: Callable[[], int]) -> int:
-    """Runs a program as one of the processes that flags, variables or Slurm name, or alone where there are none.
+def together(program: Callable[[], int], options: argparse.Namespace | None = None) -> int:
+    """Runs a program as one of the processes that its options, variables or Slurm name, or alone where none are named.
 
     An error in one process ends all of them with its exit code; the line is printed by that process and by process 0.
     """
-    given = {name: flags.FLAGS[name].value for name in NAMES if name in flags.FLAGS}
+    given = {name: getattr(options, name, None) for name in NAMES}
     place = find_place(os.environ, given)
     beats.begin(place.index if place else 0)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -77,7 +78,7 @@ def together(program: Callable[[], int]) -> int:
     try:
         lines.roll_call(seconds_of(JOIN))
     except LostProcess as error:
-        print(f"error: {error}", file=sys.stderr)
+        leaving.complain(f"error: {error}")
         return 1
     try:
         _join(place)
@@ -95,24 +96,24 @@ def _join(place: Place) -> None:
     address = place.coordinator
     if place.index:
         host, port = address.rsplit(":", 1)
-        address = relay.through(host, int(port))
+        address = jax_repairs.through(host, int(port))
     jax.distributed.initialize(
         address, place.count, place.index, local_device_ids=list(place.devices) or None,
         cluster_detection_method="deactivate", initialization_timeout=seconds_of(JOIN),
         heartbeat_timeout_seconds=NEVER, shutdown_timeout_seconds=seconds_of(WAIT),
     )  # fmt: skip
-    compiling.wait_for_all(barrier)
+    jax_repairs.compile_together(barrier)
     # JAX has SIGTERM only noted, for its own protocol; until StopSignal takes over there is nothing to save.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def is_writer() -> bool:
-    """Whether this process writes what a run has once: metrics, config, report."""
+    """Whether this process writes the files that a run has once: metrics, config, report."""
     return jax.process_index() == 0
 
 
 def from_first(name: str, function: Callable[[], Any]) -> Any:
-    """What `function` gives in process 0 (JSON), in every process; an error there ends all."""
+    """The result of `function` in process 0 (JSON), in every process; an error there ends all."""
     if jax.process_count() == 1:
         return function()
     key = f"{_PREFIX}/first/{name}/{_turn(name)}"
@@ -127,7 +128,7 @@ def from_first(name: str, function: Callable[[], Any]) -> Any:
 
 
 def to_first(name: str, value: Any) -> list[Any] | None:
-    """What all processes give (JSON), in their order, in process 0; None elsewhere."""
+    """All processes' values (JSON), in their order, in process 0; None elsewhere."""
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return [value]
@@ -198,20 +199,18 @@ def collect_garbage(step: int) -> None:
 class StopSignal:
     """SIGTERM, SIGINT or SIGHUP as a wish that the loop reads: it finishes and saves the step in flight, everywhere.
 
-    Whoever is asked at step n writes n + 2 into the store before it dispatches step n + 1. Nobody ends step n + 1
-    without everybody's part in it, so at step n + 2 all know; it needs a loop that reads each step's figures before it
+    A process that is asked at step n writes n + 2 into the store before it dispatches step n + 1. None ends step n + 1
+    without the others' part in it, so at step n + 2 all know; it needs a loop that reads each step's figures before it
     asks about the next but one.
     """
 
-    def __init__(self, before: "StopSignal | None" = None) -> None:
-        """`before`: of a run that begins again in this process; what it was asked meanwhile is not lost."""
+    def __init__(self) -> None:
         self.asked, self._told = "", False
         for number in leaving.STOPPING:
             signal.signal(number, self._ask)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a terminal that closes, without nohup
             signal.signal(signal.SIGHUP, self._ask)
-        leaving.at_signal(1 if before and before.asked else 2, _interrupted)
-        self.asked = self.asked or (before.asked if before else "")
+        leaving.at_signal(2, _interrupted)
 
     def after(self, step: int) -> bool:
         """Whether to stop after this step; the same answer in every process. Called once a step."""
@@ -221,7 +220,7 @@ class StopSignal:
         if self.asked and not self._told:
             self._told = True
             message = [step + 2, f"{self.asked} to process {jax.process_index()}"]
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # somebody else was first
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
                 _client().key_value_set(key, json.dumps(message))
         found = _try_get(key)
         if found is None:
@@ -269,7 +268,7 @@ def _because(error: BaseException) -> None:
     """Ends all processes."""
     code, text = _code_of(error)
     _errors.append(error)
-    # What nobody expected may follow from the loss of another process.
+    # An unexpected error may follow from the loss of another process.
     _lines[-1].report(code, text, certain=code != 1)
     leaving.now(code)
 
@@ -294,7 +293,7 @@ def _leave(end: End) -> None:
     leaving.within(leaving.PATIENCE, say)
     silent = lines.see_off()
     if silent:
-        print(f"error: {name_processes(silent)} gave no answer", file=sys.stderr)
+        leaving.complain(f"error: {name_processes(silent)} gave no answer")
     leaving.now(end.code)  # an orderly end would wait for the others
 
 
@@ -346,7 +345,7 @@ def _turn(name: str) -> int:
 
 
 def seconds_of(setting: tuple[str, int]) -> int:
-    """What the environment says of JOIN, WAIT or HEARTBEAT; UserError where that is no number."""
+    """The seconds of JOIN, WAIT or HEARTBEAT by the environment; UserError where that is no number."""
     name, usual = setting
     try:
         return int(os.environ.get(name) or usual)

@@ -1,6 +1,7 @@
-"""Where a process stands among those of its run, read from flags, variables or Slurm.
+"""The place of a process among those of its run, or of an agent among agents, from flags, variables or Slurm.
 
-    place = find_place(os.environ)      None for a process alone
+    place = find_place(os.environ)              None for a process alone
+    place = find_agent_place(os.environ)        None for an agent alone
 
 JAX's own detection of Slurm takes one GPU per task for granted.
 """
@@ -12,12 +13,13 @@ from typing import Any
 
 from zaya_jax.config import UserError
 
-# What each of the three is called as a flag and as a variable.
+# How each of the three is called as a flag and as a variable, by processes and by agents.
 NAMES = {
-    "coordinator": "JAX_COORDINATOR_ADDRESS",
-    "num_processes": "JAX_NUM_PROCESSES",
-    "process_id": "JAX_PROCESS_ID",
+    "coordinator": ("coordinator", "JAX_COORDINATOR_ADDRESS"),
+    "num_processes": ("num_processes", "JAX_NUM_PROCESSES"),
+    "process_id": ("process_id", "JAX_PROCESS_ID"),
 }
+OF_AGENTS = NAMES | {"num_processes": ("agents", "NODES"), "process_id": ("agent", "NODE")}
 SLURM_STEP = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
 POD_INDEX = "JOB_COMPLETION_INDEX"  # Kubernetes gives it to every pod of an indexed Job, a JobSet's included
 VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
@@ -37,13 +39,17 @@ class Place:
     devices: tuple[int, ...] = ()
 
 
-def find_place(environ: Mapping[str, str], given: Mapping[str, Any] | None = None) -> Place | None:
-    """The place that flags (`given`), JAX_ variables or Slurm name, in this order; None where there is one process.
+def find_place(
+    environ: Mapping[str, str],
+    given: Mapping[str, Any] | None = None,
+    names: Mapping[str, tuple[str, str]] = NAMES,
+) -> Place | None:
+    """The place that flags (`given`), variables or Slurm name, in this order; None where there is one process.
 
-    The index may also be that of a pod. UserError where what is given is incomplete or contradicts itself.
+    The index may also be that of a pod. UserError where it is incomplete or contradicts itself.
     """
     found = {name: value for name, value in (given or {}).items() if value not in (None, "")}
-    found |= {n: environ[v] for n, v in NAMES.items() if n not in found and environ.get(v)}
+    found |= {n: environ[v] for n, (_, v) in names.items() if n not in found and environ.get(v)}
     started = dict(found)
     if all(name in environ for name in SLURM_STEP):
         slurm = {
@@ -62,37 +68,55 @@ def find_place(environ: Mapping[str, str], given: Mapping[str, Any] | None = Non
             f"this is a job of {environ['SLURM_NTASKS']} Slurm tasks, but srun did not start this one ({unset} is "
             "not set); start the program with srun, as launch/slurm.sbatch does, or ask for one task"
         )
+    variables = " and ".join(names[name][1] for name in ("coordinator", "num_processes"))
     if POD_INDEX in environ:
         if not found:
             raise UserError(
-                f"{POD_INDEX}={environ[POD_INDEX]} says that this is a pod of an indexed Job, but neither "
-                "JAX_COORDINATOR_ADDRESS nor JAX_NUM_PROCESSES is set; set both, as launch/jobset.yaml does, or "
-                "JAX_NUM_PROCESSES=1 for a pod alone"
+                f"{POD_INDEX}={environ[POD_INDEX]} says that this is a pod of an indexed Job, but {variables} are not "
+                f"set; set both, as launch/jobset.yaml does, or {names['num_processes'][1]}=1 for a pod alone"
             )
         found.setdefault("process_id", environ[POD_INDEX])
     if not found:
         return None
-    if "num_processes" in found and _number("num_processes", found["num_processes"]) == 1:
+    called = {name: f"--{flag} ({variable})" for name, (flag, variable) in names.items()}
+    if "num_processes" in found and _number(names["num_processes"][0], found["num_processes"]) == 1:
+        if str(started.get("process_id", 0)) != "0":
+            raise UserError(
+                f"{called['process_id']} is {found['process_id']}, but {called['num_processes']} is 1"
+            )
         return None
-    missing = [name for name in NAMES if name not in found]
+    missing = [name for name in names if name not in found]
     if missing:
         raise UserError(
-            f"{_named(next(iter(found)))} is given, but not {' and '.join(map(_named, missing))}; "
-            "several processes need all three, one needs none"
+            f"{called[next(iter(found))]} is given, but not {' and '.join(called[name] for name in missing)}; "
+            "several need all three, one needs none"
         )
-    count, index = (_number(name, found[name]) for name in ("num_processes", "process_id"))
+    how_many, which = names["num_processes"][0], names["process_id"][0]
+    count, index = _number(how_many, found["num_processes"]), _number(which, found["process_id"])
     if count < 1 or not 0 <= index < count:
-        raise UserError(
-            f"process_id={index} of num_processes={count} is no process; indices go from 0 to num_processes - 1"
-        )
+        raise UserError(f"{which}={index} of {how_many}={count} is none; they go from 0 to {how_many} - 1")
     coordinator = str(found["coordinator"])
     if not re.fullmatch(r".+:\d{1,5}", coordinator):
-        raise UserError(f"{_named('coordinator')} is {coordinator!r}; give host:port of process 0")
+        raise UserError(f"{called['coordinator']} is {coordinator!r}; give host:port of number 0")
     return Place(coordinator, count, index, () if "process_id" in started else _slurm_devices(environ))
 
 
-def _named(name: str) -> str:
-    return f"--{name} ({NAMES[name]})"
+def find_agent_place(
+    environ: Mapping[str, str],
+    coordinator: str | None = None,
+    agents: int | None = None,
+    agent: int | None = None,
+) -> Place | None:
+    """One agent per node: from flags, NODES and NODE, Slurm or a pod's index, as processes find their place."""
+    tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    alone = re.fullmatch(r"1(\(x\d+\))?", tasks)
+    if agents is None and "NODES" not in environ and "SLURM_PROCID" in environ and not alone:
+        raise UserError(
+            f"Slurm starts {tasks} tasks on a node, but an agent starts the node's processes itself; "
+            "start one task a node (srun --ntasks-per-node=1), as launch/slurm.sbatch does"
+        )
+    given = {"coordinator": coordinator, "num_processes": agents, "process_id": agent}
+    return find_place(environ, given, OF_AGENTS)
 
 
 def _number(name: str, text: Any) -> int:

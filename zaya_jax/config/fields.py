@@ -8,6 +8,7 @@ A key without these cannot be declared (a test holds it), so none is forgotten b
 import dataclasses
 import difflib
 import json
+import re
 import types
 import typing
 from collections.abc import Iterable, Iterator
@@ -33,7 +34,7 @@ def words(error: BaseException) -> str:
 
 
 def on_a_line(error: BaseException) -> str:
-    """All of that on one line; cut in its middle where it repeats what nobody would read to the end."""
+    """All of that on one line; cut in its middle where it is too long to be read."""
     text = " ".join(words(error).split())
     return (
         text if len(text) <= LONGEST_LINE else f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 2 :]}"
@@ -45,10 +46,16 @@ def first_line(error: BaseException) -> str:
     return (words(error) or type(error).__name__).splitlines()[0]
 
 
-KINDS = ("name", "path", "text", "source")  # of strings; a source is "path=weight"
+KINDS = (
+    "name",
+    "folder",
+    "path",
+    "text",
+    "source",
+)  # of strings; a path may be an address, a source is "path=weight"
+ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, of which pathlib leaves s3:/bucket/run
 UNPRINTABLE = "has a character that cannot be printed"
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
-DEEPEST = 256  # folders in a path: Python makes them by recursion, which ends at some 1,000
 LONGEST_LINE = 1500  # characters of a message
 LONGEST = 80  # characters of a value in a message
 
@@ -113,17 +120,15 @@ def build(cls: type, given: Any, prefix: str = "") -> Any:
     return cls(**{key: _convert(fields[key].type, value, prefix + key) for key, value in given.items()})
 
 
-def _require_filled(given: config_dict.ConfigDict, prefix: str, above: tuple[int, ...] = ()) -> None:
-    """UserError for a required_placeholder that nobody has filled, and for a group that holds itself."""
-    if id(given) in above:
-        raise UserError(f"config.{prefix.rstrip('.')} is a group that holds itself")
+def _require_filled(given: config_dict.ConfigDict, prefix: str) -> None:
+    """UserError for a required_placeholder that was not filled."""
     for key in given:
         try:
             value = given[key]
         except config_dict.RequiredValueError:
             raise UserError(f"config.{prefix}{key} must be given: the config file leaves it open") from None
         if isinstance(value, config_dict.ConfigDict):
-            _require_filled(value, f"{prefix}{key}.", (*above, id(given)))
+            _require_filled(value, f"{prefix}{key}.")
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
@@ -143,12 +148,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
             raise _wrong(path, value, "a tuple")
         return tuple(_convert(item, v, f"{path}[{i}]") for i, v in enumerate(value))
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise UserError(
-                f"config.{path}={shown(value)} is out of range; it is above all numbers"
-            ) from None
+        return float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         return int(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
@@ -232,7 +232,7 @@ def _check_text(field: dataclasses.Field, value: str, given: str) -> None:
         return
     if not value and field.default == "":
         return
-    wrong = path_problem(value)
+    wrong = path_problem(value) if kind in ("name", "folder") else place_problem(value)
     if kind == "name" and not wrong:
         long = len(value.encode(errors="surrogateescape")) > LONGEST_NAME  # with a slash it may be a path yet
         wrong = "" if value.isprintable() else UNPRINTABLE
@@ -242,14 +242,31 @@ def _check_text(field: dataclasses.Field, value: str, given: str) -> None:
 
 
 def check_path(option: str, value: str) -> None:
-    """UserError where an option of a command line is no path that anybody could have meant."""
+    """UserError where an option of a command line is no path of this machine that anybody could have meant."""
     wrong = path_problem(value)
     if wrong:
         raise UserError(f"{option}={shown(value)} {wrong}; give another path")
 
 
+def check_place(option: str, value: str) -> None:
+    """The same for an option that may also be an address."""
+    wrong = place_problem(value)
+    if wrong:
+        raise UserError(f"{option}={shown(value)} {wrong}; give another path")
+
+
 def path_problem(value: str) -> str:
-    """What is wrong with a path before anybody has looked for it; "" where nothing is."""
+    """What is wrong with a path of this machine before anybody has looked for it; "" where nothing is.
+
+    An address would become a folder called `s3:` below the current one, and nothing would reach the store.
+    """
+    if ADDRESS.match(value):
+        return "is an address, where a folder or file of this machine is meant (checkpoint.durable sends copies to one)"
+    return place_problem(value)
+
+
+def place_problem(value: str) -> str:
+    """The same of a path that may also be an address."""
     if not value.strip():
         return "is empty"
     # What cannot be printed comes from a slip of quoting; \udc80 to \udcff are bytes of file names that are no UTF-8.
@@ -258,8 +275,6 @@ def path_problem(value: str) -> str:
     raw = value.encode(errors="surrogateescape")
     if len(raw) > LONGEST_PATH or max(map(len, raw.split(b"/"))) > LONGEST_NAME:
         return f"is too long for a file system, which ends at {LONGEST_NAME} bytes a name and {LONGEST_PATH} a path"
-    if raw.count(b"/") > DEEPEST:
-        return f"is {raw.count(b'/'):,} folders deep; {DEEPEST} are the most that are made"
     return ""
 
 
@@ -292,13 +307,6 @@ def nearest(value: Any, choices: Iterable[str]) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in a message: its repr on one line, cut where nobody would read on."""
-    try:
-        out = " ".join(repr(value).splitlines())
-    except ValueError:  # an int of more digits than Python prints
-        out = (
-            f"an integer of {value.bit_length()} bits"
-            if isinstance(value, int)
-            else f"a {type(value).__name__}"
-        )
+    """A value in a message: its repr on one line, cut where it is too long to be read."""
+    out = " ".join(repr(value).splitlines())
     return out if len(out) <= LONGEST else f"{out[: LONGEST - 20]} ... ({len(out)} characters)"

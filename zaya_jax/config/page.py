@@ -1,12 +1,6 @@
-"""All keys for a person: docs/config.md, and what --help says of them.
-
-    python -m zaya_jax.config.page > docs/config.md
-
-A test holds that the page is what this makes.
-"""
+"""All keys for a person: what --help says of them, and docs/config.md (`tools.config_page`)."""
 
 import dataclasses
-import sys
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -16,15 +10,6 @@ from zaya_jax.config.fields import item_type, only_value
 from zaya_jax.config.keys import Config, Phase
 
 WIDTH = 110
-INTRODUCTION = """\
-<!-- Made by `python -m zaya_jax.config.page > docs/config.md`; edit zaya_jax/config/keys.py. -->
-
-# The config
-
-A config file is Python with `get_config()`, which starts from `zaya_jax.config.default()` and changes what it needs
-(`experiments/configs`). On the command line each key is `--config.KEY=VALUE`, phases excepted. A value that is none of
-what its row allows is refused by name, before anything is compiled or written; so are NaN and infinities, everywhere.
-"""
 
 
 class _Row(NamedTuple):
@@ -36,23 +21,12 @@ class _Row(NamedTuple):
     meaning: str
 
 
-def page() -> str:
-    """docs/config.md."""
-    parts = [INTRODUCTION]
-    for title, about, rows in _groups():
-        parts.append(f"\n## {title}\n\n{about}\n\n| key | default | allowed | meaning |\n|---|---|---|---|\n")
-        for row in rows:
-            key, default, allowed = (f"`{text}`" if text else "" for text in row[:3])
-            parts.append(f"| {key} | {default} | {allowed} | {row.meaning} |\n")
-    return "".join(parts)
-
-
 def listing() -> str:
-    """The same for a terminal."""
+    """All keys, for a terminal."""
     lines = [
         "keys of the config, as --config.KEY=VALUE (phases: in the file alone), where the file leaves the default:"
     ]
-    for title, about, rows in _groups():
+    for title, about, rows in groups():
         lines += ["", f"{title}: {about}"]
         for row in rows:
             lines.append(f"  {row.key}={row.default}")
@@ -63,7 +37,7 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def _groups() -> Iterator[tuple[str, str, list[_Row]]]:
+def groups() -> Iterator[tuple[str, str, list[_Row]]]:
     """(title, what it is, its keys) of each group, outermost first, and of a phase."""
     yield "config", _about(Config), _rows(Config, "")
     for field in dataclasses.fields(Config):
@@ -97,7 +71,3 @@ def _allowed(field: dataclasses.Field) -> str:
 
 def _about(cls: type) -> str:
     return " ".join((cls.__doc__ or "").split("\n\n")[0].split())
-
-
-if __name__ == "__main__":
-    sys.stdout.write(page())

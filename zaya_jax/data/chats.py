@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import itertools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -25,11 +25,51 @@ HELD_OUT = 64  # chats at least, where a tenth of all are so many; otherwise the
 
 @dataclasses.dataclass(frozen=True)
 class Chats:
-    """What a path holds."""
+    """The chats of a path that fit, by the hash of what they say."""
+
+    path: str
+    documents: dict[bytes, list[Document]]
+    hashes: frozenset[bytes]  # of those that do not fit, too
+    counts: trim.Counts
+    tokenizer: Tokenizer
+
+    def split(self, last: bytes) -> "Split":
+        """Those to learn and those held out, whose hashes are `last` and below."""
+        sides = [
+            [d for key, held in self.documents.items() if (key <= last) == out for d in held]
+            for out in (False, True)
+        ]
+        learnt, of = (sum(int(np.sum(f(d))) for side in sides for d in side) for f in (_learnt, _length))
+        said = (
+            f"{self.path}: {len(sides[0]):,} chats to learn and {len(sides[1]):,} held out ({self.counts}); "
+            f"{learnt:,} of {of:,} tokens are answers"
+        )
+        train, held_out = (_bundle(side, self.tokenizer) for side in sides)
+        return Split(train, held_out, said)
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """What a path's chats are as tokens."""
 
     train: Bundle
     held_out: Bundle
     said: str  # how many they are, and what was done to fit them
+
+
+def last_held_out(found: Iterable[Chats]) -> bytes:
+    """The greatest hash of a chat that is held out: one for all sources of a run, so that copies are on one side.
+
+    By all chats, whatever the context, so that phases of other contexts hold out the same. Each source keeps one to
+    learn.
+    """
+    found = list(found)
+    hashes = sorted(frozenset[bytes]().union(*(one.hashes for one in found)))
+    fitted = sorted({key for one in found for key in one.documents})
+    wanted = max(round(sources.HELD_OUT_SHARE * len(hashes)), min(HELD_OUT, len(hashes) // 10), 1)
+    last = max(hashes[wanted - 1], fitted[0])  # one that fits is held out
+    learnt = min(max(one.documents) for one in found)  # and one of each source is not
+    return last if last < learnt else max((key for key in fitted if key < learnt), default=b"")
 
 
 def require_marks(tokenizer: Tokenizer, named: str) -> None:
@@ -57,18 +97,19 @@ def require_prepared(path: str, shards: Prepared, context: int) -> None:
         )
 
 
-def _fitted(path: str, tokenizer: Tokenizer, context: int) -> tuple[dict[bytes, list[Document]], trim.Counts]:
-    """Those that fit, and what was done to fit them; UserError where one is none, or none has an answer that fits."""
+def read(path: str, tokenizer: Tokenizer, context: int) -> Chats:
+    """The chats of a file, directory or glob; UserError where one is none, or none has an answer that fits."""
     form, counts = chat.Format(tokenizer), trim.Counts()
-    documents: dict[bytes, list[Document]] = {}  # by what they say: copies are never on both sides
+    documents: dict[bytes, list[Document]] = {}
+    hashes = set()
     for place, messages in _samples(path):
         try:
             document, outcome = chat.prepare(form, messages, context)
         except UserError as error:
             raise UserError(f"{place}: {error}") from None
         counts[outcome] += 1
+        hashes.add(key := hashlib.sha256(repr(messages).encode("utf-8", "surrogatepass")).digest())
         if document is not None:
-            key = hashlib.sha256(repr(messages).encode("utf-8", "surrogatepass")).digest()
             documents.setdefault(key, []).append(document)
     if not counts:
         raise UserError(
@@ -79,35 +120,14 @@ def _fitted(path: str, tokenizer: Tokenizer, context: int) -> tuple[dict[bytes, 
             f"config.data.path={path!r}: none of its {sum(counts.values()):,} chats fits "
             f"config.data.seq_len={context}, since prompts and answers are never cut; give a longer context"
         )
-    return documents, counts
+    return Chats(path, documents, frozenset(hashes), counts, tokenizer)
 
 
 def whole(path: str, tokenizer: Tokenizer, context: int) -> tuple[Bundle, str]:
     """All chats of a file, directory or glob as one bundle, and how many they are."""
-    documents, counts = _fitted(path, tokenizer, context)
-    found = list(itertools.chain.from_iterable(documents.values()))
-    return _bundle(found, tokenizer), f"{path}: {len(found):,} chats to evaluate on ({counts})"
-
-
-def read(path: str, tokenizer: Tokenizer, context: int) -> Chats:
-    """The chats of a file, directory or glob, some of them held out; UserError where one is none, or none fits."""
-    documents, counts = _fitted(path, tokenizer, context)
-    keys, total = sorted(documents), sum(map(len, documents.values()))
-    wanted = max(round(sources.HELD_OUT_SHARE * total), min(HELD_OUT, total // 10), 1)
-    before = np.cumsum([0, *(len(documents[key]) for key in keys)])
-    aside = {
-        key for key, count in zip(keys[:-1], before, strict=False) if count < wanted
-    }  # one is learnt always
-    sides = [
-        [d for key, held in documents.items() if (key in aside) == out for d in held] for out in (False, True)
-    ]
-    learnt, of = (sum(int(np.sum(f(d))) for side in sides for d in side) for f in (_learnt, _length))
-    said = (
-        f"{path}: {len(sides[0]):,} chats to learn and {len(sides[1]):,} held out ({counts}); "
-        f"{learnt:,} of {of:,} tokens are answers"
-    )
-    train, held_out = (_bundle(side, tokenizer) for side in sides)
-    return Chats(train, held_out, said)
+    read_here = read(path, tokenizer, context)
+    found = list(itertools.chain.from_iterable(read_here.documents.values()))
+    return _bundle(found, tokenizer), f"{path}: {len(found):,} chats to evaluate on ({read_here.counts})"
 
 
 def _learnt(document: Document) -> int:
@@ -142,11 +162,7 @@ def are_here(path: str) -> bool:
 def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
     """(a name for messages, turns) of every record."""
     total = 0
-    try:
-        files = sources.list_files(path)
-    except UserError as error:  # there are no chats in Python's library
-        raise UserError(str(error).replace("no text file; give 'stdlib', ", "no file; give ")) from None
-    for _, file in files:
+    for _, file in sources.list_files(path, say=True):
         size = file.stat().st_size if file.exists() else 0
         total += size
         if total > sources.IN_MEMORY_LIMIT:

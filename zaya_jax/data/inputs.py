@@ -9,7 +9,6 @@ record costs one record, a damaged compressed file its rest, damaged Parquet a r
 import codecs
 import concurrent.futures
 import dataclasses
-import glob
 import gzip
 import io
 import itertools
@@ -66,30 +65,25 @@ def shown(path: str) -> str:
 
 
 def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
-    """The files that globs, directories and paths name, sorted, but none below `out`; UserError where one of them
-    names nothing.
+    """The files that globs, directories and paths name, sorted, each once, but none below `out`; UserError where one
+    of them names nothing.
     """
-    found: set[str] = set()
-    written = os.path.join(os.path.abspath(out), "")
+    found: list[pathlib.Path] = []
+    again: list[pathlib.Path] = []
+    written = os.path.join(os.path.realpath(out), "")
     for pattern in patterns:
-        if pattern == "stdlib":
-            found.update(str(path) for _, path in sources.list_files("stdlib"))
-            continue
         if "://" in pattern:
             raise UserError(f"--input={pattern} is a URL; copy the files here and give their paths")
-        here: list[str] = []
-        if pattern and os.path.isdir(pattern):
-            here = [str(p) for p in sources.walk(pathlib.Path(pattern))]
-        elif os.path.isfile(pattern):
-            here = [pattern]
-        elif pattern:
-            here = [p for p in glob.glob(pattern, recursive=True) if sources.is_file(pathlib.Path(p))]
-        here = [p for p in here if not os.path.abspath(p).startswith(written)]
+        here, others = sources.find(pattern)
+        here = [p for p in here if not os.path.realpath(p).startswith(written)]
         if not here:
             raise UserError(f"--input={pattern} names no file; give paths, directories or globs (quoted)")
-        sources.refuse_shards(map(pathlib.Path, here), f"--input={pattern}", "give a directory without it")
-        found.update(here)
-    return sorted(found)
+        sources.refuse_shards(here, f"--input={pattern}", "give a directory without it")
+        found += here
+        again += others
+    found, more = sources.once(found)
+    sources.say_again("--input", again + more)
+    return sorted(map(str, found))
 
 
 def split(
@@ -213,7 +207,8 @@ class _Zstandard(io.RawIOBase):
                     raise EOFError("the last zstd frame is truncated")
                 return 0
             if self._frame is None:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
+                # Windows of `zstd --long=31`: 2 GiB, where the library's own bound is 128 MiB.
+                self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
             try:
                 self._ready = memoryview(self._frame.decompress(self._raw))
             except zstandard.ZstdError as error:

@@ -15,7 +15,8 @@ import functools
 
 import numpy as np
 
-from zaya_jax.config import UserError
+from zaya_jax import schedule
+from zaya_jax.config import Config, UserError
 
 TABLE_SIZE = 4099  # a prime, so that no usual batch sees the same part of the table each time
 
@@ -33,14 +34,10 @@ class Stretch:
 
 
 class Mixture:
-    """The sources of all rows of some stretches of steps that follow one another, the last without an end.
+    """The sources of all rows of some stretches of steps that follow one another, the last without an end."""
 
-    `given`: how many rows each source gave before the first of them.
-    """
-
-    def __init__(self, stretches: list[Stretch], given: tuple[int, ...] = ()) -> None:
+    def __init__(self, stretches: list[Stretch]) -> None:
         self.stretches = stretches
-        self.given = given or (0,) * len(stretches[0].weights)
         self.num_sources = len(stretches[0].weights)
         self.starts = [s.first_step for s in stretches]
         self.size = TABLE_SIZE
@@ -67,7 +64,7 @@ class Mixture:
     def before(self, step: int, source: int) -> int:
         """How many rows the source gave before the stretch of this step, or has passed over until it begins."""
         p, _ = self.at(step)
-        count = self.given[source]
+        count = 0
         for q, stretch in enumerate(self.stretches[: p + 1]):
             count += stretch.left_out[source] if stretch.left_out else 0
             if q < p:
@@ -98,7 +95,7 @@ class Mixture:
         )  # fmt: skip
         later = [dataclasses.replace(s, left_out=() if s.first_step <= stop else s.left_out) for s in later]
         kept = self.stretches[: p + (first > stretch.first_step)]
-        return Mixture([*kept, rest, *later], self.given)
+        return Mixture([*kept, rest, *later])
 
     def rows_of(self, source: int) -> tuple[int, int]:
         """(rows that the source has at most in a batch, and as a rule), where it has most; (0, 0) without any."""
@@ -181,3 +178,28 @@ def parse(parts: tuple[str, ...], where: str = "config.data.mixture") -> dict[st
     if parts and sum(weights.values()) <= 0:
         raise UserError(f"{where}={parts} gives no source any weight; raise one above 0")
     return weights
+
+
+def plan_sources(config: Config) -> tuple[list[str], list[tuple[int, str, Stretch]]]:
+    """(paths of all sources, (context length, packing, stretch) of each part of the run) from data.* and
+    schedule.phases.
+    """
+    default = parse(config.data.mixture) or {config.data.path: 1.0}
+    if not config.schedule.phases:
+        stretch = Stretch(config.run.fork_step, config.data.global_batch, tuple(default.values()))
+        return list(default), [(config.data.seq_len, config.data.packing, stretch)]
+    segments = schedule.make_plan(config).segments
+    named = [
+        parse(phase.mixture, f"config.schedule.phases[{i}].mixture") or default
+        for i, phase in enumerate(config.schedule.phases)
+    ]
+    left = {path for segment in segments for path in named[segment.phase_index]}
+    # In the order of the whole run, by which a mixture breaks ties, also where a fork has only some phases left.
+    paths = [path for path in dict.fromkeys(path for weights in named for path in weights) if path in left]
+    stretches = []
+    for segment in segments:
+        weights = named[segment.phase_index]
+        row = tuple(weights.get(path, 0.0) for path in paths)
+        stretch = Stretch(segment.first_step - 1, segment.sequences, row)
+        stretches.append((segment.phase.seq_len, segment.phase.packing, stretch))
+    return paths, stretches

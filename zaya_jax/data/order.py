@@ -179,7 +179,6 @@ class Order:
         self.share, self.lanes = share, TURNS * share
         self.block_rows, self.num_blocks = self._cut(block_rows, rounds)
         self._loose = num_rows - self.num_blocks * self.block_rows
-        self.most = most
         groups = _groups(num_rows, most)
         if self.block_rows > 1:
             assert num_rows >= 4 * most
@@ -189,14 +188,6 @@ class Order:
         # Blocks that are open at a time, at most: a group's last round has up to twice the others'.
         self.most_open = int((sizes - (np.maximum(sizes // self.lanes, 1) - 1) * self.lanes).max())
         self._members = shuffle.key(key, 0)  # of the permutation that says which blocks a group has
-
-    def serves(self, most: int) -> bool:
-        """Whether it does for batches of so many rows too: none twice, and no two of a block."""
-        if most <= self.most:
-            return True
-        if self.block_rows > 1:
-            return most <= self.lanes and self.num_rows >= 4 * most
-        return _groups(self.num_rows, most) == _groups(self.num_rows, self.most)
 
     def _cut(self, block_rows: int, rounds: int) -> tuple[int, int]:
         """(rows of a block, number of blocks): of a multiple of 2 · `share` blocks, that which leaves fewest rows."""

@@ -98,11 +98,16 @@ class Rows:
 
 
 def finish(rows: Rows, cross_documents: bool = False) -> Batch:
-    """The batch of filled rows; with `cross_documents` a row is one segment, and only padding is cut off."""
+    """The batch of filled rows; with `cross_documents` a row is one segment, cut by what could not be read alone.
+
+    Linear attention hands a segment's state from chunk to chunk: its tokens have to lie together.
+    """
     seq_len = rows.tokens.shape[1]
     place = np.arange(seq_len, dtype=np.int32)
     if cross_documents:
         segment_ids = np.ones(rows.tokens.shape, np.int32)
+        for row, _, stop in rows.holes:
+            segment_ids[row, stop:] += 1
         positions = np.repeat(place[None], len(rows.tokens), axis=0)
     else:
         segment_ids = np.cumsum(rows.starts, axis=1, dtype=np.int32)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from zaya_jax.data import pack
 from zaya_jax.data.pack import Batch
 from zaya_jax.data.pipeline import Stream
 
@@ -27,19 +28,20 @@ class DevicePrefetch(Iterator[Any]):
     def __init__(self, stream: Stream, put: Callable[[Batch], Any], depth: int = 2) -> None:
         self._stream, self._put, self._depth = stream, put, depth
         self._state = stream.get_state()
-        self._waited, self._since = 0.0, time.perf_counter()
+        self._waited, self._since, self._efficiency = 0.0, time.perf_counter(), list[float]()
         self._thread: threading.Thread | None = None
 
     def __next__(self) -> Any:
         if self._thread is None:
             self._begin()
         began = time.perf_counter()
-        batch, state = self._queue.get()
+        batch, state, efficiency = self._queue.get()
         self._waited += time.perf_counter() - began
         if batch is _END:
             self._thread = None
             raise state
         self._state = state
+        self._efficiency.append(efficiency)
         return batch
 
     def get_state(self) -> dict[str, Any]:
@@ -60,10 +62,14 @@ class DevicePrefetch(Iterator[Any]):
         self._state = self._stream.get_state()
 
     def metrics(self) -> dict[str, float]:
-        """The stream's metrics since the last call, with the share of time that the step waited here."""
+        """The stream's metrics, with the share of time since the last call that the step waited here, and the share
+        of places that had a token in the batches that it was given.
+        """
         now = time.perf_counter()
-        out = {**self._stream.metrics(), "data/wait_fraction": self._waited / max(now - self._since, 1e-9)}
-        self._waited, self._since = 0.0, now
+        out = self._stream.metrics() | {"data/wait_fraction": self._waited / max(now - self._since, 1e-9)}
+        if self._efficiency:
+            out["data/efficiency"] = sum(self._efficiency) / len(self._efficiency)
+        self._waited, self._since, self._efficiency = 0.0, now, []
         return out
 
     def close(self) -> None:
@@ -80,7 +86,7 @@ class DevicePrefetch(Iterator[Any]):
         self._stream.close()
 
     def _begin(self) -> None:
-        self._queue: queue.Queue[tuple[Any, Any]] = queue.Queue(self._depth)
+        self._queue: queue.Queue[tuple[Any, Any, float]] = queue.Queue(self._depth)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._fetch, name="device-prefetch", daemon=True)
         self._thread.start()
@@ -88,9 +94,10 @@ class DevicePrefetch(Iterator[Any]):
     def _fetch(self) -> None:
         while not self._stopping.is_set():
             try:
-                item: tuple[Any, Any] = self._put(next(self._stream)), self._stream.get_state()
+                batch = next(self._stream)
+                item = self._put(batch), self._stream.get_state(), pack.efficiency(batch)
             except Exception as error:  # handed to the step, which raises it
-                item = _END, error
+                item = _END, error, 0.0
             self._queue.put(item)
             if item[0] is _END:
                 return

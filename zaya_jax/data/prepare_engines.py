@@ -10,7 +10,6 @@ import importlib.util
 import multiprocessing
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +26,6 @@ RETRIES = 3
 # Tasks that wait in Ray for each core, at least QUEUE: a cluster that grows sees that there is work.
 AHEAD = 4
 QUEUE = 256
-CONNECT_SECONDS = 10
 
 _shared: dict[str, Any] = {}
 
@@ -108,48 +106,28 @@ def run_on_ray(job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # it would send statistics to its makers
     import ray
 
-    ours = not ray.is_initialized()
-    if ours:
-        address = os.environ.get("RAY_ADDRESS") or "auto"
-        try:
-            _require_there(address)
-            ray.init(address=address, log_to_driver=False, logging_level="error")
-        except (OSError, RuntimeError, ValueError) as error:
-            raise UserError(
-                f"no Ray cluster at RAY_ADDRESS={address} ({' '.join(str(error).split())[:150]}); begin one with ray "
-                "start --head --disable-usage-stats --include-dashboard=false, or use --engine=processes"
-            ) from None
+    address = os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        _on_ray(ray, job, todo, at_once, tell)
-    finally:
-        if ours:
-            ray.shutdown()
-
-
-def _require_there(address: str) -> None:
-    """OSError where nobody listens at host:port: Ray itself tries that again for more than three minutes."""
-    host, colon, port = address.rpartition(":")
-    if colon and port.isdecimal() and "/" not in host:
-        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-
-
-def _on_ray(ray: Any, job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
-    remote = ray.remote(num_cpus=1, max_retries=RETRIES)(_ray_work)
-    shared = ray.put(job)
-    waiting, costs = list(reversed(todo)), dict[Any, int]()
-    done = tokens = finished_tasks = 0
+        ray.init(address=address, log_to_driver=False, logging_level="error", ignore_reinit_error=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"no Ray cluster at RAY_ADDRESS={address} ({' '.join(str(error).split())[:150]}); begin one with ray "
+            "start --head --disable-usage-stats --include-dashboard=false, or use --engine=processes"
+        ) from None
+    remote, shared = ray.remote(num_cpus=1, max_retries=RETRIES)(_ray_work), ray.put(job)
+    waiting, running = list(reversed(todo)), dict[Any, Task]()
+    done = tokens = 0
     try:
-        while waiting or costs:
+        while waiting or running:
             window = at_once or max(QUEUE, AHEAD * int(ray.cluster_resources().get("CPU", 1)))
-            while waiting and len(costs) < window:
+            while waiting and len(running) < window:
                 task = waiting.pop()
-                costs[remote.remote(task, shared, os.getcwd())] = task.cost
-            finished, _ = ray.wait(list(costs), num_returns=len(costs), timeout=0.5)
+                running[remote.remote(task, shared, os.getcwd())] = task
+            finished, _ = ray.wait(list(running), num_returns=len(running), timeout=0.5)
             for ref in finished:
                 tokens += ray.get(ref)
-                done += costs.pop(ref)
-                finished_tasks += 1
-            tell(done, tokens, finished_tasks)
+                done += running.pop(ref).cost
+            tell(done, tokens, len(todo) - len(waiting) - len(running))
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
@@ -158,21 +136,16 @@ def _on_ray(ray: Any, job: Job, todo: list[Task], at_once: int, tell: Tell) -> N
             "the same command again, perhaps with fewer --processes"
         ) from None
     finally:
-        for ref in costs:  # one failed: what others still wrote would stay behind
+        for ref in running:  # one failed: what others still wrote would stay behind
             ray.cancel(ref, force=True)
-        if costs:
-            ray.wait(list(costs), num_returns=len(costs), timeout=30)
+        if running:
+            ray.wait(list(running), num_returns=len(running), timeout=30)
 
 
 def _ray_work(task: Task, job: Job, folder: str) -> int:
     """A task in a Ray worker, whose paths are from this folder; its tokens."""
     os.chdir(folder)
     os.environ["RAYON_NUM_THREADS"] = "1"
-    total = 0
-
-    def count(_: int, tokens: int) -> None:
-        nonlocal total
-        total += tokens
-
-    prepare_task.run(task, job, count)
-    return total
+    made: list[int] = []
+    prepare_task.run(task, job, lambda _, tokens: made.append(tokens))
+    return sum(made)

@@ -27,7 +27,7 @@ from zaya_jax.data.tokens import Document, ShardWriter
 
 WORK = ".work"
 EXAMPLES = 20  # of what was left out, named in the manifest
-LIBRARIES = {"huggingface": "tokenizers", "sentencepiece": "sentencepiece"}
+LIBRARIES = {"huggingface": "tokenizers"}
 AT_ONCE = 16  # records read at a time: on a file system over the network, each is a wait
 
 

@@ -5,7 +5,9 @@ evaluation by the hash of that path alone, so that adding a file never moves ano
 other.
 """
 
+import collections
 import dataclasses
+import fnmatch
 import glob
 import hashlib
 import logging
@@ -13,7 +15,7 @@ import os
 import pathlib
 import re
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -48,25 +50,20 @@ class Bundle:
         return len(self.tokens)
 
 
-def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
+def list_files(path: str, say: bool = False) -> list[tuple[str, pathlib.Path]]:
     """(name, path) of every text file that data.path names, ordered by name; "stdlib" is the standard
-    library.
+    library. Names that are left out, since they lead to the same files, are logged where asked.
     """
-    if path == "stdlib":
-        root = stdlib()
-        skip = {"site-packages", "dist-packages", "__pycache__"}
-        found = [p for p in root.rglob("*.py") if not skip.intersection(p.relative_to(root).parts)]
-    elif not path:
+    if not path:
         raise UserError(
             "config.data.path is empty; give 'stdlib', a directory (. for this one), a file or a glob"
         )
+    found, again = find(path)
+    if path == "stdlib":
+        root = stdlib()
     elif pathlib.Path(path).is_dir():
         root = pathlib.Path(path)
-        found = walk(root)
     else:
-        exact = pathlib.Path(path)
-        found = [exact] if exact.is_file() else [pathlib.Path(p) for p in glob.glob(path, recursive=True)]
-        found = [p for p in found if is_file(p)]
         root = pathlib.Path(*_common_parts(found)) if found else pathlib.Path()
     if (root / ".work" / "plan.json").exists():
         raise UserError(f"config.data.path={path!r} {UNFINISHED}")
@@ -77,22 +74,96 @@ def list_files(path: str) -> list[tuple[str, pathlib.Path]]:
         raise UserError(
             f"config.data.path={path!r} holds no text file; give 'stdlib', a directory, a file or a glob"
         )
+    if say:
+        say_again(path, again)
     return sorted((p.relative_to(root).as_posix(), p) for p in found)
 
 
-def walk(root: pathlib.Path) -> list[pathlib.Path]:
-    """Every file below a directory but hidden ones; UserError where a part of it cannot be listed."""
+def find(pattern: str) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
+    """The files that a path, a directory, a glob or "stdlib" names, each once, and the further names of some of them.
 
-    def stop(error: OSError) -> None:
-        raise UserError(f"cannot list {error.filename}: {error.strerror}; make it readable, or move it away")
+    A file is what it is, not its name: links to files and folders are followed, and whatever several names lead to
+    counts once, under its own name rather than a link's. Hidden names are left out, unless they are written.
+    """
+    again: list[pathlib.Path] = []
+    if pattern == "stdlib":
+        skip = ("site-packages", "dist-packages", "__pycache__")
+        names = (path for folder in _folders(stdlib(), again, skip) for path in _entries(folder))
+        names = (path for path in names if path.suffix == ".py")
+    elif os.path.isdir(pattern):
+        names = (path for folder in _folders(pathlib.Path(pattern), again) for path in _entries(folder))
+    elif os.path.lexists(pattern):
+        names = iter([pathlib.Path(pattern)])
+    else:
+        names = _expand(pathlib.Path(), pathlib.Path(pattern).parts, again)
+    found, more = once(path for path in names if is_file(path))
+    return found, again + more
 
-    found: list[pathlib.Path] = []
-    for folder, folders, names in os.walk(root, onerror=stop):
-        here = pathlib.Path(folder)
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files = (here / name for name in names if not name.startswith("."))
-        found += [path for path in files if is_file(path)]
-    return found
+
+def once(paths: Iterable[pathlib.Path]) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
+    """One name for each file, that of no link where there is one; and all other names."""
+    names: dict[object, list[pathlib.Path]] = {}
+    for path in sorted(set(paths)):
+        names.setdefault(identity(path), []).append(path)
+    for several in names.values():
+        if len(several) > 1:
+            several.sort(
+                key=lambda path: (path.is_symlink(), os.path.realpath(path) != os.path.abspath(path))
+            )
+    return [one for one, *_ in names.values()], [path for _, *others in names.values() for path in others]
+
+
+def say_again(where: str, again: list[pathlib.Path]) -> None:
+    """Log how many names were left out because they lead to files that are taken under another name."""
+    if again:
+        some = ", ".join([ascii(str(p))[1:-1] for p in again[:NAMED]] + ["..."] * (len(again) > NAMED))
+        _log.warning("%s: left out %d names of what is there under another one (%s)", where, len(again), some)
+
+
+def _folders(
+    root: pathlib.Path, again: list[pathlib.Path], skip: Collection[str] = ()
+) -> Iterator[pathlib.Path]:
+    """A folder and all below it, each once; those that links lead to come last, under the link's name."""
+    seen: set[object] = set()
+    waiting, linked = collections.deque([root]), collections.deque[pathlib.Path]()
+    while waiting or linked:
+        here = (waiting or linked).popleft()
+        own = identity(here)
+        if own in seen:
+            again.append(here)
+            continue
+        seen.add(own)
+        yield here
+        for path in _entries(here):
+            if path.is_dir() and path.name not in skip:
+                (linked if path.is_symlink() else waiting).append(path)
+
+
+def _entries(folder: pathlib.Path, hidden: bool = False) -> list[pathlib.Path]:
+    """What lies in a folder, sorted; UserError where it cannot be listed."""
+    try:
+        return sorted(folder / name for name in os.listdir(folder) if hidden or not name.startswith("."))
+    except OSError as error:
+        raise UserError(
+            f"cannot list {folder}: {error.strerror}; make it readable, or move it away"
+        ) from None
+
+
+def _expand(place: pathlib.Path, parts: Sequence[str], again: list[pathlib.Path]) -> Iterator[pathlib.Path]:
+    """The paths that the parts of a glob name below a place."""
+    if not parts:
+        yield place
+        return
+    head, *rest = parts
+    if not glob.has_magic(head):
+        yield from _expand(place / head, rest, again)
+    elif head == "**":
+        for folder in _folders(place, again) if place.is_dir() else ():
+            yield from _expand(folder, rest or ["*"], again)
+    elif place.is_dir():
+        for path in _entries(place, hidden=head.startswith(".")):
+            if fnmatch.fnmatchcase(path.name, head):
+                yield from _expand(path, rest, again)
 
 
 def is_file(path: pathlib.Path) -> bool:
@@ -119,6 +190,19 @@ def refuse_shards(files: Iterable[pathlib.Path], what: str, way_out: str) -> Non
 def stdlib() -> pathlib.Path:
     """Where the interpreter's standard library lies."""
     return pathlib.Path(sysconfig.get_paths()["stdlib"])
+
+
+def stamp(path: str) -> tuple:
+    """What tells whether the files of a corpus are still those that they were."""
+    return tuple((name, *_stat(file)) for name, file in list_files(path))
+
+
+def _stat(path: pathlib.Path) -> tuple:
+    try:
+        found = path.stat()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def read_text(path: pathlib.Path) -> str | None:
@@ -159,7 +243,7 @@ def named_texts(path: str) -> list[tuple[str, str]]:
     documents: list[tuple[str, str]] = []
     unreadable: list[str] = []
     empty = size = 0
-    for name, file in list_files(path):
+    for name, file in list_files(path, say=True):
         try:
             size += file.stat().st_size
         except OSError as error:

@@ -51,7 +51,13 @@ class Counters:
     records: int = 0
     bytes: int = 0
     retries: int = 0
-    corrupt: int = 0
+    corrupt: set[str] = dataclasses.field(default_factory=set)  # pieces of data: each once, whoever met it
+
+    def __add__(self, other: "Counters") -> "Counters":
+        return Counters(
+            self.records + other.records, self.bytes + other.bytes, self.retries + other.retries,
+            self.corrupt | other.corrupt,
+        )  # fmt: skip
 
 
 class OpenFiles:
@@ -327,7 +333,7 @@ class Prepared:
         if not error.record.endswith(f" {bundle}"):
             what += f" ({error.record})"
         with self._lock:
-            self.counters.corrupt += 1
+            self.counters.corrupt.add(f"{self.fingerprint} {shard} {bundle}")
         if self.on_corrupt != "skip":
             raise StorageError(
                 f"{what}; restore the shard (--verify of prepare_data checks all), or set "

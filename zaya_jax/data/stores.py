@@ -1,15 +1,25 @@
 """Where a run's documents lie: what a path of its config names, opened once a program, to learn and held out."""
 
 import hashlib
+from collections.abc import Callable, Sequence
 
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import chats, order, sources, storage
+from zaya_jax.data import chats, mix, order, pack, sources, storage
+from zaya_jax.data.pack import Span
 from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.data.tokens import SPLITS
 
 TokenStore = order.Memory | storage.Prepared
 
-# By path, tokenizer, and the context that chats are fitted to (0: text).
-_text_stores: dict[tuple[str, str, int], tuple[order.Memory, order.Memory]] = {}
+_tokenised: dict[tuple, tuple[tuple, object]] = {}  # {what was made: (the files it was made of, it)}
+
+
+def tokenised[T](paths: Sequence[str], what: tuple, make: Callable[[], T]) -> T:
+    """What `make` gives of the text of some paths, made once a program for as long as their files stay as they are."""
+    key, files = (*paths, *what), tuple(sources.stamp(path) for path in paths)
+    if key not in _tokenised or _tokenised[key][0] != files:
+        _tokenised[key] = files, make()
+    return _tokenised[key][1]  # type: ignore[return-value]
 
 
 def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenStore, TokenStore]:
@@ -21,32 +31,83 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
         shards = storage.Prepared(path, "train", config.data.on_corrupt)
         own = f"config.data.tokenizer={config.data.tokenizer!r}"
         way_out = f"set that to {storage.join(path, 'tokenizer')}"
+        if not storage.is_local(path):  # tokenizers are read from local files alone
+            way_out = f"copy {storage.join(path, 'tokenizer')} to a folder here, and set that to the folder"
         shards.require_tokenizer(tokenizer.sha256, path, own, way_out)
         if not shards.num_tokens:
             raise UserError(f"{path} holds no training tokens; prepare it with more input")
         if data.chats:
             chats.require_prepared(path, shards, data.seq_len)
         return shards, storage.Prepared(path, "held_out", config.data.on_corrupt)
-    key = (path, tokenizer.sha256, data.seq_len if data.chats else 0)
-    if key not in _text_stores:
-        said = ""
-        try:
-            if data.chats:
-                found = chats.read(path, tokenizer, data.seq_len)
-                sides, said = (found.train, found.held_out), found.said
-            else:
-                sides = sources.text_corpus(path, tokenizer)
-        except UserError as error:
-            named = "config.data.path" if path == config.data.path else "a mixture's source"
-            raise UserError(str(error).replace("config.data.path", named)) from None
-        train, held_out = (order.Memory(path, side, _content(side, data.chats), said) for side in sides)
-        _text_stores[key] = train, held_out
-    return _text_stores[key]
+    try:
+        if data.chats:
+            return _chats(config, path, tokenizer)
+        return tokenised([path], (tokenizer.sha256,), lambda: _text(path, tokenizer))
+    except UserError as error:
+        said = str(error)
+        if data.chats:  # there are none in Python's library
+            said = said.replace("no text file; give 'stdlib', ", "no file; give ")
+        named = "config.data.path" if path == config.data.path else "a mixture's source"
+        raise UserError(said.replace("config.data.path", named)) from None
 
 
-def _content(side: sources.Bundle, masked: bool) -> str:
-    """Of what is in memory: its tokens, and what of them is learnt where that is not all."""
-    held = hashlib.sha256(side.tokens)
-    if masked:
+def _text(path: str, tokenizer: Tokenizer) -> tuple[order.Memory, order.Memory]:
+    return _sides(path, sources.text_corpus(path, tokenizer))
+
+
+def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[order.Memory, order.Memory]:
+    """A chat is held out by what it says, in all sources of the run alike."""
+    context = config.data.seq_len
+    paths = [one for one in mix.plan_sources(config)[0] if one == "stdlib" or not storage.is_prepared(one)]
+
+    def make() -> dict[str, tuple[order.Memory, order.Memory]]:
+        found = {one: chats.read(one, tokenizer, context) for one in paths}
+        last = chats.last_held_out(found.values())
+        split = {one: held.split(last) for one, held in found.items()}
+        return {one: _sides(one, (made.train, made.held_out), made.said) for one, made in split.items()}
+
+    return tokenised(paths, (tokenizer.sha256, context), make)[path]
+
+
+def _sides(
+    path: str, sides: tuple[sources.Bundle, sources.Bundle], said: str = ""
+) -> tuple[order.Memory, order.Memory]:
+    """Stores whose fingerprint is of both sides: what is held out is the run's, too."""
+    held = hashlib.sha256()
+    for side in sides:
+        held.update(len(side).to_bytes(8, "little"))
+        held.update(side.tokens)
         held.update(side.learn)
-    return held.hexdigest()
+    train, held_out = (
+        order.Memory(path, side, f"{held.hexdigest()}/{name}", said)
+        for side, name in zip(sides, SPLITS, strict=True)
+    )
+    return train, held_out
+
+
+def fill(store: TokenStore, rows: pack.Rows, row_ids, spans: list[list[Span]]) -> None:
+    """Read what the spans name and put it into these rows."""
+    found = iter(store.parts([span for row in spans for span in row]))
+    for row, pieces in zip(row_ids, spans, strict=True):
+        for _ in pieces:
+            rows.add(row, next(found))
+
+
+def local_rows(batch: int, process: tuple[int, int]) -> range:
+    """The rows of a global batch that belong to process (index, count)."""
+    index, count = process
+    if batch % count:
+        raise UserError(
+            f"a global batch of {batch} sequences does not divide among {count} processes; give a multiple"
+        )
+    share = batch // count
+    return range(index * share, (index + 1) * share)
+
+
+def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
+    """UserError where the tokenizer has ids that the model's vocabulary lacks."""
+    if tokenizer.vocab_size > config.model.vocab_size:
+        raise UserError(
+            f"config.data.tokenizer={config.data.tokenizer!r} has {tokenizer.vocab_size} ids, but "
+            f"config.model.vocab_size={config.model.vocab_size}; raise the latter"
+        )

@@ -1,7 +1,7 @@
 """Tokenizers: text to ids and back, bound to no framework, stored in a workdir as plain files.
 
-`load` takes "bytes", a `tokenizer.json`, a SentencePiece `.model`, or a directory that `save` wrote. Every
-tokenizer has the same few attributes, so nothing behind this module asks which kind it has.
+`load` takes "bytes", a `tokenizer.json`, or a directory with one, such as `save` wrote. Every tokenizer has the same
+few attributes, so nothing behind this module asks which kind it has.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ import numpy as np
 from zaya_jax.config import UserError, files
 
 META_FILE = "zaya_tokenizer.json"
-FILES = ("tokenizer.json", "tokenizer.model")
+FILE = "tokenizer.json"
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 # The roles a special token plays in chats, and the names under which vocabularies have it, ours first.
@@ -286,72 +286,27 @@ class HuggingFace(Tokenizer):
         return self._tokenizer.token_to_id(name)
 
 
-class SentencePiece(Tokenizer):
-    """A SentencePiece `.model` file."""
-
-    kind = "sentencepiece"
-
-    def __init__(self, content: bytes, ids: dict[str, int], where: str) -> None:
-        import sentencepiece
-
-        self._processor = sentencepiece.SentencePieceProcessor()
-        try:
-            self._processor.LoadFromSerializedProto(content)
-        except RuntimeError as error:
-            raise UserError(f"tokenizer {where} is not a SentencePiece model: {_one_line(error)}") from None
-        self._content = content
-        self.vocab_size = self._processor.GetPieceSize()
-        own = {
-            "bos_id": self._processor.bos_id(),
-            "eos_id": self._processor.eos_id(),
-            "pad_id": self._processor.pad_id(),
-        }
-        ids = {**{key: value for key, value in own.items() if value >= 0}, **ids}
-        self.bos_id, self.eos_id, self.pad_id = _special_ids(self._id, ids, where, self.vocab_size)
-        self.sha256 = self._hash(content)
-
-    def encode(self, text: str) -> list[int]:
-        utf8(text)
-        return self._processor.EncodeAsIds(text)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        # A model's vocabulary may be the larger one, and the processor refuses ids that it has not.
-        size, skip = self._processor.GetPieceSize(), {self.bos_id, self.eos_id, self.pad_id}
-        return self._processor.DecodeIds([int(i) for i in ids if 0 <= i < size and int(i) not in skip])
-
-    def _is_special(self, token: int) -> bool:
-        return self._processor.IsControl(token)
-
-    def mark(self, token: int) -> str:
-        return self._processor.IdToPiece(token)
-
-    def _files(self) -> dict[str, bytes]:
-        return {"tokenizer.model": self._content}
-
-    def _id(self, name: str) -> int | None:
-        found = self._processor.PieceToId(name)
-        return None if found == self._processor.unk_id() else found
-
-
 def load(spec: str | pathlib.Path) -> Tokenizer:
-    """The tokenizer that `spec` names: "bytes", a tokenizer.json, a .model file, or a directory with either."""
+    """The tokenizer that `spec` names: "bytes", a tokenizer.json, or a directory with one."""
     if str(spec) == "bytes":
         return Bytes()
     path = pathlib.Path(spec)
     if not path.exists():
-        raise UserError(
-            f"tokenizer {spec} does not exist; give bytes, a tokenizer.json, a .model file or a directory"
-        )
+        raise UserError(f"tokenizer {spec} does not exist; give bytes, a tokenizer.json or a directory")
     directory = path if path.is_dir() else path.parent
     meta: dict[str, Any] = {}
-    if path.is_dir() or path.name in FILES:
+    if path.is_dir() or path.name == FILE:
         meta = _read_json(directory / META_FILE) if (directory / META_FILE).exists() else {}
         if path.is_dir() and meta.get("kind") == "bytes":
             return Bytes()
-    if path.is_dir():
-        path = next((directory / name for name in FILES if (directory / name).exists()), path)
-        if path is directory:
-            raise UserError(f"{directory} holds no tokenizer: expected {META_FILE}, {' or '.join(FILES)}")
+    path = directory / FILE if path.is_dir() else path
+    if path.suffix == ".model" or (not path.exists() and path.with_suffix(".model").exists()):
+        raise UserError(
+            f"tokenizer {spec} is a SentencePiece model; give its tokenizer.json, which transformers writes: "
+            f"AutoTokenizer.from_pretrained({str(directory)!r}).save_pretrained(FOLDER)"
+        )
+    if not path.exists():
+        raise UserError(f"{directory} holds no tokenizer: expected {META_FILE} or {FILE}")
     stored: dict[str, int] = {key: meta[key] for key in ("bos_id", "eos_id", "pad_id") if key in meta}
     for key, value in stored.items():
         if not _is_id(value):
@@ -361,13 +316,12 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         content = files.read(path)
     except OSError as error:
         raise UserError(f"cannot read tokenizer {path}: {error.strerror}") from None
-    kind = SentencePiece if path.suffix == ".model" else HuggingFace
-    tokenizer = kind(content, ids, str(path))
+    tokenizer = HuggingFace(content, ids, str(path))
     if "sha256" in meta and meta["sha256"] != tokenizer.sha256:
         raise UserError(
             f"{path} is not the file that {META_FILE} beside it describes (SHA-256 differs); restore it"
         )
-    for name in BESIDE if path.name in FILES else ():
+    for name in BESIDE if path.name == FILE else ():
         if (directory / name).is_file():
             tokenizer.beside[name] = files.read(directory / name)
     return tokenizer
@@ -430,7 +384,7 @@ def _special_ids(lookup, given: dict[str, int], where: str, vocab_size: int) -> 
 def _config_ids(directory: pathlib.Path, path: pathlib.Path) -> dict[str, int]:
     """The ids that transformers' config.json beside a tokenizer file gives to begin, end and padding."""
     config = directory / "config.json"
-    if path.name not in FILES or not config.exists():
+    if path.name != FILE or not config.exists():
         return {}
     keys = {"bos_id": "bos_token_id", "eos_id": "eos_token_id", "pad_id": "pad_token_id"}
     held: dict[str, Any] = {ours: _read_json(config).get(theirs) for ours, theirs in keys.items()}

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.config import StorageError
+from zaya_jax.data import storage
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Workers(Iterator[dict[str, np.ndarray]]):
     def __init__(self, batches: Any, count: int, step: int, ahead: int) -> None:
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen] = []
-        self._counters = [dict.fromkeys(batches.counters(), 0) for _ in range(count)]
+        self._counters = [storage.Counters() for _ in range(count)]
         root = str(pathlib.Path(__file__).resolve().parents[2])
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])}
         try:
@@ -80,9 +81,9 @@ class Workers(Iterator[dict[str, np.ndarray]]):
             raise batch
         return batch
 
-    def counters(self) -> dict[str, int]:
+    def counters(self) -> storage.Counters:
         """What reading has met in all workers, up to the last batch."""
-        return {name: sum(held[name] for held in self._counters) for name in self._counters[0]}
+        return sum(self._counters, storage.Counters())
 
     def close(self) -> None:
         """End the workers."""

@@ -3,7 +3,7 @@
     results = run(model, ["arc_easy"], include_path=None, limit=None, ...)
 
 The same numbers as lm-eval's own `hf` model gives on the exported weights, so the same conventions: no begin of
-document before a context unless `add_bos_token` asks for it, an empty context is the begin of document, what is longer
+document before a context unless `add_bos_token` asks for it, an empty context is the begin of document, a text longer
 than the model's context loses its left end, and a generation ends before the first of its `until`. Of several processes
 all run the same tasks: the scorer shares out its batches, and so does generation.
 """
@@ -71,121 +71,133 @@ def asked_for(given: dict[str, Any]) -> Asked:
 def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TOKENS, seed: int = 0) -> Any:
     """An lm-eval `LM` of a model."""
     from lm_eval.api.model import TemplateLM
-    from lm_eval.models.utils import postprocess_generated_text
-    from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-    tokenizer = _tokenizer_of(model)
-
-    class ZayaLM(TemplateLM):
-        """See the module."""
-
-        max_length = model.config.model.max_position_embeddings
-        tokenizer_name = f"{tokenizer.kind}-{tokenizer.sha256[:12]}"
-        eot_token_id = tokenizer.eos_id
-        prefix_token_id = tokenizer.bos_id
-
-        def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-            bos = add_bos_token if add_special_tokens is None else add_special_tokens
-            return [tokenizer.bos_id] * bos + list(tokenizer.encode(string))
-
-        def loglikelihood(self, requests: Sequence, disable_tqdm: bool = False) -> list:
-            if not all(request.args[1] for request in requests):
-                raise UserError("a task asks for the likelihood of an answer that is empty")
-            return super().loglikelihood(requests, disable_tqdm)
-
-        def _loglikelihood_tokens(self, requests: Sequence, disable_tqdm: bool = False, **_: Any) -> list:
-            rows = []
-            for _, given, continuation in requests:
-                if not continuation:
-                    raise UserError("a task has an answer that adds no token to its question")
-                # White space alone: lm-eval has moved it to the answer, and its hf model stops at an assertion.
-                context = list(given) or [self.prefix_token_id]
-                ids = (context + list(continuation))[-(self.max_length + 1) :]
-                if len(continuation) >= len(ids):
-                    raise UserError(
-                        f"a task has an answer of {len(continuation)} tokens, above the model's context of "
-                        f"{self.max_length}"
-                    )
-                rows.append(Row(ids, len(ids) - len(continuation)))
-            with tqdm(total=len(rows), desc="log-likelihoods", disable=disable_tqdm) as bar:
-                found = Scorer(model, tokens)(rows, bar.update)
-            answers = [
-                (float(log_probs.sum(dtype="float64")), bool(likeliest.all()))
-                for log_probs, likeliest in found
-            ]
-            for (texts, *_), answer in zip(requests, answers, strict=True):
-                if texts is not None:
-                    self.cache_hook.add_partial("loglikelihood", texts, answer)
-            return answers
-
-        def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
-            windows, counts = [], []
-            for request in requests:
-                ids = self.tok_encode(request.args[0])
-                found = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
-                own = [(None, *make_disjoint_window(pair)) for pair in found]
-                windows += own
-                counts.append(len(own))
-            answers = iter(self._loglikelihood_tokens(windows, disable_tqdm))
-            totals = [sum(answer for answer, _ in itertools.islice(answers, count)) for count in counts]
-            for request, total in zip(requests, totals, strict=True):
-                self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
-            return totals
-
-        def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
-            groups: dict[str, list[int]] = {}  # only what is asked for alike goes together
-            for number, request in enumerate(requests):
-                groups.setdefault(repr(request.args[1]), []).append(number)
-            batches = [batch for numbers in groups.values() for batch in self._batches(requests, numbers)]
-            answers: dict[int, str] = {}
-            with tqdm(total=len(requests), desc="generations", disable=disable_tqdm) as bar:
-                for turn, (prompts, asked) in enumerate(batches):
-                    if turn % jax.process_count() == jax.process_index():
-                        answers |= zip(prompts, self._generate(prompts, asked), strict=True)
-                    bar.update(len(prompts))
-            parts = multihost.to_first("generated", list(answers.items()))
-            everyones = dict(
-                multihost.from_first("generated", lambda: [one for part in parts or [] for one in part])
-            )
-            for number, request in enumerate(requests):
-                self.cache_hook.add_partial("generate_until", request.args, everyones[number])
-            return [everyones[number] for number in range(len(requests))]
-
-        def _batches(
-            self, requests: Sequence, numbers: list[int]
-        ) -> Iterator[tuple[dict[int, list[int]], Asked]]:
-            """Prompts by the number of their request, the longest first, and what is asked for."""
-            asked = asked_for(requests[numbers[0]].args[1])
-            room = self.max_length - asked.num_tokens
-            if room < 1:
-                raise UserError(
-                    f"a task asks for {asked.num_tokens} new tokens, and the model's context is {self.max_length}"
-                )
-            prompts = {
-                n: (self.tok_encode(requests[n].args[0]) or [self.prefix_token_id])[-room:] for n in numbers
-            }
-            order = sorted(numbers, key=lambda n: -len(prompts[n]))
-            while order:
-                count = max(tokens // (len(prompts[order[0]]) + asked.num_tokens), 1)
-                yield {n: prompts[n] for n in order[:count]}, asked
-                order = order[count:]
-
-        def _generate(self, prompts: dict[int, list[int]], asked: Asked) -> list[str]:
-            texts = generation.generate(
-                model.config.model, *model.on_one_device(), tokenizer, list(prompts.values()), asked.num_tokens,
-                model.config.precision, stop=asked.stops, sampling=asked.sampling, seeds=[seed + n for n in prompts],
-                kernels=model.config.kernels,
-                follows=False,  # lm-eval's `hf` decodes what is new by itself
-            )  # fmt: skip
-            return [postprocess_generated_text(text, asked.stops, None) for text in texts]
-
-    return ZayaLM()
-
-
-def _tokenizer_of(model: LanguageModel) -> Tokenizer:
     if model.tokenizer is None:
         raise UserError(f"the model of {model.source} has no tokenizer, which tasks need")
-    return model.tokenizer
+    facts = {  # of the class: TemplateLM has properties of these names
+        "max_length": model.config.model.max_position_embeddings,
+        "tokenizer_name": f"{model.tokenizer.kind}-{model.tokenizer.sha256[:12]}",
+        "eot_token_id": model.tokenizer.eos_id,
+        "prefix_token_id": model.tokenizer.bos_id,
+    }
+    made = type("ZayaLM", (_Answers, TemplateLM), facts)
+    return made(model, model.tokenizer, add_bos_token, tokens, seed)
+
+
+class _Answers:
+    """What lm-eval's TemplateLM leaves to a model; it is imported only where tasks are run."""
+
+    max_length: int
+    eot_token_id: int
+    prefix_token_id: int
+    cache_hook: Any
+
+    def __init__(self, model: LanguageModel, tokenizer: Tokenizer, add_bos: bool, tokens: int, seed: int):
+        super().__init__()
+        self._model, self._tokenizer, self._add_bos = model, tokenizer, add_bos
+        self._tokens, self._seed = tokens, seed
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Ids, by default with a begin of document where tasks were asked to have one."""
+        bos = self._add_bos if add_special_tokens is None else add_special_tokens
+        return [self.prefix_token_id] * bos + list(self._tokenizer.encode(string))
+
+    def loglikelihood(self, requests: Sequence, disable_tqdm: bool = False) -> list:
+        """As lm-eval has it; an empty answer is refused."""
+        if not all(request.args[1] for request in requests):
+            raise UserError("a task asks for the likelihood of an answer that is empty")
+        return super().loglikelihood(requests, disable_tqdm)  # type: ignore[misc]
+
+    def _loglikelihood_tokens(self, requests: Sequence, disable_tqdm: bool = False, **_: Any) -> list:
+        rows = []
+        for _, given, continuation in requests:
+            if not continuation:
+                raise UserError("a task has an answer that adds no token to its question")
+            # White space alone: lm-eval has moved it to the answer, and its hf model stops at an assertion.
+            context = list(given) or [self.prefix_token_id]
+            ids = (context + list(continuation))[-(self.max_length + 1) :]
+            if len(continuation) >= len(ids):
+                raise UserError(
+                    f"a task has an answer of {len(continuation)} tokens, above the model's context of "
+                    f"{self.max_length}"
+                )
+            rows.append(Row(ids, len(ids) - len(continuation)))
+        with tqdm(total=len(rows), desc="log-likelihoods", disable=disable_tqdm) as bar:
+            found = Scorer(self._model, self._tokens)(rows, bar.update)
+        answers = [
+            (float(log_probs.sum(dtype="float64")), bool(likeliest.all())) for log_probs, likeliest in found
+        ]
+        for (texts, *_), answer in zip(requests, answers, strict=True):
+            if texts is not None:
+                self.cache_hook.add_partial("loglikelihood", texts, answer)
+        return answers
+
+    def loglikelihood_rolling(self, requests: Sequence, disable_tqdm: bool = False) -> list[float]:
+        """Sums over windows, each with one token of context."""
+        from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+        windows, counts = [], []
+        for request in requests:
+            ids = self.tok_encode(request.args[0])
+            found = get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, context_len=1)
+            own = [(None, *make_disjoint_window(pair)) for pair in found]
+            windows += own
+            counts.append(len(own))
+        answers = iter(self._loglikelihood_tokens(windows, disable_tqdm))
+        totals = [sum(answer for answer, _ in itertools.islice(answers, count)) for count in counts]
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence, disable_tqdm: bool = False) -> list[str]:
+        """The answers, each up to the first of its stops."""
+        groups: dict[str, list[int]] = {}  # requests with the same options go together
+        for number, request in enumerate(requests):
+            groups.setdefault(repr(request.args[1]), []).append(number)
+        batches = [batch for numbers in groups.values() for batch in self._batches(requests, numbers)]
+        answers: dict[int, str] = {}
+        with tqdm(total=len(requests), desc="generations", disable=disable_tqdm) as bar:
+            for turn, (prompts, asked) in enumerate(batches):
+                if turn % jax.process_count() == jax.process_index():
+                    answers |= zip(prompts, self._generate(prompts, asked), strict=True)
+                bar.update(len(prompts))
+        parts = multihost.to_first("generated", list(answers.items()))
+        everyones = dict(
+            multihost.from_first("generated", lambda: [one for part in parts or [] for one in part])
+        )
+        for number, request in enumerate(requests):
+            self.cache_hook.add_partial("generate_until", request.args, everyones[number])
+        return [everyones[number] for number in range(len(requests))]
+
+    def _batches(
+        self, requests: Sequence, numbers: list[int]
+    ) -> Iterator[tuple[dict[int, list[int]], Asked]]:
+        """Prompts by the number of their request, the longest first, and the task's options."""
+        asked = asked_for(requests[numbers[0]].args[1])
+        room = self.max_length - asked.num_tokens
+        if room < 1:
+            raise UserError(
+                f"a task asks for {asked.num_tokens} new tokens, and the model's context is {self.max_length}"
+            )
+        prompts = {
+            n: (self.tok_encode(requests[n].args[0]) or [self.prefix_token_id])[-room:] for n in numbers
+        }
+        order = sorted(numbers, key=lambda n: -len(prompts[n]))
+        while order:
+            count = max(self._tokens // (len(prompts[order[0]]) + asked.num_tokens), 1)
+            yield {n: prompts[n] for n in order[:count]}, asked
+            order = order[count:]
+
+    def _generate(self, prompts: dict[int, list[int]], asked: Asked) -> list[str]:
+        from lm_eval.models.utils import postprocess_generated_text
+
+        ids, seeds = list(prompts.values()), [self._seed + n for n in prompts]
+        rows = self._model.continued(
+            ids, asked.num_tokens, sampling=asked.sampling, seeds=seeds, ends=[self.eot_token_id]
+        )
+        # lm-eval's `hf` decodes the new tokens by themselves.
+        texts = generation.generate(rows, self._tokenizer, ids, asked.stops, follows=False)
+        return [postprocess_generated_text(text, asked.stops, None) for text in texts]
 
 
 def run(

@@ -5,7 +5,7 @@
 
 Rows of like length go together, so that little is padding and few programs are compiled: lengths are rounded up to
 powers of two and halfway between, rows of a batch to powers of two, within `tokens` a batch. Of several processes each
-has the whole model on its own devices and takes every so-manieth batch; all of them get all results.
+has the whole model on its own devices; batches go round them, and all of them get all results.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ Scores = tuple[np.ndarray, np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Tokens, of which those from `first` on are scored, each after all before it. `first` is at least 1."""
+    """Tokens; those from `first` on are scored, each after all before it. `first` is at least 1."""
 
     ids: Sequence[int] | np.ndarray
     first: int = 1

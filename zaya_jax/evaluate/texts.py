@@ -84,7 +84,7 @@ def documents(
 ) -> Iterator[Document]:
     """Those of files, a glob or a directory, or of prepared data (its held-out part); at most `limit`.
 
-    `skipped` is told in words of what is left out: files that are no text, texts of white space alone.
+    `skipped` is told, in words, of each sample left out: files that are no text, texts of white space alone.
     """
     if storage.is_prepared(path):
         return itertools.islice(_prepared(path, tokenizer), limit)
@@ -182,7 +182,7 @@ def _of_store(store: pipeline.TokenStore, tokenizer: Tokenizer) -> Iterator[Docu
 
 
 def _learnt(tokens: np.ndarray, learn: np.ndarray, tokenizer: Tokenizer) -> Document:
-    """A document of which only tokens are at hand: bytes are those that the predicted ones are decoded to."""
+    """A document that has only tokens: its bytes are those of its predicted tokens, decoded."""
     learn = learn.copy()
     learn[0] = False
     text = tokenizer.decode(tokens[learn].tolist())

@@ -2,7 +2,7 @@
 
     with buffers.watched() as folder:
         compiled = lowered.compile(compiler_options=buffers.options(folder))
-        found = buffers.read(folder)
+        found = buffers.read_memory(folder)
     found.peak, found.curve(200), found.at_peak()
 
 XLA places each value at an offset of one large allocation for temporaries, for the instructions between its first and
@@ -119,7 +119,7 @@ def options(folder: Path) -> dict[str, str | bool]:
     return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
 
 
-def read(folder: Path) -> Memory:
+def read_memory(folder: Path) -> Memory:
     """The memory of the program that was compiled with `options(folder)`: of the largest, where there were several."""
     files = sorted(folder.glob("*after_optimizations-buffer-assignment.txt"), key=lambda f: f.stat().st_size)
     assert files, f"XLA wrote no buffer assignment into {folder}"

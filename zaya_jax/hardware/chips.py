@@ -2,30 +2,25 @@
 
 from zaya_jax.config import Model, Precision
 
-# Dense peak, FLOP/s, by a part of JAX's device_kind; the vendors' data sheets, without sparsity. AMD calls TF32 XF32.
-MI300X = {"bfloat16": 1307.4e12, "tf32": 653.7e12, "float32": 163.4e12}  # AMD Instinct MI300X data sheet
-MI355X = {
-    "bfloat16": 2516.6e12,
-    "tf32": 157.3e12,
-    "float32": 157.3e12,
-}  # AMD Instinct MI355X data sheet; no XF32
-HOPPER = {
+_HOPPER = {
     "bfloat16": 989.4e12,
     "tf32": 494.7e12,
     "float32": 66.9e12,
 }  # NVIDIA H100 and H200 data sheets (SXM)
+# Dense peak, FLOP/s, by a part of JAX's device_kind; the vendors' data sheets, without sparsity. AMD calls TF32 XF32,
+# which MI355X has not.
 PEAKS = {
-    "MI300X": MI300X,
-    "gfx942": MI300X,
-    "MI355X": MI355X,
-    "gfx950": MI355X,
-    "H200": HOPPER,
-    "H100": HOPPER,
-}  # gfx942: MI300X by its architecture
-# Of HBM, bytes per second, by the same sheets.
+    "MI300X": {"bfloat16": 1307.4e12, "tf32": 653.7e12, "float32": 163.4e12},
+    "MI355X": {"bfloat16": 2516.6e12, "tf32": 157.3e12, "float32": 157.3e12},
+    "H200": _HOPPER,
+    "H100": _HOPPER,
+}
 BANDWIDTH = {
-    "MI300X": 5.3e12, "gfx942": 5.3e12, "MI355X": 8.0e12, "gfx950": 8.0e12, "H200": 4.8e12, "H100": 3.35e12,
-}  # fmt: skip
+    "MI300X": 5.3e12,
+    "MI355X": 8.0e12,
+    "H200": 4.8e12,
+    "H100": 3.35e12,
+}  # of HBM, bytes/s, by the same sheets
 
 
 def of_kind[T](table: dict[str, T], kind: str) -> T | None:
@@ -33,16 +28,21 @@ def of_kind[T](table: dict[str, T], kind: str) -> T | None:
     return next((row for name, row in table.items() if name.lower() in kind.lower()), None)
 
 
-def peak_flops(device, precision: Precision) -> float | None:
-    """The chip's peak for the format that most products run in, or None for a chip that is not in the table: no guess.
+def peak(kind: str, precision: Precision) -> float | None:
+    """The peak of a chip of this kind for the format that most products run in; None for one that is not in the table.
 
     Unless `precision.matmul` is "highest", XLA may take TF32 for float32 there.
     """
     dtype = precision.compute
     if dtype == "float32" and precision.matmul != "highest":
         dtype = "tf32"
-    peaks = of_kind(PEAKS, device.device_kind)
+    peaks = of_kind(PEAKS, kind)
     return peaks[dtype] if peaks else None
+
+
+def peak_flops(device, precision: Precision) -> float | None:
+    """The peak of a device's chip, or None: no guess."""
+    return peak(device.device_kind, precision)
 
 
 def model_flops(model: Model, seq_len: int) -> float:

@@ -7,107 +7,55 @@ measurement on the machines (`experiments.characterize`); `pretrain` writes what
 """
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from importlib.metadata import entry_points
-from typing import NamedTuple
 
 MIB = 1 << 20
+Flags = Mapping[str, str | int]
+
+BOTH: Flags = {
+    # Starts a collective as early and awaits it as late as its data allow: fsdp's gathers, the ring's and TSP's
+    # exchanges run under the matmuls beside them.
+    "xla_gpu_enable_latency_hiding_scheduler": "true",
+    # With XLA's 1, of two exchanges that could travel together one stands before the compute: the ring's backward pass
+    # sends keys and values and their gradients, a halo goes both ways (benchmarks/context.md).
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+    # With fsdp the weights of layer l + 1 are gathered inside the scan while layer l computes, and backwards layer l's
+    # gradient is scattered while layer l - 1 computes.
+    "xla_gpu_enable_pipelined_all_gather": "true",
+    "xla_gpu_enable_pipelined_reduce_scatter": "true",
+    # The first collective waits for the slowest node's compilation; XLA's own 40 s end a cold start of many nodes.
+    "xla_gpu_first_collective_call_terminate_timeout_seconds": 1800,
+}
 
 
-class Flag(NamedTuple):
-    """--name=value, and why."""
+def _combining(size: int) -> Flags:
+    """Collectives of one kind up to so many bytes become one call.
 
-    name: str
-    value: str | int
-    reason: str
+    The gradient itself is in buckets of one array already (zaya_jax/optim/zero.py: 2 GB and more at ZAYA1's size) and
+    passes every threshold; what remains to combine are the weights of one layer under fsdp, or AdamW's and Muon's
+    buckets of a small model. What is gathered together also lies in memory together (a layer of ZAYA1 is 0.4 GB in
+    bfloat16). The halos of one layer (convolution, delayed value) are kilobytes each and go together; the ring's blocks
+    of keys and values must not wait for each other.
+    """
+    kinds = ("all_reduce", "reduce_scatter", "all_gather")
+    found = {f"xla_gpu_{kind}_combine_threshold_bytes": size for kind in kinds}
+    return {**found, "xla_gpu_collective_permute_combine_threshold_bytes": 4 * MIB}
 
 
-BOTH = (
-    Flag(
-        "xla_gpu_enable_latency_hiding_scheduler",
-        "true",
-        "starts a collective as early and awaits it as late as its data allow: fsdp's gathers, the ring's and TSP's "
-        "exchanges run under the matmuls beside them",
-    ),
-    Flag(
-        "xla_gpu_experimental_parallel_collective_overlap_limit",
-        4,
-        "with XLA's 1, of two exchanges that could travel together one stands before the compute: the ring's backward "
-        "pass sends keys and values and their gradients, a halo goes both ways (benchmarks/context.md)",
-    ),
-    Flag(
-        "xla_gpu_enable_pipelined_all_gather",
-        "true",
-        "with fsdp the weights of layer l + 1 are gathered inside the scan while layer l computes",
-    ),
-    Flag(
-        "xla_gpu_enable_pipelined_reduce_scatter",
-        "true",
-        "the same backwards: layer l's gradient is scattered while layer l - 1 computes",
-    ),
-    Flag(
-        "xla_gpu_first_collective_call_terminate_timeout_seconds",
-        1800,
-        "the first collective waits for the slowest node's compilation; XLA's own 40 s end a cold start of many nodes",
-    ),
-)
-
-# Combining puts small collectives of one kind into one call. The gradient itself is in buckets of one array already
-# (zaya_jax/optim/zero.py: 2 GB and more at ZAYA1's size) and passes every threshold; what remains to combine are the
-# weights of one layer under fsdp, or AdamW's and Muon's buckets of a small model.
-ROCM = (
-    Flag(
-        "xla_gpu_all_reduce_combine_threshold_bytes",
-        256 * MIB,
-        "over Pollara's Ethernet a call must be large before it comes near 400 Gb/s a GPU, and RCCL's start-up grows "
-        "with the number of nodes: XLA's 30 MiB leave both on the table",
-    ),
-    Flag(
-        "xla_gpu_reduce_scatter_combine_threshold_bytes",
-        256 * MIB,
-        "as for all-reduce: it is ZeRO's and fsdp's half of one",
-    ),
-    Flag(
-        "xla_gpu_all_gather_combine_threshold_bytes",
-        256 * MIB,
-        "as for all-reduce; not more, since what is gathered together also lies in memory together (a layer of ZAYA1 "
-        "is 0.4 GB in bfloat16)",
-    ),
-    Flag(
-        "xla_gpu_collective_permute_combine_threshold_bytes",
-        4 * MIB,
-        "the halos of one layer (convolution, delayed value) are kilobytes each and go together; the ring's blocks of "
-        "keys and values must not wait for each other",
-    ),
-    Flag(
-        "xla_gpu_enable_command_buffer",
-        "",
-        "graphs of collectives end in a segmentation fault on ROCm: none",
-    ),
-)
-
-CUDA = (
-    Flag(
-        "xla_gpu_all_reduce_combine_threshold_bytes",
-        128 * MIB,
-        "InfiniBand and NVLink are near their rate earlier than Ethernet; smaller groups can start earlier",
-    ),
-    Flag("xla_gpu_reduce_scatter_combine_threshold_bytes", 128 * MIB, "as for all-reduce"),
-    Flag("xla_gpu_all_gather_combine_threshold_bytes", 128 * MIB, "as for all-reduce"),
-    Flag(
-        "xla_gpu_collective_permute_combine_threshold_bytes",
-        4 * MIB,
-        "halos together, the ring's blocks apart, as on ROCm",
-    ),
-)
+PLATFORMS: dict[str, Flags] = {
+    # Over Pollara's Ethernet a call must be large before it comes near 400 Gb/s a GPU, and RCCL's start-up grows with
+    # the number of nodes: XLA's 30 MiB leave both on the table. Graphs of collectives end in a segmentation fault.
+    "rocm": {**BOTH, **_combining(256 * MIB), "xla_gpu_enable_command_buffer": ""},
+    # InfiniBand and NVLink are near their rate earlier than Ethernet; smaller groups can start earlier.
+    "cuda": {**BOTH, **_combining(128 * MIB)},
+}
 
 # JAX takes three quarters of a GPU's memory unless it is told otherwise; RCCL, NCCL and the kernels' own need the rest.
 MEMORY_SHARE = 0.90
 
-PLATFORMS = {"rocm": BOTH + ROCM, "cuda": BOTH + CUDA}
 
-
-def platform(environ: MutableMapping[str, str] | None = None) -> str | None:
+def platform(environ: Mapping[str, str] | None = None) -> str | None:
     """rocm or cuda, by JAX_PLATFORMS or else by the installed plugin; None for a CPU. Starts no backend."""
     asked = (os.environ if environ is None else environ).get("JAX_PLATFORMS", "").split(",")[0].lower()
     if asked in PLATFORMS:
@@ -118,17 +66,16 @@ def platform(environ: MutableMapping[str, str] | None = None) -> str | None:
     return next((name for name in PLATFORMS if name in installed), None)
 
 
-def merged(present: str, wanted: tuple[Flag, ...]) -> str:
+def merged(present: str, wanted: Flags) -> str:
     """XLA_FLAGS with those of `wanted` that it does not speak of yet."""
     named = {word.lstrip("-").split("=", 1)[0] for word in present.split()}
-    added = [f"--{flag.name}={flag.value}" for flag in wanted if flag.name not in named]
+    added = [f"--{name}={value}" for name, value in wanted.items() if name not in named]
     return " ".join([*present.split(), *added])
 
 
 def set_for_platform(environ: MutableMapping[str, str] | None = None) -> None:
     """Adds this platform's flags to XLA_FLAGS; to be called before anything asks JAX for a device."""
     environ = os.environ if environ is None else environ
-    wanted = PLATFORMS.get(platform(environ) or "", ())
-    if wanted:
-        environ["XLA_FLAGS"] = merged(environ.get("XLA_FLAGS", ""), wanted)
+    if name := platform(environ):
+        environ["XLA_FLAGS"] = merged(environ.get("XLA_FLAGS", ""), PLATFORMS[name])
         environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(MEMORY_SHARE))

@@ -9,7 +9,6 @@ The text is XLA's own and the same on every backend; asynchronous pairs (`all-ga
 `all-gather-done`) count once.
 """
 
-import collections
 import dataclasses
 import math
 import re
@@ -110,9 +109,14 @@ class Instruction:
         return int(found.group(1)) if found else None
 
 
+def text_of(compiled: Any) -> str:
+    """A compiled program's text, which may be given in its place."""
+    return compiled if isinstance(compiled, str) else compiled.as_text()
+
+
 def collectives(compiled: Any) -> list[Collective]:
     """All collectives of a compiled program (or of its text), in the order of the text."""
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
+    text = text_of(compiled)
     computations = parse(text)
     loops = _loops(computations)
     found = re.search(r"num_partitions=(\d+)", text) or re.search(r"replica_count=(\d+)", text)
@@ -132,38 +136,12 @@ def collectives(compiled: Any) -> list[Collective]:
                 results = results[len(given) : 2 * len(given)]
             lengths = loops.get(computation, ())
             times = None if None in lengths else math.prod(n for n in lengths if n is not None)
+            groups = _groups(i.rest, devices)
+            size = devices if "source_target_pairs" in i.rest else len(groups[0])
             result.append(
-                Collective(
-                    kind,
-                    i.name,
-                    given,
-                    results,
-                    _group_size(i.rest, devices),
-                    bool(lengths),
-                    times,
-                    i.op_name,
-                    _groups(i.rest, devices),
-                )
+                Collective(kind, i.name, given, results, size, bool(lengths), times, i.op_name, groups)
             )
     return result
-
-
-def loop_bodies(compiled: Any) -> int:
-    """The number of while loops that a compiled program has."""
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    return sum(i.op == "while" for instructions in parse(text).values() for i in instructions)
-
-
-def by_scope(compiled: Any) -> dict[str, collections.Counter[str]]:
-    """How many instructions of each kind belong to which part of the model or the step: `jax.named_scope` leaves its
-    name with every instruction, forward and backward, and "optimizer/exchange" is one within the other. What belongs to
-    none stands under "", what the compiler added by itself under "?"."""
-    text = compiled if isinstance(compiled, str) else compiled.as_text()
-    found: dict[str, collections.Counter[str]] = {}
-    for instructions in parse(text).values():
-        for i in instructions:
-            found.setdefault(scope_of(i.op_name) if i.op_name else "?", collections.Counter())[i.op] += 1
-    return found
 
 
 def scope_of(op_name: str) -> str:
@@ -229,10 +207,6 @@ def operands(i: Instruction) -> list[str]:
 def arrays(shape: str) -> tuple[Array, ...]:
     """The arrays of a shape, which may be a tuple."""
     return tuple(Array(d, tuple(int(n) for n in dims.split(",") if n)) for d, dims in _SHAPE.findall(shape))
-
-
-def _group_size(rest: str, devices: int) -> int:
-    return devices if "source_target_pairs" in rest else len(_groups(rest, devices)[0])
 
 
 def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:

@@ -1,6 +1,6 @@
 """What a GPU would launch to run a compiled program: its kernels, with the bytes, FLOPs and scope of each.
 
-    found = kernels.of(compiled)
+    found = kernels.read_program(compiled)
     sum(k.times for k in found.kernels)                     # launches
     sum(k.times * (k.reads + k.writes) for k in ...)        # HBM traffic
 
@@ -107,9 +107,9 @@ class Program:
         return sum(k.times * k.flops for k in self.kernels)
 
 
-def of(compiled: Any) -> Program:
+def read_program(compiled: Any) -> Program:
     """The kernels of a compiled program, or of its text."""
-    reader = _Reader(compiled if isinstance(compiled, str) else compiled.as_text())
+    reader = _Reader(hlo.text_of(compiled))
     reader.run(reader.entry, 1.0)
     return Program(tuple(reader.kernels), dict(reader.unknown), reader.under)
 
@@ -331,17 +331,12 @@ def _flops(i: Instruction, given: list[str]) -> tuple[float, bool]:
 
 def _lines(text: str) -> dict[int, str]:
     """FILE:LINE for each stack frame of the program's tables: the innermost one that is not a library's."""
-    tables: dict[str, dict[int, str]] = {}
-    current: dict[int, str] | None = None
-    for line in text.splitlines():
-        if line in ("FileNames", "FunctionNames", "FileLocations", "StackFrames"):
-            current = tables.setdefault(line, {})
-        elif line.startswith(("%", "ENTRY", "HloModule")):
-            current = None
-        elif current is not None and (entry := re.match(r"(\d+) (.*)", line)):
-            current[int(entry.group(1))] = entry.group(2)
-    files = {number: name.strip('"') for number, name in tables.get("FileNames", {}).items()}
-    locations, frames = tables.get("FileLocations", {}), tables.get("StackFrames", {})
+    files, locations, frames = (
+        {int(number): entry.strip('"') for number, entry in re.findall(r"(\d+) (.*)\n", found.group(1))}
+        if (found := re.search(rf"^{table}\n((?:\d+ .*\n)*)", text, re.MULTILINE))
+        else {}
+        for table in ("FileNames", "FileLocations", "StackFrames")
+    )
 
     def field(entry: str, name: str) -> int:
         found = re.search(rf"{name}=(\d+)", entry)

@@ -9,23 +9,23 @@ place, and it can compile but never run.
 """
 
 import ctypes
+import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zaya_jax.config import UserError
-from zaya_jax.hardware import buffers, clusters, flags
+from zaya_jax.hardware import clusters, flags
 
 FOLDER = Path(__file__).parents[2] / ".venv-targets"
 A_NODE = 8  # GPUs of a node
 GIB = 1 << 30
+# AMD's devices by the names that a machine with them gives, which programs ask for the chip that they are made for.
+ARCHITECTURES = {"AMD Instinct MI300X": "gfx942", "AMD Instinct MI355X": "gfx950"}
 
 
 class Target(NamedTuple):
@@ -46,12 +46,11 @@ def _gpu(platform: str, memory: int, description: str, about: str, versions: str
     )  # fmt: skip
 
 
-def _amd(memory: int, arch: str, about: str) -> Target:
+def _amd(memory: int, name: str, about: str) -> Target:
     limits = "threads_per_warp: 64 block_dim_limit_y: 65536 block_dim_limit_z: 65536 l2_cache_size: 4194304 "
     limits += "registers_per_core_limit: 131072 registers_per_block_limit: 131072 "
-    limits += f'rocm_compute_capability {{ gcn_arch_name: "{arch}:sramecc+:xnack-" }} '
-    # By its description Pallas knows the chip.
-    return _gpu("rocm", memory, arch, limits + about, "dnn_version_info { major: 3 minor: 5 }")
+    limits += f'rocm_compute_capability {{ gcn_arch_name: "{ARCHITECTURES[name]}:sramecc+:xnack-" }} '
+    return _gpu("rocm", memory, name, limits + about, "dnn_version_info { major: 3 minor: 5 }")
 
 
 def _hopper(memory: int, name: str, bandwidth: float) -> Target:
@@ -73,10 +72,12 @@ def _lds(size: int) -> str:
 # Cores, clock and bandwidth: the vendors' data sheets. Memory: what a process finds, a little less than is sold.
 TARGETS = {
     "mi300x": _amd(
-        192 * GIB, "gfx942", f"core_count: 304 clock_rate_ghz: 2.1 memory_bandwidth: 5300000000000 {_lds(65536)}"
+        192 * GIB, "AMD Instinct MI300X",
+        f"core_count: 304 clock_rate_ghz: 2.1 memory_bandwidth: 5300000000000 {_lds(65536)}"
     ),
     "mi355x": _amd(
-        288 * 10**9, "gfx950", f"core_count: 256 clock_rate_ghz: 2.4 memory_bandwidth: 8000000000000 {_lds(163840)}"
+        288 * 10**9, "AMD Instinct MI355X",
+        f"core_count: 256 clock_rate_ghz: 2.4 memory_bandwidth: 8000000000000 {_lds(163840)}"
     ),
     "h200": _hopper(151_397_597_184, "NVIDIA H200", 4.8e12),
     "h100": _hopper(84_942_979_072, "NVIDIA H100 80GB HBM3", 3.35e12),
@@ -118,28 +119,6 @@ def devices(name: str, count: int) -> list[Any]:
     return list(topology.devices)
 
 
-def alone(name: str, f: Callable) -> Callable:
-    """A function as one device of a kind runs it, with whole arguments and results."""
-    return jax.shard_map(
-        f, mesh=_one(name), in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
-    )
-
-
-def compiled(name: str, f: Callable, *like: Any) -> jax.stages.Compiled:
-    """That function, compiled for arguments of these shapes and number formats."""
-    whole = NamedSharding(_one(name), PartitionSpec())
-    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), like)
-    with buffers.uncached():
-        # XLA's default, which the tests' XLA_FLAGS turn down: at 0 a kernel of 76 registers takes 168 and spills 98.
-        options: Any = {"xla_backend_optimization_level": 3}
-        return jax.jit(alone(name, f)).lower(*placed).compile(compiler_options=options)
-
-
-@functools.cache
-def _one(name: str) -> Mesh:
-    return Mesh(np.array(devices(name, 1)), ("device",))
-
-
 def _register(platform: str) -> None:
     """Gives JAX the platform's compiler, unless it has it."""
     from jax._src import xla_bridge  # there is no public way by hand
@@ -160,8 +139,18 @@ def _register(platform: str) -> None:
         )
     if platform == "rocm":
         _stand_in()
+        tell_pallas()
     options = {**xla_client.generate_pjrt_gpu_plugin_options(), "platform_name": platform.upper()}
     xla_bridge.register_plugin(platform, library_path=str(found[0]), options=options)
+
+
+def tell_pallas() -> None:
+    """Which architecture AMD's names mean: Pallas asks a device that is here, and knows no name of one that is not."""
+    from jax._src.pallas.triton import gpu_info  # as for new chips of others; there is no public way
+
+    for name, architecture in ARCHITECTURES.items():
+        info = gpu_info.GpuInfo(gpu_version=None, arch_name=architecture, compute_capability=0)
+        gpu_info.registry[name] = functools.partial(dataclasses.replace, info)
 
 
 def _stand_in() -> None:

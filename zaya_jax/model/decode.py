@@ -11,7 +11,7 @@ everything else, the prompts' pass too, is done alike on all of them.
 
 import functools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,9 +24,10 @@ from pallas_kernels import chip
 from pallas_kernels.loops import turning
 from zaya_jax.config import Model, Precision, UserError, shown
 from zaya_jax.model import cca, dense, zaya
-from zaya_jax.model.experts import InPlace
-from zaya_jax.model.placement import ALONE, Devices
+from zaya_jax.model.experts import read_in_place
+from zaya_jax.model.placement import ALONE, Cached, Devices, Rows
 from zaya_jax.model.sampling import Sampling, pick
+from zaya_jax.model.stored import SCANNED, Stored
 
 # Tokens of each prompt that go through the model at once, and of all prompts together, at least LEAST_PIECE of each.
 # On two CPU cores a prompt of 2048 took 2.2 s in one piece, 3.4 in two and 4.9 in four (354M weights, eight experts):
@@ -37,17 +38,22 @@ TURN = 16  # new tokens of each row between two looks at what has ended
 REPLICATED = PartitionSpec()
 
 
+class Decoder(NamedTuple):
+    """A model to decode with, and where. `kernels` are a config's: the operators whose own kernels a GPU may run."""
+
+    model: Model
+    params: dict
+    balance: jax.Array
+    precision: Precision = Precision()
+    devices: Devices = ALONE
+    kernels: tuple[str, ...] = ("all",)
+
+
 def generate(
-    model: Model,
-    params: dict,
-    balance: jax.Array,
-    prompts: Sequence[Sequence[int]],
-    num_tokens: int,
-    precision: Precision = Precision(),
-    **options: Any,
+    decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
 ) -> list[list[int]]:
     """The next ids of each row, at most `num_tokens`, without the one that ended it; options are Generation's."""
-    rows = Generation(model, params, balance, prompts, num_tokens, precision, **options)
+    rows = Generation(decoder, prompts, num_tokens, **options)
     found: list[list[int]] = [[] for _ in prompts]
     while not rows.ended:
         for row, ids in zip(found, rows.more(), strict=True):
@@ -55,51 +61,31 @@ def generate(
     return found
 
 
-def stream(
-    model: Model,
-    params: dict,
-    balance: jax.Array,
-    prompts: Sequence[Sequence[int]],
-    num_tokens: int,
-    precision: Precision = Precision(),
-    **options: Any,
-) -> Iterator[list[list[int]]]:
-    """What `generate` gives, as it comes: the first token of each row, then up to `TURN` at a time."""
-    rows = Generation(model, params, balance, prompts, num_tokens, precision, **options)
-    while not rows.ended:
-        yield rows.more()
-
-
 class Generation:
     """Rows that are being continued. `more` gives each row's new ids; `end` ends a row for a reason of one's own.
 
-    `seeds` is one for all rows, or one for each; a row's noise is its own seed's, whoever is beside it. `ends` are ids
+    `seeds` is one for all rows, or one for each; a row's noise is its own seed's, whatever is beside it. `ends` are ids
     that end a row. `mask` (1 = real) is for prompts [B, S] that are padded at the left, whose padding counts as it does
-    for the public port: it leaves the projections' biases in the columns before the first token. `kernels` are a
-    config's: the operators whose own kernels a GPU's programs take.
+    for the public port: it leaves the projections' biases in the columns before the first token.
     """
 
     def __init__(
         self,
-        model: Model,
-        params: dict,
-        balance: jax.Array,
+        decoder: Decoder,
         prompts: Sequence[Sequence[int]],
         num_tokens: int,
-        precision: Precision = Precision(),
         *,
         sampling: Sampling = Sampling(),
         seeds: int | Sequence[int] = 0,
         ends: Iterable[int] = (),
         piece: int | None = None,
-        devices: Devices = ALONE,
         mask: Any = None,
-        kernels: tuple[str, ...] = ("all",),
     ):
+        model, params, balance, precision, devices, kernels = decoder
         ids, lengths = _rows(model, prompts, num_tokens)
         row_seeds = _seeds(seeds, len(ids))
         ends = end_ids(ends)
-        if piece is not None and not (_whole(piece) and piece > 0):
+        if piece is not None and piece < 1:
             raise UserError(f"piece={shown(piece)} must be a whole number of at least 1, or None")
         mask = None if mask is None else _mask(mask, lengths)
         num_tokens, size = int(num_tokens), int(piece or piece_of(len(ids)))
@@ -133,7 +119,7 @@ class Generation:
         self._done[row] = True
 
     def more(self) -> list[list[int]]:
-        """The next ids of each row, none for one that has ended: after the first, of which there is one, up to TURN."""
+        """The next ids of each row, none for one that has ended: one at first, then up to TURN."""
         assert not self.ended
         if self._carry is None:
             statics = self._model, self._precision, self._devices, self._kind
@@ -146,7 +132,7 @@ class Generation:
         return self._taken(np.asarray(tokens)[:, :num])
 
     def lowered(self) -> Any:
-        """The program of the tokens after the first one, for who would read it."""
+        """The program of the tokens after the first one, to be read."""
         with chip.making(self._target):
             return _go_on.lower(*self._going_on(1))
 
@@ -242,67 +228,47 @@ def pieces(length: int, piece: int) -> list[int]:
 
 def _rows(model: Model, prompts, num_tokens: int) -> tuple[list[list[int]], list[int]]:
     """The prompts' ids and lengths; UserError where they cannot be continued so far."""
-    if not _whole(num_tokens) or num_tokens < 0:
+    if num_tokens < 0:
         raise UserError(f"num_tokens={shown(num_tokens)} must be a whole number of at least 0")
-    try:
-        none = not len(prompts)
-    except TypeError:
-        raise UserError(f"prompts={shown(prompts)} must be a list of lists of token ids") from None
-    if none:
+    rows = [[operator.index(token) for token in prompt] for prompt in prompts]
+    if not rows:
         raise UserError("there are no prompts; give a list with at least one list of token ids")
-    rows = []
-    for number, prompt in enumerate(prompts):
-        name = f"prompt {number + 1} of {len(prompts)}"
-        try:
-            rows.append([operator.index(token) for token in prompt])
-        except TypeError:
-            raise UserError(f"{name} is {shown(prompt)}; expected a list of token ids") from None
-        if not rows[-1]:
+    for number, row in enumerate(rows):
+        name = f"prompt {number + 1} of {len(rows)}"
+        if not row:
             raise UserError(f"{name} is empty; give at least one token, the tokenizer's bos_id say")
-        wrong = next((token for token in rows[-1] if not 0 <= token < model.vocab_size), None)
+        wrong = next((token for token in row if not 0 <= token < model.vocab_size), None)
         if wrong is not None:
             raise UserError(
                 f"{name} has token {shown(wrong)}; the vocabulary has ids from 0 to {model.vocab_size - 1}"
             )
-        if len(rows[-1]) + num_tokens > model.max_position_embeddings:
+        if len(row) + num_tokens > model.max_position_embeddings:
             raise UserError(
-                f"{name} has {len(rows[-1]):,} tokens, with num_tokens={shown(num_tokens)} more than the model's "
+                f"{name} has {len(row):,} tokens, with num_tokens={shown(num_tokens)} more than the model's "
                 f"max_position_embeddings={model.max_position_embeddings}; give fewer"
             )
     return rows, [len(row) for row in rows]
 
 
-def _whole(x: Any) -> bool:
-    return isinstance(x, int | np.integer) and not isinstance(x, bool)
-
-
-def _seeds(seeds, num: int) -> np.ndarray:
+def _seeds(seeds: int | Sequence[int], num: int) -> np.ndarray:
     """A seed for each row."""
-    if isinstance(seeds, np.ndarray) and not seeds.ndim:
-        seeds = seeds[()]
-    if not (_whole(seeds) or isinstance(seeds, Sequence | np.ndarray)):
-        raise UserError(f"seeds={shown(seeds)} must be a whole number, or a list with one for each prompt")
-    given = [seeds] * num if _whole(seeds) else list(seeds)
+    given = [operator.index(seed) for seed in (seeds if np.ndim(seeds) else [seeds] * num)]
     if len(given) != num:
         raise UserError(
             f"seeds has {len(given)} numbers for {num} prompts; give one for each, or a single one"
         )
     for seed in given:
-        if not (_whole(seed) and 0 <= seed < 2**32):  # keys would take it modulo that
+        if not 0 <= seed < 2**32:  # keys would take it modulo that
             raise UserError(f"seed {shown(seed)} must be a whole number of at least 0 and below {2**32}")
     return np.asarray(given, np.uint32)
 
 
 def _mask(mask: Any, lengths: list[int]) -> np.ndarray:
     """The mask of prompts that are padded at the left."""
-    try:
-        found = np.asarray(mask)
-    except ValueError:  # rows of several lengths
-        raise UserError(f"mask={shown(mask)} has rows of several lengths; pad the prompts to one") from None
+    found = np.asarray(mask)
     if found.shape != (len(lengths), max(lengths)) or len(set(lengths)) > 1:
         raise UserError(f"mask has shape {found.shape}; expected that of prompts of one length, padded")
-    zeros_and_ones = found.dtype.kind in "biuf" and np.isin(found, (0, 1)).all()
-    if not zeros_and_ones or not found[:, -1].all() or (found[:, 1:] < found[:, :-1]).any():
+    if not np.isin(found, (0, 1)).all() or not found[:, -1].all() or (found[:, 1:] < found[:, :-1]).any():
         raise UserError(
             "mask must have in each row zeros for the padding at the left, then ones to the end, one at least"
         )
@@ -311,10 +277,10 @@ def _mask(mask: Any, lengths: list[int]) -> np.ndarray:
 
 def end_ids(ends: Iterable[int]) -> list[int]:
     """The ids that end a row; UserError where they are none."""
-    found = list(ends) if isinstance(ends, Iterable) else None
-    if found is None or not all(_whole(token) and 0 <= token < 2**31 for token in found):
+    found = [operator.index(token) for token in ends]
+    if not all(0 <= token < 2**31 for token in found):
         raise UserError(f"ends={shown(ends)} must be a list of token ids")
-    return [int(token) for token in found]
+    return found
 
 
 def _padded_ends(ends: list[int]) -> np.ndarray:
@@ -355,8 +321,8 @@ def _padded(arguments, cache, length, model, precision, devices):
         # A row's first real token is at position 0, as the port's generate counts.
         positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
         out = zaya.apply(
-            model, params, balance, ids, precision=precision, mask=mask, positions=positions, cache=cache,
-            cache_index=jnp.int32(0), devices=devices, stacks=_in_place(model, params),
+            model, params, balance, Rows(ids, positions=positions, mask=mask), precision=precision,
+            cached=Cached(cache, jnp.int32(0)), devices=devices, stored=_in_place(model, params),
         )  # fmt: skip
         return out.hidden[:, -1], out.cache
 
@@ -391,8 +357,8 @@ def _through(arguments, start, cache, model, precision, devices):
     params, balance, ids, counts, hidden = arguments
     positions = jnp.broadcast_to(start + jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     out = zaya.apply(
-        model, params, balance, ids, precision=precision, positions=positions, cache=cache, cache_index=start,
-        cache_counts=counts, devices=devices, stacks=_in_place(model, params),
+        model, params, balance, Rows(ids, positions=positions), precision=precision,
+        cached=Cached(cache, start, counts=counts), devices=devices, stored=_in_place(model, params),
     )  # fmt: skip
     last = jnp.take_along_axis(out.hidden, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)[:, 0]
     return jnp.where(counts[:, None] > 0, last.astype(hidden.dtype), hidden), out.cache
@@ -424,9 +390,9 @@ def _go_on(arguments, cache, model, precision, devices, kind):
             i, done, token, index, tokens, cache = carry
             seen = (places <= index[:, None]) & (places >= padding[:, None])
             out = zaya.apply(
-                model, params, balance, token[:, None], precision=precision, positions=(index - padding)[:, None],
-                cache=cache, cache_index=index, cache_valid=seen, devices=devices,
-                stacks=_in_place(model, params),
+                model, params, balance, Rows(token[:, None], positions=(index - padding)[:, None]),
+                precision=precision, cached=Cached(cache, index, valid=seen), devices=devices,
+                stored=_in_place(model, params),
             )  # fmt: skip
             new = _pick(model, head, out.hidden[:, 0], precision, kind, numbers, seeds, count + i)
             token = jnp.where(done, token, new)
@@ -444,9 +410,9 @@ def _go_on(arguments, cache, model, precision, devices, kind):
     return _on_all(devices, model, precision, run, arguments, cache)
 
 
-def _in_place(model: Model, params: dict) -> InPlace | None:
-    """The experts' weights where they lie."""
-    return None if model.model_type == "dense" else InPlace(params["layers"]["experts"])
+def _in_place(model: Model, params: dict) -> Stored:
+    """The experts' weights are read where they lie."""
+    return SCANNED if model.model_type == "dense" else Stored(read_in_place(**params["layers"]["experts"]))
 
 
 def _pick(model, head, hidden, precision, kind, numbers, seeds, count) -> Int[Array, "B"]:

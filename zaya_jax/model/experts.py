@@ -4,7 +4,6 @@ Letters: N tokens, D model, E experts, F expert width. Router classes run from 0
 costs nothing and gives zero. How a chip multiplies groups is `pallas_kernels.grouped_mlp`'s.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -47,8 +46,8 @@ def expert_mlp(
 ) -> Float[Array, "N D"]:
     """gate * SwiGLU of each token's chosen expert; zero for tokens of the skip class.
 
-    In float32, or in `dtype` where the kernels' own last step has rounded it. Without a gate it comes in `dtype`: who
-    multiplies it with something else does both at once.
+    In float32, or in `dtype` where the kernels' own last step has rounded it. Without a gate it comes in `dtype`: its
+    caller multiplies it with something else and does both at once.
     """
     if gate is None or routes():
         return of_own_expert(x.astype(dtype), choice, gate_up, down, gate)
@@ -99,46 +98,40 @@ def masked(gate: Float[Array, "N"], choice: Int[Array, "N"], num_experts: int) -
     return jnp.where(choice < num_experts, gate, 0.0)
 
 
-@dataclasses.dataclass(frozen=True)
-class Stacks:
-    """All layers' experts and where their gradients go, for kernels that read and write a layer's in its place.
+def read_and_written_in_place(
+    gate_up: Float[Array, "L E D F2"],
+    down: Float[Array, "L E F D"],
+    gradients: tuple[jax.Ref, jax.Ref],
+    add: bool,
+    shares: tuple[Callable, Callable] | None,
+) -> Callable[[jax.Array], Callable]:
+    """Of a layer's number an `expert_mlp` with the layer's weights and places for their gradients.
 
-    Otherwise a layer's weights are copied out of their stack for each pass, and their gradients into it.
+    Otherwise a layer's weights are copied out of their stack for each pass, and their gradients into it. Gradients are
+    float32, added to what lies there if `add`; with `shares` what these make of a layer's is written.
     """
 
-    weights: dict[str, jax.Array]  # gate_up and down, with a leading dim for the layers
-    gradients: dict[str, jax.Ref]  # likewise, float32
-    add: bool  # to what is there
-    # What is made of a layer's first, where a device keeps its share alone.
-    shares: dict[str, Callable] | None = None
-
-    def of_layer(self, layer: Int[Array, ""]) -> Callable:
-        """`expert_mlp` with the weights of this layer, whatever it is given."""
-
-        def mlp(x, choice, gate, gate_up, down, *, dtype):
-            order, _, counts = sort_by_expert(choice, gate_up.shape[0] + 1)
-            (w1, w2), sums = ((of["gate_up"], of["down"]) for of in (self.weights, self.gradients))
-            sizes, shares = (
-                counts[: gate_up.shape[0]],
-                self.shares and (self.shares["gate_up"], self.shares["down"]),
+    def of_layer(layer):
+        def mlp(x, choice, gate, own_gate_up, own_down, *, dtype):
+            order, _, counts = sort_by_expert(choice, gate_up.shape[1] + 1)
+            sizes = counts[: gate_up.shape[1]]
+            return stacked_mlp(
+                x.astype(dtype), order, sizes, gate, gate_up, down, layer, gradients, add, shares
             )
-            return stacked_mlp(x.astype(dtype), order, sizes, gate, w1, w2, layer, sums, self.add, shares)
 
         return mlp
 
+    return of_layer
 
-@dataclasses.dataclass(frozen=True)
-class InPlace:
-    """All layers' experts, for decoding: read where they lie, those alone that a token chose."""
 
-    weights: dict[str, jax.Array]  # as in Stacks
+def read_in_place(
+    gate_up: Float[Array, "L E D F2"], down: Float[Array, "L E F D"]
+) -> Callable[[jax.Array], Callable]:
+    """The same without a gate and gradients, for decoding: those experts alone are read that a token chose."""
 
-    def of_layer(self, layer: Int[Array, ""]) -> Callable:
-        """`expert_mlp` without a gate, with the weights of this layer, whatever it is given."""
-
-        def mlp(x, choice, gate, gate_up, down, *, dtype):
+    def of_layer(layer):
+        def mlp(x, choice, gate, own_gate_up, own_down, *, dtype):
             assert gate is None
-            gate_up, down = self.weights["gate_up"], self.weights["down"]
             x, num_experts = x.astype(dtype), gate_up.shape[1]
             if routes():
                 order, _, counts = sort_by_expert(choice, num_experts + 1)
@@ -148,3 +141,5 @@ class InPlace:
             )
 
         return mlp
+
+    return of_layer

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import attention, in_window, softmax_scale, visited
 from pallas_kernels.linear_attention import (
@@ -47,6 +47,28 @@ from zaya_jax.model.experts import expert_mlp
 Axes = tuple[str | None, ...]
 Kept = dict[str, Any] | None  # with a cache, what the layer holds
 Windows = tuple[int | None, ...]  # of each layer with a softmax, bottom first
+
+
+class Rows(NamedTuple):
+    """The tokens of a pass. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is for left padding."""
+
+    tokens: Int[Array, "B S"]
+    segments: Int[Array, "B S"] | None = None
+    positions: Int[Array, "B S"] | None = None  # None: each token's index in its row
+    mask: Int[Array, "B S"] | None = None
+
+
+class Cached(NamedTuple):
+    """A cache that the tokens of a pass are written to, at column `index`.
+
+    They are a prompt into an empty cache; a piece of one, if there are `counts`: so many first tokens of each row are
+    real; or a single new token of each row, perhaps each at an index of its own, if `valid` says which columns it sees.
+    """
+
+    arrays: dict
+    index: jax.Array | int
+    valid: Bool[Array, "B T"] | None = None
+    counts: Int[Array, "B"] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,30 +324,20 @@ class Devices:
         """How sequences lie of which a device has `length` tokens; where there is a cache they are whole."""
         return Placement(segments, mask, weights)
 
-    def place(
-        self,
-        model: Model,
-        dtype: Any,
-        length: int,
-        segments: jax.Array | None,
-        mask: jax.Array | None,
-        cached: bool,
-        index: jax.Array | int | None,
-        valid: jax.Array | None,
-        counts: jax.Array | None,
-    ) -> Placement:
+    def place(self, model: Model, dtype: Any, rows: Rows, cached: Cached | None) -> Placement:
         """The placement of one pass through the model."""
-        weights = self.weights(model, dtype)
-        if not cached:
-            here = self.sequences(length, segments, mask, weights)
+        weights, segments, mask = self.weights(model, dtype), rows.segments, rows.mask
+        if cached is None:
+            here = self.sequences(rows.tokens.shape[1], segments, mask, weights)
             kinds = [kind for kind in model.kinds if kind != "hybrid_linear"]
             windows = tuple(model.sliding_window if kind == "hybrid_sliding" else None for kind in kinds)
             return dataclasses.replace(here, windows=windows or (None,))
-        if counts is not None:
-            return Piece(segments, mask, weights, index=index, store=self.cache(), counts=counts)
-        if valid is None:
-            return Prompt(segments, mask, weights, index=index, store=self.cache())
-        return Token(segments, mask, weights, index=index, store=self.cache(), valid=valid)
+        at = {"index": cached.index, "store": self.cache()}
+        if cached.counts is not None:
+            return Piece(segments, mask, weights, **at, counts=cached.counts)
+        if cached.valid is not None:
+            return Token(segments, mask, weights, **at, valid=cached.valid)
+        return Prompt(segments, mask, weights, **at)
 
 
 ALONE = Devices()

@@ -29,7 +29,7 @@ class Router(nnx.Module):
     def __call__(self, seen: Float[Array, "N R"], stream: Float[Array, "N R"], balance: Float[Array, "E1"]):
         """(choice [N], gate [N], logits [N, E + 1], the stream for the layer above).
 
-        `seen` is the product of the layer's norm with `down`: who norms the residual stream makes both.
+        `seen` is the product of the layer's norm with `down`: the code that norms the residual stream makes both.
         """
         kind = (self.dtype, jnp.float32, whole(self.dtype))
         stream = seen + self.down.bias[...] + self.eda[...] * stream

@@ -53,7 +53,7 @@ class RMSNorm(nnx.Module):
         return rms_norm(x, self.scale[...], self.eps)
 
     def read(self, h: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-        """The norm of the residual stream in `dtype`, and the stream, for who joins it."""
+        """The norm of the residual stream in `dtype`, and the stream, for the join."""
         return read(h, self.scale[...], self.eps, dtype)
 
 

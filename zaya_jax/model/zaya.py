@@ -9,8 +9,6 @@ Balancing biases [L, E + 1] are state, not parameters, and always come as an arg
 
 import dataclasses
 import functools
-import types
-from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +23,13 @@ from pallas_kernels.products import GIVEN, times_rows
 from pallas_kernels.rotary import rope_table
 from zaya_jax.config import Model, Precision
 from zaya_jax.model.dense import DenseLayer
-from zaya_jax.model.experts import InPlace, Stacks
 from zaya_jax.model.layer import Layer
-from zaya_jax.model.leaving import leave
 from zaya_jax.model.lookup import lookup
-from zaya_jax.model.placement import ALONE, Devices
+from zaya_jax.model.placement import ALONE, Cached, Devices, Rows
 from zaya_jax.model.stack import linear_pattern, scan_layers
+from zaya_jax.model.stored import SCANNED, Stored
 from zaya_jax.model.weights import RMSNorm, weight
 
-NONE: Mapping = types.MappingProxyType({})
 SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
 
 
@@ -89,30 +85,10 @@ class Zaya(nnx.Module):
             self.head = Head(rngs, model)
         self.model, self.precision = model, precision
 
-    def __call__(
-        self,
-        tokens,
-        balance,
-        *,
-        segments,
-        positions,
-        mask,
-        cache,
-        cache_index,
-        cache_valid,
-        cache_counts,
-        remat,
-        trace,
-        devices,
-        stacks,
-        leaving,
-    ):
-        model = self.model
+    def __call__(self, rows: Rows, balance, *, cached, remat, trace, devices, stored) -> Output:
+        model, (tokens, _, positions, _) = self.model, rows
         batch, seq = tokens.shape
-        here = devices.place(
-            model, self.precision.compute, seq, segments, mask, cache is not None, cache_index, cache_valid,
-            cache_counts,
-        )  # fmt: skip
+        here = devices.place(model, self.precision.compute, rows, cached)
         tokens = here.rows(tokens)
         positions = here.positions(*tokens.shape) if positions is None else here.rows(positions)
         h = self.embed(tokens, model.pad_token_id)
@@ -124,14 +100,11 @@ class Zaya(nnx.Module):
 
         def body(linear, carry, per_layer, cache_l):
             h, stream = carry
-            weights, balance_l, kind, window, number, slots = per_layer
-            weights = leave(weights, {path: (leaving[path][0], slot) for path, slot in slots.items()})
-            layer = nnx.merge(layer_def, here.weights.local(weights))
+            weights, balance_l, kind, window, given = per_layer
+            weights, lie = stored.of_layer(given, weights, here.weights)
+            layer = nnx.merge(layer_def, lie.local(weights))
             rope = [] if linear else _rope_of(kind, tables)
-            at = here.of_layer(window, linear, cache_l)
-            if stacks is not None:
-                own = dataclasses.replace(here.weights, expert_mlp=stacks.of_layer(number))
-                at = dataclasses.replace(at, weights=own)
+            at = dataclasses.replace(here.of_layer(window, linear, cache_l), weights=lie)
             h, stream, choice, logits, cache_l = layer(h, stream, balance_l, rope, at)
             classes = jnp.arange(model.num_experts + 1)
             counts = jnp.sum((choice[:, None] == classes) * real[:, None], axis=0)
@@ -140,13 +113,12 @@ class Zaya(nnx.Module):
         # ZAYA's layers fetch weights that other devices keep; they are fetched again in the backward pass, not stored.
         policy = "fsdp" if here.weights.fetched and remat == "none" else remat
         pattern = linear_pattern(model)
-        numbers = None if stacks is None else jnp.arange(model.num_hidden_layers)
         remat_layer = None if policy == "none" else functools.partial(_remat, policy=policy)
         (h, _), (counts, traced), cache = scan_layers(
             [functools.partial(body, linear) for linear in pattern], remat_layer, pattern, (h, stream),
-            (layer_weights, balance, kinds, windows, numbers, {path: slots for path, (_, slots) in leaving.items()}),
-            cache,
-            unroll=policy == "none" and cache is None and devices.alone
+            (layer_weights, balance, kinds, windows, stored.by_layer(model.num_hidden_layers)),
+            None if cached is None else cached.arrays,
+            unroll=policy == "none" and cached is None and devices.alone
             and chip.current().unrolls(model.num_hidden_layers, h.size),
         )  # fmt: skip
         hidden_states, router_logits = traced if trace else (None, None)
@@ -190,7 +162,7 @@ def _rope_of(kind, tables):
 
 def _remat(body, policy: str):
     """What the backward pass finds of a layer: "layer" recomputes all but the layer's input, "attention" all but that
-    and the attention's output, "offload" likewise with the latter in the host's memory; "elementwise" no products."""
+    and the attention's output, "offload" the same, with the latter in the host's memory; "elementwise" no products."""
     policies, keep = jax.checkpoint_policies, None
     # What products gave, and so nothing made of gathered weights: these are gathered again.
     if policy == "fsdp":
@@ -235,41 +207,26 @@ def apply(
     model: Model,
     params: dict,
     balance: Float[Array, "L E1"],
-    tokens: Int[Array, "B S"],
+    rows: Rows,
     *,
     precision: Precision = Precision(),
-    segments: Int[Array, "B S"] | None = None,
-    positions: Int[Array, "B S"] | None = None,
-    mask: Int[Array, "B S"] | None = None,
-    cache: dict | None = None,
-    cache_index: jax.Array | int | None = None,
-    cache_valid: jax.Array | None = None,
-    cache_counts: Int[Array, "B"] | None = None,
+    cached: Cached | None = None,
     remat: str = "none",
     trace: bool = False,
     devices: Devices = ALONE,
-    stacks: Stacks | InPlace | None = None,
-    leaving: Mapping[str, tuple[Callable, jax.Array]] = NONE,
+    stored: Stored = SCANNED,
 ) -> Output:
-    """Runs the model. `segments` (0 = padding) cuts packed documents; `mask` (1 = real) is for left-padded rows.
+    """Runs the model on rows of tokens, which a cache may have come before.
 
-    With a cache, tokens are written at `cache_index`: a prompt into one of `empty_cache`; a piece of one, whose first
-    `cache_counts` [B] tokens of each row are real; or, where `cache_valid` [B, T] says which columns may be seen, a
-    single new token, for which each row may have an index of its own. Where `devices` are not ALONE this runs
-    inside `shard_map`, on a device's part of weights and tokens, or, with a cache, of the cache's columns. With
-    `stacks` the experts' weights are these, and their gradients, if any, written there.
-
-    `leaving` says of weights of the layers, by path, what is made of their gradient as it leaves a layer, and has an
-    array of zeros that is stacked likewise: what is made of all layers' is its gradient, and the weight has none.
+    Where `devices` are not ALONE this runs inside `shard_map`, on a device's part of weights and tokens, or, with a
+    cache, of the cache's columns. `stored` says where weights of layers are read and where their gradients go.
     """
     graph, state = _abstract(model, precision)
     state = jax.tree.map(lambda x: x, state)  # a copy: replacing is in place
     nnx.replace_by_pure_dict(state, params)
     return nnx.merge(graph, state)(
-        tokens, balance, segments=segments, positions=positions, mask=mask, cache=cache, cache_index=cache_index,
-        cache_valid=cache_valid, cache_counts=cache_counts, remat=remat, trace=trace, devices=devices, stacks=stacks,
-        leaving=leaving,
-    )  # fmt: skip
+        rows, balance, cached=cached, remat=remat, trace=trace, devices=devices, stored=stored
+    )
 
 
 def rounded(params: dict, precision: Precision) -> tuple[dict, dict]:

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from zaya_jax.optim import exchange
+from zaya_jax.optim import ownership
 from zaya_jax.optim.matrices import Matrices
-from zaya_jax.optim.placing import UNIT
+from zaya_jax.optim.weights import UNIT
 
 LARGE = 2**24  # numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB
 
@@ -56,7 +56,7 @@ class ByLayer:
     @property
     def rounds(self) -> int:
         """All-to-alls between many devices go by way of a square root of them."""
-        return 1 if self.bucket.shards <= exchange.MOST_AT_ONCE else 2
+        return 1 if self.bucket.shards <= ownership.MOST_AT_ONCE else 2
 
     @property
     def sent(self) -> int:
@@ -82,9 +82,9 @@ class ByLayer:
         sent = sent.at[target * self.each + _before(target)].set(
             x.reshape(len(matrix), -1), unique_indices=True, mode="promise_in_bounds"
         )
-        came = exchange.swap(sent.reshape(devices, self.each, -1), axes)
+        came = ownership.swap(sent.reshape(devices, self.each, -1), axes)
         # Where those of my matrices came from.
-        start, count = (exchange.of_device(table, axes) for table in (bucket.starts, bucket.counts))
+        start, count = (ownership.of_device(table, axes) for table in (bucket.starts, bucket.counts))
         slot = np.arange(bucket.slots)
         begin = (start + slot) % self.matrices * rows
         source = (begin[:, None] + np.arange(0, rows, self.piece)) // self.kept

@@ -46,38 +46,20 @@ class Row:
 
 TABLE = (
     # pattern, group, method, decay, reason
-    Row(
-        r"layers/cca/(q|k|v_now|v_prev|o)/kernel",
-        "attention",
-        "muon",
-        True,
-        "matrices: a step bounded in spectral norm",
-    ),
+    Row(r"layers/cca/(q|k|v_now|v_prev|o)/kernel", "attention", "muon", True, "matrices: bounded in spectral norm"),
     Row(r"layers/attention/(q|k|v|o)/kernel", "attention", "muon", True, "a dense model's; matrices"),
     Row(r"layers/mlp/(gate|up|down)/kernel", "mlp", "muon", True, "a dense model's; matrices"),
     Row(r"layers/experts/(gate_up|down)", "experts", "muon", True, "matrices, one for each layer and expert"),
     Row(r"layers/router/(down|fc1|fc2|out)/kernel", "router", "muon", True, "matrices, small ones"),
-    Row(
-        r"embed/embedding",
-        "embedding",
-        "adamw",
-        False,
-        "a table: most rows have no gradient in a step, so Muon would shout them and decay forget them",
-    ),
-    Row(
-        r"layers/cca/conv_(depthwise|grouped)/kernel",
-        "convolution",
-        "adamw",
-        False,
-        "taps, not maps: the last one starts and stays apart from the others; few numbers",
-    ),
+    # A table: most rows have no gradient in a step, so Muon would shout them and decay forget them.
+    Row(r"embed/embedding", "embedding", "adamw", False, "a table of rows, most without a gradient in a step"),
+    # Taps, not maps: the last one starts and stays apart from the others; few numbers.
+    Row(r"layers/cca/conv_(depthwise|grouped)/kernel", "convolution", "adamw", False, "taps, not maps; few numbers"),
     Row(r"(.*[/_])bias", "vectors", "adamw", False, "no matrix; decay would pull it to 0 without need"),
-    Row(
-        r"(.*[/_])scale", "vectors", "adamw", False, "no matrix; decay would pull it to 0, and it starts at 1"
-    ),
+    Row(r"(.*[/_])scale", "vectors", "adamw", False, "no matrix; decay would pull it to 0, and it starts at 1"),
     Row(r"layers/cca/temperature", "vectors", "adamw", False, "one number per head, starts at 1"),
     Row(r"layers/router/eda", "vectors", "adamw", False, "one number per channel, starts at 1"),
-)
+)  # fmt: skip
 
 
 SLASH = "/"  # between the parts of a weight's path
@@ -97,7 +79,7 @@ class Optimizer:
     """An Optax transformation, and what a program around it needs."""
 
     transformation: optax.GradientTransformationExtraArgs
-    layout: zero.WholeLayout | zero.ShardedLayout
+    layout: zero.Layout
     claims: dict[str, Row]  # the table's row of every weight
 
     def init(self) -> State:
@@ -109,7 +91,7 @@ class Optimizer:
         return self.transformation.update(grads, state, params, lr=lr)
 
     def apply(self, grads: Any, state: State, params: Any, *, lr: jax.Array | float) -> tuple[Any, State]:
-        """(new parameters, new state), likewise. Where parameters are donated the new ones take their place."""
+        """(new parameters, new state), in the same way. Where parameters are donated the new ones take their place."""
         return self.transformation.update(grads, state, params, lr=lr, apply=True)
 
     def specs(self) -> State:
@@ -132,26 +114,6 @@ class Optimizer:
         core = _with_parts(jax.eval_shape(self.init).core, arrays, arrays["steps"])
         return State(core, skip.SkipState(**arrays["skip"]), figures)
 
-    def to_logical(self, state: State) -> dict[str, Any]:
-        """The state without padding and placement: a nested dict, each array in the shape of its weight.
-
-        `steps`, `skip`, and for the weights of each method `momentum` or `mean` and `square`. Takes global
-        arrays: NumPy's, which stay on the host, or JAX's, in jit too.
-        """
-        arrays = {
-            name: trees.nested(self.layout.to_logical(part), SLASH)
-            for name, part in _parts(state.core).items()
-        }
-        return self.arrays(state) | arrays
-
-    def from_logical(self, logical: Mapping[str, Any]) -> State:
-        """The inverse of `to_logical`, for the mesh that this optimizer was built for."""
-        state, arrays = jax.eval_shape(self.init), dict(logical)
-        for name, part in _parts(state.core).items():
-            found = self.layout.from_logical(trees.flat(logical[name], SLASH))
-            arrays[name] = {key: x.astype(part[key].dtype) for key, x in found.items()}
-        return self.with_arrays(arrays, self.no_figures())
-
     def no_figures(self) -> dict[str, Any]:
         """The figures of no step, zeros on the host."""
         figures = jax.eval_shape(self.init).figures
@@ -172,21 +134,11 @@ def claim(paths_and_shapes: Mapping[str, tuple[int, ...]], table: tuple[Row, ...
     claims = {}
     for path, shape in paths_and_shapes.items():
         rows = [row for row in table if re.fullmatch(row.pattern, path)]
-        if not rows:
+        if len(rows) != 1 or (rows[0].method == "muon" and len(shape) < 2):
+            patterns = " and ".join(repr(row.pattern) for row in rows) or "none"
             raise UserError(
-                f"no row of the optimizer's table claims the weight {path} {list(shape)}; add one that says "
-                "how it is trained to TABLE in zaya_jax/optim/chain.py"
-            )
-        if len(rows) > 1:
-            patterns = " and ".join(repr(row.pattern) for row in rows)
-            raise UserError(
-                f"{len(rows)} rows of the optimizer's table claim the weight {path}: {patterns}; each weight "
-                "must be claimed once, so narrow one of the patterns in zaya_jax/optim/chain.py"
-            )
-        if rows[0].method == "muon" and len(shape) < 2:
-            raise UserError(
-                f"the optimizer's table gives the weight {path} {list(shape)} to Muon, which needs matrices "
-                "[.., in, out]; give it to adamw in zaya_jax/optim/chain.py"
+                f"the weight {path} {list(shape)} is claimed by {patterns} of the rows of TABLE in "
+                "zaya_jax/optim/chain.py; one has to say how it is trained, and Muon takes matrices alone"
             )
         claims[path] = rows[0]
     return claims
@@ -244,15 +196,14 @@ def build(
     return Optimizer(transformation, layout, claims)
 
 
-def _layout(shapes, treedef, claims, specs, axes) -> zero.WholeLayout | zero.ShardedLayout:
+def _layout(shapes, treedef, claims, specs, axes) -> zero.Layout:
     flat = [PartitionSpec()] * len(shapes) if specs is None else treedef.flatten_up_to(specs)
     weights = []
     for (path, shape), spec in zip(shapes.items(), flat, strict=True):
         dims = tuple((dim,) if isinstance(dim, str) else tuple(dim or ()) for dim in spec)
         dims = tuple(tuple(axis for axis in dim if axes.get(axis, 1) > 1) for dim in dims)
         weights.append(zero.Weight(path, shape, claims[path].method, claims[path].group, dims))
-    sharded = any(size > 1 for size in axes.values())
-    return zero.ShardedLayout(weights, treedef, axes) if sharded else zero.WholeLayout(weights, treedef)
+    return zero.Layout(weights, treedef, axes)
 
 
 def _around(

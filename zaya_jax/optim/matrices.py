@@ -1,6 +1,6 @@
 """Muon's buckets over the devices of a mesh: all stacks of one local matrix shape, owned matrix by matrix.
 
-The gradients of a bucket travel as one run of rows (`placing.Travel`): reduce-scattered over the devices that hold
+The gradients of a bucket travel as one run of rows (`ownership.Travel`): reduce-scattered over the devices that hold
 the same weights, then exchanged until every device has whole matrices, those that it owns. The way of the directions is
 the same one back, with an all-gather. Momentum lies with the owner as [slots, a, b]; slots is the most that any
 device owns, and a device's first ones are in use.
@@ -22,11 +22,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from zaya_jax.optim import exchange, placing
+from zaya_jax.optim import ownership
 from zaya_jax.optim.muon import newton_schulz_flops
-from zaya_jax.optim.placing import UNIT, Grid
-from zaya_jax.optim.weights import Held, Weight, group_sums
+from zaya_jax.optim.weights import UNIT, Grid, Held, Weight, group_sums
 
 # A bucket with more padding than this share of its own numbers, and of all buckets', is summed as a whole.
 WASTE, WASTE_OF_ALL = 0.02, 1e-3
@@ -72,7 +72,8 @@ class Matrices:
 
     def __init__(self, form: Form, weights: list[Weight], travelling: int, grid: Grid):
         self.form, self.weights, self.grid, self.travelling = form, weights, grid, travelling
-        self.name, self.row = form.name, form.row
+        self.name, self.names, self.row, self.shared = form.name, (form.name,), form.row, form.shared
+        self.way: Any = None  # by which gradients leave layer by layer, if they can: `by_layer`
         stacks = [w.local(grid)[:-2] for w in weights]
         self.pieces = tuple((w, math.prod(stack)) for w, stack in zip(weights, stacks, strict=True))
         self.count = sum(count for _, count in self.pieces)  # matrices in a group
@@ -81,7 +82,7 @@ class Matrices:
         self.shards = grid.size(form.shared)
         self.part = tuple(n // grid.size(dict(form.swaps).get(i + 1, ())) for i, n in enumerate(self.row))
         self.rows = -(-math.prod(self.part) // UNIT)  # of a device's part of a matrix
-        self.travel = placing.Travel(self.count * self.rows, self.groups.shape[1])
+        self.travel = ownership.Travel(self.count * self.rows, self.groups.shape[1])
         self.numbers = self.count * math.prod(self.part)  # of a device's parts
         waste = self.travel.padded * UNIT - self.numbers
         small = self.count * math.prod(self.row) <= SMALL
@@ -89,9 +90,9 @@ class Matrices:
         self.together = self.groups.shape[1] > 1 and (small or much)
 
     @property
-    def kind(self) -> placing.Kind:
-        """What the placing of matrices needs to know."""
-        return placing.Kind(self.count, newton_schulz_flops(self.row, 1), self.groups)
+    def kind(self) -> ownership.Kind:
+        """What the assignment of owners needs to know."""
+        return ownership.Kind(self.count, newton_schulz_flops(self.row, 1), self.groups)
 
     def settle(self, counts: np.ndarray) -> None:
         """Takes note of how many matrices each device of each group owns."""
@@ -104,14 +105,26 @@ class Matrices:
             # Of what travels otherwise a hundredth may be padding of the exchange, or of all buckets' a five-hundredth.
             rows = self.travel.padded // self.parts if self.shards > 1 else self.travel.chunk
             spare = self.groups.size * max(rows // 100, self.travelling // (500 * UNIT * self.parts))
-            self.plan = placing.exchange(counts, self.groups, self.rows, self.travel.chunk, spare)
+            self.plan = ownership.plan(counts, self.groups, self.rows, self.travel.chunk, spare)
 
-    @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self, name: str) -> tuple[int, ...]:
         """Of the state over all devices, in the order of the mesh."""
         return (self.groups.size * self.slots, *self.row)
 
-    def traffic(self, direction_bytes: int) -> dict[str, int]:
+    def spec(self, name: str) -> PartitionSpec:
+        """Its first dim lies over every axis."""
+        return PartitionSpec(self.grid.names)
+
+    def devices(self, name: str) -> int:
+        """On how many devices different parts of it lie."""
+        return self.grid.num_devices
+
+    @property
+    def summed(self) -> dict[str, tuple[str, ...]]:
+        """The axes over which what `reduce` gives is still to be summed, with other small arrays."""
+        return {self.name: self.form.shared} if self.together else {}
+
+    def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
         """Bytes that a device puts into or gets out of each kind of collective, and how many are padding.
 
         An exchange is a mean over devices, of both ways.
@@ -142,8 +155,16 @@ class Matrices:
         parts = [leaves[w.path].astype(jnp.float32).reshape(-1, *self.part) for w, _ in self.pieces]
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def reduce(self, leaves: Mapping[str, jax.Array]) -> jax.Array:
-        """Partial gradients to the matrices [slots, a, b] that a device owns."""
+    def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Partial gradients to the matrices [slots, a, b] that a device owns, or, `together`, to its parts of all."""
+        if self.together:
+            return {self.name: self.whole(leaves)}
+        first = leaves[self.weights[0].path]
+        if self.way and first.shape == self.way.shape:  # shares of each layer's
+            return {self.name: self.way.to_owners(first)}
+        return {self.name: self._to_owners(leaves)}
+
+    def _to_owners(self, leaves):
         form, plan = self.form, self.plan
         assert plan is not None
         x = self.whole(leaves).reshape(self.count, -1)
@@ -152,39 +173,42 @@ class Matrices:
         if self.shards > 1:
             x = lax.psum_scatter(x, form.shared, scatter_dimension=0, tiled=True)
         x = x.reshape(self.parts, -1, UNIT)
-        x = exchange.swap(x, form.swapped) if self.parts > 1 else x
-        x = exchange.to_owners(x, plan, self.grid.names)
+        x = ownership.swap(x, form.swapped) if self.parts > 1 else x
+        x = ownership.to_owners(x, plan, self.grid.names)
         x = x.reshape(self.parts, self.slots, -1)[:, :, : math.prod(self.part)]
         return self._joined(x.reshape(self.parts, self.slots, *self.part))
 
-    def gather(self, x: jax.Array) -> jax.Array:
-        """The directions [slots, a, b] of a device to its parts of all matrices, [n, a', b']."""
+    def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The directions [slots, a, b] of all devices as parts of the weights."""
+        return self.leaves(self._from_owners(buckets[self.name]))
+
+    def _from_owners(self, x):
         form, plan, dtype = self.form, self.plan, x.dtype
         assert plan is not None
         # As bare bits: XLA:CPU would make 4 bytes of bfloat16's 2 for the transfer, and any compiler may.
         x = lax.bitcast_convert_type(x, jnp.uint16) if dtype.itemsize == 2 else x
         x = self._cut(x).reshape(self.parts, self.slots, -1)
         x = _pad(x, 2, self.rows * UNIT).reshape(self.parts, -1, UNIT)
-        x = exchange.from_owners(x, plan, self.grid.names)
-        x = exchange.swap(x, form.swapped) if self.parts > 1 else x
+        x = ownership.from_owners(x, plan, self.grid.names)
+        x = ownership.swap(x, form.swapped) if self.parts > 1 else x
         x = x.reshape(-1, UNIT)
         x = lax.all_gather(x, form.shared, tiled=True) if self.shards > 1 else x
         x = x[: self.travel.rows].reshape(self.count, -1)[:, : math.prod(self.part)]
         x = lax.bitcast_convert_type(x, dtype) if dtype.itemsize == 2 else x
         return x.reshape(self.count, *self.part)
 
-    def take(self, x: jax.Array) -> jax.Array:
+    def take(self, name: str, x: jax.Array) -> jax.Array:
         """Of the summed parts [n, a', b'], the matrices that this device owns."""
         if self.parts > 1:
             x = self._joined(lax.all_gather(x, self.form.swapped))
-        start, count = (exchange.of_device(t, self.grid.names) for t in (self.starts, self.counts))
+        start, count = (ownership.of_device(t, self.grid.names) for t in (self.starts, self.counts))
         x = lax.dynamic_slice_in_dim(_pad(x, 0, self.count + self.slots), start, self.slots)
         return jnp.where((np.arange(self.slots) < count)[:, None, None], x, 0)
 
     def put(self, x: jax.Array) -> jax.Array:
         """The directions of a device at their places among all, float32, with zeros for the others'."""
         target = jnp.zeros((self.count + self.slots, *self.row), jnp.float32)
-        start = exchange.of_device(self.starts, self.grid.names)
+        start = ownership.of_device(self.starts, self.grid.names)
         return lax.dynamic_update_slice_in_dim(target, x.astype(jnp.float32), start, 0)[: self.count]
 
     def part_of(self, x: jax.Array) -> jax.Array:
@@ -206,12 +230,12 @@ class Matrices:
         """How many matrices this device owns."""
         if (self.counts == self.slots).all():
             return self.slots
-        return exchange.of_device(self.counts, self.grid.names)
+        return ownership.of_device(self.counts, self.grid.names)
 
-    def sums(self, x: jax.Array) -> Iterator[tuple[str, jax.Array]]:
+    def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
         """The sum of squares of what this device owns, by groups of weights."""
-        by_slot = jnp.sum(jnp.square(x.astype(jnp.float32)), (1, 2))
-        start, count = (exchange.of_device(t, self.grid.names) for t in (self.starts, self.counts))
+        by_slot = jnp.sum(jnp.square(buckets[self.name].astype(jnp.float32)), (1, 2))
+        start, count = (ownership.of_device(t, self.grid.names) for t in (self.starts, self.counts))
         slot = np.arange(self.slots)
         return group_sums(self.pieces, jnp.where(slot < count, start + slot, -1), by_slot)
 
@@ -255,7 +279,7 @@ class Matrices:
             result[where] = home.reshape(local)
         return result
 
-    def held(self) -> Iterator[Held]:
+    def held(self, name: str) -> Iterator[Held]:
         """Where each matrix lies."""
         whole = tuple(slice(0, n) for n in self.row)
         for w in self.weights:
@@ -263,18 +287,6 @@ class Matrices:
                 device, slot = divmod(int(home), self.slots)
                 box = tuple(slice(i, i + 1) for i in index)
                 yield Held(w.path, device, (slice(slot, slot + 1), *whole), (*box, *whole))
-
-    def to_logical(self, x: Any) -> dict[str, Any]:
-        """One array per weight."""
-        return {w.path: x[self.homes(w)] for w in self.weights}
-
-    def from_logical(self, arrays: Mapping[str, Any], xp: Any) -> Any:
-        """The inverse."""
-        flat = [arrays[w.path].reshape(-1, *self.row) for w in self.weights]
-        zero = xp.zeros((1, *self.row), flat[0].dtype)
-        source = np.full(self.shape[0], sum(len(x) for x in flat))  # what no device uses: the zero
-        source[np.concatenate([self.homes(w).reshape(-1) for w in self.weights])] = np.arange(source[0])
-        return xp.concatenate([*flat, zero])[source]
 
 
 def _pad(x: jax.Array, dim: int, size: int) -> jax.Array:

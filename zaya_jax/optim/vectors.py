@@ -9,16 +9,13 @@ than `SMALL` of all numbers: norms, biases and scales are together a thousandth 
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zaya_jax.optim import placing
-from zaya_jax.optim.placing import Grid
-from zaya_jax.optim.weights import Held, Weight
+from zaya_jax.optim.weights import Grid, Held, Weight, boxes
 
 OVER = 0.01  # of a weight at most may lie on all devices for the sake of larger units
 SMALL = 1e-3  # of all weights' numbers
@@ -40,7 +37,7 @@ def cut(shape: tuple[int, ...], shards: int) -> int:
 class Vectors:
     """All weights of AdamW that lie over the same axes; two buckets, `cut` and `whole`."""
 
-    method = "adamw"
+    method, together = "adamw", False
 
     def __init__(self, own: tuple[str, ...], weights: list[Weight], total: int, grid: Grid):
         self.own, self.weights, self.grid = own, weights, grid
@@ -58,12 +55,14 @@ class Vectors:
         self.cut, self.whole = f"adamw cut{of}", f"adamw whole{of}"
         sizes = {self.cut: sum(self.each.values()), self.whole: sum(self.left.values())}
         self.sizes = {name: size for name, size in sizes.items() if size}  # on each device
+        self.names = tuple(self.sizes)
+        self.summed = {self.whole: self.shared} if self.whole in self.sizes else {}  # as `Matrices.summed`
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Of a bucket over all devices."""
-        return (self.sizes[name] * self.copies(name),)
+        return (self.sizes[name] * self.devices(name),)
 
-    def copies(self, name: str) -> int:
+    def devices(self, name: str) -> int:
         """On how many devices different parts of a bucket lie."""
         return self.grid.num_devices if name == self.cut else self.grid.size(self.own)
 
@@ -72,12 +71,14 @@ class Vectors:
         axes = self.grid.names if name == self.cut else self.own
         return PartitionSpec(axes) if axes else PartitionSpec()
 
-    def traffic(self) -> dict[str, int]:
-        """As `Matrices.traffic`: nothing is padded."""
+    def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
+        """As `Matrices.traffic`: nothing is padded, and directions are float32."""
         if self.shards == 1:
             return {}
-        whole, bytes_cut = self.sizes.get(self.whole, 0), 4 * self.shards * self.sizes.get(self.cut, 0)
-        return {"reduce-scatter": bytes_cut, "all-gather": bytes_cut, "all-reduce": 4 * whole}
+        size = 4 * self.sizes[name]
+        if name == self.whole:
+            return {"all-reduce": size}
+        return dict.fromkeys(("reduce-scatter", "all-gather"), size * self.shards)
 
     # Inside shard_map.
 
@@ -97,6 +98,10 @@ class Vectors:
                 [flat[path][self.shards * self.each[path] :] for path, n in self.left.items() if n]
             )
         return result
+
+    def take(self, name: str, x: jax.Array) -> jax.Array:
+        """Of a sum over devices what this one keeps: all."""
+        return x
 
     def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The directions of every device as parts of the weights."""
@@ -141,59 +146,11 @@ class Vectors:
                     if name == self.whole:
                         begin, end = self.shards * each, self.numbers[path]
                     at = start
-                    for box in placing.boxes(local, begin, end):
+                    for box in boxes(local, begin, end):
                         size = math.prod(b.stop - b.start for b in box)
                         moved = (slice(b.start + c, b.stop + c) for b, c in zip(box, corner, strict=True))
                         yield Held(path, device, (slice(at, at + size),), tuple(moved))
                         at += size
-
-    def to_logical(self, buckets: Mapping[str, Any], xp: Any) -> dict[str, Any]:
-        """One array per weight."""
-        parts: dict[str, list[Any]] = {w.path: [] for w in self.weights}
-        if self.cut in self.sizes:
-            x = self._from_mesh(buckets[self.cut])
-            for path, start, stop in _spans(self.each):
-                parts[path].append(x[:, :, start:stop].reshape(len(x), -1))
-        if self.whole in self.sizes:
-            x = buckets[self.whole].reshape(self.grid.size(self.own), -1)
-            for path, start, stop in _spans(self.left):
-                parts[path].append(x[:, start:stop])
-        result = {}
-        for w in self.weights:
-            x = xp.concatenate(parts[w.path], 1) if len(parts[w.path]) > 1 else parts[w.path][0]
-            # [parts of dim 0, parts of dim 1, .., dim 0, dim 1, ..] to [dim 0 whole, dim 1 whole, ..]
-            sizes = [self.grid.size(axes) for axes in w.dims]
-            order = [i for dim in range(len(sizes)) for i in (dim, len(sizes) + dim)]
-            result[w.path] = x.reshape(*sizes, *w.local(self.grid)).transpose(order).reshape(w.shape)
-        return result
-
-    def from_logical(self, arrays: Mapping[str, Any], xp: Any) -> dict[str, Any]:
-        """The inverse."""
-        cut, left = [], []
-        for w in self.weights:
-            sizes = [self.grid.size(axes) for axes in w.dims]
-            x = arrays[w.path].reshape([n for p in zip(sizes, w.local(self.grid), strict=True) for n in p])
-            x = x.transpose([*range(0, x.ndim, 2), *range(1, x.ndim, 2)]).reshape(math.prod(sizes), -1)
-            own = self.shards * self.each[w.path]
-            cut.append(x[:, :own].reshape(len(x), self.shards, -1))
-            left.append(x[:, own:])
-        joined = {
-            self.cut: self._to_mesh(xp.concatenate(cut, 2)),
-            self.whole: xp.concatenate(left, 1).reshape(-1),
-        }
-        return {name: joined[name] for name in self.sizes}
-
-    def _from_mesh(self, x: Any) -> Any:
-        """From the order of the mesh to [own, shared, numbers]."""
-        order = [self.grid.names.index(axis) for axis in (*self.own, *self.shared)]
-        x = x.reshape(*self.grid.axes.values(), -1).transpose(*order, len(order))
-        return x.reshape(self.grid.size(self.own), self.shards, -1)
-
-    def _to_mesh(self, x: Any) -> Any:
-        names = (*self.own, *self.shared)
-        order = [names.index(axis) for axis in self.grid.names]
-        x = x.reshape(*(self.grid.axes[axis] for axis in names), -1).transpose(*order, len(order))
-        return x.reshape(-1)
 
 
 @functools.cache

@@ -1,13 +1,67 @@
-"""What the optimizer's layouts speak of: weights, and where a piece of their state lies."""
+"""What the optimizer's layouts speak of: devices, weights, and where a piece of their state lies."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from zaya_jax.config import UserError
-from zaya_jax.optim.placing import Grid
+
+UNIT = 8  # numbers in a row: 16 bytes even in bfloat16, which is what transfers like to be aligned to
+
+
+class Grid:
+    """The devices of a mesh with these axis sizes; axes of one device do not count."""
+
+    def __init__(self, axes: Mapping[str, int]):
+        self.axes = {axis: size for axis, size in axes.items() if size > 1}
+        self.names = tuple(self.axes)
+        self.num_devices = math.prod(self.axes.values())
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        """The number of devices along these axes."""
+        return math.prod(self.axes[axis] for axis in axes)
+
+    def groups(self, outer: tuple[str, ...], inner: tuple[str, ...]) -> np.ndarray:
+        """Devices [outer, inner] by their places along these axes, which together are all axes."""
+        numbers = np.arange(self.num_devices).reshape(tuple(self.axes.values()))
+        order = [self.names.index(axis) for axis in (*outer, *inner)]
+        return numbers.transpose(order).reshape(self.size(outer), self.size(inner))
+
+    def places(self, axes: tuple[str, ...], number: int) -> dict[str, int]:
+        """The place along each axis of the number-th device along them all."""
+        sizes = tuple(self.axes[axis] for axis in axes)
+        return dict(zip(axes, map(int, np.unravel_index(number, sizes)), strict=True)) if axes else {}
+
+    def linear(self, axes: tuple[str, ...], places: Mapping[str, int]) -> int:
+        """The inverse of `places`."""
+        result = 0
+        for axis in axes:
+            result = result * self.axes[axis] + places[axis]
+        return result
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[slice, ...]]:
+    """The numbers from start to stop of an array in row-major order, as boxes in that order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    inner = math.prod(shape[1:])
+    (first, before), (last, after) = divmod(start, inner), divmod(stop, inner)
+    if first == last:
+        yield from ((slice(first, first + 1), *box) for box in boxes(shape[1:], before, after))
+        return
+    if before:
+        yield from ((slice(first, first + 1), *box) for box in boxes(shape[1:], before, inner))
+        first += 1
+    if first < last:
+        yield (slice(first, last), *(slice(0, n) for n in shape[1:]))
+    yield from ((slice(last, last + 1), *box) for box in boxes(shape[1:], 0, after))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,13 +17,25 @@ one all-reduce for all small weights together and one for the directions of smal
 number a group of weights, for the norms. Everything here runs inside `jax.shard_map`, on a device's part of each array;
 gradients come in as each device's own partial sums.
 
-State for checkpoints is un-padded, one array per weight in the weight's own shape: independent of the mesh. `held`
-says which device has which box of it; `to_logical` and `from_logical` carry it over. `WholeLayout` is the same
-interface for weights that nobody shares: buckets are the weights.
+Six matrices [4, 8] on four devices, for example. They are 24 rows of UNIT = 8 numbers, and a reduce-scatter leaves six
+of them to each device. Each matrix goes to the device with the least work so far, ties at even distances: the devices
+own 1, 2, 1 and 2.
+
+    matrices         A A A A  B B B B  C C C C  D D D D  E E E E  F F F F
+    reduce-scatter   0 0 0 0  0 0 1 1  1 1 1 1  2 2 2 2  2 2 3 3  3 3 3 3      six rows to each device
+    owners           0        1        1        2        3        3
+
+One round of the exchange: device 0 sends its half of B to 1, and 2 its half of E to 3. Then 1 and 3 hold two whole
+matrices, 0 and 2 one and an unused slot; each orthogonalises its own; the same two halves go back; an all-gather gives
+every device all six directions.
+
+State in checkpoints is un-padded, one array per weight in the weight's own shape: independent of the mesh. `held` says
+which device has which box of it.
 """
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -32,82 +44,67 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zaya_jax.optim import placing
+from zaya_jax.optim import ownership
 from zaya_jax.optim.by_layer import ByLayer
 from zaya_jax.optim.matrices import Form, Matrices
 from zaya_jax.optim.vectors import Vectors
-from zaya_jax.optim.weights import Held, Weight
+from zaya_jax.optim.weights import Grid, Held, Weight
 
-__all__ = ["Held", "ShardedLayout", "Weight", "WholeLayout"]
+__all__ = ["Held", "Layout", "Weight"]
 
 
-class WholeLayout:
-    """No sharing and no copy: each weight is a bucket of its own, under its path."""
+class Whole:
+    """A weight on one device: a bucket of its own under its path, never copied. See `Matrices`."""
 
-    def __init__(self, weights: list[Weight], treedef: Any):
-        self.weights, self.treedef = weights, treedef
-        self.methods = {w.path: w.method for w in weights}
-        self.by_layer: dict[str, ByLayer] = {}
+    together = False
+    summed: Mapping[str, tuple[str, ...]] = {}
 
-    def state_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each bucket."""
-        return {w.path: w.shape for w in self.weights}
+    def __init__(self, weight: Weight):
+        self.weight, self.weights, self.method, self.names = weight, [weight], weight.method, (weight.path,)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.weight.shape
 
     def spec(self, name: str) -> PartitionSpec:
-        """How a bucket's state lies on the mesh."""
-        del name
         return PartitionSpec()
 
-    def parts(self, name: str) -> int:
-        """On how many devices different parts of a bucket lie: one has all."""
-        del name
+    def devices(self, name: str) -> int:
         return 1
 
-    def held(self, name: str) -> list[Held]:
-        """Which device holds which box of which weight: all is with the one."""
-        (shape,) = [w.shape for w in self.weights if w.path == name]
-        whole = tuple(slice(0, n) for n in shape)
-        return [Held(name, 0, whole, whole)]
-
-    def owned(self) -> dict[str, jax.Array | int]:
-        """How many matrices of a bucket this device has, where that is not all of them."""
+    def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
         return {}
 
-    def reduce(self, grads: Any) -> dict[str, jax.Array]:
-        """Gradients as buckets."""
-        return dict(zip(self.methods, jax.tree.leaves(grads), strict=True))
+    def held(self, name: str) -> list[Held]:
+        whole = tuple(slice(0, n) for n in self.weight.shape)
+        return [Held(name, 0, whole, whole)]
 
-    def gather(self, buckets: Mapping[str, jax.Array]) -> Any:
-        """Buckets as a tree like the parameters'."""
-        return jax.tree.unflatten(self.treedef, [buckets[w.path] for w in self.weights])
+    def reduce(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
+        return {self.weight.path: arrays[self.weight.path]}
 
-    def sum_squares(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The sum of squares of each group of weights."""
-        return group_sum_squares(self.weights, [buckets[w.path] for w in self.weights])
+    gather = reduce
 
-    def own_parts(self, tree: Any) -> Any:
-        """A tree like the parameters' as it is: this device has all."""
-        return tree
-
-    def tree_sum_squares(self, *parts: Any) -> list[dict[str, jax.Array]]:
-        """The same of each of several trees that `own_parts` gives."""
-        return [group_sum_squares(self.weights, jax.tree.leaves(tree)) for tree in parts]
-
-    def to_logical(self, buckets: Mapping[str, Any]) -> dict[str, Any]:
-        """One array per weight, by path."""
-        return dict(buckets)
-
-    def from_logical(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The inverse of `to_logical`."""
-        return dict(arrays)
+    def sums(self, buckets: Mapping[str, jax.Array]) -> Iterable[tuple[str, jax.Array]]:
+        return [(self.weight.group, _square(buckets[self.weight.path]))]
 
 
-class ShardedLayout:
+class Layout:
     """Buckets over the devices of a mesh; see the module's head. `axes` gives the mesh's axis sizes, in its order."""
 
     def __init__(self, weights: list[Weight], treedef: Any, axes: Mapping[str, int]):
-        self.weights, self.treedef, self.grid = weights, treedef, placing.Grid(axes)
+        self.weights, self.treedef, self.grid = weights, treedef, Grid(axes)
         self.groups = list(dict.fromkeys(w.group for w in weights))
+        self.matrices: dict[str, Matrices] = {}
+        self.vectors: list[Vectors] = []
+        self.by_layer: dict[str, ByLayer] = {}
+        self.sharded = bool(self.grid.names)
+        if self.sharded:
+            self._share(weights)
+        self.buckets: list[Any] = [*self.matrices.values(), *self.vectors] or [Whole(w) for w in weights]
+        self.bucket = {name: bucket for bucket in self.buckets for name in bucket.names}
+        self.methods = {name: bucket.method for name, bucket in self.bucket.items()}
+
+    def _share(self, weights: list[Weight]) -> None:
+        """Muon's weights by the form of their matrices, each with an owner; AdamW's by the axes that they lie over."""
         forms: dict[Form, list[Weight]] = {}
         own: dict[tuple[str, ...], list[Weight]] = {}
         for w in weights:
@@ -120,55 +117,40 @@ class ShardedLayout:
         travelling = sum(
             math.prod(w.local(self.grid)) for w in weights if w.method == "muon" or len(w.axes) < spread
         )
-        self.matrices = {
-            form.name: Matrices(form, found, travelling, self.grid) for form, found in forms.items()
-        }
-        buckets = list(self.matrices.values())
-        counts, self.work = placing.place([b.kind for b in buckets], self.grid.num_devices)
+        buckets = [Matrices(form, found, travelling, self.grid) for form, found in forms.items()]
+        counts, self.work = ownership.assign([b.kind for b in buckets], self.grid.num_devices)
         for bucket, each in zip(buckets, counts, strict=True):
             bucket.settle(each)
-        ways = {bucket.weights[0].path: ByLayer.of(bucket) for bucket in buckets}
-        self.by_layer = {path: way for path, way in ways.items() if way}
+            bucket.way = ByLayer.of(bucket)
+        self.matrices = {bucket.name: bucket for bucket in buckets}
+        self.by_layer = {bucket.weights[0].path: bucket.way for bucket in buckets if bucket.way}
         total = sum(math.prod(w.shape) for w in weights)
         self.vectors = [Vectors(axes, found, total, self.grid) for axes, found in own.items()]
-        self.methods = dict.fromkeys(self.matrices, "muon")
-        self.methods |= {name: "adamw" for v in self.vectors for name in v.sizes}
-
-    def vectors_of(self, name: str) -> Vectors:
-        """The weights of AdamW that one of its buckets is of."""
-        return next(v for v in self.vectors if name in v.sizes)
 
     # Sizes, for plans and tests.
 
     def state_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of each bucket over all devices."""
-        return {
-            name: self.matrices[name].shape if method == "muon" else self.vectors_of(name).shape(name)
-            for name, method in self.methods.items()
-        }
+        return {name: bucket.shape(name) for name, bucket in self.bucket.items()}
 
     def spec(self, name: str) -> PartitionSpec:
         """How a bucket's state lies on the mesh: its first dim over every axis, or over those of its weights."""
-        return PartitionSpec(self.grid.names) if name in self.matrices else self.vectors_of(name).spec(name)
+        return self.bucket[name].spec(name)
 
     def parts(self, name: str) -> int:
         """On how many devices different parts of a bucket lie."""
-        return self.grid.num_devices if name in self.matrices else self.vectors_of(name).copies(name)
+        return self.bucket[name].devices(name)
 
     def held(self, name: str) -> list[Held]:
         """Which device holds which box of which weight's state: every box once, or once for each device that has it.
 
         A device's part of a bucket's array is what `spec` gives it.
         """
-        return list(self.matrices[name].held() if name in self.matrices else self.vectors_of(name).held(name))
+        return list(self.bucket[name].held(name))
 
     def traffic(self, name: str, direction_bytes: int = 4) -> dict[str, int]:
         """Bytes that a device puts into or gets out of each kind of collective, and what of them is padding."""
-        if name in self.matrices:
-            return self.matrices[name].traffic(direction_bytes)
-        vectors = self.vectors_of(name)
-        kinds = ("reduce-scatter", "all-gather") if name == vectors.cut else ("all-reduce",)
-        return {kind: size for kind, size in vectors.traffic().items() if kind in kinds}
+        return self.bucket[name].traffic(name, direction_bytes)
 
     def padding_share(self) -> float:
         """The share of all that travels that is padding."""
@@ -176,69 +158,55 @@ class ShardedLayout:
         padding = sum(kinds.pop("padding", 0) for kinds in found)
         return padding / max(sum(sum(kinds.values()) for kinds in found), 1)
 
-    # Inside shard_map.
+    # Inside shard_map, where there are several devices.
 
     def owned(self) -> dict[str, jax.Array | int]:
-        """How many matrices of a bucket this device has: the first ones of its slots."""
+        """How many matrices of a bucket this device has, where that is not all of them: the first ones of its slots."""
         return {name: bucket.owned() for name, bucket in self.matrices.items()}
 
-    @jax.named_scope("exchange")
     def reduce(self, grads: Any) -> dict[str, jax.Array]:
         """Every device's partial gradients summed, and each device's share of the sum, in float32.
 
-        Of weights in `by_layer` they may be what its `share` gave of each layer's.
+        Of weights in `by_layer` they may be what its `share` gave of each layer's. One device has all, as they are.
         """
         leaves = dict(zip((w.path for w in self.weights), jax.tree.leaves(grads), strict=True))
-        result: dict[str, jax.Array] = {}
-        small: dict[str, tuple[tuple[str, ...], jax.Array]] = {}
-        for name, bucket in self.matrices.items():
-            if bucket.together:
-                small[name] = bucket.form.shared, bucket.whole(leaves)
-                continue
-            way, x = self.by_layer.get(bucket.weights[0].path), leaves[bucket.weights[0].path]
-            result[name] = way.to_owners(x) if way and x.shape == way.shape else bucket.reduce(leaves)
-        for vectors in self.vectors:
-            result |= (found := vectors.reduce(leaves))
-            if vectors.whole in found:
-                small[vectors.whole] = vectors.shared, found[vectors.whole]
-        for name, x in _sums(small).items():
-            result[name] = self.matrices[name].take(x) if name in self.matrices else x
-        return {name: result[name] for name in self.methods}
+        found: dict[str, jax.Array] = {}
+        with self._exchange():
+            for bucket in self.buckets:
+                found |= bucket.reduce(leaves)
+            over = {name: axes for bucket in self.buckets for name, axes in bucket.summed.items()}
+            for name, x in _sums({name: (axes, found[name]) for name, axes in over.items()}).items():
+                found[name] = self.bucket[name].take(name, x)
+        return {name: found[name] for name in self.methods}
 
-    @jax.named_scope("exchange")
     def gather(self, buckets: Mapping[str, jax.Array]) -> Any:
         """All devices' shares, as a tree like the parameters' (of a sharded weight, the device's part)."""
         leaves: dict[str, jax.Array] = {}
         small = {}
-        for name, bucket in self.matrices.items():
-            if bucket.together:
-                small[name] = (*bucket.form.shared, *bucket.form.swapped), bucket.put(buckets[name])
-            else:
-                leaves |= bucket.leaves(bucket.gather(buckets[name]))
-        for name, x in _sums(small).items():
-            bucket = self.matrices[name]
-            leaves |= bucket.leaves(bucket.part_of(x).astype(buckets[name].dtype))
-        for vectors in self.vectors:
-            leaves |= vectors.gather(buckets)
+        with self._exchange():
+            for bucket in self.buckets:
+                if bucket.together:
+                    axes = (*bucket.form.shared, *bucket.form.swapped)
+                    small[bucket.name] = axes, bucket.put(buckets[bucket.name])
+                else:
+                    leaves |= bucket.gather(buckets)
+            for name, x in _sums(small).items():
+                bucket = self.matrices[name]
+                leaves |= bucket.leaves(bucket.part_of(x).astype(buckets[name].dtype))
         return jax.tree.unflatten(self.treedef, [leaves[w.path] for w in self.weights])
 
-    def sum_squares(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """The sum of squares of each group over all devices: one all-reduce of one number per group."""
-        totals = {group: jnp.zeros((), jnp.float32) for group in self.groups}
-        for group, value in self._own_sums(buckets):
-            totals[group] += value
-        vector = lax.psum(jnp.stack([totals[group] for group in self.groups]), self.grid.names)
-        return {group: vector[i] for i, group in enumerate(self.groups)}
+    def _exchange(self) -> contextlib.AbstractContextManager:
+        return jax.named_scope("exchange") if self.sharded else contextlib.nullcontext()
 
-    def _own_sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
-        for name, bucket in self.matrices.items():
-            yield from bucket.sums(buckets[name])
-        for vectors in self.vectors:
-            yield from vectors.sums(buckets)
+    def sum_squares(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """The sum of squares of each group of weights over all devices: one all-reduce of one number per group."""
+        return self._over_devices(item for bucket in self.buckets for item in bucket.sums(buckets))[0]
 
     def own_parts(self, tree: Any) -> Any:
         """Of each weight that a device has, equal parts for all that have the same: rows of its last dim, zeros for
-        who has none."""
+        those that get none. One device has all."""
+        if not self.sharded:
+            return tree
 
         def own(w, x):
             shared = tuple(name for name in self.grid.names if name not in w.axes)
@@ -253,44 +221,24 @@ class ShardedLayout:
 
     def tree_sum_squares(self, *parts: Any) -> list[dict[str, jax.Array]]:
         """The sum of squares of each group of what `own_parts` gives, for several trees: one all-reduce."""
-        own = [group_sum_squares(self.weights, jax.tree.leaves(tree)) for tree in parts]
-        sums = lax.psum(
-            jnp.stack([jnp.stack([x[group] for group in self.groups]) for x in own]), self.grid.names
-        )
+        leaves = [zip(self.weights, jax.tree.leaves(tree), strict=True) for tree in parts]
+        return self._over_devices(*(((w.group, _square(x)) for w, x in tree) for tree in leaves))
+
+    def _over_devices(self, *parts: Iterable[tuple[str, jax.Array]]) -> list[dict[str, jax.Array]]:
+        """Of several series of numbers by group, the groups' totals over all devices."""
+        totals: list[dict[str, jax.Array]] = [{} for _ in parts]
+        for total, part in zip(totals, parts, strict=True):
+            for group, value in part:
+                total[group] = total[group] + value if group in total else value
+        if not self.sharded:
+            return totals
+        rows = jnp.stack([jnp.stack([total[group] for group in self.groups]) for total in totals])
+        sums = lax.psum(rows, self.grid.names)
         return [dict(zip(self.groups, row, strict=True)) for row in sums]
 
-    # Outside shard_map, on global arrays (NumPy's or JAX's).
 
-    def to_logical(self, buckets: Mapping[str, Any]) -> dict[str, Any]:
-        """One array per weight in the weight's own shape, by path, for those buckets that are given."""
-        arrays: dict[str, Any] = {}
-        for name, bucket in self.matrices.items():
-            if name in buckets:
-                arrays |= bucket.to_logical(buckets[name])
-        for vectors in self.vectors:
-            if vectors.sizes.keys() <= buckets.keys():
-                arrays |= vectors.to_logical(buckets, _library(buckets))
-        return arrays
-
-    def from_logical(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """The inverse of `to_logical`: the buckets of this mesh, whichever mesh the arrays come from."""
-        result, xp = {}, _library(arrays)
-        for name, bucket in self.matrices.items():
-            if bucket.weights[0].path in arrays:
-                result[name] = bucket.from_logical(arrays, xp)
-        for vectors in self.vectors:
-            if vectors.weights[0].path in arrays:
-                result |= vectors.from_logical(arrays, xp)
-        return result
-
-
-def group_sum_squares(weights: list[Weight], arrays: list[jax.Array]) -> dict[str, jax.Array]:
-    """The sum of squares of each group of weights, of the arrays as they are on this device."""
-    totals: dict[str, jax.Array] = {}
-    for w, x in zip(weights, arrays, strict=True):
-        value = jnp.sum(jnp.square(x.astype(jnp.float32)))
-        totals[w.group] = totals[w.group] + value if w.group in totals else value
-    return totals
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
 def _sums(arrays: dict[str, tuple[tuple[str, ...], jax.Array]]) -> dict[str, jax.Array]:
@@ -307,7 +255,3 @@ def _sums(arrays: dict[str, tuple[tuple[str, ...], jax.Array]]) -> dict[str, jax
         for (name, x), part in zip(chosen.items(), jnp.split(total, ends), strict=True):
             result[name] = part.reshape(x.shape)
     return result
-
-
-def _library(arrays: Mapping[str, Any]) -> Any:
-    return np if all(isinstance(x, np.ndarray) for x in arrays.values()) else jnp

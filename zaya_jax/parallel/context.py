@@ -21,9 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.attention import attention, softmax_scale, visited
-from pallas_kernels.attention.xla import key_blocks
 from pallas_kernels.loops import visiting
-from zaya_jax.config import UserError
 from zaya_jax.model.placement import Before, Placement, Weights, Windows
 from zaya_jax.parallel import ring
 from zaya_jax.parallel.linear import lasp2
@@ -36,14 +34,8 @@ def zigzag(length: int, parts: int) -> np.ndarray:
     """Which token of a sequence stands at each place, so that a plain split gives device i chunks i and 2N - 1 - i."""
     if parts == 1:
         return np.arange(length)
-    chunks = 2 * parts
-    if length % chunks:
-        nearest = max(round(length / chunks), 1) * chunks
-        raise UserError(
-            f"a sequence of {length} tokens does not divide into the {chunks} chunks of {parts} devices "
-            f"(two each); the nearest length that does is {nearest}"
-        )
-    pieces = np.arange(length).reshape(chunks, -1)
+    assert length % (2 * parts) == 0  # `rules.check` has said so
+    pieces = np.arange(length).reshape(2 * parts, -1)
     return np.stack([pieces[:parts], pieces[: parts - 1 : -1]], axis=1).reshape(-1)
 
 
@@ -91,13 +83,9 @@ class Chunks:
 
 
 def chunks_of(spread: Spread, length: int, segments: Int[Array, "B S/N"] | None) -> Chunks:
-    """The device's place in sequences of which it holds `length` tokens. One all-gather: 4 B S bytes of segments."""
+    """The device's place in sequences whose `length` tokens it holds. One all-gather: 4 B S bytes of segments."""
     axes, parts = spread.sequence_axes, spread.sequence_parts
-    if length % 2:
-        raise UserError(
-            f"a device holds {length} tokens of a sequence, which are not two chunks; "
-            f"sequences over {parts} devices must be a multiple of {2 * parts} tokens"
-        )
+    assert length % 2 == 0
     me, chunk = lax.axis_index(axes), length // 2
     starts = jnp.stack([me, 2 * parts - 1 - me]).astype(jnp.int32) * chunk
     whole = None if segments is None else gather(segments, axes)
@@ -145,7 +133,7 @@ def cut(
     mask: Int[Array, "B S/N"] | None,
     weights: Weights,
 ) -> Cut:
-    """The placement of sequences of which a device holds `length` tokens."""
+    """The placement of sequences, each with `length` tokens on this device."""
     at = chunks_of(spread, length, segments if segments is not None else mask)
     segments, mask = (None if x is None else at.split(x) for x in (segments, mask))
     return Cut(segments, mask, weights, at=at)
@@ -160,13 +148,7 @@ def halo(x: Float[Array, "B S/N D"], reach: int, at: Chunks) -> Float[Array, "2B
     projection, which thus hides the exchange; the receiver projects these few columns itself, with whatever part of
     the weights it works with.
     """
-    if at.chunk < reach:
-        parts = at.parts
-        raise UserError(
-            f"the {2 * parts} chunks of a sequence of {2 * parts * at.chunk} tokens over {parts} devices hold "
-            f"{at.chunk} tokens each, but the convolutions look {reach} tokens back; use sequences of at least "
-            f"{2 * parts * reach} tokens, or {max(parts * at.chunk // reach, 1)} devices"
-        )
+    assert at.chunk >= reach
     early, late = x[:, at.chunk - reach : at.chunk], x[:, 2 * at.chunk - reach :]
     pairs = [(i, i + 1) for i in range(at.parts - 1)]
     before_early = lax.ppermute(early, at.axes, pairs)
@@ -198,7 +180,7 @@ def attention_over_chunks(
 ) -> Float[Array, "2B c H C"]:
     """Causal attention of the device's queries over the whole sequence; any number of heads will do.
 
-    Gathered: N - 1 times the device's own 2 B (S / N) K C numbers come in (`traffic`), and all S keys and values stand
+    Gathered: N - 1 times the device's own 2 B (S / N) K C numbers come in, and all S keys and values stand
     in memory. In a ring as many come in, and two devices' parts stand in memory.
     """
     q, kv = at.join(q), at.join(jnp.concatenate([k, v], axis=-1))
@@ -224,56 +206,3 @@ def visiting_chunk(chunk: int, seen: int, half: int, windows: Windows) -> Abstra
     """What of the `seen` keys attention of a chunk visits, on average over devices: an early one (half 0) lies anywhere
     in them, a late one in their second half."""
     return visiting(visited(chunk, seen, range(half * seen // 2, seen, chunk), windows))
-
-
-def traffic(
-    batch: int,
-    length: int,
-    parts: int,
-    num_kv: int,
-    channels: int,
-    width: int,
-    reach: int,
-    size: int,
-    ring: bool,
-) -> dict[str, int]:
-    """Bytes that a device sends for one layer's attention, of numbers of `size` bytes.
-
-    kv = 2 B (S / N) K C size are the device's own keys and values, halo = 2 B reach D size; gradients of kv are in
-    the same format where they are reduced and scattered, in float32 where they go round the ring.
-
-                  gathered                ring
-        forward   halo + (N - 1) kv       halo + (N - 1) kv
-        backward  halo + (N - 1) kv       halo + (N - 1) kv + N kv 4 / size
-        again     halo + (N - 1) kv       halo
-
-    "again" comes on top where the backward pass computes the layer again but for the attention's output (remat
-    "attention"). With "layer", which does not keep that either, the ring sends (N - 1) kv again as well.
-    """
-    if parts == 1:
-        return {"forward": 0, "backward": 0, "again": 0}
-    kv = 2 * batch * (length // parts) * num_kv * channels * size
-    edges = 2 * batch * reach * width * size
-    once = edges + (parts - 1) * kv
-    if ring:
-        return {"forward": once, "backward": once + parts * kv * 4 // size, "again": edges}
-    return {"forward": once, "backward": once, "again": once}
-
-
-def blocks_visited(
-    length: int, parts: int, block: int, window: int | None = None, zigzagged: bool = True
-) -> list[int]:
-    """Blocks of scores that each device computes in one layer: its work, under the zig-zag or a plain cut."""
-    if zigzagged:
-        starts = zigzag(length, parts).reshape(parts, 2, -1)[:, :, 0]
-    else:
-        starts = np.arange(parts)[:, None] * (length // parts)
-    side = length // starts.size
-    block = min(block, side)
-    queries = np.arange(-(-side // block))
-
-    def visited(start):
-        first, last = key_blocks(queries, window, start, block, block, -(-length // block))
-        return int(np.sum(np.asarray(last - first)))
-
-    return [sum(visited(int(start)) for start in own) for own in starts]

@@ -17,7 +17,7 @@ device's tokens. Further rounds are a loop, which then does not run at all; on t
 
 A layer keeps its N rows for the backward pass, and those that came in the first round; later ones are sent again, and
 hidden activations are recomputed, round by round. One round's buffers are R rows each: what is sent and what comes, in
-the order of arrival and by expert, and the hidden width. `most_temporaries` bounds them, and with them all that the
+the order of arrival and by expert, and the hidden width. A test bounds them, and with them all that the
 exchange needs beyond its arguments and results.
 
 All-gathering the tokens, and reduce-scattering what comes back, is not a form of its own. It moves X N rows: as many
@@ -104,21 +104,6 @@ def round_rows(num_tokens: int, devices: int, form: str = "slots") -> int:
 def most_rounds(num_tokens: int, devices: int, form: str = "slots") -> int:
     """Rounds where all tokens go to one device."""
     return -(-num_tokens * devices // round_rows(num_tokens, devices, form))
-
-
-def most_temporaries(
-    num_tokens: int, devices: int, dim: int, width: int, experts: int, itemsize: int, backward: bool
-) -> int:
-    """Bytes that no load needs more of: rows of a round, of the device's tokens, and of its experts the gradient.
-
-    That is float32, and there twice where a second round may add to the first's. On CUDA XLA masks the rows once for
-    each expert to get the gradient, which this does not count (benchmarks/expert.md).
-    """
-    rows = round_rows(num_tokens, devices) * itemsize
-    if not backward:
-        return rows * (4 * dim + 3 * width) + num_tokens * 2 * dim * 4
-    gradients = 3 * experts * dim * width * 4 * min(most_rounds(num_tokens, devices), 2)
-    return rows * (6 * dim + 7 * width) + num_tokens * 3 * dim * 4 + gradients
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))

@@ -37,14 +37,6 @@ def lasp2(
     return over_pieces(_gathered, q, k, v, segments, axis, zigzag, chunk)
 
 
-def gathered_bytes(
-    devices: int, batch: int, num_kv: int, channels: int, zigzag: bool = True
-) -> tuple[int, int]:
-    """What a device's all-gather of `lasp2` gives it, forward and backward."""
-    states, numbers = devices * (2 if zigzag else 1) * batch, num_kv * channels * (channels + 1)
-    return states * (numbers + 2) * 4, states * numbers * 4
-
-
 def over_pieces(exchange, q, k, v, segments, axis, zigzag, chunk) -> jax.Array:
     """Linear attention where `exchange` brings the state that enters each piece."""
     batch, seq = q.shape[:2]

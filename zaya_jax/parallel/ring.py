@@ -107,8 +107,8 @@ def _bwd(axes, parts, scale, windows, saved, d_out):
     def visit(kv, round_, dq, d_kv):
         def pair(carry, q_i, k_j, v_j, where, masks):
             dq, d_kv = carry
-            of_queries = (_take(x, where[0], step.chunk) for x in (out, lse, d_out))
-            dq_i, dk_j, dv_j = attention_gradients(q_i, k_j, v_j, *of_queries, **masks, scale=scale)
+            whole = tuple(_take(x, where[0], step.chunk) for x in (out, lse, d_out))
+            dq_i, dk_j, dv_j = attention_gradients((q_i, k_j, v_j), whole, **masks, scale=scale)
             dkv_j = jnp.concatenate([dk_j, dv_j], axis=-1)
             return _add(dq, dq_i, where[0]), _add(d_kv, dkv_j, where[1])
 
@@ -149,7 +149,7 @@ def usual(parts: int, chunk: int, windows: Windows) -> tuple[float, float]:
 
 
 class _Steps:
-    """What both passes share: who visits when, and the loop over the pairs of chunks that a step needs."""
+    """Both passes share this: which device visits when, and the loop over the pairs of chunks that a step needs."""
 
     def __init__(self, q, segments, meet, window, axes, parts, windows):
         self.q, self.segments, self.meet, self.window = q, segments, meet, window

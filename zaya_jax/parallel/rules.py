@@ -42,7 +42,7 @@ TSP_TABLE = (  # tensor carries the sequence: experts are spread over it too, si
         "experts do not travel; with the sequence, tokens are spread over tensor",
     ),
     Rule("heads", ("tensor",), "held in parts, sent round to the devices that hold the tokens"),
-    Rule("width", ("tensor",), "a dense model's MLP: likewise"),
+    Rule("width", ("tensor",), "a dense model's MLP: the same"),
 )
 FSDP = Rule(FSDP_DIM, ("data",), "the one dim that every matrix of a block has, and no other rule names")
 

@@ -19,9 +19,8 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.attention import MASKED, attention
-from zaya_jax.config import UserError
 from zaya_jax.model.cache import WHOLE, Cache, Held
-from zaya_jax.model.placement import Devices
+from zaya_jax.model.placement import ALONE, Devices
 
 # Attention to some keys: its output, its log-sum-exp.
 Attended = tuple[Float[Array, "B H C"], Float[Array, "B H"]]
@@ -58,15 +57,14 @@ class InParts(Devices):
     mesh: Mesh
     alone = False
 
-    def __post_init__(self):
-        if "context" not in self.mesh.shape:
-            raise UserError(
-                f"the mesh has the axes {', '.join(self.mesh.shape)}; the cache's parts lie over context"
-            )
-
     def cache(self) -> Cache:
         devices = self.mesh.shape["context"]
         return Parts(devices) if devices > 1 else WHOLE
+
+
+def cache_over(mesh: Mesh | None) -> Devices:
+    """Where to decode with weights that lie on a mesh: on all of it where it has a context axis for the cache."""
+    return InParts(mesh) if mesh is not None and mesh.shape.get("context", 1) > 1 else ALONE
 
 
 def columns_of(length: int, devices: int) -> int:

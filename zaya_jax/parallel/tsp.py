@@ -18,7 +18,7 @@ everywhere. Then each device computes the round's heads for its tokens, gathers 
 computes. Backward weights, keys and values are fetched again and nothing of size N is kept: of the forward pass only
 the device's own attention output and its log-sum-exp.
 
-Elements that come in per layer and device, forward (`traffic`): (N - 1) / N of
+Elements that come in per layer and device, forward: (N - 1) / N of
 
     2 D (H + K) C + 3 D F      weights; 16 D² for multi-head attention with F = 4 D
     2 B S K C                  keys and values; then 2 B S D
@@ -46,30 +46,10 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import attention as blockwise
 from pallas_kernels.products import dot, einsum
 from pallas_kernels.rotary import rotate
-from zaya_jax.config import Model
 from zaya_jax.model.placement import Axes, Weights, Windows
 from zaya_jax.parallel import context
 
 AXIS = "tensor"
-
-
-def traffic(model: Model, batch: int, length: int, parts: int, size: int) -> dict[str, float]:
-    """Bytes that come in at a device for one dense layer, numbers of the compute format having `size` bytes.
-
-    `length` is the whole sequence's. Where the layer is computed again in the backward pass, attention's part of the
-    forward (the MLP's output is not needed) comes in once more.
-    """
-    d, c = model.hidden_size, model.head_dim
-    attention = 2 * d * (model.num_attention_heads + model.num_key_value_heads) * c
-    mlp = 3 * d * model.intermediate_size
-    kv = 2 * batch * length * model.num_key_value_heads * c
-    share = (parts - 1) / parts
-    forward = share * size * (attention + mlp + kv)
-    return {
-        "forward": forward,
-        "again": share * size * (attention + kv),
-        "backward": forward + share * (size * kv + 4 * (attention + mlp)),
-    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,7 +309,7 @@ def _attention_bwd(sizes, saved, dy):
         found = []
         for half, (arrays, masks) in enumerate(chunks):
             with _visiting(sizes, half, arrays):
-                found.append(blockwise.attention_gradients(*arrays, *masks, scale=scale))
+                found.append(blockwise.attention_gradients(arrays[:3], arrays[3:], *masks, scale=scale))
         early, late = found
         # Late queries see all keys, early ones the first half: summed in float32, and sent home as they came.
         unseen = [(0, 0), (0, late[1].shape[1] - early[1].shape[1]), (0, 0), (0, 0)]

@@ -1,7 +1,7 @@
 """One program to plan: a phase's config on a mesh, with so many sequences at once; and what a device sees of it.
 
     case = Case(here, spread, chip="mi300x", sequences=4096, micro_batches=1)
-    case.tokens, case.layer_numbers, case.layout
+    case.tokens, case.layer, case.layout
 
 Nothing is compiled. Shapes of weights are the model's own, and how they lie is what the optimizer's layout says, so
 that padding and shares are those of the run. Letters: N tokens of a device in a micro-batch, D model, L layers.
@@ -73,9 +73,9 @@ class Case:
         return self.model.kinds.count("hybrid_linear")
 
     @property
-    def cuda(self) -> bool:
-        """Whether it is NVIDIA's."""
-        return self.chip in ("h100", "h200")
+    def mixer(self) -> str:
+        """The scope that mixes a layer's tokens."""
+        return "attention" if self.model.model_type == "dense" else "cca"
 
     @property
     def step_bytes(self) -> int:
@@ -84,7 +84,7 @@ class Case:
         return size(precision.compute if precision.newton_schulz == "compute" else precision.newton_schulz)
 
     @functools.cached_property
-    def layout(self) -> zero.ShardedLayout | zero.WholeLayout:
+    def layout(self) -> zero.Layout:
         """Where the optimizer's work and state lie."""
         return _layout(self.here.model, self.here.optim, self.here.precision, self.spread)
 
@@ -114,19 +114,13 @@ class Case:
         """Weights that a device holds: how many by "layers", "embedding", "rest"."""
         found = dict.fromkeys(("layers", "embedding", "rest"), 0)
         for path, number in _local(self.model, self.here.precision, self.spread):
-            name = (
-                "layers"
-                if path.startswith("layers")
-                else "embedding"
-                if path == "embed/embedding"
-                else "rest"
-            )
-            found[name] += number
+            name = {"layers": "layers", "embed/embedding": "embedding"}.get(path, path.split("/")[0])
+            found[name if name in found else "rest"] += number
         return found
 
     @functools.cached_property
     def layer(self) -> dict[str, float]:
-        """Weights of one layer as a device computes with them, by "cca", "router", "experts" (or "mlp"), "vectors"."""
+        """Weights of one layer as a device computes with them, by scope, and "vectors"."""
         whole = dataclasses.replace(self.spread, fsdp=False)
         if self.spread.tsp:
             whole = dataclasses.replace(whole, tensor=1, tsp=False)
@@ -136,13 +130,7 @@ class Case:
                 part = path.split("/")[1]
                 part = part if part in ("cca", "router", "experts", "attention", "mlp") else "vectors"
                 found[part] = found.get(part, 0) + number / self.model.num_hidden_layers
-        return {"cca": found.pop("attention", 0.0), **found}
-
-    @property
-    def experts_here(self) -> int:
-        """Experts of a layer on a device."""
-        parts = math.prod(getattr(self.spread, axis) for axis in self.spread.expert_axes)
-        return max(self.model.num_experts // parts, 1)
+        return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -162,9 +150,7 @@ def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[st
 
 
 @functools.lru_cache(maxsize=1024)
-def _layout(
-    model: Model, optim: Optim, precision: Precision, spread: Spread
-) -> zero.ShardedLayout | zero.WholeLayout:
+def _layout(model: Model, optim: Optim, precision: Precision, spread: Spread) -> zero.Layout:
     return chain.build(
         optim, precision, zaya.abstract(model, precision), specs=rules.param_specs(model, precision, spread),
         axes={axis: getattr(spread, axis) for axis in AXES},

@@ -1,4 +1,4 @@
-"""How often to save, and what of the time is left for training: Young's and Daly's formulas.
+"""How often to save, and what of the time is left for training: Daly's formula.
 
     best = goodput.best_interval(save=2.0, mtbf=3 * 3600)
     goodput.share(best, save=2.0, restart=600, mtbf=3 * 3600)
@@ -11,24 +11,20 @@ import dataclasses
 import math
 
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.plan.case import Case
+from zaya_jax.plan.case import Case, size
+from zaya_jax.plan.rates import ASSUMED, Rate
 
-# 419 unexpected interruptions in 54 days on 16,384 H100: Llama 3, arXiv:2407.21783.
-MTBF_HOURS = 54 * 24 * 16_384 / 419
-MTBF_SOURCE = "419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, arXiv:2407.21783)"
-# Noticing a failure, starting the processes again, compiling from the cache.
-RESTART = 300.0
-RESTART_SOURCE = (
-    "assumed: five minutes until a failure is seen and the processes run again, and reading the state"
+MTBF_HOURS = Rate(
+    54 * 24 * 16_384 / 419,
+    "419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, arXiv:2407.21783)",
 )
-# Of each save, whatever its size: the processes' agreement, plan and commit.
-SAVE = 1.0
-SAVE_SOURCE = "assumed: a second for the processes' agreement and the plan, on top of the copy to the host"
-# Device to host: what a save stands in the step's way, the rest being written beside training.
-HOST_LINK = 25e9
-HOST_LINK_SOURCE = (
-    "assumed: 25 GB/s from a device to its host, where PCIe 5 carries 64; writing runs beside training"
+RESTART = Rate(
+    300.0, f"{ASSUMED}: five minutes until a failure is seen and the processes run again, state not read"
 )
+SAVE = Rate(
+    1.0, f"{ASSUMED}: a second for the processes' agreement and the plan, on top of the copy to the host"
+)
+HOST_LINK = Rate(25e9, f"{ASSUMED}: to the host, where PCIe 5 carries 64 GB/s; writing runs beside training")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,32 +48,19 @@ def best_interval(save: float, mtbf: float) -> float:
     return math.sqrt(2 * save * mtbf) * (1 + math.sqrt(root) / 3 + root / 9) - save
 
 
-def young(save: float, mtbf: float) -> float:
-    """Young's: the same where saves are short."""
-    return math.sqrt(2 * save * mtbf)
-
-
 def share(interval: float, save: float, restart: float, mtbf: float) -> float:
     """Computing over all time, failures coming by chance (Daly's model of the whole run)."""
     period = interval + save
     return interval / (mtbf * math.exp(restart / mtbf) * math.expm1(period / mtbf))
 
 
-def saving(case: Case, cluster: Cluster, mtbf_hours: float = MTBF_HOURS) -> Saving:
+def saving(case: Case, cluster: Cluster, mtbf_hours: float = MTBF_HOURS.value) -> Saving:
     """Checkpoints of a case: weights and the optimizer's state, each number once."""
-    model = sum(
-        math.prod(w.shape) * (4 + (size_of_momentum(case) if w.method == "muon" else 8))
-        for w in case.layout.weights
-    )
-    each = model / case.devices
-    stall = SAVE + each / HOST_LINK
-    written = model / cluster.storage
+    each = {"muon": 4 + size(case.here.precision.momentum), "adamw": 12}
+    state = sum(math.prod(w.shape) * each[w.method] for w in case.layout.weights)
+    stall = SAVE.value + state / case.devices / HOST_LINK.value
+    written = state / cluster.storage
     mtbf = 3600 * mtbf_hours / case.devices
-    restart = RESTART + written
+    restart = RESTART.value + written
     interval = max(best_interval(stall, mtbf), written)
-    return Saving(model, stall, written, mtbf, restart, interval, share(interval, stall, restart, mtbf))
-
-
-def size_of_momentum(case: Case) -> int:
-    """Bytes of a number of Muon's momentum."""
-    return 2 if case.here.precision.momentum == "bfloat16" else 4
+    return Saving(state, stall, written, mtbf, restart, interval, share(interval, stall, restart, mtbf))

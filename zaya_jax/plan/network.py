@@ -9,10 +9,9 @@ import math
 from collections.abc import Iterator
 
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.optim import placing
-from zaya_jax.optim.zero import ShardedLayout
+from zaya_jax.optim.weights import Grid
 from zaya_jax.parallel import expert
-from zaya_jax.plan import traffic
+from zaya_jax.plan import work
 from zaya_jax.plan.case import Case, size
 from zaya_jax.plan.rates import Rates
 
@@ -41,7 +40,7 @@ class Flow:
 @functools.lru_cache(maxsize=4096)
 def _links(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], cluster: Cluster) -> tuple[float, int]:
     """What a device can send while its group along these axes does, and on how many nodes the group lies."""
-    grid = placing.Grid(dict(sizes))
+    grid = Grid(dict(sizes))
     cluster = cluster.of_devices(grid.num_devices)
     chosen = tuple(axis for axis in grid.names if axis in axes)
     others = tuple(axis for axis in grid.names if axis not in axes)
@@ -57,15 +56,13 @@ def flows(case: Case) -> list[Flow]:
 
 def _exchange(case: Case) -> Iterator[Flow]:
     layout = case.layout
-    if not isinstance(layout, ShardedLayout):
+    if not layout.sharded:
         return
     scattered: dict[tuple[str, ...], float] = {}
     summed: dict[tuple[str, ...], float] = {}
     for name, method in layout.methods.items():
         kinds = layout.traffic(name, case.step_bytes if method == "muon" else 4)
-        axes = (
-            layout.matrices[name].form.shared if name in layout.matrices else layout.vectors_of(name).shared
-        )
+        axes = layout.bucket[name].shared
         group = math.prod(case.axes[axis] for axis in axes)
         cut = (group - 1) / max(group, 1)
         way, reduced = case.ways.get(name), kinds.get("reduce-scatter", 0) * cut
@@ -87,8 +84,8 @@ def _exchange(case: Case) -> Iterator[Flow]:
 def _layers(case: Case) -> Iterator[Flow]:
     """What a layer waits for."""
     m, s, mb = case.model, case.spread, case.micro_batches
-    layers, have = m.num_hidden_layers, traffic.sizes(case)
-    again = case.here.remat != "none" or traffic.fetched(case)
+    layers, have = m.num_hidden_layers, work.sizes(case)
+    again = work.repeats(case)
     if s.sequence_parts > 1:
         parts, softmax = s.sequence_parts, layers - case.linear_layers
         gathered = 2 * have["v2"] * (parts - 1)  # keys and values of all others
@@ -118,7 +115,7 @@ def _layers(case: Case) -> Iterator[Flow]:
 def _fetches(case: Case) -> Iterator[Flow]:
     """Weights that come ahead of a layer, and their gradients behind it."""
     s, mb, layers = case.spread, case.micro_batches, case.model.num_hidden_layers
-    again = case.here.remat != "none" or traffic.fetched(case)
+    again = work.repeats(case)
     layer4, compute = 4.0 * sum(case.layer.values()), size(case.here.precision.compute)
     if s.fsdp:
         cut = (s.data - 1) / s.data
@@ -129,6 +126,6 @@ def _fetches(case: Case) -> Iterator[Flow]:
         yield Flow(LAYERS, "all-gather", mb * table, ("data",), mb)
         yield Flow(LAYERS, "reduce-scatter", mb * table, ("data",), mb)
     if s.tsp:
-        travels = 4.0 * (case.layer["cca"] + case.layer.get("mlp", 0.0)) * compute / 4
+        travels = 4.0 * (case.layer[case.mixer] + case.layer.get("mlp", 0.0)) * compute / 4
         passes = mb * layers * (2 + again)
         yield Flow(FETCHING, "broadcast", passes * travels, ("tensor",), passes)

@@ -19,7 +19,6 @@ AMD = "AMD's own measurements, 708 of 1,307 TFLOP/s in bfloat16 (ROCm blog on ma
 SEMIANALYSIS = "SemiAnalysis, December 2024: some 720 of 989 TFLOP/s in bfloat16"
 ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127: 4.33 of 5.3 TB/s"
 MODELLED = f"{ASSUMED}: half of what the kernels' inner loops are modelled at"
-KINDS = ("products", "grouped", "attention", "float32")  # of FLOPs, each a share of the chip's peak
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +73,7 @@ DEFAULTS = {
 }
 
 
-def of(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
+def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
     """The shares for a cluster; UserError where measured figures are none of its chip."""
     rates = DEFAULTS[cluster.chip]
     if not figures:
@@ -103,15 +102,13 @@ def _measured(found: figures_lib.Figures, cluster: Cluster) -> dict[str, Rate]:
             result[name] = Rate(max(rates) / peaks["bfloat16"], source)
     if memory := found.memory_bandwidth():
         result["memory"] = Rate(memory / bandwidth, source)
-    for name in ("inside", "across"):
-        reached = []
-        for c in found.collectives:
-            if c.name not in ("reduce-scatter", "all-gather") or c.num_devices == 1:
-                continue
+    for c in found.collectives:
+        if c.name in ("reduce-scatter", "all-gather") and c.num_devices > 1:
             each = c.num_devices // c.num_nodes  # devices of a node
             group = [node * cluster.node + i for node in range(c.num_nodes) for i in range(each)]
-            if (c.num_nodes == 1) == (name == "inside"):
-                reached.append(c.bus_bandwidth / cluster.bandwidth(group))
-        if reached:
-            result[name] = Rate(max(reached), source)
+            name, share = (
+                "inside" if c.num_nodes == 1 else "across",
+                c.bus_bandwidth / cluster.bandwidth(group),
+            )
+            result[name] = Rate(max(share, result[name].value if name in result else 0.0), source)
     return result

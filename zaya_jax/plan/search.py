@@ -1,22 +1,27 @@
-"""Which mesh, micro-batch and remat a phase should have on so many devices: all that a run would accept, by time."""
+"""Other ways to run a phase: the fastest meshes, micro-batches and remat that fit, and how far each way scales.
+
+Only what a run would accept is looked at (`parallel.rules`), and only what the chip's memory holds.
+"""
 
 import dataclasses
 import itertools
 from collections.abc import Iterator
 
-from zaya_jax import config as config_lib
-from zaya_jax.config import Config, UserError
+from zaya_jax.config import Config, Mesh, UserError
 from zaya_jax.hardware import targets
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
-from zaya_jax.plan import memory, step
+from zaya_jax.parallel.spread import AXES, Spread
+from zaya_jax.plan import footprint, step
 from zaya_jax.plan.case import Case
+from zaya_jax.plan.footprint import Footprint
 from zaya_jax.plan.rates import Rates
 from zaya_jax.plan.step import Step
 
 SIZES = (1, 2, 4, 8)  # of expert, context and tensor, which should stay within a node
 REMATS = ("none", "elementwise", "attention", "layer")
+DEVICES = tuple(2**n for n in range(3, 15))  # of the weak scaling: 8 to 16,384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,39 +30,97 @@ class Choice:
 
     case: Case
     step: Step
-    memory: memory.Memory
+    memory: Footprint
 
 
 def best(
     here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates, number: int = 10
 ) -> list[Choice]:
     """The fastest that fit the chip's memory, fastest first; [] where nothing fits."""
-    capacity = targets.usable(cluster.chip)
-    assert capacity is not None
-    found = []
-    for case in candidates(here, devices, sequences, cluster.chip):
-        needs = memory.of(case)
-        if needs.peak <= capacity:
-            found.append(Choice(case, step.of(case, cluster, rates), needs))
+    found = [
+        Choice(case, step.estimate(case, cluster, rates), memory)
+        for case in candidates(here, devices, sequences, cluster.chip)
+        if (memory := _fitting(case))
+    ]
     return sorted(found, key=lambda choice: (choice.step.seconds, choice.memory.peak))[:number]
 
 
 def candidates(here: Config, devices: int, sequences: int, chip: str) -> Iterator[Case]:
     """Every mesh, micro-batch and remat that `pretrain` would not refuse."""
-    lengths = {"config.data.seq_len": here.data.seq_len}
     for expert, context, tensor, fsdp in itertools.product(SIZES, SIZES, SIZES, (False, True)):
         data, rest = divmod(devices, expert * context * tensor)
         rows = data * expert
         if rest or not data or (fsdp and data == 1) or sequences % rows:
             continue
-        mesh = config_lib.Mesh(data=data, expert=expert, context=context, tensor=tensor, fsdp=fsdp)
-        spread = spread_lib.of(mesh, {"data": data, "expert": expert, "context": context, "tensor": tensor})
-        mine = dataclasses.replace(here, mesh=mesh)
-        try:
-            rules.check(mine, spread, lengths=lengths, rows=sequences)
-        except UserError:
+        mesh = Mesh(data=data, expert=expert, context=context, tensor=tensor, fsdp=fsdp)
+        if not (accepted := _accepted(here, mesh, sequences)):
             continue
+        mine, spread = accepted
         each = sequences // rows
         for at_once in (n for n in range(1, each + 1) if each % n == 0):
             for remat in REMATS:
                 yield Case(dataclasses.replace(mine, remat=remat), spread, chip, sequences, each // at_once)
+
+
+def _accepted(here: Config, mesh: Mesh, rows: int = 0) -> tuple[Config, Spread] | None:
+    """A phase on another mesh; None where a run would refuse it."""
+    spread = spread_lib.of(mesh, {axis: getattr(mesh, axis) for axis in AXES})
+    mine = dataclasses.replace(here, mesh=mesh)
+    try:
+        rules.check(mine, spread, lengths={"config.data.seq_len": here.data.seq_len}, rows=rows)
+    except UserError:
+        return None
+    return mine, spread
+
+
+def _fitting(case: Case) -> Footprint | None:
+    """A case's memory, where the chip has it."""
+    capacity = targets.usable(case.chip)
+    assert capacity is not None
+    found = footprint.estimate(case)
+    return found if found.peak <= capacity else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """One way to spread a phase over more and more devices, each with as many tokens as now."""
+
+    name: str
+    points: tuple[
+        tuple[int, float, float], ...
+    ]  # devices that it fits, seconds of a step, exposed communication
+
+
+def scaling(case: Case, cluster: Cluster, rates: Rates) -> list[Scaling]:
+    """The phase's own mesh, fsdp, experts over a node."""
+    ways: dict[str, dict] = {"as configured": {}, "fsdp": {"fsdp": True}, "experts over 8": {"expert": 8}}
+    if case.spread.fsdp:
+        ways.pop("fsdp")
+    if case.model.model_type == "dense" or case.spread.expert > 1:
+        ways.pop("experts over 8")
+    found = [Scaling(name, tuple(_points(case, changes, cluster, rates))) for name, changes in ways.items()]
+    return [way for way in found if way.points]
+
+
+def _points(case: Case, changes: dict, cluster: Cluster, rates: Rates) -> Iterator[tuple[int, float, float]]:
+    for devices in DEVICES:
+        mesh = dataclasses.replace(case.here.mesh, **changes)
+        data, rest = divmod(devices, mesh.expert * mesh.context * mesh.tensor)
+        accepted = _accepted(case.here, dataclasses.replace(mesh, data=data)) if data and not rest else None
+        if accepted:
+            rows = case.rows * case.micro_batches * data * mesh.expert
+            other = Case(*accepted, case.chip, rows, case.micro_batches)
+            if _fitting(other):
+                time = step.estimate(other, cluster, rates)
+                yield devices, time.seconds, time.by_scope[step.LINKS]
+
+
+def fastest(ways: list[Scaling]) -> list[str]:
+    """Which way is the fastest on how many devices, a line for each stretch."""
+    counts = sorted({n for way in ways for n, _, _ in way.points})
+    quickest = {n: min((s, way.name) for way in ways for m, s, _ in way.points if m == n)[1] for n in counts}
+    found = []
+    for name, group in itertools.groupby(counts, key=quickest.__getitem__):
+        numbers = list(group)
+        found.append(f"{numbers[0]:,} to {numbers[-1]:,} devices: {name} is the fastest")
+    return found

@@ -1,6 +1,6 @@
 """The time of a step, each second of it accounted for: a roofline with stated shares of the peaks, and what overlaps.
 
-    found = step.of(case, clusters.CLUSTERS["mi300x_pollara"], rates.of(cluster))
+    found = step.estimate(case, clusters.CLUSTERS["mi300x_pollara"], rates.for_cluster(cluster))
     found.seconds, found.by_scope, found.by_kind, found.exposed
 
 Products take the longer of their FLOPs at their rate and their bytes; all other kernels take their bytes; and no scope
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from zaya_jax.hardware import chips
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.plan import network, traffic
+from zaya_jax.plan import network, work
 from zaya_jax.plan.case import Case
 from zaya_jax.plan.rates import Rates
 
@@ -29,8 +29,7 @@ class Step:
     by_kind: dict[str, float]  # products, HBM, launches, links
     links: dict[str, float]  # each kind of collective as long as it takes
     exposed: dict[str, float]  # and what of that nothing covers
-    parts: tuple[tuple[traffic.Part, float], ...]  # with its seconds
-    overlapped: float  # seconds saved if gradients travelled while the last micro-batch's backward pass runs
+    parts: tuple[tuple[work.Part, float], ...]  # with its seconds
     flops: float  # useful ones of a device, by the model's formula
     peak: float  # the chip's, for most products
 
@@ -55,75 +54,54 @@ class Step:
         return sum(part.launches for part, _ in self.parts)
 
 
-def of(case: Case, cluster: Cluster, rates: Rates) -> Step:
+def estimate(case: Case, cluster: Cluster, rates: Rates) -> Step:
     """The time of a case's step."""
-    peaks, bandwidth = chips.of_kind(chips.PEAKS, case.chip), chips.of_kind(chips.BANDWIDTH, case.chip)
-    assert peaks is not None and bandwidth is not None, case.chip
-    wide = case.here.precision.compute == "float32"
-    best = peaks["tf32" if wide and case.here.precision.matmul != "highest" else case.here.precision.compute]
+    best = chips.peak(case.chip, case.here.precision)
+    exact, bandwidth = chips.of_kind(chips.PEAKS, case.chip), chips.of_kind(chips.BANDWIDTH, case.chip)
+    assert best and exact and bandwidth, case.chip
     hbm = bandwidth * rates.memory.value
     by_scope: dict[str, float] = {}
     by_kind = dict.fromkeys(("products", "HBM", "launches", LINKS), 0.0)
     parts = []
-    for part in traffic.parts(case):
-        peak = peaks["float32"] if part.kind == "float32" else best
+    for part in work.parts(case):
+        peak = exact["float32"] if part.kind == "float32" else best
         computing, moving = part.flops / (peak * getattr(rates, part.kind).value), part.products / hbm
         others, starting = part.others / hbm, part.launches * rates.launch.value
         seconds = max(max(computing, moving) + others, starting)
+        parts.append((part, seconds))
+        if (
+            part.scope == "optimizer/exchange"
+        ):  # its passes over HBM are what its collectives do while they send
+            continue
         by_kind["products"] += computing if computing >= moving else 0.0
         by_kind["HBM"] += others + (moving if moving > computing else 0.0)
         by_kind["launches"] += max(starting - max(computing, moving) - others, 0.0)
         by_scope[part.scope] = by_scope.get(part.scope, 0.0) + seconds
-        parts.append((part, seconds))
-    # The exchange's own passes over HBM are what its collectives do while they send.
-    own = by_scope.pop("optimizer/exchange", 0.0)
-    by_kind["HBM"] -= own if own else 0.0
-    found = network.flows(case)
+    links, exposed = _communication(case, cluster, rates, parts, by_scope)
+    by_scope[LINKS] = by_kind[LINKS] = sum(exposed.values())
+    useful = chips.model_flops(case.model, case.here.data.seq_len) * case.tokens_per_device
+    return Step(by_scope, by_kind, links, exposed, tuple(parts), useful, best)
+
+
+def _communication(
+    case: Case, cluster: Cluster, rates: Rates, parts: list[tuple[work.Part, float]], by_scope: Mapping[str, float]
+) -> tuple[dict[str, float], dict[str, float]]:  # fmt: skip
+    """Seconds of each kind of collective, and how many of them nothing covers."""
     taken: dict[str, float] = {}
     longest = 0.0
-    for flow in found:
+    for flow in network.flows(case):
         seconds = flow.seconds(case, cluster, rates)
         taken[flow.what] = taken.get(flow.what, 0.0) + seconds
         longest = max(longest, seconds) if flow.what == network.DIRECTIONS else longest
-    if own:  # rows into buckets and out of them again
-        by_scope["optimizer"] = by_scope.get("optimizer", 0.0)
-        taken[network.GRADIENTS] = max(taken.get(network.GRADIENTS, 0.0), own / 2)
-        taken[network.DIRECTIONS] = max(taken.get(network.DIRECTIONS, 0.0), own / 2)
-    exposed = _exposed(case, taken, by_scope, longest, rates.overlap.value)
-    by_scope[LINKS] = by_kind[LINKS] = sum(exposed.values())
-    useful = chips.model_flops(case.model, case.here.data.seq_len) * case.tokens_per_device
-    return Step(
-        by_scope,
-        by_kind,
-        taken,
-        exposed,
-        tuple(parts),
-        _overlapped(case, exposed, parts, rates.overlap.value),
-        useful,
-        best,
-    )
-
-
-def _exposed(
-    case: Case, taken: Mapping[str, float], by_scope: Mapping[str, float], longest: float, overlap: float
-) -> dict[str, float]:
-    exposed = dict(taken)
+    if own := sum(seconds for part, seconds in parts if part.scope == "optimizer/exchange"):
+        for what in (network.GRADIENTS, network.DIRECTIONS):  # rows into buckets and out of them again
+            taken[what] = max(taken.get(what, 0.0), own / 2)
+    exposed, overlap = dict(taken), rates.overlap.value
     if network.DIRECTIONS in taken:
-        others = taken[network.DIRECTIONS] - longest
-        exposed[network.DIRECTIONS] -= overlap * min(max(others, 0.0), by_scope.get("optimizer", 0.0))
+        others = max(taken[network.DIRECTIONS] - longest, 0.0)
+        exposed[network.DIRECTIONS] -= overlap * min(others, by_scope["optimizer"])
     if network.FETCHING in taken:
         layers = sum(by_scope.get(name, 0.0) for name in ("cca", "attention", "router", "experts", "mlp"))
         rest = 1 - 1 / case.model.num_hidden_layers  # nothing runs beside the first
         exposed[network.FETCHING] -= overlap * min(taken[network.FETCHING] * rest, layers)
-    return exposed
-
-
-def _overlapped(case: Case, exposed: Mapping[str, float], parts: list, overlap: float) -> float:
-    """A layer's gradient is whole when its last backward pass is over; all but the last layer's could then travel, and
-    the table's, which is whole at the very end, could not."""
-    gradients = exposed.get(network.GRADIENTS, 0.0)
-    numbers, layers = case.numbers, case.model.num_hidden_layers
-    waiting = {**numbers, "layers": numbers["layers"] - case.leaving}
-    share = waiting["layers"] / sum(waiting.values()) * (1 - 1 / layers)
-    backward = sum(seconds for part, seconds in parts if part.stage in (traffic.BACKWARD, traffic.AGAIN))
-    return overlap * min(gradients * share, backward / case.micro_batches)
+    return taken, exposed

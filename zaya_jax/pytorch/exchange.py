@@ -1,6 +1,6 @@
 """A directory of the public PyTorch implementation into a workdir and back, tensor by tensor.
 
-What is imported becomes step 0 of a run that has not begun: parameters and balancing biases, no optimizer. Beside it
+An import becomes step 0 of a run that has not begun: parameters and balancing biases, no optimizer. Beside it
 `imported.json` keeps what our config has no room for (the further keys of their config.json, their
 generation_config.json, each tensor's dtype), so that an export gives back what came. Both directions hold one tensor
 at a time and write under another name first: what bears the final name is whole.
@@ -20,8 +20,9 @@ import numpy as np
 import zaya_jax
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
-from zaya_jax.checkpoint import audit, pieces, places, store
+from zaya_jax.checkpoint import audit, claims, store, writing
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED
+from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Config, Model, UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
@@ -30,13 +31,7 @@ from zaya_jax.pytorch import hf, tensor_files, tokenizer_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.train.workdir import check_same, read_config, write_json
 
-WEIGHTS = (
-    "state/params.",
-    "state/balance.",
-    "state/_METADATA",
-    "meta",
-    "_CHECKPOINT",
-)  # files of a checkpoint
+WEIGHTS = ("state/params.", "state/balance.")  # files of a checkpoint, beside its small ones
 SHARD_GB = 5.0  # transformers' own
 MOST_GB = 1e6
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -50,7 +45,7 @@ def from_hf(
 ) -> Path:
     """Makes a workdir of a model directory; UserError, and nothing left behind, where either will not do."""
     source = hf.Directory(directory)
-    target = places.new_folder(workdir, "--workdir")
+    target = claims.new_folder(workdir, "--workdir")
     tokenizer = tokenizer_of(source)
     config = config_of(source.model, target / "tokenizer" if tokenizer else None)
     eda = ("layers", "router", "eda"), 0, np.ones(source.model.router_hidden_size, np.float32)
@@ -74,13 +69,13 @@ def write_workdir(
 
     `files` go beside the tokenizer's own, `imported` is what `imported.json` keeps for an export.
     """
-    with places.whole_or_nothing(target) as part:
+    with claims.whole_or_nothing(target) as part:
         state = _abstract_state(config.model)
         meta = {
             "step": 0, "tokens": 0, "imported": True, "config": config_lib.to_dict(config),
             "tokenizer": tokenizer.sha256 if tokenizer else None, "version": zaya_jax.__version__,
         }  # fmt: skip
-        writer = pieces.Writer(part, 0, state, meta)
+        writer = writing.Builder(part, 0, state, meta)
         done, total = 0, sum(x.size for x in jax.tree.leaves(state["params"])) * 4
         for path, layer, x in leaves:
             writer.write(("params", *path), x, layer)
@@ -126,32 +121,31 @@ def to_hf(
         raise UserError(f"--shard_gb={shard_gb:g} must be above 0 and at most {MOST_GB:g}")
     workdir = Path(workdir)
     names.check_kinds(read_config(workdir).model, f"--workdir={workdir}")
-    step = store.latest_step(workdir, step)
-    with store.unless_deleted(workdir, step):
-        return _to_hf(workdir, out, step, dtype, shard_gb, progress)
+    source = Source(workdir, step)
+    with source.unless_deleted():
+        return _to_hf(workdir, out, source, dtype, shard_gb, progress)
 
 
 def _to_hf(
     workdir: Path,
     out: str | os.PathLike,
-    step: int,
+    source: Source,
     dtype: str | None,
     shard_gb: float,
     progress: Progress | None,
 ) -> Path:
-    config = config_at(workdir, step)
-    audit.require(store.step_folder(workdir, step), WEIGHTS)
-    model = schedule.model_at(config, step)
+    config = config_at(workdir, source.step)
+    source.check(names=WEIGHTS)
+    model = schedule.model_at(config, source.step)
     check_zaya(model, f"--workdir={workdir}")
-    reader = pieces.Reader(workdir, step)
-    _check_shapes(reader, model, workdir)
+    _check_shapes(source, model, workdir)
     imported = read_imported(workdir)
-    target = places.new_folder(out, "--out")
+    target = claims.new_folder(out, "--out")
     folder = workdir / "tokenizer"
     tokenizer = tokenizers.load(folder) if folder.is_dir() else None
-    trained = config if step or not imported["config"] else None
+    trained = config if source.step or not imported["config"] else None
     return write_directory(
-        target, model, reader, imported, small_files(folder), tokenizer, trained, dtype, shard_gb, progress
+        target, model, source, imported, small_files(folder), tokenizer, trained, dtype, shard_gb, progress
     )
 
 
@@ -210,13 +204,12 @@ def write_directory(
             if progress:
                 progress(done, total)
 
-    with places.whole_or_nothing(target) as part:
+    with claims.whole_or_nothing(target) as part:
         tensor_files.write_sharded(part, specs, tensors(), int(shard_gb * 1e9))
         written = dtype or imported["config"].get("dtype") or imported["config"].get("torch_dtype")
         write_json(part / "config.json", names.model_to_json(model, written or "float32", imported["config"]))
         write_json(
-            part / "generation_config.json",
-            imported["generation_config"] or names.generation_json(model),
+            part / "generation_config.json", imported["generation_config"] or names.generation_json(model)
         )
         tokenizer_files.write(part, files, tokenizer, trained)
     return target
@@ -226,8 +219,7 @@ def config_at(workdir: str | os.PathLike, step: int) -> Config:
     """The config that a step was trained with, as its checkpoint says; UserError where config.json says otherwise."""
     workdir = Path(workdir)
     recorded = read_config(workdir)
-    with store.unless_deleted(workdir, step):
-        saved = audit.checked_meta(store.step_folder(workdir, step), step).get("config")
+    saved = audit.checked_meta(store.step_folder(workdir, step)).get("config")
     if not saved:
         return recorded
     trained = config_lib.check(saved)
@@ -246,27 +238,23 @@ def read_weights(
 ) -> tuple[dict, jax.Array]:
     """(parameters, balancing biases) of a step without the rest of the state: on the first device, or by `shardings`,
     a tree of {"params", "balance"}, where each device reads its own parts."""
-    with store.unless_deleted(workdir, step):
-        return _read_weights(workdir, step, model, shardings)
-
-
-def _read_weights(
-    workdir: str | os.PathLike, step: int, model: Model, shardings: dict | None
-) -> tuple[dict, jax.Array]:
-    audit.require(store.step_folder(workdir, step), WEIGHTS)
-    _check_shapes(pieces.Reader(workdir, step), model, Path(workdir))
-    shape = (model.num_hidden_layers, model.num_experts + 1)
+    source = Source(workdir, step)
     wanted = {
         "params": zaya.abstract(model),
-        "balance": {"bias": jax.ShapeDtypeStruct(shape, np.float32)},
+        "balance": {
+            "bias": jax.ShapeDtypeStruct((model.num_hidden_layers, model.num_experts + 1), np.float32)
+        },
     }
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    like = store.abstract_like(wanted, here)
-    if shardings is not None:
+    if shardings is None:
+        like = store.abstract_like(wanted, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
+    else:
         like = jax.tree.map(
             lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), wanted, shardings
         )
-    found = store.read_part(workdir, step, like)
+    with source.unless_deleted():
+        source.check(names=WEIGHTS)
+        _check_shapes(source, model, Path(workdir))
+        found = store.read_part(workdir, step, like)
     return found["params"], found["balance"]["bias"]
 
 
@@ -299,12 +287,12 @@ def _abstract_state(model: Model) -> dict[str, Any]:
     return {"params": zaya.abstract(model), "balance": biases._asdict()}
 
 
-def _check_shapes(reader: pieces.Reader, model: Model, workdir: Path) -> None:
+def _check_shapes(source: Source, model: Model, workdir: Path) -> None:
     for path, x in jax.tree_util.tree_flatten_with_path(zaya.abstract(model))[0]:
         keys = ("params", *(p.key for p in path))
-        if reader.shape(keys) != x.shape:
+        if source.array(keys).shape != x.shape:
             raise UserError(
-                f"--workdir={workdir}: {'/'.join(keys)} has shape {reader.shape(keys)}, its config.json "
+                f"--workdir={workdir}: {'/'.join(keys)} has shape {source.array(keys).shape}, its config.json "
                 f"implies {x.shape}"
             )
 
@@ -314,23 +302,11 @@ def read_imported(workdir: Path) -> dict[str, Any]:
     path = workdir / IMPORTED
     if not path.exists():
         return nothing_imported()
-    found = hf.read_json(path)
-    dtypes, generation = found.get("dtypes"), found.get("generation_config")
-    if not (
-        isinstance(found.get("config"), dict)
-        and isinstance(dtypes, dict)
-        and all(dtype in DTYPES for dtype in map(str, dtypes.values()))
-        and (generation is None or isinstance(generation, dict))
-    ):
-        raise UserError(
-            f"{path} is not what from_hf wrote there (config, generation_config, and a dtype of "
-            f"{', '.join(DTYPES)} for each tensor); restore it, or delete it: then the config is written anew"
-        )
-    return {"config": found["config"], "generation_config": generation, "dtypes": dtypes}
+    return nothing_imported() | hf.read_json(path)
 
 
 def nothing_imported() -> dict[str, Any]:
-    """What is kept of a model that was made here."""
+    """The note of a model that was made here."""
     return {"config": {}, "generation_config": None, "dtypes": {}}
 
 

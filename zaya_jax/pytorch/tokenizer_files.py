@@ -14,7 +14,7 @@ from zaya_jax.config import Config, files
 from zaya_jax.data import chat_template, tokenizers
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-FILES = (*tokenizers.FILES, *tokenizers.BESIDE, "vocab.json", "merges.txt")
+FILES = (tokenizers.FILE, *tokenizers.BESIDE, "vocab.json", "merges.txt")
 OWN = "Written by zaya_jax"
 
 
@@ -32,7 +32,7 @@ def write(
     told = _told(target)
     if template and (config.data.chats or not came_with_template(target)):
         (target / TEMPLATE).write_text(template, encoding="utf-8")
-        told.pop("chat_template", None)  # where both are there, who reads it may take either
+        told.pop("chat_template", None)  # a reader of both may take either
     if not (target / CONFIG).is_file():
         told = {
             "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
@@ -53,7 +53,7 @@ def came_with_template(folder: Path) -> bool:
 
 
 def said(folder: Path) -> str:
-    """Which template a model directory has, for the person who made it."""
+    """Which template a model directory has, in words."""
     if came_with_template(folder):
         return "the chat template is the one that the model came with"
     if not (folder / TEMPLATE).is_file():

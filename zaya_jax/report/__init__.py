@@ -1,10 +1,11 @@
-"""The report: one self-contained page, `report.html`, drawn from what a run leaves in its workdir.
+"""Reports: self-contained pages without scripts, drawn from the files that a run leaves in its workdir.
 
-`read` streams the workdir's files into bounded memory; `svg`, `heat` and `bars` draw; `curves`, `experts`,
-`saves`, `aegis` and `tables` say what of; `style` and `script` are the page's own; `page` puts it together, and
-`supervised` makes it anew for an agent. Nothing here needs JAX, a plotting library or a network.
+`document` makes a page, Markdown or plain text of tables; `svg` and `heat` draw pictures, `style` is how pages look,
+`text` how values read: the programs hand their rows to these. `run_page` tells of one run (with `curves`, `experts` and
+`supervised`, from the files that `read` streams into bounded memory), `compare` of several, `checkpoints` of saves and
+loads. Live figures are TensorBoard's. Nothing here needs JAX, a plotting library or a network.
 """
 
-from zaya_jax.report.page import write_report
+from zaya_jax.report.run_page import write_report
 
 __all__ = ["write_report"]

@@ -1,22 +1,25 @@
-"""The report's curves: losses, learning rate, gradient norms, speed, any other number that a run records."""
+"""A run's curves: losses, learning rate, gradient norms, speed, saving, any other number that the run records."""
 
 import math
 from collections.abc import Sequence
 
 import numpy as np
 
-from zaya_jax.report import svg
-from zaya_jax.report.heat import Scale, columns, heat_map
+from zaya_jax.checkpoint import times
+from zaya_jax.report.document import Section
+from zaya_jax.report.heat import HeatMap, Scale, columns
 from zaya_jax.report.read import Bin, Series, Workdir
-from zaya_jax.report.svg import Line, number
+from zaya_jax.report.svg import Chart, Line
+from zaya_jax.report.text import duration, number
 
 POINTS = 480  # of a curve
-ALL_POINTS = 24_000  # of all curves together: keeps the page under a megabyte
+ALL_POINTS = 24_000  # of all curves together
 FEWEST_POINTS = 60
 BAD_MARKS = 40
 GROUP = 6  # curves of one picture
 GAP = (math.nan, math.nan, math.nan)  # breaks a band
 LOG_ABOVE = 40  # positive values whose extremes lie further apart get a logarithmic axis
+FEW_SAVES = 12  # up to so many saves are points with their values
 
 OPTIMISER_KEYS = ("lr", "grad_norm", "skipped")
 SPEED_KEYS = ("step_seconds", "tokens_per_second", "data/wait_fraction", "mfu")
@@ -33,65 +36,93 @@ TITLES = {
 FROM_ZERO = {"lr", "step_seconds", "tokens_per_second", "data/wait_fraction", "mfu", "skipped"}
 SMOOTHED = {"grad_norm", "step_seconds", "tokens_per_second", "data/wait_fraction", "mfu"}
 PERCENT = {"data/wait_fraction", "mfu"}
+WAITS = "The training waits for the copy, on a GPU only for its part on the device; the rest runs beside it."
 
 
-def loss_section(run: Workdir) -> str:
+def loss_section(run: Workdir) -> Section:
     """Train and held-out loss over the whole run, and its second half with an axis of its own."""
     train, held_out = run.series.get("loss"), run.series.get("eval/loss")
     if not train and not held_out:
-        return ""
+        return Section("Loss")
     lines = _lines("train, each step", train, POINTS, smooth=True) if train else []
     if held_out:
         lines.append(Line("held-out", [(b.step, b.mean) for b in held_out.coarse(160)], 1, "dots"))
     bad = sorted({step for series in (train, held_out) if series for step in bad_steps(series)})
     text = " ".join(describe(n, s) for n, s in (("Train loss", train), ("Held-out loss", held_out)) if s)
-    pictures = [_loss_picture(run, "Loss", lines, bad, text)]
+    first = next((v for line in lines for _, v in line.points if math.isfinite(v)), math.nan)
+    low, high = _range(_drawn(lines), keep=first)
+    note = _outside(train, low, high) if train else ""
+    pictures = Chart("Loss", lines, run.steps, (low, high), bad_steps=bad, describe=text, note=note).draw()
     middle = (run.first_step + run.last_step) / 2
     if train and sum(step >= middle for step, _ in lines[0].points) >= 10:
         half = [_later(line, middle) for line in lines]
-        bad = [step for step in bad if step >= middle]
-        pictures.append(_loss_picture(run, "Loss, second half", half, bad, text, since=middle))
+        pictures += Chart(
+            "Loss, second half", half, (middle, float(run.last_step)), _range(_drawn(half)),
+            bad_steps=[step for step in bad if step >= middle], describe=text,
+        ).draw()  # fmt: skip
     unit = f"In {run.unit}"
     if run.unit == "nats per byte" and held_out and math.isfinite(held_out.last):
         unit += f"; the last held-out loss is {number(held_out.last / math.log(2))} bits per byte"
-    return svg.section("Loss", f"{unit}.", "".join(pictures))
+    return Section("Loss", f"{unit}.", pictures=pictures)
 
 
-def optimiser_section(run: Workdir) -> str:
+def optimiser_section(run: Workdir) -> Section:
     """Learning rate, gradient norm, skipped updates, and norms by group."""
     pictures = [_curve(run, key) for key in OPTIMISER_KEYS if key in run.series]
-    groups = _prefixes(run)
-    pictures += [_grouped(run, prefix, keys) for prefix, keys in groups.items() if prefix.endswith("_norm")]
-    return svg.section("Optimisation", "", "".join(pictures))
+    pictures += [_grouped(run, name, keys) for name, keys in _groups(run).items() if name.endswith("_norm")]
+    return Section("Optimisation", pictures="".join(pictures))
 
 
-def speed_section(run: Workdir) -> str:
+def speed_section(run: Workdir) -> Section:
     """Step time, throughput, waiting for data, utilisation."""
-    return svg.section("Speed", "", "".join(_curve(run, key) for key in SPEED_KEYS if key in run.series))
+    return Section("Speed", pictures="".join(_curve(run, key) for key in SPEED_KEYS if key in run.series))
 
 
-def other_section(run: Workdir) -> str:
-    """Whatever else the metrics hold: numbers as curves, lists of numbers as heat maps."""
-    groups = _prefixes(run)
+def saves_section(run: Workdir) -> Section:
+    """Seconds of each save; empty where the run saved once or never."""
+    return Section(
+        "Checkpoints", WAITS, pictures=save_curves(list(times.read(run.path).get("save", {}).values()))
+    )
+
+
+def other_section(run: Workdir) -> Section:
+    """All that the metrics hold besides: numbers as curves, lists of numbers as heat maps."""
+    groups = _groups(run)
     grouped = {key for keys in groups.values() for key in keys}
     pictures = [_curve(run, key) for key in run.series if key not in PLACED_KEYS and key not in grouped]
-    pictures += [
-        _grouped(run, prefix, keys) for prefix, keys in groups.items() if not prefix.endswith("_norm")
-    ]
+    pictures += [_grouped(run, name, keys) for name, keys in groups.items() if not name.endswith("_norm")]
     pictures += [_list_map(run, key) for key in run.vectors if key not in ("load", "load_entropy")]
-    return svg.section("Other metrics", "", "".join(pictures))
+    return Section("Other metrics", pictures="".join(pictures))
 
 
-def x_range(run: Workdir) -> tuple[float, float]:
-    """The steps that all pictures of the whole run have in common."""
-    return float(run.first_step), float(run.last_step)
+def save_curves(saves: Sequence[times.Event]) -> str:
+    """Two pictures: the slowest process's copy, and from begin to commit; nothing for a single save."""
+    if len(saves) < 2:
+        return ""
+    starts = range(0, len(saves), -(-len(saves) // POINTS))
+    note = f"Each point is the slowest of {starts.step} saves." if starts.step > 1 else ""
+    steps = [float(saves[min(s + starts.step // 2, len(saves) - 1)].step) for s in starts]
+    look, pictures = "line" if len(saves) > FEW_SAVES else "dots", ""
+    for color, title, label, values in (
+        (1, "Copy", "slowest process", [save.slowest("copy") for save in saves]),
+        (0, "Whole save", "begin to commit", [save.whole() for save in saves]),
+    ):
+        slowest = np.fmax.reduceat(values, list(starts))
+        if not np.isfinite(slowest).any():
+            continue
+        longest = float(np.nanmax(slowest))
+        unit, scale = (" s", 1.0) if longest >= 0.1 else (" ms", 1e3)
+        line = Line(label, list(zip(steps, (slowest * scale).tolist(), strict=True)), color, look)
+        told = f"{title}: median {duration(float(np.nanmedian(values)))}, longest {duration(longest)}."
+        y_range = (0.0, longest * scale * 1.08 or 1.0)
+        pictures += Chart(
+            title, [line], (steps[0], steps[-1]), y_range, unit=unit, describe=told, note=note
+        ).draw()
+    return pictures
 
 
-def _budget(run: Workdir) -> int:
-    return max(FEWEST_POINTS, min(POINTS, ALL_POINTS // max(1, len(run.series))))
-
-
-def _prefixes(run: Workdir) -> dict[str, list[str]]:
+def _groups(run: Workdir) -> dict[str, list[str]]:
+    """Metrics `prefix/…` by their prefix."""
     groups: dict[str, list[str]] = {}
     for key in run.series:
         prefix, slash, _ = key.partition("/")
@@ -118,7 +149,7 @@ def _lines(
 def smoothed(bins: Sequence[Bin], length: int = 0) -> list[tuple[float, float]]:
     """A moving mean of the middle half of values, over a thirtieth of the run and at its start over fewer.
 
-    `length`: of how many bins the thirtieth is, where it is not these.
+    `length`: the number of bins that the thirtieth is taken of, where it is not the number of these.
     """
     half = max(1, (length or len(bins)) // 60)
     out = []
@@ -171,14 +202,13 @@ def _outside(series: Series, low: float, high: float, unit: str = "") -> str:
     """A sentence on values that the picture leaves out."""
     factor = 100.0 if unit else 1.0
     parts = []
-    for name, side, value, step in (
-        ("highest", "above", series.total.high * factor, series.high_step),
-        ("lowest", "below", series.total.low * factor, series.low_step),
-    ):
-        if series.total.count and (value > high if side == "above" else value < low):
-            parts.append(f"the {name}, {number(value)}{unit} at step {step:,}, is {side} the picture")
-    text = "; ".join(parts)
-    return text[:1].upper() + text[1:] + "." if text else ""
+    if series.high * factor > high:
+        highest = f"{number(series.high * factor)}{unit} at step {series.high_step:,}"
+        parts.append(f"The highest, {highest}, is above the picture.")
+    if series.low * factor < low:
+        lowest = f"{number(series.low * factor)}{unit} at step {series.low_step:,}"
+        parts.append(f"The lowest, {lowest}, is below the picture.")
+    return " ".join(parts)
 
 
 def describe(name: str, series: Series) -> str:
@@ -191,74 +221,45 @@ def describe(name: str, series: Series) -> str:
     return f"{name}: last {number(series.last)} at step {series.last_step}, {between}.{bad}"
 
 
-def bad_steps(series: Series) -> list[float]:
-    """Some of the steps at which it was not finite, the first among them."""
-    bad = [b for b in series.coarse(series.capacity) if b.bad]
-    stride = -(-len(bad) // BAD_MARKS) or 1
-    return [float(b.bad_step) for b in bad[::stride]]
+def bad_steps(*some: Series) -> list[float]:
+    """Some of the steps at which a series was not finite, the first among them."""
+    bad = sorted({b.bad_step for series in some for b in series.bins.values() if b.bad})
+    return [float(step) for step in bad[:: -(-len(bad) // BAD_MARKS) or 1]]
+
+
+def _points(run: Workdir) -> int:
+    """Points of each curve: with all metrics together the page stays under a megabyte."""
+    return max(FEWEST_POINTS, min(POINTS, ALL_POINTS // len(run.series)))
 
 
 def _curve(run: Workdir, key: str) -> str:
     """One metric's picture."""
     series, title = run.series[key], TITLES.get(key, key)
     unit, factor = (" %", 100.0) if key in PERCENT else ("", 1.0)
-    lines = _lines("each step", series, _budget(run), smooth=key in SMOOTHED, factor=factor)
+    lines = _lines("each step", series, _points(run), smooth=key in SMOOTHED, factor=factor)
     y_range, log = axis_range(lines, zero=key in FROM_ZERO)
-    note = _outside(series, *y_range, unit)
-    return svg.line_chart(
-        title,
-        lines,
-        x_range=x_range(run),
-        y_range=y_range,
-        log=log,
-        bad_steps=bad_steps(series),
-        describe=describe(title, series),
-        note=note,
-        unit=unit,
-    )
+    return Chart(
+        title, lines, run.steps, y_range, log, bad_steps=bad_steps(series), describe=describe(title, series),
+        note=_outside(series, *y_range, unit), unit=unit,
+    ).draw()  # fmt: skip
 
 
 def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
     """All metrics `prefix/…` in pictures of a few curves each."""
-    pictures = []
+    pictures = ""
     for start in range(0, len(keys), GROUP):
         part = keys[start : start + GROUP]
         lines = []
         for color, key in enumerate(part):
-            *_, line = _lines("", run.series[key], _budget(run), smooth=True)
+            *_, line = _lines("", run.series[key], _points(run), smooth=True)
             lines.append(Line(key.partition("/")[2], line.points, color))
         y_range, log = axis_range(lines)
-        bad = sorted({step for key in part for step in bad_steps(run.series[key])})
-        pictures.append(
-            svg.line_chart(
-                f"{prefix}/…" + (f" ({start // GROUP + 1})" if start else ""),
-                lines,
-                x_range=x_range(run),
-                y_range=y_range,
-                log=log,
-                bad_steps=bad[:: -(-len(bad) // BAD_MARKS) or 1],
-                describe=" ".join(describe(key, run.series[key]) for key in part),
-                note="Smoothed.",
-            )
-        )
-    return "".join(pictures)
-
-
-def _loss_picture(
-    run: Workdir, title: str, lines: list[Line], bad: list[float], text: str, since: float | None = None
-) -> str:
-    first = next((v for line in lines for _, v in line.points if math.isfinite(v)), math.nan)
-    low, high = _range(_drawn(lines), keep=first if since is None else math.nan)
-    whole = run.series.get("loss")
-    return svg.line_chart(
-        title,
-        lines,
-        x_range=x_range(run) if since is None else (since, float(run.last_step)),
-        y_range=(low, high),
-        bad_steps=bad,
-        describe=text,
-        note=_outside(whole, low, high) if whole and since is None else "",
-    )
+        pictures += Chart(
+            f"{prefix}/…" + (f" ({start // GROUP + 1})" if start else ""), lines, run.steps, y_range, log,
+            bad_steps=bad_steps(*(run.series[key] for key in part)), note="Smoothed.",
+            describe=" ".join(describe(key, run.series[key]) for key in part),
+        ).draw()  # fmt: skip
+    return pictures
 
 
 def _list_map(run: Workdir, key: str) -> str:
@@ -267,15 +268,8 @@ def _list_map(run: Workdir, key: str) -> str:
     good = values[np.isfinite(values)]
     low, high = (float(good.min()), float(good.max())) if good.size else (math.nan, math.nan)
     scale = Scale.between(good.tolist())
-    return heat_map(
-        key,
-        [str(i) for i in range(rows)],
-        steps,
-        values.T.tolist(),
-        scale,
-        x_range=x_range(run),
-        row_name="row",
-        ends=(number(scale.low, 3), number(scale.high, 3)),
-        describe=f"Heat map, row by step, of {key}, from {number(low)} to {number(high)}.",
-        note=f"{number(low)} throughout." if low == high else "",
-    )
+    return HeatMap(
+        key, [str(i) for i in range(rows)], steps, values.T.tolist(), scale, run.steps, "row",
+        (number(scale.low, 3), number(scale.high, 3)), note=f"{number(low)} throughout." if low == high else "",
+        describe=f"Row by step, {key}, from {number(low)} to {number(high)}.",
+    ).draw()  # fmt: skip

@@ -11,15 +11,15 @@ import json
 import math
 import pathlib
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from zaya_jax.config import files
+from zaya_jax.report.text import counted
+
 SERIES_BINS = 1024
 VECTOR_BINS = 240
-MAX_KEYS = 256
-MAX_ENTRIES = 1 << 16  # of one array: 64 layers of 1,023 experts and the skip class
-MAX_LINE_BYTES = 1 << 26
 MAX_TEXT_BYTES = 1 << 16
 MAX_SAMPLES_BYTES = 1 << 20
 LARGEST = 1e300  # beyond this a sum may overflow: counted as non-finite
@@ -52,12 +52,48 @@ class Bin:
             self.count = total
 
 
-class Series:
-    """One number per step as at most `capacity` bins of equal width, with its extremes and last value."""
+class _Binned:
+    """Neighbouring steps in at most `capacity` bins of equal width, which doubles whenever there would be more."""
+
+    def __init__(self, capacity: int):
+        self.capacity, self.width = capacity, 1
+        self.bins: dict[int, Any] = {}
+
+    def _put(self, step: int, one: Any) -> None:
+        index = step // self.width
+        if index in self.bins:
+            self.bins[index].add(one)
+            return
+        self.bins[index] = one
+        while len(self.bins) > self.capacity:
+            self.width *= 2
+            self.bins = _merged(self.bins, 2)
+
+    def width_for(self, most: int) -> int:
+        """The least width in steps of at most `most` bins."""
+        factor = 1
+        while len({index // factor for index in self.bins}) > most:
+            factor *= 2
+        return self.width * factor
+
+    def merged(self, width: int) -> list[Any]:
+        """Bins of that width, in order of steps; one that `width_for` gives, of this series or of a longer one."""
+        bins = self.bins if width <= self.width else _merged(self.bins, width // self.width)
+        return [bins[i] for i in sorted(bins)]
+
+
+def _merged(bins: dict[int, Any], factor: int) -> dict[int, Any]:
+    out: dict[int, Any] = {}
+    for index, item in bins.items():
+        out.setdefault(index // factor, type(item)()).add(item)
+    return out
+
+
+class Series(_Binned):
+    """One number per step, with its extremes and last value."""
 
     def __init__(self, capacity: int = SERIES_BINS):
-        self.capacity, self.width = capacity, 1
-        self.bins: dict[int, Bin] = {}
+        super().__init__(capacity)
         self.last_step, self.last = -1, math.nan
         self.low, self.low_step, self.high, self.high_step = math.inf, -1, -math.inf, -1
 
@@ -73,14 +109,7 @@ class Series:
             one = Bin(bad=1, bad_step=step)
         if step >= self.last_step:
             self.last_step, self.last = step, value
-        index = step // self.width
-        if index in self.bins:
-            self.bins[index].add(one)
-            return
-        self.bins[index] = one
-        while len(self.bins) > self.capacity:
-            self.width *= 2
-            self.bins = _merged(self.bins, 2, Bin)
+        self._put(step, one)
 
     @property
     def total(self) -> Bin:
@@ -94,34 +123,19 @@ class Series:
         """The bins in order of steps, merged until there are at most `most`."""
         return self.merged(self.width_for(most))
 
-    def width_for(self, most: int) -> int:
-        """The least width in steps of at most `most` bins."""
-        factor = 1
-        while len({index // factor for index in self.bins}) > most:
-            factor *= 2
-        return self.width * factor
 
-    def merged(self, width: int) -> list[Bin]:
-        """Bins of that width, in order of steps; one that `width_for` gives, of this series or of a longer one."""
-        bins = self.bins if width <= self.width else _merged(self.bins, width // self.width, Bin)
-        return [bins[i] for i in sorted(bins)]
-
-
+@dataclasses.dataclass(slots=True)
 class VectorBin:
     """Some neighbouring steps of an array of metrics: sums and counts of its finite entries."""
 
-    def __init__(self) -> None:
-        self.steps, self.step = 0, math.nan
-        self.sum: Any = 0.0
-        self.count: Any = 0
+    steps: int = 0
+    step_sum: float = 0.0
+    sum: Any = 0.0
+    count: Any = 0
 
     def add(self, other: "VectorBin") -> None:
         """Takes in the arrays of another bin."""
-        total = self.steps + other.steps
-        self.step = (
-            other.step if not self.steps else self.step + (other.step - self.step) * other.steps / total
-        )
-        self.steps = total
+        self.steps, self.step_sum = self.steps + other.steps, self.step_sum + other.step_sum
         self.sum, self.count = self.sum + other.sum, self.count + other.count
 
     @property
@@ -130,31 +144,22 @@ class VectorBin:
         return np.where(self.count > 0, self.sum / np.maximum(self.count, 1), np.nan)
 
 
-class VectorSeries:
-    """An array of fixed shape per step ([L] or [L, E+1]) as at most `capacity` bins of equal width."""
+class VectorSeries(_Binned):
+    """An array of fixed shape per step, [L] or [L, E+1]."""
 
     def __init__(self, shape: tuple[int, ...], capacity: int = VECTOR_BINS):
-        self.shape, self.capacity, self.width = shape, capacity, 1
-        self.bins: dict[int, VectorBin] = {}
+        super().__init__(capacity)
+        self.shape = shape
 
     def add(self, step: int, value: np.ndarray) -> None:
         """Records a step's array; entries that are not finite count as missing."""
         good = np.isfinite(value) & (np.abs(value) < LARGEST)
-        one = VectorBin()
-        one.steps, one.step, one.sum, one.count = 1, step, np.where(good, value, 0.0), good.astype(np.int64)
-        self.bins.setdefault(step // self.width, VectorBin()).add(one)
-        while len(self.bins) > self.capacity:
-            self.width *= 2
-            self.bins = _merged(self.bins, 2, VectorBin)
+        self._put(step, VectorBin(1, step, np.where(good, value, 0.0), good.astype(np.int64)))
 
     def coarse(self, most: int) -> tuple[list[float], np.ndarray]:
         """Steps [T] and means [T, ...] in order, merged until there are at most `most`."""
-        bins, factor = self.bins, 1
-        while len(bins) > most:
-            factor *= 2
-            bins = _merged(self.bins, factor, VectorBin)
-        order = sorted(bins)
-        return [bins[i].step for i in order], np.stack([bins[i].mean for i in order])
+        bins = self.merged(self.width_for(most))
+        return [b.step_sum / b.steps for b in bins], np.stack([b.mean for b in bins])
 
     def end(self, fraction: float = 0.05) -> tuple[np.ndarray, int]:
         """The mean over the last part of the run, and how many recorded steps that is."""
@@ -165,16 +170,8 @@ class VectorSeries:
         return whole.mean, whole.steps
 
 
-def _merged(bins: dict[int, Any], factor: int, kind: type) -> dict[int, Any]:
-    out: dict[int, Any] = {}
-    for index, item in bins.items():
-        out.setdefault(index // factor, kind()).add(item)
-    return out
-
-
-@dataclasses.dataclass
-class Sample:
-    """What the model wrote at a step: the prompt, and all of the text with it."""
+class Sample(NamedTuple):
+    """The text that the model wrote at a step, its prompt included."""
 
     step: int
     prompt: str
@@ -183,15 +180,14 @@ class Sample:
 
 @dataclasses.dataclass
 class Workdir:
-    """What the report knows of a run."""
+    """All that the report knows of a run."""
 
     path: pathlib.Path
     series: dict[str, Series] = dataclasses.field(default_factory=dict)
     vectors: dict[str, VectorSeries] = dataclasses.field(default_factory=dict)
     config: dict = dataclasses.field(default_factory=dict)
     environment: dict = dataclasses.field(default_factory=dict)
-    # Of a fork: what it comes from, the nearest first.
-    lineage: list = dataclasses.field(default_factory=list)
+    lineage: list = dataclasses.field(default_factory=list)  # of a fork: its ancestors, the nearest first
     sample: str = ""
     prompt: str = ""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -200,10 +196,11 @@ class Workdir:
     first_step: int = 0
     last_step: int = 0
     last_losses: deque = dataclasses.field(default_factory=lambda: deque(maxlen=LAST_LOSSES))
-    # What could not be used of metrics.jsonl.
-    unreadable: int = 0
-    odd: set[str] = dataclasses.field(default_factory=set)
-    left_out: bool = False
+
+    @property
+    def steps(self) -> tuple[float, float]:
+        """The first and the last step, which all pictures of the whole run have in common."""
+        return float(self.first_step), float(self.last_step)
 
     def setting(self, path: str) -> Any:
         """A key of the recorded config by its dotted path, None where it is not there."""
@@ -243,19 +240,7 @@ class Workdir:
 
 def read_workdir(path: pathlib.Path) -> Workdir:
     """Reads metrics.jsonl, config.json, environment.json, lineage.json and the samples, as far as they are there."""
-    out = Workdir(path)
-    metrics = path / "metrics.jsonl"
-    if metrics.is_file():
-        with metrics.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES):
-                take(out, line)
-    return finish(out)
-
-
-def finish(out: Workdir) -> Workdir:
-    """Reads what is beside metrics.jsonl, anew, and says what could not be used."""
-    path, notes = out.path, list[str]()
-    out.notes = notes
+    out, notes = Workdir(path), list[str]()
     out.config = _json_object(path / "config.json", notes)
     out.environment = _json_object(path / "environment.json", notes)
     forked = _json_object(path / "lineage.json", notes).get("forked")
@@ -264,45 +249,53 @@ def finish(out: Workdir) -> Workdir:
     prompt = out.setting("log.sample_prompt")
     out.prompt = prompt if isinstance(prompt, str) and out.sample.startswith(prompt) else ""
     out.samples = _samples(path / "samples.jsonl", notes)
-    if not (path / "metrics.jsonl").is_file():
-        notes.append("There is no metrics.jsonl in this workdir.")
-        return out
-    if not out.lines:
-        notes.append("metrics.jsonl holds no complete step yet.")
-    if out.unreadable:
-        lines = "1 line" if out.unreadable == 1 else f"{out.unreadable} lines"
-        are = "is" if out.unreadable == 1 else "are"
-        notes.append(f"{lines} of metrics.jsonl could not be read and {are} left out.")
-    if out.odd:
-        keys = ", ".join(sorted(out.odd)[:8])
-        notes.append(
-            f"Left out of {keys}: lists of something else than numbers, too long or of another shape."
-        )
-    if out.left_out:
-        notes.append(f"Only the first {MAX_KEYS} metrics are shown.")
+    _read_metrics(out, path / "metrics.jsonl", notes)
+    out.notes = notes
     return out
 
 
-def take(out: Workdir, line: bytes) -> None:
-    """Takes in a line of metrics.jsonl."""
-    if not line.strip():
+def _read_metrics(out: Workdir, metrics: pathlib.Path, notes: list[str]) -> None:
+    """Takes in the lines one by one. A last one without its end is being written, and waits for the next time."""
+    if not metrics.is_file():
+        notes.append("There is no metrics.jsonl in this workdir.")
         return
-    record = _parse(line)
-    if record is None:
-        out.unreadable += 1
-        return
+    unreadable, odd = 0, set[str]()
+    with files.opened(metrics, 1 << 20) as file:
+        for line in file:
+            record = _parse(line)
+            if record is not None:
+                _take(out, record, odd)
+            elif line.strip() and line.endswith(b"\n"):
+                unreadable += 1
+    if not out.lines:
+        notes.append("metrics.jsonl holds no complete step yet.")
+    if unreadable:
+        notes.append(_left_out(unreadable, "metrics.jsonl"))
+    if odd:
+        keys = ", ".join(sorted(odd)[:8])
+        notes.append(f"Left out of {keys}: lists of something else than numbers, or of another shape.")
+
+
+def _left_out(lines: int, name: str) -> str:
+    return (
+        f"{counted(lines, 'line')} of {name} could not be read and {'is' if lines == 1 else 'are'} left out."
+    )
+
+
+def _take(out: Workdir, record: dict, odd: set[str]) -> None:
+    """Takes in one step; adds the keys whose lists are of no use to `odd`."""
     step = int(record.pop("step"))
     out.first_step = step if not out.lines else min(out.first_step, step)
     out.last_step = max(out.last_step, step)
     out.lines += 1
     for key, value in record.items():
-        known = key in out.series or key in out.vectors
-        if not known and len(out.series) + len(out.vectors) + len(out.odd) >= MAX_KEYS:
-            out.left_out = True
-        elif isinstance(value, list):
-            _add_vector(out, out.odd, key, step, value)
-        else:
-            _add_number(out, key, step, value)
+        if isinstance(value, list):
+            _add_vector(out, odd, key, step, value)
+        elif isinstance(value, int | float) or (value is None and key == "loss"):
+            number = math.nan if value is None else float(value)  # null is how strict JSON writers put NaN
+            out.series.setdefault(key, Series()).add(step, number)
+            if key == "loss":
+                out.last_losses.append(number)
 
 
 def _parse(line: bytes) -> dict | None:
@@ -316,29 +309,6 @@ def _parse(line: bytes) -> dict | None:
     return record if step == int(step) else None
 
 
-def _number(value: Any) -> float | None:
-    """A float where the value is a number, or a string or null that stands for a non-finite one."""
-    if isinstance(value, int | float):
-        try:
-            return float(value)
-        except OverflowError:
-            return math.inf
-    if isinstance(value, str) and value.strip().lower().lstrip("+-") in ("nan", "inf", "infinity"):
-        return math.nan
-    return None
-
-
-def _add_number(out: Workdir, key: str, step: int, value: Any) -> None:
-    number = _number(value)
-    if number is None and key == "loss" and value is None:
-        number = math.nan  # how strict JSON writers put it
-    if number is None:
-        return
-    out.series.setdefault(key, Series()).add(step, number)
-    if key == "loss":
-        out.last_losses.append(number)
-
-
 def _add_vector(out: Workdir, odd: set[str], key: str, step: int, value: list) -> None:
     try:
         array = np.asarray(value, dtype=np.float64)  # None becomes NaN
@@ -346,7 +316,7 @@ def _add_vector(out: Workdir, odd: set[str], key: str, step: int, value: list) -
         odd.add(key)
         return
     right_shape = array.ndim == 2 and array.shape[1] > 1 if key == "load" else array.ndim == 1
-    if right_shape and 0 < array.size <= MAX_ENTRIES:
+    if right_shape and array.size:
         vectors = out.vectors.setdefault(key, VectorSeries(array.shape))
         if vectors.shape == array.shape:
             vectors.add(step, array)
@@ -379,18 +349,15 @@ def _text(path: pathlib.Path, notes: list[str], most: int = MAX_TEXT_BYTES) -> s
 
 def _samples(path: pathlib.Path, notes: list[str]) -> list[Sample]:
     """The samples of all ends of a run, by step; of several of one step the last."""
-    found: dict[int, Sample] = {}
-    bad = 0
+    found, bad = dict[int, Sample](), 0
     for line in _text(path, notes, MAX_SAMPLES_BYTES).splitlines():
-        record = _parse(line.encode(errors="replace"))
-        text, prompt = (record.get(key) if record else None for key in ("text", "prompt"))
-        if record and isinstance(text, str) and isinstance(prompt, str):
+        record = _parse(line.encode(errors="replace")) or {}
+        text, prompt = record.get("text"), record.get("prompt")
+        if isinstance(text, str) and isinstance(prompt, str):
             step = int(record["step"])
             found[step] = Sample(step, prompt if text.startswith(prompt) else "", text[:MAX_TEXT_BYTES])
         else:
             bad += 1
     if bad:
-        notes.append(
-            f"{bad} {'line' if bad == 1 else 'lines'} of {path.name} could not be read and are left out."
-        )
+        notes.append(_left_out(bad, path.name))
     return [found[step] for step in sorted(found)]

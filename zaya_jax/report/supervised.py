@@ -1,14 +1,162 @@
-"""What `python -m experiments.supervise report` calls: the page made anew, and the account of the time in words."""
+"""A supervised run's interruptions: its time as a picture, goodput, and tables by use and by cause.
 
-from pathlib import Path
+Drawn from WORKDIR/aegis, and empty where no agent has written there. `aegis.accounts` gives each second its use; the
+same tables are a section of the run's page and the words of `python -m experiments.supervise report`.
+"""
+
+import math
+
+import numpy as np
 
 from zaya_jax.aegis import accounts, events
-from zaya_jax.report.page import write_report
+from zaya_jax.aegis.accounts import LABELS, Account
+from zaya_jax.report.document import Section, Table, Tile
+from zaya_jax.report.read import Workdir
+from zaya_jax.report.svg import (
+    FLOOR,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Axis,
+    figure,
+    lower_axis,
+    value_axis,
+)
+from zaya_jax.report.text import duration, escape, percent
+
+BINS = 96  # columns of the timeline
+# What is drawn as one: label, its uses, the colour's class. The first lies at the bottom.
+GROUPS = (
+    ("training", ("step",), 2),
+    ("starting, compiling, ending", ("start", "compile", "end"), 3),
+    ("evaluating", ("evaluate",), 0),
+    ("saving", ("save",), 6),
+    ("done again", ("redone",), 4),
+    ("lost to faults", ("silent", "stopping", "again"), 1),
+    ("not told", ("untold",), 7),
+)
+UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
+INTRO = (
+    "Each second of the wall clock has one use, and they sum to the whole. Goodput is the share of the supervised time "
+    "that went to steps whose updates are in the run."
+)
+RECOVERED = "Recovered: from the fault to the first new step. Time lost includes steps that were done again."
+MOST_ROWS = 40
 
 
-def report(workdir: str | Path) -> str:
-    """Writes report.html, and gives the tables for the terminal; UserError where the folder is none."""
-    path = write_report(workdir)
-    account = accounts.of(events.read(workdir))
-    told = accounts.text(account) if account else "no agent has written anything here\n"
-    return f"{told}Report: {path}\n"
+def supervised_section(run: Workdir) -> Section:
+    """Everything of it; empty where the run was not supervised."""
+    account = accounts.of(events.read(run.path))
+    if account is None or account.end <= account.begin:
+        return Section("Interruptions")
+    tables, tiles = account_tables(account), _tiles(account)
+    return Section("Interruptions", INTRO, tables, tiles=tiles, pictures=timeline(account))
+
+
+def account_tables(account: Account) -> list[Table]:
+    """Where the time went, the interruptions by cause, and the batches that were left out."""
+    whole = max(account.end - account.begin, 1e-9)
+    uses = [[LABELS[use], duration(s), percent(s / whole)] for use, s in account.totals.items() if s]
+    uses.append(["together", duration(whole), percent(1.0)])
+    tables = [Table("Where the time went", ("use", "time", "share"), uses)]
+    causes = [
+        [
+            row.label, row.group, f"{len(row.causes):,}", percent(len(row.causes) / len(account.causes)),
+            duration(row.lost),
+            *(f"{duration(median)} / {duration(worst)}" for median, worst in (row.detect, row.recover)),
+        ]
+        for row in accounts.by_cause(account)
+    ]  # fmt: skip
+    if causes:
+        head = ("cause", "class", "count", "share", "time lost", "found in, median / worst", "recovered in")
+        more = f"{len(causes) - MOST_ROWS} more causes are not shown. " if len(causes) > MOST_ROWS else ""
+        tables.append(Table("Interruptions by cause", head, causes[:MOST_ROWS], note=more + RECOVERED))
+    batches = [
+        [str(event.facts.get("step")), str(event.facts.get("batches")), event.seen or event.kind]
+        for event in account.left_out[-MOST_ROWS:]
+    ]
+    if batches:
+        tables.append(Table("Batches left out", ("after step", "batches", "for"), batches))
+    return tables
+
+
+def _tiles(account: Account) -> list[Tile]:
+    faults = [cause for cause in account.causes if cause.event.kind != "border"]
+    supervised = sum(account.totals.values()) - account.totals["idle"]
+    lost = sum(cause.lost for cause in faults)
+    tiles = [
+        ("Goodput", percent(account.goodput), f"of {duration(supervised)} supervised"),
+        (
+            "Interruptions",
+            f"{len(faults):,}",
+            f"one in {duration(supervised / len(faults))}" if faults else "none",
+        ),
+        ("Lost to them", duration(lost), percent(lost / supervised) if supervised else ""),
+    ]
+    worst = max((cause.recover for cause in faults if cause.recover is not None), default=math.nan)
+    if math.isfinite(worst):
+        tiles.append(("Longest recovery", duration(worst), "from the fault to the first new step"))
+    return tiles
+
+
+def timeline(account: Account) -> str:
+    """Columns of equal time, each cut into what it went to; marks above them are interruptions."""
+    whole = account.end - account.begin
+    unit, scale = next((u for u in UNITS if whole >= 2 * u[1]), UNITS[-1])
+    x, y = Axis(0.0, whole / scale, LEFT, WIDTH - RIGHT), Axis(0.0, 100.0, FLOOR, TOP)
+    shares = binned(account, BINS)
+    tops, wide, drawn = y.start + shares.cumsum(axis=1) * (y.end - y.start), (WIDTH - RIGHT - LEFT) / BINS, ""
+    for group, (_, _, color) in enumerate(GROUPS):
+        path = "".join(
+            f"M{LEFT + wide * i:.2f} {tops[i, group]:.1f}h{wide:.2f}v{share * (y.start - y.end):.1f}h-{wide:.2f}z"
+            for i, share in enumerate(shares[:, group])
+            if share > 0
+        )
+        drawn += f'<path class="bar c{color}" d="{path}"/>' if path else ""
+    marks = "".join(
+        _mark(x((cause.event.time - account.begin) / scale), f"{cause.label}: {duration(cause.lost)} lost")
+        for cause in account.causes[-500:]
+        if cause.event.kind != "border"
+    )
+    totals = account.totals
+    supervised = max(whole - totals["idle"], 1e-9)
+    told = [
+        (label, percent(sum(totals[u] for u in uses) / supervised), color) for label, uses, color in GROUPS
+    ]
+    legend = "".join(
+        f'<li><i class="key dots c{color}"></i>{escape(a)} <b>{b}</b></li>' for a, b, color in told
+    )
+    legend += '<li><i class="key bad">▾</i>interruption</li>' if marks else ""
+    svg = f'{value_axis(y, " %")}<g class="cells">{drawn}</g>{marks}{lower_axis(x, FLOOR, unit)}'
+    note = f"A column is {duration(whole / BINS)}; columns without colour were not supervised."
+    return figure("Timeline", legend, svg, describe="; ".join(f"{a} {b}" for a, b, _ in told), note=note)
+
+
+def _mark(px: float, words: str) -> str:
+    return f'<g class="bad"><title>{escape(words)}</title><path d="M{px - 3.5:.1f} {TOP - 9}h7l-3.5 7z"/></g>'
+
+
+def binned(account: Account, bins: int) -> np.ndarray:
+    """[bins, GROUPS]: shares of each column's time; the rest to 1 is time without an agent."""
+    whole = account.end - account.begin
+    place = {use: i for i, (_, uses, _) in enumerate(GROUPS) for use in uses}
+    found = np.zeros((bins, len(GROUPS)))
+    for piece in account.pieces:
+        if piece.use not in place:
+            continue
+        first = (piece.begin - account.begin) / whole * bins
+        last = first + piece.seconds / whole * bins
+        for i in range(max(int(first), 0), min(math.ceil(last), bins)):
+            found[i, place[piece.use]] += max(min(last, i + 1) - max(first, i), 0.0)
+    return np.minimum(found, 1.0)
+
+
+def account_text(account: Account | None) -> str:
+    """The tables in words."""
+    if account is None:
+        return "No agent has recorded a start here.\n"
+    supervised = duration(account.end - account.begin - account.totals["idle"])
+    goodput = percent(account.goodput) if math.isfinite(account.goodput) else "not known"
+    tables = "\n".join(table.text() for table in account_tables(account))
+    return f"Goodput {goodput} of {supervised} supervised.\n\n{tables}"

@@ -63,9 +63,9 @@ def measure(
     with buffers.watched() as folder:
         compiled = lowered.compile(compiler_options=buffers.options(folder))
         seconds = {"lowering": lowered_at - begun, "compiling": time.perf_counter() - lowered_at}
-        memory = buffers.read(folder)
+        memory = buffers.read_memory(folder)
     text = compiled.as_text()
-    program, collectives = kernels.of(text), hlo.collectives(text)
+    program, collectives = kernels.read_program(text), hlo.collectives(text)
     device = mesh.devices.flat[0]
     state = states.abstract(config, states.build_optimizer(config, mesh), mesh)
     cluster = cluster and cluster.of_devices(mesh.size)

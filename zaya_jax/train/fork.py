@@ -22,16 +22,17 @@ import numpy as np
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule, trees
-from zaya_jax.checkpoint import audit, layout, remote, rewrite, writing
-from zaya_jax.checkpoint.held import HeldBox, Holding
-from zaya_jax.checkpoint.local import local_folder
+from zaya_jax.checkpoint import audit, layout, writing
+from zaya_jax.checkpoint.boxes import HeldBox, Holding
+from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.vault import vault_at
 from zaya_jax.config import Config, Model, StorageError, UserError
 from zaya_jax.data import pipeline
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import zaya
+from zaya_jax.schedule import Plan
 from zaya_jax.train.workdir import flat
 
-FILE = "lineage.json"  # in the workdir: the runs that it comes from, the nearest first
 OWN = (
     "run.fork",
     "run.fork_step",
@@ -46,10 +47,11 @@ def find(config: Config, workdir: Path) -> list | None:
     if not config.run.fork:
         return None
     folder, step = _split(config.run.fork)
-    recorded = _recorded(workdir, config)
-    known = recorded.get("fork_step") and folder == recorded["fork"].rpartition("@")[0]
-    if known and step in (None, recorded["fork_step"]):
-        return [recorded["fork"], recorded["fork_step"], recorded["fork_tokens"]]
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # nothing is recorded there
+        recorded = json.loads((workdir / "config.json").read_text(encoding="utf-8"))["run"]
+        known = recorded["fork_step"] and folder == recorded["fork"].rpartition("@")[0]
+        if known and step in (None, recorded["fork_step"]):
+            return [recorded["fork"], recorded["fork_step"], recorded["fork_tokens"]]
     source = _open(config.run.fork)
     meta = _meta(source, f"{folder}@{source.step}")
     return [f"{folder}@{source.step}", source.step, meta["tokens"]]
@@ -69,26 +71,6 @@ def settle(config: Config, found: list | None) -> Config:
     return dataclasses.replace(config, run=run)
 
 
-def begun(workdir: Path, config: Config) -> bool:
-    """Whether some place has, as far as can be seen, a checkpoint of the run in this workdir."""
-    root, settings = workdir.absolute() / "checkpoints", config.checkpoint
-    if not config.run.fork:
-        return False  # nobody asks
-    if writing.numbered(root):
-        return True
-    local = local_folder(root, settings)
-    if local and any(writing.numbered(folder) for folder in local.glob("process-*")):
-        return True
-    with contextlib.suppress(UserError, StorageError):  # whoever opens it says so
-        return bool(settings.durable and remote.Vault(settings.durable).steps())
-    return False
-
-
-def parent_of(config: Config, tokenizer: Tokenizer, begun: bool) -> "Parent | None":
-    """What a run begins with that is a fork and has not begun."""
-    return Parent(config, tokenizer) if config.run.fork and not begun else None
-
-
 class Parent:
     """The checkpoint that a fork begins with."""
 
@@ -96,7 +78,7 @@ class Parent:
         self._name = config.run.fork
         self._source = _open(self._name)
         found = _meta(self._source, self._name)
-        self._config = _config(found, self._name)
+        self._config = config_lib.check(found["config"])
         self._must_fit(config, tokenizer, found)
         files = self._source.files
         with _reading(self._name):
@@ -118,21 +100,21 @@ class Parent:
             "lineage": [from_here, *found.get("lineage", [])],
         }  # fmt: skip
 
-    def note(self, config: Config) -> str:
-        """What is taken over and what differs."""
+    def note(self, plan: Plan) -> str:
+        """What is taken over and what differs; `plan` is the fork's."""
         here = self.meta["lineage"][0]
         step = here["step"]
         changes = [f"config.{key} {was!r} there, {now!r} here" for key, (was, now) in here["changed"].items()]
         with contextlib.suppress(UserError, ValueError):  # a parent that was stopped at once has no such step
             was = schedule.make_plan(self._config).step(step).lr
-            now = schedule.make_plan(config).step(step + 1).lr
+            now = plan.step(step + 1).lr
             changes.append(f"learning rate {was:.6g} at step {step} there, {now:.6g} at step {step + 1} here")
         return f"note: fork of {self._name} ({step} steps, {here['tokens']:,} tokens): {'; '.join(changes)}"
 
     def load(self, like: Any, held: Holding) -> Any:
         """A copy of the whole state (`train.snapshot`), laid out as these ShapeDtypeStructs with shardings say."""
         with _reading(self._name):
-            theirs = {array.name: array for array in self._source.arrays()}
+            theirs = self._source.arrays()
             for name, x in held.arrays.items():
                 if name not in theirs or theirs[name].shape != tuple(x.shape):
                     has = f"of {theirs[name].shape}" if name in theirs else "not"
@@ -145,12 +127,14 @@ class Parent:
 
     def _must_fit(self, config: Config, tokenizer: Tokenizer, meta: dict[str, Any]) -> None:
         theirs, name = self._config, self._name
-        key = _key_of_shapes(theirs.model, config.model)
-        if key:
-            was, now = (flat(config_lib.to_dict(c.model))[key] for c in (theirs, config))
+        if _shapes(theirs.model) != _shapes(config.model):
+            was, now = (flat(config_lib.to_dict(c.model)) for c in (theirs, config))
+            different = ", ".join(
+                f"{key}={now[key]!r} ({was[key]!r} there)" for key in was if was[key] != now[key]
+            )
             raise UserError(
-                f"config.model.{key}={now!r}, but run.fork={name} has {was!r}: its state does not fit; restore it, or "
-                "let a larger model take what fits of the weights, by config.run.init_from and init_grow"
+                f"config.model has {different}, so the state of run.fork={name} does not fit; restore it, or let a "
+                "larger model take what fits of the weights, by config.run.init_from and init_grow"
             )
         if theirs.optim.name != config.optim.name:
             raise UserError(
@@ -175,44 +159,35 @@ def _split(place: str) -> tuple[str, int | None]:
     return place, None
 
 
-def _steps(place: str) -> list[int]:
-    folder, _ = _split(place)
-    vault = remote.vault_at(folder)
-    return vault.steps() if vault else writing.steps_in(Path(folder) / "checkpoints")
+def _steps(folder: str) -> list[int]:
+    vault = vault_at(folder)
+    return vault.steps() if vault else writing.numbered(Path(folder) / "checkpoints")
 
 
-def _open(place: str) -> rewrite.Source:
+def _open(place: str) -> Source:
     folder, step = _split(place)
-    if not remote.vault_at(folder) and not (Path(folder) / "checkpoints").is_dir():
-        raise UserError(
-            f"config.run.fork={place} is no run's folder; give one that has saved, or FOLDER@STEP"
+    steps = _steps(folder)
+    if not steps or step not in (None, *steps):
+        wanted = "no complete checkpoint" + ("" if step is None else f" of step {step}")
+        there = (
+            f"; it has {', '.join(map(str, steps))}" if steps else "; give the folder of a run that has saved"
         )
-    steps = _steps(place)
-    if not steps or (step is not None and step not in steps):
-        wanted = f"no complete checkpoint of step {step}" if step is not None else "no complete checkpoint"
-        there = f"; it has {', '.join(map(str, steps))}" if steps else ""
-        raise UserError(f"config.run.fork={place} has {wanted}{there or '; give a run that has saved'}")
+        raise UserError(f"config.run.fork={place} has {wanted}{there}")
     with _reading(f"{folder}@{max(steps) if step is None else step}"):
-        return rewrite.Source(folder, step)
+        return Source(folder, step)
 
 
 @contextlib.contextmanager
 def _reading(place: str) -> Iterator[None]:
-    """What goes wrong with FOLDER@STEP: it is damaged, or its run has deleted it meanwhile."""
+    """Names the parent and its steps in an error of its files."""
     try:
         yield
     except (OSError, ValueError, StorageError) as error:
-        folder, step = _split(place)
-        steps = _steps(folder)
-        there = f"; it has {', '.join(map(str, steps))}" if steps else ""
-        if step not in steps:
-            raise UserError(
-                f"config.run.fork={place} has gone meanwhile, as old steps of a run do{there}"
-            ) from None
-        raise StorageError(f"config.run.fork={place}: {writing.reason(error)}{there}") from None
+        there = ", ".join(map(str, _steps(_split(place)[0])))
+        raise StorageError(f"config.run.fork={place}: {writing.reason(error)}; it has {there}") from None
 
 
-def _meta(source: rewrite.Source, place: str) -> dict[str, Any]:
+def _meta(source: Source, place: str) -> dict[str, Any]:
     with _reading(place):
         meta = source.json(layout.META)
     if {"step", "tokens", "data", "config", "tokenizer"} <= meta.keys() and meta["tokens"]:
@@ -222,48 +197,13 @@ def _meta(source: rewrite.Source, place: str) -> dict[str, Any]:
     )
 
 
-def _config(meta: dict[str, Any], place: str) -> Config:
-    try:
-        return config_lib.check(meta["config"])
-    except UserError as error:
-        raise UserError(f"config.run.fork={place} was trained by another version: {error}") from None
-
-
-def _recorded(workdir: Path, config: Config) -> dict[str, Any]:
-    """What the run in this workdir has recorded of its own fork: in its config, otherwise in its durable copies."""
-    try:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            return json.loads((workdir / "config.json").read_text(encoding="utf-8"))["run"]
-        if config.checkpoint.durable:
-            vault = remote.Vault(config.checkpoint.durable)
-            return json.loads(vault.get(vault.steps()[-1], layout.META))["config"]["run"]
-    except (OSError, ValueError, LookupError, TypeError, StorageError):  # whoever needs it says so
-        pass
-    return {}
-
-
-def _key_of_shapes(theirs: Model, ours: Model) -> str:
-    """The first key by which two models have other arrays; "" if they have the same."""
-    if _shapes(theirs) == _shapes(ours):
-        return ""
-    a, b = (flat(config_lib.to_dict(model)) for model in (theirs, ours))
-    different = [key for key in a if a[key] != b[key]]
-    for key in different:
-        with contextlib.suppress(UserError):  # not by itself
-            if "." not in key and _shapes(
-                dataclasses.replace(theirs, **{key: getattr(ours, key)})
-            ) != _shapes(theirs):
-                return key
-    return different[0]
-
-
 def _shapes(model: Model) -> dict[str, tuple[int, ...]]:
     shapes = {name: tuple(x.shape) for name, x in trees.flat(zaya.abstract(model)).items()}
     return shapes | {"balance": (model.num_hidden_layers, model.num_experts)}
 
 
 def _filled(
-    source: rewrite.Source, theirs: dict[str, layout.Array], like: jax.ShapeDtypeStruct, parts: list[HeldBox]
+    source: Source, theirs: dict[str, layout.Array], like: jax.ShapeDtypeStruct, parts: list[HeldBox]
 ) -> jax.Array:
     """One array of the run from a checkpoint's; what several devices of a process hold is read once."""
     read: dict[tuple, np.ndarray] = {}
@@ -275,7 +215,7 @@ def _filled(
             read[key] = np.zeros(like.sharding.shard_shape(tuple(like.shape)), like.dtype)
             for part in its:
                 x = np.empty(layout.sizes(part.box), like.dtype)
-                source.read(theirs[part.name], part.box, x)
+                source.fill(theirs[part.name], part.box, x)
                 part.of(read[key])[...] = x
         singles.append(jax.device_put(read[key], device, may_alias=False))
     return jax.make_array_from_single_device_arrays(tuple(like.shape), like.sharding, singles)

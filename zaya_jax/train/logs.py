@@ -4,17 +4,17 @@ The terminal and metrics.jsonl are process 0's alone; here stands when each proc
 `kill -USR1 PID` adds where all its threads are, for a run that hangs.
 """
 
-import contextlib
 import faulthandler
 import logging
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 
 import jax
 
-from zaya_jax.cluster import multihost
+from zaya_jax.cluster import leaving, multihost
 
 _log = logging.getLogger("zaya_jax")
 _handler: logging.FileHandler | None = None
@@ -58,8 +58,14 @@ def say(message: str) -> None:
     """A line in every process's file, and in process 0 for the person who looks on; neither stops a run."""
     _log.info(message)
     if multihost.is_writer():
-        with contextlib.suppress(OSError):  # such as a full disk
-            print(message, flush=True)
+        _print(message)
+
+
+def _print(line: str) -> None:
+    try:
+        print(line, flush=True)
+    except OSError:  # a full disk, or a reader that has gone: the file has it
+        leaving.silence(sys.stdout)
 
 
 class _Terminal(logging.Handler):
@@ -68,8 +74,7 @@ class _Terminal(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """A line."""
         if multihost.is_writer():
-            with contextlib.suppress(OSError):
-                print(f"warning: {record.getMessage()}", flush=True)
+            _print(f"warning: {record.getMessage()}")
 
 
 class _File(logging.FileHandler):

@@ -12,10 +12,10 @@ from jax.sharding import Mesh
 from zaya_jax import schedule
 from zaya_jax.config import Config, UserError
 from zaya_jax.model import zaya
-from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.schedule import Plan
 from zaya_jax.train import recipe
 from zaya_jax.train import state as states
+from zaya_jax.train.recipe import Recipe
 
 BYTES_A_TOKEN = 20  # of a batch: tokens, targets, segments, positions, mask, four bytes each
 
@@ -32,32 +32,24 @@ def check_host_batch(plan: Plan, parts: int = 1) -> None:
             )
 
 
-def check_phases(config: Config, plan: Plan, reached: int, devices: list[jax.Device]) -> list[str]:
+def check_phases(whole: Recipe, reached: int) -> list[str]:
     """UserError where the phase after step `reached` does not fit these devices; notes of later ones that do not.
 
     Those begin with a start of their own, which may be on more or larger devices. One whose mesh does not go with
     these is passed over here: `recipe.check` says so.
     """
     notes, seen = [], []
-    first = plan.step(min(reached + 1, plan.total_steps)).phase_index
-    for index, segments in recipe.by_phase(plan):
-        begin, phase = segments[0].first_step, segments[0].phase
-        here, where = schedule.phase_config(config, phase), schedule.key(config, index, "mesh")
-        if index < first or begin > config.run.num_steps or here.mesh in seen:
+    for i, stage in enumerate(whole.coming(reached)):
+        late = stage.segments[0].first_step > whole.config.run.num_steps
+        if late or stage.mesh is None or stage.config.mesh in seen:
             continue
-        seen.append(here.mesh)
+        seen.append(stage.config.mesh)
         try:
-            mesh = make_mesh(here.mesh, devices, where)
-        except UserError:
-            continue
-        try:
-            check_state(here, mesh, where)
+            check_state(stage.config, stage.mesh, schedule.key(whole.config, stage.index, "mesh"))
         except UserError as error:
-            if index == first:
+            if i == 0:
                 raise
-            notes.append(
-                f"note: phase {phase.name!r}, from step {begin}, cannot be trained on these devices: {error}"
-            )
+            notes.append(recipe.cannot_be_trained(stage, error))
     return notes
 
 

@@ -1,31 +1,35 @@
-"""Where a run's figures go: metrics.jsonl and TensorBoard every step, one dense line or a progress bar for people.
+"""Where a run's figures go: metrics.jsonl and TensorBoard every step, one dense line or a progress bar for people,
+with the time that is left.
 
 Figures are the same in all processes; process 0 writes and shows them.
 """
 
+import collections
 import json
 import math
 import os
+import re
+import statistics
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from tensorboardX import SummaryWriter
 from tqdm import tqdm
 
-from zaya_jax.checkpoint import lock
 from zaya_jax.cluster import leaving
 from zaya_jax.cluster.multihost import is_writer
-from zaya_jax.config import StorageError, UserError
+from zaya_jax.config import UserError
+from zaya_jax.schedule import Plan
 from zaya_jax.train.logs import note, say
 
 BUFFER = 1 << 16  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
-BLOCK = 1 << 20  # bytes that a resumed run reads at a time, from the end
-MAX_LINE_BYTES = 1 << 26  # as the report's: more is no line
+STEP = re.compile(rb'\{"step": (\d+)[,}]')  # as a line begins
 BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+STEPS = 100  # the newest so many count for the time that is left
 PER_LAYER_EVERY = 10  # steps between full expert loads in the files; the entropy is there every step
 
 
@@ -111,12 +115,6 @@ class Writer:
             )
 
     def _write_lines(self) -> None:
-        if self._lines:
-            try:
-                lock.keep(self._workdir)  # lines of two runs would stand between each other
-            except UserError as error:
-                self._lines = b""
-                raise StorageError(str(error)) from None
         while self._lines:
             self._lines = self._lines[self._file.write(self._lines) :]
 
@@ -128,20 +126,8 @@ class Writer:
 
     def _open_events(self) -> None:
         self._events = None
-        if threading.excepthook is not _in_a_thread:
-            _others.append(threading.excepthook)
-            threading.excepthook = _in_a_thread
         # A queue that the thread no longer empties would block the training when it is full.
         self._events = SummaryWriter(str(self._workdir), purge_step=self._purge, max_queue=20_000)
-
-
-_others: list[Callable[[Any], Any]] = []
-
-
-def _in_a_thread(args: Any) -> None:
-    """TensorBoard's thread ends at the first error of the disk: `flush` sees that, says so and starts another."""
-    if not (type(args.thread).__module__.startswith("tensorboardX") and isinstance(args.exc_value, OSError)):
-        _others[-1](args)
 
 
 def _plain(value: Any) -> Any:
@@ -150,54 +136,24 @@ def _plain(value: Any) -> Any:
 
 
 def keep_until(path: Path, step: int) -> int:
-    """Drops lines of later steps, and what a kill or a power cut has left after them; how many bytes that was.
+    """Drops the lines from the first of a later step on, and what a kill has left at the end; how many bytes that was.
 
-    Reads the end alone, a block at a time, back to a line of `step` or before: late in a long run there are gigabytes.
-    It looks at one block at least, so that steps that are there twice are cut where they come first. Cutting is one
-    operation: killed at any time, the file is as it was or as it is to be. A damaged line before the last good one
-    stays; the report counts it.
+    Cutting is one operation: killed at any time, the file is as it was or as it is to be. A damaged line before the
+    last good one stays; the report counts it.
     """
+    kept = end = 0
     with path.open("rb+") as file:
-        size = file.seek(0, os.SEEK_END)
-        last, enough = 0, False
-        for end, line in _lines_backwards(file, size):
-            if enough and end <= size - BLOCK:
+        for line in file:
+            end += len(line)
+            found = STEP.match(line)
+            if not found or not line.endswith(b"\n"):
+                continue
+            if int(found[1]) > step:
                 break
-            found = _step_of(line)
-            if found is not None:
-                enough = found <= step
-                last = (last or end) if enough else 0
-        file.truncate(last)
-    return size - last
-
-
-def _lines_backwards(file: BinaryIO, size: int) -> Iterator[tuple[int, bytes]]:
-    """(where it ends, the line) of all lines that a newline ends, the last one first; b"" for one that is too long."""
-    # Of the line whose begin is not read yet; end 0: nothing has ended it.
-    end, rest, too_long = 0, b"", False
-    while size:
-        begin = max(size - BLOCK, 0)
-        file.seek(begin)
-        first, *others = file.read(size - begin).split(b"\n")
-        for part in reversed(others):
-            if end:
-                yield end, b"" if too_long else part + rest
-            size -= len(part)
-            end, rest, too_long = size, b"", False
-            size -= 1  # the newline
-        too_long |= len(rest) + len(first) > MAX_LINE_BYTES
-        rest = b"" if too_long or not end else first + rest
-        size = begin
-    if end:
-        yield end, b"" if too_long else rest
-
-
-def _step_of(line: bytes) -> float | None:
-    try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return step if isinstance(step, int | float) and not isinstance(step, bool) else None
+            kept = end
+        size = file.seek(0, os.SEEK_END)
+        file.truncate(kept)
+    return size - kept
 
 
 class Console:
@@ -265,3 +221,42 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
+
+
+class Remaining:
+    """The seconds that are left after a step, by those that were trained and the evaluations that were made.
+
+    Infinite as long as nothing tells. A step counts by its tokens, since a ramp's last steps may have sixteen times
+    those of its first. Left out are steps that waited for a compiler: the first of a program, and the first with
+    another shape of batch; and the step before, in whose time the compiling may stand, since an accelerator gives its
+    figures only after the next one is dispatched. What saves and slow moments add leaves a median as it is.
+    """
+
+    def __init__(self, plan: Plan, reached: int, last_step: int, eval_every: int):
+        self._plan, self._last, self._every = plan, last_step, eval_every
+        self._compile = {reached + 1, *(segment.first_step for segment in plan.segments)}
+        self._per_token: collections.deque[float] = collections.deque(maxlen=STEPS)
+        self._evaluated: set[int] = set()
+        self._evaluation = 0.0
+
+    def step(self, number: int, seconds: float) -> None:
+        """What a step took."""
+        if not self._compile & {number, number + 1}:
+            tokens = self._plan.tokens_of_step(number) - self._plan.tokens_of_step(number - 1)
+            self._per_token.append(seconds / tokens)
+
+    def evaluation(self, phase_index: int, seconds: float) -> None:
+        """What an evaluation took; a phase's first one compiles, and reads the held-out text."""
+        if phase_index in self._evaluated:
+            self._evaluation = seconds
+        self._evaluated.add(phase_index)
+
+    def after(self, number: int) -> float:
+        """Seconds until the last step and its evaluation are done."""
+        if number == self._last:
+            return 0.0
+        if not self._per_token:
+            return math.inf
+        tokens = self._plan.tokens_of_step(self._last) - self._plan.tokens_of_step(number)
+        evaluations = -(-self._last // self._every) - number // self._every
+        return statistics.median(self._per_token) * tokens + self._evaluation * evaluations

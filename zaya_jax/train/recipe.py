@@ -1,7 +1,7 @@
 """A run's phases before it starts: whether each can be trained on these devices, and a table of them all.
 
 Phases may differ in their mesh. A program has one mesh from start to end: at the border to a phase with another it
-saves and ends, and the same command goes on there (`last_step_here`).
+saves and ends, and the same command goes on there (`Recipe.last_step_here`).
 """
 
 import dataclasses
@@ -9,6 +9,8 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
+
+import jax
 
 from zaya_jax import schedule
 from zaya_jax.checkpoint import writing
@@ -22,15 +24,114 @@ from zaya_jax.schedule import Plan, Segment
 
 LONGEST_PATH = 24  # of a source in the table, where the end of a longer one stands
 ROUNDING = 1e-9  # of 1 - warmup_fraction, as a config file computes it
-SIDE_BY_SIDE = 4  # phases in a table: as many as a terminal is wide
 
 
-def check(config: Config, plan: Plan, reached: int = 0, devices: list | None = None) -> list[str]:
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A phase of a run, with its config and its place on the devices at hand."""
+
+    index: int
+    segments: tuple[Segment, ...]
+    config: Config  # as the phase has it: `schedule.phase_config`
+    spread: Spread  # on these devices, or on the fewest that it can be on
+    mesh: jax.sharding.Mesh | None  # None where there are no devices, or they do not go with it
+    misfit: UserError | None  # why they do not
+
+    @property
+    def phase(self) -> Phase:
+        """With every 0 filled in."""
+        return self.segments[0].phase
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """All that follows from a config and the devices: made once, and handed on."""
+
+    config: Config
+    plan: Plan
+    devices: list | None
+    stages: dict[int, Stage]  # by the phase's index, in their order; of a fork those that are left
+
+    @property
+    def last_step(self) -> int:
+        """The run's last step: the plan's, or where run.num_steps ends it before."""
+        return min(self.plan.total_steps, self.config.run.num_steps)
+
+    def stage(self, number: int) -> Stage:
+        """The phase of step `number`; after the last step the last one."""
+        return self.stages[self.plan.step(min(number, self.plan.total_steps)).phase_index]
+
+    def coming(self, reached: int) -> list[Stage]:
+        """The phases from that of the step after `reached` on."""
+        first = self.stage(reached + 1).index
+        return [stage for stage in self.stages.values() if stage.index >= first]
+
+    def last_step_here(self, number: int) -> int:
+        """The last step that a program can train that begins with step `number`: after it another mesh is due."""
+        here = self.stage(number)
+        for stage in self.stages.values():
+            first = stage.segments[0].first_step
+            if first > number and (stage.misfit or stage.spread != here.spread):
+                return min(first - 1, self.last_step)
+        return self.last_step
+
+
+def make(config: Config, devices: list | None = None) -> Recipe:
+    """The recipe of a config on these devices, or without any."""
+    plan, stages = schedule.make_plan(config), {}
+    for index, segments in by_phase(plan):
+        here, where = schedule.phase_config(config, segments[0].phase), schedule.key(config, index, "mesh")
+        mesh = misfit = None
+        try:
+            shape = shape_of(here.mesh, len(devices) if devices else None, where)
+            mesh = make_mesh(here.mesh, devices, where) if devices else None
+        except UserError as error:
+            shape, misfit = shape_of(here.mesh, None, where), error
+        spread = spread_lib.of(here.mesh, shape)
+        stages[index] = Stage(index, tuple(segments), here, spread, mesh, misfit)
+    return Recipe(config, plan, devices, stages)
+
+
+def check(recipe: Recipe, reached: int = 0) -> list[str]:
     """UserError where a phase that comes after step `reached` cannot be trained, before anything is compiled.
 
     Later phases may be meant for another number of devices than there are here: that is no error but a note, and what
     does not depend on the number is checked nevertheless. Without devices all phases are checked like that.
     """
+    config, notes = recipe.config, []
+    _check_fractions(config, recipe.plan)
+    for i, stage in enumerate(recipe.coming(reached)):
+        if stage.misfit and i == 0:
+            raise stage.misfit
+        index, begin = stage.index, stage.segments[0].first_step
+        where = schedule.key(config, index, "mesh")
+        if stage.misfit and begin <= config.run.num_steps:
+            notes.append(cannot_be_trained(stage, stage.misfit))
+        sizes = tuple(segment.sequences for segment in stage.segments)
+        lengths = {
+            schedule.key(config, index, name): getattr(stage.phase, name)
+            for name in ("seq_len", "eval_seq_len")
+        }
+        rules.check(stage.config, stage.spread, lengths=lengths, rows=math.gcd(*sizes), where=where)
+        # Without a number of devices, over those that the mesh has in any case.
+        whole = _micro_batch(stage.phase)
+        for micro_batch in sorted({min(whole, size) for size in sizes}):
+            rules.check_batch(
+                stage.config, stage.spread, sizes, micro_batch, lengths=lengths, where=where,
+                name=schedule.key(config, index, "micro_batch" if micro_batch == whole else "ramp_from"),
+            )  # fmt: skip
+        if stage.mesh is not None:
+            rows_of_process(stage.mesh)
+    return notes
+
+
+def cannot_be_trained(stage: Stage, why: Exception) -> str:
+    """A note of a phase to come."""
+    begin = f"phase {stage.phase.name!r}, from step {stage.segments[0].first_step},"
+    return f"note: {begin} cannot be trained on these devices: {why}"
+
+
+def _check_fractions(config: Config, plan: Plan) -> None:
     up, down = config.schedule.warmup_fraction, config.schedule.decay_fraction
     if plan.decay_tokens is not None:
         if up + plan.decay_tokens / plan.total_tokens > 1 + ROUNDING:
@@ -43,39 +144,6 @@ def check(config: Config, plan: Plan, reached: int = 0, devices: list | None = N
             f"config.schedule.warmup_fraction={up:g} and decay_fraction={down:g} overlap; "
             "give fractions that add up to at most 1"
         )
-    notes = []
-    first = plan.step(min(reached + 1, plan.total_steps)).phase_index
-    for index, segments in by_phase(plan):
-        if index < first:
-            continue
-        phase, where = segments[0].phase, schedule.key(config, index, "mesh")
-        here = schedule.phase_config(config, phase)
-        count = len(devices) if devices else None
-        try:
-            shape = shape_of(here.mesh, count, where)
-        except UserError as error:
-            shape = shape_of(here.mesh, None, where)
-            if index == first:
-                raise
-            if segments[0].first_step <= config.run.num_steps:
-                begin = f"phase {phase.name!r}, from step {segments[0].first_step},"
-                notes.append(f"note: {begin} cannot be trained on these devices: {error}")
-            count = None
-        spread = spread_lib.of(here.mesh, shape)
-        sizes = tuple(segment.sequences for segment in segments)
-        lengths = {
-            schedule.key(config, index, name): getattr(phase, name) for name in ("seq_len", "eval_seq_len")
-        }
-        rules.check(here, spread, lengths=lengths, rows=math.gcd(*sizes), where=where)
-        # Without a number of devices, over those that the mesh has in any case.
-        for micro_batch in sorted({min(_micro_batch(phase), size) for size in sizes}):
-            rules.check_batch(
-                here, spread, sizes, micro_batch, lengths=lengths, where=where,
-                name=schedule.key(config, index, "micro_batch" if micro_batch == _micro_batch(phase) else "ramp_from"),
-            )  # fmt: skip
-        if count is not None:
-            rows_of_process(make_mesh(here.mesh, devices, where))
-    return notes
 
 
 def spread_at(config: Config, phase: Phase, devices: int) -> Spread:
@@ -114,26 +182,11 @@ def portion(
     return here, spread, segment.sequences, segment.micro_batches
 
 
-def last_step_here(config: Config, plan: Plan, number: int, devices: int) -> int:
-    """The last step that a program can train which begins with step `number`: after it another mesh is due."""
-    last = plan.step(number)
-    spread = spread_at(config, last.phase, devices)
-    for segment in plan.segments:
-        if segment.first_step > number:
-            try:
-                same = spread_at(config, segment.phase, devices) == spread
-            except UserError:  # it fits another number of devices
-                same = False
-            if not same:
-                return segment.first_step - 1
-    return plan.total_steps
-
-
-def border(config: Config, plan: Plan, end: int) -> str:
-    """What a run says that ends after step `end`, where another mesh is due."""
-    phase = plan.step(end + 1).phase
-    mesh = describe_mesh(schedule.phase_config(config, phase).mesh)
-    return f"saved after step {end}; phase {phase.name!r} begins with mesh {mesh}: the same command goes on."
+def border(recipe: Recipe, end: int) -> str:
+    """The last line of a program that ends after step `end`, where another mesh is due."""
+    stage = recipe.stage(end + 1)
+    mesh = describe_mesh(stage.config.mesh)
+    return f"saved after step {end}; phase {stage.phase.name!r} begins with mesh {mesh}: the same command goes on."
 
 
 def peek(workdir: Path) -> int:
@@ -147,18 +200,18 @@ def eval_rows(config: Config, phase: Phase, spread: Spread) -> int:
     return min(-(-max(config.eval.windows, 1) // shards) * shards, _micro_batch(phase))
 
 
-def table(config: Config, plan: Plan, devices: int | None = None) -> str:
-    """All phases of a plan, a column each; without a number of devices, for as many as a micro-batch can use."""
-    columns = [_column(config, index, segments, devices) for index, segments in by_phase(plan)]
+def table(recipe: Recipe) -> str:
+    """All phases, a column each; without devices, for as many as a micro-batch can use."""
+    config, plan = recipe.config, recipe.plan
+    columns = [_column(recipe, stage) for stage in recipe.stages.values()]
     lines = []
-    for some in itertools.batched(columns, SIDE_BY_SIDE):
-        widths = [max(len(line) for cell in column.values() for line in cell.split("\n")) for column in some]
-        for title in columns[0]:
-            cells = [column[title].split("\n") for column in some]
-            for i, parts in enumerate(itertools.zip_longest(*cells, fillvalue="")):
-                row = "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True))
-                lines.append(f"{'' if i else title:<20}  {row}".rstrip())
-        lines.append("")
+    widths = [max(len(line) for cell in column.values() for line in cell.split("\n")) for column in columns]
+    for title in columns[0]:
+        cells = [column[title].split("\n") for column in columns]
+        for i, parts in enumerate(itertools.zip_longest(*cells, fillvalue="")):
+            row = "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True))
+            lines.append(f"{'' if i else title:<20}  {row}".rstrip())
+    lines.append("")
     end = f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens in all"
     if config.run.num_steps < plan.total_steps:
         end += f"; run.num_steps={config.run.num_steps} ends the run before"
@@ -177,22 +230,17 @@ def describe_mesh(mesh: Mesh, devices: int | None = None) -> str:
     return ", ".join([" x ".join(axes) or "one device", *switches])
 
 
-def _column(config: Config, index: int, segments: Sequence[Segment], devices: int | None) -> dict[str, str]:
-    phase = segments[0].phase
-    here = schedule.phase_config(config, phase)
+def _column(recipe: Recipe, stage: Stage) -> dict[str, str]:
+    config, here, phase, segments = recipe.config, stage.config, stage.phase, stage.segments
     last = segments[-1].first_step + segments[-1].num_steps - 1
     tokens = sum(segment.num_steps * segment.tokens_per_step for segment in segments)
-    micro = _micro_batch(phase)
-    try:
-        spread, note = spread_lib.of(here.mesh, shape_of(here.mesh, devices)), ""
-    except UserError:
-        devices = None
-        spread, note = spread_lib.of(here.mesh, shape_of(here.mesh, None)), " (not here)"
+    micro, spread = _micro_batch(phase), stage.spread
+    devices = None if stage.misfit or not recipe.devices else len(recipe.devices)
     if devices is None and here.mesh.data == -1:  # one sequence at a time on each row of data x expert
         spread = dataclasses.replace(spread, data=max(micro // spread.expert, 1))
     count = math.prod(getattr(spread, axis) for axis in AXES)
     at_once = micro * phase.seq_len // (spread.data * spread.expert * spread.sequence_parts)
-    weights = mix.parse(phase.mixture, f"config.schedule.phases[{index}].mixture")
+    weights = mix.parse(phase.mixture, f"config.schedule.phases[{stage.index}].mixture")
     weights = weights or mix.parse(config.data.mixture) or {config.data.path: 1.0}
     steps = [segment.sequences for segment in segments]
     return {
@@ -205,7 +253,7 @@ def _column(config: Config, index: int, segments: Sequence[Segment], devices: in
         "tokens per step": " > ".join(_short(size * phase.seq_len) for size in steps),
         "micro-batches": _numbers_of(segments),
         "tokens at once": f"{at_once:,} on each of {count:,}",
-        "mesh": describe_mesh(here.mesh, devices) + note,
+        "mesh": describe_mesh(here.mesh, devices) + (" (not here)" if stage.misfit else ""),
         "remat": phase.remat,
         "packing": phase.packing,
         "mixture": "\n".join(
@@ -233,11 +281,7 @@ def _micro_batch(phase: Phase) -> int:
 
 
 def _end(path: str) -> str:
-    return (
-        path
-        if len(path) <= LONGEST_PATH
-        else f".../{path[-LONGEST_PATH:].partition('/')[2] or path[-LONGEST_PATH:]}"
-    )
+    return path if len(path) <= LONGEST_PATH else f"...{path[-LONGEST_PATH:]}"
 
 
 def _short(tokens: int) -> str:

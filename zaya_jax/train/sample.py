@@ -12,7 +12,7 @@ from pathlib import Path
 
 import jax
 
-from zaya_jax import generation, schedule
+from zaya_jax import generation
 from zaya_jax.checkpoint import partial
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, files
@@ -27,7 +27,7 @@ BYTES = 6
 
 
 def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int) -> None:
-    """Writes sample.txt and keeps it in samples.jsonl, or says why not.
+    """Writes sample.txt and keeps it in samples.jsonl, or says why not. `config` is that of the step's phase.
 
     In process 0 alone, when the training's state is gone from its device.
     """
@@ -35,7 +35,7 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
         return
     path = workdir / "sample.txt"
     path.unlink(missing_ok=True)
-    device, model = jax.local_devices()[0], schedule.model_at(config, step)
+    device, model = jax.local_devices()[0], config.model
     needed, free = BYTES * zaya.param_counts(model)["total"], free_bytes(device)
     if needed > free:
         say(
@@ -58,10 +58,10 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
             say(
                 f"the sample has {max(room, 0)} tokens, as many as the model's max_position_embeddings leaves"
             )
+        decoder = decode.Decoder(model, params, bias, config.precision, kernels=config.kernels)
         (new,) = decode.generate(
-            model, params, bias, [ids], min(config.log.sample_tokens, room), config.precision,
+            decoder, [ids], min(config.log.sample_tokens, room),
             sampling=Sampling(config.log.sample_temperature), seeds=config.run.seed, ends=ends,
-            kernels=config.kernels,
         ) if room > 0 else [[]]  # fmt: skip
     if config.data.chats:
         text = f"{prompt}\n{tokenizer.decode(new)}"

@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pallas_kernels import chip
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout, writing
-from zaya_jax.checkpoint.held import Holding
+from zaya_jax.checkpoint.boxes import Holding
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config
@@ -73,7 +73,7 @@ class Copies:
         return needed <= least
 
     def arrays(self, state: Any) -> dict[str, Any]:
-        """What of a state a checkpoint holds, as it lies."""
+        """The part of a state that a checkpoint holds, as it lies."""
         return states.arrays(self.optimizer, state)
 
     def on_devices(self, state: Any, spare: Any = None) -> Any:

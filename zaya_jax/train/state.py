@@ -1,4 +1,4 @@
-"""The train state: what it is made of, how it lies on a mesh, how it begins, and what of it checkpoints hold.
+"""The train state: what it is made of, how it lies on a mesh, how it begins, and which arrays of it checkpoints hold.
 
     state = {"params", "optimizer", "balance"}
 
@@ -22,9 +22,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zaya_jax import trees
-from zaya_jax.checkpoint import held as held_lib
-from zaya_jax.checkpoint import layout
-from zaya_jax.checkpoint.held import HeldBox, Holding
+from zaya_jax.checkpoint import boxes, layout
+from zaya_jax.checkpoint.boxes import HeldBox, Holding
 from zaya_jax.config import Config
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance, chain
@@ -101,7 +100,7 @@ def bytes_per_device(x: Any) -> int:
 
 
 def arrays(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a state a checkpoint holds, as it lies."""
+    """The part of a state that a checkpoint holds, as it lies."""
     return {
         "params": state["params"],
         "optimizer": optimizer.arrays(state["optimizer"]),
@@ -132,7 +131,7 @@ def held(optimizer: Optimizer, mesh: Mesh, like: Any, heads: int) -> Holding:
     for leaf, x in leaves.items():
         if leaf not in buckets:
             logical[leaf] = x
-            parts += held_lib.parts_of(leaf, x)
+            parts += boxes.parts_of(leaf, x)
             continue
         kind, bucket = buckets[leaf]
         for h in optimizer.layout.held(bucket):

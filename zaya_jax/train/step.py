@@ -8,7 +8,6 @@ over all real targets of the global batch, however these are spread over micro-b
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +15,12 @@ from jax.sharding import Mesh, NamedSharding
 
 from pallas_kernels import chip
 from pallas_kernels.cross_entropy import cross_entropy
-from pallas_kernels.grouped_mlp import routes, unwritten
-from zaya_jax import trees
+from pallas_kernels.grouped_mlp import routes
 from zaya_jax.config import Config, Model
 from zaya_jax.model import zaya
-from zaya_jax.model.experts import Stacks
+from zaya_jax.model.placement import Rows
+from zaya_jax.model.stored import SCANNED
 from zaya_jax.optim import balance
-from zaya_jax.optim.by_layer import ByLayer
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.context import zigzag
@@ -30,24 +28,25 @@ from zaya_jax.parallel.mesh import batch_spec, rows_of_process
 from zaya_jax.parallel.placements import Over
 from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens
 from zaya_jax.train import state as states
+from zaya_jax.train.gradients import gradients
 from zaya_jax.train.state import REPLICATED
 
 
 def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
-    """loss(params, bias, micro-batch, total) → (loss / total, (cross entropy, log² Z, tokens a class)).
+    """loss(params, bias, micro-batch, total, stored) → (loss / total, (cross entropy, log² Z, tokens a class)).
 
-    `total` is the number of real targets that the mean is taken over. On a mesh the loss is the sum over devices, and
-    counts are of a device's tokens.
+    `total` is the number of real targets that the mean is taken over, `stored` the model's. On a mesh the loss is the
+    sum over devices, and counts are of a device's tokens.
     """
     z_weight = config.optim.z_loss
     axes = zaya.param_axes(model, config.precision)
 
-    def loss_fn(params, bias, batch, total, stacks=None, leaving=zaya.NONE):
+    def loss_fn(params, bias, batch, total, stored=SCANNED):
         params = whole_outside(params, axes) if spread.fsdp else params
+        rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
         out = zaya.apply(
-            model, params, bias, batch["tokens"], precision=config.precision, devices=Over(spread),
-            segments=batch["segment_ids"], positions=batch["positions"], remat=config.remat,
-            stacks=stacks, leaving=leaving,
+            model, params, bias, rows,
+            precision=config.precision, remat=config.remat, devices=Over(spread), stored=stored,
         )  # fmt: skip
         with jax.named_scope("head"):
             loss, z = cross_entropy(
@@ -77,44 +76,23 @@ def make_train_step(
 ) -> Callable:
     """step(state, batch, lr) → (state, figures); the state is donated, the figures are scalars and [L, ..] arrays.
 
-    `hook` is given each device's gradients before they are summed: faults on purpose (`aegis.faults`).
+    `hook` is given each device's gradients before they are summed: faults on purpose (`tools.faults`).
     """
     spread = spread_lib.of(config.mesh, mesh.shape)
     loss_fn = make_loss(config, model, spread)
 
     def step(state, batch, lr):
+        # Kernels that take experts where all layers' lie: of devices that have all of them, whole.
+        in_place = (
+            routes() and model.model_type == "zaya" and not (spread.fsdp or spread.tsp or spread.expert_axes)
+        )
         params, bias = state["params"], state["balance"].bias
         total = jnp.maximum(jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes), 1.0)
-        one = batch["tokens"].shape[0] == 1
-        # Experts whose kernels write gradients in the layers' places are no part of what is differentiated.
-        apart = model.model_type == "zaya" and in_place(spread)
-        params, experts = _apart(params) if apart else (params, None)
-        by_layer = optimizer.layout.by_layer if one else {}
-        stacks = experts and _stacks(experts, by_layer, add=not one)
 
-        def loss_of(params, micro, leaving=zaya.NONE):
-            return loss_fn(_together(params, experts), bias, micro, total, stacks, leaving)
+        def loss_of(params, micro, stored):
+            return loss_fn(params, bias, micro, total, stored)
 
-        if one:
-            micro = jax.tree.map(lambda x: x[0], batch)
-            grads, sums = gradients(loss_of, by_layer, params, micro)
-        else:
-            # Each layer's gradient is added where the sum lies: there is no second set, as large as the weights.
-            others = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), params)
-
-            def accumulate(carry, micro):
-                pull: Any
-                _, pull, sums = jax.vjp(lambda w: loss_of(w, micro), params, has_aux=True)
-                pull.with_refs(others)(jnp.ones(()))
-                return jax.tree.map(jnp.add, carry, sums), None
-
-            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
-            like = jax.eval_shape(loss_of, params, first)[1]
-            zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-            sums, _ = jax.lax.scan(accumulate, zero, batch)
-            grads = jax.tree.map(jax.freeze, others)
-        grads = _together(grads, jax.tree.map(jax.freeze, stacks.gradients) if stacks else None)
-        params = _together(params, experts)
+        grads, sums = gradients(loss_of, params, batch, optimizer.layout.by_layer, in_place)
         grads = hook(grads) if hook else grads
 
         loss, z = jax.lax.psum(sums[:2], AXES)
@@ -138,46 +116,6 @@ def make_train_step(
 
     in_specs = (states.specs(config, optimizer, spread), batch_spec(spread), REPLICATED)
     return on_mesh(config, mesh, step, in_specs, donate=(0,))
-
-
-def in_place(spread: Spread) -> bool:
-    """Whether kernels read the experts of a layer, and write their gradients, where all layers' lie."""
-    return routes() and not (spread.fsdp or spread.tsp or spread.expert_axes)
-
-
-def _apart(params: dict) -> tuple[dict, dict]:
-    """Parameters without the experts, and these."""
-    layers = dict(params["layers"])
-    return params | {"layers": layers}, layers.pop("experts")
-
-
-def _together(params: dict, experts: dict | None) -> dict:
-    """The inverse."""
-    return params if experts is None else params | {"layers": params["layers"] | {"experts": experts}}
-
-
-def _stacks(experts: dict, by_layer: dict[str, ByLayer], add: bool) -> Stacks:
-    """All layers' experts, with places for their gradients or, where these leave layer by layer, a device's shares."""
-    ways = {name: by_layer.get(f"layers/experts/{name}") for name in experts}
-    if all(ways.values()):
-        refs = {name: jax.new_ref(jnp.zeros(way.shape)) for name, way in ways.items() if way}
-        return Stacks(experts, refs, add, {name: way.share for name, way in ways.items() if way})
-    fresh = jnp.zeros_like if add else unwritten
-    return Stacks(experts, jax.tree.map(lambda w: jax.new_ref(fresh(w)), experts), add)
-
-
-def gradients(loss_of: Callable, by_layer: dict[str, Any], params: dict, micro: dict) -> tuple[Any, Any]:
-    """The gradients and the sums; of weights in `by_layer` the shares of each layer's, reduced as they leave it."""
-    flat = trees.flat(params, "/")
-    slots = {path: jnp.zeros(way.shape) for path, way in by_layer.items() if path in flat}
-
-    def loss(wanted, slots):
-        leaving = {path.removeprefix("layers/"): (by_layer[path].share, x) for path, x in slots.items()}
-        return loss_of(trees.nested(flat | wanted, "/"), micro, leaving)
-
-    wanted = {path: x for path, x in flat.items() if path not in slots}
-    (found, shares), sums = jax.grad(loss, (0, 1), has_aux=True)(wanted, slots)
-    return trees.nested(found | shares, "/"), sums
 
 
 def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mesh) -> Callable:

@@ -3,10 +3,10 @@
 config.json        the recorded config            tokenizer/         the tokenizer
 checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object per step
 events.out.*       TensorBoard's                  report.html        the picture of it all
-logs/              one file per process, see `logs`  environment.json   what it ran on
+logs/              one file per process, see `logs`  environment.json   devices, versions
 sample.txt         what the model wrote at the end   samples.jsonl      that of all ends
 lineage.json       a fork's: the runs that it comes from, see `fork`
-.lock              who writes here now, see `checkpoint.lock`
+.lock              the process that writes here now, see `checkpoint.claims`
 imported.json      where the weights came from PyTorch: what their config says beyond ours, their dtypes
 """
 
@@ -23,43 +23,25 @@ import jax
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
-from zaya_jax.checkpoint import audit, lock, places, writing
+from zaya_jax.checkpoint import audit, claims, writing
 from zaya_jax.checkpoint.layout import IMPORTED, META
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, StorageError, UserError, fields, files
 from zaya_jax.data import mix
-from zaya_jax.train import logs
+from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.train import logs, notes
 
-# What may differ from the recorded config when a run goes on, beside phases that have not begun. These change nothing
-# that a step computes,
-MAY_CHANGE = (
-    "name",
-    "run.num_steps",
-    "log",
-    "eval",
-    "checkpoint",
-    "guard",
-    "data.workers",
-    "data.on_corrupt",
-    "phases.eval_seq_len",
-    "phases.name",
-    "model.max_position_embeddings",  # a bound that the lengths are checked against
-    # these what it reads: the checkpoint has the fingerprints of data and tokenizer, `pipeline.Stream.set_state`,
-    "data.path",
-    "data.tokenizer",
-    # and these the order of sums, so that the run goes on up to rounding, which is said.
-    "mesh",
-    "kernels",
-    "remat",
-    "data.micro_batch",
-    "phases.mesh",
-    "phases.remat",
-    "phases.micro_batch",
-)
-ROUNDS = MAY_CHANGE[MAY_CHANGE.index("mesh") :]
+LINEAGE = "lineage.json"
 
-# What an imported model's workdir has beside the rest. Until it is trained, all but the model may change, and the ids
-# that its config gives to begin, end and padding, which become the tokenizer's.
+# What may differ from the recorded config when a run goes on, beside phases that have not begun.
+CHANGES_NOTHING = (  # that a step computes
+    "name", "run.num_steps", "log", "eval", "checkpoint", "guard", "data.workers", "data.on_corrupt",
+    "phases.eval_seq_len", "phases.name", "model.max_position_embeddings",
+)  # fmt: skip
+COMPARED_BY_CONTENT = ("data.path", "data.tokenizer")  # checkpoints have fingerprints of both
+ROUNDS = (  # sums have another order, which is said
+    "mesh", "kernels", "remat", "data.micro_batch", "phases.mesh", "phases.remat", "phases.micro_batch",
+)  # fmt: skip
 
 
 def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
@@ -82,10 +64,9 @@ def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
 def open_workdir(path: str | os.PathLike, config: Config, locked: Callable[[], None] = lambda: None) -> Path:
     """Creates the folder, with the config in it, or checks that it is this run's; UserError otherwise.
 
-    `locked` is called when nobody else writes there and nothing is written yet.
-
-    What a run that goes on may change is recorded later, by `record`, when nothing can refuse it any more. Of several
-    processes the first does it; the others must have the same config and see the same folder.
+    `locked` is called when no other run writes there and nothing is written yet. What a run that goes on may change is
+    recorded later, by `record_start`. Of several processes the first opens it; the others must have the same config and
+    see the same folder.
     """
     here = config_lib.to_dict(config)
     chosen, first = multihost.from_first("workdir", lambda: [str(_open(Path(path), config, locked)), here])
@@ -106,7 +87,7 @@ def open_workdir(path: str | os.PathLike, config: Config, locked: Callable[[], N
 
 
 def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
-    places.require_outside(workdir, f"--workdir={workdir}")
+    claims.require_outside(workdir, f"--workdir={workdir}")
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=workdir):
@@ -116,11 +97,11 @@ def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
             f"--workdir={workdir} cannot be written ({error.strerror}); give a folder that can"
         ) from None
     _check_whose(workdir, config)
-    lock.take(workdir, logs.say)
+    claims.take(workdir, logs.say)
     try:
         _check_whose(workdir, config)  # while it waited, another run may have begun there, and ended
     except UserError:
-        lock.release(workdir)
+        claims.release(workdir)
         raise
     locked()
     if not (workdir / "config.json").exists():
@@ -130,19 +111,22 @@ def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
 
 def _check_whose(workdir: Path, config: Config) -> None:
     """UserError where a folder is no run's or another's."""
-    recorded = workdir / "config.json"
+    recorded, steps = workdir / "config.json", writing.steps_in(workdir / "checkpoints")
     if recorded.exists():
-        check_same(_begun_with(workdir), config, workdir)
+        old = read_config(workdir)
+        if steps:  # the newest checkpoint's own: config.json may have been changed since
+            with contextlib.suppress(StorageError, UserError):
+                saved = audit.checked_meta(workdir / "checkpoints" / str(steps[-1])).get("config")
+                old = config_lib.check(saved) if saved else old
+        check_same(old, config, workdir)
         return
-    others = sorted(
-        p.name for p in workdir.iterdir() if p.name != lock.NAME and not files.is_part_of(p, recorded)
-    )
-    if writing.steps_in(workdir / "checkpoints"):
+    if steps:
         raise UserError(without_config(workdir))
-    if others:
-        raise UserError(
-            f"--workdir={workdir} holds {others[0]} and no config.json, so it is not a run's; give a new folder"
-        )
+    for path in sorted(workdir.iterdir()):
+        if path.name != claims.LOCK and not files.is_part_of(path, recorded):
+            raise UserError(
+                f"--workdir={workdir} holds {path.name} and no config.json, so it is not a run's; give a new folder"
+            )
 
 
 def without_config(workdir: Path) -> str:
@@ -156,26 +140,15 @@ def without_config(workdir: Path) -> str:
     )
 
 
-def _begun_with(workdir: Path) -> Config:
-    """The config of a run, by its newest checkpoint; by config.json, which may have been changed, where none tells."""
-    recorded, root = read_config(workdir), workdir / "checkpoints"
-    for step in reversed(writing.steps_in(root)):
-        with contextlib.suppress(StorageError, UserError):
-            saved = audit.checked_meta(root / str(step), step).get("config")
-            return config_lib.check(saved) if saved else recorded
-    return recorded
-
-
 class AsItWas:
     """Leaves nothing of a run that is refused before its first step, where no run's folder was before; then gives the
-    lock back.
+    lock back. What this run would not have made stays.
 
-    What a person put there, what another run writes, and whatever else this run would not have made stay. Of several
-    processes the first cleans up on its way out, when the others have gone: it may be one of them that refuses, and
-    one that finds the folder gone would say so in place of the reason.
+    Of several processes the first cleans up on its way out, when the others have gone: one that finds the folder gone
+    would say so in place of the reason.
     """
 
-    MADE = ("config.json", "environment.json", "lineage.json", "tokenizer", "logs", lock.NAME)
+    MADE = ("config.json", "environment.json", LINEAGE, "tokenizer", "logs", "checkpoints", claims.LOCK)
 
     def __init__(self, workdir: Path):
         self._workdir, self._begun, self._before = workdir, True, set[str]()
@@ -184,12 +157,12 @@ class AsItWas:
             leaving.before(self._clean, leaving.REFUSED)
 
     def locked(self) -> None:
-        """Sees what is there, when nobody else writes there and this run has written nothing."""
+        """Notes the folder's content, when no other run writes there and this one has written nothing."""
         self._begun = (self._workdir / "config.json").exists()
-        self._before = {path.name for path in self._workdir.iterdir()} - {lock.NAME}
+        self._before = {path.name for path in self._workdir.iterdir()} - {claims.LOCK}
 
     def begun(self) -> None:
-        """From here on what is there is a run's."""
+        """From here on the folder's content is a run's."""
         self._begun = True
         leaving.forget(self._clean)
 
@@ -200,24 +173,34 @@ class AsItWas:
         leaving.forget(self._clean)
         if kind and issubclass(kind, UserError):
             self._clean()
-        lock.release(self._workdir)
+        claims.release(self._workdir)
 
     def _clean(self) -> None:
-        if self._begun or not lock.held(self._workdir):
+        if self._begun or not claims.taken(self._workdir):
             return
+        for name in set(self.MADE) - self._before:
+            path = self._workdir / name
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            checkpoints = self._workdir / "checkpoints"
-            for name in set(self.MADE) - self._before:
-                path = self._workdir / name
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
-            if "checkpoints" not in self._before and checkpoints.is_dir():
-                shutil.rmtree(checkpoints)  # the run's name, and what was fetched from copies
-            for path in (checkpoints, *self._made):
-                if path.exists():
-                    path.rmdir()  # an empty one
+            for path in self._made:
+                path.rmdir()  # an empty one
+
+
+def record_start(workdir: Path, config: Config, tokenizer: Tokenizer, lineage: list) -> None:
+    """Writes what the folder has of a start, before its first step; `lineage`: the runs that it comes from."""
+    logs.open_log(workdir)
+    if not multihost.is_writer():
+        return
+    record(workdir, config)
+    tokenizer.save(workdir / "tokenizer")
+    write_json(workdir / "environment.json", notes.environment())
+    if lineage:
+        write_json(workdir / LINEAGE, {"forked": lineage})
+    else:  # a fork may have been killed here before it saved anything
+        (workdir / LINEAGE).unlink(missing_ok=True)
 
 
 def record(workdir: Path, config: Config) -> None:
@@ -256,7 +239,7 @@ def write_json(path: Path, content: dict) -> None:
 def check_same(old: Config, new: Config, workdir: Path, reached: int | None = None) -> str:
     """UserError where a run cannot go on from step `reached` (the newest here) with another config than it had.
 
-    Otherwise a note of what is not as it was: rounding, or phases that have not begun.
+    Otherwise a note of the differences: rounding, or phases that have not begun.
     """
     steps = writing.numbered(workdir / "checkpoints")
     if not steps and reached is None:
@@ -268,8 +251,6 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
             f"--workdir={workdir} holds an imported model, but config.run.fork={new.run.fork} begins with another "
             "run's; give a new workdir"
         )
-    plans = [schedule.make_plan(config) for config in (old, new)]
-    begun = max((s.phase_index + 1 for s in plans[0].segments if s.first_step <= reached), default=0)
     before, after = _kept(old), _kept(new)
     changed, later = [], False
     for key in sorted(before.keys() | after.keys()):
@@ -278,13 +259,13 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
         if was == now or (untrained and free):
             continue
         phase = re.match(r"schedule\.phases\[(\d+)\]\.", key)
-        if phase and int(phase[1]) >= begun > 0:
+        if phase and int(phase[1]) >= _phases_begun(old, reached) > 0:
             later = True
             continue
         general = f"phases.{key[phase.end() :]}" if phase else key
         if _among(general, ROUNDS):
             changed.append(f"{key} ({was!r} before, {now!r} now)")
-        elif not _among(general, MAY_CHANGE):
+        elif not _among(general, CHANGES_NOTHING + COMPARED_BY_CONTENT):
             raise UserError(
                 f"--workdir={workdir} was started with config.{key}={was!r}, now it is {now!r}; "
                 "restore it, or give a new workdir"
@@ -295,9 +276,15 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
             f"{', '.join(changed)}: sums have another order from here on, so the run rounds differently"
         )
     if later:
+        plans = [schedule.make_plan(config) for config in (old, new)]
         totals = " before, ".join(f"{plan.total_tokens:,} tokens in all" for plan in plans)
         notes.append(f"phases that have not begun ({totals} now): the learning rate follows the new length")
     return f"note: changed since step {reached}: {'; '.join(notes)}" if notes else ""
+
+
+def _phases_begun(config: Config, reached: int) -> int:
+    segments = schedule.make_plan(config).segments
+    return max((s.phase_index + 1 for s in segments if s.first_step <= reached), default=0)
 
 
 def _among(key: str, names: tuple[str, ...]) -> bool:

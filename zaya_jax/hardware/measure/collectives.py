@@ -102,7 +102,7 @@ def sizes(num_devices: int, room: int) -> Iterator[int]:
         size *= STEP
 
 
-def measure(
+def measure_collectives(
     devices: Sequence[Any], nodes: Sequence[int], room: int, seconds: float, say: Callable[[str], None]
 ) -> tuple[Collective, ...]:
     """Every collective on every set of devices, in all processes together; each counts the slowest one's time.

@@ -1,18 +1,14 @@
 """What was measured: a file that `experiments.characterize` writes and plans read; docs/hardware.md has its format.
 
 figures = load("out/all.json")
-figures.best_rate() / figures.peak       what of the chip's peak a product reaches
 figures.over("all-reduce", 8, 1)         one collective on 8 devices of one node, by size
 """
 
-import csv
 import dataclasses
 import datetime
-import io
 import json
 import os
 import statistics
-from collections.abc import Iterable
 from typing import Any
 
 from zaya_jax.config import UserError, files
@@ -96,6 +92,15 @@ class Stream:
         return self.bytes * MOVED[self.name] / self.seconds.median
 
 
+LISTS: dict[str, type] = {"collectives": Collective, "products": Product, "streams": Stream}
+RATES = (
+    "algorithm_bandwidth",
+    "bus_bandwidth",
+    "rate",
+    "bandwidth",
+)  # which follow from seconds, for readers
+
+
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """All that one run of characterize measured, and on what."""
@@ -118,10 +123,6 @@ class Figures:
         """Whether they are of the CPU of a host, and of no accelerator or network."""
         return self.platform == "cpu"
 
-    def best_rate(self) -> float | None:
-        """The fastest product, FLOP/s."""
-        return max((p.rate for p in self.products), default=None)
-
     def memory_bandwidth(self) -> float | None:
         """That of copying, the median of the three largest arrays: of memory, not of a cache."""
         copies = sorted((s for s in self.streams if s.name == "copy"), key=lambda s: s.bytes)
@@ -129,15 +130,13 @@ class Figures:
 
     def cache_bytes(self) -> int | None:
         """The largest array copied at 1.5 times the speed of memory; None where no cache shows."""
-        speed = self.memory_bandwidth()
-        copies = [s for s in self.streams if s.name == "copy"]
-        return max((s.bytes for s in copies if speed and s.bandwidth > 1.5 * speed), default=None)
+        speed = self.memory_bandwidth() or float("inf")
+        fast = (s.bytes for s in self.streams if s.name == "copy" and s.bandwidth > 1.5 * speed)
+        return max(fast, default=None)
 
     def rows_knee(self) -> int | None:
         """Rows of an expert from which on a grouped product is within 20% of its best."""
-        grouped = [p for p in self.products if p.name == "grouped forward"]
-        found = knee((p.m, p.rate) for p in grouped)
-        return None if found is None else int(found)
+        return knee((p.m, p.rate) for p in self.products if p.name == "grouped forward")
 
     def over(self, name: str, num_devices: int, num_nodes: int) -> list[Collective]:
         """One collective on one set of devices, by size."""
@@ -151,8 +150,7 @@ class Figures:
 
     def message_knee(self, name: str, num_devices: int, num_nodes: int) -> int | None:
         """Bytes from which on a collective is within 20% of its best bus bandwidth."""
-        found = knee((c.bytes, c.bus_bandwidth) for c in self.over(name, num_devices, num_nodes))
-        return None if found is None else int(found)
+        return knee((c.bytes, c.bus_bandwidth) for c in self.over(name, num_devices, num_nodes))
 
 
 def now() -> str:
@@ -161,75 +159,35 @@ def now() -> str:
 
 
 def to_json(figures: Figures) -> str:
-    """The file; rates stand beside the seconds that they follow from."""
+    """The file."""
     about: dict[str, Any] = {"format": FORMAT}
     if figures.of_host:
         about["note"] = "measured on a host's CPU: of no accelerator and no network"
     for field in dataclasses.fields(figures):
         value = getattr(figures, field.name)
-        about[field.name] = [_entry(x) for x in value] if isinstance(value, tuple) else value
+        about[field.name] = [_entry(x) for x in value] if field.name in LISTS else value
     return json.dumps(about, indent=1) + "\n"
 
 
+def _entry(measured: Any) -> dict[str, Any]:
+    rates = {name: getattr(measured, name) for name in RATES if hasattr(measured, name)}
+    return dataclasses.asdict(measured) | {"seconds": measured.seconds._asdict()} | rates
+
+
 def load(path: str | os.PathLike) -> Figures:
-    """The figures of a file; UserError where it is none."""
+    """The figures of a file; UserError where it holds none."""
     try:
         given = files.read_json(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as figures of experiments.characterize ({error})") from None
-    if not isinstance(given, dict) or given.get("format") != FORMAT:
-        has = given.get("format") if isinstance(given, dict) else None
+        if given["format"] != FORMAT:
+            raise ValueError(f"format {given['format']!r}, expected {FORMAT}")
+        found = {field.name: given[field.name] for field in dataclasses.fields(Figures)}
+        lists = {name: tuple(_read(kind, entry) for entry in given[name]) for name, kind in LISTS.items()}
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path} has no figures of experiments.characterize (format {has!r}, expected {FORMAT}); give its "
-            "all.json, collectives.json, matmul.json or memory.json"
-        )
-    try:
-        lists: dict[str, Any] = {
-            name: tuple(_read(kind, entry) for entry in given[name])
-            for name, kind in (("collectives", Collective), ("products", Product), ("streams", Stream))
-        }
-        names = [field.name for field in dataclasses.fields(Figures)]
-        return Figures(**{name: given[name] for name in names if name not in lists}, **lists)
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({type(error).__name__}: {error}); measure again") from None
-
-
-def to_csv(figures: Figures) -> str:
-    """A row for each measurement."""
-    columns = (
-        "kind", "name", "label", "num_devices", "num_nodes", "groups", "m", "n", "k", "dtype", "bytes",
-        "seconds_median", "seconds_p10", "seconds_p90", "samples", "rate", "unit", "bus_bandwidth",
-    )  # fmt: skip
-    out = io.StringIO()
-    writer = csv.DictWriter(out, columns, restval="", extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    for kind, entries in _kinds(figures):
-        for entry in entries:
-            times = dict(zip(columns[11:15], entry.seconds, strict=True))
-            row = {"kind": kind, **_entry(entry), **times, "unit": "B/s"}
-            rates = ("algorithm_bandwidth", "flops_per_second", "bandwidth")
-            row["rate"] = next(row[name] for name in rates if name in row)
-            if "flops_per_second" in row:
-                row["unit"] = "FLOP/s"
-            writer.writerow(row)
-    return out.getvalue()
-
-
-def _kinds(figures: Figures) -> list[tuple[str, Iterable[Any]]]:
-    return [("collective", figures.collectives), ("product", figures.products), ("memory", figures.streams)]
-
-
-def _entry(measured: Collective | Product | Stream) -> dict[str, Any]:
-    entry = dataclasses.asdict(measured) | {"seconds": measured.seconds._asdict()}
-    match measured:
-        case Collective():
-            entry["algorithm_bandwidth"] = measured.algorithm_bandwidth
-            entry["bus_bandwidth"] = measured.bus_bandwidth
-        case Product():
-            entry["flops_per_second"] = measured.rate
-        case Stream():
-            entry["bandwidth"] = measured.bandwidth
-    return entry
+            f"{path} cannot be read as figures of experiments.characterize ({type(error).__name__}: {error}); give its "
+            "all.json, collectives.json, matmul.json or memory.json, or measure again"
+        ) from None
+    return Figures(**found | lists)
 
 
 def _read(kind: type, entry: dict[str, Any]) -> Any:

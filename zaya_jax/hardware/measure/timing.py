@@ -67,7 +67,7 @@ def time_call(call: Callable[[], Any], seconds: float, queue: bool) -> Timing:
     return sample(call, course(warm_up(call), seconds, queue))
 
 
-def knee(points: Iterable[tuple[float, float]], share: float = 0.8) -> float | None:
+def knee(points: Iterable[tuple[int, float]], share: float = 0.8) -> int | None:
     """Of (size, rate): the least size whose rate is at least `share` of the best; None without points."""
     found = list(points)
     best = max((rate for _, rate in found), default=0.0)

@@ -1,0 +1,282 @@
+"""The machine code of a compiled program's Pallas kernels: registers, spills, shared memory, how many run at once.
+
+    for code in machine_code.read_kernels(compiled):    # one for each that differs from the others
+        code.name, code.registers, code.spills, code.shared, code.occupancy
+
+A program that is compiled for a GPU, here or not, serializes to a file that holds each kernel as the ELF file which the
+GPU's driver would load. What that says of itself is read here; `inner_loop` reads the instructions.
+
+The serialized program is XLA's own: a Riegeli file whose records are protocol buffers. Neither is promised to stay, so
+whatever is not found where JAX 0.11 and 0.12 have it is an error, never a guess.
+"""
+
+import dataclasses
+import math
+import re
+import struct
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pyarrow
+from flax import serialization
+
+ELF = b"\x7fELF"
+_CALL = re.compile(r'custom_call_target="__gpu\$xla\.gpu\.triton".*?\bname = \\?"([^"\\]+)')
+_FILE = bytes.fromhex("83af70d10d884a3f")  # with what a Riegeli file begins
+_BLOCK, _BLOCK_HEADER, _CHUNK_HEADER = 1 << 16, 24, 40
+_CODECS = {ord("s"): "snappy", ord("z"): "zstd", ord("b"): "brotli"}
+_AMD, _NVIDIA = 224, 190  # of an ELF file, its machine
+_NO_BITS = 8  # of a section, that the file holds none of it
+_SIZED = 4  # of an attribute, that a length stands before it
+_REGISTERS, _FRAME = (
+    0x2F,
+    0x11,
+)  # of what a cubin's .nv.info says of a kernel: registers, bytes of its local frame
+
+
+class Core(NamedTuple):
+    """What blocks of threads share: a compute unit of AMD, a multiprocessor of NVIDIA."""
+
+    warp: int  # threads
+    schedulers: int  # each issues for its own warps
+    registers: int  # of a thread, over all warps of a scheduler
+    most_registers: int  # of a thread
+    granule: int  # in which registers are given
+    warps: int  # of a scheduler at most
+    shared: int  # bytes
+    a_block: int  # bytes that one block may have
+    reserved: int  # bytes that each block takes besides
+    flops: int  # of bfloat16 products a clock, of which the data sheets' peaks are made
+
+
+# The vendors' ISA and tuning guides. MI300X: 304 x 2,048 x 2.1 GHz = 1,307 TFLOP/s; MI355X: 256 x 4,096 x 2.4 GHz =
+# 2,517 TFLOP/s; H100 and H200: 132 x 4,096 x 1.83 GHz = 989 TFLOP/s.
+_CDNA3 = Core(64, 4, 512, 512, 8, 8, 64 << 10, 64 << 10, 0, 2048)
+CORES = {
+    "gfx942": _CDNA3,
+    "gfx950": _CDNA3._replace(shared=160 << 10, a_block=160 << 10, flops=4096),
+    "sm_90": Core(32, 4, 512, 255, 8, 16, 228 << 10, 227 << 10, 1 << 10, 4096),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Code:
+    """A kernel, and how it is launched."""
+
+    name: str  # the `name` that `tiles.call` was given
+    arch: str  # of CORES
+    grid: tuple[int, ...]
+    threads: int  # of a block
+    registers: int  # of a thread; AMD's vector registers, those for matrices counted
+    spills: int  # registers for which there was no room; of NVIDIA, which does not say, the 4-byte words of the frame
+    private: int  # bytes of HBM that each thread has for what lies in no register
+    scalar_spills: int  # AMD's scalar registers, which go to lanes of a vector register
+    shared: int  # bytes of LDS, or shared memory, of a block
+    times: int  # how many calls of the program have this very code
+    elf: bytes = dataclasses.field(repr=False)
+
+    @property
+    def core(self) -> Core:
+        """What it runs on."""
+        return CORES[self.arch]
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return -(-self.threads // self.core.warp)
+
+    @property
+    def blocks(self) -> int:
+        """Of a core at once: as many as registers, shared memory and the scheduler allow; 0 where it cannot run."""
+        core = self.core
+        registers = -(-max(self.registers, 1) // core.granule) * core.granule
+        of_scheduler = min(core.registers // registers, core.warps)
+        found = of_scheduler * core.schedulers // self.warps
+        if self.shared > core.a_block or self.registers > core.most_registers:
+            return 0
+        return min(found, core.shared // (self.shared + core.reserved)) if self.shared else found
+
+    @property
+    def occupancy(self) -> float:
+        """Warps of a scheduler at once, of the `core.warps` that it can have."""
+        return self.blocks * self.warps / self.core.schedulers
+
+
+def read_kernels(compiled: Any) -> list[Code]:
+    """The Pallas kernels of a program that was compiled for a GPU, in the order in which they run, each code once."""
+    called = set(_CALL.findall(compiled.as_text()))
+    found: dict[tuple, Code] = {}
+    for record in _records(compiled.runtime_executable().serialize()):
+        if ELF not in record or record.startswith(ELF):
+            continue
+        for parents, elf in _elves(record):
+            code = _code(parents[-3], elf)
+            if code.name not in called:  # XLA's own
+                continue
+            known = found.get(key := (code.name, code.grid, elf))
+            found[key] = code if known is None else dataclasses.replace(known, times=known.times + 1)
+    if missing := called - {code.name for code in found.values()}:
+        raise ValueError(
+            f"no machine code of {', '.join(sorted(missing))} was found in the serialized program"
+        )
+    return list(found.values())
+
+
+def _code(call: bytes, elf: bytes) -> Code:
+    said = dict(_fields(call))  # 1: name, 3: grid, 4: block, 6: bytes of shared memory
+    grid, block = (_sizes(said[number]) for number in (3, 4))
+    symbol = said[1].decode()  # with a number for the second kernel of a name
+    of_elf = _of_elf(symbol, said.get(6, 0), elf)
+    name = re.sub(r"__\d+$", "", symbol)
+    return Code(name, grid=grid, threads=math.prod(block), times=1, elf=elf, **of_elf)
+
+
+def _sizes(message: bytes) -> tuple[int, ...]:
+    """x, y and z, which are the one thing in a message."""
+    ((_, inner),) = _fields(message)
+    return tuple(size for _, size in sorted(_fields(inner)))
+
+
+def _of_elf(name: str, shared: int, elf: bytes) -> dict[str, Any]:
+    machine, flags = struct.unpack_from("<H", elf, 18)[0], struct.unpack_from("<I", elf, 48)[0]
+    sections = _sections(elf)
+    if machine == _AMD:
+        said = _amd_metadata(sections[".note"])
+        (kernel,) = [k for k in said["amdhsa.kernels"] if k[".name"] == name]
+        return {
+            "arch": re.findall(r"gfx\w+", said["amdhsa.target"])[0],
+            "registers": kernel[".vgpr_count"],
+            "spills": kernel[".vgpr_spill_count"],
+            "private": kernel[".private_segment_fixed_size"],
+            "scalar_spills": kernel[".sgpr_spill_count"],
+            "shared": shared + kernel[".group_segment_fixed_size"],
+        }
+    if machine != _NVIDIA:
+        raise ValueError(f"kernel {name} is an ELF file for machine {machine}, which is no GPU's")
+    attributes = _nvidia_attributes(sections[".nv.info"])
+    return {
+        "arch": f"sm_{flags >> 8 & 0xFF}",
+        "registers": attributes[_REGISTERS],
+        "spills": attributes[_FRAME] // 4,
+        "private": attributes[_FRAME],
+        "scalar_spills": 0,
+        "shared": shared,
+    }
+
+
+def _sections(elf: bytes) -> dict[str, bytes]:
+    """What the sections of an ELF file of 64 bits hold, by name."""
+    (start,) = struct.unpack_from("<Q", elf, 40)
+    size, count, of_names = struct.unpack_from("<3H", elf, 58)
+    headers = [struct.unpack_from("<2I4Q", elf, start + i * size) for i in range(count)]
+    names = headers[of_names][4]
+    return {
+        elf[names + name : elf.index(b"\0", names + name)].decode(): elf[offset : offset + length]
+        for name, kind, _, _, offset, length in headers
+        if kind != _NO_BITS
+    }
+
+
+def _amd_metadata(note: bytes) -> dict[str, Any]:
+    name, length, _ = struct.unpack_from("<3I", note)
+    start = 12 + -(-name // 4) * 4
+    return serialization.msgpack_restore(note[start : start + length])
+
+
+def _nvidia_attributes(info: bytes) -> dict[int, int]:
+    """Of each attribute that has a kernel and a number the greatest number: a file holds one kernel."""
+    found: dict[int, int] = {}
+    at = 0
+    while at < len(info):
+        form, attribute, length = struct.unpack_from("<2BH", info, at)
+        at += 4
+        if form == _SIZED:
+            if length == 8:
+                (value,) = struct.unpack_from("<I", info, at + 4)
+                found[attribute] = max(found.get(attribute, 0), value)
+            at += length
+    return found
+
+
+########################################################################################################################
+# The file: Riegeli (github.com/google/riegeli, doc/riegeli_records_file_format.md) and protocol buffers
+########################################################################################################################
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    """The records of the Riegeli file in these bytes, which another file may be one of."""
+    begin = data.find(_FILE)
+    if begin < 0:
+        raise ValueError(
+            "XLA's serialized program is no Riegeli file any more; machine_code.py reads no other"
+        )
+    data = data[begin:]
+    data = b"".join(data[i + _BLOCK_HEADER : i + _BLOCK] for i in range(0, len(data), _BLOCK))
+    at = 0
+    while at + _CHUNK_HEADER <= len(data):
+        size, kind, count = struct.unpack_from("<8xQ8xB7s", data, at)
+        chunk = data[at + _CHUNK_HEADER : at + _CHUNK_HEADER + size]
+        at += _CHUNK_HEADER + size
+        if kind != ord("r"):  # "s" begins the file
+            continue
+        length, start = _number(chunk, 1)
+        sizes = _unpacked(chunk[0], chunk[start : start + length])
+        values = _unpacked(chunk[0], chunk[start + length :])
+        place = begin = 0
+        for _ in range(int.from_bytes(count, "little")):
+            length, place = _number(sizes, place)
+            record = values[begin : begin + length]
+            begin += length
+            if record.startswith(_FILE):
+                yield from _records(record)
+            else:
+                yield record
+
+
+def _unpacked(codec: int, data: bytes) -> bytes:
+    if codec == 0:
+        return data
+    size, start = _number(data, 0)
+    return pyarrow.Codec(_CODECS[codec]).decompress(data[start:], decompressed_size=size, asbytes=True)
+
+
+def _elves(message: bytes, parents: tuple[bytes, ...] = ()) -> Iterator[tuple[list[bytes], bytes]]:
+    """The ELF files in a protocol buffer, each with the messages around it, outermost first."""
+    around = (*parents, message)
+    for _, value in _fields(message):
+        if isinstance(value, bytes) and ELF in value:
+            if value.startswith(ELF):
+                yield list(around), value
+            else:
+                yield from _elves(value, around)
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Number and value of a message's fields, an int or bytes."""
+    at = 0
+    while at < len(message):
+        key, at = _number(message, at)
+        kind = key & 7
+        if kind == 0:
+            number, at = _number(message, at)
+            yield key >> 3, number
+            continue
+        if kind == 2:
+            length, at = _number(message, at)
+        elif kind in (1, 5):
+            length = 8 if kind == 1 else 4
+        else:
+            raise ValueError(f"no protocol buffer: wire type {kind} at byte {at}")
+        yield key >> 3, message[at : at + length]
+        at += length
+
+
+def _number(data: bytes, at: int) -> tuple[int, int]:
+    """A number of seven bits a byte, and where the next thing begins."""
+    found = shift = 0
+    while True:
+        byte = data[at]
+        found |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return found, at

@@ -1,0 +1,183 @@
+"""Who may write where: one writer of a workdir at a time, and no place of a run in another, however they are spelt."""
+
+import contextlib
+import fcntl
+import os
+import re
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+
+from zaya_jax import config
+from zaya_jax.checkpoint import claims, rewrite, store
+from zaya_jax.config import Checkpoint, UserError
+from zaya_jax.train.workdir import open_workdir
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from zaya_jax.checkpoint import claims
+claims.take(Path(sys.argv[1]))
+if not os.fork():  # a worker that outlives it
+    time.sleep(20)
+print("taken", flush=True)
+time.sleep(600)
+"""
+
+
+def train(workdir, *steps):
+    checkpoints = store.Store(workdir, Checkpoint(), print)
+    checkpoints.newest()
+    for step in steps:
+        checkpoints.save(step, {"params": {"w": jnp.arange(9.0) + step}}, {"step": step, "tokens": step})
+        checkpoints.wait()
+    checkpoints.close()
+    return workdir
+
+
+def tree(folder):
+    return {path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
+
+
+########################################################################################################################
+# The lock
+########################################################################################################################
+
+
+@pytest.fixture
+def holder(tmp_path, monkeypatch):
+    """A process that has the lock of a workdir."""
+    monkeypatch.setattr(claims, "PATIENCE", 1.0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "taken\n"
+    yield process
+    process.kill()
+    process.stdout.close()
+    process.wait()
+
+
+def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
+    workdir, settings = tmp_path / "run", config.check(config.default())
+    said = rf"in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S*; wait until"
+    source = train(tmp_path / "source", 3)
+    (tmp_path / "link").symlink_to(workdir)
+    for refused in (
+        lambda: open_workdir(workdir, settings),
+        lambda: open_workdir(workdir, settings),  # to be refused gives nobody else's lock back
+        lambda: open_workdir(tmp_path / "link", settings),
+        lambda: claims.require_free(workdir),
+        lambda: rewrite.reshard(source, workdir),
+    ):
+        with pytest.raises(UserError, match=said):
+            refused()
+    assert sorted(p.name for p in workdir.iterdir()) == [claims.LOCK], "nothing was written"
+    holder.kill()
+    claims.require_free(workdir)
+    open_workdir(workdir, settings)
+    open_workdir(workdir, settings)  # a run that goes on in the same process
+    claims.release(workdir)
+    claims.release(workdir)
+    rewrite.reshard(source, tmp_path / "new")
+    assert store.Store(tmp_path / "new").steps() == [3]
+
+
+def test_a_lock_whose_file_went_with_its_folder_locks_nothing(tmp_path, monkeypatch):
+    """A run that is refused takes its new folder away, while another waits for it."""
+    opened, times = claims._opened, [2]
+
+    def then_deleted(path):
+        file = opened(path)
+        if times[0]:
+            times[0] -= 1
+            path.unlink()
+        return file
+
+    monkeypatch.setattr(claims, "_opened", then_deleted)
+    claims.take(tmp_path)
+    assert claims._bears(claims._taken[tmp_path.resolve() / claims.LOCK], tmp_path / claims.LOCK)
+    claims.release(tmp_path)
+
+
+def test_where_files_cannot_be_locked_that_is_said(tmp_path, monkeypatch, capsys):
+    def cannot(*args):
+        raise OSError(37, os.strerror(37))
+
+    monkeypatch.setattr(fcntl, "lockf", cannot)
+    claims.take(tmp_path)
+    assert "cannot be locked" in capsys.readouterr().out
+    claims.release(tmp_path)
+
+
+########################################################################################################################
+# Folders
+########################################################################################################################
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch):
+    """A run's folder with steps 2 and 4, and links to it; the current folder is the one above."""
+    monkeypatch.chdir(tmp_path)
+    train(tmp_path / "run", 2, 4)
+    (tmp_path / "link").symlink_to(tmp_path / "run" / "checkpoints")
+    (tmp_path / "above").symlink_to(tmp_path)
+    return tmp_path / "run"
+
+
+WAYS = [
+    "{run}/checkpoints", "file://{run}/checkpoints", "local://{run}/checkpoints", "{run}/x/../checkpoints",
+    "run//checkpoints/.", "{top}/link", "{top}/above/run/checkpoints", "{run}/checkpoints/2", "{run}/checkpoints/new",
+    "{run}", "{run}/tokenizer", "{top}", ".", "/",
+]  # fmt: skip
+
+
+def test_no_copies_in_the_run_s_own_folder_nor_around_it(workdir, tmp_path):
+    before = tree(tmp_path)
+    asked = [Checkpoint(durable=way.format(run=workdir, top=tmp_path)) for way in WAYS]
+    asked += [Checkpoint(local=str(workdir)), Checkpoint(local="link/2")]
+    asked += [Checkpoint(local=str(tmp_path / "fast"), durable=str(tmp_path / "fast"))]
+    for settings in asked:
+        with pytest.raises(UserError, match=r"lie in each other.*give a place apart"):
+            store.Store(workdir, settings, print)
+    with pytest.raises(UserError, match="lie in each other"):  # before the folders exist
+        store.Store(tmp_path / "new", Checkpoint(durable=f"{tmp_path}/x/../new/checkpoints"), print)
+    assert tree(tmp_path) == before
+    store.Store(workdir, Checkpoint(local=str(tmp_path), durable=str(tmp_path / "runs")), print).close()
+    assert not claims.overlap(tmp_path / "new", tmp_path / "newer")
+
+
+def test_nothing_is_written_into_a_checkpoint_nor_beside_its_siblings(workdir, tmp_path):
+    inside, before = f"{workdir}/checkpoints/4/more", tree(tmp_path)
+    for write in (
+        lambda: rewrite.reshard(workdir, inside),
+        lambda: rewrite.reshard(workdir, f"file://{inside}"),
+        lambda: rewrite.export_params(workdir, inside),
+        lambda: claims.new_folder(tmp_path / "link" / "4" / "state" / "deep", "--out"),
+        lambda: open_workdir(inside, config.Config()),
+        lambda: store.Store(tmp_path / "apart", Checkpoint(durable=inside), print),
+        lambda: store.Store(tmp_path / "apart", Checkpoint(local=inside), print),
+    ):
+        with pytest.raises(UserError, match=r"lies in the checkpoint .*/checkpoints/4, where all"):
+            write()
+    for among in (workdir / "checkpoints" / "99", workdir / "checkpoints" / "a" / "b"):
+        with pytest.raises(UserError, match=r"lies in .*/checkpoints, among the checkpoints of a run"):
+            rewrite.export_params(workdir, among)
+    assert tree(tmp_path) == before
+
+
+def test_a_new_folder_is_no_link_and_is_whole_or_absent(workdir, tmp_path):
+    """Whatever a link leads to: the new folder takes its name at the end, which a link's cannot be."""
+    (tmp_path / "empty").mkdir()
+    for name, leads_to in (("to_empty", "empty"), ("to_nothing", "missing"), ("loop", "loop")):
+        (tmp_path / name).symlink_to(tmp_path / leads_to)
+        with pytest.raises(UserError, match=re.escape(f"{name} is a symbolic link; give a new folder")):
+            rewrite.export_params(workdir, tmp_path / name)
+    before = tree(tmp_path)
+    with contextlib.suppress(KeyError), claims.whole_or_nothing(tmp_path / "a" / "b") as part:
+        (part / "file").write_text("half")
+        raise KeyError
+    assert tree(tmp_path) == before
+    rewrite.export_params(workdir, tmp_path / "empty")

@@ -1,0 +1,519 @@
+"""Copies of checkpoints in another place, a folder or a real S3 server on this machine: sent, fetched, made up."""
+
+import contextlib
+import http.server
+import json
+import os
+import re
+import shutil
+import socket
+import threading
+import time
+
+import boto3
+import fsspec
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from zaya_jax.checkpoint import layout, rewrite, seal, store, times, writing
+from zaya_jax.checkpoint import vault as vault_lib
+from zaya_jax.checkpoint.vault import Vault
+from zaya_jax.config import Checkpoint, StorageError, UserError
+
+
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch):
+    monkeypatch.setattr(vault_lib, "PAUSES", (0.01, 0.01))
+
+
+@pytest.fixture(params=["s3", "folder"])
+def place(request, tmp_path):
+    """An empty place for checkpoints, and how to look at and change it behind the vault's back."""
+    if request.param == "folder":
+        return Place(str(tmp_path / "vault"))
+    request.getfixturevalue("s3_server")
+    return bucket(f"b{abs(hash(str(tmp_path)))}")
+
+
+def bucket(name):
+    boto3.client("s3").create_bucket(Bucket=name)
+    return Place(f"s3://{name}/run")
+
+
+class Place:
+    def __init__(self, url):
+        self.url = url
+        self.files, self.root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+
+    def names(self):
+        return sorted(path[len(self.root) + 1 :] for path in self.files.find(self.root))
+
+    def get(self, name):
+        return self.files.cat_file(f"{self.root}/{name}")
+
+    def put(self, name, content):
+        self.files.pipe_file(f"{self.root}/{name}", content)
+
+    def delete(self, name):
+        self.files.rm_file(f"{self.root}/{name}")
+
+
+def save(checkpoints, *steps, plus=0):
+    for step in steps:
+        state = {"params": {"w": jnp.arange(1000.0) + step + plus, "v": jnp.ones(7) * step}}
+        checkpoints.save(step, state, {"step": step, "tokens": step})
+        checkpoints.wait()
+
+
+def train(workdir, *steps, plus=0, say=print, **settings):
+    """A run's folder of checkpoints, with these steps."""
+    checkpoints = store.Store(workdir, Checkpoint(**{"keep": 9, **settings}), say)
+    checkpoints.newest()
+    save(checkpoints, *steps, plus=plus)
+    checkpoints.close()
+    return workdir / "checkpoints"
+
+
+def start(root, copies, **settings):
+    """(the newest step, those without a copy at the end)."""
+    checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies), **settings), print)
+    return checkpoints.newest(), checkpoints.close()
+
+
+def content(folder):
+    return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+def cut_off(*_):
+    raise OSError("dead")
+
+
+########################################################################################################################
+# The vault
+########################################################################################################################
+
+
+def test_there_and_back(place, tmp_path):
+    folder = train(tmp_path / "run", 5) / "5"
+    sums, vault = writing.read_seal(folder).files, Vault(place.url)
+    names = list(sums)
+    assert vault.steps() == []
+    for some in (names[::2], names[3::2]):  # as two processes do
+        Vault(place.url).upload(folder, 5, {name: sums[name] for name in some})
+    assert vault.steps() == [], "not whole before its marker is there"
+    with pytest.raises(StorageError, match=f"lacks 1 of {len(names)} files, such as {names[1]}"):
+        vault.complete(folder, 5)
+    place.put(f"5/{names[0]}", b"half")
+    with pytest.raises(StorageError, match=f"lacks 2 of {len(names)} files, such as {names[0]}"):
+        vault.complete(folder, 5)
+    assert vault.steps() == [] and vault.clear() == [5] and place.names() == []
+    vault.upload(folder, 5, sums)
+    vault.complete(folder, 5)
+    assert vault.clear() == [] and vault.steps() == [5] and vault.manifest(5) == writing.read_seal(folder)
+    assert place.names() == sorted(f"5/{name}" for name in [*names, layout.MARKER])
+    vault.download(5, tmp_path / "back")
+    for name in names:
+        assert (tmp_path / "back" / name).read_bytes() == (folder / name).read_bytes()
+    victim = folder / names[-1]
+    victim.write_bytes(victim.read_bytes()[:-1] + b"?")
+    with pytest.raises(StorageError, match=f"{names[-1]} is changed"):  # not copied as if it were whole
+        vault.upload(folder, 5, sums)
+    vault.remove(5)
+    assert vault.steps() == [] and place.names() == []
+
+
+def test_damage_is_named(place, tmp_path):
+    train(tmp_path / "run", 5, durable=place.url)
+    vault, chunk = Vault(place.url), "state/params.w/c.0"
+    whole = place.get(f"5/{chunk}")
+    assert vault.verify(5) == []
+    for damaged, what in (
+        (whole[:9] + bytes([whole[9] ^ 1]) + whole[10:], "changed"),
+        (whole[:-3], "truncated"),
+        (None, "missing|No such file|cannot read"),
+    ):
+        place.put(f"5/{chunk}", damaged) if damaged else place.delete(f"5/{chunk}")
+        with pytest.raises(StorageError, match=what) as error:
+            vault.download(5, tmp_path / what[:4])
+        assert chunk in str(error.value) and (damaged is None or "(array params.w)" in str(error.value))
+        (found,) = vault.verify(5)
+        assert (found.file, found.array) == (chunk, "params.w") and what.split("|")[0] in found.what
+    place.put(f"5/{layout.MARKER}", place.get(f"5/{layout.MARKER}").replace(b"1", b"2"))
+    with pytest.raises(StorageError, match=f"{layout.MARKER} is changed"):
+        vault.download(5, tmp_path / "marker")
+
+
+def test_deleting_takes_the_marker_first(place, tmp_path, monkeypatch):
+    train(tmp_path / "run", 5, durable=place.url)
+    vault, gone = Vault(place.url), []
+    delete = vault._delete
+
+    def dies(name):
+        if gone:
+            raise PermissionError("no more")
+        gone.append(name)
+        delete(name)
+
+    monkeypatch.setattr(vault, "_delete", dies)
+    with pytest.raises(StorageError, match="cannot delete"):
+        vault.remove(5)
+    assert gone == [f"5/{layout.MARKER}"]
+    other = Vault(place.url)
+    assert other.steps() == [] and other.clear() == [5] and place.names() == [seal.RUN]
+
+
+def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_path, monkeypatch):
+    place, folder = bucket("flaky"), train(tmp_path / "run", 5) / "5"
+    sums, vault, fails, said = writing.read_seal(folder).files, Vault(place.url), [2], []
+    (name, *_), pipe, vault.tell = sums, vault._files.pipe_file, said.append
+
+    def sometimes(*args):
+        if fails[0]:
+            fails[0] -= 1
+            raise ConnectionResetError("reset by peer")
+        return pipe(*args)
+
+    monkeypatch.setattr(vault._files, "pipe_file", sometimes)
+    vault.upload(folder, 5, {name: sums[name]})
+    assert place.names() == [f"5/{name}"]
+    assert said == [f"warning: cannot write s3://flaky/run/5/{name} yet: reset by peer; trying again"]
+    fails[0] = 1000
+    with pytest.raises(
+        StorageError, match=r"cannot write s3://flaky/run/5/.* after 3 attempts: reset by peer"
+    ):
+        vault.upload(folder, 5, sums)
+    for url, error, words in (
+        ("s3://no-such-bucket/run", StorageError, "no-such-bucket"),
+        ("nosuch://x", UserError, "no URL that fsspec knows"),
+        ("simplecache::file:///x", UserError, "is a chain of file systems"),
+    ):
+        with pytest.raises(error, match=words):
+            Vault(url).steps()
+
+
+class Stalling(http.server.BaseHTTPRequestHandler):
+    """Begins each answer and does not end it."""
+
+    over = threading.Event()
+
+    def do_HEAD(self):
+        self.send_response(200)
+        self.send_header("Content-Length", "100")
+        self.end_headers()
+
+    def do_GET(self):
+        self.do_HEAD()
+        self.wfile.write(b"some")
+        self.over.wait()
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.mark.parametrize("kind", ["absent", "silent", "stalling"])
+def test_a_place_without_answers_has_an_end(monkeypatch, kind):
+    """Each attempt is one request: botocore's and s3fs's own came in between, so that what never answered was first
+    spoken of after ten minutes. One that stalls within its answers took six times 60 s at every request."""
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "x")
+    silent, asked = socket.create_server(("localhost", 0)), []
+
+    def take():
+        with contextlib.suppress(OSError):
+            while True:
+                asked.append(silent.accept()[0])
+
+    if kind == "silent":
+        threading.Thread(target=take, daemon=True).start()
+    server = http.server.ThreadingHTTPServer(("localhost", 0), Stalling)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    port = {"absent": 9, "silent": silent.getsockname()[1], "stalling": server.server_port}[kind]
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://localhost:{port}")
+    monkeypatch.setattr(vault_lib, "READ_TIMEOUT", 0.5)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another endpoint
+    vault, begun = Vault("s3://bucket/run"), time.monotonic()
+    with pytest.raises(
+        StorageError, match=r"cannot read s3://bucket/run/5/x after 3 attempts.*AWS_ENDPOINT_URL"
+    ):
+        vault.get(5, "x")
+    assert len(asked) == (3 if kind == "silent" else 0)
+    monkeypatch.setattr(vault_lib, "PATIENCE", 1.0)
+    monkeypatch.setattr(vault_lib, "PAUSES", (0.1,) * 100)
+    with contextlib.suppress(StorageError):
+        vault.get(5, "x")
+    with pytest.raises(StorageError, match="after 1 attempt:"):  # until there is an answer
+        vault.get(5, "x")
+    assert time.monotonic() - begun < 20
+    Stalling.over.set()
+    server.shutdown()
+    server.server_close()
+    silent.close()
+
+
+########################################################################################################################
+# A run's copies
+########################################################################################################################
+
+
+def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
+    train(tmp_path / "run", 5, 6, durable=place.url)
+    assert Vault(place.url).steps() == [5, 6]
+    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / times.TIMES).read_text().splitlines()]
+    assert kinds == ["save", "copy"] * 2
+    # The commands take its address as they take a workdir.
+    rewrite.reshard(place.url, tmp_path / "moved", step=5)
+    assert store.Store(tmp_path / "moved").steps() == [5]
+    found = vault_lib.vault_at(place.url)
+    assert found is not None and found.steps() == [5, 6] and vault_lib.vault_at(tmp_path / "run") is None
+    # Another machine, and an empty folder.
+    said = []
+    other = store.Store(tmp_path / "other", Checkpoint(durable=place.url), said.append)
+    assert other.newest() == 6 and "fetched from" in said[0]
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    like = {
+        "params": {
+            n: jax.ShapeDtypeStruct((m,), np.float32, sharding=one) for n, m in (("w", 1000), ("v", 7))
+        }
+    }
+    np.testing.assert_array_equal(other.restore(6, like)[0]["params"]["w"], np.arange(1000.0) + 6)
+    # A damaged copy is not taken.
+    name = "6/state/params.w/c.0"
+    place.put(name, place.get(name)[:-1] + b"?")
+    third = tmp_path / "third"
+    with pytest.raises(StorageError, match=r"6/state/params.w/c.0 \(array params.w\) is changed.*=previous"):
+        store.Store(third, Checkpoint(durable=place.url), said.append).newest()
+    careful = Checkpoint(durable=place.url, on_corrupt="previous")
+    assert store.Store(third, careful, said.append).newest() == 5 and "WARNING: step 6" in said[1]
+    name = "5/state/params.w/c.0"
+    place.put(name, place.get(name)[:-1] + b"?")
+    with pytest.raises(StorageError, match=r"no copy in .* is whole: restore one"):  # nor a fresh start made
+        store.Store(tmp_path / "fourth", careful, said.append).newest()
+    # What the rules delete goes there too.
+    train(tmp_path / "run", 7, durable=place.url, keep=1)
+    assert Vault(place.url).steps() == [7]
+
+
+def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsys):
+    """At the next start and at each end, whatever kept them away: a store that failed, a kill, another hand."""
+    root = train(tmp_path / "run", 5, 6)  # saved before there was a durable place
+    vault = Vault(place.url)
+    assert start(root, place.url) == (6, [])
+    assert vault.steps() == [5, 6] and vault.verify(5) == [] and vault.verify(6) == []
+
+    # Cut short, and with a damaged list.
+    place.delete(f"5/{layout.MARKER}")
+    place.put(f"6/{layout.MARKER}", b"{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(vault_lib, "PAUSES", ())
+        patch.setattr(Vault, "_write", cut_off)
+        assert start(root, place.url) == (6, [5, 6])
+        said = capsys.readouterr().out
+        assert "warning: step 6 is saved, but its copy is NOT: cannot write" in said
+        assert re.search(
+            f"error: {place.url} has no whole copy of step 5, 6: .*; the same command tries again", said
+        )
+    checkpoints = store.Store(root.parent, Checkpoint(durable=place.url, keep=9), print)
+    checkpoints.newest()
+    checkpoints.tiers.settle()
+    assert vault.steps() == [5, 6]
+    save(checkpoints, 7)
+    assert vault.steps() == [5, 6, 7] and checkpoints.close() == []
+    assert all(vault.verify(step) == [] for step in (5, 6, 7))
+    # A step that is saved anew is no whole copy until all of it is.
+    with monkeypatch.context() as patch:
+        patch.setattr(Vault, "complete", lambda *args: (_ for _ in ()).throw(StorageError("cut short")))
+        writing.remove(root, 5)
+        checkpoints = store.Store(root.parent, Checkpoint(durable=place.url, keep=9), print)
+        save(checkpoints, 5, plus=1)
+        checkpoints.close()
+        assert vault.steps() == [6, 7] and checkpoints.steps() == [5, 6, 7]
+    assert start(root, place.url) == (7, []) and vault.manifest(5) == writing.read_seal(root / "5")
+
+
+def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_path, capsys):
+    train(tmp_path / "run", 5, durable=place.url)
+    train(tmp_path / "stranger", 9)
+    before = {name: place.get(name) for name in place.names()}
+    with pytest.raises(
+        UserError, match=r"place of another run than .*/stranger \(that is run \w+, this is run \w+"
+    ):
+        store.Store(tmp_path / "stranger", Checkpoint(durable=place.url), print).newest()
+
+    def other(meta):
+        raise UserError("it has another learning rate")
+
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"of another run than .*/new \(it has another learning rate\)"):
+            store.Store(tmp_path / "new", Checkpoint(durable=place.url), print, other).newest()
+        assert writing.numbered(tmp_path / "new" / "checkpoints") == []
+    asked = []
+    assert store.Store(tmp_path / "same", Checkpoint(durable=place.url), print, asked.append).newest() == 5
+    assert asked[0]["step"] == 5
+    assert {name: place.get(name) for name in place.names()} == before
+    # Where the name is lost, nobody takes the place.
+    place.delete(seal.RUN)
+    for workdir in ("run", "stranger", "another"):
+        with pytest.raises(UserError, match=r"holds step 5, and no \.run tells whose it is"):
+            store.Store(tmp_path / workdir, Checkpoint(durable=place.url), print).newest()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run's folder of checkpoints with three steps, and that of their copies."""
+    return train(tmp_path / "run", 2, 4, 6, durable=str(tmp_path / "copies")), tmp_path / "copies"
+
+
+CHUNK = "state/params.w/c.0"
+CUT = {
+    "a chunk is gone": lambda step: os.remove(step / CHUNK),
+    "cut": lambda step: os.truncate(step / CHUNK, 10),
+    "meta is gone": lambda step: os.remove(step / layout.META),
+    "more": lambda step: (step / "state" / "more").write_text(""),
+    "a pipe": lambda step: (os.remove(step / CHUNK), os.mkfifo(step / CHUNK)),
+}
+
+
+@pytest.mark.parametrize("how", CUT)
+def test_a_copy_whose_list_is_whole_is_completed(run, how):
+    root, copies = run
+    CUT[how](copies / "4")
+    assert Vault(str(copies)).verify(4) != []
+    assert start(root, copies) == (6, []) and Vault(str(copies)).verify(4) == []
+
+
+def test_wrong_steps_cost_no_copy_and_are_never_fetched(run, tmp_path, capsys):
+    root, copies = run
+    before, own = content(copies), tmp_path / "own"
+    other = train(tmp_path / "other", 4, 8, plus=5)
+    shutil.copytree(root, own)
+    for wrong, words in (
+        (other / "4", r"checksums.json is of run \w+, not of run"),
+        (own / "6", r"checksums.json is of step 6"),
+    ):
+        shutil.rmtree(root / "4")
+        shutil.copytree(wrong, root / "4")
+        assert start(root, copies) == (6, [])
+        assert re.search(rf"WARNING: .*/4 is damaged: {words}.*move it away", capsys.readouterr().out)
+        assert content(copies) == before
+    shutil.copytree(other / "8", copies / "8")
+    with pytest.raises(StorageError, match=r"8/checksums\.json is of run"):
+        start(root, copies)
+    assert start(root, copies, on_corrupt="previous")[0] == 6
+
+
+def test_a_whole_copy_is_not_given_up_for_a_damaged_step_of_another_content(run, tmp_path, capsys):
+    """As after going back and training anew: the copy is of the step that was here before."""
+    root, copies = run
+    (tmp_path / "anew" / "checkpoints").mkdir(parents=True)
+    shutil.copyfile(root / seal.RUN, tmp_path / "anew" / "checkpoints" / seal.RUN)
+    anew = train(tmp_path / "anew", 4, plus=9)
+    shutil.rmtree(root / "4")
+    shutil.copytree(anew / "4", root / "4")
+    os.truncate(root / "4" / CHUNK, 10)
+    before = content(copies)
+    assert start(root, copies) == (6, [4]) and content(copies) == before
+    said = capsys.readouterr().out
+    assert re.search(r"has no whole copy of step 4: .*/4 is damaged: .*c\.0 .* truncated", said)
+    shutil.rmtree(root / "4")
+    shutil.copytree(anew / "4", root / "4")
+    assert start(root, copies) == (6, []) and Vault(str(copies)).manifest(4) == writing.read_seal(root / "4")
+
+
+def test_two_runs_that_begin_on_one_empty_place(tmp_path, capsys):
+    place = tmp_path / "empty"
+    first, second = (store.Store(tmp_path / name, Checkpoint(durable=str(place)), print) for name in "ab")
+    assert first.newest() is None and second.newest() is None
+    save(first, 1)
+    save(second, 1)
+    assert first.close() == [] and second.close() == [1]
+    assert "give each run a place of its own" in capsys.readouterr().out
+    assert Vault(str(place)).verify(1) == []
+
+
+@pytest.mark.parametrize("local", [False, True])
+def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch, local):
+    """It had: the next save waited for max_wait, counted as failed, and the third one ended the run."""
+    alive, said, upload = threading.Event(), [], Vault.upload
+
+    def waits(*args):
+        assert alive.wait(60)
+        upload(*args)
+
+    monkeypatch.setattr(Vault, "upload", waits)
+    copies, fast = tmp_path / "copies", str(tmp_path / "fast") if local else ""
+    settings = Checkpoint(durable=str(copies), local=fast, keep=2, max_wait=0.1, max_failures=1)
+    checkpoints = store.Store(tmp_path / "run", settings, said.append)
+    checkpoints.newest()
+    for step in range(1, 6):
+        assert checkpoints.free(step)
+        checkpoints.save(step, {"params": {"w": jnp.arange(9.0) + step}}, {"step": step, "tokens": step})
+        until = time.monotonic() + 10
+        while not checkpoints._collect(0) or step not in checkpoints.steps():
+            assert time.monotonic() < until, "publishing waits for the copy"
+            time.sleep(0.01)
+    assert said == []
+    alive.set()
+    assert checkpoints.close() == []
+    assert {4, 5} <= set(checkpoints.steps()) <= {1, 3, 4, 5}  # the one that is on its way stays
+    assert {4, 5} <= set(Vault(str(copies)).steps()) and not Vault(str(copies)).unfinished()
+
+
+@pytest.fixture
+def dead(monkeypatch):
+    """The durable place does not answer, until it is called."""
+    attempt = Vault._attempt
+
+    def refuses(self, verb, name, *rest):
+        raise StorageError(f"cannot {verb} {self.url}/{name}") from ConnectionRefusedError("refused")
+
+    monkeypatch.setattr(Vault, "_attempt", refuses)
+    return lambda: monkeypatch.setattr(Vault, "_attempt", attempt)
+
+
+def test_a_run_goes_on_from_what_is_here_while_the_place_is_dead(run, tmp_path, dead):
+    """A process that was killed meanwhile had ended the run with 4: its start looked for newer copies."""
+    root, copies = run
+    said = []
+    checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), said.append)
+    assert checkpoints.newest() == 6
+    assert any("going on from step 6, which is here" in line for line in said)
+    assert checkpoints.close() == [2, 4, 6]  # nobody knows
+    with pytest.raises(StorageError, match="cannot look at"):  # nothing is here to go on from
+        start(tmp_path / "new" / "checkpoints", copies)
+
+
+def test_what_was_given_up_is_not_fetched_from_a_place_that_was_dead_meanwhile(run, dead):
+    root, copies = run
+    decision = {"kind": "spike", "step": 2, "batches": 3, "at": 7, "seen": "x"}
+    checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), print)
+    checkpoints.drop_stale([decision])
+    dead()  # it lives again
+    assert checkpoints.newest() == 2
+    checkpoints.close()
+    assert Vault(str(copies)).steps() == [2, 4, 6]
+    again = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), print)
+    again.drop_stale([decision])
+    assert again.newest() == 2 and again.close() == []
+    assert Vault(str(copies)).steps() == [2]
+
+
+def test_a_stop_waits_for_no_dead_place(tmp_path, monkeypatch):
+    """All attempts of all copies that were on their way were made first: an hour, where the place took requests."""
+    said, settings = [], Checkpoint(keep=9, max_wait=0.1, durable=str(tmp_path / "copies"))
+    with monkeypatch.context() as patch:
+        patch.setattr(vault_lib, "PAUSES", (100.0,))
+        patch.setattr(Vault, "_write", cut_off)
+        checkpoints = store.Store(tmp_path / "run", settings, said.append)
+        checkpoints.newest()
+        for step in (1, 2):
+            assert checkpoints.free(step)
+            checkpoints.save(step, {"params": {"w": jnp.arange(9.0)}}, {"step": step, "tokens": step})
+            checkpoints.wait(copies=False)
+        assert checkpoints.steps() == [1, 2]
+        assert checkpoints.close(again=False) == [1, 2]
+    assert any("step 1 is saved, but its copy is NOT" in line and "may not wait" in line for line in said)
+    assert "has no whole copy of step 1, 2" in said[-1] and "the same command tries again" in said[-1]
+    assert start(tmp_path / "run" / "checkpoints", tmp_path / "copies") == (2, [])
+    assert Vault(str(tmp_path / "copies")).steps() == [1, 2]

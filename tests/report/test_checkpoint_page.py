@@ -1,0 +1,108 @@
+"""The page of checkpoint times: of few and of many processes and saves, with a slow host and a bad moment."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from made_run import checked
+
+from zaya_jax.checkpoint import times
+from zaya_jax.config import UserError
+from zaya_jax.report import checkpoints, write_report
+
+
+def make(folder, processes, saves, slow=9.0):
+    """Times whose last process is slow; the middle save took all of them long."""
+    folder.mkdir(exist_ok=True)
+    with (folder / times.TIMES).open("w") as file:
+
+        def tell(kind, step, process, stages, begun):
+            line = {
+                "kind": kind,
+                "step": step,
+                "process": process,
+                "stages": stages,
+                "bytes": 10e9,
+                "time": begun,
+            }
+            file.write(json.dumps(line) + "\n")
+
+        for save in range(1, saves + 1):
+            for process in range(processes):
+                seconds = slow if process == processes - 1 else 1.0
+                seconds *= 60.0 if saves > 4 and save == saves // 2 else 1.0
+                stages = {"copy": 0.1, "serialise": 0.2, "write": seconds, "commit": 0.3}
+                tell("save", 10 * save, process, stages, save)
+        for process in range(processes):
+            tell("load", 10, process, {"verify": 0.5, "read": 2.0, "place": 1.0}, 999)
+        file.write('{"kind": "save", "step": 3')  # killed while writing
+    return folder
+
+
+def drawn(workdir):
+    """The page, and the titles of its pictures."""
+    page = checkpoints.checkpoints_document(workdir).html()
+    checked(page)
+    return page, re.findall("<figcaption>(.*?)</figcaption>", page)
+
+
+def test_page_of_eight_processes(tmp_path):
+    page, captions = drawn(make(tmp_path / "run", 8, 12))
+    assert captions == [
+        "Copy", "Whole save", "Copy (to the snapshot)", "Serialise (chunks, checksums)", "Write",
+        "Commit (wait for all, then the name)", "Step 10 by process",
+    ]  # fmt: skip
+    assert "Process 7 is slow: its write takes 9 s, the others&#x27; 1 s (medians of 12 saves)." in page
+    assert page.count("is slow") == 1 and "The longest, 9 min, is beyond the colours." in page
+    assert "verify at most 0.5 s; read at most 2 s; place at most 1 s" in page
+    assert "80 GB onto all processes" in page and "slowest of" not in page
+
+
+@pytest.mark.parametrize(("processes", "saves"), [(1, 1), (1, 2), (2, 3), (300, 50), (3, 2000)])
+def test_page_of_few_and_of_many(tmp_path, processes, saves):
+    page, captions = drawn(make(tmp_path / "run", processes, saves))
+    assert len(captions) == 5 + 2 * (saves > 1) and len(page) < 400_000
+    assert ("Each row is the slowest of 5 processes." in page) == (processes == 300)
+    assert ("Each column is the slowest of 5 processes." in page) == (processes == 300)
+    assert ("Each column is the slowest of 17 saves." in page) == (saves == 2000)
+    assert ("Process 299 is slow" in page) == (processes == 300)
+
+
+def test_groups_keep_their_slowest(tmp_path):
+    saves = list(times.read(make(tmp_path / "run", 300, 50))["save"].values())
+    names, steps, cells, notes = checkpoints.stage_rows(saves, "write")
+    assert len(names) == len(cells) == 60 and names[0] == "0–4" and names[-1] == "295–299"
+    assert len(steps) == 50 and steps[0] == 10.0 and len(notes) == 1
+    np.testing.assert_array_equal(np.median(cells, axis=1), [1.0] * 59 + [9.0])
+    assert cells.max() == 540.0
+    names, _, cells, notes = checkpoints.stage_rows(saves, "commit")
+    assert names == ["all"] and cells.shape == (1, 50) and "process 0 commits" in notes[0]
+    assert checkpoints.stage_rows(saves, "nap") is None
+
+
+def test_a_process_that_is_missing_somewhere(tmp_path):
+    run = make(tmp_path / "run", 4, 6)
+    lines = (run / times.TIMES).read_text().splitlines()
+    (run / times.TIMES).write_text("\n".join(x for i, x in enumerate(lines) if i not in (0, 5)) + "\n")
+    page, captions = drawn(run)
+    assert "Process 3 is slow" in page and len(captions) == 7
+
+
+def test_no_slow_process_is_named_without_reason(tmp_path):
+    for name, processes, saves, slow in (("even", 8, 12, 1.2), ("two", 2, 12, 9.0), ("once", 8, 1, 9.0)):
+        assert "is slow" not in drawn(make(tmp_path / name, processes, saves, slow))[0]
+
+
+def test_nothing_to_draw(tmp_path):
+    with pytest.raises(UserError, match="no checkpoint and no times"):
+        checkpoints.checkpoints_document(tmp_path / "nothing")
+
+
+def test_the_training_report_shows_the_times_of_saving(tmp_path):
+    run = make(tmp_path / "run", 2, 5)
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 60, "loss": 1.0}\n')
+    page = write_report(run).read_text()
+    assert "<h2>Checkpoints</h2>" in page and "<figcaption>Whole save<" in page
+    (run / times.TIMES).unlink()
+    assert "<h2>Checkpoints</h2>" not in write_report(run).read_text()

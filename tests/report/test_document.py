@@ -1,0 +1,87 @@
+"""Tables, sections and documents: one content as text, as Markdown and as a page; values as people read them."""
+
+import math
+
+import pytest
+from made_run import checked
+
+from zaya_jax.config import UserError
+from zaya_jax.report.document import Document, Section, Table, check_target, write_page
+from zaya_jax.report.text import Markup, byte_size, duration, escape, number, percent
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"), (1.63499, "1.635"), (-2.5, "−2.5"), (4096, "4096"), (9999.9, "10k"), (12_345, "12.35k"),
+        (1_638_400, "1.638M"), (8_840_488_784, "8.84B"), (1e-5, "1e−5"), (2.33e-7, "2.33e−7"), (1e200, "1e+200"),
+        (math.nan, "NaN"), (math.inf, "∞"), (-math.inf, "−∞"),
+    ],
+)  # fmt: skip
+def test_number(value, text):
+    assert number(value) == text
+
+
+def test_durations_shares_and_sizes():
+    seconds = (0, 2e-5, 0.0123, 4.25, 125, 3600, 90061, math.nan)
+    assert [duration(s) for s in seconds] == [
+        "0 s", "20 µs", "12.3 ms", "4.25 s", "2 min 5 s", "1 h", "1 d 1 h", "–",
+    ]  # fmt: skip
+    assert [percent(0.1234), percent(math.nan), number(9799.6, 3)] == ["12.3 %", "–", "9800"]
+    assert [byte_size(s) for s in (12, 34_000, 181.3e9, 1.25e12)] == ["12 B", "34 kB", "181.3 GB", "1.25 TB"]
+
+
+def test_escape_shows_control_characters_and_quotes_markup():
+    assert escape('<a href="x">&\'\x00\x1b[0m\x85\n\t') == (
+        "&lt;a href=&quot;x&quot;&gt;&amp;&#x27;␀␛[0m\ufffd\n\t"
+    )
+    assert escape(escape("<")) == "&lt;" and escape(Markup("<b>x</b>")) == "<b>x</b>"
+
+
+TABLE = Table("T <1>", ["name", "value"], [["a|b\nc", "1"], ["\x1b[2J", "23"], [Markup("<b>x</b>"), "<i>"]])
+
+
+def test_a_table_is_text_markdown_and_html():
+    assert TABLE.text().splitlines()[0] == "T <1>" and "\x1b" not in TABLE.text()
+    lines = TABLE.text().splitlines()[1:]
+    assert len({len(line) for line in lines}) == 1 and lines[1].endswith("    1")
+    assert "| a\\|b c | 1 |" in TABLE.markdown() and TABLE.markdown().startswith(
+        "### T <1>\n\n| name | value |\n|---|"
+    )
+    assert "<h3>T &lt;1&gt;</h3>" in TABLE.html() and "<b>x</b></th><td>&lt;i&gt;</td>" in TABLE.html()
+    assert (
+        Table("f", ["k"], [["v"]], folded=False).html().startswith("<details open><summary>f (1)</summary>")
+    )
+
+
+def test_a_document_leaves_out_sections_without_content():
+    full = Section("S", "words", [TABLE], ["note"], pictures="<figure></figure>")
+    whole = Document(
+        "D", "kind", "about <x>", [Section("empty"), full],
+        [("tile", "1", "of 2")], ["careful"], "foot",
+    )  # fmt: skip
+    text = checked(whole.html())
+    for words in ("D kind", "about <x>", "S", "words", "note", "tile1of 2", "careful", "foot"):
+        assert words in text, words
+    assert "empty" not in text and "empty" not in whole.markdown()
+    assert "## S\n\nwords\n\n### T <1>" in whole.markdown() and "- note" in whole.markdown()
+    assert "figure" not in whole.markdown()
+
+
+def test_a_page_is_written_whole_or_not_at_all(tmp_path):
+    target = write_page(tmp_path / "a.html", lambda: "new \ud800")
+    assert target.read_bytes() == b"new ?"
+    with pytest.raises(RuntimeError):
+        write_page(target, lambda: (_ for _ in ()).throw(RuntimeError()))
+    assert target.read_bytes() == b"new ?"
+    (tmp_path / "folder.html").mkdir()
+    with pytest.raises(UserError, match=r"no report: .*folder\.html.* replaceable"):
+        write_page(tmp_path / "folder.html", lambda: "")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.html", "folder.html"]
+
+
+@pytest.mark.parametrize(("name", "says"), [("a.txt", "does not end in .html"), ("d.html", "is a folder")])
+def test_a_target_is_a_page(tmp_path, name, says):
+    (tmp_path / "d.html").mkdir()
+    with pytest.raises(UserError, match=says):
+        check_target(tmp_path / name, "--out")

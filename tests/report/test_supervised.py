@@ -1,0 +1,147 @@
+"""The part on a supervised run: what is drawn of which second, the tables, and nothing for other runs."""
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from made_run import checked
+
+from zaya_jax.aegis import accounts
+from zaya_jax.aegis.events import FILES, FOLDER, Event
+from zaya_jax.report import supervised, write_report
+from zaya_jax.report.svg import FLOOR, LEFT, RIGHT, TOP, WIDTH
+
+
+def spent(time, seconds, first, last, **sections):
+    return Event("spent", time, step=last, seconds=seconds, facts={"from": first, "sections": sections})
+
+
+def befallen(faults=3, left_out=1, days=0.0):
+    """Events of a run with so many deaths, each 100 s after a start, and so many spikes."""
+    time, step, found = 1e9, 0, []
+    for turn in range(faults + 1):
+        found.append(Event("started", time, step=step if turn else -1, facts={"start": turn + 1}))
+        if turn:
+            found.append(Event("restarted", time + 8, step=step, seconds=12.0, facts={"stop": 1.0}))
+        stretch = 86400 * days / (faults + 1) if days else 0.0
+        found.append(spent(time + 20, 20.0, step, step, start=8.0, compile=12.0))
+        shares = {"step": 60.0 + stretch, "save": 6.0, "evaluate": 4.0}
+        found.append(spent(time + 90 + stretch, 70.0 + stretch, step, step + 70, **shares))
+        time, step = time + 100 + stretch, step + 40
+        if turn < faults:
+            label = ("gpu uncorrectable memory error", "", "disk full")[turn % 3]
+            about = {"node": "node1", "process": turn, "step": step, "seen": "SIGKILL", "concluded": label}
+            facts = {"start": turn + 1}
+            found.append(Event("died", time, "critical", **about, done="restart", seconds=3.0, facts=facts))
+            time += 3
+    for turn in range(left_out):
+        facts = {"step": step - 10 - turn, "at": step, "batches": 6}
+        found.append(Event("spike", time, "numbers", step=step, seen="loss <9.1>", facts=facts))
+    return [*found, Event("ended", time + 1, step=step, facts={"code": 0})]
+
+
+def write(folder, found):
+    path = folder / FOLDER / FILES["agent"]
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(dataclasses.asdict(event)) + "\n" for event in found))
+    return folder
+
+
+def section(text):
+    return text[text.index("<h2>Interruptions") :].split("</section>")[0]
+
+
+def test_a_supervised_run_has_its_part(make_run):
+    source = write_report(write(make_run(60), befallen())).read_text()
+    text = checked(source)
+    for title in ("Timeline", "Goodput", "Interruptions by cause", "Where the time went", "Batches left out"):
+        assert title in text, title
+    part = section(source)
+    assert part.count("gpu uncorrectable memory error") >= 1 and "died: SIGKILL" in part
+    assert "loss &lt;9.1&gt;" in part and "<9.1>" not in part
+
+
+@pytest.mark.parametrize("faults", [0, 1, 7, 200])
+def test_the_columns_sum_to_the_time(faults):
+    account = accounts.of(befallen(faults))
+    shares = supervised.binned(account, supervised.BINS)
+    assert shares.sum(1) == pytest.approx([1.0] * supervised.BINS)
+    whole, totals = account.end - account.begin, account.totals
+    for i, (_, uses, _) in enumerate(supervised.GROUPS):
+        assert shares[:, i].mean() == pytest.approx(sum(totals[use] for use in uses) / whole, abs=1e-9)
+
+
+def test_every_use_but_idle_is_drawn_in_one_group():
+    drawn = [use for _, uses, _ in supervised.GROUPS for use in uses]
+    assert sorted([*drawn, "idle"]) == sorted(accounts.USES)
+    assert len({color for _, _, color in supervised.GROUPS}) == len(supervised.GROUPS)
+
+
+@pytest.mark.parametrize("days", [0.0, 0.2, 30.0])
+def test_the_picture_stays_within_itself(days):
+    svg = supervised.timeline(accounts.of(befallen(9, days=days)))
+    assert "nan" not in svg.lower()
+    bars = re.findall(r"M(\S+) (\S+)h(\S+)v(\S+)h-\S+z", svg)
+    for left, top, wide, tall in (map(float, bar) for bar in bars):
+        assert left >= LEFT - 0.1 and left + wide <= WIDTH - RIGHT + 0.1
+        assert top >= TOP - 0.1 and top + tall <= FLOOR + 0.2 and tall >= 0
+    labels = re.findall(r'<text x="(\S+)" y="(\S+)" text-anchor="(\w+)">([^<]*)<', svg)
+    below = [(float(x), anchor, words) for x, y, anchor, words in labels if float(y) > FLOOR + 10]
+    places = []
+    for x, anchor, words in below:
+        wide = 8.0 * len(words)
+        left = {"end": x - wide, "middle": x - wide / 2, "start": x}[anchor]
+        places.append((left, left + wide))
+        assert left >= 0 and left + wide <= WIDTH
+    for (_, end), (begin, _) in itertools.pairwise(sorted(places)):
+        assert begin >= end - 4, below
+    assert {words for *_, words in below} & {"s", "min", "h", "d"}  # the unit
+
+
+def test_tables_are_what_the_account_says(make_run):
+    folder = write(make_run(20), befallen(6))
+    account = accounts.of(befallen(6))
+    source, told = write_report(folder).read_text(), supervised.account_text(account)
+    part, rows = section(source), accounts.by_cause(account)
+    assert math.isclose(sum(row.lost for row in rows), sum(cause.lost for cause in account.causes))
+    for row in rows:
+        assert f'<th scope="row">{row.label}</th><td>{row.group}</td><td>{len(row.causes)}</td>' in part
+        assert supervised.duration(row.lost) in part and row.label in told
+    whole = supervised.duration(account.end - account.begin)
+    assert f"<td>{whole}</td><td>100 %</td>" in part and re.search(f"together +{whole} +100 %", told)
+    assert supervised.percent(account.goodput) in told.splitlines()[0]
+    assert supervised.account_text(None) == "No agent has recorded a start here.\n"
+
+
+ODD = (
+    b'{"kind": "died", "time": 1e9\n\xff\xfe\n[]\n{"kind": "new", "time": 2e9, "later": 1}\n{"kind',
+    b'{"kind": "died", "time": 1000000050, "concluded": "\\u001b[2J", "facts": {"start": 1}}\n',
+    b'{"kind": "spike", "time": 1000000050, "facts": {"step": "x", "batches": [1]}}\n',
+    b'{"kind": "spent", "time": 1000000050, "seconds": 9, "facts": {"sections": {"step": NaN}, "from": 1e99}}\n',
+    b'{"kind": "spent", "time": 1000000050, "seconds": 9, "facts": {"sections": ["step"]}}\n',
+    *(
+        b'{"kind": "died", "time": %s}\n' % time
+        for time in (b'"x"', b"null", b"NaN", b"1e300", b"-1e18", b"9" * 400)
+    ),
+    b'{"kind": ["died"], "time": 1000000050, "seconds": "long", "step": {}, "facts": [], "seen": 7}\n',
+)
+
+
+@pytest.mark.parametrize("line", ODD, ids=range(len(ODD)))
+def test_half_written_and_foreign_events_are_no_harm(tmp_path, line):
+    folder = write(tmp_path, befallen())
+    with (folder / FOLDER / FILES["agent"]).open("ab") as file:
+        file.write(line)
+    checked(write_report(folder).read_text())
+
+
+def test_the_report_needs_no_jax():
+    code = "import sys; import zaya_jax.report, zaya_jax.report.compare; sys.exit('jax' in sys.modules)"
+    root = Path(supervised.__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, check=False).returncode == 0

@@ -1,0 +1,356 @@
+"""Starts: what is refused leaves nothing behind, and what a message names as the way out is one."""
+
+import json
+import math
+import re
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import tiny_runs
+
+from zaya_jax import cli, config
+from zaya_jax.checkpoint import store
+from zaya_jax.config import UserError
+from zaya_jax.data import tokenizers
+from zaya_jax.train import figures, memory, recipe, snapshot
+from zaya_jax.train import state as states
+from zaya_jax.train.workdir import open_workdir, read_config
+
+SET = re.compile(r"(config\.[\w.\[\]]+)=([\w.+-]+)")
+
+
+class GoesOn(Exception):
+    """The start has passed everything that could refuse it."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A workdir with a checkpoint of step 2, and the corpus of it."""
+    folder = tmp_path_factory.mktemp("starts")
+    keys = {"data__path": tiny_runs.write_corpus(folder / "corpus"), "run__num_steps": 2}
+    assert tiny_runs.train(folder / "run", **keys) == cli.DONE
+    return folder
+
+
+@pytest.fixture
+def begin(trained, tmp_path, monkeypatch):
+    """begin({key: value}, devices) on a copy of the workdir, or on a new one: UserError, or GoesOn."""
+
+    def stop(*args):
+        raise GoesOn
+
+    shutil.copytree(trained / "run", tmp_path / "run")
+    monkeypatch.setattr(snapshot, "of_run", stop)
+
+    def call(keys, devices=1, new=False):
+        keys = {"data.path": str(trained / "corpus"), "run.num_steps": 4} | keys
+        tiny_runs.train(tmp_path / ("new" if new else "run"), devices, **keys)
+
+    return call
+
+
+def ways(message):
+    """The keys and values that each alternative of a message's advice asks for."""
+    parts = re.split(r",? or (?=set |before )", message.partition("; ")[2])
+    return [
+        {key.removeprefix("config."): json.loads(x.lower()) for key, x in SET.findall(part)} for part in parts
+    ]
+
+
+def refused(begin, keys, devices, new=False):
+    with pytest.raises(config.UserError) as error:
+        begin(keys, devices, new)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "devices", "words"),
+    [
+        ({"data.micro_batch": 2}, 4, "micro-batch of 2"),
+        ({"mesh.data": 3}, 8, "but there are 8 devices"),
+        ({"mesh.expert": 8}, 8, "num_experts=4"),
+        ({"mesh.tensor": 8}, 8, "num_attention_heads=4"),
+        ({"mesh.data": 1, "mesh.context": 2, "mesh.expert": 4}, 8, ""),
+        ({"mesh.context": 3}, 6, "seq_len=16"),
+        ({}, 6, "micro-batch of 8"),
+        ({"mesh.data": 0}, 4, "mesh.data=0"),
+    ],
+)
+@pytest.mark.parametrize("new", [False, True])
+def test_a_mesh_that_is_advised_is_taken(begin, keys, devices, words, new):
+    if not words:
+        with pytest.raises(GoesOn):
+            begin(keys, devices, new)
+        return
+    message = refused(begin, keys, devices, new)
+    assert words in message
+    found = [way for way in ways(message) if way]
+    if "number of devices that divides 8" in message or "no mesh" in message or "at least 1" in message:
+        assert not found  # nothing to set, so other devices
+        with pytest.raises(GoesOn):
+            begin({key: 1 if value == 0 else value for key, value in keys.items() if value == 0}, 1, new)
+        return
+    assert found, message
+    for way in found:
+        if not new and "data.seq_len" in way:
+            continue  # only before the first step, as it says
+        with pytest.raises(GoesOn):
+            begin(keys | way, devices, new)
+
+
+@pytest.mark.parametrize(
+    ("keys", "note"),
+    [
+        ({"data.on_corrupt": "skip"}, ""),
+        ({"data.micro_batch": 4}, "data.micro_batch (0 before, 4 now): sums have another order"),
+        ({"eval.windows": 2, "eval.every": 3, "data.workers": 1, "checkpoint.max_failures": 9}, ""),
+    ],
+)
+def test_what_cannot_change_the_numbers_may_change(trained, tmp_path, capsys, keys, note):
+    shutil.copytree(trained / "run", tmp_path / "run")
+    keys = {"data.path": str(trained / "corpus"), "run.num_steps": 4} | keys
+    assert tiny_runs.train(tmp_path / "run", **keys) == cli.DONE
+    out = capsys.readouterr().out
+    assert note in out and ("note: changed" in out) == bool(note)
+    recorded = config.to_dict(read_config(tmp_path / "run"))
+    for key, value in keys.items():
+        group = recorded
+        for part in key.split("."):
+            group = group[part]
+        assert group == value
+
+
+def test_corpus_and_tokenizer_may_move_but_not_change(begin, trained, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(trained / "corpus", moved)
+    tokenizers.load("bytes").save(tmp_path / "bytes")
+    with pytest.raises(GoesOn):
+        begin({"data.path": str(moved), "data.tokenizer": str(tmp_path / "bytes")})
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    changed = tmp_path / "changed"  # a text corpus is read once a program, by its path
+    shutil.copytree(moved, changed)
+    (changed / "0.txt").write_text("something else\n" * 30)
+    message = refused(begin, {"data.path": str(changed)}, 1)
+    assert "the data is not what this run began with" in message and "restore them" in message
+    assert (tmp_path / "run" / "config.json").read_bytes() == before != b""
+
+
+def test_sources_of_a_mixture_may_move_but_not_weigh_otherwise(trained, tmp_path):
+    for name in "ab":
+        shutil.copytree(trained / "corpus", tmp_path / name)
+    (tmp_path / "b" / "0.txt").write_text("this one is not in the other\n" * 30)
+    mixture = lambda a, b, weight: {"data.mixture": (f"{tmp_path / a}=0.5", f"{tmp_path / b}={weight}")}  # noqa: E731
+
+    def train(steps, *given):
+        return tiny_runs.train(tmp_path / "run", **{"run.num_steps": steps}, **mixture(*given))
+
+    assert train(2, "a", "b", 0.5) == cli.DONE
+    for name in "ab":
+        (tmp_path / name).rename(tmp_path / f"new {name}")
+    with pytest.raises(
+        config.UserError, match=r"data\.mixture=\[0\.5, 0\.5\], now it is \[0\.5, 0\.25\]; restore"
+    ):
+        train(4, "new a", "new b", 0.25)
+    with pytest.raises(config.UserError, match="the data is not what this run began with"):
+        train(4, "new b", "new a", 0.5)
+    assert train(4, "new a", "new b", 0.5) == cli.DONE
+
+
+def test_a_config_is_restored_and_a_shorter_run_is_lengthened(begin):
+    assert "restore it" in refused(begin, {"optim.lr": 0.5}, 1)
+    assert "give at least as many steps" in refused(begin, {"run.num_steps": 1}, 1)
+    with pytest.raises(GoesOn):
+        begin({})
+
+
+def test_what_has_saved_nothing_may_be_anything(begin, tmp_path):
+    """A first start that failed later than its checks has written a config; the advice to change it can be taken."""
+    with pytest.raises(GoesOn):
+        begin({}, new=True)
+    assert (tmp_path / "new" / "config.json").exists()
+    with pytest.raises(GoesOn):
+        begin({"run.init_from": str(tmp_path / "run"), "run.init_grow": True, "data.seq_len": 64}, new=True)
+    assert json.loads((tmp_path / "new" / "config.json").read_text())["data"]["seq_len"] == 64
+
+
+@pytest.mark.parametrize(
+    ("keys", "mended"),
+    [
+        ({"data.seq_len": 2048}, {"model.max_position_embeddings": 2048}),
+        ({"data.micro_batch": 3}, {"data.micro_batch": 0}),
+        ({"data.micro_batch": 3}, {"data.micro_batch": 4}),
+        ({"model.vocab_size": 200}, {"model.vocab_size": 264}),
+    ],
+)
+def test_sizes_of_a_new_run_can_be_mended_as_told(begin, keys, mended):
+    refused(begin, keys, 1, new=True)
+    with pytest.raises(GoesOn):
+        begin(keys | mended, 1, new=True)
+
+
+def test_phases_that_have_not_begun_may_change(trained, tmp_path, capsys):
+    first = {"name": "first", "tokens": 2 * 128}
+
+    def train(steps, *phases):
+        phases = tuple(config.Phase(**phase) for phase in phases)
+        keys = {"data__path": str(trained / "corpus"), "eval__windows": 0, "run__num_steps": steps}
+        return tiny_runs.train(tmp_path / "run", schedule__phases=phases, **keys)
+
+    assert train(2, first, {"tokens": 256, "seq_len": 32}) == cli.DONE
+    capsys.readouterr()
+    other = {"tokens": 512, "seq_len": 8, "rope_theta": 77.0, "packing": "best_fit"}
+    with pytest.raises(UserError, match=r"phases\[0\]\.tokens=256, now it is 384; restore it"):
+        train(4, first | {"tokens": 384}, other)
+    assert train(4, first, other, {"tokens": 128}) == cli.DONE
+    out = capsys.readouterr().out
+    assert "phases that have not begun (512 tokens in all before, 896 tokens in all now)" in out
+    last = tiny_runs.lines(tmp_path / "run")[-1]
+    assert last["step"] == 4 and last["tokens"] == 256 + 2 * 8 * 8
+    with pytest.raises(UserError, match=r"phases\[1\]\.rope_theta"):
+        train(4, first, other | {"rope_theta": 0.0})
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """An empty current folder."""
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def train(workdir=None, **keys):
+    return tiny_runs.train(
+        workdir, **{"data__path": f"{cli.__file__[: -len('cli.py')]}optim", "run__num_steps": 2} | keys
+    )
+
+
+def tree(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+REFUSED = {
+    "config.schedule.warmup_fraction=0.6 and decay_fraction=0.5 overlap": {
+        "schedule__warmup_fraction": 0.6, "schedule__decay_fraction": 0.5,
+    },
+    "warmup_fraction=0.6 and decay_steps=1 of 2 steps overlap": {
+        "schedule__warmup_fraction": 0.6, "schedule__decay_steps": 1,
+    },
+    "config.name='../x' is a path": {"name": "../x"},
+    "config.name='..' is a path": {"name": ".."},
+    "takes 320.0 GiB in this process": {"data__global_batch": 2**24, "data__micro_batch": 2**20, "data__seq_len": 1024},
+    "parameters needs": {"model__num_hidden_layers": 10_000, "model__hidden_size": 2**14},
+    "data.path": {"data__path": "nowhere"},
+    "tokenizer": {"data__tokenizer": "nowhere.json"},
+    "config.model.eos_token_id=3": {"model__eos_token_id": 3},
+    "config.run.init_from=nowhere holds no checkpoint": {"run__init_from": "nowhere"},
+    "nothing://host/x is no folder and no URL": {"checkpoint__durable": "nothing://host/x"},
+    "config.checkpoint.local=/dev/null/x cannot be written": {"checkpoint__local": "/dev/null/x"},
+    "config.mesh": {"mesh__data": 3},
+    "a mixture's source='nowhere' holds no text": {"data__mixture": ("nowhere=1",)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("says", REFUSED)
+def test_a_refused_run_leaves_nothing(here, says):
+    with pytest.raises(UserError) as caught:
+        train(**REFUSED[says])
+    assert says in str(caught.value) and "\n" not in str(caught.value)
+    assert tree(here) == []
+
+
+@pytest.mark.parametrize("place", ["nowhere", "other@9", "other"])
+def test_weights_to_begin_with_are_refused_before_anything_is_compiled(here, monkeypatch, place):
+    uncompiled = states.init
+    if place.startswith("other"):
+        params = {"embed": {"embedding": np.zeros((3, 2), np.float32)}}
+        other = store.Store(open_workdir(here / "other", config.Config()))
+        other.save(1, {"params": params}, {"step": 1})
+        other.close()
+    before = tree(here)
+
+    def compiled(config, optimizer, mesh):
+        assert isinstance(jax.numpy.zeros(()), jax.core.Tracer), "the fresh state is being made"
+        return uncompiled(config, optimizer, mesh)
+
+    monkeypatch.setattr(states, "init", compiled)
+    with pytest.raises(UserError, match=rf"config\.run\.init_from={place} (holds no|does not fit)"):
+        train(run__init_from=place)
+    assert tree(here) == before
+
+
+def test_what_was_there_before_a_refused_run_stays(here):
+    (here / "runs" / "tiny").mkdir(parents=True)
+    before = tree(here)
+    for _ in range(2):
+        with pytest.raises(UserError, match="init_from"):
+            train(run__init_from="nowhere")
+        assert tree(here) == before
+    (here / "runs" / "tiny" / "mine.txt").write_text("x")
+    with pytest.raises(UserError, match=r"holds mine\.txt"):
+        train()
+    assert tree(here) == [*before, "runs/tiny/mine.txt"]
+
+
+def test_a_workdir_without_a_name(here):
+    with pytest.raises(UserError, match="--workdir='' is empty"):
+        train("")
+
+
+@pytest.mark.parametrize("kind", ["file", "link to nothing"])
+def test_a_workdir_that_is_no_folder(here, kind):
+    (here / "file").write_text("mine")
+    (here / "link").symlink_to("nothing/at/all")
+    before = tree(here)
+    place = "file/a/b" if kind == "file" else "link"
+    with pytest.raises(UserError, match=f"--workdir={place} cannot be written"):
+        train(place)
+    assert tree(here) == before
+
+
+def test_fractions_that_add_up_to_one_pass(here, monkeypatch):
+    monkeypatch.setattr(memory, "machine_bytes", lambda: 10)  # the next check refuses
+    for up in (0.07, 0.1, 0.3, 0.35, 1.0):
+        with pytest.raises(UserError, match="the machine has"):
+            train(schedule__warmup_fraction=up, schedule__decay_fraction=1 - up)
+
+
+def test_phases_to_come_are_measured_too(monkeypatch):
+    """One that does not fit these devices is a note: it begins with a start of its own, which may be on others."""
+    phases = (
+        config.Phase("now", 256),
+        config.Phase("then", 256, mesh=config.Mesh(fsdp=True)),
+        config.Phase("last", 256),
+    )
+    given = tiny_runs.settings(schedule__phases=phases, run__num_steps=6)
+    whole = recipe.make(given, jax.devices()[:1])
+
+    def check(here, mesh, key):
+        if here.mesh.fsdp == too_much:
+            raise UserError(f"too much; see {key}")
+
+    monkeypatch.setattr(memory, "check_state", check)
+    too_much = True
+    (note,) = memory.check_phases(whole, 0)
+    assert note.startswith(
+        "note: phase 'then', from step 3, cannot be trained on these devices: too much; see "
+    )
+    assert note.endswith("see config.schedule.phases[1].mesh")
+    with pytest.raises(UserError, match="too much"):
+        memory.check_phases(whole, 2)
+    assert memory.check_phases(whole, 4) == []
+    too_much = False
+    with pytest.raises(UserError, match=r"too much; see config\.mesh"):
+        memory.check_phases(whole, 0)
+
+
+def test_a_loss_that_is_no_number_is_not_done(capsys):
+    assert (
+        figures.ended_well({"loss": 2.0, "eval/loss": 1.0}, 0, 3) == figures.ended_well({}, 2, 3) == cli.DONE
+    )
+    for last in ({"loss": math.nan}, {"loss": 1.0, "eval/loss": math.inf}):
+        assert figures.ended_well(last, 0, 3) == cli.UNHEALTHY
+        assert "is not finite" in capsys.readouterr().out

@@ -1,0 +1,60 @@
+"""Runs as small as they can be, in this process. All tests have the same sizes, so that a program is compiled once."""
+
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.configs import tiny
+from zaya_jax import config
+from zaya_jax import run as run_lib
+from zaya_jax.checkpoint import partial
+
+ALL_DEVICES = jax.devices()
+SMALL = {
+    "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,
+    "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 16, "data.global_batch": 8,
+    "eval.every": 1000, "eval.windows": 2, "log.sample_tokens": 2, "log.every": 1, "checkpoint.every_steps": 4,
+    "checkpoint.keep": 2, "precision.compute": "float32", "optim.name": "adamw",
+}  # fmt: skip
+
+
+def write_corpus(folder, files=40):
+    """A folder of small texts, each its own."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for i in range(files):
+        (folder / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(30)))
+    return str(folder)
+
+
+def settings(**keys):
+    """The checked config of a small run; `data__path` is data.path."""
+    given = tiny.get_config()
+    given.update_from_flattened_dict(SMALL | {name.replace("__", "."): value for name, value in keys.items()})
+    return config.check(given)
+
+
+def train(workdir, devices=1, **keys):
+    """One start on so many devices; its exit code."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(jax, "devices", lambda *args: ALL_DEVICES[:devices])
+            return run_lib.train(settings(**keys), workdir)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def lines(workdir):
+    """The figures of all steps."""
+    return [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_state(a, b):
+    """The newest checkpoints of two runs are equal bit for bit."""
+    a, b = partial.read(a, "*"), partial.read(b, "*")
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    jax.tree.map(np.testing.assert_array_equal, a, b)

@@ -1,0 +1,409 @@
+"""Hurts a small run on purpose, and compares what its agent saw, said and lost with what was done to it.
+
+    python -m tools.chaos --workdir=DIR [--minutes=10] [--seed=0]
+
+One agent with four processes of a small model on this machine's CPU. Faults come in random order, each of them once
+before any comes again, each when the run has gone on from the one before. At the end the run is asked to save and stop.
+Then a second run of the same config, to which only the corrupt data and the not-finite gradients are done (at the same
+places), must have the same bits in its checkpoint of the same step. The exit code is 1 where a fault was not found, the
+run did not go on from one, or bits differ.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import json
+import os
+import random
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tools import faults, hurt
+from tools.hurt import Victim
+from zaya_jax.aegis import events
+from zaya_jax.aegis.decide import PREEMPTED
+from zaya_jax.aegis.events import Event
+from zaya_jax.checkpoint import layout, writing
+from zaya_jax.config import UserError, files
+
+PROCESSES = 4
+PATIENCE = 180.0  # seconds until a fault must have been found, and until the run must have gone on
+SETTLED = 12  # steps between two faults
+LEARNED = 150  # before the first: the loss of noise is a spike to whoever has learned something
+CONFIG: dict[str, object] = {
+    "name": "chaos", "model.hidden_size": 32, "model.num_hidden_layers": 2, "model.head_dim": 8,
+    "model.moe_intermediate_size": 32, "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 64,
+    "data.global_batch": 16, "eval.every": 10**6, "log.every": 10**6, "log.sample_tokens": 2,
+    "checkpoint.every_steps": 10, "checkpoint.keep": 20, "precision.compute": "float32",
+    "precision.newton_schulz": "float32", "guard.replay_every": 5, "optim.lr": 0.01,
+    "schedule.warmup_fraction": 1e-5,
+    "run.num_steps": 10**6,  # so many that the learning rate does not depend on where it is stopped
+}  # fmt: skip
+# A GPU and a network card as the watchers find them in /sys, healthy.
+CARD, PORT = "sys/class/drm/card0/device", "sys/class/infiniband/mlx5_0/ports/1"
+TREE = {
+    f"{CARD}/vendor": "0x1002", f"{CARD}/xgmi_error": "0", f"{CARD}/ras/umc_err_count": "ue: 0\nce: 0",
+    f"{PORT}/state": "4: ACTIVE", f"{PORT}/phys_state": "5: LinkUp", f"{PORT}/counters/symbol_error": "0",
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """One kind of harm: how it is done (what undoes it comes back), and which event names it rightly."""
+
+    name: str
+    harm: Callable[["Chaos", Victim], Callable[[], object]]
+    named: Callable[[Event, Victim], bool]
+    ends: bool = True  # whether the run starts again for it
+    back: bool = False  # whether it goes back without
+    store: bool = False  # whether it needs a store of its own
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What came of one fault; -1 seconds: it did not happen."""
+
+    fault: str
+    process: int
+    step: int
+    found: float = -1.0
+    recovered: float = -1.0
+    said: str = ""
+
+
+class Chaos:
+    """See the module."""
+
+    def __init__(self, folder: Path, seed: int, say: Callable[[str], None], processes: int = PROCESSES):
+        if folder.exists() and any(folder.iterdir()):
+            raise UserError(f"--workdir={folder} is not empty; give a new folder")
+        self.folder, self.workdir, self.tree = folder, folder / "hurt", folder / "tree"
+        self.processes, self._say, self._random = processes, say, random.Random(seed)
+        self.store: hurt.Store | None = None
+        self.orders: list[dict] = []  # what `faults` is asked for
+        self.outcomes: list[Outcome] = []
+        self._agent: subprocess.Popen
+        corpus(folder / "corpus")
+        for name, content in TREE.items():
+            self.write(name, content)
+        self.order()
+
+    def run(self, minutes: float, of: Sequence[Fault] | None = None, learned: int = LEARNED) -> int:
+        """Hurts a run for so long, but with each fault once at least, when it has gone so many steps; its exit code."""
+        of = FAULTS if of is None else of
+        if any(fault.store for fault in of):
+            if importlib.util.find_spec("moto") and importlib.util.find_spec("s3fs"):
+                self.store = hurt.Store()
+            else:
+                of = [fault for fault in of if not fault.store]
+                self._say("without a dead store: moto and s3fs are not installed (make setup has them)")
+        until, left = time.monotonic() + 60 * minutes, self._random.sample(of, len(of))
+        with self._supervised(self.workdir) as agent:
+            self._agent = agent
+            self._settle(learned)
+            while left and agent.poll() is None:
+                self._hurt(left.pop())
+                if not left and time.monotonic() < until:
+                    left = self._random.sample(of, len(of))
+            agent.send_signal(signal.SIGTERM)
+            code = agent.wait(PATIENCE)
+        if self.store:
+            self.store.die()
+            self.store = None  # the calm run's copies would change no bits
+        self._say(f"the run that was hurt was asked to stop and ended with {code}")
+        return code
+
+    def same_bits(self) -> tuple[bool, int]:
+        """Whether a run that is left alone has the same bits, and at which step."""
+        steps = writing.steps_in(self.workdir / "checkpoints")
+        step = max(s for s in steps if s % int(str(CONFIG["checkpoint.every_steps"])) == 0)
+        self.orders = [order for order in self.orders if order["kind"] in ("data", "nonfinite")]
+        self.order()
+        calm = self.folder / "calm"
+        with self._supervised(calm) as agent:
+            self._agent = agent
+            until, reached = time.monotonic() + PATIENCE, 0
+            while step not in writing.steps_in(calm / "checkpoints"):
+                if self.step() > reached:
+                    until, reached = time.monotonic() + PATIENCE, self.step()
+                if time.monotonic() > until or agent.poll() is not None:
+                    return False, step
+                time.sleep(0.2)
+            agent.send_signal(signal.SIGTERM)
+            agent.wait(PATIENCE)
+        return bits(self.workdir, step) == bits(calm, step), step
+
+    def table(self) -> list[str]:
+        """Lines of Markdown: each fault, how often, and medians and worst of seconds."""
+        lines = [
+            "| fault | times | named rightly | found after s, median (worst) | went on after s, median (worst) |"
+        ]
+        lines.append("|---|---|---|---|---|")
+        for name in dict.fromkeys(outcome.fault for outcome in self.outcomes):
+            here = [outcome for outcome in self.outcomes if outcome.fault == name]
+            found = [o.found for o in here if o.found >= 0]
+            again = [o.recovered for o in here if o.recovered >= 0]
+            lines.append(f"| {name} | {len(here)} | {len(found)} | {_spread(found)} | {_spread(again)} |")
+        return lines
+
+    def well(self) -> bool:
+        """Whether all faults were found, and the run went on from each."""
+        return all(o.found >= 0 and o.recovered >= 0 for o in self.outcomes)
+
+    # What faults do
+
+    def write(self, name: str, content: str) -> None:
+        """A file of the tree that the watchers look at."""
+        path = self.tree / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write(path, content.encode() + b"\n")
+
+    def order(self, **fault: object) -> Callable[[], None]:
+        """Asks for a fault in the program; what takes it back again comes back."""
+        self.orders += [fault] if fault else []
+        files.write(self.folder / "faults.json", json.dumps(self.orders).encode())
+
+        def undo() -> None:
+            self.orders = [order for order in self.orders if order is not fault]
+            self.order()
+
+        return undo
+
+    def step(self) -> int:
+        """The step that the run is at."""
+        return max(self._steps(), default=0)
+
+    def victims(self) -> dict[int, Victim]:
+        """The processes, all of them."""
+        return hurt.processes_of(self._agent.pid)
+
+    def _steps(self) -> list[int]:
+        return [beat.step for victim in self.victims().values() if (beat := victim.beat())]
+
+    def _hurt(self, fault: Fault) -> None:
+        """Does it, and waits until it is found and the run goes on."""
+        victim = self.victims()[self._random.randrange(self.processes)]
+        outcome = Outcome(fault.name, victim.number, self.step())
+        self._say(f"step {outcome.step}: {fault.name}, process {victim.number}")
+        began = time.time()
+        undo = fault.harm(self, victim)
+        try:
+            found = self._event(lambda e: e.time >= began - 0.5 and fault.named(e, victim))
+        finally:
+            undo()
+        if found:
+            outcome.found = max(found.time - began, 0.0)
+            outcome.said = ": ".join(filter(None, (found.kind, found.concluded or found.seen)))
+            if fault.ends:
+                again = self._event(lambda e: e.kind == "restarted" and e.time >= began)
+                outcome.recovered = again.time - began if again else -1.0
+                self._settle(SETTLED)
+            elif self._settle(SETTLED):
+                outcome.recovered = 0.0  # it went on all the time, but where it went back
+                if fault.back:
+                    outcome.recovered = self._past(found.step) - began
+                    self._settle(SETTLED)
+        self.outcomes.append(outcome)
+        self._say(
+            f"  {outcome.said or 'NOT FOUND'}; found {outcome.found:.1f} s, went on {outcome.recovered:.1f} s"
+        )
+
+    def _event(self, fits: Callable[[Event], bool]) -> Event | None:
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and self._agent.poll() is None:
+            for event in events.read(self.workdir):
+                if fits(event):
+                    return event
+            time.sleep(0.1)
+        return None
+
+    def _past(self, step: int) -> float:
+        """When the run has passed a step, where it was before it went back."""
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until and min(self._steps(), default=0) <= step:
+            time.sleep(0.05)
+        return time.time()
+
+    def _settle(self, steps: int) -> bool:
+        """Waits until all processes have gone on so far."""
+        until, begin = time.monotonic() + PATIENCE, None
+        while time.monotonic() < until and self._agent.poll() is None:
+            there = self._steps()
+            if len(there) == self.processes and all(self._trains()):
+                begin = min(there) if begin is None or min(there) < begin else begin
+                if min(there) >= begin + steps:
+                    return True
+            time.sleep(0.1)
+        return False
+
+    def _trains(self) -> list[bool]:
+        found = [victim.beat() for victim in self.victims().values()]
+        return [beat is not None and beat.section in ("step", "save") for beat in found]
+
+    @contextlib.contextmanager
+    def _supervised(self, workdir: Path) -> Iterator[subprocess.Popen]:
+        """The agent with its processes; nothing of them is left afterwards."""
+        keys = [f"--config.{key}={value}" for key, value in CONFIG.items()]
+        command = [
+            sys.executable, "-m", "experiments.supervise", f"--processes={self.processes}", "--restarts=3", "--",
+            f"--workdir={workdir}", f"--config.data.path={self.folder / 'corpus'}", *keys,
+        ]  # fmt: skip
+        if self.store:
+            command.append(f"--config.checkpoint.durable=s3://{self.store.BUCKET}/{workdir.name}")
+        variables = {
+            **(self.store.variables if self.store else {}),
+            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=1",
+            faults.VARIABLE: str(self.folder / "faults.json"), "ZAYA_WATCH_ROOT": str(self.tree),
+        }  # fmt: skip
+        with (self.folder / f"{workdir.name}.log").open("wb") as log:
+            agent = subprocess.Popen(
+                command, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT
+            )
+        try:
+            yield agent
+        finally:
+            if agent.poll() is None:  # its processes end with it
+                agent.kill()
+                agent.wait()
+
+
+def bits(workdir: Path, step: int) -> Mapping[str, object]:
+    """The checksums of all arrays of a checkpoint."""
+    sums = writing.read_seal(workdir / "checkpoints" / str(step)).files
+    return {name: found for name, found in sums.items() if name.startswith(f"{layout.STATE}/")}
+
+
+def corpus(folder: Path) -> None:
+    """Some text to learn from."""
+    folder.mkdir(parents=True)
+    for i in range(200):
+        text = "".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(100))
+        (folder / f"{i}.txt").write_text(text)
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{statistics.median(seconds):.1f} ({max(seconds):.1f})" if seconds else "never"
+
+
+########################################################################################################################
+# The faults
+########################################################################################################################
+
+
+def _done(*_: object) -> None:
+    """There is nothing to undo."""
+
+
+def _kill(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    hurt.kill(victim)
+    return _done
+
+
+def _stop(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    hurt.stop(victim)
+    return _done
+
+
+def _slow(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    return chaos.order(kind="slow", process=victim.number, seconds=0.1)
+
+
+def _disk(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    hurt.fill_disk(victim)
+    return _done  # the next start has another limit
+
+
+def _cut(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    others = [other for index, other in chaos.victims().items() if index != victim.number]
+    if not hurt.cut(victim, others[0]):
+        raise RuntimeError(f"processes {victim.number} and {others[0].number} have no connection to cut")
+    return _done
+
+
+def _dead(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    assert chaos.store
+    chaos.store.die()
+    return chaos.store.live
+
+
+def _nonfinite(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    step = chaos.step() + 5
+    chaos.order(kind="nonfinite", device=victim.number, first=step, last=step, passing=True)
+    return _done  # so that the calm run has it too
+
+
+def _spike(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    step = chaos.step() + 5
+    chaos.order(kind="data", first=step, last=step + 40)
+    return _done
+
+
+def _flip(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    return chaos.order(kind="flip", device=victim.number)
+
+
+def _memory(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    chaos.write(f"{CARD}/ras/umc_err_count", f"ue: {len(chaos.outcomes) + 1}\nce: 0")
+    return _done
+
+
+def _link(chaos: Chaos, victim: Victim) -> Callable[[], object]:
+    chaos.write(f"{PORT}/counters/symbol_error", str(1000 * (len(chaos.outcomes) + 1)))
+    return _done
+
+
+def _of(kind: str) -> Callable[[Event, Victim], bool]:
+    return lambda event, victim: event.kind == kind and event.process == victim.number
+
+
+def _rule(kind: str, name: str) -> Callable[[Event, Victim], bool]:
+    return lambda event, _: event.kind == kind and name in event.concluded
+
+
+FAULTS = [
+    Fault("a process is killed", _kill, _of("died")),
+    Fault("a process is stopped (SIGSTOP)", _stop, _of("hangs")),
+    Fault(
+        "a process is slow", _slow,
+        lambda event, victim: event.concluded == "straggler" and event.process == victim.number, ends=False,
+    ),
+    Fault("a full disk", _disk, lambda event, victim: _of("died")(event, victim) and event.group == "storage"),
+    Fault(
+        "a cut connection", _cut,
+        lambda event, victim: re.search(rf"connection between .*\b{victim.number}\b", event.concluded) is not None,
+    ),
+    Fault("a dead remote store", _dead, _rule("log", "store unreachable"), ends=False, store=True),
+    Fault("gradients that are not finite", _nonfinite, lambda event, _: event.kind == "not finite", ends=False),
+    Fault("corrupt data", _spike, lambda event, _: event.kind == "spike", ends=False, back=True),
+    Fault("a flipped bit in a gradient", _flip, _of("corrupt")),
+    Fault("a GPU's memory error", _memory, _rule("hardware", "gpu uncorrectable memory error"), ends=False),
+    Fault("a link's errors", _link, _rule("hardware", "nic symbol errors"), ends=False),
+]  # fmt: skip
+
+
+def main() -> int:
+    """Says each fault as it is done, then the table."""
+    parser = argparse.ArgumentParser(prog="python -m tools.chaos", description=__doc__)
+    parser.add_argument("--workdir", type=Path, required=True, help="a new folder")
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=0, help="of the order")
+    args = parser.parse_args()
+    found = Chaos(args.workdir, args.seed, functools.partial(print, flush=True))
+    code = found.run(args.minutes)
+    same, step = found.same_bits()
+    table = [*found.table(), "", f"checkpoint of step {step}: {'the same bits' if same else 'other bits'}"]
+    (args.workdir / "chaos.md").write_text("\n".join(table) + "\n")
+    print("\n".join(table))
+    return 0 if same and found.well() and code == PREEMPTED else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

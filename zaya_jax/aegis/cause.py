@@ -1,0 +1,148 @@
+"""Names the cause of a start's end, from the ends of its processes and the findings of the minute before.
+
+    cause = first_end(exits, findings, moved, node_of)
+
+Several processes end for one reason, and the one that began it may be told later than those that followed. Of the ends
+within TOGETHER seconds of the first bad one, the lowest `_rank` began it. A finding explains it: for the codes by which
+all processes end together (a wrong device, the storage) the one that names its process; for a signal only a finding of
+that process; else the first critical finding, or the first that is no consequence of another. Where two processes each
+say that the other is gone, their connection broke.
+"""
+
+import dataclasses
+import re
+import signal
+from collections.abc import Callable, Iterable, Sequence
+
+from zaya_jax.aegis import facts, rules
+from zaya_jax.aegis.events import Finding
+
+DONE, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = 0, 2, 3, 4, 5, 75  # exit codes
+COMPUTES_WRONGLY = "computes wrongly"
+WRONG = f"device {COMPUTES_WRONGLY}"  # how the rules call a line that names it
+TOGETHER = 2.0  # seconds; an end so soon after the first one may be its cause, told later
+EXPLAINS = 60.0  # a finding so long before an end may be its reason
+# Codes with which a training says itself why it ends: no line of a log explains them better.
+SAYS_WHY = (DONE, PREEMPTED, UNHEALTHY, STORAGE, BAD_INPUT)
+
+Exits = Sequence[tuple[float, facts.Exited]]
+Findings = Sequence[tuple[float, facts.Found]]
+
+
+@dataclasses.dataclass
+class Cause:
+    """Why a start came to its end."""
+
+    kind: str
+    time: float
+    node: int = -1
+    process: int = -1
+    seen: str = ""
+    concluded: str = ""
+    code: int = 1
+    group: str = "note"
+    exclude: bool = False
+    stop: bool = False
+    free: bool = False  # costs none of the restarts
+    seconds: float = 0.0  # until it was noticed
+
+
+def words(code: int) -> str:
+    """SIGKILL, or exit code 3."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"
+
+
+def shell(code: int) -> int:
+    """As a shell gives it: 137 for SIGKILL."""
+    return 128 - code if code < 0 else code
+
+
+def by_signal(code: int) -> bool:
+    """Whether a signal ended it from outside; libraries abort (SIGABRT) when others are gone."""
+    return code < 0 and -code != signal.SIGABRT
+
+
+def _rank(code: int) -> int:
+    """Which of several ends that came together began it: the lowest."""
+    if code < 0:
+        return 0 if by_signal(code) else 1
+    return {HARDWARE: 2, UNHEALTHY: 3, BAD_INPUT: 3, STORAGE: 3, PREEMPTED: 5, DONE: 6}.get(code, 4)
+
+
+def of_finding(fact: facts.Found, time: float) -> Cause:
+    """A finding that ends a start."""
+    finding = fact.finding
+    stop = finding.action == "stop"
+    code = {"user": BAD_INPUT, "data": BAD_INPUT, "storage": STORAGE}.get(finding.group, UNHEALTHY)
+    return Cause(
+        "found", time, fact.node, finding.process, finding.seen, finding.name, code if stop else 1, finding.group,
+        finding.action == "exclude", stop,
+    )  # fmt: skip
+
+
+def first_end(exits: Exits, findings: Findings, moved: bool, node_of: Callable[[int], int]) -> Cause:
+    """The end that began it, and the finding that explains it. `moved`: whether the start has made a step."""
+    bad = [e for e in exits if e[1].code not in (DONE, PREEMPTED)] or exits
+    together = [e for e in bad if e[0] - bad[0][0] <= TOGETHER]
+    time, first = min(together, key=lambda e: (_rank(e[1].code), e[0]))
+    cause = Cause("died", time, first.node, first.process, words(first.code), code=first.code)
+    if first.code in (DONE, PREEMPTED):
+        if moved and PREEMPTED in {e.code for _, e in exits}:
+            cause.kind, cause.free = "border", True
+        return cause
+    cause.group = "distributed"
+    before = [(when, f) for when, f in findings if when - bad[0][0] >= -EXPLAINS]
+    said = [f.finding for _, f in before]
+    if first.code in (HARDWARE, STORAGE):
+        _name_process(cause, said, node_of)
+    elif first.code not in SAYS_WHY and (found := _explanation(first, before)):
+        better = of_finding(found, time)
+        better.kind, better.code = "died", better.code if better.stop else cause.code
+        better.seen = f"{cause.seen} of process {cause.process}; {found.finding.seen}"
+        return better
+    elif _rank(first.code) == 4 and (broken := _accuse_each_other(said)):
+        cause.process = broken[0]
+        cause.concluded = f"the connection between processes {broken[0]} and {broken[1]} broke"
+    return cause
+
+
+def _explanation(first: facts.Exited, before: Findings) -> facts.Found | None:
+    follows = rules.consequences()
+    found = [e for e in before if e[1].finding.action != "note" and e[1].finding.name not in follows]
+    if by_signal(first.code):  # later lines of others follow from it
+        found = [e for e in found if e[1].finding.process in (-1, first.process) and e[1].node == first.node]
+    # A critical error isolates its host; of those that several see the first counts.
+    worst = [e for e in found if e[1].finding.group == "critical" and e[1].finding.action != "warn"] or found
+    first_of = rules.first((when, f.finding) for when, f in worst)
+    return next((f for when, f in worst if first_of == (when, f.finding)), None)
+
+
+def _accuse_each_other(said: Iterable[Finding]) -> tuple[int, int] | None:
+    """Two processes each of which says that the other is gone, and was there to say so: their connection was."""
+    gone = {
+        (f.process, int(other))
+        for f in said
+        if f.name == "process gone"
+        for other in re.findall(r"process (\d+) on ", f.seen)
+    }
+    return next(((a, b) for a, b in sorted(gone) if a < b and (b, a) in gone), None)
+
+
+def _name_process(cause: Cause, said: Iterable[Finding], node_of: Callable[[int], int]) -> None:
+    """All processes end with these codes together; a line of one of them names the process whose fault it is."""
+    wrong = cause.code == HARDWARE
+    cause.group, cause.exclude = ("critical", True) if wrong else ("storage", False)
+    cause.concluded = "a device computes wrongly" if wrong else "the storage fails"
+    told = [f for f in said if f.group == cause.group and (not wrong or f.name.endswith(WRONG))]
+    if not told:
+        return
+    cause.seen, cause.process = f"{cause.seen}; {told[-1].seen}", told[-1].process
+    if wrong and told[-1].name != WRONG:  # one of several
+        cause.process, cause.node, cause.exclude = -1, -1, False
+    elif (node := node_of(cause.process)) >= 0:
+        cause.node = node

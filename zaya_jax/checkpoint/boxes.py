@@ -1,0 +1,150 @@
+"""Which device holds what of a checkpoint's arrays: saving and restoring go by it, so that nothing travels.
+
+A run keeps its state in arrays of its own: ZeRO-1's buckets of whole matrices from many weights, widths in another
+order, rows of padding. A checkpoint knows none of that. Between the two stands a list of parts, each one box of a
+checkpoint's array as one device has it:
+
+    held = Holding(arrays, leaves, parts)       a run's; `of_tree` where the arrays are the checkpoint's own
+    plan = held.plan()                          who writes which part, and into which chunks the arrays are cut
+"""
+
+import dataclasses
+import math
+from collections import defaultdict
+from typing import Any
+
+import jax
+import numpy as np
+
+from zaya_jax import trees
+from zaya_jax.checkpoint import layout
+from zaya_jax.checkpoint.layout import Array, Box
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HeldBox:
+    """One box of a checkpoint's array as one device has it, in what it has of one of the run's arrays."""
+
+    name: str  # the checkpoint's array
+    box: Box
+    leaf: str  # the run's
+    device: jax.Device
+    place: Box  # in the device's part of it: the same numbers in row-major order
+    outer: Box = ()  # where the place holds more than this box: a box of all its numbers,
+    inner: Box = ()  # and where in that one's own numbers these are
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """In which the place's numbers are to be seen."""
+        return layout.sizes(self.outer or self.box)
+
+    def of(self, own: np.ndarray) -> np.ndarray:
+        """Its numbers in what the device has of the leaf, in the shape of the box; never a copy."""
+        place: tuple[Any, ...] = (*self.place, ...)  # a scalar's is empty, and its number a view all the same
+        inner: tuple[Any, ...] = (*self.inner, ...)
+        return own[place].reshape(self.shape, copy=False)[inner]
+
+
+@dataclasses.dataclass(frozen=True)
+class Writers:
+    """All arrays, and the parts and bytes of each process."""
+
+    arrays: dict[str, Array]
+    parts: dict[int, list[HeldBox]]
+    bytes: dict[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Holding:
+    """Where all of a state lies. `parts` names every holder of a box, also those of what lies on several devices."""
+
+    arrays: dict[str, Any]  # the checkpoint's, as ShapeDtypeStructs
+    leaves: dict[str, Any]  # the run's, likewise, with their shardings
+    parts: list[HeldBox]
+
+    def only(self, names: tuple[str, ...]) -> "Holding":
+        """That of some branches of the state."""
+        chosen = lambda found: {n: x for n, x in found.items() if n.split(".")[0] in names}  # noqa: E731
+        parts = [part for part in self.parts if part.name.split(".")[0] in names]
+        return Holding(chosen(self.arrays), chosen(self.leaves), parts)
+
+    def plan(self) -> Writers:
+        """Who writes what; the same in every process."""
+        holders: dict[tuple[str, Box], list[HeldBox]] = defaultdict(list)
+        for part in self.parts:
+            holders[part.name, part.box].append(part)
+        itemsize = {name: np.dtype(x.dtype).itemsize for name, x in self.arrays.items()}
+        found = [
+            (layout.volume(box) * itemsize[name], of, len({part.device.process_index for part in of}) > 1)
+            for (name, box), of in holders.items()
+        ]
+        # First what only one process can write, then the greatest first.
+        found.sort(key=lambda f: (f[2], -f[0]))
+        load: dict[int, int] = defaultdict(int)
+        chosen: dict[str, list[HeldBox]] = defaultdict(list)
+        for size, of, _ in found:
+            part = min(of, key=lambda p: (load[p.device.process_index], p.device.process_index, p.device.id))
+            chosen[part.name].append(part)
+            load[part.device.process_index] += size
+        arrays, parts = {}, defaultdict(list)
+        for name, x in self.arrays.items():
+            chunk = _chunk(name, tuple(x.shape), itemsize[name], chosen[name])
+            arrays[name] = Array(name, tuple(x.shape), np.dtype(x.dtype).name, chunk)
+            for part in chosen[name]:
+                parts[part.device.process_index].append(part)
+        order = {leaf: i for i, leaf in enumerate(self.leaves)}
+        for own in parts.values():
+            own.sort(key=lambda part: (order[part.leaf], part.device.id))
+        return Writers(arrays, dict(parts), dict(load))
+
+
+def of_tree(abstract: Any) -> Holding:
+    """That of a tree whose arrays are the checkpoint's own, whole or cut, by their shardings."""
+    leaves = {name: _about(x) for name, x in trees.flat(abstract).items()}
+    return Holding(leaves, leaves, [part for name, x in leaves.items() for part in parts_of(name, x)])
+
+
+def _about(x: Any) -> Any:
+    """An array without its numbers, which may go before the plan does."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
+
+
+def parts_of(name: str, x: Any) -> list[HeldBox]:
+    """The parts of one such array."""
+    found = []
+    for device, index in x.sharding.devices_indices_map(tuple(x.shape)).items():
+        box = layout.box_of(index, tuple(x.shape))
+        found.append(HeldBox(name, box, name, device, tuple(slice(0, n) for n in layout.sizes(box))))
+    return found
+
+
+def _chunk(name: str, shape: tuple[int, ...], itemsize: int, parts: list[HeldBox]) -> tuple[int, ...]:
+    """Chunks none of which two processes would have to write; nor two devices, unless these would be small."""
+    part = shape
+    for owner in (lambda p: p.device.id, lambda p: p.device.process_index):
+        borders = _borders(shape, parts, owner)
+        part = tuple(math.gcd(n, *cuts) for n, cuts in zip(shape, borders, strict=True))
+        if math.prod(part) * itemsize >= layout.PART_BYTES:
+            return layout.chunk_shape(name, shape, itemsize, part)
+    # Where borders do not divide the size (257 of 262,272 rows per device), the last chunk is filled up instead.
+    filled = tuple(math.gcd(*cuts) or n for n, cuts in zip(shape, borders, strict=True))
+    return layout.chunk_shape(name, shape, itemsize, max(part, filled, key=math.prod))
+
+
+def _borders(shape: tuple[int, ...], parts: list[HeldBox], owner: Any) -> list[list[int]]:
+    """Along each dim, where what one owner has ends at what another has."""
+    starts = [sorted({part.box[dim].start for part in parts}) for dim in range(len(shape))]
+    stops = [
+        dict(zip(s, range(len(s)), strict=True)) | {n: len(s)} for s, n in zip(starts, shape, strict=True)
+    ]
+    owners = np.full([len(s) for s in starts], -1, np.int64)
+    for part in parts:
+        owners[tuple(slice(at[s.start], at[s.stop]) for at, s in zip(stops, part.box, strict=True))] = owner(
+            part
+        )
+    assert (owners >= 0).all(), "boxes must fill their array"
+    borders = []
+    for dim, begin in enumerate(starts):
+        differ = np.diff(owners, axis=dim).any(tuple(d for d in range(len(shape)) if d != dim))
+        borders.append([begin[i + 1] for i in np.flatnonzero(differ)])
+    return borders

@@ -1,0 +1,232 @@
+"""Claims on folders: one program at a time writes in a workdir, and no place of a run lies in another.
+
+    take(workdir, say)                  this process is the one that writes there; UserError names who is
+    require_apart(own, others)          the places of a run lie neither in each other nor in a checkpoint
+    new_folder(path, option)            one that may be made
+    with whole_or_nothing(target):      a new folder that is there when all of it is written
+
+The lock is a POSIX record lock on `WORKDIR/.lock`: NFS and Lustre (mounted with flock) hold it across nodes, forked
+workers do not inherit it, and a killed process leaves nothing to clean up. Of several processes of a run the first
+takes it.
+"""
+
+import atexit
+import contextlib
+import datetime
+import errno
+import fcntl
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from zaya_jax.checkpoint.layout import MARKER, META
+from zaya_jax.checkpoint.seal import RUN
+from zaya_jax.config import UserError, files
+from zaya_jax.config.fields import parse_json
+
+LOCK = ".lock"
+PATIENCE = 5.0  # seconds: a process that was just killed may still be giving back its memory
+WITHOUT = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+
+# Opened once a process: closing any of its descriptors of a file gives up the process's locks on it.
+_taken: dict[Path, BinaryIO] = {}
+
+
+########################################################################################################################
+# The lock
+########################################################################################################################
+
+
+def take(workdir: Path, say: Callable[[str], None] = print) -> None:
+    """Makes this process the one that writes in a folder, if no other is."""
+    path = workdir.resolve() / LOCK
+    if path in _taken:
+        return
+    latest = time.monotonic() + PATIENCE
+    file = _opened(path)
+    while True:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _bears(file, path):
+                break
+            # A run that was refused has taken its new folder away, and this file with it: it locks nothing any more.
+            file.close()
+            file = _opened(path)
+        except OSError as error:
+            if error.errno in WITHOUT:
+                say(
+                    f"note: {workdir} lies where files cannot be locked; another run that writes there is not seen"
+                )
+                break
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                raise
+            if time.monotonic() > latest:
+                who = _signature(file)
+                file.close()
+                raise UserError(
+                    f"--workdir={workdir} is in use by {who}; wait until that has ended, or give another folder"
+                ) from None
+            time.sleep(0.1)
+    _taken[path] = file
+    since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
+    with contextlib.suppress(OSError):  # a full disk: then the next is told less
+        file.truncate(0)
+        file.seek(0)
+        file.write(
+            json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
+        )
+
+
+def require_free(workdir: Path) -> None:
+    """UserError where another process has a folder; makes nothing."""
+    if (workdir / LOCK).exists():
+        take(workdir)
+        release(workdir)
+
+
+def taken(workdir: Path) -> bool:
+    """Whether this process has it."""
+    return workdir.resolve() / LOCK in _taken
+
+
+def release(workdir: Path) -> None:
+    """Gives it back, if it was taken."""
+    file = _taken.pop(workdir.resolve() / LOCK, None)
+    if file is not None:
+        file.close()
+
+
+@atexit.register
+def _release_all() -> None:
+    for path in list(_taken):
+        _taken.pop(path).close()
+
+
+def _opened(path: Path) -> BinaryIO:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o644), "rb+", buffering=0)
+
+
+def _bears(file: BinaryIO, path: Path) -> bool:
+    """Whether an open file is the one that bears the name."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False
+
+
+def _signature(file: BinaryIO) -> str:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        file.seek(0)
+        found = parse_json(file.read(1 << 16))
+        return f"process {found['process']} on {found['host']} since {found['since']}"
+    return "another process"
+
+
+########################################################################################################################
+# Folders
+########################################################################################################################
+
+
+def require_apart(own: Iterable[Path], others: Mapping[str, Path]) -> None:
+    """UserError where one of a run's other places (by its name) lies in the run's own, in another, or they in it."""
+    own = list(own)
+    for name, place in others.items():
+        for theirs in own:
+            if overlap(place, theirs):
+                raise UserError(
+                    f"{name} and the run's own {theirs} lie in each other: copies would be written over checkpoints, "
+                    "and deleted with them; give a place apart"
+                )
+        require_outside(place, name)
+        own.append(place)
+
+
+def overlap(a: Path, b: Path) -> bool:
+    """Whether one of two folders is the other or lies in it, through links and `..`, and before they exist."""
+    a, b = Path(os.path.realpath(a)), Path(os.path.realpath(b))
+    return a.is_relative_to(b) or b.is_relative_to(a)
+
+
+def require_outside(folder: Path, option: str) -> None:
+    """UserError for a folder in a checkpoint or among a run's checkpoints, where anything more counts as damage."""
+    folder = Path(os.path.realpath(folder))
+    for above in (folder, *folder.parents):
+        if os.path.exists(above / MARKER) and os.path.exists(above / META):
+            raise UserError(
+                f"{option} lies in the checkpoint {above}, where all that is not its own counts as damage; "
+                "give a folder elsewhere"
+            )
+        if above != folder and os.path.exists(above / RUN):
+            raise UserError(
+                f"{option} lies in {above}, among the checkpoints of a run, and would count as one of them or as "
+                "damage; give a folder elsewhere"
+            )
+
+
+def require_writable(folder: Path, option: str) -> None:
+    """UserError where a folder that may have to be made could not be; makes nothing."""
+    there = files.existing(folder)
+    if not there.is_dir():
+        raise UserError(f"{option} cannot be written ({there} is a file); give a folder that can")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"{option} cannot be written (no right to write in {there}); give a folder that can")
+
+
+def new_folder(path: str | os.PathLike, option: str) -> Path:
+    """A folder that may be made: it does not exist, or is empty; and it can be written. Nothing is made yet."""
+    target = Path(path).absolute()
+    if target.is_symlink():  # no folder can take the name of a link
+        raise UserError(f"{option}={path} is a symbolic link; give a new folder")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise UserError(f"{option}={path} exists and is not empty; give a new folder")
+    require_writable(target.parent, f"{option}={path}")
+    require_outside(target, f"{option}={path}")
+    return target
+
+
+@contextlib.contextmanager
+def whole_or_nothing(target: Path) -> Iterator[Path]:
+    """A folder beside `target` that takes its name when the block is over, and disappears if it fails.
+
+    One program at a time: a second is refused, or sees what the first has made.
+    """
+    part = target.parent / f".{target.name}.part"
+    made = [folder for folder in part.parents if not folder.exists()]
+    try:
+        take(part)
+    except UserError as error:
+        raise UserError(str(error).replace(f"--workdir={part}", str(target))) from None
+    except OSError as error:
+        raise UserError(f"{target} cannot be written ({error.strerror}); give a folder that can") from None
+    try:
+        new_folder(target, "the folder")  # which another may have made meanwhile
+        for left in part.iterdir():  # what an interrupted attempt left
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left)
+            elif left.name != LOCK:
+                left.unlink()
+        yield part
+        if target.exists():
+            target.rmdir()
+        (part / LOCK).unlink()
+        part.rename(target)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        remove_empty(made)
+        raise
+    finally:
+        release(part)
+
+
+def remove_empty(made: Iterable[Path]) -> None:
+    """Removes folders that this program made, innermost first, up to the first that is not empty."""
+    with contextlib.suppress(OSError):
+        for folder in made:
+            if folder.exists():
+                folder.rmdir()

@@ -1,0 +1,215 @@
+"""Lines between the agents, or between the processes, of one job: lists of JSON over TCP, one to a line.
+
+    Line(connection)                   say(...), flush(), read(); neither ever waits
+    listen(port, whose, way)           the socket on which the first agent, or process, is found
+    Door(key, digest, count, differs)  what that one asks of each caller, until it knows the caller
+    call(address, index, ...)          how the others find it
+
+An empty line asks for, or is, a sign of life. Both ends prove that they know the job's key (HMAC of the other's random
+number) before either believes anything: ZAYA_SECRET, or the number of the Slurm job, which keeps mistakes out but not
+an attacker. A stranger's bytes close the stranger's connection and do nothing else.
+"""
+
+import contextlib
+import hmac
+import json
+import os
+import resource
+import secrets
+import socket
+import time
+from typing import Any
+
+from zaya_jax.cluster.place import LostProcess
+from zaya_jax.config import UserError
+
+SECRET = "ZAYA_SECRET"
+SHORT, LONG = 1 << 12, 1 << 24  # bytes of a message before and after the greeting
+GREETING = 10.0  # seconds that a caller has for it
+STRANGERS = 256  # at once
+
+
+def key() -> bytes:
+    """The secret that all of one job share."""
+    return (os.environ.get(SECRET) or os.environ.get("SLURM_JOB_ID") or "zaya_jax").encode()
+
+
+def _proof(secret: bytes, *said: Any) -> str:
+    return hmac.new(secret, json.dumps(said).encode(), "sha256").hexdigest()
+
+
+class Line:
+    """One connection, cut into messages. `answers`: whether an empty line is answered with one."""
+
+    def __init__(self, connection: socket.socket, host: str = "", limit: int = LONG, answers: bool = False):
+        self.connection, self.host, self.limit, self.answers = connection, host, limit, answers
+        self.heard = self.opened = time.monotonic()
+        self.index: int | None = None  # of the other end, once that has proved to be of this job
+        self.nonce = secrets.token_hex(16)
+        self._in, self._out = b"", bytearray()
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def say(self, *message: Any) -> None:
+        """Sends a message, or without one a sign of life, as far as the other end takes it."""
+        self._out += (json.dumps(message) if message else "").encode() + b"\n"
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends what has not gone yet; if the other end is gone, reading will tell."""
+        with contextlib.suppress(OSError):
+            while self._out:
+                del self._out[: self.connection.send(self._out)]
+
+    @property
+    def waiting(self) -> bool:
+        """Whether something has not gone yet."""
+        return bool(self._out)
+
+    def read(self) -> list[list] | None:
+        """The messages that have come; None where the other end has hung up, or sends something else."""
+        try:
+            data = self.connection.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data or len(self._out) > LONG:
+            return None
+        self.heard = time.monotonic()
+        *whole, self._in = (self._in + data).split(b"\n")
+        if max(map(len, [*whole, self._in])) > self.limit:
+            return None
+        if self.answers and b"" in whole:
+            self.say()
+        try:
+            found = [json.loads(line) for line in whole if line]
+        except (ValueError, RecursionError):
+            return None
+        return found if all(isinstance(m, list) and m and isinstance(m[0], str) for m in found) else None
+
+    def close(self) -> None:
+        """Hangs up."""
+        self.connection.close()
+
+
+class Refused(ValueError):
+    """A caller that knows the key is none of those who are awaited, in words."""
+
+
+class Door:
+    """Greets callers. `digest` must be the same at both ends; `differs` says what it means if it is not."""
+
+    def __init__(self, secret: bytes, digest: str, count: int, differs: str):
+        self._secret, self._digest, self._count, self._differs = secret, digest, count, differs
+        self.strangers: list[Line] = []
+
+    def open(self, server: socket.socket) -> Line | None:
+        """Accepts the next caller; None where nobody waits."""
+        try:
+            connection, address = server.accept()
+        except OSError:
+            return None
+        # The address is asked for here: a caller that is gone already has none any more.
+        line = Line(connection, address[0].removeprefix("::ffff:"), SHORT)
+        self.strangers.append(line)
+        line.say("who", line.nonce)
+        return line
+
+    def hear(self, line: Line, message: list) -> str:
+        """Makes a stranger known, and returns its own name for its host; ValueError sends it away."""
+        kind, index, host, digest, nonce, shown = message
+        if kind != "here" or not isinstance(index, int) or not all(isinstance(x, str) for x in message[2:]):
+            raise ValueError(kind)
+        if not hmac.compare_digest(shown, _proof(self._secret, "caller", line.nonce, index, host, digest)):
+            line.say("refused", f"it is not of this job: {SECRET}, or SLURM_JOB_ID, is another there")
+            raise ValueError("proof")
+        words = ""
+        if digest != self._digest:
+            words = self._differs.format(index=index, host=host, digest=digest)
+        elif not 0 < index < self._count:
+            words = f"{index} is none of {self._count}, where 0 is the one that is called"
+        if words:
+            line.say("refused", words)
+            raise Refused(words)
+        self.strangers.remove(line)
+        line.index, line.limit = index, LONG
+        line.say("welcome", _proof(self._secret, "called", nonce))
+        return host
+
+    def overdue(self, now: float) -> list[Line]:
+        """Strangers that have said nothing for too long, or are one too many."""
+        late = [line for line in self.strangers if now - line.opened > GREETING]
+        return late + self.strangers[: max(len(self.strangers) - STRANGERS, 0)]
+
+
+def listen(port: int, whose: str, way: str) -> socket.socket:
+    """A socket for many to call on; UserError with the way out where the port cannot be opened."""
+    # A line here and one of JAX's for each process: 1,024 open files, as is usual, are few.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # macOS says "without limit" and takes no such number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    try:
+        server = socket.create_server(("", port), family=family, dualstack_ipv6=dual, backlog=1024)
+    except OSError as error:
+        raise UserError(f"{whose} port {port} cannot be opened ({error.strerror}); {way}") from None
+    server.setblocking(False)
+    return server
+
+
+def call(address: str, index: int, digest: str, secret: bytes, seconds: float, kind: str = "process") -> Line:
+    """The line to number 0 of its kind, however late that comes.
+
+    UserError where it refuses this one; LostProcess where it does not answer within `seconds`.
+    """
+    who, whom = f"{kind} {index}", f"{kind} 0"
+    host, port = address.rsplit(":", 1)
+    here, until, why = socket.gethostname(), time.monotonic() + seconds, "no answer"
+    while time.monotonic() < until:
+        connection = None
+        try:
+            connection = socket.create_connection((host, int(port)), timeout=GREETING)
+            said, theirs = _first(connection)
+            nonce = secrets.token_hex(16)
+            if said == "who":
+                shown = _proof(secret, "caller", theirs, index, here, digest)
+                connection.sendall(json.dumps(["here", index, here, digest, nonce, shown]).encode() + b"\n")
+                # It knows this end from here on: to hang up would be a loss to it.
+                connection.settimeout(max(until - time.monotonic(), GREETING))
+                said, word = _first(connection)
+                if said == "refused":
+                    raise UserError(f"{whom} at {address} refuses {who}: {word}")
+                if said == "welcome" and hmac.compare_digest(word, _proof(secret, "called", nonce)):
+                    line = Line(connection, host, answers=True)
+                    line.index, connection = 0, None
+                    return line
+            why = "something else listens there"
+        except OSError as error:
+            why = error.strerror or str(error)
+        except (ValueError, TypeError, RecursionError) as error:
+            if isinstance(error, UserError):
+                raise
+            why = "something else listens there"
+        finally:
+            if connection:
+                connection.close()
+        time.sleep(0.2)
+    raise LostProcess(
+        f"{who}: {whom} does not answer at {address} within {seconds:g} s ({why}); see its log, and whether the "
+        "address can be reached from here"
+    )
+
+
+def _first(connection: socket.socket) -> tuple[str, str]:
+    """One message of a greeting, byte by byte: the bytes after it belong to the line."""
+    found = b""
+    while not found.endswith(b"\n") and len(found) < SHORT:
+        byte = connection.recv(1)
+        if not byte:
+            raise ValueError("it hung up")
+        found += byte
+    kind, word = json.loads(found)
+    return str(kind), str(word)

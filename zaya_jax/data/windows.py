@@ -1,0 +1,166 @@
+"""The fixed batches of evaluation: windows over what the run holds out, and over further text (`eval.named`).
+
+A named path of prepared data gives its held-out part. Text files are taken whole, but for a source of the run itself:
+of that, the part counts that the run holds out. Files that the run trains on under another path are refused. In a run
+of chats JSONL and Parquet are chats too, and their answers count; other text is text.
+"""
+
+import dataclasses
+import hashlib
+import os
+from pathlib import Path
+
+from zaya_jax import schedule
+from zaya_jax.config import Config, Phase, UserError, shown
+from zaya_jax.data import chats, mix, order, pack, pieces, sources, storage
+from zaya_jax.data.pack import Batch, Span
+from zaya_jax.data.stores import TokenStore, check_tokenizer, fill, local_rows, open_stores, tokenised
+from zaya_jax.data.tokenizers import Tokenizer
+
+damaged: set[str] = set()  # pieces of data that could not be read, since the last training stream was made
+
+
+def eval_batches(
+    config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1), rows: int | None = None
+) -> list[Batch]:
+    """Fixed held-out batches of `eval.windows` windows, an equal share from each source, spread evenly over its text.
+
+    A batch has `rows` rows over all processes (otherwise the global batch's). The last is filled up with empty rows;
+    without held-out text the list is empty.
+    """
+    check_tokenizer(config, tokenizer)
+    stores = [open_stores(config, path, tokenizer)[1] for path in mix.plan_sources(config)[0]]
+    return spread_windows(config, [s for s in stores if s.num_tokens], tokenizer.pad_id, process, rows)
+
+
+def spread_windows(
+    config: Config, stores: list[TokenStore], pad_id: int, process: tuple[int, int], rows: int | None
+) -> list[Batch]:
+    """`eval_batches` of these stores."""
+    count, chosen = config.eval.windows, list[tuple[TokenStore, list[Span]]]()
+    for k, store in enumerate(stores):
+        layout: order.Tape | order.Packed = order.Tape(store.num_tokens, config.data.seq_len)
+        if config.data.chats:  # an answer is judged with all that it answers
+            layout = order.Packed(store, config.data.seq_len, "best_fit")
+        share = min(count * (k + 1) // len(stores) - count * k // len(stores), layout.num_rows)
+        chosen += [(store, layout.spans(n * layout.num_rows // share)) for n in range(share)]
+    mine = local_rows(rows := rows or config.data.global_batch, process)
+    batches = []
+    for begin in range(0, len(chosen), rows):
+        filled = pack.Rows(len(mine), config.data.seq_len, pad_id)
+        for row, (store, spans) in enumerate(chosen[begin : begin + rows][mine.start : mine.stop]):
+            fill(store, filled, [row], [spans])
+        batches.append(pack.finish(filled, config.data.cross_documents))
+    for store in stores:
+        if isinstance(store, storage.Prepared):
+            damaged.update(store.counters.corrupt)
+    return batches
+
+
+def eval_config(config: Config, phase: Phase) -> Config:
+    """The config as evaluation sees it in a phase: its window's length, and the sources of the whole run.
+
+    Without the phases: those that leave a key open would take it from this one.
+    """
+    here = schedule.phase_config(config, phase)
+    every = tuple(f"{path}=1" for path in mix.plan_sources(config)[0])
+    data = dataclasses.replace(here.data, seq_len=phase.eval_seq_len, mixture=every)
+    return dataclasses.replace(here, data=data, schedule=dataclasses.replace(here.schedule, phases=()))
+
+
+def named_paths(config: Config) -> dict[str, str]:
+    """{name: path} of config.eval.named."""
+    found: dict[str, str] = {}
+    if config.eval.named and not config.eval.windows:
+        raise UserError(
+            "config.eval.windows=0 evaluates on nothing, and eval.named is given; take one of them away"
+        )
+    for i, part in enumerate(config.eval.named):
+        name, _, path = part.partition("=")
+        where = f"config.eval.named[{i}]={shown(part)}"
+        if not path or not name.replace("-", "_").isidentifier():
+            raise UserError(
+                f"{where} is no name=path, such as python=data/python; a name has letters, digits, _ and -"
+            )
+        if name in found or name == "loss":
+            taken = "the loss on what the run holds out" if name == "loss" else "another one's"
+            raise UserError(f"{where}: {name} is {taken}; give each a name of its own")
+        found[name] = path
+    return found
+
+
+def named_stores(config: Config, tokenizer: Tokenizer) -> dict[str, TokenStore]:
+    """The tokens of each; UserError for what cannot be evaluated on."""
+    return {name: _open(config, name, path, tokenizer) for name, path in named_paths(config).items()}
+
+
+def named_notes(config: Config, tokenizer: Tokenizer) -> list[str]:
+    """What was done to fit chats among them, to the person who looks on; UserError likewise."""
+    found = named_stores(config, tokenizer).values()
+    return [store.said for store in found if isinstance(store, order.Memory) and store.said]
+
+
+def named_batches(
+    config: Config, tokenizer: Tokenizer, process: tuple[int, int], rows: int
+) -> dict[str, list[Batch]]:
+    """{eval/name: fixed batches}, as `eval_batches` makes them."""
+    return {
+        f"eval/{name}": spread_windows(config, [store], tokenizer.pad_id, process, rows)
+        for name, store in named_stores(config, tokenizer).items()
+    }
+
+
+def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenStore:
+    where = f"config.eval.named {name}={path}"
+    trained = {_real(source): source for source in mix.plan_sources(config)[0]}
+    store: TokenStore
+    try:
+        if path != "stdlib" and storage.is_prepared(path):
+            store = storage.Prepared(path, "held_out", config.data.on_corrupt)
+            own = f"config.data.tokenizer={config.data.tokenizer!r}"
+            store.require_tokenizer(tokenizer.sha256, "it", own, "prepare it with that, or give its files")
+            if config.data.chats and store.manifest.get("trim"):
+                chats.require_prepared(path, store, config.data.seq_len)
+        elif _real(path) in trained:
+            store = open_stores(config, trained[_real(path)], tokenizer)[1]
+        else:
+            _refuse_trained(path, list(trained.values()))
+            store = _all_of(config, path, tokenizer)
+    except UserError as error:
+        raise UserError(f"{where}: {str(error).replace('config.data.path', 'path')}") from None
+    if not store.num_tokens:
+        raise UserError(f"{where} has no held-out part; prepare it with --held_out, or give files")
+    return store
+
+
+def _refuse_trained(path: str, trained: list[str]) -> None:
+    """UserError where some of the files belong to a source of text that is trained on."""
+    own = {sources.identity(file): str(file) for _, file in sources.list_files(path)}
+    for source in trained:
+        if source == "stdlib" or not storage.is_prepared(source):
+            both = own.keys() & {sources.identity(file) for _, file in sources.list_files(source)}
+            if both:
+                some = min(own[file] for file in both)
+                raise UserError(
+                    f"{len(both):,} of its {len(own):,} files are trained on as part of {source}, such as {some}; "
+                    "give others, or move them away from there"
+                )
+
+
+def _all_of(config: Config, path: str, tokenizer: Tokenizer) -> order.Memory:
+    context = config.data.seq_len if config.data.chats and chats.are_here(path) else 0
+
+    def make() -> order.Memory:
+        if context:
+            bundle, said = chats.whole(path, tokenizer, context)
+        else:
+            texts, said = [text for _, text in sources.named_texts(path)], ""
+            bundle = sources.concatenate(pieces.encode_all(tokenizer, texts), tokenizer)
+        return order.Memory(path, bundle, hashlib.sha256(bundle.tokens).hexdigest(), said)
+
+    return tokenised([path], ("whole", tokenizer.sha256, context), make)
+
+
+def _real(path: str) -> str:
+    """A path that is there under its one name; others, as globs and URLs, as they are written."""
+    return os.path.realpath(path) if path != "stdlib" and Path(path).exists() else path

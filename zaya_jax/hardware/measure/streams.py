@@ -1,0 +1,76 @@
+"""How fast a device reads and writes its memory: a pass over arrays of 1 MiB to a share of what there is."""
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from zaya_jax.hardware.measure import timing
+from zaya_jax.hardware.measure.figures import MOVED, Stream
+
+LEAST, MOST = 1 << 20, 1 << 32  # bytes of an array
+
+PASSES: dict[str, Callable] = {
+    "copy": lambda x, y, c: -x,  # a pass that no compiler leaves out
+    "read": lambda x, y, c: jnp.sum(x),
+    "write": lambda x, y, c: jnp.full_like(x, c),
+    "add": lambda x, y, c: x + y,
+}
+assert PASSES.keys() == MOVED.keys()
+
+
+def room(device: Any, sharing: int = 1) -> int:
+    """Bytes of a device's memory that are free, or of the machine's for a CPU, which so many devices share."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // sharing
+    stats = device.memory_stats() or {}
+    return stats.get("bytes_limit", 1 << 30) - stats.get("bytes_in_use", 0)
+
+
+def sizes(free: int) -> Iterator[int]:
+    """Bytes of an array, of which three together take a quarter of what is free at most."""
+    size = LEAST
+    while size <= MOST and 3 * size <= free // 4:
+        yield size
+        size *= 2
+
+
+def measure_streams(device: Any, seconds: float, say: Callable[[str], None]) -> tuple[Stream, ...]:
+    """Every pass over every size on one device. A series ends where a call takes longer than `seconds`."""
+    found: list[Stream] = []
+    for name in PASSES:
+        series = list(_series(name, device, seconds))
+        found += series
+        if series:
+            said = (f"{s.bandwidth / 1e9:,.1f} GB/s at {s.bytes / 2**20:,.0f} MiB" for s in series[::3])
+            say(f"memory {name}: {', '.join(said)}")
+    return tuple(found)
+
+
+def _series(name: str, device: Any, seconds: float) -> Iterator[Stream]:
+    for number, size in enumerate(sizes(room(device))):
+        with jax.default_device(device):
+            x = jax.jit(lambda: (jnp.arange(size // 4) % 7).astype(jnp.float32))()  # noqa: B023
+            y = x + 2
+            c = jnp.float32(3)
+        compiled = jax.jit(PASSES[name], keep_unused=True).lower(x, y, c).compile()
+        if number == 0:
+            _check(name, np.asarray(x), np.asarray(compiled(x, y, c)))
+        taken = timing.time_call(lambda: compiled(x, y, c), seconds, device.platform != "cpu")  # noqa: B023
+        yield Stream(name, size, taken)
+        if taken.median > seconds:
+            return
+
+
+def _check(name: str, x: np.ndarray, out: np.ndarray) -> None:
+    wanted: Any = {
+        "copy": -x,
+        "read": x.sum(dtype=np.float64),
+        "write": np.full_like(x, 3),
+        "add": 2 * x + 2,
+    }[name]
+    if out.shape != wanted.shape or not np.allclose(out, wanted, rtol=1e-6, atol=0):
+        raise RuntimeError(f"the pass {name!r} gave wrong numbers")

@@ -1,0 +1,68 @@
+"""Where the scan over layers finds a layer's weights, and where their gradients go.
+
+A scan copies each layer's weights out of the stack of all layers', and its gradient is a stack as large as that. Where
+either costs too much, a `Stored` says otherwise, and the model asks nothing else:
+
+    experts   kernels read a layer's experts where all layers' lie, and may write their gradients in such places too
+    slots     a weight's gradient is reduced as it leaves its layer, inside the scan: its whole stack never exists
+"""
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from zaya_jax.model.placement import Weights
+
+NONE: Mapping = types.MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What differs from a plain scan; by default nothing.
+
+    `experts` gives, for a layer's number, the `expert_mlp` that has that layer's weights, whatever it is handed.
+    `slots` are zeros by the weight's path in a layer, stacked over layers: what `shares` makes of a layer's gradient is
+    the slot's gradient, and the weight has none.
+    """
+
+    experts: Callable[[jax.Array], Callable] | None = None
+    slots: Mapping[str, jax.Array] = NONE
+    shares: Mapping[str, Callable] = NONE
+
+    def by_layer(self, num_layers: int) -> tuple[jax.Array | None, dict[str, jax.Array]]:
+        """What the scan hands to each layer beside its weights."""
+        return None if self.experts is None else jnp.arange(num_layers), dict(self.slots)
+
+    def of_layer(self, given: Any, weights: nnx.State, lie: Weights) -> tuple[nnx.State, Weights]:
+        """A layer's weights and how they lie, of what the scan gave it."""
+        number, slots = given
+        if self.experts is not None:
+            lie = dataclasses.replace(lie, expert_mlp=self.experts(number))
+        if not slots:
+            return weights, lie
+        found = dict(nnx.to_flat_state(weights))
+        for path, slot in slots.items():
+            key = tuple(path.split("/"))
+            found[key] = found[key].replace(_leaving(self.shares[path], found[key][...], slot))
+        return nnx.from_flat_state(found), lie
+
+
+SCANNED = Stored()
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _leaving(share: Callable, weight: jax.Array, slot: jax.Array) -> jax.Array:
+    del share, slot
+    return weight
+
+
+_leaving.defvjp(
+    lambda share, weight, slot: (weight, None),
+    lambda share, _, gradient: (None, share(gradient)),
+)

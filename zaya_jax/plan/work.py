@@ -1,0 +1,367 @@
+"""FLOPs, HBM bytes and launches of a step on one device, by scope and stage, without compiling it.
+
+    for part in work.parts(case): part.scope, part.stage, part.flops, part.bytes
+
+PASSES says which arrays the kernels of a layer read and write; around the layers stand the embedding, the head and the
+optimizer. The numbers were read off programs compiled for MI300X on 22 and 23 November 2026, kernel by kernel
+(`python benchmarks/plan.py`), which benchmarks/plan.md holds against these formulas. Where the model's code changes, so
+must they. Kinds of arrays, as sizes on a device:
+
+    x4 x2   N tokens of the model's width, float32 and in the compute format       r4      N of the router's, float32
+    p2      N of packed queries and keys                  q2 v2   of the queries; of the keys or the values alone
+    c2      N of packed columns and values                h2 f2   N of the experts' gate and up; of their width
+    s2      the states of linear attention's chunks       w4 w2   the part's weights of a layer, float32, to compute in
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping
+
+from pallas_kernels import chip
+from pallas_kernels.attention.triton import visited
+from pallas_kernels.cross_entropy.xla import chunk_rows
+from pallas_kernels.linear_attention import CHUNK
+from zaya_jax.model.lookup import COMMONEST
+from zaya_jax.optim.muon import newton_schulz_flops
+from zaya_jax.optim.zero import Layout
+from zaya_jax.parallel import expert
+from zaya_jax.plan.case import Case, size
+
+FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
+
+# Of each part of a layer, and each stage, or kind of remat where "again" is less or more: arrays read and written by
+# products, which a GPU does under the multiplication where that takes longer; by all other kernels; launches; FLOPs
+# over those of the forward pass. Weights are turned to the compute format, their gradients are float32.
+# fmt: off
+PASSES: dict[str, dict[str, tuple[str, str, float, float]]] = {
+    "cca": {  # norm; q, k and v, some delayed; o
+        FORWARD: ("2x2 c2 q2 w2", "x4 x2 2v2 w4 w2", 10, 1),
+        AGAIN: ("2x2 c2 q2 w2", "x4 x2 2v2 w4 w2", 9, 1),
+        "elementwise": ("", "x4 x2 7v2", 6, 0),
+        BACKWARD: ("4x2 2c2 2q2 w2 2w4", "3x4 x2 2v2 w4", 12, 2),
+    },
+    "mix": {  # convolutions, norms and rotation by their own kernels: three for gradients, two of which convolve again
+        FORWARD: ("", "2.1p2", 1, 0), AGAIN: ("", "2.1p2", 1, 0), BACKWARD: ("", "9.3p2", 4, 2),
+    },
+    "mix by XLA": {  # where columns come from a neighbour too, or layers have several rotary tables
+        FORWARD: ("3p2", "13p2 2q2 8v2", 14, 0), AGAIN: ("3p2", "13p2 2q2 8v2", 14, 0),
+        BACKWARD: ("6p2", "28p2 c2 9v2", 28, 0),
+    },
+    "softmax": {  # q, k, v r, out w; dq: q, k, v, out, d r; dk and dv: q, k, v, d r: two and seven products of scores
+        FORWARD: ("", "2q2 2v2", 3, 1), "layer": ("", "2q2 2v2", 3, 1), BACKWARD: ("", "6q2 6v2", 5, 3.5),
+    },
+    "linear": {  # features of k; states of chunks, their sums; the output. Where that is kept, states alone again
+        FORWARD: ("", "2q2 6v2 6s2", 4, 1), AGAIN: ("", "4v2 5s2", 3, 0.1), "layer": ("", "2q2 6v2 6s2", 4, 1),
+        BACKWARD: ("", "9q2 9v2 7s2", 5, 2.5),
+    },
+    "router": {  # join and norm; to the router's width; three products there
+        FORWARD: ("x4 6r4 w4", "2x4 2x2 9r4", 12, 1),
+        AGAIN: ("x4 6r4 w4", "2x4 2x2 11r4", 13, 1),
+        "elementwise": ("", "2x4 2x2 7r4", 7, 0),
+        BACKWARD: ("2x4 13r4 3w4", "4x4 3x2 16r4", 20, 2),
+    },
+    "experts": {  # rows r, hidden and activation w; activation r, y w; weights as they are. Join
+        FORWARD: ("w4 2x2 h2 2f2", "2x4 x2", 7, 1),
+        AGAIN: ("w4 2x2 h2 2f2", "", 7, 1),
+        "elementwise": ("", "", 5, 0),
+        BACKWARD: ("2w4 4x2 4h2 2f2", "3x4 2x2", 8, 2),
+    },
+    "attention": {  # of a dense model: q, k, v and o; rotation; norm and sum
+        FORWARD: ("2x2 q2 c2 w2", "3x4 2x2 10v2", 14, 1),
+        AGAIN: ("2x2 q2 c2 w2", "6x4 2x2 7v2", 11, 1),
+        "elementwise": ("", "x4 x2 10v2", 6, 0),
+        BACKWARD: ("8x2 2q2 2c2 w2 w4", "8x4 4x2 10v2", 25, 2),
+    },
+    "mlp": {  # gate, up and down, which is not needed again; f2 is their width
+        FORWARD: ("2x2 3f2 x4 w2", "3f2 4x4 x2 w4 w2", 9, 1),
+        AGAIN: ("2x2 2f2 0.67w2", "3f2 3x4 0.67w4 0.67w2", 7, 2 / 3),
+        "elementwise": ("", "3x4 x2 3f2", 4, 0),
+        BACKWARD: ("6f2 7x2 w2 w4", "5f2 x4 x2 w4 w2", 12, 2),
+    },
+}
+# fmt: on
+RATES = {"experts": "grouped", "router": "float32", "softmax": "attention", "linear": "attention"}
+# Where experts lie over devices, buffers have more rows than an even load (`parallel.expert.SLACK`): rows of products,
+# rows as they come sorted by expert, and back. And each exchange: rows into slots, through two all-to-alls, and out.
+ROUND, SENT = "10x2", "13x2"
+# What is kept of a layer for the backward pass: written forward, read backward. "products": over fsdp and TSP, where
+# nothing is computed again, what products gave, and nothing made of gathered weights.
+KEPT = {
+    "zaya": {
+        "layer": "x4 r4", "attention": "x4 r4 q2", "elementwise": "x4 2x2 h2 c2 q2 4r4",
+        "none": "2x4 3x2 h2 2c2 3q2 10r4", "products": "x4 3x2 c2 p2 q2 h2 5r4",
+    },
+    "dense": {
+        "layer": "x4", "attention": "x4 q2", "elementwise": "x4 2x2 c2 q2 2f2",
+        "none": "3x4 2x2 c2 2q2 v2 3f2", "products": "x4 x2 c2 q2 2f2",
+    },
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Kernels of one scope and stage."""
+
+    scope: str
+    stage: str  # "" for what follows the backward pass
+    flops: float
+    products: float  # bytes that products read and write
+    others: float  # bytes of all other kernels
+    launches: float
+    kind: str = "products"  # whose rate its FLOPs run at: products, grouped, attention, float32
+
+    @property
+    def bytes(self) -> float:
+        """HBM traffic."""
+        return self.products + self.others
+
+
+def parts(case: Case) -> list[Part]:
+    """All parts of a step."""
+    found = [*_layers(case), *_around(case), *_optimizer(case)]
+    return [p for p in found if p.bytes or p.flops]
+
+
+def sizes(case: Case) -> dict[str, float]:
+    """Bytes of the kinds of arrays, weights aside."""
+    m, n, b = case.model, case.tokens, size(case.here.precision.compute)
+    heads = case.spread.heads
+    q, kv = m.num_attention_heads * m.head_dim / heads, max(m.num_key_value_heads / heads, 1) * m.head_dim
+    width = (m.moe_intermediate_size if m.model_type == "zaya" else m.intermediate_size) / heads
+    return {
+        "x4": 4.0 * n * m.hidden_size, "x2": b * n * m.hidden_size, "r4": 4.0 * n * m.router_hidden_size,
+        "p2": b * n * (q + kv), "q2": b * n * q, "v2": b * n * kv, "c2": b * n * (q + 2 * kv),
+        "h2": b * n * 2 * width, "f2": b * n * width, "s2": b * n * kv * m.head_dim / CHUNK,
+    }  # fmt: skip
+
+
+@functools.cache
+def _units(words: str) -> tuple[tuple[float, str], ...]:
+    """ "2x4 q2" as ((2, "x4"), (1, "q2"))."""
+    return tuple((float(word[:-2] or 1), word[-2:]) for word in words.split())
+
+
+def moved(words: str, have: Mapping[str, float]) -> float:
+    """Bytes of so many passes over arrays of these sizes."""
+    return sum(times * have[name] for times, name in _units(words))
+
+
+def kept(case: Case) -> float:
+    """Bytes that are kept of a layer for the backward pass."""
+    policy = {"offload": "attention", "none": "products" if fetched(case) else "none"}
+    return moved(KEPT[case.model.model_type][policy.get(case.here.remat, case.here.remat)], sizes(case))
+
+
+def in_place(case: Case) -> bool:
+    """Whether kernels read the experts' weights, and write their gradients, where all layers' lie."""
+    s = case.spread
+    return case.model.model_type == "zaya" and not (s.fsdp or s.tsp or s.expert_axes)
+
+
+def fetched(case: Case) -> bool:
+    """Whether a layer's weights come from other devices, so that it is computed again where nothing else is asked."""
+    return case.spread.fsdp or (case.spread.tsp and case.model.model_type == "zaya")
+
+
+def repeats(case: Case) -> bool:
+    """Whether layers are computed again in the backward pass, whole or in part."""
+    return case.here.remat != "none" or fetched(case)
+
+
+def _layers(case: Case) -> Iterator[Part]:
+    """Of all layers and micro-batches."""
+    layers, mixer = case.model.num_hidden_layers, case.mixer
+    found = [("softmax", mixer, layers - case.linear_layers), ("linear", mixer, case.linear_layers)]
+    if mixer == "cca":
+        # Its own kernels have no columns of a neighbour, and one rotary table at most.
+        own = case.spread.sequence_parts == 1 and len(set(case.model.kinds) - {"hybrid_linear"}) <= 1
+        found += [("mix" if own else "mix by XLA", "cca", layers)]
+    found += [(name, name, layers) for name in case.layer if name in PASSES]
+    for name, scope, count in found:
+        if count:
+            yield from _part_of_layers(case, name, scope, case.micro_batches * count)
+
+
+def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[Part]:
+    """One part, at each stage at which it runs."""
+    weights = case.layer.get(name, 0.0)
+    have = sizes(case) | {"w4": 4 * weights, "w2": size(case.here.precision.compute) * weights}
+    over_devices = name == "experts" and bool(case.spread.expert_axes)
+    if over_devices:  # a round's buffers, though no more rows are computed
+        have |= {array: expert.SLACK * have[array] for array in ("h2", "f2")}
+    rows = PASSES[name]
+    for stage in (FORWARD, AGAIN, BACKWARD):
+        row = rows.get(case.here.remat, rows.get(AGAIN)) if stage == AGAIN else rows[stage]
+        if not row or (stage == AGAIN and not repeats(case)):
+            continue
+        products, others, launches, flops = row
+        if weights and case.spread.heads > 1 and name != "router":  # the sum over devices reads and writes it
+            others += " 2x2"
+        if over_devices:
+            others += " " + ROUND
+            yield Part("experts/exchange", stage, 0.0, 0.0, times * moved(SENT, have), 5 * times)
+        if name == "experts" and stage == BACKWARD and case.micro_batches > 1 and in_place(case):
+            others += " w4"  # the sum so far
+        yield Part(
+            scope, stage, times * flops * _forward_flops(case, name), times * moved(products, have),
+            times * moved(others, have), times * launches, RATES.get(name, "products"),
+        )  # fmt: skip
+
+
+def _forward_flops(case: Case, name: str) -> float:
+    """FLOPs of a part of one layer in one micro-batch."""
+    m, heads, b = case.model, case.spread.heads, 2.0 * case.tokens
+    d, c, r = m.hidden_size, m.head_dim, m.router_hidden_size
+    q, kv = m.num_attention_heads / heads, max(m.num_key_value_heads / heads, 1)
+    convolution = (q + kv) * c * c * m.cca_time1
+    match name:
+        case "cca":
+            return b * (d * 2 * (q + kv) * c + convolution)
+        case "mix":
+            return b * convolution
+        case "softmax":
+            return 4.0 * case.rows * q * c * _area(case)
+        case "linear":  # queries with a chunk's keys, of which tiles leave out a quarter; and with states
+            return b * c * (2 * q * 0.75 * CHUNK + c * (q + kv))
+        case "router":
+            return b * (d * r + 2 * r * r + r * (m.num_experts + 1))
+        case "experts":
+            return b * 3 * d * m.moe_intermediate_size / heads
+        case "attention":
+            return b * 2 * d * (q + kv) * c
+        case "mlp":
+            return b * 3 * d * m.intermediate_size / heads
+    return 0.0
+
+
+def _area(case: Case) -> float:
+    """Scores of one head and sequence that a device computes, the mean of layers with a softmax: what causality and
+    windows leave."""
+    m, whole, parts = case.model, case.here.data.seq_len, case.spread.sequence_parts
+    chunk = whole // (2 * parts) if parts > 1 else whole
+    windows = [
+        m.sliding_window if kind == "hybrid_sliding" else None for kind in m.kinds if kind != "hybrid_linear"
+    ]
+    return case.length * whole * visited(chunk, whole, range(0, whole, chunk), windows or [None])
+
+
+def table_alone(case: Case) -> bool:
+    """Whether the table's gradient travels as it is, without large vectors beside it."""
+    layout = case.layout
+    if not layout.sharded:
+        return False
+    cut = [name for name in layout.methods if name.startswith("adamw cut")]
+    return all(layout.traffic(name).get("reduce-scatter") == 4 * case.numbers["embedding"] for name in cut)
+
+
+def head_chunks(case: Case) -> tuple[int, int]:
+    """Tokens whose loss a device computes at once, and how often it does in a micro-batch."""
+    n = case.tokens // case.spread.heads
+    maker = "NVIDIA" if case.chip in ("h100", "h200") else "gfx"
+    with chip.making(chip.Chip("gpu", maker)):
+        chunk = min(chunk_rows(n, case.model.vocab_size), n)
+    return chunk, -(-n // chunk)
+
+
+def _around(case: Case) -> Iterator[Part]:
+    """Embedding, head, what is stacked over the layers, and what has no scope."""
+    m, mb, layers = case.model, case.micro_batches, case.model.num_hidden_layers
+    b, several, fsdp = size(case.here.precision.compute), mb > 1, case.spread.fsdp
+    x4 = sizes(case)["x4"]
+    table4, table2 = 4.0 * m.vocab_size * m.hidden_size, b * m.vocab_size * m.hidden_size
+    chunk, chunks = head_chunks(case)
+    logits4, logits2 = 4.0 * chunk * chunks * m.vocab_size, b * chunk * chunks * m.vocab_size
+    # The sum over equal words turns as often as the longest run needs; each turn adds, and copies what it carries.
+    turns = math.ceil(math.log2(max(COMMONEST * case.tokens, 1)))
+    # The look-ups' gradient onto the head's: where that lies, or under the head's last product, or by the exchange.
+    onto = (4 if several else 3 if table_alone(case) or fsdp else 0) * (table4 if chunks > 1 else 0.0)
+    yield Part("embed", BACKWARD, 0, 0, mb * ((2 * turns + 7) * x4 + onto), mb * (turns + 41))
+    yield Part(
+        "head", FORWARD, mb * 3 * 2.0 * chunk * chunks * m.hidden_size * m.vocab_size,
+        # Logits w; their gradient r twice; the table r twice, its gradient rw; rows.
+        mb * (logits4 + 2 * logits2 + chunks * (2 * table2 + 2 * table4) + 3 * x4),
+        # The gradient made of the logits; the table to the compute format; rows, and their gradients into place.
+        mb * (logits4 + logits2 + table4 + table2 + 17 * x4), mb * (14 * chunks + 6),
+    )  # fmt: skip
+    held = kept(case) * layers
+    # Each layer's gradient is read, added and put into zeros, or, with several micro-batches, put back: not those whose
+    # kernels write them where all layers' lie, nor those that leave with their layer. What is kept goes in and out.
+    own = sum(case.layer.values()) * layers
+    large = case.layer.get("experts", case.layer.get("mlp", 0.0)) * layers
+    stacked = own - (large if in_place(case) or fsdp else case.leaving)
+    yield Part("stacks", BACKWARD, 0, 0, mb * (28.0 * stacked + 4 * held), mb * 72 * layers)
+    # Zeros for what is kept and for the table's gradient; what the embedding's sum carries; o's weights converted.
+    rest = mb * (2.0 * case.layer[case.mixer] * layers + held + 2 * turns * x4) + min(chunks, 2) * table4
+    if (
+        several
+    ):  # zeros to add to, and the table's sum, carried from one to the next; fsdp adds up parts of it alone
+        rest += 4.0 * case.numbers["layers"] + mb * (0 if fsdp else 3 if chunks > 1 else 1) * table4
+    if fsdp:
+        # Gathers of a layer to compute with, and again in float32; its gradient packed and scattered; the table's both.
+        gathered = 4.0 * own
+        rest += mb * ((gathered * (2 + b / 4) + 2 * table4) * (1 + 1 / case.spread.data) + 8 * gathered)
+    yield Part("other", FORWARD, 0, 0, rest, mb * (14.5 * layers + 85))
+
+
+def _optimizer(case: Case) -> Iterator[Part]:
+    """Muon and AdamW on a device's share, the exchange around them, and the new weights."""
+    layout, step, rounds = case.layout, case.step_bytes, case.here.optim.newton_schulz_steps
+    shapes = layout.state_shapes()
+    flops = x4 = gram4 = adamw4 = 0.0
+    launches = 160.0
+    for name, method in layout.methods.items():
+        shape = shapes[name]
+        numbers = math.prod(shape) / layout.parts(name)
+        if method == "adamw":
+            adamw4 += 4 * numbers
+            continue
+        matrices = numbers / math.prod(shape[-2:])
+        flops += matrices * _newton_schulz(shape[-2:], rounds)
+        x4 += 4 * numbers
+        gram4 += 4 * matrices * min(shape[-2:]) ** 2
+        launches += 20 * max(numbers / 2**23, 1)
+    # A round is three kernels: x r, gram w; r, factor w; r with x, its successor w.
+    products = rounds * (3 * x4 + 4 * gram4) * step / 4
+    local = sum(case.numbers.values())
+    # The states; weights rw, directions r; norms of each device's part, or gradients weighed, cut and put away whole.
+    others = (10 + 3 * step / 4) * x4 + 7 * adamw4 + 8.0 * local + directions(case)
+    others += (4.0 * local + directions(case)) / case.devices + (20.0 * local if case.devices == 1 else 0.0)
+    yield Part("optimizer", "", flops, products, others, launches)
+    if layout.sharded:
+        yield Part("optimizer/exchange", "", 0, 0, _exchanged(case, layout), 24 if case.devices <= 8 else 160)
+
+
+def _exchanged(case: Case, layout: Layout) -> float:
+    """Bytes that the optimizer's exchange reads and writes on the device itself."""
+    # What goes to owners: zeros, put in order, sent; in two rounds again, and in another order.
+    found = sum(4.0 * way.sent / way.rounds * (8 if way.rounds > 1 else 5) for way in case.ways.values())
+    weights = {"reduce-scatter": 1, "all-gather": 1, "all-to-all": 2, "exchange": 4, "all-reduce": 2}
+    for name, method in layout.methods.items():
+        kinds = layout.traffic(name, case.step_bytes if method == "muon" else 4)
+        found += sum(times * kinds.get(kind, 0) for kind, times in weights.items())
+    if not table_alone(case):  # the table's gradient is first put together with those of vectors
+        found += (3 if case.micro_batches == 1 else 2) * case.numbers["embedding"] * 4.0
+    return found
+
+
+def _newton_schulz(shape: tuple[int, ...], steps: int) -> float:
+    """FLOPs of the iteration of one matrix: of symmetric products the tiles on the diagonal and under it."""
+    m, n = sorted(shape)
+    down = max(m // 128, 1)
+    skipped = (2.0 * m * m * n + 2.0 * m**3) * (down - 1) / (2 * down)
+    return newton_schulz_flops((m, n), steps) - steps * skipped
+
+
+def muon_numbers(case: Case) -> float:
+    """Of a device's weights, those of Muon."""
+    grid = getattr(case.layout, "grid", None)
+    return sum(
+        math.prod(w.local(grid) if grid else w.shape) for w in case.layout.weights if w.method == "muon"
+    )
+
+
+def directions(case: Case) -> float:
+    """Bytes of the optimizer's directions for all weights of a device."""
+    muon = muon_numbers(case)
+    return case.step_bytes * muon + 4.0 * (sum(case.numbers.values()) - muon)

@@ -1,0 +1,174 @@
+"""The page of checkpoint times: per stage a heat map of processes over saves, the last load, and each step's figures.
+
+It shows a slow host as a dark row and a slow moment of the storage as a dark column. Many processes and many saves are
+drawn in groups by their slowest, which the page then says.
+"""
+
+import contextlib
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from zaya_jax.checkpoint import look, times, writing
+from zaya_jax.checkpoint.times import Event
+from zaya_jax.config import StorageError, UserError
+from zaya_jax.report.curves import WAITS, save_curves
+from zaya_jax.report.document import Document, Section, Table, Tile
+from zaya_jax.report.heat import HeatMap, Scale, columns, grouped
+from zaya_jax.report.text import byte_size, counted, duration
+
+TITLES = {
+    "copy": "Copy (to the snapshot)",
+    "serialise": "Serialise (chunks, checksums)",
+    "write": "Write",
+    "commit": "Commit (wait for all, then the name)",
+}
+DARK = "Seconds by process and save. A dark row is a slow host, a dark column a slow moment of the storage."
+TYPICAL = 3  # times the median: where a scale may end although there is worse
+SLOW = 1.5  # times the others' median: a process that is named as slow
+FEWEST_SAVES, FEWEST_PROCESSES = 3, 3  # to name one
+
+
+def checkpoints_document(workdir: Path) -> Document:
+    """All about the checkpoints of a run."""
+    found = times.read(workdir)
+    saves, loads = (list(found.get(kind, {}).values()) for kind in ("save", "load"))
+    seen = []
+    for step in writing.steps_in(workdir / "checkpoints"):
+        with contextlib.suppress(StorageError):
+            seen.append(look.see(workdir, step))
+    if not seen and not saves:
+        raise UserError(f"--workdir={workdir} has no checkpoint and no times of any; train first")
+    load = max(loads, key=lambda event: event.time, default=None)
+    sections = [
+        Section("Over the run", WAITS, pictures=save_curves(saves)),
+        Section("Where the time goes", DARK, pictures="".join(_stage_map(saves, s) for s in times.STAGES)),
+        Section("The last load", pictures=_load_map(load)),
+        Section("Complete checkpoints", tables=_steps(seen, {save.step: save for save in saves})),
+    ]
+    return Document(
+        workdir.resolve().name, "checkpoints", "", sections, _tiles(seen, saves), slow_processes(saves),
+        "Drawn from checkpoint_times.jsonl and the checkpoints of the workdir.",
+    )  # fmt: skip
+
+
+def _tiles(seen: Sequence[look.Seen], saves: Sequence[Event]) -> list[Tile]:
+    tiles = []
+    if seen:
+        newest = seen[-1]
+        tiles.append(("Newest complete step", f"{newest.step:,}", f"{newest.meta.get('tokens', 0):,} tokens"))
+        parts = ", ".join(f"{name} {byte_size(size)}" for name, size in newest.part_bytes().items())
+        tiles.append(("Size", byte_size(newest.bytes), parts))
+    if saves:
+        tiles.append(("Saves", f"{len(saves):,}", f"by {saves[-1].processes} process(es)"))
+        for title, values in (
+            ("Copy", [save.slowest("copy") for save in saves]),
+            ("Whole save", [save.whole() for save in saves]),
+        ):
+            good = [v for v in values if math.isfinite(v)]
+            if good:
+                longest = f"median; longest {duration(max(good))}"
+                tiles.append((title, duration(statistics.median(good)), longest))
+    return tiles
+
+
+def slow_processes(saves: Sequence[Event]) -> list[str]:
+    """Sentences on processes whose stages took much longer than the others', by medians over the saves."""
+    if len(saves) < FEWEST_SAVES or saves[-1].processes < FEWEST_PROCESSES:
+        return []
+    told = []
+    for stage in ("copy", "serialise", "write"):  # the commit waits for others
+        own = _medians(np.stack([save.of(stage) for save in saves], axis=1))
+        usual = float(np.nanmedian(own)) if np.isfinite(own).any() else math.nan
+        told += [
+            f"Process {i} is slow: its {stage} takes {duration(own[i])}, the others' {duration(usual)} "
+            f"(medians of {counted(len(saves), 'save')})."
+            for i in np.argsort(-np.nan_to_num(own))[:3]
+            if own[i] > SLOW * usual and own[i] - usual > 0.05
+        ]
+    return told
+
+
+def _medians(cells: np.ndarray) -> np.ndarray:
+    """Of each row that has a value; NaN of others."""
+    return np.array([np.median(row[np.isfinite(row)]) if np.isfinite(row).any() else np.nan for row in cells])
+
+
+def _stage_map(saves: Sequence[Event], stage: str) -> str:
+    rows = stage_rows(saves, stage)
+    if not rows:
+        return ""
+    names, steps, cells, notes = rows
+    good = cells[np.isfinite(cells)]
+    longest = high = float(good.max())
+    typical = max(float(np.quantile(good, 0.98)), TYPICAL * float(np.median(good)))
+    if longest > 1.5 * typical > 0:  # otherwise one bad moment would hide all that is usual
+        high = typical
+        notes = [*notes, f"The longest, {duration(longest)}, is beyond the colours."]
+    # Cells reach half-way to their neighbours, the outer ones as far outwards.
+    first, last = (steps[1] - steps[0], steps[-1] - steps[-2]) if len(steps) > 1 else (0.8, 0.8)
+    return HeatMap(
+        TITLES[stage], names, steps, cells.tolist(), Scale(0.0, high or 1.0),
+        (steps[0] - first / 2, steps[-1] + last / 2), "process",
+        ("0 s", ("≥ " if high < longest else "") + duration(high)), note=" ".join(notes), unit=" s",
+        describe=f"Process by save, from {duration(float(good.min()))} to {duration(longest)}.",
+    ).draw()  # fmt: skip
+
+
+def stage_rows(
+    saves: Sequence[Event], stage: str
+) -> tuple[list[str], list[float], np.ndarray, list[str]] | None:
+    """(names of rows, steps, seconds [rows, columns], notes): in groups where there are many, the slowest of each."""
+    if not any(stage in save.stages for save in saves):
+        return None
+    cells = np.full((max(save.processes for save in saves), len(saves)), np.nan)
+    for column, save in enumerate(saves):
+        cells[: save.processes, column] = save.of(stage)
+    notes = []
+    if len(cells) > 1 and bool(((cells == cells[0]) | np.isnan(cells)).all()):
+        cells, notes = cells[:1], ["One row: the same in all processes, as process 0 commits."]
+        starts, names = [0], ["all"]
+    else:
+        starts, names = grouped(len(cells))
+        if len(starts) < len(cells):
+            notes = [f"Each row is the slowest of {starts[1]} processes."]
+    begins = range(0, len(saves), math.ceil(len(saves) / columns(len(names))))
+    if begins.step > 1:
+        notes.append(f"Each column is the slowest of {begins.step} saves.")
+    cells = np.fmax.reduceat(np.fmax.reduceat(cells, starts, axis=0), list(begins), axis=1)
+    steps = [float(saves[min(b + begins.step // 2, len(saves) - 1)].step) for b in begins]
+    return names, steps, cells, notes
+
+
+def _load_map(load: Event | None) -> str:
+    """Stages over processes."""
+    if load is None or not load.stages:
+        return ""
+    starts, _ = grouped(load.processes)
+    cells = np.stack([np.fmax.reduceat(load.of(stage), starts) for stage in load.stages])
+    longest = float(np.nanmax(np.append(cells, 0.0)))
+    many = f"Each column is the slowest of {starts[1]} processes. " if len(starts) < load.processes else ""
+    size = byte_size(float(np.nansum(load.bytes)))
+    return HeatMap(
+        f"Step {load.step:,} by process", list(load.stages), [float(s) for s in starts], cells.tolist(),
+        Scale(0.0, longest or 1.0), (-0.5, load.processes - 0.5), "stage", ("0 s", duration(longest)),
+        describe="; ".join(f"{stage} at most {duration(load.slowest(stage))}" for stage in load.stages),
+        note=f"{many}{size} onto all processes.", column_name="process", unit=" s",
+    ).draw()  # fmt: skip
+
+
+def _steps(seen: Sequence[look.Seen], saves: dict[int, Event]) -> list[Table]:
+    """Each step that a run can go on from, and the slowest process's seconds of each stage of its save."""
+    rows = []
+    for one in seen:
+        save = saves.get(one.step)
+        stages = [duration(save.slowest(stage)) if save else "–" for stage in times.STAGES]
+        rows.append([
+            f"{one.step:,}", f"{one.meta.get('tokens', 0):,}", byte_size(one.bytes), str(one.meta.get("processes", 1)),
+            look.loss_text(one) or "–", *stages, duration(save.whole()) if save else "–",
+        ])  # fmt: skip
+    head = ("step", "tokens", "size", "processes", "held-out", *times.STAGES, "whole")
+    return [Table("By step", head, rows, note="Of each stage the slowest process's time.")] if rows else []

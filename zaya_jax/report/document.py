@@ -1,0 +1,173 @@
+"""A document: a title, and sections with tables and pictures, from which one renderer makes Markdown and a page.
+
+    document = Document("A run", sections=[Section("Loss", tables=[Table("By phase", head, rows)])])
+    document.markdown()                for a terminal, and for files beside the page
+    write_page(target, document.html)  one HTML file without scripts, for any browser, without a network
+
+The pages of runs and the programs hand over rows of text; `svg` and `heat` draw the pictures, which the page alone has.
+"""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+
+from zaya_jax.config import UserError, files
+from zaya_jax.report.style import style_sheet
+from zaya_jax.report.text import escape, printable
+
+Tile = tuple[str, str, str]  # a headline figure: its name, its value, a remark
+OPEN_ROWS = 24  # a longer table starts folded
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows of cells under a title; the first cell names its row. `look`: num, code or shares, as `style` has them."""
+
+    title: str
+    head: Sequence[object]
+    rows: Sequence[Sequence[object]]
+    look: str = "num"
+    note: str = ""
+    folded: bool | None = None  # on a page; None: not foldable
+
+    def text(self) -> str:
+        """For a terminal, its columns aligned."""
+        lines = [[printable(str(cell)) for cell in row] for row in (self.head, *self.rows)]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        told = [
+            "  ".join(
+                c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+            )
+            for line in lines
+        ]
+        return "\n".join([self.title, *(f"  {line}".rstrip() for line in told)]) + "\n"
+
+    def markdown(self) -> str:
+        """In Markdown; a cell ends no cell and no row."""
+        cells = [
+            [" ".join(str(c).replace("|", "\\|").splitlines()) for c in row]
+            for row in (self.head, *self.rows)
+        ]
+        lines = ["| " + " | ".join(row) + " |" for row in cells]
+        lines.insert(1, "|" + "---|" * len(self.head))
+        return "\n".join([f"### {self.title}\n", *lines, ""])
+
+    def html(self) -> str:
+        """On a page: a card, or a fold."""
+        note = f'<p class="note">{escape(self.note)}</p>' if self.note else ""
+        if self.folded is None:
+            return f'<div class="card"><h3>{escape(self.title)}</h3>{note}{self.bare()}</div>\n'
+        return fold(f"{self.title} ({len(self.rows):,})", note + self.bare(), opened=not self.folded)
+
+    def bare(self) -> str:
+        """The table alone, which scrolls in itself where it is too wide."""
+        head = "".join(f'<th scope="col">{escape(name)}</th>' for name in self.head)
+        rows = "".join(
+            f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
+            for name, *cells in self.rows
+        )
+        table = f'<table class="{self.look}"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>'
+        return f'<div class="scroll">{table}</div>'
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of a document; the page leaves out one that holds nothing but its title."""
+
+    title: str
+    text: str = ""
+    tables: Sequence[Table] = ()
+    notes: Sequence[str] = ()
+    tiles: Sequence[Tile] = ()
+    pictures: str = ""  # HTML, on the page alone: figures
+    below: str = ""  # HTML, on the page alone: anything else
+
+    def __bool__(self) -> bool:
+        return bool(self.tables or self.notes or self.tiles or self.pictures or self.below)
+
+    def markdown(self) -> str:
+        """Its words and tables."""
+        tables = [table.markdown() for table in self.tables]
+        text = [f"{self.text}\n"] if self.text else []
+        return "\n".join([f"\n## {self.title}\n", *text, *tables, *map("- {}".format, self.notes)])
+
+    def html(self) -> str:
+        """Its words, figures, pictures and tables."""
+        text = f"<p>{escape(self.text)}</p>" if self.text else ""
+        grid = f'<div class="grid2">{self.pictures}</div>' if self.pictures else ""
+        notes = f"<ul>{''.join(f'<li>{escape(note)}</li>' for note in self.notes)}</ul>" if self.notes else ""
+        tables = "".join(table.html() for table in self.tables)
+        content = f"{text}{_tiles(self.tiles)}{grid}{tables}{notes}{self.below}"
+        return f"<section><h2>{escape(self.title)}</h2>{content}</section>\n"
+
+
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """The whole."""
+
+    title: str
+    kind: str = ""  # stands beside the title
+    about: str = ""
+    sections: Sequence[Section] = ()
+    tiles: Sequence[Tile] = ()
+    warnings: Sequence[str] = ()
+    footer: str = ""
+    window: str = ""  # title of the browser's window, where it differs
+
+    def markdown(self) -> str:
+        """Without the pictures."""
+        head = [f"# {self.title}\n", f"{self.about}\n", *map("- {}".format, self.warnings)]
+        return "\n".join([*head, *(section.markdown() for section in self.sections if section)]) + "\n"
+
+    def html(self) -> str:
+        """One page, complete in itself, light or dark as the reader has it."""
+        kind = f" <span>{escape(self.kind)}</span>" if self.kind else ""
+        about = f'<p class="sub">{escape(self.about)}</p>' if self.about else ""
+        warnings = "".join(f"<p>{escape(warning)}</p>" for warning in self.warnings)
+        warn = f'<div class="warn">{warnings}</div>' if warnings else ""
+        body = "".join(section.html() for section in self.sections if section)
+        return (
+            '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+            '<meta name="viewport" content="width=device-width,initial-scale=1">'
+            f"<title>{escape(self.window or self.title)}</title><style>{style_sheet()}</style></head>\n<body><main>\n"
+            f"<header><h1>{escape(self.title)}{kind}</h1>{about}{_tiles(self.tiles)}{warn}</header>\n{body}"
+            f"<footer>{escape(self.footer)}</footer>\n</main></body></html>\n"
+        )
+
+
+def fold(summary: str, content: str, opened: bool = False) -> str:
+    """HTML that folds away."""
+    start = "<details open>" if opened else "<details>"
+    return f"{start}<summary>{escape(summary)}</summary>{content}</details>\n"
+
+
+def _tiles(tiles: Sequence[Tile]) -> str:
+    cells = "".join(
+        f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd>{escape(c)}</dd></div>" for a, b, c in tiles
+    )
+    return f'<dl class="tiles">{cells}</dl>' if tiles else ""
+
+
+def write_page(target: str | os.PathLike, page: Callable[[], str]) -> pathlib.Path:
+    """Writes a page, whole or not at all; UserError where something cannot be read or written."""
+    target = pathlib.Path(target)
+    try:
+        files.write(target, page().encode("utf-8", errors="replace"))
+    except OSError as error:
+        where, reason = error.filename or target, error.strerror or error
+        raise UserError(
+            f"no report: {str(where)!r}: {reason}; the folder must be readable and {target.name} replaceable"
+        ) from error
+    return target
+
+
+def check_target(target: pathlib.Path, option: str) -> pathlib.Path:
+    """A page's file as an option gives it; UserError where another file or a folder would be meant."""
+    if target.suffix.lower() not in (".html", ".htm"):
+        raise UserError(
+            f"{option}={target} does not end in .html; the page is HTML, and other files must not be lost"
+        )
+    if target.is_dir():
+        raise UserError(f"{option}={target} is a folder; give the name of a file in it")
+    return target

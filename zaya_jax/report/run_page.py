@@ -1,0 +1,199 @@
+"""The page of one run, `report.html`: headline figures, curves, expert load, saves, agent, sample, numbers, config.
+
+Of the workdir it takes metrics.jsonl, config.json, sample.txt (prompt and continuation; the prompt is marked where the
+text starts with the config's `log.sample_prompt`), samples.jsonl (those of earlier ends), environment.json (any facts,
+`device` among them), of a fork lineage.json, checkpoint_times.jsonl and, of a supervised run, aegis/events*.jsonl. Only
+`loss`, the step times, the time waiting for data, the expert load and the held-out losses are known by name; any other
+number in metrics.jsonl gets a curve under its own name, `prefix/name` metrics share one picture per prefix, and lists
+of one number per layer become heat maps.
+"""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterator
+
+from zaya_jax import config as config_module
+from zaya_jax.report import curves, experts, supervised
+from zaya_jax.report.document import OPEN_ROWS, Document, Section, Table, Tile, fold, write_page
+from zaya_jax.report.read import Workdir, read_workdir
+from zaya_jax.report.text import counted, duration, escape, number
+
+MOST_SAMPLES = 20  # of earlier ends
+
+
+def write_report(workdir: str | os.PathLike) -> pathlib.Path:
+    """Writes `report.html` into the workdir, whole or not at all."""
+    path = pathlib.Path(workdir)
+    if not path.is_dir():
+        message = f"no report: workdir {str(path)!r} is not a directory; give the one a run wrote to"
+        raise config_module.UserError(message)
+    return write_page(path / "report.html", lambda: run_document(read_workdir(path)).html())
+
+
+def run_document(run: Workdir) -> Document:
+    """All that there is to show."""
+    model, data = run.config.get("model"), run.config.get("data")
+    facts = [str(run.environment["device"])] if run.environment.get("device") else []
+    if isinstance(model, dict) and model.get("num_hidden_layers"):
+        kind = f" of {model.get('num_experts', '?')} experts" if model.get("model_type") != "dense" else ""
+        facts.append(f"{model['num_hidden_layers']} layers{kind}, width {model.get('hidden_size', '?')}")
+    if isinstance(data, dict) and data.get("seq_len"):
+        facts.append(f"{data.get('global_batch', '?')} × {data['seq_len']} tokens per step")
+    return Document(
+        run.name, "training report", " · ".join(facts), [section(run) for section in SECTIONS], _tiles(run),
+        _warnings(run), "Drawn from the files of the run’s workdir.",
+        f"{run.name}: {_headline(run)}" if run.lines else run.name,
+    )  # fmt: skip
+
+
+def _headline(run: Workdir) -> str:
+    steps, held_out, train = counted(run.last_step, "step"), run.last("eval/loss"), run.train_loss
+    losses = [f"held-out {held_out:.4g}"] if math.isfinite(held_out) else []
+    losses += [f"train {train:.4g}"] if math.isfinite(train) else []
+    return f"{', '.join(losses)} {run.unit} after {steps}" if losses else steps
+
+
+def median_speed(run: Workdir) -> float:
+    """The median over the run: the first step's compilation does not weigh in."""
+    if "tokens_per_second" not in run.series:
+        return math.nan
+    means = sorted(b.mean for b in run.series["tokens_per_second"].bins.values() if b.count)
+    return means[len(means) // 2] if means else math.nan
+
+
+def _tiles(run: Workdir) -> list[Tile]:
+    tiles = []
+    if held_out := run.series.get("eval/loss"):
+        lowest = f"; best {held_out.low:.4g} at step {held_out.low_step:,}" if held_out.low_step >= 0 else ""
+        lowest = lowest if held_out.last_step != held_out.low_step else ""
+        tiles.append(("Held-out loss", number(held_out.last), run.unit + lowest))
+    if loss := run.series.get("loss"):
+        many = len(run.last_losses)
+        remark = run.unit + (f", mean of last {many} steps" if many > 1 else "")
+        remark = remark if math.isfinite(loss.last) else f"not finite at step {loss.last_step:,}"
+        tiles.append(("Train loss", number(run.train_loss), remark))
+    planned, of = run.setting("run.num_steps"), ""
+    if isinstance(planned, int) and run.lines:
+        of = "complete" if run.last_step >= planned else f"of {planned:,} planned"
+    tiles.append(("Steps", f"{run.last_step:,}", of))
+    if "tokens" in run.series:
+        before = run.lineage[0].get("tokens") if run.lineage else None
+        of = f"; {number(before, 3)} of them before the fork" if isinstance(before, int) else ""
+        tiles.append(("Tokens", number(run.last("tokens"), 3), f"trained on{of}"))
+    if "tokens_per_second" in run.series:
+        tiles.append(("Speed", number(median_speed(run), 3), "tokens per second, median"))
+    if "step_seconds" in run.series:
+        tiles.append(("Training time", duration(run.seconds), "sum of all steps"))
+    return tiles
+
+
+def _warnings(run: Workdir) -> list[str]:
+    warnings = []
+    for key in ("loss", "eval/loss", "grad_norm"):
+        series = run.series.get(key)
+        if series and series.total.bad:
+            steps = counted(series.total.bad, "step")
+            warnings.append(f"{key} was not finite at {steps}, first at step {series.total.bad_step:,}.")
+    return warnings + run.notes
+
+
+def _lineage(run: Workdir) -> Section:
+    """Of a fork: its ancestors, and the keys that each step on the way changed."""
+    tables, notes = [], []
+    for parent in run.lineage:
+        step, tokens = (parent.get(key) for key in ("step", "tokens"))
+        known = isinstance(step, int) and isinstance(tokens, int)
+        at = f"step {step:,}, {tokens:,} tokens" if known else "?"
+        folder, name = (value_text(parent.get(key)) for key in ("folder", "run"))
+        notes.append(f"Forked from {folder} (run {name}) at {at}.")
+        changed = parent.get("changed")
+        if isinstance(changed, dict) and changed:
+            rows = [[key, *map(value_text, pair)] for key, pair in changed.items() if isinstance(pair, list)]
+            tables.append(Table("Differences", ("key", "there", "here"), rows, "code", folded=False))
+    return Section("Lineage", tables=tables, notes=notes)
+
+
+def _sample(run: Workdir) -> Section:
+    """The generated text, its prompt marked; folded below it the texts of earlier ends."""
+    before = [one for one in run.samples if one.text != run.sample]
+    out = f'<div class="card">{_marked(run.prompt, run.sample)}</div>' if run.sample else ""
+    for step, prompt, text in reversed(before[-MOST_SAMPLES:]):
+        out += fold(f"At step {step:,}", _marked(prompt, text), opened=not run.sample)
+    after = " after the marked prompt" if run.prompt else ""
+    return Section("Sample", f"The trained model’s own text{after}.", below=out)
+
+
+def _marked(prompt: str, text: str) -> str:
+    mark = f"<mark>{escape(prompt)}</mark>" if prompt else ""
+    return f"<pre>{mark}{escape(text[len(prompt) :])}</pre>"
+
+
+def _numbers(run: Workdir) -> Section:
+    """A table of all metrics: the pictures in numbers."""
+    rows = []
+    for key, series in sorted(run.series.items()):
+        low, high = (number(v) if math.isfinite(v) else "–" for v in (series.low, series.high))
+        bad = f"{series.total.bad or '–'}"
+        rows.append([key, number(series.last, 5), f"{series.last_step:,}", low, high, bad])
+    head = ("metric", "last", "at step", "lowest", "highest", "not finite")
+    table = Table("All metrics", head, rows, folded=len(rows) > OPEN_ROWS)
+    return Section("Numbers", tables=[table] if rows else [])
+
+
+def _config(run: Workdir) -> Section:
+    """The recorded config: first the keys that differ from the defaults, then all; at last where the run took place."""
+    defaults = dict(flat(config_module.to_dict(config_module.Config())))
+    found = list(flat(run.config))
+    changed = [
+        [key, value_text(value), value_text(defaults[key]) if key in defaults else "–"]
+        for key, value in found
+        if key not in defaults or not _same(value, defaults[key])
+    ]
+    title = "Differences from the defaults"
+    tables = [Table(title, ("key", "value", "default"), changed, "code", folded=False)] if found else []
+    for title, pairs in (("All keys", found), ("Environment", flat(run.environment))):
+        rows = [[key, value_text(value)] for key, value in pairs]
+        tables += [Table(title, ("key", "value"), rows, "code", folded=True)] if rows else []
+    return Section("Config", tables=tables)
+
+
+def flat(value: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The leaves of nested groups, and of lists of groups (the schedule's phases), by their dotted keys."""
+    for key, item in value.items():
+        if isinstance(item, list) and item and all(isinstance(one, dict) for one in item):
+            item = {f"[{i}]": one for i, one in enumerate(item)}
+        if isinstance(item, dict) and item:
+            yield from flat(item, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", item
+
+
+def _same(value: object, default: object) -> bool:
+    """Equal as a config takes it: 1 is 1.0, but not true."""
+    return value == default and isinstance(value, bool) == isinstance(default, bool)
+
+
+def value_text(value: object) -> str:
+    """A config's value as people read it."""
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    if isinstance(value, list) and len(value) > 4 and all(item == value[0] for item in value):
+        return f"{len(value)} × {json.dumps(value[0], ensure_ascii=False)}"
+    return value if isinstance(value, str) and value else json.dumps(value, ensure_ascii=False)
+
+
+SECTIONS = (
+    _lineage,
+    curves.loss_section,
+    experts.experts_section,
+    curves.optimiser_section,
+    curves.speed_section,
+    curves.saves_section,
+    supervised.supervised_section,
+    curves.other_section,
+    _sample,
+    _numbers,
+    _config,
+)

@@ -1,0 +1,96 @@
+"""Values as people read them, and text made safe for HTML."""
+
+import html
+import math
+from typing import Any
+
+
+class Markup(str):
+    """Text that is HTML already."""
+
+
+def escape(text: object) -> Markup:
+    """Text made safe for HTML, with control characters shown as their symbols; markup stays as it is."""
+    if isinstance(text, Markup):
+        return text
+    plain = "".join(
+        chr(0x2400 + ord(c)) if ord(c) < 32 and c not in "\n\t" else "\ufffd" if 0x7F <= ord(c) < 0xA0 else c
+        for c in str(text)
+    )
+    return Markup(html.escape(plain, quote=True))
+
+
+def printable(text: str) -> str:
+    """Text without characters that a terminal would obey."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in text)
+
+
+def number(value: float, digits: int = 4) -> str:
+    """A value with four significant digits, and k, M, B, T for large ones."""
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    size = abs(value)
+    if value == int(value) and size < 10_000:
+        return f"{int(value)}".replace("-", "−")
+    for limit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if max(limit * 0.99995, 9999.5) <= size < 1e15:
+            return f"{value / limit:.{digits}g}".replace("-", "−") + suffix
+    if size >= 1000:
+        return f"{float(f'{value:.{digits}g}'):g}".replace("-", "−")
+    if not size or size >= 1e-4:
+        return f"{value:.{digits}g}".replace("-", "−")
+    return exponent(f"{value:.{max(1, digits - 2)}e}")
+
+
+def exponent(text: str) -> str:
+    """A number in exponent form without its needless zeros."""
+    mantissa, power = text.split("e")
+    mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return f"{mantissa}e{int(power)}".replace("-", "−")
+
+
+def percent(value: float) -> str:
+    """A share, a dash where it is not known."""
+    return f"{number(100 * value, 3)} %" if math.isfinite(value) else "–"
+
+
+def duration(seconds: float) -> str:
+    """1 d 3 h, 2 min 5 s, 4.25 s, 35 ms or 12 µs; a dash where it is not known."""
+    if not math.isfinite(seconds):
+        return "–"
+    if seconds < 100:
+        for least, factor, unit in ((0.1, 1, "s"), (1e-4, 1e3, "ms")):
+            if seconds >= least or not seconds:
+                return f"{factor * seconds:.3g} {unit}"
+        return f"{1e6 * seconds:.3g} µs"
+    left, parts = round(seconds), []
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        amount, left = divmod(left, size)
+        parts.append((amount, unit))
+    first = next(i for i, (amount, _) in enumerate(parts) if amount)
+    return " ".join(f"{amount} {unit}" for amount, unit in parts[first : first + 2] if amount)
+
+
+def byte_size(size: float) -> str:
+    """1.25 TB, 181.3 GB, 34 MB, 2 kB or 12 B."""
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size >= scale:
+            return f"{size / scale:,.4g} {unit}"
+    return f"{round(size)} B"
+
+
+def counted(count: int, word: str) -> str:
+    """1 step, 2,000 steps."""
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def shape_of_step(row: dict[str, Any]) -> str:
+    """The batch and the mesh of a phase, in words, from the plain numbers of a plan or a compiled program."""
+    mesh = " x ".join(f"{axis} {n}" for axis, n in row["mesh"].items() if n is not True and n > 1)
+    switches = "".join(f", {name}" for name, size in row["mesh"].items() if size is True)
+    return (
+        f"{row['sequences']:,} sequences of {row['seq_len']:,} tokens per step in {row['micro_batches']} micro-batches "
+        f"on {mesh or 'one device'}{switches}: {row['tokens_per_device']:,.0f} tokens a device; remat {row['remat']}"
+    )

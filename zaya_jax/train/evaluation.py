@@ -1,0 +1,76 @@
+"""The losses on text that a run does not train on: its sources' held-out part, and the texts of `eval.named`."""
+
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from zaya_jax.config import Phase
+from zaya_jax.data import windows
+from zaya_jax.data.tokenizers import Tokenizer
+from zaya_jax.optim.chain import Optimizer
+from zaya_jax.parallel.mesh import rows_of_process
+from zaya_jax.schedule import Step
+from zaya_jax.train import logs, recipe
+from zaya_jax.train import step as steps
+from zaya_jax.train.metrics import Writer
+from zaya_jax.train.pace import Pace
+from zaya_jax.train.recipe import Recipe, Stage
+
+
+class Evaluation:
+    """Of one start: the windows of a phase and its program, made when they are first asked for."""
+
+    def __init__(self, whole: Recipe, here: Stage, tokenizer: Tokenizer, optimizer: Optimizer, pace: Pace):
+        self._whole, self._here, self._tokenizer, self._pace = whole, here, tokenizer, pace
+        self._optimizer = optimizer
+        self.windows = functools.lru_cache(1)(self._windows)
+        self._program = functools.cache(self._make)
+
+    def losses(self, state: Any, now: Step) -> dict[str, float]:
+        """Mean losses over the targets of each name's windows, in nats; a name without a target has none."""
+        self._pace.evaluate(now.number, (now.phase_index, "evaluation"))
+        step, found = self._program(now.phase_index), self.windows(now.phase)
+        sums = {name: [step(state, batch) for batch in batches] for name, batches in found.items()}
+        self._pace.evaluating()
+        losses = {}
+        for name, parts in jax.device_get(sums).items():
+            loss, count = np.asarray(parts, np.float64).sum(0)
+            if count:
+                losses[name] = float(loss / count)
+            else:
+                logs.say(f"warning: nothing of {name} could be read, so step {now.number} is without it")
+        return losses
+
+    def put_off(self, state: Any, reached: int, writer: Writer) -> None:
+        """The evaluation after step `reached`, which the stop after that step did not wait for."""
+        before = self._whole.plan.step(reached)
+        if self._whole.stage(reached).config.mesh != self._here.config.mesh:
+            logs.say(f"note: step {reached} stays without a held-out loss: its phase had another mesh")
+        elif self.windows(before.phase):
+            losses = self.losses(state, before)
+            writer.write(reached, losses)
+            first = losses.get("eval/loss", np.nan)  # nan: nothing is held out, all windows are named ones
+            logs.say(f"step {reached} | held-out {first:.4f}, which the stop after that step had put off")
+
+    def as_they_came(self, state: Any) -> None:
+        """Says the loss of weights that the run did not make."""
+        first = self._whole.plan.step(1)
+        if self.windows(first.phase):
+            loss = self.losses(state, first).get("eval/loss", np.nan)
+            logs.say(f"step 0 | held-out {loss:.4f}, with the weights as they came")
+
+    def _make(self, phase_index: int) -> Any:
+        config = self._whole.stages[phase_index].config
+        return steps.make_eval_step(config, config.model, self._optimizer, self._here.mesh)
+
+    def _windows(self, phase: Phase) -> dict[str, list]:
+        """The batches that a phase is evaluated on, on the devices, by the figure's name."""
+        config, spread, mesh = self._whole.config, self._here.spread, self._here.mesh
+        rows, count = rows_of_process(mesh), recipe.eval_rows(config, phase, spread)
+        own = windows.eval_config(config, phase)
+        found = {"eval/loss": windows.eval_batches(own, self._tokenizer, rows, count)}
+        found |= windows.named_batches(own, self._tokenizer, rows, count)
+        put = functools.partial(steps.put_batch, mesh, micro_batches=1, spread=spread)
+        return {name: [put(batch) for batch in batches] for name, batches in found.items() if batches}

@@ -1,0 +1,117 @@
+"""The figures of a run's steps: read one step late, so that no device waits for them, and handed on.
+
+figures.dispatched(now, of_the_step)     reads those of the step before
+figures.read(more)                       reads those of this step, where something is due after it
+figures.left_out(seconds)                time that belongs to no step
+"""
+
+import contextlib
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+from zaya_jax import cli
+from zaya_jax.checkpoint import retention
+from zaya_jax.hardware.chips import model_flops, peak_flops
+from zaya_jax.schedule import Step
+from zaya_jax.train import logs, notes
+from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Remaining, Writer
+from zaya_jax.train.pace import Pace
+
+
+class Figures:
+    """Of one start; `unsound`: updates without effect until then."""
+
+    def __init__(self, begun: Any, unsound: int, pace: Pace, guard: Any):
+        """`begun` is the run's `Beginning`, `guard` the `aegis.guard.Guard` that sees them."""
+        self._whole, self._store, self._pace, self._guard = begun.recipe, begun.store, pace, guard
+        plan, last, config = begun.recipe.plan, begun.recipe.last_step, begun.recipe.config
+        self.writer = Writer(begun.workdir, begun.reached)
+        self.remaining = Remaining(plan, begun.reached, last, config.eval.every)
+        self.console = Console(begun.reached, last, config.log.every, self.remaining.after)
+        self.unsound = unsound  # updates in a row without effect, up to the last one
+        self._pending: tuple[Step, Any, float | None] | None = None
+        self._peak = peak_flops(jax.devices()[0], config.precision)
+        self.begin()
+
+    def begin(self) -> None:
+        """From now on time is the first step's."""
+        self._clock = time.perf_counter()
+
+    def left_out(self, seconds: float) -> None:
+        """So many seconds were no step's."""
+        self._clock += seconds
+
+    def evaluated(self, phase_index: int, seconds: float) -> None:
+        """An evaluation took so long."""
+        self.remaining.evaluation(phase_index, seconds)
+        self.left_out(seconds)
+
+    def dispatched(self, now: Step, figures: Any) -> None:
+        """A step has been dispatched: those of the one before are read."""
+        if self._pending:
+            self.read()
+        self._pace.mark("figures")
+        # A CPU is done with the step by now, an accelerator when its figures have come.
+        self._pending = (now, figures, self._lap() if figures["loss"].is_ready() else None)
+
+    def read(self, more: dict[str, Any] | None = None) -> dict[str, float]:
+        """Reads those that are pending and hands them on; the ones that a checkpoint is judged by."""
+        assert self._pending is not None
+        (now, found, seconds), self._pending = self._pending, None
+        self._pace.mark("wait")
+        found = with_what_was_learnt(jax.device_get(found))
+        self._pace.mark("figures")
+        seconds, tokens = seconds or self._lap(), now.tokens_after - now.tokens_before
+        figures = {"tokens": now.tokens_after, **found, **(more or {})}
+        figures |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds}
+        if self._peak:
+            model = self._whole.stages[now.phase_index].config.model
+            flops = model_flops(model, now.phase.seq_len) * tokens
+            figures["mfu"] = flops / seconds / self._peak / len(jax.devices())
+        self.unsound = 0 if retention.sound(figures) else self.unsound + 1
+        if now.number % PER_LAYER_EVERY and now.number not in (1, self._whole.last_step):
+            figures.pop("load", None)
+        figures |= self._store.figures() | self._guard.figures(now.number)
+        self._guard.see(now.number, now.phase_index, figures)
+        self.writer.write(now.number, figures)
+        self.remaining.step(now.number, seconds)
+        self.console.step(now.number, figures)
+        return {name: float(found[name]) for name in retention.FIGURES}
+
+    def close(self) -> None:
+        """Reads the pending figures and writes all lines."""
+        if self._pending:
+            with contextlib.suppress(Exception):
+                self.read()
+        self.console.close()
+        self.writer.close()
+
+    def drop(self) -> None:
+        """Closes the files without the figures that are not read yet."""
+        self._pending = None
+        self.close()
+
+    def _lap(self) -> float:
+        """Seconds since the last lap."""
+        last, self._clock = self._clock, time.perf_counter()
+        return self._clock - last
+
+
+def with_what_was_learnt(figures: dict) -> dict:
+    """The figures; of a batch without a target, whose sums are all zero, a loss that is no number."""
+    if figures["loss"] == figures["z"] == 0:
+        return figures | {"loss": np.nan, "target_tokens": 0.0}
+    return figures
+
+
+def ended_well(figures: dict, unsound: int, steps: int) -> int:
+    """The exit code of a run of so many steps, by its last figures and the updates without effect before its end."""
+    finite = all(np.isfinite(figures.get(name, 0.0)) for name in ("loss", "eval/loss", "grad_norm"))
+    if finite and unsound < steps:
+        return cli.DONE
+    what = notes.without_effect(unsound) if unsound else "the loss of the last step is not finite"
+    logs.say(f"error: {what}; see loss and grad_norm in metrics.jsonl")
+    return cli.UNHEALTHY

@@ -1,0 +1,88 @@
+"""The gradients of a step, summed over its micro-batches on each device: one path, whatever kernels and devices do.
+
+Weights are of three kinds, by where their gradients come to lie:
+
+    plain     where JAX has them. Those of several micro-batches are added in one set of references, layer by layer:
+              there is no second set, as large as the weights.
+    leaving   as shares of devices: each layer's are reduced as they leave the backward pass, while it goes on. Several
+              micro-batches would take a reduction each, so theirs are plain, and travel once at the end.
+    experts   where all layers' lie, written there by kernels that also read the weights in place; as shares, if those
+              of both products can leave.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.grouped_mlp import unwritten
+from zaya_jax import trees
+from zaya_jax.model.experts import read_and_written_in_place
+from zaya_jax.model.stored import Stored
+from zaya_jax.optim.by_layer import ByLayer
+
+Ways = Mapping[str, ByLayer]  # how gradients can leave, by the weight's path
+LAYERS = "layers/"
+EXPERTS = ("layers/experts/gate_up", "layers/experts/down")
+
+
+def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place: bool) -> tuple[dict, Any]:
+    """(gradients like the parameters, or shares of them, what else the loss gives, summed over the micro-batches).
+
+    loss_of(params, micro-batch, stored) → (loss, what else); `in_place`: kernels have the experts.
+    """
+    one = batch["tokens"].shape[0] == 1
+    ways = ways if one else {}
+    plain = trees.flat(params, "/")
+    experts = {path: plain.pop(path) for path in EXPERTS} if in_place else {}
+    places, shares = _places(experts, ways, add=not one)
+    slots = {path: jnp.zeros(way.shape) for path, way in ways.items() if path in plain}
+    leaving = {path: plain.pop(path) for path in slots}
+
+    def loss(plain, slots, micro):
+        stored = Stored(
+            read_and_written_in_place(*_pair(experts), _pair(places), not one, _pair(shares)) if experts else None,
+            {path.removeprefix(LAYERS): slot for path, slot in slots.items()},
+            {path.removeprefix(LAYERS): ways[path].share for path in slots},
+        )  # fmt: skip
+        return loss_of(trees.nested(plain | leaving | experts, "/"), micro, stored)
+
+    if one:
+        micro = jax.tree.map(lambda x: x[0], batch)
+        (found, shared), sums = jax.grad(loss, (0, 1), has_aux=True)(plain, slots, micro)
+    else:
+        found, sums = _accumulated(lambda plain, micro: loss(plain, {}, micro), plain, batch)
+        shared = {}
+    return trees.nested(found | shared | jax.tree.map(jax.freeze, places), "/"), sums
+
+
+def _accumulated(loss: Callable, weights: dict, batch: dict) -> tuple[dict, Any]:
+    """The sums over micro-batches of the gradients, and of what else the loss gives."""
+    places = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), weights)
+
+    def accumulate(carry, micro):
+        pull: Any
+        _, pull, found = jax.vjp(lambda w: loss(w, micro), weights, has_aux=True)
+        pull.with_refs(places)(jnp.ones(()))
+        return jax.tree.map(jnp.add, carry, found), None
+
+    first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)
+    like = jax.eval_shape(loss, weights, first)[1]
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    sums, _ = jax.lax.scan(accumulate, zero, batch)
+    return jax.tree.map(jax.freeze, places), sums
+
+
+def _places(experts: dict, ways: Ways, add: bool) -> tuple[dict[str, jax.Ref], dict[str, Callable]]:
+    """References for the gradients of experts that kernels write, and what makes shares of a layer's, where it does."""
+    if experts and experts.keys() <= ways.keys():
+        places = {path: jax.new_ref(jnp.zeros(ways[path].shape)) for path in sorted(experts)}
+        return places, {path: ways[path].share for path in experts}
+    fresh = jnp.zeros_like if add else unwritten
+    return jax.tree.map(lambda w: jax.new_ref(fresh(w)), experts), {}
+
+
+def _pair(experts: dict) -> tuple | None:
+    """Those of gate_up and down."""
+    return tuple(experts[path] for path in EXPERTS) if experts else None
