@@ -1,4 +1,4 @@
-"""The launch templates without a cluster: shells that lint, a JobSet of the right shape, one set of values in both."""
+"""The launch templates without a cluster: shells that lint, parts of a JobSet that name each other."""
 
 import os
 import platform
@@ -30,8 +30,6 @@ SHELLS = (
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")  # no wheel of it on aarch64
 
 
-# The part of the API that the template uses: a dict's keys are all required unless marked with "?", and no others are
-# known; [x] is a list of x, at least one; a type, a tuple of types or a set of values is itself.
 @pytest.fixture(scope="module")
 def jobset():
     return yaml.safe_load((LAUNCH / "jobset.yaml").read_text())

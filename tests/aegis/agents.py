@@ -59,6 +59,14 @@ class Agents:
             assert time.monotonic() < end, self.err()
             time.sleep(0.02)
 
+    def first(self, kind: str, seconds: float = 60) -> events.Event:
+        """The first event of a kind, waited for: what is told is written a moment after it was done."""
+        end = time.monotonic() + seconds
+        while not (found := self.events(kind)):
+            assert time.monotonic() < end, self.err()
+            time.sleep(0.02)
+        return found[0]
+
     def events(self, kind: str = "") -> list[events.Event]:
         """Those of a kind, or all."""
         return [event for event in events.read(self.workdir) if kind in ("", event.kind)]

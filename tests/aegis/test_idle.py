@@ -32,7 +32,7 @@ def test_nodes_that_wait_for_a_late_one_are_not_lost(tmp_path):
 def test_a_spare_waits_and_takes_the_place_of_a_lost_node(tmp_path):
     with start(tmp_path, "--nodes=2", agents=3, seconds=0.2, steps=60, variables=SHORT) as run:
         run.until_step(1)
-        (started,) = run.events("started")
+        started = run.first("started")
         time.sleep(6.5)  # in which the third has nothing to say
         assert not run.events("lost")
         victim = started.facts["places"][1]
