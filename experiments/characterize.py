@@ -318,10 +318,10 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
         raise UserError(
             f"{directory} is smaller than two batches of {data.global_batch} x {data.seq_len}; ask for less"
         )
-    calls = (_io()[name] - io[name] for name in ("syscr", "rchar", "read_bytes"))
-    return Reading(
-        "cold" if cold else "warm", elapsed, tokens, *calls, tokens * store.manifest["token_bytes"]
-    )
+    now = _io()
+    calls, read, from_device = (now[name] - io[name] for name in ("syscr", "rchar", "read_bytes"))
+    cache, ideal = "cold" if cold else "warm", tokens * store.manifest["token_bytes"]
+    return Reading(cache, elapsed, tokens, calls, read, from_device, ideal)
 
 
 def _forget(path: pathlib.Path) -> None:

@@ -11,7 +11,7 @@ import signal
 import sys
 import traceback
 from ast import literal_eval
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
         )
         self.epilog, self._has_config = page.listing(), True
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does."""
         given = sys.argv[1:] if args is None else list(args)
         changes = [arg for arg in given if self._has_config and arg.startswith("--config.")]

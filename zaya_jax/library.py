@@ -165,7 +165,8 @@ class LanguageModel:
             if stop:
                 raise UserError("stop is for texts; ids go on for num_tokens")
             ids = self._inputs(prompt, None)[0]
-            rows, more = self.continued(ids.tolist(), num_tokens, **options), [[] for _ in ids]
+            rows = self.continued(ids.tolist(), num_tokens, **options)
+            more: list[list[int]] = [[] for _ in ids]
             while not rows.ended:
                 more = [old + new for old, new in zip(more, rows.more(), strict=True)]
             return np.concatenate([ids, np.asarray(more, ids.dtype).reshape(len(ids), -1)], axis=1)

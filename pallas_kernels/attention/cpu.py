@@ -91,7 +91,7 @@ def _gradients(q, k, v, segments, lse, d_out, delta, scale, block, k_len):
     k, v = written(k), written(v)
     turned = written(k.swapaxes(2, 3))
     dqs, dks, dvs = [], [], []
-    for start, k_i, v_i, mask in _blocks(q, k, v, *segments, block, k_len):
+    for start, k_i, v_i, mask in _blocks(q, k, v, segments[0], segments[1], block, k_len):
         q_i, do_i = _rows(q, start, block), _rows(d_out, start, block)
         lse_i, delta_i = (x[:, :, None, :, start : start + block] for x in (lse, delta))
         by_key = (*k_i.shape[:3], -1, block)

@@ -47,7 +47,7 @@ def _whole(one: Any) -> bool:
     """Whether a decision has the fields by which a run goes on."""
     if not isinstance(one, dict) or one.get("kind") not in ("spike", "corrupt"):
         return False
-    numbers = [one.get(name) for name in ("step", "batches", "at")]
+    numbers: list[Any] = [one.get(name) for name in ("step", "batches", "at")]
     return all(type(number) is int and number >= 0 for number in numbers) and numbers[0] <= numbers[2]
 
 

@@ -115,7 +115,8 @@ def _event(given: dict[str, Any]) -> Event:
     times = given.get("time"), given.get("seconds", 0.0), given.get("step", 0), given.get("process", 0)
     if not all(-LATEST < number < LATEST for number in (*times, *counts, *shares.values())):
         raise ValueError("a number is out of range")
-    return Event(**{name: printable(v) if isinstance(v, str) else v for name, v in given.items()})
+    clean: dict[str, Any] = {name: printable(v) if isinstance(v, str) else v for name, v in given.items()}
+    return Event(**clean)
 
 
 _PLAIN = Event("", 0.0)

@@ -63,7 +63,7 @@ class Replay:
 
         def hashes(params, bias, batch):
             total = float(math.prod(batch["tokens"].shape[1:]) * spread.data * spread.expert)
-            by_layer = {
+            by_layer: dict[str, Any] = {
                 path: _Hashed(x.shape[0])
                 for path, x in trees.flat(params, "/").items()
                 if path.startswith("layers/")

@@ -96,7 +96,8 @@ def _write(
         for index, box in array.touched(tuple(slice(0, n) for n in array.shape)):
             buffer = np.zeros(array.chunk_bytes + TAIL, np.uint8)
             chunk = buffer[:-TAIL].view(array.dtype).reshape(array.chunk)
-            source.fill(originals[array.name], box, chunk[(*layout.within(box, box), ...)])
+            inside: Any = (*layout.within(box, box), ...)  # the dots: a view of a single number, too
+            source.fill(originals[array.name], box, chunk[inside])
             crc = crc32c(buffer[:-TAIL])
             buffer[-TAIL:] = np.frombuffer(crc.to_bytes(TAIL, "little"), np.uint8)
             name = array.file(index)
@@ -153,9 +154,10 @@ def _to_workdir(source: Source, target: str) -> Iterator[tuple[Put, Callable[[Su
         shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left
 
         def finish(sums: Sums) -> None:
-            for name in BESIDE if source.workdir and new else ():
-                if os.path.lexists(source.workdir / name):
-                    _copy(source.workdir / name, part / name)
+            beside = source.workdir if new else None
+            for name in BESIDE if beside else ():
+                if beside and os.path.lexists(beside / name):
+                    _copy(beside / name, part / name)
             run = writing.run_of(root) or writing.begin_run(root, source.run)
             writing.commit(folder, root / str(step), Seal(sums, step, run))
 

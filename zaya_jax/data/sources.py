@@ -86,6 +86,7 @@ def find(pattern: str) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
     counts once, under its own name rather than a link's. Hidden names are left out, unless they are written.
     """
     again: list[pathlib.Path] = []
+    names: Iterator[pathlib.Path]
     if pattern == "stdlib":
         skip = ("site-packages", "dist-packages", "__pycache__")
         names = (path for folder in _folders(stdlib(), again, skip) for path in _entries(folder))

@@ -252,7 +252,7 @@ def _rows(model: Model, prompts, num_tokens: int) -> tuple[list[list[int]], list
 
 def _seeds(seeds: int | Sequence[int], num: int) -> np.ndarray:
     """A seed for each row."""
-    given = [operator.index(seed) for seed in (seeds if np.ndim(seeds) else [seeds] * num)]
+    given = [operator.index(seed) for seed in ([seeds] * num if np.ndim(seeds) == 0 else seeds)]  # type: ignore
     if len(given) != num:
         raise UserError(
             f"seeds has {len(given)} numbers for {num} prompts; give one for each, or a single one"

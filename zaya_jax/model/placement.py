@@ -66,7 +66,7 @@ class Cached(NamedTuple):
     """
 
     arrays: dict
-    index: jax.Array | int
+    index: Any  # an array, or a number
     valid: Bool[Array, "B T"] | None = None
     counts: Int[Array, "B"] | None = None
 
@@ -332,7 +332,7 @@ class Devices:
             kinds = [kind for kind in model.kinds if kind != "hybrid_linear"]
             windows = tuple(model.sliding_window if kind == "hybrid_sliding" else None for kind in kinds)
             return dataclasses.replace(here, windows=windows or (None,))
-        at = {"index": cached.index, "store": self.cache()}
+        at: dict[str, Any] = {"index": cached.index, "store": self.cache()}
         if cached.counts is not None:
             return Piece(segments, mask, weights, **at, counts=cached.counts)
         if cached.valid is not None:

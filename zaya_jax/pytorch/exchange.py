@@ -238,7 +238,7 @@ def read_weights(
 ) -> tuple[dict, jax.Array]:
     """(parameters, balancing biases) of a step without the rest of the state: on the first device, or by `shardings`,
     a tree of {"params", "balance"}, where each device reads its own parts."""
-    source = Source(workdir, step)
+    source = Source(os.fspath(workdir), step)
     wanted = {
         "params": zaya.abstract(model),
         "balance": {

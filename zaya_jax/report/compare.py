@@ -6,7 +6,7 @@ Runs may be of any length, may still go on, and may have recorded different metr
 import json
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -111,7 +111,7 @@ def _ends(runs: Sequence[Run], near: Near) -> Table:
         return [label, *(value(run.series[key]) if key in run.series else "–" for run in runs)]
 
     held_out = [run.series.get("eval/loss", Series()) for run in runs]
-    rows = [
+    rows: list[list[Any]] = [
         ["folder", *(str(run.read.path) for run in runs)],
         ["steps", *(_steps(run.read) for run in runs)],
         figure("tokens", "tokens", lambda series: _cell(series.last)),

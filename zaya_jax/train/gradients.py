@@ -41,8 +41,12 @@ def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place
     leaving = {path: plain.pop(path) for path in slots}
 
     def loss(plain, slots, micro):
+        stacks = None
+        if experts:
+            gate_up, down = _pair(experts)
+            stacks = read_and_written_in_place(gate_up, down, _pair(places), not one, _pair(shares))
         stored = Stored(
-            read_and_written_in_place(*_pair(experts), _pair(places), not one, _pair(shares)) if experts else None,
+            stacks,
             {path.removeprefix(LAYERS): slot for path, slot in slots.items()},
             {path.removeprefix(LAYERS): ways[path].share for path in slots},
         )  # fmt: skip
@@ -83,6 +87,6 @@ def _places(experts: dict, ways: Ways, add: bool) -> tuple[dict[str, jax.Ref], d
     return jax.tree.map(lambda w: jax.new_ref(fresh(w)), experts), {}
 
 
-def _pair(experts: dict) -> tuple | None:
+def _pair(experts: dict) -> Any:
     """Those of gate_up and down."""
-    return tuple(experts[path] for path in EXPERTS) if experts else None
+    return (experts[EXPERTS[0]], experts[EXPERTS[1]]) if experts else None

@@ -9,8 +9,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-
-import jax
+from typing import Any
 
 from zaya_jax import schedule
 from zaya_jax.checkpoint import writing
@@ -34,7 +33,7 @@ class Stage:
     segments: tuple[Segment, ...]
     config: Config  # as the phase has it: `schedule.phase_config`
     spread: Spread  # on these devices, or on the fewest that it can be on
-    mesh: jax.sharding.Mesh | None  # None where there are no devices, or they do not go with it
+    mesh: Any  # a `jax.sharding.Mesh`; None where there are no devices, or the phase does not fit them
     misfit: UserError | None  # why they do not
 
     @property
