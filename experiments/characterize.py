@@ -33,7 +33,7 @@ from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Config, Precision, UserError, fields, files
+from zaya_jax.config import Config, Precision, UserError, fields, files, load
 from zaya_jax.data import pipeline, storage, tokenizers
 from zaya_jax.data.order import TURNS
 from zaya_jax.data.tokens import PAGE_BYTES, SUFFIX
@@ -100,7 +100,7 @@ def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int
         if reading is not None:
             check_storage(reading)
     if args.what != "storage":
-        measure_devices(args, cli.read_config(args.config), reading)
+        measure_devices(args, load.read_config(args.config), reading)
     elif multihost.is_writer():
         measure_storage(args)
     multihost.barrier("measured")
@@ -213,7 +213,7 @@ def storage_options(parser: argparse.ArgumentParser) -> None:
 
 def check_storage(args: argparse.Namespace) -> None:
     """UserError where the directory that `storage` reads will not do."""
-    fields.check_place("--data", args.data)
+    fields.check_path("--data", args.data, addresses=True)
     if not storage.is_prepared(args.data) or not storage.is_local(args.data):
         raise UserError(
             f"--data={args.data} is not a local prepared directory; make one with experiments.prepare_data"

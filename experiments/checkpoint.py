@@ -60,7 +60,7 @@ def _parser() -> cli.Parser:
     add.add_argument(
         "--workdir",
         required=True,
-        type=cli.place,
+        type=cli.path_or_address,
         metavar="DIR|URL",
         help="the run's folder, or where its copies are",
     )
@@ -69,7 +69,7 @@ def _parser() -> cli.Parser:
     add.add_argument(
         "--from",
         required=True,
-        type=cli.place,
+        type=cli.path_or_address,
         dest="source",
         metavar="DIR|URL",
         help="a run's folder, or its copies'",
@@ -77,7 +77,7 @@ def _parser() -> cli.Parser:
     add.add_argument(
         "--to",
         required=True,
-        type=cli.place,
+        type=cli.path_or_address,
         dest="target",
         metavar="DIR|URL",
         help="a new folder, or a place for copies",

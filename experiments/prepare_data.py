@@ -31,7 +31,7 @@ def main() -> int:
     for name in ("input", "tokenizer", "out", "verify"):
         given = getattr(args, name) or ()
         for value in [given] if isinstance(given, str) else given:
-            fields.check_place(f"--{name}", value)
+            fields.check_path(f"--{name}", value, addresses=True)
     return verify(args.verify) if args.verify else make(args)
 
 

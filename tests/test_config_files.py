@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from zaya_jax import cli
-from zaya_jax.config import UserError
+from zaya_jax.config import UserError, load
 
 ROOT = Path(__file__).resolve().parent.parent
 START = "from zaya_jax import config\ndef get_config():\n    c = config.default()\n"
@@ -86,17 +86,17 @@ def test_a_change_that_will_not_do_names_its_key(change, says):
 def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
     """An installed package's pages say --config=experiments/configs/NAME.py too. A file that is there comes first."""
     monkeypatch.chdir(tmp_path)
-    assert cli.read_config("experiments/configs/tiny.py").name == "tiny"
+    assert load.read_config("experiments/configs/tiny.py").name == "tiny"
     with pytest.raises(UserError, match="needs the weights"):
-        cli.read_config("experiments/configs/finetune.py")
+        load.read_config("experiments/configs/finetune.py")
     for name in ("experiments/configs/../pretrain.py", "experiments/configs/no.py", "configs/tiny.py"):
         with pytest.raises(UserError, match="is no file; give") as error:
-            cli.read_config(name)
+            load.read_config(name)
     assert str(ROOT / "experiments" / "configs") in str(error.value)
     folder = tmp_path / "experiments" / "configs"
     folder.mkdir(parents=True)
     (folder / "tiny.py").write_text(START + "    c.name = 'mine'\n    return c\n")
-    assert cli.read_config("experiments/configs/tiny.py").name == "mine"
+    assert load.read_config("experiments/configs/tiny.py").name == "mine"
 
 
 def test_a_program_is_one_line_and_exit_code_2(tmp_path):

@@ -1,4 +1,4 @@
-"""What `zaya_jax.library` is given: a config, a mesh, a place, arrays. UserError where one cannot be used."""
+"""Reads the arguments of `zaya_jax.library`: configs, meshes, folders, arrays; UserError where one cannot be used."""
 
 import contextlib
 import dataclasses
@@ -12,10 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from zaya_jax import cli
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import claims
-from zaya_jax.config import Config, Precision, UserError, fields, shown
+from zaya_jax.config import Config, Precision, UserError, fields, load, shown
 from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import make_mesh
@@ -27,23 +26,19 @@ type AnyMesh = Mesh | Mapping[str, Any]
 def config_of(given: AnyConfig) -> Config:
     """The checked config of anything that holds one; a name is that of a file in experiments/configs."""
     if isinstance(given, Config):
-        return config_lib.check(config_lib.to_dict(given))
+        given = config_lib.to_dict(given)
     if isinstance(given, Mapping | ConfigDict):
         return config_lib.check(given if isinstance(given, ConfigDict) else dict(given))
-    if not isinstance(given, str | os.PathLike):
-        raise UserError(
-            f"config is {type(given).__name__}; give a ConfigDict, a Config, a config file or its name"
-        )
     name, colon, argument = str(given).partition(":")
     if name.isidentifier() and not Path(name).exists():
-        names = sorted(path.stem for path in cli.SHIPPED.glob("[a-z]*.py"))
+        names = sorted(path.stem for path in load.SHIPPED.glob("[a-z]*.py"))
         if name not in names:
             raise UserError(f"config={shown(name)} is no file, and none of {', '.join(names)}")
-        return cli.read_config(f"experiments/configs/{name}.py{colon}{argument}")
-    return cli.read_config(str(given))
+        return load.read_config(f"experiments/configs/{name}.py{colon}{argument}")
+    return load.read_config(str(given))
 
 
-def placed(config: Config, mesh: AnyMesh | None) -> tuple[Config, Mesh | None]:
+def with_mesh(config: Config, mesh: AnyMesh | None) -> tuple[Config, Mesh | None]:
     """The config with this mesh, and the mesh of all four axes; UserError where model or devices do not fit it."""
     if mesh is None:
         return config, None
@@ -55,12 +50,10 @@ def placed(config: Config, mesh: AnyMesh | None) -> tuple[Config, Mesh | None]:
         order = [mesh.axis_names.index(axis) for axis in spread_lib.AXES if axis in mesh.axis_names]
         devices = list(mesh.devices.transpose(order).flat)
         given = dataclasses.replace(config.mesh, **sizes)
-    elif isinstance(mesh, Mapping):
+    else:
         given = fields.build(config_lib.Mesh, dict(mesh), "mesh.")
         fields.check_fields(given, "mesh.")
         devices = jax.local_devices()
-    else:
-        raise UserError(f"mesh is {type(mesh).__name__}; give a jax Mesh, or a dict of axes and sizes")
     over = make_mesh(given, devices, "mesh")
     config = dataclasses.replace(config, mesh=given)
     rules.check(config, spread_lib.of(given, over.shape), where="mesh")
@@ -91,7 +84,7 @@ def with_dtype(config: Config, dtype: str | None) -> Config:
 
 def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
     """FOLDER or FOLDER@STEP, of a folder that is there."""
-    check_path("place", place)
+    fields.check_path("place", os.fspath(place))
     path, _, number = str(place).rpartition("@")
     folder, step = Path(place), None
     if path and number.isdecimal() and not folder.is_dir():  # a folder's own name may end so, too
@@ -105,15 +98,8 @@ def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
 
 def new_folder(directory: str | os.PathLike) -> Path:
     """A folder that can be made."""
-    check_path("directory", directory)
+    fields.check_path("directory", os.fspath(directory))
     return claims.new_folder(directory, "directory")
-
-
-def check_path(name: str, path: Any) -> None:
-    """UserError for a value that cannot be a path."""
-    if not isinstance(path, str | os.PathLike):
-        raise UserError(f"{name}={shown(path)} is no path")
-    fields.check_path(name, str(path))
 
 
 def integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
@@ -130,15 +116,14 @@ def integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np.
 
 
 def texts(prompt: Any) -> list[str] | None:
-    """The prompts where they are texts, one or several; None where they may be ids."""
-    found = np.asarray(prompt).tolist() if isinstance(prompt, str | np.ndarray) else prompt
-    found = [found] if isinstance(found, str) else found
-    is_text = [isinstance(text, str) for text in found] if isinstance(found, list | tuple) else []
+    """The prompts where they are texts, one or several; None where they are ids."""
+    found = [prompt] if isinstance(prompt, str) else np.asarray(prompt, object).ravel().tolist()
+    is_text = [isinstance(text, str) for text in found]
     if any(is_text) and not all(is_text):
         raise UserError(
             f"prompt {is_text.index(False) + 1} of {len(found)} is no text; give texts alone, or ids"
         )
-    return list(found) if any(is_text) else None
+    return found if any(is_text) else None
 
 
 def require_one_process() -> None:
@@ -149,7 +134,7 @@ def require_one_process() -> None:
 
 @contextlib.contextmanager
 def named(folder: Path) -> Iterator[None]:
-    """Has messages of the programs name the folder, which they call --workdir."""
+    """Messages of the programs, which speak of --workdir, name the folder instead."""
     try:
         yield
     except UserError as error:

@@ -324,7 +324,7 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
         tokenizer = None  # a model for ids of one's own
     elif tokenizer:
         settings = token_ids.agree(settings, tokenizer)
-    settings, over = given.placed(settings, mesh)
+    settings, over = given.with_mesh(settings, mesh)
     params, balance = functions.init(settings, seed, over)
     folder = Path(settings.data.tokenizer)
     files = exchange.small_files(folder) if tokenizer and folder.is_dir() else {}
@@ -363,7 +363,7 @@ def _load_run(folder: Path, step: int | None, mesh: AnyMesh | None, dtype: str |
         config = dataclasses.replace(config, model=schedule.model_at(config, step))
         tokenizer = tokenizers.load(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None
         imported = exchange.read_imported(folder)
-        config, over = given.placed(given.with_dtype(config, dtype), mesh)
+        config, over = given.with_mesh(given.with_dtype(config, dtype), mesh)
         placed = functions.shardings(config, over) if over else None
         params, balance = exchange.read_weights(folder, step, config.model, placed)
     files = exchange.small_files(folder / "tokenizer")
@@ -378,7 +378,7 @@ def _load_hf(folder: Path, mesh: AnyMesh | None, dtype: str | None) -> LanguageM
     config = given.with_dtype(
         exchange.config_of(source.model, folder if tokenizer else None), dtype or "float32"
     )
-    config, over = given.placed(config, mesh)
+    config, over = given.with_mesh(config, mesh)
     tree = {"params": source.params(), "balance": {"bias": source.balance()}}
     placed = jax.device_put(tree, functions.shardings(config, over) if over else jax.local_devices()[0])
     files, imported = exchange.small_files(folder), exchange.imported_of(source)
@@ -400,10 +400,8 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
     if threading.current_thread() is not threading.main_thread():
         raise UserError("training listens to signals, so it needs the process's main thread")
     settings = given.config_of(config)
-    if workdir is not None:
-        given.check_path("workdir", workdir)
     xla_flags.set_for_platform()
-    folder = folder_of(settings, None if workdir is None else str(workdir))
+    folder = folder_of(settings, None if workdir is None else os.fspath(workdir))
     with given.named(folder), _signals_as_they_were():
         code = run.train(settings, folder)
     if code != cli.DONE:

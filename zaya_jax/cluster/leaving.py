@@ -25,7 +25,9 @@ STORAGE = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
 )
 # And those of something else in the place of a file, or of one without rights, where it is named.
-IN_THE_WAY = frozenset((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EPERM))
+IN_THE_WAY = frozenset(
+    (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
+)
 
 _left: list[threading.Thread] = []  # that were not waited for
 _functions: list[tuple[Callable[[], None], int | None]] = []

@@ -25,39 +25,22 @@ class StorageError(RuntimeError):
     """Storage that stays unreadable after all retries, or damaged data: one line, exit code 4."""
 
 
-def words(error: BaseException) -> str:
-    """What an error says of itself; one of a config file's own may fail at that too."""
-    try:
-        return str(error).strip()
-    except Exception:
-        return ""
+# Of strings; a path may be an address, a source is "path=weight".
+KINDS = ("name", "folder", "path", "text", "source")
+ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, of which pathlib leaves s3:/bucket/run
+LONGEST_LINE = 1500  # characters of a message
+LONGEST = 80  # characters of a value in a message
 
 
 def on_a_line(error: BaseException) -> str:
-    """All of that on one line; cut in its middle where it is too long to be read."""
-    text = " ".join(words(error).split())
-    return (
-        text if len(text) <= LONGEST_LINE else f"{text[: LONGEST_LINE // 2]} ... {text[-LONGEST_LINE // 2 :]}"
-    )
+    """An error's text on one line; cut in its middle where it is too long to be read."""
+    text, half = " ".join(str(error).split()), LONGEST_LINE // 2
+    return text if len(text) <= LONGEST_LINE else f"{text[:half]} ... {text[-half:]}"
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of that, or the error's kind where it says nothing."""
-    return (words(error) or type(error).__name__).splitlines()[0]
-
-
-KINDS = (
-    "name",
-    "folder",
-    "path",
-    "text",
-    "source",
-)  # of strings; a path may be an address, a source is "path=weight"
-ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, of which pathlib leaves s3:/bucket/run
-UNPRINTABLE = "has a character that cannot be printed"
-LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes, on Linux
-LONGEST_LINE = 1500  # characters of a message
-LONGEST = 80  # characters of a value in a message
+    """The first line of an error's text, or the error's kind where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def ranged(default: float | None, least: float, greatest: float, meaning: str) -> Any:
@@ -229,52 +212,32 @@ def _check_text(field: dataclasses.Field, value: str, given: str) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise UserError(f"{given} is no UTF-8; give whole characters") from None
-        return
-    if not value and field.default == "":
-        return
-    wrong = path_problem(value) if kind in ("name", "folder") else place_problem(value)
-    if kind == "name" and not wrong:
-        long = len(value.encode(errors="surrogateescape")) > LONGEST_NAME  # with a slash it may be a path yet
-        wrong = "" if value.isprintable() else UNPRINTABLE
-        wrong = f"is too long for a name, which ends at {LONGEST_NAME} bytes" if long else wrong
-    if wrong:
-        raise UserError(f"{given} {wrong}; give a {kind}{' without' if wrong == UNPRINTABLE else ''}")
+    elif value or field.default != "":
+        problem = path_problem(value, addresses=kind in ("path", "source"))
+        if problem:
+            raise UserError(f"{given} {problem}; give a {kind}")
 
 
-def check_path(option: str, value: str) -> None:
-    """UserError where an option of a command line is no path of this machine that anybody could have meant."""
-    wrong = path_problem(value)
-    if wrong:
-        raise UserError(f"{option}={shown(value)} {wrong}; give another path")
+def check_path(option: str, value: str, addresses: bool = False) -> None:
+    """UserError where an option of a command line cannot be a path."""
+    problem = path_problem(value, addresses)
+    if problem:
+        raise UserError(f"{option}={shown(value)} {problem}; give another path")
 
 
-def check_place(option: str, value: str) -> None:
-    """The same for an option that may also be an address."""
-    wrong = place_problem(value)
-    if wrong:
-        raise UserError(f"{option}={shown(value)} {wrong}; give another path")
-
-
-def path_problem(value: str) -> str:
-    """What is wrong with a path of this machine before anybody has looked for it; "" where nothing is.
+def path_problem(value: str, addresses: bool = False) -> str:
+    """Why a text cannot be a path, before any file is looked for; "" where it can.
 
     An address would become a folder called `s3:` below the current one, and nothing would reach the store.
     """
-    if ADDRESS.match(value):
-        return "is an address, where a folder or file of this machine is meant (checkpoint.durable sends copies to one)"
-    return place_problem(value)
-
-
-def place_problem(value: str) -> str:
-    """The same of a path that may also be an address."""
     if not value.strip():
         return "is empty"
-    # What cannot be printed comes from a slip of quoting; \udc80 to \udcff are bytes of file names that are no UTF-8.
+    # A character that cannot be printed comes from a slip of quoting; \udc80 to \udcff are bytes of file names that are
+    # no UTF-8.
     if any(ord(c) < 32 or ord(c) == 127 or "\ud800" <= c < "\udc80" for c in value):
-        return UNPRINTABLE
-    raw = value.encode(errors="surrogateescape")
-    if len(raw) > LONGEST_PATH or max(map(len, raw.split(b"/"))) > LONGEST_NAME:
-        return f"is too long for a file system, which ends at {LONGEST_NAME} bytes a name and {LONGEST_PATH} a path"
+        return "has a character that cannot be printed"
+    if ADDRESS.match(value) and not addresses:
+        return "is an address, where a folder or file of this machine is meant"
     return ""
 
 
