@@ -1,31 +1,15 @@
-"""The house's rules that a machine can hold: who imports whom, how long a file may be, what it must not say.
-
-The command line's options are frozen here too: a new one is a decision, made by editing this file.
-"""
+"""The house's rules that a machine can hold: who imports whom, how long a file may be, what it must not say."""
 
 import ast
 import graphlib
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = (
-    ".ci",
-    "benchmarks",
-    "docs",
-    "experiments",
-    "launch",
-    "pallas_kernels",
-    "requirements",
-    "tests",
-    "tools",
-)
+ROOMS = (".ci", "benchmarks", "docs", "launch", "requirements", "tests", "tools")
 PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
 MAX_LINES = 600
 
@@ -38,138 +22,6 @@ ARROWS = {
     "pallas_kernels": ("pallas_kernels",),
     "experiments": ("experiments", "zaya_jax", "pallas_kernels"),
 }
-
-# Every program of experiments/ and the options it has of its own.
-OPTIONS = {
-    "characterize": {
-        "collectives": ["out", "config", "chip", "devices", "seconds"],
-        "matmul": ["out", "config", "chip", "devices", "seconds"],
-        "memory": ["out", "config", "chip", "devices", "seconds"],
-        "all": ["out", "config", "chip", "devices", "seconds", "data"],
-        "storage": [
-            "data",
-            "out",
-            "iops_budget",
-            "seconds",
-            "rows",
-            "seq_len",
-            "global_batch",
-            "step_seconds",
-        ],
-    },
-    "checkpoint": {
-        "inspect": ["workdir", "step", "html"],
-        "verify": ["workdir", "step"],
-        "reshard": ["from", "to", "step", "chunk_mb"],
-        "export_params": ["workdir", "step", "out", "dtype"],
-        "from_hf": ["model", "workdir"],
-        "to_hf": ["workdir", "step", "out", "dtype", "shard_gb"],
-    },
-    "compile": {"": ["config", "target", "devices", "out", "phase", "at_once"]},
-    "evaluate": {
-        "": [
-            "model",
-            "out",
-            "data",
-            "tasks",
-            "include_path",
-            "limit",
-            "num_fewshot",
-            "context",
-            "text_field",
-            "bos",
-            "tokens",
-            "mesh",
-            "seed",
-        ]
-    },
-    "generate": {
-        "": [
-            "workdir",
-            "prompt",
-            "prompt_file",
-            "chat",
-            "num_tokens",
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "stop",
-            "seed",
-            "step",
-            "mesh",
-        ]
-    },
-    "plan": {"": ["config", "cluster", "devices", "out", "at_once", "figures", "mtbf_hours", "search"]},
-    "prepare_data": {
-        "": [
-            "input",
-            "tokenizer",
-            "train_bpe",
-            "out",
-            "text_field",
-            "context",
-            "held_out",
-            "skip_bad",
-            "processes",
-            "part_mib",
-            "engine",
-            "part",
-            "merge",
-            "verify",
-        ]
-    },
-    "pretrain": {"": ["config", "workdir", "describe", "coordinator", "num_processes", "process_id"]},
-    # A name in capitals is an argument without dashes.
-    "report": {"": ["RUN", "out"]},
-    "supervise": {
-        "": [
-            "processes",
-            "nodes",
-            "min_nodes",
-            "restarts",
-            "exclude_stragglers",
-            "check",
-            "patience",
-            "coordinator",
-            "agents",
-            "agent",
-            "command",
-        ],
-        "check": ["devices", "workdir"],
-        "report": ["workdir"],
-    },
-}
-
-# Prints {subcommand: options} of a program without running it.
-TELL_OPTIONS = """
-import argparse, importlib, json, sys
-
-class Stop(BaseException):
-    pass
-
-def stop(parser, *_):
-    raise Stop(parser)
-
-def of(parser, name=""):
-    options, found = [], {}
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            for command, below in action.choices.items():
-                found |= of(below, f"{name} {command}".strip())
-        elif not isinstance(action, argparse._HelpAction):
-            options.append(max(action.option_strings, key=len, default=action.dest).lstrip("-"))
-    return ({name: options} if options or not found else {}) | found
-
-program = importlib.import_module(sys.argv[1])
-argparse.ArgumentParser.parse_known_args = stop
-try:
-    program.main()
-    raise SystemExit("it has no parser")
-except Stop as stopped:
-    found = of(stopped.args[0])
-print(json.dumps({command: sorted(options) for command, options in found.items()}))
-"""
 
 
 def within(name: str, package: str) -> bool:
@@ -302,19 +154,6 @@ def test_a_forbidden_import_is_found(module, source):
     assert forbidden_imports(source, module)
 
 
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("zaya_jax.model.cca", "from . import norm\nfrom zaya_jax.config import Model\nimport jax"),
-        ("zaya_jax.model.cca", "from pallas_kernels import attention"),
-        ("zaya_jax.train.step", "from zaya_jax import optim, model"),
-        ("experiments.pretrain", "from zaya_jax.train import loop\nfrom experiments.configs import tiny"),
-    ],
-)
-def test_a_rightful_import_passes(module, source):
-    assert not forbidden_imports(source, module)
-
-
 ASKS_WHERE_IT_IS = re.compile(
     r"\b(?:p(?:sum|max|min|mean|permute|broadcast|sum_scatter)|all_gather|all_to_all|ragged_all_to_all|axis_index|axis_size)\b"
     r"|\bisinstance\(here\b|\b(?:spread|tsp|ring)\b"
@@ -329,12 +168,6 @@ def test_no_layer_asks_where_its_tokens_and_weights_lie(name):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
     assert not ASKS_WHERE_IT_IS.findall(ast.unparse(tree))
-
-
-def test_such_a_question_is_found():
-    assert ASKS_WHERE_IT_IS.search('y = lax.psum(y, "tensor")')
-    assert ASKS_WHERE_IT_IS.search("if spread.heads > 1: pass")
-    assert ASKS_WHERE_IT_IS.search("isinstance(here, Prompt)")
 
 
 ASKS_THE_MACHINE = re.compile(r"\bdefault_backend\b|\bplatform_dependent\b")
@@ -389,29 +222,6 @@ def test_no_file_names_a_folder_of_one_machine_or_a_package_host():
         if TELLTALE.search(line)
     ]
     assert not named, "\n".join(named)
-
-
-def test_such_a_name_is_found():
-    assert TELLTALE.search("cd /" + "home/me/zaya")
-    assert TELLTALE.search("--extra-index" + "-url=https://host")
-    assert not TELLTALE.search("https://host/home/page and ~/home/x and $HOME/work/x")
-
-
-def test_the_options_of_every_program_are_frozen():
-    programs = sorted(path.stem for path in (ROOT / "experiments").glob("[a-z]*.py"))
-    asked = {
-        name: subprocess.Popen(
-            [sys.executable, "-c", TELL_OPTIONS, f"experiments.{name}"],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        )
-        for name in programs
-    }  # fmt: skip
-    told = {
-        name: json.loads(process.communicate(timeout=120)[0] or "null") for name, process in asked.items()
-    }
-    frozen = {name: {k: sorted(v) for k, v in commands.items()} for name, commands in OPTIONS.items()}
-    assert told == frozen
-    assert not [o for commands in told.values() for found in commands.values() for o in found if "-" in o]
 
 
 def test_files_that_the_documents_name_are_there():

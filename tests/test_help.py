@@ -1,12 +1,10 @@
 """Every program says what it is for and what its options are; the page of the config's keys is what they are."""
 
-import argparse
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from test_architecture import OPTIONS
 
 from tools import config_page, reference
 from zaya_jax import config
@@ -27,28 +25,17 @@ def test_page_and_help_have_every_key():
     assert "schedule.phases[i].tokens" in config_page.page()
 
 
-def below(parser, command=""):
-    """{command: parser} of a program."""
-    inner = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    found = {} if inner and not OPTIONS[parser.prog.split(".")[-1]].get("") else {command: parser}
-    return found | {name: x for action in inner for name, x in action.choices.items()}
+def test_options_are_whole_words_with_underscores():
+    names = {name for own in reference.options().values() for options in own.values() for name in options}
+    assert not [name for name in names if "-" in name]
 
 
-@pytest.mark.parametrize("name", OPTIONS)
-def test_a_program_s_help_has_its_options(name):
-    parsers = below(reference.parser_of(name))
-    for command, options in OPTIONS[name].items():
-        said = parsers[command].format_help()
-        assert all((o if o.isupper() else f"--{o}") in said for o in options), (name, said)
-        assert ("optim.lr=0.001" in said) == (name in ("pretrain", "compile", "plan"))
+@pytest.mark.parametrize("name", ["pretrain", "compile", "plan"])
+def test_the_help_of_a_program_with_a_config_has_its_keys(name):
+    assert "optim.lr=0.001" in reference.parser_of(name).format_help()
 
 
 def test_a_program_says_its_help():
-    done = subprocess.run(
-        [sys.executable, "-m", "experiments.plan", "-h"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "experiments.plan", "-h"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stderr) == (0, "") and "--mtbf_hours H" in done.stdout

@@ -13,15 +13,16 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from test_architecture import OPTIONS, modules
+from test_architecture import modules
 
 import zaya_jax
+from tools import reference
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 LEFT = {"__pycache__", ".ipynb_checkpoints"}  # by Python and Jupyter
 PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
-COMMANDS = {f"zaya-{name.replace('_', '-')}": name for name in OPTIONS}
+COMMANDS = {f"zaya-{name.replace('_', '-')}": name for name in reference.names()}
 
 
 def tree() -> set[str]:
@@ -76,32 +77,6 @@ def test_what_training_needs_is_pinned_in_the_small_set_and_nothing_of_developme
     assert declared(PROJECT["project"]["dependencies"]) <= base
     assert declared(extras["dev"]) - base <= dev and not base & dev
     assert not base & {"pytest", "mypy", "ruff", "hypothesis", "matplotlib", "moto", "flask"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pins", ["base", "dev"])
-@pytest.mark.parametrize(
-    ("machine", "platforms"),
-    [
-        ("aarch64", ["manylinux2014_aarch64", *(f"manylinux_2_{n}_aarch64" for n in (5, 12, 17, 24, 26, 27, 28))]),
-        ("arm64", [f"macosx_{n}_0_arm64" for n in (11, 12, 13, 14)]
-            + [f"macosx_10_{n}_universal2" for n in (9, 12, 13)]),
-    ],
-    ids=["linux", "macos"],
-)  # fmt: skip
-def test_pins_have_wheels_for_other_machines(machine, platforms, pins, tmp_path):
-    """aarch64 Linux (glibc 2.28) and Apple silicon (macOS 14). Needs the package index."""
-    wanted = tmp_path / "pins.txt"
-    lines = (ROOT / "requirements" / f"{pins}.txt").read_text().splitlines()
-    # pip reads markers for the machine that it runs on.
-    wanted.write_text("\n".join(x for x in lines if "==" in x and not (machine == "aarch64" and "; " in x)))
-    command = "-m pip install --quiet --dry-run --no-deps --ignore-installed --only-binary=:all: --python-version=3.12"
-    asked = [f"--platform={name}" for name in platforms] + [f"--abi={x}" for x in ("cp312", "abi3", "none")]
-    done = subprocess.run(
-        [sys.executable, *command.split(), "--implementation=cp", *asked, f"--target={tmp_path / 'x'}", "-r", wanted],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_the_packages_import_is_declared_and_no_more():
@@ -278,25 +253,3 @@ for name in {names}:
 print("all")
 """
     assert as_if_elsewhere(code, tmp_path) == "all\n"
-
-
-@pytest.mark.slow
-def test_a_run_needs_nothing_that_linux_alone_has(tmp_path):
-    code = """
-import zaya_jax as zj
-from zaya_jax import cli
-from zaya_jax.cluster import lines
-from zaya_jax.hardware import host
-c = zj.config.default()
-for key, value in dict(
-    hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=8, num_experts=2,
-    moe_intermediate_size=8, router_hidden_size=8, vocab_size=264, max_position_embeddings=64,
-).items():
-    c.model[key] = value
-c.data.path, c.data.tokenizer, c.data.seq_len, c.data.global_batch = "stdlib", "bytes", 16, 8
-c.run.num_steps, c.eval.every, c.checkpoint.every_steps, c.log.sample_tokens = 2, 1, 1, 2
-host.keep_memory()
-lines.listen(0, "the test's", "").close()
-print(zj.train(c, "run").source)
-"""
-    assert as_if_elsewhere(code, tmp_path).splitlines()[-1] == "run@2"

@@ -1,4 +1,4 @@
-"""The launch templates without a cluster: shells that lint, parts of a JobSet that name each other."""
+"""The launch templates without a cluster: shells lint, parts of a JobSet name each other, commands parse."""
 
 import os
 import platform
@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from experiments import supervise
+from experiments import prepare_data, supervise
 from zaya_jax import cli
 from zaya_jax.cluster import multihost
 from zaya_jax.cluster.place import find_place
+from zaya_jax.data import prepare_plan
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 NODE = LAUNCH / "node.sh"
@@ -240,47 +241,49 @@ def test_ctrl_c_at_a_terminal_reaches_each_process_once():
     assert done.stdout.count("got 1") == 2 and done.returncode == 75, done
 
 
-def slurm(folder, code, restarts=20):
-    """(exit code, requeued) of the batch script, whose run ends with `code`."""
-    for name, script in {"srun": f"exit {code}", "scontrol": 'echo "$@" >> asked'}.items():
-        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+def batch(script, folder, *options, code=0, **variables):
+    """(arguments of srun or python, exit code, request to Slurm) of a batch script whose program ends with `code`."""
+    called = f'printf "%s\\n" "$@" > given; env | grep OMP_ >> given; exit {code}'
+    for name, content in {"srun": called, "python": called, "scontrol": 'echo "$@" >> asked'}.items():
+        (folder / name).write_text(f"#!/bin/sh\n{content}\n")
         (folder / name).chmod(0o755)
-    (folder / "asked").unlink(missing_ok=True)
+    asked = folder / "asked"
+    asked.unlink(missing_ok=True)
     environ = {
         "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7",
-        "MAX_RESTARTS": str(restarts),
+        "PYTHON": str(folder / "python"), "SLURM_CPUS_PER_TASK": "128",
     }  # fmt: skip
-    command = ["bash", LAUNCH / "slurm.sbatch"]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=30)
-    asked = folder / "asked"
-    return done.returncode, asked.read_text() if asked.exists() else ""
+    done = subprocess.run(
+        ["bash", LAUNCH / script, *options],
+        env=environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    given = (folder / "given").read_text().splitlines()
+    return given, done.returncode, asked.read_text() if asked.exists() else ""
 
 
 @pytest.mark.parametrize(("variables", "options"), [({}, []), ({"TRAIN_NODES": "126"}, ["--nodes=126"])])
 def test_slurm_starts_an_agent_on_each_node(tmp_path, variables, options):
-    (tmp_path / "srun").write_text('#!/bin/sh\nprintf "%s\\n" "$@"; env | grep OMP_\n')
-    (tmp_path / "srun").chmod(0o755)
-    environ = {
-        "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7",
-    } | variables  # fmt: skip
-    command = ["bash", LAUNCH / "slurm.sbatch", "--config=x", "--workdir=a b"]
-    said = subprocess.run(
-        command, env=environ, capture_output=True, text=True, timeout=30
-    ).stdout.splitlines()
-    assert "--wait=0" in said  # else a spare that is lost has srun kill the healthy run
-    assert "--ntasks-per-node=1" in said and said[-1] == "OMP_NUM_THREADS=16"
-    given = said[said.index("experiments.supervise") + 1 : -1]
+    given, *_ = batch("slurm.sbatch", tmp_path, "--config=x", "--workdir=a b", **variables)
+    assert "--wait=0" in given  # else a spare that is lost has srun kill the healthy run
+    assert "--ntasks-per-node=1" in given and given[-1] == "OMP_NUM_THREADS=16"
+    given = given[given.index("experiments.supervise") + 1 : -1]
     assert given == ["--processes=8", *options, "--", "--config=x", "--workdir=a b"]
     assert supervise.parser().parse_args(given[: given.index("--")]).processes == 8
 
 
 def test_slurm_queues_a_run_again_that_saved_and_counts_only_what_failed(tmp_path):
+    def ended(code, restarts="20"):
+        return batch("slurm.sbatch", tmp_path, code=code, MAX_RESTARTS=restarts)[1:]
+
     again = (0, "requeue 7\n")
-    assert [slurm(tmp_path, 75, restarts=2) for _ in range(5)] == [again] * 5
-    assert [slurm(tmp_path, 137, restarts=2) for _ in range(3)] == [again, again, (137, "")]
-    assert [slurm(tmp_path, code, restarts=1) for code in (1, 75, 1, 1)] == [again, again, again, (1, "")]
+    assert [ended(75, "2") for _ in range(5)] == [again] * 5
+    assert [ended(137, "2") for _ in range(3)] == [again, again, (137, "")]
+    assert [ended(code, "1") for code in (1, 75, 1, 1)] == [again, again, again, (1, "")]
     for code in (0, cli.BAD_INPUT, cli.UNHEALTHY, cli.STORAGE):
-        assert slurm(tmp_path, code) == (code, "")
+        assert ended(code) == (code, "")
     assert not list(tmp_path.glob("*.failures"))
 
 
@@ -297,3 +300,68 @@ def test_node_refuses_in_one_line(arguments, variables, words):
     done = subprocess.run([NODE, *arguments], env=environ, capture_output=True, text=True, timeout=30)
     assert done.returncode == cli.BAD_INPUT
     assert words in done.stderr and done.stderr.count("\n") == 1
+
+
+########################################################################################################################
+# Preparing data on many machines
+########################################################################################################################
+
+
+def parsed(monkeypatch, arguments):
+    monkeypatch.setattr(sys, "argv", ["prepare_data", *arguments])
+    return prepare_data.parse()
+
+
+def test_parts_and_merge_under_kubernetes_are_one_preparation(monkeypatch):
+    jobset = yaml.safe_load((LAUNCH / "prepare.yaml").read_text())
+    parts, merge = jobset["spec"]["replicatedJobs"]
+    assert merge["dependsOn"] == [{"name": parts["name"], "status": "Complete"}]
+    commands = []
+    for job in (parts, merge):
+        spec = job["template"]["spec"]
+        (container,) = spec["template"]["spec"]["containers"]
+        (rule,) = spec["podFailurePolicy"]["rules"]
+        assert rule["onExitCodes"]["values"] == [cli.BAD_INPUT]
+        assert rule["onExitCodes"]["containerName"] == container["name"]
+        assert container["command"][1:3] == ["-m", "experiments.prepare_data"]
+        volumes = {volume["name"] for volume in spec["template"]["spec"]["volumes"]}
+        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
+        commands.append((container["command"][3:], container.get("env")))
+    (of_part, (variable,)), (of_merge, _) = commands
+    spec = parts["template"]["spec"]
+    assert spec["completionMode"] == "Indexed" and spec["parallelism"] <= spec["completions"]
+    found = []
+    for index in range(spec["completions"]):
+        given = [word.replace(f"$({variable['name']})", str(index)) for word in of_part]
+        found.append(prepare_plan.parse_part(parsed(monkeypatch, given).part))
+    assert found == [prepare_plan.Part(index, spec["completions"]) for index in range(spec["completions"])]
+    a, b = vars(parsed(monkeypatch, of_part)), vars(parsed(monkeypatch, of_merge))
+    assert {name for name in a if a[name] != b[name]} == {"part", "merge", "processes"} and b["merge"]
+    limit = parts["template"]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]
+    assert a["processes"] == int(limit)
+
+
+@pytest.mark.parametrize(
+    ("variables", "step"),
+    [
+        ({}, "--merge"),
+        ({"SLURM_ARRAY_TASK_ID": "3", "SLURM_ARRAY_TASK_COUNT": "64"}, "--part=3/64"),
+        ({"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "2", "PARTS": "64"}, "--part=7/64"),
+    ],
+)
+def test_slurm_gives_each_task_of_an_array_its_part(tmp_path, monkeypatch, variables, step):
+    given, code, asked = batch("prepare.sbatch", tmp_path, "--input=a b/**", "--out=o", **variables)
+    given = [word for word in given if not word.startswith("OMP_")]
+    assert given == ["-m", "experiments.prepare_data", "--input=a b/**", "--out=o", step, "--processes=128"]
+    assert (code, asked) == (0, "")
+    assert parsed(monkeypatch, given[2:]).processes == 128
+
+
+def test_slurm_starts_again_what_a_person_need_not_mend(tmp_path):
+    def ended(code, **variables):
+        return batch("prepare.sbatch", tmp_path, code=code, **variables)[1:]
+
+    assert ended(cli.STORAGE) == (0, "requeue 7\n")
+    assert ended(137, SLURM_RESTART_COUNT="2") == (0, "requeue 7\n")
+    assert ended(137, SLURM_RESTART_COUNT="3") == (137, "")
+    assert ended(cli.BAD_INPUT) == (cli.BAD_INPUT, "")

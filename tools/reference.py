@@ -1,4 +1,4 @@
-"""Every program's options as a page, from the parsers themselves.
+"""Makes the page of every program's options, from the parsers themselves.
 
     python -m tools.reference > docs/programs.md
 
@@ -6,6 +6,7 @@ A test holds that the page is what this makes.
 """
 
 import argparse
+import functools
 import importlib
 import sys
 from collections.abc import Iterator
@@ -55,6 +56,16 @@ def parser_of(name: str) -> argparse.ArgumentParser:
         except _Found as found:
             return found.args[0]
     raise AssertionError(f"experiments.{name} has no parser")
+
+
+@functools.cache
+def options() -> dict[str, dict[str, list[str]]]:
+    """The names of every program's options, by subcommand; an argument without dashes is in capitals."""
+    found = {name: _of_parser(parser_of(name)) for name in names()}
+    return {
+        name: {command: [o.name.partition("=")[0].lstrip("-") for o in own] for command, own in commands}
+        for name, commands in found.items()
+    }
 
 
 def page() -> str:

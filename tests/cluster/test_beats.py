@@ -1,7 +1,6 @@
 """What a process says of itself is read whole by another, however often it changes, and costs nothing unasked."""
 
 import itertools
-import mmap
 import os
 import struct
 import subprocess
@@ -100,22 +99,3 @@ def test_a_process_that_scribbles_over_its_file_has_said_nothing(tmp_path, word)
         path.unlink()
         os.mkfifo(path) if kind == 2 else os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 1 << 36)
     assert beats.read(path) is None
-
-
-def test_goes_on_from_the_first_step_to_the_last(monkeypatch):
-    place = beats.Beat(1, 0, "step", 5, "dispatch", 0.0, 0.0, ()).place
-    assert place < beats.Beat(1, 0, "step", 5, "wait", 0.0, 0.0, ()).place
-    assert place > beats.Beat(1, 0, "step", 4, "figures", 0.0, 0.0, ()).place
-
-
-def test_the_file_has_its_memory_before_it_is_mapped(tmp_path, monkeypatch):
-    """In a full /dev/shm the first word was a SIGBUS."""
-    blocks, mapped = [], mmap.mmap
-
-    def look(number, size):
-        blocks.append(os.fstat(number).st_blocks)
-        return mapped(number, size)
-
-    monkeypatch.setattr(beats.mmap, "mmap", look)
-    beats.Beats(tmp_path, 0)
-    assert 512 * blocks[0] >= beats.SIZE

@@ -7,7 +7,7 @@ import pytest
 from multiprocess_runs import free_port
 
 from zaya_jax.cluster.lifelines import Lifelines
-from zaya_jax.cluster.place import LostProcess, Place, find_agent_place, find_place, name_processes
+from zaya_jax.cluster.place import LostProcess, Place, find_agent_place, find_place
 from zaya_jax.config import UserError
 
 SLURM = {
@@ -127,17 +127,6 @@ def test_contradictions_between_processes_are_bad_input():
     assert all(isinstance(error, UserError) and "counts 3" in str(error) for error in errors), errors
     errors = call([Place(address, 3, 0), Place(address, 3, 1), Place(address, 3, 1)], 5)
     assert all(isinstance(error, UserError) and "process 1 is there twice" in str(error) for error in errors)
-
-
-def test_nobody_at_the_address():
-    (error,) = call([Place(f"localhost:{free_port()}", 2, 1)], 0.5)
-    assert isinstance(error, LostProcess) and "process 0 does not answer" in str(error)
-
-
-def test_many_names_are_cut_short():
-    assert name_processes([3]) == "process 3"
-    assert name_processes([0, 7]) == "processes 0 and 7"
-    assert name_processes(list(range(40))).endswith("14, 15 and 24 more")
 
 
 NODES = {

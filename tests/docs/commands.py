@@ -18,12 +18,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from test_architecture import OPTIONS
-
 from tools import reference
 from zaya_jax.config import UserError
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+OPTIONS = reference.options()
 FENCE = re.compile(r"^(?P<indent> *)```(?P<language>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```", re.M | re.S)
 NEEDS = re.compile(r"^\*Needs: [^*\n]+\.\*$")
 BEGINS = rf"experiments\.(?!NAME\b|configs\b)|zaya-(?!NAME\b|JOBID\b)|(?=(?:{'|'.join(OPTIONS)}) )"

@@ -10,7 +10,6 @@ import math
 import os
 from pathlib import Path
 
-import numpy as np
 import pytest
 from scored_models import settings
 
@@ -114,16 +113,6 @@ def test_generations_end_before_their_stop_strings_and_are_a_seed_s_own(lm, mode
     assert again == found
 
 
-def test_what_is_new_is_decoded_by_itself_as_hf_does(lm, monkeypatch):
-    options: dict = {}
-    monkeypatch.setattr(
-        harness.generation, "generate", lambda *_, **given: options.update(given) or ["an answer"]
-    )
-    asked = requests("generate_until", ("a question", {"until": ["."], "max_gen_toks": 4}))
-    assert lm.generate_until(asked, disable_tqdm=True) == ["an answer"]
-    assert options["follows"] is False
-
-
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -173,14 +162,6 @@ def test_tasks_that_are_not_there_or_broken_are_one_line(lm, model, tmp_path):
     )
     with pytest.raises(UserError, match="--tasks=broken cannot be loaded: "):
         harness.run(model, ["broken"], include_path=str(tmp_path))
-
-
-def test_a_task_on_a_mesh_is_as_on_one_device(lm, model, folder):
-    pytest.importorskip("lm_eval")
-    asked = requests("loglikelihood", ("a question", " an answer"), ("", "no question"))
-    spread = harness.model_of(zj.load(folder, mesh={"data": 8}))
-    here, there = (np.array(one.loglikelihood(asked, disable_tqdm=True)) for one in (lm, spread))
-    np.testing.assert_allclose(here, there, atol=1e-4)
 
 
 @pytest.mark.slow

@@ -73,13 +73,6 @@ def test_a_mesh_of_eight_gives_what_one_device_does(model, folder, mesh):
         np.testing.assert_allclose(a, b, rtol=0, atol=5e-5)
 
 
-@pytest.mark.parametrize("context", [8, pytest.param(20, marks=pytest.mark.slow)])
-def test_rows_of_an_odd_context_are_not_padded_beyond_it(context):
-    short = zj.create(settings(max_position_embeddings=context))
-    rows = [Row(list(range(context + 1))), Row([1, 2]), Row(list(range(context)))]
-    assert [len(log_probs) for log_probs, _ in Scorer(short)(rows)] == [context, 1, context - 1]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kinds", [("hybrid_linear", "hybrid"), ("hybrid_sliding", "hybrid")], ids=["linear", "sliding"]
@@ -90,10 +83,6 @@ def test_other_layers_too_are_scored_as_their_loss(kinds):
     for row, (log_probs, _) in zip(rows, Scorer(other)(rows), strict=True):
         labels = np.where(np.arange(len(row.ids)) >= row.first, row.ids, -100)
         assert -log_probs.mean() == pytest.approx(other.loss([row.ids], [labels]), abs=1e-5)
-
-
-def test_nothing_gives_nothing(model):
-    assert Scorer(model)([]) == []
 
 
 @given(

@@ -73,13 +73,6 @@ def test_bits_per_byte_by_hand(tmp_path, tokenizer, model):
     assert told["accuracy"] == pytest.approx((wanted.argmax(-1) == ids[0, 1:]).mean())
 
 
-def test_bytes_are_the_text_s_own_whatever_the_tokenizer_makes_of_it(tmp_path):
-    bpe = tokenizers.train_bpe(["some text of words " * 20], 265)
-    (tmp_path / "a.txt").write_text("text of ünknown words", encoding="utf-8")
-    (document,) = texts.documents(str(tmp_path / "a.txt"), bpe)
-    assert document.bytes == 22
-
-
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
 def test_of_a_chat_answers_alone_are_predicted(tmp_path, kind):
     own = tokenizers.load("bytes") if kind == "bytes" else tokenizers.train_bpe(["2+2? user " * 30], 265)
@@ -118,13 +111,6 @@ def test_prepared_data_are_their_files(tmp_path, tokenizer, model):
     assert scored[0] == scored[1]
     with pytest.raises(UserError, match="was prepared with another tokenizer"):
         list(texts.documents(str(tmp_path / "out"), tokenizers.train_bpe(["a text"], 263)))
-
-
-def test_limits_are_of_documents(tmp_path, tokenizer):
-    for i in range(3):
-        (tmp_path / f"{i}.txt").write_text(f"text {i}")
-    assert len(list(texts.documents(str(tmp_path), tokenizer, limit=2))) == 2
-    assert len(list(texts.documents(str(tmp_path), tokenizer, limit=9))) == 3
 
 
 def test_what_is_left_out_is_said_and_what_is_damaged_refused(tmp_path, tokenizer):
