@@ -40,8 +40,8 @@ from zaya_jax.config import Checkpoint
 from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train import snapshot
-from zaya_jax.train import state as states
+from zaya_jax.training import snapshot
+from zaya_jax.training import state as states
 
 # Of about so many parameters, with the default precision and Muon.
 MODELS = {

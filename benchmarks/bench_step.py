@@ -59,8 +59,8 @@ def serve(batch_size: int, length: int, shape: dict) -> None:
     from zaya_jax.model import zaya
     from zaya_jax.optim import chain
     from zaya_jax.parallel.mesh import make_mesh
-    from zaya_jax.train import state as states
-    from zaya_jax.train import step as steps
+    from zaya_jax.training import state as states
+    from zaya_jax.training import step as steps
 
     ids = np.random.default_rng(0).integers(3, shape["vocab_size"], (batch_size, length + 1)).astype(np.int32)
     given = {

@@ -36,8 +36,8 @@ def main() -> None:
     from zaya_jax.parallel import rules
     from zaya_jax.parallel import spread as spread_lib
     from zaya_jax.parallel.mesh import make_mesh
-    from zaya_jax.train import state as states
-    from zaya_jax.train import step as steps
+    from zaya_jax.training import state as states
+    from zaya_jax.training import step as steps
 
     devices = jax.devices()
     if options.cuda:

@@ -31,8 +31,8 @@ from zaya_jax.hardware.chips import model_flops
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, muon
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train import state as states
-from zaya_jax.train import step as steps
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 GRID = {"adamw": (1e-3, 2e-3, 4e-3, 8e-3), "muon": (1.5e-3, 3e-3, 6e-3, 1.2e-2)}
 COLORS = {"adamw": "tab:red", "muon": "tab:blue"}

@@ -22,7 +22,7 @@ from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import make_mesh, shape_of
 from zaya_jax.plan import footprint, work
 from zaya_jax.plan.case import Case
-from zaya_jax.train import compiling
+from zaya_jax.training import compiling
 
 BASE = {"remat": "attention"}
 # name: devices, sequences at once on a row of data x expert, micro-batches, what differs from ZAYA1-base of four layers

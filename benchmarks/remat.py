@@ -26,8 +26,8 @@ from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train import state as states
-from zaya_jax.train import step as steps
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 POLICIES = ("none", "elementwise", "attention", "layer", "offload")
 ROUNDS, TURN = 5, 2  # of `time`: rounds, steps of each in a round

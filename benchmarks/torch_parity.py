@@ -21,8 +21,8 @@ from zaya_jax.model import zaya
 from zaya_jax.optim import balance, chain
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.pytorch import hf, hf_names
-from zaya_jax.train import state as states
-from zaya_jax.train import step as steps
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 LR, DECAY, B1, B2, EPS = 1e-3, 0.1, 0.9, 0.95, 1e-8
 BATCH, LENGTH = 4, 64

@@ -27,7 +27,7 @@ from zaya_jax.config import UserError
 from zaya_jax.pytorch import exchange, tokenizer_files
 from zaya_jax.report.checkpoints import checkpoints_document
 from zaya_jax.report.document import check_target, write_page
-from zaya_jax.train.workdir import check_same, read_config
+from zaya_jax.training.workdir import check_same, read_config
 
 
 def main() -> int:

@@ -34,7 +34,7 @@ from zaya_jax.report.document import Document, Section, Table, Tile
 from zaya_jax.report.svg import Chart, Line
 from zaya_jax.report.text import byte_size, duration, number, shape_of_step
 from zaya_jax.schedule import Segment
-from zaya_jax.train import compiling, recipe
+from zaya_jax.training import compiling, recipe
 
 KINDS = (
     "weights", "optimizer", "batch and figures", "gradients", "activations", "exchange", "other temporaries", "gaps",

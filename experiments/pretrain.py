@@ -20,8 +20,8 @@ from zaya_jax import cli
 from zaya_jax.cluster import multihost
 from zaya_jax.hardware import host
 from zaya_jax.run import train
-from zaya_jax.train import fork, recipe
-from zaya_jax.train.workdir import folder_of
+from zaya_jax.training import fork, recipe
+from zaya_jax.training.workdir import folder_of
 
 
 def main() -> int:

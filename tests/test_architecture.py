@@ -101,8 +101,10 @@ def package_arrows(found: list[tuple[str, str, bool]]) -> dict[str, set[str]]:
 def test_packages_import_each_other_in_no_circle():
     found = [(name, path.read_text(encoding="utf-8"), path.name == "__init__.py") for name, path in modules()]
     order = list(graphlib.TopologicalSorter(package_arrows(found)).static_order())
-    assert order.index("zaya_jax.model") < order.index("zaya_jax.parallel") < order.index("zaya_jax.train")
-    assert order.index("zaya_jax.config") < order.index("zaya_jax.checkpoint") < order.index("zaya_jax.train")
+    assert order.index("zaya_jax.model") < order.index("zaya_jax.parallel") < order.index("zaya_jax.training")
+    assert (
+        order.index("zaya_jax.config") < order.index("zaya_jax.checkpoint") < order.index("zaya_jax.training")
+    )
 
 
 LIBRARY = ("zaya_jax.library", "zaya_jax.functions", "zaya_jax.given")
@@ -137,14 +139,14 @@ def test_a_circle_of_packages_is_found():
     ("module", "source"),
     [
         ("zaya_jax.data.pack", "import experiments.pretrain"),
-        ("zaya_jax.train.loop", "def f():\n    from experiments import pretrain"),
+        ("zaya_jax.training.loop", "def f():\n    from experiments import pretrain"),
         ("zaya_jax.library", "from experiments import generate"),
         ("zaya_jax.model.cca", "from zaya_jax import checkpoint"),
         ("zaya_jax.model.cca", "from ..train import state"),
         ("zaya_jax.model.cca", "import zaya_jax.optim.muon as muon"),
         ("zaya_jax.model.cca", "from zaya_jax.parallel import context"),
         ("zaya_jax.model.dense", "from ..parallel.spread import Spread"),
-        ("zaya_jax.parallel.tsp", "from zaya_jax.train import step"),
+        ("zaya_jax.parallel.tsp", "from zaya_jax.training import step"),
         ("zaya_jax.config", "from .model import zaya"),
         ("pallas_kernels.attention", "from zaya_jax.hardware import chips"),
         ("experiments.pretrain", "from tests import conftest"),

@@ -145,7 +145,7 @@ def test_what_must_be_as_it_is_is_declared_so():
 
 
 def test_kernels_are_named_by_their_operators():
-    """What takes one is in tests/train/test_absent_chips.py."""
+    """What takes one is in tests/training/test_absent_chips.py."""
     for names in (("all",), ("none",), ("newton_schulz",), ("cross_entropy", "newton_schulz"), ()):
         assert config.check(with_value("kernels", names)).kernels == names
     assert "kernels[0]='newton_shulz' is not one of" in refusal("kernels", ["newton_shulz"])

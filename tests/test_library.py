@@ -25,7 +25,7 @@ from zaya_jax import run as run_lib
 from zaya_jax.data import tokenizers, windows
 from zaya_jax.model import decode
 from zaya_jax.parallel import tree
-from zaya_jax.train import logs
+from zaya_jax.training import logs
 
 __all__ = ["traced_once"]
 ROOT = Path(__file__).resolve().parent.parent

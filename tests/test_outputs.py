@@ -27,7 +27,7 @@ import os, sys
 from experiments import pretrain
 from zaya_jax import cli
 from zaya_jax.config import StorageError, UserError
-from zaya_jax.train import logs
+from zaya_jax.training import logs
 
 def raising(error):
     raise error

@@ -50,9 +50,7 @@ zj.UserError
 assert "jax" not in sys.modules
 zj.apply
 assert "jax" in sys.modules
-import zaya_jax.train.step  # the package, which can be called, and its modules
-from zaya_jax import train
-assert train.step is zaya_jax.train.step and callable(zj.train)
+assert zj.train is zj.library.train
 assert "experiments.pretrain" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)

@@ -10,7 +10,7 @@ import pytest
 from zaya_jax import schedule
 from zaya_jax.config import Config, Data, Model, Phase, Run, Schedule, UserError, check, to_dict
 from zaya_jax.parallel.spread import ALONE
-from zaya_jax.train import recipe
+from zaya_jax.training import recipe
 
 
 def config(*phases, num_steps=1000, **options):

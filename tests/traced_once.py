@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from zaya_jax import config
-from zaya_jax.train import step as steps
+from zaya_jax.training import step as steps
 
 # Parts of a config that no program depends on.
 OF_THE_HOST = {

@@ -24,7 +24,7 @@ from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.mesh import batch_spec, make_mesh
-from zaya_jax.train import state as states
+from zaya_jax.training import state as states
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "parallelism"
 MODEL = config.Model(

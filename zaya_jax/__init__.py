@@ -36,17 +36,17 @@ __all__ = [
     "train",
 ]
 
-# Where each name comes from. `train` is a package too, which can be called.
+# Where each name comes from.
 _PLACES = {
     **dict.fromkeys(("Config", "StorageError", "UserError"), "config"),
     **dict.fromkeys(("apply", "init", "loss", "scores"), "functions"),
-    **dict.fromkeys(("LanguageModel", "Trace", "TrainingStopped", "create", "load"), "library"),
+    **dict.fromkeys(("LanguageModel", "Trace", "TrainingStopped", "create", "load", "train"), "library"),
 }
-_PACKAGES = ("config", "library", "train")
+_MODULES = ("config", "library")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
+    if name in _MODULES:
         return importlib.import_module(f"zaya_jax.{name}")
     if name not in _PLACES:
         raise AttributeError(f"module 'zaya_jax' has no attribute {name!r}")

@@ -32,7 +32,7 @@ from zaya_jax.parallel.context import natural, zigzag
 from zaya_jax.parallel.mesh import BATCH_AXES
 from zaya_jax.parallel.placements import Over
 from zaya_jax.parallel.spread import AXES, Spread
-from zaya_jax.train.step import make_loss, whole_outside
+from zaya_jax.training.step import make_loss, whole_outside
 
 IGNORED = -100  # a label that counts for nothing
 REPLICATED = PartitionSpec()

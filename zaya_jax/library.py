@@ -35,7 +35,7 @@ from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
 from zaya_jax.parallel import tree
 from zaya_jax.pytorch import exchange, hf
-from zaya_jax.train.workdir import folder_of
+from zaya_jax.training.workdir import folder_of
 
 
 class TrainingStopped(RuntimeError):

@@ -30,14 +30,14 @@ from zaya_jax.data.prefetch import DevicePrefetch
 from zaya_jax.hardware import host
 from zaya_jax.report import write_report
 from zaya_jax.schedule import Step
-from zaya_jax.train import fork, layout, logs, notes, recipe, snapshot
-from zaya_jax.train import state as states
-from zaya_jax.train import step as steps
-from zaya_jax.train.evaluation import Evaluation
-from zaya_jax.train.figures import Figures, ended_well
-from zaya_jax.train.pace import Pace
-from zaya_jax.train.sample import write_sample
-from zaya_jax.train.workdir import AsItWas, check_same, folder_of, open_workdir, record_start
+from zaya_jax.training import fork, layout, logs, notes, recipe, snapshot
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
+from zaya_jax.training.evaluation import Evaluation
+from zaya_jax.training.figures import Figures, ended_well
+from zaya_jax.training.pace import Pace
+from zaya_jax.training.sample import write_sample
+from zaya_jax.training.workdir import AsItWas, check_same, folder_of, open_workdir, record_start
 
 UNHEALTHY_AFTER = 50  # steps in a row whose update had no effect
 

@@ -14,8 +14,8 @@ from zaya_jax.aegis import replay
 from zaya_jax.aegis.replay import Replay
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train import state as states
-from zaya_jax.train import step as steps
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 SMALL = {
     "model.hidden_size": 16, "model.num_hidden_layers": 2, "model.head_dim": 8, "model.moe_intermediate_size": 16,

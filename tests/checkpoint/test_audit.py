@@ -18,7 +18,7 @@ from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError
 from zaya_jax.pytorch import exchange
-from zaya_jax.train.workdir import open_workdir
+from zaya_jax.training.workdir import open_workdir
 
 
 def state(seed):

@@ -13,7 +13,7 @@ import pytest
 from zaya_jax import config
 from zaya_jax.checkpoint import claims, rewrite, store
 from zaya_jax.config import Checkpoint, UserError
-from zaya_jax.train.workdir import open_workdir
+from zaya_jax.training.workdir import open_workdir
 
 HOLD = """
 import os, sys, time

@@ -16,7 +16,7 @@ from experiments import checkpoint
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import layout, look, seal, store, times, writing
 from zaya_jax.config import Checkpoint
-from zaya_jax.train.workdir import open_workdir
+from zaya_jax.training.workdir import open_workdir
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from zaya_jax import config
 from zaya_jax.checkpoint import audit, boxes, layout, partial, rewrite, store, writing
 from zaya_jax.config import Checkpoint, StorageError, UserError
-from zaya_jax.train.workdir import open_workdir
+from zaya_jax.training.workdir import open_workdir
 
 
 def params(layers=2, experts=3, width=8, seed=0):

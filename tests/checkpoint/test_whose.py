@@ -12,8 +12,8 @@ from zaya_jax import cli, config
 from zaya_jax.checkpoint import audit, claims, rewrite, store, writing
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.pytorch import exchange
-from zaya_jax.train import workdir as workdir_lib
-from zaya_jax.train.workdir import AsItWas, open_workdir
+from zaya_jax.training import workdir as workdir_lib
+from zaya_jax.training.workdir import AsItWas, open_workdir
 
 
 def settings(**keys):

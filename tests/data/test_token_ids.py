@@ -8,7 +8,7 @@ import pytest
 from zaya_jax import config as config_lib
 from zaya_jax.config import UserError
 from zaya_jax.data import token_ids, tokenizers
-from zaya_jax.train import workdir
+from zaya_jax.training import workdir
 
 KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 

@@ -14,7 +14,7 @@ from experiments import checkpoint, generate, pretrain
 from zaya_jax import cli, config
 from zaya_jax.checkpoint import layout, partial, store
 from zaya_jax.pytorch import exchange
-from zaya_jax.train.workdir import read_config
+from zaya_jax.training.workdir import read_config
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import pytest
 
 from zaya_jax import config, schedule
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train import compiling
-from zaya_jax.train import state as states
-from zaya_jax.train import step as steps
+from zaya_jax.training import compiling
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 CONFIG = """
 from zaya_jax import config

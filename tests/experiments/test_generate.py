@@ -15,8 +15,8 @@ from zaya_jax.checkpoint import store
 from zaya_jax.config import Model
 from zaya_jax.data import tokenizers
 from zaya_jax.model import decode, zaya
-from zaya_jax.train import sample
-from zaya_jax.train.workdir import open_workdir, read_config
+from zaya_jax.training import sample
+from zaya_jax.training.workdir import open_workdir, read_config
 
 MODEL = Model(
     vocab_size=264, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=8,

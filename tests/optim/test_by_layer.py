@@ -17,8 +17,8 @@ from zaya_jax.config import Optim
 from zaya_jax.hardware import hlo
 from zaya_jax.optim import by_layer, chain, matrices
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.train import state as states
-from zaya_jax.train import step as steps
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 
 @pytest.fixture(autouse=True)

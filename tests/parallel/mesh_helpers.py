@@ -15,9 +15,9 @@ from zaya_jax.model import zaya
 from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import batch_spec, make_mesh
-from zaya_jax.train import snapshot
-from zaya_jax.train import state as states
-from zaya_jax.train import step as steps
+from zaya_jax.training import snapshot
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 ROWS, LENGTH = 8, 32
 SETTINGS = config.check(

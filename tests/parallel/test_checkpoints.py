@@ -14,7 +14,7 @@ from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.hardware import hlo
-from zaya_jax.train import snapshot
+from zaya_jax.training import snapshot
 
 MESHES = {
     "one": (1, dict()),

@@ -19,7 +19,7 @@ from zaya_jax.model import zaya
 from zaya_jax.parallel import linear
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.context import zigzag as zigzag_order
-from zaya_jax.train import step as steps
+from zaya_jax.training import step as steps
 
 B, H, K, C = 2, 4, 2, 8
 SPEC = PartitionSpec(None, "context")

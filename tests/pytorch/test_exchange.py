@@ -20,7 +20,7 @@ from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.pytorch import exchange, hf, tensor_files
 from zaya_jax.pytorch import hf_names as names
-from zaya_jax.train.workdir import open_workdir, read_config
+from zaya_jax.training.workdir import open_workdir, read_config
 
 MODEL = Model(
     vocab_size=40, hidden_size=16, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1, head_dim=8,

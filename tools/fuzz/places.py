@@ -12,7 +12,7 @@ from zaya_jax.checkpoint import claims, store
 from zaya_jax.config import Model
 from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
-from zaya_jax.train.workdir import open_workdir
+from zaya_jax.training.workdir import open_workdir
 
 URLS = (
     "nothing://host/x",

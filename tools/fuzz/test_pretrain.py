@@ -15,8 +15,8 @@ from values import any_value, good, keys, some_keys
 
 from zaya_jax import cli, config
 from zaya_jax.config import fields
-from zaya_jax.train import memory, notes
-from zaya_jax.train import state as states
+from zaya_jax.training import memory, notes
+from zaya_jax.training import state as states
 
 SMALL = {
     "model.vocab_size": 264, "model.hidden_size": 32, "model.num_hidden_layers": 1, "model.head_dim": 8,

@@ -12,7 +12,7 @@ from places import MODEL, make_places, make_run, places
 
 from experiments import generate
 from zaya_jax import config
-from zaya_jax.train import notes
+from zaya_jax.training import notes
 
 NUMBERS = ("-1", "0", "1", "2", "5", "nan", "inf", "-inf", "1e999", "1e-320", "", "x", "9" * 30, "9" * 5000, "0x10",
            "1.5", "-0", " 1", "1_0", "\u0661", "4294967295", "4294967296", "1e6", "1000001")  # fmt: skip

@@ -33,9 +33,9 @@ from zaya_jax.parallel import rules
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import batch_spec
 from zaya_jax.parallel.spread import AXES
-from zaya_jax.train import step as steps
-from zaya_jax.train.gradients import gradients
-from zaya_jax.train.state import REPLICATED
+from zaya_jax.training import step as steps
+from zaya_jax.training.gradients import gradients
+from zaya_jax.training.state import REPLICATED
 
 HALVES = 4  # 64 bits, sixteen in each float: the gradient of a layer's slot is float32
 FIGURES = "loss"  # what stands for it among the weights

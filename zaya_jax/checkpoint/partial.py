@@ -89,7 +89,7 @@ class Beginning:
         self._left = [name for name in ours if name not in taken]
 
     def of(self, fresh: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-        """A copy of a fresh state (`train.snapshot`), with what is taken in its place."""
+        """A copy of a fresh state (`training.snapshot`), with what is taken in its place."""
         state = trees.flat(fresh)
         for name, plan in self._taken.items():
             parts = [part for part in self._held.parts if part.name == name]

@@ -13,7 +13,7 @@ from zaya_jax.plan.footprint import Footprint
 from zaya_jax.plan.goodput import Saving
 from zaya_jax.plan.rates import Rates
 from zaya_jax.plan.step import Step
-from zaya_jax.train import recipe
+from zaya_jax.training import recipe
 
 SIGMA = 2.0  # page reads for one that the tokens fill: the most of well-packed shards (SPEC: 1 to 2)
 DAY = 86_400.0

@@ -29,7 +29,7 @@ from zaya_jax.model import zaya
 from zaya_jax.optim import balance
 from zaya_jax.pytorch import hf, tensor_files, tokenizer_files
 from zaya_jax.pytorch import hf_names as names
-from zaya_jax.train.workdir import check_same, read_config, write_json
+from zaya_jax.training.workdir import check_same, read_config, write_json
 
 WEIGHTS = ("state/params.", "state/balance.")  # files of a checkpoint, beside its small ones
 SHARD_GB = 5.0  # transformers' own

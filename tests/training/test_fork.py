@@ -17,8 +17,8 @@ from zaya_jax.checkpoint import partial, store, writing
 from zaya_jax.checkpoint import vault as vault_lib
 from zaya_jax.config import Phase, StorageError, UserError
 from zaya_jax.data import tokenizers
-from zaya_jax.train import fork
-from zaya_jax.train import step as steps
+from zaya_jax.training import fork
+from zaya_jax.training import step as steps
 
 LONG = {
     "checkpoint__every_steps": 2, "checkpoint__keep": 9, "run__num_steps": 6, "schedule__decay_fraction": 0.5,

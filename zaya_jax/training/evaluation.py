@@ -12,11 +12,11 @@ from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel.mesh import rows_of_process
 from zaya_jax.schedule import Step
-from zaya_jax.train import logs, recipe
-from zaya_jax.train import step as steps
-from zaya_jax.train.metrics import Writer
-from zaya_jax.train.pace import Pace
-from zaya_jax.train.recipe import Recipe, Stage
+from zaya_jax.training import logs, recipe
+from zaya_jax.training import step as steps
+from zaya_jax.training.metrics import Writer
+from zaya_jax.training.pace import Pace
+from zaya_jax.training.recipe import Recipe, Stage
 
 
 class Evaluation:

@@ -14,9 +14,9 @@ import tiny_runs
 
 from zaya_jax import cli, config, schedule
 from zaya_jax.cluster import beats
-from zaya_jax.train import metrics
-from zaya_jax.train.metrics import STEPS, Remaining
-from zaya_jax.train.pace import Pace
+from zaya_jax.training import metrics
+from zaya_jax.training.metrics import STEPS, Remaining
+from zaya_jax.training.pace import Pace
 
 FIGURES = {"loss": 1.0, "lr": 1e-3, "step_seconds": 1.0, "tokens_per_second": 1.0}
 

@@ -12,7 +12,7 @@ import tiny_runs
 from zaya_jax import cli, config
 from zaya_jax.checkpoint.store import read_meta
 from zaya_jax.cluster import beats, multihost
-from zaya_jax.train.workdir import open_workdir
+from zaya_jax.training.workdir import open_workdir
 
 SMALL = tiny_runs.SMALL | {
     "eval.every": 2, "checkpoint.every_steps": 2, "run.num_steps": 3, "precision.newton_schulz": "float32",
@@ -133,7 +133,7 @@ HOOKED = """
 import os, runpy, sys, time
 from zaya_jax.checkpoint import tiers
 from zaya_jax.config import UserError
-from zaya_jax.train import memory, workdir
+from zaya_jax.training import memory, workdir
 
 def refuse(*_):
     raise UserError("not with me")

@@ -1,6 +1,6 @@
 """The training step and the evaluation step: pure functions of (state, batch), jitted and donated.
 
-    state = that of `train.state`; batch = a dict of arrays [micro-batches, sequences, S]
+    state = that of `training.state`; batch = a dict of arrays [micro-batches, sequences, S]
 
 The whole step runs inside one `shard_map` over the mesh: each device accumulates the gradient of its own sequences
 over the micro-batches, and the optimizer then sums it over devices once, whatever their number. The loss is the mean
@@ -27,9 +27,9 @@ from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
 from zaya_jax.parallel.placements import Over
 from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens
-from zaya_jax.train import state as states
-from zaya_jax.train.gradients import gradients
-from zaya_jax.train.state import REPLICATED
+from zaya_jax.training import state as states
+from zaya_jax.training.gradients import gradients
+from zaya_jax.training.state import REPLICATED
 
 
 def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:

@@ -15,7 +15,7 @@ from experiments import pretrain
 from zaya_jax import cli, config, schedule
 from zaya_jax.checkpoint import partial
 from zaya_jax.checkpoint.store import read_meta
-from zaya_jax.train import recipe
+from zaya_jax.training import recipe
 
 SMALL = Path(__file__).with_name("small_phases.py")
 BORDERS = [3, 6, 9]

@@ -17,8 +17,8 @@ from zaya_jax.optim import chain
 from zaya_jax.parallel import rules
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import Spread
-from zaya_jax.train import state as states
-from zaya_jax.train import step as steps
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 SETTINGS = config.check(
     {

@@ -24,7 +24,7 @@ from zaya_jax.cluster import leaving
 from zaya_jax.cluster.multihost import is_writer
 from zaya_jax.config import UserError
 from zaya_jax.schedule import Plan
-from zaya_jax.train.logs import note, say
+from zaya_jax.training.logs import note, say
 
 BUFFER = 1 << 16  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
 STEP = re.compile(rb'\{"step": (\d+)[,}]')  # as a line begins

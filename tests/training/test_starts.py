@@ -14,9 +14,9 @@ from zaya_jax import cli, config
 from zaya_jax.checkpoint import store
 from zaya_jax.config import UserError
 from zaya_jax.data import tokenizers
-from zaya_jax.train import figures, memory, recipe, snapshot
-from zaya_jax.train import state as states
-from zaya_jax.train.workdir import open_workdir, read_config
+from zaya_jax.training import figures, memory, recipe, snapshot
+from zaya_jax.training import state as states
+from zaya_jax.training.workdir import open_workdir, read_config
 
 SET = re.compile(r"(config\.[\w.\[\]]+)=([\w.+-]+)")
 

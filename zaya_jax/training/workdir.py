@@ -29,7 +29,7 @@ from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config, StorageError, UserError, fields, files
 from zaya_jax.data import mix
 from zaya_jax.data.tokenizers import Tokenizer
-from zaya_jax.train import logs, notes
+from zaya_jax.training import logs, notes
 
 LINEAGE = "lineage.json"
 

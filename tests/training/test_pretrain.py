@@ -20,9 +20,9 @@ from zaya_jax.checkpoint.store import latest_step
 from zaya_jax.pytorch import exchange
 from zaya_jax.report import curves, read
 from zaya_jax.report.run_page import run_document
-from zaya_jax.train import figures
-from zaya_jax.train import step as steps
-from zaya_jax.train.workdir import open_workdir, read_config
+from zaya_jax.training import figures
+from zaya_jax.training import step as steps
+from zaya_jax.training.workdir import open_workdir, read_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -79,7 +79,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
 @pytest.mark.slow
 def test_devices_and_micro_batches_change_nothing_but_rounding(run, tmp_path):
     exact = {"precision__compute": "float32", "precision__newton_schulz": "float32", "run__num_steps": 3}
-    # Of the step alone tests/train/test_step.py holds it.
+    # Of the step alone tests/training/test_step.py holds it.
     for name, more in {"one": {}, "both": {"mesh__data": 2, "data__micro_batch": 4}}.items():
         assert run(tmp_path / name, **exact, **more) == cli.DONE
     one, other = tiny_runs.lines(tmp_path / "one"), tiny_runs.lines(tmp_path / "both")

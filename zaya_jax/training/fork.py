@@ -31,7 +31,7 @@ from zaya_jax.data import pipeline
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import zaya
 from zaya_jax.schedule import Plan
-from zaya_jax.train.workdir import flat
+from zaya_jax.training.workdir import flat
 
 OWN = (
     "run.fork",
@@ -112,7 +112,7 @@ class Parent:
         return f"note: fork of {self._name} ({step} steps, {here['tokens']:,} tokens): {'; '.join(changes)}"
 
     def load(self, like: Any, held: Holding) -> Any:
-        """A copy of the whole state (`train.snapshot`), laid out as these ShapeDtypeStructs with shardings say."""
+        """A copy of the whole state (`training.snapshot`), laid out as these ShapeDtypeStructs with shardings say."""
         with _reading(self._name):
             theirs = self._source.arrays()
             for name, x in held.arrays.items():

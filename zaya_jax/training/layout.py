@@ -10,8 +10,8 @@ from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, token_ids, tokenizers, windows
 from zaya_jax.parallel.mesh import rows_of_process
-from zaya_jax.train import fork, memory, recipe
-from zaya_jax.train.recipe import Recipe, Stage
+from zaya_jax.training import fork, memory, recipe
+from zaya_jax.training.recipe import Recipe, Stage
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,8 +11,8 @@ from zaya_jax.config import Config, Precision
 from zaya_jax.hardware import sizing_rules
 from zaya_jax.hardware.chips import peak_flops
 from zaya_jax.model import zaya
-from zaya_jax.train import logs, recipe
-from zaya_jax.train.recipe import Recipe, Stage
+from zaya_jax.training import logs, recipe
+from zaya_jax.training.recipe import Recipe, Stage
 
 
 def describe_start(whole: Recipe, here: Stage, workdir: Path, reached: int, notes: list[str]) -> None:

@@ -31,8 +31,8 @@ from zaya_jax.cluster import multihost
 from zaya_jax.config import Config
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel import spread as spread_lib
-from zaya_jax.train import state as states
-from zaya_jax.train.state import REPLICATED
+from zaya_jax.training import state as states
+from zaya_jax.training.state import REPLICATED
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ from zaya_jax.data import chat
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
-from zaya_jax.train.logs import say
+from zaya_jax.training.logs import say
 
 # In bytes a parameter: float32, and the copy in the products' format that XLA may keep through the decoding.
 BYTES = 6

@@ -17,8 +17,8 @@ from zaya_jax.hardware import buffers, chips, hlo, kernels, roofline
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import batch_spec
-from zaya_jax.train import state as states
-from zaya_jax.train import step as steps
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 LARGEST = 12  # kernels and buffers that are named
 

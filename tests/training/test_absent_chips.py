@@ -16,8 +16,8 @@ from jax.sharding import AbstractMesh, AxisType
 from zaya_jax import config
 from zaya_jax.hardware import targets
 from zaya_jax.parallel.mesh import shape_of
-from zaya_jax.train import state as states
-from zaya_jax.train import step as steps
+from zaya_jax.training import state as states
+from zaya_jax.training import step as steps
 
 PLATFORMS = ("cuda", "rocm")  # lowered for both at once
 H200, MI300X = AbstractDevice("NVIDIA H200", 132, "cuda"), AbstractDevice("AMD Instinct MI300X", 304, "rocm")

@@ -13,9 +13,9 @@ from zaya_jax import schedule
 from zaya_jax.config import Config, UserError
 from zaya_jax.model import zaya
 from zaya_jax.schedule import Plan
-from zaya_jax.train import recipe
-from zaya_jax.train import state as states
-from zaya_jax.train.recipe import Recipe
+from zaya_jax.training import recipe
+from zaya_jax.training import state as states
+from zaya_jax.training.recipe import Recipe
 
 BYTES_A_TOKEN = 20  # of a batch: tokens, targets, segments, positions, mask, four bytes each
 

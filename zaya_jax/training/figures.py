@@ -16,9 +16,9 @@ from zaya_jax import cli
 from zaya_jax.checkpoint import retention
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.schedule import Step
-from zaya_jax.train import logs, notes
-from zaya_jax.train.metrics import PER_LAYER_EVERY, Console, Remaining, Writer
-from zaya_jax.train.pace import Pace
+from zaya_jax.training import logs, notes
+from zaya_jax.training.metrics import PER_LAYER_EVERY, Console, Remaining, Writer
+from zaya_jax.training.pace import Pace
 
 
 class Figures:
