@@ -87,7 +87,7 @@ def test_what_is_in_the_way_is_a_line_with_its_name(tmp_path, capsys):
         assert err.startswith("error: ") and err.count("\n") == 1 and str(tmp_path) in err
     with pytest.raises(PermissionError):
         cli.exit_code(nameless)
-    assert leaving.storage_reason(FileNotFoundError(errno.ENOENT, "gone", "x")) == ""
+    assert leaving.code_of(FileNotFoundError(errno.ENOENT, "gone", "x"))[0] == leaving.FAILED
 
 
 @pytest.mark.parametrize("url", ["foo://bar", "nosuch://x/y"])

@@ -15,11 +15,11 @@ from ml_collections import ConfigDict
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import leaving
+from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORAGE, UNHEALTHY  # noqa: F401
 from zaya_jax.config import StorageError, UserError, fields, load, page, shown
 from zaya_jax.hardware import flags as xla_flags
 
-DONE, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED, INTERRUPTED = 0, 2, 3, 4, 5, 75, 130
-READER_GONE = 128 + signal.SIGPIPE  # as a shell reports a program whose output was closed
+INTERRUPTED = leaving.SIGNALLED + signal.SIGINT
 
 
 def exit_code(main: Callable[[], int]) -> int:
@@ -38,23 +38,11 @@ def exit_code(main: Callable[[], int]) -> int:
         if code == DONE:  # at the interpreter's end a full disk would make the code 120
             sys.stdout.flush()
         return code
-    except UserError as error:
-        return _failed(BAD_INPUT, fields.on_a_line(error))
-    except StorageError as error:
-        return _failed(STORAGE, fields.on_a_line(error))
-    except BrokenPipeError:
-        return _failed(READER_GONE, "broken pipe: nobody reads the output any more")
-    except OSError as error:
-        reason = leaving.storage_reason(error)
-        if not reason:
+    except (UserError, StorageError, OSError, KeyboardInterrupt) as error:
+        code, line = leaving.code_of(error)
+        if code == leaving.FAILED:
             raise
-        return _failed(STORAGE, reason)
-    except KeyboardInterrupt:
-        return _failed(INTERRUPTED, "interrupted")
-
-
-def _failed(code: int, message: str) -> int:
-    leaving.complain(f"error: {message}")
+    leaving.complain(f"error: {line}")
     try:
         sys.stdout.flush()
     except OSError:  # the interpreter would try again at its end, and its code would be 120

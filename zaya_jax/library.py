@@ -235,7 +235,7 @@ class LanguageModel:
             raise UserError(f"dtype={shown(dtype)} is not one of {', '.join(exchange.DTYPES)}")
         exchange.check_zaya(self.config.model, self.config.name)
         target = given.new_folder(directory)
-        tree = exchange.InMemory({"params": self.params, "balance": {"bias": self.balance}})
+        tree = exchange.in_memory({"params": self.params, "balance": {"bias": self.balance}})
         trained = self.config if self._trained or not self._imported["config"] else None
         return exchange.write_directory(
             target, self.config.model, tree, self._imported, self._files, self.tokenizer, trained, dtype

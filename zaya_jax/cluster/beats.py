@@ -19,6 +19,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+from zaya_jax.config import files
+
 FOLDER = "ZAYA_BEATS"  # the variable
 SECTIONS = ("start", "compile", "step", "evaluate", "save", "end")
 # Inside a step, in the order in which they are passed: everybody waits for everybody at "wait" only.
@@ -157,12 +159,7 @@ def read(path: str | Path) -> Beat | None:
 def _bytes(path: str | Path) -> bytes:
     """The file, and no more than it should have: it may be a pipe, or endless, in place of one."""
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        with files.opened(path) as file:
+            return file.read(SIZE + 1)
     except OSError:
         return b""
-    try:
-        return os.read(number, SIZE + 1)
-    except OSError:
-        return b""
-    finally:
-        os.close(number)

@@ -1,5 +1,6 @@
 """Ends a process at once, without waiting for others or for a disk, after its last words are written.
 
+code_of(error)             the exit code of a program that an error ends, and a line for a person
 before(function, code)     to be called on the way out, or only with this exit code
 within(seconds, function)  whether it came to its end by then
 unless(asked, function)    whether it came to its end before somebody asked to stop
@@ -17,11 +18,16 @@ import threading
 from collections.abc import Callable
 from typing import TextIO
 
-REFUSED = 2  # the exit code of bad input
+from zaya_jax.cluster.place import LostProcess
+from zaya_jax.config import StorageError, UserError
+from zaya_jax.config.fields import first_line, on_a_line
+
+DONE, FAILED, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = 0, 1, 2, 3, 4, 5, 75  # docs/exit_codes.md
+SIGNALLED = 128  # and a signal's number, as a shell reports a program that the signal ended
 PATIENCE = 10.0  # seconds; a disk that hangs would take all that there are
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 # Errors that are the storage's, whatever was being written: a full or failing disk, one that is gone or read-only.
-STORAGE = frozenset(
+OF_STORAGE = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
 )
 # And those of something else in the place of a file, or of one without rights, where it is named.
@@ -110,14 +116,26 @@ def complain(line: str) -> None:
         silence(sys.stderr)
 
 
-def storage_reason(error: BaseException) -> str:
-    """What a person can mend of an error of the file system, in one line; "" for any other error."""
-    if not isinstance(error, OSError):
-        return ""
-    if error.errno not in STORAGE and not (error.errno in IN_THE_WAY and error.filename):
-        return ""
-    where = f" ({error.filename})" if error.filename else ""
-    return f"{error.strerror}{where}; mend the storage and start the same command again"
+def code_of(error: BaseException) -> tuple[int, str]:
+    """The exit code of a program that an error ends, and the line that says why; FAILED for what nobody expected."""
+    match error:
+        case UserError():
+            return BAD_INPUT, on_a_line(error)
+        case StorageError():
+            return STORAGE, on_a_line(error)
+        case LostProcess():
+            return FAILED, str(error)
+        case BrokenPipeError():
+            return SIGNALLED + signal.SIGPIPE, "broken pipe: nobody reads the output any more"
+        case OSError() if error.errno in OF_STORAGE or (error.errno in IN_THE_WAY and error.filename):
+            where = f" ({error.filename})" if error.filename else ""
+            return STORAGE, f"{error.strerror}{where}; mend the storage and start the same command again"
+        case KeyboardInterrupt():
+            number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
+            return SIGNALLED + number, f"interrupted by {number.name}; nothing more was saved"
+        case SystemExit():
+            return error.code if isinstance(error.code, int) else FAILED, f"exit {error.code}"
+    return FAILED, f"{type(error).__name__}: {first_line(error)}"
 
 
 def at_signal(which: int, how: Callable[[signal.Signals], None]) -> None:

@@ -32,7 +32,7 @@ import numpy as np
 from zaya_jax.cluster import beats, jax_repairs, leaving
 from zaya_jax.cluster.lifelines import NOBODY, End, Lifelines
 from zaya_jax.cluster.place import NAMES, LostProcess, Place, find_place, name_processes
-from zaya_jax.config import StorageError, UserError, first_line
+from zaya_jax.config import UserError, first_line
 
 # Seconds, each the environment's to change: at 1,024 processes the slowest image pull or disk decides.
 JOIN = ("ZAYA_JOIN_SECONDS", 600)  # until all processes have come
@@ -121,10 +121,7 @@ def from_first(name: str, function: Callable[[], Any]) -> Any:
         value = function()
         _client().key_value_set(key, json.dumps(value))
         return value
-    try:
-        return json.loads(_client().blocking_key_value_get(key, 1000 * seconds_of(WAIT)))
-    except jax.errors.JaxRuntimeError as error:
-        raise LostProcess(f"process 0 did not come to {name!r} within {seconds_of(WAIT)} s") from error
+    return _wait_for(key, 0, name)
 
 
 def to_first(name: str, value: Any) -> list[Any] | None:
@@ -138,14 +135,7 @@ def to_first(name: str, value: Any) -> list[Any] | None:
         return None
     values = [value]
     for other in range(1, count):
-        try:
-            values.append(
-                json.loads(_client().blocking_key_value_get(f"{here}/{other}", 1000 * seconds_of(WAIT)))
-            )
-        except jax.errors.JaxRuntimeError as error:
-            raise LostProcess(
-                f"process {other} did not come to {name!r} within {seconds_of(WAIT)} s"
-            ) from error
+        values.append(_wait_for(f"{here}/{other}", other, name))
         _client().key_value_delete(f"{here}/{other}")
     return values
 
@@ -196,16 +186,37 @@ def collect_garbage(step: int) -> None:
         gc.collect()
 
 
-class StopSignal:
-    """SIGTERM, SIGINT or SIGHUP as a wish that the loop reads: it finishes and saves the step in flight, everywhere.
+class _Ahead:
+    """A wish of one process, for all to follow after the same step.
 
-    A process that is asked at step n writes n + 2 into the store before it dispatches step n + 1. None ends step n + 1
+    The process that has it at step n writes n + 2 into the store before it dispatches step n + 1. None ends step n + 1
     without the others' part in it, so at step n + 2 all know; it needs a loop that reads each step's figures before it
     asks about the next but one.
     """
 
+    def __init__(self, name: str):
+        self._key, self._told = f"{_PREFIX}/{name}/{_turn(name)}", False
+
+    def after(self, step: int, wish: str) -> str:
+        """The wish to follow after this step, "" where none is; `wish` is this process's own."""
+        if jax.process_count() == 1:
+            return wish
+        if wish and not self._told:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
+                _client().key_value_set(self._key, json.dumps([step + 2, wish]))
+        found = _try_get(self._key)
+        if found is None:
+            return ""
+        self._told = True
+        last, wish = json.loads(found)
+        return wish if step >= last else ""
+
+
+class StopSignal:
+    """SIGTERM, SIGINT or SIGHUP as a wish that the loop reads: it finishes and saves the step in flight, everywhere."""
+
     def __init__(self) -> None:
-        self.asked, self._told = "", False
+        self.asked, self._ahead = "", _Ahead("stop")
         for number in leaving.STOPPING:
             signal.signal(number, self._ask)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # a terminal that closes, without nohup
@@ -214,59 +225,33 @@ class StopSignal:
 
     def after(self, step: int) -> bool:
         """Whether to stop after this step; the same answer in every process. Called once a step."""
-        if jax.process_count() == 1:
-            return bool(self.asked)
-        key = f"{_PREFIX}/stop"
-        if self.asked and not self._told:
-            self._told = True
-            message = [step + 2, f"{self.asked} to process {jax.process_index()}"]
-            with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
-                _client().key_value_set(key, json.dumps(message))
-        found = _try_get(key)
-        if found is None:
-            return False
-        last, self.asked = json.loads(found)
-        self._told = True
-        return step >= last
+        several = f" to process {jax.process_index()}" if jax.process_count() > 1 else ""
+        wish = self._ahead.after(step, self.asked and self.asked + several)
+        self.asked = wish or self.asked
+        return bool(wish)
 
     def _ask(self, number: int, frame: Any) -> None:
         self.asked = self.asked or signal.Signals(number).name
 
 
 class Timer:
-    """Every so many seconds of process 0, after the same step in all processes; 0 seconds: never.
-
-    It decides for the step after the next, as StopSignal does.
-    """
+    """Every so many seconds of process 0, after the same step in all processes; 0 seconds: never."""
 
     def __init__(self, seconds: float):
-        self._seconds, self._begun, self._told, self._asked = seconds, time.monotonic(), 0, False
-        self._key = f"{_PREFIX}/timer/{_turn('timer')}"
+        self._seconds, self._begun, self._ahead = seconds, time.monotonic(), _Ahead("timer")
 
     def after(self, step: int) -> bool:
         """Whether the time is up after this step; called once a step."""
-        if not self._seconds:
+        due = self._seconds and is_writer() and time.monotonic() - self._begun >= self._seconds
+        if not self._seconds or not self._ahead.after(step, "due" if due else ""):
             return False
-        due = time.monotonic() - self._begun >= self._seconds
-        if jax.process_count() == 1:
-            if due:
-                self._begun = time.monotonic()
-            return due
-        key = f"{self._key}/{self._told}"
-        # Once: where steps are longer than the time, others could read it before it is said anew, or after.
-        if is_writer() and due and not self._asked:
-            self._begun, self._asked = time.monotonic(), True
-            _client().key_value_set(key, str(step + 2))
-        found = _try_get(key)
-        if found is None or step < int(found):
-            return False
-        self._told, self._asked = self._told + 1, False
+        self._begun, self._ahead = time.monotonic(), _Ahead("timer")
         return True
 
 
 def _because(error: BaseException) -> None:
     """Ends all processes."""
-    code, text = _code_of(error)
+    code, text = leaving.code_of(error)
     _errors.append(error)
     # An unexpected error may follow from the loss of another process.
     _lines[-1].report(code, text, certain=code != 1)
@@ -302,31 +287,24 @@ def _interrupted(number: signal.Signals) -> None:
     error = KeyboardInterrupt(number)
     if _lines:
         _because(error)
-    code, text = _code_of(error)
+    code, text = leaving.code_of(error)
     leaving.now(code, f"error: {text}")
-
-
-def _code_of(error: BaseException) -> tuple[int, str]:
-    if isinstance(error, UserError):
-        return leaving.REFUSED, str(error)
-    if isinstance(error, StorageError):
-        return 4, str(error)
-    if leaving.storage_reason(error):
-        return 4, leaving.storage_reason(error)
-    if isinstance(error, LostProcess):
-        return 1, str(error)
-    if isinstance(error, KeyboardInterrupt):
-        number = signal.Signals(error.args[0] if error.args else signal.SIGINT)
-        return 128 + number, f"interrupted by {number.name}; nothing more was saved"
-    if isinstance(error, SystemExit):
-        return error.code if isinstance(error.code, int) else 1, f"exit {error.code}"
-    return 1, f"{type(error).__name__}: {first_line(error)}"
 
 
 def _client() -> Any:
     from jax._src import distributed  # JAX has no public name for its coordinator's client
 
     return distributed.global_state.client
+
+
+def _wait_for(key: str, process: int, name: str) -> Any:
+    """The value that a process puts into the store; LostProcess where it does not within the seconds of WAIT."""
+    try:
+        return json.loads(_client().blocking_key_value_get(key, 1000 * seconds_of(WAIT)))
+    except jax.errors.JaxRuntimeError as error:
+        raise LostProcess(
+            f"process {process} did not come to {name!r} within {seconds_of(WAIT)} s"
+        ) from error
 
 
 def _try_get(key: str) -> str | None:

@@ -12,7 +12,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -35,6 +35,8 @@ WEIGHTS = ("state/params.", "state/balance.")  # files of a checkpoint, beside i
 SHARD_GB = 5.0  # transformers' own
 MOST_GB = 1e6
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
+# The array ("params", ..) or ("balance", "bias") of a checkpoint or a tree, or its entry of the first dimension.
+Read = Callable[[tuple[str, ...], int | None], np.ndarray]
 Leaf = tuple[
     tuple[str, ...], int | None, np.ndarray
 ]  # path below the parameters, layer or None for all, array
@@ -43,7 +45,7 @@ Leaf = tuple[
 def from_hf(
     directory: str | os.PathLike, workdir: str | os.PathLike, progress: Progress | None = None
 ) -> Path:
-    """Makes a workdir of a model directory; UserError, and nothing left behind, where either will not do."""
+    """Makes a workdir of a model directory; UserError, and nothing left behind, where that is impossible."""
     source = hf.Directory(directory)
     target = claims.new_folder(workdir, "--workdir")
     tokenizer = tokenizer_of(source)
@@ -123,30 +125,20 @@ def to_hf(
     names.check_kinds(read_config(workdir).model, f"--workdir={workdir}")
     source = Source(workdir, step)
     with source.unless_deleted():
-        return _to_hf(workdir, out, source, dtype, shard_gb, progress)
-
-
-def _to_hf(
-    workdir: Path,
-    out: str | os.PathLike,
-    source: Source,
-    dtype: str | None,
-    shard_gb: float,
-    progress: Progress | None,
-) -> Path:
-    config = config_at(workdir, source.step)
-    source.check(names=WEIGHTS)
-    model = schedule.model_at(config, source.step)
-    check_zaya(model, f"--workdir={workdir}")
-    _check_shapes(source, model, workdir)
-    imported = read_imported(workdir)
-    target = claims.new_folder(out, "--out")
-    folder = workdir / "tokenizer"
-    tokenizer = tokenizers.load(folder) if folder.is_dir() else None
-    trained = config if source.step or not imported["config"] else None
-    return write_directory(
-        target, model, source, imported, small_files(folder), tokenizer, trained, dtype, shard_gb, progress
-    )
+        config = config_at(workdir, source.step)
+        source.check(names=WEIGHTS)
+        model = schedule.model_at(config, source.step)
+        check_zaya(model, f"--workdir={workdir}")
+        _check_shapes(source, model, workdir)
+        imported = read_imported(workdir)
+        target = claims.new_folder(out, "--out")
+        folder = workdir / "tokenizer"
+        tokenizer = tokenizers.load(folder) if folder.is_dir() else None
+        trained = config if source.step or not imported["config"] else None
+        return write_directory(
+            target, model, source.read, imported, small_files(folder), tokenizer, trained, dtype, shard_gb,
+            progress,
+        )  # fmt: skip
 
 
 def check_zaya(model: Model, where: str) -> None:
@@ -159,29 +151,20 @@ def check_zaya(model: Model, where: str) -> None:
         )
 
 
-class Reader(Protocol):
-    """Whatever has the arrays ("params", ..) and ("balance", "bias"): a checkpoint, or a tree in memory."""
+def in_memory(tree: Mapping[str, Any]) -> Read:
+    """Reads a tree of arrays as a checkpoint is read."""
 
-    def read(self, path: tuple[str, ...], index: int | None = None) -> np.ndarray:
-        """An array, or its entry at `index` of the first dimension."""
-
-
-class InMemory:
-    """A tree of arrays, read as a checkpoint is."""
-
-    def __init__(self, tree: Mapping[str, Any]):
-        self._tree = tree
-
-    def read(self, path: tuple[str, ...], index: int | None = None) -> np.ndarray:
-        """An array on the host, or its entry at `index` of the first dimension."""
-        found: Any = functools.reduce(operator.getitem, path, self._tree)
+    def read(path: tuple[str, ...], index: int | None) -> np.ndarray:
+        found: Any = functools.reduce(operator.getitem, path, tree)
         return np.asarray(found if index is None else found[index])
+
+    return read
 
 
 def write_directory(
     target: Path,
     model: Model,
-    reader: Reader,
+    read: Read,
     imported: Mapping[str, Any],
     files: Mapping[str, bytes],
     tokenizer: tokenizers.Tokenizer | None,
@@ -199,7 +182,7 @@ def write_directory(
         sources = {name: (row, layer) for name, row, layer in names.all_rows(model)}
         sources[names.HEAD] = sources[names.EMBEDDING]
         for spec in specs:
-            yield _tensor(reader, model, sources, spec)
+            yield _tensor(read, sources, spec)
             done += tensor_files.num_bytes(spec)
             if progress:
                 progress(done, total)
@@ -322,11 +305,11 @@ def _specs(model: Model, recorded: dict[str, str], dtype: str | None) -> list[te
     return out
 
 
-def _tensor(reader: Reader, model: Model, sources: dict, spec: tensor_files.Spec) -> np.ndarray:
+def _tensor(read: Read, sources: dict, spec: tensor_files.Spec) -> np.ndarray:
     name, _, dtype = spec
     if name.endswith(names.BALANCE):
         layer = int(name.removeprefix("model.layers.").split(".")[0])
-        return reader.read(("balance", "bias"), layer)
+        return read(("balance", "bias"), layer)
     row, layer = sources[name]
     path = row.path if layer is None else ("layers", *row.path)
-    return row.to_torch(reader.read(("params", *path), layer)).astype(dtype)
+    return row.to_torch(read(("params", *path), layer)).astype(dtype)

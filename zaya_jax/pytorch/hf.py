@@ -124,19 +124,14 @@ class Directory:
 
     def params(self) -> dict:
         """The whole parameter tree, float32, in memory."""
-        return fill(zaya.abstract(self.model), self.leaves())
-
-
-def fill(shapes: dict, leaves, make=np.zeros) -> dict:
-    """A parameter tree of NumPy arrays filled leaf by leaf; `make(shape, dtype)` allocates. Unused EDA scales are 1."""
-    tree = jax.tree.map(lambda s: make(s.shape, np.float32), shapes)
-    tree["layers"]["router"]["eda"][0] = 1.0
-    for path, layer, x in leaves:
-        target = tree
-        for key in path:
-            target = target[key]
-        target[... if layer is None else layer] = x
-    return tree
+        tree = jax.tree.map(lambda s: np.zeros(s.shape, np.float32), zaya.abstract(self.model))
+        tree["layers"]["router"]["eda"][0] = 1.0  # layer 0 has no EDA scale
+        for path, layer, x in self.leaves():
+            target = tree
+            for key in path:
+                target = target[key]
+            target[... if layer is None else layer] = x
+        return tree
 
 
 def expected_shapes(model: Model) -> dict[str, tuple[int, ...]]:

@@ -154,7 +154,7 @@ class AsItWas:
         self._workdir, self._begun, self._before = workdir, True, set[str]()
         self._made = [path for path in (workdir, *workdir.parents) if not path.exists()]
         if jax.process_count() > 1:
-            leaving.before(self._clean, leaving.REFUSED)
+            leaving.before(self._clean, leaving.BAD_INPUT)
 
     def locked(self) -> None:
         """Notes the folder's content, when no other run writes there and this one has written nothing."""
