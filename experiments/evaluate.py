@@ -113,7 +113,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
         "model": model.source, "parameters": zaya.param_counts(model.config.model), "date": time.strftime("%Y-%m-%d"),
         "device": f"{jax.device_count()} x {jax.devices()[0].device_kind}", "jax": jax.__version__,
         "compute": model.config.precision.compute, "seconds": time.perf_counter() - began, "context": context,
-        "data": {name: loss.told() for name, loss in data.items()}, "tasks": harness.figures(found),
+        "data": {name: loss.figures() for name, loss in data.items()}, "tasks": harness.figures(found),
         "notes": notes,
     }  # fmt: skip
     if multihost.is_writer():

@@ -4,7 +4,7 @@
     python -m experiments.supervise report --workdir=DIR                               the history of a run
     python -m experiments.supervise check [--devices=N] [--workdir=DIR]                the faults of this node
 
-One agent per node. Alone it needs nothing; of several each is told its place by --coordinator, --agents and --agent, by
+One agent per node. Alone it needs nothing; of several each is told its rank by --coordinator, --agents and --agent, by
 JAX_COORDINATOR_ADDRESS, NODES and NODE, or by Slurm with one task a node. The agent of node 0 leads. Exit codes are
 pretrain's: 0 done, 2, 3 and 4 a person is wanted, 75 saved as asked, others: it could not go on by itself. A second
 SIGTERM or SIGINT ends at once. docs/aegis.md says what it does when.
@@ -23,7 +23,7 @@ from zaya_jax.aegis.leader import Plan
 from zaya_jax.aegis.node import Task
 from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import multihost
-from zaya_jax.cluster.place import find_agent_place
+from zaya_jax.cluster.rank import find_agent_rank
 from zaya_jax.config import UserError, fields
 from zaya_jax.report import write_report
 from zaya_jax.report.supervised import account_text
@@ -90,8 +90,8 @@ def parser() -> cli.Parser:
 
 def supervise(args: argparse.Namespace, training: list[str]) -> int:
     """Runs the training under this node's agent."""
-    place = find_agent_place(os.environ, args.coordinator, args.agents, args.agent)
-    agents = place.count if place else 1
+    rank = find_agent_rank(os.environ, args.coordinator, args.agents, args.agent)
+    agents = rank.count if rank else 1
     nodes = args.nodes or agents
     if nodes > agents:
         raise UserError(f"--nodes={nodes} are more than there are agents ({agents}); start one on each node")
@@ -100,7 +100,7 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     gpus = machine.gpus(os.environ)
     processes = args.processes or len(gpus) or 1
     workdir = workdir_of(training)
-    if place is None or place.index == 0:  # an agent beside another one would add its own to the run's events
+    if rank is None or rank.index == 0:  # an agent beside another one would add its own to the run's events
         claims.require_free(workdir)
     join = multihost.seconds_of(multihost.JOIN)
     tried = args.check == "always" or (args.check is None and bool(gpus))
@@ -111,7 +111,7 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     return agent.run(
         plan,
         Task(command, workdir, processes, machine.time_outs(patience)),
-        place,
+        rank,
         multihost.seconds_of(multihost.HEARTBEAT),
     )
 

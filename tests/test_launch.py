@@ -16,7 +16,7 @@ import yaml
 from experiments import prepare_data, supervise
 from zaya_jax import cli
 from zaya_jax.cluster import multihost
-from zaya_jax.cluster.place import find_place
+from zaya_jax.cluster.rank import find_rank
 from zaya_jax.data import prepare_plan
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
@@ -108,24 +108,24 @@ def node(count, script, **variables):
 SHOW = 'echo "$JAX_PROCESS_ID $JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS ${JAX_LOCAL_DEVICE_IDS-all}"'
 
 
-def places(out):
-    """The places that the program would find in what SHOW printed."""
+def ranks(out):
+    """The ranks that the program would find in what SHOW printed."""
     found = {}
     for line in out.splitlines():
         index, count, address, devices = line.split()
         names = {
             "JAX_PROCESS_ID": index, "JAX_NUM_PROCESSES": count, "JAX_COORDINATOR_ADDRESS": address,
         }  # fmt: skip
-        found[int(index)] = (find_place(names), devices)
+        found[int(index)] = (find_rank(names), devices)
     return found
 
 
 def test_node_starts_the_processes_of_a_machine():
     out, _ = node(3, SHOW).communicate(timeout=30)
-    found = places(out)
+    found = ranks(out)
     assert sorted(found) == [0, 1, 2]
-    assert len({place.coordinator for place, _ in found.values()}) == 1
-    assert all(place.count == 3 and devices == "all" for place, devices in found.values())
+    assert len({rank.coordinator for rank, _ in found.values()}) == 1
+    assert all(rank.count == 3 and devices == "all" for rank, devices in found.values())
 
 
 def test_node_counts_on_from_the_nodes_before_it_and_gives_each_its_device(tmp_path):
@@ -136,9 +136,9 @@ def test_node_counts_on_from_the_nodes_before_it_and_gives_each_its_device(tmp_p
         (device / "numa_node").write_text("-1\n")
     variables = {"NODE": "2", "NODES": "5", "JAX_COORDINATOR_ADDRESS": "host:1", "PCI_DEVICES": str(tmp_path)}
     out, _ = node(3, SHOW, **variables).communicate(timeout=30)
-    found = places(out)
+    found = ranks(out)
     assert {index: devices for index, (_, devices) in found.items()} == {6: "0", 7: "1", 8: "2"}
-    assert all(place.count == 15 and place.coordinator == "host:1" for place, _ in found.values())
+    assert all(rank.count == 15 and rank.coordinator == "host:1" for rank, _ in found.values())
 
 
 def test_node_binds_to_the_numa_node_of_the_gpu(tmp_path):

@@ -3,8 +3,8 @@
     import zaya_jax as zj
 
 `load`, `create` and `train` give a model with its weights (`zaya_jax.library`), `init`, `apply` and `loss` are the pure
-functions that it is made of (`zaya_jax.functions`); docs/library.md. Each name is imported when it is first asked for:
-launchers and watchers import this package on hosts that shall start no JAX.
+functions underneath (`zaya_jax.functions`); docs/library.md. Each name is imported when it is first used: launchers and
+watchers import this package on hosts that must not initialise JAX.
 """
 
 import importlib

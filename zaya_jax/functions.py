@@ -1,12 +1,12 @@
-"""The model as pure functions, for loops of one's own; `zaya_jax.library` is made of them.
+"""The model as pure functions, for custom training loops; `zaya_jax.library` builds on them.
 
     params, balance = init(config, seed)
     logits = apply(config, params, balance, ids)
     value, grads = jax.value_and_grad(loss, argnums=1)(config, params, balance, ids, labels)
 
-Parameters are a plain tree of arrays, the same whatever the mesh: weights as checkpoints hold them. With `mesh` the
-functions run on all its devices, as `config.mesh` says how (fsdp, tsp, ring). Rows and columns that a batch lacks to be
-cut over the mesh are added as padding and taken away again. Letters: B batch, S sequence, L layers, E experts, V vocab.
+Parameters are a plain tree of arrays, the same on every mesh: weights as checkpoints hold them. With `mesh` the
+functions run on all its devices, in the way that `config.mesh` says (fsdp, tsp, ring). A batch that the mesh does not
+divide is padded, and the padding removed again. Letters: B batch, S sequence, L layers, E experts, V vocab.
 """
 
 import dataclasses
@@ -316,7 +316,7 @@ class _Seeing(Devices):
 
 
 def essence(config: Config, mesh: Mesh | None) -> Config:
-    """The config without what no program here depends on: models that differ in that alone share their programs."""
+    """The part of a config that the programs here depend on, so that models equal in it share their programs."""
     return Config(
         model=config.model,
         precision=config.precision,
@@ -326,7 +326,7 @@ def essence(config: Config, mesh: Mesh | None) -> Config:
     )
 
 
-# For callers outside of a program.
+# For callers outside a program.
 jitted = {
     "forward": jax.jit(forward, static_argnames=("config", "mesh", "trace", "attention")),
     "scores": jax.jit(scores, static_argnames=("config", "mesh")),

@@ -1,7 +1,7 @@
-"""Continuing texts: `zaya_jax.model.decode` continues ids, and a tokenizer stands before and behind it.
+"""Continues texts: turns the ids that `zaya_jax.model.decode` generates into text as they come.
 
-Text comes as soon as it is settled: a part of a character waits for the rest, and so does a possible beginning of a
-stop string. A text ends before its stop string, at the tokenizer's end of document, or with its number of tokens.
+Text is shown as soon as it is settled: part of a character waits for the rest, and so does the possible beginning of a
+stop string. A text ends before its stop string, at the tokenizer's end of document, or after its number of tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,7 +47,7 @@ def generate(
 
 
 class Text:
-    """Tokens to text as they come, up to the first stop string, which is no part of the text.
+    """Turns tokens into text as they come, up to the first stop string, which is not part of the text.
 
     `before` are the ids that precede the text: many tokenizers spell a text's first word without its space.
     """

@@ -1,4 +1,4 @@
-"""zaya_jax in a notebook: one object for a model with its weights, wherever they come from.
+"""zaya_jax in a notebook: one object for a model with its weights, whatever their source.
 
     import zaya_jax as zj
     model = zj.load("runs/tiny")             a run's newest step; "runs/tiny@200" another; or transformers' directory
@@ -7,7 +7,7 @@
     model.generate("def "), model.trace(ids), model.save(DIR), model.to_hf(DIR)
     model = zj.train("tiny", "runs/tiny")    what experiments.pretrain does
 
-Arrays go in and come out as NumPy's, but for parameters and gradients, which stay on the devices. docs/library.md.
+Arrays go in and come out as NumPy arrays, except parameters and gradients, which stay on the devices. docs/library.md.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ from zaya_jax.training.workdir import folder_of
 
 
 class TrainingStopped(RuntimeError):
-    """A run that ended before it was done; `code` is what the program would have exited with."""
+    """A run that ended before it was done; `code` is the exit code of the program."""
 
     def __init__(self, code: int, workdir: Path):
         saved = code == cli.PREEMPTED
@@ -54,13 +54,13 @@ class TrainingStopped(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What a forward pass does inside. Letters: L layers, B batch, S sequence, D model, E experts, H heads, V vocab."""
+    """The inside of a forward pass. Letters: L layers, B batch, S sequence, D model, E experts, H heads, V vocab."""
 
     logits: np.ndarray  # [B, S, V]
     hidden_states: np.ndarray  # [L, B, S, D], the residual stream after each layer
     router_probs: np.ndarray | None  # [L, B, S, E + 1], the last class skips; a dense model has no router
-    choices: np.ndarray | None  # [L, B, S], the class that each token goes to: the balancing biases count
-    attention: np.ndarray | None  # [L, B, H, S, S], what a query gives each key; where it was asked for
+    choices: np.ndarray | None  # [L, B, S], the class that each token goes to, balancing biases included
+    attention: np.ndarray | None  # [L, B, H, S, S], a query's weight on each key; only on request
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -128,7 +128,7 @@ class LanguageModel:
         return float(value), grads
 
     def trace(self, ids: Any, *, segments: Any = None, attention: bool = False) -> Trace:
-        """What the pass over these ids does inside; `attention` too takes L B H S S numbers, and one device.
+        """The inside of a forward pass over these ids; `attention` takes L B H S S numbers more, and one device.
 
         >>> seen = model.trace(ids, attention=True)
         >>> seen.hidden_states.shape, seen.choices.shape, seen.attention.shape
@@ -308,7 +308,7 @@ class LanguageModel:
 
 
 def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> LanguageModel:
-    """A model with fresh weights: those with which a run of this config and seed begins.
+    """A model with fresh weights, the same as a run of this config and seed begins with.
 
     `config` is a ConfigDict or nested dict, a Config, a config file's path, or the name of one of experiments/configs.
 
@@ -388,10 +388,10 @@ def _load_hf(folder: Path, mesh: AnyMesh | None, dtype: str | None) -> LanguageM
 
 
 def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> LanguageModel:
-    """Trains as `python -m experiments.pretrain` does, or goes on, and gives the model of the last step.
+    """Trains or resumes as `python -m experiments.pretrain` does, and returns the model of the last step.
 
-    TrainingStopped where the run is not done. An interrupt saves the step in flight and stops; a second one ends the
-    whole process at once. The model lies on the run's mesh where that has several devices.
+    TrainingStopped if the run is not done. An interrupt saves the step in flight and stops; a second one ends the whole
+    process at once. The model lies on the run's mesh if that has several devices.
 
     >>> zj.train(config, run).source.endswith("@4")  # it was complete
     True
@@ -414,7 +414,7 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
 
 @contextlib.contextmanager
 def _signals_as_they_were() -> Iterator[None]:
-    """A run listens to signals until its process ends; the caller gets its own handlers back."""
+    """Restores the caller's signal handlers after a run, which listens to signals until its process ends."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     before = signal.set_wakeup_fd(-1)  # an event loop's: a run would close it
     try:

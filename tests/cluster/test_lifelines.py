@@ -11,7 +11,7 @@ from multiprocess_runs import free_port
 
 from zaya_jax.cluster import jax_repairs, lifelines, lines
 from zaya_jax.cluster.lifelines import End, Lifelines
-from zaya_jax.cluster.place import Place
+from zaya_jax.cluster.rank import Rank
 
 HOST = socket.gethostname()
 
@@ -21,7 +21,7 @@ class Run:
 
     def __init__(self, count, seconds):
         self.address, self.count, self.ends = f"localhost:{free_port()}", count, {}
-        self.lines = [Lifelines(Place(self.address, count, i), seconds, self.leave(i)) for i in range(count)]
+        self.lines = [Lifelines(Rank(self.address, count, i), seconds, self.leave(i)) for i in range(count)]
 
     def leave(self, index):
         def call(end):
@@ -69,9 +69,9 @@ def test_a_silent_process_is_named_with_its_host():
 
 def test_a_silent_process_0_is_named():
     with socket.create_server(("localhost", 0)) as server:
-        place = Place(f"localhost:{server.getsockname()[1]}", 2, 1)
+        rank = Rank(f"localhost:{server.getsockname()[1]}", 2, 1)
         ends = []
-        second = Lifelines(place, 0.5, ends.append)
+        second = Lifelines(rank, 0.5, ends.append)
         thread = threading.Thread(target=second.roll_call, args=(20,))
         thread.start()
         door = lines.Door(lines.key(), "2", 2, "")

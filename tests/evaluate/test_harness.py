@@ -17,7 +17,7 @@ import zaya_jax as zj
 from zaya_jax.config import UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.evaluate import harness
-from zaya_jax.evaluate.scorer import Row, Scorer
+from zaya_jax.evaluate.scorer import Scorer, TokenRow
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TASKS = str(Path(__file__).parent / "tasks")
@@ -25,7 +25,7 @@ TASKS = str(Path(__file__).parent / "tasks")
 
 def test_without_lm_eval_the_way_to_it_is_said(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"--tasks needs lm-eval-harness: pip install 'zaya_jax\[eval\]'"):
+    with pytest.raises(UserError, match=r"--tasks needs lm-eval-harness: pip install lm-eval"):
         harness.require()
 
 
@@ -70,8 +70,8 @@ def test_log_likelihoods_are_sums_over_the_answer(lm, model):
     found = lm.loglikelihood(requests("loglikelihood", *asked), disable_tqdm=True)
     # A space at the end of a question belongs to the answer, as in lm-eval's own models.
     rows = [
-        Row([*b"a question an answer"], 10), Row([256, *b"no question"], 1),
-        Row([*(long + " its answer").encode()][-65:], 53), Row([*b"a space"], 1),
+        TokenRow([*b"a question an answer"], 10), TokenRow([256, *b"no question"], 1),
+        TokenRow([*(long + " its answer").encode()][-65:], 53), TokenRow([*b"a space"], 1),
     ]  # fmt: skip
     for (total, greedy), (log_probs, likeliest) in zip(found, Scorer(model)(rows), strict=True):
         assert total == pytest.approx(log_probs.sum(), abs=1e-4) and greedy == likeliest.all()
@@ -87,7 +87,7 @@ def test_rolling_windows_predict_each_token_once(lm, model):
     text = "a text of some length, " * 7  # 161 bytes in a context of 64
     (total,) = lm.loglikelihood_rolling(requests("loglikelihood_rolling", (text,)), disable_tqdm=True)
     ids = [256, *text.encode()]
-    rows = [Row(ids[0:65]), Row(ids[64:129]), Row(ids[97:162], 32)]
+    rows = [TokenRow(ids[0:65]), TokenRow(ids[64:129]), TokenRow(ids[97:162], 32)]
     assert sum(len(row.ids) - row.first for row in rows) == len(text)
     assert total == pytest.approx(sum(x.sum() for x, _ in Scorer(model)(rows)), abs=1e-3)
 
@@ -116,7 +116,7 @@ def test_generations_end_before_their_stop_strings_and_are_a_seed_s_own(lm, mode
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"num_beams": 4}, "num_beams=4, which there is not here"),
+        ({"num_beams": 4}, "num_beams=4, which is not supported"),
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
         ({"max_gen_toks": 64}, "64 new tokens, and the model's context is 64"),
         ({"do_sample": True}, "without a temperature"),
@@ -152,7 +152,7 @@ def test_tasks_are_run_and_their_samples_kept(lm, model):
 
 
 def test_tasks_that_are_not_there_or_broken_are_one_line(lm, model, tmp_path):
-    with pytest.raises(UserError, match=r"--tasks=zaya_choise is none of .*; did you mean zaya_choice\?"):
+    with pytest.raises(UserError, match=r"--tasks=zaya_choise is not one of .*; did you mean zaya_choice\?"):
         harness.run(model, ["zaya_choise"], include_path=TASKS)
     (tmp_path / "broken.yaml").write_text(
         (Path(TASKS) / "choice.yaml")

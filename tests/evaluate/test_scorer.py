@@ -10,7 +10,7 @@ from scored_models import settings
 
 import zaya_jax as zj
 from zaya_jax.evaluate import scorer
-from zaya_jax.evaluate.scorer import Row, Scorer
+from zaya_jax.evaluate.scorer import Scorer, TokenRow
 
 CLOSE = dict(rtol=0, atol=2e-5)
 
@@ -18,12 +18,12 @@ CLOSE = dict(rtol=0, atol=2e-5)
 def some_rows(count, seed=0, longest=60):
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, longest, count)
-    return [Row(rng.integers(0, 256, n).tolist(), int(rng.integers(1, n))) for n in lengths]
+    return [TokenRow(rng.integers(0, 256, n).tolist(), int(rng.integers(1, n))) for n in lengths]
 
 
 def test_a_row_s_mean_is_its_loss(model):
     rng = np.random.default_rng(0)
-    for row in [Row(rng.integers(0, 256, 24).tolist(), first) for first in (1, 23)]:
+    for row in [TokenRow(rng.integers(0, 256, 24).tolist(), first) for first in (1, 23)]:
         ((log_probs, likeliest),) = Scorer(model)([row])
         ids = np.array([row.ids])
         labels = np.where(np.arange(len(row.ids)) >= row.first, ids, -100)
@@ -39,7 +39,7 @@ def test_rows_are_scored_as_the_public_implementation_does(case, golden_dir):
     expected = load_file(golden_dir / case / "expected.safetensors")
     ids, logits = expected["input_ids"], expected["logits"].astype(np.float64)
     found = Scorer(zj.load(golden_dir / case))(
-        [Row(own.tolist(), first) for own, first in zip(ids, (1, 7), strict=True)]
+        [TokenRow(own.tolist(), first) for own, first in zip(ids, (1, 7), strict=True)]
     )
     for own, first, theirs, (log_probs, likeliest) in zip(ids, (1, 7), logits, found, strict=True):
         theirs = theirs[first - 1 : -1]

@@ -50,7 +50,7 @@ def test_each_document_s_tokens_are_counted_once_whatever_the_portions(tmp_path,
     for at_once, context in itertools.product((1, 30, 1 << 20), (1, 7, 64)):
         monkeypatch.setattr(texts, "AT_ONCE", at_once)
         loss = texts.evaluate(Even(), texts.documents(str(tmp_path / "a.jsonl"), tokenizer), context)
-        told = loss.told()
+        told = loss.figures()
         assert told["documents"] == 4 and told["tokens"] == 146 + 4 and told["bytes"] == 146
         assert loss.nats == pytest.approx(146 * 0.97 + 4 * 2.57, rel=1e-5)
         assert sum(bucket["tokens"] for bucket in told["by_position"]) == 150
@@ -61,7 +61,7 @@ def test_bits_per_byte_by_hand(tmp_path, tokenizer, model):
     """Of bytes as ids: each is a token, and the end of the document one more, which no byte stands for."""
     text = "é and ü"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    told = texts.evaluate(Scorer(model), texts.documents(str(tmp_path / "a.txt"), tokenizer), 64).told()
+    told = texts.evaluate(Scorer(model), texts.documents(str(tmp_path / "a.txt"), tokenizer), 64).figures()
     assert (told["bytes"], told["tokens"]) == (9, 10)
     ids = np.array([[256, *text.encode(), 257]])
     logits = model.logits(ids)[0, :-1].astype(np.float64)
@@ -83,7 +83,7 @@ def test_of_a_chat_answers_alone_are_predicted(tmp_path, kind):
     learnt = [i for i, predicted in zip(document.tokens.tolist(), document.learn, strict=True) if predicted]
     assert learnt == [i for i, predicted in zip(made.tokens, made.learn, strict=True) if predicted]
     assert own.decode(learnt).replace("\n", "") == "46" or kind == "bpe"
-    told = texts.evaluate(Even(), [document], 16).told()
+    told = texts.evaluate(Even(), [document], 16).figures()
     assert told["tokens"] == len(learnt) < len(document.tokens) - 10
     assert told["bytes"] == len(own.decode(learnt).encode())
 
@@ -107,7 +107,7 @@ def test_prepared_data_are_their_files(tmp_path, tokenizer, model):
     assert held_out and train and len(held_out) + len(train) == len(lines)
     assert {str(plain(document)) for document in [*held_out, *train]} == set(files)
     read = [files[str(plain(document))] for document in held_out]
-    scored = [texts.evaluate(Scorer(model), found, 64).told() for found in (read, held_out)]
+    scored = [texts.evaluate(Scorer(model), found, 64).figures() for found in (read, held_out)]
     assert scored[0] == scored[1]
     with pytest.raises(UserError, match="was prepared with another tokenizer"):
         list(texts.documents(str(tmp_path / "out"), tokenizers.train_bpe(["a text"], 263)))
@@ -121,7 +121,7 @@ def test_what_is_left_out_is_said_and_what_is_damaged_refused(tmp_path, tokenize
     (document,) = texts.documents(str(tmp_path), tokenizer, skipped=said.append)
     assert document.tokens.tolist() == [256, ord("x"), 257]
     assert len(said) == 2 and "empty.txt" in said[0] + said[1] and "picture.txt" in said[0] + said[1]
-    nothing = texts.evaluate(Even(), texts.documents(str(tmp_path / "empty.txt"), tokenizer), 8).told()
+    nothing = texts.evaluate(Even(), texts.documents(str(tmp_path / "empty.txt"), tokenizer), 8).figures()
     assert nothing["tokens"] == nothing["documents"] == 0 and nothing["bits_per_byte"] is None
     with pytest.raises(UserError, match=r"--data=.*nowhere.* names no file"):
         list(texts.documents(str(tmp_path / "nowhere"), tokenizer))
@@ -135,7 +135,7 @@ def test_all_is_the_sum_of_its_parts(tmp_path, tokenizer):
         (tmp_path / f"{name}.txt").write_text(name * 50)
     parts = [texts.evaluate(Even(), texts.documents(str(tmp_path / f"{n}.txt"), tokenizer), 8) for n in "ab"]
     both = texts.evaluate(Even(), texts.documents(str(tmp_path), tokenizer), 8)
-    assert texts.together(parts).told() == both.told() or texts.together(parts).nats == pytest.approx(
+    assert texts.together(parts).figures() == both.figures() or texts.together(parts).nats == pytest.approx(
         both.nats
     )
     assert texts.together(parts).documents == 2 and parts[0].documents == 1

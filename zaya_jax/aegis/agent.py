@@ -1,6 +1,6 @@
 """One agent per node: it runs the node's processes; that of node 0 leads all.
 
-    code = agent.run(plan, task, place)     until the run has ended, or cannot go on
+    code = agent.run(plan, task, rank)     until the run has ended, or cannot go on
 
 Members hold a line to the leader (`cluster.lines`), which asks for signs of life, and idle agents answer like others. A
 member whose line breaks is a lost node; a leader whose line breaks ends its members, and with them their processes, so
@@ -22,7 +22,7 @@ from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.aegis.leader import Leader, Plan
 from zaya_jax.aegis.node import Node, Task
 from zaya_jax.cluster import leaving, lines
-from zaya_jax.cluster.place import LostProcess, Place
+from zaya_jax.cluster.rank import LostProcess, Rank
 
 TURN = 0.1  # seconds
 SLEPT = 3.0  # a turn that took so long: this agent stood still
@@ -34,8 +34,8 @@ FAREWELL = 5.0  # seconds for last words
 class Agent:
     """The part that the leading agent and members share."""
 
-    def __init__(self, plan: Plan, task: Task, place: Place | None, heartbeat: float = HEARTBEAT):
-        self.plan, self.task, self.place, self.heartbeat = plan, task, place, heartbeat
+    def __init__(self, plan: Plan, task: Task, rank: Rank | None, heartbeat: float = HEARTBEAT):
+        self.plan, self.task, self.rank, self.heartbeat = plan, task, rank, heartbeat
         self.selector = selectors.DefaultSelector()
         self.keeper, self.terminal = Keeper(task.workdir), Terminal()
         self.node = Node(task, self.selector, self.keeper, self.terminal, self.tell)
@@ -74,7 +74,7 @@ class Agent:
         self.farewell()
         code, text = self.end
         if code and text:
-            self.say(f"aegis: node {self.place.index if self.place else 0} ends with {code}: {text}")
+            self.say(f"aegis: node {self.rank.index if self.rank else 0} ends with {code}: {text}")
         self.keeper.close(FAREWELL)
         self.terminal.close(FAREWELL)
         if self.keeper.lost or self.keeper.lost_events or self.terminal.lost:
@@ -135,8 +135,8 @@ class Leading(Agent):
         self._lines: dict[int, lines.Line] = {}
         self._told = now
         host, self._server = "localhost", None
-        if self.place:
-            host, port = self.place.coordinator.rsplit(":", 1)
+        if self.rank:
+            host, port = self.rank.coordinator.rsplit(":", 1)
             host = host.strip("[]")
             way = "give another in JAX_COORDINATOR_ADDRESS, or as JAX_COORDINATOR_PORT under Slurm"
             self._server = lines.listen(int(port), "the agents'", way)
@@ -244,13 +244,13 @@ class Member(Agent):
 
     def begin(self) -> None:
         """Finds the leader; a signal ends the search at once."""
-        assert self.place
+        assert self.rank
         self._line: lines.Line | None = None
         try:
             self._searches = True
             self._line = lines.call(
-                self.place.coordinator,
-                self.place.index,
+                self.rank.coordinator,
+                self.rank.index,
                 _digest(self),
                 lines.key(),
                 self.plan.rules.join,
@@ -308,10 +308,10 @@ class Member(Agent):
             self.end = 1, "the leader is gone: killed, crashed, or the connection is cut"
 
 
-def run(plan: Plan, task: Task, place: Place | None, heartbeat: float = HEARTBEAT) -> int:
+def run(plan: Plan, task: Task, rank: Rank | None, heartbeat: float = HEARTBEAT) -> int:
     """An agent's life; its exit code."""
-    kind: Callable[..., Agent] = Leading if place is None or place.index == 0 else Member
-    return kind(plan, task, place, heartbeat).run()
+    kind: Callable[..., Agent] = Leading if rank is None or rank.index == 0 else Member
+    return kind(plan, task, rank, heartbeat).run()
 
 
 def _digest(agent: Agent) -> str:

@@ -1,13 +1,13 @@
-"""A process reports where it is to its watcher: a few words of memory in a file, 5 us a call.
+"""Heartbeats: a process tells its watcher how far it is, by a few words of memory in a file, 5 us a call.
 
     beats.begin(index)                  opens beat-INDEX in the folder that ZAYA_BEATS names; without it nothing is done
     beats.at("step", 17, "dispatch")    section, step and mark that the main thread has come to
     beats.lap(17, whole, own, data)     seconds of a step: whole, this process's own work, waiting for data
     beats.read(path)                    another process's last report, whole, or None
 
-A thread beside the main one says every PULSE seconds that the process lives. Marks that stand still under a pulse are a
-main thread that waits or hangs; no pulse either is a process that was stopped, or whose interpreter's lock is held.
-Times are of CLOCK_MONOTONIC, which all processes of a machine share.
+A second thread says every PULSE seconds that the process is alive. If marks stand still while the pulse goes on, the
+main thread waits or hangs; without a pulse the process was stopped, or its interpreter lock is held. Times are of
+CLOCK_MONOTONIC, which all processes of a machine share.
 """
 
 import math
@@ -23,7 +23,7 @@ from zaya_jax.config import files
 
 FOLDER = "ZAYA_BEATS"  # the variable
 SECTIONS = ("start", "compile", "step", "evaluate", "save", "end")
-# Inside a step, in the order in which they are passed: everybody waits for everybody at "wait" only.
+# Inside a step, in their order: only at "wait" do processes wait for each other.
 MARKS = ("", "fetch", "dispatch", "wait", "figures")
 PULSE = 0.5
 LAPS = 64  # steps that are remembered
@@ -47,7 +47,7 @@ class Lap(NamedTuple):
 
 
 class Beat(NamedTuple):
-    """Where a process is."""
+    """A process's progress."""
 
     pid: int
     process: int
@@ -55,7 +55,7 @@ class Beat(NamedTuple):
     step: int
     mark: str
     since: float  # when it came there
-    pulse: float  # when it last lived
+    pulse: float  # when it last showed life
     laps: tuple[Lap, ...]  # the newest last
 
     @property
@@ -85,7 +85,7 @@ class Beats:
         threading.Thread(target=self._live, name="pulse", daemon=True).start()
 
     def at(self, section: str, step: int | None = None, mark: str = "") -> None:
-        """The main thread has come here; the step is the last one that was named where none is."""
+        """The main thread has come here; without a step, the last one counts."""
         last = self._where[1] if step is None else step
         self._where = SECTIONS.index(section), last, MARKS.index(mark), time.monotonic()
         self._write()
@@ -119,7 +119,7 @@ _beats: list[Beats] = []
 
 
 def begin(index: int) -> None:
-    """From now on this process says where it is, if anybody wants to know."""
+    """From now on this process reports its progress, if ZAYA_BEATS asks for it."""
     if os.environ.get(FOLDER) and not _beats:
         _beats.append(Beats(os.environ[FOLDER], index))
 
@@ -137,7 +137,7 @@ def lap(step: int, whole: float, own: float, data: float) -> None:
 
 
 def read(path: str | Path) -> Beat | None:
-    """A process's last report; None where its file has nothing whole and possible: it may have scribbled on it."""
+    """A process's last report; None if its file holds no whole and plausible one: it may have been overwritten."""
     for _ in range(100):
         raw, again = _bytes(path), _bytes(path)
         if len(raw) != SIZE or len(again) != SIZE:
@@ -157,7 +157,7 @@ def read(path: str | Path) -> Beat | None:
 
 
 def _bytes(path: str | Path) -> bytes:
-    """The file, and no more than it should have: it may be a pipe, or endless, in place of one."""
+    """The file's bytes, at most one more than a heartbeat has: its path may hold a pipe, or an endless file."""
     try:
         with files.opened(path) as file:
             return file.read(SIZE + 1)

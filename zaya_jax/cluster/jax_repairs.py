@@ -1,4 +1,4 @@
-"""Two repairs of JAX's distributed runtime, which it has no public place for.
+"""Two repairs of JAX's distributed runtime, for which it has no public hooks.
 
 compile_together(barrier)         programs of several processes are compiled by all before one runs them
 address = through(host, port)     for jax.distributed.initialize; keeps a client alive when the coordinator dies
@@ -23,12 +23,12 @@ _open: list[socket.socket] = []  # none must ever be closed, not even as garbage
 def compile_together(barrier: Callable[[str], None]) -> None:
     """Has every program of several processes compiled by all before one runs it, and CPU programs kept by all.
 
-    The first process to enter a collective waits no longer than 30 s for the others (gloo, jaxlib 0.12.0), and with a
-    warm cache it is there minutes before them. All processes compile the same such programs in the same order, since
-    they run the same ones.
+    The first process to enter a collective waits at most 30 s for the others (gloo, jaxlib 0.12.0), and with a warm
+    cache it is there minutes before them. All processes compile these programs in the same order, since they run the
+    same ones.
 
-    JAX lets process 0 alone write to the cache. For a CPU the place in it depends on the process, by the fingerprint of
-    its devices, so that the others would find nothing, ever.
+    JAX lets only process 0 write to the cache. For a CPU the key depends on the process, by the fingerprint of its
+    devices, so the others would never find anything.
     """
     compile_first, write = compiler.compile_or_get_cached, compiler._cache_write
 

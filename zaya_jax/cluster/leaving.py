@@ -1,10 +1,10 @@
-"""Ends a process at once, without waiting for others or for a disk, after its last words are written.
+"""Ends a process at once, without waiting for other processes or for a disk, after its last lines are written.
 
 code_of(error)             the exit code of a program that an error ends, and a line for a person
-before(function, code)     to be called on the way out, or only with this exit code
-within(seconds, function)  whether it came to its end by then
-unless(asked, function)    whether it came to its end before somebody asked to stop
-now(code, line)            does not return
+before(function, code)     calls a function on the way out, or only with this exit code
+within(seconds, function)  whether a function ended in time
+unless(asked, function)    whether a function ended before a stop was asked for
+now(code, line)            ends the process
 at_signal(which, how)      calls a function at the first, or second, SIGTERM or SIGINT, whatever the process is doing
 """
 
@@ -18,39 +18,39 @@ import threading
 from collections.abc import Callable
 from typing import TextIO
 
-from zaya_jax.cluster.place import LostProcess
+from zaya_jax.cluster.rank import LostProcess
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.config.fields import first_line, on_a_line
 
 DONE, FAILED, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = 0, 1, 2, 3, 4, 5, 75  # docs/exit_codes.md
 SIGNALLED = 128  # and a signal's number, as a shell reports a program that the signal ended
-PATIENCE = 10.0  # seconds; a disk that hangs would take all that there are
+PATIENCE = 10.0  # seconds; a disk that hangs would take for ever
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 # Errors that are the storage's, whatever was being written: a full or failing disk, one that is gone or read-only.
 OF_STORAGE = frozenset(
     (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
 )
-# And those of something else in the place of a file, or of one without rights, where it is named.
+# And those of something else in the rank of a file, or of one without rights, where it is named.
 IN_THE_WAY = frozenset(
     (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 )
 
-_left: list[threading.Thread] = []  # that were not waited for
+_left: list[threading.Thread] = []  # threads left behind
 _functions: list[tuple[Callable[[], None], int | None]] = []
 
 
 def before(function: Callable[[], None], code: int | None = None) -> None:
-    """Has `now` call a function, from whatever thread; given a code, only where the process ends with that."""
+    """Has `now` call a function, in any thread; with a code, only if the process ends with it."""
     _functions.append((function, code))
 
 
 def forget(function: Callable[[], None]) -> None:
-    """Takes it back."""
+    """Takes back what `before` was given."""
     _functions[:] = [item for item in _functions if item[0] != function]
 
 
 def within(seconds: float, function: Callable[[], None]) -> bool:
-    """Calls it in a thread that is left behind if it takes longer; False then."""
+    """Calls a function in a thread; False, with the thread left behind, if it takes longer."""
     thread = threading.Thread(target=function, name="leaving", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -58,9 +58,9 @@ def within(seconds: float, function: Callable[[], None]) -> bool:
 
 
 def unless(asked: Callable[[], bool], function: Callable[[], None]) -> bool:
-    """Calls it in a thread that is left behind when it is asked to stop; False then.
+    """Calls a function in a thread; False, with the thread left behind, when a stop is asked for.
 
-    In the main thread a signal would wait for its handler until the compiler, or a program that it made, has ended.
+    In the main thread a signal handler would wait until the compiler, or a compiled program, has ended.
     """
     errors: list[BaseException] = []
 
@@ -83,7 +83,7 @@ def unless(asked: Callable[[], bool], function: Callable[[], None]) -> bool:
 
 
 def some_left() -> bool:
-    """Whether a thread that was left behind works on: an orderly end would take away what it computes with."""
+    """Whether a thread that was left behind still works: an orderly end would free the memory that it computes with."""
     return any(thread.is_alive() for thread in _left)
 
 
@@ -104,12 +104,12 @@ def now(code: int, line: str = "") -> None:
 
 
 def silence(stream: TextIO) -> None:
-    """Has a stream that cannot be written (no reader, a full disk) write to nowhere, at the interpreter's end too."""
+    """Sends a stream that cannot be written (no reader, a full disk) to nowhere, at the interpreter's end too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def complain(line: str) -> None:
-    """A line on stderr, where that can be written: it must not change the exit code."""
+    """Prints a line to stderr if possible: a failure must not change the exit code."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:

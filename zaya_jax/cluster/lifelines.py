@@ -1,16 +1,15 @@
-"""Each process of a run holds a line to process 0 to the end, so that a killed or stopped one is noticed.
+"""Keeps a connection from each process of a run to process 0, so that a killed or stopped process is noticed.
 
-    lines = Lifelines(place, seconds, leave)    a thread beside the main one, whatever that is doing
-    lines.roll_call(seconds)                    returns when all are there; LostProcess names those who are not
-    lines.report(code, text)                    this process must end: so do all, with the first report's code
-    lines.hang_up()                             the orderly end
+    lines = Lifelines(rank, seconds, leave)    a thread of its own, whatever the main one is doing
+    lines.roll_call(seconds)                   returns when all are there; LostProcess names the absent
+    lines.report(code, text)                   this process must end: so do all, with the first report's code
+    lines.hang_up()                            the orderly end
 
-A killed process's line closes at once: the system sees to that. A stopped one's stays silent: process 0 asks each
-every tenth of `seconds`, and a process that neither asks nor answers for so long is lost. Then `leave` is called with
-the reason in every process that lives.
+The system closes a killed process's line at once. A stopped one's stays silent: process 0 asks each process every tenth
+of `seconds`, and one that is silent for `seconds` is lost. Then `leave` is called with the reason in all others.
 
 The lines (`lines`) are connections to the coordinator's port, which JAX's service takes over once all have called. Only
-a process that knows the job's key counts as one; whatever others send to that port changes nothing.
+a process that knows the job's key counts; nothing that strangers send to that port has an effect.
 """
 
 import contextlib
@@ -25,17 +24,17 @@ from typing import Any, NamedTuple
 
 from zaya_jax.cluster import lines
 from zaya_jax.cluster.lines import Line
-from zaya_jax.cluster.place import LostProcess, Place, name_processes
+from zaya_jax.cluster.rank import LostProcess, Rank, name_processes
 from zaya_jax.config import UserError
 
 ALLOWED = 0.9  # of the seconds of silence; the rest is for noticing and leaving
 GOODBYE = 10.0  # seconds that process 0 waits for the others to hang up
-NOBODY = -1  # in place of a process's index: process 0 found it out
+NOBODY = -1  # for a process's index: process 0 found it out
 _log = logging.getLogger("zaya_jax")
 
 
 class End(NamedTuple):
-    """Why all processes end: the exit code, the process whose words these are, its host, the words."""
+    """Why all processes end: the exit code, the process that reports it, its host, and the text."""
 
     code: int
     process: int
@@ -44,18 +43,18 @@ class End(NamedTuple):
 
 
 class Lifelines:
-    """This process's end of them. `leave` is called in a thread, and should not return."""
+    """This process's lines. `leave` is called in a thread, and should not return."""
 
-    def __init__(self, place: Place, seconds: float, leave: Callable[[End], None]):
-        self.index, self._place, self._seconds, self._leave = place.index, place, seconds, leave
+    def __init__(self, rank: Rank, seconds: float, leave: Callable[[End], None]):
+        self.index, self._place, self._seconds, self._leave = rank.index, rank, seconds, leave
         self._host = socket.gethostname()
         self._selector = selectors.DefaultSelector()
-        self.lost: list[int] = []  # processes that this one has found to be
+        self.lost: list[int] = []  # processes that this one found to be lost
         # By the process at the other end: in process 0 all others, in the others process 0.
         self._lines: dict[int, Line] = {}
         self._server: socket.socket | None = None
-        differs = "process {index} on {host} counts {digest} processes, process 0 counts " + str(place.count)
-        self._door = lines.Door(lines.key(), str(place.count), place.count, differs)
+        differs = "process {index} on {host} counts {digest} processes, process 0 counts " + str(rank.count)
+        self._door = lines.Door(lines.key(), str(rank.count), rank.count, differs)
         self._called = threading.Event()
         self._refusal: End | None = None
         self._ended, self._parted = threading.Event(), 0.0
@@ -64,7 +63,7 @@ class Lifelines:
         self._thread = threading.Thread(target=self._run, name="lifelines", daemon=True)
 
     def roll_call(self, seconds: float) -> None:
-        """Returns on every process when all have called; LostProcess names those who did not within `seconds`."""
+        """Returns on every process when all have called; LostProcess names those that did not within `seconds`."""
         self._allowed, self._deadline = seconds, time.monotonic() + seconds
         if self.index == 0:
             self._server = lines.listen(
@@ -84,8 +83,10 @@ class Lifelines:
             )
 
     def report(self, code: int, text: str, certain: bool) -> None:
-        """Has all processes end so, and waits for it. What is not certain may follow from the loss of another process,
-        which comes first then: it counts when all others have given a sign of life after it.
+        """Ends all processes with this code, and waits for the end.
+
+        An uncertain error may follow from the loss of another process, which then is the cause: the report counts once
+        all others have given a later sign of life.
         """
         end = End(code, self.index, self._host, text)
         with contextlib.suppress(OSError):
@@ -95,7 +96,7 @@ class Lifelines:
             self._leave(end)
 
     def hang_up(self) -> None:
-        """The orderly end of all, which is no loss."""
+        """The orderly end, which is no loss."""
         with contextlib.suppress(OSError):
             self._main.sendall(b'["bye"]\n')
         self._thread.join()
@@ -169,7 +170,7 @@ class Lifelines:
                     self._greet(line, message)
                 else:
                     self._take(line, *message)
-        except lines.Refused as error:  # of this job, so that it is for all to know
+        except lines.Refused as error:  # a process of this job: all must know
             return self._end(End(2, NOBODY, self._host, str(error)))
         except (ValueError, TypeError):
             messages = None
@@ -260,9 +261,7 @@ class Lifelines:
             self.see_off()
 
     def see_off(self) -> list[int]:
-        """Process 0 waits until the others have hung up, and gives those who have not: what is on its way to them would
-        be lost with it.
-        """
+        """Process 0 waits until the others have hung up, so that messages on their way arrive; returns the silent."""
         until = time.monotonic() + GOODBYE
         while self.index == 0 and self._lines and time.monotonic() < until:
             for index, line in list(self._lines.items()):

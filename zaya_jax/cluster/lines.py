@@ -1,13 +1,13 @@
-"""Lines between the agents, or between the processes, of one job: lists of JSON over TCP, one to a line.
+"""Connections between the agents, or the processes, of one job: lists of JSON over TCP, one a line.
 
     Line(connection)                   say(...), flush(), read(); neither ever waits
-    listen(port, whose, way)           the socket on which the first agent, or process, is found
-    Door(key, digest, count, differs)  what that one asks of each caller, until it knows the caller
-    call(address, index, ...)          how the others find it
+    listen(port, whose, way)           the socket of number 0
+    Door(key, digest, count, differs)  number 0's greeting of each caller
+    call(address, index, ...)          the others' connection to number 0
 
-An empty line asks for, or is, a sign of life. Both ends prove that they know the job's key (HMAC of the other's random
-number) before either believes anything: ZAYA_SECRET, or the number of the Slurm job, which keeps mistakes out but not
-an attacker. A stranger's bytes close the stranger's connection and do nothing else.
+An empty line asks for, or gives, a sign of life. Both ends prove that they know the job's key (HMAC of the other's
+random number) before either trusts the other. The key is ZAYA_SECRET, or else the number of the Slurm job, which keeps
+out mistakes but not attackers. A stranger's bytes close the stranger's connection and do nothing else.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import socket
 import time
 from typing import Any
 
-from zaya_jax.cluster.place import LostProcess
+from zaya_jax.cluster.rank import LostProcess
 from zaya_jax.config import UserError
 
 SECRET = "ZAYA_SECRET"
@@ -30,7 +30,7 @@ STRANGERS = 256  # at once
 
 
 def key() -> bytes:
-    """The secret that all of one job share."""
+    """The secret that all processes of a job share."""
     return (os.environ.get(SECRET) or os.environ.get("SLURM_JOB_ID") or "zaya_jax").encode()
 
 
@@ -57,18 +57,18 @@ class Line:
         self.flush()
 
     def flush(self) -> None:
-        """Sends what has not gone yet; if the other end is gone, reading will tell."""
+        """Sends the rest; if the other end is gone, reading will show it."""
         with contextlib.suppress(OSError):
             while self._out:
                 del self._out[: self.connection.send(self._out)]
 
     @property
     def waiting(self) -> bool:
-        """Whether something has not gone yet."""
+        """Whether something is still to be sent."""
         return bool(self._out)
 
     def read(self) -> list[list] | None:
-        """The messages that have come; None where the other end has hung up, or sends something else."""
+        """The messages that have arrived; None if the other end has hung up, or sends anything else."""
         try:
             data = self.connection.recv(1 << 16)
         except BlockingIOError:
@@ -95,18 +95,18 @@ class Line:
 
 
 class Refused(ValueError):
-    """A caller that knows the key is none of those who are awaited, in words."""
+    """A caller that knows the key, but is not expected."""
 
 
 class Door:
-    """Greets callers. `digest` must be the same at both ends; `differs` says what it means if it is not."""
+    """Greets callers. `digest` must be the same at both ends; `differs` is the message if it is not."""
 
     def __init__(self, secret: bytes, digest: str, count: int, differs: str):
         self._secret, self._digest, self._count, self._differs = secret, digest, count, differs
         self.strangers: list[Line] = []
 
     def open(self, server: socket.socket) -> Line | None:
-        """Accepts the next caller; None where nobody waits."""
+        """Accepts the next caller; None if there is none."""
         try:
             connection, address = server.accept()
         except OSError:
@@ -118,7 +118,7 @@ class Door:
         return line
 
     def hear(self, line: Line, message: list) -> str:
-        """Makes a stranger known, and returns its own name for its host; ValueError sends it away."""
+        """Admits a caller and returns its name for its host; ValueError sends it away."""
         kind, index, host, digest, nonce, shown = message
         if kind != "here" or not isinstance(index, int) or not all(isinstance(x, str) for x in message[2:]):
             raise ValueError(kind)
@@ -129,7 +129,7 @@ class Door:
         if digest != self._digest:
             words = self._differs.format(index=index, host=host, digest=digest)
         elif not 0 < index < self._count:
-            words = f"{index} is none of {self._count}, where 0 is the one that is called"
+            words = f"{index} is not a number from 1 to {self._count - 1}"
         if words:
             line.say("refused", words)
             raise Refused(words)
@@ -139,7 +139,7 @@ class Door:
         return host
 
     def overdue(self, now: float) -> list[Line]:
-        """Strangers that have said nothing for too long, or are one too many."""
+        """Strangers that have been silent for too long, or are too many."""
         late = [line for line in self.strangers if now - line.opened > GREETING]
         return late + self.strangers[: max(len(self.strangers) - STRANGERS, 0)]
 
@@ -161,9 +161,9 @@ def listen(port: int, whose: str, way: str) -> socket.socket:
 
 
 def call(address: str, index: int, digest: str, secret: bytes, seconds: float, kind: str = "process") -> Line:
-    """The line to number 0 of its kind, however late that comes.
+    """The line to number 0, however late that starts.
 
-    UserError where it refuses this one; LostProcess where it does not answer within `seconds`.
+    UserError if it refuses this one; LostProcess if it does not answer within `seconds`.
     """
     who, whom = f"{kind} {index}", f"{kind} 0"
     host, port = address.rsplit(":", 1)

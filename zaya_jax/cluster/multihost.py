@@ -1,14 +1,14 @@
-"""Several processes as one run: they start together, wait for each other by name, stop at one step, and end together.
+"""Runs several processes as one: they start together, wait for each other by name, stop at one step, and end together.
 
-    multihost.together(program)     finds the other processes, runs the program, and gives everybody's exit code
-    is_writer()                     whether this process writes files that exist once
-    from_first(name, function)      the result of `function` in process 0, everywhere
-    to_first(name, value)           everyone's values, in process 0
+    multihost.together(program)     finds the other processes, runs the program, and returns their common exit code
+    is_writer()                     whether this process writes the files that exist once
+    from_first(name, function)      the result of `function` in process 0, in every process
+    to_first(name, value)           all processes' values, in process 0
     barrier(name)                   LostProcess names the absent
-    StopSignal, Timer               the same decision after the same step everywhere
+    StopSignal, Timer               the same decision after the same step in every process
 
-Their messages go through the key-value store of JAX's coordinator, in process 0. With one process all of
-this costs nothing and needs no set-up.
+Messages go through the key-value store of JAX's coordinator, in process 0. With one process all of this is free and
+needs no set-up.
 """
 
 import argparse
@@ -31,15 +31,15 @@ import numpy as np
 
 from zaya_jax.cluster import beats, jax_repairs, leaving
 from zaya_jax.cluster.lifelines import NOBODY, End, Lifelines
-from zaya_jax.cluster.place import NAMES, LostProcess, Place, find_place, name_processes
+from zaya_jax.cluster.rank import NAMES, LostProcess, Rank, find_rank, name_processes
 from zaya_jax.config import UserError, first_line
 
 # Seconds, each the environment's to change: at 1,024 processes the slowest image pull or disk decides.
 JOIN = ("ZAYA_JOIN_SECONDS", 600)  # until all processes have come
 WAIT = ("ZAYA_WAIT_SECONDS", 3600)  # at a barrier, or for process 0: restoring and reporting take their time
 HEARTBEAT = ("ZAYA_HEARTBEAT_SECONDS", 60)  # after which a silent process counts as dead
-NEVER = 10**6  # of JAX's own heartbeats, which end a process with SIGABRT and name nobody
-GARBAGE_EVERY = 100  # steps; a collection takes 20 to 100 ms, and one process's is everybody's
+NEVER = 10**6  # for JAX's own heartbeats, which end a process with SIGABRT and no name
+GARBAGE_EVERY = 100  # steps; a collection takes 20 to 100 ms, and delays all processes
 
 _PREFIX = "zaya_jax"
 _log = logging.getLogger("zaya_jax")
@@ -47,7 +47,7 @@ _log.addHandler(logging.NullHandler())  # this process's file, once `logs` has o
 _log.propagate = False  # libraries give the root logger a handler that prints
 _errors: list[BaseException] = []  # that ended the program here
 _calls: collections.Counter[str] = collections.Counter()
-_lines: list[Lifelines] = []  # of several processes: how an error here becomes everybody's
+_lines: list[Lifelines] = []  # of several processes: by them an error here ends all
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -59,21 +59,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def together(program: Callable[[], int], options: argparse.Namespace | None = None) -> int:
-    """Runs a program as one of the processes that its options, variables or Slurm name, or alone where none are named.
+    """Runs a program as one of the processes that its options, variables or Slurm name, or alone.
 
-    An error in one process ends all of them with its exit code; the line is printed by that process and by process 0.
+    An error in one process ends all of them with its exit code; that process and process 0 print the line.
     """
     given = {name: getattr(options, name, None) for name in NAMES}
-    place = find_place(os.environ, given)
-    beats.begin(place.index if place else 0)
+    rank = find_rank(os.environ, given)
+    beats.begin(rank.index if rank else 0)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         # Until StopSignal takes over there is nothing to save. Python's own handler would raise KeyboardInterrupt
         # wherever it is: one in a callback of XLA's was lost, one in JAX's cache became a ValueError of 159 lines.
         signal.signal(signal.SIGINT, lambda *_: None)
         leaving.at_signal(1, _interrupted)
-    if place is None:
+    if rank is None:
         return program()
-    lines = Lifelines(place, seconds_of(HEARTBEAT), _leave)
+    lines = Lifelines(rank, seconds_of(HEARTBEAT), _leave)
     _lines.append(lines)
     try:
         lines.roll_call(seconds_of(JOIN))
@@ -81,7 +81,7 @@ def together(program: Callable[[], int], options: argparse.Namespace | None = No
         leaving.complain(f"error: {error}")
         return 1
     try:
-        _join(place)
+        _join(rank)
         code = program()
         jax.distributed.shutdown()
     except BaseException as error:
@@ -91,14 +91,14 @@ def together(program: Callable[[], int], options: argparse.Namespace | None = No
     return code
 
 
-def _join(place: Place) -> None:
+def _join(rank: Rank) -> None:
     """Makes JAX one of several."""
-    address = place.coordinator
-    if place.index:
+    address = rank.coordinator
+    if rank.index:
         host, port = address.rsplit(":", 1)
         address = jax_repairs.through(host, int(port))
     jax.distributed.initialize(
-        address, place.count, place.index, local_device_ids=list(place.devices) or None,
+        address, rank.count, rank.index, local_device_ids=list(rank.devices) or None,
         cluster_detection_method="deactivate", initialization_timeout=seconds_of(JOIN),
         heartbeat_timeout_seconds=NEVER, shutdown_timeout_seconds=seconds_of(WAIT),
     )  # fmt: skip
@@ -141,7 +141,7 @@ def to_first(name: str, value: Any) -> list[Any] | None:
 
 
 def barrier(name: str, seconds: float | None = None) -> None:
-    """Returns when every process has called it; LostProcess names those who have not within `seconds`."""
+    """Returns when every process has called it; LostProcess names those that have not within `seconds`."""
     count, index = jax.process_count(), jax.process_index()
     if count == 1:
         return
@@ -175,7 +175,7 @@ def over_processes(figures: dict[str, float], how: dict[str, Callable]) -> dict[
 
 
 def collect_garbage(step: int) -> None:
-    """Python's garbage collection after the same steps in all processes, in place of whenever each pleases."""
+    """Collects Python's garbage after the same steps in all processes, since a pause of one delays all."""
     if jax.process_count() == 1:
         return
     if gc.isenabled():
@@ -187,11 +187,11 @@ def collect_garbage(step: int) -> None:
 
 
 class _Ahead:
-    """A wish of one process, for all to follow after the same step.
+    """A wish of one process that all follow after the same step.
 
-    The process that has it at step n writes n + 2 into the store before it dispatches step n + 1. None ends step n + 1
-    without the others' part in it, so at step n + 2 all know; it needs a loop that reads each step's figures before it
-    asks about the next but one.
+    A process with a wish at step n writes n + 2 into the store before it dispatches step n + 1. No process ends step
+    n + 1 without the others, so at step n + 2 all know; the loop must read each step's figures before it asks about the
+    next step but one.
     """
 
     def __init__(self, name: str):
@@ -259,7 +259,7 @@ def _because(error: BaseException) -> None:
 
 
 def _leave(end: End) -> None:
-    """The end of this process, with its log and, in process 0 and the one that speaks, the terminal."""
+    """Ends this process with a line in its log and, in process 0 and the one that reports, on the terminal."""
     lines = _lines[-1]
     me = lines.index  # JAX may not have begun
     mine = end.process == me
@@ -298,7 +298,7 @@ def _client() -> Any:
 
 
 def _wait_for(key: str, process: int, name: str) -> Any:
-    """The value that a process puts into the store; LostProcess where it does not within the seconds of WAIT."""
+    """A process's value in the store; LostProcess if it does not come within the seconds of WAIT."""
     try:
         return json.loads(_client().blocking_key_value_get(key, 1000 * seconds_of(WAIT)))
     except jax.errors.JaxRuntimeError as error:
@@ -317,7 +317,7 @@ def _try_get(key: str) -> str | None:
 
 
 def _turn(name: str) -> int:
-    """How many times a name has been used: the same in all processes, since they run the same program."""
+    """How often a name has been used: the same in all processes, since they run the same program."""
     _calls[name] += 1
     return _calls[name]
 

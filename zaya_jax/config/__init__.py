@@ -2,7 +2,8 @@
 
 A config file's `get_config()` starts from `default()` and changes what it needs; `check()` turns the result into a
 `Config`, or raises one `UserError` that names the key, what was given, what was expected and the way out. keys.py
-declares the keys, fields.py says how, checks.py what they must be to each other, page.py makes docs/config.md of them.
+declares the keys, fields.py how a key is declared, checks.py holds rules between keys, page.py lists them for people,
+and load.py reads config files.
 """
 
 import dataclasses
@@ -41,17 +42,17 @@ __all__ = [
 
 
 def default() -> config_dict.ConfigDict:
-    """All keys with their defaults, typed and locked: what a config file's get_config() starts from."""
+    """All keys with their defaults, typed and locked: the start of a config file's get_config()."""
     return editable(Config())
 
 
 def editable(config: Config) -> config_dict.ConfigDict:
-    """A Config as config files return it: for one that starts from a recorded config instead of the defaults."""
+    """A Config in the form that config files return: for files that start from a recorded config."""
     return _to_config_dict(config).lock()
 
 
 def check(cfg: config_dict.ConfigDict | dict) -> Config:
-    """The frozen Config of a ConfigDict (or of what config.json holds); UserError on any key that is not right."""
+    """The frozen Config of a ConfigDict, or of the dict in config.json; UserError names a wrong key."""
     config = fields.build(Config, cfg)
     fields.check_fields(config)
     checks.check_config(config)
@@ -67,7 +68,7 @@ def check_model(given: dict) -> Model:
 
 
 def check_phase(phase: Phase, index: int) -> None:
-    """UserError on a key of a phase that is not right by itself, for a config that `check` has not seen."""
+    """UserError on a wrong key of a phase, for a config that `check` has not seen."""
     fields.check_fields(phase, f"schedule.phases[{index}].")
 
 

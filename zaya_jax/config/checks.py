@@ -1,11 +1,11 @@
-"""What keys must be to each other; what each may be by itself is declared with it, in keys.py."""
+"""Rules between keys of a config; the rule for each key alone is declared with it, in keys.py."""
 
 from zaya_jax.config.fields import UserError, nearest, shown
 from zaya_jax.config.keys import Config, Model, Run
 
 
 def check_config(c: Config) -> None:
-    """UserError where two keys do not go together."""
+    """UserError where two keys contradict each other."""
     check_model(c.model)
     _check_run(c.run)
     _check_kernels(c.kernels)
@@ -59,9 +59,7 @@ def _check_run(r: Run) -> None:
 def _check_kernels(names: tuple[str, ...]) -> None:
     if names in (("all",), ("none",)):
         return
-    from pallas_kernels.chip import (
-        OPERATORS,
-    )  # which imports JAX: for a config of default kernels nobody needs it
+    from pallas_kernels.chip import OPERATORS  # imports JAX, which a config of default kernels does not need
 
     for i, name in enumerate(names):
         if name not in OPERATORS:
@@ -73,7 +71,7 @@ def _check_kernels(names: tuple[str, ...]) -> None:
 
 
 def check_model(m: Model) -> None:
-    """What a model's keys must be to each other."""
+    """UserError where keys of a model contradict each other."""
     if m.num_attention_heads % m.num_key_value_heads:
         raise UserError(
             f"config.model.num_attention_heads={m.num_attention_heads} is not a multiple of "

@@ -1,8 +1,8 @@
-"""How a key is declared: its default, what it may be, and what it means, in one place; and how a value is held to that.
+"""Declares keys with default, allowed values and meaning in one place, and checks values against the declaration.
 
     lr: float = ranged(1e-3, 0, 100, "the schedule's peak")
 
-A key without these cannot be declared (a test holds it), so none is forgotten by a check or by docs/config.md.
+Every key is declared this way (a test holds it), so no check and no line of docs/config.md is forgotten.
 """
 
 import dataclasses
@@ -65,12 +65,12 @@ def switch(default: bool, meaning: str) -> Any:
 
 
 def only(value: Any, meaning: str) -> Any:
-    """One that must be as it is, and is there for what is written elsewhere."""
+    """A fixed value, kept because other formats (transformers' config.json) write it."""
     return _declare(value, meaning, choices=(value,))
 
 
 def group(default: Any, meaning: str) -> Any:
-    """A row of dataclasses, or one that may be None; one that is always there needs none, its docstring says it."""
+    """A row of dataclasses, or an optional one; a dataclass that is always there is described by its docstring."""
     return _declare(default, meaning)
 
 
@@ -169,12 +169,12 @@ def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field
 
 
 ########################################################################################################################
-# What a value may be
+# Allowed values
 ########################################################################################################################
 
 
 def check_fields(value: Any, prefix: str = "") -> None:
-    """UserError on the first key of a dataclass, or of the groups and rows in it, that is not as it was declared."""
+    """UserError on the first key of a dataclass, its groups and rows included, that breaks its declaration."""
     for field in dataclasses.fields(value):
         found, path = getattr(value, field.name), f"{prefix}{field.name}"
         row = isinstance(found, tuple)
@@ -232,8 +232,7 @@ def path_problem(value: str, addresses: bool = False) -> str:
     """
     if not value.strip():
         return "is empty"
-    # A character that cannot be printed comes from a slip of quoting; \udc80 to \udcff are bytes of file names that are
-    # no UTF-8.
+    # Unprintable characters come from a slip of quoting; \udc80 to \udcff are bytes of file names that are not UTF-8.
     if any(ord(c) < 32 or ord(c) == 127 or "\ud800" <= c < "\udc80" for c in value):
         return "has a character that cannot be printed"
     if ADDRESS.match(value) and not addresses:
@@ -242,7 +241,7 @@ def path_problem(value: str, addresses: bool = False) -> str:
 
 
 def only_value(field: dataclasses.Field) -> Any:
-    """What a key must be that is there for what is written elsewhere (transformers' config.json) alone; or None."""
+    """The value of a key declared with `only` or with a single choice; None for other keys."""
     allowed = set(field.metadata.get("range") or field.metadata.get("choices") or ())
     return allowed.pop() if len(allowed) == 1 else None
 
@@ -256,7 +255,7 @@ def range_text(field: dataclasses.Field) -> str:
 
 
 def parse_json(content: str | bytes) -> Any:
-    """What a JSON file holds; ValueError whatever is wrong with it, lists in lists without end too."""
+    """The value of JSON text; ValueError for any defect, endlessly nested lists included."""
     try:
         return json.loads(content)
     except RecursionError:

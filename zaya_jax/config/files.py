@@ -1,10 +1,10 @@
-"""Small files that may be anything by now: read without waiting for ever.
+"""Reads and writes small files whose path may by now hold anything, without ever blocking on a pipe.
 
 files.read(path)         the bytes of a regular file; OSError for a pipe, a device, a folder
-files.read_json(path)    its value; ValueError however it is wrong
-files.appending(path)    to write at its end
+files.read_json(path)    its value; ValueError for any defect
+files.appending(path)    opened to write at its end
 files.write(path, x)     whole or not at all
-files.existing(path)     it, or the first folder above it that is there
+files.existing(path)     the path, or the nearest folder above it that exists
 """
 
 import contextlib
@@ -22,7 +22,7 @@ class Irregular(OSError):
 
 
 def opened(path: str | os.PathLike, buffering: int = 0) -> BinaryIO:
-    """A regular file to read. To open a pipe would wait until somebody writes into it."""
+    """A regular file to read. Opening a pipe would block until a writer comes."""
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = os.fstat(number).st_mode
     if stat.S_ISREG(kind):
@@ -34,7 +34,7 @@ def opened(path: str | os.PathLike, buffering: int = 0) -> BinaryIO:
 
 
 def appending(path: str | os.PathLike) -> BinaryIO:
-    """A file to append to, made if it is not there; OSError for a pipe that nobody reads, a folder."""
+    """A file to append to, made if missing; OSError for a folder or a pipe without a reader."""
     number = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     return os.fdopen(number, "ab")
 
@@ -42,7 +42,7 @@ def appending(path: str | os.PathLike) -> BinaryIO:
 def write(path: str | os.PathLike, content: bytes) -> None:
     """A file of these bytes, on the disk when this returns; a reader, and a kill, find the old one or the new one.
 
-    A link is replaced, what it names stays as it is. Irregular for a device and a socket: to replace /dev/null, as root
+    A link is replaced, its target stays as it is. Irregular for a device and a socket: to replace /dev/null, as root
     can, would break the machine. A pipe is replaced: it may lie where a file of a copy was.
     """
     target = Path(path)
@@ -65,13 +65,13 @@ def write(path: str | os.PathLike, content: bytes) -> None:
 
 
 def existing(path: str | os.PathLike) -> Path:
-    """It, or what exists of the folders above: it may have yet to be made."""
+    """The path, or the nearest folder above it that exists: the path may have yet to be made."""
     whole = Path(path).absolute()
     return next(place for place in (whole, *whole.parents) if os.path.exists(place))
 
 
 def is_part_of(path: Path, target: Path) -> bool:
-    """Whether a file is what a killed `write` left."""
+    """Whether a file was left by a killed `write`."""
     return path.name.startswith(f"{_hidden(target)}.") and path.name.endswith(".part")
 
 

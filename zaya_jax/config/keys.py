@@ -1,6 +1,6 @@
-"""Every key of a config: its default, what it may be, and what it means. docs/config.md is this file as a page.
+"""Every key of a config with its default, allowed values and meaning. docs/config.md is this file as a page.
 
-Upper bounds only keep out what can be a slip alone: they lie far above what has been trained anywhere.
+Upper bounds only catch slips: they lie far above any training run so far.
 """
 
 import dataclasses

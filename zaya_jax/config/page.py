@@ -1,4 +1,4 @@
-"""All keys for a person: what --help says of them, and docs/config.md (`tools.config_page`)."""
+"""Lists all keys for people: in --help, and in docs/config.md (`tools.config_page`)."""
 
 import dataclasses
 import textwrap
@@ -12,8 +12,8 @@ from zaya_jax.config.keys import Config, Phase
 WIDTH = 110
 
 
-class _Row(NamedTuple):
-    """A key as it is shown."""
+class _Key(NamedTuple):
+    """A key, ready to be shown."""
 
     key: str
     default: str
@@ -37,8 +37,8 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def groups() -> Iterator[tuple[str, str, list[_Row]]]:
-    """(title, what it is, its keys) of each group, outermost first, and of a phase."""
+def groups() -> Iterator[tuple[str, str, list[_Key]]]:
+    """(title, description, keys) of each group, outermost first, and of a phase."""
     yield "config", _about(Config), _rows(Config, "")
     for field in dataclasses.fields(Config):
         if dataclasses.is_dataclass(field.type):
@@ -47,12 +47,12 @@ def groups() -> Iterator[tuple[str, str, list[_Row]]]:
     yield "config.schedule.phases[i]", _about(Phase), _rows(Phase, "schedule.phases[i].")
 
 
-def _rows(cls: type, prefix: str) -> list[_Row]:
+def _rows(cls: type, prefix: str) -> list[_Key]:
     rows = []
     for field in dataclasses.fields(cls):
         if not dataclasses.is_dataclass(field.type):
             shown = repr(field.default)
-            rows.append(_Row(prefix + field.name, shown, _allowed(field), field.metadata["meaning"]))
+            rows.append(_Key(prefix + field.name, shown, _allowed(field), field.metadata["meaning"]))
         elif prefix:  # the outermost groups have tables of their own
             rows += _rows(typing.cast(type, field.type), f"{prefix}{field.name}.")
     return rows

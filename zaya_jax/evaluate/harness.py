@@ -1,11 +1,11 @@
-"""lm-eval-harness on a model of ours, in this process: an `LM` with log-likelihoods, rolling ones and generation.
+"""Runs lm-eval-harness on our models, in this process: an `LM` with (rolling) log-likelihoods and generation.
 
     results = run(model, ["arc_easy"], include_path=None, limit=None, ...)
 
-The same numbers as lm-eval's own `hf` model gives on the exported weights, so the same conventions: no begin of
-document before a context unless `add_bos_token` asks for it, an empty context is the begin of document, a text longer
-than the model's context loses its left end, and a generation ends before the first of its `until`. Of several processes
-all run the same tasks: the scorer shares out its batches, and so does generation.
+The numbers equal those of lm-eval's own `hf` model on the exported weights, so the conventions are the same: no begin
+of document before a context unless `add_bos_token` asks for it, an empty context is the begin of document, a text
+longer than the model's context loses its left end, and a generation ends before the first of its `until`. Several
+processes all run the same tasks; scoring and generation share out their batches.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from zaya_jax import generation
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError, fields, first_line, shown
 from zaya_jax.data.tokenizers import Tokenizer
-from zaya_jax.evaluate.scorer import TOKENS, Row, Scorer
+from zaya_jax.evaluate.scorer import TOKENS, Scorer, TokenRow
 from zaya_jax.library import LanguageModel
 from zaya_jax.model.sampling import Sampling
 
@@ -37,14 +37,12 @@ PLAIN = {"do_sample": (True, False), "num_beams": (1,), "use_cache": (True, Fals
 def require() -> None:
     """UserError where lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError(
-            "--tasks needs lm-eval-harness: pip install 'zaya_jax[eval]', or make setup EXTRAS=eval"
-        )
+        raise UserError("--tasks needs lm-eval-harness: pip install lm-eval, or make setup EXTRAS=eval")
 
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """What a task asks of a generation."""
+    """A task's options for a generation."""
 
     stops: list[str]
     num_tokens: int
@@ -52,7 +50,7 @@ class Asked:
 
 
 def asked_for(given: dict[str, Any]) -> Asked:
-    """Of a request's `generation_kwargs`; UserError for what there is not."""
+    """The options in a request's `generation_kwargs`; UserError for one that is not supported."""
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
     options: dict[str, Any] = dict(normalize_gen_kwargs(given, MAX_GEN_TOKS))
@@ -62,7 +60,7 @@ def asked_for(given: dict[str, Any]) -> Asked:
     limits = {name: options.pop(name) for name in names if options.get(name) is not None}
     for name, value in options.items():
         if value is not None and value not in PLAIN.get(name, ()):
-            raise UserError(f"a task asks for generation with {name}={shown(value)}, which there is not here")
+            raise UserError(f"a task asks for generation with {name}={shown(value)}, which is not supported")
     if options["do_sample"] and not temperature:
         raise UserError("a task asks for samples without a temperature; give it one, or do_sample: false")
     return Asked(stops, num_tokens, Sampling(temperature, **limits) if options["do_sample"] else Sampling())
@@ -85,7 +83,7 @@ def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TO
 
 
 class _Answers:
-    """What lm-eval's TemplateLM leaves to a model; it is imported only where tasks are run."""
+    """The part of an `LM` that lm-eval's TemplateLM leaves to a model; lm-eval is imported only to run tasks."""
 
     max_length: int
     eot_token_id: int
@@ -121,7 +119,7 @@ class _Answers:
                     f"a task has an answer of {len(continuation)} tokens, above the model's context of "
                     f"{self.max_length}"
                 )
-            rows.append(Row(ids, len(ids) - len(continuation)))
+            rows.append(TokenRow(ids, len(ids) - len(continuation)))
         with tqdm(total=len(rows), desc="log-likelihoods", disable=disable_tqdm) as bar:
             found = Scorer(self._model, self._tokens)(rows, bar.update)
         answers = [
@@ -204,17 +202,17 @@ def run(
     model: LanguageModel, tasks: Sequence[str], *, include_path: str | None = None, limit: int | None = None,
     num_fewshot: int | None = None, add_bos_token: bool = False, tokens: int = TOKENS, seed: int = 0,
 ) -> dict[str, Any]:  # fmt: skip
-    """What lm-eval's simple_evaluate gives, with the samples of each task."""
+    """The results of lm-eval's simple_evaluate, with the samples of each task."""
     require()
     import lm_eval
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=include_path)
-    where = f", nor of {include_path}" if include_path else ""
+    where = f" or those of {include_path}" if include_path else ""
     for task in tasks:
         if task not in manager.all_tasks and not task.endswith((".yaml", ".yml")):
             raise UserError(
-                f"--tasks={task} is none of lm-eval's {len(manager.all_tasks):,} tasks{where}"
+                f"--tasks={task} is not one of lm-eval's {len(manager.all_tasks):,} tasks{where}"
                 f"{fields.nearest(task, manager.all_tasks)}; `lm-eval ls tasks` lists them, "
                 "--include_path=DIR adds a folder of them"
             )
@@ -230,7 +228,7 @@ def run(
 
 
 def figures(found: dict[str, Any]) -> dict[str, dict[str, tuple[float, float | None]]]:
-    """{task: {metric: (value, standard error)}} of what `run` gave."""
+    """{task: {metric: (value, standard error)}} of the results of `run`."""
     tables: dict[str, dict[str, tuple[float, float | None]]] = {}
     for task, values in found.get("results", {}).items():
         for name, value in values.items():
@@ -248,7 +246,7 @@ def figures(found: dict[str, Any]) -> dict[str, dict[str, tuple[float, float | N
 
 
 def without_nan(value: Any) -> Any:
-    """The same with None for numbers that JSON has no word for."""
+    """The value with None for numbers that JSON cannot express."""
     if isinstance(value, dict):
         return {key: without_nan(own) for key, own in value.items()}
     if isinstance(value, list | tuple):
@@ -257,7 +255,7 @@ def without_nan(value: Any) -> Any:
 
 
 def samples(found: dict[str, Any]) -> bytes:
-    """Every question with what was asked and answered, a line of JSON each."""
+    """Every question with its request and answer, a line of JSON each."""
     lines = [
         json.dumps(without_nan({"task": task, **sample}), default=str, allow_nan=False)
         for task, own in found.get("samples", {}).items()

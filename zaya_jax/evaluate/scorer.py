@@ -1,11 +1,11 @@
-"""Log-probabilities of many rows of tokens: sorted by length, in batches of few shapes, shared out among processes.
+"""Scores many rows of tokens: sorted by length, in batches of few shapes, shared among processes.
 
     scorer = Scorer(model)
-    for log_probs, likeliest in scorer([Row(ids, first=3), ...]): ...
+    for log_probs, likeliest in scorer([TokenRow(ids, first=3), ...]): ...
 
-Rows of like length go together, so that little is padding and few programs are compiled: lengths are rounded up to
-powers of two and halfway between, rows of a batch to powers of two, within `tokens` a batch. Of several processes each
-has the whole model on its own devices; batches go round them, and all of them get all results.
+Rows of similar length go together, so there is little padding and few programs are compiled: lengths are rounded up to
+powers of two and the halves between, rows of a batch to powers of two, within `tokens` a batch. Each of several
+processes has the whole model on its own devices; batches go round them, and all get all results.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ Scores = tuple[np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TokenRow:
     """Tokens; those from `first` on are scored, each after all before it. `first` is at least 1."""
 
     ids: Sequence[int] | np.ndarray
@@ -40,7 +40,7 @@ class Scorer:
         self.model, self._tokens = model, tokens
 
     def __call__(
-        self, rows: Sequence[Row], tell: Callable[[int], object] = lambda done: None
+        self, rows: Sequence[TokenRow], tell: Callable[[int], object] = lambda done: None
     ) -> list[Scores]:
         """`tell` is called with the number of rows of each batch that is done."""
         lengths = [len(row.ids) - 1 for row in rows]
@@ -57,10 +57,10 @@ class Scorer:
                     log_probs[own], likeliest[own] = (x[place, first - 1 : lengths[number]] for x in found)
             tell(len(numbers))
         if processes > 1:
-            log_probs, likeliest = everybodys(log_probs), everybodys(likeliest)
+            log_probs, likeliest = sum_over_processes(log_probs), sum_over_processes(likeliest)
         return [(log_probs[i:j], likeliest[i:j]) for i, j in itertools.pairwise(begins)]
 
-    def _score(self, rows: Sequence[Row], length: int) -> Scores:
+    def _score(self, rows: Sequence[TokenRow], length: int) -> Scores:
         """[B, S] of the tokens that rows, padded to this length, have after each of theirs."""
         shape = power_of_two(len(rows)), length
         ids, labels = np.zeros(shape, np.int32), np.full(shape, IGNORED, np.int32)
@@ -73,8 +73,8 @@ class Scorer:
         return self.model.scores(ids, labels, segments=segments)
 
 
-def everybodys(own: np.ndarray) -> np.ndarray:
-    """The sum over processes of arrays that are zero wherever another process's are not: exact."""
+def sum_over_processes(own: np.ndarray) -> np.ndarray:
+    """The sum of arrays of which one process has each entry, the others zeros: exact."""
     from jax.experimental import multihost_utils  # imported here: it pulls in half of JAX's experiments
 
     padded = np.pad(own, (0, power_of_two(len(own)) - len(own)))  # few lengths: each is a program

@@ -1,11 +1,11 @@
-"""The loss on text: files of any kind that prepare_data takes, what it has prepared, or what a run held out.
+"""The loss on text: on files that prepare_data takes, on prepared data, or on a run's held-out part.
 
     loss = evaluate(scorer, documents("docs/*.md", tokenizer), context=2048)
-    loss.told()     loss, perplexity, bits_per_byte, by_position, ...
+    loss.figures()     loss, perplexity, bits_per_byte, by_position, ...
 
 A document is a row of tokens with its begin and end, as in training; every token but the first is predicted, of a chat
-those of its answers. One that is longer than the context is read in windows that advance by half of it, so that each
-token but those of the beginning is predicted after at least that much.
+only the answers. A document longer than the context is read in windows that advance by half of it, so that every token
+beyond the first window is predicted after at least half a context.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ import numpy as np
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import chat, inputs, pieces, pipeline, prepare_plan, storage, tokenizers
 from zaya_jax.data.tokenizers import Tokenizer
-from zaya_jax.evaluate.scorer import Row, Scorer
+from zaya_jax.evaluate.scorer import Scorer, TokenRow
 
 PART = 64 << 20  # bytes of an input file that are read at a time
 AT_ONCE = 1 << 20  # tokens that are scored at a time
@@ -61,7 +61,7 @@ class Loss:
         """Nats a token."""
         return self.nats / self.tokens if self.tokens else math.nan
 
-    def told(self) -> dict:
+    def figures(self) -> dict:
         """All figures, for JSON."""
         return {
             "documents": self.documents, "tokens": self.tokens, "bytes": self.bytes, "loss": self.loss,
@@ -82,9 +82,9 @@ def documents(
     limit: int | None = None,
     skipped: Callable[[str], None] = lambda what: None,
 ) -> Iterator[Document]:
-    """Those of files, a glob or a directory, or of prepared data (its held-out part); at most `limit`.
+    """The documents of files, a glob or a directory, or of prepared data's held-out part; at most `limit`.
 
-    `skipped` is told, in words, of each sample left out: files that are no text, texts of white space alone.
+    `skipped` is called with a line for each sample left out: files that are not text, texts of white space alone.
     """
     if storage.is_prepared(path):
         return itertools.islice(_prepared(path, tokenizer), limit)
@@ -92,7 +92,7 @@ def documents(
 
 
 def files_of(path: str) -> list[str]:
-    """What --data=path reads: files, or prepared data's own folder."""
+    """The files that --data=path reads, or prepared data's own folder."""
     if storage.is_prepared(path):
         return [path]
     try:
@@ -102,7 +102,7 @@ def files_of(path: str) -> list[str]:
 
 
 def held_out(config: Config, path: str, tokenizer: Tokenizer, limit: int | None = None) -> Iterator[Document]:
-    """What a run with this config keeps for evaluation of one of its sources; at most `limit` documents."""
+    """The held-out documents of one source of a run with this config; at most `limit`."""
     store = pipeline.open_stores(config, path, tokenizer)[1]
     if not store.num_tokens:
         raise UserError(f"{path} of the run has no held-out part; give --data")
@@ -214,19 +214,19 @@ def evaluate(
     return loss
 
 
-def _rows(found: Iterable[Document], context: int, loss: Loss) -> Iterator[tuple[Row, int, np.ndarray]]:
+def _rows(found: Iterable[Document], context: int, loss: Loss) -> Iterator[tuple[TokenRow, int, np.ndarray]]:
     """(row, the place in its document of the first token that is predicted there, which of them count)."""
     for document in found:
         loss.documents += 1
         loss.bytes += document.bytes
         for begin, end, first in windows(len(document.tokens), context):
             if document.learn[first:end].any():
-                row = Row(document.tokens[begin:end], first - begin)
+                row = TokenRow(document.tokens[begin:end], first - begin)
                 yield row, first, document.learn[first:end]
 
 
 def together(losses: Iterable[Loss]) -> Loss:
-    """The loss over all of them."""
+    """The loss over several sets of documents."""
     total = Loss()
     for loss in losses:
         for name in ("documents", "tokens", "bytes", "nats", "likeliest"):
@@ -237,7 +237,9 @@ def together(losses: Iterable[Loss]) -> Loss:
     return total
 
 
-def _portions(found: Iterable[tuple[Row, int, np.ndarray]]) -> Iterator[list[tuple[Row, int, np.ndarray]]]:
+def _portions(
+    found: Iterable[tuple[TokenRow, int, np.ndarray]],
+) -> Iterator[list[tuple[TokenRow, int, np.ndarray]]]:
     """As many rows at a time as make batches of like lengths, and fit into memory."""
     some, tokens = [], 0
     for one in found:

@@ -1,9 +1,9 @@
-"""A directory of the public PyTorch implementation into a workdir and back, tensor by tensor.
+"""Converts a directory of the public PyTorch implementation to a workdir and back, tensor by tensor.
 
-An import becomes step 0 of a run that has not begun: parameters and balancing biases, no optimizer. Beside it
-`imported.json` keeps what our config has no room for (the further keys of their config.json, their
-generation_config.json, each tensor's dtype), so that an export gives back what came. Both directions hold one tensor
-at a time and write under another name first: what bears the final name is whole.
+An import becomes step 0 of a run that has not begun: parameters and balancing biases, no optimizer. `imported.json`
+keeps the rest (further keys of config.json, generation_config.json, each tensor's dtype), so that an export returns
+the same files. Both directions hold one tensor at a time and write under a temporary name first, so that a folder
+under the final name is complete.
 """
 
 import functools
@@ -35,7 +35,7 @@ WEIGHTS = ("state/params.", "state/balance.")  # files of a checkpoint, beside i
 SHARD_GB = 5.0  # transformers' own
 MOST_GB = 1e6
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
-# The array ("params", ..) or ("balance", "bias") of a checkpoint or a tree, or its entry of the first dimension.
+# Reads the array ("params", ..) or ("balance", "bias"), whole or at an index of its first dimension.
 Read = Callable[[tuple[str, ...], int | None], np.ndarray]
 Leaf = tuple[
     tuple[str, ...], int | None, np.ndarray
@@ -67,9 +67,9 @@ def write_workdir(
     imported: Mapping[str, Any],
     progress: Progress | None = None,
 ) -> Path:
-    """Makes a workdir of these weights as step 0 of a run that has not begun; nothing is left where that fails.
+    """Makes a workdir with these weights as step 0 of a run that has not begun; leaves nothing behind if that fails.
 
-    `files` go beside the tokenizer's own, `imported` is what `imported.json` keeps for an export.
+    `files` join the tokenizer's own, `imported` goes into `imported.json` for an export.
     """
     with claims.whole_or_nothing(target) as part:
         state = _abstract_state(config.model)
@@ -97,14 +97,14 @@ def write_workdir(
 
 
 def imported_of(source: hf.Directory) -> dict[str, Any]:
-    """What of a model directory our config has no room for, so that an export gives back what came."""
+    """The parts of a model directory that our config has no room for, kept for an export."""
     generation = source.path / "generation_config.json"
     kept = hf.read_json(generation) if generation.exists() else None
     return {"config": source.json, "generation_config": kept, "dtypes": source.dtypes()}
 
 
 def small_files(folder: Path) -> dict[str, bytes]:
-    """The files of a tokenizer that lie in a folder."""
+    """The files of a folder that belong to a tokenizer."""
     return {name: (folder / name).read_bytes() for name in tokenizer_files.FILES if (folder / name).is_file()}
 
 
@@ -142,7 +142,7 @@ def to_hf(
 
 
 def check_zaya(model: Model, where: str) -> None:
-    """UserError for a model that transformers' `zaya` has no form for."""
+    """UserError for a model that transformers' `zaya` cannot express."""
     names.check_kinds(model, where)
     if model.model_type != "zaya":
         raise UserError(
@@ -199,7 +199,7 @@ def write_directory(
 
 
 def config_at(workdir: str | os.PathLike, step: int) -> Config:
-    """The config that a step was trained with, as its checkpoint says; UserError where config.json says otherwise."""
+    """The config that a step was trained with, from its checkpoint; UserError if config.json contradicts it."""
     workdir = Path(workdir)
     recorded = read_config(workdir)
     saved = audit.checked_meta(store.step_folder(workdir, step)).get("config")
@@ -253,7 +253,7 @@ def config_of(model: Model, tokenizer: Path | None) -> Config:
 
 
 def tokenizer_of(source: hf.Directory) -> tokenizers.Tokenizer | None:
-    """The tokenizer that lies beside the weights; UserError where it is another model's."""
+    """The tokenizer in the same directory; UserError if it belongs to another model."""
     if not any((source.path / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         return None
     tokenizer = tokenizers.load(source.path)
@@ -281,7 +281,7 @@ def _check_shapes(source: Source, model: Model, workdir: Path) -> None:
 
 
 def read_imported(workdir: Path) -> dict[str, Any]:
-    """What `imported.json` keeps; of a workdir without one, nothing."""
+    """The content of `imported.json`; empty for a workdir without one."""
     path = workdir / IMPORTED
     if not path.exists():
         return nothing_imported()
@@ -294,7 +294,7 @@ def nothing_imported() -> dict[str, Any]:
 
 
 def _specs(model: Model, recorded: dict[str, str], dtype: str | None) -> list[tensor_files.Spec]:
-    """Every tensor to write: a recorded dtype counts unless one was asked for, balancing biases stay float32."""
+    """Every tensor to write: in the requested or else the recorded dtype; balancing biases stay float32."""
     shapes = hf.expected_shapes(model)
     if names.HEAD in recorded:
         shapes[names.HEAD] = shapes[names.EMBEDDING]

@@ -1,4 +1,4 @@
-"""Reading model directories of the public PyTorch ZAYA, without PyTorch.
+"""Reads model directories of the public PyTorch ZAYA, without PyTorch.
 
 Every tensor's name, shape and dtype is checked before any is read.
 """
@@ -10,9 +10,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from zaya_jax.config import Model, UserError, shown
+from zaya_jax.config import Model, UserError, files, shown
 from zaya_jax.config.fields import path_problem
-from zaya_jax.config.files import read_json as json_of
 from zaya_jax.model import zaya
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.pytorch import tensor_files
@@ -98,7 +97,7 @@ class Directory:
         return {n: tensor_files.DTYPES[f.dtype_name(n)].name for n, f in self._files.items()}
 
     def tensor(self, name: str) -> np.ndarray:
-        """One tensor as it is stored; UserError where it has a NaN or an infinity, with which no run could begin."""
+        """One tensor as stored; UserError if it has a NaN or an infinity, since no run could begin with it."""
         x = self._files[name].read(name)
         bad = x.size - np.count_nonzero(np.isfinite(x))
         if bad:
@@ -148,9 +147,9 @@ def expected_shapes(model: Model) -> dict[str, tuple[int, ...]]:
 
 
 def read_json(path: Path) -> dict:
-    """What a JSON file of a model directory holds; UserError where it is no object."""
+    """The object in a JSON file of a model directory; UserError for anything else."""
     try:
-        out = json_of(path)
+        out = files.read_json(path)
     except FileNotFoundError:
         raise UserError(f"{path} is missing; give a model directory as transformers writes it") from None
     except (OSError, ValueError) as error:

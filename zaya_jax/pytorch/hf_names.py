@@ -1,7 +1,7 @@
-"""Names and shapes to and from the public PyTorch ZAYA (transformers' `zaya`), one row a tensor.
+"""Maps names and shapes to and from the public PyTorch ZAYA (transformers' `zaya`), one row a tensor.
 
 Ours are nested dicts with layers stacked on a leading axis and matrices [in, out]; theirs are flat names, one tensor a
-layer, matrices [out, in]. A row says how one becomes the other; both directions come from the same row.
+layer, matrices [out, in]. The same row converts in both directions.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ BALANCE = "mlp.gate.balancing_biases"
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class TensorRow:
     """One tensor: our path, their name (inside a layer for stacked ones), and the change of layout between them."""
 
     path: tuple[str, ...]
@@ -49,57 +49,57 @@ class Row:
         return x
 
 
-def _linear(path: str, name: str, bias: bool) -> list[Row]:
-    rows = [Row((*path.split("/"), "kernel"), f"{name}.weight", "matrix")]
-    return rows + [Row((*path.split("/"), "bias"), f"{name}.bias")] * bias
+def _linear(path: str, name: str, bias: bool) -> list[TensorRow]:
+    rows = [TensorRow((*path.split("/"), "kernel"), f"{name}.weight", "matrix")]
+    return rows + [TensorRow((*path.split("/"), "bias"), f"{name}.bias")] * bias
 
 
-def _join(path: str, name: str) -> list[Row]:
+def _join(path: str, name: str) -> list[TensorRow]:
     theirs = {"y": "hidden_states", "h": "residual"}
-    return [Row((path, f"{a}_{b}"), f"{name}.{theirs[a]}_{b}") for a in "yh" for b in ("scale", "bias")]
+    return [TensorRow((path, f"{a}_{b}"), f"{name}.{theirs[a]}_{b}") for a in "yh" for b in ("scale", "bias")]
 
 
-def layer_rows(model: Model) -> list[Row]:
+def layer_rows(model: Model) -> list[TensorRow]:
     """The rows of one layer (paths below `layers`, names below `model.layers.I`)."""
     qkv, gate = "self_attn.qkv_proj", "mlp.gate"
     b = model.attention_bias
     return [
-        Row(("attn_norm", "scale"), "input_layernorm.weight"),
+        TensorRow(("attn_norm", "scale"), "input_layernorm.weight"),
         *_linear("cca/q", f"{qkv}.q_proj", b),
         *_linear("cca/k", f"{qkv}.k_proj", b),
         *_linear("cca/v_now", f"{qkv}.v_proj_current", b),
         *_linear("cca/v_prev", f"{qkv}.v_proj_delayed", b),
         *_linear("cca/o", "self_attn.o_proj", b),
-        Row(("cca", "conv_depthwise", "kernel"), f"{qkv}.conv_qk_depthwise.weight", "depthwise"),
-        Row(("cca", "conv_depthwise", "bias"), f"{qkv}.conv_qk_depthwise.bias"),
-        Row(("cca", "conv_grouped", "kernel"), f"{qkv}.conv_qk_grouped.weight", "grouped"),
-        Row(("cca", "conv_grouped", "bias"), f"{qkv}.conv_qk_grouped.bias"),
-        Row(("cca", "temperature"), "self_attn.qk_norm.temp"),
+        TensorRow(("cca", "conv_depthwise", "kernel"), f"{qkv}.conv_qk_depthwise.weight", "depthwise"),
+        TensorRow(("cca", "conv_depthwise", "bias"), f"{qkv}.conv_qk_depthwise.bias"),
+        TensorRow(("cca", "conv_grouped", "kernel"), f"{qkv}.conv_qk_grouped.weight", "grouped"),
+        TensorRow(("cca", "conv_grouped", "bias"), f"{qkv}.conv_qk_grouped.bias"),
+        TensorRow(("cca", "temperature"), "self_attn.qk_norm.temp"),
         *_join("attn_join", "post_attention_residual_scale"),
-        Row(("moe_norm", "scale"), "post_attention_layernorm.weight"),
+        TensorRow(("moe_norm", "scale"), "post_attention_layernorm.weight"),
         *_linear("router/down", f"{gate}.down_proj", True),
-        Row(("router", "eda"), f"{gate}.router_states_scale"),
-        Row(("router", "norm", "scale"), f"{gate}.router_mlp.norm.weight"),
+        TensorRow(("router", "eda"), f"{gate}.router_states_scale"),
+        TensorRow(("router", "norm", "scale"), f"{gate}.router_mlp.norm.weight"),
         *_linear("router/fc1", f"{gate}.router_mlp.fc1", True),
         *_linear("router/fc2", f"{gate}.router_mlp.fc2", True),
         *_linear("router/out", f"{gate}.router_mlp.out_proj", False),
-        Row(("experts", "gate_up"), "mlp.experts.gate_up_proj", "matrix"),
-        Row(("experts", "down"), "mlp.experts.down_proj", "matrix"),
+        TensorRow(("experts", "gate_up"), "mlp.experts.gate_up_proj", "matrix"),
+        TensorRow(("experts", "down"), "mlp.experts.down_proj", "matrix"),
         *_join("moe_join", "post_mlp_residual_scale"),
     ]
 
 
-def top_rows(model: Model) -> list[Row]:
+def top_rows(model: Model) -> list[TensorRow]:
     """The rows outside the layers. The tied head's matrix stands once, as the embedding."""
     return [
-        Row(("embed", "embedding"), EMBEDDING),
-        Row(("embed", "bias"), "model.input_hidden_states_bias"),
-        Row(("embed", "scale"), "model.input_hidden_states_scale"),
-        Row(("final_norm", "scale"), "model.norm.weight"),
-    ] + [Row(("head", "bias"), "lm_head.bias")] * model.lm_head_bias
+        TensorRow(("embed", "embedding"), EMBEDDING),
+        TensorRow(("embed", "bias"), "model.input_hidden_states_bias"),
+        TensorRow(("embed", "scale"), "model.input_hidden_states_scale"),
+        TensorRow(("final_norm", "scale"), "model.norm.weight"),
+    ] + [TensorRow(("head", "bias"), "lm_head.bias")] * model.lm_head_bias
 
 
-def all_rows(model: Model) -> Iterator[tuple[str, Row, int | None]]:
+def all_rows(model: Model) -> Iterator[tuple[str, TensorRow, int | None]]:
     """(their full name, row, layer or None) of every parameter tensor; layer 0 has no EDA scale."""
     for row in top_rows(model):
         yield row.name, row, None
@@ -121,7 +121,7 @@ def get(tree: dict, path: tuple[str, ...], layer: int | None) -> Any:
     return tree
 
 
-# What the port knows and this project does not need to: carried over unread.
+# Keys of the port that this project only carries over.
 _IGNORED = {
     "architectures", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache", "output_router_logits",
     "output_attentions", "output_hidden_states", "return_dict", "_name_or_path", "chunk_size_feed_forward",

@@ -1,4 +1,4 @@
-"""Safetensors files one tensor at a time: read by the safetensors library, written by plain writes.
+"""Reads and writes safetensors files one tensor at a time: reading by the library, writing by plain writes.
 
 A model never lies in memory as a whole. The library maps a file, and every page that was touched counts as this
 process's memory for as long as the file is open: each tensor is read from a file of its own opening. Its writer takes

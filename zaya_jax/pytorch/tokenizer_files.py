@@ -1,8 +1,8 @@
-"""A workdir's tokenizer as transformers loads it, with the chat template of what the model learnt.
+"""Writes a workdir's tokenizer for transformers, with the chat template that the model learnt.
 
-A model that was fine-tuned on chats here (`data.chats`) gets the template of the format that it learnt. Another one
-that came with a template keeps it. Another one without gets ours, where its vocabulary has the marks of turns. What
-was imported and not trained goes out as it came in.
+A model that was fine-tuned on chats here (`data.chats`) gets the template of that format. Any other model keeps the
+template it came with, or gets ours if its vocabulary has the marks of turns. A model that was imported and not trained
+is exported unchanged.
 """
 
 import json
@@ -29,19 +29,19 @@ def write(
     if isinstance(tokenizer, tokenizers.Bytes):
         (target / "tokenizer.json").write_text(tokenizer.json(), encoding="utf-8")
     template = chat_template.of(tokenizer)
-    told = _told(target)
+    settings = _read_config(target)
     if template and (config.data.chats or not came_with_template(target)):
         (target / TEMPLATE).write_text(template, encoding="utf-8")
-        told.pop("chat_template", None)  # a reader of both may take either
+        settings.pop("chat_template", None)  # a reader of both may take either
     if not (target / CONFIG).is_file():
-        told = {
+        settings = {
             "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
             "model_max_length": config.model.max_position_embeddings,
         }  # fmt: skip
         names = {"bos_token": tokenizer.bos_id, "eos_token": tokenizer.eos_id, "pad_token": tokenizer.pad_id}
-        told |= {name: tokenizer.mark(token) for name, token in names.items()}
-    if (target / "tokenizer.json").is_file() and told != _told(target):
-        text = json.dumps(told, indent=1, ensure_ascii=False) + "\n"
+        settings |= {name: tokenizer.mark(token) for name, token in names.items()}
+    if (target / "tokenizer.json").is_file() and settings != _read_config(target):
+        text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
         (target / CONFIG).write_text(text, encoding="utf-8")
 
 
@@ -49,11 +49,11 @@ def came_with_template(folder: Path) -> bool:
     """Whether a tokenizer's folder has a template that is not ours."""
     if (folder / TEMPLATE).is_file():
         return OWN not in files.read(folder / TEMPLATE)[:200].decode("utf-8", "replace")
-    return bool(_told(folder).get("chat_template"))
+    return bool(_read_config(folder).get("chat_template"))
 
 
 def said(folder: Path) -> str:
-    """Which template a model directory has, in words."""
+    """The chat template of a model directory, in words."""
     if came_with_template(folder):
         return "the chat template is the one that the model came with"
     if not (folder / TEMPLATE).is_file():
@@ -63,8 +63,8 @@ def said(folder: Path) -> str:
     return f"{TEMPLATE} spells conversations as fine-tuning does here, but for ids at the edges of reasoning"
 
 
-def _told(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says; nothing where it is not there, or not readable."""
+def _read_config(folder: Path) -> dict[str, Any]:
+    """The content of tokenizer_config.json; empty if it is missing or unreadable."""
     try:
         found = files.read_json(folder / CONFIG)
     except (OSError, ValueError):

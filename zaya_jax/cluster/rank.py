@@ -1,7 +1,7 @@
-"""The place of a process among those of its run, or of an agent among agents, from flags, variables or Slurm.
+"""Finds the rank of a process in its run, or of an agent among agents, from flags, variables or Slurm.
 
-    place = find_place(os.environ)              None for a process alone
-    place = find_agent_place(os.environ)        None for an agent alone
+    rank = find_rank(os.environ)              None for a process alone
+    rank = find_agent_rank(os.environ)        None for an agent alone
 
 JAX's own detection of Slurm takes one GPU per task for granted.
 """
@@ -26,11 +26,11 @@ VISIBLE_DEVICES = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_
 
 
 class LostProcess(RuntimeError):
-    """A process of the run that did not come, or is gone: one line, exit code 1; starting again may help."""
+    """A process of the run that did not come, or is gone: one line, exit code 1; a restart may help."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class Rank:
     """One process among `count`: the `index`-th; `devices` are the local ones it takes, () for all it sees."""
 
     coordinator: str
@@ -39,12 +39,12 @@ class Place:
     devices: tuple[int, ...] = ()
 
 
-def find_place(
+def find_rank(
     environ: Mapping[str, str],
     given: Mapping[str, Any] | None = None,
     names: Mapping[str, tuple[str, str]] = NAMES,
-) -> Place | None:
-    """The place that flags (`given`), variables or Slurm name, in this order; None where there is one process.
+) -> Rank | None:
+    """The rank that flags (`given`), variables or Slurm name, in this order; None where there is one process.
 
     The index may also be that of a pod. UserError where it is incomplete or contradicts itself.
     """
@@ -98,16 +98,16 @@ def find_place(
     coordinator = str(found["coordinator"])
     if not re.fullmatch(r".+:\d{1,5}", coordinator):
         raise UserError(f"{called['coordinator']} is {coordinator!r}; give host:port of number 0")
-    return Place(coordinator, count, index, () if "process_id" in started else _slurm_devices(environ))
+    return Rank(coordinator, count, index, () if "process_id" in started else _slurm_devices(environ))
 
 
-def find_agent_place(
+def find_agent_rank(
     environ: Mapping[str, str],
     coordinator: str | None = None,
     agents: int | None = None,
     agent: int | None = None,
-) -> Place | None:
-    """One agent per node: from flags, NODES and NODE, Slurm or a pod's index, as processes find their place."""
+) -> Rank | None:
+    """One agent per node: from flags, NODES and NODE, Slurm or a pod's index, as processes find their rank."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     alone = re.fullmatch(r"1(\(x\d+\))?", tasks)
     if agents is None and "NODES" not in environ and "SLURM_PROCID" in environ and not alone:
@@ -116,7 +116,7 @@ def find_agent_place(
             "start one task a node (srun --ntasks-per-node=1), as launch/slurm.sbatch does"
         )
     given = {"coordinator": coordinator, "num_processes": agents, "process_id": agent}
-    return find_place(environ, given, OF_AGENTS)
+    return find_rank(environ, given, OF_AGENTS)
 
 
 def _number(name: str, text: Any) -> int:
@@ -148,7 +148,7 @@ def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def name_processes(indices: list[int]) -> str:
-    """process 3; processes 1, 4 and 5; beyond sixteen only how many more."""
+    """process 3; processes 1, 4 and 5; beyond sixteen only their number."""
     names = [str(i) for i in indices[:16]]
     if len(indices) > 16:
         names.append(f"{len(indices) - 16} more")

@@ -7,7 +7,7 @@ import pytest
 from multiprocess_runs import free_port
 
 from zaya_jax.cluster.lifelines import Lifelines
-from zaya_jax.cluster.place import LostProcess, Place, find_agent_place, find_place
+from zaya_jax.cluster.rank import LostProcess, Rank, find_agent_rank, find_rank
 from zaya_jax.config import UserError
 
 SLURM = {
@@ -19,28 +19,28 @@ POD = {"JAX_COORDINATOR_ADDRESS": "zaya-0-0.zaya:1234", "JAX_NUM_PROCESSES": "4"
 
 
 @pytest.mark.parametrize(
-    ("environ", "given", "place"),
+    ("environ", "given", "rank"),
     [
         ({}, {}, None),
         ({"JAX_NUM_PROCESSES": "1", "JOB_COMPLETION_INDEX": "0"}, {}, None),
         (SLURM | {"SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, {}, None),
         ({"SLURM_NTASKS": "40", "SLURM_JOB_ID": "1"}, {}, None),  # a shell of salloc: not one of the tasks
-        (JAX, {}, Place("node0:1234", 4, 2)),
-        (POD, {}, Place("zaya-0-0.zaya:1234", 4, 3)),
-        (JAX, {"process_id": 0}, Place("node0:1234", 4, 0)),
-        ({}, {"coordinator": "h:1", "num_processes": 2, "process_id": 1}, Place("h:1", 2, 1)),
-        (SLURM, {}, Place("gpu017:61441", 40, 9, (1,))),
-        (SLURM | {"ROCR_VISIBLE_DEVICES": "1"}, {}, Place("gpu017:61441", 40, 9)),
-        (SLURM | {"ROCR_VISIBLE_DEVICES": "0,1,2,3"}, {}, Place("gpu017:61441", 40, 9, (1,))),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x40)"}, {}, Place("gpu017:61441", 40, 9)),
-        (SLURM | {"JAX_COORDINATOR_PORT": "7000"}, {}, Place("gpu017:7000", 40, 9, (1,))),
-        (SLURM | {"SLURM_STEP_NODELIST": "a,b"}, {}, Place("a:61441", 40, 9, (1,))),
-        (SLURM | {"SLURM_STEP_NODELIST": "a[1-3,7]-ib"}, {}, Place("a1-ib:61441", 40, 9, (1,))),
-        (SLURM | JAX, {}, Place("node0:1234", 4, 2)),  # a launcher of one's own inside a Slurm task
+        (JAX, {}, Rank("node0:1234", 4, 2)),
+        (POD, {}, Rank("zaya-0-0.zaya:1234", 4, 3)),
+        (JAX, {"process_id": 0}, Rank("node0:1234", 4, 0)),
+        ({}, {"coordinator": "h:1", "num_processes": 2, "process_id": 1}, Rank("h:1", 2, 1)),
+        (SLURM, {}, Rank("gpu017:61441", 40, 9, (1,))),
+        (SLURM | {"ROCR_VISIBLE_DEVICES": "1"}, {}, Rank("gpu017:61441", 40, 9)),
+        (SLURM | {"ROCR_VISIBLE_DEVICES": "0,1,2,3"}, {}, Rank("gpu017:61441", 40, 9, (1,))),
+        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "1(x40)"}, {}, Rank("gpu017:61441", 40, 9)),
+        (SLURM | {"JAX_COORDINATOR_PORT": "7000"}, {}, Rank("gpu017:7000", 40, 9, (1,))),
+        (SLURM | {"SLURM_STEP_NODELIST": "a,b"}, {}, Rank("a:61441", 40, 9, (1,))),
+        (SLURM | {"SLURM_STEP_NODELIST": "a[1-3,7]-ib"}, {}, Rank("a1-ib:61441", 40, 9, (1,))),
+        (SLURM | JAX, {}, Rank("node0:1234", 4, 2)),  # a launcher of one's own inside a Slurm task
     ],
 )
-def test_places(environ, given, place):
-    assert find_place(environ, given) == place
+def test_ranks(environ, given, rank):
+    assert find_rank(environ, given) == rank
 
 
 @pytest.mark.parametrize(
@@ -62,40 +62,40 @@ def test_places(environ, given, place):
 )
 def test_what_is_incomplete_or_contradicts_itself_is_one_line(environ, given, words):
     with pytest.raises(UserError) as error:
-        find_place(environ, given)
+        find_rank(environ, given)
     assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
 
 
-def call(places, seconds):
-    """What the roll call raised for each place, all at once."""
+def call(ranks, seconds):
+    """What the roll call raised for each rank, all at once."""
     raised: dict[int, Exception | None] = {}
 
-    def one(i, place):
+    def one(i, rank):
         try:
-            lines = Lifelines(place, 60, lambda end: None)
+            lines = Lifelines(rank, 60, lambda end: None)
             lines.roll_call(seconds)
             lines.hang_up()
             raised[i] = None
         except Exception as error:
             raised[i] = error
 
-    threads = [threading.Thread(target=one, args=item) for item in enumerate(places)]
+    threads = [threading.Thread(target=one, args=item) for item in enumerate(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(20)
-    return [raised[i] for i in range(len(places))]
+    return [raised[i] for i in range(len(ranks))]
 
 
 def test_all_who_come_go_on_and_the_port_is_free_again():
     address = f"localhost:{free_port()}"
     for _ in range(2):
-        assert call([Place(address, 4, i) for i in (3, 1, 2, 0)], 10) == [None] * 4
+        assert call([Rank(address, 4, i) for i in (3, 1, 2, 0)], 10) == [None] * 4
 
 
 def test_who_did_not_come_is_named_by_all_who_did():
     address = f"localhost:{free_port()}"
-    errors = call([Place(address, 6, i) for i in (0, 2, 3)], 1)
+    errors = call([Rank(address, 6, i) for i in (0, 2, 3)], 1)
     assert all(isinstance(error, LostProcess) for error in errors), errors
     assert {str(error) for error in errors} == {"processes 1, 4 and 5 of 6 did not come within 1 s"}
 
@@ -115,7 +115,7 @@ def test_a_stranger_on_the_port_is_no_process():
 
     thread = threading.Thread(target=stranger)
     thread.start()
-    (error,) = call([Place(f"localhost:{port}", 2, 0)], 1)
+    (error,) = call([Rank(f"localhost:{port}", 2, 0)], 1)
     done.set()
     thread.join(5)
     assert "process 1 of 2 did not come" in str(error)
@@ -123,9 +123,9 @@ def test_a_stranger_on_the_port_is_no_process():
 
 def test_contradictions_between_processes_are_bad_input():
     address = f"localhost:{free_port()}"
-    errors = call([Place(address, 2, 0), Place(address, 3, 2)], 5)
+    errors = call([Rank(address, 2, 0), Rank(address, 3, 2)], 5)
     assert all(isinstance(error, UserError) and "counts 3" in str(error) for error in errors), errors
-    errors = call([Place(address, 3, 0), Place(address, 3, 1), Place(address, 3, 1)], 5)
+    errors = call([Rank(address, 3, 0), Rank(address, 3, 1), Rank(address, 3, 1)], 5)
     assert all(isinstance(error, UserError) and "process 1 is there twice" in str(error) for error in errors)
 
 
@@ -136,18 +136,18 @@ NODES = {
 
 
 def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
-    assert find_agent_place({}) is None
+    assert find_agent_rank({}) is None
     assert (
-        find_agent_place({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}) is None
+        find_agent_rank({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}) is None
     )  # a process's, not an agent's
     ours = {"NODES": "16", "NODE": "3", "JAX_COORDINATOR_ADDRESS": "host:1"}
-    assert find_agent_place(ours) == Place("host:1", 16, 3)
-    assert find_agent_place(ours, agents=2, agent=1) == Place("host:1", 2, 1)
-    assert find_agent_place({**ours, "NODES": "1", "NODE": "0"}) is None
-    found = find_agent_place(NODES)
+    assert find_agent_rank(ours) == Rank("host:1", 16, 3)
+    assert find_agent_rank(ours, agents=2, agent=1) == Rank("host:1", 2, 1)
+    assert find_agent_rank({**ours, "NODES": "1", "NODE": "0"}) is None
+    found = find_agent_rank(NODES)
     assert (found.count, found.index) == (4, 2) and found.coordinator.startswith("gpu03:")
     pod = {"JOB_COMPLETION_INDEX": "1", "NODES": "2", "JAX_COORDINATOR_ADDRESS": "host:1"}
-    assert find_agent_place(pod) == Place("host:1", 2, 1)
+    assert find_agent_rank(pod) == Rank("host:1", 2, 1)
 
 
 @pytest.mark.parametrize(
@@ -161,4 +161,4 @@ def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
 )  # fmt: skip
 def test_refuses_by_the_agents_own_names(environ, words):
     with pytest.raises(UserError, match=words):
-        find_agent_place(environ)
+        find_agent_rank(environ)
