@@ -33,9 +33,9 @@ def main() -> None:
     from zaya_jax import config
     from zaya_jax.hardware import hlo, targets
     from zaya_jax.model import zaya
-    from zaya_jax.parallel import rules
-    from zaya_jax.parallel import spread as spread_lib
+    from zaya_jax.parallel import sharding
     from zaya_jax.parallel.mesh import make_mesh
+    from zaya_jax.parallel.spread import spread_of
     from zaya_jax.training import state as states
     from zaya_jax.training import step as steps
 
@@ -49,7 +49,7 @@ def main() -> None:
         "remat": "attention",
     })  # fmt: skip
     mesh = make_mesh(settings.mesh, list(devices)[: options.devices])
-    spread = spread_lib.of(settings.mesh, mesh.shape)
+    spread = spread_of(settings.mesh, mesh.shape)
     optimizer = states.build_optimizer(settings, mesh)
     begun = time.process_time()
     if options.step:
@@ -60,7 +60,7 @@ def main() -> None:
         batch["loss_mask"] = jax.ShapeDtypeStruct(rows.shape, np.float32)
         args = (state, batch, 1e-3)
     else:
-        specs = rules.param_specs(settings.model, settings.precision, spread)
+        specs = sharding.param_specs(settings.model, settings.precision, spread)
 
         def update(params, state, lr):
             updates, state = optimizer.update(params, state, params, lr=lr)

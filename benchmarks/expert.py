@@ -1,6 +1,6 @@
 """What spread experts send and keep, from the compiler: bounded slots, the ragged exchange, and gathering all tokens.
 
-    .venv/bin/python benchmarks/expert.py [--tokens=8192] [--devices=2,4,8,16] [--target=h200]
+    .venv/bin/python benchmarks/dispatch.py [--tokens=8192] [--devices=2,4,8,16] [--target=h200]
 
 Compiles values and gradients of one of ZAYA1's expert layers; nothing is allocated or run. Bytes are those of the
 collectives in the program, times the rounds that a load takes; temporaries are the compiler's own analysis. On virtual
@@ -26,7 +26,7 @@ from benchmarks import formulas
 from zaya_jax.config import Model
 from zaya_jax.hardware import hlo, targets
 from zaya_jax.model.experts import gated, of_own_expert
-from zaya_jax.parallel import expert
+from zaya_jax.parallel import dispatch
 from zaya_jax.parallel.spread import Spread
 
 MODEL = Model()
@@ -54,7 +54,7 @@ def compiled(form: str, num: int, size: int, devices: list, dtype) -> jax.stages
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PARTS))
 
     spread = Spread(expert=size)
-    function = gathered if form == "gathered" else functools.partial(expert.expert_mlp, form=form)
+    function = gathered if form == "gathered" else functools.partial(dispatch.expert_mlp, form=form)
     mlp = functools.partial(function, dtype=dtype, spread=spread)
 
     def run(x, choice, gate, gate_up, down, d_out):
@@ -97,7 +97,7 @@ def table(num: int, sizes: list[int], devices: list, forms: tuple[str, ...], dty
     for size in sizes:
         for form in forms:
             program = compiled(form, num, size, devices, dtype)
-            rounds = 1 if form == "gathered" else expert.most_rounds(num, size, form)
+            rounds = 1 if form == "gathered" else dispatch.most_rounds(num, size, form)
             even, worst = moved(program, 1), moved(program, rounds)
             if form == "ragged":
                 even, worst = (moved_ragged(num, size, load, itemsize) for load in (False, True))

@@ -5,7 +5,7 @@ import numpy as np
 from pallas_kernels.attention.xla import key_blocks
 from zaya_jax.config import Model
 from zaya_jax.parallel.context import zigzag
-from zaya_jax.parallel.expert import most_rounds, round_rows
+from zaya_jax.parallel.dispatch import most_rounds, round_rows
 
 
 def of_context(

@@ -18,8 +18,8 @@ from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import Config
 from zaya_jax.hardware import clusters, targets
-from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import make_mesh, shape_of
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, work
 from zaya_jax.plan.case import Case
 from zaya_jax.training import compiling
@@ -107,7 +107,7 @@ def planned(name: str) -> Case:
     here = here_of(config_of(changes))
     sizes = shape_of(here.mesh, devices)
     sequences = at_once * micro_batches * sizes["data"] * sizes["expert"]
-    return Case(here, spread_lib.of(here.mesh, sizes), "mi300x", sequences, micro_batches)
+    return Case(here, spread_of(here.mesh, sizes), "mi300x", sequences, micro_batches)
 
 
 def table(folder: Path, names: list[str]) -> str:

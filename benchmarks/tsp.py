@@ -55,7 +55,7 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
     from zaya_jax import config
     from zaya_jax.hardware import hlo
     from zaya_jax.model import zaya
-    from zaya_jax.parallel import rules
+    from zaya_jax.parallel import sharding
     from zaya_jax.parallel.mesh import batch_spec, make_mesh
     from zaya_jax.training import step as steps
 
@@ -65,9 +65,9 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
     sizes = config.Mesh(data=1, **SCHEMES[scheme])
     settings = dataclasses.replace(settings, mesh=sizes, remat=REMAT.get(scheme, "layer"))
     mesh = make_mesh(settings.mesh, devices_of(target))
-    spread = spread_lib.of(settings.mesh, mesh.shape)
-    rules.check(settings, spread)
-    specs = rules.param_specs(settings.model, settings.precision, spread)
+    spread = spread_of(settings.mesh, mesh.shape)
+    sharding.check(settings, spread)
+    specs = sharding.param_specs(settings.model, settings.precision, spread)
     loss_fn = steps.make_loss(settings, settings.model, spread)
     optimizer = optax.adamw(1e-4, 0.9, 0.95, weight_decay=0.1)
 

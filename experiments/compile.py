@@ -28,7 +28,7 @@ from zaya_jax.config import Config, UserError
 from zaya_jax.config.files import write
 from zaya_jax.data import token_ids, tokenizers
 from zaya_jax.hardware import clusters, host, targets
-from zaya_jax.parallel import rules
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.report.document import Document, Section, Table, Tile
 from zaya_jax.report.svg import Chart, Line
@@ -175,7 +175,7 @@ def _what_fits(
             spread = recipe.spread_at(
                 dataclasses.replace(here, mesh=sizes), _phase_of(here, sizes), len(devices)
             )
-            rules.check(here, spread, rows=sequences)
+            sharding.check(here, spread, rows=sequences)
         except UserError:
             break
         before, here, mesh = mesh, dataclasses.replace(here, mesh=sizes), wider

@@ -20,10 +20,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from zaya_jax import config
 from zaya_jax.model import zaya
-from zaya_jax.parallel import rules
-from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.context import zigzag
 from zaya_jax.parallel.mesh import batch_spec, make_mesh
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import state as states
 
 OUT = Path(__file__).resolve().parent.parent / "docs" / "parallelism"
@@ -149,8 +149,8 @@ def arrays(scheme: Scheme) -> tuple:
             ("K and V cache", "sequences", "positions", SEQUENCES, LENGTH, parts),
             ("the new query", "sequences", "", 1, 1, query),
         ]
-    spread = spread_lib.of(settings.mesh, mesh.shape)
-    specs = rules.param_specs(MODEL, settings.precision, spread)["layers"]
+    spread = spread_of(settings.mesh, mesh.shape)
+    specs = sharding.param_specs(MODEL, settings.precision, spread)["layers"]
     shapes = zaya.abstract(MODEL)["layers"]
     optimizer = states.build_optimizer(settings, mesh)
     bucket = max(

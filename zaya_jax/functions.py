@@ -26,12 +26,11 @@ from zaya_jax.config import Config
 from zaya_jax.config import Mesh as Sizes
 from zaya_jax.model import zaya
 from zaya_jax.model.placement import Devices, Kept, Placement, Rows
-from zaya_jax.parallel import rules
-from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.context import natural, zigzag
+from zaya_jax.parallel.devices import Over
 from zaya_jax.parallel.mesh import BATCH_AXES
-from zaya_jax.parallel.placements import Over
-from zaya_jax.parallel.spread import AXES, Spread
+from zaya_jax.parallel.spread import ALONE, AXES, Spread, spread_of
 from zaya_jax.training.step import make_loss, whole_outside
 
 IGNORED = -100  # a label that counts for nothing
@@ -57,7 +56,7 @@ def init(config: Config, seed: int = 0, mesh: Mesh | None = None) -> tuple[dict,
 
 def shardings(config: Config, mesh: Mesh) -> dict[str, Any]:
     """Where parameters and balancing biases lie on a mesh."""
-    specs = rules.param_specs(config.model, config.precision, spread_lib.of(config.mesh, mesh.shape))
+    specs = sharding.param_specs(config.model, config.precision, spread_of(config.mesh, mesh.shape))
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     params = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=is_spec)
     return {"params": params, "balance": {"bias": NamedSharding(mesh, REPLICATED)}}
@@ -229,7 +228,7 @@ def targets(ids: Any, labels: Any, segments: Any, shifted: bool) -> int:
 
 
 def _spread(config: Config, mesh: Mesh | None) -> Spread:
-    return spread_lib.ALONE if mesh is None else spread_lib.of(config.mesh, mesh.shape)
+    return ALONE if mesh is None else spread_of(config.mesh, mesh.shape)
 
 
 def _on(config: Config, mesh: Mesh | None, run: Callable, outs: Any, params, balance, batch) -> Any:
@@ -243,9 +242,9 @@ def _on(config: Config, mesh: Mesh | None, run: Callable, outs: Any, params, bal
     if mesh is None:
         return precise(params, balance, batch)
     spread = _spread(config, mesh)
-    specs = rules.param_specs(config.model, config.precision, spread)
+    specs = sharding.param_specs(config.model, config.precision, spread)
     of_batch = PartitionSpec(BATCH_AXES, spread.sequence_axes or None)
-    params = rules.arrange(params, spread.heads)
+    params = sharding.arrange(params, spread.heads)
     # As in training, without the check of replicated values: `loss` sums what each device counts.
     mapped = jax.shard_map(
         precise, mesh=mesh, in_specs=(specs, REPLICATED, of_batch), out_specs=outs, check_vma=False
@@ -256,7 +255,7 @@ def _on(config: Config, mesh: Mesh | None, run: Callable, outs: Any, params, bal
 def _batch(config: Config, spread: Spread, ids, segments, labels=None) -> dict[str, Any]:
     """A micro-batch as a training step gets it; on a mesh with rows and columns of padding until it divides."""
     rows, columns = ids.shape
-    alone = spread == spread_lib.ALONE
+    alone = spread == ALONE
     if segments is None and not alone:
         segments = jnp.ones_like(ids)
     positions = None if segments is None else _positions(segments)

@@ -15,9 +15,9 @@ from ml_collections import ConfigDict
 from zaya_jax import config as config_lib
 from zaya_jax.checkpoint import claims
 from zaya_jax.config import Config, Precision, UserError, fields, load, shown
-from zaya_jax.parallel import rules
-from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.spread import AXES, spread_of
 
 type AnyConfig = Config | ConfigDict | Mapping[str, Any] | str | os.PathLike
 type AnyMesh = Mesh | Mapping[str, Any]
@@ -43,11 +43,11 @@ def with_mesh(config: Config, mesh: AnyMesh | None) -> tuple[Config, Mesh | None
     if mesh is None:
         return config, None
     if isinstance(mesh, Mesh):
-        unknown = [axis for axis in mesh.axis_names if axis not in spread_lib.AXES]
+        unknown = [axis for axis in mesh.axis_names if axis not in AXES]
         if unknown:
-            raise UserError(f"mesh has an axis {unknown[0]!r}; the axes are {', '.join(spread_lib.AXES)}")
-        sizes: dict[str, Any] = {axis: mesh.shape.get(axis, 1) for axis in spread_lib.AXES}
-        order = [mesh.axis_names.index(axis) for axis in spread_lib.AXES if axis in mesh.axis_names]
+            raise UserError(f"mesh has an axis {unknown[0]!r}; the axes are {', '.join(AXES)}")
+        sizes: dict[str, Any] = {axis: mesh.shape.get(axis, 1) for axis in AXES}
+        order = [mesh.axis_names.index(axis) for axis in AXES if axis in mesh.axis_names]
         devices = list(mesh.devices.transpose(order).flat)
         given = dataclasses.replace(config.mesh, **sizes)
     else:
@@ -56,7 +56,7 @@ def with_mesh(config: Config, mesh: AnyMesh | None) -> tuple[Config, Mesh | None
         devices = jax.local_devices()
     over = make_mesh(given, devices, "mesh")
     config = dataclasses.replace(config, mesh=given)
-    rules.check(config, spread_lib.of(given, over.shape), where="mesh")
+    sharding.check(config, spread_of(given, over.shape), where="mesh")
     return config, over
 
 

@@ -12,8 +12,8 @@ from tools import faults
 from zaya_jax import config, schedule
 from zaya_jax.aegis import replay
 from zaya_jax.aegis.replay import Replay
-from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
@@ -45,7 +45,7 @@ def made(settings, devices):
     rows = {name: x.astype(np.int32) for name, x in rows.items()} | {
         "loss_mask": np.ones((8, 16), np.float32)
     }
-    batch = steps.put_batch(mesh, rows, 1, spread_lib.of(settings.mesh, mesh.shape))
+    batch = steps.put_batch(mesh, rows, 1, spread_of(settings.mesh, mesh.shape))
     return settings, mesh, state, batch
 
 

@@ -11,9 +11,9 @@ from zaya_jax.config import LAYER_KINDS
 from zaya_jax.hardware import hlo
 from zaya_jax.model import decode
 from zaya_jax.model.sampling import Sampling
-from zaya_jax.parallel import rules
-from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.parallel.tree import InParts, cache_over
 
 FULL, SLIDING, LINEAR = LAYER_KINDS
@@ -43,8 +43,8 @@ def test_a_cache_that_no_device_could_hold_alone():
     model = model_helpers.small(num_experts=4)
     params, bias = model_helpers.weights(model)
     mesh = make_mesh(config.Mesh(expert=2, context=4), jax.devices()[:8])
-    spread = spread_lib.of(config.Mesh(expert=2, context=4), mesh.shape)
-    specs = rules.param_specs(model, EXACT, spread)
+    spread = spread_of(config.Mesh(expert=2, context=4), mesh.shape)
+    specs = sharding.param_specs(model, EXACT, spread)
     placed = jax.device_put(params, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))
     prompt = [[(7 * i) % 32 for i in range(60)]]
     ours = decode.Generation(decode.Decoder(model, placed, bias, EXACT, cache_over(mesh)), prompt, 8)

@@ -9,9 +9,9 @@ from scipy.optimize import linprog
 from zaya_jax.config import Mesh, Model, Optim, Precision
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, ownership, zero
-from zaya_jax.optim.weights import boxes
-from zaya_jax.parallel import rules
-from zaya_jax.parallel.spread import AXES, Spread, of
+from zaya_jax.optim.grid import boxes
+from zaya_jax.parallel import sharding
+from zaya_jax.parallel.spread import AXES, Spread, spread_of
 
 MOST = 16_384
 MODELS = {
@@ -40,8 +40,8 @@ def shapes(name: str):
 def layout_of(name: str, fsdp: bool = False, **axes: int) -> zero.Layout:
     """The layout of a model's optimizer on a mesh."""
     sizes = dict.fromkeys(AXES, 1) | axes
-    spread: Spread = of(Mesh(fsdp=fsdp), sizes)
-    specs = rules.param_specs(MODELS[name], Precision(), spread)
+    spread: Spread = spread_of(Mesh(fsdp=fsdp), sizes)
+    specs = sharding.param_specs(MODELS[name], Precision(), spread)
     return chain.build(Optim(), Precision(), shapes(name), specs=specs, axes=sizes).layout
 
 

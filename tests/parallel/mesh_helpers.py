@@ -12,9 +12,9 @@ from jax.sharding import PartitionSpec
 from zaya_jax import config
 from zaya_jax.config import Rope, RopeKinds
 from zaya_jax.model import zaya
-from zaya_jax.parallel import rules
-from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import batch_spec, make_mesh
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import snapshot
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
@@ -84,9 +84,9 @@ def _parameters(model: config.Model, precision: config.Precision):
 def program(settings: config.Config, num_devices: int):
     """(mesh, function of (params, bias, batch)): loss, counts and summed gradients on the mesh of the settings."""
     mesh = make_mesh(settings.mesh, jax.devices()[:num_devices])
-    spread = spread_lib.of(settings.mesh, mesh.shape)
-    rules.check(settings, spread)
-    specs = rules.param_specs(settings.model, settings.precision, spread)
+    spread = spread_of(settings.mesh, mesh.shape)
+    sharding.check(settings, spread)
+    specs = sharding.param_specs(settings.model, settings.precision, spread)
     loss_fn = steps.make_loss(settings, settings.model, spread)
 
     def compute(params, bias, batch):
@@ -113,8 +113,8 @@ def program(settings: config.Config, num_devices: int):
 
 def arguments(settings: config.Config, mesh: jax.sharding.Mesh, host: dict, bias=None) -> tuple:
     """What the program is called with."""
-    spread = spread_lib.of(settings.mesh, mesh.shape)
-    params = rules.arrange(parameters(settings), spread.heads)
+    spread = spread_of(settings.mesh, mesh.shape)
+    params = sharding.arrange(parameters(settings), spread.heads)
     bias = zaya.init_balance(settings.model) if bias is None else bias
     return params, bias, steps.put_batch(mesh, host, 1, spread)
 
@@ -123,8 +123,8 @@ def loss_and_gradients(settings: config.Config, num_devices: int, host: dict, bi
     """Loss, counts and gradients (as a checkpoint would order them), on the host."""
     mesh, run = program(settings, num_devices)
     loss, counts, grads = run(*arguments(settings, mesh, host, bias))
-    heads = spread_lib.of(settings.mesh, mesh.shape).heads
-    return jax.device_get((loss, counts, rules.arrange(grads, heads, inverse=True)))
+    heads = spread_of(settings.mesh, mesh.shape).heads
+    return jax.device_get((loss, counts, sharding.arrange(grads, heads, inverse=True)))
 
 
 def compiled(settings: config.Config, num_devices: int) -> jax.stages.Compiled:
@@ -165,7 +165,7 @@ class Run:
 
     def train(self, seeds):
         """The losses of a step for each seed."""
-        spread, losses = spread_lib.of(self.settings.mesh, self.mesh.shape), []
+        spread, losses = spread_of(self.settings.mesh, self.mesh.shape), []
         micro_batches = 2 if ROWS // 2 % (spread.data * spread.expert) == 0 else 1
         for seed in seeds:
             given = steps.put_batch(self.mesh, batch(seed=seed), micro_batches, spread)
@@ -175,9 +175,9 @@ class Run:
 
     def logical(self):
         """The state as a checkpoint holds it, on the host."""
-        state, parts = jax.device_get(self.state), spread_lib.of(self.settings.mesh, self.mesh.shape).heads
+        state, parts = jax.device_get(self.state), spread_of(self.settings.mesh, self.mesh.shape).heads
         logical = {
             "params": state["params"],
             "optimizer": logical_state.of(self.optimizer, state["optimizer"]),
         }
-        return {**rules.arrange(logical, parts, inverse=True), "balance": state["balance"]._asdict()}
+        return {**sharding.arrange(logical, parts, inverse=True), "balance": state["balance"]._asdict()}

@@ -9,7 +9,7 @@ import pytest
 from zaya_jax import config
 from zaya_jax.hardware import hlo
 from zaya_jax.model import zaya
-from zaya_jax.parallel import rules
+from zaya_jax.parallel import sharding
 
 MODEL = helpers.SETTINGS.model
 LAYERS, D = MODEL.num_hidden_layers, MODEL.hidden_size
@@ -43,7 +43,7 @@ def test_fsdp_gathers_each_layer_forward_and_again_backward_and_scatters_its_gra
     matrices = [
         4 * x.size // LAYERS
         for x, names in zip(shapes, axes, strict=True)
-        if rules.is_matrix(names) and "embed" in names
+        if sharding.is_matrix(names) and "embed" in names
     ]
     found = in_layers(compiled(4, data=4, fsdp=True))
     for kind, times in (("all-gather", 2), ("reduce-scatter", 1)):

@@ -17,7 +17,7 @@ from zaya_jax.hardware import buffers, hlo, kernels
 from zaya_jax.model.cca import CCA
 from zaya_jax.model.placement import Weights
 from zaya_jax.parallel import context, ring
-from zaya_jax.parallel.placements import Over
+from zaya_jax.parallel.devices import Over
 from zaya_jax.parallel.spread import ALONE, Spread
 
 BATCH, LENGTH = 2, 64

@@ -17,7 +17,7 @@ from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import hlo
 from zaya_jax.model import experts, zaya
-from zaya_jax.parallel import expert, rules
+from zaya_jax.parallel import dispatch, sharding
 from zaya_jax.parallel.spread import Spread
 
 E, D, F = 8, 16, 12
@@ -33,7 +33,7 @@ def mesh_of(spread):
 
 def on_devices(spread, form):
     """The function of whole arrays and its gradients: each device's of its part of the loss, then summed over data."""
-    mlp = functools.partial(expert.expert_mlp, dtype=jnp.float32, spread=spread, form=form)
+    mlp = functools.partial(dispatch.expert_mlp, dtype=jnp.float32, spread=spread, form=form)
 
     def run(x, choice, gate, gate_up, down, d_out):
         y, pull = jax.vjp(lambda *a: mlp(a[0], choice, *a[1:]), x, gate, gate_up, down)
@@ -109,7 +109,7 @@ def test_one_round_up_to_twice_the_even_load_and_no_more_than_stated_beyond(form
     def rounds(sizes):
         def body(own):
             counts = lax.all_gather(own[0], "expert").reshape(devices, devices, -1)
-            return expert.FORMS[form](counts, num, ("expert",)).rounds
+            return dispatch.FORMS[form](counts, num, ("expert",)).rounds
 
         mapped = jax.shard_map(
             body, mesh=mesh_of(spread), in_specs=EXPERTS, out_specs=PartitionSpec(), check_vma=False
@@ -123,15 +123,15 @@ def test_one_round_up_to_twice_the_even_load_and_no_more_than_stated_beyond(form
     assert rounds(double) == 1
     to_one = np.zeros((devices, E))
     to_one[:, 3] = num
-    assert rounds(to_one) == expert.most_rounds(num, devices, form) == 4
+    assert rounds(to_one) == dispatch.most_rounds(num, devices, form) == 4
     assert rounds(0 * even) == 0
 
 
 def test_the_form_follows_from_chip_and_span():
     chips = Chip("cpu", "cpu"), Chip("gpu", "NVIDIA H200", kernels=())
     within, beyond = Spread(data=16, expert=8), Spread(expert=8, tensor=2)
-    assert [expert.exchange_form(within, c) for c in chips] == ["slots", "slots"]
-    assert [expert.exchange_form(beyond, c) for c in chips] == ["slots", "ragged"]
+    assert [dispatch.exchange_form(within, c) for c in chips] == ["slots", "slots"]
+    assert [dispatch.exchange_form(beyond, c) for c in chips] == ["slots", "ragged"]
 
 
 def lowered(spread, num, dim, width, num_experts, form, backward):
@@ -147,7 +147,7 @@ def lowered(spread, num, dim, width, num_experts, form, backward):
         shape(TOKENS, num * devices), shape(EXPERTS, num_experts, dim, 2 * width),
         shape(EXPERTS, num_experts, width, dim),
     )  # fmt: skip
-    mlp = functools.partial(expert.expert_mlp, dtype=jnp.float32, spread=spread, form=form)
+    mlp = functools.partial(dispatch.expert_mlp, dtype=jnp.float32, spread=spread, form=form)
 
     def gradients(x, choice, gate, gate_up, down, d_out):
         return jax.vjp(lambda *a: mlp(a[0], choice, *a[1:]), x, gate, gate_up, down)[1](d_out)
@@ -171,7 +171,7 @@ def lowered(spread, num, dim, width, num_experts, form, backward):
 )
 def test_traffic_and_memory_of_a_round(devices, num, dim, width, num_experts):
     """The program is one for every load, so what it sends a round and what it needs is so too."""
-    rows = 4 * dim * devices * expert.slot_rows(num, devices)
+    rows = 4 * dim * devices * dispatch.slot_rows(num, devices)
     counts = 4 * devices * num_experts
     # Of each round forward there and back; backward cotangents there and back, and later rounds' tokens once more. What
     # the forward pass does is in both programs, since the gate's gradient needs its result.
@@ -239,4 +239,4 @@ def test_experts_that_do_not_divide_are_refused_with_both_sides_and_a_way_out():
         UserError,
         match=r"num_experts=6.*mesh\.expert=4.*set config\.mesh\.expert=2 with config\.mesh\.data=-1",
     ):
-        rules.check(settings, Spread(data=2, expert=4))
+        sharding.check(settings, Spread(data=2, expert=4))

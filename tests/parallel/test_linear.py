@@ -17,8 +17,8 @@ from zaya_jax import config
 from zaya_jax.hardware import hlo
 from zaya_jax.model import zaya
 from zaya_jax.parallel import linear
-from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.context import zigzag as zigzag_order
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import step as steps
 
 B, H, K, C = 2, 4, 2, 8
@@ -169,7 +169,7 @@ def test_linear_layers_of_a_model_gather_states_alone(remat):
     settings = helpers.with_model(layer_types=("hybrid_linear",) * 2, sliding_window=None)
     settings = dataclasses.replace(settings, mesh=config.Mesh(context=4), remat=remat)
     mesh, run = helpers.program(settings, 4)
-    spread = spread_lib.of(settings.mesh, mesh.shape)
+    spread = spread_of(settings.mesh, mesh.shape)
     args = helpers.parameters(settings), zaya.init_balance(settings.model)
     batch = steps.put_batch(mesh, helpers.batch(), 1, spread)
     found = hlo.collectives(run.lower(*args, batch).compile())

@@ -10,7 +10,7 @@ import pytest
 from zaya_jax import config
 from zaya_jax.hardware import hlo
 from zaya_jax.model import zaya
-from zaya_jax.parallel import rules
+from zaya_jax.parallel import sharding
 
 DENSE, GROUPED = helpers.DENSE, helpers.GROUPED
 
@@ -117,6 +117,6 @@ def test_a_mesh_that_does_not_fit_is_refused(changes, sizes, message):
     settings = dataclasses.replace(DENSE, model=dataclasses.replace(DENSE.model, **changes))
     spread = {axis: sizes.get(axis, 1) for axis in ("data", "expert", "context", "tensor")}
     with pytest.raises(config.UserError, match=message):
-        rules.check(
-            settings, rules.Spread(**spread, tsp=sizes.get("tsp", False), ring=sizes.get("ring", False))
+        sharding.check(
+            settings, sharding.Spread(**spread, tsp=sizes.get("tsp", False), ring=sizes.get("ring", False))
         )

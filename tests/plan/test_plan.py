@@ -12,8 +12,8 @@ from zaya_jax.config import Mesh, UserError
 from zaya_jax.hardware import chips, clusters, targets
 from zaya_jax.hardware.measure import figures
 from zaya_jax.hardware.measure.timing import Timing
-from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import shape_of
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, goodput, network, rates, search, step, work
 from zaya_jax.plan.case import Case
 
@@ -37,7 +37,7 @@ def case(devices: int = 8, at_once: int = 4, micro_batches: int = 1, mesh: Mesh 
     here = schedule.phase_config(config, schedule.make_plan(config).segments[0].phase)
     sizes = shape_of(mesh, devices)
     return Case(
-        here, spread_lib.of(mesh, sizes), "mi300x", at_once * micro_batches * sizes["data"] * sizes["expert"],
+        here, spread_of(mesh, sizes), "mi300x", at_once * micro_batches * sizes["data"] * sizes["expert"],
         micro_batches,
     )  # fmt: skip
 

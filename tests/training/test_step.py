@@ -14,7 +14,7 @@ from zaya_jax import config
 from zaya_jax.hardware import hlo
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain
-from zaya_jax.parallel import rules
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import Spread
 from zaya_jax.training import state as states
@@ -147,7 +147,7 @@ def test_a_mesh_must_fit_devices_and_batch():
         config.UserError,
         match=r"micro-batch of 6 sequences .* does not divide over 4 devices .*; set config\.data\.micro_batch=4",
     ):
-        rules.check_batch(SETTINGS, Spread(data=4), (12,), 6)
+        sharding.check_batch(SETTINGS, Spread(data=4), (12,), 6)
 
 
 def test_logits_of_the_full_vocabulary_never_exist():

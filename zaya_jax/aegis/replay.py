@@ -29,10 +29,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from zaya_jax import trees
 from zaya_jax.config import Config
-from zaya_jax.parallel import rules
-from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import batch_spec
-from zaya_jax.parallel.spread import AXES
+from zaya_jax.parallel.spread import AXES, spread_of
 from zaya_jax.training import step as steps
 from zaya_jax.training.gradients import gradients
 from zaya_jax.training.state import REPLICATED
@@ -56,7 +55,7 @@ class Replay:
     """The check of one phase."""
 
     def __init__(self, config: Config, mesh: Mesh, hook: Any = None):
-        self._mesh, self._spread = mesh, spread_lib.of(config.mesh, mesh.shape)
+        self._mesh, self._spread = mesh, spread_of(config.mesh, mesh.shape)
         self._names: list[str] = []
         spread, model = self._spread, config.model
         loss_fn = steps.make_loss(config, model, spread)
@@ -89,7 +88,7 @@ class Replay:
             return jax.tree.map(lambda x: lax.ppermute(x, "data", there), one)
 
         batches, everywhere = batch_spec(spread), PartitionSpec(AXES)
-        params = rules.param_specs(model, config.precision, spread)
+        params = sharding.param_specs(model, config.precision, spread)
         self._program = steps.on_mesh(config, mesh, hashes, (params, REPLICATED, batches), out=everywhere)
         self._moves = [
             steps.on_mesh(config, mesh, lambda batch, by=by: move(batch, by), (batches,), out=batches)

@@ -18,9 +18,9 @@ from zaya_jax.config import Config, UserError
 from zaya_jax.hardware import chips
 from zaya_jax.hardware.measure.figures import Figures
 from zaya_jax.model import zaya
-from zaya_jax.parallel import rules
-from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import shape_of
+from zaya_jax.parallel.spread import spread_of
 
 ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127"  # vocabulary and heads by 64; memory as measured; links of a node
 CODESIGN = (
@@ -303,8 +303,8 @@ def _fabric(here: _Phase) -> Iterator[Advice]:
         wider = dataclasses.replace(here.config.mesh, data=-1, **{axis: NODE})  # type: ignore[arg-type]
         better: int | None = NODE
         try:
-            spread = spread_lib.of(wider, shape_of(wider, here.num_devices))
-            rules.check(here.config, spread, lengths={"data.seq_len": here.config.data.seq_len})
+            spread = spread_of(wider, shape_of(wider, here.num_devices))
+            sharding.check(here.config, spread, lengths={"data.seq_len": here.config.data.seq_len})
         except UserError:
             better = None
         yield Advice(

@@ -15,7 +15,7 @@ the other way about.
     cache       cache.Cache                    whole
                 parallel.tree.Parts            columns lie over devices
     devices     Devices                        one: the first of each
-                parallel.placements.Over       whatever a training mesh asks for
+                parallel.devices.Over       whatever a training mesh asks for
                 parallel.tree.InParts          decoding with the cache in parts
 
 `Weights` has two things besides that any of its classes may be given: `gather`, with which fsdp makes weights whole,

@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 from zaya_jax.optim import ownership
+from zaya_jax.optim.grid import UNIT
 from zaya_jax.optim.matrices import Matrices
-from zaya_jax.optim.weights import UNIT
 
 LARGE = 2**24  # numbers of a layer from which its sum over many nodes takes longer than its start: 64 MiB
 

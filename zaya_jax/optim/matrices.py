@@ -25,8 +25,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from zaya_jax.optim import ownership
+from zaya_jax.optim.grid import UNIT, Grid, Held, Weight, group_sums
 from zaya_jax.optim.muon import newton_schulz_flops
-from zaya_jax.optim.weights import UNIT, Grid, Held, Weight, group_sums
 
 # A bucket with more padding than this share of its own numbers, and of all buckets', is summed as a whole.
 WASTE, WASTE_OF_ALL = 0.02, 1e-3

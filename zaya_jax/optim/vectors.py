@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from zaya_jax.optim.weights import Grid, Held, Weight, boxes
+from zaya_jax.optim.grid import Grid, Held, Weight, boxes
 
 OVER = 0.01  # of a weight at most may lie on all devices for the sake of larger units
 SMALL = 1e-3  # of all weights' numbers

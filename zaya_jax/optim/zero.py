@@ -46,9 +46,9 @@ from jax.sharding import PartitionSpec
 
 from zaya_jax.optim import ownership
 from zaya_jax.optim.by_layer import ByLayer
+from zaya_jax.optim.grid import Grid, Held, Weight
 from zaya_jax.optim.matrices import Form, Matrices
 from zaya_jax.optim.vectors import Vectors
-from zaya_jax.optim.weights import Grid, Held, Weight
 
 __all__ = ["Held", "Layout", "Weight"]
 

@@ -34,7 +34,7 @@ def zigzag(length: int, parts: int) -> np.ndarray:
     """Which token of a sequence stands at each place, so that a plain split gives device i chunks i and 2N - 1 - i."""
     if parts == 1:
         return np.arange(length)
-    assert length % (2 * parts) == 0  # `rules.check` has said so
+    assert length % (2 * parts) == 0  # `sharding.check` has said so
     pieces = np.arange(length).reshape(2 * parts, -1)
     return np.stack([pieces[:parts], pieces[: parts - 1 : -1]], axis=1).reshape(-1)
 

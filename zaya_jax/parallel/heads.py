@@ -2,7 +2,7 @@
 
 Query heads are cut evenly over the tensor axis, with the columns of q and the rows of o. A device computes the keys
 and values of the heads that its queries need: where there are fewer key-value heads than devices, several compute the
-same one. k, the two halves of v, the convolutions and the temperatures are whole on every device (`rules`), which
+same one. k, the two halves of v, the convolutions and the temperatures are whole on every device (`sharding`), which
 takes its columns of them. Forward, a layer sums [tokens, D] over the axis once for attention and once for the
 experts, and, where a group's queries lie on several devices, [tokens, K C] for their mean; backward the same.
 """
@@ -41,7 +41,7 @@ class Heads(Weights):
         return lax.axis_index(AXIS) * self.all_kv // self.over
 
     def own(self, x: jax.Array, axes: Axes) -> jax.Array:
-        """Of dims that are whole on every device, the part of its heads; `rules` has cut the others."""
+        """Of dims that are whole on every device, the part of its heads; `sharding` has cut the others."""
         for dim, name in enumerate(axes):
             if name == "kv_heads":
                 x = self._of_kv(x, dim, x.shape[dim] // self.all_kv)

@@ -1,7 +1,7 @@
 """The device mesh of a run, from the axis sizes of its config.
 
 Axes are `data`, `expert`, `context` and `tensor`. A batch's sequences lie on (data, expert), the tokens of each on
-context; `rules` says how weights lie. The optimizer's state is spread over all axes that a weight leaves (ZeRO-1).
+context; `sharding` says how weights lie. The optimizer's state is spread over all axes that a weight leaves (ZeRO-1).
 """
 
 import math

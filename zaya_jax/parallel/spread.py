@@ -1,4 +1,4 @@
-"""How a model's work is spread over a mesh: sizes and switches, from which `placements` makes what a layer sees.
+"""How a model's work is spread over a mesh: sizes and switches, from which `devices` makes what a layer sees.
 
 A `Spread` is static: with `ALONE` no collective enters the program. The loss of a spread program is the sum over
 devices of what each computes, each token counted by one device; gradients of a replicated weight are partial sums.
@@ -59,7 +59,7 @@ class Spread:
 ALONE = Spread()
 
 
-def of(sizes: config.Mesh, shape: Mapping[str, int]) -> Spread:
+def spread_of(sizes: config.Mesh, shape: Mapping[str, int]) -> Spread:
     """The spread that a config's mesh group asks for, on a mesh of this shape."""
     axes = {axis: shape[axis] for axis in AXES}
     return Spread(

@@ -18,7 +18,7 @@ from zaya_jax.config import Config, Model, Optim, Precision
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain, zero
 from zaya_jax.optim.by_layer import ByLayer
-from zaya_jax.parallel import rules
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.spread import AXES, Spread
 
 
@@ -137,7 +137,7 @@ class Case:
 def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[str, int], ...]:
     """Each weight's path and how many of its numbers a device holds."""
     shapes = zaya.abstract(model, precision)
-    specs = rules.param_specs(model, precision, spread)
+    specs = sharding.param_specs(model, precision, spread)
     found = []
 
     def one(path, x, spec):
@@ -152,7 +152,7 @@ def _local(model: Model, precision: Precision, spread: Spread) -> tuple[tuple[st
 @functools.lru_cache(maxsize=1024)
 def _layout(model: Model, optim: Optim, precision: Precision, spread: Spread) -> zero.Layout:
     return chain.build(
-        optim, precision, zaya.abstract(model, precision), specs=rules.param_specs(model, precision, spread),
+        optim, precision, zaya.abstract(model, precision), specs=sharding.param_specs(model, precision, spread),
         axes={axis: getattr(spread, axis) for axis in AXES},
     ).layout  # fmt: skip
 

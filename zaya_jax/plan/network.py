@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.optim.weights import Grid
-from zaya_jax.parallel import expert
+from zaya_jax.optim.grid import Grid
+from zaya_jax.parallel import dispatch
 from zaya_jax.plan import work
 from zaya_jax.plan.case import Case, size
 from zaya_jax.plan.rates import Rates
@@ -105,8 +105,8 @@ def _layers(case: Case) -> Iterator[Flow]:
     if s.expert_axes and m.model_type == "zaya":
         group = math.prod(getattr(s, axis) for axis in s.expert_axes)
         span = s.expert * s.context * s.tensor
-        slots = span <= expert.HOST_DEVICES or not s.expert_axes
-        rows = expert.slot_rows(case.tokens, group) * group if slots else case.tokens
+        slots = span <= dispatch.HOST_DEVICES or not s.expert_axes
+        rows = dispatch.slot_rows(case.tokens, group) * group if slots else case.tokens
         each = size(case.here.precision.compute) * rows * m.hidden_size * (group - 1) / group
         passes = mb * layers * (6 if again else 4)
         yield Flow(LAYERS, "all-to-all", passes * each, s.expert_axes, passes)

@@ -1,6 +1,6 @@
 """Other ways to run a phase: the fastest meshes, micro-batches and remat that fit, and how far each way scales.
 
-Only what a run would accept is looked at (`parallel.rules`), and only what the chip's memory holds.
+Only what a run would accept is looked at (`parallel.sharding`), and only what the chip's memory holds.
 """
 
 import dataclasses
@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from zaya_jax.config import Config, Mesh, UserError
 from zaya_jax.hardware import targets
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.parallel import rules
-from zaya_jax.parallel import spread as spread_lib
-from zaya_jax.parallel.spread import AXES, Spread
+from zaya_jax.parallel import sharding
+from zaya_jax.parallel.spread import AXES, Spread, spread_of
 from zaya_jax.plan import footprint, step
 from zaya_jax.plan.case import Case
 from zaya_jax.plan.footprint import Footprint
@@ -64,10 +63,10 @@ def candidates(here: Config, devices: int, sequences: int, chip: str) -> Iterato
 
 def _accepted(here: Config, mesh: Mesh, rows: int = 0) -> tuple[Config, Spread] | None:
     """A phase on another mesh; None where a run would refuse it."""
-    spread = spread_lib.of(mesh, {axis: getattr(mesh, axis) for axis in AXES})
+    spread = spread_of(mesh, {axis: getattr(mesh, axis) for axis in AXES})
     mine = dataclasses.replace(here, mesh=mesh)
     try:
-        rules.check(mine, spread, lengths={"config.data.seq_len": here.data.seq_len}, rows=rows)
+        sharding.check(mine, spread, lengths={"config.data.seq_len": here.data.seq_len}, rows=rows)
     except UserError:
         return None
     return mine, spread

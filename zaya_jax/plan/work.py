@@ -25,7 +25,7 @@ from pallas_kernels.linear_attention import CHUNK
 from zaya_jax.model.lookup import COMMONEST
 from zaya_jax.optim.muon import newton_schulz_flops
 from zaya_jax.optim.zero import Layout
-from zaya_jax.parallel import expert
+from zaya_jax.parallel import dispatch
 from zaya_jax.plan.case import Case, size
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
@@ -82,8 +82,8 @@ PASSES: dict[str, dict[str, tuple[str, str, float, float]]] = {
 }
 # fmt: on
 RATES = {"experts": "grouped", "router": "float32", "softmax": "attention", "linear": "attention"}
-# Where experts lie over devices, buffers have more rows than an even load (`parallel.expert.SLACK`): rows of products,
-# rows as they come sorted by expert, and back. And each exchange: rows into slots, through two all-to-alls, and out.
+# Where experts lie over devices, buffers have more rows than an even load (`parallel.dispatch.SLACK`): rows of
+# products, as they come sorted by expert, and back. And each exchange: into slots, through two all-to-alls, and out.
 ROUND, SENT = "10x2", "13x2"
 # What is kept of a layer for the backward pass: written forward, read backward. "products": over fsdp and TSP, where
 # nothing is computed again, what products gave, and nothing made of gathered weights.
@@ -189,7 +189,7 @@ def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[P
     have = sizes(case) | {"w4": 4 * weights, "w2": size(case.here.precision.compute) * weights}
     over_devices = name == "experts" and bool(case.spread.expert_axes)
     if over_devices:  # a round's buffers, though no more rows are computed
-        have |= {array: expert.SLACK * have[array] for array in ("h2", "f2")}
+        have |= {array: dispatch.SLACK * have[array] for array in ("h2", "f2")}
     rows = PASSES[name]
     for stage in (FORWARD, AGAIN, BACKWARD):
         row = rows.get(case.here.remat, rows.get(AGAIN)) if stage == AGAIN else rows[stage]

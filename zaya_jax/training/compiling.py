@@ -15,8 +15,8 @@ from jax.sharding import Mesh, NamedSharding
 from zaya_jax.config import Config
 from zaya_jax.hardware import buffers, chips, hlo, kernels, roofline
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.mesh import batch_spec
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
@@ -25,7 +25,7 @@ LARGEST = 12  # kernels and buffers that are named
 
 def batch_like(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> dict[str, Any]:
     """Likewise a step's batch of so many sequences."""
-    sharding = NamedSharding(mesh, batch_spec(spread_lib.of(config.mesh, mesh.shape)))
+    sharding = NamedSharding(mesh, batch_spec(spread_of(config.mesh, mesh.shape)))
     shape = (micro_batches, sequences // micro_batches, config.data.seq_len)
 
     def like(dtype):

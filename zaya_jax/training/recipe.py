@@ -15,10 +15,9 @@ from zaya_jax import schedule
 from zaya_jax.checkpoint import writing
 from zaya_jax.config import Config, Mesh, Phase, UserError
 from zaya_jax.data import mix
-from zaya_jax.parallel import rules
-from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh, rows_of_process, shape_of
-from zaya_jax.parallel.spread import AXES, Spread
+from zaya_jax.parallel.spread import AXES, Spread, spread_of
 from zaya_jax.schedule import Plan, Segment
 
 LONGEST_PATH = 24  # of a source in the table, where the end of a longer one stands
@@ -86,7 +85,7 @@ def make(config: Config, devices: list | None = None) -> Recipe:
             mesh = make_mesh(here.mesh, devices, where) if devices else None
         except UserError as error:
             shape, misfit = shape_of(here.mesh, None, where), error
-        spread = spread_lib.of(here.mesh, shape)
+        spread = spread_of(here.mesh, shape)
         stages[index] = Stage(index, tuple(segments), here, spread, mesh, misfit)
     return Recipe(config, plan, devices, stages)
 
@@ -111,11 +110,11 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
             schedule.key(config, index, name): getattr(stage.phase, name)
             for name in ("seq_len", "eval_seq_len")
         }
-        rules.check(stage.config, stage.spread, lengths=lengths, rows=math.gcd(*sizes), where=where)
+        sharding.check(stage.config, stage.spread, lengths=lengths, rows=math.gcd(*sizes), where=where)
         # Without a number of devices, over those that the mesh has in any case.
         whole = _micro_batch(stage.phase)
         for micro_batch in sorted({min(whole, size) for size in sizes}):
-            rules.check_batch(
+            sharding.check_batch(
                 stage.config, stage.spread, sizes, micro_batch, lengths=lengths, where=where,
                 name=schedule.key(config, index, "micro_batch" if micro_batch == whole else "ramp_from"),
             )  # fmt: skip
@@ -148,7 +147,7 @@ def _check_fractions(config: Config, plan: Plan) -> None:
 def spread_at(config: Config, phase: Phase, devices: int) -> Spread:
     """How a phase's work is spread over so many devices."""
     mesh = schedule.phase_config(config, phase).mesh
-    return spread_lib.of(mesh, shape_of(mesh, devices))
+    return spread_of(mesh, shape_of(mesh, devices))
 
 
 def portion(
@@ -163,16 +162,16 @@ def portion(
     index, phase = segment.phase_index, segment.phase
     here, where = schedule.phase_config(config, phase), schedule.key(config, index, "mesh")
     shape = shape_of(here.mesh, devices, where)
-    spread = spread_lib.of(here.mesh, shape)
+    spread = spread_of(here.mesh, shape)
     lengths = {schedule.key(config, index, "seq_len"): phase.seq_len}
     if at_once:
         micro = at_once * spread.data * spread.expert
         micro_batches = max(1, round(segment.sequences / micro))
-        rules.check(here, spread, lengths=lengths, rows=micro, where=where)
+        sharding.check(here, spread, lengths=lengths, rows=micro, where=where)
         return here, spread, micro * micro_batches, micro_batches
-    rules.check(here, spread, lengths=lengths, rows=segment.sequences, where=where)
+    sharding.check(here, spread, lengths=lengths, rows=segment.sequences, where=where)
     try:
-        rules.check_batch(
+        sharding.check_batch(
             here, spread, (segment.sequences,), segment.sequences // segment.micro_batches, lengths=lengths,
             where=where, name=schedule.key(config, index, "micro_batch"),
         )  # fmt: skip

@@ -30,7 +30,7 @@ from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config
 from zaya_jax.optim.chain import Optimizer
-from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import state as states
 from zaya_jax.training.state import REPLICATED
 
@@ -120,7 +120,7 @@ def of_run(
     return Copies(
         optimizer,
         like,
-        states.held(optimizer, mesh, like, spread_lib.of(config.mesh, mesh.shape).heads),
+        states.held(optimizer, mesh, like, spread_of(config.mesh, mesh.shape).heads),
         _place(optimizer, mesh, whole["params"], like["params"]),
         *_programs(whole, like),
         say,

@@ -28,19 +28,18 @@ from zaya_jax.config import Config
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
-from zaya_jax.parallel import rules
-from zaya_jax.parallel import spread as spread_lib
-from zaya_jax.parallel.spread import Spread
+from zaya_jax.parallel import sharding
+from zaya_jax.parallel.spread import Spread, spread_of
 
 REPLICATED = PartitionSpec()
 
 
 def build_optimizer(config: Config, mesh: Mesh) -> Optimizer:
     """The optimizer of a run, for weights as they lie on the mesh."""
-    spread = spread_lib.of(config.mesh, mesh.shape)
+    spread = spread_of(config.mesh, mesh.shape)
     return chain.build(
         config.optim, config.precision, zaya.abstract(config.model, config.precision),
-        specs=rules.param_specs(config.model, config.precision, spread), axes=dict(mesh.shape),
+        specs=sharding.param_specs(config.model, config.precision, spread), axes=dict(mesh.shape),
         skip_update=config.run.skip_update, spike_deviations=config.run.spike_deviations,
     )  # fmt: skip
 
@@ -52,25 +51,25 @@ def build_optimizer(config: Config, mesh: Mesh) -> Optimizer:
 
 def specs(config: Config, optimizer: Optimizer, spread: Spread) -> dict[str, Any]:
     """How each part of the state lies on the mesh (a prefix of its tree)."""
-    params = rules.param_specs(config.model, config.precision, spread)
+    params = sharding.param_specs(config.model, config.precision, spread)
     return {"params": params, "optimizer": optimizer.specs(), "balance": REPLICATED}
 
 
 def shardings(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     """The same as shardings."""
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
-    prefix = specs(config, optimizer, spread_lib.of(config.mesh, mesh.shape))
+    prefix = specs(config, optimizer, spread_of(config.mesh, mesh.shape))
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), prefix, is_leaf=is_spec)
 
 
 def init(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     """The state before the first step: a function of the seed alone, whatever the mesh."""
-    parts = spread_lib.of(config.mesh, mesh.shape).heads
+    parts = spread_of(config.mesh, mesh.shape).heads
 
     def init():
         params = zaya.init(config.model, jax.random.key(config.run.seed), config.precision)
         return {
-            "params": rules.arrange(params, parts),
+            "params": sharding.arrange(params, parts),
             "optimizer": optimizer.init(),
             "balance": balance.init(config.model.num_hidden_layers, config.model.num_experts, zaya.SKIP_BIAS),
         }
@@ -144,7 +143,7 @@ def held(optimizer: Optimizer, mesh: Mesh, like: Any, heads: int) -> Holding:
 
 
 def _paired(part: HeldBox, shape: tuple[int, ...], heads: int) -> list[HeldBox]:
-    """A part of gate and up columns by what is in it: a run with split widths holds them in pairs (`rules.arrange`)."""
+    """Cuts a part of the gate and up columns in two where a run holds them in pairs (`sharding.arrange`)."""
     if heads == 1 or part.name.split(".")[-1] != "gate_up":
         return [part]
     found, width, columns = [], shape[-1] // (2 * heads), part.box[-1]

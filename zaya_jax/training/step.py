@@ -22,11 +22,10 @@ from zaya_jax.model.placement import Rows
 from zaya_jax.model.stored import SCANNED
 from zaya_jax.optim import balance
 from zaya_jax.optim.chain import Optimizer
-from zaya_jax.parallel import spread as spread_lib
 from zaya_jax.parallel.context import zigzag
+from zaya_jax.parallel.devices import Over
 from zaya_jax.parallel.mesh import batch_spec, rows_of_process
-from zaya_jax.parallel.placements import Over
-from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens
+from zaya_jax.parallel.spread import ALONE, AXES, Spread, gather_over_data, share_of_tokens, spread_of
 from zaya_jax.training import state as states
 from zaya_jax.training.gradients import gradients
 from zaya_jax.training.state import REPLICATED
@@ -78,7 +77,7 @@ def make_train_step(
 
     `hook` is given each device's gradients before they are summed: faults on purpose (`tools.faults`).
     """
-    spread = spread_lib.of(config.mesh, mesh.shape)
+    spread = spread_of(config.mesh, mesh.shape)
     loss_fn = make_loss(config, model, spread)
 
     def step(state, batch, lr):
@@ -120,7 +119,7 @@ def make_train_step(
 
 def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mesh) -> Callable:
     """step(state, batch) → (summed loss, number of targets) over all devices."""
-    spread = spread_lib.of(config.mesh, mesh.shape)
+    spread = spread_of(config.mesh, mesh.shape)
     loss_fn = make_loss(config, model, spread)
 
     def step(state, batch):

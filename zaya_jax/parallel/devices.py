@@ -6,7 +6,7 @@ from typing import Any
 
 from zaya_jax.config import Model
 from zaya_jax.model.placement import Devices, Placement, Weights
-from zaya_jax.parallel import context, expert, heads, tsp
+from zaya_jax.parallel import context, dispatch, heads, tsp
 from zaya_jax.parallel.spread import ALONE, Spread, gather_over_data
 
 
@@ -26,7 +26,7 @@ class Over(Devices):
         if spread.fsdp:
             given["gather"] = gather_over_data
         if spread.expert_axes:
-            given["expert_mlp"] = functools.partial(expert.expert_mlp, spread=spread)
+            given["expert_mlp"] = functools.partial(dispatch.expert_mlp, spread=spread)
         if spread.tsp and model.model_type == "dense":
             return tsp.Travelling(**given, parts=spread.tensor)
         if spread.tsp:

@@ -9,10 +9,9 @@ import mesh_helpers as helpers
 import pytest
 
 from zaya_jax.config import Config, Mesh, Model, UserError
-from zaya_jax.parallel import rules
-from zaya_jax.parallel import spread as spread_lib
+from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import shape_of
-from zaya_jax.parallel.spread import Spread
+from zaya_jax.parallel.spread import Spread, spread_of
 
 
 @pytest.mark.parametrize(
@@ -38,7 +37,7 @@ from zaya_jax.parallel.spread import Spread
 )
 def test_sizes_that_do_not_divide(spread, words):
     with pytest.raises(UserError, match=words):
-        rules.check(helpers.SETTINGS, spread)
+        sharding.check(helpers.SETTINGS, spread)
 
 
 def test_key_value_heads_must_fit_the_tensor_axis():
@@ -46,7 +45,7 @@ def test_key_value_heads_must_fit_the_tensor_axis():
     with pytest.raises(
         UserError, match=r"tensor=6 neither divides nor is a multiple of model\.num_key_value_heads=4"
     ):
-        rules.check(Config(model=model), Spread(tensor=6))
+        sharding.check(Config(model=model), Spread(tensor=6))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +70,7 @@ def test_key_value_heads_must_fit_the_tensor_axis():
 )
 def test_sequences_that_do_not_divide(spread, length, words):
     with pytest.raises(UserError, match=words):
-        rules.check(Config(), spread, lengths={"seq_len": length})
+        sharding.check(Config(), spread, lengths={"seq_len": length})
 
 
 def test_what_is_advised_fits_whatever_the_mesh():
@@ -121,11 +120,11 @@ def refusal(settings, devices):
     """Why a start on so many devices is refused; "" where it is not."""
     lengths = {"config.data.seq_len": LENGTH}
     try:
-        spread = spread_lib.of(settings.mesh, shape_of(settings.mesh, devices))
-        rules.check(settings, spread, lengths=lengths, rows=ROWS)
+        spread = spread_of(settings.mesh, shape_of(settings.mesh, devices))
+        sharding.check(settings, spread, lengths=lengths, rows=ROWS)
         shards = spread.data * spread.expert
         if ROWS % shards:
-            rules.check_batch(settings, spread, (ROWS,), ROWS, lengths=lengths)
+            sharding.check_batch(settings, spread, (ROWS,), ROWS, lengths=lengths)
     except UserError as error:
         return str(error)
     return ""

@@ -1,6 +1,6 @@
 """Which mesh axis each dim of a weight lies over: one table from logical axes (`zaya.param_axes`) to mesh axes.
 
-    specs = rules.param_specs(model, precision, spread)     a tree of PartitionSpecs like the parameters
+    specs = sharding.param_specs(model, precision, spread)     a tree of PartitionSpecs like the parameters
 
 What no row names is whole on every device: norms, biases and scales are small; CCA's key and value projections, its
 convolutions and the router are 3% of ZAYA1's weights, and two key-value heads would not go round more devices anyway.
@@ -17,8 +17,7 @@ from jax.sharding import PartitionSpec
 from zaya_jax import config as config_lib
 from zaya_jax.config import Config, Model, Precision, UserError
 from zaya_jax.model import zaya
-from zaya_jax.parallel import spread as spread_lib
-from zaya_jax.parallel.spread import FSDP_DIM, Spread, is_matrix
+from zaya_jax.parallel.spread import FSDP_DIM, Spread, is_matrix, spread_of
 
 
 class Rule(NamedTuple):
@@ -155,7 +154,7 @@ def _nearest(config: Config, spread: Spread, lengths: dict[str, int], rows: int,
         data, rest = divmod(devices, math.prod(sizes))
         if rest or rows % (data * sizes[0]):
             continue
-        other = spread_lib.of(flags, {"data": data, **dict(zip(axes, sizes, strict=True))})
+        other = spread_of(flags, {"data": data, **dict(zip(axes, sizes, strict=True))})
         if _misfit(config.model, other, lengths) is None:
             changes = [abs(math.log(size / old)) for size, old in zip(sizes, now, strict=True)]
             found[sizes] = len([c for c in changes if c]), sum(changes), sizes[::-1]

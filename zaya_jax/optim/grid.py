@@ -99,7 +99,7 @@ class Weight:
 class Held:
     """One box of a weight's state that one device holds; `layout.held(bucket)` lists them all.
 
-    The weight is meant as the run holds it: with split expert widths, columns are in the order of `rules.arrange`.
+    The weight is meant as the run holds it: with split expert widths, columns are in the order of `sharding.arrange`.
     """
 
     weight: str  # path of the weight
