@@ -1,4 +1,4 @@
-"""What is watched, for a person: docs/watching.md.
+"""Writes docs/watching.md, the page of rules and limits.
 
     python -m tools.watching_page > docs/watching.md
 
@@ -16,108 +16,105 @@ HEAD = """\
 
 # What is watched
 
-The agent of a node (`python -m experiments.supervise`) reads the logs of its processes, the kernel's log and the
-hardware. What it finds has a name, a class and an action. Classes: *critical* (of one node, which is judged),
-*distributed* (several see it, and the first one counts), *storage*, *data*, *user*, *numbers*, *note*. Actions:
-*note* (written down: it explains no end), *warn* (it may explain one), *restart*, *exclude* (restart without the node,
-where a spare can take its place), *stop* (a person is wanted). Everything is an event in
-`WORKDIR/aegis/events.jsonl`.
+The agent of a node (`python -m experiments.supervise`) reads its processes' logs, the kernel's log and the hardware.
+Each finding has a name, a class and an action. Classes: *critical* (a fault of one node), *distributed* (several
+nodes see it, and the first one counts), *storage*, *data*, *user*, *numbers*, *note*. Actions: *note* (record it),
+*warn* (it may explain a failure), *restart*, *exclude* (restart without the node if there is a spare), *stop* (a
+person must act). All findings are events in `WORKDIR/aegis/events.jsonl`.
 
-No GPU was at hand when this was made: rules are held by lines that public reports quote and by drivers' format
-strings, watchers by recorded trees of sysfs and by a made-up NVML. The check before a start ran on CPU devices alone.
+No GPU was available: rules are tested with lines from public reports and drivers' format strings, watchers with
+recorded trees of sysfs and a simulated NVML. The check before a start ran only on CPU devices.
 
 ## Lines of logs
 
-Rules are data: `zaya_jax/aegis/rules_process.toml` and `rules_kernel.toml`. The first rule that fits wins, in the
-order below. A line is looked at up to {longest:,} characters, and need not be UTF-8. Lines that differ in numbers
-alone are told at the 1st, 10th, 100th, ... of them, with their count. Of several processes the first cause is the
-earliest finding that is neither a note nor a *consequence*: what a process says when another one is gone. That a
-process has died is seen by its exit, and its lines explain it: only those of a device that must not be used again act
-by themselves.
+Rules are data: `zaya_jax/aegis/rules_process.toml` and `rules_kernel.toml`. The first matching rule wins, in the
+order below. A line is read up to {longest:,} characters. Lines that differ only in numbers are reported at the 1st,
+10th, 100th, ... of them, with their count. With several processes, the first cause is the earliest finding that is
+neither a note nor a *consequence*, a line that a process prints when another one is gone. A process's exit shows that
+it died, and its lines explain why; by themselves they act only if a device must not be used again.
 
-The kernel's log is {places}, the first that can be read, from the agent's start on. `/dev/kmsg` needs
-`kernel.dmesg_restrict=0` or CAP_SYSLOG. Where none can be read, that is said once.
+The kernel's log is the first readable file of {places}, from the agent's start on. `/dev/kmsg` needs
+`kernel.dmesg_restrict=0` or CAP_SYSLOG. If none is readable, the agent says so once.
 """
 
 HARDWARE = """\
 ## Hardware
 
-Looked at every few seconds, below a root that tests replace. A counter is judged by how much it has grown within a
-window: what it was before the run is no news. A level must hold for so many looks in a row, and is told again when it
-is over. A counter that falls was reset or has wrapped: it begins anew, which is said. A file that gives no leave, or
-no number, is said once. Every kind is read in a thread of its own, so that a driver which hangs is a finding and
-holds up nobody.
+The agent reads the hardware every few seconds. A counter is judged by its growth within a window, never by its value
+before the run. A level must hold for several readings in a row, and its end is reported too. A counter that falls
+starts anew, with a note. A file without permission or without a number is reported once. Each kind of hardware has a
+thread of its own, so a driver that hangs is a finding and delays nothing else.
 
 AMD's GPUs are read from sysfs (`/sys/class/drm/card*/device`), NVIDIA's by NVML if `nvidia-ml-py` is installed; ports
-from `/sys/class/infiniband`, interfaces from `/sys/class/net`, priority pauses from the driver's statistics as `ethtool
--S` shows them. `xgmi_error` is cleared by its readers: another monitor on the node may take an error away.
+from `/sys/class/infiniband`, interfaces from `/sys/class/net`, priority pauses from the driver's statistics as in
+`ethtool -S`. Reading `xgmi_error` clears it, so another monitor on the node may hide errors.
 
-One look takes {milliseconds} ms of one CPU core (eight GPUs, five ports and three interfaces of a recorded tree, the
-median of 100 looks on 23 November 2026); drivers add their own time.
+A reading takes {milliseconds} ms of one CPU core (eight GPUs, five ports and three interfaces of a recorded tree, the
+median of 100 on 23 November 2026); drivers add their own time.
 """
 
 PREFLIGHT = """\
 ## The check before a start
 
-`zaya_jax.aegis.preflight.check` runs in under {seconds:.0f} s, in processes of its own:
+`zaya_jax.aegis.preflight.check` runs in under {seconds:.0f} s, in separate processes:
 
-| what | how | finding |
+| test | how | finding |
 |---|---|---|
 | devices | as many as expected | gpu missing |
 | idle | AMD: less than {idle:.0f} GiB of memory in use, at most {busy:.0f} % busy | gpu not idle |
-| products | bfloat16, float32: whole numbers, whose sums are exact in any order; all compared | gpu computes wrongly |
+| products | bfloat16 and float32 products of whole numbers, whose sums are exact in any order | gpu computes wrongly |
 | memory | a copy; below {slow:.0%} of the node's median (of three at least) | gpu memory slow |
-| storage | 16 MiB written, made to last (fsync), read back, compared | storage wrong, check of storage failed |
-| watchers | once, and ports slower than most of the node's | as above |
-| any of it | no answer in time, or the process died | check of ... hangs, check of ... failed |
+| storage | 16 MiB written, synced, read back, compared | storage wrong, check of storage failed |
+| watchers | one reading, and ports slower than most of the node's | as above |
+| any test | no answer in time, or the process died | check of ... hangs, check of ... failed |
 
-Links are tried in pairs along a ring, in two rounds of disjoint pairs (three for an odd number of nodes): two
-processes exchange known numbers, check each, and measure. A node whose tries all fail is named; a pair that fails
-while both do well with others is a bad link. Of two nodes alone it cannot be told which. Below {slow_link:.0%} of the
-median link is slow.
+Links are tested in pairs along a ring, in two rounds of disjoint pairs (three for an odd number of nodes): two
+processes exchange known numbers, check them, and measure. A node whose tests all fail is named; a pair that fails
+although both succeed with others is a bad link. With only two nodes the culprit cannot be determined. A link below
+{slow_link:.0%} of the median is slow.
 """
 
 TIME = """\
 ## Where the time goes
 
-The report (`report.html`, and `python -m experiments.supervise report --workdir=DIR`) gives every second from the
-first start to the last event exactly one use; they sum to the whole, which a test holds for random histories.
-**Goodput** is the time of steps whose updates are in the run now over the supervised time, which is all but *not
-supervised*. Where a start said nothing of itself goodput is not known, and the page says so.
+The report (`report.html`, and `python -m experiments.supervise report --workdir=DIR`) assigns every second from the
+first start to the last event to exactly one use; a test checks the sum for random histories. **Goodput** is the time
+of steps whose updates are still in the run, divided by the supervised time. It is unknown if a start recorded
+nothing, and the page says so.
 
 | use | meaning |
 |---|---|
 {uses}
 
-*Found in* is from the fault until it was noticed, *recovered in* from the fault to the first new step; *time lost*
-adds the steps that were done again.
+*Found in* counts from the fault until it was noticed, *recovered in* from the fault to the first new step; *time lost*
+adds the repeated steps.
 """
 
 NOTIFY = """
 ## A command at each event
 
-The leading agent runs `--command` at each event, with the event as JSON on its input and `ZAYA_EVENT` (kind),
+The leading agent runs `--command` at each event, with the event as JSON on its standard input and `ZAYA_EVENT` (kind),
 `ZAYA_NODE`, `ZAYA_GROUP` and `ZAYA_TEXT` (one line) in its environment. Nothing waits for it; failures and dropped
-events are counted. Findings that are notes are not told. A webhook is a command, too:
+events are counted. Notes are not passed on. A webhook is such a command:
 
     --command="curl -sf -m 10 -H 'Content-Type: application/json' --data-binary @- https://HOST/HOOK"
 
-and so is a script that drains the node of an `excluded` event, or that sends figures to the site's monitoring.
+So is a script that drains the node of an `excluded` event or sends figures to the site's monitoring.
 """
 
 MEANINGS = {
-    "step": "steps whose updates are in the run now",
-    "start": "before the first step of a start that follows no fault",
-    "compile": "compiling, likewise",
+    "step": "steps whose updates are still in the run",
+    "start": "before the first step of a start that did not follow a fault",
+    "compile": "compiling, before the first step of such a start",
     "evaluate": "evaluation",
-    "save": "saving, as far as the training waits for it",
+    "save": "waiting for saves",
     "end": "the end: last save, sample, report",
-    "redone": "steps that were computed again after going back, or whose batches were left out",
+    "redone": "steps that were repeated after going back, or whose batches were left out",
     "silent": "from a fault until it was noticed",
-    "stopping": "from there until nothing ran, and the pause before the next start",
+    "stopping": "from then until all processes had ended, and the pause before the next start",
     "again": "from the next start to its first new step",
     "idle": "between an end and the next start",
-    "untold": "a start that said nothing of itself",
+    "untold": "a start that recorded nothing",
 }
 MILLISECONDS = 9  # process time, of tests/aegis/watched.py's tree in memory
 

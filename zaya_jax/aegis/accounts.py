@@ -43,7 +43,7 @@ USES = (
 LABELS = {
     "step": "training", "start": "starting", "compile": "compiling", "evaluate": "evaluating", "save": "saving",
     "end": "ending", "redone": "steps done again or left out", "silent": "faults before they were noticed",
-    "stopping": "stopping and waiting", "again": "starting again", "idle": "not supervised", "untold": "not told",
+    "stopping": "stopping and waiting", "again": "starting again", "idle": "not supervised", "untold": "not recorded",
 }  # fmt: skip
 INTERRUPTIONS = ("died", "hangs", "lost", "found", "border")
 LEAST, SHARE = 10.0, 0.01  # a window's seconds at least, and its share of the start's age

@@ -34,7 +34,7 @@ GROUPS = (
     ("saving", ("save",), 6),
     ("done again", ("redone",), 4),
     ("lost to faults", ("silent", "stopping", "again"), 1),
-    ("not told", ("untold",), 7),
+    ("not recorded", ("untold",), 7),
 )
 UNITS = (("d", 86400.0), ("h", 3600.0), ("min", 60.0), ("s", 1.0))
 INTRO = (
