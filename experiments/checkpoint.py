@@ -21,9 +21,9 @@ from typing import Any
 from tqdm import tqdm
 
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import audit, layout, look, rewrite, store, writing
-from zaya_jax.checkpoint.vault import vault_at
-from zaya_jax.config import UserError
+from zaya_jax.checkpoint import layout, look, rewrite, store, writing
+from zaya_jax.checkpoint.vault import Vault, vault_at
+from zaya_jax.config import StorageError, UserError
 from zaya_jax.pytorch import exchange, tokenizer_files
 from zaya_jax.report.checkpoints import checkpoints_document
 from zaya_jax.report.document import check_target, write_page
@@ -126,19 +126,15 @@ def inspect(args: Any) -> int:
 
 def verify(args: Any) -> int:
     """A line for each step, and one for each damage."""
-    root = Path(args.workdir).absolute() / "checkpoints"
-    vault = vault_at(args.workdir)
-    if vault:
-        steps = vault.steps()
-        if not steps:
-            raise UserError(
-                f"--workdir={args.workdir} has no checkpoint; give the place that checkpoint.durable names"
-            )
-    else:
-        steps = writing.numbered(root)
-        if not steps:
-            store.latest_step(args.workdir)  # says what is wrong
-
+    copies = vault_at(args.workdir)
+    vault = copies or Vault(Path(args.workdir).absolute() / "checkpoints")
+    # In a workdir a folder without a list is damaged: it gets its name with the list in it.
+    listed = vault.steps if copies else vault.numbered
+    steps = listed()
+    if not steps:
+        raise UserError(
+            f"--workdir={args.workdir} has no checkpoint; give a run's folder, or the place of its copies"
+        )
     if args.step is not None:
         if args.step not in steps:
             raise UserError(
@@ -146,7 +142,7 @@ def verify(args: Any) -> int:
                 f"it has {', '.join(map(str, steps))}"
             )
         steps = [args.step]
-    damaged, run = 0, vault.owner() if vault else ""
+    damaged = 0
     for step in steps:
         total = 0
         with _progress() as progress:
@@ -156,17 +152,18 @@ def verify(args: Any) -> int:
                 total = all_bytes
                 progress(done, all_bytes)
 
-            damages = vault.verify(step, count, run=run) if vault else audit.verify(root / str(step), count)
-        if damages is None:
+            damages = vault.verify(step, count)
+        if damages and step not in listed():
             print(f"step {step}: deleted meanwhile")
-        elif not damages:
+            continue
+        if not damages:
             print(f"step {step}: {look.size_text(total)}, whole")
-        for damage in damages or ():
+        for damage in damages:
             print(f"step {step}: {damage}")
         damaged += bool(damages)
-    for name in vault.unfinished() if vault else writing.odd_names(root):
-        print(f"{name}: {'its upload has not ended' if vault else 'no name of a checkpoint, not looked at'}")
-    wrong = "" if vault else _wrong_config(Path(args.workdir), steps[-1])
+    for name in copies.unfinished() if copies else writing.odd_names(Path(vault.url)):
+        print(f"{name}: {'its upload has not ended' if copies else 'no name of a checkpoint, not looked at'}")
+    wrong = "" if copies else _wrong_config(Path(args.workdir), steps[-1])
     if wrong:
         print(wrong)
     if damaged or wrong:
@@ -186,7 +183,7 @@ def _wrong_config(workdir: Path, step: int) -> str:
             check_same(config.check(saved), recorded, workdir, step)
     except UserError as error:
         return f"config.json: {error}"
-    except (OSError, ValueError, AttributeError):  # damage there is told already
+    except (StorageError, ValueError, AttributeError):  # damage there is told already
         pass
     return ""
 

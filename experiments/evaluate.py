@@ -23,7 +23,7 @@ import jax
 from tqdm import tqdm
 
 from zaya_jax import cli, given, library, schedule
-from zaya_jax.checkpoint import audit, store
+from zaya_jax.checkpoint import store
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.config.files import write
@@ -215,7 +215,7 @@ def _require_its_data(model: library.LanguageModel) -> None:
     seen cannot be told from the rest."""
     assert model.tokenizer is not None
     folder, step = given.folder_and_step(model.source)
-    meta = audit.checked_meta(store.step_folder(folder, step or 0))
+    meta = store.read_meta(folder, step or 0)
     try:
         if "data" in meta:  # else it came from elsewhere and was not trained here
             pipeline.train_stream(model.config, model.tokenizer).set_state(meta["data"])

@@ -63,14 +63,12 @@ def holder(tmp_path, monkeypatch):
 def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
     workdir, settings = tmp_path / "run", config.check(config.default())
     said = rf"in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S*; wait until"
-    source = train(tmp_path / "source", 3)
     (tmp_path / "link").symlink_to(workdir)
     for refused in (
         lambda: open_workdir(workdir, settings),
         lambda: open_workdir(workdir, settings),  # to be refused gives nobody else's lock back
         lambda: open_workdir(tmp_path / "link", settings),
         lambda: claims.require_free(workdir),
-        lambda: rewrite.reshard(source, workdir),
     ):
         with pytest.raises(UserError, match=said):
             refused()
@@ -81,8 +79,6 @@ def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
     open_workdir(workdir, settings)  # a run that goes on in the same process
     claims.release(workdir)
     claims.release(workdir)
-    rewrite.reshard(source, tmp_path / "new")
-    assert store.Store(tmp_path / "new").steps() == [3]
 
 
 def test_a_lock_whose_file_went_with_its_folder_locks_nothing(tmp_path, monkeypatch):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
+from orbax.checkpoint.options import AtomicityMode
 
 from zaya_jax.checkpoint import (
-    audit,
     boxes,
     layout,
     look,
@@ -23,6 +23,7 @@ from zaya_jax.checkpoint import (
     seal,
     store,
     times,
+    vault,
     writing,
 )
 from zaya_jax.config import Checkpoint, StorageError
@@ -78,6 +79,19 @@ def test_what_is_saved_comes_back_on_other_meshes(tmp_path):
     assert meta["step"] == 3 and meta["processes"] == 1
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     same(run.store.restore(3, store.abstract_like(tree, one))[0], tree)
+
+
+def test_orbax_reads_it_where_folders_are_whole_by_a_file(tmp_path):
+    """As at gs://: a step without that file is refused there."""
+    run, tree = Run(tmp_path), state(7)
+    run.save(3, tree)
+    mode = ocp.options.AtomicityOptions(mode=AtomicityMode.COMMIT_FILE)
+    with ocp.Context(atomicity_options=mode):
+        got = ocp.load_checkpointables(tmp_path / "checkpoints" / "3")["state"]
+        np.testing.assert_array_equal(got["params"]["layers"]["w"], tree["params"]["layers"]["w"])
+        (tmp_path / "checkpoints" / "3" / layout.COMMITTED).unlink()
+        with pytest.raises(ocp.errors.InvalidLayoutError):
+            ocp.load_checkpointables(tmp_path / "checkpoints" / "3")
 
 
 def test_each_byte_is_written_once_and_by_all(tmp_path, monkeypatch):
@@ -475,7 +489,7 @@ def test_files_are_shared_out_evenly(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 7)
     for process in range(7):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        shares.append(audit.share(files))
+        shares.append(vault.share(files))
     assert sorted(name for share in shares for name in share) == sorted(files)
     sizes = [sum(files[name][0] for name in share) for share in shares]
     assert max(sizes) - min(sizes) <= 101

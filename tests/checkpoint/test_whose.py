@@ -9,7 +9,8 @@ import pytest
 
 from experiments import checkpoint
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import audit, claims, rewrite, store, writing
+from zaya_jax.checkpoint import claims, rewrite, store, writing
+from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.pytorch import exchange
 from zaya_jax.training import workdir as workdir_lib
@@ -113,18 +114,18 @@ def test_the_checkpoint_is_believed_not_config_json(tmp_path):
         open_workdir(workdir, settings())
 
 
-@pytest.mark.parametrize("to", ["{}", "file://{}/checkpoints"])
-def test_a_step_is_not_resharded_into_another_run(tmp_path, to):
+def test_a_step_is_not_resharded_into_another_run(tmp_path):
     source, other = train(tmp_path / "run"), train(tmp_path / "other", (2,), plus=1)
     begun = train(tmp_path / "begun", ())  # it has saved nothing: its name tells it
     for theirs in (other, begun):
         before = content(theirs)
-        with pytest.raises(UserError, match=r"give (a new folder|each run a place of its own)"):
-            rewrite.reshard(source, to.format(theirs))
+        for to in (theirs, f"file://{theirs}/checkpoints"):
+            with pytest.raises(UserError, match=r"give (a new folder|each run a place of its own)"):
+                rewrite.reshard(source, to)
         assert content(theirs) == before
-    rewrite.reshard(source, tmp_path / "new", step=2)
-    rewrite.reshard(source, tmp_path / "new", step=4)
-    assert writing.run_of(tmp_path / "new" / "checkpoints") == writing.run_of(source / "checkpoints")
+    for step in (2, 4):
+        rewrite.reshard(source, f"file://{tmp_path}/copies", step=step)
+    assert Vault(tmp_path / "copies").owner() == writing.run_of(source / "checkpoints")
 
 
 def test_a_failed_reshard_leaves_what_others_made(tmp_path, monkeypatch, then_waits):
@@ -173,7 +174,7 @@ def test_pipes_and_folders_in_the_place_of_files(tmp_path):
         for odd in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
             path.unlink()
             odd(path)
-            damages = [str(d) for d in audit.verify(workdir / "checkpoints" / "4")]
+            damages = [str(d) for d in Vault(workdir / "checkpoints").verify(4)]
             assert any("no regular file" in d or "Is a directory" in d for d in damages), damages
             with pytest.raises(StorageError):
                 store.Store(workdir, Checkpoint(), print).newest()

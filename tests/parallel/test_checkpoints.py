@@ -9,7 +9,7 @@ import pytest
 from mesh_helpers import Run
 
 from zaya_jax import trees
-from zaya_jax.checkpoint import layout, reading
+from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.store import Store
 from zaya_jax.checkpoint.writing import OnHost
@@ -131,17 +131,3 @@ def test_a_copy_on_the_host_is_the_same_and_stays(tmp_path, monkeypatch, name):
     here.state, _ = store.restore(2, copies.like, copies.held, copies.place)
     for a, b in zip(jax.tree.leaves(here.logical()), jax.tree.leaves(logical), strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("name", [ONE, "fsdp"])
-def test_large_arrays_are_filled_on_their_devices_piece_by_piece(tmp_path_factory, monkeypatch, name):
-    store, logical, _ = written(tmp_path_factory.getbasetemp(), "data x expert x tensor", 3)
-    there, pieces_set = run(name), []
-    fill = reading._set
-    monkeypatch.setattr(reading, "WHOLE_BYTES", 2048)
-    monkeypatch.setattr(reading, "_set", lambda *args: (pieces_set.append(args[1].nbytes), fill(*args))[1])
-    there.state, _ = store.restore(2, there.copies.like, there.copies.held, there.copies.place)
-    assert len(pieces_set) > 100
-    for a, b in zip(jax.tree.leaves(there.logical()), jax.tree.leaves(logical), strict=True):
-        np.testing.assert_array_equal(a, b)
-    there.train(range(2, 3))  # on memory that the step may take

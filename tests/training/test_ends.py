@@ -20,7 +20,7 @@ import tiny_runs
 
 from zaya_jax import cli, config, schedule
 from zaya_jax import run as run_lib
-from zaya_jax.checkpoint import audit, store, writing
+from zaya_jax.checkpoint import store, writing
 from zaya_jax.checkpoint import vault as vault_lib
 from zaya_jax.cluster import leaving
 from zaya_jax.data import windows
@@ -114,7 +114,7 @@ def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run
     assert out.count("is NOT saved") == 2 and "training goes on" in out
     root.unlink()
     away.rename(root)
-    assert writing.steps_in(root) == [4, 8] and audit.verify(root / "8") == []
+    assert writing.steps_in(root) == [4, 8] and vault_lib.Vault(root).verify(8) == []
     assert run(99, None, run__num_steps=10) == cli.DONE
     assert last_step(tmp_path / "run") == 10
 
@@ -128,7 +128,7 @@ def test_saves_by_the_clock_and_by_tokens(run, tmp_path):
     assert run(1, lambda: time.sleep(0.03), **keys) == cli.DONE
     root = tmp_path / "run" / "checkpoints"
     steps = writing.steps_in(root)
-    assert all(audit.verify(root / str(step)) == [] for step in steps)
+    assert all(vault_lib.Vault(root).verify(step) == [] for step in steps)
     assert steps[-1] == 25 and 2 <= len(steps) <= 3  # the first after each 10 steps, and the last
     assert all(step >= 10 for step in steps)
 

@@ -13,7 +13,7 @@ import tiny_runs
 
 from experiments.configs import tiny
 from zaya_jax import cli, config, schedule
-from zaya_jax.checkpoint import partial, store, writing
+from zaya_jax.checkpoint import partial, store
 from zaya_jax.checkpoint import vault as vault_lib
 from zaya_jax.config import Phase, StorageError, UserError
 from zaya_jax.data import tokenizers
@@ -303,9 +303,9 @@ def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(parent,
 @pytest.mark.slow
 def test_from_a_url_by_two_processes(parent, tmp_path):
     vault = vault_lib.Vault(f"file://{tmp_path}/far")
-    source = parent / "run" / "checkpoints" / "4"
-    vault.upload(source, 4, writing.read_seal(source).files)
-    vault.complete(source, 4)
+    source = vault_lib.Vault(parent / "run" / "checkpoints")
+    source.copy(4, source.seal(4).files, vault)
+    vault.complete(4, source.seal(4))
     keys = tiny_runs.SMALL | {
         "run.num_steps": 6,
         "schedule.decay_fraction": 0.5,

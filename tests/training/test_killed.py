@@ -10,7 +10,7 @@ import pytest
 import tiny_runs
 
 from zaya_jax import cli
-from zaya_jax.checkpoint import audit
+from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.checkpoint.writing import steps_in
 
 SMALL = tiny_runs.SMALL | {"checkpoint.every_steps": 1}
@@ -40,7 +40,7 @@ def complete_steps(workdir):
     root = workdir / "checkpoints"
     steps = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.is_dir() else []
     for step in steps:
-        assert audit.verify(root / str(step)) == []
+        assert Vault(root).verify(step) == []
     return steps
 
 

@@ -14,15 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint import audit, writing
-from zaya_jax.checkpoint.audit import share
-from zaya_jax.checkpoint.layout import META
+from zaya_jax.checkpoint import writing
 from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.checkpoint.times import Log
-from zaya_jax.checkpoint.vault import Vault, each, unreachable
+from zaya_jax.checkpoint.vault import Vault, each, share, unreachable
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError, UserError
-from zaya_jax.config.fields import parse_json
 
 Accept = Callable[[dict[str, Any]], object]  # raises UserError for the meta of another run
 
@@ -32,7 +29,7 @@ class Durable:
 
     def __init__(self, root: Path, settings: Checkpoint, say: Callable[[str], None], log: Log):
         self.root, self._settings, self._say, self._log = root, settings, say, log
-        self.vault = Vault(settings.durable)
+        self.vault, self._here = Vault(settings.durable), Vault(root)
         if multihost.is_writer():
             self.vault.tell = say
         self.obsolete: list[int] = []  # steps that were deleted here: their copies are to go
@@ -60,9 +57,9 @@ class Durable:
         """Whether a step there is a copy of the one here; or whole by itself, where the one here is damaged."""
         whole = None
         with contextlib.suppress(StorageError):
-            whole = audit.own_seal(self.root / str(step))
+            whole = self._here.seal(step)
         try:
-            return self.vault.holds(step, whole or self.vault.manifest(step))
+            return self.vault.holds(step, whole or self.vault.seal(step))
         except StorageError as error:
             if unreachable(error):
                 raise
@@ -77,7 +74,7 @@ class Durable:
             if not folder.exists():
                 return [None, False, False]
             try:
-                whole = audit.own_seal(folder)
+                whole = self._here.seal(step)
                 self.vault.claim(writing.run_of(self.root))
                 wanted = not self.vault.holds(step, whole)
                 return [None, wanted, wanted and self.vault.has(step)]
@@ -86,7 +83,7 @@ class Durable:
 
         error, wanted, replaces = multihost.from_first("send", look)
         if not error and replaces:  # nothing whole is given up for what is not
-            damages = audit.verify_together("before a copy goes", folder)
+            damages = self._here.verify_together("before a copy goes", step)
             error = f"{folder} is damaged: {damages[0]}" if damages else None
             # No whole copy any more from before the first of its files is written anew.
             error = error or writing.together("reopen", lambda: None, lambda _: self.vault.reopen(step))
@@ -94,14 +91,14 @@ class Durable:
             return error
 
         def work() -> list:
-            sums = audit.own_seal(folder).files
-            mine = {name: sums[name] for name in share(sums)}
-            self.vault.upload(folder, step, mine)
-            return [{"write": time.perf_counter() - clock}, sum(entry[0] for entry in mine.values())]
+            sums = self._here.seal(step).files
+            mine = share(sums)
+            self._here.copy(step, mine, self.vault)
+            return [{"write": time.perf_counter() - clock}, sum(sums[name][0] for name in mine)]
 
         def end(told: list) -> None:
             clock = time.perf_counter()
-            self.vault.complete(folder, step)
+            self.vault.complete(step, self._here.seal(step))
             commit = {"commit": time.perf_counter() - clock}
             self._log.add(
                 "copy", step, begun, [part[0] | commit for part in told], [part[1] for part in told]
@@ -162,7 +159,7 @@ class Durable:
         """UserError where the newest copy is of another config than a new workdir's."""
         for step in self.vault.steps()[-1:]:
             try:
-                accept(parse_json(self.vault.checked(step, META, self.vault.manifest(step))))
+                accept(self.vault.meta(step))
             except UserError as error:
                 raise UserError(
                     f"config.checkpoint.durable={self.vault.url} holds step {step} of another run than "
@@ -177,13 +174,14 @@ class Durable:
         folder = self.root / f"{writing.SAVING}{step}"
 
         def end(_: list) -> None:
-            owner = self.vault.owner()
-            found = self.vault.manifest(step, owner)
-            writing.begin_run(self.root, owner)
+            found = self.vault.seal(step)
+            writing.begin_run(self.root, self.vault.owner())
             writing.commit(folder, self.root / str(step), Seal(found.files, step, found.run))
             self._say(f"step {step} was fetched from {self.vault.url}")
 
-        work = lambda: self.vault.download(step, folder, share(self.vault.manifest(step).files))  # noqa: E731
+        def work() -> None:
+            self.vault.copy(step, share(self.vault.seal(step).files), self._here, folder.name)
+
         error = writing.together("fetched", work, end)
         if error and multihost.is_writer():
             shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 A checkpoint of step N is the folder `checkpoints/N`, in the layout of Orbax, which reads it:
 
     checksums.json          every other file's size and crc32c; written last, so what has it is whole
+    commit_success.txt      Orbax's AtomicityMode.COMMIT_FILE takes a folder without it for unfinished
     meta/data.json          step, tokens, data position, config, tokenizer, version
     state/NAME/zarr.json    one array (zarr v3); NAME is its path, such as params.layers.cca.q.kernel
     state/NAME/c.1.0        one chunk of it: the raw numbers, then their crc32c, which any reader checks
@@ -25,6 +26,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 CHUNK_BYTES = 32 << 20  # at most this much in a chunk: what a reader of a part must read at least
 PART_BYTES = 4 << 20  # arrays are cut over replicas, and layers into chunks of their own, down to this size
 MARKER = "checksums.json"
+COMMITTED, DONE = "commit_success.txt", b"done\n"  # Orbax's own marker, where folders cannot be renamed
 META = "meta/data.json"
 STATE = "state"
 IMPORTED = "imported.json"  # in a workdir whose first weights came from a model directory
@@ -204,7 +206,7 @@ def frame(arrays: tuple[Array, ...], meta: dict[str, Any]) -> dict[str, bytes]:
     }  # fmt: skip
     files = {f"{array.folder}/zarr.json": array.to_json() for array in arrays}
     files |= {"_CHECKPOINT_METADATA": _FRAME, f"{STATE}/_METADATA": state, META: meta}
-    return {name: json.dumps(value).encode() for name, value in files.items()}
+    return {COMMITTED: DONE} | {name: json.dumps(value).encode() for name, value in files.items()}
 
 
 def in_factors(names: dict[str, list[str]], spec: PartitionSpec, ndim: int) -> list[tuple[str, ...]]:

@@ -7,7 +7,6 @@
 The last two are for all processes together. A rescued part is copied by any process that sees it.
 """
 
-import concurrent.futures
 import contextlib
 import functools
 import shutil
@@ -19,9 +18,10 @@ import google_crc32c
 import jax
 
 from zaya_jax.checkpoint import claims, stale, writing
-from zaya_jax.checkpoint.seal import Seal, Sums, signed, unsigned, wrong_with
+from zaya_jax.checkpoint.seal import Seal, Sums, signed, unsigned
+from zaya_jax.checkpoint.vault import Vault, each
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Checkpoint, StorageError, files
+from zaya_jax.config import Checkpoint, files
 
 PART = "part.json"  # of one process: its files, and of how many parts it is one
 
@@ -87,14 +87,16 @@ class Local:
 
     def _publish(self, name: str, step: int, parts: list[Path]) -> str | None:
         """Copies parts of a step into workdir/checkpoints and makes it whole there; what went wrong, if anything."""
-        folder = self.root / f"{writing.SAVING}{step}"
+        folder, here = self.root / f"{writing.SAVING}{step}", Vault(self.root)
+
+        def put(part: Path, its: Sums, name: str) -> None:
+            here.put(folder.name, name, Vault(part.parent).checked(part.name, name, its))
 
         def work() -> Sums:
             sums = Sums()
             for part in parts:
                 its = _read_part(part)["files"]
-                with concurrent.futures.ThreadPoolExecutor(writing.THREADS, "publish") as pool:
-                    list(pool.map(lambda item, part=part: _copy(part, folder, *item), its.items()))
+                each(functools.partial(put, part, its), list(its))
                 sums |= its
             return sums
 
@@ -161,11 +163,3 @@ class Local:
 
 def _read_part(folder: Path) -> dict[str, Any]:
     return unsigned(files.read(folder / PART))
-
-
-def _copy(source: Path, target: Path, name: str, entry: list[int]) -> None:
-    content = files.read(source / name)
-    what = wrong_with(content, entry)
-    if what:
-        raise StorageError(f"{source / name} is not what was written there, but {what}")
-    writing.write_files(target, {name: content})

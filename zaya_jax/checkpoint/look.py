@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.checkpoint import layout, retention, store, writing
+from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.times import STAGES, Event, read
-from zaya_jax.config import StorageError, UserError, files
-from zaya_jax.config.fields import parse_json
+from zaya_jax.config import StorageError, UserError
 
 # How the names begin of what lies among the checkpoints and is none, and what to say of it.
 OTHERS = {
@@ -53,23 +53,11 @@ class Seen:
 
 def see(workdir: str | Path, step: int) -> Seen:
     """Looks at one step; StorageError where its small files are damaged."""
-    folder = store.step_folder(workdir, step)
-    try:
-        sums, saved = writing.read_seal(folder).files, (folder / layout.MARKER).stat().st_mtime
-        meta = dict(files.read_json(folder / layout.META))
-        described = [name for name in sorted(sums) if name.endswith("/zarr.json")]
-        arrays = [
-            layout.Array.of_json(n.split("/")[1], parse_json(files.read(folder / n))) for n in described
-        ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if not folder.exists():
-            raise UserError(
-                f"{folder} has gone meanwhile, as old steps of a run do; take a newer one"
-            ) from None
-        raise StorageError(
-            f"{folder} cannot be looked at: {writing.reason(error)}; "
-            f"`python -m experiments.checkpoint verify --workdir={workdir} --step={step}` says what is damaged"
-        ) from None
+    source = Source(workdir, step)
+    with source.unless_deleted():
+        arrays, meta = list(source.arrays().values()), source.json(layout.META)
+        saved = (store.step_folder(workdir, step) / layout.MARKER).stat().st_mtime
+    sums = source.files
     chunks = Counter(name.split("/")[1] for name in sums if re.search(r"/c[.\d]*$", name))
     size = sum(entry[0] for entry in sums.values())
     return Seen(step, meta, size, len(sums) + 1, arrays, chunks, saved)

@@ -18,11 +18,10 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.checkpoint import claims, layout, writing
-from zaya_jax.checkpoint.audit import Progress
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
 from zaya_jax.checkpoint.seal import TAIL, Seal, Sums, crc32c, entry_of
 from zaya_jax.checkpoint.source import Source
-from zaya_jax.checkpoint.vault import Vault
+from zaya_jax.checkpoint.vault import Progress, Vault
 from zaya_jax.config import StorageError, UserError, files
 
 Put = Callable[[str, bytes | memoryview], None]
@@ -112,7 +111,7 @@ def _write(
 
 @contextlib.contextmanager
 def _to_vault(source: Source, target: str) -> Iterator[tuple[Put, Callable[[Sums], None]]]:
-    """(where files go, what makes them a checkpoint) of a place for copies."""
+    """(function that writes a file, function that makes the files a checkpoint) for a place of copies."""
     vault, step = Vault(target), source.step
     if vault.folder:
         claims.require_writable(vault.folder, f"--to={target}")
@@ -123,62 +122,34 @@ def _to_vault(source: Source, target: str) -> Iterator[tuple[Put, Callable[[Sums
         )
     vault.require_own(source.run, source.name, f"--to={target}")
 
-    def finish(sums: Sums) -> None:
-        vault.put(step, layout.MARKER, Seal(sums, step, source.run).content())
-
-    claimed = False
-
     def put(name: str, content: bytes | memoryview) -> None:
-        nonlocal claimed
-        if not claimed:  # when the source was checked, and before there is a step without an owner
+        if not vault.owner():  # when the source was checked, and before there is a step without an owner
             vault.claim(source.run)
-            claimed = True
-        vault.put(step, name, content)
+        if name != layout.COMMITTED:  # comes with the list
+            vault.put(step, name, content)
 
-    yield put, finish
+    yield put, lambda sums: vault.complete(step, Seal(sums, step, source.run))
 
 
 @contextlib.contextmanager
 def _to_workdir(source: Source, target: str) -> Iterator[tuple[Put, Callable[[Sums], None]]]:
-    """The same of a workdir, a new one or the run's own; a failure leaves nothing of what it has made."""
-    step, workdir, option = source.step, Path(target).absolute(), f"--to={target}"
-    claims.require_writable(workdir, option)
-    claims.require_outside(workdir, option)
-    _require_same_run(workdir, source, option)
-    new = not workdir.exists() or not any(workdir.iterdir())
-    with claims.whole_or_nothing(workdir) if new else _locked(workdir) as part:
-        if not new:
-            _require_same_run(workdir, source, option)  # what was there before it had the lock does not count
-        root = part / "checkpoints"
-        folder = root / f"{writing.SAVING}{step}"
-        shutil.rmtree(folder, ignore_errors=True)  # what a killed attempt left
+    """The same for a new workdir; nothing is left where that fails."""
+    step, workdir = source.step, claims.new_folder(target, "--to")
+    with claims.whole_or_nothing(workdir) as part:
+        folder = part / "checkpoints" / f"{writing.SAVING}{step}"
 
         def finish(sums: Sums) -> None:
-            beside = source.workdir if new else None
-            for name in BESIDE if beside else ():
-                if beside and os.path.lexists(beside / name):
-                    _copy(beside / name, part / name)
-            run = writing.run_of(root) or writing.begin_run(root, source.run)
-            writing.commit(folder, root / str(step), Seal(sums, step, run))
+            beside = [source.workdir / name for name in BESIDE] if source.workdir else []
+            for path in filter(os.path.lexists, beside):
+                _copy(path, part / path.name)
+            run = writing.begin_run(part / "checkpoints", source.run)
+            writing.commit(folder, part / "checkpoints" / str(step), Seal(sums, step, run))
 
-        try:
-            yield lambda name, content: _put_file(folder, name, content), finish
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-
-
-@contextlib.contextmanager
-def _locked(workdir: Path) -> Iterator[Path]:
-    claims.take(workdir)
-    try:
-        yield workdir
-    finally:
-        claims.release(workdir)
+        yield lambda name, content: _put_file(folder, name, content), finish
 
 
 def _copy(source: Path, target: Path) -> None:
-    """A file, or a folder of them; StorageError, with its name, for a link to nothing and for what is no file."""
+    """A file, or a folder of them; StorageError, with its name, for a link to nothing and for a pipe."""
     try:
         if source.is_dir():
             shutil.copytree(source, target)
@@ -188,25 +159,6 @@ def _copy(source: Path, target: Path) -> None:
         raise StorageError(
             f"{source} cannot be read ({writing.reason(error)}); mend it, or remove it"
         ) from None
-
-
-def _require_same_run(workdir: Path, source: Source, option: str) -> None:
-    """UserError for a folder that is neither new nor of the run whose step is to go there."""
-    root = workdir / "checkpoints"
-    there = {path.name for path in workdir.iterdir()} - {claims.LOCK} if workdir.exists() else set()
-    if not there:
-        return
-    if not there & {"config.json", "checkpoints"}:
-        raise UserError(f"{option} is not empty and no run's folder; give a new one")
-    if source.step in writing.numbered(root):
-        raise UserError(
-            f"{option} has a checkpoint of step {source.step} already; give another folder or --step"
-        )
-    if writing.run_of(root) != source.run:
-        raise UserError(
-            f"{option} is the folder of run {writing.run_of(root) or 'without a name'}, but {source.name} is of run "
-            f"{source.run}; give a new folder"
-        )
 
 
 def _put_file(folder: Path, name: str, content: bytes | memoryview) -> None:

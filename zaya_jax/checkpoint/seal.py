@@ -87,8 +87,14 @@ def wrong_with(content: bytes, entry: list[int]) -> str | None:
     return _wrong_with([memoryview(content)], len(content), entry)
 
 
+def wrong_with_file(path: str, entry: list[int]) -> str | None:
+    """The same of a file on the disk, without the memory of all of it."""
+    with files.opened(path) as file:
+        blocks = (memoryview(block) for block in iter(lambda: file.read(1 << 20), b""))
+        return _wrong_with(blocks, os.fstat(file.fileno()).st_size, entry)
+
+
 def _wrong_with(blocks: Iterable[memoryview], size: int, entry: list[int]) -> str | None:
-    """The same of a file of `size` bytes that is read in blocks."""
     wanted, expected, tail = entry
     if size != wanted:
         return f"{'truncated' if size < wanted else 'too long'}: {size} bytes instead of {wanted}"
@@ -101,29 +107,12 @@ def _wrong_with(blocks: Iterable[memoryview], size: int, entry: list[int]) -> st
     return "changed in its tail" if tail and end != expected.to_bytes(TAIL, "little") else None
 
 
-def check_file(path: Any, entry: list[int]) -> str | None:
-    """The same of a file on the disk."""
-    try:
-        with files.opened(path) as file:
-            return _wrong_with(_blocks(file), os.fstat(file.fileno()).st_size, entry)
-    except FileNotFoundError:
-        return "missing"
-    except OSError as error:
-        return f"unreadable ({error.strerror})"
-
-
 def crc32c(buffer: Any, crc: int = 0) -> int:
     """The checksum of a buffer, going on from `crc`."""
     view = memoryview(buffer)
     for begin in range(0, len(view), BLOCK):
         crc = google_crc32c.extend(crc, np.frombuffer(view[begin : begin + BLOCK], np.uint8))
     return crc
-
-
-def _blocks(file: Any) -> Iterable[memoryview]:
-    block = memoryview(bytearray(1 << 20))
-    while count := file.readinto(block):
-        yield block[:count]
 
 
 def _canonical(found: Any) -> bytes:

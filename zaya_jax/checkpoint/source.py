@@ -1,7 +1,7 @@
 """One checkpoint to read from, wherever it lies: in a run's folder, by itself, or at an address.
 
     source = Source("runs/tiny", step)              or "runs/tiny@300", exported parameters, "s3://bucket/run"
-    source.check(names=["state/params."])           StorageError if one of these files is not what was written
+    source.check(names=["state/params."])           StorageError if one of these files is damaged
     source.read(("params", "head", "kernel"))       an array on the host
     source.fill(array, box, out)                    a part of one, without a copy of the rest
 
@@ -16,43 +16,46 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.checkpoint import audit, layout, store, writing
-from zaya_jax.checkpoint.audit import Progress
+from zaya_jax.checkpoint import layout, store
 from zaya_jax.checkpoint.layout import Array, Box
 from zaya_jax.checkpoint.seal import TAIL, Sums
-from zaya_jax.checkpoint.vault import vault_at
-from zaya_jax.config import StorageError, UserError, files, shown
+from zaya_jax.checkpoint.vault import Progress, Step, Vault, vault_at
+from zaya_jax.config import StorageError, UserError, shown
 from zaya_jax.config.fields import parse_json
 
 SLAB = 4 << 20  # bytes of a chunk that are mapped at once
 
 
 class Source:
-    """A whole checkpoint's files, in a folder or in a vault."""
+    """A whole checkpoint's files."""
 
     def __init__(self, place: str | Path, step: int | None = None):
         """`step`: by default the newest, or the one that FOLDER@STEP names."""
         path, at, number = str(place).rpartition("@")
-        if (
-            step is None and at and number.isdecimal() and not Path(place).is_dir()
-        ):  # a folder may be called so, too
+        # A folder's own name may end like that, too.
+        if step is None and at and number.isdecimal() and not Path(place).is_dir():
             place, step = path, int(number)
-        self._place, self.workdir, self._vault = place, None, vault_at(place)
+        self._place, self.workdir = place, None
         self._kept: tuple[str, np.ndarray] | None = None
-        if self._vault:
-            steps = self._vault.steps()
+        vault = vault_at(place)
+        name: Step
+        if vault:
+            steps = vault.steps()
             if not steps or step not in (None, *steps):
                 which = f" of step {shown(step)}" if step is not None else ""
                 raise UserError(f"--from={place} has no checkpoint{which}")
-            self.step = max(steps) if step is None else step
+            name = max(steps) if step is None else step
         elif (Path(place) / layout.MARKER).is_file():  # one checkpoint's own folder, or exported parameters
-            self._folder, self.step = Path(place).absolute(), 0  # it says itself which
+            folder = Path(place).absolute()
+            vault, name = Vault(folder.parent), folder.name
+            if vault.owner() and folder.name.isdecimal():
+                name = int(folder.name)
         else:
             self.workdir = Path(place).absolute()
-            self.step = store.latest_step(place, step)
-            self._folder = store.step_folder(place, self.step)
+            vault, name = Vault(self.workdir / "checkpoints"), store.latest_step(place, step)
+        self._vault, self._name = vault, name
         with self.unless_deleted():
-            found = self._vault.manifest(self.step) if self._vault else audit.own_seal(self._folder)
+            found = self._vault.seal(self._name)
         self.files, self.run, self.step = found.files, found.run or "", found.step
         self.name = f"step {self.step} of {place}"
 
@@ -62,54 +65,45 @@ class Source:
         try:
             yield
         except (OSError, ValueError, KeyError, TypeError, StorageError):
-            if self._vault is None and self.workdir is None:
-                raise
-            left = self._vault.steps() if self._vault else writing.numbered(self._folder.parent)
-            if self.step in left:
+            left = self._vault.numbered() if self.workdir else self._vault.steps()
+            if self._name in left or isinstance(self._name, str):
                 raise
             has = f"it has {', '.join(map(str, left))}" if left else "it has no other"
             raise UserError(
-                f"step {self.step} of {self._place} is gone meanwhile, its run has deleted it; {has}"
+                f"step {self._name} of {self._place} is gone meanwhile, its run has deleted it; {has}"
             ) from None
 
     def check(self, progress: Progress | None = None, names: Sequence[str] = ("",)) -> None:
         """StorageError if files that begin with one of these names, or by which they are found, are damaged."""
         wanted = (*names, layout.META, "_CHECKPOINT", f"{layout.STATE}/_METADATA")
-        self.check_files(
-            {name: sums for name, sums in self.files.items() if name.startswith(wanted)}, progress
-        )
+        self.check_files({n: entry for n, entry in self.files.items() if n.startswith(wanted)}, progress)
 
     def check_files(self, sums: Sums, progress: Progress | None = None) -> None:
         """StorageError if one of these is damaged."""
-        if self._vault:
-            damages = self._vault.check(self.step, sums, progress)
-        else:
-            damages = audit.check_here(self._folder, sums, progress)
+        damages = self._vault.check(self._name, sums, progress)
         if damages:
             more = f", and {len(damages) - 1} more" if len(damages) > 1 else ""
             raise StorageError(f"{self.name} is damaged: {damages[0]}{more}")
 
     def json(self, name: str) -> dict[str, Any]:
         """A small file."""
-        return parse_json(
-            self._vault.get(self.step, name) if self._vault else files.read(self._folder / name)
-        )
+        return parse_json(self._vault.get(self._name, name))
 
     def arrays(self) -> dict[str, Array]:
         """All arrays by name; StorageError if what describes them is damaged."""
         described = sorted(name for name in self.files if name.endswith("/zarr.json"))
         self.check(names=described)
-        names = [file.split("/")[1] for file in described]
-        return {
-            name: Array.of_json(name, self.json(file)) for name, file in zip(names, described, strict=True)
-        }
+        return {array.name: array for array in map(self._array, described)}
 
     def array(self, path: Sequence[str]) -> Array:
         """One array; UserError where there is none of this name."""
         name = ".".join(path)
         if f"{layout.STATE}/{name}/zarr.json" not in self.files:
             raise UserError(f"{self.name} has no array {name}")
-        return Array.of_json(name, self.json(f"{layout.STATE}/{name}/zarr.json"))
+        return self._array(f"{layout.STATE}/{name}/zarr.json")
+
+    def _array(self, file: str) -> Array:
+        return Array.of_json(file.split("/")[1], self.json(file))
 
     def read(self, path: Sequence[str], index: int | None = None) -> np.ndarray:
         """An array, or its entry at `index` of the first dimension."""
@@ -130,11 +124,11 @@ class Source:
 
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
         name, dtype = array.file(index), np.dtype(array.dtype)
-        if self._vault is None:
-            return np.memmap(self._folder / name, dtype, "r", shape=array.chunk)
+        if self._vault.folder:
+            return np.memmap(self._vault.folder / str(self._name) / name, dtype, "r", shape=array.chunk)
         if self._kept is None or self._kept[0] != name:
             self._kept = None  # before the next is fetched
-            raw = np.frombuffer(self._vault.get(self.step, name), np.uint8)[:-TAIL]
+            raw = np.frombuffer(self._vault.get(self._name, name), np.uint8)[:-TAIL]
             self._kept = name, raw.view(dtype).reshape(array.chunk)
         return self._kept[1]
 

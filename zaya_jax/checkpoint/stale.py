@@ -19,7 +19,7 @@ from zaya_jax.checkpoint import writing
 from zaya_jax.checkpoint.layout import META
 from zaya_jax.checkpoint.vault import Vault, unreachable
 from zaya_jax.cluster import multihost
-from zaya_jax.config import StorageError, UserError, files
+from zaya_jax.config import StorageError, UserError
 from zaya_jax.config.fields import parse_json
 
 KEY = "decisions"  # in a checkpoint's small file, and in a local part's
@@ -51,10 +51,12 @@ def drop(tiers: Any, decisions: Decisions) -> list[int]:
     told = multihost.to_first("stale parts", conflict(parts, decisions))
 
     def check() -> None:
-        why = conflict(here(tiers.root), decisions) or next(filter(None, told or []), "")
+        why = conflict(known_in(Vault(tiers.root), decisions), decisions) or next(
+            filter(None, told or []), ""
+        )
         if tiers.durable and not why:
             try:
-                why = conflict(copies(tiers.durable.vault, decisions), decisions)
+                why = conflict(known_in(tiers.durable.vault, decisions), decisions)
             except StorageError as failure:
                 if not unreachable(failure):
                     raise
@@ -79,32 +81,34 @@ def drop(tiers: Any, decisions: Decisions) -> list[int]:
     return multihost.from_first("stale", first)
 
 
-def here(root: Path) -> Iterator[Known]:
-    """Those in workdir/checkpoints; damage is found elsewhere."""
-    for step in writing.numbered(root):
-        with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):
-            yield root / str(step), step, list(files.read_json(root / str(step) / META).get(KEY, []))
+def known_in(vault: Vault, decisions: Decisions) -> Iterator[Known]:
+    """The checkpoints of a place; damage is found elsewhere."""
+    for step in vault.steps() if decisions else ():
+        try:
+            known = list(parse_json(vault.get(step, META)).get(KEY, []))
+        except (ValueError, AttributeError, TypeError):
+            continue
+        except StorageError as error:
+            if unreachable(error):
+                raise
+            continue
+        yield f"{vault.url}/{step}", step, known
 
 
-def copies(vault: Vault, decisions: Decisions) -> Iterator[Known]:
-    """Those in a durable place that may be stale; the others are not read."""
-    for step in vault.steps():
-        if is_stale(step, 0, decisions):
-            with contextlib.suppress(ValueError, AttributeError, TypeError):
-                yield f"{vault.url}/{step}", step, list(parse_json(vault.get(step, META)).get(KEY, []))
+def stale_in(vault: Vault, decisions: Decisions) -> list[int]:
+    """The stale ones among them."""
+    return [step for _, step, known in known_in(vault, decisions) if is_stale(step, len(known), decisions)]
 
 
 def delete_copies(vault: Vault, decisions: Decisions) -> None:
     """The stale ones in a durable place go."""
-    for step in [
-        step for _, step, known in copies(vault, decisions) if is_stale(step, len(known), decisions)
-    ]:
+    for step in stale_in(vault, decisions):
         vault.remove(step)
 
 
 def set_aside(root: Path, decisions: Decisions) -> list[int]:
     """Those in workdir/checkpoints become `.stale-N-STEP`, N being the number of decisions; those of fewer go."""
-    steps = [step for _, step, known in here(root) if is_stale(step, len(known), decisions)]
+    steps = stale_in(Vault(root), decisions)
     for step in steps:
         target = root / f"{writing.STALE}{len(decisions)}-{step}"
         shutil.rmtree(target, ignore_errors=True)

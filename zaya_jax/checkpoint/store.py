@@ -27,11 +27,12 @@ import numpy as np
 
 from pallas_kernels import chip
 from zaya_jax import trees
-from zaya_jax.checkpoint import audit, boxes, layout, reading, retention, stale, tiers, writing
+from zaya_jax.checkpoint import boxes, layout, reading, retention, stale, tiers, writing
 from zaya_jax.checkpoint.boxes import Holding, Writers
 from zaya_jax.checkpoint.durable import Accept
 from zaya_jax.checkpoint.seal import Sums
 from zaya_jax.checkpoint.times import Log
+from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError, UserError, files, shown
@@ -292,7 +293,7 @@ class Store:
             if step is None:
                 return None
             clock = time.perf_counter()
-            damages = audit.verify_together("damages", self.root / str(step))
+            damages = Vault(self.root).verify_together("damages", step)
             self._verify_seconds = time.perf_counter() - clock
             if not damages:
                 return step
@@ -358,7 +359,7 @@ def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
         )
     chosen = steps[-1] if step is None else step
     try:
-        audit.own_seal(root / str(chosen))
+        Vault(root).seal(chosen)
     except StorageError as error:
         if chosen not in writing.numbered(root):  # its run has deleted it meanwhile
             return latest_step(workdir, step)
@@ -376,8 +377,8 @@ def step_folder(workdir: str | os.PathLike, step: int) -> Path:
 
 
 def read_meta(workdir: str | os.PathLike, step: int) -> dict[str, Any]:
-    """The JSON part of a checkpoint alone; touches nothing, so a run may be writing there."""
-    return files.read_json(step_folder(workdir, step) / layout.META)
+    """The JSON part of a checkpoint alone, checked; touches nothing, so a run may be writing there."""
+    return Vault(Path(workdir).absolute() / "checkpoints").meta(step)
 
 
 def read_part(workdir: str | os.PathLike, step: int, abstract_part: dict[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from zaya_jax.checkpoint import audit, claims, retention, writing
+from zaya_jax.checkpoint import claims, retention, writing
 from zaya_jax.checkpoint.durable import Accept, Durable
 from zaya_jax.checkpoint.local import Local, local_folder
 from zaya_jax.checkpoint.seal import Seal, Sums
 from zaya_jax.checkpoint.times import Log
+from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError
 
@@ -189,7 +190,7 @@ class Tiers:
         """Begins to bring to the durable place what is here and not there: copies that failed or were cut short."""
         for step in writing.numbered(self.root) if multihost.is_writer() else ():
             try:
-                audit.own_seal(self.root / str(step))
+                Vault(self.root).seal(step)
             except StorageError as error:
                 self._say(f"WARNING: {error}; it is neither read nor copied: move it away, or restore it")
         self._owe(self._missing()[0])

@@ -1,17 +1,19 @@
-"""Finished checkpoints in another place: a folder, s3://, gs:// or whatever fsspec reaches.
+"""Checkpoints of one run in one place: `workdir/checkpoints`, another folder, s3://, gs:// or whatever fsspec reaches.
 
     vault = Vault("s3://bucket/run")          the endpoint of s3:// is AWS_ENDPOINT_URL's
-    vault.claim(run)                          bears the run's name before its first copy
-    vault.upload(folder, step, sums)          some files of a whole local checkpoint; several processes share them
-    vault.complete(folder, step)              its marker, last: before this the step does not exist there
-    vault.download(step, folder)              checked on the way
+    for damage in vault.verify(step):         every file against the sizes and checksums taken while writing
+        print(damage)                         state/params.w/c.0 (array params.w) is changed: crc32c ...
+    vault.copy(step, names, other)            files of a step to another place, checked on the way
+    other.complete(step, vault.seal(step))    its list, last: before this the step does not exist there
 
-Objects lie at URL/STEP/NAME. Object stores cannot rename, so it is `checksums.json` that makes a step whole; deleting
-takes it away first.
+Files lie at URL/STEP/NAME. Object stores cannot rename, so `checksums.json` makes a step whole; deleting takes it away
+first. Orbax has a file for the same purpose, `commit_success.txt`, which goes with it.
 """
 
 import concurrent.futures
 import contextlib
+import dataclasses
+import heapq
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -19,44 +21,63 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import fsspec
+import jax
 
-from zaya_jax.checkpoint import audit, seal, writing
-from zaya_jax.checkpoint.audit import Damage, Progress
-from zaya_jax.checkpoint.layout import MARKER
+from zaya_jax.checkpoint import seal, writing
+from zaya_jax.checkpoint.layout import COMMITTED, DONE, MARKER, META, STATE
 from zaya_jax.checkpoint.seal import Seal, Sums, wrong_with
+from zaya_jax.cluster import multihost
 from zaya_jax.config import StorageError, UserError, files
+from zaya_jax.config.fields import parse_json
 
 IN_FLIGHT = 8  # files at once, each of at most layout.CHUNK_BYTES
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 READ_TIMEOUT = 60  # seconds without a byte of an answer
-PATIENCE = (
-    100.0  # seconds without a whole answer, after which nothing is tried a second time until there is one
-)
+# Seconds without a whole answer, after which nothing is tried a second time until there is one.
+PATIENCE = 100.0
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
-# What trying again does not mend.
+# Errors that tell of the file, not of the place.
 ODD = (FileNotFoundError, NotADirectoryError, IsADirectoryError, files.Irregular)
-FINAL = (*ODD, PermissionError)
+FINAL = (*ODD, PermissionError)  # trying again does not mend these
 
+Step = int | str  # a checkpoint's number; or the name of a folder that is none of a run's steps
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
 T = TypeVar("T")
 
 
-class Vault:
-    """Whole checkpoints below a URL."""
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """What is wrong with one file."""
 
-    def __init__(self, url: str):
-        self.url = url.rstrip("/")
+    file: str
+    what: str
+
+    @property
+    def array(self) -> str:
+        """The array that the file is of, or ""."""
+        parts = self.file.split("/")
+        return parts[1] if parts[0] == STATE and len(parts) > 2 else ""
+
+    def __str__(self) -> str:
+        return f"{self.file}{f' (array {self.array})' if self.array else ''} is {self.what}"
+
+
+class Vault:
+    """The checkpoints below a URL or in a folder."""
+
+    def __init__(self, url: str | Path):
+        self.url = str(url).rstrip("/")
         if "::" in self.url:
             raise UserError(f"{self.url} is a chain of file systems; give the address itself, without ::")
         protocol = self.url.split("://", 1)[0] if "://" in self.url else "file"
+        self._local = protocol in ("file", "local")
         options: dict[str, Any] = {}
         if protocol in ("s3", "s3a"):
             # Attempts are made here, so that the first that fails is said soon: with botocore's and s3fs's own, a store
             # that takes requests and never answers was silent for 605 s.
             once = {"total_max_attempts": 1}
-            options = {
-                "config_kwargs": {"connect_timeout": 10, "read_timeout": READ_TIMEOUT, "retries": once}
-            }
-        if protocol not in ("file", "local"):
+            options["config_kwargs"] = {"connect_timeout": 10, "read_timeout": READ_TIMEOUT, "retries": once}
+        if not self._local:
             options["use_listings_cache"] = False  # others write there too
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
@@ -71,22 +92,39 @@ class Vault:
             raise StorageError(
                 f"{self.url} cannot be reached ({error}); see that it can, or give another"
             ) from None
-        self._local = protocol in ("file", "local")
         if protocol in ("s3", "s3a"):
             self._files.retries = 1
         self.tell: Callable[[str], None] = lambda _: None  # is told once when an attempt has failed
+        self._owner = ""
         self._failing_since: float | None = None
-        self.given_up = threading.Event()  # nothing more is begun: whoever waits for it must go
+        self.given_up = threading.Event()  # nothing more is begun: the run must end now
 
     @property
     def folder(self) -> Path | None:
         """Where it lies, if that is a folder of this machine."""
         return Path(self._root) if self._local else None
 
+    ####################################################################################################################
+    # Steps, and whose they are
+    ####################################################################################################################
+
+    def numbered(self) -> list[int]:
+        """All that has a step for a name, whole or not, oldest first."""
+
+        def names() -> list[str]:
+            try:
+                return [str(entry["name"]) for entry in self._files.ls(self._root, detail=True)]
+            except FileNotFoundError:
+                if not self._local and "/" in self._root:  # a bucket that is not there is an error
+                    self._files.ls(self._root.split("/", 1)[0], detail=False)
+                return []
+
+        found = self._attempt("list", "", names)
+        return sorted(writing.steps_of(name.rstrip("/").rsplit("/", 1)[-1] for name in found))
+
     def steps(self) -> list[int]:
         """The whole checkpoints, oldest first."""
-
-        numbered = self._numbered()
+        numbered = self.numbered()
         return [step for step, whole in zip(numbered, each(self.has, numbered), strict=True) if whole]
 
     def has(self, step: int) -> bool:
@@ -94,10 +132,12 @@ class Vault:
         return self._attempt("look at", f"{step}/{MARKER}", self._exists, f"{step}/{MARKER}")
 
     def owner(self) -> str:
-        """The name of the run whose copies these are; "" before the first one."""
-        if not self._attempt("look at", seal.RUN, self._exists, seal.RUN):
-            return ""
-        return self._get(seal.RUN).decode("utf-8", errors="replace").strip()
+        """The name of the run whose checkpoints these are; "" before the first one."""
+        if self._local:  # a start may give a folder a name
+            return writing.run_of(Path(self._root))
+        if not self._owner and self._attempt("look at", seal.RUN, self._exists, seal.RUN):
+            self._owner = self._get(seal.RUN).decode("utf-8", errors="replace").strip()
+        return self._owner
 
     def claim(self, run: str) -> None:
         """Makes an empty place a run's; StorageError where another was faster."""
@@ -115,9 +155,9 @@ class Vault:
         Asked before anything is fetched, copied or deleted: a place bears its name from before the first copy on.
         """
         owner = self.owner()
-        if not owner and self._numbered():
+        if not owner and self.numbered():
             raise UserError(
-                f"{option} holds step {self._numbered()[-1]}, and no {seal.RUN} tells whose it is; write the run's "
+                f"{option} holds step {self.numbered()[-1]}, and no {seal.RUN} tells whose it is; write the run's "
                 "name there, or give another place"
             )
         if owner and run and owner != run:
@@ -126,162 +166,181 @@ class Vault:
                 "give each run a place of its own"
             )
 
-    def manifest(self, step: int, run: str | None = None) -> Seal:
-        """The list of a whole checkpoint; StorageError if it is damaged, another step's, or not of `run`."""
-        try:
-            found = seal.parse(self._get(f"{step}/{MARKER}"))
-            what = found.differs(step, run)
-        except ValueError as error:
-            what = str(error)
-        if what:
-            raise StorageError(f"{self.url}/{step}/{MARKER} is {what}")
+    ####################################################################################################################
+    # Reading and checking
+    ####################################################################################################################
+
+    def seal(self, step: Step) -> Seal:
+        """A step's list; StorageError where it is damaged, or of another step or run than it lies as."""
+        found = self._seal(step)
+        if isinstance(found, Damage):
+            raise StorageError(f"{self.url}/{step} is damaged: {found}")
         return found
 
-    def holds(self, step: int, whole: Seal) -> bool:
-        """Whether it has a copy of `whole`, all files of the right size; what they hold `verify` reads."""
+    def _seal(self, step: Step) -> Seal | Damage:
         try:
-            found = self.manifest(step)
+            found = seal.parse(self.get(step, MARKER))
+            what = found.differs(step if isinstance(step, int) else None, self.owner())
+        except ValueError as error:
+            what = str(error)
         except StorageError as error:
             if unreachable(error):
                 raise
-            return False
-        return found.files == whole.files and not self._wrong_sizes(step, whole.files)
+            what = _in_words(error)
+        return Damage(MARKER, what) if what else found
 
-    def upload(self, folder: Path, step: int, sums: Sums) -> None:
-        """Copies files of a local checkpoint, checked on the way; any process may give any of them."""
+    def get(self, step: Step, name: str) -> bytes:
+        """One file."""
+        return self._get(f"{step}/{name}")
 
-        def one(name: str) -> None:
-            content = files.read(folder / name)
-            what = wrong_with(content, sums[name])
-            if what:
-                raise StorageError(f"{folder / name} is {what}")
-            self._put(f"{step}/{name}", content)
+    def checked(self, step: Step, name: str, sums: Sums) -> bytes:
+        """One file, which must be as listed."""
+        content = self.get(step, name)
+        what = wrong_with(content, sums[name]) if name in sums else "not listed"
+        if what:
+            raise StorageError(f"{self.url}/{step} is damaged: {Damage(name, what)}")
+        return content
 
-        each(one, list(sums))
+    def meta(self, step: Step) -> dict[str, Any]:
+        """A step's small file: tokens, data position, config; StorageError where it is damaged."""
+        return parse_json(self.checked(step, META, self.seal(step).files))
 
-    def _wrong_sizes(self, step: int, sums: Sums) -> list[str]:
-        there = self._sizes(step)
-        wrong = [name for name, entry in sums.items() if there.pop(name, None) != entry[0]]
-        return wrong + sorted(there.keys() - {MARKER})
+    def verify(self, step: Step, progress: Progress | None = None) -> list[Damage]:
+        """What is wrong with a step: changed, exchanged, truncated, missing and foreign files."""
+        try:
+            found = self._seal(step)
+            if isinstance(found, Damage):
+                return [found]
+            return self.check(step, found.files, progress) + self._foreign(step, found)
+        except StorageError as error:
+            return [Damage(MARKER, str(error))]
 
-    def reopen(self, step: int) -> None:
-        """Makes a step that is to be written again no whole one."""
-        self._attempt("delete", f"{step}/{MARKER}", self._delete, f"{step}/{MARKER}")
+    def check(self, step: Step, sums: Sums, progress: Progress | None = None) -> list[Damage]:
+        """What is wrong with some of a step's files."""
 
-    def complete(self, folder: Path, step: int) -> None:
+        def one(name: str) -> str | None:
+            try:
+                if self._local:
+                    path = f"{self._root}/{step}/{name}"
+                    return self._attempt("read", path, seal.wrong_with_file, path, sums[name])
+                return wrong_with(self.get(step, name), sums[name])
+            except StorageError as error:
+                return _in_words(error)
+
+        total, done, damages = sum(entry[0] for entry in sums.values()), 0, []
+        with concurrent.futures.ThreadPoolExecutor(writing.THREADS, "verify") as pool:
+            for name, what in zip(sums, pool.map(one, sums), strict=True):
+                done += sums[name][0]
+                if progress:
+                    progress(done, total)
+                if what:
+                    damages.append(Damage(name, what))
+        return damages
+
+    def _foreign(self, step: Step, found: Seal) -> list[Damage]:
+        there = self._sizes(step).keys() - {MARKER, *found.files}
+        return [Damage(name, "not part of the checkpoint") for name in sorted(there)]
+
+    def verify_together(self, name: str, step: int) -> list[str]:
+        """What is wrong with a step, each file read by one process; in all processes, with the same answer."""
+        found = self._seal(step)
+        if isinstance(found, Damage):
+            damages = [found]
+        else:
+            damages = self.check(step, {name: found.files[name] for name in share(found.files)})
+            damages += self._foreign(step, found) if multihost.is_writer() else []
+        told = multihost.to_first(name, [str(damage) for damage in damages[:100]])
+        return multihost.from_first(f"{name}: all", lambda: sorted({d for part in told or [] for d in part}))
+
+    def holds(self, step: int, whole: Seal) -> bool:
+        """Whether it has a copy of `whole`, all files of the right size; their content is checked by `verify`."""
+        found = self._seal(step)
+        return isinstance(found, Seal) and found.files == whole.files and not self._wrong_sizes(step, whole)
+
+    ####################################################################################################################
+    # Writing
+    ####################################################################################################################
+
+    def put(self, step: Step, name: str, content: bytes | memoryview) -> None:
+        """One file; the list comes last, by `complete`."""
+        self._put(f"{step}/{name}", bytes(content))
+
+    def copy(self, step: int, names: Iterable[str], target: "Vault", to: str = "") -> None:
+        """Copies files of a step, checked on the way, to another place, and there below another name if it is given."""
+        sums = self.seal(step).files
+        names = [name for name in names if to or name != COMMITTED]  # `complete` writes that one
+        each(lambda name: target.put(to or step, name, self.checked(step, name, sums)), names)
+
+    def complete(self, step: int, whole: Seal) -> None:
         """Makes an uploaded step whole, if all its files are there; what an earlier upload left beside them goes."""
-        whole = audit.own_seal(folder)
-        wrong = self._wrong_sizes(step, whole.files)
+        wrong = [name for name in self._wrong_sizes(step, whole) if name != COMMITTED]
         lacking = [name for name in wrong if name in whole.files]
         if lacking:
             raise StorageError(
                 f"{self.url}/{step} lacks {len(lacking)} of {len(whole.files)} files, such as {lacking[0]}; "
                 "upload them first"
             )
-        each(lambda name: self._attempt("delete", name, self._delete, f"{step}/{name}"), wrong)
-        self._put(f"{step}/{MARKER}", files.read(folder / MARKER))
+        self._delete(step, wrong)
+        if COMMITTED in whole.files:
+            self.put(step, COMMITTED, DONE)
+        self.put(step, MARKER, whole.content())
 
-    def download(self, step: int, folder: Path, names: Iterable[str] | None = None) -> None:
-        """Fetches a step's files (but the marker), or those named, below a folder; StorageError if one is damaged."""
-        found = self.manifest(step)
-        each(
-            lambda name: writing.write_files(folder, {name: self.checked(step, name, found)}),
-            list(found.files if names is None else names),
-        )
-
-    def verify(self, step: int, progress: Progress | None = None, run: str = "") -> list[Damage] | None:
-        """What is wrong with a step's files, or that it is not of `run`; None where it has gone meanwhile."""
-        try:
-            found = self.manifest(step)
-            what, there = found.differs(step, run), self._sizes(step).keys() - {MARKER}
-            damages = [Damage(MARKER, what)] if what else []
-            damages += self.check(step, found.files, progress)
-            damages += [
-                Damage(name, "not part of the checkpoint") for name in sorted(there - found.files.keys())
-            ]
-        except StorageError as error:
-            damages = [Damage(MARKER, str(error))]
-        return damages if not damages or step in self.steps() else None
-
-    def check(self, step: int, sums: Sums, progress: Progress | None = None) -> list[Damage]:
-        """What is wrong with some of a step's files."""
-
-        def one(name: str) -> str | None:
-            try:
-                return wrong_with(self._get(f"{step}/{name}"), sums[name])
-            except StorageError as error:
-                return "missing" if isinstance(error.__cause__, FileNotFoundError) else str(error)
-
-        return audit.check(sums, one, progress)
-
-    def checked(self, step: int, name: str, found: Seal) -> bytes:
-        """One file, that must be as listed."""
-        content = self._get(f"{step}/{name}")
-        what = wrong_with(content, found.files[name]) if name in found.files else "not listed"
-        if what:
-            raise StorageError(f"{self.url}/{step}/{Damage(name, what)}")
-        return content
-
-    def get(self, step: int, name: str) -> bytes:
-        """One file."""
-        return self._get(f"{step}/{name}")
-
-    def put(self, step: int, name: str, content: bytes | memoryview) -> None:
-        """One file; the marker last."""
-        self._put(f"{step}/{name}", bytes(content))
+    def reopen(self, step: int) -> None:
+        """Makes a step that is to be written again no whole one."""
+        self._delete(step, [MARKER])
+        self._delete(step, [COMMITTED])
 
     def remove(self, step: int) -> None:
-        """Deletes a step: the marker first, so that a half-deleted one is none."""
-        names = sorted(self._sizes(step), key=lambda name: name != MARKER)
-        for part in (names[:1], names[1:]):
-            each(lambda name: self._attempt("delete", name, self._delete, f"{step}/{name}"), part)
+        """Deletes a step: the list first, so that a half-deleted one is none."""
+        self.reopen(step)
+        self._delete(step, list(self._sizes(step)))
         if self._local:
             with contextlib.suppress(OSError):
                 self._files.rm(f"{self._root}/{step}", recursive=True)
 
     def unfinished(self) -> list[int]:
         """Steps of which an upload has not ended: it is under way, or was cut short."""
-        return sorted(set(self._numbered()) - set(self.steps()))
+        return sorted(set(self.numbered()) - set(self.steps()))
 
     def clear(self) -> list[int]:
-        """Deletes what uploads that never ended have left, in a place of its own; their steps."""
+        """Deletes the remains of uploads that never ended, in a run's own place; their steps."""
         left = self.unfinished()
         for step in left:
             self.remove(step)
         return left
 
-    def _numbered(self) -> list[int]:
-        def names() -> list[str]:
-            try:
-                return [str(entry["name"]) for entry in self._files.ls(self._root, detail=True)]
-            except FileNotFoundError:
-                self._must_exist()
-                return []
+    ####################################################################################################################
+    # Files
+    ####################################################################################################################
 
-        found = self._attempt("list", "", names)
-        return sorted(writing.steps_of(name.rstrip("/").rsplit("/", 1)[-1] for name in found))
+    def _wrong_sizes(self, step: int, whole: Seal) -> list[str]:
+        there = self._sizes(step)
+        wrong = [name for name, entry in whole.files.items() if there.pop(name, None) != entry[0]]
+        return wrong + sorted(there.keys() - {MARKER})
 
-    def _must_exist(self) -> None:
-        """An empty place is fine; a bucket that is not there is an error."""
-        if not self._local and "/" in self._root:
-            self._files.ls(self._root.split("/", 1)[0], detail=False)
-
-    def _exists(self, name: str) -> bool:
-        return self._files.exists(f"{self._root}/{name}")
-
-    def _sizes(self, step: int) -> dict[str, int]:
+    def _sizes(self, step: Step) -> dict[str, int]:
+        """The size of each file of a step; in a folder also links and empty folders, which a checkpoint has not."""
         prefix = f"{self._root}/{step}"
 
         def find() -> dict[str, int]:
+            if self._local:
+                paths = [
+                    p
+                    for p in Path(prefix).rglob("*")
+                    if p.is_symlink() or not p.is_dir() or not any(p.iterdir())
+                ]
+                return {str(path.relative_to(prefix)): path.lstat().st_size for path in paths}
             found = self._files.find(prefix, detail=True)
             return {path[len(prefix) + 1 :]: int(entry["size"]) for path, entry in found.items()}
 
         return self._attempt("list", str(step), find)
 
+    def _exists(self, name: str) -> bool:
+        return self._files.exists(f"{self._root}/{name}")
+
     def _get(self, name: str) -> bytes:
-        return self._attempt(
-            "read", name, files.read if self._local else self._files.cat_file, f"{self._root}/{name}"
-        )
+        read = files.read if self._local else self._files.cat_file
+        return self._attempt("read", name, read, f"{self._root}/{name}")
 
     def _put(self, name: str, content: bytes) -> None:
         self._attempt("write", name, self._write, name, content)
@@ -294,12 +353,18 @@ class Vault:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write(path, content)
 
-    def _delete(self, name: str) -> None:
+    def _delete(self, step: int, names: Sequence[str]) -> None:
+        each(lambda name: self._attempt("delete", name, self._unlink, f"{step}/{name}"), names)
+
+    def _unlink(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(f"{self._root}/{name}")
 
     def _attempt(self, verb: str, name: str, function: Callable[..., T], *args: Any) -> T:
         where = f"{self.url}/{name}" if name else self.url
+        advice = (
+            "" if self._local else "; look at the address, the credentials and (for s3://) AWS_ENDPOINT_URL"
+        )
         for number, pause in enumerate((*PAUSES, None), 1):
             if self.given_up.is_set():
                 raise StorageError(f"{where} is slow or dead, and the run may not wait") from TimeoutError()
@@ -316,8 +381,7 @@ class Vault:
                 if final or pause is None or time.monotonic() - since > PATIENCE:
                     tries = "" if final else f" after {number} attempt{'s' if number > 1 else ''}"
                     raise StorageError(
-                        f"cannot {verb} {where}{tries}: {writing.reason(error)}; look at the address, the credentials "
-                        "and (for s3://) AWS_ENDPOINT_URL"
+                        f"cannot {verb} {where}{tries}: {writing.reason(error)}{advice}"
                     ) from error
                 if first:
                     self.tell(f"warning: cannot {verb} {where} yet: {writing.reason(error)}; trying again")
@@ -329,13 +393,31 @@ def vault_at(place: str | Path) -> Vault | None:
     """The vault at an address, or in a folder of steps; None for a workdir or anything else."""
     folder = Path(place)
     if "://" in str(place) or (writing.steps_in(folder) and not (folder / "checkpoints").is_dir()):
-        return Vault(str(place))
+        return Vault(place)
     return None
 
 
 def unreachable(error: StorageError) -> bool:
-    """Whether it says that a place did not answer; otherwise it tells of what lies there."""
+    """Whether it says that a place did not answer; otherwise it tells of a file there."""
     return error.__cause__ is not None and not isinstance(error.__cause__, ODD)
+
+
+def _in_words(error: StorageError) -> str:
+    cause = error.__cause__
+    if isinstance(cause, FINAL):
+        return "missing" if isinstance(cause, FileNotFoundError) else f"unreadable ({cause.strerror})"
+    return str(error)
+
+
+def share(sums: Sums) -> list[str]:
+    """The files that this process handles: about as many bytes as each other one."""
+    loads, mine = [(0, process) for process in range(jax.process_count())], []
+    for name, (size, *_) in sorted(sums.items(), key=lambda f: (-f[1][0], f[0])):
+        load, least = loads[0]
+        heapq.heapreplace(loads, (load + size, least))
+        if least == jax.process_index():
+            mine.append(name)
+    return mine
 
 
 def each[T](function: Callable[[Any], T], items: Sequence[Any]) -> list[T]:

@@ -20,7 +20,7 @@ import numpy as np
 import zaya_jax
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
-from zaya_jax.checkpoint import audit, claims, store, writing
+from zaya_jax.checkpoint import claims, store, writing
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import Config, Model, UserError
@@ -202,7 +202,7 @@ def config_at(workdir: str | os.PathLike, step: int) -> Config:
     """The config that a step was trained with, from its checkpoint; UserError if config.json contradicts it."""
     workdir = Path(workdir)
     recorded = read_config(workdir)
-    saved = audit.checked_meta(store.step_folder(workdir, step)).get("config")
+    saved = store.read_meta(workdir, step).get("config")
     if not saved:
         return recorded
     trained = config_lib.check(saved)

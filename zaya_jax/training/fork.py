@@ -22,10 +22,10 @@ import numpy as np
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule, trees
-from zaya_jax.checkpoint import audit, layout, writing
+from zaya_jax.checkpoint import layout, writing
 from zaya_jax.checkpoint.boxes import HeldBox, Holding
 from zaya_jax.checkpoint.source import Source
-from zaya_jax.checkpoint.vault import vault_at
+from zaya_jax.checkpoint.vault import share, vault_at
 from zaya_jax.config import Config, Model, StorageError, UserError
 from zaya_jax.data import pipeline
 from zaya_jax.data.tokenizers import Tokenizer
@@ -82,7 +82,7 @@ class Parent:
         self._must_fit(config, tokenizer, found)
         files = self._source.files
         with _reading(self._name):
-            self._source.check_files({name: files[name] for name in audit.share(files)})
+            self._source.check_files({name: files[name] for name in share(files)})
         before, now = flat(config_lib.to_dict(self._config)), flat(config_lib.to_dict(config))
         changed = {
             key: [before.get(key), now.get(key)]
