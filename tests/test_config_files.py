@@ -31,12 +31,6 @@ def parsed(file, *changes):
             "from ml_collections import ConfigDict as C\ndef get_config():\n    return C()\n",
             "--config.data.path=x: get_config() returns no such key",
         ),
-        (
-            "from ml_collections import config_dict as d\n"
-            + START
-            + "    c.optim.unlock()\n    c.optim.lr = d.required_placeholder(float)\n    return c\n",
-            "config.optim.lr must be given: the config file leaves it open",
-        ),
         ("def get_config(:\n", "SyntaxError in line 1"),
         ("\nimport nowhere_module\n", "ModuleNotFoundError in line 2"),
         (START + "    c.optim.lrr = 1\n", "unknown config key 'lrr' in line 4; did you mean lr?"),

@@ -86,8 +86,10 @@ def _declare(default: Any, meaning: str, **metadata: Any) -> Any:
 def build(cls: type, given: Any, prefix: str = "") -> Any:
     """The dataclass of a nested dict, every key known and of its type; UserError names the key as config.PREFIXkey."""
     if isinstance(given, config_dict.ConfigDict):
-        _require_filled(given, prefix)
-        given = given.to_dict()
+        try:
+            given = given.to_dict()
+        except config_dict.RequiredValueError:
+            raise UserError("the config file leaves a required_placeholder open; give its key") from None
     elif dataclasses.is_dataclass(given) and not isinstance(given, type):
         given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
     if not isinstance(given, dict):
@@ -103,23 +105,7 @@ def build(cls: type, given: Any, prefix: str = "") -> Any:
     return cls(**{key: _convert(fields[key].type, value, prefix + key) for key, value in given.items()})
 
 
-def _require_filled(given: config_dict.ConfigDict, prefix: str) -> None:
-    """UserError for a required_placeholder that was not filled."""
-    for key in given:
-        try:
-            value = given[key]
-        except config_dict.RequiredValueError:
-            raise UserError(f"config.{prefix}{key} must be given: the config file leaves it open") from None
-        if isinstance(value, config_dict.ConfigDict):
-            _require_filled(value, f"{prefix}{key}.")
-
-
 def _convert(kind: Any, value: Any, path: str) -> Any:
-    if isinstance(value, config_dict.FieldReference):  # in a phase, which ConfigDict does not look into
-        try:
-            value = value.get()
-        except config_dict.RequiredValueError:
-            raise UserError(f"config.{path} must be given: the config file leaves it open") from None
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, path + ".")
     optional = optional_type(kind)

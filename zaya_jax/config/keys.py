@@ -9,6 +9,11 @@ from zaya_jax.config.fields import choice, group, only, ranged, switch, text
 
 LAYER_KINDS = ("hybrid", "hybrid_sliding", "hybrid_linear")  # full, windowed and linear attention
 PACKINGS = ("concat", "first_fit", "best_fit")
+FLOATS = ("bfloat16", "float32")
+SCALES = ("match_rms_adamw", "spectral")
+SKIPS = ("never", "nonfinite", "spike")
+MATMULS = ("default", "high", "highest")
+ITERATIONS = ("keller_jordan", "polar_express")
 REMATS = ("none", "elementwise", "attention", "layer", "offload")
 
 MOST = 2**31 - 1  # of what 32 bits count on the devices
@@ -22,12 +27,8 @@ class Rope:
     """A rotary embedding."""
 
     rope_type: str = choice("default", ("default",), "no scaling is known")
-    rope_theta: float = ranged(
-        10_000.0, 1, 1e15, "the base: channel pair i of n turns by base^(-i/n) a token"
-    )
-    partial_rotary_factor: float = ranged(
-        0.5, 0, 1, "share of a head's channels that turn; an even number of them"
-    )
+    rope_theta: float = ranged(10_000.0, 1, 1e15, "base: channel pair i of n turns by base^(-i/n) a token")
+    partial_rotary_factor: float = ranged(0.5, 0, 1, "share of a head's channels that turn; an even number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,22 +43,14 @@ class RopeKinds:
 class Model:
     """The architecture, under transformers' names; the defaults are ZAYA1-base at 4K context."""
 
-    model_type: str = choice(
-        "zaya",
-        ("zaya", "dense"),
-        "dense: plain attention and one gated MLP per layer; it needs intermediate_size, and num_experts=1",
-    )
+    model_type: str = choice("zaya", ("zaya", "dense"), "dense: plain attention, one gated MLP a layer")
     vocab_size: int = ranged(262_272, 1, 2**26, "rows of the embedding")
     hidden_size: int = ranged(2048, 1, 2**20, "width of the residual stream")
     num_hidden_layers: int = ranged(40, 1, 10_000, "layers")
     num_attention_heads: int = ranged(8, 1, 2**14, "query heads")
-    num_key_value_heads: int = ranged(
-        2, 1, 2**14, "key-value heads; each serves an equal group of query heads"
-    )
+    num_key_value_heads: int = ranged(2, 1, 2**14, "key-value heads; each serves an equal group of queries")
     head_dim: int = ranged(128, 1, 2**14, "channels of a head")
-    intermediate_size: int = ranged(
-        0, 0, 2**22, "the gated MLP's width in a dense model, at least 1 there; the default is for others"
-    )
+    intermediate_size: int = ranged(0, 0, 2**22, "a dense model's width of the gated MLP; 0 in others")
     moe_intermediate_size: int = ranged(2048, 1, 2**22, "an expert's width")
     num_experts: int = ranged(16, 1, 2**16, "experts per layer; a dense model's one MLP counts as one")
     num_experts_per_tok: int = ranged(1, 1, 1, "experts that a token goes to")
@@ -66,12 +59,8 @@ class Model:
     cca_time1: int = ranged(2, 1, 1024, "taps of the grouped convolution after it")
     hidden_act: str = choice("silu", ("silu",), "the experts' activation")
     rms_norm_eps: float = ranged(1e-5, 1e-30, 1, "added to the mean square under the root")
-    layer_types: tuple[str, ...] = choice(
-        (), LAYER_KINDS, 'the kind of each layer, bottom first; () means "hybrid" throughout'
-    )
-    sliding_window: int | None = ranged(
-        None, 1, MOST, "of hybrid_sliding layers, in tokens, the query included"
-    )
+    layer_types: tuple[str, ...] = choice((), LAYER_KINDS, 'kinds of layers, bottom first; (): all "hybrid"')
+    sliding_window: int | None = ranged(None, 1, MOST, "of hybrid_sliding layers, in tokens with the query")
     rope_parameters: RopeKinds = RopeKinds()
     max_position_embeddings: int = ranged(131_072, 1, MOST, "the longest context that the model is meant for")
     attention_bias: bool = switch(False, "biases in attention's projections")
@@ -95,54 +84,34 @@ class Data:
 
     path: str = text("stdlib", "path", '"stdlib", a directory or glob of text files, or a prepared directory')
     mixture: tuple[str, ...] = text((), "source", 'in place of path, several sources: "path=weight"')
-    chats: bool = switch(
-        False, "the data is chats (JSONL, Parquet, or prepared from them): only answers are learnt"
-    )
-    tokenizer: str = text(
-        "bytes", "path", '"bytes", a tokenizer.json, or a directory that holds a saved tokenizer'
-    )
+    chats: bool = switch(False, "the data is chats (JSONL, Parquet, prepared): only answers are learnt")
+    tokenizer: str = text("bytes", "path", '"bytes", a tokenizer.json, or the folder of a saved tokenizer')
     seq_len: int = ranged(4096, 1, 2**27, "tokens of a sequence, the context")
     global_batch: int = ranged(4096, 1, 2**24, "sequences per step")
     micro_batch: int = ranged(0, 0, 2**24, "sequences at once over all devices, at most; 0: the whole batch")
-    packing: str = choice(
-        "concat", PACKINGS, "how documents fill rows: concat (and split), or best_fit (decreasing)"
-    )
+    packing: str = choice("concat", PACKINGS, "fill rows by concat (and split), or best_fit (decreasing)")
     cross_documents: bool = switch(False, "let documents of a row attend to each other")
-    on_corrupt: str = choice(
-        "stop", ("stop", "skip"), "a damaged record: stop, or skip (padding takes its place)"
-    )
-    workers: int = ranged(
-        0, 0, 1024, "processes that compute batches ahead; 0: a thread, fastest on few cores"
-    )
+    on_corrupt: str = choice("stop", ("stop", "skip"), "at a damaged record: stop, or replace it by padding")
+    workers: int = ranged(0, 0, 1024, "processes that prepare batches; 0: a thread, fastest on few cores")
 
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
     """Muon and AdamW."""
 
-    name: str = choice(
-        "muon", ("muon", "adamw"), "muon for matrices with adamw for the rest, or adamw for all"
-    )
+    name: str = choice("muon", ("muon", "adamw"), "muon: for matrices, with adamw for the rest")
     lr: float = ranged(1e-3, 0, 1000, "the learning rate at the schedule's peak")
     b1: float = ranged(0.9, 0, BELOW_ONE, "AdamW's decay of the mean gradient")
     b2: float = ranged(0.95, 0, BELOW_ONE, "AdamW's decay of the mean squared gradient")
     eps: float = ranged(1e-8, 0, 1, "AdamW's, added to the root")
-    adamw_lr_factor: float = ranged(
-        1.0, 0, 1e6, "AdamW's learning rate over Muon's; for muon_scale=\"spectral\", say, 0.1"
-    )
+    adamw_lr_factor: float = ranged(1.0, 0, 1e6, "AdamW's learning rate over Muon's; with spectral, say, 0.1")
     weight_decay: float = ranged(0.1, 0, 1000, "times the learning rate, off each matrix per step")
     clip_norm: float = ranged(1.0, 0, 1e30, "greatest norm of the gradient over all weights; 0: no clipping")
     z_loss: float = ranged(0.0, 0, 1000, "weight of the mean log² Z in the loss")
     momentum: float = ranged(0.95, 0, BELOW_ONE, "Muon's")
     nesterov: bool = switch(True, "Muon looks ahead by its momentum")
-    muon_scale: str = choice(
-        "match_rms_adamw",
-        ("match_rms_adamw", "spectral"),
-        "of Muon's update: AdamW's size, or the spectral norm's",
-    )
-    newton_schulz: str = choice(
-        "keller_jordan", ("keller_jordan", "polar_express"), "the coefficients of Muon's iteration"
-    )
+    muon_scale: str = choice("match_rms_adamw", SCALES, "size of Muon's update: AdamW's, or spectral")
+    newton_schulz: str = choice("keller_jordan", ITERATIONS, "the coefficients of Muon's iteration")
     newton_schulz_steps: int = ranged(5, 1, 99, "rounds of Muon's iteration")
 
 
@@ -161,16 +130,12 @@ class Balance:
 class Mesh:
     """The devices as a box of four axes; docs/parallelism.md."""
 
-    data: int = ranged(
-        -1, -1, 2**20, "devices over which sequences are spread; -1: all that the other axes leave"
-    )
+    data: int = ranged(-1, -1, 2**20, "devices that share out sequences; -1: all that other axes leave")
     expert: int = ranged(1, 1, 2**16, "devices over which experts are spread, and sequences too")
     context: int = ranged(1, 1, 2**16, "devices over which the tokens of a sequence are spread")
     tensor: int = ranged(1, 1, 2**14, "devices over which heads and widths are spread")
     fsdp: bool = switch(False, "weights lie over data too, gathered layer by layer")
-    tsp: bool = switch(
-        False, "the tensor axis carries the sequence too: weights travel in place of activations"
-    )
+    tsp: bool = switch(False, "tensor splits the sequence too: weights travel in place of activations")
     ring: bool = switch(False, "over context, keys and values travel round a ring in place of being gathered")
 
 
@@ -181,14 +146,10 @@ class Phase:
     name: str = text("", "name", "for tables and messages")
     tokens: int = ranged(0, 1, TOKENS, "its length, padding counted; every phase must have one")
     seq_len: int = ranged(0, 0, 2**27, "data.seq_len")
-    rope_theta: float = ranged(
-        0.0, 0, 1e15, "of full-attention layers: model.rope_parameters.hybrid.rope_theta"
-    )
+    rope_theta: float = ranged(0.0, 0, 1e15, "model.rope_parameters.hybrid.rope_theta")
     global_batch: int = ranged(0, 0, 2**24, "sequences per step: data.global_batch")
     micro_batch: int = ranged(0, 0, 2**24, "sequences at once over all devices: data.micro_batch")
-    ramp_from: int = ranged(
-        0, 0, 2**24, "sequences per step at its start, doubled until global_batch is reached; 0: no ramp"
-    )
+    ramp_from: int = ranged(0, 0, 2**24, "sequences per step at first, doubled to global_batch; 0: no ramp")
     ramp_tokens: int = ranged(0, 0, TOKENS, "over which the doublings are spread")
     mixture: tuple[str, ...] = text((), "source", 'of "path=weight": data.mixture, or data.path')
     packing: str = choice("", ("", *PACKINGS), "data.packing")
@@ -204,15 +165,8 @@ class Schedule:
     """The learning rate over the whole run: warm-up, constant, decay; the fractions are of all its tokens."""
 
     warmup_fraction: float = ranged(0.02, 0, 1, "over which the learning rate rises from 0")
-    decay_fraction: float = ranged(
-        0.2,
-        0,
-        1,
-        'over which it falls; with decay="cosine" and 1 - warmup_fraction it is the plain cosine schedule',
-    )
-    decay_steps: int = ranged(
-        0, 0, MOST, "the last so many steps, over which it falls in place of decay_fraction"
-    )
+    decay_fraction: float = ranged(0.2, 0, 1, "over which it falls; 1 - warmup_fraction: plain cosine, say")
+    decay_steps: int = ranged(0, 0, MOST, "steps of the decay, in place of decay_fraction; 0: by that")
     decay: str = choice("linear", ("linear", "cosine", "1-sqrt"), "how it falls")
     final_lr_fraction: float = ranged(0.0, 0, 1, "where it ends, of optim.lr")
     phases: tuple[Phase, ...] = group((), "of config.Phase, in order; (): one phase of run.num_steps steps")
@@ -224,26 +178,12 @@ class Run:
 
     # Above that, random keys take the number modulo 2**32: two seeds would begin with the same weights.
     seed: int = ranged(0, 0, 2**32 - 1, "of weights, data order and sampling")
-    num_steps: int = ranged(
-        1000, 1, MOST, "the last step; where phases are declared, it may only end them early"
-    )
-    skip_update: str = choice(
-        "nonfinite",
-        ("never", "nonfinite", "spike"),
-        "gradients that are left out: not finite, or also far too large",
-    )
-    spike_deviations: float = ranged(
-        6.0, 0, 1e6, 'above the running mean of the gradient norm: what "spike" skips'
-    )
-    init_from: str = text(
-        "", "path", "weights to begin with: another run's folder, FOLDER@STEP, or exported parameters"
-    )
+    num_steps: int = ranged(1000, 1, MOST, "the last step; it may end a run with phases early")
+    skip_update: str = choice("nonfinite", SKIPS, "gradients left out: not finite, or also far too large")
+    spike_deviations: float = ranged(6.0, 0, 1e6, 'of the gradient norm above its mean, for "spike"')
+    init_from: str = text("", "path", "first weights: a run's folder, FOLDER@STEP, or exported parameters")
     init_grow: bool = switch(False, "let a model of more layers or experts take what fits")
-    fork: str = text(
-        "",
-        "path",
-        "the run to go on from, otherwise than it did: its folder or URL, or FOLDER@STEP; docs/recipe.md",
-    )
+    fork: str = text("", "path", "the run to continue otherwise: folder, URL or FOLDER@STEP; docs/recipe.md")
     fork_step: int = ranged(0, 0, MOST, "the step that run.fork goes on from; filled in")
     fork_tokens: int = ranged(0, 0, TOKENS, "tokens that had been seen there; filled in")
 
@@ -254,11 +194,7 @@ class Eval:
 
     every: int = ranged(100, 1, MOST, "steps between evaluations; the last step has one always")
     windows: int = ranged(64, 0, 2**20, "held-out windows, each of the phase's eval_seq_len tokens; 0: none")
-    named: tuple[str, ...] = text(
-        (),
-        "source",
-        'further text that is not trained on, with as many windows each: "name=path", logged as eval/name',
-    )
+    named: tuple[str, ...] = text((), "source", 'more text, not trained on: "name=path", logged as eval/name')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,37 +209,19 @@ class Checkpoint:
     keep_tokens: int = ranged(0, 0, TOKENS, "also the first after every so many tokens")
     local: str = text("", "folder", "a fast folder, may be each node's own, that saves go to first")
     durable: str = text("", "path", "a folder or URL (s3://, gs://) that gets a copy of each")
-    on_corrupt: str = choice(
-        "stop", ("stop", "previous"), "a damaged newest: stop, or go on from the newest that is whole"
-    )
+    on_corrupt: str = choice("stop", ("stop", "previous"), "newest is damaged: stop, or take an older one")
     max_failures: int = ranged(3, 1, MOST, "saves that may fail in a row before the run stops")
-    max_wait: float = ranged(
-        60.0, 0, 60 * MINUTES, "seconds that a due save waits for the one before; then it counts as failed"
-    )
+    max_wait: float = ranged(60.0, 0, 60 * MINUTES, "seconds that a save waits for the last; then it fails")
 
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
     """How a run guards its numbers; docs/guard.md."""
 
-    spike_steps: int = ranged(
-        10,
-        0,
-        MOST,
-        "steps of too high a loss or gradient, in a row or more than others, that are a spike; 0: none is looked for",
-    )
-    spike_deviations: float = ranged(
-        8.0, 1, 1e6, "robust standard deviations above the last steps' median: what is too high"
-    )
-    rollbacks: int = ranged(
-        10, 0, MOST, "times that a run goes back before a spike; at the next one it ends with 3"
-    )
-    replay_every: int = ranged(
-        500,
-        0,
-        MOST,
-        "steps between two whose gradients are computed again, on the same and other devices; 0: never",
-    )
+    spike_steps: int = ranged(10, 0, MOST, "steps of too high a loss or gradient that make a spike; 0: never")
+    spike_deviations: float = ranged(8.0, 1, 1e6, "robust deviations above the last steps' median: too high")
+    rollbacks: int = ranged(10, 0, MOST, "times that a run goes back before a spike; the next ends it with 3")
+    replay_every: int = ranged(500, 0, MOST, "steps between two that are computed twice and compared; 0: off")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,26 +236,16 @@ class Precision:
     # Partial sums over tensor, and gradients of keys and values over context, add up in it. A weight's gradient leaves
     # its product in float32; that of experts on a GPU rounded once to bfloat16, for each micro-batch, and is float32
     # from there on.
-    compute: str = choice(
-        "bfloat16",
-        ("bfloat16", "float32"),
-        "what matrices multiply in, and what travels between a layer's devices",
-    )
-    router: str = choice(
-        "float32", ("bfloat16", "float32"), "what the router's matrices multiply in; float32 is never TF32"
-    )
+    compute: str = choice("bfloat16", FLOATS, "what matrices multiply in, and layers send between devices")
+    router: str = choice("float32", FLOATS, "what the router's matrices multiply in; float32 is never TF32")
     # With "default" and "high" TF32 if the chip has it, with "highest" float32. Nothing else depends on it.
-    matmul: str = choice(
-        "default",
-        ("default", "high", "highest"),
-        'what float32 is where compute is "float32": TF32, or "highest"',
-    )
+    matmul: str = choice("default", MATMULS, 'float32 where compute is "float32": TF32, or "highest"')
     newton_schulz: str = choice(
         "compute",
         ("compute", "bfloat16", "float32"),
         "Muon's iteration and, between devices, its directions; compute: like compute. float32 is never TF32",
     )
-    momentum: str = choice("float32", ("bfloat16", "float32"), "in what Muon keeps its momentum")
+    momentum: str = choice("float32", FLOATS, "in what Muon keeps its momentum")
 
 
 @dataclasses.dataclass(frozen=True)
