@@ -73,7 +73,7 @@ def given() -> "Faults | None":
 
 
 class Faults:
-    """The faults as the `hook` of `zaya_jax.run.train`."""
+    """The faults as the `faults` of `zaya_jax.run.train`."""
 
     def before_step(self, number: int) -> None:
         """In the host's loop."""

@@ -3,15 +3,14 @@
     code = train(config, workdir)      what experiments.pretrain and zaya_jax.train call
 
 `begin` finds out how the run begins and gives one `Beginning`; a `Loop` trains from there to one of its ends. A loop
-that goes back behind a spike gives no exit code: the run then begins once more, before it.
+that goes back behind a spike gives no exit code: the run then begins once more, at an earlier step.
 """
 
 import contextlib
 import dataclasses
 import functools
-import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,7 +20,7 @@ from zaya_jax import config as config_lib
 from zaya_jax.aegis import decisions
 from zaya_jax.aegis.guard import Guard
 from zaya_jax.aegis.replay import Replay
-from zaya_jax.checkpoint import partial
+from zaya_jax.checkpoint.partial import InitialWeights
 from zaya_jax.checkpoint.store import Store, read_meta
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config
@@ -40,22 +39,23 @@ from zaya_jax.training.sample import write_sample
 from zaya_jax.training.workdir import AsItWas, check_same, folder_of, open_workdir, record_start
 
 UNHEALTHY_AFTER = 50  # steps in a row whose update had no effect
+Way = Literal["resumed", "imported", "forked", "initial weights", "fresh"]
 
 
-def train(config: Config, workdir: str | Path | None = None, hook: Any = None) -> int:
-    """One run, or the rest of one; returns the exit code. However it ends, its figures are written.
+def train(config: Config, workdir: str | Path | None = None, faults: Any = None) -> int:
+    """Trains a run from its beginning or from where it stopped; returns the exit code.
 
-    `hook` is where tests reach into a run: `tools.faults.Faults`.
+    However it ends, its figures are written. `faults` are faults on purpose, for tests: `tools.faults.Faults`.
     """
     host.require_x32()
     host.keep_compiled()
     stop, code = None, None
-    while code is None:  # it begins for the first time, or has gone back behind a spike
+    while code is None:  # the first time, and after each time that the run went back behind a spike
         with contextlib.ExitStack() as at_end:
             begun = begin(config, workdir, at_end)
             if begun.reached == begun.recipe.last_step:
-                return complete(begun)
-            loop = Loop(begun, hook)
+                return already_complete(begun)
+            loop = Loop(begun, faults)
             stop = stop or multihost.StopSignal()  # from here on there is something to save
             at_end.push(loop.failed)
             code = loop.run(stop)
@@ -69,75 +69,77 @@ def train(config: Config, workdir: str | Path | None = None, hook: Any = None) -
 
 @dataclasses.dataclass(frozen=True)
 class Beginning(layout.Layout):
-    """How a run begins; `reached` updates were made before."""
+    """How a run begins; `reached` is the number of updates that were made before."""
 
-    way: str  # "resumed", "imported", "forked", "weights" or "fresh"
+    way: Way
     parent: fork.Parent | None  # of a fork
     meta: dict[str, Any]  # of the checkpoint that it goes on from
-    made: list[decisions.Decision]
+    decided: list[decisions.Decision]  # the times that the run went back
     workdir: Path
     as_it_was: AsItWas
     store: Store
 
 
 def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitStack) -> Beginning:
-    """Checks what can be wrong before anything is compiled, opens the folder, and finds out how the run begins.
+    """Checks what can be checked before anything is compiled, opens the folder, and finds out how the run begins.
 
-    If the run decided to go back, the steps that it gave up are set aside, and the batches to leave out are skipped.
-    Then the first of these that applies:
-    1. resumed: from the newest checkpoint of its own, in whatever tier it is;
-    2. imported: with weights that `experiments.checkpoint from_hf` or `model.save` has put there as step 0;
+    If the run has decided to go back, the checkpoints that it gave up are set aside first, and the batches that it
+    leaves out are skipped. Then the first of these that applies:
+    1. resumed: from its own newest checkpoint, in whatever tier that is;
+    2. imported: with the weights that `experiments.checkpoint from_hf` or `model.save` has put there as step 0;
     3. forked: from the state of `run.fork`, at its place in the data, as a run of its own;
-    4. weights: those of `run.init_from`;
+    4. initial weights: those of `run.init_from`, with a fresh optimizer;
     5. fresh.
     """
-    laid = layout.check(config, folder := folder_of(config, workdir))
+    planned = layout.check(config, folder := folder_of(config, workdir))
     multihost.barrier("checks")  # no process writes before all have passed theirs
-    folder, as_it_was, store, made = _open(folder, laid.recipe.config, at_end)
-    config, newest, parent, meta = laid.recipe.config, store.newest(), None, dict[str, Any]()
+    config = planned.recipe.config  # with what a fork and a tokenizer fill in
+    folder, as_it_was, store, decided = _open(folder, config, at_end)
+    way: Way = "fresh"
+    newest, reached, parent, meta = store.newest(), 0, None, dict[str, Any]()
     if newest:
         way, reached, meta = "resumed", newest, read_meta(folder, newest)
     elif newest == 0:
-        way, reached = "imported", 0
+        way = "imported"
     elif config.run.fork:
-        way, reached, parent = "forked", config.run.fork_step, fork.Parent(config, laid.tokenizer)
-        meta = parent.meta
-    else:
-        way, reached = "weights" if config.run.init_from else "fresh", 0
-    if reached != laid.reached:  # the checkpoint was in another tier, or turned out invalid
-        laid = layout.lay_out(laid.recipe, laid.tokenizer, reached)
-    more = [parent.note(laid.recipe.plan)] if parent else []
-    if 0 < reached < laid.recipe.last_step:
+        parent = fork.Parent(config, planned.tokenizer)
+        way, reached, meta = "forked", config.run.fork_step, parent.meta
+    elif config.run.init_from:
+        way = "initial weights"
+    if reached != planned.reached:  # the checkpoint was in another tier, or turned out invalid
+        planned = layout.lay_out(planned.recipe, planned.tokenizer, reached)
+    said = [parent.note(planned.recipe.plan)] if parent else []
+    if 0 < reached < planned.recipe.last_step:
         # A checkpoint's own config: config.json may be of a start that saved nothing.
-        more.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
-        more.append(laid.stream.set_state(meta["data"]))
-        more.append(notes.new_length(meta, config, laid.recipe.last_step))
-    made = decisions.agreed(made, meta.get("decisions", []), folder)
-    if made:
-        laid.stream.leave_out(decisions.left_out(made))
+        said.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
+        said.append(planned.stream.set_state(meta["data"]))
+        said.append(notes.new_length(meta, config, planned.recipe.last_step))
+    decided = decisions.agreed(decided, meta.get("decisions", []), folder)
+    if decided:
+        planned.stream.leave_out(decisions.left_out(decided))
     return Beginning(
-        **vars(laid) | {"notes": laid.notes + more}, way=way, parent=parent, meta=meta, made=made, workdir=folder,
-        as_it_was=as_it_was, store=store,
+        **vars(planned) | {"notes": planned.notes + said}, way=way, parent=parent, meta=meta, decided=decided,
+        workdir=folder, as_it_was=as_it_was, store=store,
     )  # fmt: skip
 
 
 def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
-    """(folder, its state before this start, checkpoints, decisions of its run); locked until this start ends."""
+    """(folder, its state before this start, checkpoints, the run's decisions); locked until this start ends."""
     as_it_was = AsItWas(folder)
     folder = open_workdir(folder, config, as_it_was.locked)
     at_end.push(as_it_was)
-    made = multihost.from_first("decisions", functools.partial(decisions.read, folder))
-    ours = lambda m: check_same(config_lib.check(m.get("config")), config, folder, m["step"])  # noqa: E731
-    store = Store(folder, config.checkpoint, logs.say, ours)
-    if made:  # a start before this one may have been killed while it did what was decided
-        store.drop_stale(made)
-    return folder, as_it_was, store, made
+    decided = multihost.from_first("decisions", functools.partial(decisions.read, folder))
+    is_ours = lambda m: check_same(config_lib.check(m.get("config")), config, folder, m["step"])  # noqa: E731
+    store = Store(folder, config.checkpoint, logs.say, is_ours)
+    if decided:  # a start before this one may have been killed while it went back
+        store.drop_stale(decided)
+    return folder, as_it_was, store, decided
 
 
-def complete(begun: Beginning) -> int:
-    """Answers a start after the last step: makes up a missing report or durable copy, and says that all is done."""
-    figures, steps = begun.meta.get("metrics") or {}, begun.reached - begun.recipe.config.run.fork_step
-    well = ended_well(figures, begun.meta.get("unsound", 0), steps)
+def already_complete(begun: Beginning) -> int:
+    """Answers a start after the last step: makes up for a missing report or durable copy, and says that all is done."""
+    figures, updates = begun.meta.get("metrics") or {}, begun.reached - begun.recipe.plan.begin
+    well = ended_well(figures, begun.meta.get("unsound", 0), updates)
     code = cli.STORAGE if begun.store.close() else well
     if multihost.is_writer():
         logs.say(notes.complete(begun.recipe, begun.workdir, write_report(begun.workdir)))
@@ -145,14 +147,16 @@ def complete(begun: Beginning) -> int:
 
 
 def first_state(begun: Beginning, optimizer: Any, copies: snapshot.Copies) -> Any:
-    """The state before the first step."""
-    run, here, weights = begun.recipe.config.run, begun.stage, None
-    if begun.parent:
-        return copies.place(begun.parent.load(copies.like, copies.held))
+    """The state before the first step, by the way in which the run begins."""
+    run, here = begun.recipe.config.run, begun.stage
     if begun.way == "resumed":
         return begun.store.restore(begun.reached, copies.like, copies.held, copies.place)[0]
-    if begun.way == "weights":  # what does not fit is refused before anything is compiled
-        weights = partial.Beginning(run.init_from, copies.held, run.init_grow)
+    if begun.parent:  # forked
+        return copies.place(begun.parent.load(copies.like, copies.held))
+    # Initial weights that do not fit are refused before anything is compiled.
+    weights = (
+        InitialWeights(run.init_from, copies.held, run.init_grow) if begun.way == "initial weights" else None
+    )
     state = states.init(here.config, optimizer, here.mesh)
     if begun.way == "imported":  # weights and biases, no optimizer yet
         return copies.with_weights_of(state, lambda like, held: begun.store.restore(0, like, held)[0])
@@ -167,12 +171,13 @@ def first_state(begun: Beginning, optimizer: Any, copies: snapshot.Copies) -> An
 class Loop:
     """The steps of one start. Each is dispatched before the figures of the last one are read, so no device waits."""
 
-    def __init__(self, begun: Beginning, hook: Any):
-        self.begun, self.hook, self.config, self.plan = begun, hook, begun.recipe.config, begun.recipe.plan
+    def __init__(self, begun: Beginning, faults: Any):
+        self.begun, self.config, self.plan = begun, begun.recipe.config, begun.recipe.plan
+        self.faults = faults
         self.store, self.workdir, self.mesh = begun.store, begun.workdir, begun.stage.mesh
         record_start(self.workdir, self.config, begun.tokenizer, begun.meta.get("lineage", []))
-        if begun.made and multihost.is_writer():
-            decisions.write(self.workdir, begun.made)
+        if begun.decided and multihost.is_writer():
+            decisions.write(self.workdir, begun.decided)
         multihost.barrier("set-up")
         self.pace = Pace(jax.devices()[0])  # reported to the agent, if one watches this process
         self.optimizer = states.build_optimizer(begun.stage.config, self.mesh)
@@ -186,9 +191,10 @@ class Loop:
         notes.describe_start(begun.recipe, begun.stage, self.workdir, begun.reached, begun.notes)
         begun.as_it_was.begun()
         own = {} if begun.parent else begun.meta
-        self.guard = Guard(self.config.guard, self.workdir, begun.made, own, begun.reached)
-        # One update without effect more ends a run again that was ended for them.
-        unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)
+        self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, begun.reached)
+        unsound = min(
+            own.get("unsound", 0), UNHEALTHY_AFTER - 1
+        )  # one more ends a run again that they have ended
         self.figures = Figures(begun, unsound, self.pace, self.guard)
         self.timer = multihost.Timer(60 * self.config.checkpoint.every_minutes)
         self.kept: dict[str, float] = {}  # the figures of the last save
@@ -199,15 +205,15 @@ class Loop:
         self.before_the_first_step()
         for number in range(self.begun.reached + 1, self.begun.end + 1):
             now = self.plan.step(number)
-            if self.hook:
-                self.hook.before_step(number)
+            if self.faults:
+                self.faults.before_step(number)
             batch = self.step(now)
             multihost.collect_garbage(number)
             stopping = stop.after(number)
             owed = self.evaluate_and_save(now, stopping)
             wrong = self.compute_again(now, batch)
             if wrong:
-                return self.end_for(wrong)
+                return self.wrong_device(wrong)
             self.pace.lap()
             if self.guard.spike:
                 return self.go_back(number)
@@ -224,7 +230,7 @@ class Loop:
             self.save(reached, begun.meta["tokens"], begun.meta["metrics"], last=False)
         elif begun.meta.get("evaluation_owed"):
             self.evaluation.put_off(self.state, reached, self.figures.writer)
-        elif begun.way in ("imported", "weights"):
+        elif begun.way in ("imported", "initial weights"):
             self.evaluation.as_they_came(self.state)
         self.figures.begin()
 
@@ -251,9 +257,8 @@ class Loop:
         jax.block_until_ready(self.state)
         more = multihost.over_processes(self.stream.metrics(), pipeline.OVER_PROCESSES)
         if due_eval and not owed:
-            begun = time.perf_counter()
-            more |= self.evaluation.losses(self.state, now)
-            self.figures.evaluated(now.phase_index, time.perf_counter() - begun)
+            with self.figures.outside_a_step():
+                more |= self.evaluation.losses(self.state, now)
         judged = self.figures.read(more)
         if (due_save or last) and not self.guard.spike:
             self.kept = judged | more | self.guard.doubt()
@@ -279,14 +284,11 @@ class Loop:
         """Computes the gradients again if due, and compares; the decision to go back if a device is wrong."""
         if not self.guard.due(now.number):
             return None
-        begun = time.perf_counter()
-        self.pace.evaluate(now.number, (now.phase_index, now.sequences, "again"))
-        params, bias = self.state["params"], self.state["balance"].bias
-        finding = self.program(now.phase_index, again=True)(params, bias, batch)
-        number, begin = now.number, self.config.run.fork_step
-        wrong = self.guard.checked(number, finding, self.mesh, self.saved_steps, begin)
-        self.figures.left_out(time.perf_counter() - begun)
-        return wrong
+        with self.figures.outside_a_step():
+            self.pace.evaluate(now.number, (now.phase_index, now.sequences, "again"))
+            params, bias = self.state["params"], self.state["balance"].bias
+            finding = self.program(now.phase_index, again=True)(params, bias, batch)
+            return self.guard.checked(now.number, finding, self.mesh, self.saved_steps, self.plan.begin)
 
     def saved_steps(self) -> list[int]:
         """The checkpoints here, once the save in flight has ended."""
@@ -298,33 +300,33 @@ class Loop:
         number = int(self.begun.stream.get_state()["step"])
         if number > self.begun.end:  # fetched ahead of need, for the next phase's mesh, and never given out
             return batch
-        if self.hook:
-            batch = self.hook.batch(batch, number, decisions.left_out(self.begun.made))
+        if self.faults:
+            batch = self.faults.batch(batch, number, decisions.left_out(self.begun.decided))
         micro_batches = self.plan.step(number).micro_batches
         return steps.put_batch(self.mesh, batch, micro_batches, self.begun.stage.spread)
 
     def _program(self, phase_index: int, again: bool = False) -> Any:
         """A phase's training step, or the check that computes its gradients again."""
         own = self.begun.recipe.stages[phase_index].config
-        faults = self.hook and self.hook.gradients(self.mesh, again)
+        hook = self.faults and self.faults.gradients(self.mesh, again)
         if again:
-            return Replay(own, self.mesh, faults)
-        return steps.make_train_step(own, own.model, self.optimizer, self.mesh, faults)
+            return Replay(own, self.mesh, hook)
+        return steps.make_train_step(own, own.model, self.optimizer, self.mesh, hook)
 
-    # Every end
+    # Its ends
 
     def done(self) -> int:
         """All steps are trained and saved: writes a sample and the report."""
-        whole, last = self.begun.recipe, self.begun.end
+        last = self.begun.end
         self.pace.at("end", last)
         self.figures.close()
         self.stream.close()
-        well = ended_well(self.kept, self.figures.unsound, last - self.config.run.fork_step)
+        well = ended_well(self.kept, self.figures.unsound, last - self.plan.begin)
         code = cli.STORAGE if self.store.close() else well  # what has no durable copy is said
         self.state = None  # its memory is the sample's
 
         def round_off() -> None:
-            write_sample(self.workdir, whole.stage(last).config, self.begun.tokenizer, last)
+            write_sample(self.workdir, self.begun.recipe.stage(last).config, self.begun.tokenizer, last)
             if multihost.is_writer():
                 write_report(self.workdir)
 
@@ -335,63 +337,58 @@ class Loop:
 
     def at_border(self) -> int:
         """The next phase has another mesh, which another start makes."""
-        self._close(self.begun.end).say(recipe.border(self.begun.recipe, self.begun.end))
-        return cli.PREEMPTED
+        return self._end(
+            self.begun.end, cli.PREEMPTED, recipe.border(self.begun.recipe, self.begun.end), again=True
+        )
 
     def stopped(self, number: int, owed: bool) -> int:
         """A signal came, and the step is saved."""
         more = f", first with the evaluation of step {number}" if owed else ""
         line = f"stopped by {self.stop.asked} after step {number}; saved. The same command goes on{more}."
-        self._close(number, again=False).say(line)
-        return cli.PREEMPTED
+        return self._end(number, cli.PREEMPTED, line)
 
     def unhealthy(self, number: int) -> int:
         """Too many updates in a row had no effect."""
-        console, what = self._close(number), notes.without_effect(self.figures.unsound)
-        path, way = self.figures.writer.path, self.store.way_back()
-        console.say(f"error: {what}; see loss and grad_norm in {path}. {way}")
-        return cli.UNHEALTHY
+        what, path = notes.without_effect(self.figures.unsound), self.figures.writer.path
+        line = f"error: {what}; see loss and grad_norm in {path}."
+        return self._end(number, cli.UNHEALTHY, line, again=True, way_back=True)
 
-    def end_for(self, wrong: dict) -> int:
+    def wrong_device(self, wrong: dict) -> int:
         """A device computes wrongly: the agent, or the person who started this run, can leave it out."""
         line = f"error: {wrong['seen']}. Without it the same command goes on from step {wrong['step']}"
-        self._close(wrong["at"], again=False).say(line)
-        return cli.HARDWARE
+        return self._end(wrong["at"], cli.HARDWARE, line)
 
     def go_back(self, number: int) -> int | None:
         """After a spike: decides where to go back to and writes that down; None: the run begins again there."""
         self.pace.at("end", number)
-        spike, console = self.guard.spike, self.figures.console
-        decision = self.guard.go_back(self.saved_steps(), self.config.run.fork_step)
+        decision = self.guard.go_back(self.saved_steps(), self.plan.begin)
         if decision is None:
-            self._close(number, again=False)
             times = f"config.guard.rollbacks={self.config.guard.rollbacks} times"
-            console.say(f"error: {spike}; the run went back {times}, so it ends. {self.store.way_back()}")
-            return cli.UNHEALTHY
+            line = f"error: {self.guard.spike}; the run went back {times}, so it ends."
+            return self._end(number, cli.UNHEALTHY, line, way_back=True)
         self.store.close(again=False)
         batches = f"the {decision['batches']} batches since"
-        console.say(f"{spike}: back to step {decision['step']}, and on without {batches}")
+        self.figures.console.say(
+            f"{self.guard.spike}: back to step {decision['step']}, and on without {batches}"
+        )
         self.state = None  # its memory is the next state's
         self.store.spare()
         self.stream.close()
         self.figures.drop()
-        asked = multihost.over_processes({"asked": float(bool(self.stop.asked))}, {"asked": np.max})["asked"]
-        if not asked:
-            return None
-        logs.say(f"stopped by {self.stop.asked or 'a signal to another process'}; the same command goes on")
-        return cli.PREEMPTED
+        return None
 
     def failed(self, kind: type | None, *_: object) -> None:
         """For an ExitStack: an error ends the run. A disk that hangs must not delay the message."""
         if kind:
             leaving.within(leaving.PATIENCE, self._wind_up)
 
-    def _close(self, number: int, again: bool = True) -> Any:
-        """Ends after a step; `again`: tries failed durable copies once more. Gives the console, for the reason."""
+    def _end(self, number: int, code: int, line: str, again: bool = False, way_back: bool = False) -> int:
+        """Ends after a step with this last line; `again`: tries failed durable copies once more."""
         self.pace.at("end", number)
         self.store.close(again=again)
         self._wind_up()
-        return self.figures.console
+        self.figures.console.say(f"{line} {self.store.way_back()}" if way_back else line)
+        return code
 
     def _wind_up(self) -> None:
         """Writes the last figures and a report, at every end but `done`."""

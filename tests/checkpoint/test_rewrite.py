@@ -200,7 +200,7 @@ def test_reading_a_part(workdir, tmp_path):
 
 def test_a_run_begins_from_another_s_weights(workdir):
     said, fresh = [], params(seed=77)
-    begun = partial.Beginning(f"{workdir}@4", boxes.of_tree(fresh), False).of(fresh, said.append)
+    begun = partial.InitialWeights(f"{workdir}@4", boxes.of_tree(fresh), False).of(fresh, said.append)
     expected = {**fresh, "params": params(seed=4)["params"]}
     expected["balance"] = {"bias": params(seed=4)["balance"]["bias"], "steps": fresh["balance"]["steps"]}
     same(begun, expected)
@@ -212,12 +212,12 @@ def test_a_larger_model_takes_what_fits(workdir):
     with pytest.raises(
         UserError, match=r"of balance.bias it has \(2, 4\), the model needs \(3, 6\).*init_grow=True"
     ):
-        partial.Beginning(str(workdir), boxes.of_tree(fresh), False).of(fresh, said.append)
+        partial.InitialWeights(str(workdir), boxes.of_tree(fresh), False).of(fresh, said.append)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:5]), ("expert",))
     down = fresh["params"]["layers"]["experts"]["down"]
     cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "expert"))
     fresh["params"]["layers"]["experts"]["down"] = jax.device_put(down, cut)
-    begun = partial.Beginning(str(workdir), boxes.of_tree(fresh), True).of(fresh, said.append)
+    begun = partial.InitialWeights(str(workdir), boxes.of_tree(fresh), True).of(fresh, said.append)
     got, taken = begun["params"]["layers"], old["params"]["layers"]
     assert got["experts"]["down"].sharding == cut
     np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[:2, :3], taken["experts"]["down"])
@@ -237,7 +237,7 @@ def test_a_larger_model_takes_what_fits(workdir):
     assert "5 of 5 arrays taken, 4 of them in part" in said[0] and "taken in part: balance.bias" in said[1]
 
     other, said = params(width=12, seed=77), []
-    begun = partial.Beginning(str(workdir), boxes.of_tree(other), True).of(other, said.append)
+    begun = partial.InitialWeights(str(workdir), boxes.of_tree(other), True).of(other, said.append)
     same(begun["params"]["embed"], other["params"]["embed"])
     assert "left fresh: params.embed.embedding, params.layers.experts.down" in said[1]
     assert "not used: params.embed.embedding, params.layers.experts.down" in said[2]

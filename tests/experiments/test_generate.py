@@ -198,10 +198,3 @@ def test_bad_input_is_one_line(run, workdir, tmp_path, options, says):
     code, out, err = run(*(o.format(**places) for o in options))
     assert (code, out) == (2, "") and before == (tree(tmp_path), tree(workdir))
     assert err.startswith("error: ") and err.count("\n") == 1 and says in err and len(err) < 600
-
-
-def test_a_workdir_without_tokenizer_or_checkpoint(run, workdir, tmp_path):
-    (tmp_path / "config.json").write_bytes((workdir / "config.json").read_bytes())
-    assert "neither a run's folder with checkpoints" in run(f"--workdir={tmp_path}")[2]
-    (tmp_path / "checkpoints").symlink_to(workdir / "checkpoints")
-    assert "holds no tokenizer" in run(f"--workdir={tmp_path}")[2]

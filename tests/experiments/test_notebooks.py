@@ -118,26 +118,6 @@ def test_its_form(path):
     assert not faults(read(path))
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        (lambda cells: cells[1].update(execution_count=7), "not run in order"),
-        (lambda cells: cells[-1].update(outputs=[]), "does not say date"),
-        (lambda cells: cells[1].update(source=["x = 1\n"] * 21), "21 lines"),
-        (lambda cells: cells[1]["outputs"].append({"output_type": "error"}), "an error is stored"),
-        (lambda cells: cells[1]["outputs"].append(printed("saved in /tmp" + "/a")), "a place of one machine"),
-    ],
-)
-def test_a_fault_of_form_is_found(change, said):
-    notebook = read(FOLDER / "cluster.ipynb")
-    change(notebook["cells"])
-    assert [fault for fault in faults(notebook) if said in fault]
-
-
-def printed(text):
-    return {"output_type": "stream", "name": "stdout", "text": [text]}
-
-
 def test_their_code_passes_ruff():
     """It reads notebooks itself; `make lint` covers them too."""
     for command in (["check"], ["format", "--check"]):

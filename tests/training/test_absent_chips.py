@@ -182,13 +182,6 @@ def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(mat
         assert len(router) >= 4 and {p[1] for p in router} == {"HIGHEST"}
 
 
-@pytest.mark.slow
-def test_a_router_in_bfloat16_is_left_alone():
-    found = products(lowered(settings(router="bfloat16"), 1))
-    assert {p[1] for p in found if p[0] == "bf16"} == {"DEFAULT"}
-    assert sum(p[0] == "f32" for p in found) == 3
-
-
 @pytest.mark.parametrize(("model", "devices", "mesh"), CASES)
 def test_no_scatter_adds_numbers_in_an_order_of_its_own(model, devices, mesh):
     """Of several additions to one place a GPU does each when it comes."""
@@ -219,19 +212,3 @@ def test_the_walk_finds_what_it_looks_for():
         assert "stablehlo.add" in [inner.operation.name for inner in scatter.regions[0].blocks[0]]
         assert str(scatter.attributes["unique_indices"]) == "false"
     assert {p[:2] for p in products(operations)} == {("f32", "DEFAULT")}
-
-
-@pytest.mark.slow
-def test_the_kernels_key_says_whose_own_kernels_a_gpu_takes():
-    small = settings("dense")
-    wide = dataclasses.replace(small.model, hidden_size=64, intermediate_size=64)
-
-    def kernels(device, *names) -> set[str]:
-        of = dataclasses.replace(small, model=wide, kernels=names)
-        found = [e for e in equations(trace(of, 1, device).jaxpr.jaxpr) if e.primitive.name == "pallas_call"]
-        return {e.params["name"] for e in found}
-
-    alone = kernels(H200, "newton_schulz")
-    assert alone == {"newton_schulz_symmetric", "newton_schulz_apply"}
-    assert alone | {"head_logits"} <= kernels(MI300X, "all")
-    assert not kernels(H200, "none")

@@ -1,6 +1,5 @@
 """However a run ends, what it knew by then is on the disk: the figures of its last step, and a report."""
 
-import dataclasses
 import json
 import os
 import shutil
@@ -9,24 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-import types
 
-import jax
 import jax.numpy as jnp
 import multiprocess_runs
 import numpy as np
 import pytest
 import tiny_runs
 
-from zaya_jax import cli, config, schedule
+from zaya_jax import cli, config
 from zaya_jax import run as run_lib
 from zaya_jax.checkpoint import store, writing
 from zaya_jax.checkpoint import vault as vault_lib
 from zaya_jax.cluster import leaving
 from zaya_jax.data import windows
 from zaya_jax.model import decode
-from zaya_jax.parallel.spread import Spread
-from zaya_jax.training import metrics, notes, recipe, sample
+from zaya_jax.training import metrics, sample
 from zaya_jax.training import step as steps
 
 
@@ -117,20 +113,6 @@ def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run
     assert writing.steps_in(root) == [4, 8] and vault_lib.Vault(root).verify(8) == []
     assert run(99, None, run__num_steps=10) == cli.DONE
     assert last_step(tmp_path / "run") == 10
-
-
-@pytest.mark.slow
-def test_saves_by_the_clock_and_by_tokens(run, tmp_path):
-    keys = {
-        "run__num_steps": 25, "checkpoint__every_steps": 100_000, "checkpoint__every_minutes": 0.002,
-        "checkpoint__keep": 1, "checkpoint__keep_tokens": 128 * 10,
-    }  # fmt: skip
-    assert run(1, lambda: time.sleep(0.03), **keys) == cli.DONE
-    root = tmp_path / "run" / "checkpoints"
-    steps = writing.steps_in(root)
-    assert all(vault_lib.Vault(root).verify(step) == [] for step in steps)
-    assert steps[-1] == 25 and 2 <= len(steps) <= 3  # the first after each 10 steps, and the last
-    assert all(step >= 10 for step in steps)
 
 
 def test_a_disk_that_hangs_holds_up_no_error(run, tmp_path, monkeypatch):
@@ -416,34 +398,3 @@ def test_samples_are_kept_by_step_and_those_after_it_are_another_run_s(tmp_path)
         path.write_text(path.read_text() + "no line\n")
     kept = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
     assert [(one["step"], one["text"]) for one in kept] == [(10, "ten"), (20, "again")]
-
-
-@pytest.mark.parametrize(
-    ("count", "micro_batch", "spread", "rows"),
-    [
-        (64, 1024, Spread(data=1024), 1024),
-        (64, 128, Spread(data=128, context=8), 128),
-        (64, 512, Spread(data=8), 64),
-        (64, 16, Spread(data=8), 16),
-        (5, 512, Spread(data=2, expert=2), 8),
-        (1, 512, Spread(), 1),
-        (0, 512, Spread(data=4), 4),
-    ],
-)
-def test_rows_of_a_held_out_batch(count, micro_batch, spread, rows):
-    given = dataclasses.replace(tiny_runs.settings(), eval=config.Eval(windows=count))
-    phase = schedule.make_plan(given).segments[0].phase
-    phase = dataclasses.replace(phase, global_batch=4096, micro_batch=micro_batch)
-    assert recipe.eval_rows(given, phase, spread) == rows
-
-
-@pytest.mark.parametrize(
-    ("platform", "kind", "said"),
-    [("cpu", "cpu", ""), ("gpu", "NVIDIA H200", ""), ("gpu", "Future X1", "peak rate of Future X1 unknown")],
-)
-def test_why_no_mfu_is_shown_is_said(monkeypatch, platform, kind, said):
-    device = types.SimpleNamespace(platform=platform, device_kind=kind)
-    monkeypatch.setattr(jax, "devices", lambda: [device])
-    assert said in notes.unknown_peak() and bool(notes.unknown_peak()) == bool(said)
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
-    assert notes.environment().get("mfu", "") == notes.unknown_peak()

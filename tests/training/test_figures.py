@@ -1,6 +1,5 @@
 """What is kept and said of a run's steps: its lines when it goes on, where it is, and the time that it still takes."""
 
-import io
 import itertools
 import json
 import math
@@ -51,13 +50,6 @@ def test_it_is_cut_after_the_restored_step(tmp_path):
     assert cut(path, odd + line(1), 0) == b""
 
 
-def test_steps_that_are_there_twice_are_cut_where_they_come_first(tmp_path):
-    once = b"".join(map(line, range(1, 6)))
-    for step in range(1, 5):
-        left = cut(tmp_path / "m", once + b"".join(map(line, (3, 4, 5, 6))), step)
-        assert left == b"".join(map(line, range(1, step + 1)))
-
-
 def test_a_writer_goes_on_after_the_cut_and_says_what_was_dropped(tmp_path, capsys):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line(1) + line(2) + line(3)[:9])
@@ -83,7 +75,7 @@ def plan_of(*phases, steps=100, **keys):
 
 
 def test_the_steps_that_compile_are_left_out():
-    left = Remaining(plan_of(), 0, 100, 1000)
+    left = Remaining(plan_of(), 0, 100)
     assert left.after(0) == left.after(1) == math.inf
     left.step(1, 60.0)
     assert left.after(1) == math.inf
@@ -98,7 +90,7 @@ def test_so_they_are_on_resume_and_where_the_batch_changes():
     ramp = config.Phase(tokens=40 * 20, ramp_from=2, ramp_tokens=20 * 20)
     plan = plan_of(ramp, steps=1000)
     grows = next(s.first_step for s in plan.segments if s.micro_batches == 2)
-    left = Remaining(plan, 4, plan.total_steps, 1000)
+    left = Remaining(plan, 4, plan.total_steps)
     left.step(5, 60.0)
     for step in range(6, grows):
         left.step(
@@ -110,36 +102,11 @@ def test_so_they_are_on_resume_and_where_the_batch_changes():
     assert left.after(grows) == pytest.approx((tokens - 40) / 20)
 
 
-def test_evaluations_that_are_due_count_with_what_the_last_one_took():
-    left = Remaining(plan_of(), 0, 100, 30)
-    for step in (1, 2, 3):
-        left.step(step, 0.0)
-    left.evaluation(0, 500.0)
-    assert left.after(3) == 0.0  # it compiled
-    left.evaluation(0, 5.0)
-    assert [left.after(step) for step in (3, 30, 60, 89, 90, 99)] == [20.0, 15.0, 10.0, 10.0, 5.0, 5.0]
-
-
 def test_it_follows_a_run_that_becomes_slower():
-    left = Remaining(plan_of(steps=1000), 0, 1000, 2000)
+    left = Remaining(plan_of(steps=1000), 0, 1000)
     for step in range(2, 600):
         left.step(step, 1.0 if step < 600 - STEPS else 3.0)
     assert left.after(600) == pytest.approx(1200)
-
-
-def test_the_bar_shows_the_same(monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    monkeypatch.setattr("sys.stderr", Terminal())
-    console = metrics.Console(0, 10, 5, {1: math.inf, 2: 3723.0}.get)
-    for step in (1, 2):
-        console.step(step, FIGURES)
-        console._bar.refresh()
-    console.close()
-    shown = metrics.sys.stderr.getvalue()
-    assert "1/10 [00:00, eta ?]" in shown and "2/10 [00:00, eta 1h02m]" in shown and "<" not in shown
 
 
 @pytest.fixture

@@ -127,17 +127,6 @@ def test_one_that_lost_its_last_steps_ends_in_the_same_bits(folder, tmp_path, fo
     assert [step for step, *_ in losses[0]] == [*range(1, 17)] and losses[0][-1][2] < 4
 
 
-def test_copies_are_never_on_both_sides(folder, tmp_path):
-    path = write(tmp_path / "a.jsonl", [ask(i % 20) for i in range(200)])
-    sides = stores.open_stores(settings(folder / "base", path), path, tokenizers.Bytes())
-    train, held_out = (
-        {side.bundle.tokens[a:b].tobytes() for a, b in zip(starts, [*starts[1:], None], strict=True)}
-        for side in sides
-        for starts in [np.flatnonzero(side.bundle.starts).tolist()]
-    )
-    assert len(train) + len(held_out) == 20 and not train & held_out
-
-
 def test_copies_in_two_sources_are_on_one_side(folder, tmp_path):
     paths = [
         write(tmp_path / "a.jsonl", [ask(i) for i in range(300)]),
@@ -186,21 +175,6 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     assert f"{long}: 1 chats to evaluate on (1 kept, 0 trimmed, 0 reduced, 1 dropped)" in said
 
 
-def test_text_beside_named_chats_is_refused_and_a_glob_names_one(folder, tmp_path):
-    own = str(folder / "chats.jsonl")
-    (tmp_path / "code").mkdir()
-    for name in ("a.py", "b.json"):
-        (tmp_path / "code" / name).write_text("{}\n")
-    with pytest.raises(
-        UserError, match=r"named x=.*: path=.*/code' has text and also JSON or Parquet.*by a glob"
-    ):
-        windows.named_stores(
-            settings(folder / "base", own, eval__named=(f"x={tmp_path}/code",)), tokenizers.Bytes()
-        )
-    only = settings(folder / "base", own, eval__named=(f"x={tmp_path}/code/**/*.py",))
-    assert windows.named_stores(only, tokenizers.Bytes())["x"].num_tokens == 5
-
-
 NO_ANSWER = "line 1: a conversation without an answer"
 BAD = {
     "text": ('{"text": "a"}\n', "record 0: a text and no chat, but config.data.chats is set"),
@@ -246,15 +220,6 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
     ):
         with pytest.raises(UserError, match=re.escape(message)):
             finetune.get_config(weights)
-
-
-def test_a_model_directory_is_to_be_imported_first(folder, tmp_path):
-    """And the message's own advice is followed."""
-    made = exchange.to_hf(folder / "base", tmp_path / "a model")
-    with pytest.raises(UserError) as error:
-        finetune.get_config(str(made))
-    assert f"from_hf --model={made} --workdir=DIR, and give finetune.py:DIR" in str(error.value)
-    assert finetune.get_config(str(exchange.from_hf(made, tmp_path / "run"))).optim.lr == finetune.IMPORTED_LR
 
 
 def test_a_second_set_of_chats_is_learnt_at_the_rate_of_the_first(folder):

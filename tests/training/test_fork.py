@@ -106,14 +106,6 @@ def test_a_run_begins_with_another_s_weights(parent, tmp_path, capsys):
     assert taken["params"]["embed"]["embedding"].shape == (264, 16)
 
 
-def begin(parent, tokenizer=None, **keys):
-    """As far as a start goes before it writes or compiles."""
-    made = settings(parent, keys)
-    made = fork.settle(made, fork.find(made, parent / "nowhere"))
-    schedule.make_plan(made)
-    return made, fork.Parent(made, tokenizer or tokenizers.load("bytes"))
-
-
 @pytest.fixture
 def named(parent, tmp_path):
     """A copy of the parent's run that may be damaged."""
@@ -122,13 +114,13 @@ def named(parent, tmp_path):
 
 
 REFUSED = {
-    "config.model has num_experts=8 (4 there), so the state of run.fork=RUN@6 does not fit": {"model__num_experts": 8},
-    "config.model has num_key_value_heads=1 (2 there), so": {"model__num_key_value_heads": 1},
-    "config.optim.name='muon', but run.fork=RUN@6 has 'adamw', whose state is another": {"optim__name": "muon"},
+    "config.model.num_experts 4 there, 8 here": {"model__num_experts": 8},
+    "config.model.num_key_value_heads 2 there, 1 here": {"model__num_key_value_heads": 1},
+    "config.optim.name 'adamw' there, 'muon' here": {"optim__name": "muon"},
     "config.run.fork=RUN and config.run.init_from=x are both given": {"run__init_from": "x"},
     "config.run.num_steps=6, but run.fork=RUN@6 has reached step 6": {"run__num_steps": 6},
-    "config.run.fork=RUN@3 has no complete checkpoint of step 3; it has 2, 4, 6": {"run__fork": "RUN@3"},
-    "config.run.fork=RUN/tokenizer has no complete checkpoint": {"run__fork": "RUN/tokenizer"},
+    "config.run.fork=RUN@3: --workdir=RUN has no checkpoint of step 3; it has 2, 4, 6": {"run__fork": "RUN@3"},
+    "config.run.fork=RUN/tokenizer: --workdir=RUN/tokenizer has no checkpoint": {"run__fork": "RUN/tokenizer"},
     "fork_step=4 and fork_tokens=3, but RUN@4 has 512 tokens at step 4": {
         "run__fork": "RUN@4", "run__fork_step": 4, "run__fork_tokens": 3,
     },
@@ -141,40 +133,35 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("says", REFUSED)
-def test_what_does_not_fit_is_one_line(parent, says):
+def test_what_does_not_fit_is_one_line_and_leaves_nothing(parent, tmp_path, says):
     put = lambda text: text.replace("RUN", str(parent / "run")) if isinstance(text, str) else text  # noqa: E731
     keys = {"run__fork": "RUN", "run__num_steps": 9} | REFUSED[says]
     with pytest.raises(UserError) as caught:
-        begin(parent, **{key: put(value) for key, value in keys.items()})
+        train(parent, tmp_path / "fork", **{key: put(value) for key, value in keys.items()})
     assert put(says) in str(caught.value) and "\n" not in str(caught.value)
+    assert not (tmp_path / "fork").exists()
 
 
 def test_another_tokenizer_is_refused(parent):
     other = tokenizers.load("bytes")
     other.sha256 = "another's"
-    with pytest.raises(UserError, match=r"config\.data\.tokenizer='bytes' is another than run\.fork="):
-        begin(parent, other, run__fork=str(parent / "run"), run__num_steps=9)
+    given = settings(parent, {"run__fork": str(parent / "run"), "run__num_steps": 9})
+    with pytest.raises(UserError, match=r"config\.data\.tokenizer='bytes' is not the one of run\.fork="):
+        fork.Parent(given, other)
 
 
-def test_a_damaged_or_unfinished_one_names_the_steps_that_there_are(named, parent):
+def test_a_damaged_one_is_refused_and_an_unfinished_one_passed_over(named, parent, tmp_path):
     (named / "checkpoints" / "6").rename(named / "checkpoints" / ".saving-6")
-    assert begin(parent, run__fork=str(named), run__num_steps=9)[0].run.fork_step == 4
+    given = settings(parent, {"run__fork": str(named), "run__num_steps": 9})
+    assert fork.find(given, tmp_path)[1] == 4
     chunk = max(
         (named / "checkpoints" / "4" / "state").rglob("c*"), key=lambda p: p.is_file() and p.stat().st_size
     )
     chunk.write_bytes(bytes(chunk.stat().st_size))
-    with pytest.raises(StorageError, match=r"run@4: .* is damaged: state/.* is changed.*; it has 2, 4$"):
-        begin(parent, run__fork=f"{named}@4", run__num_steps=9)
-    begin(parent, run__fork=f"{named}@2", run__num_steps=9)
     (named / "checkpoints" / "2" / "checksums.json").write_text("{}")
-    with pytest.raises(StorageError, match=r"config\.run\.fork=.*run@2: .*; it has 2, 4$"):
-        begin(parent, run__fork=f"{named}@2", run__num_steps=9)
-    for step in (2, 4):
-        shutil.rmtree(named / "checkpoints" / str(step))
-    with pytest.raises(
-        UserError, match="has no complete checkpoint; give the folder of a run that has saved"
-    ):
-        begin(parent, run__fork=str(named), run__num_steps=9)
+    for step, damage in ((4, r"step 4 of .*run is damaged: state/.* is changed"), (2, "2 is damaged: ")):
+        with pytest.raises(StorageError, match=damage):
+            train(parent, tmp_path / "fork", run__fork=f"{named}@{step}", run__num_steps=9)
 
 
 def test_the_step_that_was_newest_at_first_stays_the_one(parent, tmp_path):

@@ -5,7 +5,6 @@ import signal
 import time
 
 import multiprocess_runs
-import numpy as np
 import pytest
 import tiny_runs
 
@@ -83,50 +82,6 @@ def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_p
     tiny_runs.same_state(workdir, tmp_path / "whole")
     hidden = {p.name for p in (workdir / "checkpoints").iterdir() if not p.name.isdigit()}
     assert hidden == {".run"}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("tiers", [(), ("local", "durable")])
-def test_two_processes_killed_then_one_then_four(pretrain, tmp_path, tiers):
-    keys = {"run.num_steps": 60, "precision.newton_schulz": "float32", "optim.name": "muon"}
-    done(pretrain(tmp_path / "alone", keys | {"checkpoint.every_steps": 1000}, 2))
-    workdir = tmp_path / "moved"
-    keys |= {f"checkpoint.{tier}": str(tmp_path / tier) for tier in tiers}
-    for count in (2, 1):
-        with pretrain(workdir, keys, count) as run:
-            run.wait_for("step  1/" if count == 2 else "ms |")
-            time.sleep(2)
-            latest = time.monotonic() + 30  # a busy machine takes longer to its first checkpoint
-            while not list((workdir / "checkpoints").glob("[0-9]*")) and time.monotonic() < latest:
-                time.sleep(0.1)
-            for process in run.processes:
-                process.kill()
-            run.wait()
-        assert complete_steps(workdir)
-    done(pretrain(workdir, keys, 4))
-    expected, got = losses(tmp_path / "alone"), losses(workdir)
-    assert len(got) == 60
-    np.testing.assert_allclose(got, expected, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_a_place_that_cannot_be_written_ends_the_run_with_its_own_code(pretrain, tmp_path):
-    workdir, root = tmp_path / "run", tmp_path / "run" / "checkpoints"
-    keys = {"run.num_steps": 100_000, "checkpoint.every_steps": 5, "checkpoint.max_failures": 2}
-    with pretrain(workdir, keys) as run:
-        run.wait_for("step     12/")
-        root.rename(workdir / "moved away")
-        root.write_text("no folder any more")
-        (result,) = run.wait()
-    assert result.code == cli.STORAGE
-    assert result.out.count("is NOT saved") == 2 and "training goes on" in result.out
-    assert result.err.count("\n") == 1 and "error: 2 saves failed in a row" in result.err
-    root.unlink()
-    (workdir / "moved away").rename(root)
-    steps = complete_steps(workdir)
-    assert steps and steps[-1] >= 5
-    done(pretrain(workdir, keys | {"run.num_steps": steps[-1] + 2}))
-    assert len(losses(workdir)) == steps[-1] + 2
 
 
 @pytest.mark.slow

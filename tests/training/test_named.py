@@ -100,15 +100,6 @@ def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(keys,
     assert not (tmp_path / "run").exists()
 
 
-def test_names_without_windows_are_refused(tmp_path):
-    settings = tiny.get_config()
-    settings.eval.windows, settings.eval.named = 0, (f"a={tmp_path}",)
-    with pytest.raises(UserError, match=r"eval\.windows=0 evaluates on nothing, and eval\.named is given"):
-        windows.named_paths(config.check(settings))
-    settings.eval.named = ()  # the error's own advice
-    assert windows.named_paths(config.check(settings)) == {}
-
-
 def test_a_source_of_the_run_gives_what_it_holds_out_and_other_text_all_of_it(keys, tmp_path):
     settings = tiny.get_config()
     settings.data.path = keys["data__path"]

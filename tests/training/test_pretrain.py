@@ -2,27 +2,23 @@
 
 import json
 import re
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import jax
-import multiprocess_runs
 import numpy as np
 import pytest
 import tiny_runs
 
 from experiments.configs import tiny_linear
 from zaya_jax import cli, config
-from zaya_jax.checkpoint.store import latest_step
 from zaya_jax.pytorch import exchange
 from zaya_jax.report import curves, read
 from zaya_jax.report.run_page import run_document
 from zaya_jax.training import figures
 from zaya_jax.training import step as steps
-from zaya_jax.training.workdir import open_workdir, read_config
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -76,19 +72,6 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
     assert list(halves.glob("events.out.*"))
 
 
-@pytest.mark.slow
-def test_devices_and_micro_batches_change_nothing_but_rounding(run, tmp_path):
-    exact = {"precision__compute": "float32", "precision__newton_schulz": "float32", "run__num_steps": 3}
-    # Of the step alone tests/training/test_step.py holds it.
-    for name, more in {"one": {}, "both": {"mesh__data": 2, "data__micro_batch": 4}}.items():
-        assert run(tmp_path / name, **exact, **more) == cli.DONE
-    one, other = tiny_runs.lines(tmp_path / "one"), tiny_runs.lines(tmp_path / "both")
-    np.testing.assert_allclose(other[0]["loss"], one[0]["loss"], rtol=1e-6)
-    np.testing.assert_allclose(other[0]["grad_norm"], one[0]["grad_norm"], rtol=1e-5)
-    np.testing.assert_allclose([x["loss"] for x in other], [x["loss"] for x in one], rtol=1e-5)
-    np.testing.assert_allclose(other[-1]["eval/loss"], one[-1]["eval/loss"], rtol=1e-5)
-
-
 def test_each_step_is_given_its_own_time(run, tmp_path, monkeypatch):
     """Where a step is done when the call returns, as on a CPU in the program; evaluation is not counted."""
     made, least = steps.make_train_step, 0.2
@@ -140,34 +123,6 @@ def test_every_key_that_the_report_reads_is_one_that_a_run_wrote(run, tmp_path, 
     assert [title for title in titles if f"<figcaption>{title}<" not in source] == []
 
 
-def test_a_signal_saves_and_asks_to_be_started_again(corpus, tmp_path):
-    keys = tiny_runs.SMALL | {"run.num_steps": 100000, "checkpoint.every_steps": 100000}
-    with multiprocess_runs.pretrain(tmp_path, tmp_path / "run", keys) as run:
-        run.wait_for("ms |")  # then it listens
-        run.processes[0].send_signal(signal.SIGTERM)
-        (result,) = run.wait()
-    assert result.code == cli.PREEMPTED, result
-    assert latest_step(tmp_path / "run") == tiny_runs.lines(tmp_path / "run")[-1]["step"]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"model__num_attention_heads": 3}, ("num_attention_heads=3", "num_key_value_heads=2")),
-        ({"data__path": "/nowhere/at/all"}, ("/nowhere/at/all",)),
-        ({"data__micro_batch": 3}, ("micro_batch=3", "global_batch=8")),
-        ({"mesh__data": 3}, ("over 3 devices", "micro-batch of 8")),
-        ({"optim__name": "muonn"}, ("optim.name", "did you mean muon")),
-        ({"data__tokenizer": "no/such.json"}, ("no/such.json",)),
-    ],
-)
-def test_bad_input_is_named_before_anything_is_written(run, tmp_path, overrides, words):
-    with pytest.raises(config.UserError) as error:
-        run(tmp_path / "run", **overrides)
-    assert "\n" not in str(error.value) and all(word in str(error.value) for word in words), error.value
-    assert not (tmp_path / "run").exists()
-
-
 def test_the_command_line_says_bad_input_in_one_line(tmp_path):
     for option, words in (
         ("--config.run.num_stepz=3", ("run.num_stepz", "run.num_steps")),
@@ -179,28 +134,6 @@ def test_the_command_line_says_bad_input_in_one_line(tmp_path):
         assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
         assert all(word in done.stderr for word in words), done.stderr
     assert not (tmp_path / "run").exists()
-
-
-def test_a_workdir_belongs_to_one_run(run, tmp_path):
-    workdir = tmp_path / "run"
-    assert run(workdir, run__num_steps=2) == cli.DONE
-    before = sorted((p.name, p.stat().st_mtime_ns) for p in workdir.rglob("*"))
-    with pytest.raises(config.UserError, match=r"optim\.lr=0\.003, now it is 0\.5"):
-        run(workdir, run__num_steps=2, optim__lr=0.5)
-    assert before == sorted((p.name, p.stat().st_mtime_ns) for p in workdir.rglob("*"))
-    with pytest.raises(config.UserError, match=r"num_steps=1, but .* step 2"):
-        run(workdir, run__num_steps=1)
-
-
-def test_a_foreign_folder_is_refused(tmp_path):
-    (tmp_path / "holiday.txt").write_text("not a run")
-    with pytest.raises(config.UserError, match=r"holiday\.txt"):
-        open_workdir(tmp_path, config.Config())
-    (tmp_path / "file").write_text("")
-    with pytest.raises(config.UserError, match="cannot be written"):
-        open_workdir(tmp_path / "file", config.Config())
-    with pytest.raises(config.UserError, match=r"config\.json"):
-        read_config(tmp_path)
 
 
 @pytest.mark.slow

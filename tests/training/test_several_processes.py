@@ -118,22 +118,11 @@ def test_another_command_or_another_folder_than_the_first_is_refused(tmp_path, m
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_a_refusal_is_everybodys(pretrain, tmp_path):
-    (tmp_path / "foreign").mkdir()
-    (tmp_path / "foreign" / "holiday.txt").write_text("not a run")
-    with pretrain(tmp_path / "foreign", 2) as run:
-        results = run.wait()
-    assert [result.code for result in results] == [cli.BAD_INPUT] * 2, results
-    assert re.fullmatch(r"error: --workdir=\S+ holds holiday.txt and no config.json.*\n", results[0].err)
-    assert sorted(path.name for path in (tmp_path / "foreign").iterdir()) == ["holiday.txt"]
-
-
 HOOKED = """
 import os, runpy, sys, time
 from zaya_jax.checkpoint import tiers
 from zaya_jax.config import UserError
-from zaya_jax.training import memory, workdir
+from zaya_jax.training import layout, workdir
 
 def refuse(*_):
     raise UserError("not with me")
@@ -154,7 +143,7 @@ runpy.run_module("experiments.pretrain", run_name="__main__")
 """
 HOOKS = {
     "all, after the folder was made": "tiers.local_folder = refuse",
-    "one, before, while the first is ready": "if mine == '1': memory.check_host_batch = slowly(refuse)",
+    "one, before, while the first is ready": "if mine == '1': layout.check_batch_memory = slowly(refuse)",
     "one, after": "if mine == '1': tiers.local_folder = slowly(refuse)",
     "the first, while the others go on": "if mine == '0': workdir.write_json = slowly(refuse)",
 }

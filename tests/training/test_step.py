@@ -14,9 +14,7 @@ from zaya_jax import config
 from zaya_jax.hardware import hlo
 from zaya_jax.model import zaya
 from zaya_jax.optim import chain
-from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.parallel.spread import Spread
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 
@@ -134,20 +132,6 @@ def test_no_weight_crosses_devices_inside_the_accumulation(compiled):
     travel = [b for b in optimizer.layout.matrices.values() if not b.together]
     for kind in ("reduce-scatter", "all-gather"):
         assert sum(k == kind for k, _ in found[1]) == len(travel) + 1
-
-
-def test_a_mesh_must_fit_devices_and_batch():
-    with pytest.raises(
-        config.UserError, match=r"3 x 1 x 1 x 1, but there are 8 devices; set config\.mesh\.data=8"
-    ):
-        make_mesh(config.Mesh(data=3), jax.devices()[:8])
-    with pytest.raises(config.UserError, match=r"expert x context x tensor = 3 must divide 8, as 2 does"):
-        make_mesh(config.Mesh(expert=3), jax.devices()[:8])
-    with pytest.raises(
-        config.UserError,
-        match=r"micro-batch of 6 sequences .* does not divide over 4 devices .*; set config\.data\.micro_batch=4",
-    ):
-        sharding.check_batch(SETTINGS, Spread(data=4), (12,), 6)
 
 
 def test_logits_of_the_full_vocabulary_never_exist():

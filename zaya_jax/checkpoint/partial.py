@@ -1,7 +1,7 @@
 """Part of a checkpoint for another model or program: parameters alone, some arrays, another type, a smaller model's.
 
     params = partial.read(folder, "params.*", dtype="bfloat16")["params"]        NumPy arrays, as a tree
-    copy = partial.Beginning("runs/small@300", held, grow=True).of(fresh, say=print)     of a run's first state
+    copy = partial.InitialWeights("runs/small@300", held, grow=True).of(fresh, say=print)     of a run's first state
 
 A grown model takes what fits: layers and experts that the smaller one has, in their places; the skip class stays last.
 What it does not take keeps its fresh values and is named.
@@ -53,7 +53,7 @@ def read(
     return trees.nested(found)
 
 
-class Beginning:
+class InitialWeights:
     """A checkpoint whose parameters and balancing biases a run begins with, found and checked before any is read.
 
     `place` is WORKDIR, WORKDIR@STEP, a folder or a URL, `held` says what the run has and where. UserError where they

@@ -35,7 +35,7 @@ class Source:
         # A folder's own name may end like that, too.
         if step is None and at and number.isdecimal() and not Path(place).is_dir():
             place, step = path, int(number)
-        self._place, self.workdir = place, None
+        self.place, self.workdir = place, None
         self._kept: tuple[str, np.ndarray] | None = None
         vault = vault_at(place)
         name: Step
@@ -70,7 +70,7 @@ class Source:
                 raise
             has = f"it has {', '.join(map(str, left))}" if left else "it has no other"
             raise UserError(
-                f"step {self._name} of {self._place} is gone meanwhile, its run has deleted it; {has}"
+                f"step {self._name} of {self.place} is gone meanwhile, its run has deleted it; {has}"
             ) from None
 
     def check(self, progress: Progress | None = None, names: Sequence[str] = ("",)) -> None:

@@ -2,11 +2,12 @@
 
 figures.dispatched(now, of_the_step)     reads those of the step before
 figures.read(more)                       reads those of this step, where something is due after it
-figures.left_out(seconds)                time that belongs to no step
+with figures.outside_a_step(): ...       time that belongs to no step
 """
 
 import contextlib
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ class Figures:
         self._whole, self._store, self._pace, self._guard = begun.recipe, begun.store, pace, guard
         plan, last, config = begun.recipe.plan, begun.recipe.last_step, begun.recipe.config
         self.writer = Writer(begun.workdir, begun.reached)
-        self.remaining = Remaining(plan, begun.reached, last, config.eval.every)
+        self.remaining = Remaining(plan, begun.reached, last)
         self.console = Console(begun.reached, last, config.log.every, self.remaining.after)
         self.unsound = unsound  # updates in a row without effect, up to the last one
         self._pending: tuple[Step, Any, float | None] | None = None
@@ -40,14 +41,12 @@ class Figures:
         """From now on time is the first step's."""
         self._clock = time.perf_counter()
 
-    def left_out(self, seconds: float) -> None:
-        """So many seconds were no step's."""
-        self._clock += seconds
-
-    def evaluated(self, phase_index: int, seconds: float) -> None:
-        """An evaluation took so long."""
-        self.remaining.evaluation(phase_index, seconds)
-        self.left_out(seconds)
+    @contextlib.contextmanager
+    def outside_a_step(self) -> Iterator[None]:
+        """The time until its end is no step's."""
+        since = time.perf_counter()
+        yield
+        self._clock += time.perf_counter() - since
 
     def dispatched(self, now: Step, figures: Any) -> None:
         """A step has been dispatched: those of the one before are read."""

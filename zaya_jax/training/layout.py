@@ -1,17 +1,28 @@
-"""What a start needs, checked before anything is compiled or written."""
+"""Lays a start out: the phases, their mesh, the tokenizer and the data, checked before anything is compiled or written.
+
+Of memory a lower bound is checked: a step's batch on the host, weights and optimizer state on the devices. Activations
+and gradients come on top (`experiments.plan`).
+"""
 
 import dataclasses
 import functools
+import os
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
+from zaya_jax import schedule
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, token_ids, tokenizers, windows
+from zaya_jax.model import zaya
 from zaya_jax.parallel.mesh import rows_of_process
-from zaya_jax.training import fork, memory, recipe
+from zaya_jax.training import fork, recipe
+from zaya_jax.training import state as states
 from zaya_jax.training.recipe import Recipe, Stage
+
+BYTES_A_TOKEN = 20  # of a batch: tokens, targets, segments, positions, mask, four bytes each
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +45,6 @@ def check(config: Config, folder: Path) -> Layout:
     tokenizer = tokenizers.load(config.data.tokenizer)
     config = token_ids.agree(config, tokenizer)
     whole = recipe.make(config, jax.devices())
-    memory.check_host_batch(whole.plan, jax.process_count())
     reached = multihost.from_first("look", functools.partial(recipe.peek, folder)) or config.run.fork_step
     return lay_out(whole, tokenizer, min(reached, whole.last_step))
 
@@ -46,10 +56,52 @@ def lay_out(whole: Recipe, tokenizer: tokenizers.Tokenizer, reached: int) -> Lay
             f"config.run.num_steps={whole.last_step}, but the run has already reached step {reached}; "
             "give at least as many steps, or a new workdir"
         )
-    said = recipe.check(whole, reached) + memory.check_phases(whole, reached)
+    notes = recipe.check(whole, reached)
     first = min(reached + 1, whole.last_step)
     stage = whole.stage(first)
     assert stage.mesh is not None  # `recipe.check`
+    check_batch_memory(stage)
+    check_memory(stage.config, stage.mesh, schedule.key(whole.config, stage.index, "mesh"))
     stream = pipeline.train_stream(whole.config, tokenizer, rows_of_process(stage.mesh))
-    said += stream.batches.notes + windows.named_notes(whole.config, tokenizer)
-    return Layout(reached, whole, stage, whole.last_step_here(first), tokenizer, stream, said)
+    notes += stream.batches.notes + windows.named_notes(whole.config, tokenizer)
+    return Layout(reached, whole, stage, whole.last_step_here(first), tokenizer, stream, notes)
+
+
+def check_batch_memory(stage: Stage) -> None:
+    """UserError where this process's part of a step's batch is more than the machine's memory."""
+    largest = max(stage.segments, key=lambda segment: segment.tokens_per_step)
+    needed = largest.tokens_per_step * BYTES_A_TOKEN // jax.process_count()
+    if needed > machine_bytes():
+        raise UserError(
+            f"a step of {largest.sequences:,} sequences (global_batch) of {stage.phase.seq_len:,} tokens (seq_len) "
+            f"takes {size(needed)} in this process, the machine has {size(machine_bytes())}; give a smaller batch or "
+            "shorter sequences"
+        )
+
+
+def check_memory(config: Config, mesh: Mesh, key: str) -> None:
+    """UserError where weights and optimizer state are more than the memory of a device, if that is known."""
+    device = mesh.local_devices[0]
+    on_host = device.platform == "cpu"  # whose devices share the machine's memory
+    has = machine_bytes() if on_host else (device.memory_stats() or {}).get("bytes_limit")
+    state = states.abstract(config, states.build_optimizer(config, mesh), mesh)
+    needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(state))
+    needed *= len(mesh.local_devices) if on_host else 1
+    if has is not None and needed > has:
+        count = zaya.param_counts(config.model)["total"]
+        where = "the machine" if on_host else f"each {device.device_kind}"
+        raise UserError(
+            f"the model of {count:,} parameters needs {size(needed)} for weights and optimizer alone, "
+            f"{where} has {size(has)}; give a smaller config.model, or spread it: more devices, "
+            f"{key}.fsdp=True, {key}.tensor or expert"
+        )
+
+
+def machine_bytes() -> int:
+    """The memory of the machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def size(count: int) -> str:
+    """So many bytes for a person."""
+    return f"{count / 2**30:,.1f} GiB"

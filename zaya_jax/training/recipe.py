@@ -104,7 +104,8 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
         index, begin = stage.index, stage.segments[0].first_step
         where = schedule.key(config, index, "mesh")
         if stage.misfit and begin <= config.run.num_steps:
-            notes.append(cannot_be_trained(stage, stage.misfit))
+            phase = f"phase {stage.phase.name!r}, from step {begin},"
+            notes.append(f"note: {phase} cannot be trained on these devices: {stage.misfit}")
         sizes = tuple(segment.sequences for segment in stage.segments)
         lengths = {
             schedule.key(config, index, name): getattr(stage.phase, name)
@@ -121,12 +122,6 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
         if stage.mesh is not None:
             rows_of_process(stage.mesh)
     return notes
-
-
-def cannot_be_trained(stage: Stage, why: Exception) -> str:
-    """A note of a phase to come."""
-    begin = f"phase {stage.phase.name!r}, from step {stage.segments[0].first_step},"
-    return f"note: {begin} cannot be trained on these devices: {why}"
 
 
 def _check_fractions(config: Config, plan: Plan) -> None:
