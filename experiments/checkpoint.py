@@ -21,12 +21,13 @@ from typing import Any
 from tqdm import tqdm
 
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import layout, look, rewrite, store, writing
+from zaya_jax.checkpoint import layout, look, rewrite, store, times, writing
 from zaya_jax.checkpoint.vault import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.pytorch import exchange, tokenizer_files
-from zaya_jax.report.checkpoints import checkpoints_document
-from zaya_jax.report.document import check_target, write_page
+from zaya_jax.report.checkpoints import checkpoints_document, steps_table
+from zaya_jax.report.document import Table, check_target, write_page
+from zaya_jax.report.text import byte_size
 from zaya_jax.training.workdir import check_same, read_config
 
 
@@ -115,13 +116,31 @@ def inspect(args: Any) -> int:
         check_target(args.html, "--html")
     if args.step is not None:
         store.latest_step(args.workdir, args.step)
-    print(look.steps_text(args.workdir))
-    print()
-    print(look.arrays_text(args.workdir, store.latest_step(args.workdir, args.step)))
+    seen, damaged = look.see_all(args.workdir)
+    if seen:
+        print(steps_table(seen, times.read(args.workdir).get("save", {})).text())
+    if seen or damaged:
+        print(*look.remarks(args.workdir, seen, damaged), sep="\n")
+    print(arrays_table(look.see(args.workdir, store.latest_step(args.workdir, args.step))).text())
     if args.html is not None:
         target = args.workdir / "checkpoints.html" if args.html is True else args.html
         print(f"written: {write_page(target, lambda: checkpoints_document(args.workdir).html())}")
     return cli.DONE
+
+
+def arrays_table(seen: look.Seen) -> Table:
+    """The arrays of a step, with sums of its parts."""
+    shape = lambda lengths: " x ".join(map(str, lengths)) or "()"  # noqa: E731
+    rows = []
+    for part, size in seen.part_bytes().items():
+        rows += [
+            (a.name, shape(a.shape), a.dtype, byte_size(a.bytes), shape(a.chunk), str(seen.chunks[a.name]))
+            for a in seen.arrays
+            if a.name.split(".")[0] == part
+        ]
+        rows.append((f"= {part}", "", "", byte_size(size), "", ""))
+    title = f"Step {seen.step}, by {seen.meta.get('processes', 1)} process(es), version {seen.meta.get('version')}"
+    return Table(title, ("array", "shape", "type", "size", "chunk", "chunks"), rows)
 
 
 def verify(args: Any) -> int:
@@ -157,7 +176,7 @@ def verify(args: Any) -> int:
             print(f"step {step}: deleted meanwhile")
             continue
         if not damages:
-            print(f"step {step}: {look.size_text(total)}, whole")
+            print(f"step {step}: {byte_size(total)}, whole")
         for damage in damages:
             print(f"step {step}: {damage}")
         damaged += bool(damages)

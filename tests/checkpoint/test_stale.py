@@ -68,7 +68,7 @@ def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
     assert tiers(tmp_path) == ([], [2], [2])
     if done == "nothing":
         assert "step 4, 6, of a past that was given up" in said[0]
-        assert "went back behind them: .stale-1-4, .stale-1-6" in look.steps_text(tmp_path / "run")
+        assert "went back behind them: .stale-1-4, .stale-1-6" in look.remarks(tmp_path / "run", [], [])[0]
     # Its own later ones stay, whatever the file says; another decision's take the place of the first's.
     save(opened(), (4, 6), BACK)
     checkpoints = opened()

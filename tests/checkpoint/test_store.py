@@ -430,7 +430,7 @@ def test_checkpoints_of_skipped_steps_are_marked_and_the_way_back_is_said(tmp_pa
     run.save(3, metrics={"loss": 2.0, "skipped": 1.0})
     assert visible(tmp_path) == ["1", "2", "3"]
     assert f"init_from={tmp_path}@1" in run.store.way_back()
-    assert "skipped or not finite: 2, 3." in look.steps_text(tmp_path)
+    assert "skipped or not finite: 2, 3." in look.remarks(tmp_path, *look.see_all(tmp_path))[0]
     run.save(4, metrics={"loss": 2.0, "skipped": 0.0, "eval/loss": 1.0})
     assert visible(tmp_path) == ["4"]
     best = Run(tmp_path, keep=1, keep_best=1)

@@ -151,20 +151,6 @@ def test_verify_sees_steps_of_two_runs_side_by_side(tmp_path, monkeypatch, capsy
         assert "step 2: checksums.json is of run" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("text", ['{"a":' * 100_000, "[]", "null", '{"name": ' + "9" * 5000 + "}"])
-def test_a_config_json_that_is_none_is_a_line_with_its_name(tmp_path, text):
-    workdir = train(tmp_path / "run", (2,))
-    (workdir / "config.json").write_text(text)
-    for read in (
-        workdir_lib.read_config,
-        lambda w: open_workdir(w, settings()),
-        lambda w: exchange.config_at(w, 2),
-    ):
-        with pytest.raises(UserError, match=r"run/config\.json") as caught:
-            read(workdir)
-        assert "\n" not in str(caught.value) and len(str(caught.value)) < 600
-
-
 def test_pipes_and_folders_in_the_place_of_files(tmp_path):
     """To open a pipe would wait for ever."""
     workdir = train(tmp_path / "run")

@@ -65,6 +65,11 @@ class Array:
         return math.prod(self.chunk) * np.dtype(self.dtype).itemsize
 
     @property
+    def bytes(self) -> int:
+        """Bytes of all its numbers."""
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
+
+    @property
     def folder(self) -> str:
         """Its folder in a checkpoint."""
         return f"{STATE}/{self.name}"

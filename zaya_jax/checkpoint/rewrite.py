@@ -8,7 +8,6 @@ whole before anything is written.
 """
 
 import contextlib
-import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -89,7 +88,7 @@ def _write(
     for name, content in layout.frame(tuple(arrays), meta).items():
         put(name, content)
         sums[name] = entry_of(content)
-    total = sum(math.prod(array.shape) * np.dtype(array.dtype).itemsize for array in arrays)
+    total = sum(array.bytes for array in arrays)
     done, originals = 0, source.arrays()
     for array in arrays:
         for index, box in array.touched(tuple(slice(0, n) for n in array.shape)):

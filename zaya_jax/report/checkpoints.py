@@ -5,6 +5,7 @@ drawn in groups by their slowest, which the page then says.
 """
 
 import contextlib
+import datetime
 import math
 import statistics
 from collections.abc import Sequence
@@ -47,7 +48,7 @@ def checkpoints_document(workdir: Path) -> Document:
         Section("Over the run", WAITS, pictures=save_curves(saves)),
         Section("Where the time goes", DARK, pictures="".join(_stage_map(saves, s) for s in times.STAGES)),
         Section("The last load", pictures=_load_map(load)),
-        Section("Complete checkpoints", tables=_steps(seen, {save.step: save for save in saves})),
+        Section("Complete checkpoints", tables=[steps_table(seen, found.get("save", {}))] if seen else []),
     ]
     return Document(
         workdir.resolve().name, "checkpoints", "", sections, _tiles(seen, saves), slow_processes(saves),
@@ -160,7 +161,7 @@ def _load_map(load: Event | None) -> str:
     ).draw()  # fmt: skip
 
 
-def _steps(seen: Sequence[look.Seen], saves: dict[int, Event]) -> list[Table]:
+def steps_table(seen: Sequence[look.Seen], saves: dict[int, Event]) -> Table:
     """Each step that a run can go on from, and the slowest process's seconds of each stage of its save."""
     rows = []
     for one in seen:
@@ -168,7 +169,8 @@ def _steps(seen: Sequence[look.Seen], saves: dict[int, Event]) -> list[Table]:
         stages = [duration(save.slowest(stage)) if save else "–" for stage in times.STAGES]
         rows.append([
             f"{one.step:,}", f"{one.meta.get('tokens', 0):,}", byte_size(one.bytes), str(one.meta.get("processes", 1)),
-            look.loss_text(one) or "–", *stages, duration(save.whole()) if save else "–",
+            look.loss_text(one) or "–", f"{datetime.datetime.fromtimestamp(one.saved):%Y-%m-%d %H:%M:%S}",
+            *stages, duration(save.whole()) if save else "–",
         ])  # fmt: skip
-    head = ("step", "tokens", "size", "processes", "held-out", *times.STAGES, "whole")
-    return [Table("By step", head, rows, note="Of each stage the slowest process's time.")] if rows else []
+    head = ("step", "tokens", "size", "processes", "held-out", "saved at", *times.STAGES, "whole")
+    return Table("By step", head, rows, note="Of each stage the slowest process's time.")
