@@ -345,18 +345,6 @@ def test_a_cache_larger_than_a_device_s_share_is_decoded_over_eight(model, setti
     assert over.generate("ab", 9) == model.generate("ab", 9)
 
 
-def test_a_generated_text_ends_at_the_end_of_document_and_follows_the_seed(model, ids):
-    text = model.generate("ab", 12, temperature=1.0, seed=3)
-    assert (
-        text == model.generate("ab", 12, temperature=1.0, seed=3) != model.generate("ab", 12, temperature=1.0)
-    )
-    whole = model.generate(np.asarray([[256, *b"ab"]]), 4)[0, 3:].tolist()
-    ended = dataclasses.replace(model, tokenizer=tokenizers.load("bytes"))
-    ended.tokenizer.eos_id = whole[2]
-    first = whole[: whole.index(whole[2])]
-    assert ended.generate("ab", 4) == "ab" + ended.tokenizer.decode(first)
-
-
 ########################################################################################################################
 # Refusals
 ########################################################################################################################

@@ -93,13 +93,6 @@ def test_a_fork_with_other_batches_counts_the_tokens_that_were_seen():
         plan.tokens_of_step(5)
 
 
-def test_decay_steps_that_are_not_there_are_refused():
-    with pytest.raises(
-        UserError, match=r"decay_steps=21, but 20 steps are all that there are; give at most as many"
-    ):
-        schedule.make_plan(config(num_steps=20, decay_steps=21))
-
-
 def test_single_tokens_count_at_12_trillion():
     s = Schedule(warmup_fraction=0.0, decay_fraction=1.0)
     total = 12 * 10**12
@@ -176,19 +169,6 @@ def test_a_micro_batch_is_at_most_a_batch(phases):
     assert recipe.eval_rows(many, plan.segments[0].phase, ALONE) == 8
 
 
-def test_the_batch_outside_phases_is_nobodys_where_they_have_their_own():
-    phases = (Phase(tokens=10**6, global_batch=32, ramp_from=2, ramp_tokens=10**5),)
-    given = dataclasses.replace(config(*phases), data=Data(seq_len=128, global_batch=9, micro_batch=16))
-    plan = schedule.make_plan(check(to_dict(given)))
-    assert [(s.sequences, s.micro_batches) for s in plan.segments] == [
-        (2, 1),
-        (4, 1),
-        (8, 1),
-        (16, 1),
-        (32, 2),
-    ]
-
-
 def test_what_model_and_data_see():
     plan = schedule.make_plan(RECIPE)
     seen = schedule.phase_config(RECIPE, plan.step(plan.total_steps).phase)
@@ -219,7 +199,3 @@ def test_impossible_phases_are_told_and_how_to_mend_them(phase, message, mended)
         )
         mended = dict(micro_batch=int(told[1]))
     schedule.make_plan(config(Phase(**phase | mended)))
-
-
-def test_the_plan_is_of_the_config_alone():
-    assert schedule.make_plan(RECIPE) == schedule.make_plan(dataclasses.replace(RECIPE, run=Run(num_steps=5)))

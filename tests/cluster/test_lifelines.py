@@ -121,14 +121,6 @@ def test_a_certain_end_comes_before_a_doubtful_one():
         assert {end.text for end in run.wait_for_ends(2).values()} == {"no space left"}
 
 
-def test_an_orderly_end_is_no_loss():
-    run = Run(4, 20)
-    for thread in run.begin([0, 1, 2, 3]):
-        thread.join()
-    run.hang_up()
-    assert not run.ends
-
-
 def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
     run = Run(4, 20)
     raised = []
@@ -215,17 +207,3 @@ def test_behind_the_relay_the_end_of_process_0_is_silence():
             near.settimeout(0.5)
             with pytest.raises(TimeoutError):
                 near.recv(1)
-
-
-def test_behind_the_relay_a_coordinator_that_is_not_up_yet_is_tried_again():
-    port = free_port()
-    name = "\0" + jax_repairs.through("localhost", port).partition(":")[2]
-    with socket.socket(socket.AF_UNIX) as near:
-        near.connect(name)
-        assert near.recv(1) == b""
-    with socket.create_server(("localhost", port)) as server, socket.socket(socket.AF_UNIX) as near:
-        near.connect(name)
-        far, _ = server.accept()
-        far.sendall(b"x")
-        assert near.recv(1) == b"x"
-        far.close()

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 import re
 
 import jax
@@ -66,6 +65,10 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (["--model={golden}", "--data={data}"], "has no tokenizer"),
+        (["--model={golden}"], "has held nothing out; give --data or --tasks"),
+        (["--model=none", "--data={data}"], "is no folder"),
+        (["--model={data}", "--data={data}"], "neither a run's folder"),
         (["--data=nowhere.txt"], r"--data=nowhere\.txt names no file"),
         (["--data={data}/a.txt", "--data={data}/../in/a.txt"], r"is the same as --data=.*name it once"),
         (["--mesh=data=2,data=4", "--data={data}"], "is no AXIS=N,..., each axis once"),
@@ -78,25 +81,13 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
         (["--bos", "--data={data}"], "--bos is of tasks; give --tasks, or leave it out"),
     ],
 )
-def test_what_will_not_do_is_one_line_and_nothing_is_written(call, folder, data, tmp_path, given, said):
+def test_wrong_options_are_one_line_and_nothing_is_written(
+    call, folder, data, golden_dir, tmp_path, given, said
+):
     (data / "empty.txt").write_text("")
-    given = [option.format(data=data) for option in given]
+    given = [option.format(data=data, golden=golden_dir / "base") for option in given]
     code, _, err = call(f"--model={folder}", f"--out={tmp_path / 'out'}", *given)
     assert code == cli.BAD_INPUT and err.count("\n") == 1 and re.search(said, err), err
-    assert not (tmp_path / "out").exists()
-
-
-def test_models_that_will_not_do(call, folder, data, golden_dir, tmp_path):
-    for model, said in [
-        (golden_dir / "base", "has no tokenizer"),
-        (tmp_path / "none", "is no folder"),
-        (f"{folder}@7", "7"),
-        (data, "neither a run's folder"),
-    ]:
-        code, _, err = call(f"--model={model}", f"--out={tmp_path / 'out'}", f"--data={data}")
-        assert code == cli.BAD_INPUT and err.count("\n") == 1 and said in err, err
-    code, _, err = call(f"--model={golden_dir / 'base'}", f"--out={tmp_path / 'out'}")
-    assert code == cli.BAD_INPUT and "has held nothing out; give --data or --tasks" in err
     assert not (tmp_path / "out").exists()
 
 
@@ -143,34 +134,6 @@ def test_a_model_of_nan_is_said_and_the_files_are_read_by_all(score, model, data
     (row,) = found.values()
     assert row["loss"] is None and row["by_position"][0]["loss"] is None and row["tokens"] > 0
     assert "<svg" not in (tmp_path / "out" / "evaluation.html").read_text()
-
-
-def test_the_page_has_each_power_of_two_its_own_place():
-    """Documents of 3 to 40,000 tokens: on an axis of tokens nine of ten places would lie on its first tenth."""
-    places = [
-        {"from": 1 << k, "to": (2 << k) - 1, "tokens": 9, "loss": 6 / (k + 1) if k else math.nan}
-        for k in range(15)
-    ]
-    row = {
-        "documents": 1, "tokens": 9, "bytes": 9, "loss": 3.0, "perplexity": 20.0, "bits_per_byte": None,
-        "accuracy": 0.5,
-    }  # fmt: skip
-    data = {"long": {**row, "by_position": places}, "short": {**row, "by_position": places[:6]}}
-    data["one"] = {**row, "by_position": places[:2]}
-    about = {"model": "m", "date": "", "device": "", "jax": "", "seconds": 1.0, "notes": [], "tasks": {}}
-    page = evaluate.document({**about, "data": data}).html()
-    long, short = (
-        [float(pair.split(",")[0]) for pair in points.split()]
-        for points in re.findall(r'points="(.*?)"', page)
-    )
-    steps = np.diff(long)
-    assert len(long) == 14 and steps.min() > 0.9 * steps.max() > 20 and long[:5] == short
-    assert "In the table alone: 1 with one place" in page
-    # Of a curve that has ended the table shows no more.
-    rows = re.findall(r'<th scope="row">([\d,]+)</th><td>(\S+) nats</td><td>(\S+?)(?: nats)?</td>', page)
-    assert len(rows) == 12
-    for place, of_long, of_short in rows:
-        assert of_short == (of_long if place in ("2", "4", "8", "16", "32") else "–"), rows
 
 
 def test_two_processes_share_the_work_and_one_writes(call, folder, data, tmp_path):
