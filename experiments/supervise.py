@@ -84,7 +84,7 @@ def parser() -> cli.Parser:
         "check", help="the faults of this node", description="The check before a start."
     )
     checked.add_argument("--devices", type=whole, metavar="N", help="how many there should be")
-    checked.add_argument("--workdir", type=cli.path, metavar="DIR", help="whose storage is tried")
+    checked.add_argument("--workdir", type=cli.path, metavar="DIR", help="whose disk is looked at")
     return found
 
 

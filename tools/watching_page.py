@@ -33,8 +33,8 @@ order below. A line is read up to {longest:,} characters. Lines that differ only
 neither a note nor a *consequence*, a line that a process prints when another one is gone. A process's exit shows that
 it died, and its lines explain why; by themselves they act only if a device must not be used again.
 
-The kernel's log is the first readable file of {places}, from the agent's start on. `/dev/kmsg` needs
-`kernel.dmesg_restrict=0` or CAP_SYSLOG. If none is readable, the agent says so once.
+The kernel's log is `/dev/kmsg`, from the agent's start on. It needs `kernel.dmesg_restrict=0` or CAP_SYSLOG. If it is
+not readable, the agent says so once.
 """
 
 HARDWARE = """\
@@ -42,15 +42,12 @@ HARDWARE = """\
 
 The agent reads the hardware every few seconds. A counter is judged by its growth within a window, never by its value
 before the run. A level must hold for several readings in a row, and its end is reported too. A counter that falls
-starts anew, with a note. A file without permission or without a number is reported once. Each kind of hardware has a
+starts anew. A file without permission or without a number is reported once. Each kind of hardware has a
 thread of its own, so a driver that hangs is a finding and delays nothing else.
 
-AMD's GPUs are read from sysfs (`/sys/class/drm/card*/device`), NVIDIA's by NVML if `nvidia-ml-py` is installed; ports
-from `/sys/class/infiniband`, interfaces from `/sys/class/net`, priority pauses from the driver's statistics as in
-`ethtool -S`. Reading `xgmi_error` clears it, so another monitor on the node may hide errors.
-
-A reading takes {milliseconds} ms of one CPU core (eight GPUs, five ports and three interfaces of a recorded tree, the
-median of 100 on 23 November 2026); drivers add their own time.
+AMD's GPUs are read from sysfs (`/sys/class/drm/card*/device`), NVIDIA's by NVML if `nvidia-ml-py` is installed, ports
+of InfiniBand and RoCE from `/sys/class/infiniband`. Reading `xgmi_error` clears it, so another monitor on the node may
+hide errors.
 """
 
 PREFLIGHT = """\
@@ -61,11 +58,9 @@ PREFLIGHT = """\
 | test | how | finding |
 |---|---|---|
 | devices | as many as expected | gpu missing |
-| idle | AMD: less than {idle:.0f} GiB of memory in use, at most {busy:.0f} % busy | gpu not idle |
 | products | bfloat16 and float32 products of whole numbers, whose sums are exact in any order | gpu computes wrongly |
 | memory | a copy; below {slow:.0%} of the node's median (of three at least) | gpu memory slow |
-| storage | 16 MiB written, synced, read back, compared | storage wrong, check of storage failed |
-| watchers | one reading, and ports slower than most of the node's | as above |
+| watchers | one reading | as above |
 | any test | no answer in time, or the process died | check of ... hangs, check of ... failed |
 
 Links are tested in pairs along a ring, in two rounds of disjoint pairs (three for an odd number of nodes): two
@@ -116,12 +111,11 @@ MEANINGS = {
     "idle": "between an end and the next start",
     "untold": "a start that recorded nothing",
 }
-MILLISECONDS = 9  # process time, of tests/aegis/watched.py's tree in memory
 
 
 def page() -> str:
     """docs/watching.md."""
-    parts = [HEAD.format(longest=rules.LONGEST, places=", ".join(f"`/{place}`" for place in rules.PLACES))]
+    parts = [HEAD.format(longest=rules.LONGEST)]
     for kind, title in (("process", "Of processes"), ("kernel", "Of the kernel")):
         lines = (
             (r.name, r.group, r.action, "yes" if r.consequence else "", _code(r.example))
@@ -130,13 +124,12 @@ def page() -> str:
         parts.append(
             f"### {title}\n\n" + _table(("rule", "class", "action", "consequence", "for example"), lines)
         )
-    parts.append(HARDWARE.format(milliseconds=MILLISECONDS))
+    parts.append(HARDWARE)
     rows = ((x.name, _amount(x), x.group, x.action, x.what, x.why) for x in LIMITS)
     parts.append(_table(("finding", "from", "class", "action", "of", "why"), rows))
     parts.append(
         PREFLIGHT.format(
-            seconds=preflight.SECONDS + 10, idle=preflight.IDLE_BYTES / 2**30, busy=preflight.IDLE_BUSY,
-            slow=preflight.SLOW, slow_link=preflight.SLOW_LINK,
+            seconds=preflight.SECONDS + 10, slow=preflight.SLOW, slow_link=preflight.SLOW_LINK
         )
     )  # fmt: skip
     uses = "\n".join(f"| {accounts.LABELS[use]} | {MEANINGS[use]} |" for use in accounts.USES)

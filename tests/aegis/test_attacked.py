@@ -39,9 +39,8 @@ def test_what_a_dead_process_left_behind_does_not_hold_the_agent(tmp_path):
 
 
 ODD = (
-    {"time": "x"}, {"time": None}, {"time": float("nan")}, {"time": 1e300}, {"time": -1e18}, {"time": int("9" * 400)},
-    {"kind": 5}, {"seen": []}, {"node": 5}, {"process": "x"}, {"seconds": "x"}, {"step": None}, {"facts": 5},
-    {"seconds": float("inf")}, {"group": {}},
+    {"time": "x"}, {"time": None}, {"time": float("nan")}, {"time": 1e300}, {"kind": 5}, {"seen": []},
+    {"process": "x"}, {"step": None}, {"facts": 5}, {"seconds": float("inf")}, {"group": {}},
 )  # fmt: skip
 
 

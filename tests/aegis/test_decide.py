@@ -10,20 +10,18 @@ from zaya_jax.aegis import cause, decide
 from zaya_jax.aegis.decide import Decider, Rules
 from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.facts import (
-    Ask,
     Asked,
     Came,
     Check,
     Checked,
-    Collect,
     Collected,
     Drop,
     End,
     Exited,
     Found,
     Hung,
-    Kill,
     Lost,
+    Order,
     Ready,
     Saved,
     Say,
@@ -52,7 +50,7 @@ class World:
             found = self.decider.take(fact, self.now)
             out += found
             self.seen += found
-            if any(isinstance(action, Kill) for action in found):
+            if Order.KILL in found:
                 out += self.take(*[Ready(node) for node in self.decider.nodes])
         return out
 
@@ -117,7 +115,7 @@ def test_75_without_progress_is_a_failure():
 
 def test_asked_is_75():
     world = World(nodes=2)
-    assert Ask() in world.take(Asked("SIGTERM"))
+    assert Order.ASK in world.take(Asked("SIGTERM"))
     world.exit((0, 75), (1, 75))
     assert world.end() == 75
 
@@ -139,12 +137,12 @@ def test_the_cause_is_named_and_not_who_followed():
 def test_who_does_not_end_with_the_others_is_killed():
     world = World(nodes=2)
     world.exit((0, 1))
-    assert Kill() not in world.take(after=1)
-    assert Kill() in world.take(after=3)
+    assert Order.KILL not in world.take(after=1)
+    assert Order.KILL in world.take(after=3)
     world = World(nodes=2)
     world.exit((0, 0))
-    assert Kill() not in world.take(after=100)
-    assert Kill() in world.take(after=30)
+    assert Order.KILL not in world.take(after=100)
+    assert Order.KILL in world.take(after=30)
     assert "runs 120 s after process 0 has ended" in world.events("hangs")[0]["seen"]
 
 
@@ -186,10 +184,10 @@ def test_a_wrong_device_goes_where_a_spare_is_and_else_once_more():
 
 def test_a_critical_finding_isolates_its_host():
     world = World(nodes=2, agents=3)
-    assert Kill() in world.take(Found(1, finding("exclude")))
+    assert Order.KILL in world.take(Found(1, finding("exclude")))
     assert world.starts() == [(0, 1), (0, 2)]
     world = World(nodes=2)
-    assert Kill() not in world.take(Found(1, finding("exclude")))  # there is no other: it goes on
+    assert Order.KILL not in world.take(Found(1, finding("exclude")))  # there is no other: it goes on
     assert "no spare" in world.events("log")[0]["done"]
 
 
@@ -212,30 +210,18 @@ def test_of_findings_that_several_have_the_first_counts_unless_one_is_critical()
     assert world.starts()[-1] == (0, 2, 3)
 
 
-def test_a_finding_for_a_person_ends_it():
+def test_a_finding_restarts_the_run_or_only_explains_its_end():
     world = World(nodes=1)
-    world.take(Found(0, finding("stop", "user")))
-    assert world.end() == 2
-    world = World(nodes=1)
-    world.take(Found(0, Finding("x", "user", "stop", "a line", process=0)))
-    assert world.end() is None  # its process ends by itself
-    world.exit((0, 1))
-    assert world.end() == 2 and world.events("died")[0]["concluded"] == "x"
-    world = World(nodes=1)
-    world.take(Found(0, Finding("x", "distributed", "restart", "a line", process=0)))
-    assert len(world.starts()) == 1
-    world.take(after=decide.LINES)  # or does not
-    assert len(world.starts()) == 2
-    world = World(nodes=1)
-    world.take(Found(0, finding("warn", "storage")))
-    world.take(Found(0, finding("note", "critical")))
+    world.take(Found(0, finding("warn", "storage")), Found(0, finding("note", "critical")))
     assert world.end() is None and len(world.starts()) == 1
+    world.take(Found(0, finding("restart")))
+    assert len(world.starts()) == 2 and world.events("found")[0]["concluded"] == "x"
 
 
 def test_a_straggler_is_left_out_after_saving():
     world = World(nodes=2, agents=3, restarts=0)
     out = world.take(Found(1, finding("exclude", "note", "straggler")))
-    assert Ask() in out and Kill() not in out
+    assert Order.ASK in out and Order.KILL not in out
     world.take(Saved(7))
     world.exit((0, 75), (1, 75))
     assert world.starts() == [(0, 1), (0, 2)] and world.events("straggles")
@@ -244,13 +230,13 @@ def test_a_straggler_is_left_out_after_saving():
 def test_a_hang_collects_before_it_kills():
     world = World(nodes=2)
     out = world.take(Hung(1, 1, "stands", "first", 5.0))
-    assert Collect() in out and Kill() not in out
-    assert Kill() in world.take(Collected("process 1 is at x.py:1"), after=1)
+    assert Order.COLLECT in out and Order.KILL not in out
+    assert Order.KILL in world.take(Collected("process 1 is at x.py:1"), after=1)
     (hangs,) = world.events("hangs")
     assert hangs["process"] == 1 and "x.py:1" in hangs["seen"] and len(world.starts()) == 2
     world = World(nodes=2)
     world.take(Hung(1, 1, "stands", "first", 5.0))
-    assert Kill() in world.take(after=decide.COLLECT + 1)  # none came
+    assert Order.KILL in world.take(after=decide.COLLECT + 1)  # none came
 
 
 def test_a_node_that_fails_twice_gives_place_to_a_spare():
@@ -313,7 +299,7 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
                     assert set(chosen) <= there
                     running.update(dict.fromkeys(chosen))
                     killed = False
-                case Kill():
+                case Order.KILL:
                     killed = True
                 case Drop(node):
                     lost.add(node)

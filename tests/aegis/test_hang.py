@@ -12,8 +12,8 @@ EVERY = 0.25  # seconds between looks
 class Run:
     """Processes on a clock of their own, which tell where they are as agents would."""
 
-    def __init__(self, count, known=None):
-        self.now, self.count, self.hangs = 100.0, count, Hangs(known)
+    def __init__(self, count):
+        self.now, self.count, self.hangs = 100.0, count, Hangs()
         self.where = dict.fromkeys(range(count), ("start", 0, "", self.now))
         self.pulse, self.state = dict.fromkeys(range(count), self.now), dict.fromkeys(range(count), "S")
         self.laps = {p: [] for p in range(count)}
@@ -136,21 +136,14 @@ def test_long_sections_have_long_floors_and_learn_longer_ones(section):
     floor = FLOORS[section]
     assert run.wait(floor - 1) is None
     assert run.wait(2) is not None
-    run = Run(2, {section: floor})
-    run.at(section, 20)
-    assert run.wait(3 * floor - 1) is None and run.wait(2) is not None
-
-
-def test_what_a_start_has_learned_the_next_knows():
     run = Run(2)
-    steady(run, 2.0)
-    run.at("evaluate", 20)
-    assert run.wait(400) is None
-    run.at("step", 21, "fetch")
-    assert run.step(21, 2.0) is None
-    known = run.hangs.known()
-    assert known["evaluate"] == pytest.approx(400, abs=1) and known["step"] == pytest.approx(2.0, abs=0.5)
-    assert Run(2, known).hangs.known() == known
+    run.at(section, 20)
+    assert run.wait(floor - 1) is None
+    run.at("step", 20)
+    run.look()
+    run.hangs.begin()  # what one start has learned the next knows
+    run.at(section, 20)
+    assert run.wait(3 * (floor - 1) - 1) is None and run.wait(3) is not None
 
 
 def test_step_times_that_vary_threefold_are_no_hang():

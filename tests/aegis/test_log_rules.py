@@ -137,35 +137,16 @@ def test_the_first_cause_is_no_consequence():
 
 
 def test_the_kernel_log_is_read_from_now_on(tmp_path):
-    path = tmp_path / "var/log/kern.log"
-    path.parent.mkdir(parents=True)
-    path.write_text("amdgpu 0000:01:00.0: amdgpu: device lost from bus!\n")  # long ago
-    kernel = rules.Kernel(tmp_path)
-    assert kernel.look() == [] and kernel.look() == []
-    with path.open("a") as file:
-        file.write(
-            "6,339,5140900,-;amdgpu 0000:02:00.0: amdgpu: device lost from bus!\n SUBSYSTEM=pci\nnvme nvme0: con"
-        )
-    assert [f.device for f in kernel.look()] == ["0000:02:00.0"]
-    with path.open("a") as file:
-        file.write("troller is down; will reset\n")
-    assert [f.name for f in kernel.look()] == ["disk error"]
-    path.rename(path.with_suffix(".1"))  # rotated
-    path.write_text("Out of memory: Killed process 17 (python)\n")
-    assert [f.name for f in kernel.look()] == ["oom killer"]
-    path.write_text("")  # cut
-    assert kernel.look() == []
-    with path.open("a") as file:
-        file.write("CPU0: Core temperature above threshold\n")
-    assert [f.name for f in kernel.look()] == ["cpu throttled"]
-    kernel.close()
-
-
-def test_a_kernel_log_that_cannot_be_read_is_said_once(tmp_path):
-    kernel = rules.Kernel(tmp_path)
+    kernel, path = rules.Kernel(tmp_path), tmp_path / rules.KMSG
     (found,) = kernel.look()
     assert found.name == "kernel log unreadable" and "dev/kmsg" in found.seen
-    assert kernel.look() == []
+    assert kernel.look() == []  # that is said once
+    path.parent.mkdir()
+    path.write_text("amdgpu 0000:01:00.0: amdgpu: device lost from bus!\n")  # long ago
+    assert kernel.look() == [] and kernel.look() == []
+    with path.open("a") as file:
+        file.write("6,339,5140900,-;amdgpu 0000:02:00.0: amdgpu: device lost from bus!\n SUBSYSTEM=pci\n")
+    assert [f.device for f in kernel.look()] == ["0000:02:00.0"]
 
 
 def test_rules_are_in_the_wheel(monkeypatch):

@@ -3,7 +3,6 @@
 import itertools
 import os
 import threading
-from pathlib import Path
 
 import jax
 import multiprocess_runs
@@ -24,18 +23,14 @@ def environ(devices=2):
 
 def test_this_machine_passes(tmp_path):
     tree = watched.lay(tmp_path / "tree", "mi300x")
-    assert preflight.check(2, tmp_path, root=tree, environ=environ()) == preflight.idle(
-        tree
-    )  # it is under load
+    assert preflight.check(2, tmp_path, root=tree, environ=environ()) == []
     assert [path.name for path in tmp_path.iterdir()] == ["tree"]  # nothing is left
 
 
-def test_devices_that_are_missing_and_storage_that_is_not_there(tmp_path):
-    found = preflight.check(8, tmp_path / "nowhere", root=tmp_path, environ=environ())
-    assert [(f.name, f.group, f.action) for f in found] == [
-        ("gpu missing", "critical", "exclude"), ("check of storage failed", "storage", "warn"),
-    ]  # fmt: skip
-    assert "2 devices (cpu) are there, 8 are expected" in found[0].seen and "No such file" in found[1].seen
+def test_devices_that_are_missing(tmp_path):
+    (found,) = preflight.check(8, root=tmp_path, environ=environ())
+    assert (found.name, found.group, found.action) == ("gpu missing", "critical", "exclude")
+    assert "2 devices (cpu) are there, 8 are expected" in found.seen
 
 
 def test_a_check_that_hangs_says_where(tmp_path, monkeypatch):
@@ -98,39 +93,11 @@ def test_wrong_products_exclude():
     ]
 
 
-def test_storage_that_gives_back_something_else():
-    (found,) = preflight.judge_storage(Said(read={"same": False}), "/work")
-    assert (found.name, found.action, found.device) == ("storage wrong", "exclude", "/work")
-
-
-def test_a_disk_that_changes_a_bit(tmp_path, monkeypatch):
-    parts = probe.storage(tmp_path)
-    assert next(parts)[0] == "written"
-    assert list(tmp_path.iterdir()) == []  # a file without a name
-    fds = Path("/proc/self/fd")
-    (path,) = [fd for fd in fds.iterdir() if fd.is_symlink() and os.readlink(fd).startswith(str(tmp_path))]
-    with path.open("r+b") as file:
-        byte = file.read(1)
-        file.seek(0)
-        file.write(bytes([byte[0] ^ 4]))
-    assert next(parts) == ("read", {"same": False})
-    assert list(parts) == []
-
-
 def test_the_node_is_looked_at(tmp_path):
     tree = watched.lay(tmp_path, "mi300x")
     watched.lay(tree, "narrow")
     found = preflight.check(root=tree, environ=environ())
-    assert [(f.name, f.device) for f in found if f.name != "gpu not idle"] == [
-        ("pcie link narrowed", "card4")
-    ]
-
-
-def test_gpus_in_use_and_odd_ports(tmp_path):
-    watched.lay(tmp_path, "mi300x")
-    watched.lay(tmp_path, "nic-slow")
-    assert {f.device for f in preflight.idle(tmp_path)} == {f"card{i}" for i in range(8)}
-    assert [f.device for f in preflight.slow_ports(tmp_path)] == ["mlx5_0"]
+    assert [(f.name, f.device) for f in found] == [("pcie link narrowed", "card4")]
 
 
 @pytest.mark.parametrize("count", range(2, 12))

@@ -47,18 +47,10 @@ FAULTS = {
     "narrow": {("pcie link narrowed", "card4", "note")},
     "nic-down": {("nic down", "mlx5_2/1", "warn")},
     "nic-symbol": {("nic symbol errors", "mlx5_1/1", "note")},
-    "nic-retransmit": {
-        ("nic time-outs", "mlx5_3/1", "warn"), ("nic retransmissions", "mlx5_3/1", "note"),
-        ("nic paused", "ens1f0np0", "note"),
-    },
-    "nic-slow": {("nic slow", "mlx5_0/1", "note"), ("nic slow", "eno1", "note")},
-    "oom": {
-        ("oom killer", "proc/vmstat", "warn"), ("host memory short", "memory", "warn"),
-        ("host memory pressure", "memory", "note"), ("host overloaded", "cpu", "note"),
-    },
-    "host-ecc": {
-        ("host uncorrectable memory error", "mc1", "exclude"), ("host correctable error rate", "mc0", "note"),
-    },
+    "nic-retransmit": {("nic time-outs", "mlx5_3/1", "warn"), ("nic retransmissions", "mlx5_3/1", "note")},
+    "nic-slow": {("nic slow", "mlx5_0/1", "note")},
+    "oom": {("oom killer", "proc/vmstat", "warn"), ("host memory short", "memory", "warn")},
+    "host-ecc": {("host uncorrectable memory error", "mc1", "exclude")},
 }  # fmt: skip
 
 
@@ -85,16 +77,6 @@ def test_the_first_look_only_remembers(node):
     assert {f.name for f in node.look()} == {"gpu page not retired", "xgmi link error"}
 
 
-def test_an_idle_card_may_slow_its_bus_and_a_busy_one_may_not(node):
-    node.looks(2)
-    place = node.root / "sys/class/drm/card4/device"
-    (place / "gpu_busy_percent").write_text("3")
-    (place / "current_link_speed").write_text("2.5 GT/s PCIe")
-    assert node.looks(4) == []
-    (place / "gpu_busy_percent").write_text("99")
-    assert [(f.name, f.device) for f in node.looks(4)] == [("pcie link narrowed", "card4")]
-
-
 def test_the_evidence_has_before_and_after(node):
     node.looks(2)
     watched.lay(node.root, "correctable-rate")
@@ -108,8 +90,7 @@ def test_a_state_that_is_over_is_noted(node):
     assert [f.name for f in node.looks(3)] == ["nic down"]
     watched.lay(node.root, "mi300x")
     node_says = node.looks(2)
-    assert ("nic down: over", "note") in [(f.name, f.action) for f in node_says]
-    assert {f.name for f in node_says} <= {"nic down: over", "counter began anew"}
+    assert [(f.name, f.action) for f in node_says] == [("nic down: over", "note")]
 
 
 def test_flaps_exclude(node):
@@ -131,7 +112,6 @@ def set_counters(root, rng, minute):
         (place / "pp_dpm_sclk").write_text(f"0: 132Mhz\n1: {clock}Mhz *\n2: 2100Mhz")
         (place / "gpu_busy_percent").write_text(str(rng.choice([100, 99, 40])))
         (place / f"hwmon/hwmon{card + 4}/temp2_input").write_text(str(int(rng.uniform(60e3, 96e3))))
-        (place / "pcie_replay_count").write_text(str(minute // 20))
     for port in range(4):
         place = root / f"sys/class/infiniband/mlx5_{port}/ports/1"
         (place / "counters/symbol_error").write_text(str(minute // 10))
@@ -139,10 +119,6 @@ def set_counters(root, rng, minute):
         (place / "hw_counters/packet_seq_err").write_text(str(4 + 20 * minute))
         (place / "hw_counters/out_of_sequence").write_text(str(10**6 * minute))
         (place / "hw_counters/local_ack_timeout_err").write_text(str(minute // 6))
-    (root / "sys/class/net/eno1/statistics/rx_dropped").write_text(str(20117 + 60 * minute))
-    (root / "proc/loadavg").write_text(f"{rng.uniform(10, 90):.2f} 50 50 1/2 3")
-    full = rng.choice([0, 0, 3, 30])
-    (root / "proc/pressure/io").write_text(f"some avg60=0\nfull avg10=0 avg60={full} avg300=0 total=1")
 
 
 def test_a_healthy_hour_of_mi300x_gives_nothing(node):
@@ -176,12 +152,10 @@ H200 = {
     "gpu page not retired": lambda card: card.update(rows=(0, 0, 0, 1)),
     "gpu reset pending": lambda card: card.update(rows=(0, 0, 1, 0)),
     "nvlink error": lambda card: card.update(counters={(4, 1): 1}),
-    "nvlink error rate": lambda card: card.update(counters={(4, 2): 5000}),
     "gpu throttled": lambda card: card.update(reasons=0x48),
     "gpu hot": lambda card: card.update(degrees=88),
     "gpu slow clock": lambda card: card.update(clock=500),
     "pcie link narrowed": lambda card: card.update(width=4),
-    "pcie replay rate": lambda card: card.update(replays=2000),
     "gpu lost": lambda card: card.update(lost=True),
 }
 
@@ -225,8 +199,8 @@ def test_garbage_is_said_once_and_no_exception(node):
         )
     found = node.looks(6)
     assert {f.name for f in found} <= {
-        "not readable", "gpu lost", "nic down", "gpu pages retired", "counter began anew", "nic slow", "oom killer",
-        "pcie link narrowed", "nic gone",
+        "not readable", "gpu lost", "nic down", "gpu pages retired", "nic slow", "oom killer", "pcie link narrowed",
+        "nic gone",
     }  # fmt: skip
     assert any(f.name == "not readable" for f in found)
     assert node.looks(6) == []  # all of it was said
@@ -238,8 +212,7 @@ def test_counters_that_wrap_begin_anew(node):
     place.write_text(str(2**32 - 3))
     node.looks(2)
     place.write_text("2")
-    (found,) = node.looks(2)
-    assert found.name == "counter began anew" and found.action == "note"
+    assert node.looks(2) == []
     place.write_text("5")
     assert node.looks(2) == []
     place.write_text("30")
@@ -303,8 +276,3 @@ def test_counters_of_other_drivers_are_known():
     assert watch_net.kind_of("to_retransmits") == "nic retransmissions"  # bnxt_re
     assert watch_net.kind_of("max_retry_exceeded") == "nic time-outs"
     assert watch_net.kind_of("port_xmit_wait") is None and watch_net.kind_of("out_of_sequence") is None
-
-
-def test_odd_rates():
-    assert watch_net.odd_rates({"a": 400, "b": 400, "c": 200, "d": 400}) == ["c"]
-    assert watch_net.odd_rates({"a": 400, "b": 200}) == []

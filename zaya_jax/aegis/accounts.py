@@ -18,6 +18,7 @@ A start that follows a fault owes its time to that fault, whichever section it w
 """
 
 import dataclasses
+import itertools
 import re
 import statistics
 from collections.abc import Sequence
@@ -26,25 +27,12 @@ from typing import Any
 from zaya_jax.aegis.events import Event
 
 SECTIONS = ("start", "compile", "step", "evaluate", "save", "end")
-USES = (
-    "step",
-    "start",
-    "compile",
-    "evaluate",
-    "save",
-    "end",
-    "redone",
-    "silent",
-    "stopping",
-    "again",
-    "idle",
-    "untold",
-)
 LABELS = {
     "step": "training", "start": "starting", "compile": "compiling", "evaluate": "evaluating", "save": "saving",
     "end": "ending", "redone": "steps done again or left out", "silent": "faults before they were noticed",
     "stopping": "stopping and waiting", "again": "starting again", "idle": "not supervised", "untold": "not recorded",
 }  # fmt: skip
+USES = tuple(LABELS)
 INTERRUPTIONS = ("died", "hangs", "lost", "found", "border")
 LEAST, SHARE = 10.0, 0.01  # a window's seconds at least, and its share of the start's age
 # Seconds between two windows that are the later one's: they are counted by another clock than events.
@@ -103,7 +91,7 @@ class Account:
 
 
 @dataclasses.dataclass
-class Row:
+class CauseRow:
     """Interruptions of one cause."""
 
     label: str
@@ -130,11 +118,13 @@ def _spread(values: Sequence[float]) -> tuple[float, float]:
     return (statistics.median(values), max(values)) if values else (float("nan"), float("nan"))
 
 
-def by_cause(account: Account) -> list[Row]:
+def by_cause(account: Account) -> list[CauseRow]:
     """The table by cause, the costliest first."""
-    rows: dict[tuple[str, str], Row] = {}
+    rows: dict[tuple[str, str], CauseRow] = {}
     for cause in account.causes:
-        rows.setdefault((cause.label, cause.group), Row(cause.label, cause.group, [])).causes.append(cause)
+        rows.setdefault((cause.label, cause.group), CauseRow(cause.label, cause.group, [])).causes.append(
+            cause
+        )
     return sorted(rows.values(), key=lambda row: (-row.lost, row.label))
 
 
@@ -155,81 +145,63 @@ def label(event: Event) -> str:
 
 
 def of(events: Sequence[Event]) -> Account | None:
-    """The account of a run's events, which are in order of time."""
+    """The account of a run's events, which are in order of time; None where no start was recorded."""
     starts = [i for i, event in enumerate(events) if event.kind == "started"]
     if not starts:
         return None
     account = Account(events[starts[0]].time, events[-1].time, [], [], [])
-    at = account.begin
+    at, ended = account.begin, False
     pending: int | None = None  # the cause that is not recovered from yet
-    ended = False
-    for turn, first in enumerate(starts):
-        begun = events[first]
-        following = starts[turn + 1] if turn + 1 < len(starts) else len(events)
-        mine = events[first + 1 : following]
-        use = "stopping" if pending is not None else "idle" if ended else "stopping"
-        at = _add(account, at, begun.time, use, pending)
-        if turn:
-            _go_back(account, begun.time, max(begun.step, 0), pending)
-        stop = next((event for event in mine if _ends_a_start(event)), None)
-        last = stop or next((event for event in mine if event.kind == "ended"), None)
-        until = last.time if last else (mine[-1].time if mine else begun.time)
-        if following < len(events) and last is None:
-            until = events[following].time
-        recovered = next((event for event in mine if event.kind == "restarted"), None)
-        fault = until
-        if stop:
-            later = events[following:] if following < len(events) else []
-            fault = max(min(_fault(stop, later), until), at)
+    for first, following in itertools.pairwise([*starts, len(events)]):
+        begun, mine = events[first], events[first + 1 : following]
+        at = _add(account, at, begun.time, "idle" if ended else "stopping", pending)
+        _go_back(account, begun.time, max(begun.step, 0), pending)
+        stop, end = _first(mine, *INTERRUPTIONS), _first(mine, "ended")
+        until = (stop or end or events[min(following, len(events) - 1)]).time
+        fault = max(min(_fault(stop, events[following:]), until), at) if stop else until
         if pending is not None:
-            at = _add(account, at, min(recovered.time if recovered else fault, fault), "again", pending)
+            recovered = _first(mine, "restarted")
+            at = _add(account, at, min(recovered.time, fault) if recovered else fault, "again", pending)
             if recovered:
                 account.causes[pending].recover = recovered.seconds
                 pending = None
         at = _live(account, at, fault, mine)
         for event in mine:
             if event.kind in DECISIONS and "step" in event.facts:
-                account.causes.append(Cause(label(event), event.group, event, event.seconds, None))
+                account.causes.append(Cause(label(event), event.group, event, event.seconds))
                 _go_back(account, event.time, int(event.facts["step"]), len(account.causes) - 1)
                 if event.facts.get("batches"):
                     account.left_out.append(event)
         if stop:
             account.causes.append(Cause(label(stop), stop.group, stop, stop.seconds))
-            if pending is None:
-                pending = len(account.causes) - 1
-            noticed = min(at + stop.seconds, until)
-            at = _add(account, at, noticed, "silent", len(account.causes) - 1)
-            at = _add(account, at, until, "stopping", len(account.causes) - 1)
-        ended = any(event.kind == "ended" for event in mine)
-        if ended:
-            at = _add(
-                account, at, next(event.time for event in mine if event.kind == "ended"), "stopping", pending
-            )
+            cause = len(account.causes) - 1
+            pending = cause if pending is None else pending
+            at = _add(account, at, min(at + stop.seconds, until), "silent", cause)
+            at = _add(account, at, until, "stopping", cause)
+        ended = end is not None
+        if end:
+            at = _add(account, at, end.time, "stopping", pending)
             pending = None
-    _add(
-        account,
-        at,
-        account.end,
-        "idle" if ended else "stopping" if pending is not None else "untold",
-        pending,
-    )
+    use = "idle" if ended else "stopping" if pending is not None else "untold"
+    _add(account, at, account.end, use, pending)
     for piece in account.pieces:
         if piece.cause is not None:
             account.causes[piece.cause].lost += piece.seconds
     return account
 
 
-def _ends_a_start(event: Event) -> bool:
-    """A node may also be lost, or something found, where nothing of the run was: such events name no start."""
-    return event.kind in INTERRUPTIONS and "start" in event.facts
+def _first(events: Sequence[Event], *kinds: str) -> Event | None:
+    """The first event of these kinds. An interruption counts only if it names the start that it ended."""
+    return next(
+        (e for e in events if e.kind in kinds and (e.kind not in INTERRUPTIONS or "start" in e.facts)), None
+    )
 
 
 def _fault(stop: Event, later: Sequence[Event]) -> float:
     """When the fault that ended a start began: its event is written once nothing runs any more."""
-    restarted = next((event for event in later if event.kind == "restarted" or _ends_a_start(event)), None)
-    stopping = 0.0
-    if restarted and restarted.kind == "restarted":
-        stopping = float(restarted.facts.get("stop", 0.0))
+    following = _first(later, "restarted", *INTERRUPTIONS)
+    restarted = following and following.kind == "restarted"
+    stopping = float(following.facts.get("stop", 0.0)) if following and restarted else 0.0
     return stop.time - stop.seconds - stopping
 
 
@@ -244,22 +216,15 @@ def _live(account: Account, begin: float, end: float, mine: Sequence[Event]) -> 
     """Adds the sections that a start reported between these times; the rest is untold."""
     at = begin
     for event in mine:
-        if (
-            event.kind != "spent"
-            or event.seconds <= 0
-            or event.time <= at
-            or event.time - event.seconds >= end
-        ):
-            continue
-        if event.time - event.seconds - at > GAP:
-            at = _add(account, at, event.time - event.seconds, "untold")
-        sections = {
-            name: max(float(event.facts.get("sections", {}).get(name, 0.0)), 0.0) for name in SECTIONS
-        }
+        reached, shares = event.time - event.seconds, event.facts.get("sections", {})
+        sections = {name: max(float(shares.get(name, 0.0)), 0.0) for name in SECTIONS}
         whole = sum(sections.values())
-        if not whole:
+        reports = event.kind == "spent" and whole > 0 and event.seconds > 0
+        if not reports or event.time <= at or reached >= end:
             continue
-        steps, reached = (int(event.facts.get("from", -1)), event.step), event.time - event.seconds
+        if reached - at > GAP:
+            at = _add(account, at, reached, "untold")
+        steps = int(event.facts.get("from", -1)), event.step
         for name, seconds in sections.items():
             reached += event.seconds * seconds / whole
             here = min(reached, end) - at
@@ -268,10 +233,8 @@ def _live(account: Account, begin: float, end: float, mine: Sequence[Event]) -> 
                 at += here
         at = min(event.time, end)
     # A killed start's last seconds, after its last window, count like that window.
-    last = (
-        account.pieces[-1] if account.pieces and account.pieces[-1].use in SECTIONS and at > begin else None
-    )
-    if end > at and last:
+    last = account.pieces[-1] if account.pieces and at > begin else None
+    if end > at and last and last.use in SECTIONS:
         account.pieces.append(Piece(at, end - at, last.use, None, (last.steps[1], last.steps[1])))
         return end
     return _add(account, at, end, "untold")
@@ -285,18 +248,13 @@ def _go_back(account: Account, time: float, step: int, cause: int | None) -> Non
         if piece.use != "step" or piece.begin >= time or (after <= step and before < step):
             pieces.append(piece)
             continue
-        kept = (
-            min(max((step - before) / (after - before), 0.0), 1.0) if after > before else float(after < step)
-        )
+        share = (step - before) / (after - before) if after > before else float(after < step)
+        kept = piece.seconds * min(max(share, 0.0), 1.0)
         if kept:
-            pieces.append(
-                dataclasses.replace(piece, seconds=piece.seconds * kept, steps=(before, min(after, step)))
-            )
-        if kept < 1:
-            begin = piece.begin + piece.seconds * kept
-            pieces.append(
-                Piece(begin, piece.seconds * (1 - kept), "redone", cause, (max(before, step), after))
-            )
+            pieces.append(Piece(piece.begin, kept, "step", piece.cause, (before, min(after, step))))
+        if kept < piece.seconds:
+            lost = piece.begin + kept, piece.seconds - kept
+            pieces.append(Piece(*lost, "redone", cause, (max(before, step), after)))
     account.pieces[:] = pieces
 
 

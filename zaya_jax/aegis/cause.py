@@ -1,8 +1,8 @@
 """Names the cause of a start's end, from the ends of its processes and the findings of the minute before.
 
-    cause = first_end(exits, findings, moved, node_of)
+    cause = first_end(exits, findings, saved, node_of)
 
-Several processes end for one reason, and the one that began it may be told later than those that followed. Of the ends
+Several processes end for one reason, and the first end may be reported after those that followed from it. Of the ends
 within TOGETHER seconds of the first bad one, the lowest `_rank` began it. A finding explains it: for the codes by which
 all processes end together (a wrong device, the storage) the one that names its process; for a signal only a finding of
 that process; else the first critical finding, or the first that is no consequence of another. Where two processes each
@@ -42,7 +42,6 @@ class Cause:
     code: int = 1
     group: str = "note"
     exclude: bool = False
-    stop: bool = False
     free: bool = False  # costs none of the restarts
     seconds: float = 0.0  # until it was noticed
 
@@ -77,22 +76,20 @@ def _rank(code: int) -> int:
 def of_finding(fact: facts.Found, time: float) -> Cause:
     """A finding that ends a start."""
     finding = fact.finding
-    stop = finding.action == "stop"
-    code = {"user": BAD_INPUT, "data": BAD_INPUT, "storage": STORAGE}.get(finding.group, UNHEALTHY)
     return Cause(
-        "found", time, fact.node, finding.process, finding.seen, finding.name, code if stop else 1, finding.group,
-        finding.action == "exclude", stop,
+        "found", time, fact.node, finding.process, finding.seen, finding.name, group=finding.group,
+        exclude=finding.action == "exclude",
     )  # fmt: skip
 
 
-def first_end(exits: Exits, findings: Findings, moved: bool, node_of: Callable[[int], int]) -> Cause:
-    """The end that began it, and the finding that explains it. `moved`: whether the start has made a step."""
+def first_end(exits: Exits, findings: Findings, saved: bool, node_of: Callable[[int], int]) -> Cause:
+    """The end that began it, and the finding that explains it. `saved`: whether this start has made a checkpoint."""
     bad = [e for e in exits if e[1].code not in (DONE, PREEMPTED)] or exits
     together = [e for e in bad if e[0] - bad[0][0] <= TOGETHER]
     time, first = min(together, key=lambda e: (_rank(e[1].code), e[0]))
     cause = Cause("died", time, first.node, first.process, words(first.code), code=first.code)
     if first.code in (DONE, PREEMPTED):
-        if moved and PREEMPTED in {e.code for _, e in exits}:
+        if saved and PREEMPTED in {e.code for _, e in exits}:
             cause.kind, cause.free = "border", True
         return cause
     cause.group = "distributed"
@@ -102,7 +99,7 @@ def first_end(exits: Exits, findings: Findings, moved: bool, node_of: Callable[[
         _name_process(cause, said, node_of)
     elif first.code not in SAYS_WHY and (found := _explanation(first, before)):
         better = of_finding(found, time)
-        better.kind, better.code = "died", better.code if better.stop else cause.code
+        better.kind, better.code = "died", cause.code
         better.seen = f"{cause.seen} of process {cause.process}; {found.finding.seen}"
         return better
     elif _rank(first.code) == 4 and (broken := _accuse_each_other(said)):

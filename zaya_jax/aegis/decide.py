@@ -3,9 +3,9 @@
     decider = Decider(Rules(nodes=2), now)
     for action in decider.take(facts.Exited(node=1, process=3, code=-9), now): ...
 
-Facts go in with their time, actions come out; docs/aegis.md has the table of it. A start is of `nodes` nodes of those
-whose agents have come. When a process ends, the others get a moment to end too, since the one that began it may be told
-later than those that followed; then the rest is killed, the cause is named, and the run starts again or ends.
+Facts go in with their time, actions come out; docs/aegis.md has the table. A start takes `nodes` of the nodes whose
+agents have come. When a process ends, the others get a moment to end too, since the first end may be reported after
+those that followed from it; then the rest is killed, the cause is named, and the run starts again or ends.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import signal
 from collections.abc import Sequence
 from typing import Any
 
-from zaya_jax.aegis import facts, rules
+from zaya_jax.aegis import facts
 from zaya_jax.aegis.cause import (
     BAD_INPUT,
     COMPUTES_WRONGLY,
@@ -35,7 +35,6 @@ from zaya_jax.aegis.events import Finding
 PATIENCE = {DONE: 120.0, PREEMPTED: 120.0, UNHEALTHY: 120.0, STORAGE: 120.0, BAD_INPUT: 10.0}
 GRACE = 3.0  # with any other: the training's own lines end all within a second or so
 KILLED = 1.0  # where a signal killed it, which nothing that comes later began
-LINES = 10.0  # for a process to end by itself after it reported an error
 COLLECT = 15.0  # until stacks are there
 STOP = 20.0  # until a killed node says that nothing runs there
 LEAVE = 600.0  # until a run that is asked to save has ended
@@ -101,10 +100,6 @@ class Decider:
         self._hosts: dict[int, str] = {}
         self._idle, self._lost = set[int](), set[int]()
         self._asked: list[str] = []
-        self._borders, self._border = (
-            0,
-            -1,
-        )  # starts in a row that ended so, and the newest checkpoint at the last
         self._failures, self._newest, self._base, self._step = 0, -1, -1, -1
         self._faults: dict[int, int] = {}  # of a node, since the last progress
         self._tried: set[int] = set()  # codes after which one more start was made, since the last progress
@@ -116,10 +111,7 @@ class Decider:
         self._exits: list[tuple[float, facts.Exited]] = []
         self._findings: list[tuple[float, facts.Found]] = []
         self._cause: Cause | None = None
-        self._suspect: tuple[float, facts.Found] | None = (
-            None  # a line after which its process should have ended
-        )
-        self._killed = self._moved = False
+        self._killed = self._saved = False
         self._began = self._now
 
     def take(self, fact: facts.Fact, now: float) -> list[facts.Action]:
@@ -165,14 +157,14 @@ class Decider:
                         "hangs", self._now - seconds, node, process, seen, concluded, seconds=seconds,
                         group="distributed",
                     )  # fmt: skip
-                    self._turn(State.COLLECTING, COLLECT, facts.Collect())
+                    self._turn(State.COLLECTING, COLLECT, facts.Order.COLLECT)
             case facts.Collected(text):
                 if self.state == State.COLLECTING and self._cause:
                     self._cause.seen += f"; {text}" if text else ""
                     self._kill()
             case facts.Saved(step):
                 if step > self._base and self.state in (State.RUNNING, State.LEAVING, State.ENDING):
-                    self._failures, self._base, self._moved = 0, step, True
+                    self._failures, self._base, self._saved = 0, step, True
                     self._faults.clear()
                     self._tried.clear()
                 self._newest = step
@@ -217,14 +209,8 @@ class Decider:
     def _found(self, fact: facts.Found) -> None:
         finding, done = fact.finding, ""
         self._findings.append((self._now, fact))
-        if self.state == State.RUNNING and finding.action in ("restart", "exclude", "stop"):
-            if finding.name in rules.consequences():
-                done = "it follows from something else"
-            elif finding.process >= 0 and finding.group != "note" and finding.action != "exclude":
-                self._suspect = self._suspect or (self._now + LINES, fact)
-                done = "it explains the end that follows"
-            else:
-                done = self._act_on(fact)
+        if self.state == State.RUNNING and finding.action in ("restart", "exclude"):
+            done = self._act_on(fact)
         kind = "straggles" if finding.name == "straggler" else "hardware" if finding.device else "log"
         self._say(
             kind, fact.node, finding.process, group=finding.group, seen=finding.seen,
@@ -232,11 +218,7 @@ class Decider:
         )  # fmt: skip
 
     def _act_on(self, fact: facts.Found) -> str:
-        """Acts on a finding that calls for a restart or a stop; returns the action in words."""
-        if fact.finding.action == "stop":
-            self._cause = of_finding(fact, self._now)
-            self._kill()
-            return "stop: a person is wanted"
+        """Acts on a finding that calls for a restart; returns the action in words."""
         if fact.finding.action == "exclude" and not self._can_exclude(fact.node):
             return "goes on: no spare node could take its place"
         if fact.node not in self.nodes:
@@ -247,20 +229,13 @@ class Decider:
             self._kill()
             return "restart"
         self._cause.free = True
-        self._turn(State.LEAVING, LEAVE, facts.Ask())  # it computes rightly, so that nothing need be lost
+        self._turn(State.LEAVING, LEAVE, facts.Order.ASK)  # it computes rightly, so that nothing need be lost
         return "restart after saving"
-
-    def _act_on_late(self, fact: facts.Found) -> None:
-        """Acts on a process that reported an error and has not ended since."""
-        self._act_on(fact)
-        if self._cause:
-            self._cause.seen += f"; still there {LINES:g} s later"
 
     def _stepped(self, step: int) -> None:
         if self.state != State.RUNNING:
             return
         self._step = step
-        self._moved = self._moved or step > self._base
         if self._recovering:
             cause, took, was = self._recovering
             self._recovering = None
@@ -279,7 +254,7 @@ class Decider:
             elif self.state != State.STOPPING:
                 self._end(128 + _number(name), f"{name} a second time")
         elif self.state == State.RUNNING:
-            self._out.append(facts.Ask())
+            self._out.append(facts.Order.ASK)
             self._say("asked", seen=name, done="all save and stop")
         elif self.state in (State.GATHERING, State.CHECKING, State.WAITING):
             self._end(PREEMPTED, f"{name} while nothing ran")
@@ -291,9 +266,6 @@ class Decider:
         if self.state in (*LIVE, State.STOPPING):
             if all(n in self._idle or n in self._lost for n in self.nodes):
                 return self._conclude()
-            if self.state == State.RUNNING and self._suspect and self._now >= self._suspect[0]:
-                found, self._suspect = self._suspect[1], None
-                return self._act_on_late(found)
             if not late or self.state == State.RUNNING:
                 return None
             if self.state == State.STOPPING:
@@ -344,11 +316,9 @@ class Decider:
             if gone:
                 what += f"; lost or left out: node {', '.join(map(str, gone[:16]))}"
             if to_come and late:
-                what += (
-                    f"; no agent came from node {', '.join(map(str, to_come[:16]))} within {wanted.join:g} s"
-                )
+                named = ", ".join(map(str, to_come[:16]))
+                what += f"; no agent came from node {named} within {wanted.join:g} s"
             self._end(1, what)
-
         return None
 
     def _judge(self, findings: Sequence[tuple[int, Finding]], seconds: float) -> None:
@@ -390,7 +360,7 @@ class Decider:
 
     def _kill(self) -> None:
         self._killed = True
-        self._turn(State.STOPPING, STOP, facts.Kill())
+        self._turn(State.STOPPING, STOP, facts.Order.KILL)
 
     # The end of a start
 
@@ -399,7 +369,7 @@ class Decider:
         codes = {e.code for _, e in self._exits}
         cause = self._cause
         if cause is None and self._exits:
-            cause = first_end(self._exits, self._findings, self._moved, self._node_of)
+            cause = first_end(self._exits, self._findings, self._saved, self._node_of)
         cause = cause or Cause("died", self._now, seen="nothing of it is there any more")
         if codes == {DONE} and not self._killed:
             return self._end(DONE, "done")
@@ -413,15 +383,7 @@ class Decider:
                 PREEMPTED if clean else shell(cause.code), "stopped as asked" if clean else cause.seen
             )
         stopped = round(self._now - cause.time, 3)
-        if cause.kind == "border":
-            self._borders = 1 + (self._borders if self._newest <= self._border else 0)
-            self._border = self._newest
-            if self._borders > self.rules.restarts + 1:
-                return self._end(
-                    1, f"{self._borders} starts in a row ended with {PREEMPTED}, without a newer checkpoint"
-                )
-            return self._again(cause, stopped)
-        if cause.stop or cause.code in (BAD_INPUT, UNHEALTHY):
+        if cause.code in (BAD_INPUT, UNHEALTHY):
             self._tell(cause, "end: a person is wanted")
             return self._end(cause.code, cause.concluded or cause.seen)
         hopeless = cause.code == STORAGE or (

@@ -99,25 +99,19 @@ def read(workdir: str | Path) -> list[Event]:
 
 
 def _event(given: dict[str, Any]) -> Event:
-    """ValueError or TypeError where a field is of another type."""
+    """TypeError where a field is of another type, ValueError where a time is none."""
+    if not isinstance(given, dict):
+        raise TypeError("no object")
     kinds = {field.name: type(getattr(_PLAIN, field.name)) for field in dataclasses.fields(Event)}
-    given = {name: given[name] for name in kinds if name in given}
-    for name, kind in kinds.items():
-        if name in given and not isinstance(given[name], (int, float) if kind is float else kind):
+    given = {name: printable(x) if isinstance(x, str) else x for name, x in given.items() if name in kinds}
+    for name, value in given.items():
+        if not isinstance(value, (int, float) if kinds[name] is float else kinds[name]):
             raise TypeError(name)
-    facts = given.get("facts", {})
-    shares = facts.get("sections", {})
-    counts = [facts[name] for name in ("step", "batches", "from", "start", "stop") if name in facts]
-    if not isinstance(shares, dict) or not all(
-        isinstance(x, int | float) for x in (*counts, *shares.values())
-    ):
-        raise TypeError("facts")
-    times = given.get("time"), given.get("seconds", 0.0), given.get("step", 0), given.get("process", 0)
-    if not all(-LATEST < number < LATEST for number in (*times, *counts, *shares.values())):
-        raise ValueError("a number is out of range")
-    clean: dict[str, Any] = {name: printable(v) if isinstance(v, str) else v for name, v in given.items()}
-    return Event(**clean)
+    event = Event(**given)
+    if not all(abs(number) < LATEST for number in (event.time, event.seconds)):
+        raise ValueError("a time is out of range")
+    return event
 
 
 _PLAIN = Event("", 0.0)
-LATEST = 2.0**37  # seconds: some year 6000, which every calendar can tell
+LATEST = 2.0**37  # seconds: about the year 6000, the last that every calendar can print

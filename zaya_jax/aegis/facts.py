@@ -1,6 +1,7 @@
 """Facts and actions as values: facts go into `decide.Decider`, actions come out of it."""
 
 import dataclasses
+import enum
 from typing import Any
 
 from zaya_jax.aegis.events import Finding
@@ -116,19 +117,12 @@ class Start:
     nodes: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Ask:
-    """SIGTERM to all processes: they save and end with 75."""
+class Order(enum.Enum):
+    """An order to all nodes of the start."""
 
-
-@dataclasses.dataclass(frozen=True)
-class Collect:
-    """Keep the stacks of all processes, then say `Collected`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Kill:
-    """End all processes at once."""
+    ASK = "ask"  # SIGTERM to all processes: they save and end with 75
+    COLLECT = "collect"  # keep the stacks of all processes, then say `Collected`
+    KILL = "kill"  # end all processes at once
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,4 +148,4 @@ class Say:
     given: dict[str, Any]
 
 
-Action = Check | Start | Ask | Collect | Kill | Drop | End | Say
+Action = Check | Start | Order | Drop | End | Say

@@ -1,10 +1,9 @@
 """Which process of a run stands still, and since when, by where all of them say that they are.
 
-    watch = Hangs(known); watch.begin()         a new start; `known`: times learned in earlier ones
+    watch = Hangs(); watch.begin()              a new start; times learned in earlier ones count on
     watch.heard(node, views, now)               a node's agent reports its processes
     watch.woke(now)                             an agent stood still itself: no process is blamed for it
     watch.find(now)                             a Hang, or None
-    watch.known()                               to be kept for the next start
 
 The run hangs when the process that has come least far has been where it is for longer than it may. The others wait for
 it: they have come further, or say that they wait; so only its own limit counts. docs/aegis.md has the limits.
@@ -12,7 +11,7 @@ it: they have come further, or say that they wait; so only its own limit counts.
 
 import collections
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from zaya_jax.cluster.beats import MARKS, SECTIONS
@@ -74,18 +73,14 @@ class _Seen:
 class Hangs:
     """See the module."""
 
-    def __init__(self, known: Mapping[str, float] | None = None):
-        self._longest = {name: float(s) for name, s in (known or {}).items() if name in FLOORS}
+    def __init__(self) -> None:
+        self._longest: dict[str, float] = {}  # by place, of all starts
         self._seen: dict[int, _Seen] = {}
         self._woke = 0.0
 
     def begin(self) -> None:
         """A new start: no process has reported yet."""
         self._seen.clear()
-
-    def known(self) -> dict[str, float]:
-        """The longest time in each place that a run went on from."""
-        return {name: round(seconds, 3) for name, seconds in self._longest.items()}
 
     def step(self) -> int:
         """The newest step that all have ended; -1 where that is not known."""
@@ -144,10 +139,7 @@ class Hangs:
             return max(FLOORS[section], TIMES * self._longest.get(section, 0.0))
         if not laps:  # its first step of a start may compile
             return max(FLOORS["compile"], TIMES * self._longest.get("compile", 0.0))
-        if seen.view.mark in (
-            "fetch",
-            "figures",
-        ):  # where it waits for a disk: for data, or to write its figures
+        if seen.view.mark in ("fetch", "figures"):  # it waits for a disk: for data, or to write its figures
             return max(FLOORS["fetch"], TIMES * _usual(laps), TIMES * self._longest.get("fetch", 0.0))
         if len(laps) < STEADY:
             return max(UNSTEADY, TIMES * self._longest.get("step", 0.0))

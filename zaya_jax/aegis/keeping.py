@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis import events
-from zaya_jax.config import files
 
 MOST = 1 << 24  # bytes that wait; more than these are counted and dropped
 
@@ -76,10 +75,6 @@ class Keeper:
         """Adds to a file below aegis."""
         self._put("append", name, data)
 
-    def write(self, name: str, data: bytes) -> None:
-        """Writes such a file anew, whole or not at all."""
-        self._put("write", name, data)
-
     def event(self, event: events.Event) -> None:
         """Adds a line to events.jsonl."""
         self._put("event", "", event)
@@ -123,18 +118,15 @@ class Keeper:
                 try:
                     self._do(what, name, data)
                 except OSError:  # a full disk: the terminal has it too
-                    self.lost += len(data) if what in ("append", "write") else 0
+                    self.lost += len(data) if what == "append" else 0
                 self.lost_events = self._log.lost
 
     def _do(self, what: str, name: str, data: Any) -> None:
-        path = self.folder / name
         if what == "event":
             given = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
             self._log.add(given.pop("kind"), **given)
             return
+        path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if what == "write":
-            files.write(path, data)
-        else:
-            with path.open("ab") as file:
-                file.write(data)
+        with path.open("ab") as file:
+            file.write(data)

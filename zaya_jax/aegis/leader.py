@@ -11,14 +11,13 @@ an order of `preflight.Checking` to a node's agent.
 
 import contextlib
 import dataclasses
-import json
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis import events, facts, hang, notify, straggle
+from zaya_jax.aegis import events, facts, notify, straggle
 from zaya_jax.aegis.accounts import Spending
 from zaya_jax.aegis.decide import Decider, Rules
 from zaya_jax.aegis.events import Finding
@@ -27,11 +26,8 @@ from zaya_jax.aegis.keeping import Keeper
 from zaya_jax.aegis.preflight import Checking
 from zaya_jax.aegis.straggle import Stragglers
 from zaya_jax.checkpoint import writing
-from zaya_jax.config import files
 
-LIMITS = "limits.json"  # the times that hang.Hangs has learned
 PROGRESS = 1.0  # seconds between two looks for a newer checkpoint
-KEEP = 60.0  # seconds between two writings of LIMITS
 LONGEST_SLEEP = 3600.0  # seconds for which an agent that stood still is waited for in a check
 NAMED = 8  # processes whose lines an event has
 NUMBER = (int, float)
@@ -65,7 +61,7 @@ class Leader:
         self._plan, self._keeper, self._say, self._order = plan, keeper, say, order
         self._decider = Decider(plan.rules, now)
         self._decider.number = _starts(plan.workdir)  # those of an agent before this one keep their logs
-        self._hangs = Hangs(_known(plan.workdir))
+        self._hangs = Hangs()
         self._stragglers: Stragglers | None = None
         self._addresses: dict[int, str] = {}  # by which others reach a node
         self._ports: dict[int, int] = {}
@@ -79,7 +75,6 @@ class Leader:
         self._first = self._collecting = -1  # the process that hangs; of how many the stacks are awaited
         self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
         self._told_newest = self._told_step = -1
-        self._kept = now
         self.end: tuple[int, str] | None = None
         threading.Thread(target=self._progress, name="progress", daemon=True).start()
         self._checked.wait(5)  # from which checkpoint the first start begins, unless the disk hangs
@@ -154,8 +149,6 @@ class Leader:
                 )
             for slow in self._stragglers.look() if self._stragglers else ():
                 self._take(facts.Found(slow.node, self._finding(slow)), now)
-        if now - self._kept > KEEP:
-            self._keep_limits(now)
         self._take(facts.Tick(), now)
 
     def _wait_out(self, found: Hang | None) -> bool:
@@ -218,19 +211,15 @@ class Leader:
                 case facts.Start(number, nodes):
                     self._spending.begin(now, self._newest)
                     self._start(number, nodes)
-                case facts.Ask():
-                    self._all("ask")
-                case facts.Kill():
-                    self._all("kill")
-                case facts.Collect():
+                case facts.Order():
                     self._collecting = self._plan.processes * len(self._decider.nodes)
-                    self._all("collect")
+                    for node in self._decider.nodes:
+                        self._order(node, [action.value])
                 case facts.Drop(node):
                     self._order(node, ["drop"])
                 case facts.Say(kind, given):
                     self._event(kind, given)
                 case facts.End(code, text):
-                    self._keep_limits(now)
                     self.end = code, text
 
     def _start(self, number: int, nodes: tuple[int, ...]) -> None:
@@ -243,10 +232,6 @@ class Leader:
         address = f"{f'[{host}]' if ':' in host else host}:{self._ports[nodes[0]]}"
         for place, node in enumerate(nodes):
             self._order(node, ["start", number, address, len(nodes) * each, place * each])
-
-    def _all(self, what: str) -> None:
-        for node in self._decider.nodes:
-            self._order(node, [what])
 
     def _where(self) -> str:
         """In which lines the processes are, the first silent one before the others."""
@@ -267,10 +252,7 @@ class Leader:
         self._hook.tell(event)
         if kind in ("log", "hardware") and given.get("group") == "note":
             return  # not worth a line on the terminal
-        who = f"process {given['process']}" if given["process"] >= 0 else ""
-        where = f"on {given['node']}" if given["node"] else ""
-        parts = [given.get(name, "") for name in ("seen", "concluded", "done")]
-        self._say(f"aegis: {' '.join(filter(None, (kind, who, where)))}: {'; '.join(filter(None, parts))}")
+        self._say(f"aegis: {notify.line_of(event)}")
 
     def _spent(self, given: dict[str, Any] | None) -> None:
         """Writes down how the start's time was spent since the last such event."""
@@ -280,11 +262,6 @@ class Leader:
     def close(self) -> None:
         """Waits a moment for the events on their way to the command."""
         self._hook.close()
-
-    def _keep_limits(self, now: float) -> None:
-        self._kept = now
-        if self._hangs.known():
-            self._keeper.write(LIMITS, (json.dumps(self._hangs.known(), indent=1) + "\n").encode())
 
     def _progress(self) -> None:
         """The newest whole checkpoint; a thread's work, since the disk may hang."""
@@ -310,15 +287,6 @@ def _view(given: Sequence, processes: range) -> View:
     if view.process not in processes:
         raise ValueError(f"process {view.process} is none of this node's")
     return view
-
-
-def _known(workdir: Path) -> dict[str, float]:
-    """The times that earlier starts have learned."""
-    try:
-        found = files.read_json(workdir / events.FOLDER / LIMITS)
-        return {name: float(found[name]) for name in hang.FLOORS if name in found}
-    except (OSError, ValueError, TypeError):
-        return {}
 
 
 def _starts(workdir: Path) -> int:

@@ -1,7 +1,7 @@
-"""The check before a start: whether a node computes, remembers, stores and reaches its neighbours, in under a minute.
+"""The check before a start: whether a node computes rightly and reaches its neighbours, in under a minute.
 
-    check(expected=8, workdir=...)          list[Finding] of this node: devices, products, bandwidth, storage, watchers
-    rounds(["a", "b", "c", "d"])            which pairs of nodes try their link in which round
+    check(expected=8, workdir=...)          list[Finding] of this node: devices, products, bandwidth, watchers
+    rounds(["a", "b", "c", "d"])            the pairs of nodes that try their link in each round
     link(coordinator, index)                one of a pair; a Tried
     judge([("a", "b", tried), ...])         list[Finding] that name a node or a link in `device`
     Checking(...)                           the leader's part: orders all of that, and gathers the findings
@@ -11,7 +11,6 @@ finding too.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import signal
@@ -24,77 +23,31 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zaya_jax.aegis import machine, reading, watch, watch_gpu, watch_net
+from zaya_jax.aegis import machine, watch
 from zaya_jax.aegis.events import Finding
 
 SECONDS = 50.0  # for all of a node's check
 LINK_SECONDS = 50.0  # for a pair's
 SLOW = 0.7  # of the other devices' median bandwidth: a healthy node's differ by some 2 %
 SLOW_LINK = 0.5  # of the other links' median: rings share switches
-IDLE_BYTES = 2 << 30  # of a GPU's memory; drivers and a desktop keep some 100 MB
-IDLE_BUSY = 10.0  # percent
 ANSWER = 10.0  # seconds that an answer to the leader may take beyond the time that a node gives itself
 TAIL = 300  # characters of a probe's last line on stderr
 
 
 def check(
-    expected: int | None = None,
-    workdir: str | Path | None = None,
-    root: str | Path = "/",
-    seconds: float = SECONDS,
-    environ: Mapping[str, str] | None = None,
-) -> list[Finding]:
-    """The faults of this node. `environ`: the environment of the probes, by default this process's."""
-    found = idle(root)
-    until = time.monotonic() + seconds
-    probes = [_Probe("devices", environ=environ)]
-    if workdir is not None:
-        probes.append(_Probe("storage", str(workdir), environ=environ))
+    expected: int | None = None, workdir: str | Path | None = None, root: str | Path = "/",
+    seconds: float = SECONDS, environ: Mapping[str, str] | None = None,
+) -> list[Finding]:  # fmt: skip
+    """The faults of this node. `environ`: the environment of the probe, by default this process's."""
+    probe = _Probe("devices", environ=environ)
     watchers = watch.Watchers(root, [workdir] if workdir is not None else [])
     watchers.look()
-    for probe in probes:
-        probe.wait(until)
-    found += judge_devices(probes[0], expected)
-    if workdir is not None:
-        found += judge_storage(probes[1], str(workdir))
-    found += [one for one in watchers.look() if one.group != "note"]
-    return found + slow_ports(root)
-
-
-def idle(root: str | Path) -> list[Finding]:
-    """GPUs that are in use already, as far as the driver tells."""
-    found, tree = [], reading.Tree(root)
-    for gpu in watch_gpu.Amd(tree).read():
-        used = tree.number(f"sys/class/drm/{gpu.device}/device/mem_info_vram_used") or 0.0
-        if used > IDLE_BYTES or (gpu.busy or 0.0) > IDLE_BUSY:
-            seen = f"{used / 2**30:.1f} GiB are in use, {gpu.busy or 0:g} % busy before the run has begun"
-            found.append(Finding("gpu not idle", "critical", "warn", seen, -1, gpu.device))
-    return found
-
-
-def slow_ports(root: str | Path) -> list[Finding]:
-    """Active ports that are slower than most of the node's."""
-    tree, rates = reading.Tree(root), {}
-    for card in tree.names(watch_net.INFINIBAND):
-        place = f"{watch_net.INFINIBAND}/{card}/ports/1"
-        rate = (tree.text(f"{place}/rate") or "").split()
-        if "ACTIVE" in (tree.text(f"{place}/state") or "") and rate:
-            rates[card] = tree.parse(rate[0], place) or 0.0
-    return [
-        Finding(
-            "nic slow",
-            "distributed",
-            "warn",
-            f"{rates[card]:g} Gb/s, others {max(rates.values()):g}",
-            -1,
-            card,
-        )
-        for card in watch_net.odd_rates(rates)
-    ]
+    probe.wait(time.monotonic() + seconds)
+    return judge_devices(probe, expected) + [one for one in watchers.look() if one.group != "note"]
 
 
 def judge_devices(probe: "_Probe", expected: int | None) -> list[Finding]:
-    """Findings by the devices' probe, or about the point at which it stopped."""
+    """Findings by the devices' probe, or about the point where it stopped."""
     found = []
     there = probe.said.get("devices", {})
     if "count" in there and expected is not None and there["count"] != expected:
@@ -111,14 +64,6 @@ def judge_devices(probe: "_Probe", expected: int | None) -> list[Finding]:
             seen = f"{rate / 1e9:,.0f} GB/s; median of the node {usual / 1e9:,.0f}"
             found.append(Finding("gpu memory slow", "critical", "exclude", seen, -1, f"device {number}"))
     return found + probe.end("critical", "exclude")
-
-
-def judge_storage(probe: "_Probe", folder: str) -> list[Finding]:
-    """Findings by the storage's probe."""
-    if probe.said.get("read", {}).get("same") is False:
-        seen = "what was read back is not what was written"
-        return [Finding("storage wrong", "storage", "exclude", seen, -1, folder)]
-    return [dataclasses.replace(one, device=folder) for one in probe.end("storage", "warn")]
 
 
 class Tried(NamedTuple):

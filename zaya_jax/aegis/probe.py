@@ -1,20 +1,15 @@
 """The part of the check before a start that may hang or crash, in a process of its own: see `preflight`.
 
     python -m zaya_jax.aegis.probe devices
-    python -m zaya_jax.aegis.probe storage FOLDER
     python -m zaya_jax.aegis.probe link COORDINATOR INDEX SECONDS
 
 Each part that ends is a line of JSON with its name, so that its parent knows which part gave no answer.
 """
 
-import contextlib
 import json
-import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +20,6 @@ ROUNDS = 4  # of products, with other numbers each
 STREAM = {"cpu": 1 << 24}  # bytes that are copied
 STREAM_ELSEWHERE = 1 << 28  # beyond every cache, MI300X's 256 MiB together with its copy included
 SECONDS = 0.2  # of copying, on a device
-STORED = 1 << 24  # bytes that are written
 SENT = {"cpu": 1 << 22}  # bytes that each device sends its partner
 SENT_ELSEWHERE = 1 << 26
 SENDS = 8
@@ -104,24 +98,6 @@ def devices() -> None:
     say("bandwidth", rates={str(d.id): bandwidth(d) for d in here})
 
 
-def storage(folder: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Writes, makes it last, reads it back from the disk, compares; parts as they end."""
-    data = np.random.default_rng().bytes(STORED)
-    with tempfile.TemporaryFile(dir=folder) as file:  # without a name: nothing of it is left by a kill
-        begin = time.perf_counter()
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-        seconds = time.perf_counter() - begin
-        yield "written", {"seconds": seconds, "bytes": STORED}
-        with contextlib.suppress(
-            OSError, AttributeError
-        ):  # a file system, or a system, without pages to drop
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        file.seek(0)
-        yield "read", {"same": file.read() == data}
-
-
 def link(coordinator: str, index: int, seconds: int) -> None:
     """One of two nodes: every device sends known numbers to its partner on the other one, and checks its own."""
     import jax
@@ -179,9 +155,6 @@ def main(arguments: list[str]) -> None:
     what, *rest = arguments
     if what == "devices":
         devices()
-    elif what == "storage":
-        for part, given in storage(rest[0]):
-            say(part, **given)
     else:
         link(rest[0], int(rest[1]), int(rest[2]))
     say("end")

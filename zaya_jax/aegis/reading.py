@@ -23,10 +23,8 @@ class Tree:
     """Files below a root, as text and numbers; an unreadable one is noted once."""
 
     def __init__(self, root: str | Path):
-        self.root, self._prefix = (
-            Path(root),
-            f"{str(root).rstrip('/')}/",
-        )  # pathlib takes longer than the reading
+        self.root = Path(root)
+        self._prefix = f"{str(root).rstrip('/')}/"  # pathlib takes longer than the reading
         self._noted: set[str] = set()
         self._new: list[str] = []
 
@@ -94,7 +92,6 @@ class Judge:
         self._counters: dict[tuple[str, str, str], deque[tuple[float, float]]] = {}
         self._told: dict[tuple[str, str, str], tuple[float, float]] = {}  # when, and how many
         self._states: dict[tuple[str, str], tuple[int, float, bool]] = {}  # looks in a row, since, told
-        self._reset: set[tuple[str, str, str]] = set()
 
     def counter(self, name: str, device: str, source: str, value: float | None) -> Iterator[Finding]:
         """A counter's value now; a finding where it has grown too much within its window."""
@@ -105,19 +102,10 @@ class Judge:
         if past and value < past[-1][1]:
             past.clear()
             self._told.pop(key, None)
-            if key not in self._reset:
-                self._reset.add(key)
-                yield Finding(
-                    "counter began anew", "note", "note", f"{source} of {device} is {value:g}", -1, device
-                )
         if not past or value != past[-1][1]:
             past.append((self.now, value))
         while len(past) > 1 and past[1][0] <= self.now - limit.within:
             past.popleft()
-        if len(past) > 512:  # a counter that always moves is kept coarser
-            kept = [item for i, item in enumerate(past) if i % 2 == 0 or i == len(past) - 1]
-            past.clear()
-            past.extend(kept)
         grown, before = value - past[0][1], past[0]
         told_at, told = self._told.get(key, (-1e18, 0.0))
         if grown < limit.at:

@@ -6,16 +6,13 @@
     first(seen)                             of (time, finding) of several processes, the one that began it
 
 The first rule that fits wins, in the order of the file. A flood is counted: lines that differ in numbers alone
-are found at the 1st, the 10th, the 100th, ... of them, with the count.
+are reported at the 1st, the 10th, the 100th, ... with their count.
 """
 
-import contextlib
 import dataclasses
-import errno
 import functools
 import os
 import re
-import stat
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,7 +25,7 @@ LONGEST = 1024  # characters of a line that are looked at: the time for some pat
 SHOWN = 400  # and that a finding keeps
 MOST_KINDS = 1000  # of lines that are counted apart; later ones are counted by their rule alone
 READ = 1 << 20  # bytes of the kernel's log at one look
-PLACES = ("dev/kmsg", "var/log/kern.log", "var/log/messages", "var/log/dmesg")
+KMSG = "dev/kmsg"
 _PCI = r"(?P<device>[0-9a-fA-F]{4}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}(?:\.[0-7])?)"
 _NUMBERS = re.compile(r"0x[0-9a-fA-F]+|\d+")
 _RECORD = re.compile(rb"^\d+,\d+,\d+,[^;\n]{0,80};")
@@ -83,9 +80,7 @@ class Matcher:
             found = rule.regex.search(line)
             if found:
                 named = found.groupdict()
-                whose = int(
-                    named.get("process") or process
-                )  # a line may be of another process than prints it
+                whose = int(named.get("process") or process)  # a line may name another process than its own
                 return self._count(rule, whose, line, named.get("device") or "")
         return []
 
@@ -115,89 +110,36 @@ def first(seen: Iterable[tuple[float, Finding]]) -> tuple[float, Finding] | None
 
 
 class Kernel:
-    """The kernel's log from now on, of whichever of PLACES can be read; the first look only finds its end."""
+    """The kernel's log from now on; the first look only finds its end."""
 
     def __init__(self, root: str | Path = "/"):
-        self._root, self._matcher = Path(root), Matcher("kernel")
+        self._path, self._matcher = Path(root) / KMSG, Matcher("kernel")
         self._file: int | None = None
-        self._path: Path | None = None
-        self._rest, self._said = b"", False
-        self.lost = 0  # times that the kernel overwrote lines before they were read
+        self._said = False
 
     def look(self) -> list[Finding]:
-        """Findings since the last look; once, that nothing can be read."""
-        if self._file is None:
-            return self._open()
-        return [found for line in self._lines() for found in self._matcher.feed(-1, _text(line))]
-
-    def close(self) -> None:
-        """Gives the file back."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
-
-    def _open(self) -> list[Finding]:
-        why = []
-        for place in PLACES:
-            path = self._root / place
-            try:
-                self._file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        """Findings since the last look; once, that the log cannot be read."""
+        try:
+            if self._file is None:
+                self._file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
                 os.lseek(self._file, 0, os.SEEK_END)
-                if stat.S_ISCHR(os.fstat(self._file).st_mode):
-                    # One read tells whether there is leave: the device opens for everybody on some systems.
-                    with contextlib.suppress(BlockingIOError):
-                        os.read(self._file, 8192)
-            except OSError as error:
-                self.close()
-                why.append(f"{path}: {error.strerror}")
-                continue
-            self._path = path
-            return []
-        if self._said:
-            return []
-        self._said = True
-        return [Finding("kernel log unreadable", "note", "note", "; ".join(why))]
+            return [found for line in self._lines(self._file) for found in self._matcher.feed(-1, line)]
+        except OSError as error:  # on some systems everybody may open it, and few may read it
+            said, self._said = self._said, True
+            seen = f"{self._path}: {error.strerror}"
+            return [] if said else [Finding("kernel log unreadable", "note", "note", seen)]
 
-    def _lines(self) -> list[bytes]:
-        assert self._file is not None and self._path is not None
+    def _lines(self, file: int) -> list[bytes]:
+        """The new records without their numbers; a record's further lines (` KEY=value`) say nothing more."""
         data = b""
-        if not stat.S_ISCHR(os.fstat(self._file).st_mode):
-            self._follow()
         while len(data) < READ:
             try:
-                part = os.read(self._file, 8192)  # of /dev/kmsg: one record
+                part = os.read(file, 8192)
             except BlockingIOError:
                 break
-            except OSError as error:
-                if (
-                    error.errno == errno.EPIPE
-                ):  # overwritten before it was read; the next read goes on after it
-                    self.lost += 1
-                    continue
-                self.close()  # gone: the next look opens whatever can be read then
-                break
+            except BrokenPipeError:  # overwritten before it was read; the next read goes on after it
+                continue
             if not part:
                 break
             data += part
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        self._rest = self._rest[-READ:]
-        return lines
-
-    def _follow(self) -> None:
-        """After a log that was rotated, or cut."""
-        assert self._file is not None and self._path is not None
-        with contextlib.suppress(OSError):
-            here, there = os.fstat(self._file), os.stat(self._path)
-            if here.st_ino != there.st_ino:
-                # What was written to the old one after the last look is read at the next: it is joined, not lost.
-                old = os.read(self._file, READ)
-                os.close(self._file)
-                self._file = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-                self._rest += old
-            elif os.lseek(self._file, 0, os.SEEK_CUR) > here.st_size:
-                os.lseek(self._file, 0, os.SEEK_SET)
-
-
-def _text(line: bytes) -> bytes:
-    """A record's words: without the numbers of /dev/kmsg; its further lines (` KEY=value`) say nothing more."""
-    return b"" if line.startswith(b" ") else _RECORD.sub(b"", line)
+        return [_RECORD.sub(b"", line) for line in data.split(b"\n") if not line.startswith(b" ")]

@@ -31,7 +31,7 @@ class Watcher(Protocol):
 
 
 class Host:
-    """Memory, pressure, load, the OOM killer, ECC of the host's memory."""
+    """Free memory, the OOM killer, ECC of the host's memory."""
 
     name = "host"
 
@@ -47,24 +47,13 @@ class Host:
             low = left / whole <= BY_NAME["host memory short"].at
             seen = f"{left / 2**20:.1f} of {whole / 2**20:.1f} GiB are available"
             yield from judge.state("host memory short", "memory", low, seen)
-        for name, place in (("host memory pressure", "memory"), ("host storage pressure", "io")):
-            full = self._pressure(place)
-            if full is not None:
-                seen = f"all tasks stood still for {full:g} % of a minute ({place})"
-                yield from judge.state(name, place, full >= BY_NAME[name].at, seen)
-        load = tree.number("proc/loadavg")
-        cpus = sum(n[3:].isdigit() for n in tree.names("sys/devices/system/cpu") if n.startswith("cpu"))
-        if load is not None and cpus:
-            high = load / cpus >= BY_NAME["host overloaded"].at
-            yield from judge.state("host overloaded", "cpu", high, f"load {load:g} on {cpus} CPUs")
         for place in ("proc/vmstat", "sys/fs/cgroup/memory.events"):
             yield from judge.counter("oom killer", place, "oom_kill", self._pairs(place).get("oom_kill"))
         edac = "sys/devices/system/edac/mc"
         for mc in tree.names(edac):
             if mc.startswith("mc") and mc[2:].isdigit():
-                uncorrected, corrected = (tree.number(f"{edac}/{mc}/{kind}_count") for kind in ("ue", "ce"))
+                uncorrected = tree.number(f"{edac}/{mc}/ue_count")
                 yield from judge.counter("host uncorrectable memory error", mc, "ue_count", uncorrected)
-                yield from judge.counter("host correctable error rate", mc, "ce_count", corrected)
 
     def _pairs(self, path: str) -> dict[str, float]:
         """`name value` or `name: value kB`, a line each."""
@@ -76,14 +65,6 @@ class Host:
                 if value is not None:
                     found[words[0].rstrip(":")] = value
         return found
-
-    def _pressure(self, place: str) -> float | None:
-        path = f"proc/pressure/{place}"
-        for line in (self._tree.text(path) or "").splitlines():
-            if line.startswith("full"):
-                given = dict(word.partition("=")[::2] for word in line.split()[1:])
-                return self._tree.parse(given.get("avg60", ""), path)
-        return None
 
 
 class Disks:
@@ -106,12 +87,8 @@ class Disks:
             read_only = bool(at.f_flag & os.ST_RDONLY)
             if not read_only:
                 self._writable.add(folder)
-            yield from judge.state(
-                "disk read-only",
-                folder,
-                read_only and folder in self._writable,
-                f"{folder} is read-only: {read_only}",
-            )
+            lost = read_only and folder in self._writable
+            yield from judge.state("disk read-only", folder, lost, f"{folder} is read-only: {read_only}")
             # Some systems of files (btrfs, Lustre, object stores) count no inodes.
             shares = {"blocks": (at.f_bavail, at.f_blocks), "inodes": (at.f_favail, at.f_files)}
             known = {name: free / whole for name, (free, whole) in shares.items() if whole}
@@ -129,23 +106,16 @@ class Watchers:
     """All of a node. `nvml`, `statvfs` and `clock` are given by tests."""
 
     def __init__(
-        self,
-        root: str | Path = "/",
-        folders: Iterable[str | Path] = ("/tmp",),
-        nvml: object | None = None,
-        statvfs: Callable = os.statvfs,
-        clock: Callable[[], float] = time.monotonic,
-        patience: float | None = None,
-    ):
-        self._clock = clock
-        self._patience = BY_NAME["gpu does not answer"].at if patience is None else patience
+        self, root: str | Path = "/", folders: Iterable[str | Path] = ("/tmp",), nvml: object | None = None,
+        statvfs: Callable = os.statvfs, clock: Callable[[], float] = time.monotonic,
+    ):  # fmt: skip
+        self._clock, self._patience = clock, BY_NAME["gpu does not answer"].at
         self._slots = [
             _Slot(make(tree), tree)
             for make, tree in (
                 (watch_gpu.Amd, Tree(root)),
                 (lambda tree: watch_gpu.Nvidia(tree, nvml), Tree(root)),
                 (watch_net.Ports, Tree(root)),
-                (watch_net.Interfaces, Tree(root)),
                 (Host, Tree(root)),
                 (lambda tree: Disks(tree, folders, statvfs), Tree(root)),
             )

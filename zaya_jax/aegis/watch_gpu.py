@@ -27,6 +27,7 @@ SLOWDOWNS = {
     0x20: "software thermal",
 }
 LINKS = 18  # of NVLink, at most
+RECOVERIES = 1  # the kind of a link's counter
 
 
 @dataclasses.dataclass
@@ -36,14 +37,11 @@ class Reading:
     device: str
     identity: str = ""
     counters: list[tuple[str, str, float | None]] = dataclasses.field(default_factory=list)
-    heat: list[tuple[str, float, float]] = dataclasses.field(
-        default_factory=list
-    )  # where, degrees, the limit
+    heat: list[tuple[str, float, float]] = dataclasses.field(default_factory=list)  # where, degrees, limit
     throttled: str | None = None  # why; "" where it is not; None where it is not known
     busy: float | None = None  # percent
     clock: float | None = None  # MHz of the cores
     width: tuple[float, float] | None = None  # lanes of PCIe, and the most
-    speed: float | None = None  # GT/s of them
     xgmi_error: float | None = None
     pending: float | None = None  # pages or rows that wait for a reset
     failed: float | None = None  # and that could not be retired
@@ -54,7 +52,6 @@ class _Gpus:
 
     def __init__(self) -> None:
         self._seen: dict[str, str] = {}
-        self._fastest: dict[str, float] = {}
 
     def read(self) -> list[Reading]:
         """All GPUs that answer."""
@@ -97,21 +94,10 @@ class _Gpus:
             slow = gpu.clock <= BY_NAME["gpu slow clock"].at * usual
             seen = f"{gpu.clock:g} MHz at {gpu.busy:g} % load, the busy GPUs' median is {usual:g} MHz"
             yield from judge.state("gpu slow clock", gpu.device, slow, seen)
-        yield from self._bus(judge, gpu)
-
-    def _bus(self, judge: Judge, gpu: Reading) -> Iterator[Finding]:
-        """Lanes are lost for good; a lower speed is how an idle card saves power."""
-        if gpu.width is None:
-            return
-        working = gpu.busy is not None and gpu.busy >= BUSY
-        fastest = self._fastest.get(gpu.device, 0.0)
-        slower = working and gpu.speed is not None and gpu.speed < fastest
-        if gpu.speed is not None:
-            self._fastest[gpu.device] = max(fastest, gpu.speed)
-        seen = f"{gpu.width[0]:g} of {gpu.width[1]:g} lanes"
-        if gpu.speed is not None:
-            seen += f" at {gpu.speed:g} GT/s, before {max(fastest, gpu.speed):g}"
-        yield from judge.state("pcie link narrowed", gpu.device, gpu.width[0] < gpu.width[1] or slower, seen)
+        if gpu.width:
+            lanes, most = gpu.width
+            seen = f"{lanes:g} of {most:g} lanes"
+            yield from judge.state("pcie link narrowed", gpu.device, lanes < most, seen)
 
 
 class Amd(_Gpus):
@@ -139,13 +125,9 @@ class Amd(_Gpus):
         gpu.busy = self._optional(f"{place}/gpu_busy_percent")
         gpu.clock = self._clock(f"{place}/pp_dpm_sclk")
         gpu.xgmi_error = self._optional(f"{place}/xgmi_error")
-        gpu.counters.append(
-            ("pcie replay rate", "pcie_replay_count", self._optional(f"{place}/pcie_replay_count"))
-        )
         width, most = (self._optional(f"{place}/{which}_link_width") for which in ("current", "max"))
         if width and most:
             gpu.width = width, most
-            gpu.speed = self._optional(f"{place}/current_link_speed")
         for name in tree.names(f"{place}/ras"):
             if name.endswith("_err_count"):
                 self._errors(gpu, name.removesuffix("_err_count"), tree.text(f"{place}/ras/{name}") or "")
@@ -261,21 +243,17 @@ class Nvidia(_Gpus):
         most = self._ask("nvmlDeviceGetMaxPcieLinkWidth", handle)
         if width and most:
             gpu.width = float(width), float(most)
-        replays = self._ask("nvmlDeviceGetPcieReplayCounter", handle)
-        gpu.counters.append(("pcie replay rate", "PCIe replays", replays))
         self._links(gpu, handle)
         return gpu
 
     def _links(self, gpu: Reading, handle: Any) -> None:
-        """Counters of a link: 0 replays, 1 recoveries, 2 and 3 CRC errors; only links that are there are asked."""
+        """Recoveries of each link, and how many links are down; only links that are there are asked."""
         down = 0
         for link in range(LINKS):
             up = self._ask("nvmlDeviceGetNvLinkState", handle, link, quiet=True)
             if up is None:
                 break  # there are no more
             down += not up
-            for kind, what in enumerate(("replays", "recoveries", "CRC errors", "CRC errors of data")):
-                name = "nvlink error" if kind == 1 else "nvlink error rate"
-                value = self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, kind) if up else None
-                gpu.counters.append((name, f"link {link} {what}", value))
+            value = self._ask("nvmlDeviceGetNvLinkErrorCounter", handle, link, RECOVERIES) if up else None
+            gpu.counters.append(("nvlink error", f"link {link} recoveries", value))
         gpu.counters.append(("nvlink error", "links that are down", float(down)))
