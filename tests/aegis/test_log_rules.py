@@ -1,8 +1,11 @@
 """Rules of logs: each finds its own lines and no harmless one, floods are counted, the first cause is found."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
+import multiprocess_runs
 import pytest
 import setuptools
 
@@ -102,6 +105,24 @@ def test_a_flood_is_counted():
     assert matcher.feed(
         3, "OSError: [Errno 28] No space left on device: 'a0'"
     )  # another process is another flood
+
+
+SLOW = ("gloo/" * 900, "error: p" * 600, "amdgpu 0000:c1:00.0: XGMI PCS Da" * 200)
+
+
+@pytest.mark.parametrize("line", SLOW, ids=lambda line: line[:6])
+def test_no_line_holds_up_the_agent(line):
+    """A line took 10 s, then 0.3 s: a read of such lines 4 s, in which nothing else is watched. 200 lines here."""
+    code = f"from zaya_jax.aegis import rules; m = rules.Matcher(); k = rules.Matcher('kernel'); line = {line!r}\n"
+    code += "for i in range(200): m.feed(0, line), k.feed(0, line)"
+    environ = os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT)}
+    subprocess.run([sys.executable, "-c", code], timeout=20, check=True, env=environ)
+
+
+def test_what_an_event_has_seen_does_nothing_to_a_terminal():
+    line = b"\x1b]0;title\x07\x1b[2J\0error: process 3 on node17 is gone: killed, or crashed\x9b1m"
+    (found,) = rules.Matcher().feed(0, line)
+    assert "process 3 on node17" in found.seen and found.seen.isprintable()
 
 
 def test_bytes_long_lines_and_odd_ones():
