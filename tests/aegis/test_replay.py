@@ -68,18 +68,12 @@ def faulty(tmp_path, monkeypatch):
     return ask
 
 
-MESHES = [
-    (4, {}),
-    (1, {}),
-    pytest.param(2, {}, marks=pytest.mark.slow),
-    pytest.param(4, {"mesh__expert": 2}, marks=pytest.mark.slow),
-    pytest.param(4, {"mesh__context": 2}, marks=pytest.mark.slow),
-    pytest.param(4, {"mesh__context": 2, "mesh__ring": True}, marks=pytest.mark.slow),
-    pytest.param(4, {"mesh__tensor": 2}, marks=pytest.mark.slow),
-    pytest.param(4, {"mesh__fsdp": True}, marks=pytest.mark.slow),
-    pytest.param(4, {"mesh__tensor": 2, "mesh__tsp": True}, marks=pytest.mark.slow),
-    pytest.param(4, {"remat": "layer"}, marks=pytest.mark.slow),
-]
+OTHERS = (
+    (1, {}), (2, {}), (4, {"mesh__expert": 2}), (4, {"mesh__context": 2}), (4, {"mesh__tensor": 2}),
+    (4, {"mesh__context": 2, "mesh__ring": True}), (4, {"mesh__fsdp": True}), (4, {"mesh__tensor": 2, "mesh__tsp": True}),
+    (4, {"remat": "layer"}),
+)  # fmt: skip
+MESHES = [(4, {}), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in OTHERS)]
 
 
 @pytest.mark.parametrize(("devices", "keys"), MESHES)
@@ -93,6 +87,7 @@ def test_a_device_that_is_always_wrong_is_named_by_majority(faulty):
     assert len(found.weights) == 1 and replay.FIGURES not in found.weights
 
 
+@pytest.mark.slow
 def test_one_that_is_wrong_once_differs_from_itself(faulty):
     found = checked(small(), 4, faulty({"kind": "flip", "device": 1, "times": 1}))
     assert (found.kind, found.devices, found.together) == ("itself", (1,), False)

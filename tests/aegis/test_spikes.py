@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from zaya_jax.aegis import decisions
+from zaya_jax.aegis import decisions, events, guard
 from zaya_jax.aegis.spikes import SETTLE, Spike, Spikes
 from zaya_jax.config import Guard, StorageError, UserError
 
@@ -89,20 +89,6 @@ def test_high_steps_do_not_raise_the_level(good):
     assert good - 18 < spike.began <= good + 1 and spike.step <= good + 10 and 2.0 <= spike.median <= 2.02
 
 
-def test_a_restart_among_high_steps_decides_the_same():
-    """Also where steps that are high and steps that are not take turns without end: the state does not grow by it."""
-    figures, at = curves(900, 5), np.arange(900)
-    figures[200:202, 0] = 9.0
-    figures[(at >= 202) & (at % 2 == 1), 1] = np.inf
-    figures[850:, 0] = 9.0
-    spike, states = found(figures, keep=True)
-    assert spike.began == 201 and spike.figure == "grad_norm" and spike.step < 870
-    for step in (200, 201, 202, 203, 204, 500, 501, spike.step - 1):
-        again, others = found(figures[step:], first=step + 1, state=states[step - 1], keep=True)
-        assert again == spike and others == states[step:]
-    assert max(len(json.dumps(state)) for state in states) < 10_000
-
-
 def test_warm_up_borders_of_phases_and_ramps_are_none():
     figures = curves(900)
     figures[:40] += np.linspace(5, 0, 40)[:, None]
@@ -125,13 +111,28 @@ def test_nothing_is_said_before_it_is_settled():
     assert found(figures)[0].began == SETTLE + 1
 
 
-def test_a_restart_anywhere_decides_the_same():
+def jump():
     figures = curves(330, 5)
     figures[300:] += 2.0
     figures[200] = np.inf
+    return figures, (1, 64, 65, 200, 201, 299, 305), 301
+
+
+def turns():
+    """High steps and others take turns without end, and the state does not grow by it."""
+    figures, at = curves(430, 5), np.arange(430)
+    figures[200:202, 0] = 9.0
+    figures[(at >= 202) & (at % 2 == 1), 1] = np.inf
+    figures[400:, 0] = 9.0
+    return figures, (200, 201, 202, 203, 300, 401), 201
+
+
+@pytest.mark.parametrize("case", [jump, turns])
+def test_a_restart_anywhere_decides_the_same(case):
+    figures, restarts, began = case()
     spike, states = found(figures, keep=True)
-    assert spike.began == 301
-    for step in (1, 40, 63, 64, 65, 199, 200, 201, 202, 299, 301, 305, 309):
+    assert spike.began == began
+    for step in (*restarts, spike.step - 1):
         again, others = found(figures[step:], first=step + 1, state=states[step - 1], keep=True)
         assert again == spike and others == states[step:]
     assert max(len(json.dumps(state)) for state in states) < 10_000
@@ -156,10 +157,8 @@ def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path
     assert (first["step"], first["batches"], first["at"]) == (100, 29, 129)
     assert decisions.of_spike(Spike(110, 119, "loss", 5.0, 2.0), [60, 80, 100], [first], 0)["step"] == 80
     assert decisions.of_spike(Spike(110, 119, "loss", 5.0, 2.0), [100], [first], 0)["step"] == 100
-    assert (
-        decisions.of_spike(Spike(100 + SETTLE + 1, 999, "loss", 5.0, 2.0), [80, 100], [first], 0)["step"]
-        == 100
-    )
+    later = Spike(100 + SETTLE + 1, 999, "loss", 5.0, 2.0)
+    assert decisions.of_spike(later, [80, 100], [first], 0)["step"] == 100
     assert decisions.of_spike(spike, [120], [], 7)["step"] == 7  # where the run began
     # A device's: of when it was known to be right; from the begin where nothing is known, or the oldest there is.
     assert decisions.of_finding(500, 400, [300, 390, 410], 0)["step"] == 390
@@ -189,3 +188,13 @@ def test_a_decision_that_is_not_whole_is_refused_where_it_is_read(tmp_path, wron
     decisions.write(tmp_path, [whole, whole | wrong])
     with pytest.raises(StorageError, match=r"cannot be read .*restore it"):
         decisions.read(tmp_path)
+
+
+def test_dead_experts_are_named_by_layer_and_again_when_there_are_more(tmp_path):
+    watching = guard.Guard(Guard(), tmp_path, [], {}, 0)
+    for step, dead in enumerate(([0, 0], [0, 2], [0, 2], [1, 2], [0, 0], [0, 1]), start=1):
+        watching.see(step, 0, {"loss": 1.0, "grad_norm": 1.0, "dead_experts": np.array(dead, np.int32)})
+    told = events.read(tmp_path)
+    assert [(event.kind, event.step) for event in told] == [("dead experts", step) for step in (2, 4, 6)]
+    assert "2 experts" in told[0].seen and told[0].seen.endswith("in layers 1")
+    assert "3 experts" in told[1].seen and told[1].seen.endswith("in layers 0, 1")

@@ -1,4 +1,4 @@
-"""Events told to a command: never waited for, failures counted."""
+"""Events passed to a command: never waited for, failures counted."""
 
 import json
 import sys
@@ -11,19 +11,7 @@ from zaya_jax.aegis.events import Event
 from zaya_jax.aegis.notify import Hook, line_of
 from zaya_jax.config import UserError
 
-DIED = Event(
-    "died",
-    10.0,
-    "distributed",
-    "node3",
-    7,
-    1200,
-    "SIGKILL",
-    "disk full",
-    "restart at once",
-    0.25,
-    {"start": 1},
-)
+DIED = Event("died", 10.0, "distributed", "node3", 7, 1200, "SIGKILL", "disk full", "restart at once", 0.25)
 
 
 def script(tmp_path, text):
@@ -32,36 +20,21 @@ def script(tmp_path, text):
     return f"{sys.executable} {path}"
 
 
-def test_a_command_gets_the_event(tmp_path):
+def test_a_command_gets_the_event_and_no_notes(tmp_path):
     out = tmp_path / "out"
-    told = Hook(
-        script(
-            tmp_path,
-            f"import os, sys\nopen({str(out)!r}, 'w').write(os.environ['ZAYA_TEXT'] + sys.stdin.read())",
-        )
-    )
+    text = f"import os, sys\nopen({str(out)!r}, 'a').write(os.environ['ZAYA_TEXT'] + sys.stdin.read())"
+    told = Hook(script(tmp_path, text))
+    for kind in ("spent", "log", "hardware"):
+        told.tell(Event(kind, 1.0))
     told.tell(DIED)
     told.close()
     words, _, body = out.read_text().partition("{")
-    assert (
-        words == line_of(DIED) == "died process 7 on node3 at step 1200: SIGKILL; disk full; restart at once"
-    )
+    assert words == line_of(DIED)
+    assert words == "died process 7 on node3 at step 1200: SIGKILL; disk full; restart at once"
     assert json.loads("{" + body)["kind"] == "died" and (told.told, told.failed) == (1, 0)
 
 
-def test_notes_of_the_watchers_are_not_told(tmp_path):
-    told = Hook(script(tmp_path, ""))
-    for kind in ("spent", "log", "hardware"):
-        told.tell(Event(kind, 1.0))
-    told.close()
-    assert told.told == 0
-    told = Hook(script(tmp_path, ""))
-    told.tell(Event("hardware", 1.0, "critical"))
-    told.close()
-    assert told.told == 1
-
-
-def test_what_hangs_is_not_waited_for_and_what_fails_is_counted(tmp_path, caplog):
+def test_a_command_that_hangs_is_not_waited_for_and_one_that_fails_is_counted(tmp_path):
     told = Hook(script(tmp_path, "import time; time.sleep(60)"), seconds=0.5)
     begin = time.monotonic()
     for _ in range(300):
@@ -76,14 +49,11 @@ def test_what_hangs_is_not_waited_for_and_what_fails_is_counted(tmp_path, caplog
     assert failing.failed == 1
 
 
-def test_nobody_to_tell_is_no_thread():
+def test_nobody_to_tell_is_no_thread_and_a_command_without_its_last_quote_is_refused():
     before = threading.active_count()
     told = Hook("")
     told.tell(DIED)
     told.close()
     assert threading.active_count() == before
-
-
-def test_a_command_without_its_last_quote_is_refused():
     with pytest.raises(UserError, match="no command line"):
         Hook("a 'b")
