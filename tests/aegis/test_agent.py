@@ -44,7 +44,12 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
     assert died.done == "restart at once" and (later.process, later.seen) == (0, "exit code 9")
     assert run.steps()[:13] == [*range(1, 13), 11] and run.steps()[-1] == STEPS + 2  # from checkpoint 10
     assert restarted[0].step >= 11 and 0 < restarted[0].seconds < 30 and restarted[1].facts["stop"] < 5
-    assert [event.facts["start"] for event in run.events("started")] == [1, 2, 3, 4]
+    assert [(event.facts["start"], event.step) for event in run.events("started")] == [
+        (1, -1),
+        (2, 10),
+        (3, 15),
+        (4, 25),
+    ]
     logs = run.workdir / "aegis" / "logs"
     for number, begun in enumerate((0, 10, 15, 25), start=1):  # each start has a log of its own
         log = (logs / f"start-{number:03d}" / "process-00000.log").read_text()

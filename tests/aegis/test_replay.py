@@ -70,8 +70,8 @@ def faulty(tmp_path, monkeypatch):
 
 OTHERS = (
     (1, {}), (2, {}), (4, {"mesh__expert": 2}), (4, {"mesh__context": 2}), (4, {"mesh__tensor": 2}),
-    (4, {"mesh__context": 2, "mesh__ring": True}), (4, {"mesh__fsdp": True}), (4, {"mesh__tensor": 2, "mesh__tsp": True}),
-    (4, {"remat": "layer"}),
+    (4, {"mesh__context": 2, "mesh__ring": True}), (4, {"mesh__fsdp": True}),
+    (4, {"mesh__tensor": 2, "mesh__tsp": True}), (4, {"remat": "layer"}),
 )  # fmt: skip
 MESHES = [(4, {}), *(pytest.param(*mesh, marks=pytest.mark.slow) for mesh in OTHERS)]
 

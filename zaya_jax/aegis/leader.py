@@ -77,7 +77,8 @@ class Leader:
         self._told_newest = self._told_step = -1
         self.end: tuple[int, str] | None = None
         threading.Thread(target=self._progress, name="progress", daemon=True).start()
-        self._checked.wait(5)  # from which checkpoint the first start begins, unless the disk hangs
+        self._checked.wait(5)  # unless the disk hangs
+        self._saved(now)  # the checkpoint from which the first start begins
 
     def came(self, node: int, host: str, address: str, now: float) -> None:
         """An agent is there."""
