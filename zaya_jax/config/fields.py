@@ -106,6 +106,11 @@ def build(cls: type, given: Any, prefix: str = "") -> Any:
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
+    if isinstance(value, config_dict.FieldReference):  # in a phase: ConfigDict does not look into tuples
+        try:
+            value = value.get()
+        except config_dict.RequiredValueError:
+            raise UserError(f"the config file leaves config.{path} open; give it") from None
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, path + ".")
     optional = optional_type(kind)
