@@ -122,9 +122,7 @@ def test_tables_are_what_the_account_says(make_run):
 ODD = (
     b'{"kind": "died", "time": 1e9\n\xff\xfe\n[]\n{"kind": "new", "time": 2e9, "later": 1}\n{"kind',
     b'{"kind": "died", "time": 1000000050, "concluded": "\\u001b[2J", "facts": {"start": 1}}\n',
-    b'{"kind": "spike", "time": 1000000050, "facts": {"step": "x", "batches": [1]}}\n',
     b'{"kind": "spent", "time": 1000000050, "seconds": 9, "facts": {"sections": {"step": NaN}, "from": 1e99}}\n',
-    b'{"kind": "spent", "time": 1000000050, "seconds": 9, "facts": {"sections": ["step"]}}\n',
     *(
         b'{"kind": "died", "time": %s}\n' % time
         for time in (b'"x"', b"null", b"NaN", b"1e300", b"-1e18", b"9" * 400)
