@@ -42,7 +42,7 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 def _room_for_programs() -> Iterator[None]:
     """Lets go of compiled programs once they take a quarter of the memory maps that a process may have.
 
-    Each takes three on a CPU, of 65,530: tests/checkpoint/test_golden.py alone makes 22,000. With no map left, XLA
+    Each takes three on a CPU, of 65,530: tests/pytorch/test_golden.py alone makes 22,000. With no map left, XLA
     crashes where it loads the next program (a segmentation fault in compilation_cache.get_executable_and_time).
     """
     yield
