@@ -42,17 +42,12 @@ def of_chip(**changes):
 
 
 def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
-    """Of its run on 1,024 of them context over two GPUs of eight is not; nor were one sequence at a time."""
+    """Of its run on 1,024 of them one sequence at a time on each would not be."""
     whole = read("zaya1_base")
     assert "tokens per expert" not in by_rule(sizing_rules.advise(whole, "mi300x", 1024))
     one_at_a_time = dataclasses.replace(whole, data=dataclasses.replace(whole.data, micro_batch=1024))
     found = sizing_rules.advise(one_at_a_time, "mi300x", 1024)
     assert not [f for f in found if f.key.startswith("model.")]
-    assert {(f.rule, f.key, f.value) for f in found} >= {
-        ("tokens per expert", "data.micro_batch", 1024),
-        ("fabric", "schedule.phases[2].mesh.context", 2),
-        ("tiles", "data.micro_batch", 1024),
-    }  # fmt: skip
     assert [f.cost for f in found] == sorted((f.cost for f in found), reverse=True)
     passes = by_rule(found)["micro-batches"]
     # 28 bytes of 8.84B weights at 4.33 TB/s: four times 57 ms beside 4 x 27 ms of products; two fewer would do.
@@ -60,9 +55,9 @@ def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
     assert "4 micro-batches a step, each of which moves 248 GB" in passes.reason
     experts = by_rule(found)["tokens per expert"]
     # 4,096 tokens on 16 experts; 1,307 TFLOP/s over the 4.33 TB/s that the paper measured.
-    assert "256 tokens an expert" in experts.reason and "of 302 " in experts.reason and experts.better == 2048
-    fabric = by_rule(found)["fabric"]
-    assert "1 of the 7 links" in fabric.reason and fabric.better == 8 and "2511.17127" in fabric.source
+    assert (
+        "256 tokens per expert" in experts.reason and "of 302 " in experts.reason and experts.better == 2048
+    )
 
 
 @pytest.mark.parametrize("chip", ["mi300x", "h200"])
@@ -88,21 +83,12 @@ def test_a_width_off_the_path_is_found_with_what_mending_it_costs(chip, key, val
     assert not [f for f in sizing_rules.advise(mended, chip, 8) if f.key == f"model.{key}" and f.rule == rule]
 
 
-def test_what_is_on_the_path_is_not_found():
+def test_a_run_on_the_path_gets_no_advice():
     for name, at_once in (("h200", 32), ("mi300x", 64)):
         whole = changed(data__global_batch=at_once, data__micro_batch=0)
         assert sizing_rules.advise(whole, name, 8) == []
-        assert by_rule(sizing_rules.advise(changed(data__micro_batch=at_once), name, 8)).keys() == {
-            "micro-batches"
-        }
-
-
-def test_few_tokens_at_once_are_found_and_more_are_better():
-    rules = [by_rule(sizing_rules.advise(changed(data__micro_batch=n), "mi300x", 8)) for n in (8, 16, 32)]
-    assert "tokens per expert" in rules[0] and "tokens per expert" not in rules[1]
-    costs = [r["tiles"].cost if "tiles" in r else 0.0 for r in rules]
-    assert costs[0] > costs[1] >= costs[2]
-    assert rules[0]["tiles"].better == 16
+        found = sizing_rules.advise(changed(data__micro_batch=at_once), name, 8)
+        assert by_rule(found).keys() == {"micro-batches"}
 
 
 def test_measured_figures_take_the_place_of_published_ones():
@@ -114,7 +100,7 @@ def test_measured_figures_take_the_place_of_published_ones():
 
     slow = of_chip(products=(grouped(512, 1e14), grouped(2048, 4e14), grouped(4096, 5e14)))
     found = by_rule(sizing_rules.advise(changed(), "mi300x", 8, slow))["tokens per expert"]
-    assert "1,024 tokens an expert" in found.reason and "of 2,048 " in found.reason
+    assert "1,024 tokens per expert" in found.reason and "of 2,048 " in found.reason
     assert found.source == "measured, 2026-11-22" and found.better == 64
     for other in (measured(products=slow.products), dataclasses.replace(slow, device="NVIDIA H200")):
         assert "tokens per expert" not in by_rule(sizing_rules.advise(changed(), "mi300x", 8, other))
@@ -130,14 +116,13 @@ def test_a_run_is_told_the_worst_three_where_its_chip_is_known():
         assert sizing_rules.notes(given, [SimpleNamespace(device_kind=kind, platform="gpu")]) == []
 
 
-def test_phases_that_need_more_devices_are_passed_over():
-    assert sizing_rules.advise(read("zaya1_base"), "mi300x", 1) is not None  # pretraining fits one
+def test_a_mesh_that_fits_no_phase_is_refused():
     with pytest.raises(UserError, match="there are 3 devices"):
         sizing_rules.advise(read("dense_7b"), "mi300x", 3)
 
 
 @pytest.mark.parametrize("name", ["tiny", "tiny_linear", "small_bpe", "dense_7b", "zaya1_base"])
-@pytest.mark.parametrize("chip", sizing_rules.CHIPS)
-def test_every_config_is_judged_for_every_chip(name, chip):
-    for f in sizing_rules.advise(read(name), chip, 64):
-        assert 0 < f.cost <= 1 and f.reason and f.source
+def test_every_config_is_judged_for_every_chip(name):
+    for chip in sizing_rules.CHIPS:
+        for f in sizing_rules.advise(read(name), chip, 64):
+            assert 0 < f.cost <= 1 and f.reason and f.source
