@@ -19,8 +19,7 @@ from pathlib import Path
 from zaya_jax import cli
 from zaya_jax.aegis import accounts, agent, events, machine, preflight
 from zaya_jax.aegis.decide import HARDWARE, Rules
-from zaya_jax.aegis.leader import Plan
-from zaya_jax.aegis.node import Task
+from zaya_jax.aegis.node import Plan
 from zaya_jax.checkpoint import claims
 from zaya_jax.cluster import multihost
 from zaya_jax.cluster.rank import find_agent_rank
@@ -106,14 +105,10 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     tried = args.check == "always" or (args.check is None and bool(gpus))
     rules = Rules(nodes, agents, args.min_nodes or nodes, args.restarts, join, processes, tried)
     patience = args.patience if args.patience is not None else PATIENCE * (agents > 1)
-    plan = Plan(rules, workdir, processes, args.exclude_stragglers, patience, args.command)
     command = [sys.executable, "-m", "experiments.pretrain", *training]
-    return agent.run(
-        plan,
-        Task(command, workdir, processes, machine.time_outs(patience)),
-        rank,
-        multihost.seconds_of(multihost.HEARTBEAT),
-    )
+    variables = machine.time_outs(patience)
+    plan = Plan(rules, workdir, command, variables, args.exclude_stragglers, patience, args.command)
+    return agent.run(plan, rank, multihost.seconds_of(multihost.HEARTBEAT))
 
 
 def workdir_of(training: list[str]) -> Path:

@@ -5,6 +5,7 @@ what a file WORKDIR/do-INDEX says befalls process INDEX once, at the step that i
 `STEP kill|stop|exit N|spin|lock|orphan|print TEXT|pause SECONDS`.
 """
 
+import dataclasses
 import faulthandler
 import json
 import os
@@ -116,11 +117,9 @@ def watched(argv: list[str]) -> int:
 
     run = agent.run
 
-    def instead(plan, task, place, heartbeat):
-        import dataclasses
-
-        command = [sys.executable, __file__, "train", str(task.workdir), *argv[argv.index("--") + 2 :]]
-        return run(plan, dataclasses.replace(task, command=command), place, heartbeat)
+    def instead(plan, rank, heartbeat):
+        command = [sys.executable, __file__, "train", str(plan.workdir), *argv[argv.index("--") + 2 :]]
+        return run(dataclasses.replace(plan, command=command), rank, heartbeat)
 
     agent.run = instead
     sys.argv = ["supervise", *argv]

@@ -21,6 +21,7 @@ from agents import STAND_IN, STEPS, start
 from experiments import supervise
 from zaya_jax import cli
 from zaya_jax.aegis import accounts, events, node
+from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.keeping import Keeper, Terminal
 from zaya_jax.checkpoint import claims
 
@@ -291,20 +292,14 @@ def test_odd_lines_are_passed_over_by_the_report(tmp_path, capsys):
 
 
 def test_heartbeats_go_elsewhere_where_shared_memory_is_full(tmp_path, monkeypatch):
-    full = tmp_path / "shm"
+    full, room = tmp_path / "shm", node._has_room
     full.mkdir()
-    room = node._has_room
     assert room(full, 1) and not room(tmp_path / "nowhere", 1)
     monkeypatch.setattr(node, "SHM", full)
-    monkeypatch.setattr(
-        node, "_has_room", lambda folder, size: full not in folder.parents and room(folder, size)
-    )
-    keeper, told = Keeper(tmp_path), []
-    here = node.Node(
-        node.Task(["true"], tmp_path), selectors.DefaultSelector(), keeper, Terminal(), told.append
-    )
-    assert full in here.scratch.parents
-    here.start(1, "localhost:1", 1, 0)
-    assert full not in here.scratch.parents and here.scratch.is_dir() and list(full.iterdir()) == []
-    here.close()
-    assert not here.scratch.exists()
+    for fits in (True, False):
+        monkeypatch.setattr(node, "_has_room", lambda folder, size, fits=fits: fits)
+        plan = node.Plan(Rules(nodes=1), tmp_path)
+        here = node.Node(plan, selectors.DefaultSelector(), Keeper(tmp_path), Terminal(), print)
+        assert here.scratch.is_dir() and (full in here.scratch.parents) == fits
+        here.close()
+        assert not here.scratch.exists()

@@ -8,7 +8,8 @@ import pytest
 
 from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.keeping import Keeper
-from zaya_jax.aegis.leader import Leader, Plan
+from zaya_jax.aegis.leader import Leader
+from zaya_jax.aegis.node import Plan
 from zaya_jax.cluster import lines
 
 NONSENSE = (

@@ -10,7 +10,6 @@ import pytest
 import setuptools
 
 from zaya_jax.aegis import rules
-from zaya_jax.aegis.events import Finding
 
 LOGS = Path(__file__).parent / "logs"
 ALL = [(kind, rule) for kind in rules.KINDS for rule in rules.load(kind)]
@@ -139,22 +138,6 @@ def test_bytes_long_lines_and_odd_ones():
         "\ud800 x",
     ):
         assert matcher.feed(0, odd) == []
-
-
-def finding(name, action="restart", group="distributed", process=0):
-    return Finding(name, group, action, "", process)
-
-
-def test_the_first_cause_is_no_consequence():
-    gone = (1.0, finding("process gone", "note"))
-    closed = (1.5, finding("gloo peer lost", "note", process=1))
-    note = (0.5, finding("gpu correctable error", "note", "note"))
-    cause = (2.0, finding("gpu hang", group="critical", process=2))
-    later = (3.0, finding("disk full", "warn", "storage", 3))
-    assert rules.first([later, closed, note, cause, gone]) == cause
-    assert rules.first([closed, gone, note]) == gone  # consequences alone: the earliest
-    assert rules.first([(1.0, finding("process gone", "restart")), cause]) == cause  # whatever its action
-    assert rules.first([note]) == note and rules.first([]) is None
 
 
 def test_the_kernel_log_is_read_from_now_on(tmp_path):

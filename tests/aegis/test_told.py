@@ -20,12 +20,10 @@ def script(tmp_path, text):
     return f"{sys.executable} {path}"
 
 
-def test_a_command_gets_the_event_and_no_notes(tmp_path):
+def test_a_command_gets_the_event(tmp_path):
     out = tmp_path / "out"
     text = f"import os, sys\nopen({str(out)!r}, 'a').write(os.environ['ZAYA_TEXT'] + sys.stdin.read())"
     told = Hook(script(tmp_path, text))
-    for kind in ("spent", "log", "hardware"):
-        told.tell(Event(kind, 1.0))
     told.tell(DIED)
     told.close()
     words, _, body = out.read_text().partition("{")

@@ -35,8 +35,7 @@ FAULTS = {
     "uncorrectable": {("gpu uncorrectable memory error", "card2", "exclude")},
     "uncorrectable-gfx": {("gpu uncorrectable error", "card2", "exclude")},
     "correctable-rate": {("gpu correctable error rate", "card3", "note")},
-    "retired": {("gpu pages retired", "card5", "note"), ("gpu reset pending", "card5", "note")},
-    "not-retired": {("gpu pages retired", "card5", "note"), ("gpu page not retired", "card5", "exclude")},
+    "not-retired": {("gpu page not retired", "card5", "exclude")},
     "hot": {("gpu hot", "card1", "warn"), ("gpu slow clock", "card1", "note")},
     "xgmi": {("xgmi link error", "card6", "exclude")},
     "narrow": {("pcie link narrowed", "card4", "note")},
@@ -140,9 +139,8 @@ def test_a_healthy_hour_of_h200_gives_nothing(tmp_path):
 H200 = {
     "gpu uncorrectable memory error": lambda card: card["errors"].update({(1, 0): 1}),
     "gpu correctable error rate": lambda card: card["errors"].update({(0, 0): 300}),
-    "gpu pages retired": lambda card: card.update(rows=(1, 1, 0, 0)),
+    "gpu wears out": lambda card: card.update(rows=(60, 4, 0, 0)),
     "gpu page not retired": lambda card: card.update(rows=(0, 0, 0, 1)),
-    "gpu reset pending": lambda card: card.update(rows=(0, 0, 1, 0)),
     "nvlink error": lambda card: card.update(counters={(4, 1): 1}),
     "gpu throttled": lambda card: card.update(reasons=0x48),
     "gpu hot": lambda card: card.update(degrees=88),
@@ -183,7 +181,7 @@ def test_garbage_is_said_once_and_no_exception(node):
         )
     found = node.looks(6)
     assert {f.name for f in found} <= {
-        "not readable", "gpu lost", "nic down", "gpu pages retired", "nic slow", "oom killer", "pcie link narrowed",
+        "not readable", "gpu lost", "nic down", "nic slow", "oom killer", "pcie link narrowed",
         "nic gone",
     }  # fmt: skip
     assert any(f.name == "not readable" for f in found)
@@ -212,7 +210,6 @@ def test_counters_that_wrap_begin_anew(node):
         (watched.disk(free=0.001), "disk full"),
         (watched.disk(inodes=0.001), "disk full"),
         (watched.disk(free=0.03), "disk nearly full"),
-        (watched.disk(flags=1), "disk read-only"),
     ],
 )
 def test_full_and_read_only_disks(node, statvfs, name):

@@ -87,15 +87,12 @@ class Nvml:
 LINKS = 18
 
 
-def disk(free=0.5, inodes=0.9, flags=0, broken=()):
+def disk(free=0.5, inodes=0.9):
     """`os.statvfs` of folders that are so full."""
 
     def statvfs(folder):
-        if folder in broken:
-            raise OSError(5, "Input/output error")
         return SimpleNamespace(
             f_bavail=int(1e9 * free), f_blocks=10**9, f_frsize=4096, f_favail=int(1e6 * inodes), f_files=10**6,
-            f_flag=flags,
         )  # fmt: skip
 
     return statvfs

@@ -1,6 +1,6 @@
 """One agent per node: it runs the node's processes; that of node 0 leads all.
 
-    code = agent.run(plan, task, rank)     until the run has ended, or cannot go on
+    code = agent.run(plan, rank)     until the run has ended, or cannot go on
 
 Members hold a line to the leader (`cluster.lines`), which asks for signs of life, and idle agents answer like others. A
 member whose line breaks is a lost node; a leader whose line breaks ends its members, and with them their processes, so
@@ -19,8 +19,8 @@ from typing import Any
 
 from zaya_jax.aegis.decide import PREEMPTED
 from zaya_jax.aegis.keeping import Keeper, Terminal
-from zaya_jax.aegis.leader import Leader, Plan
-from zaya_jax.aegis.node import Node, Task
+from zaya_jax.aegis.leader import Leader
+from zaya_jax.aegis.node import Node, Plan
 from zaya_jax.cluster import leaving, lines
 from zaya_jax.cluster.rank import LostProcess, Rank
 
@@ -34,11 +34,11 @@ FAREWELL = 5.0  # seconds for last words
 class Agent:
     """The part that the leading agent and members share."""
 
-    def __init__(self, plan: Plan, task: Task, rank: Rank | None, heartbeat: float = HEARTBEAT):
-        self.plan, self.task, self.rank, self.heartbeat = plan, task, rank, heartbeat
+    def __init__(self, plan: Plan, rank: Rank | None, heartbeat: float = HEARTBEAT):
+        self.plan, self.rank, self.heartbeat = plan, rank, heartbeat
         self.selector = selectors.DefaultSelector()
-        self.keeper, self.terminal = Keeper(task.workdir), Terminal()
-        self.node = Node(task, self.selector, self.keeper, self.terminal, self.tell)
+        self.keeper, self.terminal = Keeper(plan.workdir), Terminal()
+        self.node = Node(plan, self.selector, self.keeper, self.terminal, self.tell)
         self.end: tuple[int, str] | None = None
         self._signals: list[int] = []
         self._asleep, self._wake = socket.socketpair()
@@ -288,7 +288,7 @@ class Member(Agent):
         """Then the leader was not silent."""
         if self._line:
             self._line.heard = time.monotonic()
-            self.tell(["slept", seconds])
+        super().slept(seconds)
 
     def farewell(self) -> None:
         """Hangs up."""
@@ -308,15 +308,15 @@ class Member(Agent):
             self.end = 1, "the leader is gone: killed, crashed, or the connection is cut"
 
 
-def run(plan: Plan, task: Task, rank: Rank | None, heartbeat: float = HEARTBEAT) -> int:
+def run(plan: Plan, rank: Rank | None, heartbeat: float = HEARTBEAT) -> int:
     """An agent's life; its exit code."""
     kind: Callable[..., Agent] = Leading if rank is None or rank.index == 0 else Member
-    return kind(plan, task, rank, heartbeat).run()
+    return kind(plan, rank, heartbeat).run()
 
 
 def _digest(agent: Agent) -> str:
     """By which agents see that they were started with the same command."""
     rules = agent.plan.rules
     # The interpreter's path may differ from node to node; the command may not.
-    said = [*agent.task.command[1:], str(agent.task.processes), str(rules.nodes), str(rules.agents)]
+    said = [*agent.plan.command[1:], str(rules.processes), str(rules.nodes), str(rules.agents)]
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]

@@ -115,8 +115,7 @@ def _explanation(first: facts.Exited, before: Findings) -> facts.Found | None:
         found = [e for e in found if e[1].finding.process in (-1, first.process) and e[1].node == first.node]
     # A critical error isolates its host; of those that several see the first counts.
     worst = [e for e in found if e[1].finding.group == "critical" and e[1].finding.action != "warn"] or found
-    first_of = rules.first((when, f.finding) for when, f in worst)
-    return next((f for when, f in worst if first_of == (when, f.finding)), None)
+    return min(worst, key=lambda e: e[0], default=(0.0, None))[1]
 
 
 def _accuse_each_other(said: Iterable[Finding]) -> tuple[int, int] | None:

@@ -10,7 +10,6 @@ an order of `preflight.Checking` to a node's agent.
 """
 
 import contextlib
-import dataclasses
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -19,10 +18,11 @@ from typing import Any
 
 from zaya_jax.aegis import events, facts, notify, straggle
 from zaya_jax.aegis.accounts import Spending
-from zaya_jax.aegis.decide import Decider, Rules
+from zaya_jax.aegis.decide import Decider
 from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.hang import Hang, Hangs, View
 from zaya_jax.aegis.keeping import Keeper
+from zaya_jax.aegis.node import Plan
 from zaya_jax.aegis.preflight import Checking
 from zaya_jax.aegis.straggle import Stragglers
 from zaya_jax.checkpoint import writing
@@ -37,18 +37,6 @@ SHAPES: dict[str, tuple] = {
     "linked": (int, NUMBER, str), "stacks": (int, dict), "asked": (str,), "slept": (NUMBER,),
 }  # fmt: skip
 VIEW = (int, str, int, str, NUMBER, NUMBER, str, (list, tuple))
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """The options of a supervised run."""
-
-    rules: Rules
-    workdir: Path
-    processes: int = 1
-    exclude_stragglers: bool = False
-    patience: float = 0.0  # seconds that all may wait alike for a link that comes back
-    command: str = ""  # is told of events
 
 
 class Leader:
@@ -71,7 +59,7 @@ class Leader:
         self._checks = 0
         self._stacks: dict[int, list[str]] = {}
         self._spending = Spending()
-        self._hook = notify.Hook(plan.command)
+        self._hook = notify.Hook(plan.hook)
         self._first = self._collecting = -1  # the process that hangs; of how many the stacks are awaited
         self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
         self._told_newest = self._told_step = -1
@@ -100,7 +88,7 @@ class Leader:
         kind, *rest = message
         _require(tuple(rest), SHAPES.get(kind, ()))
         number = self._decider.number
-        nodes, each = self._decider.nodes, self._plan.processes
+        nodes, each = self._decider.nodes, self._plan.rules.processes
         first = nodes.index(node) * each if node in nodes else 0
         if kind == "ready":
             (self._ports[node],) = rest
@@ -213,7 +201,7 @@ class Leader:
                     self._spending.begin(now, self._newest)
                     self._start(number, nodes)
                 case facts.Order():
-                    self._collecting = self._plan.processes * len(self._decider.nodes)
+                    self._collecting = self._plan.rules.processes * len(self._decider.nodes)
                     for node in self._decider.nodes:
                         self._order(node, [action.value])
                 case facts.Drop(node):
@@ -224,7 +212,7 @@ class Leader:
                     self.end = code, text
 
     def _start(self, number: int, nodes: tuple[int, ...]) -> None:
-        each = self._plan.processes
+        each = self._plan.rules.processes
         self._hangs.begin()
         self._awaited = None
         self._told_step = -1
@@ -250,9 +238,9 @@ class Leader:
     def _event(self, kind: str, given: dict[str, Any]) -> None:
         event = events.Event(kind, time.time(), **given)
         self._keeper.event(event)
+        if kind in ("log", "hardware") and event.group == "note":
+            return  # worth neither a call nor a line on the terminal
         self._hook.tell(event)
-        if kind in ("log", "hardware") and given.get("group") == "note":
-            return  # not worth a line on the terminal
         self._say(f"aegis: {notify.line_of(event)}")
 
     def _spent(self, given: dict[str, Any] | None) -> None:

@@ -31,14 +31,10 @@ LIMITS = (
           "poisoned data, not used yet; using it is an uncorrectable error"),
     Limit("gpu correctable error rate", 100, HOUR, "critical", "note", "`ce` of a block, NVML volatile corrected",
           "single ones are normal; a hundred in an hour come from one cell or lane that wears out"),
-    Limit("gpu pages retired", 1, HOUR, "critical", "note", "pages or rows: gpu_vram_bad_pages, NVML remapped rows",
-          "repaired automatically, but a warning; a row of HBM is 8 or 16 pages"),
     Limit("gpu wears out", 64, 24 * HOUR, "critical", "exclude", "pages or rows",
           "four to eight bad rows in a day will not stop there, and spare rows run out"),
     Limit("gpu page not retired", 1, 1, "critical", "exclude", "pages flagged F, NVML row remapping failed",
           "there is no spare left: the bad memory stays in use"),
-    Limit("gpu reset pending", 1, 1, "critical", "note", "pages flagged P, NVML rows or pages pending",
-          "the retirement becomes real at the next reset of the GPU; until then the page is only kept free"),
     Limit("xgmi link error", 1, 1, "critical", "exclude", "`xgmi_error`, which each reading clears",
           "a transfer between GPUs was wrong; other readers of the file may have cleared errors"),
     Limit("nvlink error", 1, HOUR, "critical", "exclude", "recoveries, and links that were up and are down",
@@ -84,8 +80,6 @@ LIMITS = (
           "the next checkpoints may not fit"),
     Limit("disk full", 0.005, 1, "storage", "warn", "share of blocks or inodes that is free, at or below",
           "saves fail; the training says so, keeps trying, and ends with 4 when it gives up"),
-    Limit("disk read-only", 1, 1, "storage", "warn", "a folder's file system, which could be written before",
-          "the kernel does this after errors; nothing can be saved"),
 )  # fmt: skip
 BY_NAME = {limit.name: limit for limit in LIMITS}
 assert len(BY_NAME) == len(LIMITS)

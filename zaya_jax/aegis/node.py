@@ -1,6 +1,6 @@
 """Starts a node's processes, follows their output and their beats, and ends them: the hands of a node's agent.
 
-    node = Node(task, selector, keeper, terminal, tell)
+    node = Node(plan, selector, keeper, terminal, tell)
     node.start(number, address, count, first)   its part of a start: processes first, first + 1, ... of count
     node.turn(now)                              reports changes; called often
     node.ask(), node.kill(), node.collect()
@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis import machine, preflight, rules, stacks, watch
+from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.hang import View
 from zaya_jax.aegis.keeping import Keeper, Terminal
@@ -44,15 +45,16 @@ ROOT = "ZAYA_WATCH_ROOT"  # the variable: another root than / for what is watche
 
 
 @dataclasses.dataclass(frozen=True)
-class Task:
-    """The command of a node's processes, and its workdir."""
+class Plan:
+    """The options of a supervised run, and the command of its processes."""
 
-    command: Sequence[str]
+    rules: Rules
     workdir: Path
-    processes: int = 1
-    variables: Mapping[str, str] = dataclasses.field(
-        default_factory=dict
-    )  # where the environment has none of them
+    command: Sequence[str] = ()
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)  # unless the environment has them
+    exclude_stragglers: bool = False
+    patience: float = 0.0  # seconds that all may wait alike for a link that comes back
+    hook: str = ""  # a command that is run at each event
 
 
 @dataclasses.dataclass
@@ -71,13 +73,18 @@ class Node:
     """See the module."""
 
     def __init__(
-        self, task: Task, selector: selectors.BaseSelector, keeper: Keeper, terminal: Terminal,
+        self, plan: Plan, selector: selectors.BaseSelector, keeper: Keeper, terminal: Terminal,
         tell: Callable[[list], None],
     ):  # fmt: skip
-        self._task, self._selector, self._keeper, self._terminal, self._tell = (
-            task, selector, keeper, terminal, tell,
-        )  # fmt: skip
-        self.scratch = _scratch(SHM if os.access(SHM, os.W_OK) else None)
+        self._plan, self._tell, self._selector, self._keeper, self._terminal = (
+            plan,
+            tell,
+            selector,
+            keeper,
+            terminal,
+        )
+        room = _has_room(SHM, plan.rules.processes * beats.SIZE)
+        self.scratch = Path(tempfile.mkdtemp(prefix="zaya-aegis-", dir=SHM if room else None))
         self.processes: dict[int, Process] = {}
         self._number, self._looked = 0, 0.0
         self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # messages of threads
@@ -94,7 +101,7 @@ class Node:
 
         def tried() -> list:
             found = preflight.check(
-                len(self._numa) or None, files.existing(self._task.workdir), root=os.environ.get(ROOT, "/")
+                len(self._numa) or None, files.existing(self._plan.workdir), root=os.environ.get(ROOT, "/")
             )
             return ["checked", number, [dataclasses.asdict(finding) for finding in found], _port()]
 
@@ -126,23 +133,20 @@ class Node:
         self._number, self._matcher = number, rules.Matcher()  # each start counts its lines anew
         for old in self.scratch.glob("beat-*"):
             old.unlink()
-        if not _has_room(self.scratch, self._task.processes * beats.SIZE):
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            self.scratch = _scratch(None)
-        for i in range(self._task.processes):
+        for i in range(self._plan.rules.processes):
             index = first + i
             variables = {
                 "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index),
                 beats.FOLDER: str(self.scratch), "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
             near: list[str] = []
-            if len(self._numa) >= self._task.processes:
+            if len(self._numa) >= self._plan.rules.processes:
                 near = machine.beside(self._numa[i])
-                if self._task.processes > 1:
+                if self._plan.rules.processes > 1:
                     variables["JAX_LOCAL_DEVICE_IDS"] = str(i)
             popen = subprocess.Popen(
-                [*machine.ends_with_this(), *near, *self._task.command],
-                env={**self._task.variables, **os.environ, **variables}, stdin=subprocess.DEVNULL,
+                [*machine.ends_with_this(), *near, *self._plan.command],
+                env={**self._plan.variables, **os.environ, **variables}, stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
             )  # fmt: skip
             process = self.processes[index] = Process(index, popen, time.monotonic())
@@ -166,7 +170,7 @@ class Node:
 
     def collect(self) -> None:
         """Begins to collect the stacks of all processes here."""
-        logs = self._task.workdir / "logs"
+        logs = self._plan.workdir / "logs"
         targets = {
             i: stacks.Target(p.popen.pid, logs / f"process-{i:05d}.log") for i, p in self.processes.items()
         }
@@ -258,7 +262,7 @@ class Node:
 
     def _watch(self) -> None:
         root = os.environ.get(ROOT, "/")
-        watchers = watch.Watchers(root, (files.existing(self._task.workdir), tempfile.gettempdir()))
+        watchers = watch.Watchers(root, (files.existing(self._plan.workdir), tempfile.gettempdir()))
         kernel = rules.Kernel(root)
         pause = threading.Event()
         while True:
@@ -271,10 +275,6 @@ def _port() -> int:
     """A free one."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
-
-
-def _scratch(folder: Path | None) -> Path:
-    return Path(tempfile.mkdtemp(prefix="zaya-aegis-", dir=folder))
 
 
 def _has_room(folder: Path, size: int) -> bool:

@@ -22,7 +22,6 @@ from zaya_jax.config import UserError
 
 SECONDS = 20.0  # that the command may take
 WAITING = 100  # events at most
-QUIET = frozenset({"spent", "log", "hardware"})  # kinds that are told only where they are more than a note
 _log = logging.getLogger("zaya_jax")
 
 
@@ -54,7 +53,7 @@ class Hook:
 
     def tell(self, event: Event) -> None:
         """Passes it on, unless there is no command or too much is waiting."""
-        if not self._command or (event.kind in QUIET and event.group == "note"):
+        if not self._command:
             return
         try:
             self._queue.put_nowait(event)

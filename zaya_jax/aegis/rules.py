@@ -3,7 +3,6 @@
     matcher = Matcher()                     of processes; Matcher("kernel") of the kernel's log
     matcher.feed(process, line)             [] or [Finding]
     Kernel(root).look()                     findings in the kernel's lines since the last look
-    first(seen)                             of (time, finding) of several processes, the one that began it
 
 The first rule that fits wins, in the order of the file. A flood is counted: lines that differ in numbers alone
 are reported at the 1st, the 10th, the 100th, ... with their count.
@@ -14,7 +13,6 @@ import functools
 import os
 import re
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 
 from zaya_jax.aegis import events
@@ -96,17 +94,6 @@ class Matcher:
         if count > 1:
             seen += f" ({count:,} such lines)"
         return [Finding(rule.name, rule.group, rule.action, seen, process, device)]
-
-
-def first(seen: Iterable[tuple[float, Finding]]) -> tuple[float, Finding] | None:
-    """Of several processes' findings, with their times, the one that began it.
-
-    That is the earliest which is no consequence, and more than a note; otherwise the first consequence, or note.
-    """
-    found = sorted(seen, key=lambda item: item[0])
-    after = consequences()
-    causes = [item for item in found if item[1].name not in after and item[1].action != "note"]
-    return next(iter([*causes, *(item for item in found if item[1].name in after), *found]), None)
 
 
 class Kernel:

@@ -68,13 +68,12 @@ class Host:
 
 
 class Disks:
-    """Room and rights of the folders that a run writes to."""
+    """Room in the folders that a run writes to."""
 
     name = "disks"
 
     def __init__(self, tree: Tree, folders: Iterable[str | Path], statvfs: Callable = os.statvfs):
         self._tree, self._folders, self._statvfs = tree, [str(folder) for folder in folders], statvfs
-        self._writable: set[str] = set()
 
     def look(self, judge: Judge) -> Iterator[Finding]:
         """See `limits`."""
@@ -84,11 +83,6 @@ class Disks:
             except OSError as error:
                 self._tree.note(f"{folder}: {error.strerror}")
                 continue
-            read_only = bool(at.f_flag & os.ST_RDONLY)
-            if not read_only:
-                self._writable.add(folder)
-            lost = read_only and folder in self._writable
-            yield from judge.state("disk read-only", folder, lost, f"{folder} is read-only: {read_only}")
             # Some systems of files (btrfs, Lustre, object stores) count no inodes.
             shares = {"blocks": (at.f_bavail, at.f_blocks), "inodes": (at.f_favail, at.f_files)}
             known = {name: free / whole for name, (free, whole) in shares.items() if whole}

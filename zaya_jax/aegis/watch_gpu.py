@@ -43,8 +43,7 @@ class Reading:
     clock: float | None = None  # MHz of the cores
     width: tuple[float, float] | None = None  # lanes of PCIe, and the most
     xgmi_error: float | None = None
-    pending: float | None = None  # pages or rows that wait for a reset
-    failed: float | None = None  # and that could not be retired
+    failed: float | None = None  # pages or rows that could not be retired
 
 
 class _Gpus:
@@ -73,14 +72,13 @@ class _Gpus:
     def _one(self, judge: Judge, gpu: Reading, usual: float | None) -> Iterator[Finding]:
         for name, source, value in gpu.counters:
             yield from judge.counter(name, gpu.device, source, value)
-            if name == "gpu pages retired":
-                yield from judge.counter("gpu wears out", gpu.device, source, value)
         if gpu.xgmi_error is not None:
             seen = f"xgmi_error is {gpu.xgmi_error:g}: errors since it was last read"
             yield from judge.state("xgmi link error", gpu.device, gpu.xgmi_error > 0, seen)
-        for name, value in (("gpu reset pending", gpu.pending), ("gpu page not retired", gpu.failed)):
-            if value is not None:
-                yield from judge.state(name, gpu.device, value > 0, f"{value:g} pages or rows")
+        if gpu.failed is not None:
+            yield from judge.state(
+                "gpu page not retired", gpu.device, gpu.failed > 0, f"{gpu.failed:g} pages or rows"
+            )
         if gpu.heat:
             where, degrees, limit = max(gpu.heat, key=lambda item: item[1] / item[2])
             hot = degrees / limit >= BY_NAME["gpu hot"].at
@@ -155,8 +153,8 @@ class Amd(_Gpus):
         if text is None:
             return
         flags = [line.rpartition(":")[2].strip() for line in text.splitlines() if line.count(":") == 2]
-        gpu.counters.append(("gpu pages retired", "gpu_vram_bad_pages", float(len(flags))))
-        gpu.pending, gpu.failed = float(flags.count("P")), float(flags.count("F"))
+        gpu.counters.append(("gpu wears out", "gpu_vram_bad_pages", float(len(flags))))
+        gpu.failed = float(flags.count("F"))
 
     def _clock(self, path: str) -> float | None:
         """The level with a star: `1: 2100Mhz *`."""
@@ -227,8 +225,8 @@ class Nvidia(_Gpus):
             gpu.counters.append((name, ("corrected", "uncorrected")[kind] + " errors", errors))
         rows = self._ask("nvmlDeviceGetRemappedRows", handle)  # corrected, uncorrected, pending, failed
         if rows is not None:
-            gpu.counters.append(("gpu pages retired", "remapped rows", float(rows[0] + rows[1])))
-            gpu.pending, gpu.failed = float(bool(rows[2])), float(bool(rows[3]))
+            gpu.counters.append(("gpu wears out", "remapped rows", float(rows[0] + rows[1])))
+            gpu.failed = float(bool(rows[3]))
         use = self._ask("nvmlDeviceGetUtilizationRates", handle)
         gpu.busy = float(use.gpu) if use is not None else None
         gpu.clock = self._ask("nvmlDeviceGetClockInfo", handle, 1)  # of the SMs
