@@ -86,12 +86,26 @@ def test_every_chunk_in_the_place_of_another_is_found(runs):
     assert tried > 100 and Vault(runs[0]).verify(40) == []
 
 
-def test_moments_exchanged(runs, tmp_path):
-    folder = runs[0] / "40" / "state"
-    (folder / "optimizer.mean.a").rename(folder / "away")
-    (folder / "optimizer.square.a").rename(folder / "optimizer.mean.a")
-    (folder / "away").rename(folder / "optimizer.square.a")
-    found_by_all(runs[0].parent, 40, tmp_path, r"array optimizer\.(mean|square)\.a\) is changed")
+def swap(a, b):
+    a.rename(a.parent / "away")
+    b.rename(a)
+    (a.parent / "away").rename(b)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "words"),
+    [
+        ("36", "40", "checksums.json is of step 36, not of step 40"),
+        (
+            "40/state/optimizer.mean.a",
+            "40/state/optimizer.square.a",
+            r"optimizer\.(mean|square)\.a\) is changed",
+        ),
+    ],
+)
+def test_whole_steps_and_moments_exchanged(runs, tmp_path, first, second, words):
+    swap(runs[0] / first, runs[0] / second)
+    found_by_all(runs[0].parent, 40, tmp_path, words)
 
 
 def test_weights_exchanged_are_not_exported_nor_generated_from(runs):
@@ -100,14 +114,6 @@ def test_weights_exchanged_are_not_exported_nor_generated_from(runs):
     with pytest.raises(StorageError, match=r"array params\.a\) is changed"):
         Source(runs[0].parent, 40).check(names=exchange.WEIGHTS)
     Source(runs[0].parent, 36).check(names=exchange.WEIGHTS)
-
-
-def test_whole_steps_exchanged(runs, tmp_path):
-    root = runs[0]
-    (root / "36").rename(root / "away")
-    (root / "40").rename(root / "36")
-    (root / "away").rename(root / "40")
-    found_by_all(root.parent, 40, tmp_path, "checksums.json is of step 36, not of step 40")
 
 
 def test_another_run_s_step(runs):

@@ -62,32 +62,6 @@ def test_inspect_shows_steps_and_arrays(run, workdir):
     assert str(workdir / "checkpoints.html") in out
 
 
-def test_verify_names_what_is_damaged(run, workdir):
-    code, out, _ = run("verify", f"--workdir={workdir}")
-    assert code == 0 and re.fullmatch(r"(step \d: 19\d(\.\d)? kB, whole\n){2}", out)
-    folder = workdir / "checkpoints" / "9"
-    victims = [folder / "state" / "params.w" / "c.3.0", folder / "meta" / "data.json", folder / "more"]
-    contents = [victim.read_bytes() if victim.exists() else None for victim in victims]
-    victims[0].write_bytes(contents[0][:-4])
-    victims[1].write_bytes(contents[1][:20])
-    victims[2].write_text("?")
-    code, out, err = run("verify", f"--workdir={workdir}")
-    assert code == 4 and "1 of 2 checkpoints damaged" in err and "step 4: 19" in out
-    size = len(contents[0])
-    assert (
-        f"step 9: state/params.w/c.3.0 (array params.w) is truncated: {size - 4} bytes instead of {size}\n"
-        in out
-    )
-    assert (
-        "step 9: meta/data.json is truncated" in out and "step 9: more is not part of the checkpoint" in out
-    )
-    assert run("verify", f"--workdir={workdir}", "--step=4")[0] == 0
-    code, _, err = run("inspect", f"--workdir={workdir}")
-    assert code == 4 and "is damaged: meta/data.json is truncated" in err
-    for victim, content in zip(victims, contents, strict=True):
-        victim.write_bytes(content) if content is not None else victim.unlink()
-
-
 def test_a_step_that_the_run_deletes_meanwhile_is_none(workdir, monkeypatch):
     numbered, first = writing.numbered, [[2, 4, 9]]
     monkeypatch.setattr(writing, "numbered", lambda root: first.pop() if first else numbered(root))

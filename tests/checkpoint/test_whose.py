@@ -7,8 +7,7 @@ import shutil
 import jax.numpy as jnp
 import pytest
 
-from experiments import checkpoint
-from zaya_jax import cli, config
+from zaya_jax import config
 from zaya_jax.checkpoint import claims, rewrite, store, writing
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
@@ -138,17 +137,6 @@ def test_a_failed_reshard_leaves_what_others_made(tmp_path, monkeypatch, then_wa
     with pytest.raises(OSError, match="full"):
         rewrite.reshard(source, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_verify_sees_steps_of_two_runs_side_by_side(tmp_path, monkeypatch, capsys):
-    workdir, other = train(tmp_path / "run"), train(tmp_path / "other", plus=1)
-    shutil.copytree(workdir / "checkpoints", tmp_path / "copies")
-    for root, place in ((workdir / "checkpoints", workdir), (tmp_path / "copies", tmp_path / "copies")):
-        shutil.rmtree(root / "2")
-        shutil.copytree(other / "checkpoints" / "2", root / "2")
-        monkeypatch.setattr("sys.argv", ["checkpoint", "verify", f"--workdir={place}"])
-        assert cli.exit_code(checkpoint.main) == 4
-        assert "step 2: checksums.json is of run" in capsys.readouterr().out
 
 
 def test_pipes_and_folders_in_the_place_of_files(tmp_path):

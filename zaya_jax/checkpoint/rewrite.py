@@ -8,7 +8,6 @@ whole before anything is written.
 """
 
 import contextlib
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,7 @@ from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
 from zaya_jax.checkpoint.seal import TAIL, Seal, Sums, crc32c, entry_of
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.vault import Progress, Vault
-from zaya_jax.config import StorageError, UserError, files
+from zaya_jax.config import UserError, files
 
 Put = Callable[[str, bytes | memoryview], None]
 MOST_MB = 1e6
@@ -139,25 +138,15 @@ def _to_workdir(source: Source, target: str) -> Iterator[tuple[Put, Callable[[Su
 
         def finish(sums: Sums) -> None:
             beside = [source.workdir / name for name in BESIDE] if source.workdir else []
-            for path in filter(os.path.lexists, beside):
-                _copy(path, part / path.name)
+            for path in filter(Path.exists, beside):
+                if path.is_dir():
+                    shutil.copytree(path, part / path.name)
+                else:
+                    files.write(part / path.name, files.read(path))
             run = writing.begin_run(part / "checkpoints", source.run)
             writing.commit(folder, part / "checkpoints" / str(step), Seal(sums, step, run))
 
         yield lambda name, content: _put_file(folder, name, content), finish
-
-
-def _copy(source: Path, target: Path) -> None:
-    """A file, or a folder of them; StorageError, with its name, for a link to nothing and for a pipe."""
-    try:
-        if source.is_dir():
-            shutil.copytree(source, target)
-        else:
-            files.write(target, files.read(source))
-    except OSError as error:  # copytree's has no strerror
-        raise StorageError(
-            f"{source} cannot be read ({writing.reason(error)}); mend it, or remove it"
-        ) from None
 
 
 def _put_file(folder: Path, name: str, content: bytes | memoryview) -> None:
