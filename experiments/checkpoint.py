@@ -192,7 +192,7 @@ def verify(args: Any) -> int:
 
 
 def _wrong_config(workdir: Path, step: int) -> str:
-    """What the recorded config has that the checkpoint of a step says otherwise; "" where they agree."""
+    """How the recorded config contradicts the checkpoint of a step; "" if it does not."""
     if not (workdir / "config.json").exists():  # copies of checkpoints alone
         return ""
     try:
@@ -202,7 +202,7 @@ def _wrong_config(workdir: Path, step: int) -> str:
             check_same(config.check(saved), recorded, workdir, step)
     except UserError as error:
         return f"config.json: {error}"
-    except (StorageError, ValueError, AttributeError):  # damage there is told already
+    except (StorageError, ValueError, AttributeError):  # damage there is reported already
         pass
     return ""
 

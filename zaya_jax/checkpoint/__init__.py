@@ -1,1 +1,1 @@
-"""Checkpoints: Orbax's for training, and the exchange with the public PyTorch implementation."""
+"""Saves, verifies, moves and restores checkpoints, in the layout of Orbax."""

@@ -1,11 +1,11 @@
-"""Which device holds what of a checkpoint's arrays: saving and restoring go by it, so that nothing travels.
+"""Maps each device's memory to boxes of a checkpoint's arrays, so that saving and restoring move nothing between them.
 
 A run keeps its state in arrays of its own: ZeRO-1's buckets of whole matrices from many weights, widths in another
-order, rows of padding. A checkpoint knows none of that. Between the two stands a list of parts, each one box of a
-checkpoint's array as one device has it:
+order, rows of padding. A checkpoint has plain arrays. A list of parts connects the two, each a box of a
+checkpoint's array that lies on one device:
 
-    held = Holding(arrays, leaves, parts)       a run's; `of_tree` where the arrays are the checkpoint's own
-    plan = held.plan()                          who writes which part, and into which chunks the arrays are cut
+    held = Holding(arrays, leaves, parts)       for a run; `of_tree` if its arrays are the checkpoint's own
+    plan = held.plan()                          the writer of each part, and the chunks of the arrays
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from zaya_jax.checkpoint.layout import Array, Box
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class HeldBox:
-    """One box of a checkpoint's array as one device has it, in what it has of one of the run's arrays."""
+    """A box of a checkpoint's array, and its place in one device's part of one of the run's arrays."""
 
     name: str  # the checkpoint's array
     box: Box
@@ -35,11 +35,11 @@ class HeldBox:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """In which the place's numbers are to be seen."""
+        """The shape in which to view the numbers of the place."""
         return layout.sizes(self.outer or self.box)
 
     def of(self, own: np.ndarray) -> np.ndarray:
-        """Its numbers in what the device has of the leaf, in the shape of the box; never a copy."""
+        """A view of its numbers in the device's part of the leaf, in the shape of the box."""
         place: tuple[Any, ...] = (*self.place, ...)  # a scalar's is empty, and its number a view all the same
         inner: tuple[Any, ...] = (*self.inner, ...)
         return own[place].reshape(self.shape, copy=False)[inner]
@@ -56,20 +56,20 @@ class Writers:
 
 @dataclasses.dataclass(frozen=True)
 class Holding:
-    """Where all of a state lies. `parts` names every holder of a box, also those of what lies on several devices."""
+    """Where a whole state lies. `parts` names every holder of a box, so a replicated box several times."""
 
     arrays: dict[str, Any]  # the checkpoint's, as ShapeDtypeStructs
-    leaves: dict[str, Any]  # the run's, likewise, with their shardings
+    leaves: dict[str, Any]  # the run's, as ShapeDtypeStructs with their shardings
     parts: list[HeldBox]
 
     def only(self, names: tuple[str, ...]) -> "Holding":
-        """That of some branches of the state."""
+        """The holding of some branches of the state."""
         chosen = lambda found: {n: x for n, x in found.items() if n.split(".")[0] in names}  # noqa: E731
         parts = [part for part in self.parts if part.name.split(".")[0] in names]
         return Holding(chosen(self.arrays), chosen(self.leaves), parts)
 
     def plan(self) -> Writers:
-        """Who writes what; the same in every process."""
+        """The writer of each part; the same in every process."""
         holders: dict[tuple[str, Box], list[HeldBox]] = defaultdict(list)
         for part in self.parts:
             holders[part.name, part.box].append(part)
@@ -99,13 +99,13 @@ class Holding:
 
 
 def of_tree(abstract: Any) -> Holding:
-    """That of a tree whose arrays are the checkpoint's own, whole or cut, by their shardings."""
+    """The holding of a tree whose arrays are the checkpoint's own, by their shardings."""
     leaves = {name: _about(x) for name, x in trees.flat(abstract).items()}
     return Holding(leaves, leaves, [part for name, x in leaves.items() for part in parts_of(name, x)])
 
 
 def _about(x: Any) -> Any:
-    """An array without its numbers, which may go before the plan does."""
+    """An array without its numbers, which may be freed before the plan is."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) if isinstance(x, jax.Array) else x
 
 
@@ -119,7 +119,7 @@ def parts_of(name: str, x: Any) -> list[HeldBox]:
 
 
 def _chunk(name: str, shape: tuple[int, ...], itemsize: int, parts: list[HeldBox]) -> tuple[int, ...]:
-    """Chunks none of which two processes would have to write; nor two devices, unless these would be small."""
+    """Chunks that one process can write alone; one device, unless such chunks would be small."""
     part = shape
     for owner in (lambda p: p.device.id, lambda p: p.device.process_index):
         borders = _borders(shape, parts, owner)
@@ -132,7 +132,7 @@ def _chunk(name: str, shape: tuple[int, ...], itemsize: int, parts: list[HeldBox
 
 
 def _borders(shape: tuple[int, ...], parts: list[HeldBox], owner: Any) -> list[list[int]]:
-    """Along each dim, where what one owner has ends at what another has."""
+    """Along each dim, the borders between different owners."""
     starts = [sorted({part.box[dim].start for part in parts}) for dim in range(len(shape))]
     stops = [
         dict(zip(s, range(len(s)), strict=True)) | {n: len(s)} for s, n in zip(starts, shape, strict=True)

@@ -1,9 +1,9 @@
-"""Claims on folders: one program at a time writes in a workdir, and no place of a run lies in another.
+"""Claims folders: one program at a time writes in a workdir, and no place of a run lies inside another.
 
-    take(workdir, say)                  this process is the one that writes there; UserError names who is
-    require_apart(own, others)          the places of a run lie neither in each other nor in a checkpoint
-    new_folder(path, option)            one that may be made
-    with whole_or_nothing(target):      a new folder that is there when all of it is written
+    take(workdir, say)                  claims it for this process; UserError names the process that has it
+    require_apart(own, others)          refuses places inside each other, or inside a checkpoint
+    new_folder(path, option)            checks that it can be made
+    with whole_or_nothing(target):      a new folder that appears when it is complete
 
 The lock is a POSIX record lock on `WORKDIR/.lock`: NFS and Lustre (mounted with flock) hold it across nodes, forked
 workers do not inherit it, and a killed process leaves nothing to clean up. Of several processes of a run the first
@@ -43,7 +43,7 @@ _taken: dict[Path, BinaryIO] = {}
 
 
 def take(workdir: Path, say: Callable[[str], None] = print) -> None:
-    """Makes this process the one that writes in a folder, if no other is."""
+    """Claims a folder for this process; UserError if another has it."""
     path = workdir.resolve() / LOCK
     if path in _taken:
         return
@@ -74,7 +74,7 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
             time.sleep(0.1)
     _taken[path] = file
     since = datetime.datetime.now().astimezone().isoformat(" ", "seconds")
-    with contextlib.suppress(OSError):  # a full disk: then the next is told less
+    with contextlib.suppress(OSError):  # on a full disk the message to the next process says less
         file.truncate(0)
         file.seek(0)
         file.write(
@@ -83,19 +83,19 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
 
 
 def require_free(workdir: Path) -> None:
-    """UserError where another process has a folder; makes nothing."""
+    """UserError if another process has claimed a folder; creates nothing."""
     if (workdir / LOCK).exists():
         take(workdir)
         release(workdir)
 
 
 def taken(workdir: Path) -> bool:
-    """Whether this process has it."""
+    """Whether this process has claimed it."""
     return workdir.resolve() / LOCK in _taken
 
 
 def release(workdir: Path) -> None:
-    """Gives it back, if it was taken."""
+    """Ends the claim, if there is one."""
     file = _taken.pop(workdir.resolve() / LOCK, None)
     if file is not None:
         file.close()

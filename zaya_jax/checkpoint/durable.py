@@ -1,10 +1,10 @@
-"""The safe place after `workdir/checkpoints`, a folder or URL: copies of whole steps, sent and fetched.
+"""Copies whole steps to a safe place, a folder or URL, and fetches them from there.
 
-    durable.missing()                  steps here that it has no whole copy of
-    durable.send(step, begun)          a copy, or what went wrong
-    durable.fetch_newest(accept)       a step that it has and workdir/checkpoints has not
+    durable.missing()                  steps here without a whole copy
+    durable.send(step, begun)          copies one; returns an error
+    durable.fetch_newest(accept)       makes its newest step whole in workdir/checkpoints, if that is newer
 
-All is for all processes together; each sends and fetches its share of the files.
+All processes call these together; each sends and fetches its share of the files.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ class Durable:
         self.silent: StorageError | None = None  # it did not answer at this start; of process 0
 
     def missing(self) -> tuple[list[int], str]:
-        """Steps here that it has no whole copy of, and why that could not be looked up if so."""
+        """Steps here without a whole copy, and the error if that could not be determined."""
 
         def look() -> list:
             here = writing.steps_in(self.root)
@@ -66,11 +66,11 @@ class Durable:
             return False
 
     def send(self, step: int, begun: float) -> str | None:
-        """Copies a step there, if it is not there already or deleted here meanwhile; what went wrong, if anything."""
+        """Copies a step, unless it is there already or was deleted here meanwhile; returns an error, if any."""
         clock, folder = time.perf_counter(), self.root / str(step)
 
         def look() -> list:
-            """[what keeps it from being sent, whether it is to be, whether a whole copy goes for it]."""
+            """[an error, whether to send it, whether that replaces a whole copy]."""
             if not folder.exists():
                 return [None, False, False]
             try:
@@ -82,7 +82,7 @@ class Durable:
                 return [writing.reason(failure), False, False]
 
         error, wanted, replaces = multihost.from_first("send", look)
-        if not error and replaces:  # nothing whole is given up for what is not
+        if not error and replaces:  # never replace a whole copy with a damaged one
             damages = self._here.verify_together("before a copy goes", step)
             error = f"{folder} is damaged: {damages[0]}" if damages else None
             # No whole copy any more from before the first of its files is written anew.
@@ -110,15 +110,15 @@ class Durable:
         return writing.together("copy sent", work, end)
 
     def fetch_newest(self, accept: Accept | None) -> None:
-        """Makes the newest step that is whole there whole here, if it is newer than all that are here.
+        """Fetches the newest whole step, if it is newer than all steps here.
 
-        A place that does not answer is passed over where a step is here: a run outlives it, so a restart does too.
+        If a step is here, a place that does not answer is skipped: it ends no run, so it ends no restart.
         """
 
         def look() -> list[int]:
             here = writing.steps_in(self.root)
             try:
-                if self.silent:  # what it holds was not compared with the run's decisions
+                if self.silent:  # its steps were not compared with the run's decisions
                     raise self.silent
                 option = f"config.checkpoint.durable={self.vault.url}"
                 run = writing.run_of(self.root) if here else ""
@@ -167,10 +167,10 @@ class Durable:
                 ) from None
             except (StorageError, ValueError) as error:
                 if isinstance(error, StorageError) and unreachable(error):
-                    raise  # what is damaged is found where it is fetched
+                    raise  # damage is found when it is fetched
 
     def _fetch(self, step: int) -> str | None:
-        """Makes a step of the vault whole in workdir/checkpoints; what went wrong, if anything."""
+        """Makes a step of the vault whole in workdir/checkpoints; returns an error, if any."""
         folder = self.root / f"{writing.SAVING}{step}"
 
         def end(_: list) -> None:

@@ -1,8 +1,8 @@
-"""What lies where in a checkpoint: which arrays, cut into which chunks, each written by which process.
+"""Defines the files of a checkpoint: its arrays, their chunks, and the sharding from which they are written.
 
 A checkpoint of step N is the folder `checkpoints/N`, in the layout of Orbax, which reads it:
 
-    checksums.json          every other file's size and crc32c; written last, so what has it is whole
+    checksums.json          every other file's size and crc32c; written last, so a folder with it is whole
     commit_success.txt      Orbax's AtomicityMode.COMMIT_FILE takes a folder without it for unfinished
     meta/data.json          step, tokens, data position, config, tokenizer, version
     state/NAME/zarr.json    one array (zarr v3); NAME is its path, such as params.layers.cca.q.kernel
@@ -10,7 +10,7 @@ A checkpoint of step N is the folder `checkpoints/N`, in the layout of Orbax, wh
 
 Arrays are stored whole and un-padded, whatever mesh wrote them (only where chunks do not divide a dim is the last one
 filled up, as zarr has it). For saving, each device holds its own part of every array that is worth cutting (`spread`),
-also of one that the run keeps on all devices; so nothing is copied or written twice. `boxes` says who writes what.
+also of one that the run keeps on all devices; so nothing is copied or written twice. `boxes` assigns the writers.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ META = "meta/data.json"
 STATE = "state"
 IMPORTED = "imported.json"  # in a workdir whose first weights came from a model directory
 
-# What arrays may be exported as.
+# Types to which arrays may be exported.
 DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
@@ -79,7 +79,7 @@ class Array:
         return f"{self.folder}/{'.'.join(['c', *map(str, index)])}"
 
     def touched(self, box: Box) -> Iterator[tuple[tuple[int, ...], Box]]:
-        """(chunk's index, what it holds of the array) of all chunks that a box reaches into."""
+        """(index, box) of each chunk that a box overlaps."""
         firsts = [s.start // c for s, c in zip(box, self.chunk, strict=True)]
         counts = [-(-s.stop // c) - first for s, c, first in zip(box, self.chunk, firsts, strict=True)]
         for at in np.ndindex(*counts):
@@ -97,7 +97,7 @@ class Array:
         """The array of a zarr.json; ValueError for one that this package has not written."""
         shape, chunk = tuple(about["shape"]), tuple(about["chunk_grid"]["configuration"]["chunk_shape"])
         if not all(type(length) is int and 0 <= length < 2**63 for length in (*shape, *chunk)):
-            raise ValueError(f"the shape of array {name} is none")
+            raise ValueError(f"array {name} has an invalid shape")
         found = cls(name, shape, about["data_type"], chunk)
         if about["codecs"] != found.to_json()["codecs"]:
             raise ValueError(f"array {name} is stored in another way than this package does")
@@ -124,19 +124,19 @@ def sizes(box: Box) -> tuple[int, ...]:
 
 
 def volume(box: Box) -> int:
-    """How many numbers it holds."""
+    """The number of its elements."""
     return math.prod(sizes(box))
 
 
 def overlap(a: Box, b: Box) -> Box:
-    """What lies in both of two boxes; empty stretches where nothing does."""
+    """The intersection of two boxes, with empty stretches if there is none."""
     low = [max(s.start, t.start) for s, t in zip(a, b, strict=True)]
     high = [min(s.stop, t.stop) for s, t in zip(a, b, strict=True)]
     return tuple(slice(x, max(x, y)) for x, y in zip(low, high, strict=True))
 
 
 def within(box: Box, outer: Box) -> Box:
-    """Where a box lies in another one's own numbers."""
+    """A box in the coordinates of an outer one."""
     return tuple(slice(s.start - o.start, s.stop - o.start) for s, o in zip(box, outer, strict=True))
 
 
@@ -167,10 +167,10 @@ def chunk_shape(
 
 
 def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> NamedSharding:
-    """A sharding that also cuts what `sharding` keeps several times, over the devices that keep it.
+    """A sharding that also cuts replicated parts, over the devices that hold them.
 
-    Each device's part lies in what it has already, so that an array of that sharding need not travel. Parts do not get
-    smaller than PART_BYTES.
+    Each device's new part lies within its old one, so the array need not travel. Parts do not get smaller than
+    PART_BYTES.
     """
     assert isinstance(sharding.mesh, Mesh)
     mesh, names = factored(sharding.mesh)
@@ -190,9 +190,9 @@ def spread(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> Named
 
 
 def frame(arrays: tuple[Array, ...], meta: dict[str, Any]) -> dict[str, bytes]:
-    """The files of a checkpoint that are no chunks, but for the marker.
+    """The files of a checkpoint other than its chunks and the marker.
 
-    Arrays count as NumPy's, so that Orbax also gives them to a reader who does not say on which devices to put them.
+    Arrays are declared as NumPy's, so that Orbax can load them without being given devices.
     """
     tree = {}
     for array in arrays:

@@ -1,10 +1,10 @@
-"""The fast folder before `workdir/checkpoints`, each node's own: with one, a save is over when all parts lie there.
+"""Saves to a fast folder of each node first; a save is over when all parts are there, before `workdir/checkpoints`.
 
-    local.staging(step), local.written(step, files)     where a process writes its part, and what it has written
-    local.saved(step), local.publish_own(step)          all have written: into workdir/checkpoints with it
-    local.rescue_newest(here)                           what a killed run had nowhere else
+    local.staging(step), local.written(step, files)     a process's folder for its part, and the list of its files
+    local.saved(step), local.publish_own(step)          when all have written: copies it into workdir/checkpoints
+    local.rescue_newest(here)                           assembles the newest step of a killed run
 
-The last two are for all processes together. A rescued part is copied by any process that sees it.
+All processes call the last two together. Any process that sees a part can copy it.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ PART = "part.json"  # of one process: its files, and of how many parts it is one
 
 
 def local_folder(root: Path, settings: Checkpoint) -> Path | None:
-    """Where a run's parts lie in the fast folder; runs that share one are told apart by where their workdirs are."""
+    """The folder of a run's parts in the fast folder; its name has a checksum of the workdir's path."""
     if not settings.local:
         return None
     own = f"{root.parent.name}-{google_crc32c.value(str(root).encode()):08x}"
@@ -51,7 +51,7 @@ class Local:
         return self.mine / f"{writing.SAVING}{step}"
 
     def written(self, step: int, files: Sums, decisions: list) -> None:
-        """Notes what this process has written, and the decisions that the run has made (`stale`)."""
+        """Records the files that this process has written, and the run's decisions (`stale`)."""
         part = {
             "step": step, "process": jax.process_index(), "count": jax.process_count(), "files": files,
             "run": writing.run_of(self.root), stale.KEY: decisions,
@@ -59,21 +59,21 @@ class Local:
         writing.write_files(self.staging(step), {PART: signed(part)})
 
     def known(self) -> Iterator[stale.Known]:
-        """The parts of all processes that are seen from here, with the decisions that they know of."""
+        """All visible parts, with the decisions recorded in them."""
         for own in self.folder.glob("process-*"):
             for step in writing.numbered(own):
                 with contextlib.suppress(OSError, ValueError):
                     yield own / str(step), step, _read_part(own / str(step))[stale.KEY]
 
     def give_up(self, step: int) -> None:
-        """Clears this process's folder of a step that others could not write."""
+        """Removes this process's part of a step that failed elsewhere."""
         shutil.rmtree(self.staging(step), ignore_errors=True)
 
     def saved(self, step: int) -> None:
         """All processes have written."""
         target = self.mine / str(step)
         shutil.rmtree(target, ignore_errors=True)
-        with contextlib.suppress(OSError):  # it is then missed where it is read
+        with contextlib.suppress(OSError):  # a reader will miss it
             self.staging(step).rename(target)
 
     def publish_own(self, step: int) -> str | None:
@@ -86,7 +86,7 @@ class Local:
         return error
 
     def _publish(self, name: str, step: int, parts: list[Path]) -> str | None:
-        """Copies parts of a step into workdir/checkpoints and makes it whole there; what went wrong, if anything."""
+        """Copies parts of a step into workdir/checkpoints and makes it whole there; returns an error, if any."""
         folder, here = self.root / f"{writing.SAVING}{step}", Vault(self.root)
 
         def put(part: Path, its: Sums, name: str) -> None:
@@ -143,7 +143,7 @@ class Local:
             failed.append(step)
 
     def _seen(self) -> dict[str, list]:
-        """By step [process that wrote it, of how many] of the parts that are seen from here; another run's go."""
+        """By step, [its writer, the number of writers] of each visible part; parts of other runs are deleted."""
         seen: dict[str, list] = {}
         run = writing.run_of(self.root)
         for folder in sorted(self.folder.glob("process-*")):

@@ -4,7 +4,7 @@
     copy = partial.InitialWeights("runs/small@300", held, grow=True).of(fresh, say=print)     of a run's first state
 
 A grown model takes what fits: layers and experts that the smaller one has, in their places; the skip class stays last.
-What it does not take keeps its fresh values and is named.
+Arrays that it does not take keep their fresh values and are listed.
 """
 
 import fnmatch

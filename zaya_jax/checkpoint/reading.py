@@ -1,8 +1,7 @@
-"""A checkpoint's arrays onto devices: each process reads its devices' parts, each chunk once, and checks it.
+"""Reads a checkpoint's arrays onto devices: each process reads its devices' parts, verifying each chunk, once.
 
-Each device's part of an array is filled on the host and handed over, one array after the other, so that
-beside the state the host holds one array and the chunks under way. What no part
-fills, ZeRO-1's padding, is zeros.
+Each device's part of an array is filled on the host and handed over, one array after the other: beside the
+state the host holds one array and the chunks under way. Places that no part fills, ZeRO-1's padding, are zeros.
 """
 
 import concurrent.futures
@@ -30,7 +29,7 @@ AHEAD_BYTES = 64 << 20  # of chunks that are read before they are asked for
 def read(folder: Path, held: Holding, everything: bool = True) -> dict[str, jax.Array]:
     """The run's arrays by name, from a checkpoint's folder; StorageError where it is damaged or of another model.
 
-    `everything`: the checkpoint must have no array beside those that are held.
+    `everything`: the checkpoint must have no other arrays.
     """
     try:
         arrays = {name: array_at(folder, name) for name in held.arrays}

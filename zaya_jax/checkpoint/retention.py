@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest, and beside them every n-th, the best, and token milestones.
+"""Decides which checkpoints to keep: the newest, every n-th, the best, and token milestones.
 
 A checkpoint that was saved after an update without effect (skipped, or not finite), or among steps that may become a
 spike (`aegis.spikes`), is not sound: it replaces none that was kept before, and while it is the newest nothing is
@@ -21,7 +21,7 @@ FIGURES = ("loss", "grad_norm", "skipped")  # by which a step is sound; saved wi
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """What the rules ask of a checkpoint."""
+    """The facts about a checkpoint that the rules need."""
 
     step: int
     tokens: int

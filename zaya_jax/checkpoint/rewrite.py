@@ -1,4 +1,4 @@
-"""Checkpoints written anew, a chunk at a time: in other chunks, in another place, or the parameters alone.
+"""Rewrites checkpoints a chunk at a time: with other chunks, in another place, or the parameters alone.
 
     reshard(source, target, step, chunk_mb)         a workdir, or a place such as s3://bucket/run, to another
     export_params(workdir, out, step, dtype)        an Orbax checkpoint for readers that have no use for the rest
@@ -24,7 +24,7 @@ from zaya_jax.config import UserError, files
 
 Put = Callable[[str, bytes | memoryview], None]
 MOST_MB = 1e6
-# What a workdir has beside its checkpoints that a run needs to go on.
+# Files outside of the checkpoints that a run needs to continue.
 BESIDE = ("config.json", "environment.json", "lineage.json", IMPORTED, "tokenizer")
 
 

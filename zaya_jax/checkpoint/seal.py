@@ -1,4 +1,4 @@
-"""What makes a folder of files a whole checkpoint: their list, of which step and run they are, and its own checksum.
+"""Lists a checkpoint's files with their checksums, its step and its run; with this list the checkpoint is complete.
 
     checksums.json    {"format": 2, "run": ..., "step": ..., "files": {NAME: [bytes, crc32c, tail]}, "crc32c": ...}
 
@@ -22,10 +22,10 @@ from zaya_jax.config.fields import parse_json
 
 FORMAT = 2
 TAIL = 4  # bytes
-RUN = ".run"  # beside the steps: whose they are
+RUN = ".run"  # beside the steps: the name of their run
 BLOCK = 4 << 20  # summed at a time: the checksum holds the interpreter's lock meanwhile
 
-Sums = dict[str, list[int]]  # a file's [bytes, crc32c of what it holds, bytes of the tail that repeats it]
+Sums = dict[str, list[int]]  # a file's [bytes, crc32c of its content, bytes of the tail that repeats it]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Seal:
         return signed({"format": FORMAT, "run": self.run, "step": self.step, "files": self.files})
 
     def differs(self, step: int | None, run: str | None) -> str | None:
-        """Whose else it is, if it is not of this step and run; what is None fits all."""
+        """How it differs from this step and run, if it does; None matches any."""
         if step is not None and step != self.step:
             return f"of step {self.step}, not of step {step}: whole steps were exchanged or renamed"
         if run and self.run and run != self.run:
@@ -50,7 +50,7 @@ class Seal:
 
 
 def parse(content: bytes) -> Seal:
-    """A seal by its file's content; ValueError where that is not what was written, byte for byte."""
+    """A seal from its file's content; ValueError if a byte has changed."""
     found = unsigned(content)
     if found.get("format") != FORMAT:
         raise ValueError(
@@ -69,7 +69,7 @@ def signed(found: dict[str, Any]) -> bytes:
 
 
 def unsigned(content: bytes) -> dict[str, Any]:
-    """What `signed` was given; ValueError where a byte is another."""
+    """The object given to `signed`; ValueError if a byte has changed."""
     with contextlib.suppress(ValueError, RecursionError):  # text may be read deeper than it can be written
         found = parse_json(content)
         if isinstance(found, dict) and found.pop("crc32c", None) is not None and signed(found) == content:
@@ -78,12 +78,12 @@ def unsigned(content: bytes) -> dict[str, Any]:
 
 
 def entry_of(content: Any) -> list[int]:
-    """What is listed of a file that is no chunk."""
+    """The entry of a file that is not a chunk."""
     return [len(content), crc32c(content), 0]
 
 
 def wrong_with(content: bytes, entry: list[int]) -> str | None:
-    """What is wrong with a file's content that should be as listed; None if nothing is."""
+    """The damage in a file's content, compared with its entry; None if there is none."""
     return _wrong_with([memoryview(content)], len(content), entry)
 
 

@@ -1,4 +1,4 @@
-"""One checkpoint to read from, wherever it lies: in a run's folder, by itself, or at an address.
+"""Reads one checkpoint: in a run's folder, in a folder by itself, or at an address.
 
     source = Source("runs/tiny", step)              or "runs/tiny@300", exported parameters, "s3://bucket/run"
     source.check(names=["state/params."])           StorageError if one of these files is damaged
@@ -61,7 +61,7 @@ class Source:
 
     @contextlib.contextmanager
     def unless_deleted(self) -> Iterator[None]:
-        """For all that reads it: UserError where its run has deleted it meanwhile, whatever that looks like inside."""
+        """Turns errors of reading into a UserError if the run has deleted the step meanwhile."""
         try:
             yield
         except (OSError, ValueError, KeyError, TypeError, StorageError):
@@ -90,13 +90,13 @@ class Source:
         return parse_json(self._vault.get(self._name, name))
 
     def arrays(self) -> dict[str, Array]:
-        """All arrays by name; StorageError if what describes them is damaged."""
+        """All arrays by name; StorageError if their descriptions are damaged."""
         described = sorted(name for name in self.files if name.endswith("/zarr.json"))
         self.check(names=described)
         return {array.name: array for array in map(self._array, described)}
 
     def array(self, path: Sequence[str]) -> Array:
-        """One array; UserError where there is none of this name."""
+        """One array; UserError if there is no such array."""
         name = ".".join(path)
         if f"{layout.STATE}/{name}/zarr.json" not in self.files:
             raise UserError(f"{self.name} has no array {name}")

@@ -1,12 +1,12 @@
-"""Checkpoints of a past that a run has given up: set aside in workdir/checkpoints, deleted in the other tiers.
+"""Removes checkpoints of an abandoned past: set aside in workdir/checkpoints, deleted in the other tiers.
 
-    stale.drop(tiers, decisions)        of all processes together, before the newest is looked for
+    stale.drop(tiers, decisions)        in all processes together, before looking for the newest
 
 A run that goes back to step c has decided so before anything of it is touched, and each checkpoint has the decisions
 that were made before it was saved. So a checkpoint by itself tells whether it is stale, and a run that is killed while
 it sets some aside does the rest at its next start.
 
-All of them are compared with the decisions first: judged by another run's file, every checkpoint would look stale.
+First all are compared with the decisions: judged by another run's file, every checkpoint would look stale.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ Known = tuple[Any, int, list]  # a checkpoint's place, its step, and the decisio
 
 
 def is_stale(step: int, known: int, decisions: Decisions) -> bool:
-    """Whether a checkpoint that knows the first so many of the decisions is of a past that was given up."""
+    """Whether a checkpoint saved after the first `known` decisions is of an abandoned past."""
     return any(one["step"] < step for one in decisions[known:])
 
 
@@ -46,7 +46,7 @@ def conflict(checkpoints: Iterable[Known], decisions: Decisions) -> str:
 
 
 def drop(tiers: Any, decisions: Decisions) -> list[int]:
-    """Sees to all tiers; the steps that were set aside. UserError, before anything goes, if these are not the run's."""
+    """Cleans all tiers and returns the steps set aside. UserError, before deleting, if these are another run's."""
     parts = list(tiers.local.known()) if tiers.local else []
     told = multihost.to_first("stale parts", conflict(parts, decisions))
 
@@ -74,7 +74,7 @@ def drop(tiers: Any, decisions: Decisions) -> list[int]:
                 writing.remove(path.parent, step)
 
     def first() -> list[int]:
-        if tiers.durable and not tiers.durable.silent:  # first, or what is left there would be fetched
+        if tiers.durable and not tiers.durable.silent:  # first, or the rest would be fetched
             delete_copies(tiers.durable.vault, decisions)
         return set_aside(tiers.root, decisions)
 

@@ -1,15 +1,15 @@
-"""A run's checkpoints: saved beside the training, complete or absent, read on any mesh.
+"""Saves a run's checkpoints during training and restores them on any mesh; each is complete or absent.
 
     store = Store(workdir, config.checkpoint, say)
-    step = store.newest()                                   the newest whole one, checked; 0 where there is none
+    step = store.newest()                                   the newest complete one, verified; None if there is none
     state, meta = store.restore(step, abstract_state)
     store.save(step, snapshot, meta)                        begins, and returns; the training goes on
     store.save_now(step, snapshot, meta)                    the last one: returns when it is there
 
 The arrays lie in Orbax's layout (`layout`), written (`writing`) and read (`reading`) by this package, each process the
 parts of its own devices (`boxes`). A save goes: copy (the caller's snapshot), serialise and write (by threads), commit
-(process 0, when all have told it that theirs are written). What fails is said and counted, and the run goes on; nothing
-is deleted before a newer checkpoint is complete.
+(process 0, when all have finished). A failure is reported and counted, and the run continues; nothing is deleted
+before a newer checkpoint is complete.
 """
 
 import concurrent.futures
@@ -51,7 +51,7 @@ class Store:
         say: Callable[[str], None] = print,
         accept: Accept | None = None,
     ):
-        """`accept` raises UserError for the meta of another run, which a new workdir must not take for its own."""
+        """`accept` raises UserError for the meta of another run, which a new workdir must not adopt."""
         self.root = Path(workdir).absolute() / "checkpoints"
         self.settings, self._say = settings or Checkpoint(), say
         self._accept, self._log = accept, Log(self.root.parent)
@@ -92,7 +92,7 @@ class Store:
         return not late
 
     def save(self, step: int, state: State, meta: dict[str, Any], held: Holding | None = None) -> None:
-        """Begins to write a checkpoint of arrays that nobody else will change; call `free` before.
+        """Begins to write a checkpoint of arrays that do not change any more; call `free` before.
 
         `held` says where they lie, if they are not the checkpoint's own. Copies on the host need it.
         """
@@ -122,7 +122,7 @@ class Store:
         raise StorageError(f"the state of step {step} could not be saved: {self._last_error}")
 
     def wait(self, copies: bool = True) -> None:
-        """Returns when nothing is being written here any more, nor copied to the durable place."""
+        """Waits until writing, and copying to the durable place, have ended."""
         self._see_through()
         if copies:
             self.tiers.settle()
@@ -136,7 +136,7 @@ class Store:
             self._say(f"the last save is still being written, since {time.perf_counter() - begun:.0f} s")
 
     def close(self, again: bool = True) -> list[int]:
-        """Finishes what is being written or copied; the steps without the durable copy that they should have."""
+        """Finishes writing and copying; returns the steps that lack a durable copy."""
         self.wait(copies=False)
         self._thread.shutdown()
         return self.tiers.close(again)
@@ -190,7 +190,7 @@ class Store:
         begun: float,
         waited: float,
     ) -> str | None:
-        """What went wrong, if anything; runs in a thread, in all processes together.
+        """Returns an error, if any; runs in a thread, in all processes together.
 
         `waited`: seconds from asking whether a save can begin until the training went on.
         """
@@ -199,7 +199,7 @@ class Store:
         folder = self.tiers.staging(step)
         try:
             with times.stage("copy"):
-                jax.block_until_ready(state)  # what is on the host already is
+                jax.block_until_ready(state)  # arrays on the host are ready
             folder.mkdir(parents=True, exist_ok=True)
             sums = writing.write_parts(folder, plan, plan.parts.get(me, []), writing.copies_of(state), times)
             if me == 0:
@@ -231,7 +231,7 @@ class Store:
         return None
 
     def _end_of_save(self, step: int, folder: Path, parts: list) -> str | None:
-        """Commits what all have written, or cleans up; in process 0."""
+        """Commits the step if all have succeeded, or cleans up; in process 0."""
         errors = {i: part[0] for i, part in enumerate(parts) if part[0]}
         if not errors:
             try:
@@ -264,14 +264,14 @@ class Store:
         return writing.steps_in(self.root)
 
     def drop_stale(self, decisions: Sequence[Mapping[str, Any]]) -> None:
-        """Sets aside what is of a past that these decisions have given up. All processes together."""
+        """Sets aside checkpoints of a past that these decisions abandoned. All processes together."""
         steps = stale.drop(self.tiers, decisions)
         if steps and multihost.is_writer():
             there = f"{self.root}/{writing.STALE}{len(decisions)}-*"
             self._say(f"set aside as {there}: step {', '.join(map(str, steps))}, of a past that was given up")
 
     def newest(self) -> int | None:
-        """The newest checkpoint that any tier has, here and whole; None where there is none. All processes together.
+        """Brings the newest checkpoint of any tier here, complete; None if there is none. All processes together.
 
         A damaged one is StorageError, or with on_corrupt = "previous" is set aside for the one before.
         """
@@ -320,7 +320,7 @@ class Store:
     ) -> tuple[Any, dict[str, Any]]:
         """(state, meta) of a step, laid out as `like` (ShapeDtypeStructs with shardings) says.
 
-        `held` says where the checkpoint's arrays lie there, if it is not they themselves. `place` is applied to the
+        `held` says where the checkpoint's arrays lie in it, if it is not a tree of them. `place` is applied to the
         state; its time is recorded as a stage of its own.
         """
         began, clock = time.time(), time.perf_counter()

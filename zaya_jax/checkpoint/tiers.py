@@ -1,10 +1,10 @@
-"""Where checkpoints go beside `workdir/checkpoints`: a fast folder before it, a safe place after it.
+"""Moves checkpoints between tiers: a fast folder before `workdir/checkpoints`, a safe place after it.
 
     [checkpoint.local, each node's own]  →  workdir/checkpoints  →  [checkpoint.durable, a folder or URL]
              `local`                                                        `durable`
 
-Each further way is gone by a thread of its own in the background. A durable place that is slow or dead holds no save
-up: steps are owed to it, and one after the other is copied, the newest first. At the start of a run `bring_newest`
+Each copy is made by a background thread of its own. A durable place that is slow or dead delays no save: steps wait in
+a set and are copied one at a time, the newest first. At the start of a run `bring_newest`
 makes the newest step of any tier whole in `workdir/checkpoints`.
 """
 
@@ -27,7 +27,7 @@ Jobs = list[concurrent.futures.Future]
 
 
 class Tiers:
-    """The ways of a run's checkpoints; `root` is workdir/checkpoints."""
+    """The tiers of a run's checkpoints; `root` is workdir/checkpoints."""
 
     def __init__(self, root: Path, settings: Checkpoint, say: Callable[[str], None], log: Log):
         self.root, self._say, self._settings = root, say, settings
@@ -41,7 +41,7 @@ class Tiers:
         self._copier = concurrent.futures.ThreadPoolExecutor(1, "copy")
         self._publishing: dict[int, concurrent.futures.Future] = {}  # by step
         self._copies: Jobs = []  # one for each step that is owed
-        # In process 0, which says what is copied next:
+        # In process 0, which chooses the next to copy:
         self._owed: set[int] = set()
         self._copying: int | None = None
         self._failed: dict[int, str] = {}  # steps whose last copy failed, and why
@@ -145,7 +145,7 @@ class Tiers:
             _wait(self._copies)
 
     def close(self, again: bool = True) -> list[int]:
-        """Finishes what is on its way, and tries once more what has failed; the steps without a durable copy.
+        """Finishes copying and retries failures once; returns the steps without a durable copy.
 
         Without `again` a scheduler waits for the end: copies have as long as a save, the next start makes them up.
         """
@@ -179,7 +179,7 @@ class Tiers:
     ####################################################################################################################
 
     def bring_newest(self, accept: Accept | None) -> None:
-        """Makes the newest step of any tier whole in workdir/checkpoints; clears what was left half-done."""
+        """Makes the newest step of any tier whole in workdir/checkpoints; removes half-written folders."""
         here = multihost.from_first("tiers", self._tidy)
         if self.local:
             self.local.rescue_newest(here)
@@ -187,7 +187,7 @@ class Tiers:
             self.durable.fetch_newest(accept)
 
     def make_up(self) -> None:
-        """Begins to bring to the durable place what is here and not there: copies that failed or were cut short."""
+        """Begins to copy steps that the durable place lacks: their copies failed or were cut short."""
         for step in writing.numbered(self.root) if multihost.is_writer() else ():
             try:
                 Vault(self.root).seal(step)

@@ -1,4 +1,4 @@
-"""What saves, loads and copies of checkpoints took, from the lines that a run appends to checkpoint_times.jsonl.
+"""Records and reads how long saves, loads and copies of checkpoints took, in checkpoint_times.jsonl.
 
 The file may be long (1,024 processes write as many lines a save), is read while a run writes, and may hold lines that a
 kill has cut short. Needs no JAX: `inspect`, its page and the training report all read it here.
@@ -28,7 +28,7 @@ class Log:
         self._path = workdir / TIMES
 
     def add(self, kind: str, step: int, begun: float, stages: list[dict], sizes: list[int]) -> None:
-        """A line for each process; that it cannot be written stops nothing."""
+        """Adds a line for each process; an error stops nothing."""
         with contextlib.suppress(OSError), files.appending(self._path) as file:
             for process, (seconds, size) in enumerate(zip(stages, sizes, strict=True)):
                 line = {
@@ -39,7 +39,7 @@ class Log:
 
 @dataclasses.dataclass
 class Event:
-    """A save, load or copy of a step: each process's bytes and seconds of each stage, NaN where it told none."""
+    """A save, load or copy of a step: each process's bytes and seconds of each stage, NaN if unknown."""
 
     step: int
     time: float  # when it began
@@ -47,7 +47,7 @@ class Event:
     stages: dict[str, array] = dataclasses.field(default_factory=dict)
 
     def put(self, process: int, seconds: dict[str, float], size: float) -> None:
-        """Takes in what one process wrote down."""
+        """Adds the figures of one process."""
         _set(self.bytes, process, size)
         for stage, value in seconds.items():
             _set(self.stages.setdefault(stage, array("d")), process, value)
@@ -63,7 +63,7 @@ class Event:
         return np.pad(np.array(found), (0, self.processes - len(found)), constant_values=np.nan)
 
     def slowest(self, stage: str) -> float:
-        """The slowest process's seconds of a stage, NaN where no process told it."""
+        """The slowest process's seconds of a stage, NaN if unknown."""
         return max((v for v in self.stages.get(stage, ()) if v == v), default=math.nan)
 
     def whole(self) -> float:

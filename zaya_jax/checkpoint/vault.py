@@ -40,14 +40,14 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 ODD = (FileNotFoundError, NotADirectoryError, IsADirectoryError, files.Irregular)
 FINAL = (*ODD, PermissionError)  # trying again does not mend these
 
-Step = int | str  # a checkpoint's number; or the name of a folder that is none of a run's steps
+Step = int | str  # a checkpoint's number, or the name of a folder outside of a run
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """What is wrong with one file."""
+    """The damage in one file."""
 
     file: str
     what: str
@@ -94,14 +94,14 @@ class Vault:
             ) from None
         if protocol in ("s3", "s3a"):
             self._files.retries = 1
-        self.tell: Callable[[str], None] = lambda _: None  # is told once when an attempt has failed
+        self.tell: Callable[[str], None] = lambda _: None  # called once when attempts begin to fail
         self._owner = ""
         self._failing_since: float | None = None
         self.given_up = threading.Event()  # nothing more is begun: the run must end now
 
     @property
     def folder(self) -> Path | None:
-        """Where it lies, if that is a folder of this machine."""
+        """Its folder, if it is on this machine."""
         return Path(self._root) if self._local else None
 
     ####################################################################################################################
@@ -109,7 +109,7 @@ class Vault:
     ####################################################################################################################
 
     def numbered(self) -> list[int]:
-        """All that has a step for a name, whole or not, oldest first."""
+        """All folders named like a step, whole or not, oldest first."""
 
         def names() -> list[str]:
             try:
@@ -206,7 +206,7 @@ class Vault:
         return parse_json(self.checked(step, META, self.seal(step).files))
 
     def verify(self, step: Step, progress: Progress | None = None) -> list[Damage]:
-        """What is wrong with a step: changed, exchanged, truncated, missing and foreign files."""
+        """All damages of a step: changed, exchanged, truncated, missing and foreign files."""
         try:
             found = self._seal(step)
             if isinstance(found, Damage):
@@ -216,7 +216,7 @@ class Vault:
             return [Damage(MARKER, str(error))]
 
     def check(self, step: Step, sums: Sums, progress: Progress | None = None) -> list[Damage]:
-        """What is wrong with some of a step's files."""
+        """The damages of some of a step's files."""
 
         def one(name: str) -> str | None:
             try:
@@ -242,7 +242,7 @@ class Vault:
         return [Damage(name, "not part of the checkpoint") for name in sorted(there)]
 
     def verify_together(self, name: str, step: int) -> list[str]:
-        """What is wrong with a step, each file read by one process; in all processes, with the same answer."""
+        """All damages of a step, each file read by one process; all processes call this and get the same answer."""
         found = self._seal(step)
         if isinstance(found, Damage):
             damages = [found]
@@ -272,7 +272,7 @@ class Vault:
         each(lambda name: target.put(to or step, name, self.checked(step, name, sums)), names)
 
     def complete(self, step: int, whole: Seal) -> None:
-        """Makes an uploaded step whole, if all its files are there; what an earlier upload left beside them goes."""
+        """Makes an uploaded step whole, if all its files are there; deletes leftovers of an earlier upload."""
         wrong = [name for name in self._wrong_sizes(step, whole) if name != COMMITTED]
         lacking = [name for name in wrong if name in whole.files]
         if lacking:
@@ -286,12 +286,12 @@ class Vault:
         self.put(step, MARKER, whole.content())
 
     def reopen(self, step: int) -> None:
-        """Makes a step that is to be written again no whole one."""
+        """Makes a step incomplete that is to be written again."""
         self._delete(step, [MARKER])
         self._delete(step, [COMMITTED])
 
     def remove(self, step: int) -> None:
-        """Deletes a step: the list first, so that a half-deleted one is none."""
+        """Deletes a step, its list first, so that half a step never counts."""
         self.reopen(step)
         self._delete(step, list(self._sizes(step)))
         if self._local:
@@ -299,7 +299,7 @@ class Vault:
                 self._files.rm(f"{self._root}/{step}", recursive=True)
 
     def unfinished(self) -> list[int]:
-        """Steps of which an upload has not ended: it is under way, or was cut short."""
+        """Steps whose upload is under way, or was cut short."""
         return sorted(set(self.numbered()) - set(self.steps()))
 
     def clear(self) -> list[int]:
@@ -398,7 +398,7 @@ def vault_at(place: str | Path) -> Vault | None:
 
 
 def unreachable(error: StorageError) -> bool:
-    """Whether it says that a place did not answer; otherwise it tells of a file there."""
+    """Whether the place did not answer; otherwise the error is about a file."""
     return error.__cause__ is not None and not isinstance(error.__cause__, ODD)
 
 

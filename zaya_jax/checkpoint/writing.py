@@ -1,8 +1,7 @@
-"""The files of a checkpoint on a file system: written by threads, summed on the way, made whole by one rename.
+"""Writes a checkpoint's files with threads, sums them on the way, and makes the folder whole by one rename.
 
 Every byte of a checkpoint goes through `write_file`. A folder being written is called `.saving-STEP`, one being deleted
-`.deleting-STEP`, one found damaged `.damaged-STEP`, one of a past that was given up `.stale-N-STEP`; only `STEP` is a
-checkpoint.
+`.deleting-STEP`, a damaged one `.damaged-STEP`, one of an abandoned past `.stale-N-STEP`; only `STEP` is a checkpoint.
 """
 
 import concurrent.futures
@@ -73,7 +72,7 @@ class Times:
 
 
 def write_parts(folder: Path, plan: Writers, parts: Sequence[HeldBox], copies: Copies, times: Times) -> Sums:
-    """Writes one process's parts below a folder; what it does not hold on the host already it fetches one by one.
+    """Writes one process's parts below a folder, fetching arrays from devices one by one.
 
     Beyond the copies it needs the memory of what one device has of one array, of THREADS chunks, and of those that
     are put together of several devices' parts: these are at most PART_BYTES each, unless no device has as much.
@@ -116,7 +115,7 @@ def write_parts(folder: Path, plan: Writers, parts: Sequence[HeldBox], copies: C
 
 
 def copies_of(snapshot: Any) -> Copies:
-    """What this process's devices have of a snapshot: a tree of arrays, or one that is on the host already."""
+    """The parts of a snapshot on this process's devices: of a tree of arrays, or of a copy on the host."""
     if isinstance(snapshot, OnHost):
         return snapshot.copies
     leaves = trees.flat(snapshot)
@@ -181,7 +180,7 @@ class Builder:
             self._gathered[array.name][index] = x
 
     def close(self) -> None:
-        """Writes what was gathered, and gives the checkpoint its name."""
+        """Writes the gathered arrays, and gives the checkpoint its name."""
         for name, x in self._gathered.items():
             self._write(self._arrays[name], x, 0)
         commit(self._folder, self._target, Seal(self._sums, self._step, self._run))
@@ -199,7 +198,7 @@ class Builder:
 
 
 def together(name: str, work: Callable[[], Any], end: Callable[[list[Any]], None]) -> str | None:
-    """Has all processes work, and process 0 end it when all have; what went wrong, if anything, in every process.
+    """Runs `work` in all processes, then `end` in process 0 if all succeeded; returns any error in every process.
 
     `end` gets what `work` gave in each process (JSON).
     """
@@ -242,7 +241,7 @@ def remove(root: Path, step: int) -> None:
 
 
 def set_aside(root: Path, step: int) -> Path:
-    """Takes a damaged checkpoint's name away, and keeps it for whoever wants to look."""
+    """Renames a damaged checkpoint, which is kept for inspection."""
     number, target = 0, root / f"{DAMAGED}{step}"
     while target.exists():
         number += 1
@@ -252,7 +251,7 @@ def set_aside(root: Path, step: int) -> Path:
 
 
 def clear(root: Path) -> None:
-    """Deletes what killed runs have left half-written or half-deleted."""
+    """Deletes folders that killed runs left half-written or half-deleted."""
     if root.is_dir():
         for path in root.iterdir():
             if path.name.startswith((SAVING, DELETING)):
@@ -265,7 +264,7 @@ def steps_in(root: Path) -> list[int]:
 
 
 def numbered(root: Path) -> list[int]:
-    """What has a step for a name."""
+    """All folders named like a step, oldest first."""
     return sorted(steps_of(p.name for p in root.iterdir())) if root.is_dir() else []
 
 
@@ -275,7 +274,7 @@ def steps_of(names: Iterable[str]) -> list[int]:
 
 
 def odd_names(root: Path) -> list[str]:
-    """What lies among the checkpoints and is none by its name, such as 040 or 40.bak."""
+    """Names among the checkpoints that are not a step's, such as 040 or 40.bak."""
     if not root.is_dir():
         return []
     names = {
