@@ -49,7 +49,7 @@ def main() -> int:
     if args.tasks is not None and not tasks:
         raise UserError(f"--tasks={args.tasks} names none; give their names with commas between them")
     if args.include_path and not Path(args.include_path).is_dir():
-        raise UserError(f"--include_path={args.include_path} is no folder")
+        raise UserError(f"--include_path={args.include_path} is not a folder")
     if tasks:
         harness.require()
         if _is_run(out):

@@ -35,7 +35,7 @@ def parsed(file, *changes):
         ("\nimport nowhere_module\n", "ModuleNotFoundError in line 2"),
         (START + "    c.optim.lrr = 1\n", "unknown config key 'lrr' in line 4; did you mean lr?"),
         (START + "    c.optim.lr = -1.0\n    return c\n", "config.optim.lr=-1.0 is out of range"),
-        (None, "is no file"),
+        (None, "is not a file"),
     ],
 )
 def test_it_is_one_line(tmp_path, content, says):
@@ -84,7 +84,7 @@ def test_what_is_shipped_is_found_from_any_folder(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="needs the weights"):
         load.read_config("experiments/configs/finetune.py")
     for name in ("experiments/configs/../pretrain.py", "experiments/configs/no.py", "configs/tiny.py"):
-        with pytest.raises(UserError, match="is no file; give") as error:
+        with pytest.raises(UserError, match="is not a file; give") as error:
             load.read_config(name)
     assert str(ROOT / "experiments" / "configs") in str(error.value)
     folder = tmp_path / "experiments" / "configs"

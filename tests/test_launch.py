@@ -85,18 +85,6 @@ def test_slurm_and_jobset_set_the_same_values(jobset):
     assert f"0 | {cli.BAD_INPUT} | {cli.UNHEALTHY} | {cli.STORAGE})" in slurm
 
 
-def test_every_variable_has_its_reason_in_a_comment():
-    lines = (LAUNCH / "slurm.sbatch").read_text().splitlines()
-    for i, line in enumerate(lines):
-        if line.startswith("export"):
-            above = next(before for before in reversed(lines[:i]) if not before.startswith("export"))
-            assert above.startswith("#"), line
-    lines = (LAUNCH / "jobset.yaml").read_text().splitlines()
-    for i, line in enumerate(lines):
-        if re.search(r"- name: [A-Z]", line):
-            assert any("# " in near for near in lines[i - 1 : i + 2]), line
-
-
 def node(count, script, **variables):
     """node.sh running a bash script as each process, with no accelerators but those of `variables`."""
     environ = {"PATH": os.environ["PATH"], "PCI_DEVICES": "none"} | variables

@@ -367,7 +367,7 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
     wider.model.hidden_size = 24
     thread = concurrent.futures.ThreadPoolExecutor(1)
     for call, *parts in (
-        (partial(load, tmp_path / "none"), "none is no folder"),
+        (partial(load, tmp_path / "none"), "none is not a folder"),
         (partial(load, tmp_path / "empty"), "neither a run's folder", "transformers"),
         (partial(load, f"{run}@3"), "no checkpoint of step 3", "it has 2, 4"),
         (partial(load, run, dtype="float16"), "float32, bfloat16"),
@@ -388,7 +388,7 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
         (partial(model.generate, ids, 61), "has 4 tokens", "max_position_embeddings=64"),
         (partial(model.generate, ids, 2, temperature=-1), "temperature=-1"),
         (partial(model.generate, ids, 2, seed=-1), "seed -1 must be"),
-        (partial(model.generate, ["a", [1]], 2), "prompt 2 of 2 is no text", "texts alone"),
+        (partial(model.generate, ["a", [1]], 2), "prompt 2 of 2 is not a text", "only texts"),
         (partial(model.save, "a\0b"), "directory="),
         (partial(model.save, run), "not empty"),
         (partial(model.to_hf, tmp_path / "hf", dtype="int8"), "dtype='int8'"),

@@ -51,7 +51,7 @@ def exit_code(main: Callable[[], int]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process; at once where storage failed, since threads may wait for ever for a disk that hangs."""
+    """Ends the process; at once if storage failed, since threads may wait for ever for a disk that hangs."""
     if code not in (STORAGE, INTERRUPTED) and not leaving.some_left():
         sys.exit(code)
     leaving.now(code)
@@ -59,7 +59,7 @@ def leave(code: int) -> NoReturn:
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with whole option names only, whose complaints are UserErrors, and with configs."""
+    """argparse with whole option names only, UserErrors for complaints, and configs."""
 
     _has_config = False
 
@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
         self.epilog, self._has_config = page.listing(), True
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does."""
+        """Parses as argparse does, --config.KEY=VALUE included."""
         given = sys.argv[1:] if args is None else list(args)
         changes = [arg for arg in given if self._has_config and arg.startswith("--config.")]
         found = super().parse_args([arg for arg in given if arg not in changes], namespace)
@@ -89,7 +89,7 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def print_help(self, file: Any = None) -> None:
-        """As argparse does, but a full disk is an error."""
+        """Prints as argparse does, but a full disk is an error."""
         print(self.format_help(), end="", file=file, flush=True)
 
     def error(self, message: str) -> NoReturn:
@@ -123,7 +123,7 @@ def _change(config: ConfigDict, change: str) -> None:
 
 
 def path(value: str) -> Path:
-    """A path of this machine: another one is refused before any file is looked for."""
+    """A path of this machine; an address is refused before any file is looked for."""
     return Path(_checked(value, fields.path_problem(value)))
 
 
@@ -139,7 +139,7 @@ def number(kind: type[int] | type[float], least: float, most: float = math.inf) 
         try:
             found = kind(value)
         except ValueError:
-            _checked(value, f"is no {'whole number' if kind is int else 'number'}")
+            _checked(value, f"is not a {'whole number' if kind is int else 'number'}")
         above = "" if most == math.inf else f" and at most {most:,}"
         inside = math.isfinite(found) and least <= found <= most
         _checked(value, "" if inside else f"must be at least {least:,}{above}")
@@ -152,7 +152,7 @@ def mesh(value: str) -> dict[str, int]:
     """Sizes of axes, such as data=2,expert=4."""
     sizes = [part.partition("=") for part in value.split(",")]
     right = all(size.isdecimal() for *_, size in sizes) and len({axis for axis, *_ in sizes}) == len(sizes)
-    _checked(value, "" if right else "is no AXIS=N,..., each axis once, such as data=2,expert=4")
+    _checked(value, "" if right else "is not AXIS=N,..., each axis once, such as data=2,expert=4")
     return {axis: int(size) for axis, _, size in sizes}
 
 
@@ -163,7 +163,7 @@ def _checked(value: str, problem: str) -> str:
 
 
 def out_folder(given: str | None, what: str) -> Path:
-    """The folder of --out, which may not exist yet; UserError where it is missing or cannot be written."""
+    """The folder of --out, which may not exist yet; UserError if it is missing or cannot be written."""
     if not given:
         raise UserError(f"--out=DIR is missing: the folder for {what}")
     fields.check_path("--out", given)

@@ -175,7 +175,7 @@ def scores(
     segments: Int[Array, "B S"] | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
-    """Of each label, which stands at the token before it: its log-probability in nats, and whether it is the likeliest.
+    """Each label's log-probability in nats, and whether it is the likeliest; labels stand at the token before.
 
     Logits exist for a chunk of tokens at a time. Labels below 0 give 0 and False.
 
@@ -218,7 +218,7 @@ def scores(
 
 
 def targets(ids: Any, labels: Any, segments: Any, shifted: bool) -> int:
-    """How many labels `loss` counts, of arrays on the host."""
+    """The number of labels that `loss` counts, for arrays on the host."""
     if shifted:
         return int(((labels >= 0) & (True if segments is None else segments > 0)).sum())
     real = labels[:, 1:] >= 0
@@ -232,7 +232,7 @@ def _spread(config: Config, mesh: Mesh | None) -> Spread:
 
 
 def _on(config: Config, mesh: Mesh | None, run: Callable, outs: Any, params, balance, batch) -> Any:
-    """run(params, balance, batch), on the devices of a mesh each with its parts."""
+    """run(params, balance, batch), on a mesh with each device's own parts."""
 
     def precise(*args):
         with chip.making(target), jax.default_matmul_precision(config.precision.matmul):
@@ -253,7 +253,7 @@ def _on(config: Config, mesh: Mesh | None, run: Callable, outs: Any, params, bal
 
 
 def _batch(config: Config, spread: Spread, ids, segments, labels=None) -> dict[str, Any]:
-    """A micro-batch as a training step gets it; on a mesh with rows and columns of padding until it divides."""
+    """A micro-batch as a training step gets it; on a mesh padded until the mesh divides it."""
     rows, columns = ids.shape
     alone = spread == ALONE
     if segments is None and not alone:
@@ -287,13 +287,13 @@ def _positions(segments):
 
 
 ########################################################################################################################
-# Attention, seen
+# Attention's weights
 ########################################################################################################################
 
 
 @dataclasses.dataclass(frozen=True)
 class _Seen(Placement):
-    """Whole sequences whose attention is kept: what each query gives each key, by the operator's definition."""
+    """Whole sequences that keep attention's weights, computed by the operator's definition."""
 
     def _softmax(self, q, k, v) -> tuple[jax.Array, Kept]:
         out, _ = super()._softmax(q, k, v)
@@ -308,7 +308,7 @@ class _Seen(Placement):
 
 
 class _Seeing(Devices):
-    """One device whose attention is seen."""
+    """One device that keeps attention's weights."""
 
     def sequences(self, length, segments, mask, weights) -> Placement:
         return _Seen(segments, mask, weights)

@@ -80,7 +80,7 @@ class Text:
         return text[: min(whole)[1]] if whole else text
 
     def _begun(self, text: str) -> int:
-        """How many characters at the end may be the beginning of a stop string."""
+        """The number of characters at the end that may begin a stop string."""
         held = (n for stop in self._stop for n in range(1, len(stop)) if text.endswith(stop[:n]))
         return max(held, default=0)
 
@@ -91,7 +91,7 @@ class Text:
 
 
 def _end_of(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], str]:
-    """The last few ids and their text: as few as are whole characters; nothing where no ids are."""
+    """The fewest last ids that make whole characters, and their text; nothing without such ids."""
     for count in range(1, min(len(ids), CHARACTER) + 1):
         last = [int(token) for token in ids[-count:]]
         text = tokenizer.decode(last)
@@ -107,12 +107,12 @@ class Conversation:
         self._format, self._tokenizer = chat.Format(tokenizer), tokenizer
         self.ids: list[int] = [tokenizer.bos_id]
         end = tokenizer.chat_token("end_turn")
-        # An answer ends at this id, beside the end of the document; without such an id, before the mark spelt out.
+        # An answer ends at this id or at the end of the document; without such an id, before the mark spelt out.
         self.ends = end if len(end) == 1 else []
         self.stop = [] if len(end) == 1 else [CHAT_TOKENS["end_turn"][0]]
 
     def ask(self, text: str) -> list[int]:
-        """Adds a turn of the user; gives the ids that the model continues with its answer."""
+        """Adds a turn of the user and returns the ids that the model continues with its answer."""
         self.ids += self._format.said(chat.Message("user", "", text))
         return [*self.ids, *self._format.opening("assistant")]
 

@@ -1,4 +1,4 @@
-"""Reads the arguments of `zaya_jax.library`: configs, meshes, folders, arrays; UserError where one cannot be used."""
+"""Reads the arguments of `zaya_jax.library`: configs, meshes, folders, arrays; UserError if one cannot be used."""
 
 import contextlib
 import dataclasses
@@ -24,7 +24,7 @@ type AnyMesh = Mesh | Mapping[str, Any]
 
 
 def config_of(given: AnyConfig) -> Config:
-    """The checked config of anything that holds one; a name is that of a file in experiments/configs."""
+    """The checked config of anything that holds one; a name stands for a file in experiments/configs."""
     if isinstance(given, Config):
         given = config_lib.to_dict(given)
     if isinstance(given, Mapping | ConfigDict):
@@ -33,13 +33,13 @@ def config_of(given: AnyConfig) -> Config:
     if name.isidentifier() and not Path(name).exists():
         names = sorted(path.stem for path in load.SHIPPED.glob("[a-z]*.py"))
         if name not in names:
-            raise UserError(f"config={shown(name)} is no file, and none of {', '.join(names)}")
+            raise UserError(f"config={shown(name)} is not a file or one of {', '.join(names)}")
         return load.read_config(f"experiments/configs/{name}.py{colon}{argument}")
     return load.read_config(str(given))
 
 
 def with_mesh(config: Config, mesh: AnyMesh | None) -> tuple[Config, Mesh | None]:
-    """The config with this mesh, and the mesh of all four axes; UserError where model or devices do not fit it."""
+    """The config with this mesh, and the mesh of all four axes; UserError if model or devices do not fit it."""
     if mesh is None:
         return config, None
     if isinstance(mesh, Mesh):
@@ -83,7 +83,7 @@ def with_dtype(config: Config, dtype: str | None) -> Config:
 
 
 def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
-    """FOLDER or FOLDER@STEP, of a folder that is there."""
+    """The existing folder of FOLDER or FOLDER@STEP, and the step."""
     fields.check_path("place", os.fspath(place))
     path, _, number = str(place).rpartition("@")
     folder, step = Path(place), None
@@ -91,13 +91,13 @@ def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
         folder, step = Path(path), int(number)
     if not folder.is_dir():
         raise UserError(
-            f"{place} is no folder; give a run's, FOLDER@STEP, or a directory of transformers' zaya"
+            f"{place} is not a folder; give a run's, FOLDER@STEP, or a directory of transformers' zaya"
         )
     return folder, step
 
 
 def new_folder(directory: str | os.PathLike) -> Path:
-    """A folder that can be made."""
+    """A folder that can be created."""
     fields.check_path("directory", os.fspath(directory))
     return claims.new_folder(directory, "directory")
 
@@ -116,25 +116,25 @@ def integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np.
 
 
 def texts(prompt: Any) -> list[str] | None:
-    """The prompts where they are texts, one or several; None where they are ids."""
+    """The prompts where they are texts, one or several; None if they are ids."""
     found = [prompt] if isinstance(prompt, str) else np.asarray(prompt, object).ravel().tolist()
     is_text = [isinstance(text, str) for text in found]
     if any(is_text) and not all(is_text):
         raise UserError(
-            f"prompt {is_text.index(False) + 1} of {len(found)} is no text; give texts alone, or ids"
+            f"prompt {is_text.index(False) + 1} of {len(found)} is not a text; give only texts, or ids"
         )
     return found if any(is_text) else None
 
 
 def require_one_process() -> None:
-    """UserError in one of several."""
+    """UserError in one of several processes."""
     if jax.process_count() > 1:
         raise UserError("a model object is of one process; several train by experiments.pretrain")
 
 
 @contextlib.contextmanager
 def named(folder: Path) -> Iterator[None]:
-    """Messages of the programs, which speak of --workdir, name the folder instead."""
+    """Rewrites messages of the programs, which name --workdir, to name the folder."""
     try:
         yield
     except UserError as error:

@@ -73,7 +73,7 @@ class LanguageModel:
     tokenizer: tokenizers.Tokenizer | None
     mesh: Mesh | None
     source: str  # where the weights came from
-    _files: Mapping[str, bytes]  # of the tokenizer
+    _files: Mapping[str, bytes]  # the tokenizer's
     _imported: Mapping[str, Any]  # see `exchange.imported_of`
     _trained: bool = False  # since it was imported
 
@@ -151,7 +151,7 @@ class LanguageModel:
         self, prompt: Any, num_tokens: int = 200, *, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
         min_p: float = 0.0, stop: Sequence[str] = (), seed: int | Sequence[int] = 0,
     ) -> Any:  # fmt: skip
-        """A text, a list of texts, or ids [B, S], continued: the prompt comes first. See docs/generation.md.
+        """Continues a text, a list of texts, or ids [B, S]: the prompt comes first. See docs/generation.md.
 
         A text ends at the tokenizer's end of document, or before one of `stop`; ids go on for `num_tokens`. `seed` is
         one for all rows, or one for each.
@@ -165,10 +165,7 @@ class LanguageModel:
             if stop:
                 raise UserError("stop is for texts; ids go on for num_tokens")
             ids = self._inputs(prompt, None)[0]
-            rows = self.continued(ids.tolist(), num_tokens, **options)
-            more: list[list[int]] = [[] for _ in ids]
-            while not rows.ended:
-                more = [old + new for old, new in zip(more, rows.more(), strict=True)]
+            more = decode.generate(self._decoder(), ids.tolist(), num_tokens, **options)
             return np.concatenate([ids, np.asarray(more, ids.dtype).reshape(len(ids), -1)], axis=1)
         if self.tokenizer is None:
             raise UserError(f"the model of {self.source} has no tokenizer; give ids [B, S] instead of a text")
@@ -181,7 +178,7 @@ class LanguageModel:
     def continued(
         self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
     ) -> decode.Generation:
-        """Lists of ids, of any lengths, to be continued piece by piece; options are those of `decode.Generation`.
+        """Continues lists of ids of any lengths piece by piece; options are those of `decode.Generation`.
 
         A mesh with several devices on `context` holds the cache in parts over them. On another one, the weights are
         gathered on the first device.
@@ -189,12 +186,7 @@ class LanguageModel:
         >>> [len(new) for new in model.continued([[256, 97], [256]], 4).more()]
         [1, 1]
         """
-        self._check_weights()
-        devices = tree.cache_over(self.mesh)
-        weights = self.on_one_device() if devices.mesh is None else (self.params, self.balance)
-        config = self.config
-        decoder = decode.Decoder(config.model, *weights, config.precision, devices, config.kernels)
-        return decode.Generation(decoder, prompts, num_tokens, **options)
+        return decode.Generation(self._decoder(), prompts, num_tokens, **options)
 
     def on_one_device(self) -> tuple[dict, jax.Array]:
         """(parameters, balancing biases) as they are, or gathered from a mesh on its first device.
@@ -240,6 +232,12 @@ class LanguageModel:
         return exchange.write_directory(
             target, self.config.model, tree, self._imported, self._files, self.tokenizer, trained, dtype
         )
+
+    def _decoder(self) -> decode.Decoder:
+        self._check_weights()
+        devices, config = tree.cache_over(self.mesh), self.config
+        weights = self.on_one_device() if devices.mesh is None else (self.params, self.balance)
+        return decode.Decoder(config.model, *weights, config.precision, devices, config.kernels)
 
     def _run(self, name: str, ids: Any, segments: Any, **further: Any) -> Any:
         self._check_weights()
@@ -289,7 +287,7 @@ class LanguageModel:
         return ids, labels.astype(np.int32), segments
 
     def _check_weights(self) -> None:
-        """UserError where `params` or `balance` were replaced by arrays that do not fit this model."""
+        """UserError if `params` or `balance` were replaced by arrays that do not fit this model."""
         model = self.config.model
         expected = {
             "params": zaya.abstract(model),
@@ -321,7 +319,7 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
         raise UserError(f"seed={shown(seed)} must be at least 0 and below {2**32}")
     tokenizer: tokenizers.Tokenizer | None = tokenizers.load(settings.data.tokenizer)
     if tokenizer and tokenizer.vocab_size > settings.model.vocab_size:
-        tokenizer = None  # a model for ids of one's own
+        tokenizer = None  # a model for custom ids
     elif tokenizer:
         settings = token_ids.agree(settings, tokenizer)
     settings, over = given.with_mesh(settings, mesh)
@@ -416,7 +414,7 @@ def train(config: AnyConfig, workdir: str | os.PathLike | None = None) -> Langua
 def _signals_as_they_were() -> Iterator[None]:
     """Restores the caller's signal handlers after a run, which listens to signals until its process ends."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    before = signal.set_wakeup_fd(-1)  # an event loop's: a run would close it
+    before = signal.set_wakeup_fd(-1)  # an event loop's, which a run would close
     try:
         yield
     finally:

@@ -156,7 +156,7 @@ def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
         ({"NODES": "2"}, r"--agents \(NODES\) is given, but not --coordinator \(JAX_COORDINATOR_ADDRESS\) and --agent"),
         ({"NODES": "2", "NODE": "2", "JAX_COORDINATOR_ADDRESS": "h:1"}, "agent=2 of agents=2"),
         ({**NODES, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "one task a node"),
-        ({"NODES": "two", "NODE": "0", "JAX_COORDINATOR_ADDRESS": "h:1"}, "agents='two' is no whole number"),
+        ({"NODES": "two", "NODE": "0", "JAX_COORDINATOR_ADDRESS": "h:1"}, "agents='two' is not a whole number"),
     ],
 )  # fmt: skip
 def test_refuses_by_the_agents_own_names(environ, words):

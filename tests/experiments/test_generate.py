@@ -164,7 +164,7 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        (["--workdir=/nowhere"], "is no folder; give a run's"),
+        (["--workdir=/nowhere"], "is not a folder; give a run's"),
         (["--workdir={empty}"], "neither a run's folder with checkpoints nor"),
         (["--workdir={run}", "--step=4"], "no checkpoint of step 4; it has 3, 5"),
         (["--workdir={run}", "--prompt_file={bad}"], "not UTF-8 (byte 0xe9 at 3)"),
@@ -172,16 +172,16 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
         (["--workdir={run}", "--num_tokens=64"], "more than the model's max_position_embeddings=64"),
         (["--workdir={run}", "--num_tokens=0"], "argument --num_tokens: '0' must be at least 1"),
         (["--workdir={run}", "--temperature=nan"], "argument --temperature: 'nan' must be at least 0"),
-        (["--workdir={run}", "--temperature=warm"], "argument --temperature: 'warm' is no number"),
+        (["--workdir={run}", "--temperature=warm"], "argument --temperature: 'warm' is not a number"),
         (["--workdir={run}", "--seed=4294967296"], "must be at least 0 and at most 4,294,967,295"),
-        (["--workdir={run}", "--seed=1.5"], "argument --seed: '1.5' is no whole number"),
+        (["--workdir={run}", "--seed=1.5"], "argument --seed: '1.5' is not a whole number"),
         (["--workdir={run}", "--prompt=caf\udce9"], "--prompt has bytes that are not UTF-8; convert it"),
         (["--workdir="], "argument --workdir: '' is empty"),
         (["--workdir={run}", "--prompt=a", "--prompt_file=b"], "not allowed with"),
         (["--workdir={run}", "--prompts=a"], "unrecognized arguments"),
         (["--workdir={run}", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["--workdir={run}", "--stop="], "--stop= is empty"),
-        (["--workdir={run}", "--mesh=context"], "argument --mesh: 'context' is no AXIS=N"),
+        (["--workdir={run}", "--mesh=context"], "argument --mesh: 'context' is not AXIS=N"),
         (["--workdir={run}", "--mesh=rows=2"], "mesh.rows"),
         (
             ["--workdir={run}", "--num_tokens=9", "--prompt=a", "--prompt=" + "b" * 70],

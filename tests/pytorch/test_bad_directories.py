@@ -165,7 +165,10 @@ def test_files_that_are_missing(tmp_path, source):
             (elsewhere, rf"places {NORM} in|is missing")
             for elsewhere in ("../model-1.safetensors", "/x", "", "..", 3)
         ),
-        *((odd, rf"places {NORM} in .*, which is no file beside it") for odd in ("a\0b", "x\nb", "\ud800")),
+        *(
+            (odd, rf"places {NORM} in .*, which is not a file beside it")
+            for odd in ("a\0b", "x\nb", "\ud800")
+        ),
     ],
 )
 def test_an_index_that_names_wrong_files(sharded, file, says):

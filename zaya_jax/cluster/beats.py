@@ -70,10 +70,10 @@ class Beats:
     def __init__(self, folder: str | Path, index: int):
         path = Path(folder) / f"beat-{index:05d}"
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A reader never sees half a file, nor this start's in the last one's.
+        # A reader never sees half a file, or a mixture of two starts.
         new = path.with_suffix(f".{os.getpid()}")
         with new.open("w+b") as file:
-            # Pages that a full file system has not got would be a SIGBUS at the first word, not an error here.
+            # On a full file system, missing pages would be a SIGBUS at the first word instead of an error here.
             file.write(bytes(SIZE))
             file.flush()
             self._memory = mmap.mmap(file.fileno(), SIZE)
@@ -102,7 +102,7 @@ class Beats:
             if lap:
                 _LAP.pack_into(self._memory, _HEAD.size + self._laps % LAPS * _LAP.size, *lap)
                 self._laps += 1
-            # Not in one with the turn: packing clears all of its place before it writes.
+            # Packed apart from the turn, since packing clears its bytes before it writes.
             _REST.pack_into(
                 self._memory, _TURN.size, os.getpid(), self._index, section, step, mark,
                 since, time.monotonic(), self._laps,

@@ -21,7 +21,7 @@ _open: list[socket.socket] = []  # none must ever be closed, not even as garbage
 
 
 def compile_together(barrier: Callable[[str], None]) -> None:
-    """Has every program of several processes compiled by all before one runs it, and CPU programs kept by all.
+    """All processes compile a shared program before one runs it, and all keep CPU programs in the cache.
 
     The first process to enter a collective waits at most 30 s for the others (gloo, jaxlib 0.12.0), and with a warm
     cache it is there minutes before them. All processes compile these programs in the same order, since they run the

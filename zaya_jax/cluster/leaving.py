@@ -117,7 +117,7 @@ def complain(line: str) -> None:
 
 
 def code_of(error: BaseException) -> tuple[int, str]:
-    """The exit code of a program that an error ends, and the line that says why; FAILED for what nobody expected."""
+    """The exit code of a program that an error ends, and a line with the reason; FAILED for unexpected errors."""
     match error:
         case UserError():
             return BAD_INPUT, on_a_line(error)
@@ -139,7 +139,7 @@ def code_of(error: BaseException) -> tuple[int, str]:
 
 
 def at_signal(which: int, how: Callable[[signal.Signals], None]) -> None:
-    """Calls `how` at that SIGTERM or SIGINT, counted from now on, in a thread: Python's own handlers wait while the
+    """Calls `how` at the `which`-th SIGTERM or SIGINT from now on, in a thread: Python's own handlers wait while the
     main thread compiles, computes or writes. A handler must be set for both, if only one that does nothing."""
     listening, telling = os.pipe()
     os.set_blocking(telling, False)

@@ -107,7 +107,7 @@ class Lifelines:
                 self._call()
             while not self._ended.is_set():
                 self._turn(min(self._seconds / 10, 1.0))
-        except Exception as error:  # no run goes on without its lines
+        except Exception as error:  # a run never goes on without its lines
             self._end(End(1, self.index, self._host, f"lifelines: {type(error).__name__}: {error}"))
         finally:
             for key in list(self._selector.get_map().values()):
@@ -195,7 +195,7 @@ class Lifelines:
             self._drop(line)
         elif kind in ("end", "doubt"):
             end = End(*rest)
-            if self.index and line is self._inside:  # process 0 decides whose end it is
+            if self.index and line is self._inside:  # process 0 decides which end counts
                 self._lines[0].say(kind, *end)
             elif kind == "end":
                 self._end(end)
@@ -248,7 +248,7 @@ class Lifelines:
         self._end(End(1, NOBODY, self._host, text))
 
     def _end(self, end: End) -> None:
-        """The first one counts, for all."""
+        """Ends all processes; the first call counts."""
         if self._ended.is_set():
             return
         self._ended.set()

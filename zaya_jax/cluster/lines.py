@@ -111,7 +111,7 @@ class Door:
             connection, address = server.accept()
         except OSError:
             return None
-        # The address is asked for here: a caller that is gone already has none any more.
+        # Asked for here, since a caller that is gone has no address any more.
         line = Line(connection, address[0].removeprefix("::ffff:"), SHORT)
         self.strangers.append(line)
         line.say("who", line.nonce)
@@ -177,7 +177,7 @@ def call(address: str, index: int, digest: str, secret: bytes, seconds: float, k
             if said == "who":
                 shown = _proof(secret, "caller", theirs, index, here, digest)
                 connection.sendall(json.dumps(["here", index, here, digest, nonce, shown]).encode() + b"\n")
-                # It knows this end from here on: to hang up would be a loss to it.
+                # From here on it knows this end and would count a hang-up as a loss.
                 connection.settimeout(max(until - time.monotonic(), GREETING))
                 said, word = _first(connection)
                 if said == "refused":

@@ -45,13 +45,13 @@ _PREFIX = "zaya_jax"
 _log = logging.getLogger("zaya_jax")
 _log.addHandler(logging.NullHandler())  # this process's file, once `logs` has opened it
 _log.propagate = False  # libraries give the root logger a handler that prints
-_errors: list[BaseException] = []  # that ended the program here
+_errors: list[BaseException] = []  # the error that ended the program here
 _calls: collections.Counter[str] = collections.Counter()
 _lines: list[Lifelines] = []  # of several processes: by them an error here ends all
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """--coordinator, --num_processes and --process_id, for a program that may be several."""
+    """--coordinator, --num_processes and --process_id, for a program of one or several processes."""
     add = parser.add_argument
     add("--coordinator", metavar="HOST:PORT", help="process 0, where there are several processes")
     add("--num_processes", type=int, metavar="N", help="how many processes take part")
@@ -92,7 +92,7 @@ def together(program: Callable[[], int], options: argparse.Namespace | None = No
 
 
 def _join(rank: Rank) -> None:
-    """Makes JAX one of several."""
+    """Joins JAX's distributed runtime."""
     address = rank.coordinator
     if rank.index:
         host, port = address.rsplit(":", 1)
@@ -283,7 +283,7 @@ def _leave(end: End) -> None:
 
 
 def _interrupted(number: signal.Signals) -> None:
-    """A second signal: at once, and all of several processes."""
+    """Ends all processes at once, on a second signal."""
     error = KeyboardInterrupt(number)
     if _lines:
         _because(error)
@@ -323,9 +323,9 @@ def _turn(name: str) -> int:
 
 
 def seconds_of(setting: tuple[str, int]) -> int:
-    """The seconds of JOIN, WAIT or HEARTBEAT by the environment; UserError where that is no number."""
+    """The seconds of JOIN, WAIT or HEARTBEAT by the environment; UserError if it is not a number."""
     name, usual = setting
     try:
         return int(os.environ.get(name) or usual)
     except ValueError:
-        raise UserError(f"{name}={os.environ[name]!r} is no whole number of seconds") from None
+        raise UserError(f"{name}={os.environ[name]!r} is not a whole number of seconds") from None

@@ -44,9 +44,9 @@ def find_rank(
     given: Mapping[str, Any] | None = None,
     names: Mapping[str, tuple[str, str]] = NAMES,
 ) -> Rank | None:
-    """The rank that flags (`given`), variables or Slurm name, in this order; None where there is one process.
+    """The rank that flags (`given`), variables or Slurm name, in this order; None if there is one process.
 
-    The index may also be that of a pod. UserError where it is incomplete or contradicts itself.
+    The index may also be that of a pod. UserError if it is incomplete or contradicts itself.
     """
     found = {name: value for name, value in (given or {}).items() if value not in (None, "")}
     found |= {n: environ[v] for n, (_, v) in names.items() if n not in found and environ.get(v)}
@@ -123,11 +123,13 @@ def _number(name: str, text: Any) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UserError(f"{name}={text!r} is no whole number; see docs/clusters.md for what to set") from None
+        raise UserError(
+            f"{name}={text!r} is not a whole number; see docs/clusters.md for what to set"
+        ) from None
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str:
-    """First host of the step's list (a1,a2 or a[01-16,20]-ib), and a port that differs from job to job."""
+    """The first host of the step's list (a1,a2 or a[01-16,20]-ib), and a port that differs between jobs."""
     first = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", environ["SLURM_STEP_NODELIST"])
     if first is None:
         raise UserError(f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} names no host")
@@ -138,7 +140,7 @@ def _slurm_address(environ: Mapping[str, str]) -> str:
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """The device of this task, unless it has the node for itself or sees only its own already."""
+    """The device of this task, unless it is alone on its node or already sees only its own device."""
     visible = [environ[name] for name in VISIBLE_DEVICES if environ.get(name)]
     bound = any("," not in devices for devices in visible)
     alone = re.fullmatch(r"1(\(x\d+\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))

@@ -78,7 +78,7 @@ def to_dict(config: Any) -> dict:
 
 
 def unknown_key(path: str) -> UserError:
-    """The error for a key that the config does not have, with the nearest that it has."""
+    """The error for an unknown key, with the nearest known one."""
     return UserError(f"unknown config key config.{path}{fields.nearest(path, all_keys())}")
 
 

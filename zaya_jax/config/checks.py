@@ -5,7 +5,7 @@ from zaya_jax.config.keys import Config, Model, Run
 
 
 def check_config(c: Config) -> None:
-    """UserError where two keys contradict each other."""
+    """UserError if two keys contradict each other."""
     check_model(c.model)
     _check_run(c.run)
     _check_kernels(c.kernels)
@@ -71,7 +71,7 @@ def _check_kernels(names: tuple[str, ...]) -> None:
 
 
 def check_model(m: Model) -> None:
-    """UserError where keys of a model contradict each other."""
+    """UserError if keys of a model contradict each other."""
     if m.num_attention_heads % m.num_key_value_heads:
         raise UserError(
             f"config.model.num_attention_heads={m.num_attention_heads} is not a multiple of "

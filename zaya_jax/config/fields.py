@@ -33,7 +33,7 @@ LONGEST = 80  # characters of a value in a message
 
 
 def on_a_line(error: BaseException) -> str:
-    """An error's text on one line; cut in its middle where it is too long to be read."""
+    """An error's text on one line; cut in its middle if it is too long to read."""
     text, half = " ".join(str(error).split()), LONGEST_LINE // 2
     return text if len(text) <= LONGEST_LINE else f"{text[:half]} ... {text[-half:]}"
 
@@ -44,7 +44,7 @@ def first_line(error: BaseException) -> str:
 
 
 def ranged(default: float | None, least: float, greatest: float, meaning: str) -> Any:
-    """A number, or a row of them; not finite ones never fit."""
+    """A number, or a row of numbers; infinities and NaN never fit."""
     return _declare(default, meaning, range=(least, greatest))
 
 
@@ -151,7 +151,7 @@ def item_type(kind: Any) -> Any:
 
 
 def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, dataclasses.Field]]:
-    """Every key of a dataclass that is no group, dotted, with its declaration. Rows of groups count as one key."""
+    """Every key of a dataclass except groups, dotted, with its declaration. Rows of groups count as one key."""
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(field.type):
             yield from leaves(typing.cast(type, field.type), f"{prefix}{field.name}.")
@@ -174,7 +174,7 @@ def check_fields(value: Any, prefix: str = "") -> None:
 
 
 def _check(field: dataclasses.Field, value: Any, path: str) -> None:
-    if value is None:  # what may be None has passed `build`
+    if value is None:  # `build` has passed it as optional
         return
     if dataclasses.is_dataclass(value):
         check_fields(value, f"{path}.")
@@ -202,7 +202,7 @@ def _check_text(field: dataclasses.Field, value: str, given: str) -> None:
         try:
             value.encode()
         except UnicodeEncodeError:
-            raise UserError(f"{given} is no UTF-8; give whole characters") from None
+            raise UserError(f"{given} is not UTF-8; give whole characters") from None
     elif value or field.default != "":
         problem = path_problem(value, addresses=kind in ("path", "source"))
         if problem:
@@ -210,7 +210,7 @@ def _check_text(field: dataclasses.Field, value: str, given: str) -> None:
 
 
 def check_path(option: str, value: str, addresses: bool = False) -> None:
-    """UserError where an option of a command line cannot be a path."""
+    """UserError if an option of a command line cannot be a path."""
     problem = path_problem(value, addresses)
     if problem:
         raise UserError(f"{option}={shown(value)} {problem}; give another path")
@@ -254,12 +254,12 @@ def parse_json(content: str | bytes) -> Any:
 
 
 def nearest(value: Any, choices: Iterable[str]) -> str:
-    """A question to end a message with: the choice most like the value, if one is."""
+    """A question that ends a message: the choice most similar to the value, if there is one."""
     found = difflib.get_close_matches(str(value), list(choices), n=1, cutoff=0.5)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def shown(value: Any) -> str:
-    """A value in a message: its repr on one line, cut where it is too long to be read."""
+    """A value in a message: its repr on one line, cut if it is too long to read."""
     out = " ".join(repr(value).splitlines())
     return out if len(out) <= LONGEST else f"{out[: LONGEST - 20]} ... ({len(out)} characters)"

@@ -35,7 +35,7 @@ PLAIN = {"do_sample": (True, False), "num_beams": (1,), "use_cache": (True, Fals
 
 
 def require() -> None:
-    """UserError where lm-eval is not installed."""
+    """UserError if lm-eval is not installed."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError("--tasks needs lm-eval-harness: pip install lm-eval, or make setup EXTRAS=eval")
 
