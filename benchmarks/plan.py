@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from experiments import _compiling as compiling
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import Config
@@ -22,7 +23,6 @@ from zaya_jax.parallel.mesh import make_mesh, shape_of
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.plan import footprint, work
 from zaya_jax.plan.case import Case
-from zaya_jax.training import compiling
 
 BASE = {"remat": "attention"}
 # name: devices, sequences at once on a row of data x expert, micro-batches, what differs from ZAYA1-base of four layers

@@ -22,6 +22,7 @@ from typing import Any
 
 import jax
 
+from experiments import _compiling as compiling
 from zaya_jax import cli, schedule
 from zaya_jax import config as config_lib
 from zaya_jax.config import Config, UserError
@@ -34,7 +35,7 @@ from zaya_jax.report.document import Document, Section, Table, Tile
 from zaya_jax.report.svg import Chart, Line
 from zaya_jax.report.text import byte_size, duration, number, shape_of_step
 from zaya_jax.schedule import Segment
-from zaya_jax.training import compiling, recipe
+from zaya_jax.training import recipe
 
 KINDS = (
     "weights", "optimizer", "batch and figures", "gradients", "activations", "exchange", "other temporaries", "gaps",

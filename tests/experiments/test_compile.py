@@ -9,9 +9,9 @@ import jax
 import numpy as np
 import pytest
 
+from experiments import _compiling as compiling
 from zaya_jax import config, schedule
 from zaya_jax.parallel.mesh import make_mesh
-from zaya_jax.training import compiling
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 

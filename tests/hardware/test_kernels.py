@@ -8,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from experiments import _compiling as compiling
 from pallas_kernels.loops import turning
 from zaya_jax import config as config_lib
 from zaya_jax.hardware import buffers, chips, hlo, kernels, roofline
 from zaya_jax.hardware.clusters import CLUSTERS
-from zaya_jax.training import compiling
 
 # As XLA 0.12.0 writes a GPU's program: a loop with a known length and one without, slices, an update in place.
 PROGRAM = (Path(__file__).parent / "program.txt").read_text()

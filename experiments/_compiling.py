@@ -1,7 +1,7 @@
-"""The training step of a run compiled from shapes alone, for the devices at hand or for ones that are not here.
+"""Compiles the training step from shapes alone and measures the program, for devices that may not be here.
 
-It is the very program that `pretrain` runs: made by the same functions, for arrays that have a shape, a number format
-and a place on the mesh, and no numbers.
+It is the very program that `pretrain` runs, made by the same functions, for arrays that have a shape, a number format
+and a place on the mesh, but no content.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ LARGEST = 12  # kernels and buffers that are named
 
 
 def batch_like(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> dict[str, Any]:
-    """Likewise a step's batch of so many sequences."""
+    """The shapes of a batch of so many sequences."""
     sharding = NamedSharding(mesh, batch_spec(spread_of(config.mesh, mesh.shape)))
     shape = (micro_batches, sequences // micro_batches, config.data.seq_len)
 
