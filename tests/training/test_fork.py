@@ -43,20 +43,6 @@ def parent(tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-def test_a_fork_that_ended_before_it_saved_leaves_no_lineage(parent, tmp_path, monkeypatch):
-    def ended(*_):
-        raise RuntimeError("ended")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(fork.Parent, "load", ended)
-        with pytest.raises(RuntimeError, match="ended"):
-            train(parent, tmp_path / "plain", run__fork=f"{parent / 'run'}@4")
-    assert (tmp_path / "plain" / "lineage.json").exists()
-    assert train(parent, tmp_path / "plain", run__num_steps=1) == cli.DONE
-    assert not (tmp_path / "plain" / "lineage.json").exists()
-
-
 def tree(folder):
     """Every file with its content's time: what a run that only reads leaves alike."""
     return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.rglob("*") if not p.is_dir()}

@@ -14,7 +14,6 @@ import tiny_runs
 from experiments import pretrain
 from zaya_jax import cli, config, schedule
 from zaya_jax.checkpoint import partial
-from zaya_jax.checkpoint.store import read_meta
 from zaya_jax.training import recipe
 
 SMALL = Path(__file__).with_name("small_phases.py")
@@ -99,12 +98,8 @@ def went_through(workdir, said, last):
 
 @pytest.mark.slow
 def test_a_run_ends_at_a_border_to_another_mesh_and_the_same_start_goes_on(tmp_path, capsys):
-    """The first of the borders; a run that is to end at it is done there."""
+    """The first of the borders; a run that is to end at the second is done there."""
     first, second = BORDERS[:2]
-    for _ in range(2):
-        assert start(tmp_path / "short", run__num_steps=first, log__sample_tokens=0, **QUICK) == cli.DONE
-    assert read_meta(tmp_path / "short", first)["step"] == first
-    capsys.readouterr()
     said = []
     for code, step in ((cli.PREEMPTED, first), (cli.DONE, second)):
         assert start(tmp_path / "run", run__num_steps=second, **QUICK) == code
