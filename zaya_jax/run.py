@@ -36,7 +36,7 @@ from zaya_jax.training.evaluation import Evaluation
 from zaya_jax.training.figures import Figures, ended_well
 from zaya_jax.training.pace import Pace
 from zaya_jax.training.sample import write_sample
-from zaya_jax.training.workdir import AsItWas, check_same, folder_of, open_workdir, record_start
+from zaya_jax.training.workdir import CleanupIfRefused, check_same, folder_of, open_workdir, record_start
 
 UNHEALTHY_AFTER = 50  # steps in a row whose update had no effect
 Way = Literal["resumed", "imported", "forked", "initial weights", "fresh"]
@@ -76,7 +76,7 @@ class Beginning(layout.Layout):
     meta: dict[str, Any]  # of the checkpoint that it goes on from
     decided: list[decisions.Decision]  # the times that the run went back
     workdir: Path
-    as_it_was: AsItWas
+    cleanup: CleanupIfRefused
     store: Store
 
 
@@ -91,10 +91,10 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     4. initial weights: those of `run.init_from`, with a fresh optimizer;
     5. fresh.
     """
-    planned = layout.check(config, folder := folder_of(config, workdir))
+    planned = layout.plan_start(config, folder := folder_of(config, workdir))
     multihost.barrier("checks")  # no process writes before all have passed theirs
     config = planned.recipe.config  # with what a fork and a tokenizer fill in
-    folder, as_it_was, store, decided = _open(folder, config, at_end)
+    folder, cleanup, store, decided = _open(folder, config, at_end)
     way: Way = "fresh"
     newest, reached, parent, meta = store.newest(), 0, None, dict[str, Any]()
     if newest:
@@ -119,21 +119,21 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
         planned.stream.leave_out(decisions.left_out(decided))
     return Beginning(
         **vars(planned) | {"notes": planned.notes + said}, way=way, parent=parent, meta=meta, decided=decided,
-        workdir=folder, as_it_was=as_it_was, store=store,
+        workdir=folder, cleanup=cleanup, store=store,
     )  # fmt: skip
 
 
 def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
     """(folder, its state before this start, checkpoints, the run's decisions); locked until this start ends."""
-    as_it_was = AsItWas(folder)
-    folder = open_workdir(folder, config, as_it_was.locked)
-    at_end.push(as_it_was)
+    cleanup = CleanupIfRefused(folder)
+    folder = open_workdir(folder, config, cleanup.locked)
+    at_end.push(cleanup)
     decided = multihost.from_first("decisions", functools.partial(decisions.read, folder))
     is_ours = lambda m: check_same(config_lib.check(m.get("config")), config, folder, m["step"])  # noqa: E731
     store = Store(folder, config.checkpoint, logs.say, is_ours)
     if decided:  # a start before this one may have been killed while it went back
         store.drop_stale(decided)
-    return folder, as_it_was, store, decided
+    return folder, cleanup, store, decided
 
 
 def already_complete(begun: Beginning) -> int:
@@ -189,7 +189,7 @@ class Loop:
         self.evaluation.windows(self.plan.step(begun.reached + 1).phase)  # fail now if one is unreadable
         multihost.barrier("the first step")
         notes.describe_start(begun.recipe, begun.stage, self.workdir, begun.reached, begun.notes)
-        begun.as_it_was.begun()
+        begun.cleanup.keep()
         own = {} if begun.parent else begun.meta
         self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, begun.reached)
         unsound = min(
@@ -240,7 +240,7 @@ class Loop:
         batch = next(self.stream)
         self.pace.dispatch()
         self.state, figures = self.program(now.phase_index)(self.state, batch, np.float32(now.lr))
-        self.pace.came()
+        self.pace.called()
         self.figures.dispatched(now, figures)
         return batch
 

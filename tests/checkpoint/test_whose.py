@@ -13,7 +13,7 @@ from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.pytorch import exchange
 from zaya_jax.training import workdir as workdir_lib
-from zaya_jax.training.workdir import AsItWas, open_workdir
+from zaya_jax.training.workdir import CleanupIfRefused, open_workdir
 
 
 def settings(**keys):
@@ -59,32 +59,32 @@ def then_waits(monkeypatch):
 def test_a_refused_start_that_waited_takes_nothing_of_the_run_that_came_first(tmp_path, then_waits):
     """The folder was new when it looked; another run began, saved and ended while it waited for the lock."""
     place = tmp_path / "run"
-    as_it_was = AsItWas(place)
+    cleanup = CleanupIfRefused(place)
     then_waits(place, run__seed=1)
     with pytest.raises(UserError, match=r"was started with config\.run\.seed=1, now it is 2"):
-        open_workdir(place, settings(run__seed=2), as_it_was.locked)
+        open_workdir(place, settings(run__seed=2), cleanup.locked)
     assert not claims.taken(place)
     before = content(place)
-    as_it_was(UserError)
+    cleanup(UserError)
     assert content(place) == before and (place / "config.json").exists()
 
     # One that may go on there is refused later, for another reason: it began none of this either.
     shutil.rmtree(place)
-    as_it_was = AsItWas(place)
+    cleanup = CleanupIfRefused(place)
     then_waits(place, run__seed=1)
-    open_workdir(place, settings(run__seed=1), as_it_was.locked)
+    open_workdir(place, settings(run__seed=1), cleanup.locked)
     before = content(place)
-    as_it_was(UserError)
+    cleanup(UserError)
     assert content(place) == before
     claims.release(place)
 
 
 def test_what_a_refused_start_has_fetched_goes_with_it(tmp_path):
     shutil.copytree(train(tmp_path / "run") / "checkpoints", tmp_path / "copies")
-    as_it_was = AsItWas(tmp_path / "new")
-    workdir = open_workdir(tmp_path / "new", settings(), as_it_was.locked)
+    cleanup = CleanupIfRefused(tmp_path / "new")
+    workdir = open_workdir(tmp_path / "new", settings(), cleanup.locked)
     assert store.Store(workdir, Checkpoint(durable=str(tmp_path / "copies")), print).newest() == 4
-    as_it_was(UserError)
+    cleanup(UserError)
     claims.release(workdir)
     assert not (tmp_path / "new").exists()
 

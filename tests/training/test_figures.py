@@ -148,7 +148,7 @@ def test_own_time_is_what_is_left_of_a_step_without_waiting(said, monkeypatch):
         for seconds, done in (
             (1, partial(pace.fetch, step, "program")),  # from the end of the step before
             (2, pace.dispatch),
-            (4, pace.came),
+            (4, pace.called),
             (8, partial(pace.mark, "figures")),
             (16, partial(pace.evaluate, step, "evaluation")),
             (32, pace.evaluating),

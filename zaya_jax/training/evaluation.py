@@ -1,4 +1,4 @@
-"""The losses on text that a run does not train on: its sources' held-out part, and the texts of `eval.named`."""
+"""Measures the loss on text that a run does not train on: the held-out part of its sources, and `eval.named`."""
 
 import functools
 from typing import Any
@@ -20,7 +20,7 @@ from zaya_jax.training.recipe import Recipe, Stage
 
 
 class Evaluation:
-    """Of one start: the windows of a phase and its program, made when they are first asked for."""
+    """The evaluations of one start. A phase's windows and program are made when they are first needed."""
 
     def __init__(self, whole: Recipe, here: Stage, tokenizer: Tokenizer, optimizer: Optimizer, pace: Pace):
         self._whole, self._here, self._tokenizer, self._pace = whole, here, tokenizer, pace
@@ -44,7 +44,7 @@ class Evaluation:
         return losses
 
     def put_off(self, state: Any, reached: int, writer: Writer) -> None:
-        """The evaluation after step `reached`, which the stop after that step did not wait for."""
+        """Makes up for the evaluation after step `reached`, which was due when the run stopped there."""
         before = self._whole.plan.step(reached)
         if self._whole.stage(reached).config.mesh != self._here.config.mesh:
             logs.say(f"note: step {reached} stays without a held-out loss: its phase had another mesh")
@@ -55,7 +55,7 @@ class Evaluation:
             logs.say(f"step {reached} | held-out {first:.4f}, which the stop after that step had put off")
 
     def as_they_came(self, state: Any) -> None:
-        """Says the loss of weights that the run did not make."""
+        """Prints the loss of weights that come from elsewhere, before the first step."""
         first = self._whole.plan.step(1)
         if self.windows(first.phase):
             loss = self.losses(state, first).get("eval/loss", np.nan)

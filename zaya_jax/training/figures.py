@@ -1,7 +1,7 @@
-"""The figures of a run's steps: read one step late, so that no device waits for them, and handed on.
+"""Reads the figures of each step one step late, so that no device waits, and hands them to files, console and guard.
 
-figures.dispatched(now, of_the_step)     reads those of the step before
-figures.read(more)                       reads those of this step, where something is due after it
+figures.dispatched(now, of_the_step)     reads the figures of the step before
+figures.read(more)                       reads the figures of this step, where something is due after it
 with figures.outside_a_step(): ...       time that belongs to no step
 """
 
@@ -23,7 +23,7 @@ from zaya_jax.training.pace import Pace
 
 
 class Figures:
-    """Of one start; `unsound`: updates without effect until then."""
+    """The figures of one start; `unsound` updates in a row had no effect before it."""
 
     def __init__(self, begun: Any, unsound: int, pace: Pace, guard: Any):
         """`begun` is the run's `Beginning`, `guard` the `aegis.guard.Guard` that sees them."""
@@ -38,18 +38,18 @@ class Figures:
         self.begin()
 
     def begin(self) -> None:
-        """From now on time is the first step's."""
+        """Starts the clock of the first step."""
         self._clock = time.perf_counter()
 
     @contextlib.contextmanager
     def outside_a_step(self) -> Iterator[None]:
-        """The time until its end is no step's."""
+        """Leaves the time within out of the step's."""
         since = time.perf_counter()
         yield
         self._clock += time.perf_counter() - since
 
     def dispatched(self, now: Step, figures: Any) -> None:
-        """A step has been dispatched: those of the one before are read."""
+        """Takes the figures of a step that has been dispatched, and reads those of the step before."""
         if self._pending:
             self.read()
         self._pace.mark("figures")
@@ -57,11 +57,11 @@ class Figures:
         self._pending = (now, figures, self._lap() if figures["loss"].is_ready() else None)
 
     def read(self, more: dict[str, Any] | None = None) -> dict[str, float]:
-        """Reads those that are pending and hands them on; the ones that a checkpoint is judged by."""
+        """Reads the pending figures and hands them on; gives those that a checkpoint is judged by."""
         assert self._pending is not None
         (now, found, seconds), self._pending = self._pending, None
         self._pace.mark("wait")
-        found = with_what_was_learnt(jax.device_get(found))
+        found = nan_without_targets(jax.device_get(found))
         self._pace.mark("figures")
         seconds, tokens = seconds or self._lap(), now.tokens_after - now.tokens_before
         figures = {"tokens": now.tokens_after, **found, **(more or {})}
@@ -99,8 +99,8 @@ class Figures:
         return self._clock - last
 
 
-def with_what_was_learnt(figures: dict) -> dict:
-    """The figures; of a batch without a target, whose sums are all zero, a loss that is no number."""
+def nan_without_targets(figures: dict) -> dict:
+    """The figures, with a loss of nan where the batch had no target and its sums are all zero."""
     if figures["loss"] == figures["z"] == 0:
         return figures | {"loss": np.nan, "target_tokens": 0.0}
     return figures

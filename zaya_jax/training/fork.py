@@ -95,7 +95,7 @@ class Parent:
         }  # fmt: skip
 
     def note(self, plan: Plan) -> str:
-        """What is taken over and what differs; `plan` is the fork's."""
+        """Says which state the fork begins with and which keys differ; `plan` is the fork's."""
         step, changes = self.meta["step"], self._changes()
         with contextlib.suppress(UserError, ValueError):  # a parent that was stopped at once has no such step
             was = schedule.make_plan(self._config).step(step).lr
@@ -149,7 +149,7 @@ def _open(place: str) -> tuple[Source, dict[str, Any]]:
 def _filled(
     source: Source, theirs: dict[str, layout.Array], like: jax.ShapeDtypeStruct, parts: list[HeldBox]
 ) -> jax.Array:
-    """One array of the run from a checkpoint's; what several devices of a process hold is read once."""
+    """One array of the run, read from the checkpoint; a part that several devices of a process hold is read once."""
     read: dict[tuple, np.ndarray] = {}
     singles = []
     for device in sorted(like.sharding.addressable_devices, key=lambda device: device.id):

@@ -28,9 +28,10 @@ EXPERTS = ("layers/experts/gate_up", "layers/experts/down")
 
 
 def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place: bool) -> tuple[dict, Any]:
-    """(gradients like the parameters, or shares of them, what else the loss gives, summed over the micro-batches).
+    """(gradients, the loss function's other results), both summed over the micro-batches.
 
-    loss_of(params, micro-batch, stored) → (loss, what else); `in_place`: kernels have the experts.
+    loss_of(params, micro-batch, stored) → (loss, other results). Gradients lie like the parameters, or as shares.
+    `in_place`: kernels read and write the experts where all layers' lie.
     """
     one = batch["tokens"].shape[0] == 1
     ways = ways if one else {}
@@ -62,7 +63,7 @@ def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place
 
 
 def _accumulated(loss: Callable, weights: dict, batch: dict) -> tuple[dict, Any]:
-    """The sums over micro-batches of the gradients, and of what else the loss gives."""
+    """Sums the gradients, and the loss function's other results, over the micro-batches."""
     places = jax.tree.map(lambda w: jax.new_ref(jnp.zeros_like(w)), weights)
 
     def accumulate(carry, micro):
@@ -79,7 +80,7 @@ def _accumulated(loss: Callable, weights: dict, batch: dict) -> tuple[dict, Any]
 
 
 def _places(experts: dict, ways: Ways, add: bool) -> tuple[dict[str, jax.Ref], dict[str, Callable]]:
-    """References for the gradients of experts that kernels write, and what makes shares of a layer's, where it does."""
+    """References for the experts' gradients, which kernels write, and the functions that make shares of a layer's."""
     if experts and experts.keys() <= ways.keys():
         places = {path: jax.new_ref(jnp.zeros(ways[path].shape)) for path in sorted(experts)}
         return places, {path: ways[path].share for path in experts}
@@ -88,5 +89,5 @@ def _places(experts: dict, ways: Ways, add: bool) -> tuple[dict[str, jax.Ref], d
 
 
 def _pair(experts: dict) -> Any:
-    """Those of gate_up and down."""
+    """The values of gate_up and down."""
     return (experts[EXPERTS[0]], experts[EXPERTS[1]]) if experts else None

@@ -1,4 +1,4 @@
-"""Lays a start out: the phases, their mesh, the tokenizer and the data, checked before anything is compiled or written.
+"""Plans a start: its phases, mesh, tokenizer and data, all checked before anything is compiled or written.
 
 Of memory a lower bound is checked: a step's batch on the host, weights and optimizer state on the devices. Activations
 and gradients come on top (`experiments.plan`).
@@ -27,7 +27,7 @@ BYTES_A_TOKEN = 20  # of a batch: tokens, targets, segments, positions, mask, fo
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A start after step `reached`: all that follows from config, devices and data."""
+    """A start after step `reached`, as it follows from config, devices and data."""
 
     reached: int
     recipe: Recipe
@@ -38,7 +38,7 @@ class Layout:
     notes: list[str]
 
 
-def check(config: Config, folder: Path) -> Layout:
+def plan_start(config: Config, folder: Path) -> Layout:
     """The layout of a start from the newest checkpoint that is in the folder; UserError where something is wrong."""
     found = multihost.from_first("fork", functools.partial(fork.find, config, folder))
     config = fork.settle(config, found)

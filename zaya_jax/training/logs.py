@@ -1,6 +1,6 @@
-"""What each process writes down for itself: workdir/logs/process-00000.log, one file per process.
+"""Writes each process's own log: workdir/logs/process-00000.log and so on, with times, warnings and errors.
 
-The terminal and metrics.jsonl are process 0's alone; here stands when each process did what, its warnings, its errors.
+The terminal and metrics.jsonl belong to process 0 alone.
 `kill -USR1 PID` adds where all its threads are, for a run that hangs.
 """
 
@@ -55,7 +55,7 @@ def note(message: str) -> None:
 
 
 def say(message: str) -> None:
-    """A line in every process's file, and in process 0 for the person who looks on; neither stops a run."""
+    """A line in every process's file, and on the terminal of process 0; a failure of either stops no run."""
     _log.info(message)
     if multihost.is_writer():
         _print(message)
@@ -69,16 +69,16 @@ def _print(line: str) -> None:
 
 
 class _Terminal(logging.Handler):
-    """Our own warnings (data that is read again, padded, repeated) for the person who looks on, in process 0."""
+    """Shows our own warnings (data that is read again, padded, repeated) on the terminal of process 0."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """A line."""
+        """Prints a warning."""
         if multihost.is_writer():
             _print(f"warning: {record.getMessage()}")
 
 
 class _File(logging.FileHandler):
-    """A file whose disk may be full: the lines are on the terminal too, and a traceback for each helps nobody."""
+    """A log file that stays silent where the disk is full: its lines are on the terminal too."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing."""
+        """Ignores the error."""

@@ -1,5 +1,4 @@
-"""Where a run's figures go: metrics.jsonl and TensorBoard every step, one dense line or a progress bar for people,
-with the time that is left.
+"""Writes a run's figures: metrics.jsonl and TensorBoard every step, and a line or a progress bar on the terminal.
 
 Figures are the same in all processes; process 0 writes and shows them.
 """
@@ -58,7 +57,7 @@ class Writer:
         leaving.before(self.close)
 
     def write(self, step: int, figures: dict[str, Any]) -> None:
-        """One step's figures: numbers and arrays of numbers. A full disk costs none of the lines of metrics.jsonl."""
+        """Writes a step's figures, numbers and arrays of numbers. A full disk costs no line of metrics.jsonl."""
         self.last_step = step
         if not self._writes:
             return
@@ -99,7 +98,7 @@ class Writer:
                 self._try(self._events.close)
 
     def _try(self, *functions: Callable[[], None]) -> None:
-        """The training goes on without its figures, and says so when that begins and when it ends."""
+        """Lets training go on where files cannot be written, and says so when that begins and when it ends."""
         failing = ""
         for function in functions:
             try:
@@ -136,7 +135,7 @@ def _plain(value: Any) -> Any:
 
 
 def keep_until(path: Path, step: int) -> int:
-    """Drops the lines from the first of a later step on, and what a kill has left at the end; how many bytes that was.
+    """Drops all lines after those of `step`, and the half line that a kill has left; gives the number of bytes dropped.
 
     Cutting is one operation: killed at any time, the file is as it was or as it is to be. A damaged line before the
     last good one stays; the report counts it.
@@ -181,7 +180,7 @@ class Console:
             say(line)
 
     def say(self, text: str) -> None:
-        """A line of its own."""
+        """Prints a line beside the progress bar."""
         if self._bar is not None:
             self._bar.write(text)
             note(text)

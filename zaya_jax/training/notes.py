@@ -1,4 +1,4 @@
-"""The lines that a run prints about itself, and the record of its environment."""
+"""Words the lines that a run prints about itself, and records its environment."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ from zaya_jax.training.recipe import Recipe, Stage
 
 
 def describe_start(whole: Recipe, here: Stage, workdir: Path, reached: int, notes: list[str]) -> None:
-    """The lines that a start begins with: its phases, the model and its place, and what was noted of them."""
+    """Prints the first lines of a start: its phases, the model and its place, and the notes of its checks."""
     if whole.config.schedule.phases:
         logs.say(recipe.table(whole))
     logs.say(describe_run(whole, here, workdir, reached))
@@ -38,7 +38,7 @@ def describe_run(whole: Recipe, here: Stage, workdir: Path, reached: int) -> str
 
 
 def environment() -> dict[str, str]:
-    """What the run ran on."""
+    """The devices and versions that the run has."""
     device = jax.devices()[0]
     return {
         "device": f"{jax.device_count()} x {device.device_kind}",

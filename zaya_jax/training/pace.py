@@ -1,7 +1,7 @@
-"""Where the loop is, said as it goes (`cluster.beats`), and what each step's seconds went to.
+"""Reports where the loop is (`cluster.beats`), and measures what each step's seconds are spent on.
 
     pace.fetch(number, program)      waits for a batch; the first step of a program counts as "compile"
-    pace.dispatch(), pace.came()    the program is called; the call has come back
+    pace.dispatch(), pace.called()  the program is called; the call has come back
     pace.at(section, number, mark)   any other place; pace.mark(mark): the same section and step go on
     pace.lap()                       the step has ended
 
@@ -20,7 +20,7 @@ OTHERS = ("fetch", "wait")  # marks at which a process does nothing itself
 
 
 class Pace:
-    """One start's; `device`: one of those that compute."""
+    """The pace of one start; `device` is one of those that compute."""
 
     def __init__(self, device: jax.Device):
         # A CPU computes in the call itself, so that it is there that processes wait for each other.
@@ -30,38 +30,38 @@ class Pace:
         self._place, self._step, self._since = ("start", ""), 0, time.perf_counter()
 
     def at(self, section: str, step: int, mark: str = "") -> None:
-        """The loop has come here; until now it was where it had said before."""
+        """Reports that the loop is here now, and counts the time until now for its last place."""
         now = time.perf_counter()
         self._spent[self._place] += now - self._since
         self._place, self._step, self._since = (section, mark), step, now
         beats.at(section, step, mark)
 
     def mark(self, mark: str) -> None:
-        """Likewise, within the same section."""
+        """Reports another place within the same section and step."""
         self.at(self._place[0], self._step, mark)
 
     def fetch(self, step: int, program: Hashable) -> None:
-        """A step begins; a program that was not called before is compiled in it."""
+        """Begins a step; a program that was not called before is compiled in it."""
         self.at(self._section("step", program), step, "fetch")
 
     def dispatch(self) -> None:
-        """Its batch is there, and its program is called."""
+        """The step's batch has come, and its program is called."""
         self.mark("dispatch" if self._place[0] == "compile" else self._calling)
 
-    def came(self) -> None:
-        """The call has come back: what was compiled is."""
+    def called(self) -> None:
+        """The call has come back, so any compiling is done."""
         self.at("step", self._step, "wait")
 
     def evaluate(self, step: int, program: Hashable) -> None:
-        """An evaluation begins."""
+        """Begins an evaluation."""
         self.at(self._section("evaluate", program), step, "dispatch")
 
     def evaluating(self) -> None:
-        """Its program has been called."""
+        """The evaluation's programs have been called."""
         self.at("evaluate", self._step, "wait")
 
     def lap(self) -> None:
-        """The step has ended; one that compiled has no times that could be compared."""
+        """Ends a step and reports its times, unless it compiled, which no other step could be compared with."""
         self.mark(self._place[1])
         spent, self._spent = self._spent, defaultdict(float)
         compiled, self._compiled = self._compiled, False

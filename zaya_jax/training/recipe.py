@@ -1,4 +1,4 @@
-"""A run's phases before it starts: whether each can be trained on these devices, and a table of them all.
+"""Lays a run's phases on the devices, checks that each can be trained there, and describes them in a table.
 
 Phases may differ in their mesh. A program has one mesh from start to end: at the border to a phase with another it
 saves and ends, and the same command goes on there (`Recipe.last_step_here`).
@@ -37,13 +37,13 @@ class Stage:
 
     @property
     def phase(self) -> Phase:
-        """With every 0 filled in."""
+        """The phase, with every 0 of its keys filled in."""
         return self.segments[0].phase
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """All that follows from a config and the devices: made once, and handed on."""
+    """The plan and the phases of a run on its devices: made once from the config, and handed on."""
 
     config: Config
     plan: Plan
@@ -60,12 +60,12 @@ class Recipe:
         return self.stages[self.plan.step(min(number, self.plan.total_steps)).phase_index]
 
     def coming(self, reached: int) -> list[Stage]:
-        """The phases from that of the step after `reached` on."""
+        """The phases that are left after step `reached`."""
         first = self.stage(reached + 1).index
         return [stage for stage in self.stages.values() if stage.index >= first]
 
     def last_step_here(self, number: int) -> int:
-        """The last step that a program can train that begins with step `number`: after it another mesh is due."""
+        """The last step on the mesh of step `number`: a program that begins there ends after it."""
         here = self.stage(number)
         for stage in self.stages.values():
             first = stage.segments[0].first_step
@@ -212,7 +212,7 @@ def table(recipe: Recipe) -> str:
 
 
 def describe_mesh(mesh: Mesh, devices: int | None = None) -> str:
-    """Its axes of more than one device, and its switches."""
+    """A mesh in words: its axes of more than one device, and its switches."""
     shape = shape_of(mesh, devices)
     if devices is None and mesh.data == -1:
         axes = ["data rest"]
@@ -278,7 +278,7 @@ def _end(path: str) -> str:
 
 
 def _short(tokens: int) -> str:
-    """8.00T, 16.8M, 512."""
+    """A number of tokens as 8.00T, 16.8M or 512."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
         if tokens >= size:
             return f"{tokens / size:.3g}{unit}"

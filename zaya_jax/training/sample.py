@@ -1,4 +1,4 @@
-"""The continuation of the config's prompt that a run ends with, for its report.
+"""Writes the continuation of the config's prompt that a run ends with, for its report.
 
 Process 0 makes it alone, with the weights of the checkpoint that has just been saved: no other device gives up memory
 for it, and none at all where the weights are larger than what the one device has free.
@@ -87,7 +87,7 @@ def keep_sample(workdir: Path, step: int, prompt: str, text: str) -> None:
 
 
 def free_bytes(device: jax.Device) -> int:
-    """Memory of a device that nothing holds; a CPU's is the machine's."""
+    """The free memory of a device; of a CPU that of the machine."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]

@@ -1,4 +1,4 @@
-"""Between a run's state and its checkpoints: a copy to save from, and a state from what was read.
+"""Copies a run's state for its checkpoints, and makes a state of a copy that was read.
 
     copies = snapshot.of_run(config, optimizer, mesh)
     store.save(step, copies.take(state, store.spare()), meta, copies.held)
@@ -56,7 +56,7 @@ class Copies:
         return self.on_devices(state, spare) if self.where[0] else self.on_host(state)
 
     def _decide(self) -> bool:
-        """Whether a copy fits the devices; once, since from then on their peak holds a copy too."""
+        """Decides whether a copy fits the devices; once, since from then on their peak holds a copy too."""
         needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(self.like))
         free = [unused_bytes(device) for device in jax.tree.leaves(self.like)[0].sharding.addressable_devices]
         known = [x for x in free if x is not None]
@@ -81,7 +81,7 @@ class Copies:
         return self.program(self.arrays(state), self.empty() if spare is None else spare)
 
     def on_host(self, state: Any) -> OnHost:
-        """A copy there. A device needs no memory but for its share of one array that several have."""
+        """A copy on the host. A device needs memory only for its share of one array that several have."""
         found: dict[str, dict[jax.Device, np.ndarray]] = {}
         for (name, x), like in zip(
             trees.flat(self.arrays(state)).items(), jax.tree.leaves(self.like), strict=True
@@ -104,7 +104,7 @@ class Copies:
 
 
 def unused_bytes(device: jax.Device) -> int | None:
-    """Memory of a device that nothing has taken yet, no step either; None where it does not say."""
+    """Memory of a device that nothing has used so far, no step either; None where the device does not report it."""
     stats = device.memory_stats() or {}
     if "bytes_limit" not in stats or "peak_bytes_in_use" not in stats:
         return None
@@ -163,7 +163,7 @@ def _programs(whole: Any, like: Any) -> tuple[Any, Any]:
 
 
 def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[[Any], Any]:
-    """Of the parameters that devices have a share of, each gets the rest from the others; all else is there."""
+    """The function from a copy to a state: devices with a share of a parameter gather the rest; all else is there."""
     full, shares = trees.flat(whole), trees.flat(like)
     cut = [
         name for name, x in full.items() if states.bytes_per_device(shares[name]) < states.bytes_per_device(x)
@@ -186,21 +186,21 @@ def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[
         params = trees.flat(copy["params"])
         params |= together({name: params[name] for name in cut}) if cut else {}
         # The copy's mesh is of prime factors: for arrays on it the training step would be compiled a second time.
-        params = {name: _as(full[name].sharding, x) for name, x in params.items()}
-        figures = {name: _everywhere(mesh, x) for name, x in optimizer.no_figures().items()}
+        params = {name: _with_sharding(full[name].sharding, x) for name, x in params.items()}
+        figures = {name: _replicated(mesh, x) for name, x in optimizer.no_figures().items()}
         params = jax.tree.unflatten(jax.tree.structure(whole), list(params.values()))
         return states.with_arrays(optimizer, {**copy, "params": params}, figures)
 
     return place
 
 
-def _as(sharding: NamedSharding, x: jax.Array) -> jax.Array:
-    """The same parts on the same devices, by another name for how they lie."""
+def _with_sharding(sharding: NamedSharding, x: jax.Array) -> jax.Array:
+    """The same parts on the same devices, under another sharding that means the same."""
     parts = [shard.data for shard in x.addressable_shards]
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
-def _everywhere(mesh: Mesh, x: np.ndarray) -> jax.Array:
+def _replicated(mesh: Mesh, x: np.ndarray) -> jax.Array:
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, REPLICATED), lambda index: x[index])
 
 

@@ -1,4 +1,4 @@
-"""The train state: what it is made of, how it lies on a mesh, how it begins, and which arrays of it checkpoints hold.
+"""The training state: its parts, their places on a mesh, their first values, and the arrays that checkpoints hold.
 
     state = {"params", "optimizer", "balance"}
 
@@ -56,7 +56,7 @@ def specs(config: Config, optimizer: Optimizer, spread: Spread) -> dict[str, Any
 
 
 def shardings(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
-    """The same as shardings."""
+    """How each part lies on the mesh, as shardings."""
     is_spec = lambda x: isinstance(x, PartitionSpec)  # noqa: E731
     prefix = specs(config, optimizer, spread_of(config.mesh, mesh.shape))
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), prefix, is_leaf=is_spec)
@@ -89,7 +89,7 @@ def abstract(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]
 
 
 def bytes_per_device(x: Any) -> int:
-    """Bytes of what one device has of such an array."""
+    """The bytes of an array that one device holds."""
     return math.prod(x.sharding.shard_shape(tuple(x.shape))) * np.dtype(x.dtype).itemsize
 
 

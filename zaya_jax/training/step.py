@@ -64,7 +64,7 @@ def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
 
 
 def whole_outside(params: dict, axes: dict) -> dict:
-    """With fsdp: whole weights but for the layers', which gather theirs themselves, one after the other."""
+    """With fsdp: gathers all weights but those of the layers, which gather their own, one after the other."""
     outer = {name: part for name, part in params.items() if name != "layers"}
     names = {name: axes[name] for name in outer}
     return {**jax.tree.map(gather_over_data, outer, names), "layers": params["layers"]}
@@ -137,7 +137,7 @@ def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mes
 
 
 def on_mesh(config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate=(), out=None) -> Callable:
-    """A function of one device's parts as a program for the whole mesh."""
+    """Turns a function of one device's parts into a program for the whole mesh."""
     out_specs = (in_specs[0], REPLICATED) if out is None else out
     target = chip.made_for(mesh).taking(config.kernels)
 

@@ -1,4 +1,4 @@
-"""A run's folder: whose it is, and what may differ when the run is started again on it.
+"""Opens a run's folder, checks that it belongs to this run, and tells which keys may differ when the run goes on.
 
 config.json        the recorded config            tokenizer/         the tokenizer
 checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object per step
@@ -105,12 +105,12 @@ def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
         raise
     locked()
     if not (workdir / "config.json").exists():
-        record(workdir, config)
+        write_json(workdir / "config.json", config_lib.to_dict(config))
     return workdir
 
 
 def _check_whose(workdir: Path, config: Config) -> None:
-    """UserError where a folder is no run's or another's."""
+    """UserError where a folder is not a run's, or is another run's."""
     recorded, steps = workdir / "config.json", writing.steps_in(workdir / "checkpoints")
     if recorded.exists():
         old = read_config(workdir)
@@ -130,7 +130,7 @@ def _check_whose(workdir: Path, config: Config) -> None:
 
 
 def without_config(workdir: Path) -> str:
-    """What is wrong with a run's folder that has no config.json, and how to mend it."""
+    """The message for a run's folder without config.json: what is wrong, and how to mend it."""
     steps = writing.steps_in(workdir / "checkpoints")
     if not steps:
         return f"--workdir={workdir} has no config.json; give the folder of a run"
@@ -140,9 +140,9 @@ def without_config(workdir: Path) -> str:
     )
 
 
-class AsItWas:
-    """Leaves nothing of a run that is refused before its first step, where no run's folder was before; then gives the
-    lock back. What this run would not have made stays.
+class CleanupIfRefused:
+    """Removes the folder of a run that is refused before its first step, where there was none before, and unlocks
+    it. Files that this run did not make stay.
 
     Of several processes the first cleans up on its way out, when the others have gone: one that finds the folder gone
     would say so in place of the reason.
@@ -161,8 +161,8 @@ class AsItWas:
         self._begun = (self._workdir / "config.json").exists()
         self._before = {path.name for path in self._workdir.iterdir()} - {claims.LOCK}
 
-    def begun(self) -> None:
-        """From here on the folder's content is a run's."""
+    def keep(self) -> None:
+        """From here on the folder's content is a run's, and stays."""
         self._begun = True
         leaving.forget(self._clean)
 
@@ -190,22 +190,17 @@ class AsItWas:
 
 
 def record_start(workdir: Path, config: Config, tokenizer: Tokenizer, lineage: list) -> None:
-    """Writes what the folder has of a start, before its first step; `lineage`: the runs that it comes from."""
+    """Writes the files of a start, before its first step; `lineage`: the runs that this one is forked from."""
     logs.open_log(workdir)
     if not multihost.is_writer():
         return
-    record(workdir, config)
+    write_json(workdir / "config.json", config_lib.to_dict(config))
     tokenizer.save(workdir / "tokenizer")
     write_json(workdir / "environment.json", notes.environment())
     if lineage:
         write_json(workdir / LINEAGE, {"forked": lineage})
     else:  # a fork may have been killed here before it saved anything
         (workdir / LINEAGE).unlink(missing_ok=True)
-
-
-def record(workdir: Path, config: Config) -> None:
-    """Writes the config that the run now has."""
-    write_json(workdir / "config.json", config_lib.to_dict(config))
 
 
 def read_config(workdir: str | os.PathLike) -> Config:
@@ -220,11 +215,6 @@ def read_config(workdir: str | os.PathLike) -> Config:
             f"{path} cannot be read ({writing.reason(error)}); it is the recorded config of a run: restore it, each "
             'checkpoint has it too, in meta/data.json under "config"'
         ) from None
-    if isinstance(found, dict) and isinstance(found.get("model_type"), str):  # ours are below "model"
-        raise UserError(
-            f"{path} is of transformers' directories, not of a run; python -m experiments.checkpoint from_hf "
-            f"--model={workdir} --workdir=NEW makes a run's folder of one"
-        )
     try:
         return config_lib.check(found)
     except UserError as error:
