@@ -27,7 +27,7 @@ from zaya_jax import cli, schedule
 from zaya_jax import config as config_lib
 from zaya_jax.config import Config, UserError
 from zaya_jax.config.files import write
-from zaya_jax.data import token_ids, tokenizers
+from zaya_jax.data import tokenizers
 from zaya_jax.hardware import clusters, host, targets
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
@@ -123,7 +123,7 @@ def _with_ids(config: Config) -> Config:
         if config.model.pad_token_id is None:
             print(f"note: compiled without a padding id: {error}", flush=True)
         return config
-    return token_ids.agree(config, tokenizer)
+    return tokenizers.with_model_ids(config, tokenizer)
 
 
 def _program(config: Config, segment: Segment, devices: list, at_once: int) -> tuple[Config, Any, int, int]:

@@ -19,7 +19,7 @@ from typing import Self
 from tqdm import tqdm
 
 from zaya_jax.config import UserError, fields
-from zaya_jax.data import inputs, prepare, prepare_plan, storage, trim
+from zaya_jax.data import chat, inputs, prepare, storage
 
 SAY_EVERY = 60.0  # seconds, where nobody watches a bar
 OF_OUT = object()  # what a bare --verify stands for
@@ -113,7 +113,7 @@ def make(args: argparse.Namespace) -> int:
     if args.merge:
         manifest, was_complete = prepare.merge(options, args.out)
     elif args.part is not None:
-        return make_part(options, args, prepare_plan.parse_part(args.part))
+        return make_part(options, args, prepare.parse_part(args.part))
     else:
         with Display("") as display:
             manifest, was_complete = prepare.prepare(options, args.out, processes, display.tell, args.engine)
@@ -123,7 +123,7 @@ def make(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_part(options: prepare.Options, args: argparse.Namespace, part: prepare_plan.Part) -> int:
+def make_part(options: prepare.Options, args: argparse.Namespace, part: prepare.Part) -> int:
     """Do one part of the tasks, and say what came of it."""
     with Display(f"part {part}: ") as display:
         made = prepare.prepare_part(options, args.out, part, args.processes or 0, display.tell, args.engine)
@@ -185,7 +185,7 @@ def summarise(manifest: dict, out: str) -> None:
         f"{manifest['page_bytes']} B)"
     )
     if manifest["trim"]:
-        print(f"chats     {trim.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}")
+        print(f"chats     {chat.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}")
     say_left_out(manifest["left_out"])
     print(f"written   {inputs.shown(out)}")
 

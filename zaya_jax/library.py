@@ -28,7 +28,7 @@ from pallas_kernels import chip
 from zaya_jax import cli, functions, generation, given, run, schedule, trees
 from zaya_jax.checkpoint import store
 from zaya_jax.config import Config, UserError, shown
-from zaya_jax.data import token_ids, tokenizers
+from zaya_jax.data import tokenizers
 from zaya_jax.given import AnyConfig, AnyMesh
 from zaya_jax.hardware import flags as xla_flags
 from zaya_jax.model import decode, zaya
@@ -321,7 +321,7 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
     if tokenizer and tokenizer.vocab_size > settings.model.vocab_size:
         tokenizer = None  # a model for custom ids
     elif tokenizer:
-        settings = token_ids.agree(settings, tokenizer)
+        settings = tokenizers.with_model_ids(settings, tokenizer)
     settings, over = given.with_mesh(settings, mesh)
     params, balance = functions.init(settings, seed, over)
     folder = Path(settings.data.tokenizer)

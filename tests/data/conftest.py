@@ -9,7 +9,7 @@ import pytest
 from data_helpers import run_here
 
 from zaya_jax import config as config_lib
-from zaya_jax.data import prepare, prepare_engines, tokens
+from zaya_jax.data import prepare, prepare_task, tokens
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def make_config() -> Callable[..., config_lib.Config]:
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """Preparing runs here, without worker processes, which take a second to start."""
 
-    monkeypatch.setattr(prepare_engines, "run_processes", run_here)
+    monkeypatch.setattr(prepare_task, "run_processes", run_here)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from zaya_jax.data import chat, inputs, tokenizers, trim
+from zaya_jax.data import chat, inputs, tokenizers
 
 MESSAGES = [
     {"role": "user", "content": "2+2?"},
@@ -27,7 +27,7 @@ def spell(tok, ids):
 
 def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
     document, outcome = chat.prepare(chat.Format(tok), chat.read(MESSAGES), None)
-    assert outcome == trim.KEPT
+    assert outcome == chat.KEPT
     assert spell(tok, document.tokens) == (
         "[turn]user\n2+2?[end_turn]\n"
         "[turn]assistant\n[think]add them[end_think]\n4[end_turn]\n"
@@ -46,12 +46,12 @@ def test_trimming_fits_the_context(tok):
     whole, _ = chat.prepare(chat.Format(tok), chat.read(MESSAGES), None)
     for context in range(1, len(whole.tokens) + 2):
         document, outcome = chat.prepare(chat.Format(tok), chat.read(MESSAGES), context)
-        assert (document is None) == (outcome == trim.DROPPED)
+        assert (document is None) == (outcome == chat.DROPPED)
         if document is not None:
             assert len(document.tokens) <= context
             assert len(document.tokens) == len(document.learn)
             assert tok.decode(document.tokens.tolist()).count("4") == 1
-    assert outcome == trim.KEPT
+    assert outcome == chat.KEPT
     np.testing.assert_array_equal(document.tokens, whole.tokens)
 
 
@@ -72,10 +72,15 @@ SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_c
     [
         ({"role": "tool", "content": [{"type": "text", "text": "a"}, "b"]}, ("tool", "", "ab")),
         ({"role": "tool", "content": {"sum": 3}}, ("tool", "", '{"sum": 3}')),
+        ({"role": "Tool", "content": {"a": 1}}, ("Tool", "", '{"a": 1}')),
         ({"role": "developer", "content": ""}, ("developer", "", "")),
         ({"from": "gpt", "value": "hi"}, ("assistant", "", "hi")),
         ({"role": None, "content": None, "from": "human", "value": "hi"}, ("user", "", "hi")),
         ({"role": "assistant", "content": None, "tool_calls": [CALL]}, ("assistant", "", SPELT)),
+        (
+            {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "parameters": {"a": 1}}]},
+            ("assistant", "", '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'),
+        ),
         (
             {"role": "assistant", "content": "so", "tool_calls": [CALL, CALL]},
             ("assistant", "", f"so\n{SPELT}\n{SPELT}"),
@@ -163,20 +168,51 @@ def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
     )
 
 
-@pytest.mark.parametrize("name", ["arguments", "parameters"])
-def test_a_call_keeps_its_arguments_under_either_name(name):
-    call = {"function": {"name": "add", name: {"a": 1}}}
-    (turn,) = chat.read([{"role": "assistant", "content": "", "tool_calls": [call]}])
-    assert '{"name": "add", "arguments": {"a": 1}}' in turn.content
-
-
-def test_a_result_may_be_an_object_whatever_the_case_of_its_role():
-    turn, _ = chat.read([{"role": "Tool", "content": {"a": 1}}, {"role": "assistant", "content": "end"}])
-    assert turn == chat.Message("Tool", "", '{"a": 1}')
-
-
 def test_a_record_with_text_and_chat_is_the_chat():
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     for field in inputs.CHAT_FIELDS:
         _, sample = inputs._record({"text": "a rendering of it", field: turns}, "name", "text")
         assert sample == chat.read(turns)
+
+
+def user(size):
+    return chat.Turn(head=range(size))
+
+
+def answer(reasoning, size=4):
+    return chat.Turn(
+        head=[1], opening=[2], reasoning=list(range(reasoning)), closing=[3], tail=[9] * size, answer=True
+    )
+
+
+ONE, TWO = [user(5), answer(10)], [user(5), answer(10), user(3), answer(8)]
+
+
+@pytest.mark.parametrize(
+    ("turns", "excess", "outcome", "reasoning"),
+    [
+        (ONE, 0, chat.KEPT, [0, 10]),
+        (ONE, 3, chat.TRIMMED, [0, 7]),  # its end is cut
+        (ONE, 10, chat.TRIMMED, [0, 0]),  # no room for a token of it between its marks, which go too
+        (TWO, 12, chat.REDUCED, [0, 0, 0, 8]),  # earlier reasoning goes before the last is cut
+        (TWO, 15, chat.REDUCED, [0, 0, 0, 5]),
+        (TWO, 12 + 10, chat.REDUCED, [0, 0, 0, 0]),
+        (TWO, 12 + 11, chat.DROPPED, []),
+        ([user(5), answer(0, size=20)], 1, chat.DROPPED, []),
+    ],
+)
+def test_reasoning_is_trimmed_from_the_last_answer_s_end(turns, excess, outcome, reasoning):
+    out, found = chat.trim(turns, sum(map(len, turns)) - excess)
+    assert (found, [len(turn.reasoning) for turn in out]) == (outcome, reasoning)
+    assert all(list(turn.reasoning) == list(range(n)) for turn, n in zip(out, reasoning, strict=True))
+
+
+@pytest.mark.parametrize("context", range(1, 60))
+def test_no_context_is_exceeded_and_no_answer_lost(context):
+    turns = [user(4), answer(9), user(2), answer(0), user(1), answer(7)]
+    out, outcome = chat.trim(turns, context)
+    assert sum(map(len, out)) <= context
+    if outcome != chat.DROPPED:
+        assert [(t.head, t.tail) for t in out] == [(t.head, t.tail) for t in turns]
+    else:
+        assert sum(len(t.head) + len(t.tail) for t in turns) > context

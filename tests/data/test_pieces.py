@@ -7,7 +7,7 @@ import pytest
 import tokenizers as library
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
-from zaya_jax.data import pieces, tokenizers
+from zaya_jax.data import tokenizers
 
 WORDS = ["word", "don't", "café", "日本", "x1", "42", "  ", "\t", "ﬁn", "é", "(a)", "--", "<|bos|>", "I'm"]
 ENDS = [" ", " ", " ", "\n", "\n\n", "\r\n", " \n", "\n  ", ", ", ""]
@@ -73,8 +73,8 @@ NOT_CUT = {
 
 @pytest.mark.parametrize("kind", [*KINDS, *NOT_CUT])
 def test_pieces_have_the_ids_of_the_whole(kind, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE", 700)
-    monkeypatch.setattr(pieces, "WHOLE", 10**9)
+    monkeypatch.setattr(tokenizers, "PIECE", 700)
+    monkeypatch.setattr(tokenizers, "WHOLE", 10**9)
     monkeypatch.setattr(tokenizers, "CUT_CONTEXT", 100)
     monkeypatch.setattr(tokenizers, "CUT_REGION", 500)
     tok = (KINDS | NOT_CUT)[kind]()
@@ -88,21 +88,21 @@ def test_pieces_have_the_ids_of_the_whole(kind, monkeypatch):
         whole = tok.encode(text)
         for parts in ([text], [text[i : i + 97] for i in range(0, len(text), 97)]):
             taken.clear()
-            found = pieces.document(tok, parts)
+            found = tokenizers.encode_document(tok, parts)
             assert found.tolist() == [tok.bos_id, *whole, tok.eos_id] and found.dtype == tok.dtype
             if kind in KINDS:
                 assert len(taken) > 4, "nothing was cut"
     texts = ["short", text, "", text[:50]]
-    for ids, one in zip(pieces.encode_all(tok, texts), texts, strict=True):
+    for ids, one in zip(tokenizers.encode_texts(tok, texts), texts, strict=True):
         np.testing.assert_array_equal(ids, tok.encode(one))
 
 
 def test_a_text_that_cannot_be_cut_is_refused_above_a_size(monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE", 700)
-    monkeypatch.setattr(pieces, "WHOLE", 2000)
+    monkeypatch.setattr(tokenizers, "PIECE", 700)
+    monkeypatch.setattr(tokenizers, "WHOLE", 2000)
     tok = NOT_CUT["prefixed"]()
-    assert len(pieces.document(tok, ["words and words " * 120])) > 200
-    with pytest.raises(pieces.TooLong, match="JSONL"):
-        pieces.document(tok, ["words and words " * 250])
-    with pytest.raises(pieces.TooLong):  # no end of line, no space between letters
-        pieces.document(KINDS["gpt2"](), ["1234567" * 500])
+    assert len(tokenizers.encode_document(tok, ["words and words " * 120])) > 200
+    with pytest.raises(tokenizers.TooLong, match="JSONL"):
+        tokenizers.encode_document(tok, ["words and words " * 250])
+    with pytest.raises(tokenizers.TooLong):  # no end of line, no space between letters
+        tokenizers.encode_document(KINDS["gpt2"](), ["1234567" * 500])

@@ -77,15 +77,6 @@ def test_resuming_is_exact(make_config, corpus, tok, stop):
     assert_same(take(second, 70 - stop), whole[stop:])
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 8])
-def test_processes_share_the_same_batches(make_config, corpus, tok, count):
-    config = make_config(path=str(corpus))
-    whole = take(pipeline.train_stream(config, tok), 5)
-    parts = [take(pipeline.train_stream(config, tok, (i, count)), 5) for i in range(count)]
-    joined = [{k: np.concatenate([p[t][k] for p in parts]) for k in whole[0]} for t in range(5)]
-    assert_same(joined, whole)
-
-
 def test_seed_decides_the_order(make_config, corpus, tok):
     a, b = (next(pipeline.train_stream(make_config(path=str(corpus), run_seed=s), tok)) for s in (0, 1))
     assert (a["tokens"] != b["tokens"]).any()

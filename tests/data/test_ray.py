@@ -12,9 +12,8 @@ import pytest
 from data_helpers import contents, here, jsonl, run_here
 
 from zaya_jax.config import UserError
-from zaya_jax.data import prepare, prepare_engines
-from zaya_jax.data.prepare import Options
-from zaya_jax.data.prepare_plan import Part
+from zaya_jax.data import prepare, prepare_task
+from zaya_jax.data.prepare import Options, Part
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -71,7 +70,7 @@ class TestOnTwoNodes:
         options = Options([source.name], part_bytes=9000, skip_bad=True)
         manifest, _ = by_ray(options, "ray")
         with monkeypatch.context() as patch:
-            patch.setattr(prepare_engines, "run_processes", run_here)
+            patch.setattr(prepare_task, "run_processes", run_here)
             here(options, tmp_path / "whole")
         assert manifest["left_out"]["bad"] == 3
         assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
@@ -79,18 +78,18 @@ class TestOnTwoNodes:
     def test_a_worker_that_is_killed_costs_a_retry(self, tmp_path, source, cluster, monkeypatch):
         options = Options([str(source)], part_bytes=9000, skip_bad=True)
         mark = tmp_path / "killed once"
-        monkeypatch.setattr(prepare_engines, "_ray_work", dying(str(mark)))
+        monkeypatch.setattr(prepare_task, "_ray_work", dying(str(mark)))
         by_ray(options, tmp_path / "ray")
         assert len(list(tmp_path.glob("killed once-*"))) == 4
         with monkeypatch.context() as patch:
-            patch.setattr(prepare_engines, "run_processes", run_here)
+            patch.setattr(prepare_task, "run_processes", run_here)
             here(options, tmp_path / "whole")
         assert contents(tmp_path / "ray") == contents(tmp_path / "whole")
 
 
 def dying(mark):
     """A task that is killed in its middle, in every seventh the first time."""
-    work = prepare_engines._ray_work
+    work = prepare_task._ray_work
 
     def dies(task, job, folder):
         if task.number % 7 == 0:

@@ -3,7 +3,6 @@ lost and nothing repeated, whatever the sizes.
 """
 
 import collections
-import pickle
 import shutil
 import subprocess
 import sys
@@ -145,24 +144,6 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
                 assert len(set(document[piece - firsts[k]])) == 1
 
 
-def test_a_large_source_of_few_bundles_gives_no_copies(make_config):
-    """What lanes over bundles gave: 144 different rows of 4,096, at every step."""
-    lengths = np.full(72, 1_000_000)
-    store = order.Memory(
-        "big", with_targets(np.zeros(72_000_000, np.uint16), np.zeros(72_000_000, bool)), "f"
-    )
-    store.bundle_tokens, store.lengths = 32_768, lambda _: lengths
-    config = make_config(path="big", seq_len=256, global_batch=4096)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "open_stores", lambda *_: (store, None))
-        batches = pipeline.Batches(config, TOK)
-        source = batches.source(batches.eras[0], 0)
-        for step in (0, 1, 67, 68, 69, 1000):
-            ranks = batches.eras[0].mixture.ranks(step, 0)
-            rows = source.order.rows(ranks)
-            assert len(np.unique(rows)) == 4096
-
-
 @pytest.mark.parametrize("processes", [4, pytest.param(1, marks=SLOW)])
 def test_bundles_are_read_about_once_whatever_the_processes(make_config, prepare_text, processes):
     directory = str(prepare_text("web", 3000, bundle_bytes=1024))
@@ -179,17 +160,6 @@ def test_bundles_are_read_about_once_whatever_the_processes(make_config, prepare
         records += batches.counters().records
     per_block = source.order.block_rows * 64 / store.bundle_tokens
     assert records / store.shards["bundles"].sum() < 1 + 2.5 / per_block
-
-
-def test_packing_is_efficient_and_keeps_documents_whole(monkeypatch, make_config, prepare_text):
-    directory = str(prepare_text("web", 600, longest=400))
-    config = make_config(path=directory, packing="best_fit", seq_len=512)
-    batches, _ = joined(config, 1, 20)
-    share = np.mean([(b["segment_ids"] > 0).mean() for b in batches])
-    assert share > 0.97
-    for batch in batches:
-        starts = (batch["positions"] == 0) & (batch["segment_ids"] > 0)
-        assert (batch["tokens"][starts] == TOK.bos_id).all()
 
 
 def test_phases_change_context_batch_and_mixture(make_config, directories):
@@ -282,21 +252,6 @@ def test_workers_change_nothing_but_speed(make_config, directories, workers):
     assert_same([next(shared) for _ in range(15)], expected[25:])
     assert shared.counters().records >= 1
     shared.close()
-
-
-def test_workers_read_what_one_process_reads(make_config, prepare_text):
-    config = make_config(path=str(prepare_text("web", 3000, bundle_bytes=1024)), seq_len=64, global_batch=8)
-    counts = []
-    for parts in (1, 3, 8):
-        records = 0
-        for index in range(parts):
-            batches = pickle.loads(pickle.dumps(pipeline.Batches(config, TOK).part(index, parts)))
-            batches.stores[0].cache_bytes = 0
-            for step in range(200):
-                batches[step]
-            records += batches.counters().records
-        counts.append(records)
-    assert max(counts) <= 1.1 * min(counts)
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])

@@ -7,7 +7,7 @@ import pytest
 
 from zaya_jax import config as config_lib
 from zaya_jax.config import UserError
-from zaya_jax.data import token_ids, tokenizers
+from zaya_jax.data import tokenizers
 from zaya_jax.training import workdir
 
 KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -32,12 +32,12 @@ def ids_of(config):
 def test_what_is_left_open_is_the_tokenizers(bpe):
     for tok in (tokenizers.load("bytes"), bpe):
         own = (tok.bos_id, tok.eos_id, tok.pad_id)
-        filled = token_ids.agree(config_lib.check(config_lib.default()), tok)
+        filled = tokenizers.with_model_ids(config_lib.check(config_lib.default()), tok)
         assert ids_of(filled) == own
-        assert token_ids.agree(filled, tok) == filled  # a run that goes on has its recorded config
+        assert tokenizers.with_model_ids(filled, tok) == filled  # a run that goes on has its recorded config
         recorded = config_lib.check(json.loads(json.dumps(config_lib.to_dict(filled))))
         assert recorded == filled
-        assert ids_of(token_ids.agree(with_ids(None, own[1], None), tok)) == own
+        assert ids_of(tokenizers.with_model_ids(with_ids(None, own[1], None), tok)) == own
 
 
 @pytest.mark.parametrize("key", range(3))
@@ -50,17 +50,17 @@ def test_another_id_than_the_tokenizers_is_refused(bpe, key):
         with pytest.raises(
             UserError, match=rf"config.model.{KEYS[key]}={wrong}, but tokenizer .* has {ids[key]};"
         ):
-            token_ids.agree(with_ids(*given), bpe)
+            tokenizers.with_model_ids(with_ids(*given), bpe)
 
 
 def test_padding_with_the_end_of_documents_freezes_nothing(bpe, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes(bpe._content.replace(b"<|pad|>", b"<|other|>"))
     tok = tokenizers.load(tmp_path)
     assert tok.pad_id == tok.eos_id == 1
-    assert ids_of(token_ids.agree(with_ids(None, None, None), tok)) == (0, 1, None)
+    assert ids_of(tokenizers.with_model_ids(with_ids(None, None, None), tok)) == (0, 1, None)
     for pad in (1, 2):
         with pytest.raises(UserError, match=f"pad_token_id={pad}, .* has no token of its own"):
-            token_ids.agree(with_ids(None, None, pad), tok)
+            tokenizers.with_model_ids(with_ids(None, None, pad), tok)
 
 
 @pytest.mark.parametrize("pad", ["<|end_turn|>", "a", "<|eos|>"])
@@ -69,7 +69,7 @@ def test_padding_that_stands_for_something_else_freezes_nothing(bpe, tmp_path, p
     (tmp_path / tokenizers.META_FILE).write_text(json.dumps({"pad_id": bpe._id(pad)}))
     tok = tokenizers.load(tmp_path)
     assert tok.pad_id == bpe._id(pad)
-    assert token_ids.agree(with_ids(None, None, None), tok).model.pad_token_id is None
+    assert tokenizers.with_model_ids(with_ids(None, None, None), tok).model.pad_token_id is None
 
 
 def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
@@ -87,7 +87,7 @@ def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):
 
 
 def test_the_model_learns_every_row_that_occurs(bpe):
-    config = token_ids.agree(config_lib.check(config_lib.default()), bpe)
+    config = tokenizers.with_model_ids(config_lib.check(config_lib.default()), bpe)
     assert config.model.pad_token_id not in (bpe.bos_id, bpe.eos_id, *bpe.encode("words of a vocabulary"))
     assert dataclasses.replace(config.model, pad_token_id=None, bos_token_id=None, eos_token_id=None) == (
         config_lib.Model()
@@ -96,7 +96,7 @@ def test_the_model_learns_every_row_that_occurs(bpe):
 
 def test_an_imported_model_may_take_its_tokenizers_ids_until_it_is_trained(tmp_path, bpe):
     imported = with_ids(2, 106, 0)
-    filled = token_ids.agree(with_ids(None, None, None), bpe)
+    filled = tokenizers.with_model_ids(with_ids(None, None, None), bpe)
     with pytest.raises(UserError, match=r"was started with config\.model\.bos_token_id=2"):
         workdir.check_same(imported, filled, tmp_path, reached=0)
     (tmp_path / workdir.IMPORTED).write_text("{}")

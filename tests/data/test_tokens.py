@@ -81,12 +81,6 @@ def test_a_shard_gives_back_its_documents(tmp_path_factory, sizes, bundle, maske
     np.testing.assert_array_equal(together["targets"][learnt], together["tokens"][learnt + 1])
 
 
-def test_reading_touches_few_pages_more_than_the_tokens_fill(tmp_path):
-    documents = [Document(np.arange(900, dtype=np.uint16)) for _ in range(2000)]
-    entry, _ = write(tmp_path / "x", documents)
-    assert 1 < entry["pages"] * tokens_lib.PAGE_BYTES / (2 * entry["tokens"]) < 1.08
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_any_flipped_bit_and_any_cut_is_found(data):

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from zaya_jax.config import UserError
 from zaya_jax.data import chat, storage, tokenizers
-from zaya_jax.data.prepare import prepare
-from zaya_jax.data.prepare_plan import Options
+from zaya_jax.data.prepare import Options, prepare
 from zaya_jax.evaluate import texts
 from zaya_jax.evaluate.scorer import Scorer
 

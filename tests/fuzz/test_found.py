@@ -9,7 +9,7 @@ from harness import Accepted, call, folder
 from places import make_places, make_run
 
 from experiments import generate
-from zaya_jax.data import prepare_engines, prepare_task
+from zaya_jax.data import prepare_task
 
 STORAGE = ["storage", "--data=prepared", "--out=new", "--seconds=0.1", "--rows=2", "--seq_len=16"]
 PREPARE = ["--input=texts", "--out=new/a"]
@@ -25,7 +25,7 @@ def sandbox(golden_dir):
             prepare_task.run(task, job, lambda *_: None)
 
     with folder() as here, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_engines, "run_processes", run_here)
+        patch.setattr(prepare_task, "run_processes", run_here)
         patch.setattr(generate.generation, "stream", accepted)
         make_places(here)
         assert call("prepare_data", ["--input=texts", "--out=prepared"], here).code == 0

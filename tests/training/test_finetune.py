@@ -14,7 +14,7 @@ from zaya_jax import cli, config
 from zaya_jax.checkpoint import partial
 from zaya_jax.config import UserError
 from zaya_jax.data import chat, chat_template, prepare, stores, tokenizers, windows
-from zaya_jax.data.prepare_plan import Options
+from zaya_jax.data.prepare import Options
 from zaya_jax.pytorch import exchange, tokenizer_files
 
 SMALL = {

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from places import make_places, places
 from test_workdirs import NUMBERS, TEXTS
 
-from zaya_jax.data import prepare_engines, prepare_task
+from zaya_jax.data import prepare_task
 
 SMALL = (
     "characterize",
@@ -54,7 +54,7 @@ def without_workers():
             prepare_task.run(task, job, lambda *_: None)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare_engines, "run_processes", run)
+        patch.setattr(prepare_task, "run_processes", run)
         yield
 
 

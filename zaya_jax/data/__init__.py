@@ -1,8 +1,10 @@
-"""Data: from text to the batches of a training run, the same batches whatever reads them.
+"""Data: from text to the batches of a training run, the same batches for any number of processes.
 
-Preparing: `inputs` finds samples in files, `chat` and `trim` make conversations fit, `tokenizers` turns text into
-ids, `prepare` writes token shards in the format of `tokens`, on one machine or many. Reading: `storage` fetches
-bundles, `sources` has text that needs no preparing and `chats` conversations, `stores` opens whichever a path is,
-`order` and `pack` say what a row holds, `mix` which source it comes from; `pipeline` makes the stream of batches of
-these, `windows` the batches of evaluation, `prefetch` sends batches to the device.
+Preparing: `inputs` finds samples in files, `chat` spells conversations and fits them to a context, `tokenizers` turns
+text into ids, `prepare` and `prepare_task` write token shards in the format of `tokens`, on one machine or many.
+
+Reading: `storage` fetches bundles of shards, `sources` and `chats` read files that need no preparing, and `stores`
+opens any of these. `order` and `pack` say which tokens a row holds, `mix` which source it comes from. `pipeline` makes
+the stream of training batches, with `workers` to compute them ahead; `windows` makes the batches of evaluation, and
+`prefetch` sends batches to the device.
 """

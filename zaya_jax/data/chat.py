@@ -1,12 +1,12 @@
-"""Conversations as tokens: roles, reasoning and answers between marks, and which of it is to be learnt.
+"""Spells conversations as tokens, marks the tokens to learn, and fits conversations to a context.
 
-A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE, the model's own with its reasoning between <think>
-and </think> before the answer, and with its calls of tools after it, each as JSON between <tool_call> and
-</tool_call>. Only what the model itself is to write is learnt: reasoning, answer, calls and the end of its turn.
-The model's turns are always "assistant" and the person's "user", whatever a data set calls them: those are the names
-that generation and servers ask by. Other roles keep theirs.
+A turn is <|turn|>role NEWLINE text <|end_turn|>NEWLINE. The model's turns have reasoning between <think> and </think>
+before the answer, and tool calls after it, each as JSON between <tool_call> and </tool_call>. Only the model's own
+output is learnt: reasoning, answer, calls and the end of its turn. The model's role is always spelt "assistant" and
+the person's "user", since generation and servers use these names. Other roles keep their names.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -17,10 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from zaya_jax.data import trim
 from zaya_jax.data.tokenizers import NotUnicode, Tokenizer, utf8
 from zaya_jax.data.tokens import Document
-from zaya_jax.data.trim import Turn
 
 VERSION = 3  # of how chats are spelt: 1 kept the roles' own names, 2 spelt tools after a record's system text
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
@@ -33,6 +31,7 @@ RESULT_ROLES = ("tool", "function", "observation")
 ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")
 TEXT_PARTS = ("text", "input_text", "output_text")
+KEPT, TRIMMED, REDUCED, DROPPED = "kept", "trimmed", "reduced", "dropped"  # samples, fitted to a context
 _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
@@ -74,6 +73,25 @@ def beside(record: Mapping[str, Any]) -> list[dict[str, Any]]:
         {"role": role, "content": value if isinstance(value, str) else _json(value)}
         for role, value in found.items()
     ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One turn of a conversation in tokens: what stands before the reasoning, the reasoning, what stands after it.
+
+    `opening` and `closing` are the marks around the reasoning; they go when all of it goes.
+    """
+
+    head: Sequence[int]
+    reasoning: Sequence[int] = ()
+    tail: Sequence[int] = ()
+    opening: Sequence[int] = ()
+    closing: Sequence[int] = ()
+    answer: bool = False  # the model's own turn
+
+    def __len__(self) -> int:
+        marks = len(self.opening) + len(self.closing) if len(self.reasoning) else 0
+        return len(self.head) + marks + len(self.reasoning) + len(self.tail)
 
 
 class Format:
@@ -145,9 +163,51 @@ def prepare(chat: Format, messages: Sequence[Message], context: int | None) -> t
     """(the document of a chat sample fitted to a context, what was done to it); None where it is dropped."""
     turns = [chat.turn(message) for message in messages]
     if context is None:
-        return chat.document(turns), trim.KEPT
-    turns, outcome = trim.trim(turns, context - 2)  # begin and end of document
+        return chat.document(turns), KEPT
+    turns, outcome = trim(turns, context - 2)  # begin and end of document
     return (chat.document(turns) if turns else None), outcome
+
+
+def trim(turns: Sequence[Turn], context: int) -> tuple[list[Turn], str]:
+    """(the turns that fit into `context` tokens, what was done); no turns where the sample is dropped.
+
+    A sample that fits is kept. Otherwise all answers but the last lose their reasoning (reduced); where that is not
+    enough, or there is one answer only, the end of the last reasoning is cut, just before the answer (trimmed). A
+    sample that is too long without any reasoning is dropped. Prompts and answers are never touched.
+    """
+    turns = list(turns)
+    if _length(turns) <= context:
+        return turns, KEPT
+    if _length([_without(turn) for turn in turns]) > context:
+        return [], DROPPED
+    reasoned = [i for i, turn in enumerate(turns) if len(turn.reasoning)]
+    answers = [i for i, turn in enumerate(turns) if turn.answer]
+    last = answers[-1] if answers else -1
+    outcome = TRIMMED
+    if any(i != last for i in reasoned):
+        turns = [turn if i == last else _without(turn) for i, turn in enumerate(turns)]
+        outcome = REDUCED
+    excess = _length(turns) - context
+    if excess > 0:
+        room = len(turns[last].reasoning) - excess
+        cut = turns[last].reasoning[: max(room, 0)]
+        turns[last] = dataclasses.replace(turns[last], reasoning=cut) if len(cut) else _without(turns[last])
+    return turns, outcome
+
+
+class Counts(collections.Counter[str]):
+    """How many samples were kept, trimmed, reduced and dropped."""
+
+    def __str__(self) -> str:
+        return ", ".join(f"{self[name]:,} {name}" for name in (KEPT, TRIMMED, REDUCED, DROPPED))
+
+
+def _length(turns: Sequence[Turn]) -> int:
+    return sum(len(turn) for turn in turns)
+
+
+def _without(turn: Turn) -> Turn:
+    return dataclasses.replace(turn, reasoning=())
 
 
 def _message(given: Any) -> Message:

@@ -1,7 +1,7 @@
-"""Chats that a run reads itself: JSONL or Parquet to documents fitted to its context, and some of them held out.
+"""Reads chats that need no preparing: JSONL or Parquet to documents that fit the context, some of them held out.
 
-What cannot be read as a chat ends the run in one line that names file and line, before anything is compiled; a
-preparation (experiments/prepare_data.py) can leave such records out. All is in memory: for large sets prepare.
+A record that is no chat ends the run in one line that names file and line, before anything is compiled; a preparation
+(experiments/prepare_data.py) can leave such records out. Everything is in memory: prepare large sets.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, inputs, sources, trim
+from zaya_jax.data import chat, inputs, sources
 from zaya_jax.data.sources import Bundle
 from zaya_jax.data.storage import Prepared
 from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
@@ -30,7 +30,7 @@ class Chats:
     path: str
     documents: dict[bytes, list[Document]]
     hashes: frozenset[bytes]  # of those that do not fit, too
-    counts: trim.Counts
+    counts: chat.Counts
     tokenizer: Tokenizer
 
     def split(self, last: bytes) -> "Split":
@@ -50,11 +50,11 @@ class Chats:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """What a path's chats are as tokens."""
+    """The chats of a path as tokens."""
 
     train: Bundle
     held_out: Bundle
-    said: str  # how many they are, and what was done to fit them
+    said: str  # how many there are, and how they were fitted to the context
 
 
 def last_held_out(found: Iterable[Chats]) -> bytes:
@@ -73,7 +73,7 @@ def last_held_out(found: Iterable[Chats]) -> bytes:
 
 
 def require_marks(tokenizer: Tokenizer, named: str) -> None:
-    """UserError where a vocabulary has no ids of their own for the marks between which turns stand."""
+    """UserError where a vocabulary has no special ids for the marks around turns."""
     for role in ("turn", "end_turn"):
         if len(tokenizer.chat_token(role)) != 1:
             raise UserError(
@@ -99,7 +99,7 @@ def require_prepared(path: str, shards: Prepared, context: int) -> None:
 
 def read(path: str, tokenizer: Tokenizer, context: int) -> Chats:
     """The chats of a file, directory or glob; UserError where one is none, or none has an answer that fits."""
-    form, counts = chat.Format(tokenizer), trim.Counts()
+    form, counts = chat.Format(tokenizer), chat.Counts()
     documents: dict[bytes, list[Document]] = {}
     hashes = set()
     for place, messages in _samples(path):
@@ -161,16 +161,8 @@ def are_here(path: str) -> bool:
 
 def _samples(path: str) -> Iterator[tuple[str, list[chat.Message]]]:
     """(a name for messages, turns) of every record."""
-    total = 0
-    for _, file in sources.list_files(path, say=True):
-        size = file.stat().st_size if file.exists() else 0
-        total += size
-        if total > sources.IN_MEMORY_LIMIT:
-            raise UserError(
-                f"config.data.path={path!r} is above {sources.IN_MEMORY_LIMIT >> 30} GiB of chats, too much to read at "
-                "every start; prepare it once with python -m experiments.prepare_data and give that directory"
-            )
-        for part in itertools.chain(*inputs.split([(str(file), size, 1)], sys.maxsize)):
+    for _, file in sources.files_for_memory(path):
+        for part in itertools.chain(*inputs.split([(str(file), *inputs.stamp(str(file)))], sys.maxsize)):
             if part.kind == "text":
                 raise UserError(
                     f"config.data.chats is set, but {part} is neither JSONL nor Parquet; give records with a list of "

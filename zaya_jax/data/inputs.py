@@ -1,9 +1,9 @@
-"""Input files of a preparation: text, JSONL and Parquet, plain or compressed, as a stream of named samples.
+"""Reads input files as named samples: text, JSONL and Parquet, plain or compressed.
 
-Large uncompressed JSONL files are shared out by byte ranges and Parquet files by row groups, so that one big
-file keeps all processes busy. A sample's name is its file and place, and its hash decides whether it is held
-out. What cannot be read comes as a `BadInput` among the samples, and the samples after it still come: a bad
-record costs one record, a damaged compressed file its rest, damaged Parquet a row group.
+Large uncompressed JSONL files are shared out by byte ranges and Parquet files by row groups, so that one big file
+keeps all processes busy. A sample's name is its file and place, and its hash decides whether it is held out. Input
+that cannot be read comes as a `BadInput` among the samples: a bad record costs one record, a damaged compressed file
+its rest, damaged Parquet a row group.
 """
 
 import codecs
@@ -22,8 +22,7 @@ from typing import Any, BinaryIO
 
 from zaya_jax.config import UserError
 from zaya_jax.data import chat, sources
-from zaya_jax.data.pieces import PIECE
-from zaya_jax.data.tokenizers import NotUnicode, utf8
+from zaya_jax.data.tokenizers import PIECE, NotUnicode, utf8
 
 # A name, and a text, a long one in pieces, or the turns of a chat.
 Sample = tuple[str, str | Iterable[str] | list[chat.Message]]
@@ -40,7 +39,7 @@ class BadInput(UserError):
 
 
 class NotText(BadInput):
-    """A file that is no text at all, as pictures and archives among texts are: always left out and counted."""
+    """A binary file among texts, such as a picture or an archive: always left out and counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +61,17 @@ def shown(path: str) -> str:
     """A path on one line, whatever bytes it has."""
     text = os.fsencode(path).decode("utf-8", "backslashreplace")
     return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def stamp(path: str, skip_bad: bool = False) -> tuple[int, int]:
+    """A file's size and time of change; zeros for one that cannot be read where that is no error."""
+    try:
+        stat = os.stat(path)
+    except OSError as error:
+        if not skip_bad:
+            raise UserError(f"cannot read {shown(path)}: {error.strerror}") from None
+        return 0, 0
+    return stat.st_size, stat.st_mtime_ns
 
 
 def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
@@ -127,7 +137,7 @@ def samples(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
         else:
             yield from _parquet(part, text_field)
     except DAMAGE as error:
-        yield BadInput(f"cannot read {part}: {_one_line(error)}")
+        yield BadInput(f"cannot read {part}: {one_line(error)}")
 
 
 def _row_groups(path: str, skip_bad: bool) -> int:
@@ -167,7 +177,7 @@ def _is_compressed(path: str) -> bool:
 
 
 def kind_of(path: str) -> str:
-    """What a file's name says that it holds: text, jsonl, parquet."""
+    """The kind of content by a file's name: text, jsonl, parquet."""
     stem = path.lower()
     for suffix in COMPRESSION:
         stem = stem.removesuffix(suffix)
@@ -247,7 +257,7 @@ def _decoded(part: Stretch, file: BinaryIO) -> Iterator[str]:
             binary = binary or b"\0" in block[: 64 << 10]
             piece = decoder.decode(block, final=not block)
         except DAMAGE as error:
-            raise BadInput(f"cannot read {part} after line {line}: {_one_line(error)}") from None
+            raise BadInput(f"cannot read {part} after line {line}: {one_line(error)}") from None
         except UnicodeDecodeError as error:
             if binary or part.path.startswith(str(sources.stdlib())):  # Python's tests have other encodings
                 raise NotText(str(part)) from None
@@ -281,7 +291,7 @@ def _jsonl(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
             try:
                 line = file.readline()
             except DAMAGE as error:
-                yield BadInput(f"{place()}: cannot be read, nor what follows it: {_one_line(error)}")
+                yield BadInput(f"{place()}: cannot be read, nor what follows it: {one_line(error)}")
                 return
             if not line:
                 return
@@ -321,7 +331,7 @@ def _open_parquet(path: str) -> Any:
     try:
         return pyarrow.parquet.ParquetFile(path, page_checksum_verification=True)
     except (*DAMAGE, pyarrow.ArrowException, ValueError) as error:
-        raise BadInput(f"{shown(path)} is not a Parquet file: {_one_line(error)}") from None
+        raise BadInput(f"{shown(path)} is not a Parquet file: {one_line(error)}") from None
 
 
 def _parquet(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
@@ -340,11 +350,11 @@ def _parquet(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
                 try:
                     yield from _row_group(part, file.iter_batches(256, [group], columns), group, text_field)
                 except (*DAMAGE, pyarrow.ArrowException, ValueError) as error:
-                    yield BadInput(f"{part}, row group {group} is damaged: {_one_line(error)}")
+                    yield BadInput(f"{part}, row group {group} is damaged: {one_line(error)}")
     except BadInput as error:
         yield error
     except (*DAMAGE, pyarrow.ArrowException, ValueError) as error:
-        yield BadInput(f"cannot read {part}: {_one_line(error)}")
+        yield BadInput(f"cannot read {part}: {one_line(error)}")
 
 
 def _row_group(
@@ -374,10 +384,8 @@ def _rows(batch: Any) -> Iterator[Any]:
         for i in range(batch.num_rows):
             try:
                 records += batch.slice(i, 1).to_pylist()
-            except UnicodeDecodeError:
-                records.append(BadInput("a text that is not UTF-8"))
             except unreadable as error:
-                records.append(BadInput(f"a value that cannot be read: {_one_line(error)}"))
+                records.append(BadInput(f"a value that cannot be read: {one_line(error)}"))
     yield from records
 
 
@@ -411,6 +419,7 @@ def _wanted(text_field: str) -> str:
     return f"neither a text under {text_field!r} nor a chat under {', '.join(CHAT_FIELDS)}{NAME_IT}"
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
+    """An error's text on one line, of bounded length."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return " ".join(reason.split())[:200] or type(error).__name__

@@ -1,11 +1,11 @@
-"""Mixtures: which source each row of the global batch comes from, by weight, in closed form.
+"""Mixtures: says which source each row of the global batch comes from, by weight, in closed form.
 
-One table of M entries holds each source in proportion to its weight and as evenly spread as can be;
-row r of a stretch of steps takes entry r mod M. So every batch is as balanced as its size allows, and how
-often a source was used before any (step, slot) is a prefix count instead of a replay. Weights and batch size may
-change from stretch to stretch; counts add up.
+One table of M entries holds each source in proportion to its weight and as evenly spread as possible; row r of a
+stretch of steps takes entry r mod M. So every batch is as balanced as its size allows, and the number of rows that a
+source gave before any (step, slot) is a prefix count instead of a replay. Weights and batch size may change from
+stretch to stretch; counts add up.
 
-`leave_out` passes over what some steps would have taken, or have: the steps' batch sizes and weights stay where they
+`leave_out` skips the rows that some steps would have taken, or have: the steps' batch sizes and weights stay where they
 are, each source goes on after the last row that it gave, and the table after its last entry.
 """
 

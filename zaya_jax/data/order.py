@@ -1,4 +1,4 @@
-"""Which tokens a row holds: pure functions of the row's number, so that any process can ask for any row.
+"""Says which tokens a row holds, as pure functions of the row's number: any process can ask for any row.
 
 A source is a tape of tokens. Its *layout* cuts the tape into numbered rows (`Tape`: every S tokens;
 `Packed`: whole documents, packed), its *order* says which of them comes when: each once an epoch, exactly, for any
@@ -6,15 +6,15 @@ number of rows, in closed form. No list of rows exists, and none is shuffled.
 
 An epoch's order has locality, since a read brings a whole bundle, of which a short row is a small part:
 
-- Rows are taken in *blocks* of R neighbours, some bundles long. A few that fill no block are spread over the epoch.
+- Rows are taken in *blocks* of R neighbours, some bundles long. Rows that fill no block are spread over the epoch.
 - Blocks are permuted anew each epoch and opened L at a time, a *round*; rows go round its blocks, so that one batch has
   one row of each, and a block's next row comes `TURNS` steps later. A step's rows lie in the batch by their blocks
   (`Order.lane`), so a block stays with a batch slot or its neighbour, and is read by one process.
 - A source has at least `ROUNDS` rounds an epoch, otherwise R is smaller; small sources have R = 1: all rows shuffled.
 
-No row comes twice in a batch, at an epoch's end neither: blocks belong to one of G groups for ever, an epoch goes
-through the groups one after another, and no group is larger than the rows of an epoch less those of a batch. G is two,
-where a source has twice the rows of a batch. One with fewer rows than a batch gives each equally often.
+No row comes twice in a batch, not even at an epoch's end: each block belongs to one of G groups for ever, an epoch goes
+through the groups one after another, and no group is larger than the rows of an epoch less those of a batch. G is two
+where a source has twice the rows of a batch. A source with fewer rows than a batch gives each row equally often.
 """
 
 import array
@@ -37,21 +37,8 @@ UNIT_ROWS = 64  # rows that are packed together: best-fit leaves part of one row
 SPANS = 4 << 20  # that stay planned, 16 bytes each
 
 
-class TokenStore(Protocol):
-    """A source's tokens: a tape of documents in shards, none of which crosses a shard's end."""
-
-    name: str
-    fingerprint: str  # of everything the tokens depend on
-
-    @property
-    def bundle_tokens(self) -> int:
-        """Tokens that one read brings; 0 where reading costs nothing."""
-        ...
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens on the tape."""
-        ...
+class Shards(Protocol):
+    """A tape of documents in shards; no document crosses a shard's end."""
 
     @property
     def num_shards(self) -> int:
@@ -65,10 +52,6 @@ class TokenStore(Protocol):
 
     def lengths(self, shard: int) -> np.ndarray:
         """The tokens of each document of a shard."""
-        ...
-
-    def parts(self, spans: Sequence[Span]) -> list[list[Piece]]:
-        """For each (start, stop) of the tape: the pieces of bundles that it is, one after another."""
         ...
 
 
@@ -115,7 +98,7 @@ class Packed:
     are planned at the start, to number their rows, at about a million documents per second.
     """
 
-    def __init__(self, store: TokenStore, seq_len: int, packing: str) -> None:
+    def __init__(self, store: Shards, seq_len: int, packing: str) -> None:
         self._store, self._seq_len, self._packing = store, seq_len, packing
         self.unit_tokens = UNIT_ROWS * seq_len
         shards, firsts, counts = (array.array("q") for _ in range(3))

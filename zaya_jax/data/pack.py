@@ -1,8 +1,8 @@
-"""Rows: which document goes into which, filling a batch's rows, and what a batch says of each of its tokens.
+"""Plans which documents share a row, fills the rows of a batch, and labels each token of it.
 
-Concatenate-and-split takes the next S tokens of a tape; a document that does not end in a row goes on in
-another, as a segment of its own there. First-fit and best-fit-decreasing keep documents whole where they fit
-into a row, and leave a little padding. Segment ids count documents within a row from 1; 0 is padding.
+Concatenate-and-split takes the next S tokens of a tape; a document that does not end in a row goes on in another, as a
+segment of its own there. First-fit and best-fit-decreasing keep documents whole where they fit into a row, and leave a
+little padding. Segment ids count documents within a row from 1; 0 is padding.
 """
 
 import bisect

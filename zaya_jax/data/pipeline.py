@@ -1,13 +1,13 @@
-"""The stream of training batches.
+"""Makes the stream of training batches.
 
-A batch is a pure function of (seed, config, step): the mixture says which source each row comes from and how
-many rows that source gave before, the source's order says which tokens that row holds. Grain runs ahead of
-the training step; its element t is the batch of step t, so a stream's whole state is one integer, and each
-process computes its own rows of the global batch and nothing else.
+A batch is a pure function of (seed, config, step): the mixture says which source each row comes from and how many rows
+that source gave before, and the source's order says which tokens that row holds. Grain runs ahead of the training step;
+its element t is the batch of step t, so a stream's whole state is one integer, and each process computes only its own
+rows of the global batch.
 
-Where a run went back to step c, the batches that it had had since can be left out, [c, how many]: from c on, each
-source goes on behind the last row that it gave in them. What a step is stays as it was planned: its phase, its batch
-size, its mixture. An era whose first steps were among them begins behind the rows that these had.
+After a run went back to step c, the batches that it had read since can be left out, as [c, how many]: from c on, each
+source goes on behind the last row that it gave in them. Steps stay as planned, with their phase, batch size and
+mixture. An era that starts inside the gap skips the gap's rows.
 """
 
 import copy
@@ -30,13 +30,13 @@ from zaya_jax.data.stores import TokenStore, check_tokenizer, fill, local_rows, 
 from zaya_jax.data.tokenizers import Tokenizer
 
 PREFETCH_BATCHES = 4
-# How several processes' figures (`Stream.metrics`) become one; the mean where nothing is said.
+# Combines the figures of several processes (`Stream.metrics`) into one; others are averaged.
 OVER_PROCESSES: dict[str, Callable] = {
     "data/wait_fraction": np.max,
     "data/retries": np.sum,
     "data/corrupt": np.sum,
 }
-# Of the machine's memory that one process's bundles may take; beyond it some are read more than once.
+# The share of the machine's memory for one process's bundles; beyond it some are read more than once.
 CACHE_SHARE = 1 / 16
 _log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Source:
         self.order = order.Order(self.layout.num_rows, most, share, block_rows, key, rounds)
 
     def spans(self, numbers: np.ndarray) -> list[list[Span]]:
-        """What the rows hold that come as these numbers."""
+        """The spans of the rows that come as these numbers."""
         return [self.layout.spans(int(row)) for row in self.order.rows(numbers)]
 
     def placed(self, numbers: np.ndarray) -> np.ndarray:
@@ -87,11 +87,11 @@ class Source:
         fill(self.store, rows, row_ids, self.spans(numbers))
 
     def keep(self, share_here: float) -> None:
-        """Makes room for all that is open at a time in a process that reads so much of the source."""
+        """Makes room for all blocks that a process has open at a time, which reads this share of the source."""
         store = self.store
         if isinstance(store, storage.Prepared) and self.order.block_rows > 1:
-            # What rows lie in, begun and ended inside a bundle, decoded, with two flags per token. With somewhat less
-            # than that, each bundle is read at each visit: the least recently used is the next one wanted.
+            # A block begins and ends inside a bundle; decoded, a token has two flags. With somewhat less memory than
+            # this, each bundle is read at each visit: the least recently used one is the next one wanted.
             each = (self.layout.unit_tokens + 2 * store.bundle_tokens) * (store.manifest["token_bytes"] + 2)
             machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             wanted = int(self.order.most_open * share_here * each)
@@ -138,14 +138,14 @@ class Batches:
         self.leave_out(())
 
     def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
-        """Batches that are left out, [step, how many]: all there are, in the order in which it was decided."""
+        """Leave out these batches, [step, how many]: all of the run, in the order of the decisions."""
         self.left_out = [list(one) for one in ranges]
         self.eras = _left_out(self._planned, self.left_out)
         self._sources: dict[tuple[int, int], Source] = {}
         self._fingerprints: dict[int, str] = {}
 
     def left_out_until(self, step: int) -> list[list[int]]:
-        """Those that the batches before a step depend on."""
+        """The ranges left out that the batches before a step depend on."""
         behind = [i for i, (at, _) in enumerate(self.left_out) if at < step]
         return self.left_out[: max(behind, default=-1) + 1]
 
@@ -163,7 +163,7 @@ class Batches:
         return next(e for e in reversed(self.eras) if e.first_step <= step)
 
     def fingerprint(self, step: int) -> str:
-        """Of everything that the batches before a step depend on: of the eras that have begun then."""
+        """A hash of everything that the batches before a step depend on: of the eras that have begun by then."""
         begun = max(1, sum(era.first_step < step for era in self._planned))
         if begun not in self._fingerprints:
             self._fingerprints[begun] = self._facts(self._planned[:begun])
@@ -221,7 +221,7 @@ class Batches:
         return self._sources[era.number, k]
 
     def counters(self) -> storage.Counters:
-        """What reading has met so far, over all sources."""
+        """Counts of reading so far, over all sources."""
         return sum((store.counters for store in self.stores), storage.Counters())
 
 
@@ -248,7 +248,7 @@ class Stream(Iterator[Batch]):
         return batch
 
     def get_state(self) -> dict[str, Any]:
-        """What `set_state` needs to go on after the last batch given, on any number of processes and workers."""
+        """The state for `set_state` to go on after the last batch given, on any number of processes and workers."""
         fingerprint = self.batches.fingerprint(self._step)
         whole = self.batches.fingerprint(len(self.batches))  # of phases to come, too
         state = {"step": self._step, "order": order.VERSION, "fingerprint": fingerprint, "whole": whole}
@@ -256,13 +256,14 @@ class Stream(Iterator[Batch]):
         return state | ({"left_out": ranges} if ranges else {})
 
     def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
-        """From now on without these batches, [step, how many], all that were ever left out of this run."""
+        """Go on without these batches, [step, how many]: all that were ever left out of this run."""
         self.close()
         self.batches.leave_out(ranges)
 
     def set_state(self, state: dict[str, Any]) -> str:
-        """Go on where the state was taken; UserError where data, tokenizer, seed or batch shape are not the
-        same. Gives a note where those of phases to come are not. A state of `forked` may be of other data.
+        """Go on where the state was taken; UserError where data, tokenizer, seed or batch shape differ.
+
+        Returns a note where those of later phases differ. A state from `forked` may be of other data.
         """
         step, ranges = int(state["step"]), [list(one) for one in state.get("left_out", [])]
         if self.batches.left_out_until(step) != ranges:  # what comes later may have been decided already
@@ -292,7 +293,7 @@ class Stream(Iterator[Batch]):
         return "note: the batches of phases that have not begun are not what they were: other data, or other sizes"
 
     def counters(self) -> storage.Counters:
-        """What reading has met so far in this process and its workers."""
+        """Counts of reading so far, in this process and its workers."""
         running = (
             self._iterator.counters() if isinstance(self._iterator, workers.Workers) else storage.Counters()
         )
@@ -327,7 +328,7 @@ def forked(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _left_out(eras: list[Era], ranges: Sequence[Sequence[int]]) -> list[Era]:
-    """The same without these batches, one range after the other."""
+    """The eras without these batches, one range after the other."""
     eras, furthest = list(eras), 0
     for at, count in ranges:
         stop = max(at + count, furthest)  # behind all that was left out before

@@ -1,8 +1,7 @@
-"""Batches on the device before the step asks for them, and how long it had to wait nevertheless.
+"""Sends batches to the device before the step asks for them, and measures how long the step still had to wait.
 
-A thread takes batches from the stream and starts their transfer; the step takes finished ones. The state it
-reports is that of the last batch given out, not of the last one fetched, so a checkpoint never skips what lay
-in the queue.
+A thread takes batches from the stream and starts their transfer; the step takes finished ones. The reported state is
+that of the last batch given out, not of the last one fetched, so a checkpoint never skips batches in the queue.
 """
 
 import queue
@@ -56,7 +55,7 @@ class DevicePrefetch(Iterator[Any]):
         return note
 
     def leave_out(self, ranges: Sequence[Sequence[int]]) -> None:
-        """See `Stream.leave_out`."""
+        """Go on without these batches: see `Stream.leave_out`."""
         self.close()
         self._stream.leave_out(ranges)
         self._state = self._stream.get_state()

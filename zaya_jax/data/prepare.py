@@ -1,10 +1,8 @@
-"""Making a prepared directory: input files to token shards, by one machine or many, killable at any moment.
+"""Makes a prepared directory: input files to token shards, by one machine or many, killable at any moment.
 
-The work is a fixed list of tasks (`prepare_plan`), each a stretch of the input that becomes at most one training and
-one held-out shard (`prepare_task`), done by processes or Ray (`prepare_engines`). `manifest.json` comes last. Machines
-that share the work need nothing in common but `--out`: each does its part of the tasks, and `merge` writes the
-manifest. Nothing is right only because of a lock, which file systems over the network do not all have: locks only keep
-a whole preparation from beginning beside another one.
+The work is a fixed list of tasks (`prepare_task`), and `manifest.json` comes last. Machines that share the work need
+nothing in common but `--out`: each does its part of the tasks, and `merge` writes the manifest. No result depends on
+locks, which some network file systems lack: they only keep a whole preparation from starting beside another one.
 """
 
 import collections
@@ -12,9 +10,11 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import importlib.util
 import json
 import os
 import pathlib
+import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -23,22 +23,40 @@ from typing import Any, TextIO
 import google_crc32c
 import numpy as np
 
-from zaya_jax.config import StorageError, UserError, fields
-from zaya_jax.data import chat, inputs, prepare_engines, prepare_plan, prepare_task, sources, tokenizers
+from zaya_jax.config import StorageError, UserError, fields, shown
+from zaya_jax.data import chat, inputs, prepare_task, sources, tokenizers
 from zaya_jax.data import tokens as tokens_lib
-from zaya_jax.data.prepare_plan import Options, Part, Task
-from zaya_jax.data.prepare_task import WORK, Job, LeftOut
+from zaya_jax.data.prepare_task import WORK, Job, LeftOut, Options, Plan, Task
 from zaya_jax.data.tokenizers import Tokenizer
 
-# What a prepared directory holds beside shards.
 OURS = (WORK, tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER)
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
-PLAN, SHARED = "plan.json", "of-"  # `.work/of-8`: somebody made a part of 8
-STALE_SECONDS = 3600  # who writes a shard writes to it every few seconds
-AFTER_PART = "; the same command does what is left of part {}"
-WITH_SKIPS = ", also with --skip_bad added to it and to --merge"
-WITH_OTHERS = "; other options need another --out, or this one removed"
+PLAN, SHARED = "plan.json", "of-"  # `.work/of-8`: some machine made a part of 8
+MOST_PARTS = 100_000
+STALE_SECONDS = 3600  # a process that writes a shard writes to it every few seconds
+GOES_ON = "; what was done stays, and the same command goes on from there"
 NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One of several that share a preparation's tasks, counted from 0."""
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+
+def parse_part(text: str) -> Part:
+    """The part that I/N names; UserError where it names none."""
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
+    if not found or not int(found[1]) < int(found[2]) <= MOST_PARTS:
+        raise UserError(
+            f"--part={shown(text)} is no part: give I/N, from 0/N to N-1/N, with N up to {MOST_PARTS:,}"
+        )
+    return Part(int(found[1]), int(found[2]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,21 +84,19 @@ class Made:
     left_out: dict[str, Any]
 
 
-class NoDocuments(UserError):
-    """Nothing of the input is for training."""
-
-
 class Preparation:
-    """What is made in one directory: the options, the plan that follows from them, and how far it has come."""
+    """A preparation in one directory: its options, the plan that follows from them, and what is done of it."""
 
-    def __init__(self, options: Options, out: str) -> None:
-        self.options, self.out, self.directory = options, out, _directory(out)
-        self.plan = prepare_plan.make(options, inputs.find(options.inputs, out))
-        self.made: list[pathlib.Path] = []  # folders that were not there before
+    def __init__(self, options: Options, out: str, engine: str = "processes") -> None:
+        if engine == "ray" and importlib.util.find_spec("ray") is None:
+            raise UserError("--engine=ray needs Ray, which is not installed: pip install 'zaya_jax[ray]'")
+        self.options, self.out, self.engine, self.directory = options, out, engine, _directory(out)
+        self.plan = prepare_task.make_plan(options, inputs.find(options.inputs, out))
+        self.made = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
 
     def manifest(self) -> dict[str, Any] | None:
         """The manifest where all is done; UserError where it was made of something else."""
-        if not _finished(self.directory):
+        if not (self.directory / tokens_lib.MANIFEST).exists():
             return None
         manifest = tokens_lib.check_manifest((self.directory / tokens_lib.MANIFEST).read_bytes(), self.out)
         if manifest["plan"] != tokens_lib.manifest_hash(self.plan):
@@ -90,23 +106,21 @@ class Preparation:
         return manifest
 
     def work(self) -> tuple[list[Task], Job, Tokenizer]:
-        """All tasks, and what they share; the tokenizer is put there by the first who comes."""
-        tasks = prepare_plan.tasks(self.plan)
+        """All tasks, and what they share; the first process puts the tokenizer there."""
+        tasks = prepare_task.tasks_of(self.plan)
         tokenizer = _tokenizer(self.options, self.directory, self.plan, tasks)
-        return tasks, prepare_task.job(self.directory, self.options, self.plan, tokenizer), tokenizer
+        return tasks, prepare_task.make_job(self.directory, self.options, self.plan, tokenizer), tokenizer
 
     @contextlib.contextmanager
     def locked(self, how: int) -> Iterator[None]:
-        """While somebody writes here: alone, or with others who make parts.
+        """Locks the directory while this process writes: for itself, or shared with others that make parts.
 
-        Where the file system has no locks there is none: what is done twice gives the same.
+        A file system without locks gives none: work that is done twice gives the same bytes.
         """
-        self.made = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
         try:
             (self.directory / WORK).mkdir(parents=True, exist_ok=True)
             lock = (self.directory / WORK / "lock").open("a+")  # over NFS a shared lock must be able to read
         except OSError as error:
-            _remove(self.made)
             raise UserError(
                 f"--out={self.out} cannot be written: {error.strerror}; give another directory"
             ) from None
@@ -121,25 +135,37 @@ class Preparation:
                 if error.errno not in NO_LOCKS:
                     raise
             yield
-        if _finished(self.directory):
+        if (self.directory / tokens_lib.MANIFEST).exists():
             _clear(self.directory)
 
     @contextlib.contextmanager
-    def failing(self, ending: Callable[[BaseException], str]) -> Iterator[None]:
-        """What fails in here is one line, with what is to be said of the directory behind it."""
+    def failing(self) -> Iterator[None]:
+        """Turns a failure into one line that says how to go on; without a task done, nothing stays of it."""
         try:
-            yield
-        except (UserError, StorageError) as error:
-            kind = UserError if isinstance(error, NoDocuments) else type(error)
-            raise kind(f"{error}{ending(error)}") from None
-        except OSError as error:  # what reading raises is bad input, so this was written
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._leave_nothing)
+                yield
+                stack.pop_all()
+        except inputs.BadInput as error:
+            raise UserError(f"{error}{GOES_ON}, also with --skip_bad added") from None
+        except OSError as error:  # reading input raises BadInput, so this was written
             raise StorageError(
-                f"--out={self.out} cannot be written: {error.strerror or error}{ending(error)}"
+                f"--out={self.out} cannot be written: {error.strerror or error}{GOES_ON}"
             ) from None
-        except MemoryError as error:
+        except MemoryError:
             raise UserError(
-                f"memory ran out; give fewer --processes, or texts in smaller files{ending(error)}"
+                f"memory ran out; give fewer --processes, or texts in smaller files{GOES_ON}"
             ) from None
+
+    def _leave_nothing(self) -> None:
+        if self.has_tasks() or self.shared():
+            return
+        for path in self.directory.iterdir():
+            if path.name in OURS or sources.SHARD.match(path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with contextlib.suppress(OSError):
+            for folder in self.made:
+                folder.rmdir()
 
     def begun(self) -> dict[str, Any]:
         """The plan that the directory was begun with."""
@@ -151,26 +177,38 @@ class Preparation:
 
     def require_same(self, skip_bad: bool = False) -> None:
         """UserError where it was begun with another plan."""
-        words = [prepare_plan.difference(self.begun(), self.plan), "skip_bad" if skip_bad else ""]
-        if any(words):
+        begun = self.begun()
+        differ = [name for name in self.plan if name != "skip_bad" and begun.get(name) != self.plan[name]]
+        words = [name for name in differ if name != "files"]
+        if "files" in differ:
+            changed = {tuple(file) for file in begun.get("files", [])} ^ {
+                tuple(file) for file in self.plan["files"]
+            }
+            words.append(f"input files ({inputs.shown(min(changed)[0])} was changed, added or removed)")
+        if words := [*words, "skip_bad"] if skip_bad else words:
             raise UserError(
-                f"--out={self.out} was begun with other {', '.join(filter(None, words))}; repeat the first command, "
+                f"--out={self.out} was begun with other {', '.join(words)}; repeat the first command, "
                 "give another directory, or remove this one to begin anew"
             )
 
-    def has_tasks(self) -> int:
-        """How many tasks are recorded as done."""
-        return len(list((self.directory / WORK).glob("task-*.json")))
+    def has_tasks(self) -> bool:
+        """Whether a task is recorded as done."""
+        return any((self.directory / WORK).glob("task-*.json"))
+
+    def shared(self) -> list[pathlib.Path]:
+        """The marks of those that made parts here, each named by how many parts there were."""
+        return list((self.directory / WORK).glob(f"{SHARED}*"))
 
     def begin_alone(self) -> None:
         """Writes the plan, where there is none or no task was done for the one that is there."""
-        if self.begun() != self.plan:
-            if not self.has_tasks():
-                shutil.rmtree(self.directory / tokens_lib.TOKENIZER, ignore_errors=True)
-            tokens_lib.write_atomically(self.directory / WORK / PLAN, json.dumps(self.plan).encode())
+        if self.has_tasks():  # tasks that were done without skipping are the same with it
+            self.require_same(bool(self.begun().get("skip_bad")) and not self.options.skip_bad)
+        else:
+            shutil.rmtree(self.directory / tokens_lib.TOKENIZER, ignore_errors=True)
+        tokens_lib.write_atomically(self.directory / WORK / PLAN, json.dumps(self.plan).encode())
 
     def begin_part(self, part: Part) -> None:
-        """Makes this plan the directory's, unless one was there before: then UserError where it is another."""
+        """Makes this plan the directory's, unless it has one; UserError where that is another."""
         path = self.directory / WORK / PLAN
         if not path.exists():
             mine = tokens_lib.partial_path(path)
@@ -185,18 +223,20 @@ class Preparation:
         self.require_same()
         (self.directory / WORK / f"{SHARED}{part.count}").touch()
 
-    def after_failure(self, error: BaseException) -> str:
-        """What a failed preparation's message ends with; without a task done, nothing of it stays."""
-        if done := self.has_tasks():
-            return (
-                f"; {done} of its tasks are done: the same command on the same input goes on from there, also with "
-                f"--skip_bad added; to begin anew, remove {self.directory}"
-            )
-        for path in self.directory.iterdir() if self.directory.is_dir() else ():
-            if path.name in OURS or sources.SHARD.match(path.name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-        _remove(self.made)
-        return ""
+    def run(self, job: Job, tasks: list[Task], processes: int, tell: Tell, alone: bool) -> None:
+        """Do those of these tasks that are not done."""
+        wrong = prepare_task.undone(job, tasks)
+        _clean(job, alone)
+        todo = [task for task in tasks if task.number in wrong]
+        total = sum(task.cost for task in tasks)
+        before = total - sum(task.cost for task in todo)
+
+        def told(done: int, tokens: int, finished: int) -> None:
+            tell(Progress(before + done, total, tokens, len(tasks) - len(todo) + finished, len(tasks)))
+
+        if todo:
+            run = prepare_task.run_on_ray if self.engine == "ray" else prepare_task.run_processes
+            run(job, todo, processes, told)
 
 
 def prepare(
@@ -206,41 +246,32 @@ def prepare(
 
     `tell` is called about twice a second.
     """
-    prepare_engines.require(engine)
-    found = Preparation(options, out)
+    found = Preparation(options, out, engine)
     if (manifest := found.manifest()) and not (found.directory / WORK).exists():
         return manifest, True
     with found.locked(fcntl.LOCK_EX):
         if manifest := found.manifest():  # killed just before the end
             return manifest, True
-        if found.has_tasks():  # what was done without skipping is the same with it: there was nothing to skip
-            found.require_same(bool(found.begun().get("skip_bad")) and not options.skip_bad)
-        with found.failing(found.after_failure):
+        with found.failing():
             found.begin_alone()
             tasks, job, tokenizer = found.work()
-            _run(job, tasks, processes, tell, engine)
-            try:
-                return gather(job, tokenizer, found.plan, len(tasks)), False
-            except NoDocuments:
-                _clear(found.directory)
-                raise
+            found.run(job, tasks, processes, tell, alone=True)
+            return gather(job, tokenizer, found.plan, len(tasks)), False
 
 
 def prepare_part(
     options: Options, out: str, part: Part, processes: int, tell: Tell, engine: str = "processes"
 ) -> Made | None:
-    """Do a part's tasks, beside others who do other parts, or this one; None where `out` is complete already."""
-    prepare_engines.require(engine)
-    found = Preparation(options, out)
+    """Do a part's tasks, beside others that do other parts, or this one; None where `out` is complete already."""
+    found = Preparation(options, out, engine)
     if found.manifest():
         return None
     with found.locked(fcntl.LOCK_SH):
         found.begin_part(part)
-        with found.failing(lambda error: _after_part(part, error)):
+        with found.failing():
             tasks, job, _ = found.work()
-            owner = prepare_plan.owners(tasks, part.count)
-            mine = [task for task in tasks if owner[task.number] == part.index]
-            _run(job, mine, processes, tell, engine, alone=False)
+            mine = [task for task in tasks if task.number % part.count == part.index]
+            found.run(job, mine, processes, tell, alone=False)
             return _sum(job, mine, len(tasks))
 
 
@@ -257,30 +288,27 @@ def merge(options: Options, out: str) -> tuple[dict[str, Any], bool]:
         if manifest := found.manifest():  # killed just before the end
             return manifest, True
         found.require_same()
-        with found.failing(lambda _: ""):
+        with found.failing():
             tasks, job, tokenizer = found.work()
             if lacking := prepare_task.undone(job, tasks):
-                raise UserError(_lacking(found.directory, out, tasks, lacking))
+                raise UserError(_lacking(found.shared(), out, len(tasks), lacking))
             return gather(job, tokenizer, found.plan, len(tasks)), False
 
 
-def _lacking(directory: pathlib.Path, out: str, tasks: list[Task], lacking: dict[int, str]) -> str:
-    """What a merge says of tasks that are not done: whose they are, and who mends it."""
+def _lacking(shared: list[pathlib.Path], out: str, num_tasks: int, lacking: dict[int, str]) -> str:
+    """A merge's message about tasks that are not done: the parts that they belong to, and how to make them."""
     first = next(iter(lacking))
     why = "" if lacking[first] == "missing" else f"; task {first} is {lacking[first]}"
-    what = f"--out={out} lacks {len(lacking):,} of {len(tasks):,} tasks{why}"
+    what = f"--out={out} lacks {len(lacking):,} of {num_tasks:,} tasks{why}"
     if "--skip_bad" in why:
         return f"{what}; merge with --skip_bad, or begin anew without"
-    counts = {path: path.stat().st_mtime_ns for path in (directory / WORK).glob(f"{SHARED}*")}
-    if not counts:
+    if not shared:
         return f"{what}; the same command without --merge makes them and ends with the merge"
-    newest = max(counts, key=lambda path: counts[path]).name.removeprefix(SHARED)
-    parts = prepare_plan.lacking(list(lacking), tasks, int(newest))
-    named = ", ".join(f"{part} ({n:,})" for part, n in list(parts.items())[:8])
-    more = f" and {len(parts) - 8:,} more parts" if len(parts) > 8 else ""
+    newest = max(shared, key=lambda path: path.stat().st_mtime_ns).name.removeprefix(SHARED)
+    parts = sorted({number % int(newest) for number in lacking})
+    named = ", ".join(f"{part}/{newest}" for part in parts[:8]) + (", ..." if len(parts) > 8 else "")
     return (
-        f"{what}, of part {named}{more}; run the same command with --part={next(iter(parts))} in place of --merge"
-        + (", and likewise the others" if len(parts) > 1 else "")
+        f"{what}, of part {named}; run the same command with --part={parts[0]}/{newest} in place of --merge"
     )
 
 
@@ -294,10 +322,6 @@ def _sum(job: Job, tasks: list[Task], all_tasks: int) -> Made:
     return Made(len(tasks), all_tasks, documents, tokens, dataclasses.asdict(left_out))
 
 
-def _finished(directory: pathlib.Path) -> bool:
-    return (directory / tokens_lib.MANIFEST).exists()
-
-
 def _directory(out: str) -> pathlib.Path:
     """The directory of --out; UserError where there can be none or something else is in it."""
     fields.check_path("--out", out)
@@ -305,34 +329,12 @@ def _directory(out: str) -> pathlib.Path:
     try:
         if directory.exists() and not directory.is_dir():
             raise UserError(f"--out={out} is a file; give an empty or new directory")
-        ours = _finished(directory) or (directory / WORK).is_dir()
+        ours = (directory / tokens_lib.MANIFEST).exists() or (directory / WORK).is_dir()
         if directory.exists() and not ours and any(directory.iterdir()):
             raise UserError(f"--out={out} exists and is not a preparation; give an empty or new directory")
     except OSError as error:
         raise UserError(f"--out={out} cannot be used: {error.strerror}; give another directory") from None
     return directory
-
-
-def _after_part(part: Part, error: BaseException) -> str:
-    """What a failed part's message ends with: only a record or a file that cannot be read may be skipped."""
-    again = AFTER_PART.format(part)
-    if isinstance(error, inputs.BadInput):
-        return again + WITH_SKIPS
-    return again + (WITH_OTHERS if isinstance(error, UserError) else "")
-
-
-def _run(job: Job, tasks: list[Task], processes: int, tell: Tell, engine: str, alone: bool = True) -> None:
-    """Do those of these tasks that are not done."""
-    wrong = prepare_task.undone(job, tasks)
-    _clean(job, alone)
-    todo = [task for task in tasks if task.number in wrong]
-    total = sum(task.cost for task in tasks)
-    before = total - sum(task.cost for task in todo)
-
-    def told(done: int, tokens: int, finished: int) -> None:
-        tell(Progress(before + done, total, tokens, len(tasks) - len(todo) + finished, len(tasks)))
-
-    prepare_engines.run(engine, job, todo, processes, told)
 
 
 def _clean(job: Job, alone: bool) -> None:
@@ -344,16 +346,7 @@ def _clean(job: Job, alone: bool) -> None:
                     shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
 
 
-def _remove(folders: list[pathlib.Path]) -> None:
-    """Removes empty folders, innermost first."""
-    with contextlib.suppress(OSError):
-        for folder in folders:
-            folder.rmdir()
-
-
-def _tokenizer(
-    options: Options, directory: pathlib.Path, plan: dict[str, Any], tasks: list[Task]
-) -> Tokenizer:
+def _tokenizer(options: Options, directory: pathlib.Path, plan: Plan, tasks: list[Task]) -> Tokenizer:
     """The directory's tokenizer, put there by the first who comes."""
     final = directory / tokens_lib.TOKENIZER
     if not final.exists():
@@ -402,7 +395,7 @@ def _contents(messages: list[chat.Message]) -> Iterator[str]:
         yield from (message.role, message.reasoning, message.content)
 
 
-def gather(job: Job, tokenizer: Tokenizer, plan: dict[str, Any], num_tasks: int) -> dict[str, Any]:
+def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[str, Any]:
     """The manifest, written last, of tasks that are all done; and `.work/` is gone.
 
     Their records are read one at a time: a large corpus has hundreds of thousands.
@@ -434,7 +427,8 @@ def gather(job: Job, tokenizer: Tokenizer, plan: dict[str, Any], num_tasks: int)
     shards = shards[:num_shards]
     of_split = {name: shards[shards["split"] == i] for i, name in enumerate(tokens_lib.SPLITS)}
     if not len(of_split["train"]):
-        raise NoDocuments(
+        _clear(directory)
+        raise UserError(
             "the input has no document for training: every file is empty, undecodable, dropped or held out"
         )
     content = np.concatenate(list(of_split.values())).tobytes()

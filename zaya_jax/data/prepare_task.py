@@ -1,8 +1,9 @@
-"""A preparation's unit of work: a task's stretches of input become its shards, whoever runs it, wherever, how often.
+"""The unit of work of a preparation: a task's stretches of input become its shards, on any machine.
 
-A task is done when its record in `.work/` exists and its shards are there; the record is written after the shards are
-on disk and before they get their names, so a finished shard is never written again and an unfinished one never seen.
-What is written on the way has a name that nobody else has: two who make one task at a time give the same bytes twice.
+A task is done when its record in `.work/` exists and its shards are there. The record is written after the shards are
+on disk and before they get their names, so a finished shard is never written again and an unfinished one is never
+visible. Files in progress have unique names: two processes that run one task write the same bytes twice. Tasks run in
+processes of this machine or on a Ray cluster, and both give the same files.
 """
 
 import concurrent.futures
@@ -11,24 +12,84 @@ import dataclasses
 import errno
 import importlib.metadata
 import json
+import multiprocessing
+import os
 import pathlib
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, inputs, pieces, prepare_plan, sources, tokenizers, trim
+from zaya_jax.data import chat, inputs, sources, tokenizers
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.inputs import Stretch
-from zaya_jax.data.prepare_plan import Options, Task
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.data.tokens import Document, ShardWriter
 
+Plan = dict[str, Any]  # everything that a prepared directory's content depends on
+File = tuple[str, int, int]  # path, bytes, time of change in ns; zeros where it cannot be read
+Tell = Callable[[int, int, int], None]  # of (bytes, tokens, tasks) done so far, about twice a second
 WORK = ".work"
 EXAMPLES = 20  # of what was left out, named in the manifest
 LIBRARIES = {"huggingface": "tokenizers"}
-AT_ONCE = 16  # records read at a time: on a file system over the network, each is a wait
+AT_ONCE = 16  # records read at a time: each is a wait on a network file system
+RETRIES = 3  # of a task whose Ray worker or node died: a task that always kills its worker must end some day
+
+_shared: dict[str, Any] = {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What decides the content of a prepared directory."""
+
+    inputs: list[str]
+    tokenizer: str = "bytes"
+    train_bpe: int = 0  # train a BPE of this many ids on the input instead
+    text_field: str = "text"
+    context: int = 0  # chat samples are trimmed to it; 0: never
+    held_out: float = sources.HELD_OUT_SHARE
+    skip_bad: bool = False  # count unreadable files and samples instead of stopping at the first
+    part_bytes: int = 256 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """The unit of work: a stretch of the input that becomes at most one training and one held-out shard."""
+
+    number: int
+    stretches: list[Stretch]
+    files: list[File]  # that these belong to, as they were when the preparation began
+
+    @property
+    def cost(self) -> int:
+        """Bytes of input."""
+        return sum(stretch.cost for stretch in self.stretches)
+
+
+def make_plan(options: Options, paths: list[str]) -> Plan:
+    """The plan of these options and input files; the machines that share a preparation all make the same one."""
+    files = [[path, *inputs.stamp(path, options.skip_bad)] for path in paths]
+    tokenizer = "bpe" if options.train_bpe else tokenizers.load(options.tokenizer).sha256
+    return {
+        **dataclasses.asdict(options),
+        "tokenizer": tokenizer,
+        "files": files,
+        "version": tokens_lib.VERSION,
+    }
+
+
+def tasks_of(plan: Plan) -> list[Task]:
+    """The tasks of a plan, in their order."""
+    files: dict[str, File] = {path: (path, size, time_ns) for path, size, time_ns in plan["files"]}
+    found = inputs.split(list(files.values()), plan["part_bytes"], plan["skip_bad"])
+    return [
+        Task(number, stretches, [files[path] for path in dict.fromkeys(s.path for s in stretches)])
+        for number, stretches in enumerate(found)
+    ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,10 +106,15 @@ class Job:
         return self.directory / WORK / f"task-{number:05d}.json"
 
 
-def job(directory: pathlib.Path, options: Options, plan: dict[str, Any], tokenizer: Tokenizer) -> Job:
+def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: Tokenizer) -> Job:
     """The job of a plan, whose tokenizer lies in the directory already."""
-    made = {"plan": prepare_plan.key(plan), "chats": chat.VERSION, **_tokenizer_facts(tokenizer)}
-    return Job(directory, options, prepare_plan.corpus(plan), made)
+    # Skipping changes nothing where nothing had to be skipped.
+    key = tokens_lib.manifest_hash({**plan, "skip_bad": None})
+    made = {"plan": key, "chats": chat.VERSION, **_tokenizer_facts(tokenizer)}
+    # Shards carry a number of the corpus, which does not depend on where the input lies or on its times.
+    files = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
+    corpus = tokens_lib.corpus_id({**plan, "inputs": None, "skip_bad": None, "files": files})
+    return Job(directory, options, corpus, made)
 
 
 def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, str]:
@@ -73,7 +139,7 @@ def run(task: Task, job: Job, count: Callable[[int, int], None]) -> None:
                 count(0, document_tokens)
             count(stretch.cost, 0)
         for path, *stamp in task.files:
-            if [*prepare_plan.stamp(path, job.options.skip_bad)] != stamp:
+            if [*inputs.stamp(path, job.options.skip_bad)] != stamp:
                 raise UserError(f"{inputs.shown(path)} has changed since the preparation began")
         writing.commit()
     finally:
@@ -153,7 +219,7 @@ class _Writing:
         self._task, self._job, self._tokenizer, self._options = task, job, tokenizer, job.options
         self._chat = chat.Format(tokenizer)
         self._writers: dict[str, ShardWriter] = {}
-        self._outcomes = trim.Counts()
+        self._outcomes = chat.Counts()
         self._sources: dict[str, list[int]] = {}
         self._left_out = LeftOut()
 
@@ -167,16 +233,16 @@ class _Writing:
                 self._bad(found)
                 continue
             name, sample = found
-            if isinstance(sample, str) and len(sample) <= pieces.PIECE:
+            if isinstance(sample, str) and len(sample) <= tokenizers.PIECE:
                 texts.append((name, sample))
                 size += len(sample)
-                if size < pieces.PIECE:
+                if size < tokenizers.PIECE:
                     continue
             yield self._add_texts(part, texts)
             texts, size = [], 0
             if isinstance(sample, list):
                 yield self._add_chat(part, name, sample)
-            elif not isinstance(sample, str) or len(sample) > pieces.PIECE:
+            elif not isinstance(sample, str) or len(sample) > tokenizers.PIECE:
                 yield self._add_long(part, name, [sample] if isinstance(sample, str) else sample)
         yield self._add_texts(part, texts)
 
@@ -222,11 +288,11 @@ class _Writing:
 
     def _add_long(self, part: Stretch, name: str, text: Iterable[str]) -> int:
         try:
-            tokens = pieces.document(self._tokenizer, text)
+            tokens = tokenizers.encode_document(self._tokenizer, text)
         except inputs.BadInput as error:  # found while it was read
             self._bad(error)
             return 0
-        except (pieces.TooLong, tokenizers.CannotEncode) as error:
+        except (tokenizers.TooLong, tokenizers.CannotEncode) as error:
             self._bad(inputs.BadInput(f"{part}, sample {name}: {error}"))
             return 0
         return self._write(part, name, Document(tokens))
@@ -260,3 +326,108 @@ class _Writing:
         source[0] += 1
         source[1] += len(document.tokens)
         return len(document.tokens)
+
+
+class Stopped(Exception):
+    """Another task failed: this one is given up."""
+
+
+def run_processes(job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
+    """Run the tasks in processes of this machine, one per core where `at_once` is 0."""
+    spawn = multiprocessing.get_context("spawn")
+    done, tokens, stop = spawn.Value("q", 0), spawn.Value("q", 0), spawn.Event()
+    finished_tasks = 0
+    with concurrent.futures.ProcessPoolExecutor(
+        min(at_once or os.cpu_count() or 1, len(todo)),
+        spawn,
+        _start_worker,
+        (done, tokens, stop, os.getpid()),
+    ) as pool:
+        try:
+            futures = {pool.submit(_work, task, job) for task in todo}
+            while futures:
+                finished, futures = concurrent.futures.wait(futures, 0.5, concurrent.futures.FIRST_EXCEPTION)
+                finished_tasks += len(finished)
+                tell(done.value, tokens.value, finished_tasks)
+                for future in finished:
+                    future.result()
+        except concurrent.futures.process.BrokenProcessPool:
+            raise UserError(
+                "a worker process was killed (out of memory?); run the same command again, perhaps with fewer "
+                "--processes"
+            ) from None
+        finally:
+            stop.set()
+            pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _start_worker(done: Any, tokens: Any, stop: Any, parent: int) -> None:
+    """In a worker: keep the shared counters, leave Ctrl-C to the parent, and end when the parent has."""
+    _shared.update(done=done, tokens=tokens, stop=stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizers library's threads: processes share the cores here
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _count(done: int, tokens: int) -> None:
+    if _shared["stop"].is_set():
+        raise Stopped
+    for name, value in (("done", done), ("tokens", tokens)):
+        with _shared[name].get_lock():
+            _shared[name].value += value
+
+
+def _work(task: Task, job: Job) -> None:
+    run(task, job, _count)
+
+
+def run_on_ray(job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
+    """Run the tasks on the Ray cluster of RAY_ADDRESS, or that this machine belongs to: one core a task."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    address = os.environ.get("RAY_ADDRESS") or "auto"
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error", ignore_reinit_error=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise UserError(f"no Ray cluster at RAY_ADDRESS={address}: {inputs.one_line(error)}") from None
+    remote, shared = ray.remote(num_cpus=1, max_retries=RETRIES)(_ray_work), ray.put(job)
+    waiting, running = list(reversed(todo)), dict[Any, Task]()
+    done = tokens = 0
+    try:
+        while waiting or running:
+            while waiting and len(running) < (at_once or len(todo)):
+                task = waiting.pop()
+                running[remote.remote(task, shared, os.getcwd())] = task
+            finished, _ = ray.wait(list(running), num_returns=len(running), timeout=0.5)
+            for ref in finished:
+                tokens += ray.get(ref)
+                done += running.pop(ref).cost
+            tell(done, tokens, len(todo) - len(waiting) - len(running))
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise UserError(
+            f"Ray gave a task up after {RETRIES} retries ({type(error).__name__}: out of memory, or nodes lost?); run "
+            "the same command again, perhaps with fewer --processes"
+        ) from None
+    finally:  # after a failure the other tasks must not go on writing
+        for ref in running:
+            ray.cancel(ref, force=True)
+        if running:
+            ray.wait(list(running), num_returns=len(running), timeout=30)
+
+
+def _ray_work(task: Task, job: Job, folder: str) -> int:
+    """A task in a Ray worker, whose paths are from this folder; its tokens."""
+    os.chdir(folder)
+    os.environ["RAYON_NUM_THREADS"] = "1"
+    made: list[int] = []
+    run(task, job, lambda _, tokens: made.append(tokens))
+    return sum(made)

@@ -1,9 +1,7 @@
-"""Random order without memory: a keyed permutation of range(n), any element of it on its own, the same
-everywhere.
+"""Random order without memory: a keyed permutation of range(n), each element computed on its own.
 
-An eight-round Feistel network over the next even power of two, walked until the value falls below n. NumPy's
-own generators promise no fixed stream across versions; a run that is resumed under another version must not
-reshuffle.
+An eight-round Feistel network over the next even power of two, walked until the value falls below n. NumPy's own
+generators promise no fixed stream across versions, and a run that is resumed under another version must not reshuffle.
 """
 
 import numpy as np

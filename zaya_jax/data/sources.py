@@ -1,8 +1,7 @@
-"""Where text comes from: the interpreter's own standard library, or a folder, file or glob of text files.
+"""Reads text that needs no preparing: the interpreter's standard library, or a folder, file or glob of text files.
 
-Everything here is deterministic: files come in the order of their relative paths, and a file is held out for
-evaluation by the hash of that path alone, so that adding a file never moves another from one side to the
-other.
+Everything here is deterministic: files come in the order of their relative paths, and a file is held out for evaluation
+by the hash of that path alone, so that adding a file never moves another one to the other side.
 """
 
 import collections
@@ -20,7 +19,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 import numpy as np
 
 from zaya_jax.config import UserError
-from zaya_jax.data import pieces
+from zaya_jax.data import tokenizers
 from zaya_jax.data.tokenizers import Tokenizer
 
 HELD_OUT_SHARE = 0.02
@@ -33,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """A run of tokens with what training needs to know of each: all arrays have the same length."""
+    """A run of tokens with their targets and flags: all arrays have the same length."""
 
     tokens: np.ndarray  # unsigned
     targets: np.ndarray  # unsigned: the token after each (whatever it is where `learn` is false)
@@ -82,8 +81,8 @@ def list_files(path: str, say: bool = False) -> list[tuple[str, pathlib.Path]]:
 def find(pattern: str) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
     """The files that a path, a directory, a glob or "stdlib" names, each once, and the further names of some of them.
 
-    A file is what it is, not its name: links to files and folders are followed, and whatever several names lead to
-    counts once, under its own name rather than a link's. Hidden names are left out, unless they are written.
+    Links to files and folders are followed, and a file with several names counts once, under its own name rather than
+    a link's. Hidden names are left out, unless the pattern spells them.
     """
     again: list[pathlib.Path] = []
     names: Iterator[pathlib.Path]
@@ -168,15 +167,15 @@ def _expand(place: pathlib.Path, parts: Sequence[str], again: list[pathlib.Path]
 
 
 def is_file(path: pathlib.Path) -> bool:
-    """Whether a path is a file, or a link to what is missing, which must not vanish from the input unsaid."""
+    """Whether a path is a file, or a dangling link, which must not vanish silently from the input."""
     return path.is_file() or (path.is_symlink() and not path.exists())
 
 
 def identity(path: str | os.PathLike) -> object:
-    """What a file is under all of its names, links of both kinds among them."""
+    """The identity of a file, the same under all of its names, symbolic and hard links included."""
     try:
         found = os.stat(path)
-    except OSError:  # a link to what is missing: whoever reads it says so
+    except OSError:  # a dangling link: reading it will fail with its name
         return os.path.realpath(path)
     return found.st_dev, found.st_ino
 
@@ -194,7 +193,7 @@ def stdlib() -> pathlib.Path:
 
 
 def stamp(path: str) -> tuple:
-    """What tells whether the files of a corpus are still those that they were."""
+    """Names, sizes and times of a corpus's files, to tell whether they changed."""
     return tuple((name, *_stat(file)) for name, file in list_files(path))
 
 
@@ -235,26 +234,29 @@ def text_corpus(path: str, tokenizer: Tokenizer) -> tuple[Bundle, Bundle]:
     sides = []
     for side in (False, True):
         texts = [text for (_, text), out in zip(documents, chosen, strict=True) if out == side]
-        sides.append(concatenate(pieces.encode_all(tokenizer, texts), tokenizer))
+        sides.append(concatenate(tokenizers.encode_texts(tokenizer, texts), tokenizer))
     return sides[0], sides[1]
+
+
+def files_for_memory(path: str) -> Iterator[tuple[str, pathlib.Path]]:
+    """The files of `list_files`, one after another; UserError where they are too large to be read at every start."""
+    total = 0
+    for name, file in list_files(path, say=True):
+        total += _stat(file)[2]
+        if total > IN_MEMORY_LIMIT:
+            raise UserError(
+                f"config.data.path={path!r} is above {IN_MEMORY_LIMIT >> 30} GiB, too much to tokenise at every "
+                "start; prepare it once with python -m experiments.prepare_data and give that directory"
+            )
+        yield name, file
 
 
 def named_texts(path: str) -> list[tuple[str, str]]:
     """(name, text) of each document of a text corpus; files that are none are counted and said."""
     documents: list[tuple[str, str]] = []
     unreadable: list[str] = []
-    empty = size = 0
-    for name, file in list_files(path, say=True):
-        try:
-            size += file.stat().st_size
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror}") from None
-        if size > IN_MEMORY_LIMIT:
-            raise UserError(
-                f"config.data.path={path!r} is above {IN_MEMORY_LIMIT >> 30} GiB of text, too much to "
-                f"tokenise at every "
-                "start; prepare it once with python -m experiments.prepare_data and give that directory"
-            )
+    empty = 0
+    for name, file in files_for_memory(path):
         text = read_text(file)
         if text is None:
             unreadable.append(name)

@@ -1,20 +1,17 @@
 """Prepared shards wherever they lie: one store over local files and anything that fsspec reaches (s3://, gs://, ...).
 
-What a start reads is the manifest and the table of shards, some fifty bytes per shard; a shard's own tables are read
-when something of it is wanted. A failed read is retried with a growing pause and counted. Only what the bytes
-themselves prove is damage: a record that is not what was written is named, and then either ends the run or leaves
-padding where its tokens were, as the caller chose.
+A start reads the manifest and the table of shards, some fifty bytes per shard; a shard's own tables are read when they
+are needed. A failed read is retried with a growing pause and counted. Only bytes prove damage: a record that differs
+from what was written is named, and then either ends the run or becomes padding, as the caller chose.
 """
 
 import collections
 import concurrent.futures
-import contextlib
 import dataclasses
 import errno
 import logging
 import os
 import pathlib
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +30,10 @@ from zaya_jax.data.tokens import CorruptRecord, Place
 
 ATTEMPTS, FIRST_PAUSE, GREATEST_PAUSE = 6, 0.25, 8.0
 READ_THREADS = 16
-# Shards that stay open: no more than a quarter of what a process may have.
-OPEN_FILES = max(1, min(64, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
 CACHE_BYTES = 256 << 20
 TABLES = 256  # shards whose tables of bundles stay in memory, some tens of KiB each
 LENGTHS = 16 << 20  # documents whose lengths do, 8 bytes each
-# What waiting does not mend.
+# Failures that waiting does not mend.
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 FINAL_NUMBERS = (errno.ELOOP, errno.ENAMETOOLONG)
 _log = logging.getLogger(__name__)
@@ -46,12 +41,12 @@ _log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Counters:
-    """What reading has met so far."""
+    """Counts of reading so far."""
 
     records: int = 0
     bytes: int = 0
     retries: int = 0
-    corrupt: set[str] = dataclasses.field(default_factory=set)  # pieces of data: each once, whoever met it
+    corrupt: set[str] = dataclasses.field(default_factory=set)  # pieces of data, each once
 
     def __add__(self, other: "Counters") -> "Counters":
         return Counters(
@@ -60,60 +55,37 @@ class Counters:
         )  # fmt: skip
 
 
-class OpenFiles:
-    """Local files kept open for reading at any place, a bounded number of them."""
+class Lru[K, V]:
+    """A thread-safe cache that forgets what was used longest ago once the sum of all sizes is above `limit`."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
         self._lock = threading.Lock()
-        self._idle: collections.OrderedDict[str, int] = collections.OrderedDict()
+        self._held: collections.OrderedDict[K, tuple[V, int]] = collections.OrderedDict()
+        self._size = 0
 
-    @contextlib.contextmanager
-    def use(self, path: str) -> Iterator[int]:
-        """The descriptor of a file, that of an earlier use where nobody else has it now."""
+    def get(self, key: K) -> V | None:
+        """What is held under a key, now the last used."""
         with self._lock:
-            descriptor = self._idle.pop(path, None)
-        if descriptor is not None and not _same_file(path, descriptor):  # it was replaced meanwhile
-            os.close(descriptor)
-            descriptor = None
-        if descriptor is None:
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            yield descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
+            if key not in self._held:
+                return None
+            self._held.move_to_end(key)
+            return self._held[key][0]
+
+    def put(self, key: K, value: V, size: int) -> None:
+        """Hold a value; the last one stays, whatever its size."""
         with self._lock:
-            other = self._idle.pop(path, None)
-            self._idle[path] = descriptor
-            surplus = [self._idle.popitem(last=False)[1] for _ in range(len(self._idle) - OPEN_FILES)]
-        for old in surplus if other is None else [*surplus, other]:
-            os.close(old)
-
-    def close(self) -> None:
-        """Close all that nobody uses."""
-        with self._lock:
-            idle, self._idle = list(self._idle.values()), collections.OrderedDict()
-        for descriptor in idle:
-            os.close(descriptor)
-
-
-def _same_file(path: str, descriptor: int) -> bool:
-    try:
-        there = os.stat(path)
-    except OSError:  # opening it will say what is wrong
-        return False
-    held = os.fstat(descriptor)
-    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
-
-
-_files = OpenFiles()
+            self._size += size - self._held.pop(key, (None, 0))[1]
+            self._held[key] = value, size
+            while self._size > self.limit and len(self._held) > 1:
+                self._size -= self._held.popitem(last=False)[1][1]
 
 
 def read_ranges(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     """The bytes of each (start, stop) of a file; fewer where it ends before."""
     if is_local(url):
-        with _files.use(url) as file:
-            return [_pread(file, start, stop) for start, stop in ranges]
+        with open(url, "rb", buffering=0) as file:
+            return [_pread(file.fileno(), start, stop) for start, stop in ranges]
     files, path = fsspec.core.url_to_fs(url)
     starts, stops = zip(*ranges, strict=True)
     raws = files.cat_ranges([path] * len(ranges), list(starts), list(stops))
@@ -150,25 +122,33 @@ class Prepared:
         names = ("version", "corpus", "tokenizer", "token_bytes", "totals", "shards_crc32c")
         facts = tokens_lib.manifest_hash({name: self.manifest[name] for name in names})
         self.fingerprint = f"{facts}/{split}"
-        self.cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
+        self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
         self._fresh()
 
     def _fresh(self) -> None:
         self.counters = Counters()
         self._lock = threading.Lock()
-        self._cache: collections.OrderedDict[tuple[int, int], Bundle] = collections.OrderedDict()
-        self._cached_bytes = 0
-        self._places: collections.OrderedDict[int, tuple[np.ndarray, np.ndarray]] = collections.OrderedDict()
-        self._lengths: collections.OrderedDict[int, np.ndarray] = collections.OrderedDict()
+        self._cache: Lru[tuple[int, int], Bundle] = Lru(self._cache_bytes)
+        self._places: Lru[int, tuple[np.ndarray, np.ndarray]] = Lru(TABLES)
+        self._lengths: Lru[int, np.ndarray] = Lru(LENGTHS)
         self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_lock", "_cache", "_cached_bytes", "_places", "_lengths", "_pool", "counters")
+        own = ("_lock", "_cache", "_places", "_lengths", "_pool", "counters")
         return {name: value for name, value in self.__dict__.items() if name not in own}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._fresh()
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that decoded bundles may take."""
+        return self._cache_bytes
+
+    @cache_bytes.setter
+    def cache_bytes(self, limit: int) -> None:
+        self._cache_bytes = self._cache.limit = limit
 
     def require_tokenizer(self, sha256: str, what: str, other: str, way_out: str) -> None:
         """UserError where `what` was prepared with another tokenizer than `other`."""
@@ -195,21 +175,18 @@ class Prepared:
 
     def lengths(self, shard: int) -> np.ndarray:
         """The tokens of each document of a shard."""
-        with self._lock:
-            if shard in self._lengths:
-                self._lengths.move_to_end(shard)
-                return self._lengths[shard]
-        entry = self.shards[shard]
-        try:
-            found = self._table(shard, tokens_lib.LENGTHS, int(entry["lengths_at"]), int(entry["documents"]))
-        except CorruptRecord as error:
-            raise StorageError(
-                f"{self.name}: {error}; packing cannot do without it: restore the shard"
-            ) from None
-        with self._lock:
-            self._lengths[shard] = found
-            while sum(map(len, self._lengths.values())) > LENGTHS and len(self._lengths) > 1:
-                self._lengths.popitem(last=False)
+        found = self._lengths.get(shard)
+        if found is None:
+            entry = self.shards[shard]
+            try:
+                found = self._table(
+                    shard, tokens_lib.LENGTHS, int(entry["lengths_at"]), int(entry["documents"])
+                )
+            except CorruptRecord as error:
+                raise StorageError(
+                    f"{self.name}: {error}; packing cannot do without it: restore the shard"
+                ) from None
+            self._lengths.put(shard, found, len(found))
         return found
 
     def parts(self, spans: Sequence[Span]) -> list[list[Piece]]:
@@ -239,13 +216,11 @@ class Prepared:
         """Bundles from the cache or from storage (many shards at once)."""
         out: dict[tuple[int, int], Bundle] = {}
         by_shard: dict[int, list[int]] = {}
-        with self._lock:
-            for key in dict.fromkeys(keys):
-                if key in self._cache:
-                    self._cache.move_to_end(key)
-                    out[key] = self._cache[key]
-                else:
-                    by_shard.setdefault(key[0], []).append(key[1])
+        for key in dict.fromkeys(keys):
+            if (held := self._cache.get(key)) is not None:
+                out[key] = held
+            else:
+                by_shard.setdefault(key[0], []).append(key[1])
         if len(by_shard) > 1:
             if self._pool is None:
                 self._pool = concurrent.futures.ThreadPoolExecutor(READ_THREADS, "bundles")
@@ -254,7 +229,8 @@ class Prepared:
             parts = [self._read_shard(*item) for item in by_shard.items()]
         for part in parts:
             out.update(part)
-            self._keep(part)
+            for key, bundle in part.items():
+                self._cache.put(key, bundle, bundle.num_bytes)
         return out
 
     def _read_shard(self, shard: int, bundles: list[int], again: bool = False) -> dict:
@@ -273,24 +249,19 @@ class Prepared:
             if len(bundles) > 1:  # one by one, to blame no sound neighbour
                 return {key: found for b in bundles for key, found in self._read_shard(shard, [b]).items()}
             if not again:  # the transfer may have damaged it, or the file was restored
-                self._again(error)
+                self._read_again(error)
                 return self._read_shard(shard, bundles, again=True)
             return {(shard, bundles[0]): self._corrupt(shard, bundles[0], error)}
 
     def _places_of(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """Where each bundle of a shard begins in its file, and the last one ends; and the checksum of each."""
-        with self._lock:
-            if shard in self._places:
-                self._places.move_to_end(shard)
-                return self._places[shard]
-        entry = self.shards[shard]
-        count = int(entry["bundles"])
-        numbers = self._table(shard, tokens_lib.PLACES, int(entry["places_at"]), 2 * count + 1)
-        found = numbers[: count + 1], numbers[count + 1 :]
-        with self._lock:
-            self._places[shard] = found
-            while len(self._places) > TABLES:
-                self._places.popitem(last=False)
+        found = self._places.get(shard)
+        if found is None:
+            entry = self.shards[shard]
+            count = int(entry["bundles"])
+            numbers = self._table(shard, tokens_lib.PLACES, int(entry["places_at"]), 2 * count + 1)
+            found = numbers[: count + 1], numbers[count + 1 :]
+            self._places.put(shard, found, 1)
         return found
 
     def _table(self, shard: int, magic: bytes, at: int, count: int) -> np.ndarray:
@@ -306,7 +277,7 @@ class Prepared:
             except CorruptRecord as error:
                 if attempt == 2:
                     raise
-                self._again(error)
+                self._read_again(error)
         raise AssertionError
 
     def _place(self, shard: int, number: int) -> Place:
@@ -321,9 +292,8 @@ class Prepared:
             raise CorruptRecord(name, f"record {bundle}", why)
         return decoded
 
-    def _again(self, error: CorruptRecord) -> None:
+    def _read_again(self, error: CorruptRecord) -> None:
         """Before a second try at what was damaged at the first."""
-        _files.close()
         with self._lock:
             self.counters.retries += 1
         _log.warning("%s: %s; it is read once more", self.name, error)
@@ -346,34 +316,18 @@ class Prepared:
         return Bundle(zeros, zeros, nothing, nothing, real=False)
 
     def _with_retries(self, shard: int, ranges: list[tuple[int, int]]) -> list[bytes]:
-        def again(why: str, attempt: int, pause: float) -> None:
+        def count() -> None:
             with self._lock:
                 self.counters.retries += 1
-            _log.warning(
-                "reading %s failed (%s); attempt %d follows in %.2f s",
-                self.file(shard), why, attempt, pause,
-            )  # fmt: skip
 
         url = join(self.name, self.file(shard))
-        return retried(lambda: read_ranges(url, ranges), f"shard {self.file(shard)} of {self.name}", again)
-
-    def _keep(self, part: dict[tuple[int, int], Bundle]) -> None:
-        with self._lock:
-            for key, bundle in part.items():
-                if key not in self._cache:
-                    self._cache[key] = bundle
-                    self._cached_bytes += bundle.num_bytes
-            while self._cached_bytes > self.cache_bytes and len(self._cache) > 1:
-                _, old = self._cache.popitem(last=False)
-                self._cached_bytes -= old.num_bytes
+        return retried(lambda: read_ranges(url, ranges), f"shard {self.file(shard)} of {self.name}", count)
 
 
-def retried(
-    read: Callable[[], Any], what: str, again: Callable[[str, int, float], None] | None = None
-) -> Any:
-    """What `read` gives, after some attempts where it fails; then StorageError. None of it is damage."""
+def retried[T](read: Callable[[], T], what: str, count: Callable[[], None] = lambda: None) -> T:
+    """The result of `read`, tried again where it fails, which `count` is told; StorageError at the end."""
     pause = FIRST_PAUSE
-    for attempt in range(1, ATTEMPTS + 1):
+    for attempt in range(2, ATTEMPTS + 2):
         try:
             return read()
         except (UserError, StorageError, ImportError):
@@ -381,15 +335,10 @@ def retried(
         except Exception as error:  # storage clients raise what they like
             why = " ".join(str(error).split())[:200] or type(error).__name__
             final = isinstance(error, FINAL) or getattr(error, "errno", None) in FINAL_NUMBERS
-            if attempt == ATTEMPTS or final:
+            if attempt > ATTEMPTS or final:
                 raise StorageError(f"cannot read {what}: {why}") from None
-            _files.close()  # too many open files is a reason like any other
-            if again is not None:
-                again(why, attempt + 1, pause)
-            else:
-                _log.warning(
-                    "reading %s failed (%s); attempt %d follows in %.2f s", what, why, attempt + 1, pause
-                )
+            count()
+            _log.warning("reading %s failed (%s); attempt %d follows in %.2f s", what, why, attempt, pause)
             time.sleep(pause)
             pause = min(2 * pause, GREATEST_PAUSE)
     raise AssertionError
@@ -477,12 +426,11 @@ def _verify_tokenizer(directory: str, manifest: dict[str, Any]) -> list[str]:
     if not is_local(where):
         return []  # a run reads it from a local copy, and compares it with the manifest
     try:
-        found = tokenizers.load(where).sha256
+        if tokenizers.load(where).sha256 == manifest["tokenizer"]["sha256"]:
+            return []
     except (UserError, OSError, ValueError) as error:
         return [f"{tokens_lib.TOKENIZER} cannot be read: {error}"]
-    return (
-        [] if found == manifest["tokenizer"]["sha256"] else [f"{tokens_lib.TOKENIZER} is not the manifest's"]
-    )
+    return [f"{tokens_lib.TOKENIZER} is not the manifest's"]
 
 
 def _verify_shard(store: Prepared, number: int, sizes: dict[str, int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Where a run's documents lie: what a path of its config names, opened once a program, to learn and held out."""
+"""Opens the data behind a path of the config, once per program, as a training and a held-out store."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ _tokenised: dict[tuple, tuple[tuple, object]] = {}  # {what was made: (the files
 
 
 def tokenised[T](paths: Sequence[str], what: tuple, make: Callable[[], T]) -> T:
-    """What `make` gives of the text of some paths, made once a program for as long as their files stay as they are."""
+    """The result of `make` for the text of some paths, made once per program as long as their files do not change."""
     key, files = (*paths, *what), tuple(sources.stamp(path) for path in paths)
     if key not in _tokenised or _tokenised[key][0] != files:
         _tokenised[key] = files, make()
@@ -56,7 +56,7 @@ def _text(path: str, tokenizer: Tokenizer) -> tuple[order.Memory, order.Memory]:
 
 
 def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[order.Memory, order.Memory]:
-    """A chat is held out by what it says, in all sources of the run alike."""
+    """A chat is held out by the hash of its content, the same in all sources of the run."""
     context = config.data.seq_len
     paths = [one for one in mix.plan_sources(config)[0] if one == "stdlib" or not storage.is_prepared(one)]
 
@@ -72,7 +72,7 @@ def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[order.Memor
 def _sides(
     path: str, sides: tuple[sources.Bundle, sources.Bundle], said: str = ""
 ) -> tuple[order.Memory, order.Memory]:
-    """Stores whose fingerprint is of both sides: what is held out is the run's, too."""
+    """The stores of both sides, each with a fingerprint over both: held-out data belong to the run, too."""
     held = hashlib.sha256()
     for side in sides:
         held.update(len(side).to_bytes(8, "little"))
@@ -86,7 +86,7 @@ def _sides(
 
 
 def fill(store: TokenStore, rows: pack.Rows, row_ids, spans: list[list[Span]]) -> None:
-    """Read what the spans name and put it into these rows."""
+    """Read these spans and put them into these rows."""
     found = iter(store.parts([span for row in spans for span in row]))
     for row, pieces in zip(row_ids, spans, strict=True):
         for _ in pieces:

@@ -1,19 +1,21 @@
-"""Tokenizers: text to ids and back, bound to no framework, stored in a workdir as plain files.
+"""Tokenizers: text to ids and back, independent of any framework, stored in a workdir as plain files.
 
-`load` takes "bytes", a `tokenizer.json`, or a directory with one, such as `save` wrote. Every tokenizer has the same
-few attributes, so nothing behind this module asks which kind it has.
+`load` takes "bytes", a `tokenizer.json`, or a directory with one, such as `save` wrote. All tokenizers share one
+interface, so no other module asks for their kind.
 """
 
+import dataclasses
 import hashlib
 import json
 import pathlib
 import re
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from zaya_jax.config import UserError, files
+from zaya_jax.config import Config, UserError, files
 
 META_FILE = "zaya_tokenizer.json"
 FILE = "tokenizer.json"
@@ -34,6 +36,11 @@ PAD_NAMES = ("<|pad|>", "<pad>", "[PAD]", "<|finetune_right_pad_id|>")
 _CUTS = (re.compile(r"\S\r?\n(?=\S)"), re.compile(r"\S(?= \S)"))
 CUT_REGION, CUT_CONTEXT = 1 << 20, 4096  # characters that are searched, and compared on each side
 CUT_TRIES = 50
+# The tokenizers library holds about 100 bytes per token while it encodes, so a long text is encoded in pieces.
+PIECE = 4 << 20  # characters that are encoded together, of one text or of several
+WHOLE = 64 << 20  # a text of more than these must be cut somewhere
+
+MODEL_IDS = {"bos_token_id": "bos_id", "eos_token_id": "eos_id", "pad_token_id": "pad_id"}
 
 
 class NotUnicode(UserError):
@@ -42,6 +49,10 @@ class NotUnicode(UserError):
 
 class CannotEncode(UserError):
     """A text for which a tokenizer has no ids."""
+
+
+class TooLong(UserError):
+    """A text that is too long to be encoded at once and has no place to cut it."""
 
 
 def utf8(text: str) -> bytes:
@@ -56,7 +67,7 @@ def utf8(text: str) -> bytes:
 
 
 class Tokenizer:
-    """What all tokenizers share; a kind adds `encode`, `decode`, `mark`, `_files` and `_id`."""
+    """The interface of all tokenizers; a kind adds `encode`, `decode`, `mark`, `_files` and `_id`."""
 
     kind: str
     vocab_size: int  # greatest id + 1
@@ -64,13 +75,7 @@ class Tokenizer:
     eos_id: int
     pad_id: int
     sha256: str  # of everything that decides which ids a text becomes
-    beside: dict[str, bytes]  # what a directory says of it to other programs, BESIDE
-
-    def __new__(cls, *_: Any) -> "Tokenizer":
-        """With nothing beside it."""
-        made = super().__new__(cls)
-        made.beside = {}
-        return made
+    beside: Mapping[str, bytes] = types.MappingProxyType({})  # the files BESIDE it, which other programs read
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without begin or end of document."""
@@ -104,7 +109,7 @@ class Tokenizer:
         return self.encode(CHAT_TOKENS[role][0]) if found is None else [found]
 
     def chat_mark(self, role: str) -> str:
-        """The name of that id, or what is spelt out."""
+        """The name of that id, or the text that is spelt out instead."""
         names = CHAT_TOKENS[role]
         return next((name for name in names if self._id(name) is not None), names[0])
 
@@ -127,7 +132,7 @@ class Tokenizer:
         """Write the tokenizer as plain files; `load(directory)` gives an equal one."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in (self.beside | self._files()).items():
+        for name, content in {**self.beside, **self._files()}.items():
             (directory / name).write_bytes(content)
         meta = {
             "kind": self.kind, "vocab_size": self.vocab_size, "bos_id": self.bos_id, "eos_id": self.eos_id,
@@ -321,9 +326,9 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         raise UserError(
             f"{path} is not the file that {META_FILE} beside it describes (SHA-256 differs); restore it"
         )
-    for name in BESIDE if path.name == FILE else ():
-        if (directory / name).is_file():
-            tokenizer.beside[name] = files.read(directory / name)
+    if path.name == FILE:
+        beside = {name: directory / name for name in BESIDE}
+        tokenizer.beside = {name: files.read(file) for name, file in beside.items() if file.is_file()}
     return tokenizer
 
 
@@ -353,6 +358,77 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
             "give more text or a smaller vocabulary"
         )
     return HuggingFace(tokenizer.to_str().encode("utf-8"), {}, "trained here")
+
+
+def encode_document(tokenizer: Tokenizer, text: Iterable[str]) -> np.ndarray:
+    """The ids of a text that comes in pieces, between begin and end of document."""
+    ids: np.ndarray = np.empty(1 << 16, tokenizer.dtype)
+    ids[0], count = tokenizer.bos_id, 1
+    for piece in _pieces(tokenizer, text):
+        new = tokenizer.encode_many([piece])[0]
+        if count + len(new) >= len(ids):
+            ids.resize((count + len(new)) * 9 // 8 + 1, refcheck=False)  # in place: two copies never exist
+        ids[count : count + len(new)] = new
+        count += len(new)
+    ids[count] = tokenizer.eos_id
+    return ids[: count + 1]
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]:
+    """The ids of texts, encoded a few megabytes at a time, without begin or end."""
+    found: list[np.ndarray] = []
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        if len(text) > PIECE:
+            found += [*tokenizer.encode_many(batch), encode_document(tokenizer, [text])[1:-1]]
+            batch, size = [], 0
+            continue
+        batch.append(text)
+        size += len(text)
+        if size >= PIECE:
+            found += tokenizer.encode_many(batch)
+            batch, size = [], 0
+    return found + tokenizer.encode_many(batch)
+
+
+def _pieces(tokenizer: Tokenizer, text: Iterable[str]) -> Iterator[str]:
+    """The same text in pieces of about PIECE characters that end where the tokenizer allows it."""
+    parts = (part[i : i + PIECE] for part in text for i in range(0, len(part), PIECE))
+    rest = ""
+    for part in parts:
+        if len(rest) >= PIECE:
+            at = tokenizer.cut(rest)
+            if at:
+                yield rest[:at]
+                rest = rest[at:]
+            elif len(rest) > WHOLE:
+                raise TooLong(
+                    f"a text of more than {WHOLE >> 20} Mi characters, which a {tokenizer.kind} tokenizer can only "
+                    "encode as a whole here; give it as several documents, such as the lines of a JSONL file"
+                )
+        rest += part
+    yield rest
+
+
+def with_model_ids(config: Config, tokenizer: Tokenizer) -> Config:
+    """The config with the tokenizer's ids where it leaves them open (None); UserError where it has other ids.
+
+    The model never learns the embedding row of its padding id (`zaya.Embedding`). So where the tokenizer pads with a
+    token that has another use too (the end of documents or of a turn, a character), the model has no padding id.
+    """
+    ids: dict[str, Any] = {ours: getattr(tokenizer, theirs) for ours, theirs in MODEL_IDS.items()}
+    if not tokenizer.pads_alone:
+        ids["pad_token_id"] = None
+    for key, has in ids.items():
+        given = getattr(config.model, key)
+        if given not in (None, has):
+            own = f"has {has}; give that, or" if has is not None else "has no token of its own for it;"
+            raise UserError(
+                f"config.model.{key}={given}, but tokenizer {config.data.tokenizer} {own} leave the key at its default "
+                "None, which takes the tokenizer's"
+            )
+    return dataclasses.replace(config, model=dataclasses.replace(config.model, **ids))
 
 
 def _special_ids(lookup, given: dict[str, int], where: str, vocab_size: int) -> tuple[int, int, int]:

@@ -1,12 +1,12 @@
-"""Prepared token shards: the format, a shard's writer, a directory's manifest and its table of shards.
+"""The format of prepared token shards: a shard's writer and decoder, a directory's manifest and table of shards.
 
-A split's shards, one after another, are its *tape*: whole documents, each between a begin and an end token. A
-shard's file is a row of *bundles* of one size (64 KiB of tokens, the last one shorter), so that the place of a
-token on the tape says which bundle holds it, and one read brings it. A bundle has the places where documents
-begin, the loss mask if there is one, the token that follows, and a checksum over all of it and over where it
-belongs: corpus, shard and number. Behind the bundles lie two more records: where each bundle begins and what its
-checksum is, and the length of each document, which packing plans with. Their checksums are in shards.bin, whose own is
-in the manifest: so a bundle is the one that was written, not only one that agrees with itself.
+The shards of a split, one after another, are its *tape*: whole documents, each between a begin and an end token. A
+shard's file is a row of *bundles* of one size (64 KiB of tokens, the last one shorter), so that a token's place on the
+tape says which bundle holds it, and one read brings it. A bundle has the places where documents begin, the loss mask if
+there is one, the token that follows, and a checksum over all of it and over where it belongs: corpus, shard and number.
+Behind the bundles lie two more records: where each bundle begins with its checksum, and the length of each document,
+for packing. Their checksums are in shards.bin, whose own is in the manifest: so a bundle is the one that was written,
+not only one that agrees with itself.
 
     manifest.json   written last: without it there is no dataset      shards.bin      one entry per shard
     train-00000.tokens, held_out-00000.tokens, ...                    sources.jsonl   documents of each input file

@@ -1,8 +1,8 @@
-"""The fixed batches of evaluation: windows over what the run holds out, and over further text (`eval.named`).
+"""Makes the fixed batches of evaluation: windows over held-out data, and over further text (`eval.named`).
 
-A named path of prepared data gives its held-out part. Text files are taken whole, but for a source of the run itself:
-of that, the part counts that the run holds out. Files that the run trains on under another path are refused. In a run
-of chats JSONL and Parquet are chats too, and their answers count; other text is text.
+A named path of prepared data gives its held-out part. Text files are taken whole, except those of a source of the run:
+these give the part that the run holds out. Files that the run trains on under another path are refused. In a run of
+chats, JSONL and Parquet are chats too, and the loss is over their answers; other files are text.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, Phase, UserError, shown
-from zaya_jax.data import chats, mix, order, pack, pieces, sources, storage
+from zaya_jax.data import chats, mix, order, pack, sources, storage, tokenizers
 from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.stores import TokenStore, check_tokenizer, fill, local_rows, open_stores, tokenised
 from zaya_jax.data.tokenizers import Tokenizer
@@ -95,7 +95,7 @@ def named_stores(config: Config, tokenizer: Tokenizer) -> dict[str, TokenStore]:
 
 
 def named_notes(config: Config, tokenizer: Tokenizer) -> list[str]:
-    """What was done to fit chats among them, to the person who looks on; UserError likewise."""
+    """Notes for the user on how chats among them were fitted; UserError as `named_stores`."""
     found = named_stores(config, tokenizer).values()
     return [store.said for store in found if isinstance(store, order.Memory) and store.said]
 
@@ -155,7 +155,7 @@ def _all_of(config: Config, path: str, tokenizer: Tokenizer) -> order.Memory:
             bundle, said = chats.whole(path, tokenizer, context)
         else:
             texts, said = [text for _, text in sources.named_texts(path)], ""
-            bundle = sources.concatenate(pieces.encode_all(tokenizer, texts), tokenizer)
+            bundle = sources.concatenate(tokenizers.encode_texts(tokenizer, texts), tokenizer)
         return order.Memory(path, bundle, hashlib.sha256(bundle.tokens).hexdigest(), said)
 
     return tokenised([path], ("whole", tokenizer.sha256, context), make)

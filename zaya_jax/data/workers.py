@@ -1,8 +1,8 @@
-"""Processes that compute batches ahead: each has its own part of this process's rows, of every batch.
+"""Runs processes that compute batches ahead: each has its own part of this process's rows, in every batch.
 
-So a bundle is read by one worker, like it is by one process, and any number of workers may share the rows. They hand
-over through pipes, which leave nothing behind however a process ends, with their counters and log lines. A worker is a
-program of its own: it imports what reading needs, and nothing of the program that started it.
+So one worker reads a bundle, as one process does, and any number of workers may share the rows. They send batches,
+counters and log lines through pipes, which leave nothing behind however a process ends. A worker is a program of its
+own: it imports only the modules that reading needs, and nothing of the program that started it.
 """
 
 import logging
@@ -48,7 +48,7 @@ class Workers(Iterator[dict[str, np.ndarray]]):
         for _ in range(count):
             ours, theirs = multiprocessing.Pipe()
             self._pipes.append(ours)
-            # Not with the folder that the program runs in on its path; and interruptions are the training's affair.
+            # Not with the folder that the program runs in on its path; and the training handles interrupts.
             program = (
                 "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
                 f"from zaya_jax.data import workers; workers.work({theirs.fileno()}, {os.getpid()})"
@@ -82,7 +82,7 @@ class Workers(Iterator[dict[str, np.ndarray]]):
         return batch
 
     def counters(self) -> storage.Counters:
-        """What reading has met in all workers, up to the last batch."""
+        """Counts of reading in all workers, up to the last batch."""
         return sum(self._counters, storage.Counters())
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 import numpy as np
 
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import chat, inputs, pieces, pipeline, prepare_plan, storage, tokenizers
+from zaya_jax.data import chat, inputs, pipeline, storage, tokenizers
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.evaluate.scorer import Scorer, TokenRow
 
@@ -113,7 +113,7 @@ def _files(
     path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]
 ) -> Iterator[Document]:
     form = chat.Format(tokenizer)
-    files = [(name, *prepare_plan.stamp(name, False)) for name in files_of(path)]
+    files = [(name, *inputs.stamp(name)) for name in files_of(path)]
     for stretch in itertools.chain.from_iterable(inputs.split(files, PART)):
         for found in inputs.samples(stretch, text_field):
             if isinstance(found, inputs.NotText):
@@ -131,12 +131,12 @@ def _files(
                     assert made.learn is not None  # of texts alone
                     yield _learnt(np.asarray(made.tokens), made.learn, tokenizer)
                 continue
-            if isinstance(sample, str) and len(sample) <= pieces.PIECE and not sample.strip():
+            if isinstance(sample, str) and len(sample) <= tokenizers.PIECE and not sample.strip():
                 skipped(f"{where}: empty")  # prepare_data leaves it out too
                 continue
             text = _Counted([sample] if isinstance(sample, str) else sample)
             try:
-                tokens = pieces.document(tokenizer, text)
+                tokens = tokenizers.encode_document(tokenizer, text)
             except tokenizers.CannotEncode as error:
                 raise UserError(f"{where}: {error}") from None
             if len(tokens) < 3:

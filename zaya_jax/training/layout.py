@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from zaya_jax import schedule
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import pipeline, token_ids, tokenizers, windows
+from zaya_jax.data import pipeline, tokenizers, windows
 from zaya_jax.model import zaya
 from zaya_jax.parallel.mesh import rows_of_process
 from zaya_jax.training import fork, recipe
@@ -43,7 +43,7 @@ def plan_start(config: Config, folder: Path) -> Layout:
     found = multihost.from_first("fork", functools.partial(fork.find, config, folder))
     config = fork.settle(config, found)
     tokenizer = tokenizers.load(config.data.tokenizer)
-    config = token_ids.agree(config, tokenizer)
+    config = tokenizers.with_model_ids(config, tokenizer)
     whole = recipe.make(config, jax.devices())
     reached = multihost.from_first("look", functools.partial(recipe.peek, folder)) or config.run.fork_step
     return lay_out(whole, tokenizer, min(reached, whole.last_step))
