@@ -22,13 +22,6 @@ def test_every_block_says_its_language():
     assert len(BLOCKS) > 40
 
 
-def test_every_fence_is_read():
-    """One of four signs, of tildes or left open would hide its commands."""
-    for page in commands.pages():
-        rest = commands.FENCE.sub("", page.read_text(encoding="utf-8"))
-        assert not re.search(r"^ *(?:```|~~~|<pre)", rest, re.M), page
-
-
 def test_every_command_is_one_that_its_program_takes():
     checked, wrong = 0, []
     for block in BLOCKS:

@@ -56,18 +56,3 @@ def test_every_name_on_the_page_of_metrics_is_one_that_the_code_writes():
         )
         whole = re.search(rf'["\']{re.escape(name)}["\']', sources)
         assert whole or re.search(rf'["\']{re.escape(plain)}["\']', sources), name
-
-
-def loose_rows(text: str) -> list[str]:
-    """Lines that are rows of no table: no header and its line of dashes stand above them, without a gap."""
-    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)
-    tables = re.findall(r"(?:^ *\|.*\n?)+", text, re.M)
-    return [rows.splitlines()[0] for rows in tables if not re.match(r"[^\n]*\n[\s|:-]+\n *\|", rows)]
-
-
-def test_tables_are_tables():
-    wrong = [f"{p}: {row}" for p in commands.pages() for row in loose_rows(p.read_text(encoding="utf-8"))]
-    assert not wrong, "\n".join(wrong)
-    table = "| a | b |\n|---|---|\n| 1 | 2 |\n"
-    assert not loose_rows(table) and not loose_rows(f"- x\n\n    {table.replace(chr(10), chr(10) + '    ')}")
-    assert len(loose_rows(table.replace("|\n| 1", "|\n\n| 1"))) == 2

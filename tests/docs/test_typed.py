@@ -40,23 +40,6 @@ def typed() -> list[commands.Block]:
     return [block for block in found if block.language == "sh" and not block.needs]
 
 
-def test_all_long_runs_are_shown_and_nothing_else_is_left_out():
-    text = "".join(block.text for block in typed())
-    assert not [workdir for workdir in STEPS if f"--workdir={workdir}" not in text]
-    assert shorter("make setup-targets   # a\nmake pretrain\nmake test  # b").split() == [
-        ".venv/bin/python", "-m", "experiments.pretrain",
-    ]  # fmt: skip
-    read = "python -m experiments.generate --workdir=runs/wider --prompt=a\n"
-    long = "python -m experiments.pretrain \\\n  --workdir=runs/wider --config.run.num_steps=1200 --seed=1\n"
-    short = "python -m experiments.pretrain \\\n  --workdir=runs/wider --config.run.num_steps=12 --seed=1\n"
-    assert shorter(long + read) == short + read
-    watched = "python -m experiments.supervise --processes=4 -- --workdir=runs/four"
-    assert shorter(watched) == f"{watched} --config.run.num_steps=6"
-    for same in (read, "python -m experiments.pretrain --workdir=runs/wider2 --config.run.num_steps=5\n"):
-        assert shorter(same) == same
-    assert len(typed()) > 20
-
-
 @pytest.mark.slow
 def test_every_command_that_needs_nothing_ends_well(tmp_path):
     compilers = (commands.ROOT / ".venv-targets").is_dir()

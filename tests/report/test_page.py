@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from made_run import checked
 
-from zaya_jax.config import UserError
-from zaya_jax.report import experts, run_page, write_report
-from zaya_jax.report.style import LEVELS
+from zaya_jax.report import experts, write_report
 
 
 def drawn(workdir):
@@ -26,16 +24,8 @@ def test_report_of_a_run_has_all_its_parts(make_run):
                   "Model FLOPs utilisation", "Skipped updates", "grad_norm/…", "param_norm", "bias_change",
                   "Experts of layer 0", "Experts of layer 2", "Experts of layer 5"):  # fmt: skip
         assert f"<figcaption>{title}<" in source, title
-    for heading in (
-        "Loss",
-        "Expert load",
-        "Optimisation",
-        "Speed",
-        "Other metrics",
-        "Sample",
-        "Numbers",
-        "Config",
-    ):
+    headings = "Loss, Expert load, Optimisation, Speed, Other metrics, Sample, Numbers, Config"
+    for heading in headings.split(", "):
         assert f"<h2>{heading}</h2>" in source
     assert source.count('role="img"') == source.count("aria-label=") == source.count("<figure")
     title = r"<title>tiny: held-out 1\.\d+, train 1\.\d+ nats per byte after 300 steps</title>"
@@ -90,13 +80,8 @@ def test_what_differs_from_the_defaults_stands_first(make_run):
 
 def test_a_fork_names_its_parent_and_what_changed(make_run):
     path = make_run(5)
-    parent = {
-        "folder": "/runs/<a>",
-        "run": "1",
-        "step": 20,
-        "tokens": 5000,
-        "changed": {"optim.lr": [0.1, 0.2], "x": 1},
-    }
+    parent = {"folder": "/runs/<a>", "run": "1", "step": 20, "tokens": 5000}
+    parent["changed"] = {"optim.lr": [0.1, 0.2], "x": 1}
     (path / "lineage.json").write_text(json.dumps({"forked": [parent, {"folder": None}, 7]}))
     source, text = drawn(path)
     assert "Forked from /runs/<a> (run 1) at step 20, 5,000 tokens." in text
@@ -163,11 +148,6 @@ def test_a_long_run_with_many_metrics_stays_small(make_run):
     assert learning_rate.count('<polygon class="band c0"') == 1  # each point is of several steps
 
 
-def test_many_experts_are_in_the_pictures_alone(make_run):
-    source, _ = drawn(make_run(20, layers=3, experts=300, extras=False))
-    assert "<figcaption>Experts of layer 2<" in source and "Shares at the" not in source
-
-
 def test_dead_experts_and_uneven_layers_are_named(tmp_path):
     load = [[0.5, 0.5, 0.0, 0.0], [0.3, 0.3, 0.3, 0.1]]
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "load": load}) + "\n")
@@ -176,41 +156,9 @@ def test_dead_experts_and_uneven_layers_are_named(tmp_path):
     assert "5 % of the tokens are skipped, averaged over the layers. 1 expert received no token." in text
 
 
-@pytest.mark.parametrize("steps", [1, 3])
-def test_maps_of_zeros_are_drawn_as_zero_and_maps_of_one_value_say_it(tmp_path, steps):
-    record = {
-        "zeros": [0.0, 0.0],
-        "threes": [3.0, 3.0],
-        "load": [[0.0, 0.0, 1.0]] * 2,
-        "load_entropy": [0.0, 0.0],
-    }
-    lines = [json.dumps({"step": i + 1, **record}) + "\n" for i in range(steps)]
-    (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    maps = {}
-    for figure in re.findall("<figure.*?</figure>", drawn(tmp_path)[0], re.S):
-        paths = dict(re.findall(r'<path class="([sdr]\d+)" d="([^"]*)"', figure))
-        title = re.search(r"<figcaption>(.*?)<", figure)[1]
-        maps[title] = {name: d.count("M") for name, d in paths.items()}, figure
-    assert maps["zeros"][0] == {"s0": 2} and "0 throughout." in maps["zeros"][1]
-    assert maps["threes"][0] == {f"s{LEVELS - 1}": 2} and "3 throughout." in maps["threes"][1]
-    assert maps["Balance of each layer"][0] == {"r0": 2}
-    assert maps["Experts of layer 0"][0] == {"d0": 2}  # no token went to an expert
-
-
 def test_shares_and_entropy_are_of_the_experts_alone():
     fair = experts.fair_shares(np.array([[0.0, np.nan, 1.0], [0.0, 0.0, 1.0], [0.2, 0.6, 0.2]]))
     np.testing.assert_allclose(fair, [[np.nan, np.nan], [0, 0], [0.5, 1.5]])
     load = np.array([[0.25, 0.25, 0.5], [0.1, 0.3, 0.6], [0.0, 0.4, 0.6], [0.0, 0.0, 1.0]])
     quarter = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2)
     np.testing.assert_allclose(experts.entropies(load), [1.0, quarter, 0.0, np.nan])
-
-
-def test_what_cannot_be_drawn_is_one_clear_line_and_leaves_the_old_report(make_run, monkeypatch):
-    with pytest.raises(UserError, match="is not a directory; give the one a run wrote to"):
-        write_report("nowhere")
-    path = make_run(5)
-    write_report(path).write_text("old")
-    monkeypatch.setattr(run_page, "read_workdir", lambda _: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        write_report(path)
-    assert (path / "report.html").read_text() == "old" and not list(path.glob(".report*"))

@@ -80,20 +80,6 @@ def test_damaged_lines_are_counted_and_left_out(tmp_path):
     assert run.notes == ["10 lines of metrics.jsonl could not be read and are left out."]
 
 
-def test_odd_values_do_no_harm(tmp_path):
-    text = lines(
-        {"step": 1, "loss": None, "load": [[0.5, 0.5]], "note": "warm", "flag": True, "deep": {"a": 1}},
-        {"step": 2, "loss": math.inf, "load": [[0.5, 0.5], [1, 0]], "ragged": [[1], [1, 2]], "words": ["a"]},
-        {"step": 3, "load": [], "load_entropy": [None, 1], "big": [10**400], "cube": [[[1]]]},
-    )
-    (tmp_path / "metrics.jsonl").write_text(text)
-    run = read_workdir(tmp_path)
-    assert (run.lines, run.series["loss"].total.bad, run.series["flag"].last) == (3, 2, 1.0)
-    assert set(run.vectors) == {"load", "load_entropy"}
-    of = "lists of something else than numbers, or of another shape"
-    assert run.notes == [f"Left out of big, cube, load, ragged, words: {of}."]
-
-
 def test_unusable_small_files_are_said(tmp_path):
     (tmp_path / "config.json").write_text('{"model": ')
     (tmp_path / "environment.json").write_text("[]")

@@ -1,7 +1,6 @@
 """The part on a supervised run: what is drawn of which second, the tables, and nothing for other runs."""
 
 import dataclasses
-import itertools
 import json
 import math
 import re
@@ -15,7 +14,6 @@ from made_run import checked
 from zaya_jax.aegis import accounts
 from zaya_jax.aegis.events import FILES, FOLDER, Event
 from zaya_jax.report import supervised, write_report
-from zaya_jax.report.svg import FLOOR, LEFT, RIGHT, TOP, WIDTH
 
 
 def spent(time, seconds, first, last, **sections):
@@ -83,27 +81,6 @@ def test_every_use_but_idle_is_drawn_in_one_group():
     assert len({color for _, _, color in supervised.GROUPS}) == len(supervised.GROUPS)
 
 
-@pytest.mark.parametrize("days", [0.0, 0.2, 30.0])
-def test_the_picture_stays_within_itself(days):
-    svg = supervised.timeline(accounts.of(befallen(9, days=days)))
-    assert "nan" not in svg.lower()
-    bars = re.findall(r"M(\S+) (\S+)h(\S+)v(\S+)h-\S+z", svg)
-    for left, top, wide, tall in (map(float, bar) for bar in bars):
-        assert left >= LEFT - 0.1 and left + wide <= WIDTH - RIGHT + 0.1
-        assert top >= TOP - 0.1 and top + tall <= FLOOR + 0.2 and tall >= 0
-    labels = re.findall(r'<text x="(\S+)" y="(\S+)" text-anchor="(\w+)">([^<]*)<', svg)
-    below = [(float(x), anchor, words) for x, y, anchor, words in labels if float(y) > FLOOR + 10]
-    places = []
-    for x, anchor, words in below:
-        wide = 8.0 * len(words)
-        left = {"end": x - wide, "middle": x - wide / 2, "start": x}[anchor]
-        places.append((left, left + wide))
-        assert left >= 0 and left + wide <= WIDTH
-    for (_, end), (begin, _) in itertools.pairwise(sorted(places)):
-        assert begin >= end - 4, below
-    assert {words for *_, words in below} & {"s", "min", "h", "d"}  # the unit
-
-
 def test_tables_are_what_the_account_says(make_run):
     folder = write(make_run(20), befallen(6))
     account = accounts.of(befallen(6))
@@ -117,26 +94,6 @@ def test_tables_are_what_the_account_says(make_run):
     assert f"<td>{whole}</td><td>100 %</td>" in part and re.search(f"together +{whole} +100 %", told)
     assert supervised.percent(account.goodput) in told.splitlines()[0]
     assert supervised.account_text(None) == "No agent has recorded a start here.\n"
-
-
-ODD = (
-    b'{"kind": "died", "time": 1e9\n\xff\xfe\n[]\n{"kind": "new", "time": 2e9, "later": 1}\n{"kind',
-    b'{"kind": "died", "time": 1000000050, "concluded": "\\u001b[2J", "facts": {"start": 1}}\n',
-    b'{"kind": "spent", "time": 1000000050, "seconds": 9, "facts": {"sections": {"step": NaN}, "from": 1e99}}\n',
-    *(
-        b'{"kind": "died", "time": %s}\n' % time
-        for time in (b'"x"', b"null", b"NaN", b"1e300", b"-1e18", b"9" * 400)
-    ),
-    b'{"kind": ["died"], "time": 1000000050, "seconds": "long", "step": {}, "facts": [], "seen": 7}\n',
-)
-
-
-@pytest.mark.parametrize("line", ODD, ids=range(len(ODD)))
-def test_half_written_and_foreign_events_are_no_harm(tmp_path, line):
-    folder = write(tmp_path, befallen())
-    with (folder / FOLDER / FILES["agent"]).open("ab") as file:
-        file.write(line)
-    checked(write_report(folder).read_text())
 
 
 def test_the_report_needs_no_jax():

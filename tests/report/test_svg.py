@@ -1,15 +1,14 @@
 """Axes, curves and heat maps."""
 
 import math
-import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from zaya_jax.report import heat, style, svg
+from zaya_jax.report import heat, svg
 from zaya_jax.report.heat import HeatMap, Scale, grouped
 from zaya_jax.report.style import LEVELS
-from zaya_jax.report.svg import Axis, Chart, Line, ticks
+from zaya_jax.report.svg import Chart, Line, ticks
 
 
 def parsed(picture):
@@ -23,13 +22,6 @@ def test_ticks_are_few_round_and_inside(low, high):
     found = ticks(low, high)
     room = (high - low) * 1e-6
     assert 2 <= len(found) <= 5 and all(low - room <= t <= high + room for t in found)
-
-
-@pytest.mark.parametrize("span", [(0.0, 0.0), (5.0, 5.0), (0.0, 5e-324), (-1e300, 1e300), (1.0, 2.0**53)])
-@pytest.mark.parametrize("log", [False, True])
-def test_axes_survive_any_span(span, log):
-    axis = Axis(*((1e-320, 1e300) if log and span[0] <= 0 else span), 0.0, 100.0, log)
-    assert all(math.isfinite(v) for v in (axis(span[0]), axis(span[1]), *axis.ticks))
 
 
 def test_a_chart_is_well_formed_and_can_be_announced():
@@ -75,13 +67,6 @@ def test_an_axis_may_have_named_places():
     assert [row.find("th").text for row in figure.findall(".//tbody/tr")] == ["1 KiB", "2 KiB"]
 
 
-def test_scale_puts_the_middle_of_a_ratio_in_the_neutral_colour():
-    scale = Scale(0.25, 4.0, "d", log=True)
-    levels = [scale.level(v) for v in (0.0, 0.25, 1.0, 4.0, 99.0)]
-    assert levels == [0, 0, LEVELS // 2, LEVELS - 1, LEVELS - 1]
-    assert Scale(1.0, 1.0).level(1.0) == LEVELS // 2
-
-
 @pytest.mark.parametrize(
     ("values", "low", "high", "levels"),
     [
@@ -118,12 +103,3 @@ def test_many_rows_and_columns_are_fewer():
     assert grouped(1) == ([0], ["0"]) and grouped(3) == ([0, 1, 2], ["0", "1", "2"])
     starts, names = grouped(65)
     assert starts[:2] == [0, 2] and names[0] == "0–1" and names[-1] == "64" and len(names) == 33
-
-
-def test_text_on_every_heat_colour_is_legible():
-    rule = r"\.([sd])(\d+)(?:,\.r\d+)?\{fill:(#\w+);background:#\w+;color:(#\w+)\}"
-    rules = re.findall(rule, style.style_sheet())
-    assert len(rules) == 4 * LEVELS
-    for *_, background, text in rules:
-        low, high = sorted((style.luminance(background), style.luminance(text)))
-        assert (high + 0.05) / (low + 0.05) >= 4.5

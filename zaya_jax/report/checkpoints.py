@@ -1,7 +1,7 @@
 """The page of checkpoint times: per stage a heat map of processes over saves, the last load, and each step's figures.
 
-It shows a slow host as a dark row and a slow moment of the storage as a dark column. Many processes and many saves are
-drawn in groups by their slowest, which the page then says.
+A slow host is a dark row, a slow moment of the storage a dark column. Many processes or saves are drawn in groups by
+their slowest member.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ FEWEST_SAVES, FEWEST_PROCESSES = 3, 3  # to name one
 
 
 def checkpoints_document(workdir: Path) -> Document:
-    """All about the checkpoints of a run."""
+    """The page of a run's checkpoints."""
     found = times.read(workdir)
     saves, loads = (list(found.get(kind, {}).values()) for kind in ("save", "load"))
     seen = []
@@ -80,17 +80,17 @@ def slow_processes(saves: Sequence[Event]) -> list[str]:
     """Sentences on processes whose stages took much longer than the others', by medians over the saves."""
     if len(saves) < FEWEST_SAVES or saves[-1].processes < FEWEST_PROCESSES:
         return []
-    told = []
+    sentences = []
     for stage in ("copy", "serialise", "write"):  # the commit waits for others
         own = _medians(np.stack([save.of(stage) for save in saves], axis=1))
         usual = float(np.nanmedian(own)) if np.isfinite(own).any() else math.nan
-        told += [
+        sentences += [
             f"Process {i} is slow: its {stage} takes {duration(own[i])}, the others' {duration(usual)} "
             f"(medians of {counted(len(saves), 'save')})."
             for i in np.argsort(-np.nan_to_num(own))[:3]
             if own[i] > SLOW * usual and own[i] - usual > 0.05
         ]
-    return told
+    return sentences
 
 
 def _medians(cells: np.ndarray) -> np.ndarray:
@@ -162,7 +162,7 @@ def _load_map(load: Event | None) -> str:
 
 
 def steps_table(seen: Sequence[look.Seen], saves: dict[int, Event]) -> Table:
-    """Each step that a run can go on from, and the slowest process's seconds of each stage of its save."""
+    """Each complete checkpoint, with the slowest process's seconds for each stage of its save."""
     rows = []
     for one in seen:
         save = saves.get(one.step)

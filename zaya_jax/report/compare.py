@@ -1,6 +1,6 @@
 """Several runs on one page: a table of how they ended, each metric's curves in one picture, the differences of configs.
 
-Runs may be of any length, may still go on, and may have recorded different metrics; the page names what it leaves out.
+Runs may have any length, may be unfinished and may have different metrics; the page lists its omissions.
 """
 
 import json
@@ -48,7 +48,7 @@ def comparison(workdirs: Sequence[Workdir]) -> Document:
     keys = [key for key in FIRST if key in found] + sorted(found.difference(FIRST))
     near = near_common_step([run.read for run in runs])
     sections = [
-        Section("Runs", tables=[_ends(runs, near)], notes=_left_out(runs, keys, near)),
+        Section("Runs", tables=[_ends(runs, near)], notes=_left_out(runs, keys)),
         Section("Curves", "Noisy metrics are smoothed.", pictures=_pictures(runs, keys[:MOST_PICTURES])),
         Section("Config", tables=_differences(runs, [run.read.config for run in runs])),
         Section("Environment", tables=_differences(runs, [run.read.environment for run in runs])),
@@ -70,12 +70,11 @@ def _numbers(run: Workdir) -> dict[str, Series]:
 
 
 class Near(NamedTuple):
-    """Training losses near the last step that all runs have, of the same steps of each; none where `steps` is empty."""
+    """Training losses near the last step that all runs have, of the same steps of each run; empty if unknown."""
 
     step: int = 0
     steps: str = ""  # from which to which
     values: Sequence[float] = ()
-    width: int = 0  # of the bins of the longest run, where no whole one lies before that step
 
 
 def near_common_step(runs: Sequence[Workdir]) -> Near:
@@ -88,7 +87,7 @@ def near_common_step(runs: Sequence[Workdir]) -> Near:
     last = (shared + 1) // width - 1
     first = max(last + 1 - -(-max(10, shared // 50) // width), 0 if begun <= 1 else -(-begun // width))
     if first > last:
-        return Near(shared, width=width)
+        return Near()
     values = []
     for run in runs:
         bins = run.series["loss"].merged(width) if "loss" in run.series else []
@@ -152,34 +151,29 @@ def _steps(run: Workdir) -> str:
 
 
 def _warnings(runs: Sequence[Run]) -> list[str]:
-    """What the reader must know of these runs."""
-    told = [f"{run.name}: {note}" for run in runs for note in run.read.notes]
+    """Notes of the runs' readers, and a warning about losses in different units."""
+    warnings = [f"{run.name}: {note}" for run in runs for note in run.read.notes]
     units: dict[str, list[str]] = {}
     for run in runs:
         units.setdefault(run.read.unit, []).append(run.name)
     if len(units) > 1:
         each = "; ".join(f"{unit}: {', '.join(names)}" for unit, names in units.items())
-        told.append(f"Losses are not of one unit and cannot be compared: {each}.")
-    return told
+        warnings.append(f"Losses have different units and cannot be compared: {each}.")
+    return warnings
 
 
-def _left_out(runs: Sequence[Run], keys: Sequence[str], near: Near) -> list[str]:
-    """What is recorded and not on the page."""
-    told = []
-    if near.width:
-        told.append(
-            f"Train losses near step {near.step:,}, the last that all have, are not compared: of the longest run "
-            f"means of {near.width:,} steps are known."
-        )
+def _left_out(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+    """Notes on recorded figures that are not on the page."""
+    notes = []
     if more := keys[MOST_PICTURES:]:
-        told.append(f"Of {len(keys)} metrics {len(more)} are left out: {', '.join(more)}.")
+        notes.append(f"Of {len(keys)} metrics {len(more)} are left out: {', '.join(more)}.")
     if any(run.read.vectors for run in runs):
-        told.append("Figures of each layer and expert are on each run's own page.")
-    return told
+        notes.append("Figures of each layer and expert are on each run's own page.")
+    return notes
 
 
 def _pictures(runs: Sequence[Run], keys: Sequence[str]) -> str:
-    """Each metric over steps; the losses over tokens too, by which runs of other batch sizes are compared."""
+    """Each metric over steps; the losses over tokens too, to compare runs with different batch sizes."""
     count = sum(key in run.series for run in runs for key in keys) or 1
     points = max(FEWEST_POINTS, min(POINTS, ALL_POINTS // count))
     with_tokens = [run for run in runs if "tokens" in run.series and run.series["tokens"].total.count]
@@ -229,16 +223,16 @@ def _picture(runs: Sequence[Run], key: str, drawn: Sequence[Run], over: str, poi
 
 
 def tokens_at(run: Workdir, steps: Sequence[float]) -> list[float]:
-    """How many tokens were seen at those steps; between two that are recorded, in proportion."""
+    """The number of tokens seen at those steps, interpolated between recorded ones."""
     series = run.series["tokens"]
     known = {(b.step, b.mean) for b in series.coarse(series.capacity) if b.count}
-    ends = {(series.low_step, series.low), (series.high_step, series.high)}  # of which bins have means
+    ends = {(series.low_step, series.low), (series.high_step, series.high)}  # the bins have means
     at, tokens = zip(*sorted(known | ends), strict=True)
     return [float(v) for v in np.interp(steps, at, tokens)]
 
 
 def _differences(runs: Sequence[Run], trees: Sequence[dict]) -> list[Table]:
-    """Keys and their values in each run, a dash where one is not there: 1, 1.0, "1" and true are four values."""
+    """Keys that differ, with their values in each run or a dash; 1, 1.0, "1" and true are four values."""
     trees = [
         {key: json.dumps(v, ensure_ascii=False, sort_keys=True) for key, v in flat(tree)} for tree in trees
     ]

@@ -36,7 +36,7 @@ TITLES = {
 FROM_ZERO = {"lr", "step_seconds", "tokens_per_second", "data/wait_fraction", "mfu", "skipped"}
 SMOOTHED = {"grad_norm", "step_seconds", "tokens_per_second", "data/wait_fraction", "mfu"}
 PERCENT = {"data/wait_fraction", "mfu"}
-WAITS = "The training waits for the copy, on a GPU only for its part on the device; the rest runs beside it."
+WAITS = "The training waits for the copy, on a GPU only for its part on the device; the rest overlaps."
 
 
 def loss_section(run: Workdir) -> Section:
@@ -79,14 +79,14 @@ def speed_section(run: Workdir) -> Section:
 
 
 def saves_section(run: Workdir) -> Section:
-    """Seconds of each save; empty where the run saved once or never."""
+    """Seconds of each save; empty if the run saved at most once."""
     return Section(
         "Checkpoints", WAITS, pictures=save_curves(list(times.read(run.path).get("save", {}).values()))
     )
 
 
 def other_section(run: Workdir) -> Section:
-    """All that the metrics hold besides: numbers as curves, lists of numbers as heat maps."""
+    """All other metrics: numbers as curves, lists of numbers as heat maps."""
     groups = _groups(run)
     grouped = {key for keys in groups.values() for key in keys}
     pictures = [_curve(run, key) for key in run.series if key not in PLACED_KEYS and key not in grouped]
@@ -113,10 +113,10 @@ def save_curves(saves: Sequence[times.Event]) -> str:
         longest = float(np.nanmax(slowest))
         unit, scale = (" s", 1.0) if longest >= 0.1 else (" ms", 1e3)
         line = Line(label, list(zip(steps, (slowest * scale).tolist(), strict=True)), color, look)
-        told = f"{title}: median {duration(float(np.nanmedian(values)))}, longest {duration(longest)}."
+        words = f"{title}: median {duration(float(np.nanmedian(values)))}, longest {duration(longest)}."
         y_range = (0.0, longest * scale * 1.08 or 1.0)
         pictures += Chart(
-            title, [line], (steps[0], steps[-1]), y_range, unit=unit, describe=told, note=note
+            title, [line], (steps[0], steps[-1]), y_range, unit=unit, describe=words, note=note
         ).draw()
     return pictures
 

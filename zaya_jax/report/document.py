@@ -1,10 +1,10 @@
 """A document: a title, and sections with tables and pictures, from which one renderer makes Markdown and a page.
 
     document = Document("A run", sections=[Section("Loss", tables=[Table("By phase", head, rows)])])
-    document.markdown()                for a terminal, and for files beside the page
-    write_page(target, document.html)  one HTML file without scripts, for any browser, without a network
+    document.markdown()                for a terminal, and for files next to the page
+    write_page(target, document.html)  one HTML file without scripts, for any browser
 
-The pages of runs and the programs hand over rows of text; `svg` and `heat` draw the pictures, which the page alone has.
+Callers pass rows of text; `svg` and `heat` draw the pictures, which only the page has.
 """
 
 import dataclasses
@@ -35,13 +35,13 @@ class Table:
         """For a terminal, its columns aligned."""
         lines = [[printable(str(cell)) for cell in row] for row in (self.head, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        told = [
+        texts = [
             "  ".join(
                 c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
             )
             for line in lines
         ]
-        return "\n".join([self.title, *(f"  {line}".rstrip() for line in told)]) + "\n"
+        return "\n".join([self.title, *(f"  {line}".rstrip() for line in texts)]) + "\n"
 
     def markdown(self) -> str:
         """In Markdown; a cell ends no cell and no row."""
@@ -61,7 +61,7 @@ class Table:
         return fold(f"{self.title} ({len(self.rows):,})", note + self.bare(), opened=not self.folded)
 
     def bare(self) -> str:
-        """The table alone, which scrolls in itself where it is too wide."""
+        """The table alone; a wide one scrolls."""
         head = "".join(f'<th scope="col">{escape(name)}</th>' for name in self.head)
         rows = "".join(
             f'<tr><th scope="row">{escape(name)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
@@ -73,7 +73,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of a document; the page leaves out one that holds nothing but its title."""
+    """A part of a document; the page omits one that has only a title."""
 
     title: str
     text: str = ""
@@ -107,7 +107,7 @@ class Document:
     """The whole."""
 
     title: str
-    kind: str = ""  # stands beside the title
+    kind: str = ""  # shown after the title
     about: str = ""
     sections: Sequence[Section] = ()
     tiles: Sequence[Tile] = ()
@@ -150,7 +150,7 @@ def _tiles(tiles: Sequence[Tile]) -> str:
 
 
 def write_page(target: str | os.PathLike, page: Callable[[], str]) -> pathlib.Path:
-    """Writes a page, whole or not at all; UserError where something cannot be read or written."""
+    """Writes a page atomically; UserError if something cannot be read or written."""
     target = pathlib.Path(target)
     try:
         files.write(target, page().encode("utf-8", errors="replace"))
@@ -163,7 +163,7 @@ def write_page(target: str | os.PathLike, page: Callable[[], str]) -> pathlib.Pa
 
 
 def check_target(target: pathlib.Path, option: str) -> pathlib.Path:
-    """A page's file as an option gives it; UserError where another file or a folder would be meant."""
+    """The page's file from an option; UserError for a folder or another kind of file."""
     if target.suffix.lower() not in (".html", ".htm"):
         raise UserError(
             f"{option}={target} does not end in .html; the page is HTML, and other files must not be lost"

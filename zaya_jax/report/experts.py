@@ -17,7 +17,7 @@ OF_ALL = "Percent of all tokens; colour as above: the share of the routed tokens
 
 
 def experts_section(run: Workdir) -> Section:
-    """Everything on expert load; empty where the run wrote down neither load nor its entropy."""
+    """Expert load; empty if the run recorded neither load nor its entropy."""
     load, entropy = run.vectors.get("load"), run.vectors.get("load_entropy")
     if not load:
         text = "Normalised load entropy: 1 is an even load."

@@ -122,14 +122,14 @@ class HeatMap:
 
     def _table(self) -> str:
         """Some of the rows and columns as text."""
-        chosen, told = spread(len(self.steps), TABLE_COLUMNS), []
+        chosen, rows = spread(len(self.steps), TABLE_COLUMNS), []
         for r in spread(len(self.rows), TABLE_ROWS):
             values = [self.cells[r][c] for c in chosen]
             texts = [percent(v) if self.in_percent else number(v, 3) + self.unit for v in values]
             texts = ["–" if math.isnan(v) else t for v, t in zip(values, texts, strict=True)]
-            told.append([self.rows[r], *texts])
+            rows.append([self.rows[r], *texts])
         head = [self.row_name, *(f"{self.column_name} {round(self.steps[c]):,}" for c in chosen)]
-        return values_table(head, told, len(self.rows))
+        return values_table(head, rows, len(self.rows))
 
 
 def _level_runs(row: Sequence[float], scale: Scale) -> Iterator[tuple[int, int, int]]:

@@ -1,9 +1,8 @@
-"""Reads a workdir for the report: metrics.jsonl streamed into bins, and the small files beside it.
+"""Reads a workdir for the report: metrics.jsonl streamed into bins, and the small files next to it.
 
 A run may have a million steps, so no list of steps is kept: every metric is a `Series` (or `VectorSeries`, for
-one number per layer or expert) of at most a fixed number of bins, whose width in steps doubles whenever
-they would be exceeded. Files may be missing, cut short or hold NaN: what cannot be used is counted and
-said, never fatal.
+one number per layer or expert) with a fixed maximum of bins, whose width in steps doubles when there would be
+more. Files may be missing, cut short or hold NaN: unusable parts are counted and reported, never fatal.
 """
 
 import dataclasses
@@ -180,7 +179,7 @@ class Sample(NamedTuple):
 
 @dataclasses.dataclass
 class Workdir:
-    """All that the report knows of a run."""
+    """The report's data of a run."""
 
     path: pathlib.Path
     series: dict[str, Series] = dataclasses.field(default_factory=dict)
@@ -216,7 +215,7 @@ class Workdir:
 
     @property
     def unit(self) -> str:
-        """What the losses are measured in."""
+        """The unit of the losses."""
         return "nats per byte" if self.setting("data.tokenizer") == "bytes" else "nats per token"
 
     def last(self, key: str) -> float:
@@ -273,7 +272,7 @@ def _read_metrics(out: Workdir, metrics: pathlib.Path, notes: list[str]) -> None
         notes.append(_left_out(unreadable, "metrics.jsonl"))
     if odd:
         keys = ", ".join(sorted(odd)[:8])
-        notes.append(f"Left out of {keys}: lists of something else than numbers, or of another shape.")
+        notes.append(f"Left out of {keys}: lists that are not numbers, or have another shape.")
 
 
 def _left_out(lines: int, name: str) -> str:

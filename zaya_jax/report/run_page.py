@@ -33,7 +33,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
 
 
 def run_document(run: Workdir) -> Document:
-    """All that there is to show."""
+    """The whole page."""
     model, data = run.config.get("model"), run.config.get("data")
     facts = [str(run.environment["device"])] if run.environment.get("device") else []
     if isinstance(model, dict) and model.get("num_hidden_layers"):

@@ -1,7 +1,7 @@
-"""A supervised run's interruptions: its time as a picture, goodput, and tables by use and by cause.
+"""A supervised run's interruptions: a timeline, goodput, and tables by use and by cause.
 
-Drawn from WORKDIR/aegis, and empty where no agent has written there. `aegis.accounts` gives each second its use; the
-same tables are a section of the run's page and the words of `python -m experiments.supervise report`.
+Reads WORKDIR/aegis; empty without an agent's events. `aegis.accounts` assigns a use to each second. The run's page and
+`python -m experiments.supervise report` show the same tables.
 """
 
 import math
@@ -46,7 +46,7 @@ MOST_ROWS = 40
 
 
 def supervised_section(run: Workdir) -> Section:
-    """Everything of it; empty where the run was not supervised."""
+    """The section; empty if the run was not supervised."""
     account = accounts.of(events.read(run.path))
     if account is None or account.end <= account.begin:
         return Section("Interruptions")
@@ -101,7 +101,7 @@ def _tiles(account: Account) -> list[Tile]:
 
 
 def timeline(account: Account) -> str:
-    """Columns of equal time, each cut into what it went to; marks above them are interruptions."""
+    """Columns of equal time, split by use; marks above them are interruptions."""
     whole = account.end - account.begin
     unit, scale = next((u for u in UNITS if whole >= 2 * u[1]), UNITS[-1])
     x, y = Axis(0.0, whole / scale, LEFT, WIDTH - RIGHT), Axis(0.0, 100.0, FLOOR, TOP)
@@ -121,16 +121,16 @@ def timeline(account: Account) -> str:
     )
     totals = account.totals
     supervised = max(whole - totals["idle"], 1e-9)
-    told = [
+    shares_of = [
         (label, percent(sum(totals[u] for u in uses) / supervised), color) for label, uses, color in GROUPS
     ]
     legend = "".join(
-        f'<li><i class="key dots c{color}"></i>{escape(a)} <b>{b}</b></li>' for a, b, color in told
+        f'<li><i class="key dots c{color}"></i>{escape(a)} <b>{b}</b></li>' for a, b, color in shares_of
     )
     legend += '<li><i class="key bad">▾</i>interruption</li>' if marks else ""
     svg = f'{value_axis(y, " %")}<g class="cells">{drawn}</g>{marks}{lower_axis(x, FLOOR, unit)}'
     note = f"A column is {duration(whole / BINS)}; columns without colour were not supervised."
-    return figure("Timeline", legend, svg, describe="; ".join(f"{a} {b}" for a, b, _ in told), note=note)
+    return figure("Timeline", legend, svg, describe="; ".join(f"{a} {b}" for a, b, _ in shares_of), note=note)
 
 
 def _mark(px: float, words: str) -> str:

@@ -1,8 +1,8 @@
-"""Draws curves as inline SVG, and holds what every picture shares: axes, captions, values as a table.
+"""Draws curves as inline SVG; also the axes, captions and tables of values that all pictures share.
 
 Colours are CSS classes (see `style`), so that a picture follows the reader's light or dark scheme. A picture is an HTML
-figure: caption, legend with the last values, the SVG with a description for those who do not see it, and below it some
-of its values, folded. Nothing needs a script.
+figure: caption, legend with the last values, the SVG with a description for screen readers, and below it some of
+its values, folded. Nothing needs a script.
 """
 
 import bisect
@@ -83,7 +83,7 @@ class Axis:
 
 
 def value_axis(y: Axis, unit: str) -> str:
-    """The values beside a picture, with a line through it at each."""
+    """The vertical axis: values and grid lines."""
     return "".join(
         f'<path class="grid" d="M{LEFT} {y(tick):.1f}H{WIDTH - RIGHT}"/>'
         f'<text x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{label}{unit}</text>'
@@ -167,7 +167,7 @@ def draw(line: Line, x: Axis, y: Axis) -> str:
 
 
 def _point_labels(line: Line, x: Axis, y: Axis) -> str:
-    """Values beside a dotted line: the last, the lowest, and others as far as there is room."""
+    """Values next to points: the last, the lowest, and others if there is room."""
     good = [(s, v) for s, v in line.points if math.isfinite(v) and y.low <= v <= y.high]
     if not good:
         return ""
@@ -227,7 +227,7 @@ class Chart:
         return f"<li>{key}{escape(line.label)} <b>{text}</b></li>"
 
     def _table(self) -> str:
-        """Some points of the longest curve, and beside them the others' nearest values; a dash where none is near."""
+        """Some points of the longest curve with the other curves' nearest values; a dash if there is none."""
         finite = [
             [p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])] for line in self.lines
         ]
