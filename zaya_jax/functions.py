@@ -96,12 +96,9 @@ def forward(
     model, precision = config.model, config.precision
     spread = _spread(config, mesh)
     devices = _Seeing() if attention else Over(spread)
-    axes = zaya.param_axes(model, precision)
 
     def run(params, balance, batch):
-        params = whole_outside(params, axes) if spread.fsdp else params
-        rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
-        out = zaya.apply(model, params, balance, rows, precision=precision, devices=devices, trace=trace)
+        params, out = _pass(config, spread, devices, params, balance, batch, trace)
         found = {"logits": zaya.logits(model, params, out.hidden, precision)}
         like = (model.num_hidden_layers, *batch["tokens"].shape, -1)
         for name in ("hidden_states", "router_logits"):  # a cut sequence's chunks are rows inside
@@ -155,13 +152,7 @@ def loss(
         _, (value, _, _) = loss_fn(params, balance, batch, jnp.maximum(total, 1.0))
         return value if mesh is None else jax.lax.psum(value, AXES)
 
-    if not shifted:
-        labels = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
-        if segments is not None:
-            after = jnp.pad(segments[:, 1:], ((0, 0), (0, 1)))
-            labels = jnp.where(segments == after, labels, IGNORED)
-    labels = labels if segments is None else jnp.where(segments > 0, labels, IGNORED)
-    batch = _batch(config, spread, ids, segments, labels)
+    batch = _batch(config, spread, ids, segments, to_targets(labels, segments, shifted))
     return _on(config, mesh, run, REPLICATED, params, balance, batch)
 
 
@@ -185,12 +176,9 @@ def scores(
     """
     model, precision = config.model, config.precision
     spread = _spread(config, mesh)
-    axes = zaya.param_axes(model, precision)
 
     def run(params, balance, batch):
-        params = whole_outside(params, axes) if spread.fsdp else params
-        rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
-        out = zaya.apply(model, params, balance, rows, precision=precision, devices=Over(spread))
+        params, out = _pass(config, spread, Over(spread), params, balance, batch)
         hidden, wanted = out.hidden.reshape(-1, model.hidden_size), batch["targets"].reshape(-1)
         chunk = max(chunk_rows(len(wanted), model.vocab_size), 1)
         pad = -len(wanted) % chunk
@@ -217,14 +205,27 @@ def scores(
     return tuple(x[: ids.shape[0], : ids.shape[1]] for x in found)
 
 
-def targets(ids: Any, labels: Any, segments: Any, shifted: bool) -> int:
-    """The number of labels that `loss` counts, for arrays on the host."""
-    if shifted:
-        return int(((labels >= 0) & (True if segments is None else segments > 0)).sum())
-    real = labels[:, 1:] >= 0
-    if segments is not None:
-        real = real & (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
-    return int(real.sum())
+def to_targets(labels: Any, segments: Any, shifted: bool, xp: Any = jnp) -> Any:
+    """Labels at the token before their own, -100 for those that do not count; `xp` is NumPy for arrays on the host."""
+    if not shifted:
+        labels = xp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)
+        if segments is not None:
+            after = xp.pad(segments[:, 1:], ((0, 0), (0, 1)))
+            labels = xp.where(segments == after, labels, IGNORED)
+    return labels if segments is None else xp.where(segments > 0, labels, IGNORED)
+
+
+def _pass(
+    config: Config, spread: Spread, devices: Devices, params: dict, balance, batch, trace: bool = False
+):
+    """The parameters outside the layers, gathered, and the output of the layers; inside a program."""
+    if spread.fsdp:
+        params = whole_outside(params, zaya.param_axes(config.model, config.precision))
+    rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
+    out = zaya.apply(
+        config.model, params, balance, rows, precision=config.precision, devices=devices, trace=trace
+    )
+    return params, out
 
 
 def _spread(config: Config, mesh: Mesh | None) -> Spread:

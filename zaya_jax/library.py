@@ -282,7 +282,7 @@ class LanguageModel:
             raise UserError(
                 f"label {wrong[0]} is outside the vocabulary of {size}; {functions.IGNORED} counts for nothing"
             )
-        if not functions.targets(ids, labels, segments, shifted):
+        if not (functions.to_targets(labels, segments, shifted, np) >= 0).any():
             raise UserError("no label counts, so there is no loss; the first of a row has no token before it")
         return ids, labels.astype(np.int32), segments
 
