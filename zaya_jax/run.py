@@ -1,9 +1,7 @@
 """A training run, from a config to a report; read it from top to bottom.
 
-    code = train(config, workdir)      what experiments.pretrain and zaya_jax.train call
-
-`begin` finds out how the run begins and gives one `Beginning`; a `Loop` trains from there to one of its ends. A loop
-that goes back behind a spike gives no exit code: the run then begins once more, at an earlier step.
+`begin` finds out how the run begins; a `Loop` trains from there to one of its ends. A loop that goes back behind a
+spike gives no exit code: the run then begins once more, at an earlier step.
 """
 
 import contextlib
@@ -211,8 +209,7 @@ class Loop:
             multihost.collect_garbage(number)
             stopping = stop.after(number)
             owed = self.evaluate_and_save(now, stopping)
-            wrong = self.compute_again(now, batch)
-            if wrong:
+            if wrong := self.compute_again(now, batch):
                 return self.wrong_device(wrong)
             self.pace.lap()
             if self.guard.spike:

@@ -118,16 +118,6 @@ def test_its_form(path):
     assert not faults(read(path))
 
 
-def test_their_code_passes_ruff():
-    """It reads notebooks itself; `make lint` covers them too."""
-    for command in (["check"], ["format", "--check"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "--no-cache", *NOTEBOOKS],
-            cwd=ROOT, capture_output=True, text=True,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout
-
-
 ########################################################################################################################
 # Run
 ########################################################################################################################
@@ -160,18 +150,6 @@ def test_each_runs_at_its_size(name, tmp_path):
     assert not faults(again)
     assert shape_of(again) == shape_of(stored) and files_in(again) == files_in(stored)
     assert (tmp_path / f"{name}.ipynb").stat().st_size < MOST_BYTES
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["first_model", "cluster"])
-def test_a_kernel_of_jupyter_runs_it_too(name, tmp_path, monkeypatch):
-    nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    pytest.importorskip("ipykernel")
-    monkeypatch.setenv("ZAYA_NOTEBOOK_STEPS", "3")
-    notebook = nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
-    nbformat.validate(notebook)
-    nbclient.NotebookClient(notebook, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    assert not [o for cell in code_of(notebook) for o in cell["outputs"] if o["output_type"] == "error"]
 
 
 ########################################################################################################################

@@ -195,27 +195,6 @@ def test_cool_downs_as_the_docs_have_them_fall_over_their_last_steps():
     assert len({int(k["run.num_steps"]) - int(k["run.fork"].partition("@")[2]) for k in cooled}) == 3
 
 
-@pytest.mark.slow
-def test_cool_downs_as_the_docs_have_them_train(tmp_path):
-    commands = how_to()
-    for workdir, keys in commands.items():
-        keys = {key: value.replace("runs/", f"{tmp_path}/runs/") for key, value in keys.items()}
-        small = {k: v for k, v in tiny_runs.SMALL.items() if not k.startswith("checkpoint")}
-        with multiprocess_runs.pretrain(tmp_path, tmp_path / workdir, small | keys) as run:
-            assert [result.code for result in run.wait()] == [cli.DONE], run.out(0)
-    stable, *cooled = [tiny_runs.lines(tmp_path / workdir) for workdir in commands]
-    for run in cooled:
-        begun, length = run[0]["step"] - 1, len(run)
-        assert [line["step"] for line in run] == list(range(begun + 1, begun + length + 1))
-        assert run[-1]["tokens"] == stable[0]["tokens"] * (begun + length)
-        np.testing.assert_allclose(
-            [line["lr"] for line in run],
-            [3e-3 * (1 - n / length) for n in range(1, length + 1)],
-            rtol=1e-5,
-            atol=1e-9,
-        )
-
-
 def dies_after(patch, count):
     """The program ends with an error in its so manieth step."""
     made = steps.make_train_step

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import tiny_runs
 
-from experiments.configs import tiny_linear
 from zaya_jax import cli, config
 from zaya_jax.pytorch import exchange
 from zaya_jax.report import curves, read
@@ -154,14 +153,3 @@ def test_a_dense_model_trains_and_samples_but_has_no_form_in_the_port(corpus, tm
     np.testing.assert_allclose(losses[2], losses[1], rtol=1e-5)
     with pytest.raises(config.UserError, match=r"model_type='dense'; only 'zaya' has a form"):
         exchange.to_hf(workdir, tmp_path / "out")
-
-
-@pytest.mark.slow
-def test_the_loss_of_the_hybrid_of_linear_and_softmax_attention_falls(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr(tiny_runs, "tiny", tiny_linear)
-    keys = {"data__path": corpus, "run__num_steps": 60, "model__num_hidden_layers": 4, "data__seq_len": 64}
-    assert tiny_runs.settings(**keys).model.kinds.count("hybrid_linear") == 3
-    assert tiny_runs.train(tmp_path / "run", **keys) == cli.DONE
-    losses = [line["loss"] for line in tiny_runs.lines(tmp_path / "run")]
-    assert losses[0] > 5
-    assert losses[-1] < 3

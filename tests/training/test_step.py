@@ -1,8 +1,6 @@
 """The compiled training step: what crosses devices and when, and that pieces of a batch add up to the batch."""
 
 import collections
-import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -150,25 +148,3 @@ def test_logits_of_the_full_vocabulary_never_exist():
     compiled = jax.jit(jax.value_and_grad(loss, argnums=(0, 1))).lower(*like).compile()
     logits = 4 * tokens * vocab
     assert compiled.memory_analysis().temp_size_in_bytes < logits / 4
-
-
-@functools.cache
-def gradient(remat):
-    """The gradient, and the bytes of the program's temporaries."""
-    settings = dataclasses.replace(SETTINGS, remat=remat)
-    loss = steps.make_loss(settings, settings.model)
-    arrays = {name: jnp.asarray(x) for name, x in batch(np.random.default_rng(1)).items()}
-    params = jax.jit(lambda: zaya.init(settings.model, jax.random.key(0), settings.precision))()
-    bias = zaya.init_balance(settings.model)
-    with jax.default_matmul_precision("highest"):
-        f = jax.jit(jax.grad(lambda p: loss(p, bias, arrays, 100.0)[0])).lower(params).compile()
-    return f(params), f.memory_analysis().temp_size_in_bytes
-
-
-@pytest.mark.slow  # that gradients stay the same tests/model/test_zaya.py holds, too
-@pytest.mark.parametrize("policy", ["layer", "attention", "offload"])
-def test_remat_saves_memory_and_changes_nothing(policy):
-    (ours, our_bytes), (plain, plain_bytes) = gradient(policy), gradient("none")
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(plain), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-6)
-    assert our_bytes < plain_bytes
