@@ -44,12 +44,8 @@ def test_loops(mesh):
         x = lax.fori_loop(0, 5, outer, x)
         return lax.psum(x, ("a", "b"))
 
-    found = read(f, mesh, (16, 4))
-    assert sorted((c.group_size, c.in_loop, c.times) for c in found) == [
-        (2, True, 15),
-        (4, True, 5),
-        (8, False, 1),
-    ]
+    found = sorted((c.group_size, c.in_loop, c.times) for c in read(f, mesh, (16, 4)))
+    assert found == [(2, True, 15), (4, True, 5), (8, False, 1)]
 
     def unknown(x):
         return lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x + lax.psum(x, "a"), x)
@@ -57,9 +53,16 @@ def test_loops(mesh):
     assert [(c.in_loop, c.times) for c in read(unknown, mesh, (16, 4))] == [(True, None)]
 
 
-def test_program_without_any():
-    compiled = jax.jit(lambda x: lax.fori_loop(0, 3, lambda _, x: jnp.sin(x), x)).lower(1.0).compile()
-    assert hlo.collectives(compiled) == []
+@pytest.mark.parametrize(("groups", "first"), [
+    ("{{0,4},{1,5}}", (0, 4)),
+    ("[4,2]<=[2,4]T(1,0)", (0, 4)),
+    ("mesh['data'=2,'tensor'=4] {'data'}", (0, 4)),
+    ("mesh['data'=2,'tensor'=4] {'tensor'}", (0, 1, 2, 3)),
+])  # fmt: skip
+def test_groups_in_each_of_their_forms(groups, first):
+    entry = f"ENTRY %main (p: f32[4]) -> f32[4] {{\n  ROOT %a = f32[4]{{0}} all-reduce(%p), replica_groups={groups}\n}}"
+    (found,) = hlo.collectives(f"HloModule m, num_partitions=8\n\n{entry}\n")
+    assert found.groups[0] == first and found.group_size == len(first)
 
 
 ASYNC = """HloModule m, num_partitions=8

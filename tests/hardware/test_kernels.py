@@ -43,10 +43,8 @@ def test_scopes_stages_and_lines():
     assert (found["slice_fusion"].scope, found["slice_fusion"].stage) == ("cca", "backward")
     assert found["gemm_fusion"].stage == "again"
     assert found["update_fusion"].scope == "stacks"
-    assert (found["all-gather-start.1"].scope, found["all-gather-start.1"].stage) == (
-        "optimizer/exchange",
-        "",
-    )
+    gather = found["all-gather-start.1"]
+    assert (gather.scope, gather.stage) == ("optimizer/exchange", "")
     assert found["copy.1"].scope == "other"
     # The innermost frame of the project: optax called from it is no line of its own.
     assert found["slice_fusion"].line == found["gemm_fusion"].line == "zaya_jax/model/cca.py:12"
@@ -174,27 +172,8 @@ def test_a_bound_takes_each_kernel_for_what_it_is_bound_by():
     assert found.compute == found.memory == 0
     cluster = CLUSTERS["mi300x_pollara"]
     travel = 15 * MATRIX / (8 * cluster.card) + cluster.latency
-    assert found.hidden == pytest.approx(roofline.LAUNCH) and found.links == pytest.approx(
-        travel - roofline.LAUNCH
-    )
-
-
-def test_members_of_a_group_say_which_links_it_takes():
-    cluster = CLUSTERS["mi300x_pollara"]
-    assert cluster.bandwidth([0, 1, 2, 3]) == cluster.inside
-    assert cluster.bandwidth([0, 8, 16]) == cluster.card
-    assert cluster.bandwidth(list(range(1024))) == 8 * cluster.card
-    one = "ROOT %a = f32[4]{0} all-reduce(%p), replica_groups="
-    for groups, expected in (
-        ("{{0,4},{1,5}}", (0, 4)),
-        ("[4,2]<=[2,4]T(1,0)", (0, 4)),
-        ("mesh['data'=2,'tensor'=4] {'data'}", (0, 4)),
-        ("mesh['data'=2,'tensor'=4] {'tensor'}", (0, 1, 2, 3)),
-    ):
-        (found,) = hlo.collectives(
-            f"HloModule m, num_partitions=8\n\nENTRY %main (p: f32[4]) -> f32[4] {{\n  {one}{groups}\n}}\n"
-        )
-        assert found.groups[0] == expected and found.group_size == len(expected)
+    assert found.hidden == pytest.approx(roofline.LAUNCH)
+    assert found.links == pytest.approx(travel - roofline.LAUNCH)
 
 
 def test_memory_over_a_program_is_the_compilers():

@@ -88,8 +88,8 @@ def test_useful_flops_are_the_models_but_for_what_kernels_compute_twice():
     found = case(8)
     computed = flops(found, work.FORWARD, work.BACKWARD)
     useful = chips.model_flops(found.model, 4096) * found.tokens_per_device
-    # Seven products of scores stand backward where the formula has four, and CCA's convolution over heads four times
-    # where it has two.
+    # The backward pass computes seven products of scores where the formula has four, and CCA's convolution over heads
+    # four times where it has two.
     assert useful < computed < 1.03 * useful
 
 
@@ -100,10 +100,8 @@ def test_weights_and_state_are_counted_as_they_lie():
     embedding = 262_272 * 2048
     shared = 4 * (total - embedding) + 8 * embedding
     assert found.always["optimizer"] == pytest.approx(shared / 8, rel=0.02)
-    spread = footprint.estimate(case(8, mesh=Mesh(fsdp=True)))
-    assert spread.always["weights"] == pytest.approx(
-        found.always["weights"] / 8, rel=0.02
-    )  # vectors stay whole
+    spread = footprint.estimate(case(8, mesh=Mesh(fsdp=True)))  # vectors stay whole
+    assert spread.always["weights"] == pytest.approx(found.always["weights"] / 8, rel=0.02)
 
 
 def test_twice_the_tokens_take_twice_the_activations_and_the_work():
@@ -121,10 +119,8 @@ def test_micro_batches_move_the_weights_again_and_compute_as_much():
     # Of each layer: three passes over the weights, the gradients written and, of several, what was there read.
     weights = 4 * one.layer["experts"] * one.model.num_hidden_layers
     assert moved[1] - moved[0] == pytest.approx((4 * 5 - 4) * weights)
-    assert (
-        footprint.estimate(four).places["backward"]["activations"]
-        == footprint.estimate(one).places["backward"]["activations"] / 4
-    )
+    kept = [footprint.estimate(c).places["backward"]["activations"] for c in (one, four)]
+    assert kept[1] == kept[0] / 4
 
 
 def test_remat_trades_memory_for_work():
@@ -156,11 +152,6 @@ def test_each_second_of_a_step_is_accounted_for():
         assert 0 <= exposed <= found.links[name]
 
 
-def test_better_rates_make_a_shorter_step():
-    better = dataclasses.replace(RATES, memory=rates.Rate(1.0, ""), products=rates.Rate(1.0, ""))
-    assert step.estimate(case(8), CLUSTER, better).seconds < step.estimate(case(8), CLUSTER, RATES).seconds
-
-
 @pytest.mark.parametrize(("save", "mtbf"), [(1.0, 1e5), (30.0, 3600.0)])
 def test_the_best_interval_is_the_one_that_loses_least(save, mtbf):
     best = goodput.best_interval(save, mtbf)
@@ -177,6 +168,10 @@ def test_goodput_without_failures_is_what_saves_leave():
 def test_the_search_gives_what_fits_fastest_first(monkeypatch):
     monkeypatch.setattr(search, "SIZES", (1, 2))
     here = case(8).here
+    for tried in search.candidates(here, 8, 8, "mi300x"):  # no case that a run would refuse
+        assert tried.model.num_attention_heads % tried.spread.tensor == 0
+        assert tried.sequences == tried.rows * tried.micro_batches * tried.spread.data * tried.spread.expert
+        assert math.prod(tried.axes.values()) == 8
     found = search.best(here, 8, 8, CLUSTER, RATES)
     times = [choice.step.seconds for choice in found]
     assert len(found) == 10 and times == sorted(times)
@@ -188,14 +183,6 @@ def test_the_search_gives_what_fits_fastest_first(monkeypatch):
     assert fitting[0].step.seconds >= times[0]
     monkeypatch.setattr(targets, "usable", lambda name: 1)
     assert search.best(here, 8, 8, CLUSTER, RATES) == []
-
-
-def test_the_search_tries_nothing_that_a_run_would_refuse():
-    here = case(16).here
-    for found in search.candidates(here, 16, 64, "mi300x"):
-        assert found.model.num_attention_heads % found.spread.tensor == 0
-        assert found.sequences == found.rows * found.micro_batches * found.spread.data * found.spread.expert
-        assert math.prod(found.axes.values()) == 16
 
 
 def test_weak_scaling_says_where_a_choice_stops_paying(monkeypatch):

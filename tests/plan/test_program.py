@@ -40,24 +40,24 @@ def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):
     assert "<figcaption>Weak scaling" in page and "Memory where it is highest" in page
 
 
-def test_what_cannot_be_planned_is_one_line():
-    config = config_lib.check(zaya1_base.get_config())
+def phases(devices: int, at_once: int = 0, **changes):
+    config = dataclasses.replace(config_lib.check(zaya1_base.get_config()), **changes)
     cluster = clusters.CLUSTERS["mi300x_pollara"]
+    return run.phases(config, devices, cluster, rates.for_cluster(cluster), at_once)
+
+
+def test_a_run_without_a_plannable_phase_is_refused_in_one_line():
     with pytest.raises(UserError, match="give --at_once=N") as error:
-        run.phases(config, 24, cluster, rates.for_cluster(cluster))
+        phases(24)
     assert "\n" not in str(error.value)
 
 
 def test_a_phase_for_more_devices_is_a_note():
-    config = config_lib.check(zaya1_base.get_config())
-    cluster = clusters.CLUSTERS["mi300x_pollara"]
-    found, notes = run.phases(config, 1, cluster, rates.for_cluster(cluster), at_once=4)
+    found, notes = phases(1, at_once=4)
     assert [p.name for p in found] == ["pretrain 1", "pretrain 2"]
     assert len(notes) == 2 and "phases[2].mesh" in notes[0]
 
 
 def test_a_config_without_own_kernels_is_a_note():
-    config = dataclasses.replace(config_lib.check(zaya1_base.get_config()), kernels=("none",))
-    cluster = clusters.CLUSTERS["mi300x_pollara"]
-    _, notes = run.phases(config, 1024, cluster, rates.for_cluster(cluster))
+    _, notes = phases(1024, kernels=("none",))
     assert len(notes) == 1 and "--config.kernels=none" in notes[0]

@@ -1,12 +1,10 @@
-"""Reads a compiled program: which collectives it has, how many bytes they move, and whether they sit in a
-loop.
+"""Reads a compiled program: its collectives, how many bytes they move, and whether they sit in a loop.
 
     found = hlo.collectives(jax.jit(f).lower(*args).compile())
     [c.kind for c in found if c.in_loop]
 
-What the compiler made of a program is the only proof of how it communicates; tests and plans read it here.
-The text is XLA's own and the same on every backend; asynchronous pairs (`all-gather-start`,
-`all-gather-done`) count once.
+The compiled text is the only proof of how a program communicates; tests and plans read it here. It is XLA's own and
+the same on every backend; asynchronous pairs (`all-gather-start`, `all-gather-done`) count once.
 """
 
 import dataclasses
@@ -17,14 +15,9 @@ from typing import Any
 import numpy as np
 
 KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute",
     "collective-broadcast",
-)
+)  # fmt: skip
 SCOPES = (
     "embed", "cca", "router", "experts", "attention", "mlp", "head", "accumulation", "optimizer", "balance", "exchange",
 )  # fmt: skip
@@ -83,7 +76,7 @@ class Collective:
 
     @property
     def scalar(self) -> bool:
-        """Whether it moves no more than a handful of numbers: norms, counts, flags."""
+        """Whether it moves only a handful of numbers: norms, counts, flags."""
         return self.bytes <= 1024
 
 
@@ -130,9 +123,8 @@ def collectives(compiled: Any) -> list[Collective]:
                 continue
             given = tuple(a for name in operands(i) for a in arrays(shapes.get(name, "")))
             results = arrays(i.shape)
-            if i.op.endswith("-start") and len(results) > len(
-                given
-            ):  # a tuple of operands, results and contexts
+            # An asynchronous start gives a tuple of operands, results and contexts.
+            if i.op.endswith("-start") and len(results) > len(given):
                 results = results[len(given) : 2 * len(given)]
             lengths = loops.get(computation, ())
             times = None if None in lengths else math.prod(n for n in lengths if n is not None)

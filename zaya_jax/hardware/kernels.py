@@ -1,4 +1,4 @@
-"""What a GPU would launch to run a compiled program: its kernels, with the bytes, FLOPs and scope of each.
+"""Reads the kernels that a GPU launches to run a compiled program, with the bytes, FLOPs and scope of each.
 
     found = kernels.read_program(compiled)
     sum(k.times for k in found.kernels)                     # launches
@@ -6,16 +6,17 @@
 
 A kernel is an instruction of the entry computation, or of a loop's body or condition, that computes: no tuple,
 parameter or bitcast. It runs as often as the loops around it turn. Where the compiler does not know how often that is,
-the scope says it (`turning` and `visiting` in `pallas_kernels.loops`); `unknown` counts the loops of which nobody says
-it, and each counts as one turn.
+the scope says so (`turning` and `visiting` in `pallas_kernels.loops`). `unknown` counts the loops without any such
+number; each counts as one turn.
 
-A fusion reads its operands and writes its results, each once: of an operand of which it takes slices or rows, these,
-and of one that it updates in place, the update. Caches are not thought of: a second kernel reads anew what the first
-one wrote. FLOPs are those of matrix products. A Pallas kernel says its own; `pallas_kernels.tiles`.
+A fusion reads its operands and writes its results once each: only the slices or rows that it takes of an operand, and
+only the update of an operand that it updates in place. Caches do not count: a second kernel reads again what the first
+one wrote. FLOPs are those of matrix products. A Pallas kernel states its own (`pallas_kernels.tiles`).
 """
 
 import collections
 import dataclasses
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -34,7 +35,7 @@ ELEMENTWISE = frozenset({
     "subtract", "multiply", "divide", "maximum", "minimum", "power", "and", "or", "compare", "select", "clamp",
 })  # fmt: skip
 SLICES = ("dynamic-slice", "slice", "gather")  # take a part of their first operand
-# What a kernel of ours says of itself (`pallas_kernels.tiles`).
+# The counts that our own kernels state in their names (`pallas_kernels.tiles`).
 _SAID = re.compile(r"flops=([\d.e+]+)(?:of([\d.e+]+))?(?:,reads=([\d.e+]+),writes=([\d.e+]+))?")
 _TURNS = re.compile(r"turns=([\d.e+]+)(?:of(\d+))?\)*/(?:\w+/)?while$")
 _VISITS = re.compile(r"visits=([\d.e+-]+)")
@@ -42,7 +43,7 @@ _VISITS = re.compile(r"visits=([\d.e+-]+)")
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One of them, as one device sees it."""
+    """One kernel, as one device sees it."""
 
     name: str
     op: str
@@ -62,7 +63,7 @@ class Kernel:
 
     @property
     def scope(self) -> str:
-        """The named scopes around it; what has none, and moves parts of what is stacked over layers, is "stacks"."""
+        """The named scopes around it; "stacks" without one, where it moves parts of arrays stacked over layers."""
         found = hlo.scope_of(self.op_name)
         stacking = (
             "dynamic_update_index_in_dim",
@@ -83,13 +84,13 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """All kernels in the order of the text, and the loops whose length nobody knows, by `op_name`."""
+    """All kernels in the order of the text, and the loops of unknown length by `op_name`."""
 
     kernels: tuple[Kernel, ...]
     unknown: Mapping[str, int]
     under: Mapping[
         str, tuple[int, int]
-    ]  # of a collective by name: the kernels [from, to) between its start and its end
+    ]  # by a collective's name: the kernels [from, to) between its start and end
 
     @property
     def launches(self) -> float:
@@ -147,7 +148,8 @@ class _Reader:
         self.kernels: list[Kernel] = []
         self.under: dict[str, tuple[int, int]] = {}
         self.unknown: collections.Counter[str] = collections.Counter()
-        self.known: dict[tuple, Any] = {}  # what was asked of fused computations
+        for question in ("_users", "_share", "_reads", "_writes", "_flops"):  # asked again for each loop
+            setattr(self, question, functools.cache(getattr(self, question)))
 
     def run(self, name: str, times: float) -> None:
         """Adds the kernels of a computation that runs so often."""
@@ -164,12 +166,12 @@ class _Reader:
                 continue
             if i.op == "while":
                 turns = self._turns(i)
-                if i.trip_count is None:  # otherwise nobody asks the condition
+                if i.trip_count is None:  # otherwise the condition is not evaluated
                     self.run(called["condition"], times * (turns + 1))
                 self.run(called["body"], times * turns)
             elif i.op in ("call", "conditional", "async-start"):
                 callees = [callee for _, callee in hlo.calls(i)]
-                for callee in callees:  # of a choice each as often as any other
+                for callee in callees:  # the branches of a conditional count equally
                     self.run(callee, times / (len(callees) if i.op == "conditional" else 1))
             else:
                 self.kernels.append(self._kernel(i, shapes, times))
@@ -212,11 +214,6 @@ class _Reader:
         collective = kind if kind in hlo.KINDS else None
         return Kernel(i.name, i.op, i.op_name, line, times, reads, max(writes, 0), flops, wide, collective)
 
-    def _memo(self, name: str, question: Callable, *args) -> Any:
-        if (name, *args) not in self.known:
-            self.known[name, *args] = question(*args)
-        return self.known[name, *args]
-
     def _users(self, fused: str) -> dict[str, list[tuple[Instruction, int]]]:
         users: dict[str, list[tuple[Instruction, int]]] = {}
         for i in self.computations[fused]:
@@ -226,20 +223,14 @@ class _Reader:
 
     def _reads(self, fused: str, number: int) -> int:
         """Bytes that a fusion takes of its operand of this number."""
-
-        def ask(fused: str, number: int) -> int:
-            parameters = (i for i in self.computations[fused] if i.op == "parameter")
-            return self._taken(fused, next(i for i in parameters if i.rest.startswith(f"{number})")))
-
-        return self._memo("reads", ask, fused, number)
-
-    def _taken(self, fused: str, value: Instruction) -> int:
-        return math.ceil(size(value.shape) * self._memo("share", self._share, fused, value))
+        parameters = (i for i in self.computations[fused] if i.op == "parameter")
+        value = next(i for i in parameters if i.rest.startswith(f"{number})"))
+        return math.ceil(size(value.shape) * self._share(fused, value))
 
     def _share(self, fused: str, value: Instruction, made: bool = False) -> float:
         """Which share of a value's numbers the rest of a fusion takes; of one that is `made` there, all to give it."""
         total, numbers = 0.0, max(_numbers(value.shape), 1)
-        users = self._memo("users", self._users, fused).get(value.name, [])
+        users = self._users(fused).get(value.name, [])
         if made and not users:
             return 1.0
         for user, place in users:
@@ -257,16 +248,16 @@ class _Reader:
             elif user.op == "fusion":
                 total += self._reads(dict(hlo.calls(user))["calls"], place) / max(size(value.shape), 1)
             elif user.op == "bitcast":
-                total += self._memo("share", self._share, fused, user, made)
+                total += self._share(fused, user, made)
             elif user.op in ELEMENTWISE and _numbers(user.shape) == numbers:
-                total += self._memo("share", self._share, fused, user, True)
+                total += self._share(fused, user, True)
             else:
                 return 1.0
         return min(total, 1.0)
 
     def _ends(self, fused: str, value: Instruction) -> bool:
         """Whether a fusion gives a value as it is, and does nothing else with it."""
-        users = self._memo("users", self._users, fused).get(value.name, [])
+        users = self._users(fused).get(value.name, [])
         return all(user.op in ("bitcast", "tuple") and self._ends(fused, user) for user, _ in users)
 
     def _writes(self, fused: str) -> int:
@@ -290,27 +281,22 @@ class _Reader:
                 return self._writes(dict(hlo.calls(i))["calls"])
             return 0 if i.op == "parameter" else size(i.shape)
 
-        def ask(fused: str) -> int:
-            return written(self.computations[fused][-1])
-
-        return self._memo("writes", ask, fused)
+        return written(self.computations[fused][-1])
 
     def _flops(self, fused: str) -> tuple[float, bool]:
-        def ask(fused: str) -> tuple[float, bool]:
-            shapes = {i.name: i.shape for i in self.computations[fused]}
-            found = [
-                self._flops(dict(hlo.calls(i))["calls"])
-                if i.op == "fusion"
-                else _flops(i, [shapes.get(name, "") for name in hlo.operands(i)])
-                for i in self.computations[fused]
-            ]
-            return sum(flops for flops, _ in found), any(wide for _, wide in found)
-
-        return self._memo("flops", ask, fused)
+        """FLOPs of a fusion's products, and whether any multiplies float32."""
+        shapes = {i.name: i.shape for i in self.computations[fused]}
+        found = [
+            self._flops(dict(hlo.calls(i))["calls"])
+            if i.op == "fusion"
+            else _flops(i, [shapes.get(name, "") for name in hlo.operands(i)])
+            for i in self.computations[fused]
+        ]
+        return sum(flops for flops, _ in found), any(wide for _, wide in found)
 
 
 def _flops(i: Instruction, given: list[str]) -> tuple[float, bool]:
-    """FLOPs of a matrix product, and whether it multiplies float32; (0, False) for all else."""
+    """FLOPs of a matrix product, and whether it multiplies float32; (0, False) for anything else."""
     if i.op == "dot":
         sides, out = [hlo.arrays(shape)[0] for shape in given[:2]], hlo.arrays(i.shape)[0]
         found = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.rest)

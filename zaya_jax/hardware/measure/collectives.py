@@ -1,4 +1,4 @@
-"""Collectives over the devices there are: each alone in a program, over messages of 1 KiB to GiBs.
+"""Measures collectives over the devices of this run: each alone in a program, over messages of 1 KiB to GiBs.
 
 Sizes and bandwidths are those of nccl-tests and rccl-tests (`figures.BUS`). Devices are taken in sets: in one node 2,
 4, ... and all of it; across nodes 2, 4, ... and all of these, with one device of each and with all. A node is a host.
@@ -81,9 +81,8 @@ def groups(devices: Sequence[Any], nodes: Sequence[int]) -> list[Group]:
         for per_node in sorted({1, min(len(own) for own in of_node)}):
             chosen = tuple(d for own in of_node[:count] for d in own[:per_node])
             found.append(Group(chosen, count))
-    everything = Group(tuple(devices), len(of_node))
     if len(devices) > 1 and all(len(g.devices) < len(devices) for g in found):  # nodes of unlike sizes
-        found.append(everything)
+        found.append(Group(tuple(devices), len(of_node)))
     return found
 
 
@@ -116,17 +115,14 @@ def measure_collectives(
             found += series
             best = max(series, key=lambda c: c.bus_bandwidth, default=None)
             if best:
+                where = "in one node" if group.num_nodes == 1 else f"over {group.num_nodes} nodes"
                 say(
-                    f"{_title(best)}: {series[0].seconds.median * 1e6:,.0f} µs for {series[0].bytes:,} B; "
+                    f"{name}, {best.num_devices} devices {where}: "
+                    f"{series[0].seconds.median * 1e6:,.0f} µs for {series[0].bytes:,} B; "
                     f"bus {best.bus_bandwidth / 1e9:,.2f} GB/s for {best.bytes / 2**20:,.3g} MiB, "
                     f"{len(series)} sizes to {series[-1].bytes / 2**20:,.3g} MiB"
                 )
     return tuple(found)
-
-
-def _title(c: Collective) -> str:
-    where = "in one node" if c.num_nodes == 1 else f"over {c.num_nodes} nodes"
-    return f"{c.name}, {c.num_devices} devices {where}"
 
 
 def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[Collective]:
@@ -141,16 +137,15 @@ def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[Coll
         how = timing.Course(*_from_first("course", own))
         taken = timing.sample(call, how) if call else None
         all_taken = multihost.to_first("timing", taken)
-        slowest = Timing(
-            *_from_first("slowest", max(tuple(t) for t in all_taken if t) if all_taken else None)
-        )
+        longest = max(tuple(t) for t in all_taken if t) if all_taken else None
+        slowest = Timing(*_from_first("slowest", longest))
         yield Collective(name, kind.hlo, n, group.num_nodes, size, slowest)
         if slowest.median > seconds:
             return
 
 
 def _from_first(name: str, own: tuple | None) -> list:
-    """Process 0's tuple of numbers, which has a device in every set."""
+    """The tuple of process 0, which has a device in every set."""
     return multihost.from_first(name, lambda: own)
 
 
@@ -176,7 +171,7 @@ def _program(name: str, kind: Kind, group: Group, size: int, check: bool) -> Cal
 
 
 def compile_one(name: str, kind: Kind, devices: Sequence[Any], size: int) -> tuple[Any, jax.ShapeDtypeStruct]:
-    """A collective alone in a program, and what it takes; RuntimeError where the compiler made anything else of it."""
+    """A collective alone in a program, and its argument; RuntimeError where the compiler made anything else of it."""
     n, numbers = len(devices), size // NUMBER.itemsize
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     like = jax.ShapeDtypeStruct(
@@ -200,7 +195,7 @@ def _over_devices(f: Callable, mesh: Mesh) -> Callable:
 
 
 def _values(rank: Any, index: Any, numpy: Any) -> Any:
-    """What each device puts in: of another device, and a place further on, other numbers."""
+    """The numbers that a device puts in: others on every device and in every place."""
     return ((rank * 7 + index * 3 + index // 11) % 13).astype(numpy.float32)
 
 
@@ -214,7 +209,7 @@ def _check(name: str, out: jax.Array, n: int, own: int, devices: list) -> None:
 
 
 def _expected(name: str, x: np.ndarray, rank: int) -> np.ndarray:
-    """What a device gets of what all put in, x [devices, numbers]."""
+    """The numbers that a device gets, where all put in x [devices, numbers]."""
     n = len(x)
     match name:
         case "all-reduce":
@@ -231,7 +226,7 @@ def _expected(name: str, x: np.ndarray, rank: int) -> np.ndarray:
 
 
 def start_seconds(devices: Sequence[Any], seconds: float) -> float:
-    """What it takes to run a program that does next to nothing on all devices: no message can be faster here."""
+    """The time of a program that does next to nothing on all devices: no message can be faster here."""
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
     x = jax.jit(lambda: jnp.zeros(len(devices), jnp.float32), out_shardings=NamedSharding(mesh, P(AXIS)))()
     compiled = jax.jit(lambda x: -x).lower(x).compile()

@@ -1,4 +1,4 @@
-"""What was measured: a file that `experiments.characterize` writes and plans read; docs/hardware.md has its format.
+"""Measured figures: a file that `experiments.characterize` writes and plans read; docs/hardware.md has its format.
 
 figures = load("out/all.json")
 figures.over("all-reduce", 8, 1)         one collective on 8 devices of one node, by size
@@ -120,7 +120,7 @@ class Figures:
 
     @property
     def of_host(self) -> bool:
-        """Whether they are of the CPU of a host, and of no accelerator or network."""
+        """Whether they are of a host's CPU, so of no accelerator or network."""
         return self.platform == "cpu"
 
     def memory_bandwidth(self) -> float | None:

@@ -1,4 +1,4 @@
-"""How fast a device multiplies matrices: a grid, a model's own shapes, odd widths, and the experts' grouped product.
+"""Measures matrix products on a device: a grid, a model's own shapes, odd widths, and the experts' grouped product.
 
 Products are the project's: `pallas_kernels.products.dot`, and of the operator `grouped_mlp` the implementation that the
 chip uses. On accelerators operands are bfloat16, on a CPU float32.
@@ -39,7 +39,7 @@ HOST = Sizes((64, 256, 1024), (256, 1024), 512, tuple(1 << i for i in range(4, 1
 
 
 class Shape(NamedTuple):
-    """What of a product is not its time."""
+    """A product that is measured."""
 
     name: str
     label: str
@@ -61,7 +61,7 @@ def of_model(model: Model) -> dict[str, tuple[int, int]]:
 
 
 def shapes(model: Model, sizes: Sizes) -> list[Shape]:
-    """All that are measured, those of least work first, so that the rate is known before the large ones."""
+    """All measured products, small ones first, so that the rate is known before the large ones."""
     grid = [Shape("dense", "", m, n, k) for m in sizes.grid for n, k in itertools.product(WIDTHS, WIDTHS)]
     odd = [Shape("dense", f"width {2048 + o}", sizes.odd, 2048 + o, 2048) for o in ODD]
     own = [Shape("dense", name, m, n, k) for m in sizes.model for name, (k, n) in of_model(model).items()]
@@ -76,8 +76,7 @@ def shapes(model: Model, sizes: Sizes) -> list[Shape]:
 def measure_products(
     device: Any, model: Model, seconds: float, say: Callable[[str], None]
 ) -> tuple[tuple[Product, ...], int]:
-    """The products on one device, and how many were left out: for want of memory, or longer than
-    three times `seconds` a call."""
+    """The products on one device, and how many were left out: too large, or three times `seconds` a call."""
     host = device.platform == "cpu"
     dtype = jnp.float32 if host else jnp.bfloat16
     free, best, found, left_out = streams.room(device) // 4, MODEST, [], 0
@@ -90,13 +89,10 @@ def measure_products(
         found.append(Product(*shape, jnp.dtype(dtype).name, taken))
         best = max(best, found[-1].rate)
         if shape.label:
-            say(f"{shape.name}, {_words(shape)}: {found[-1].rate / 1e12:,.3f} TFLOP/s")
+            of = f"{shape.groups} x " if shape.groups > 1 else ""
+            what = f"{shape.label} {of}[{shape.m}, {shape.k}] x [{shape.k}, {shape.n}]"
+            say(f"{shape.name}, {what}: {found[-1].rate / 1e12:,.3f} TFLOP/s")
     return tuple(found), left_out
-
-
-def _words(shape: Shape) -> str:
-    whose = f"{shape.label} [{shape.m}, {shape.k}] x [{shape.k}, {shape.n}]"
-    return whose if shape.groups == 1 else f"{shape.groups} experts of {shape.m} tokens"
 
 
 def _flops(shape: Shape) -> float:
@@ -127,13 +123,17 @@ def _time(shape: Shape, dtype: Any, seconds: float, queue: bool) -> Timing:
     down = _small((shape.groups, shape.n, shape.k), dtype)
     forward = jax.jit(operator.forward).lower(rows, sizes, gate_up, down).compile()
     out, hidden = forward(rows, sizes, gate_up, down)
-    _check_grouped(np.asarray(out[-1]), *(np.asarray(x[-1]) for x in (rows, gate_up, down)))
+    # The last row must have met the last expert's matrices.
+    row, w_in, w_out = (np.asarray(x[-1], np.float64) for x in (rows, gate_up, down))
+    _near(np.asarray(out[-1], np.float64), _activate(row @ w_in) @ w_out, "the grouped product")
     if shape.name == "grouped forward":
         return timing.time_call(lambda: forward(rows, sizes, gate_up, down), seconds, queue)
     arguments = rows, sizes, gate_up, down, hidden, out
     backward = jax.jit(operator.backward).lower(*arguments).compile()
+    # A few rows of the last expert's gradient of `down`.
     d_down = np.asarray(backward(*arguments)[2][-1, :4], np.float64)
-    _check_gradient(d_down, *(np.asarray(x[-shape.m :], np.float64) for x in (hidden, out)))
+    last_hidden, d_out = (np.asarray(x[-shape.m :], np.float64) for x in (hidden, out))
+    _near(d_down, _activate(last_hidden)[:, :4].T @ d_out, "the grouped product's gradient")
     return timing.time_call(lambda: backward(*arguments), seconds, queue)
 
 
@@ -144,22 +144,9 @@ def _small(shape: tuple[int, ...], dtype: Any) -> jax.Array:
     return ((index >> 15) % 5).astype(dtype).reshape(shape) / 4 - jnp.asarray(0.5, dtype)
 
 
-def _silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
-
-
-def _check_grouped(out: np.ndarray, row: np.ndarray, gate_up: np.ndarray, down: np.ndarray) -> None:
-    """The last row, which the last expert's matrices must have met."""
-    gate, up = np.split(row.astype(np.float64) @ gate_up.astype(np.float64), 2)
-    wanted = (_silu(gate) * up) @ down.astype(np.float64)
-    _near(out.astype(np.float64), wanted, "the grouped product")
-
-
-def _check_gradient(d_down: np.ndarray, hidden: np.ndarray, d_out: np.ndarray) -> None:
-    """A few rows of the last expert's gradient of `down`."""
+def _activate(hidden: np.ndarray) -> np.ndarray:
     gate, up = np.split(hidden, 2, axis=-1)
-    wanted = (_silu(gate) * up)[:, :4].T @ d_out
-    _near(d_down, wanted, "the grouped product's gradient")
+    return gate / (1 + np.exp(-gate)) * up
 
 
 def _near(got: np.ndarray, wanted: np.ndarray, what: str) -> None:

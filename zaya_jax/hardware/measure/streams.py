@@ -1,4 +1,4 @@
-"""How fast a device reads and writes its memory: a pass over arrays of 1 MiB to a share of what there is."""
+"""Measures how fast a device reads and writes its memory: a pass over arrays of 1 MiB to a share of what there is."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ def room(device: Any, sharing: int = 1) -> int:
 
 
 def sizes(free: int) -> Iterator[int]:
-    """Bytes of an array, of which three together take a quarter of what is free at most."""
+    """Bytes of an array; three arrays take a quarter of the free memory at most."""
     size = LEAST
     while size <= MOST and 3 * size <= free // 4:
         yield size
@@ -66,11 +66,8 @@ def _series(name: str, device: Any, seconds: float) -> Iterator[Stream]:
 
 
 def _check(name: str, x: np.ndarray, out: np.ndarray) -> None:
-    wanted: Any = {
-        "copy": -x,
-        "read": x.sum(dtype=np.float64),
-        "write": np.full_like(x, 3),
-        "add": 2 * x + 2,
-    }[name]
+    wanted: Any = {"copy": -x, "read": x.sum(dtype=float), "write": np.full_like(x, 3), "add": 2 * x + 2}[
+        name
+    ]
     if out.shape != wanted.shape or not np.allclose(out, wanted, rtol=1e-6, atol=0):
         raise RuntimeError(f"the pass {name!r} gave wrong numbers")

@@ -1,7 +1,7 @@
-"""How long a program takes: warmed up, repeated, the median with its spread.
+"""Times a program: warmed up, repeated, the median with its spread.
 
-On an accelerator a sample is several calls in a row of which only the last is waited for, as in a training loop; what
-is short then takes as long as the host needs to start it, which `figures.Figures.start_seconds` says. On a CPU every
+On an accelerator a sample is several calls in a row, and only the last is awaited, as in a training loop. A short
+program then takes as long as the host needs to start it (`figures.Figures.start_seconds`). On a CPU every
 call is waited for: its devices are threads that would get in each other's way.
 """
 
@@ -63,7 +63,7 @@ def sample(call: Callable[[], Any], how: Course) -> Timing:
 
 
 def time_call(call: Callable[[], Any], seconds: float, queue: bool) -> Timing:
-    """All of it, for what one process does alone."""
+    """Warms up and times what one process does alone."""
     return sample(call, course(warm_up(call), seconds, queue))
 
 
