@@ -5,8 +5,8 @@ import re
 import subprocess
 import sys
 
-import jax.numpy as jnp
 import pytest
+from checkpoint_helpers import content, train
 
 from zaya_jax import config
 from zaya_jax.checkpoint import claims, rewrite, store
@@ -23,20 +23,6 @@ if not os.fork():  # a worker that outlives it
 print("taken", flush=True)
 time.sleep(600)
 """
-
-
-def train(workdir, *steps):
-    checkpoints = store.Store(workdir, Checkpoint(), print)
-    checkpoints.newest()
-    for step in steps:
-        checkpoints.save(step, {"params": {"w": jnp.arange(9.0) + step}}, {"step": step, "tokens": step})
-        checkpoints.wait()
-    checkpoints.close()
-    return workdir
-
-
-def tree(folder):
-    return {path: path.read_bytes() if path.is_file() else None for path in sorted(folder.rglob("*"))}
 
 
 ########################################################################################################################
@@ -119,7 +105,7 @@ WAYS = [
 
 
 def test_no_copies_in_the_run_s_own_folder_nor_around_it(workdir, tmp_path):
-    before = tree(tmp_path)
+    before = content(tmp_path)
     asked = [Checkpoint(durable=way.format(run=workdir, top=tmp_path)) for way in WAYS]
     asked += [Checkpoint(local=str(workdir)), Checkpoint(local="link/2")]
     asked += [Checkpoint(local=str(tmp_path / "fast"), durable=str(tmp_path / "fast"))]
@@ -128,13 +114,13 @@ def test_no_copies_in_the_run_s_own_folder_nor_around_it(workdir, tmp_path):
             store.Store(workdir, settings, print)
     with pytest.raises(UserError, match="lie in each other"):  # before the folders exist
         store.Store(tmp_path / "new", Checkpoint(durable=f"{tmp_path}/x/../new/checkpoints"), print)
-    assert tree(tmp_path) == before
+    assert content(tmp_path) == before
     store.Store(workdir, Checkpoint(local=str(tmp_path), durable=str(tmp_path / "runs")), print).close()
     assert not claims.overlap(tmp_path / "new", tmp_path / "newer")
 
 
 def test_nothing_is_written_into_a_checkpoint_nor_beside_its_siblings(workdir, tmp_path):
-    inside, before = f"{workdir}/checkpoints/4/more", tree(tmp_path)
+    inside, before = f"{workdir}/checkpoints/4/more", content(tmp_path)
     for write in (
         lambda: rewrite.reshard(workdir, inside),
         lambda: rewrite.reshard(workdir, f"file://{inside}"),
@@ -149,7 +135,7 @@ def test_nothing_is_written_into_a_checkpoint_nor_beside_its_siblings(workdir, t
     for among in (workdir / "checkpoints" / "99", workdir / "checkpoints" / "a" / "b"):
         with pytest.raises(UserError, match=r"lies in .*/checkpoints, among the checkpoints of a run"):
             rewrite.export_params(workdir, among)
-    assert tree(tmp_path) == before
+    assert content(tmp_path) == before
 
 
 def test_a_new_folder_is_no_link_and_is_whole_or_absent(workdir, tmp_path):
@@ -159,9 +145,9 @@ def test_a_new_folder_is_no_link_and_is_whole_or_absent(workdir, tmp_path):
         (tmp_path / name).symlink_to(tmp_path / leads_to)
         with pytest.raises(UserError, match=re.escape(f"{name} is a symbolic link; give a new folder")):
             rewrite.export_params(workdir, tmp_path / name)
-    before = tree(tmp_path)
+    before = content(tmp_path)
     with contextlib.suppress(KeyError), claims.whole_or_nothing(tmp_path / "a" / "b") as part:
         (part / "file").write_text("half")
         raise KeyError
-    assert tree(tmp_path) == before
+    assert content(tmp_path) == before
     rewrite.export_params(workdir, tmp_path / "empty")

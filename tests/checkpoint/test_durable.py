@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_helpers import content, save, train
 
 from zaya_jax.checkpoint import layout, rewrite, seal, store, times, writing
 from zaya_jax.checkpoint import vault as vault_lib
@@ -59,30 +60,10 @@ class Place:
         self.files.rm_file(f"{self.root}/{name}")
 
 
-def save(checkpoints, *steps, plus=0):
-    for step in steps:
-        state = {"params": {"w": jnp.arange(1000.0) + step + plus, "v": jnp.ones(7) * step}}
-        checkpoints.save(step, state, {"step": step, "tokens": step})
-        checkpoints.wait()
-
-
-def train(workdir, *steps, plus=0, say=print, **settings):
-    """A run's folder of checkpoints, with these steps."""
-    checkpoints = store.Store(workdir, Checkpoint(**{"keep": 9, **settings}), say)
-    checkpoints.newest()
-    save(checkpoints, *steps, plus=plus)
-    checkpoints.close()
-    return workdir / "checkpoints"
-
-
 def start(root, copies, **settings):
     """(the newest step, those without a copy at the end)."""
     checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies), **settings), print)
     return checkpoints.newest(), checkpoints.close()
-
-
-def content(folder):
-    return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
 def cut_off(*_):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from checkpoint_helpers import same
 
 from zaya_jax import config
 from zaya_jax.checkpoint import boxes, layout, partial, rewrite, store
@@ -50,13 +51,6 @@ def workdir(tmp_path):
 def load(folder, step, like):
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     return store.Store(folder).restore(step, store.abstract_like(like, one))
-
-
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 @pytest.mark.parametrize("chunk", [64, 500, 1 << 20])

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_helpers import same
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.options import AtomicityMode
@@ -45,13 +46,6 @@ def state(seed, rows=64):
 
 def like(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
-
-
-def same(a, b):
-    assert jax.tree.structure(a) == jax.tree.structure(b)
-    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert x.dtype == y.dtype
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 class Run:

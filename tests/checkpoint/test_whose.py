@@ -6,6 +6,7 @@ import shutil
 
 import jax.numpy as jnp
 import pytest
+from checkpoint_helpers import content
 
 from zaya_jax import config
 from zaya_jax.checkpoint import claims, rewrite, store, writing
@@ -34,10 +35,6 @@ def train(folder, steps=(2, 4), plus=0, **keys):
     checkpoints.close()
     claims.release(workdir)
     return workdir
-
-
-def content(folder):
-    return {p: p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
 
 
 @pytest.fixture

@@ -139,9 +139,8 @@ def _borders(shape: tuple[int, ...], parts: list[HeldBox], owner: Any) -> list[l
     ]
     owners = np.full([len(s) for s in starts], -1, np.int64)
     for part in parts:
-        owners[tuple(slice(at[s.start], at[s.stop]) for at, s in zip(stops, part.box, strict=True))] = owner(
-            part
-        )
+        cells = tuple(slice(at[s.start], at[s.stop]) for at, s in zip(stops, part.box, strict=True))
+        owners[cells] = owner(part)
     assert (owners >= 0).all(), "boxes must fill their array"
     borders = []
     for dim, begin in enumerate(starts):

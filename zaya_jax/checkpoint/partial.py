@@ -23,10 +23,7 @@ from zaya_jax.checkpoint.source import Source
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError
 
-SKIP_LAST = (
-    "params.layers.router.out.kernel",
-    "balance.bias",
-)  # their last dim is experts and the skip class
+SKIP_LAST = ("params.layers.router.out.kernel", "balance.bias")  # their last dim: experts and the skip class
 Overlap = tuple[slice, slice]  # from, to
 
 

@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.checkpoint import writing
-from zaya_jax.checkpoint.layout import META
 from zaya_jax.checkpoint.vault import Vault, unreachable
 from zaya_jax.cluster import multihost
 from zaya_jax.config import StorageError, UserError
-from zaya_jax.config.fields import parse_json
 
 KEY = "decisions"  # in a checkpoint's small file, and in a local part's
 FILE = "aegis/decisions.json"  # the run's own, in its workdir
@@ -85,14 +83,10 @@ def known_in(vault: Vault, decisions: Decisions) -> Iterator[Known]:
     """The checkpoints of a place; damage is found elsewhere."""
     for step in vault.steps() if decisions else ():
         try:
-            known = list(parse_json(vault.get(step, META)).get(KEY, []))
-        except (ValueError, AttributeError, TypeError):
-            continue
+            yield f"{vault.url}/{step}", step, vault.meta(step).get(KEY, [])
         except StorageError as error:
             if unreachable(error):
                 raise
-            continue
-        yield f"{vault.url}/{step}", step, known
 
 
 def stale_in(vault: Vault, decisions: Decisions) -> list[int]:

@@ -92,9 +92,8 @@ class Tiers:
         assert self.durable is not None
 
         def choose() -> int | None:
-            owed = set(
-                self._owed
-            )  # before the look at the folder: another thread adds what it has just saved
+            # Copied before the look at the folder: another thread adds the step that it has just saved.
+            owed = set(self._owed)
             here = {*writing.steps_in(self.root)}  # the rules delete some before their turn comes
             self._copying = max(owed & here, default=None)
             self._owed -= (owed - here) | {self._copying}

@@ -78,9 +78,7 @@ def write_parts(folder: Path, plan: Writers, parts: Sequence[HeldBox], copies: C
     are put together of several devices' parts: these are at most PART_BYTES each, unless no device has as much.
     """
     sums: Sums = {}
-    begun: dict[
-        str, tuple[np.ndarray, int]
-    ] = {}  # chunks of which parts are still to come, and of how many numbers
+    begun: dict[str, tuple[np.ndarray, int]] = {}  # incomplete chunks, and how many numbers each lacks
     own: Any = None
     last = None
     with concurrent.futures.ThreadPoolExecutor(THREADS, "checkpoint") as pool:
