@@ -1,16 +1,15 @@
-"""What a machine can do, measured, and what follows from it for a run.
+"""Measures a machine and derives sizing rules for a run.
 
     python -m experiments.characterize collectives|matmul|memory --out=DIR [--config=FILE] [--chip=NAME] [--devices=N]
     python -m experiments.characterize storage --data=DIR --out=DIR [--iops_budget=70000]
     python -m experiments.characterize all --out=DIR [--data=DIR]
 
 `collectives` sends messages of 1 KiB to GiBs over every power of two of the devices, in a node and across; `matmul` and
-`memory` measure one device. Each writes DIR/NAME.json and .html: figures, and the sizing rules that they give for
-the config's model; docs/hardware.md says how to read them. Several processes measure as one, started as pretrain is.
+`memory` measure one device. Each writes DIR/NAME.json and .html: figures, and sizing rules for the config's model;
+docs/hardware.md explains them. Several processes, started as for pretrain, measure together.
 
-`storage` reads a prepared directory as training would, with a cold and with a warm page cache, and says what
-the storage behind a run must give: by default for ZAYA1's batch of 4096 sequences of 4096 tokens every 2.5
-seconds.
+`storage` reads a prepared directory as training would, with a cold and with a warm page cache, and computes the page
+reads that a run needs: by default for ZAYA1's batch of 4096 sequences of 4096 tokens every 2.5 seconds.
 """
 
 import argparse
@@ -70,17 +69,20 @@ def main() -> int:
     for name, about in (*PARTS.items(), ("all", "all of these; storage where --data is given")):
         add = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md").add_argument
         add("--out", required=True, metavar="DIR", help=f"folder for {name}.json and .html")
-        add("--config", default=CONFIG, metavar="FILE", help="whose model and batch are sized; zaya1_base")
-        add("--chip", choices=sizing_rules.CHIPS, help="for which the rules are; this one, on a CPU mi300x")
+        add(
+            "--config",
+            default=CONFIG,
+            metavar="FILE",
+            help="config with the model and batch to size; zaya1_base",
+        )
+        add("--chip", choices=sizing_rules.CHIPS, help="chip for the rules; this one, on a CPU mi300x")
         # fmt: off
-        add("--devices", type=cli.number(int, 1, 2**24), metavar="N", help=f"of the run; these, on a CPU {DEVICES}")
+        add("--devices", type=cli.number(int, 1, 2**24), metavar="N", help=f"devices to use; these, on a CPU {DEVICES}")
         add("--seconds", type=cli.number(float, 0.001), default=0.1, metavar="X", help="longest time per size; 0.1")
         # fmt: on
         if name == "all":
-            add("--data", metavar="DIR", help="prepared directory for storage, which is left out without one")
-    storage_options(
-        what.add_parser("storage", help="what a run's data ask of a storage, and what this one gives")
-    )
+            add("--data", metavar="DIR", help="prepared directory for storage, which is skipped without one")
+    storage_options(what.add_parser("storage", help="a run's load on storage, and this storage's speed"))
     args = parser.parse_args()
     reading = args if args.what == "storage" else None
     if args.what == "all" and args.data is not None:
@@ -108,13 +110,13 @@ def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int
 
 
 def require_same(options: dict[str, Any]) -> None:
-    """UserError where processes were started with other options than the first: they would wait for each other."""
+    """UserError if processes were started with different options: they would wait for each other."""
     for index, given in enumerate(multihost.to_first("options", options) or []):
         for name, value in given.items():
             if value != options.get(name):
                 raise UserError(
                     f"process {index} was started with {name}={value}, process 0 with {options.get(name)}; "
-                    "start all of them alike"
+                    "start all with the same options"
                 )
 
 
@@ -195,7 +197,7 @@ def storage_options(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, metavar="DIR", help="directory for the table, the picture and the figures")
     add(
         "--iops_budget", type=cli.number(float, 0), default=0.0, metavar="X",
-        help="page reads per second that the cluster's storage gives; 0, the default: as measured",
+        help="the storage's page reads per second; 0, the default: as measured",
     )
     add("--seconds", type=cli.number(float, 0.1), default=5.0, metavar="X", help="longest time per measurement; 5")
     add(
@@ -212,7 +214,7 @@ def storage_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_storage(args: argparse.Namespace) -> None:
-    """UserError where the directory that `storage` reads will not do."""
+    """UserError if `storage` cannot use its directory."""
     fields.check_path("--data", args.data, addresses=True)
     if not storage.is_prepared(args.data) or not storage.is_local(args.data):
         raise UserError(

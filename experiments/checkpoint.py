@@ -1,4 +1,4 @@
-"""Looks into a run's checkpoints, checks, moves and exports them.
+"""Inspects, verifies, moves and exports a run's checkpoints.
 
     python -m experiments.checkpoint inspect --workdir=DIR [--step=N] [--html]
     python -m experiments.checkpoint verify --workdir=DIR|URL [--step=N]
@@ -8,8 +8,8 @@
     python -m experiments.checkpoint to_hf --workdir=DIR [--step=N] --out=DIR [--dtype=bfloat16] [--shard_gb=5]
 
 The model of from_hf and to_hf is a directory of transformers' `zaya`: config.json and safetensors. An imported workdir
-has its weights as step 0: `experiments.generate` runs it, `experiments.pretrain` trains it further. URL is a place that
-`checkpoint.durable` names. Exit codes: 0 done, 2 bad input, 4 damaged. See docs/checkpoints.md and docs/pytorch.md.
+has the weights as step 0, for `experiments.generate` and `experiments.pretrain`. URL is a place as in
+`checkpoint.durable`. Exit codes: 0 done, 2 bad input, 4 damaged. See docs/checkpoints.md and docs/pytorch.md.
 """
 
 import contextlib
@@ -48,14 +48,16 @@ def _parser() -> cli.Parser:
 
     add = command("inspect", inspect, "what the checkpoints of a run hold, and what saving them took")
     add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the run's folder")
-    add.add_argument("--step", type=int, metavar="N", help="whose arrays; by default the newest's")
+    add.add_argument(
+        "--step", type=int, metavar="N", help="step whose arrays are listed; by default the newest"
+    )
     add.add_argument(
         "--html",
         nargs="?",
-        const=True,  # a text would be checked as if somebody had given it
+        const=True,  # a text would be checked like a given one
         type=cli.path,
         metavar="FILE",
-        help="also as a picture, by default DIR/checkpoints.html",
+        help="also write a page, by default DIR/checkpoints.html",
     )
     add = command("verify", verify, "find every changed, truncated or missing file")
     add.add_argument(
@@ -63,7 +65,7 @@ def _parser() -> cli.Parser:
         required=True,
         type=cli.path_or_address,
         metavar="DIR|URL",
-        help="the run's folder, or where its copies are",
+        help="the run's folder, or the place of its copies",
     )
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default all")
     add = command("reshard", reshard, "write a checkpoint anew in other chunks, or in another place")
@@ -73,7 +75,7 @@ def _parser() -> cli.Parser:
         type=cli.path_or_address,
         dest="source",
         metavar="DIR|URL",
-        help="a run's folder, or its copies'",
+        help="a run's folder, or the place of its copies",
     )
     add.add_argument(
         "--to",

@@ -1,16 +1,15 @@
-"""Compiles the training step for chips that need not be here, and says what it takes of each.
+"""Compiles the training step for absent chips and reports its cost.
 
     python -m experiments.compile --config=FILE --target=mi300x --devices=1024 --out=DIR [--config.KEY=VALUE ...]
         [--phase=NAME] [--at_once=N]
 
-It is the very step that `pretrain` runs, for each phase of the schedule: its memory by kind over the course of the
-program, its HBM traffic and kernel launches by scope, its FLOPs and how many of them are of use, its collectives, and a
-bound on its time. Where it does not fit, what would is found by trying. Written are compile.md, compile.json and
-compile.html. GPUs need their compilers once: make setup-targets.
+For each phase it compiles `pretrain`'s own step and reports memory by kind, HBM traffic and kernel launches by scope,
+FLOPs and their useful share, collectives, and a lower bound on the time. If the step does not fit, it searches for
+changes that make it fit. It writes compile.md, compile.json and compile.html. GPUs need their compilers: run
+make setup-targets once.
 
-A batch ramp's smaller steps are not compiled: they take less. --at_once=N takes N sequences at once on each row of
-data x expert, whatever the config's batch, which is rounded to whole micro-batches: so one config serves any number of
-devices.
+A batch ramp's smaller steps are not compiled. --at_once=N processes N sequences at once on each row of data x expert
+and rounds the config's batch to whole micro-batches, so one config serves any number of devices.
 """
 
 import dataclasses
@@ -53,7 +52,7 @@ def parser() -> cli.Parser:
     add = found.add_argument
     add("--target", default="cpu", choices=targets.names(), help="the chip to compile for")
     add("--devices", type=cli.number(int, 1, 2**20), default=1, metavar="N", help="how many of them; 1")
-    add("--out", metavar="DIR", help="the folder for what is found")
+    add("--out", metavar="DIR", help="folder for the results")
     add("--phase", metavar="NAME", help="the one phase to compile; by default all")
     at_once = "sequences at once on each row of data x expert; 0: as the config says"
     add("--at_once", type=cli.number(int, 0), default=0, metavar="N", help=at_once)
@@ -63,7 +62,7 @@ def parser() -> cli.Parser:
 def main() -> int:
     """One row of the table for each phase."""
     args = parser().parse_args()
-    out = cli.out_folder(args.out, "what is found")
+    out = cli.out_folder(args.out, "the results")
     config = _with_ids(args.config)
     host.require_x32()
     if args.target == "cpu":
@@ -75,12 +74,12 @@ def main() -> int:
     chosen = [s for s in last.values() if args.phase in (None, s.phase.name)]
     if not chosen:
         names = ", ".join(repr(s.phase.name) for s in last.values())
-        raise UserError(f"--phase={args.phase} is no phase of {config.name}; it has {names}")
+        raise UserError(f"--phase={args.phase} is not a phase of {config.name}; it has {names}")
     devices = targets.devices(args.target, args.devices)
     capacity, cluster = targets.usable(args.target), clusters.of_chip(args.target)
     programs = [
         _program(config, segment, devices, args.at_once) for segment in chosen
-    ]  # what is wrong is said before any is compiled
+    ]  # report mistakes before compiling
 
     found: list[dict[str, Any]] = []
     seen: dict[Any, dict[str, Any]] = {}

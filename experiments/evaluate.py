@@ -1,12 +1,12 @@
-"""How good a model is: its loss on any text, and the tasks of lm-eval-harness.
+"""Evaluates a model: its loss on any text, and lm-eval-harness tasks.
 
     python -m experiments.evaluate --model=runs/tiny --out=DIR [--data=FILES_OR_PREPARED ...] [--tasks=NAME,NAME]
 
---model is a run's folder (FOLDER@STEP: of that step), or a directory of transformers. Without --data and --tasks it is
-what the run held out. --data are files, quoted globs and directories as prepare_data takes them, or what it has
-prepared (its held-out part); several may be given, each is a row of the table. Written are evaluation.md,
-evaluation.json and evaluation.html, with tasks also samples.jsonl. Several processes, as pretrain's (docs/clusters.md),
-share the work; each holds the whole model. docs/evaluation.md says which tokens count.
+--model is a run's folder (FOLDER@STEP for one of its steps) or a directory of transformers. Without --data and --tasks
+the run's held-out text is scored. --data takes files, quoted globs and directories as prepare_data does, or its output
+(of which the held-out part is used), and may be repeated: each is a row of the table. The program writes evaluation.md,
+evaluation.json, evaluation.html and, with tasks, samples.jsonl. Several processes, started as for pretrain
+(docs/clusters.md), share the work; each loads the whole model. docs/evaluation.md says which tokens count.
 """
 
 import argparse
@@ -47,23 +47,23 @@ def main() -> int:
     out = cli.out_folder(args.out, "the evaluation")
     tasks = [task.strip() for task in (args.tasks or "").split(",") if task.strip()]
     if args.tasks is not None and not tasks:
-        raise UserError(f"--tasks={args.tasks} names none; give their names with commas between them")
+        raise UserError(f"--tasks={args.tasks} has no names; give task names separated by commas")
     if args.include_path and not Path(args.include_path).is_dir():
         raise UserError(f"--include_path={args.include_path} is not a folder")
     if tasks:
         harness.require()
         if _is_run(out):
             raise UserError(
-                f"--out={args.out} is a run's folder, and samples.jsonl there the run's own; "
+                f"--out={args.out} is a run's folder, which has its own samples.jsonl; "
                 f"give --out={out / 'evaluation'}"
             )
     for name in ("include_path", "num_fewshot", "bos"):
         if not tasks and getattr(args, name) is not found.get_default(name):
-            raise UserError(f"--{name} is of tasks; give --tasks, or leave it out")
+            raise UserError(f"--{name} applies to tasks; give --tasks or omit it")
     check_names(args.data or [])
     folder, _ = given.folder_and_step(args.model)
     if not args.data and not tasks and not (folder / "checkpoints").is_dir():
-        raise UserError(f"--model={args.model} is no run, so it has held nothing out; give --data or --tasks")
+        raise UserError(f"--model={args.model} is not a run and has no held-out text; give --data or --tasks")
     return multihost.together(lambda: evaluate(args, out, tasks))
 
 
@@ -79,9 +79,9 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
     context = min(args.context or usual_context(model.config), most)
     notes = [f"Tasks: {', '.join(tasks)}."] if tasks else []
     if args.context and args.context > most:
-        notes.append(f"--context={args.context} is above the model's {most} tokens: {most} are taken.")
+        notes.append(f"--context={args.context} is above the model's {most} tokens: {most} are used.")
     if args.limit:
-        notes.append(f"--limit={args.limit}: at most so many documents of each, so figures are of a part.")
+        notes.append(f"--limit={args.limit}: only this many documents of each are scored.")
     if args.num_fewshot is not None:
         notes.append(f"--num_fewshot={args.num_fewshot}")
     if args.bos:
@@ -153,29 +153,29 @@ def parser() -> cli.Parser:
         "--model",
         required=True,
         metavar="DIR",
-        help="a run's folder, FOLDER@STEP, or transformers' directory",
+        help="a run's folder, FOLDER@STEP, or a transformers directory",
     )
     add("--out", required=True, metavar="DIR", help="the folder for the results")
-    add("--data", action="append", metavar="PATH", help="text to score; several times for several rows")
-    add("--tasks", metavar="NAMES", help="tasks of lm-eval-harness, with commas")
+    add("--data", action="append", metavar="PATH", help="text to score; may be repeated")
+    add("--tasks", metavar="NAMES", help="lm-eval-harness tasks, separated by commas")
     add("--include_path", metavar="DIR", help="a folder with tasks of your own")
-    add("--limit", type=whole, metavar="N", help="at most so many documents of each --data and of each task")
+    add("--limit", type=whole, metavar="N", help="maximum of documents of each --data and task")
     add(
         "--num_fewshot", type=cli.number(int, 0, 1000), metavar="N", help="examples before each question of a task"
     )  # fmt: skip
-    add("--context", type=whole, metavar="N", help="tokens of a window; by default as the run evaluated")
-    add("--text_field", default="text", metavar="NAME", help="of JSONL and Parquet; text")
+    add("--context", type=whole, metavar="N", help="tokens of a window; by default the run's own")
+    add("--text_field", default="text", metavar="NAME", help="field with the text in JSONL and Parquet; text")
     add(
-        "--bos", action="store_true", help="tasks' texts begin with the begin of document; lm-eval's hf has none"
+        "--bos", action="store_true", help="start tasks' texts with the begin of document, unlike lm-eval's hf"
     )  # fmt: skip
-    add("--tokens", type=whole, default=scorer.TOKENS, metavar="N", help=f"of a batch; {scorer.TOKENS}")
+    add("--tokens", type=whole, default=scorer.TOKENS, metavar="N", help=f"tokens per batch; {scorer.TOKENS}")
     add("--mesh", type=cli.mesh, metavar="AXIS=N,...", help="such as data=2,expert=4; by default one device")
-    add("--seed", type=cli.number(int, 0, 2**31 - 1), default=0, metavar="N", help="of what tasks sample; 0")
+    add("--seed", type=cli.number(int, 0, 2**31 - 1), default=0, metavar="N", help="for tasks that sample; 0")
     return found
 
 
 def check_names(paths: list[str]) -> None:
-    """UserError where one --data is given twice, or one has the name of the row of all."""
+    """UserError if a --data is given twice, or has the name of the common row."""
     seen: dict[str, str] = {}
     for path in paths:
         real = os.path.realpath(path) if os.path.exists(path) else path
@@ -183,11 +183,11 @@ def check_names(paths: list[str]) -> None:
             raise UserError(f"--data={path} is the same as --data={seen[real]}; name it once")
         seen[real] = path
     if ALL in paths and len(paths) > 1:
-        raise UserError(f"--data={ALL} would have the name of the row of all; write --data=./{ALL}")
+        raise UserError(f"--data={ALL} has the name of the common row; write --data=./{ALL}")
 
 
 def shared_file(paths: list[str]) -> str:
-    """A file that two of --data name, in words; "" where there is none. The row of all would count it twice."""
+    """Names a file that is in two --data, which the common row would count twice; otherwise ""."""
     seen: dict[object, str] = {}
     for path in paths:
         for file in texts.files_of(path):
@@ -200,7 +200,7 @@ def shared_file(paths: list[str]) -> str:
 def sources(
     model: library.LanguageModel, args: argparse.Namespace, tasks: list[str], skipped: list[str]
 ) -> Iterator[tuple[str, Iterator[texts.Document]]]:
-    """The rows of the table: each --data, or else, if no tasks are asked for, what each source of the run held out."""
+    """The rows of the table: each --data; without --data and tasks the held-out part of each source of the run."""
     assert model.tokenizer is not None
     for path in args.data or []:
         yield path, texts.documents(path, model.tokenizer, args.text_field, args.limit, skipped.append)
@@ -211,8 +211,8 @@ def sources(
 
 
 def _require_its_data(model: library.LanguageModel) -> None:
-    """UserError where the sources of a run are not those that its checkpoint was trained on: the text that it has not
-    seen cannot be told from the rest."""
+    """UserError if a run's sources differ from those its checkpoint was trained on: its held-out text is then
+    unknown."""
     assert model.tokenizer is not None
     folder, step = given.folder_and_step(model.source)
     meta = store.read_meta(folder, step or 0)
@@ -221,8 +221,8 @@ def _require_its_data(model: library.LanguageModel) -> None:
             pipeline.train_stream(model.config, model.tokenizer).set_state(meta["data"])
     except UserError:
         raise UserError(
-            f"--model={model.source} was trained on other data than its sources hold now, so what it held out cannot "
-            "be told; restore them, or give --data"
+            f"--model={model.source} was trained on other data than its sources now have, so its held-out text is "
+            "unknown; restore them, or give --data"
         ) from None
 
 
@@ -234,7 +234,7 @@ def loss_on(
     with tqdm(desc=name, unit=" tokens", unit_scale=True, disable=not watched, leave=False) as bar:
         loss = texts.evaluate(scorer.Scorer(model, tokens), found, context, bar.update)
     if not loss.tokens:
-        raise UserError(f"{name}: there is no token to predict; give texts, or chats with an answer")
+        raise UserError(f"{name} has no token to predict; give texts, or chats with an answer")
     return loss
 
 

@@ -1,14 +1,13 @@
-"""Continues prompts with any model, trained here or imported, and the tokenizer beside its weights.
+"""Generates text from prompts, with any model and its tokenizer.
 
     python -m experiments.generate --workdir=runs/tiny --prompt='def ' [--num_tokens=200] [--temperature=0.7] [--seed=1]
     python -m experiments.generate --workdir=runs/tuned --chat
     python -m experiments.generate --workdir=runs/long --prompt_file=book.txt --mesh=context=8
 
-The text appears as it comes and stops before a --stop text and at the tokenizer's end-of-document token. Temperature 0
-(the default) always takes the likeliest token. Several --prompt are continued side by side and printed one after the
-other, each as it would be alone. --chat talks: each line that it reads is a turn, in the format of fine-tuning. --mesh
-lays the cache in parts over so many devices. The size of the cache is said on stderr. Only parameters and balancing
-biases are read, not the optimizer's state.
+The text is printed as it is generated. It ends before a --stop text or at the tokenizer's end-of-document token.
+Temperature 0 (the default) always takes the likeliest token. Several --prompt are generated together and printed one
+after the other, each as if alone. --chat reads each line of the input as a turn, in the format of fine-tuning. --mesh
+splits the cache over devices. The size of the cache is printed on stderr. The optimizer's state is not read.
 """
 
 import argparse
@@ -34,38 +33,51 @@ def parser() -> cli.Parser:
         required=True,
         type=cli.path,
         metavar="DIR",
-        help="a run's folder, or transformers' directory",
+        help="a run's folder, or a transformers directory",
     )
     given = found.add_mutually_exclusive_group()
     given.add_argument(
-        "--prompt", action="append", metavar="TEXT", help="may be repeated; by default nothing"
+        "--prompt",
+        action="append",
+        metavar="TEXT",
+        help="text to continue; may be repeated; by default empty",
     )
     given.add_argument("--prompt_file", type=cli.path, metavar="FILE", help="a UTF-8 file to continue")
     given.add_argument("--chat", action="store_true", help="answer each line of the input, until it ends")
-    add("--num_tokens", type=cli.number(int, 1), default=200, metavar="N", help="at most so many; 200")
+    add("--num_tokens", type=cli.number(int, 1), default=200, metavar="N", help="maximum of new tokens; 200")
     add(
         "--temperature",
         type=cli.number(float, 0),
         default=0.0,
         metavar="T",
-        help="of the sampling; 0: greedy",
+        help="sampling temperature; 0: greedy",
     )
-    add("--top_k", type=cli.number(int, 0), default=0, metavar="K", help="draw among so many tokens; 0: all")
-    add("--top_p", type=share, default=1.0, metavar="P", help="among the likeliest with this share; 1")
+    add(
+        "--top_k",
+        type=cli.number(int, 0),
+        default=0,
+        metavar="K",
+        help="sample among this many tokens; 0: all",
+    )
+    add(
+        "--top_p",
+        type=share,
+        default=1.0,
+        metavar="P",
+        help="sample among the likeliest tokens with this total probability; 1",
+    )
     add(
         "--min_p",
         type=share,
         default=0.0,
         metavar="P",
-        help="among those this likely beside the likeliest; 0",
+        help="minimum probability relative to the likeliest token; 0",
     )
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
-    seeds = cli.number(int, 0, 2**32 - 1)  # random keys would take more modulo that
-    add("--seed", type=seeds, default=0, metavar="N", help="of the sampling, of each prompt; 0")
+    seeds = cli.number(int, 0, 2**32 - 1)  # random keys take seeds modulo this
+    add("--seed", type=seeds, default=0, metavar="N", help="seed of each prompt's sampling; 0")
     add("--step", type=cli.number(int, 0), metavar="N", help="the checkpoint; by default the newest")
-    add(
-        "--mesh", type=cli.mesh, metavar="AXIS=N", help="context=8: the cache in parts; by default one device"
-    )
+    add("--mesh", type=cli.mesh, metavar="AXIS=N", help="context=8 splits the cache; by default one device")
     return found
 
 
@@ -76,15 +88,15 @@ def main() -> int:
     texts = [read_prompt(args.prompt_file)] if args.prompt_file else args.prompt or [""]
     for option, values in (("--prompt", texts), ("--stop", args.stop)):
         if any("\ud800" <= c <= "\udfff" for value in values for c in value):
-            raise UserError(f"{option} has bytes that are not UTF-8; convert it")
+            raise UserError(f"{option} is not UTF-8; convert it")
     if "" in args.stop:
-        raise UserError("--stop= is empty; give a text, or leave it out")
+        raise UserError("--stop= is empty; give a text or omit it")
     host.keep_compiled()
     place = args.workdir if args.step is None else f"{args.workdir}@{args.step}"
     model = library.load(place, mesh=args.mesh)
     tokenizer = model.tokenizer
     if tokenizer is None:
-        raise UserError(f"{args.workdir} holds no tokenizer, so it can continue no text")
+        raise UserError(f"{args.workdir} has no tokenizer, so it cannot generate text")
 
     def rows(prompts: list[list[int]], ends: list[int]) -> decode.Generation:
         return model.continued(
@@ -104,7 +116,10 @@ def main() -> int:
 
     if args.chat:
         if tokenizer_files.came_with_template(args.workdir / "tokenizer") and not model.config.data.chats:
-            print("note: the model came with a chat template of its own; --chat speaks ours", file=sys.stderr)
+            print(
+                "note: the model has its own chat template; --chat uses the format of fine-tuning",
+                file=sys.stderr,
+            )
         return talk(model, args, rows, say_cache)
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
     going = rows(prompts, [])
@@ -123,7 +138,7 @@ def main() -> int:
 def talk(
     model: library.LanguageModel, args: argparse.Namespace, rows: Callable, say_cache: Callable[..., None]
 ) -> int:
-    """Answers the lines of the input until it ends; empty ones are passed over."""
+    """Answers the lines of the input until it ends, and ignores empty lines."""
     assert model.tokenizer is not None
     conversation = generation.Conversation(model.tokenizer)
     context, said = model.config.model.max_position_embeddings, False
@@ -134,8 +149,8 @@ def talk(
         asked, answer = conversation.ask(line), ""
         if len(asked) + args.num_tokens > context:
             raise UserError(
-                f"the conversation has come to {len(asked):,} tokens, with --num_tokens={args.num_tokens} more than "
-                f"the model's max_position_embeddings={context:,}; begin it anew, or give a smaller --num_tokens"
+                f"the conversation has {len(asked):,} tokens; with --num_tokens={args.num_tokens} this exceeds the "
+                f"model's max_position_embeddings={context:,}; start a new one, or give a smaller --num_tokens"
             )
         going = rows([asked], conversation.ends)
         if not said:
@@ -150,7 +165,7 @@ def talk(
 
 
 def read_prompt(path: Path) -> str:
-    """The text of a prompt file; UserError where it cannot be read."""
+    """The text of a prompt file; UserError if it cannot be read."""
     try:
         return text_of(path.read_bytes(), f"--prompt_file={path}")
     except OSError as error:
@@ -158,7 +173,7 @@ def read_prompt(path: Path) -> str:
 
 
 def text_of(raw: bytes, name: str) -> str:
-    """UTF-8 as it stands, line ends too."""
+    """Decodes UTF-8 without changing line ends."""
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:

@@ -3,11 +3,11 @@
     python -m experiments.plan --config=FILE --cluster=mi300x_pollara --devices=1024 --out=DIR [--config.KEY=VALUE ...]
         [--at_once=N] [--figures=FILE_OR_FOLDER] [--mtbf_hours=H] [--search]
 
-For each phase of the schedule: memory, HBM traffic, FLOPs and network traffic of a step by what they are for, its time
-with each second accounted for, tokens per second, days and GPU-hours, what the data asks of storage, how often to save
-and what failures leave of the time; and how all that scales from 8 to 16,384 devices. Written are plan.md, plan.json
-and plan.html. --search ranks meshes, micro-batches and remat that fit. --at_once=N is as in experiments.compile,
---figures are what experiments.characterize measured there. docs/planning.md says what is assumed.
+For each phase it computes memory, HBM traffic, FLOPs and network traffic of a step by purpose, the parts of its time,
+tokens per second, days and GPU-hours, the load on storage, how often to save, the time lost to failures, and the
+scaling from 8 to 16,384 devices. It writes plan.md, plan.json and plan.html. --search ranks meshes, micro-batches and
+remat that fit. --at_once=N is as in experiments.compile; --figures reads the output of experiments.characterize.
+docs/planning.md lists the assumptions.
 """
 
 import dataclasses

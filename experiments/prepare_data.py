@@ -1,4 +1,4 @@
-"""Text to token shards: the one-off step between a corpus and a training run.
+"""Converts text to token shards, once, before training.
 
     python -m experiments.prepare_data --input='corpus/**/*.jsonl.zst' --tokenizer=tokenizer.json --out=data/web
     python -m experiments.prepare_data --input=stdlib --train_bpe=8192 --out=data/stdlib_bpe
@@ -21,7 +21,7 @@ from tqdm import tqdm
 from zaya_jax.config import UserError, fields
 from zaya_jax.data import chat, inputs, prepare, storage
 
-SAY_EVERY = 60.0  # seconds, where nobody watches a bar
+SAY_EVERY = 60.0  # seconds between lines without a terminal
 OF_OUT = object()  # what a bare --verify stands for
 
 
@@ -44,11 +44,10 @@ def parse() -> argparse.Namespace:
     # fmt: off
     add(
         "--input", action="append", default=[], metavar="GLOB",
-        help="files, directories or globs, or stdlib; may be given several times",
+        help="files, directories or globs, or stdlib; may be repeated",
     )
     add("--tokenizer", help="bytes (the default), a tokenizer.json, or a directory with one")
-    # Bounds above keep out what is a slip: the BPE trainer ends the process where its table, 66 bytes an id, has no
-    # memory.
+    # The upper bound catches typos: without memory for its table (66 bytes an id) the BPE trainer ends the process.
     add(
         "--train_bpe", type=cli.number(int, 0, 2**22), default=0, metavar="N",
         help="train a byte-level BPE of this many ids on the input and use it",
@@ -67,17 +66,17 @@ def parse() -> argparse.Namespace:
     add("--processes", type=cli.number(int, 1, 1024), metavar="N", help="tasks at a time; by default one per core")
     add(
         "--part_mib", type=cli.number(int, 1, 2**20), default=256, metavar="N",
-        help="input per task, and so about the size of a shard; 256",
+        help="input per task, about the size of a shard; 256",
     )
     add(
         "--engine", choices=("processes", "ray"), default="processes",
-        help="what runs the tasks: processes of this machine (the default), or the Ray cluster that it belongs to",
+        help="run tasks in processes of this machine (the default) or on its Ray cluster",
     )
     add(
         "--part", metavar="I/N",
-        help="do the I-th of N equal parts of the work, from 0 on; other machines do the others",
+        help="do the I-th of N equal parts of the work, counted from 0",
     )
-    add("--merge", action="store_true", help="finish --out once all parts are done; with all their other options")
+    add("--merge", action="store_true", help="finish --out after all parts; give the parts' other options too")
     add(
         "--verify", nargs="?", const=OF_OUT, metavar="DIR",
         help="check this prepared directory (by default --out's) against its manifest and do nothing else",
@@ -89,16 +88,16 @@ def parse() -> argparse.Namespace:
             raise UserError("--verify needs a directory: --verify=DIR, or --verify --out=DIR")
         args.verify = args.out
     if args.merge and args.part is not None:
-        raise UserError("--merge comes after all parts; do not give --part with it")
+        raise UserError("--merge comes after all parts; omit --part")
     return args
 
 
 def make(args: argparse.Namespace) -> int:
-    """Prepare --out from --input, and say what came of it."""
+    """Prepare --out from --input and print a summary."""
     if not args.input or not args.out:
         raise UserError("give --input=GLOB and --out=DIR, or --verify=DIR")
     if args.train_bpe and args.tokenizer is not None:
-        raise UserError("--train_bpe makes the tokenizer; do not give --tokenizer as well")
+        raise UserError("--train_bpe trains the tokenizer; omit --tokenizer")
     options = prepare.Options(
         inputs=args.input,
         tokenizer="bytes" if args.tokenizer is None else args.tokenizer,
@@ -124,7 +123,7 @@ def make(args: argparse.Namespace) -> int:
 
 
 def make_part(options: prepare.Options, args: argparse.Namespace, part: prepare.Part) -> int:
-    """Do one part of the tasks, and say what came of it."""
+    """Do one part of the tasks and print a summary."""
     with Display(f"part {part}: ") as display:
         made = prepare.prepare_part(options, args.out, part, args.processes or 0, display.tell, args.engine)
     if made is None:
@@ -134,7 +133,7 @@ def make_part(options: prepare.Options, args: argparse.Namespace, part: prepare.
         f"part {part}  {made.tasks:,} of {made.all_tasks:,} tasks, {made.tokens:,} tokens, {made.documents:,} documents"
     )
     say_left_out(made.left_out)
-    print("next      the other parts, then the same command with --merge in place of --part")
+    print("next      the other parts, then the same command with --merge instead of --part")
     return 0
 
 
@@ -191,7 +190,7 @@ def summarise(manifest: dict, out: str) -> None:
 
 
 def say_left_out(left_out: dict) -> None:
-    """Print the counts of what is in no shard, and the first of them."""
+    """Print counts and first examples of skipped input."""
     print(
         f"left out  {left_out['bad']:,} bad records and files, {left_out['not_text']:,} files that are not text, "
         f"{left_out['empty']:,} empty texts"

@@ -1,15 +1,15 @@
-"""Pre-training, from a config to a report; the run itself is zaya_jax/run.py.
+"""Trains a model from a config to a report; zaya_jax/run.py is the run itself.
 
     python -m experiments.pretrain [--config=experiments/configs/tiny.py] [--workdir=runs/tiny] [--config.KEY=VALUE ...]
         [--coordinator=HOST:PORT --num_processes=N --process_id=I]     (or from Slurm or variables: docs/clusters.md)
     python -m experiments.pretrain --config=FILE --describe            the run's phases, and nothing else
 
-Without options it trains `tiny`. Everything a run leaves is under its workdir; the same command on a workdir that has
-checkpoints goes on from the newest as if it had never stopped: bit for bit on CPUs, docs/checkpoints.md says when else.
+Without options it trains `tiny`. All files of a run are in its workdir; the same command continues from the newest
+checkpoint as if it had never stopped, bit for bit on CPUs (for GPUs see docs/checkpoints.md).
 Exit codes: 0 done, 2 bad input, 3 unhealthy (no update for many steps or in none, no finite loss or gradient at the
 end, or a loss that jumps again and again: docs/guard.md), 4 storage that fails or is damaged, 5 a device computes
-wrongly, 75 saved, start me again (stopped by a signal, or at the border to a phase with another mesh), 130 and 143
-stopped by a second signal, at once.
+wrongly, 75 saved, start the same command again (after a signal, or because the next phase has another mesh), 130 and
+143 stopped at once by a second signal.
 """
 
 import importlib

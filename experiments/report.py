@@ -4,7 +4,7 @@
     python -m experiments.report RUN RUN ... [--out=FILE]  several in common pictures: comparison.html
 
 A RUN is the folder of a run, which may still go on; TensorBoard follows it live (`tensorboard --logdir=RUN`). Pages
-need no network and no program but a browser. docs/report.md says what is on them.
+need only a browser. docs/report.md describes them.
 """
 
 import sys
@@ -26,7 +26,7 @@ def main() -> int:
         "--out",
         type=cli.path,
         metavar="FILE",
-        help="the page; by default RUN/report.html, of several comparison.html",
+        help="the page; by default RUN/report.html, or comparison.html for several runs",
     )
     args = parser.parse_args()
     runs: list[Path] = args.RUN
@@ -44,25 +44,25 @@ def drawn(paths: list[Path]) -> str:
 
 
 def check_runs(runs: list[Path]) -> None:
-    """UserError for a folder that is no run's, the same run twice, too many."""
+    """UserError for a folder that is not a run's, for repeated runs and for too many."""
     seen: dict[Path, Path] = {}
     for run in runs:
         if not run.is_dir():
-            raise UserError(f"RUN {str(run)!r} is no folder; give the folder of a run (its --workdir)")
+            raise UserError(f"RUN {str(run)!r} is not a folder; give a run's folder (its --workdir)")
         if not any((run / name).is_file() for name in ("config.json", "metrics.jsonl")):
             raise UserError(
-                f"RUN {str(run)!r} has neither config.json nor metrics.jsonl, so it is no run's folder; "
+                f"RUN {str(run)!r} has neither config.json nor metrics.jsonl, so it is not a run's folder; "
                 "give a run's --workdir"
             )
         same = seen.setdefault(run.resolve(), run)
         if same is not run:
             raise UserError(f"RUN {str(run)!r} is the same run as {str(same)!r}; give each run once")
     if len(runs) > MOST_RUNS:
-        raise UserError(f"{len(runs)} runs are more than one page shows; give at most {MOST_RUNS}")
+        raise UserError(f"{len(runs)} runs are too many for one page; give at most {MOST_RUNS}")
 
 
 def with_metrics(path: Path) -> Workdir:
-    """A run as its files have it; UserError where no step is recorded yet."""
+    """Reads a run; UserError if no step is recorded yet."""
     run = read_workdir(path)
     if not run.lines:
         raise UserError(

@@ -4,10 +4,10 @@
     python -m experiments.supervise report --workdir=DIR                               the history of a run
     python -m experiments.supervise check [--devices=N] [--workdir=DIR]                the faults of this node
 
-One agent per node. Alone it needs nothing; of several each is told its rank by --coordinator, --agents and --agent, by
-JAX_COORDINATOR_ADDRESS, NODES and NODE, or by Slurm with one task a node. The agent of node 0 leads. Exit codes are
-pretrain's: 0 done, 2, 3 and 4 a person is wanted, 75 saved as asked, others: it could not go on by itself. A second
-SIGTERM or SIGINT ends at once. docs/aegis.md says what it does when.
+Start one agent per node. Several agents learn their ranks from --coordinator, --agents and --agent, from
+JAX_COORDINATOR_ADDRESS, NODES and NODE, or from Slurm with one task a node. The agent of node 0 leads. Exit codes are
+pretrain's: 0 done; 2, 3 and 4 need a person; 75 saved as asked; others mean that it could not continue. A second
+SIGTERM or SIGINT ends at once. docs/aegis.md lists its responses.
 """
 
 import argparse
@@ -48,42 +48,50 @@ def parser() -> cli.Parser:
     add = found.add_argument
     whole = cli.number(int, 1, 2**20)
     add("--processes", type=whole, metavar="N", help="processes on this node; one per GPU, or 1")
-    add("--nodes", type=whole, metavar="N", help="how many nodes train; more agents than these are spares")
-    add("--min_nodes", type=whole, metavar="N", help="how few may train when others are lost; --nodes")
-    add("--restarts", type=cli.number(int, 0), default=5, metavar="N", help="without a newer checkpoint; 5")
+    add("--nodes", type=whole, metavar="N", help="nodes that train; further agents are spares")
+    add("--min_nodes", type=whole, metavar="N", help="fewest nodes that may train after losses; --nodes")
+    add(
+        "--restarts",
+        type=cli.number(int, 0),
+        default=5,
+        metavar="N",
+        help="restarts without a newer checkpoint; 5",
+    )
     add(
         "--exclude_stragglers",
         action="store_true",
-        help="a spare takes the place of a node that is slow for long",
+        help="replace a node that is slow for long by a spare",
     )
     add(
         "--check",
         choices=("always", "never"),
-        help="whether nodes and the links between them are tried before each start; where there are GPUs",
+        help="test nodes and links before each start; by default if there are GPUs",
     )
     add(
         "--patience",
         type=cli.number(float, 0, 3600),
         metavar="SECONDS",
-        help="for a link that comes back, while all wait alike; 120 with several nodes, 0 with one",
+        help="how long to wait for a broken link; 120 with several nodes, 0 with one",
     )
-    add("--coordinator", metavar="HOST:PORT", help="where the agent of node 0 listens")
-    add("--agents", type=whole, metavar="N", help="how many agents there are")
-    add("--agent", type=cli.number(int, 0), metavar="I", help="which of them this is, from 0")
+    add("--coordinator", metavar="HOST:PORT", help="address of node 0's agent")
+    add("--agents", type=whole, metavar="N", help="number of agents")
+    add("--agent", type=cli.number(int, 0), metavar="I", help="index of this agent, from 0")
     add(
         "--command",
         default="",
         metavar="COMMAND",
-        help="is run at each event, with the event as JSON on stdin",
+        help="run this at each event, with the event as JSON on stdin",
     )
     what = found.add_subparsers(dest="what", metavar="report|check")
-    told = what.add_parser("report", help="the history of a run", description="The events of a run, by time.")
-    told.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="the run's folder")
+    report = what.add_parser(
+        "report", help="the history of a run", description="The events of a run, by time."
+    )
+    report.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="the run's folder")
     checked = what.add_parser(
         "check", help="the faults of this node", description="The check before a start."
     )
-    checked.add_argument("--devices", type=whole, metavar="N", help="how many there should be")
-    checked.add_argument("--workdir", type=cli.path, metavar="DIR", help="whose disk is looked at")
+    checked.add_argument("--devices", type=whole, metavar="N", help="expected number of devices")
+    checked.add_argument("--workdir", type=cli.path, metavar="DIR", help="a folder on the storage to test")
     return found
 
 
@@ -93,7 +101,7 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     agents = rank.count if rank else 1
     nodes = args.nodes or agents
     if nodes > agents:
-        raise UserError(f"--nodes={nodes} are more than there are agents ({agents}); start one on each node")
+        raise UserError(f"--nodes={nodes} exceeds the number of agents ({agents}); start one on each node")
     if (args.min_nodes or nodes) > nodes:
         raise UserError(f"--min_nodes={args.min_nodes} is more than --nodes={nodes}")
     gpus = machine.gpus(os.environ)

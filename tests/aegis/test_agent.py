@@ -252,7 +252,7 @@ def test_a_refused_start_leaves_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--nodes=2", "--", "--workdir=x"], "--nodes=2 are more than there are agents"),
+        (["--nodes=2", "--", "--workdir=x"], "--nodes=2 exceeds the number of agents"),
         (["--nodes=1", "--min_nodes=2", "--", "--workdir=x"], "--min_nodes=2 is more"),
         (["--", "--config=x"], "--workdir=DIR is missing after --"),
         (["--workdir=x"], "--workdir"),

@@ -57,7 +57,7 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names
     table, page = ((tmp_path / "out" / name).read_text() for name in ("evaluation.md", "evaluation.html"))
     assert table in out and f"| {rows[1]['loss']:.4f} |" in table
-    assert "is above the model's 64 tokens: 64 are taken" in out and "--limit=1" in out
+    assert "is above the model's 64 tokens: 64 are used" in out and "--limit=1" in out
     assert "<svg" in page and f"{rows[1]['loss']:.4f}" in page
     assert "http://" not in page.replace("http://www.w3", "")
 
@@ -66,7 +66,7 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
     ("given", "said"),
     [
         (["--model={golden}", "--data={data}"], "has no tokenizer"),
-        (["--model={golden}"], "has held nothing out; give --data or --tasks"),
+        (["--model={golden}"], "has no held-out text; give --data or --tasks"),
         (["--model=none", "--data={data}"], "is not a folder"),
         (["--model={data}", "--data={data}"], "neither a run's folder"),
         (["--data=nowhere.txt"], r"--data=nowhere\.txt names no file"),
@@ -74,11 +74,11 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
         (["--mesh=data=2,data=4", "--data={data}"], "is not AXIS=N,..., each axis once"),
         (["--mesh=rows=2", "--data={data}"], "rows"),
         (["--context=0", "--data={data}"], "must be at least 1"),
-        (["--data={data}/empty.txt"], r"empty\.txt: there is no token to predict"),
-        (["--tasks=,"], "--tasks=, names none"),
+        (["--data={data}/empty.txt"], r"empty\.txt has no token to predict"),
+        (["--tasks=,"], "--tasks=, has no names"),
         (["--include_path={data}/a.txt", "--tasks=x"], "--include_path=.* is not a folder"),
-        (["--data=all", "--data={data}"], "would have the name of the row of all; write --data=./all"),
-        (["--bos", "--data={data}"], "--bos is of tasks; give --tasks, or leave it out"),
+        (["--data=all", "--data={data}"], "has the name of the common row; write --data=./all"),
+        (["--bos", "--data={data}"], "--bos applies to tasks; give --tasks or omit it"),
     ],
 )
 def test_wrong_options_are_one_line_and_nothing_is_written(
@@ -115,7 +115,7 @@ def test_samples_are_of_the_evaluation_beside_them_and_a_run_keeps_its_own(
     monkeypatch.setattr(evaluate.harness, "require", lambda: None)
     code, _, err = call(*options, f"--out={out}", "--tasks=any")
     assert code == cli.BAD_INPUT and err.count("\n") == 1
-    assert f"is a run's folder, and samples.jsonl there the run's own; give --out={out}/evaluation" in err
+    assert f"is a run's folder, which has its own samples.jsonl; give --out={out}/evaluation" in err
 
 
 def test_answers_that_stand_for_no_byte_have_no_bits_per_byte(score, data):

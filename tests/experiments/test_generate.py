@@ -157,7 +157,8 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
     assert code == 2 and "error: line 2 of the input is not UTF-8 (byte 0xe9 at 3)" in err
     code, out, err = talk(b"hi\n" + b"x" * 60)
     assert (
-        code == 2 and "--num_tokens=5 more than the model's max_position_embeddings=64; begin it anew" in err
+        code == 2
+        and "--num_tokens=5 this exceeds the model's max_position_embeddings=64; start a new one" in err
     )
 
 
@@ -175,7 +176,7 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
         (["--workdir={run}", "--temperature=warm"], "argument --temperature: 'warm' is not a number"),
         (["--workdir={run}", "--seed=4294967296"], "must be at least 0 and at most 4,294,967,295"),
         (["--workdir={run}", "--seed=1.5"], "argument --seed: '1.5' is not a whole number"),
-        (["--workdir={run}", "--prompt=caf\udce9"], "--prompt has bytes that are not UTF-8; convert it"),
+        (["--workdir={run}", "--prompt=caf\udce9"], "--prompt is not UTF-8; convert it"),
         (["--workdir="], "argument --workdir: '' is empty"),
         (["--workdir={run}", "--prompt=a", "--prompt_file=b"], "not allowed with"),
         (["--workdir={run}", "--prompts=a"], "unrecognized arguments"),

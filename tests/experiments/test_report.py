@@ -50,8 +50,8 @@ def test_several_runs_are_on_one_page(run, tmp_path):
 
 @pytest.mark.parametrize(("arguments", "expected"), [
     ([], "arguments are required: RUN"),
-    (["nowhere"], "RUN 'nowhere' is no folder"),
-    (["plain"], "neither config.json nor metrics.jsonl, so it is no run's folder"),
+    (["nowhere"], "RUN 'nowhere' is not a folder"),
+    (["plain"], "neither config.json nor metrics.jsonl, so it is not a run's folder"),
     (["a", "./a/"], "RUN 'a' is the same run as 'a'; give each run once"),
     (["a", "link"], "RUN 'link' is the same run as 'a'; give each run once"),
     (["a", "begun"], "RUN 'begun' has no metrics yet"),
@@ -60,7 +60,7 @@ def test_several_runs_are_on_one_page(run, tmp_path):
     (["a", "--out=no/page.html"], "no report: 'no/"),
     (["a", "--out=page.html/"], "--out=page.html is a folder"),
     (["a", "--serve"], "unrecognized arguments: --serve"),
-    ([f"r{i}" for i in range(17)], "17 runs are more than one page shows; give at most 16"),
+    ([f"r{i}" for i in range(17)], "17 runs are too many for one page; give at most 16"),
 ])  # fmt: skip
 def test_bad_input_is_one_clear_line_before_anything_is_written(run, tmp_path, arguments, expected):
     make(tmp_path / "a")
