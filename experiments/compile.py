@@ -175,7 +175,7 @@ def _what_fits(
             spread = recipe.spread_at(
                 dataclasses.replace(here, mesh=sizes), _phase_of(here, sizes), len(devices)
             )
-            sharding.check(here, spread, rows=sequences)
+            sharding.check(here, spread)
         except UserError:
             break
         before, here, mesh = mesh, dataclasses.replace(here, mesh=sizes), wider

@@ -10,7 +10,6 @@ import pytest
 from zaya_jax import config
 from zaya_jax.hardware import hlo
 from zaya_jax.model import zaya
-from zaya_jax.parallel import sharding
 
 DENSE, GROUPED = helpers.DENSE, helpers.GROUPED
 
@@ -94,29 +93,3 @@ def test_weights_tokens_and_what_the_backward_pass_keeps_are_parts():
     inputs = 5 * 4 * 4096 + 4 * wide.model.vocab_size * 128
     assert parted.argument_size_in_bytes - inputs < 0.15 * whole.argument_size_in_bytes
     assert parted.temp_size_in_bytes < 0.25 * whole.temp_size_in_bytes
-
-
-@pytest.mark.parametrize(
-    ("changes", "sizes", "message"),
-    [
-        (
-            {},
-            dict(tensor=3, tsp=True),
-            r"num_key_value_heads=8 does not divide over config.mesh.tensor=3; set config.mesh.tensor=1",
-        ),
-        ({}, dict(expert=2), r"mesh.expert=2, but a dense model has no experts; set config.mesh.expert=1"),
-        ({}, dict(context=2, tensor=2, tsp=True, ring=True), r"set config.mesh.ring=False"),
-        (
-            {"intermediate_size": 50},
-            dict(tensor=4),
-            r"intermediate_size=50 does not divide over config.mesh.tensor=4",
-        ),
-    ],
-)
-def test_a_mesh_that_does_not_fit_is_refused(changes, sizes, message):
-    settings = dataclasses.replace(DENSE, model=dataclasses.replace(DENSE.model, **changes))
-    spread = {axis: sizes.get(axis, 1) for axis in ("data", "expert", "context", "tensor")}
-    with pytest.raises(config.UserError, match=message):
-        sharding.check(
-            settings, sharding.Spread(**spread, tsp=sizes.get("tsp", False), ring=sizes.get("ring", False))
-        )

@@ -7,17 +7,15 @@ convolutions and the router are 3% of ZAYA1's weights, and two key-value heads w
 `check` refuses, before anything is compiled, what a mesh cannot divide.
 """
 
-import itertools
 import math
 from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
 
-from zaya_jax import config as config_lib
 from zaya_jax.config import Config, Model, Precision, UserError
 from zaya_jax.model import zaya
-from zaya_jax.parallel.spread import FSDP_DIM, Spread, is_matrix, spread_of
+from zaya_jax.parallel.spread import FSDP_DIM, Spread, is_matrix
 
 
 class Rule(NamedTuple):
@@ -84,40 +82,30 @@ def arrange(params: Any, parts: int, inverse: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-class Misfit(NamedTuple):
-    """Why a mesh cannot carry a model, with {mesh} for the config's group; and a way out beside another mesh."""
-
-    text: str
-    also: str = ""
-
-
 def check(
     config: Config,
     spread: Spread,
     *,
     lengths: dict[str, int] | None = None,
-    rows: int = 0,
     where: str = "config.mesh",
 ) -> None:
-    """UserError where model or sequences do not divide over their axes, with the nearest mesh that does.
+    """UserError where model or sequences do not divide over their axes.
 
-    `lengths` are sequence lengths by the keys that decide them, `rows` is what data x expert must divide in the mesh
-    that is advised, `where` the group that the sizes come from.
+    `lengths` are sequence lengths by the keys that decide them, `where` the group that the sizes come from.
     """
-    found = _misfit(config.model, spread, lengths or {})
+    model = config.model
+    found = _misfit_of_dense(model, spread) if model.model_type == "dense" else _misfit_of_zaya(model, spread)
+    for name, length in (lengths or {}).items():
+        found = found or _misfit_of_sequence(model, spread, name, length)
     if found is not None:
-        ways = [_nearest(config, spread, lengths or {}, rows, where), found.also]
-        advice = ", or ".join(way for way in ways if way) or "no mesh over so many devices fits"
-        raise UserError(f"{found.text}; {advice}".replace("{mesh}", where))
+        raise UserError(found.replace("{mesh}", where))
 
 
 def check_batch(
-    config: Config,
     spread: Spread,
     sizes: tuple[int, ...],
     micro_batch: int,
     *,
-    lengths: dict[str, int] | None = None,
     where: str = "config.mesh",
     name: str = "config.data.micro_batch",
 ) -> None:
@@ -132,86 +120,47 @@ def check_batch(
     fits = [m for m in range(shards, common + 1, shards) if common % m == 0]
     if fits:
         raise UserError(f"{problem}; set {name}={min(fits, key=lambda m: (abs(m - micro_batch), m))}")
-    way = _nearest(config, spread, lengths or {}, common, where)
-    raise UserError(
-        f"{problem}, nor do steps of {common}; {way or f'give it a number of devices that divides {common}'}"
-    )
+    raise UserError(f"{problem}, nor do steps of {common}; let data x expert divide {common}")
 
 
-def _nearest(config: Config, spread: Spread, lengths: dict[str, int], rows: int, where: str) -> str:
-    """The mesh over as many devices with which everything fits and the fewest sizes change least, as advice."""
-    axes = ("expert", "context", "tensor")
-    now = [getattr(spread, axis) for axis in axes]
-    devices = spread.data * math.prod(now)
-    flags = config_lib.Mesh(
-        fsdp=spread.fsdp or config.mesh.fsdp,
-        tsp=spread.tsp or config.mesh.tsp,
-        ring=spread.ring or config.mesh.ring,
-    )
-    divisors = [size for size in range(1, devices + 1) if devices % size == 0]
-    found: dict[Any, Any] = {}
-    for sizes in itertools.product(divisors, repeat=3):
-        data, rest = divmod(devices, math.prod(sizes))
-        if rest or rows % (data * sizes[0]):
-            continue
-        other = spread_of(flags, {"data": data, **dict(zip(axes, sizes, strict=True))})
-        if _misfit(config.model, other, lengths) is None:
-            changes = [abs(math.log(size / old)) for size, old in zip(sizes, now, strict=True)]
-            found[sizes] = len([c for c in changes if c]), sum(changes), sizes[::-1]
-    if not found:
-        return ""
-    best = dict(zip(axes, min(found, key=found.__getitem__), strict=True))
-    chosen = [f"{where}.{axis}={size}" for axis, size in best.items() if size != getattr(spread, axis)]
-    return f"set {', '.join(chosen)} with {where}.data=-1 for the rest"
-
-
-def _misfit(model: Model, spread: Spread, lengths: dict[str, int]) -> Misfit | None:
-    """The first thing that a spread cannot divide."""
-    found = _misfit_dense(model, spread) if model.model_type == "dense" else _misfit_zaya(model, spread)
-    for name, length in lengths.items():
-        found = found or _misfit_sequence(model, spread, name, length)
-    return found
-
-
-def _misfit_zaya(model: Model, spread: Spread) -> Misfit | None:
+def _misfit_of_zaya(model: Model, spread: Spread) -> str | None:
+    """The first thing that a spread cannot divide, with {mesh} for the config's group, and a way out."""
     kv, heads = model.num_key_value_heads, model.num_attention_heads
     whole = spread.expert * (spread.tensor if spread.tsp else 1)
-    found = _divides("num_experts", model.num_experts, "expert x tensor" if spread.tsp else "expert", whole)
-    found = found or _divides("num_attention_heads", heads, "tensor", spread.tensor)
+    found = _undivided("num_experts", model.num_experts, "expert x tensor" if spread.tsp else "expert", whole)
+    found = found or _undivided("num_attention_heads", heads, "tensor", spread.tensor)
     if not found and kv % spread.tensor and spread.tensor % kv:
-        return Misfit(
-            f"{{mesh}}.tensor={spread.tensor} neither divides nor is a multiple of model.num_key_value_heads={kv}"
+        return (
+            f"{{mesh}}.tensor={spread.tensor} neither divides nor is a multiple of model.num_key_value_heads={kv}; "
+            "give it one of these"
         )
     if not found and not spread.tsp:
-        found = _divides("moe_intermediate_size", model.moe_intermediate_size, "tensor", spread.tensor)
-    return found or _misfit_fsdp(model, spread)
+        found = _undivided("moe_intermediate_size", model.moe_intermediate_size, "tensor", spread.tensor)
+    return found or _misfit_of_fsdp(model, spread)
 
 
-def _misfit_dense(model: Model, spread: Spread) -> Misfit | None:
+def _misfit_of_dense(model: Model, spread: Spread) -> str | None:
     for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size"):
-        found = _divides(name, getattr(model, name), "tensor", spread.tensor)
+        found = _undivided(name, getattr(model, name), "tensor", spread.tensor)
         if found:
             return found
     if spread.expert > 1:
-        return Misfit(f"{{mesh}}.expert={spread.expert}, but a dense model has no experts")
+        return f"{{mesh}}.expert={spread.expert}, but a dense model has no experts; set {{mesh}}.expert=1"
     if spread.tsp and spread.ring:
-        return Misfit(
+        return (
             "{mesh}.ring is set with {mesh}.tsp, but a dense model's keys and values are gathered a few heads at a "
-            "time there",
-            "set {mesh}.ring=False",
+            "time there; set {mesh}.ring=False"
         )
-    return _misfit_fsdp(model, spread)
+    return _misfit_of_fsdp(model, spread)
 
 
-def _misfit_fsdp(model: Model, spread: Spread) -> Misfit | None:
-    if not spread.fsdp:
-        return None
-    found = _divides("hidden_size", model.hidden_size, "data (with {mesh}.fsdp)", spread.data)
-    return found and found._replace(also="set {mesh}.fsdp=False")
+def _misfit_of_fsdp(model: Model, spread: Spread) -> str | None:
+    found = _undivided("hidden_size", model.hidden_size, "data", spread.data) if spread.fsdp else None
+    return found and f"{found}, or set {{mesh}}.fsdp=False"
 
 
-def _misfit_sequence(model: Model, spread: Spread, name: str, length: int) -> Misfit | None:
-    """Where a sequence of this length cannot be cut."""
+def _misfit_of_sequence(model: Model, spread: Spread, name: str, length: int) -> str | None:
+    """Why a sequence of this length cannot be cut."""
     parts = spread.sequence_parts
     reach = 0 if model.model_type == "dense" else model.cca_time0 + model.cca_time1 - 2
     if parts > 1 and length % (2 * parts):
@@ -231,13 +180,12 @@ def _misfit_sequence(model: Model, spread: Spread, name: str, length: int) -> Mi
         return None
     unit = 2 * parts * spread.heads
     fits = max(round(length / unit), -(-2 * parts * reach // unit), 1) * unit
-    return Misfit(
-        text,
-        f"before the first step of it set {name}={fits}" if fits <= model.max_position_embeddings else "",
-    )
+    return f"{text}; before the first step of it set {name}={fits}, or give fewer devices"
 
 
-def _divides(name: str, size: int, axis: str, by: int) -> Misfit | None:
+def _undivided(name: str, size: int, axis: str, by: int) -> str | None:
     if size % by == 0:
         return None
-    return Misfit(f"config.model.{name}={size} does not divide over {{mesh}}.{axis}={by}")
+    return (
+        f"config.model.{name}={size} does not divide over {{mesh}}.{axis}={by}; give it a divisor of {size}"
+    )

@@ -52,7 +52,7 @@ def candidates(here: Config, devices: int, sequences: int, chip: str) -> Iterato
         if rest or not data or (fsdp and data == 1) or sequences % rows:
             continue
         mesh = Mesh(data=data, expert=expert, context=context, tensor=tensor, fsdp=fsdp)
-        if not (accepted := _accepted(here, mesh, sequences)):
+        if not (accepted := _accepted(here, mesh)):
             continue
         mine, spread = accepted
         each = sequences // rows
@@ -61,12 +61,12 @@ def candidates(here: Config, devices: int, sequences: int, chip: str) -> Iterato
                 yield Case(dataclasses.replace(mine, remat=remat), spread, chip, sequences, each // at_once)
 
 
-def _accepted(here: Config, mesh: Mesh, rows: int = 0) -> tuple[Config, Spread] | None:
+def _accepted(here: Config, mesh: Mesh) -> tuple[Config, Spread] | None:
     """A phase on another mesh; None where a run would refuse it."""
     spread = spread_of(mesh, {axis: getattr(mesh, axis) for axis in AXES})
     mine = dataclasses.replace(here, mesh=mesh)
     try:
-        sharding.check(mine, spread, lengths={"config.data.seq_len": here.data.seq_len}, rows=rows)
+        sharding.check(mine, spread, lengths={"config.data.seq_len": here.data.seq_len})
     except UserError:
         return None
     return mine, spread

@@ -111,12 +111,12 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
             schedule.key(config, index, name): getattr(stage.phase, name)
             for name in ("seq_len", "eval_seq_len")
         }
-        sharding.check(stage.config, stage.spread, lengths=lengths, rows=math.gcd(*sizes), where=where)
+        sharding.check(stage.config, stage.spread, lengths=lengths, where=where)
         # Without a number of devices, over those that the mesh has in any case.
         whole = _micro_batch(stage.phase)
         for micro_batch in sorted({min(whole, size) for size in sizes}):
             sharding.check_batch(
-                stage.config, stage.spread, sizes, micro_batch, lengths=lengths, where=where,
+                stage.spread, sizes, micro_batch, where=where,
                 name=schedule.key(config, index, "micro_batch" if micro_batch == whole else "ramp_from"),
             )  # fmt: skip
         if stage.mesh is not None:
@@ -162,13 +162,13 @@ def portion(
     if at_once:
         micro = at_once * spread.data * spread.expert
         micro_batches = max(1, round(segment.sequences / micro))
-        sharding.check(here, spread, lengths=lengths, rows=micro, where=where)
+        sharding.check(here, spread, lengths=lengths, where=where)
         return here, spread, micro * micro_batches, micro_batches
-    sharding.check(here, spread, lengths=lengths, rows=segment.sequences, where=where)
+    sharding.check(here, spread, lengths=lengths, where=where)
     try:
         sharding.check_batch(
-            here, spread, (segment.sequences,), segment.sequences // segment.micro_batches, lengths=lengths,
-            where=where, name=schedule.key(config, index, "micro_batch"),
+            spread, (segment.sequences,), segment.sequences // segment.micro_batches, where=where,
+            name=schedule.key(config, index, "micro_batch"),
         )  # fmt: skip
     except UserError as error:
         raise UserError(f"phase {phase.name!r}: {error}; or give --at_once=N") from None
