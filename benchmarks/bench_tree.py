@@ -23,12 +23,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_kernels.attention import softmax_scale
 from zaya_jax.hardware import hlo
-from zaya_jax.parallel import tree
 
 HEADS, KV, CHANNELS = 8, 2, 128  # ZAYA1-base's
 LAYERS = 40
 SCHEMES = {
-    "tree attention": tree.tree_attention,
+    "tree attention": rivals.tree_attention,
     "ring of outputs": rivals.ring_of_parts,
     "ring of keys and values": rivals.ring_of_keys,
 }

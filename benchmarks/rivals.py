@@ -1,7 +1,7 @@
 """Algorithms that ours are compared with, by the benchmarks and in the tests; no program runs them.
 
 For one new token in each of B rows of a cache that lies on N devices, H heads of C channels, T columns in all, K
-key-value heads (beside `zaya_jax.parallel.tree.tree_attention`), a layer sends
+key-value heads (beside `tree_attention`, which is `zaya_jax.parallel.tree.Parts`'s), a layer sends
 
     ring_of_parts    N - 1 collective-permutes one after the other, of outputs and log-sum-exps: 4 B H (C + 1) each
     ring_of_keys     N - 1 of the keys and values: 2 B T / N K C numbers each, in the cache's own format
@@ -22,6 +22,11 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from zaya_jax.parallel import linear, tree
+
+
+def tree_attention(q, k, v, valid, *, scale, axis) -> jax.Array:
+    """Ours: attention of one new query per row to a cache in parts."""
+    return tree.Parts(lax.axis_size(axis), axis).read(q, k, v, valid, scale)
 
 
 def ring_of_parts(q, k, v, valid, *, scale: float, axis: str) -> jax.Array:
@@ -69,7 +74,7 @@ def _round(axis: str) -> list[tuple[int, int]]:
 
 def lasp1(q, k, v, segments=None, *, axis, zigzag: bool = True, chunk: int | None = None) -> jax.Array:
     """The same by states that go from device to device, each waiting for the one before."""
-    return linear.over_pieces(_passed_on, q, k, v, segments, axis, zigzag, chunk)
+    return linear.lasp2(q, k, v, segments, axis=axis, zigzag=zigzag, chunk=chunk, exchange=_passed_on)
 
 
 def passed_bytes(batch: int, num_kv: int, channels: int) -> int:

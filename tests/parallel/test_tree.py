@@ -36,7 +36,7 @@ def on_devices(function, size):
 
 
 @pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize("function", [tree.tree_attention, rivals.ring_of_parts, rivals.ring_of_keys])
+@pytest.mark.parametrize("function", [rivals.tree_attention, rivals.ring_of_parts, rivals.ring_of_keys])
 def test_equal_to_one_device(function, size):
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (B, 1, H, C))
@@ -49,13 +49,14 @@ def test_equal_to_one_device(function, size):
 
 def test_a_prompt_and_new_columns_go_where_they_belong():
     size, length = 4, 12
+    cache = tree.Parts(size)
     x = jnp.arange(2.0 * length).reshape(2, length, 1, 1)
 
     def fill(x):
         held = Held(jnp.full((3, 2, length // size, 1, 1), -1.0), jnp.int32(1))
-        held = tree.write_columns(held, x[:, :6], jnp.int32(0), "context")
+        held = cache.write(held, x[:, :6], jnp.int32(0))
         for index in range(6, length):
-            held = tree.write_columns(held, x[:, index : index + 1], jnp.int32(index), "context")
+            held = cache.write(held, x[:, index : index + 1], jnp.int32(index))
         return held.read(), held.stack[::2]
 
     filled, others = jax.shard_map(
@@ -76,7 +77,7 @@ def lowered(function, size, length):
 @pytest.mark.parametrize("length", [64, 64 * 1024])
 def test_three_small_all_reduces_whatever_the_length(length):
     """The compiler makes one message of the two sums: three arrays are reduced, by two instructions."""
-    program = lowered(tree.tree_attention, 8, length)
+    program = lowered(rivals.tree_attention, 8, length)
     assert program.as_text().count("stablehlo.all_reduce") == 3
     found = hlo.collectives(program.compile())
     assert {c.kind for c in found} == {"all-reduce"}

@@ -11,6 +11,7 @@ Letters: B batch, S whole sequence, S / N a device's part, c = S / 2N a chunk, H
 """
 
 import dataclasses
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -188,21 +189,30 @@ def attention_over_chunks(
         return at.split(
             ring.ring_attention(q, kv, at.segments, at.meet, window, at.axes, at.parts, scale, windows)
         )
-    kv = gather(kv, at.axes)
     outs = []
-    for i, q_i in enumerate(jnp.split(q, 2, axis=1)):
-        seen = kv.shape[1] // (2 - i)  # no early chunk reaches into the second half
-        k, v = jnp.split(kv[:, :seen], 2, axis=-1)
-        own = segments = at.segments
-        if segments is not None:
-            own = lax.dynamic_slice_in_dim(segments, at.starts[i], at.chunk, 1)
-            segments = segments[:, :seen]
-        with visiting_chunk(at.chunk, seen, i, windows):
-            outs.append(attention(q_i, k, v, own, segments, window, at.starts[i], scale=scale)[0])
+    for visits, arrays, masks in early_and_late(gather(kv, at.axes), at, window, windows, q):
+        with visits:
+            outs.append(attention(*arrays, *masks, scale=scale)[0])
     return at.split(jnp.concatenate(outs, axis=1))
 
 
-def visiting_chunk(chunk: int, seen: int, half: int, windows: Windows) -> AbstractContextManager[None]:
-    """What of the `seen` keys attention of a chunk visits, on average over devices: an early one (half 0) lies anywhere
-    in them, a late one in their second half."""
-    return visiting(visited(chunk, seen, range(half * seen // 2, seen, chunk), windows))
+def early_and_late(
+    kv: Float[Array, "B S K C2"], at: Any, window: jax.Array | int | None, windows: Windows, *local: jax.Array
+) -> Iterator[tuple[AbstractContextManager[None], tuple, tuple]]:
+    """For each of the device's two chunks: the share of keys that it visits, its arrays, and their masks.
+
+    The arrays are its part of the first of `local`, its queries, then the keys and values that it may see, then its
+    part of the others. The share is a mean over devices: an early chunk lies anywhere in the keys, a late one in their
+    second half. `at` has the chunks' `starts` and the whole sequence's `segments`.
+    """
+    chunk = local[0].shape[1] // 2
+    for half, start in enumerate(at.starts):
+        seen = kv.shape[1] // (2 - half)  # no early chunk reaches into the second half
+        own = segments = at.segments
+        if segments is not None:
+            own = lax.dynamic_slice_in_dim(segments, start, chunk, 1)
+            segments = segments[:, :seen]
+        k, v = jnp.split(kv[:, :seen], 2, axis=-1)
+        q, *rest = (x[:, half * chunk : (half + 1) * chunk] for x in local)
+        visits = visiting(visited(chunk, seen, range(half * seen // 2, seen, chunk), windows))
+        yield visits, (q, k, v, *rest), (own, segments, window, start)

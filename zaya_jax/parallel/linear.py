@@ -10,6 +10,7 @@ done while the states travel. It runs inside `jax.shard_map`.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,13 +33,12 @@ def lasp2(
     axis: Axis,
     zigzag: bool = True,
     chunk: int | None = None,
+    exchange: Callable | None = None,
 ) -> Float[Array, "B S H C"]:
-    """Linear attention of this device's S tokens to those of all devices of `axis`; one all-gather each way."""
-    return over_pieces(_gathered, q, k, v, segments, axis, zigzag, chunk)
+    """Linear attention of this device's S tokens to those of all devices of `axis`; one all-gather each way.
 
-
-def over_pieces(exchange, q, k, v, segments, axis, zigzag, chunk) -> jax.Array:
-    """Linear attention where `exchange` brings the state that enters each piece."""
+    Another `exchange` (benchmarks) brings the state that enters each piece in another way.
+    """
     batch, seq = q.shape[:2]
     pieces = 2 if zigzag else 1
 
@@ -50,7 +50,7 @@ def over_pieces(exchange, q, k, v, segments, axis, zigzag, chunk) -> jax.Array:
     segments = cut(jnp.zeros((batch, seq), jnp.int32) if segments is None else segments)
     features_q, features_k, values = heads_first(*rows)
     states = summary(features_k, values, segments)
-    entering = exchange(
+    entering = (exchange or _gathered)(
         states.reshape(pieces, batch, *states.shape[1:]),
         segments[:, 0].reshape(pieces, batch),
         segments[:, -1].reshape(pieces, batch),

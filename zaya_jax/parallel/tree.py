@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.attention import MASKED, attention
 from zaya_jax.model.cache import WHOLE, Cache, Held
@@ -38,16 +38,48 @@ class Parts(Cache):
         return self.devices
 
     def columns(self, length: int) -> int:
-        return columns_of(length, self.devices)
+        return -(-length // self.devices)
 
-    def write(self, held, new, index) -> Held:
-        return write_columns(held, new, index, self.axis)
+    def write(self, held: Held, new: Float[Array, "B S K C"], index: jax.Array) -> Held:
+        """A prompt's columns begin on the first device; one new column lies on the device of its index."""
+        rows = jnp.arange(len(new))
+        if new.shape[1] > 1:
+            return held.write(own_columns(new, self.axis), 0, index // self.devices)
+        index = jnp.broadcast_to(index, len(new))
+        place = index // self.devices
+        here = index % self.devices == lax.axis_index(self.axis)
+        old = held.stack[held.layer, rows, place]
+        return held.write_rows(jnp.where(here[:, None, None], new[:, 0].astype(old.dtype), old), place)
 
     def read(self, q, k, v, valid, scale) -> jax.Array:
-        return tree_attention(q, k, v, valid, scale=scale, axis=self.axis)
+        """Keys and values are this device's, `valid` is of all columns."""
+        out, lse = attend_to_part(q, k, v, own_columns(valid, self.axis), scale)
+        return self._of_all(out, lse)[:, None].astype(v.dtype)
 
     def read_piece(self, q, k, v, window, start, scale) -> jax.Array:
-        return tree_attention_of_piece(q, k, v, window, start, scale=scale, axis=self.axis)
+        """The piece begins on the first device.
+
+        Queries N columns apart see a device's columns as a sequence sees itself: with the query of place b from residue
+        s of start + b N + s, and the key of place j on device r, the distance is (b + start / N - j) N + s - r.
+        """
+        devices, me, length = self.devices, lax.axis_index(self.axis), q.shape[1]
+        q = jnp.pad(q, ((0, 0), (0, -length % devices), (0, 0), (0, 0)))
+        q = q.reshape(len(q), -1, devices, *q.shape[2:])
+
+        def of_residue(s):
+            later = (s < me).astype(jnp.int32)  # the key in the query's own place comes after it
+            within = None if window is None else -(-(window + me - s) // devices) - later
+            return attention(q[:, :, s], k, v, None, None, within, start // devices - later, scale=scale)
+
+        out, lse = (jnp.moveaxis(x, 0, 2) for x in lax.map(of_residue, jnp.arange(devices)))
+        out = self._of_all(out.astype(jnp.float32), lse)
+        return out.reshape(len(q), -1, *out.shape[3:])[:, :length].astype(v.dtype)
+
+    def _of_all(self, out: jax.Array, lse: jax.Array) -> jax.Array:
+        """Attention to all keys, from each device's to its own and their log-sum-exp."""
+        weight = jnp.exp(lse - lax.pmax(lse, self.axis))
+        out, total = lax.psum(out * weight[..., None], self.axis), lax.psum(weight, self.axis)
+        return out / total[..., None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +99,6 @@ def cache_over(mesh: Mesh | None) -> Devices:
     return InParts(mesh) if mesh is not None and mesh.shape.get("context", 1) > 1 else ALONE
 
 
-def columns_of(length: int, devices: int) -> int:
-    """Columns that each device holds of a cache of this length."""
-    return -(-length // devices)
-
-
 def own_columns(x: Array, axis: str) -> Array:
     """This device's columns of x [B, T, ..]."""
     return columns_on(lax.axis_index(axis), x, axis)
@@ -83,69 +110,6 @@ def columns_on(device: jax.Array, x: Array, axis: str) -> Array:
     x = jnp.pad(x, [(0, -x.shape[i] % devices if i == 1 else 0) for i in range(x.ndim)])
     x = x.reshape(x.shape[0], -1, devices, *x.shape[2:])
     return lax.dynamic_index_in_dim(x, device, 2, keepdims=False)
-
-
-def write_columns(held: Held, x: Float[Array, "B S K C"], index: jax.Array, axis: str) -> Held:
-    """The cache with a prompt's columns from `index` on, which lies on the first device, or with one new column at
-    `index`, of all rows or of each, on the device that it is on."""
-    devices, rows = lax.axis_size(axis), jnp.arange(len(x))
-    if x.shape[1] > 1:
-        return held.write(own_columns(x, axis), 0, index // devices)
-    index = jnp.broadcast_to(index, len(x))
-    place = index // devices
-    here = index % devices == lax.axis_index(axis)
-    old = held.stack[held.layer, rows, place]
-    return held.write_rows(jnp.where(here[:, None, None], x[:, 0].astype(old.dtype), old), place)
-
-
-def tree_attention(
-    q: Float[Array, "B 1 H C"],
-    k: Float[Array, "B T K C"],
-    v: Float[Array, "B T K C"],
-    valid: Bool[Array, "B T"],
-    *,
-    scale: float,
-    axis: str,
-) -> Float[Array, "B 1 H C"]:
-    """One new query per row against the cache's parts; k and v are this device's, `valid` is of all columns."""
-    out, lse = attend_to_part(q, k, v, own_columns(valid, axis), scale)
-    return _of_all(out, lse, axis)[:, None].astype(v.dtype)
-
-
-def tree_attention_of_piece(
-    q: Float[Array, "B S H C"],
-    k: Float[Array, "B T K C"],
-    v: Float[Array, "B T K C"],
-    window: Int[Array, ""] | int | None,
-    start: jax.Array,
-    *,
-    scale: float,
-    axis: str,
-) -> Float[Array, "B S H C"]:
-    """The same for a piece of a prompt from column `start` on, which lies on the first device.
-
-    Queries N columns apart see a device's columns as a sequence sees itself: with the query of place b from residue s
-    of start + b N + s, and the key of place j on device r, the distance is (b + start / N - j) N + s - r.
-    """
-    devices, me, length = lax.axis_size(axis), lax.axis_index(axis), q.shape[1]
-    q = jnp.pad(q, ((0, 0), (0, -length % devices), (0, 0), (0, 0)))
-    q = q.reshape(len(q), -1, devices, *q.shape[2:])
-
-    def of_residue(s):
-        later = (s < me).astype(jnp.int32)  # the key in the query's own place comes after it
-        within = None if window is None else -(-(window + me - s) // devices) - later
-        return attention(q[:, :, s], k, v, None, None, within, start // devices - later, scale=scale)
-
-    out, lse = (jnp.moveaxis(x, 0, 2) for x in lax.map(of_residue, jnp.arange(devices)))
-    out = _of_all(out.astype(jnp.float32), lse, axis)
-    return out.reshape(len(q), -1, *out.shape[3:])[:, :length].astype(v.dtype)
-
-
-def _of_all(out: jax.Array, lse: jax.Array, axis: str) -> jax.Array:
-    """Attention to all keys, from each device's to its own and their log-sum-exp."""
-    weight = jnp.exp(lse - lax.pmax(lse, axis))
-    out, total = lax.psum(out * weight[..., None], axis), lax.psum(weight, axis)
-    return out / total[..., None]
 
 
 def attend_to_part(q, k, v, valid: Bool[Array, "B T"], scale: float) -> Attended:

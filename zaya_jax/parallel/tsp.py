@@ -246,24 +246,6 @@ def _output(sizes, out, rows):
     return dot(out.reshape(*out.shape[:2], -1), rows, sizes.dtype, jnp.float32)
 
 
-def _chunks(where, kv, *local):
-    """For each of the device's two chunks its part of `local`, the keys and values it may see, and the masks."""
-    chunk = local[0].shape[1] // 2
-    for i in range(2):
-        seen = kv.shape[1] // (2 - i)  # no early chunk reaches into the second half
-        own = all_seen = None
-        if where.segments is not None:
-            own = lax.dynamic_slice_in_dim(where.segments, where.starts[i], chunk, 1)
-            all_seen = where.segments[:, :seen]
-        k, v = jnp.split(kv[:, :seen], 2, axis=-1)
-        q, *rest = (x[:, i * chunk : (i + 1) * chunk] for x in local)
-        yield (q, k, v, *rest), (own, all_seen, where.window, where.starts[i])
-
-
-def _visiting(sizes, half, arrays):
-    return context.visiting_chunk(arrays[0].shape[1], arrays[1].shape[1], half, sizes.windows)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(sizes, x, packed, where):
     return _attention_fwd(sizes, x, packed, where)[0]
@@ -276,8 +258,9 @@ def _attention_fwd(sizes, x, packed, where):
         columns, rows = weights
         q, kv = _project(sizes, where.rope, x, columns)
         found = []
-        for half, (arrays, masks) in enumerate(_chunks(where, context.gather(kv, sizes.axes), q)):
-            with _visiting(sizes, half, arrays):
+        whole = context.gather(kv, sizes.axes)
+        for visits, arrays, masks in context.early_and_late(whole, where, where.window, sizes.windows, q):
+            with visits:
                 found.append(blockwise.attention(*arrays, *masks, scale=scale))
         out, lse = (
             checkpoint_name(jnp.concatenate(x, axis=1), blockwise.SAVED) for x in zip(*found, strict=True)
@@ -305,10 +288,12 @@ def _attention_bwd(sizes, saved, dy):
         d_out, d_rows = jax.vjp(functools.partial(_output, sizes), out, rows)[1](dy)
         (q, kv), back = jax.vjp(functools.partial(_project, sizes, where.rope), x, columns)
         whole, home = jax.vjp(lambda kv: context.gather(kv, sizes.axes), kv)
-        chunks = _chunks(where, whole, q, out, lse, d_out)
+        local = q, out, lse, d_out
         found = []
-        for half, (arrays, masks) in enumerate(chunks):
-            with _visiting(sizes, half, arrays):
+        for visits, arrays, masks in context.early_and_late(
+            whole, where, where.window, sizes.windows, *local
+        ):
+            with visits:
                 found.append(blockwise.attention_gradients(arrays[:3], arrays[3:], *masks, scale=scale))
         early, late = found
         # Late queries see all keys, early ones the first half: summed in float32, and sent home as they came.
