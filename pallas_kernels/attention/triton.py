@@ -14,7 +14,6 @@ of a group. Letters as in `pallas_kernels.attention`.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,27 +26,16 @@ from numpy import typing as npt
 from pallas_kernels import chip, tiles
 from pallas_kernels.attention import xla
 from pallas_kernels.attention.reference import MASKED, NO_WINDOW
+from pallas_kernels.rows import LOG2E, Rows, Tile, formats
 
-LOG2E = math.log2(math.e)
-NARROW = (jnp.bfloat16, jnp.float16)
 Met = tuple[Any, Any, Any, Any]  # blocks [lo, hi), and of these [start, end) without a mask
-
-
-class Tile(NamedTuple):
-    """Sizes of a kernel: rows (queries times heads) against keys."""
-
-    rows: int
-    keys: int
-    warps: int = 4
-    stages: int = 1
 
 
 def suits(q, k, v, scale) -> bool:
     """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole, and registers would spill."""
     channels, alike = q.shape[-1], q.dtype == k.dtype == v.dtype
     fits = channels % 16 == 0 and channels <= 256 and min(q.shape[1], k.shape[1]) >= 16
-    formats = NARROW if chip.current().maker == "cuda" else (*NARROW, jnp.float32)
-    return fits and alike and q.dtype in formats and scale > 0
+    return fits and alike and q.dtype in formats() and scale > 0
 
 
 def tile_of(kernel: str, channels: int, dtype: Any, block: int | None) -> Tile:
@@ -138,7 +126,7 @@ class _Call:
         group = num_heads // num_kv
         self.sums = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
         self.tile = tile_of(kernel, channels, q.dtype, block)
-        heads = min(group & -group, self.tile.rows)  # the largest power of two that divides the group
+        heads = self.tile.heads_of(group)
         known = (x is not None for x in (q_segments, window, offset))
         sizes = group // heads, heads, channels, self.tile.rows // heads, self.tile.keys
         self.shape = _Shape(q_len, k_len, num_kv, *sizes, scale, *known)
@@ -290,45 +278,19 @@ def _over(lo, hi, start, end, step, carry):
     return lax.fori_loop(0, before + hi - end, edge, carry)
 
 
-class _Part:
-    """The rows of a tile in arrays of [B, tokens times heads, C], or without C: a block of queries or of keys."""
-
-    def __init__(self, at: _Shape, batch, tokens, head, num_heads, length, block):
-        self.batch, self.tokens = batch, tokens
-        self.rows = tokens * num_heads + head
-        self.real, self.tail = tokens < length, length % block > 0
-        self.channels, self.own = tiles.within(jnp.int32(0), tiles.power(at.channels), at.channels)
-
-    def load(self, ref, inner=False) -> jax.Array:
-        """Zeros behind the sequence; an `inner` block does not reach there."""
-        real = self.real if self.tail and not inner else None
-        if len(ref.shape) == 3:
-            return tiles.take(ref, self.batch, rows=self.rows, columns=self.channels, own=(real, self.own))
-        view = ref.at[self.batch, self.rows]
-        return tiles.load(view) if real is None else tiles.load(view, mask=real, other=0)
-
-    def store(self, ref, x) -> None:
-        real = self.real if self.tail else None
-        if len(ref.shape) == 3:
-            tiles.put(ref, x, self.batch, rows=self.rows, columns=self.channels, own=(real, self.own))
-        else:
-            tiles.store(ref.at[self.batch, self.rows], x, mask=real)
-
-    def ids(self, ref) -> jax.Array | None:
-        """The rows' segments; what lies behind the sequence is masked by its place, or not stored."""
-        return None if ref is None else tiles.load(ref.at[self.batch, self.tokens], mask=self.real, other=0)
-
-
-def _rows(at: _Shape, batch, head, i) -> _Part:
+def _rows(at: _Shape, batch, head, i) -> Rows:
     """Block i of queries, each with the heads from this one on that lie in a tile."""
     n, num_heads = tiles.steps(at.rows), at.num_kv * at.parts * at.heads
     tokens = i * at.queries + lax.div(n, at.heads)
-    return _Part(at, batch, tokens, head + lax.rem(n, at.heads), num_heads, at.q_len, at.queries)
+    real = tokens < at.q_len if at.q_len % at.queries else None
+    return Rows(batch, tokens, head + lax.rem(n, at.heads), num_heads, at.channels, real)
 
 
-def _keys_of(at: _Shape, batch, head, j) -> _Part:
+def _keys_of(at: _Shape, batch, head, j) -> Rows:
     """Block j of a head's keys, or values."""
-    return _Part(at, batch, j * at.keys + tiles.steps(at.keys), head, at.num_kv, at.k_len, at.keys)
+    tokens = j * at.keys + tiles.steps(at.keys)
+    real = tokens < at.k_len if at.k_len % at.keys else None
+    return Rows(batch, tokens, head, at.num_kv, at.channels, real)
 
 
 def _place_of_queries(at: _Shape) -> tuple:
@@ -347,7 +309,7 @@ def _forward(at: _Shape, q, k, v, *refs):
     def step(j, carry, masked):
         acc, top, total = carry
         keys = _keys_of(at, batch, kv_head, j)
-        scores = tiles.dot(q_i, keys.load(k, not masked), transpose_y=True)
+        scores = tiles.dot(q_i, keys.load(k, inner=not masked), transpose_y=True)
         if masked:
             seen = masks.seen(rows, keys, q_ids, keys.ids(masks.k_ids), by_query=True)
             scores = jnp.where(seen, scores, MASKED)
@@ -355,7 +317,7 @@ def _forward(at: _Shape, q, k, v, *refs):
         new_top = jnp.maximum(top, scores.max(1) * factor)
         weights = jnp.exp2(scores * factor - new_top[:, None])
         shrink = jnp.exp2(top - new_top)
-        update = tiles.dot(tiles.narrow(weights, v.dtype), keys.load(v, not masked))
+        update = tiles.dot(tiles.narrow(weights, v.dtype), keys.load(v, inner=not masked))
         return acc * shrink[:, None] + update, new_top, total * shrink + weights.sum(1)
 
     # Above what is masked, so that a row's weights are 0, not 1, as long as it has seen no key.
@@ -390,7 +352,7 @@ def _queries(has_d_lse: bool, at: _Shape, q, k, v, out, lse, d_out, *refs):
 
     def step(j, dq_i, masked):
         keys = _keys_of(at, batch, kv_head, j)
-        k_j, v_j, seen = keys.load(k, not masked), keys.load(v, not masked), None
+        k_j, v_j, seen = keys.load(k, inner=not masked), keys.load(v, inner=not masked), None
         if masked:
             seen = masks.seen(rows, keys, q_ids, keys.ids(masks.k_ids), by_query=True)
         weights = _weights(tiles.dot(q_i, k_j, transpose_y=True), lse_i[:, None], factor, seen)
@@ -411,8 +373,8 @@ def _keys(at: _Shape, q, k, v, d_out, lse, delta, *refs):
     def step(part, i, carry, masked):
         dk_j, dv_j = carry
         rows = _rows(at, batch, (kv_head * at.parts + part) * at.heads, i)
-        q_i, d_i = rows.load(q, not masked), rows.load(d_out, not masked)
-        lse_i, delta_i = rows.load(lse, not masked) * LOG2E, rows.load(delta, not masked)
+        q_i, d_i = rows.load(q, inner=not masked), rows.load(d_out, inner=not masked)
+        lse_i, delta_i = rows.load(lse, inner=not masked) * LOG2E, rows.load(delta, inner=not masked)
         seen = None
         if masked:
             seen = masks.seen(rows, keys, rows.ids(masks.q_ids), k_ids, by_query=False)

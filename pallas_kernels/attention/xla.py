@@ -13,7 +13,6 @@ import numpy as np
 from jax import lax
 from numpy import typing as npt
 
-from pallas_kernels.attention import strips
 from pallas_kernels.attention.reference import MASKED, mask_of
 from pallas_kernels.loops import turning
 
@@ -21,12 +20,8 @@ from pallas_kernels.loops import turning
 def forward(q, k, v, q_segments, k_segments, window, offset, *, scale, block) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.attention`."""
     q_len, k_len = q.shape[1], k.shape[1]
-    side = None if block else strips.side(q_len, k_len, window, offset)
-    block = side or block or default_block(max(q_len, k_len))
+    block = block or default_block(max(q_len, k_len))
     q, k, v, q_segments, k_segments, blocks = arrange(q, k, v, q_segments, k_segments, block)
-    if side:
-        out, lse = strips.forward(q, k, v, q_segments, k_segments, scale, side)
-        return by_token(out), by_token(lse[..., None])[..., 0]
     out, lse = _forward(q, k, v, q_segments, k_segments, window, offset, scale, (*blocks, k_len))
     return by_token(out)[:, :q_len], by_token(lse[..., None])[:, :q_len, :, 0]
 
@@ -35,19 +30,14 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     """See `pallas_kernels.attention`."""
     q, k, v, q_segments, k_segments, window, offset, out, lse = saved
     q_len, (k_len, num_kv) = q.shape[1], k.shape[1:3]
-    side = None if block else strips.side(q_len, k_len, window, offset)
-    block = side or block or default_block(max(q_len, k_len))
+    block = block or default_block(max(q_len, k_len))
     delta = (d_out.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
     delta = delta if d_lse is None else delta - d_lse
     q, k, v, q_segments, k_segments, blocks = arrange(q, k, v, q_segments, k_segments, block)
     d_out, lse, delta = (by_group(x, num_kv, blocks[0]) for x in (d_out, lse[..., None], delta[..., None]))
     lse, delta, d_out = lse[..., 0], delta[..., 0], d_out.astype(v.dtype)
-    if side:
-        found = strips.gradients(q, k, v, q_segments, k_segments, lse, d_out, delta, scale, side)
-        dq, dk, dv = (x.astype(to) for x, to in zip(found, (jnp.float32, dtype, dtype), strict=True))
-    else:
-        saved = (q, k, v, q_segments, k_segments, window, offset, lse, delta)
-        dq, dk, dv = _gradients(scale, *blocks, k_len, saved, d_out, dtype)
+    saved = (q, k, v, q_segments, k_segments, window, offset, lse, delta)
+    dq, dk, dv = _gradients(scale, *blocks, k_len, saved, d_out, dtype)
     dk, dv = (x.transpose(0, 2, 1, 3)[:, :k_len] for x in (dk, dv))
     return by_token(dq)[:, :q_len], dk, dv
 

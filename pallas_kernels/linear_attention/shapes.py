@@ -5,17 +5,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from pallas_kernels import chip, tiles
+from pallas_kernels.rows import Tile, wide
 
 CHUNK = 128  # tokens: as many as a head has channels balances the two products
-
-
-class Tile(NamedTuple):
-    """Sizes of a kernel: rows (queries times heads) against keys."""
-
-    rows: int
-    keys: int
-    warps: int = 4
-    stages: int = 1
 
 
 def tile_of(kernel: str, channels: int, dtype: Any) -> Tile:
@@ -61,7 +53,7 @@ class Shape(NamedTuple):
     @property
     def wide(self) -> int:
         """Channels of a tile."""
-        return max(16, tiles.power(self.channels))
+        return wide(self.channels)
 
     @property
     def slice(self) -> int:
@@ -70,7 +62,7 @@ class Shape(NamedTuple):
 
     def cut(self, kernel: str) -> "Cut":
         tile = tile_of(kernel, self.channels, self.dtype)
-        heads = min(self.group & -self.group, tile.rows)  # the largest power of two that divides the group
+        heads = tile.heads_of(self.group)
         queries = min(max(tile.rows // heads, 1), self.chunk)
         return Cut(tile, heads, self.group // heads, queries, min(tile.keys, self.chunk))
 

@@ -22,29 +22,26 @@ They take heads of up to 256 channels, all in one number format; in float32 of u
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_kernels import chip, tiles
+from pallas_kernels import tiles
 from pallas_kernels.attention import SAVED
 from pallas_kernels.linear_attention.reference import features
-from pallas_kernels.linear_attention.shapes import Cut, Shape, Tile, chunk_of, shape_of
+from pallas_kernels.linear_attention.shapes import Cut, Shape, chunk_of, shape_of
+from pallas_kernels.rows import LOG2E, NARROW, Rows, Tile, formats, masked
 
-LOG2E = math.log2(math.e)
-NARROW = (jnp.bfloat16, jnp.float16)
 AHEAD = 8  # chunks whose states `linear_carry` loads before it adds them up
 CARRIED = 1024  # numbers of a state that one of its programs has
 
 
 def suits(q, k, v) -> bool:
     """Whether the kernels take these arrays; NVIDIA's matrix units take no float32 whole, wide heads spill."""
-    formats = NARROW if chip.current().maker == "cuda" else (*NARROW, jnp.float32)
     alike, most = q.dtype == k.dtype == v.dtype, 256 if q.dtype in NARROW else 128
-    return alike and q.dtype in formats and q.size > 0 and q.shape[-1] <= most
+    return alike and q.dtype in formats() and q.size > 0 and q.shape[-1] <= most
 
 
 def linear_attention(q, k, v, segments, chunk) -> jax.Array:
@@ -228,59 +225,21 @@ def _flops(at: Shape, cut: Cut, products: int) -> float:
     return of_keys + (rows if products == 2 else 2 * rows / at.group) * at.wide
 
 
-class _Rows:
-    """The rows of a tile in arrays of [B, tokens times heads, C], or without C, and its masks."""
-
-    def __init__(self, at: Shape, batch, tokens, head, num_heads):
-        self.at, self.batch, self.tokens = at, batch, tokens
-        self.index = tokens * num_heads + head
-        self.real = None if at.length % at.chunk == 0 else tokens < at.length
-
-    def load(self, ref, columns=None) -> jax.Array:
-        """As it is, zeros behind the sequence and behind the channels."""
-        columns, own = self.at_columns(columns)
-        return tiles.take(ref, self.batch, rows=self.index, columns=columns, own=(self.real, own))
-
-    def at_columns(self, columns=None):
-        """Channels from a place on, or all of them, and which of these there are."""
-        start, size = (jnp.int32(0), self.at.wide) if columns is None else columns
-        return tiles.within(start, size, self.at.channels)
-
-    def load_sum(self, ref, other=0) -> jax.Array:
-        """Of [B, tokens times heads]."""
-        return _masked(ref.at[self.batch, self.index], self.real, other)
-
-    def features(self, ref, columns=None) -> jax.Array:
-        """Those of queries, zero where there are none; as they come where they are features."""
-        x = self.load(ref, columns)
-        if not self.at.whole:
-            return x
-        x = _features(x.astype(jnp.float32))
-        for side, mask in ((0, self.at_columns(columns)[1]), (1, self.real)):
-            if mask is not None:
-                x = jnp.where(jnp.broadcast_to(jnp.expand_dims(mask, side), x.shape), x, 0)
-        return tiles.narrow(x, ref.dtype)
-
-    def factor(self, refs) -> jax.Array | None:
-        """What turns the gradient of the output into that of the numerator; None where that one is given."""
-        return self.load_sum(refs["factor"]) if self.at.whole else None
-
-    def ids(self, refs) -> jax.Array | None:
-        """The segments."""
-        if "segments" not in refs:
-            return None
-        return _masked(refs["segments"].at[self.batch, self.tokens], self.real)
-
-    def store(self, ref, x) -> None:
-        if len(ref.shape) == 3:
-            columns, own = self.at_columns()
-            tiles.put(ref, x, self.batch, rows=self.index, columns=columns, own=(self.real, own))
-        else:
-            tiles.store(ref.at[self.batch, self.index], x, mask=self.real)
+def _features_of(at: Shape, rows: Rows, ref, columns=None) -> jax.Array:
+    """Features of queries, zero where there are none; as they come where they are features."""
+    x = rows.load(ref, columns)
+    if not at.whole:
+        return x
+    x = _features(x.astype(jnp.float32))
+    for side, mask in ((0, rows.at_columns(columns)[1]), (1, rows.real)):
+        if mask is not None:
+            x = jnp.where(jnp.broadcast_to(jnp.expand_dims(mask, side), x.shape), x, 0)
+    return tiles.narrow(x, ref.dtype)
 
 
-def _masked(place, mask, other=0) -> jax.Array:
-    return tiles.load(place) if mask is None else tiles.load(place, mask=mask, other=other)
+def _factor(at: Shape, rows: Rows, refs) -> jax.Array | None:
+    """What turns the gradient of the output into that of the numerator; None where that one is given."""
+    return rows.load(refs["factor"]) if at.whole else None
 
 
 def _wide(x: jax.Array) -> jax.Array:
@@ -291,16 +250,21 @@ def _features(x: jax.Array) -> jax.Array:
     return jnp.where(x > 0, x + 1, jnp.exp2(jnp.minimum(x, 0) * LOG2E))
 
 
-def _queries_of(at: Shape, cut: Cut, batch, head, i) -> _Rows:
+def _queries_of(at: Shape, cut: Cut, batch, head, i) -> Rows:
     """Block i of queries, each with the heads from this one on that lie in a tile."""
     n = tiles.steps(cut.rows)
     tokens = i * cut.queries + lax.div(n, cut.heads)
-    return _Rows(at, batch, tokens, head + lax.rem(n, cut.heads), at.heads)
+    return _rows(at, batch, tokens, head + lax.rem(n, cut.heads), at.heads)
 
 
-def _keys_of(at: Shape, keys: int, batch, head, j) -> _Rows:
+def _keys_of(at: Shape, keys: int, batch, head, j) -> Rows:
     """Block j of a head's keys, or values."""
-    return _Rows(at, batch, j * keys + tiles.steps(keys), head, at.num_kv)
+    return _rows(at, batch, j * keys + tiles.steps(keys), head, at.num_kv)
+
+
+def _rows(at: Shape, batch, tokens, head, num_heads) -> Rows:
+    real = tokens < at.length if at.length % at.chunk else None
+    return Rows(batch, tokens, head, num_heads, at.channels, real)
 
 
 def _last(at: Shape, refs, batch, n):
@@ -336,15 +300,15 @@ def _states_body(at: Shape, cut: Cut, columns, of_keys, refs, states, totals):
         block = n * steps + i
         if of_keys:
             rows = _keys_of(at, cut.queries, batch, kv_head, block)
-            x = _only(rows.load(refs["k"]), rows.ids(refs), document)
+            x = _only(rows.load(refs["k"]), rows.ids(refs.get("segments")), document)
             return products + tiles.dot(x, rows.load(refs["v"], place), transpose_x=True), total + _wide(
                 x
             ).sum(0)
         rows = _queries_of(at, cut, batch, (kv_head * cut.parts + part) * cut.heads, block)
-        x = _only(rows.load(refs["q"]), rows.ids(refs), document)
-        total += (_wide(x) * rows.load_sum(refs["d_denominator"])[:, None]).sum(0)
+        x = _only(rows.load(refs["q"]), rows.ids(refs.get("segments")), document)
+        total += (_wide(x) * rows.load(refs["d_denominator"])[:, None]).sum(0)
         if at.whole:
-            x = tiles.narrow(_times(_wide(x), rows.factor(refs), 1), at.dtype)
+            x = tiles.narrow(_times(_wide(x), _factor(at, rows, refs), 1), at.dtype)
         return products + tiles.dot(x, rows.load(refs["d"], place), transpose_x=True), total
 
     carry = jnp.zeros((at.wide, columns), jnp.float32), jnp.zeros(at.wide, jnp.float32)
@@ -425,7 +389,7 @@ def _along(x):
 def _totals(at: Shape, refs, state, n, columns=None):
     start, size = (jnp.int32(0), at.wide) if columns is None else columns
     places, own = tiles.within(start, size, at.channels)
-    return _masked(refs["totals"].at[state, n, places], own)[None]
+    return masked(refs["totals"].at[state, n, places], own)[None]
 
 
 def _slice_of_state(at: Shape, refs, state, n, columns, by_row=True):
@@ -439,24 +403,26 @@ def _slice_of_state(at: Shape, refs, state, n, columns, by_row=True):
 
 def _outputs_body(at: Shape, cut: Cut, refs, out, denominator):
     state, batch, kv_head, rows, n, blocks = _place_of_queries(at, cut)
-    q_ids = rows.ids(refs)
+    q_ids = rows.ids(refs.get("segments"))
     carry = jnp.zeros((cut.rows, at.wide), jnp.float32), jnp.zeros(cut.rows, jnp.float32)
     if at.chunks > 1:
         document = _last(at, refs, batch, n - 1) if at.segments else None
 
         def add(columns, carry):
             numerator, total = carry
-            q = _only(rows.features(refs["q"], columns), q_ids, document)
+            q = _only(_features_of(at, rows, refs["q"], columns), q_ids, document)
             total += (_wide(q) * _totals(at, refs, state, n, columns)).sum(1)
             return numerator + tiles.dot(q, _slice_of_state(at, refs, state, n, columns)), total
 
         carry = _sliced(at, add, carry)
-    q_i = rows.features(refs["q"])
+    q_i = _features_of(at, rows, refs["q"])
 
     def step(j, carry):
         numerator, total = carry
         keys = _keys_of(at, cut.keys, batch, kv_head, j)
-        seen = _seen(_across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs)))
+        seen = _seen(
+            _across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs.get("segments")))
+        )
         weights = jnp.where(seen, tiles.dot(q_i, keys.load(refs["k"]), transpose_y=True), 0)
         numerator += tiles.dot(tiles.narrow(weights, at.dtype), keys.load(refs["v"]))
         return numerator, total + weights.sum(1)
@@ -468,14 +434,14 @@ def _outputs_body(at: Shape, cut: Cut, refs, out, denominator):
 
 def _d_queries_body(at: Shape, cut: Cut, refs, dq, *more):
     state, batch, kv_head, rows, n, blocks = _place_of_queries(at, cut)
-    q_ids, factor = rows.ids(refs), None
+    q_ids, factor = rows.ids(refs.get("segments")), None
     if at.whole:
-        factor = 1 / rows.load_sum(refs["denominator"], 1)
+        factor = 1 / rows.load(refs["denominator"], other=1)
         d_total = -(_wide(rows.load(refs["d"])) * _wide(rows.load(refs["out"]))).sum(1) * factor
         rows.store(more[0], d_total)
         rows.store(more[1], factor)
     else:
-        d_total = rows.load_sum(refs["d_denominator"])
+        d_total = rows.load(refs["d_denominator"])
     dq_i = jnp.zeros((cut.rows, at.wide), jnp.float32)
     if at.chunks > 1:
         document = _last(at, refs, batch, n - 1) if at.segments else None
@@ -490,7 +456,9 @@ def _d_queries_body(at: Shape, cut: Cut, refs, dq, *more):
 
     def step(j, dq_i):
         keys = _keys_of(at, cut.keys, batch, kv_head, j)
-        seen = _seen(_across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs)))
+        seen = _seen(
+            _across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs.get("segments")))
+        )
         d_weights = _times(tiles.dot(d_i, keys.load(refs["v"]), transpose_y=True), factor, 1)
         d_weights = tiles.narrow(jnp.where(seen, d_weights + d_total[:, None], 0), at.dtype)
         return dq_i + tiles.dot(d_weights, keys.load(refs["k"]))
@@ -507,7 +475,7 @@ def _d_keys_body(at: Shape, cut: Cut, refs, dk, dv):
     state, j = tiles.program_id(0), tiles.program_id(1)
     batch, kv_head = lax.div(state, at.num_kv), lax.rem(state, at.num_kv)
     keys, n = _keys_of(at, cut.keys, batch, kv_head, j), lax.div(j * cut.keys, at.chunk)
-    k_ids = keys.ids(refs)
+    k_ids = keys.ids(refs.get("segments"))
     zero = jnp.zeros((cut.keys, at.wide), jnp.float32)
     carry = zero, zero
     if at.chunks > 1:
@@ -528,11 +496,13 @@ def _d_keys_body(at: Shape, cut: Cut, refs, dk, dv):
     def step(part, i, carry):
         dk_j, dv_j = carry
         rows = _queries_of(at, cut, batch, (kv_head * cut.parts + part) * cut.heads, i)
-        q_i, d_i, factor = rows.load(refs["q"]), rows.load(refs["d"]), rows.factor(refs)
-        seen = _seen(_along(rows.tokens), _across(keys.tokens), _along(rows.ids(refs)), _across(k_ids))
+        q_i, d_i, factor = rows.load(refs["q"]), rows.load(refs["d"]), _factor(at, rows, refs)
+        seen = _seen(
+            _along(rows.tokens), _across(keys.tokens), _along(rows.ids(refs.get("segments"))), _across(k_ids)
+        )
         weights = jnp.where(seen, _times(tiles.dot(k_j, q_i, transpose_y=True), factor, 0), 0)
         d_weights = _times(tiles.dot(v_j, d_i, transpose_y=True), factor, 0)
-        d_weights = jnp.where(seen, d_weights + rows.load_sum(refs["d_denominator"])[None], 0)
+        d_weights = jnp.where(seen, d_weights + rows.load(refs["d_denominator"])[None], 0)
         return (
             dk_j + tiles.dot(tiles.narrow(d_weights, at.dtype), q_i),
             dv_j + tiles.dot(tiles.narrow(weights, at.dtype), d_i),

@@ -7,7 +7,7 @@ import pytest
 from kernel_helpers import documents
 
 from pallas_kernels import chip
-from pallas_kernels.attention import attention, attention_gradients, decode_attention, strips
+from pallas_kernels.attention import attention, attention_gradients, decode_attention
 from pallas_kernels.attention.reference import attention as reference_attention
 
 B, H, K, C = 2, 4, 2, 8
@@ -51,55 +51,6 @@ def test_odd_lengths(length):
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 3), (3, 1)])
 def test_groups_of_heads(heads, kv_heads):
     assert_equal_to_the_reference(*inputs(35, 35, heads, kv_heads))
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize(("length", "heads", "kv_heads"), [(64, 4, 2), (128, 3, 1), slow(192, 2, 2)])
-def test_strips_of_a_short_sequence(length, heads, kv_heads, packed):
-    """What a GPU runs without being given a block; padding, whose segment is 0, ends the rows."""
-    assert strips.side(length, length, None, None) == length // strips.STRIPS
-    segments = documents(np.random.default_rng(length), B, length, 0.15) if packed else None
-    with chip.making(chip.Chip("gpu", "gfx942", kernels=())):
-        assert_equal_to_the_reference(
-            *inputs(length, length, heads, kv_heads), segments, segments, block=None
-        )
-
-
-def test_strips_are_for_whole_short_sequences_alone():
-    array = jnp.int32(3)
-    assert strips.side(4096, 4096, None, None) == 512 and strips.side(8192, 8192, None, None) == 1024
-    for case in (
-        (8256, 8256, None, None),
-        (100, 100, None, None),
-        (64, 128, None, None),
-        (64, 64, array, None),
-    ):
-        assert strips.side(*case) is None
-    assert strips.side(64, 64, None, array) is None
-
-
-def test_a_query_of_a_strip_without_a_key_gives_nothing():
-    q, k, v, _, _ = inputs(64, 64)
-    segments = jnp.ones((B, 64), jnp.int32)
-    with chip.making(chip.Chip("gpu", "gfx942", kernels=())):
-        out, lse = jax.jit(lambda: attention(q, k, v, segments, segments.at[:, :9].set(2), scale=1.0))()
-        assert_equal_to_the_reference(
-            *inputs(64, 64), segments, segments.at[:, :9].set(2), block=None, tolerance=1e-4
-        )
-    np.testing.assert_array_equal(out[:, :9], 0)
-    np.testing.assert_array_equal(lse[:, :9], np.float32(-1e30))
-    assert np.isfinite(out).all() and (lse[:, 9:] > -1e29).all()
-
-
-def test_a_strip_with_scores_far_apart_gives_no_nan():
-    """Scores above the top are those of masked keys: their weights must not overflow before they are put to zero."""
-    q, k, v, _, _ = inputs(64, 64)
-    k = k.at[:, 32:].multiply(1e4)
-    with chip.making(chip.Chip("gpu", "gfx942", kernels=())):
-        ours = jax.jit(lambda: jax.grad(lambda q: attention(q, k, v, scale=1.0)[0].sum())(q))()
-    theirs = jax.grad(lambda q: reference_attention(q, k, v, scale=1.0)[0].sum())(q)
-    assert np.isfinite(ours).all()
-    np.testing.assert_allclose(ours[:, :32], theirs[:, :32], atol=2e-5)
 
 
 @pytest.mark.parametrize("window", [1, slow(5), slow(16), 17, slow(40), 1000])

@@ -1,0 +1,78 @@
+"""The rows of a tile in both attentions' kernels for GPUs: some tokens, times those of a group's heads that fit."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import chip, tiles
+
+LOG2E = math.log2(math.e)
+NARROW = (jnp.bfloat16, jnp.float16)
+
+
+class Tile(NamedTuple):
+    """Sizes of a kernel: rows (queries times heads) against keys."""
+
+    rows: int
+    keys: int
+    warps: int = 4
+    stages: int = 1
+
+    def heads_of(self, group: int) -> int:
+        """Heads of a group in one tile: the largest power of two that divides the group."""
+        return min(group & -group, self.rows)
+
+
+def formats() -> tuple[Any, ...]:
+    """The number formats of the chip's matrix units: NVIDIA's take no float32 whole."""
+    return NARROW if chip.current().maker == "cuda" else (*NARROW, jnp.float32)
+
+
+def wide(channels: int) -> int:
+    """Channels of a tile."""
+    return max(16, tiles.power(channels))
+
+
+def masked(place: Any, mask: jax.Array | None, other: float = 0) -> jax.Array:
+    """The numbers there, or `other` where the mask leaves them out."""
+    return tiles.load(place) if mask is None else tiles.load(place, mask=mask, other=other)
+
+
+class Rows:
+    """Access to these tokens' rows, of this head or these heads, in arrays of [B, tokens times heads, C], or without C.
+
+    `real` says which tokens there are; None: all of them.
+    """
+
+    def __init__(self, batch, tokens, head, num_heads: int, channels: int, real: jax.Array | None):
+        self.batch, self.tokens, self.channels, self.real = batch, tokens, channels, real
+        self.index = tokens * num_heads + head
+
+    def load(self, ref, columns=None, *, inner: bool = False, other: float = 0) -> jax.Array:
+        """All channels, or `columns` = (first, how many); zeros behind them and behind the sequence.
+
+        An `inner` block does not reach behind the sequence. `other` stands there in arrays without channels.
+        """
+        real = None if inner else self.real
+        if len(ref.shape) < 3:
+            return masked(ref.at[self.batch, self.index], real, other)
+        columns, own = self.at_columns(columns)
+        return tiles.take(ref, self.batch, rows=self.index, columns=columns, own=(real, own))
+
+    def at_columns(self, columns=None) -> tuple[jax.Array, jax.Array | None]:
+        """The places of these channels, and which of them there are."""
+        start, size = (jnp.int32(0), wide(self.channels)) if columns is None else columns
+        return tiles.within(start, size, self.channels)
+
+    def store(self, ref, x: jax.Array) -> None:
+        if len(ref.shape) < 3:
+            tiles.store(ref.at[self.batch, self.index], x, mask=self.real)
+        else:
+            columns, own = self.at_columns()
+            tiles.put(ref, x, self.batch, rows=self.index, columns=columns, own=(self.real, own))
+
+    def ids(self, ref) -> jax.Array | None:
+        """The tokens' segments; None where there are none."""
+        return None if ref is None else masked(ref.at[self.batch, self.tokens], self.real)
