@@ -45,7 +45,7 @@ class Chip(NamedTuple):
     def maker(self) -> str:
         """ "cpu", "cuda", "rocm": JAX calls the devices of both kinds of GPU "gpu".
 
-        Chip("cpu", "gfx942") is a CPU that runs what is made for that GPU, its kernels interpreted.
+        Chip("cpu", "gfx942") is a CPU that runs programs made for that GPU, their kernels interpreted.
         """
         kind = self.kind.lower()
         if "nvidia" in kind:
@@ -64,10 +64,10 @@ class Chip(NamedTuple):
         return self._replace(kernels=tuple(name for name in self.kernels if name in operators))
 
     def unrolls(self, repeats: int, numbers: int) -> bool:
-        """Whether a loop over so many layers, with streams of so many numbers, is faster written out.
+        """Whether a loop over layers, with streams of this many numbers, is faster written out.
 
-        A CPU runs what is in a loop on one core, but for matrix products. That costs a tenth of a step where arrays are
-        large enough to be split, and compiling what is written out costs twice as much.
+        A CPU runs a loop's body on one core, but for matrix products. That costs a tenth of a step where arrays are
+        large enough to be split; compiling the layers written out costs twice as much.
         """
         return self.platform == "cpu" and repeats <= 8 and numbers >= 1 << 18
 

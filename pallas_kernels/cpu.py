@@ -14,7 +14,7 @@ def apart(x: Any) -> Any:
 
 
 def apart_on_cpus(x: Any) -> Any:
-    """`apart`, for what is the same program on all chips but for this."""
+    """`apart` on a CPU; elsewhere the arrays as they are."""
     return apart(x) if chip.current().is_host else x
 
 

@@ -1,4 +1,4 @@
-"""Loops whose length is known only when they run, and what a compiled program says of them."""
+"""Names for loops whose length is known only when they run, for readers of the compiled program."""
 
 from contextlib import AbstractContextManager
 
@@ -6,14 +6,14 @@ import jax
 
 
 def turning(about: float, of: int | None = None) -> AbstractContextManager[None]:
-    """A name for the loops inside that says how often they turn, as a rule; `of` so many times at most.
+    """A name that says how often the loops inside turn, as a rule, and `of` how many times at most.
 
-    The compiler writes the length of other loops into the program. Who reads the program (`zaya_jax.hardware.kernels`)
-    takes this for those of which nobody knows.
+    The compiler writes the length of other loops into the program; for these, `zaya_jax.hardware.kernels` reads the
+    name.
     """
     return jax.named_scope(f"turns={about:g}" + (f"of{of}" if of else ""))
 
 
 def visiting(share: float) -> AbstractContextManager[None]:
-    """A name for what is called inside: its loops that turn `of` so many times do so this often, the caller knows."""
+    """A name by which a caller corrects `turning`: the loops inside turn this share of their most."""
     return jax.named_scope(f"visits={share:g}")

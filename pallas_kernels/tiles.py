@@ -33,7 +33,7 @@ WHOLE = pl.BlockSpec()  # of an operand that the body indexes by itself
 
 
 class Work(NamedTuple):
-    """What a kernel computes and moves, for those who read the compiled program."""
+    """A kernel's FLOPs and bytes, for readers of the compiled program."""
 
     flops: float = 0.0
     most: float | None = None  # where a caller may know better than `flops` (`loops.visiting`)
@@ -93,7 +93,7 @@ def power(number: int) -> int:
 
 
 def steps(number: int) -> jax.Array:
-    """0, 1, 2 .. of so many."""
+    """0, 1, 2 .., `number` of them."""
     return jax.lax.iota(jnp.int32, number)
 
 

@@ -38,7 +38,7 @@ SAVED = "attention"  # the name under which a remat policy finds the output and 
 
 
 class Saved(NamedTuple):
-    """What the backward pass has from the forward one, whichever implementation ran."""
+    """The values that the forward pass keeps for the backward one, in any implementation."""
 
     q: jax.Array
     k: jax.Array

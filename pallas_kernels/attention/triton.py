@@ -42,8 +42,8 @@ def tile_of(kernel: str, channels: int, dtype: Any, block: int | None) -> Tile:
     """The tile of "forward", "queries" or "keys"; with a `block` (tests), of this many rows and keys.
 
     Chosen by a model of the inner loop's machine code (`benchmarks.inner_loop`), without spilled registers and
-    with at most 2% of the work behind the diagonal at 4,096 tokens: what half a tile's queries and half its keys are
-    beside half the sequence. benchmarks/kernels.md has what others gave.
+    with at most 2% of the work behind the diagonal at 4,096 tokens: half a tile's queries and half its keys
+    against half the sequence. benchmarks/kernels.md has other tiles' results.
     """
     if block:
         side = max(1 << (block.bit_length() - 1), 16)
@@ -92,7 +92,7 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
 
 
 class _Shape(NamedTuple):
-    """What a kernel knows before it runs."""
+    """The static sizes of a kernel."""
 
     q_len: int
     k_len: int
@@ -118,7 +118,7 @@ class _Shape(NamedTuple):
 
 
 class _Call:
-    """One kernel's shape, grid and work, and the operands that say what is masked."""
+    """One kernel's shape, grid and work, and the operands of its masks."""
 
     def __init__(self, kernel, q, k, q_segments, k_segments, window, offset, scale, block):
         self.batch, q_len, num_heads, channels = q.shape
@@ -159,9 +159,9 @@ class _Call:
         return self.batch * self.shape.num_kv, self.shape.blocks[1]
 
     def work(self, products: int) -> tiles.Work:
-        """Of so many products for each block of a causal sequence, and of all blocks where only a caller knows more.
+        """That of this many products for each block of a causal sequence, and at most of all blocks.
 
-        What segments leave out is not known before they come.
+        Blocks that segments leave out are not known before they come.
         """
         at = self.shape
         num_q, num_k = at.blocks
@@ -189,7 +189,7 @@ def ranges_of(segments: jax.Array, block: int) -> tuple[jax.Array, jax.Array, ja
 
 
 class _Masks:
-    """What the operands behind the arrays say: positions, segments, and which blocks meet."""
+    """The masks in the operands behind the arrays: positions, segments, and which blocks meet."""
 
     def __init__(self, at: _Shape, refs, batch):
         refs = list(refs)
@@ -320,7 +320,7 @@ def _forward(at: _Shape, q, k, v, *refs):
         update = tiles.dot(tiles.narrow(weights, v.dtype), keys.load(v, inner=not masked))
         return acc * shrink[:, None] + update, new_top, total * shrink + weights.sum(1)
 
-    # Above what is masked, so that a row's weights are 0, not 1, as long as it has seen no key.
+    # Above masked scores, so that a row's weights are 0, not 1, as long as it has seen no key.
     lowest = MASKED * min(factor, 1.0) / 2
     start = (
         jnp.zeros((at.rows, tiles.power(at.channels)), jnp.float32),

@@ -1,7 +1,7 @@
 """CCA's mixing on a GPU: one kernel from projected columns to queries and keys, three for the gradients.
 
 A program has some tokens of one head: it loads them as often as there are taps, and the heads of its means, whose
-programs run beside it. What passes between the two convolutions, and to the norm, stays in registers.
+programs run beside it. Values between the two convolutions, and up to the norm, stay in registers.
 
     mix            columns → q, k
     mix_sums       the gradient of what enters the norm, from dq and dk; all before it is computed again
@@ -33,7 +33,7 @@ FORMATS = (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
 class _Shape(NamedTuple):
-    """What the kernels know before they run."""
+    """The static sizes of the kernels."""
 
     batch: int
     length: int
@@ -70,11 +70,11 @@ class _Shape(NamedTuple):
         return self.half or self.channels
 
     def flops(self, products: int) -> float:
-        """Of so many products of all tokens with a tap."""
+        """Those of this many products of all tokens with a tap."""
         return 2.0 * self.batch * self.blocks * self.tokens * self.all_heads * self.channels**2 * products
 
     def bytes(self, passes: float) -> float:
-        """Of so many passes over the columns of queries and keys."""
+        """Those of this many passes over the columns of queries and keys."""
         return passes * self.batch * self.length * self.all_heads * self.channels * self.dtype.itemsize
 
 
@@ -233,7 +233,7 @@ class _Tokens:
 
 
 def _between(at, refs, tokens, head, distance):
-    """What the first convolution gives of the tokens so far before, zero where these are of another segment."""
+    """The first convolution's output for tokens this far before, zero where these are of another segment."""
     total = jnp.zeros((at.tokens, at.channels), jnp.float32)
     for j in range(at.t0 + 1):
         back = distance + at.t0 - j
@@ -254,7 +254,7 @@ def _others(at, head):
 
 
 def _entering(at, refs, tokens, head):
-    """What enters the norm, as blocks of channels: both convolutions, the mean, the bias."""
+    """The norm's input, as blocks of channels: both convolutions, the mean, the bias."""
     taps = [_between(at, refs, tokens, head, at.t1 - i) for i in range(at.t1 + 1)]
     places = range(0, at.channels, at.wide)
 
@@ -352,7 +352,7 @@ def _columns(at, refs, d_columns, of_channels):
 
 
 def _own_columns(at, refs, tokens, head, number, d_columns, of_channels):
-    """What a token's columns get: from itself and the tokens after it, and from the means."""
+    """The gradient of a token's columns: from itself and the tokens after it, and from the means."""
     wide = min(at.channels, 64)
     first, count, query = _others(at, head)
     share = _either(query, 0.5 / at.group, 0.5)

@@ -6,7 +6,7 @@ the way to the products: no copy of them is made. Six products, each one kernel:
 
     gate and up   hidden[i] = x[order[i]] @ gate_up, a tile of both halves at once, and its SwiGLU [M, F]
     down          out[order[i]] = gate * (swiglu[i] @ down)
-    d_hidden      of d_out[order[i]] @ down^T, through SwiGLU; beside it gate * swiglu, and what the gate's gradient is
+    d_hidden      of d_out[order[i]] @ down^T, through SwiGLU; with it gate * swiglu, and the gate's gradient
     d_x           d_x[order[i]] = d_hidden[i] @ gate_up^T
     d_gate_up     for each expert x[order]^T @ d_hidden over its rows, float32
     d_down        (gate * swiglu)^T @ d_out[order]
@@ -139,7 +139,7 @@ def _tile(name: str, rows: int, columns: int, depth: int, dtype) -> Tile:
 
 
 class _Own(NamedTuple):
-    """What a program has of its group."""
+    """A program's part of its group."""
 
     lead: tuple[jax.Array, ...]  # its number among the weights
     live: jax.Array  # whether it is an expert's
@@ -149,12 +149,12 @@ class _Own(NamedTuple):
     num: int
 
     def to(self, places: jax.Array) -> jax.Array:
-        """Where to write: past the end what is not the group's."""
+        """Where to write: past the end for rows of other groups."""
         return jnp.where(self.inside, places, self.num)
 
 
 def _groups(sizes_ref, num: int) -> tuple[jax.Array, jax.Array]:
-    """Lanes, and the rows of each group; the one past the last expert has what is left."""
+    """Lanes, and the rows of each group; the one past the last expert has the rest."""
     experts = sizes_ref.shape[0]
     lane = jnp.arange(tiles.power(experts + 1), dtype=jnp.int32)
     sizes = tiles.load(sizes_ref.at[lane], mask=lane < experts, other=0)

@@ -67,7 +67,7 @@ def sums(
 ) -> tuple[Float[Array, "B K G S C"], Float[Array, "B K G S"]]:
     """Numerator and denominator, float32, as if nothing came before; chunk by chunk.
 
-    The backward pass computes a chunk's weights anew: what is kept are the states between chunks.
+    The backward pass computes a chunk's weights again; only the states between chunks are kept.
     """
     if chip.choose(IMPLEMENTATIONS) is triton and triton.suits(q, k, v):
         return triton.sums(q, k, v, segments, chunk)

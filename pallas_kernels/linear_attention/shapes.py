@@ -1,4 +1,4 @@
-"""What linear attention's kernels for GPUs know before they run: sizes, and how tiles fill them."""
+"""The static sizes of linear attention's kernels for GPUs, and how tiles fill them."""
 
 from typing import Any, NamedTuple
 
@@ -13,7 +13,7 @@ CHUNK = 128  # tokens: as many as a head has channels balances the two products
 def tile_of(kernel: str, channels: int, dtype: Any) -> Tile:
     """The tile of "outputs", "d_queries", "d_keys", or of "states", which has rows alone.
 
-    Chosen as attention's are; benchmarks/kernels.md has what others gave.
+    Chosen as attention's are; benchmarks/kernels.md has other tiles' results.
     """
     if jnp.dtype(dtype).itemsize > 2 or channels > 128:
         return {"states": Tile(32, 0, warps=8), "d_keys": Tile(32, 16)}.get(kernel, Tile(32, 32))
@@ -30,7 +30,7 @@ def chunk_of(chunk: int | None, seq: int) -> int:
 
 
 class Shape(NamedTuple):
-    """What the kernels know before they run."""
+    """The static sizes of the kernels."""
 
     batch: int
     length: int

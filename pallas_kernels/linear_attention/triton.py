@@ -167,8 +167,8 @@ def _outputs(at: Shape, q, k, v, segments, states):
 
 
 def _gradients(at: Shape, given, raw, segments, states):
-    """dq, dk, dv; `d` of what is given is the gradient of the output, or of the numerator, `raw` are keys that no
-    features are made of yet."""
+    """dq, dk, dv; `d` among the given arrays is the gradient of the output, or of the numerator; `raw` are the keys
+    before their features are made."""
     q, k, v, d = (given[name] for name in ("q", "k", "v", "d"))
     cut = at.cut("d_queries")
     results = {"dq": _result(q.shape, q.dtype)}
@@ -216,7 +216,8 @@ def _grid_of_queries(at: Shape, cut: Cut) -> tuple[int, int]:
 
 
 def _flops(at: Shape, cut: Cut, products: int) -> float:
-    """Of so many products of queries with a chunk's keys, on and below the diagonal, and half as many with a state."""
+    """Those of this many products of queries with a chunk's keys, on and below the diagonal, and half as many with a
+    state."""
     rows = 2.0 * at.batch * at.heads * at.chunks * at.chunk * at.wide
     side = max(cut.queries, cut.keys)
     of_keys = products * rows * (at.chunk + side) / 2
@@ -238,7 +239,7 @@ def _features_of(at: Shape, rows: Rows, ref, columns=None) -> jax.Array:
 
 
 def _factor(at: Shape, rows: Rows, refs) -> jax.Array | None:
-    """What turns the gradient of the output into that of the numerator; None where that one is given."""
+    """The factor from the output's gradient to the numerator's; None where the latter is given."""
     return rows.load(refs["factor"]) if at.whole else None
 
 

@@ -66,7 +66,7 @@ def summary(
 def read(
     q: Float[Array, "B K G S C"], state: Float[Array, "B K C C1"], goes_on: Array | None = None
 ) -> tuple[Float[Array, "B K G S C"], Float[Array, "B K G S"]]:
-    """What a state adds to numerator and denominator of the queries [B, S] in which its document goes on."""
+    """A state's share of numerator and denominator, for the queries [B, S] of the document that goes on."""
     if goes_on is not None:
         q = jnp.where(goes_on[:, None, None, :, None], q, 0)
     products, total = state[..., :-1], state[..., -1]

@@ -130,8 +130,3 @@ def test_the_7b_shape():
 def test_what_a_dense_model_has_not_is_refused(changes, message):
     with pytest.raises(config.UserError, match=message):
         config.check_model(dataclasses.asdict(small(**changes)))
-
-
-def test_an_unknown_kind_names_the_nearest():
-    with pytest.raises(config.UserError, match=r"did you mean dense\?"):
-        config.check({"model": {"model_type": "dens"}})

@@ -1,13 +1,6 @@
-"""A small parameter tree with every kind of weight, gradients for it, and the optimizer run on a mesh or on none.
-
-    python tests/optim/optim_helpers.py 8 3
-
-compares the two on that many devices (data × expert) and prints the greatest relative difference of a weight after ten
-steps: for meshes of other sizes than the test suite's.
-"""
+"""A small parameter tree with every kind of weight, gradients for it, and the optimizer run on a mesh or on none."""
 
 import math
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -162,9 +155,3 @@ def compare(mesh, like, specs, steps):
 
     errors = jax.tree.leaves(jax.tree.map(distance, params, mesh_params))
     return max(errors), (whole, state), (sharded, mesh_state)
-
-
-if __name__ == "__main__":
-    data, expert = int(sys.argv[1]), int(sys.argv[2])
-    tree = shapes(L=40, D=8, H=2, K=2, C=2, E=6, F=8, R=4, V=11)
-    print(compare(mesh_of(data=data, expert=expert), tree, expert_specs(tree), steps=10)[0])

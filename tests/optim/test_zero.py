@@ -1,14 +1,9 @@
 """ZeRO-1 gives the unsharded chain's parameters, with the collectives, bytes and memory that its docstring promises."""
 
 import math
-import os
-import pathlib
-import subprocess
-import sys
 
 import jax
 import logical_state
-import multiprocess_runs
 import numpy as np
 import optim_helpers
 import pytest
@@ -78,20 +73,6 @@ def test_fifty_steps_give_the_unsharded_parameters(name, together, monkeypatch):
     for got, want in zip(jax.tree.leaves(logical), jax.tree.leaves(expected), strict=True):
         assert got.shape == want.shape and got.dtype == want.dtype
         np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.slow
-def test_forty_layers_on_8_by_3_devices():
-    script = pathlib.Path(__file__).with_name("optim_helpers.py")
-    env = os.environ | {
-        "XLA_FLAGS": multiprocess_runs.flags(24),
-        "PYTHONPATH": str(script.parents[2]),
-    }
-    done = subprocess.run(
-        [sys.executable, script, "8", "3"], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1e-5
 
 
 @pytest.mark.parametrize("precision", [slow("float32"), "bfloat16"])
@@ -173,28 +154,6 @@ def test_memory_is_an_eighth_where_stacks_divide():
     whole = chain.build(Optim(), Precision(), like).bytes_per_device()
     share = chain.build(Optim(), Precision(), like, axes=dict(data=8)).bytes_per_device()
     assert whole / 8 <= share < 1.03 * whole / 8
-
-
-@pytest.mark.slow  # test_collectives_bytes_and_memory has it, of fewer layers
-def test_program_holds_its_share_alone():
-    """The compiled program's own arguments: state takes an eighth of the unsharded one's room on each device."""
-    like = optim_helpers.shapes(L=8)
-    mesh, specs = optim_helpers.mesh_of(data=8), optim_helpers.replicated(like)
-    optimizer = chain.build(Optim(), Precision(), like, specs=specs, axes=mesh.shape)
-    arguments = compiled(optimizer, mesh, specs, like).memory_analysis().argument_size_in_bytes
-    state = arguments - 2 * sum(4 * x.size for x in jax.tree.leaves(like))
-    assert abs(state - optimizer.bytes_per_device()) < 4096
-
-
-def test_newton_schulz_has_no_collective_when_the_compiler_partitions_it():
-    from zaya_jax.optim import muon
-
-    mesh = optim_helpers.mesh_of(data=4, expert=2)
-    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec("data", "expert"))
-    f = jax.jit(lambda x: muon.orthogonalize(x, (muon.KELLER_JORDAN,) * 5), out_shardings=sharding)
-    for shape in ((4, 4, 32, 16), (4, 4, 16, 32)):
-        x = jax.ShapeDtypeStruct(shape, np.float32, sharding=sharding)
-        assert hlo.collectives(f.lower(x).compile()) == []
 
 
 def test_one_device_needs_no_bucket(like):

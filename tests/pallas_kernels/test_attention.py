@@ -1,16 +1,19 @@
-"""Blockwise attention against its definition: windows, segments, offsets, odd lengths, both outputs, all gradients."""
+"""Attention by each implementation against its definition: windows, segments, offsets, odd lengths, all gradients."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from kernel_helpers import documents
+from kernel_helpers import CPU, documents, normal
 
 from pallas_kernels import chip
 from pallas_kernels.attention import attention, attention_gradients, decode_attention
 from pallas_kernels.attention.reference import attention as reference_attention
 
-B, H, K, C = 2, 4, 2, 8
+B, H, K, C = 2, 4, 2, 16
+EACH = pytest.mark.parametrize("implementation", ["cpu", "xla", "triton"], indirect=True)
 
 
 def slow(*case):
@@ -18,75 +21,80 @@ def slow(*case):
 
 
 def inputs(q_len, k_len, heads=H, kv_heads=K, seed=0):
-    rng = np.random.default_rng(seed)  # on the host: a program for each shape would take longer to compile
+    """q, k, v, and the gradients of both outputs."""
+    rng = np.random.default_rng(seed)
     shapes = (q_len, heads, C), (k_len, kv_heads, C), (k_len, kv_heads, C), (q_len, heads, C), (q_len, heads)
-    return tuple(jnp.asarray(rng.standard_normal((B, *shape), np.float32)) for shape in shapes)
+    return tuple(normal(rng, B, *shape) for shape in shapes)
 
 
-def assert_equal_to_the_reference(q, k, v, d_out, d_lse, *args, block=16, tolerance=2e-5):
-    scale = C**-0.5
+@functools.partial(jax.jit, static_argnames=("function", "block"))
+def run(function, arrays, where, block=None):
+    """Both outputs and all gradients; where = (segments of queries and of keys, window, offset) are data, if given."""
+    q, k, v, d_out, d_lse = arrays
+    options = {"block": block} if block else {}
+    *masks, offset = where
 
-    def objective(function, **options):
-        def run(q, k, v):
-            out, lse = function(q, k, v, *args, scale=scale, **options)
-            seen = lse > -1e29  # a query without a key has no gradient and a constant log-sum-exp
-            return jnp.sum(out * d_out) + jnp.sum(jnp.where(seen, lse, 0) * d_lse), (out, lse)
+    def objective(q, k, v):
+        out, lse = function(q, k, v, *masks, 0 if offset is None else offset, scale=C**-0.5, **options)
+        seen = lse > -1e29  # a query without a key has no gradient and a constant log-sum-exp
+        return jnp.sum(out * d_out) + jnp.sum(jnp.where(seen, lse, 0) * d_lse), (out, lse)
 
-        (_, outputs), grads = jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)(q, k, v)
-        return (*outputs, *grads)
+    (_, outputs), grads = jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True)(q, k, v)
+    return (*outputs, *grads)
 
-    ours = jax.jit(lambda: objective(attention, block=block))()
-    theirs = jax.jit(lambda: objective(reference_attention))()
+
+def assert_equal_to_the_reference(arrays, q_segments=None, k_segments=None, window=None, offset=None):
+    where = q_segments, k_segments, window, offset
+    ours = run(attention, arrays, where, block=16)
+    with chip.making(CPU):  # one program of the definition for all chips
+        theirs = run(reference_attention, arrays, where)
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), ours, theirs, strict=True):
-        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance, err_msg=name)
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5, err_msg=name)
 
 
-@pytest.mark.usefixtures("implementation")
+@EACH
 @pytest.mark.parametrize("length", [1, slow(7), 16, 33, slow(50), 80])
-def test_odd_lengths(length):
+def test_odd_lengths(length, implementation):
     """On a CPU four blocks of 16 are written out, and five are a loop."""
-    assert_equal_to_the_reference(*inputs(length, length))
+    assert_equal_to_the_reference(inputs(length, length))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 3), (3, 1)])
 def test_groups_of_heads(heads, kv_heads):
-    assert_equal_to_the_reference(*inputs(35, 35, heads, kv_heads))
+    assert_equal_to_the_reference(inputs(35, 35, heads, kv_heads))
 
 
-@pytest.mark.parametrize("window", [1, slow(5), slow(16), 17, slow(40), 1000])
-def test_windows(window):
-    assert_equal_to_the_reference(*inputs(41, 41), None, None, window)
-
-
-def test_a_window_that_is_data():
-    q, k, v, _, _ = inputs(41, 41)
-    both = jax.jit(lambda window: attention(q, k, v, window=window, scale=0.3, block=16))
-    for window in (3, 20):
-        ours, theirs = both(jnp.int32(window)), reference_attention(q, k, v, window=window, scale=0.3)
-        np.testing.assert_allclose(ours[0], theirs[0], atol=1e-5)
-        np.testing.assert_allclose(ours[1], theirs[1], atol=1e-5)
+def test_windows():
+    for window in (1, 5, 16, 17, 40, 1000):
+        assert_equal_to_the_reference(inputs(41, 41), window=window)
 
 
 @pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("length", [33, 50])
-def test_documents_of_a_packed_row(length, window):
+def test_documents_of_a_packed_row(length):
     segments = documents(np.random.default_rng(length), B, length, 0.15)
-    assert_equal_to_the_reference(*inputs(length, length), segments, segments, window)
+    for window in (None, 6):
+        assert_equal_to_the_reference(inputs(length, length), segments, segments, window)
 
 
 @pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("offset", [slow(0), 5, slow(24), -7])
-def test_queries_that_begin_elsewhere_than_keys(offset, window):
+def test_queries_that_begin_elsewhere_than_keys(window):
     """A chunk of a longer sequence; with a negative offset the first queries see no key at all."""
-    assert_equal_to_the_reference(*inputs(19, 43), None, None, window, offset)
+    for offset in (0, 5, 24, -7):
+        assert_equal_to_the_reference(inputs(19, 43), window=window, offset=offset)
 
 
-def test_a_query_without_a_key_gives_nothing():
-    q, k, v, _, _ = inputs(8, 8)
-    out, lse = attention(q, k, v, offset=-3, scale=1.0)
-    np.testing.assert_array_equal(out[:, :3], 0)
-    np.testing.assert_array_equal(lse[:, :3], np.float32(-1e30))
+@EACH
+def test_a_query_without_a_key_gives_nothing_and_takes_nothing(implementation):
+    """Neither by its position nor by its document; its gradients are zero, not NaN."""
+    segments = jnp.ones((B, 48), jnp.int32)
+    others = segments.at[:, 20:25].set(7)
+    out, lse, *gradients = run(attention, inputs(48, 48), (others, segments, None, -3), block=16)
+    lost = np.r_[0:3, 20:25]
+    np.testing.assert_array_equal(out[:, lost], 0)
+    np.testing.assert_array_equal(lse[:, lost], np.float32(-1e30))
+    np.testing.assert_array_equal(gradients[0][:, lost], 0)
+    assert all(np.isfinite(x).all() for x in gradients) and (np.delete(lse, lost, 1) > -1e29).all()
 
 
 @pytest.mark.usefixtures("implementation")
@@ -110,9 +118,9 @@ def test_parts_join_by_their_log_sum_exp():
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-@pytest.mark.usefixtures("implementation")
-@pytest.mark.parametrize("window", [None, 9])
-def test_gradients_of_parts_add_up(window):
+@EACH
+@pytest.mark.parametrize("window", [None, slow(9)])
+def test_gradients_of_parts_add_up(window, implementation):
     """Each part of the keys gives its share, from the output and the log-sum-exp of all: what a ring rests on."""
     q, k, v, d_out, _ = inputs(19, 43)
     segments = documents(np.random.default_rng(1), B, 43, 0.15)
@@ -122,18 +130,19 @@ def test_gradients_of_parts_add_up(window):
     )
     parts = [
         attention_gradients(
-            (q, k[:, s], v[:, s]), (out, lse, d_out), own, segments[:, s], window, 24 - s.start, scale=0.3, block=8
+            (q, k[:, s], v[:, s]), (out, lse, d_out), own, segments[:, s], window, 24 - s.start, scale=0.3, block=16
         )
         for s in (slice(0, 20), slice(20, 43))
     ]  # fmt: skip
+    assert all(x.dtype == jnp.float32 for part in parts for x in part)
     dq = parts[0][0] + parts[1][0]
     dk, dv = (jnp.concatenate([part[i] for part in parts], axis=1) for i in (1, 2))
     for ours, theirs in zip((dq, dk, dv), pull((d_out, jnp.zeros_like(lse))), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-@pytest.mark.usefixtures("implementation")
-def test_bfloat16_accumulates_in_float32():
+@EACH
+def test_bfloat16_accumulates_in_float32(implementation):
     q, k, v, _, _ = inputs(50, 50)
     low = attention(*(x.astype(jnp.bfloat16) for x in (q, k, v)), scale=0.3, block=16)
     exact = reference_attention(q, k, v, scale=0.3)
@@ -147,13 +156,8 @@ def test_one_new_query_against_a_cache():
     valid = jnp.arange(20) < jnp.asarray([[13], [20]])
     out = decode_attention(q[:, -1:], k, v, valid, scale=0.3)
     for row, length in enumerate((13, 20)):
-        one = reference_attention(
-            q[row : row + 1, -1:],
-            k[row : row + 1, :length],
-            v[row : row + 1, :length],
-            offset=length - 1,
-            scale=0.3,
-        )
+        own = slice(row, row + 1)
+        one = reference_attention(q[own, -1:], k[own, :length], v[own, :length], offset=length - 1, scale=0.3)
         np.testing.assert_allclose(out[row], one[0][0], atol=1e-5)
 
 
@@ -176,10 +180,12 @@ def test_no_square_array_at_32k_tokens(window):
         assert f"{length},{length}" not in compiled.as_text()
 
 
-@pytest.mark.parametrize("kind", ["cpu", "gfx942"])
-def test_a_window_as_wide_as_a_number_may_be_is_none(kind):
+@EACH
+def test_a_window_as_wide_as_a_number_may_be_is_none(implementation):
     """A position is added to it in int32: 2^31 - 1 and one more would look at no key at all, in the gradients alone."""
-    q, k, v, d_out, d_lse = inputs(40, 40)
-    for target in (chip.Chip("cpu", kind), chip.Chip("cpu", kind, ())):
-        with chip.making(target):
-            assert_equal_to_the_reference(q, k, v, d_out, d_lse, None, None, 2**31 - 1)
+    widest = functools.partial(attention, window=2**31 - 1, scale=C**-0.5, block=16)
+    none = functools.partial(reference_attention, scale=C**-0.5)
+    *qkv, d_out, d_lse = inputs(40, 40)
+    ours, theirs = (jax.jit(lambda *x, f=f: jax.vjp(f, *x)[1]((d_out, d_lse)))(*qkv) for f in (widest, none))
+    for a, b in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5, rtol=2e-5)

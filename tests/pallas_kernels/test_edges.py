@@ -1,24 +1,25 @@
 """Every operator where its formulas have a root, a quotient or a logarithm at their edge: values and all gradients
 are finite and those of the definition, with each kind of chip's implementation."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import chip
+from pallas_kernels import chip, grouped_mlp, residual_norm
 from pallas_kernels.attention import attention
 from pallas_kernels.attention.reference import attention as reference_attention
 from pallas_kernels.cca_mix import mix
 from pallas_kernels.cross_entropy import cross_entropy
 from pallas_kernels.cross_entropy import reference as reference_entropy
-from pallas_kernels.grouped_mlp import grouped_mlp
-from pallas_kernels.grouped_mlp import reference as reference_mlp
+from pallas_kernels.grouped_mlp import reference as mlp_definition
 from pallas_kernels.linear_attention import linear_attention
 from pallas_kernels.linear_attention.reference import linear_attention as reference_linear
 from pallas_kernels.newton_schulz import orthogonalize
-from pallas_kernels.residual_norm import Joining, join_and_read, read
-from pallas_kernels.residual_norm import reference as reference_norm
+from pallas_kernels.residual_norm import Joining
+from pallas_kernels.residual_norm import reference as norm_definition
 
 CHIPS = {
     "cpu": chip.Chip("cpu", "cpu"),
@@ -38,16 +39,23 @@ def target(request):
         yield request.param
 
 
-def results(function, arrays, weights=None):
-    """What comes out, and the gradients of its sum with these weights, or of some of our own."""
+@functools.partial(jax.jit, static_argnames="function")
+def results(function, arrays, given=(), weights=None):
+    """What comes out, and the gradients of its sum with these weights, or of some of our own; `given` has none."""
 
     def objective(*arrays):
-        out = jax.tree.leaves(function(*arrays))
+        out = jax.tree.leaves(function(*arrays, *given))
         by = weights or [normal(*x.shape, seed=i) for i, x in enumerate(out)]
         return sum(jnp.sum(x.astype(jnp.float32) * w) for x, w in zip(out, by, strict=True)), out
 
     numbers = tuple(range(len(arrays)))
-    return jax.jit(jax.value_and_grad(objective, argnums=numbers, has_aux=True))(*arrays)
+    return jax.value_and_grad(objective, argnums=numbers, has_aux=True)(*arrays)
+
+
+def expected(function, arrays, given=()):
+    """The definition's, by one program for all chips."""
+    with chip.making(CHIPS["cpu"]):
+        return results(function, arrays, given)
 
 
 def assert_equal(ours, theirs, tolerance=2e-5):
@@ -66,23 +74,30 @@ EQUAL = {
 @pytest.mark.parametrize("numbers", EQUAL.values(), ids=EQUAL)
 def test_attention(target, numbers):
     """Equal scores, and queries whose segment no key has."""
-    q, k, v = numbers(*SHAPE), numbers(*SHAPE), normal(*SHAPE)
+    arrays = numbers(*SHAPE), numbers(*SHAPE), normal(*SHAPE)
     segments = jnp.ones(SHAPE[:2], jnp.int32)
-    strange = segments.at[:, :9].set(2)
-    for keys in (segments, strange):
-        ours, theirs = (
-            results(lambda *a, f=f, keys=keys: f(*a, segments, keys, scale=0.1)[0], (q, k, v))
-            for f in (attention, reference_attention)
-        )
-        assert_equal(ours, theirs)
+    for keys in (segments, segments.at[:, :9].set(2)):
+        ours = results(softmax, arrays, (segments, keys))
+        assert_equal(ours, expected(reference_softmax, arrays, (segments, keys)))
+
+
+def softmax(*args):
+    return attention(*args, scale=0.1)[0]
+
+
+def reference_softmax(*args):
+    return reference_attention(*args, scale=0.1)[0]
 
 
 @pytest.mark.parametrize("numbers", EQUAL.values(), ids=EQUAL)
 def test_linear_attention(target, numbers):
     arrays = numbers(*SHAPE), numbers(*SHAPE), normal(*SHAPE)
     segments = jnp.asarray(np.repeat([[1, 2, 0]], [20, 30, 14], axis=1), jnp.int32)
-    ours = results(lambda *a: linear_attention(*a, segments, chunk=16), arrays)
-    assert_equal(ours, results(lambda *a: reference_linear(*a, segments), arrays))
+    assert_equal(results(in_chunks, arrays, (segments,)), expected(reference_linear, arrays, (segments,)))
+
+
+def in_chunks(*args):
+    return linear_attention(*args, chunk=16)
 
 
 def test_ccas_mixing_of_tokens_that_are_zero(target):
@@ -137,28 +152,30 @@ def test_a_bias_that_takes_the_word_of_masked_places_away(target, offset, tokens
 def test_residual_norm(target, numbers):
     how = Joining(*(numbers(48) for _ in range(4)))
     arrays = numbers(5, 48), numbers(5, 48), normal(48), normal(48, 4)
+    ours, theirs = results(stream, arrays, (how,)), expected(reference_stream, arrays, (how,))
+    assert_equal(ours, theirs, 1e-4)
 
-    def block(module):
-        def run(y, h, scale, kernel):
-            x, h = module.read(h, scale, 1e-5, jnp.float32)
-            return x, module.join_and_read(y, h, how, scale, kernel, 1e-5, jnp.float32, jnp.float32)
 
-        return run
+def stream(y, h, scale, kernel, how, of=residual_norm):
+    x, h = of.read(h, scale, 1e-5, jnp.float32)
+    return x, of.join_and_read(y, h, how, scale, kernel, 1e-5, jnp.float32, jnp.float32)
 
-    class ours:
-        read, join_and_read = staticmethod(read), staticmethod(join_and_read)
 
-    assert_equal(results(block(ours), arrays), results(block(reference_norm), arrays), 1e-4)
+reference_stream = functools.partial(stream, of=norm_definition)
 
 
 @pytest.mark.parametrize("numbers", EQUAL.values(), ids=EQUAL)
 def test_grouped_mlp(target, numbers):
     arrays = numbers(40, 32), numbers(3, 32, 48) / 8, numbers(3, 24, 32) / 8
     sizes = jnp.asarray([0, 30, 10], jnp.int32)
-    ours, theirs = (
-        results(lambda x, *w, f=f: f(x, sizes, *w), arrays) for f in (grouped_mlp, reference_mlp.grouped_mlp)
-    )
-    assert_equal(ours, theirs, 1e-4)
+    assert_equal(results(mlp, arrays, (sizes,)), expected(reference_mlp, arrays, (sizes,)), 1e-4)
+
+
+def mlp(rows, gate_up, down, sizes, of=grouped_mlp):
+    return of.grouped_mlp(rows, sizes, gate_up, down)
+
+
+reference_mlp = functools.partial(mlp, of=mlp_definition)
 
 
 @pytest.mark.parametrize("numbers", EQUAL.values(), ids=EQUAL)

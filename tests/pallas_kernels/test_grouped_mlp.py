@@ -1,11 +1,14 @@
 """The grouped MLP against its definition, in blocks and by `ragged_dot`: values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_helpers import CPU
 
 from pallas_kernels import chip
 from pallas_kernels.grouped_mlp import (
@@ -45,7 +48,7 @@ def tiles_of_16(monkeypatch):
 @pytest.mark.parametrize("implementation", ["triton"], indirect=True)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
 def test_kernels_over_several_tiles(sizes, implementation):
-    assert_equal_to_the_reference(sizes, num_rows=100)
+    assert_equal_to_the_reference(sizes, 100, "tiles of 16")
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
@@ -53,7 +56,7 @@ def test_kernels_over_several_tiles(sizes, implementation):
 def test_blocks_of_any_height(sizes, heights, monkeypatch):
     """Many whole blocks, one that fits, and both, each running over into the next expert's rows."""
     monkeypatch.setattr(cpu, "heights", lambda num_rows, num_groups: heights)
-    assert_equal_to_the_reference(sizes, sum(sizes))
+    assert_equal_to_the_reference(sizes, sum(sizes), heights)
 
 
 CASES = st.fixed_dictionaries({
@@ -171,21 +174,27 @@ def test_gradients_of_float32_weights_keep_their_bits():
         assert np.mean(gradient != gradient.astype(jnp.bfloat16).astype(jnp.float32)) > 0.9
 
 
-def assert_equal_to_the_reference(sizes, num_rows):
+@functools.cache
+def program(mlp, patched=None):
+    """Values and all gradients by one program for all sizes; another one where something is `patched`."""
+    del patched
+
+    def objective(rows, gate_up, down, sizes, weight):
+        y = mlp(rows, sizes, gate_up, down)
+        return jnp.vdot(y, weight), y
+
+    return jax.jit(jax.value_and_grad(objective, (0, 1, 2), has_aux=True))
+
+
+def assert_equal_to_the_reference(sizes, num_rows, patched=None):
     keys = jax.random.split(jax.random.key(0), 4)
     rows, weight = (jax.random.normal(key, (num_rows, D)) for key in keys[:2])
     gate_up, down = jax.random.normal(keys[2], (E, D, 2 * F)) / 3, jax.random.normal(keys[3], (E, F, D)) / 3
     sizes = jnp.asarray(sizes, jnp.int32)
-
-    def run(mlp):
-        def objective(rows, gate_up, down):
-            y = mlp(rows, sizes, gate_up, down)
-            return jnp.vdot(y, weight), y
-
-        return jax.jit(jax.value_and_grad(objective, (0, 1, 2), has_aux=True))(rows, gate_up, down)
-
     with jax.default_matmul_precision("highest"):
-        ours, theirs = run(grouped_mlp), run(reference.grouped_mlp)
+        ours = program(grouped_mlp, patched)(rows, gate_up, down, sizes, weight)
+        with chip.making(CPU):
+            theirs = program(reference.grouped_mlp)(rows, gate_up, down, sizes, weight)
     np.testing.assert_array_equal(ours[0][1][int(sizes.sum()) :], 0)
     np.testing.assert_array_equal(ours[1][0][int(sizes.sum()) :], 0)
     np.testing.assert_allclose(ours[0][1], theirs[0][1], atol=1e-4)
@@ -207,9 +216,16 @@ def test_a_layers_weights_where_they_lie(sizes, implementation, monkeypatch):
         monkeypatch.setattr(cpu, "FEW", few)
         rows = jax.random.normal(keys[2], (num, D))
         with jax.default_matmul_precision("highest"):
-            found = jax.jit(lambda *of: layer_mlp(*of))(rows, counts, gate_up, down, jnp.int32(1))
+            found = of_layer(few)(rows, counts, gate_up, down, jnp.int32(1))
             wanted = reference.grouped_mlp(rows, counts, gate_up[1], down[1])
         np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+@functools.cache
+def of_layer(few):
+    """One program for all sizes, with these heights of few rows."""
+    del few
+    return jax.jit(lambda *of: layer_mlp(*of))
 
 
 def test_heights_of_blocks():

@@ -8,7 +8,6 @@ import pytest
 
 from benchmarks import cases, kernels
 from pallas_kernels.chip import Chip
-from zaya_jax.hardware.measure.timing import Timing
 
 HERE = Chip("cpu", "gfx942")
 
@@ -52,34 +51,6 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
     assert rows["half"].seconds is None and "not timed" in rows["half"].note
     assert rows["none"].seconds is None and rows["none"].note.startswith("failed: ")
     assert rows["ours"].seconds and rows["XLA"].seconds
-
-
-def test_amd_s_own_attention_is_a_row_where_it_is_installed(tmp_path, monkeypatch):
-    (case,) = [c for c in cases.of_operator("attention") if c.label == "causal"]
-    mi300x = Chip("gpu", "gfx942")
-    assert "AITER" not in kernels.rivals(case, mi300x)
-    (tmp_path / "jax_aiter").mkdir()
-    (tmp_path / "jax_aiter" / "__init__.py").write_text("")
-    (tmp_path / "jax_aiter" / "mha.py").write_text(
-        "import jax\n"
-        "def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, deterministic=True):\n"
-        "    assert not deterministic\n"
-        "    return (jax.nn.dot_product_attention(q, k, v, is_causal=causal),)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    assert "AITER" not in kernels.rivals(case, HERE) | kernels.rivals(case, Chip("gpu", "NVIDIA H200"))
-    found = kernels.rivals(case, mi300x)
-    q, k = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 1, 8))
-    assert found["AITER"](jnp.float32)(q, k, k).shape == q.shape
-
-
-def test_rates_are_of_flops_or_else_of_bytes():
-    row = kernels.Row(
-        "attention", "causal", "4K", "forward", "ours", seconds=Timing(2.0, 1.0, 3.0, 5), bytes=10
-    )
-    assert row.rate == 5
-    row.flops = 8.0
-    assert row.rate == 4
 
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: f"{case.operator}, {case.label}")

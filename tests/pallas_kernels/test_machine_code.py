@@ -1,7 +1,6 @@
 """What is read from kernels' machine code: registers, spills, shared memory, occupancy; the inner loop, modelled."""
 
 import os
-import types
 
 import jax
 import jax.numpy as jnp
@@ -203,17 +202,3 @@ def test_inner_loops_of_a_compiled_program(compiled):
     for loop, tile in ((small, 64), (middle, 128), (large, 256)):
         assert 4 * loop.least * CORES[arch].flops / 4 == 2 * tile * tile * 64
     assert small.share < middle.share and 0 < large.share <= 1
-
-
-def test_another_form_than_known_is_refused():
-    def program(data, calls=""):
-        executable = types.SimpleNamespace(serialize=lambda: data)
-        return types.SimpleNamespace(as_text=lambda: calls, runtime_executable=lambda: executable)
-
-    with pytest.raises(ValueError, match="no Riegeli file"):
-        machine_code.read_kernels(program(b"something else"))
-    empty = machine_code._FILE + bytes(16)
-    assert machine_code.read_kernels(program(empty)) == []
-    call = 'x = custom-call(y), custom_call_target="__gpu$xla.gpu.triton", backend_config={name = "k"}'
-    with pytest.raises(ValueError, match="no machine code of k was found"):
-        machine_code.read_kernels(program(empty, call))

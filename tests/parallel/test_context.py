@@ -343,14 +343,6 @@ def test_chunks_that_meet():
     np.testing.assert_array_equal(ring.chunks_that_meet(segments, 2), np.array(expected, bool))
 
 
-@pytest.mark.parametrize(("length", "parts"), [(32768, 2), (131072, 8)])
-def test_every_device_has_the_same_work(length, parts):
-    zigzag = formulas.blocks_visited(length, parts, 512)
-    plain = formulas.blocks_visited(length, parts, 512, zigzagged=False)
-    assert len(set(zigzag)) == 1 and sum(zigzag) == sum(plain)
-    assert max(plain) / np.mean(plain) == pytest.approx(2 - 1 / parts, rel=0.01)
-
-
 def test_balance_is_of_the_blocks_that_a_mask_leaves():
     """Counted from the mask itself."""
     length, parts, block, window = 64, 4, 4, 11

@@ -1,4 +1,4 @@
-"""What decoding keeps of each layer, and keys and values as one device has them whole.
+"""The cache of decoding: a layer's part of each stack, and keys and values that lie whole on one device.
 
 `zaya_jax.parallel.tree` has keys and values in parts.
 """
@@ -18,7 +18,7 @@ from pallas_kernels.cpu import apart_on_cpus
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a layer keeps, in its place in the stack of what all layers keep.
+    """One layer's part of a stack over all layers.
 
     A new column is written there. Were it written into the layer's own, taken out of the stack, all columns of the
     layer would be copied for each token, out of the stack and into it.

@@ -53,7 +53,7 @@ class CCA(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], rope: list[tuple[Any, jax.Array]], here: Placement
     ) -> tuple[Float[Array, "B S D"], dict | None]:
-        """The block's output, and what decoding keeps where there is a cache.
+        """The block's output, and with a cache the layer's new one.
 
         `rope` is a list of (selected, table), empty for no rotation. Left padding is zeroed, as the public port does:
         its columns then hold the projections' biases.
@@ -145,8 +145,8 @@ class CCA(nnx.Module):
 
 
 def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:
-    """What decoding keeps, stacked over the layers that have it: all the last packed columns and the delayed value,
-    those with a softmax K and V, those with linear attention its state."""
+    """The cache of decoding, stacked over layers: every layer has its last packed columns and delayed value, softmax
+    layers have K and V, linear layers a state."""
     layers, k, c = model.num_hidden_layers, model.num_key_value_heads, model.head_dim
     history = model.cca_time0 + model.cca_time1 - 2
     dtype = jnp.dtype(precision.compute)

@@ -1,7 +1,7 @@
 """Continuing rows of tokens with the cache: prompts piece by piece, then one token a row at a time.
 
-Rows of unequal length lie in columns from 0 on, so that a token's column is its position, and what stands behind a
-short row's end is overwritten by its next tokens before anything sees it. Prompts go through the model in pieces
+Rows of unequal length lie in columns from 0 on, so that a token's column is its position. The padding behind a short
+row is overwritten by its next tokens before any token sees it. Prompts go through the model in pieces
 (`PIECE`): of a long one neither scores nor logits exist beyond a piece. Compiled programs depend on the number of rows,
 on the length of the cache and of a piece, both of few kinds, and on `Sampling.kind`; on no prompt's own length.
 
@@ -111,7 +111,7 @@ class Generation:
 
     @property
     def cache_bytes(self) -> int:
-        """What the cache takes, of all devices together: what lies on several, so many times."""
+        """The cache's bytes on all devices together, copies included."""
         return sum(part.data.nbytes for x in (self._cache or {}).values() for part in x.addressable_shards)
 
     def end(self, row: int) -> None:
@@ -141,7 +141,7 @@ class Generation:
         return arguments, self._cache, self._model, self._precision, self._devices, self._kind
 
     def _taken(self, tokens: np.ndarray) -> list[list[int]]:
-        """What counts of new tokens [B, T]."""
+        """The new tokens [B, T] of each row up to its end."""
         self._left -= tokens.shape[1]
         new: list[list[int]] = [[] for _ in tokens]
         for row in np.flatnonzero(~self._done):
@@ -152,7 +152,7 @@ class Generation:
         return new
 
     def _start(self, ids, lengths, mask, num_tokens, piece):
-        """The prompts through the model; what is left of them is the cache, and of each row its last hidden state."""
+        """Runs the prompts through the model, and keeps the cache and each row's last hidden state."""
         statics = self._model, self._precision, self._devices
         sizes = pieces(max(lengths), piece)
         if mask is not None:
@@ -187,7 +187,7 @@ class Generation:
 
 
 class CacheBytes(NamedTuple):
-    """What a cache takes on a device: for a token of a row, for a row whatever its length, and in all."""
+    """Bytes of a cache on a device: for each token of a row, for each row of any length, and in all."""
 
     a_token: int
     a_row: int
@@ -197,7 +197,7 @@ class CacheBytes(NamedTuple):
 def cache_bytes(
     model: Model, precision: Precision, batch: int, length: int, devices: Devices = ALONE
 ) -> CacheBytes:
-    """The bytes of the cache of so many rows with so many columns."""
+    """The bytes of a cache with `batch` rows of `length` columns."""
 
     def taken(batch, length):
         arrays = jax.eval_shape(lambda: _empty_cache(model, precision, batch, length))
@@ -208,13 +208,13 @@ def cache_bytes(
 
 
 def columns(needed: int) -> int:
-    """How many columns a cache has that needs so many: at most a quarter more, so that there are few kinds."""
+    """The columns of a cache that needs this many: at most a quarter more, so that few programs are compiled."""
     step = max(LEAST_PIECE, 1 << max((needed - 1).bit_length() - 3, 0))
     return -(-needed // step) * step
 
 
 def piece_of(rows: int) -> int:
-    """Tokens of each of so many prompts that go through the model at once."""
+    """Tokens of each row that go through the model at once, with this many rows."""
     share = max(PIECES // rows, LEAST_PIECE)
     return min(PIECE, 1 << share.bit_length() - 1)
 

@@ -36,7 +36,7 @@ class SelfAttention(nnx.Module):
     def __call__(
         self, x: Float[Array, "B S D"], rope: list[tuple[Any, jax.Array]], here: Placement
     ) -> tuple[Float[Array, "B S D"], dict | None]:
-        """The block's output, and what decoding keeps where there is a cache."""
+        """The block's output, and with a cache the layer's new one."""
         kernels = tuple(part.kernel[...] for part in (self.q, self.k, self.v, self.o))
         return here.weights.self_attention(
             self_attention, x.astype(self.dtype), kernels, self.channels, rope, here
@@ -50,7 +50,7 @@ def self_attention(
     rope: list[tuple[Any, jax.Array]],
     here: Placement,
 ) -> tuple[Float[Array, "B S D"], dict | None]:
-    """What the heads with these kernels of q, k, v and o give, and what decoding keeps of them."""
+    """The output of the heads with these kernels of q, k, v and o, and with a cache the layer's new one."""
     *by_head, o = kernels
     q, k, v = (dot(x, w, x.dtype).reshape(*x.shape[:2], -1, channels) for w in by_head)
     q, k = (rotate(rope, y).astype(y.dtype) for y in (q, k))
@@ -74,7 +74,7 @@ class GatedMLP(nnx.Module):
 
 
 def gated_mlp(x: Float[Array, "B S D"], weights: tuple[jax.Array, ...]) -> Float[Array, "B S D"]:
-    """What channels with these gate, up and down weights give, in float32; products in x's number format."""
+    """The output of channels with these gate, up and down weights, in float32; products in x's number format."""
     gate, up, down = weights
     return dot(_gated(dot(x, gate, x.dtype), dot(x, up, x.dtype)), down, x.dtype, jnp.float32)
 
@@ -105,6 +105,6 @@ class DenseLayer(nnx.Module):
 
 
 def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:
-    """What decoding keeps for each layer, stacked over layers: K and V."""
+    """The cache of decoding, stacked over layers: K and V."""
     shape = (model.num_hidden_layers, batch, length, model.num_key_value_heads, model.head_dim)
     return {name: jnp.zeros(shape, precision.compute) for name in ("k", "v")}

@@ -1,6 +1,6 @@
 """ZAYA's layer: attention in a compressed space (`cca`), then experts that a router chooses (`router`, `experts`).
 
-It is written for tokens and weights that are simply there; `placement` tells where they come from.
+It is written as if all tokens and weights were local; `placement` says where they come from.
 """
 
 import jax
@@ -32,7 +32,7 @@ class Experts(nnx.Module):
     def __call__(
         self, x: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], here: Placement
     ) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
-        """What the experts give, and the gates that are still to be multiplied with it."""
+        """The experts' outputs, and the gates, which are yet to be multiplied with them."""
         experts = here.weights.expert_mlp
         y = experts(x, choice, None, self.gate_up[...], self.down[...], dtype=self.dtype)
         return here.weights.sum(y, self.dtype), masked(gate, choice, self.num_experts)

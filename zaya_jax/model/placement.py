@@ -1,6 +1,6 @@
-"""Where a layer's tokens and weights lie: all that a layer knows of the devices around it.
+"""Where a layer's tokens and weights lie: all that a layer knows about devices.
 
-A layer is written once, for tokens and weights that are simply there. It gets `here: Placement`, which says what came
+A layer is written once, as if all tokens and weights were local. It gets `here: Placement`, which says what came
 before its tokens and lets them attend, and `here.weights`, which makes its weights local and sums what was cut. The
 classes here are those of one device; `zaya_jax.parallel` derives the others from them, and imports this package, never
 the other way about.
@@ -15,11 +15,11 @@ the other way about.
     cache       cache.Cache                    whole
                 parallel.tree.Parts            columns lie over devices
     devices     Devices                        one: the first of each
-                parallel.devices.Over       whatever a training mesh asks for
+                parallel.devices.Over          a training mesh
                 parallel.tree.InParts          decoding with the cache in parts
 
-`Weights` has two things besides that any of its classes may be given: `gather`, with which fsdp makes weights whole,
-and `expert_mlp`, for experts on other devices.
+Any class of `Weights` may be given two functions: `gather`, with which fsdp makes weights whole, and `expert_mlp`, for
+experts on other devices.
 """
 
 import dataclasses
@@ -61,8 +61,9 @@ class Rows(NamedTuple):
 class Cached(NamedTuple):
     """A cache that the tokens of a pass are written to, at column `index`.
 
-    They are a prompt into an empty cache; a piece of one, if there are `counts`: so many first tokens of each row are
-    real; or a single new token of each row, perhaps each at an index of its own, if `valid` says which columns it sees.
+    They are a prompt into an empty cache; or a piece of one, if `counts` gives the number of real tokens in each row,
+    which come first; or a single new token of each row, perhaps each at an index of its own, if `valid` says which
+    columns it sees.
     """
 
     arrays: dict
@@ -132,11 +133,11 @@ class Weights:
 
 
 class Before(NamedTuple):
-    """What came before the first token of each row."""
+    """The tokens before the first one of each row."""
 
     columns: Float[Array, "B T P"] | None  # packed; None: zeros
     value: Float[Array, "B 1 V"]  # to be delayed
-    segments: Int[Array, "B T"] | None  # their documents; None: none of the row's
+    segments: Int[Array, "B T"] | None  # their documents; None: other documents than the row's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,14 +181,14 @@ class Placement:
     def before(
         self, x: Float[Array, "B S D"], project: Callable, history: int, nothing: Float[Array, "B 1 V"]
     ) -> Before:
-        """What came before the rows of x: `history` packed columns, and the value to be delayed.
+        """The past of the rows of x: `history` packed columns, and the value to be delayed.
 
         `project` gives packed columns and values of inputs, `nothing` is the value after no token.
         """
         return Before(None, nothing, None)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **last: jax.Array) -> tuple[jax.Array, Kept]:
-        """The tokens' attention, and what decoding keeps: with `last`, by name, of whose tokens the last are kept."""
+        """The tokens' attention, and with a cache the layer's new one, which keeps the last tokens of `last` by name."""
         return self._linear(q, k, v) if self.linear else self._softmax(q, k, v)
 
     def _softmax(self, q, k, v):
@@ -243,7 +244,7 @@ class Prompt(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Piece(Prompt):
-    """The next tokens of sequences that come piece by piece, all of which begin in column 0.
+    """The next tokens of sequences that come piece by piece; all sequences begin in column 0.
 
     `index` is the piece's first column, 0 itself for the first piece. Of a row the first `counts` tokens are real; what
     stands behind them is padding that no real token sees and that leaves nothing but columns of K and V, which the
@@ -301,7 +302,7 @@ class Token(Prompt):
 
 
 class Devices:
-    """What a model runs on, as far as it asks: this is one device."""
+    """The devices that a model runs on; this class is one device."""
 
     alone = True  # no collective in any program
     mesh: Mesh | None = None  # that decoding runs on
@@ -321,7 +322,7 @@ class Devices:
         mask: Int[Array, "B S"] | None,
         weights: Weights,
     ) -> Placement:
-        """How sequences lie of which a device has `length` tokens; where there is a cache they are whole."""
+        """How sequences lie, of which a device has `length` tokens; with a cache they are whole."""
         return Placement(segments, mask, weights)
 
     def place(self, model: Model, dtype: Any, rows: Rows, cached: Cached | None) -> Placement:

@@ -1,6 +1,6 @@
-"""How the next token is drawn: temperature, top-k, top-p and min-p, from noise that belongs to a row alone.
+"""Draws the next token: temperature, top-k, top-p and min-p, with noise that belongs to one row alone.
 
-A row's n-th new token is drawn with the key (its seed, n): nothing of the batch, of padding or of pieces is in it.
+A row's n-th new token is drawn with the key (its seed, n), which depends neither on the batch nor on padding or pieces.
 Letters: B rows, V vocabulary.
 """
 
@@ -20,11 +20,11 @@ from zaya_jax.config import UserError, shown
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What the next token is drawn from; the default always takes the likeliest.
+    """The tokens that may be drawn; the default always takes the likeliest.
 
-    `top_k` keeps so many of the likeliest tokens, 0 all; `top_p` the fewest whose probabilities, after that, sum to at
-    least so much; `min_p` those at least so many times as likely as the likeliest. Tokens that are equally likely stay
-    or go together.
+    `top_k` keeps that many of the likeliest tokens (0: all). `top_p` keeps the fewest of those whose probabilities sum
+    to at least that. `min_p` keeps tokens whose probability is at least that fraction of the likeliest token's. Equally
+    likely tokens stay or go together.
     """
 
     temperature: float = 0.0
@@ -51,13 +51,13 @@ class Sampling:
 
     @property
     def kind(self) -> str:
-        """What a program is made for: "greedy", "plain", or "cut" where some tokens may be left out."""
+        """The kind of program: "greedy", "plain", or "cut" if tokens may be left out."""
         if self.temperature == 0:
             return "greedy"
         return "cut" if self.top_k or self.top_p < 1 or self.min_p else "plain"
 
     def numbers(self) -> "Numbers":
-        """The options as arguments of a program, which any others may take the place of."""
+        """The options as arguments of a program, so that other values need no other program."""
         top_k = min(self.top_k or 2**31 - 1, 2**31 - 1)
         temperature = min(max(self.temperature, 1e-30), 1e38)  # as far as float32 goes
         return Numbers(

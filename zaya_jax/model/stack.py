@@ -1,7 +1,7 @@
-"""The scan over stacked layers, where some are of a kind that other code computes.
+"""The scan over stacked layers.
 
-Kinds that differ by data are one step of the scan each. Linear attention is other code: there a step runs the shortest
-stretch of layers whose pattern of kinds repeats, so that a stretch is traced, not the whole model.
+Full and sliding attention differ by data alone, so each layer is one step of the scan. Linear attention is other code:
+a step then runs the shortest stretch of layers whose pattern of kinds repeats, and only that stretch is traced.
 """
 
 import functools
@@ -80,7 +80,7 @@ def scan_layers(
 
 
 def _held(cache: dict | None, stretch: Any, layer: int, pattern: tuple[bool, ...]) -> dict[str, Held] | None:
-    """What a layer of the stretch of this number holds."""
+    """The cache of one layer in the stretch of this number."""
     if cache is None:
         return None
     held = {}
@@ -92,10 +92,10 @@ def _held(cache: dict | None, stretch: Any, layer: int, pattern: tuple[bool, ...
 
 
 def _after(cache: dict | None, held: dict[str, Held] | None) -> dict | None:
-    """The cache as a layer leaves it."""
+    """The cache after a layer."""
     return cache and held and cache | {name: own.stack for name, own in held.items()}
 
 
 def _all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
-    """What the backward pass finds where nothing is to be computed again: slices alone it takes anew."""
+    """Keeps all values for the backward pass but slices, which it takes again."""
     return primitive.name not in ("slice", "squeeze")

@@ -24,7 +24,7 @@ NONE: Mapping = types.MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """What differs from a plain scan; by default nothing.
+    """How a scan over layers differs from a plain one; by default it does not.
 
     `experts` gives, for a layer's number, the `expert_mlp` that has that layer's weights, whatever it is handed.
     `slots` are zeros by the weight's path in a layer, stacked over layers: what `shares` makes of a layer's gradient is
@@ -36,11 +36,11 @@ class Stored:
     shares: Mapping[str, Callable] = NONE
 
     def by_layer(self, num_layers: int) -> tuple[jax.Array | None, dict[str, jax.Array]]:
-        """What the scan hands to each layer beside its weights."""
+        """The further inputs that the scan hands to each layer."""
         return None if self.experts is None else jnp.arange(num_layers), dict(self.slots)
 
     def of_layer(self, given: Any, weights: nnx.State, lie: Weights) -> tuple[nnx.State, Weights]:
-        """A layer's weights and how they lie, of what the scan gave it."""
+        """A layer's weights and how they lie, from the inputs that the scan gave it."""
         number, slots = given
         if self.experts is not None:
             lie = dataclasses.replace(lie, expert_mlp=self.experts(number))

@@ -36,7 +36,7 @@ SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Output:
-    """What a forward pass leaves: the normed last hidden state and, per layer, what was routed where."""
+    """The result of a forward pass: the normed last hidden state and, per layer, where tokens were routed."""
 
     hidden: Float[Array, "B S D"]
     counts: Float[Array, "L E1"]  # real tokens of each class
@@ -161,8 +161,11 @@ def _rope_of(kind, tables):
 
 
 def _remat(body, policy: str):
-    """What the backward pass finds of a layer: "layer" recomputes all but the layer's input, "attention" all but that
-    and the attention's output, "offload" the same, with the latter in the host's memory; "elementwise" no products."""
+    """A layer that the backward pass recomputes.
+
+    "layer" keeps its input alone, "attention" also the attention's output, "offload" the same in the host's memory,
+    "elementwise" also the results of all products.
+    """
     policies, keep = jax.checkpoint_policies, None
     # What products gave, and so nothing made of gathered weights: these are gathered again.
     if policy == "fsdp":

@@ -1,1 +1,1 @@
-"""What turns gradients into updates: Muon and AdamW, ZeRO-1, schedules, balancing, skipped updates."""
+"""Turns gradients into updates: Muon and AdamW, ZeRO-1, balancing, skipped updates."""

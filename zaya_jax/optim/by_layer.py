@@ -50,7 +50,7 @@ class ByLayer:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """What a device keeps of all layers' gradients."""
+        """The shape of a device's shares of all layers' gradients."""
         return (self.layers, self.kept, UNIT)
 
     @property

@@ -67,7 +67,7 @@ KINDS = ("momentum", "mean", "square")  # what the state has by bucket
 
 
 class State(NamedTuple):
-    """What the optimizer carries from step to step; `figures` is what it says about the last one."""
+    """The state that the optimizer carries from step to step; `figures` describe the last one."""
 
     core: Any
     skip: skip.SkipState
@@ -105,8 +105,8 @@ class Optimizer:
         return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(self.init))
 
     def arrays(self, state: State) -> dict[str, Any]:
-        """What of the state goes into checkpoints, as it lies: `steps`, `skip`, and `momentum`, `mean` and `square`
-        by bucket (`layout.held` says what is in these)."""
+        """The part of the state that goes into checkpoints, as it lies: `steps`, `skip`, and `momentum`, `mean` and
+        `square` by bucket (`layout.held` lists the boxes in these)."""
         return {"steps": _adam(state.core).count, "skip": state.skip._asdict(), **_parts(state.core)}
 
     def with_arrays(self, arrays: Mapping[str, Any], figures: dict[str, Any]) -> State:

@@ -1,4 +1,4 @@
-"""What the optimizer's layouts speak of: devices, weights, and where a piece of their state lies."""
+"""The terms of the optimizer's layouts: devices, weights, and the boxes of state that a device holds."""
 
 import dataclasses
 import math
@@ -72,7 +72,7 @@ class Weight:
     shape: tuple[int, ...]  # over all devices
     method: str  # muon or adamw
     group: str  # whose norm it counts towards
-    spec: tuple[tuple[str, ...], ...] = ()  # the mesh axes of each dim, as far as the last one that has any
+    spec: tuple[tuple[str, ...], ...] = ()  # the mesh axes of each dim, up to the last one that has any
 
     @property
     def dims(self) -> tuple[tuple[str, ...], ...]:
@@ -111,7 +111,7 @@ class Held:
 def group_sums(
     pieces: Sequence[tuple[Weight, int]], number: jax.Array, values: jax.Array
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Sums of values by group, where the pieces' weights have so many each, and value i is the number[i]-th of all."""
+    """Sums of values by group; value i is the number[i]-th of all, of which `pieces` gives each weight's count."""
     start = 0
     for w, count in pieces:
         inside = (number >= start) & (number < start + count)

@@ -35,7 +35,7 @@ SMALL = 2**16  # numbers up to which a sum costs less than the rounds of an exch
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """What the weights of a bucket have in common."""
+    """The properties that the weights of a bucket share."""
 
     row: tuple[int, ...]  # the matrix over all devices, [a, b]
     shared: tuple[str, ...]  # axes along which they are replicated
@@ -91,7 +91,7 @@ class Matrices:
 
     @property
     def kind(self) -> ownership.Kind:
-        """What the assignment of owners needs to know."""
+        """The bucket as the assignment of owners sees it."""
         return ownership.Kind(self.count, newton_schulz_flops(self.row, 1), self.groups)
 
     def settle(self, counts: np.ndarray) -> None:

@@ -23,7 +23,7 @@ from jax import lax
 
 
 class Kind(NamedTuple):
-    """Matrices of one size: so many in each group of devices, any of which may own them."""
+    """Matrices of one size: `number` in each group of devices, any of which may own them."""
 
     number: int
     cost: int
@@ -155,7 +155,7 @@ class Pieces(NamedTuple):
 
 
 def plan(counts: np.ndarray, groups: np.ndarray, matrix: int, chunk: int, spare: int = 0) -> Exchange:
-    """The plan for owners with so many matrices each, [groups, devices of a group], of so many rows.
+    """The plan for owners with `counts` matrices each, [groups, devices of a group], of `matrix` rows.
 
     Where the slices of all rounds would be more than `spare` rows longer than what they carry, pieces are cut.
     """

@@ -2,7 +2,7 @@
 
 The method is element by element, so any cut will do; boxes of leading dims are what checkpoints can write as they
 lie. A weight of N units (layers, matrices or rows, the largest that leave at most `OVER` of it over) gives N // S of
-them to each of S devices, without padding. What is left over is summed and kept on all devices, as are weights of less
+them to each of S devices, without padding. The rest is summed and kept on all devices, as are weights of less
 than `SMALL` of all numbers: norms, biases and scales are together a thousandth of ZAYA1.
 """
 

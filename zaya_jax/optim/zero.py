@@ -113,7 +113,7 @@ class Layout:
                 forms.setdefault(Form.of(w, self.grid), []).append(w)
             else:
                 own.setdefault(w.axes, []).append(w)
-        spread = len(self.grid.names)  # AdamW's weights on so many axes go nowhere
+        spread = len(self.grid.names)  # AdamW's weights that lie over all axes go nowhere
         travelling = sum(
             math.prod(w.local(self.grid)) for w in weights if w.method == "muon" or len(w.axes) < spread
         )
@@ -149,7 +149,7 @@ class Layout:
         return list(self.bucket[name].held(name))
 
     def traffic(self, name: str, direction_bytes: int = 4) -> dict[str, int]:
-        """Bytes that a device puts into or gets out of each kind of collective, and what of them is padding."""
+        """Bytes that a device puts into or gets out of each kind of collective, and how many are padding."""
         return self.bucket[name].traffic(name, direction_bytes)
 
     def padding_share(self) -> float:

@@ -1,4 +1,4 @@
-"""What a model finds around it on a training mesh: the placement and the weights that a `Spread` asks for."""
+"""The devices of a training mesh: chooses a layer's placement and weights by a `Spread`."""
 
 import dataclasses
 import functools

@@ -16,7 +16,7 @@ A round has twice the room that even loads need (SLACK): a router that is balanc
 device's tokens. Further rounds are a loop, which then does not run at all; on two devices there are none, since C = N.
 
 A layer keeps its N rows for the backward pass, and those that came in the first round; later ones are sent again, and
-hidden activations are recomputed, round by round. One round's buffers are R rows each: what is sent and what comes, in
+hidden activations are recomputed, round by round. One round's buffers are R rows each: sent rows, received rows in
 the order of arrival and by expert, and the hidden width. A test bounds them, and with them all that the
 exchange needs beyond its arguments and results.
 
@@ -61,7 +61,7 @@ def expert_mlp(
     spread: Spread,
     form: str | None = None,
 ) -> Float[Array, "N D"]:
-    """What `model.experts.expert_mlp` gives, of experts that lie over `spread.expert_axes`.
+    """`model.experts.expert_mlp` with experts that lie over `spread.expert_axes`.
 
     `form` is for comparisons and tests; otherwise `exchange_form` decides.
     """

@@ -1,4 +1,4 @@
-"""Tensor parallelism of attention: which heads a device computes, and its columns of what is packed by head.
+"""Tensor parallelism of attention: which heads a device computes, and its columns of arrays packed by head.
 
 Query heads are cut evenly over the tensor axis, with the columns of q and the rows of o. A device computes the keys
 and values of the heads that its queries need: where there are fewer key-value heads than devices, several compute the

@@ -1,11 +1,11 @@
 """Linear attention over devices that hold pieces of a sequence: LASP-2 (benchmarks/rivals.py has LASP-1's ring).
 
 Each piece leaves a state of fixed size, [K, C, C + 1] per row in float32; a piece's queries need the sum of the states
-of the pieces before it, as far as its first document reaches back. Pieces lie contiguously (device i holds piece i of
+of the pieces before it that its first document reaches back to. Pieces lie contiguously (device i holds piece i of
 N) or zig-zag (device i holds pieces i and 2N - 1 - i of 2N, as the halves of its tokens). With P = 1 or 2 pieces per
 device and X = K C (C + 1) numbers per state, traffic does not depend on the length of the sequence: one all-gather
 forward, N P B (X + 2) 4 bytes gathered (two numbers are the ids of a piece's first and last document), and one
-backward, N P B X 4 bytes. What a device can do alone, within its own pieces, depends on no collective, so that it is
+backward, N P B X 4 bytes. The work within a device's own pieces depends on no collective, so that it is
 done while the states travel. It runs inside `jax.shard_map`.
 """
 
@@ -64,7 +64,7 @@ def lasp2(
 
 
 def _ordered(x):
-    """What an all-gather gave, [N, P, ..], in the sequence's order: [N P, ..]."""
+    """The result of an all-gather, [N, P, ..], in the sequence's order: [N P, ..]."""
     return x[:, 0] if x.shape[1] == 1 else jnp.concatenate([x[:, 0], x[::-1, 1]])
 
 

@@ -25,7 +25,7 @@ def make_mesh(sizes: config.Mesh, devices: list | None = None, where: str = "con
 
 
 def shape_of(sizes: config.Mesh, devices: int | None, where: str = "config.mesh") -> dict[str, int]:
-    """The axis sizes on so many devices; with None, on the fewest that they can be on."""
+    """The axis sizes on this many devices; with None, on the fewest possible."""
     for axis in AXES:
         size = getattr(sizes, axis)
         if size < 1 and not (axis == "data" and size == -1):

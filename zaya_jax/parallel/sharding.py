@@ -2,9 +2,9 @@
 
     specs = sharding.param_specs(model, precision, spread)     a tree of PartitionSpecs like the parameters
 
-What no row names is whole on every device: norms, biases and scales are small; CCA's key and value projections, its
+Other dims are whole on every device: norms, biases and scales are small; CCA's key and value projections, its
 convolutions and the router are 3% of ZAYA1's weights, and two key-value heads would not go round more devices anyway.
-`check` refuses, before anything is compiled, what a mesh cannot divide.
+`check` refuses a mesh that does not divide a model, before anything is compiled.
 """
 
 import math

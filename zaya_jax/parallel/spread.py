@@ -1,4 +1,4 @@
-"""How a model's work is spread over a mesh: sizes and switches, from which `devices` makes what a layer sees.
+"""How a model's work is spread over a mesh: sizes and switches, from which `devices` makes a layer's placement.
 
 A `Spread` is static: with `ALONE` no collective enters the program. The loss of a spread program is the sum over
 devices of what each computes, each token counted by one device; gradients of a replicated weight are partial sums.
@@ -41,7 +41,7 @@ class Spread:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes on which devices hold different tokens: what counts of tokens are summed over."""
+        """The axes on which devices hold different tokens; counts of tokens are summed over them."""
         return AXES if self.tsp else AXES[:3]
 
     @property
@@ -71,7 +71,7 @@ def spread_of(sizes: config.Mesh, shape: Mapping[str, int]) -> Spread:
 
 
 def is_matrix(names: tuple[str | None, ...]) -> bool:
-    """Whether a weight with these logical axes is a matrix, or a stack of them: what fsdp spreads."""
+    """Whether a weight with these logical axes is a matrix, or a stack of them; fsdp spreads these."""
     return len([name for name in names if name not in ("layers", "expert")]) > 1
 
 

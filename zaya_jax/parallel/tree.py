@@ -28,7 +28,7 @@ Attended = tuple[Float[Array, "B H C"], Float[Array, "B H"]]
 
 @dataclasses.dataclass(frozen=True)
 class Parts(Cache):
-    """A cache's keys and values in parts over so many devices of `axis`."""
+    """A cache's keys and values in parts over the `devices` of `axis`."""
 
     devices: int
     axis: str = "context"
@@ -84,7 +84,7 @@ class Parts(Cache):
 
 @dataclasses.dataclass(frozen=True)
 class InParts(Devices):
-    """A mesh whose context axis holds a cache's keys and values in parts, and all else alike."""
+    """A mesh whose context axis holds a cache's keys and values in parts; all else is on every device."""
 
     mesh: Mesh
     alone = False

@@ -54,7 +54,7 @@ AXIS = "tensor"
 
 @dataclasses.dataclass(frozen=True)
 class Fetched(Weights):
-    """ZAYA's: what is cut by heads is fetched, whole, for products in `dtype`.
+    """ZAYA's weights: those that are cut by heads are fetched, whole, for products in `dtype`.
 
     Its gradient is summed over devices in float32, each keeping its part.
     """
@@ -71,7 +71,7 @@ class Fetched(Weights):
 
 @dataclasses.dataclass(frozen=True)
 class Travelling(Weights):
-    """A dense model's: its weights are computed with on each device in turn."""
+    """A dense model's weights: they visit each device in turn."""
 
     parts: int = 1  # devices that share them
 
@@ -180,7 +180,7 @@ def _add(a, b):
 
 
 class _Sizes(NamedTuple):
-    """What is static in a round."""
+    """The static sizes of a round."""
 
     parts: int  # devices that share the weights
     axes: tuple[str, ...]  # that carry the sequence
