@@ -185,10 +185,8 @@ class _Refs:
 
     def columns(self, name, tokens, distance, column, wide, seen):
         """Columns of the tokens so far before these, zero where they are not seen; before is negative after."""
-        row = jnp.broadcast_to((tokens.index - distance)[:, None], (self.at.tokens, wide))
-        place = jnp.broadcast_to(column + tiles.steps(wide)[None], row.shape)
-        mask = jnp.broadcast_to(seen[:, None], row.shape)
-        return tiles.load(self.refs[name].at[tokens.batch, row, place], mask=mask, other=0)
+        rows, columns = tokens.index - distance, column + tiles.steps(wide)
+        return tiles.take(self.refs[name], tokens.batch, rows=rows, columns=columns, own=(seen, None))
 
     def of_head(self, name, tokens, head, place, seen):
         """A block of channels of [B, S, heads, C]."""
@@ -402,10 +400,8 @@ def _taps(at, refs, of_heads, of_biases):
 
 
 def _store(at, out, tokens, column, x):
-    row = jnp.broadcast_to(tokens.index[:, None], x.shape)
-    place = jnp.broadcast_to(column + tiles.steps(x.shape[1])[None], x.shape)
-    mask = jnp.broadcast_to(tokens.real[:, None], x.shape)
-    tiles.store(out.at[tokens.batch, row, place], x.astype(out.dtype), mask=mask)
+    columns = column + tiles.steps(x.shape[1])
+    tiles.put(out, x, tokens.batch, rows=tokens.index, columns=columns, own=(tokens.real, None))
 
 
 def _either(condition: jax.Array, this: float, that: float) -> jax.Array:

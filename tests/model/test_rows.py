@@ -51,8 +51,7 @@ def whole(weights):
     "options",
     [
         Sampling(1.2, top_k=20, top_p=0.9, min_p=0.01),
-        pytest.param(Sampling(0.8), marks=pytest.mark.slow),
-        Sampling(),
+        *(pytest.param(options, marks=pytest.mark.slow) for options in (Sampling(0.8), Sampling())),
     ],
 )
 def test_a_row_is_what_it_is_alone(weights, options):

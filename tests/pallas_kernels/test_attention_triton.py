@@ -10,11 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernel_helpers import documents, normal
 
-from benchmarks import absent, inner_loop, machine_code
 from pallas_kernels import chip
 from pallas_kernels.attention import attention, triton
 from pallas_kernels.attention.reference import attention as reference_attention
-from zaya_jax.hardware import targets
 
 MI300X, H200 = chip.Chip("cpu", "gfx942"), chip.Chip("cpu", "NVIDIA H200")
 
@@ -177,32 +175,6 @@ def test_any_shape(data):
         tolerance=0.06 if low else 3e-5, made_for=draw(st.sampled_from([MI300X, H200])) if low else MI300X,
         seed=draw(st.integers(0, 9)), traced=draw(st.booleans()),
     )  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("channels", [64, 128])
-@pytest.mark.parametrize("name", ["mi300x", "mi355x", "h200"])
-def test_machine_code(name, channels):
-    """Nothing spilled, no more shared memory than there is, matrix instructions in the inner loops."""
-    if not targets.FOLDER.exists():
-        pytest.skip("make setup-targets installs the compilers")
-    like = [jax.ShapeDtypeStruct((4, 4096, heads, channels), jnp.bfloat16) for heads in (8, 2, 2)]
-    for packed in (False, True):
-
-        def f(q, k, v, d_out, segments, packed=packed):
-            ids = segments if packed else None
-            with chip.making(chip.chip_of(targets.devices(name, 1)[0])):
-                out, pull = jax.vjp(lambda *qkv: attention(*qkv, ids, ids, scale=0.1)[0], q, k, v)
-                return out, pull(d_out)
-
-        program = absent.compiled(name, f, *like, like[0], jax.ShapeDtypeStruct((4, 4096), jnp.int32))
-        found = {code.name: code for code in machine_code.read_kernels(program)}
-        assert set(found) == {"attention_forward", "attention_queries", "attention_keys"}
-        for code in found.values():
-            assert code.spills == code.private == code.scalar_spills == 0 and code.blocks > 0, code.name
-            if not inner_loop.missing(code.arch):
-                loop = inner_loop.read_loop(code)
-                assert loop and loop.kind in ("mfma", "wgmma") and loop.share > 0.4, code.name
 
 
 def test_work_behind_the_diagonal():

@@ -343,17 +343,6 @@ def test_chunks_that_meet():
     np.testing.assert_array_equal(ring.chunks_that_meet(segments, 2), np.array(expected, bool))
 
 
-def test_balance_is_of_the_blocks_that_a_mask_leaves():
-    """Counted from the mask itself."""
-    length, parts, block, window = 64, 4, 4, 11
-    i, j = np.indices((length, length))
-    seen = ((j <= i) & (i - j < window)).reshape(length // block, block, -1, block).any((1, 3)).sum(1)
-    for zigzagged in (True, False):
-        order = context.zigzag(length, parts) if zigzagged else np.arange(length)
-        own = order.reshape(parts, -1)[:, ::block] // block
-        assert formulas.blocks_visited(length, parts, block, window, zigzagged) == seen[own].sum(1).tolist()
-
-
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("windows", [(None,), (None, 700)])
 def test_what_is_read_of_a_program_is_the_work_that_masks_leave(ring, windows):

@@ -72,7 +72,7 @@ def on_devices(function, size, zigzag, **options):
 @pytest.mark.parametrize(
     "size", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("function", [linear.lasp2, rivals.lasp1])
+@pytest.mark.parametrize("function", [linear.lasp2, pytest.param(rivals.lasp1, marks=pytest.mark.slow)])
 def test_equal_to_one_device(function, size, zigzag):
     q, k, v, d_out = inputs(96)
     segments = documents(96)

@@ -36,7 +36,10 @@ def on_devices(function, size):
 
 
 @pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize("function", [rivals.tree_attention, rivals.ring_of_parts, rivals.ring_of_keys])
+@pytest.mark.parametrize("function", [
+    rivals.tree_attention,
+    *(pytest.param(f, marks=pytest.mark.slow) for f in (rivals.ring_of_parts, rivals.ring_of_keys)),
+])  # fmt: skip
 def test_equal_to_one_device(function, size):
     keys = jax.random.split(jax.random.key(0), 3)
     q = jax.random.normal(keys[0], (B, 1, H, C))

@@ -188,7 +188,7 @@ class Placement:
         return Before(None, nothing, None)
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **last: jax.Array) -> tuple[jax.Array, Kept]:
-        """The tokens' attention, and with a cache the layer's new one, which keeps the last tokens of `last` by name."""
+        """The tokens' attention, and with a cache the layer's new one, with the last tokens of `last` by name."""
         return self._linear(q, k, v) if self.linear else self._softmax(q, k, v)
 
     def _softmax(self, q, k, v):

@@ -135,8 +135,8 @@ def scale_by_muon(
     """Gradients [..., in, out] to directions in `dtype`; momentum adds up in float32 however it is kept.
 
     `owned`, called at each update, gives the number of matrices in use, the first ones, of leaves that use only some.
-    `clip` is done to each gradient first. With `keep` false, a number at run time, momentum stays as it is, and directions are
-    finite whatever the gradients are.
+    `clip` is applied to each gradient first. With `keep` false, a number at run time, momentum stays as it is, and
+    directions are finite whatever the gradients are.
     """
 
     def init(params):
