@@ -155,3 +155,14 @@ def compare(mesh, like, specs, steps):
 
     errors = jax.tree.leaves(jax.tree.map(distance, params, mesh_params))
     return max(errors), (whole, state), (sharded, mesh_state)
+
+
+def bytes_per_device(optimizer):
+    """Bytes of optimizer state that each device holds: buckets lie in parts, counters and figures whole."""
+    layout, shapes = optimizer.layout, jax.eval_shape(optimizer.init)
+    spread = {name: layout.parts(name) for name in layout.methods}
+
+    def size(path, leaf):
+        return leaf.size * leaf.dtype.itemsize // spread.get(chain._bucket_name(path, spread), 1)
+
+    return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(size, shapes)))

@@ -119,15 +119,6 @@ class Optimizer:
         figures = jax.eval_shape(self.init).figures
         return {name: np.zeros(x.shape, x.dtype) for name, x in figures.items()}
 
-    def bytes_per_device(self) -> int:
-        """Bytes of optimizer state that each device holds."""
-        parts = {name: self.layout.parts(name) for name in self.layout.methods}
-
-        def size(path, leaf):
-            return leaf.size * leaf.dtype.itemsize // parts.get(_bucket_name(path, parts), 1)
-
-        return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(size, jax.eval_shape(self.init))))
-
 
 def claim(paths_and_shapes: Mapping[str, tuple[int, ...]], table: tuple[Row, ...] = TABLE) -> dict[str, Row]:
     """The one row that claims each weight; UserError naming the weight if none does, or several do."""

@@ -152,12 +152,6 @@ class Layout:
         """Bytes that a device puts into or gets out of each kind of collective, and how many are padding."""
         return self.bucket[name].traffic(name, direction_bytes)
 
-    def padding_share(self) -> float:
-        """The share of all that travels that is padding."""
-        found = [self.traffic(name) for name in self.methods]
-        padding = sum(kinds.pop("padding", 0) for kinds in found)
-        return padding / max(sum(sum(kinds.values()) for kinds in found), 1)
-
     # Inside shard_map, where there are several devices.
 
     def owned(self) -> dict[str, jax.Array | int]:
