@@ -72,25 +72,26 @@ class Said:
     """A probe that has said this."""
 
     def __init__(self, **said):
-        self.said = said
+        self.said = {"devices": {"count": 8, "platform": "gpu"}} | said
 
     def end(self, group, action):
         return []
 
 
-def test_a_device_with_slow_memory_is_named():
-    rates = {str(i): 4.1e12 for i in range(8)} | {"5": 2.0e12}
-    said = Said(devices={"count": 8, "platform": "gpu"}, products={"wrong": []}, bandwidth={"rates": rates})
-    (found,) = preflight.judge_devices(said, 8)
-    assert (found.name, found.device, found.action) == ("gpu memory slow", "device 5", "exclude")
-    assert "2,000 GB/s; median of the node 4,100" in found.seen
-
-
-def test_wrong_products_exclude():
-    said = Said(devices={"count": 1, "platform": "gpu"}, products={"wrong": ["device 3: 1 of 9 sums ..."]})
-    assert [(f.name, f.device) for f in preflight.judge_devices(said, 1)] == [
-        ("gpu computes wrongly", "device 3")
-    ]
+@pytest.mark.parametrize(
+    ("said", "name", "device"),
+    [
+        (
+            {"bandwidth": {"rates": {str(i): 2e12 if i == 5 else 4.1e12 for i in range(8)}}},
+            "gpu memory slow",
+            "device 5",
+        ),
+        ({"products": {"wrong": ["device 3: 1 of 9 sums ..."]}}, "gpu computes wrongly", "device 3"),
+    ],
+)
+def test_a_faulty_device_is_named_and_excluded(said, name, device):
+    (found,) = preflight.judge_devices(Said(**said), 8)
+    assert (found.name, found.device, found.action) == (name, device, "exclude")
 
 
 def test_the_node_is_looked_at(tmp_path):
@@ -125,16 +126,11 @@ def tried(count, bad_nodes=(), bad_links=(), slow=()):
 def test_every_bad_node_and_every_bad_link_is_told_apart(count):
     assert preflight.judge(tried(count)) == []
     for i in range(count):
-        (found,) = preflight.judge(tried(count, bad_nodes=[i])) if count > 3 else (None,)
-        if found:
-            assert (found.name, found.device, found.action) == ("links of a node fail", f"n{i}", "exclude")
+        (found,) = preflight.judge(tried(count, bad_nodes=[i]))
+        assert (found.device, found.action) == (f"n{i}", "exclude")
         (found,) = preflight.judge(tried(count, bad_links=[(i, (i + 1) % count)]))
         a, b = sorted((f"n{i}", f"n{(i + 1) % count}"))
         assert (found.name, found.device, found.action) == ("link fails", f"{a}-{b}", "warn")
-
-
-def test_three_nodes_name_the_bad_one():
-    assert [f.device for f in preflight.judge(tried(3, bad_nodes=[1]))] == ["n1"]
 
 
 def test_several_faults_and_none_that_works():
@@ -169,12 +165,3 @@ def test_a_pair_exchanges_known_numbers():
 def test_a_partner_that_does_not_come():
     found = preflight.link(f"localhost:{multiprocess_runs.free_port()}", 0, 7, environ())
     assert found.bandwidth == 0 and found.wrong
-
-
-def test_what_a_library_prints_is_no_part(tmp_path):
-    """A line that only looked like one ended the check without a word, and the node was said to hang."""
-    lines = "{half of a", '{"no": "part"}', "[1]", '{"part": "devices", "count": 1, "platform": "cpu"}'
-    words = "".join(f"print({line!r}, flush=True)\n" for line in lines)
-    (tmp_path / "sitecustomize.py").write_text(words + "import os; os._exit(3)\n")
-    (found,) = preflight.check(1, root=tmp_path, environ=environ() | {"PYTHONPATH": str(tmp_path)})
-    assert found.name == "check of devices failed" and found.seen.startswith("exit code 3 after 'devices'")

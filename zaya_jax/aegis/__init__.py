@@ -1,1 +1,1 @@
-"""Watch, decide, act: the run's guardian."""
+"""Supervises a run: detects failures, decides how to respond, and restarts the processes."""

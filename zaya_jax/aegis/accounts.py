@@ -1,4 +1,4 @@
-"""Where a run's wall clock went, second by second, from its events: each second has one use, and they sum to the whole.
+"""Accounts for a run's wall-clock time from its events: each second has exactly one use.
 
     account = of(events.read(workdir))      None where no start was recorded
     account.goodput                         seconds of steps that counted over the seconds that the run was supervised

@@ -1,10 +1,10 @@
-"""One agent per node: it runs the node's processes; that of node 0 leads all.
+"""Runs one agent per node, which starts the node's processes; the agent of node 0 leads the others.
 
     code = agent.run(plan, rank)     until the run has ended, or cannot go on
 
-Members hold a line to the leader (`cluster.lines`), which asks for signs of life, and idle agents answer like others. A
-member whose line breaks is a lost node; a leader whose line breaks ends its members, and with them their processes, so
-that a scheduler can start all of them again.
+Members hold a connection to the leader (`cluster.lines`), which sends heartbeats that idle agents answer too. A member
+whose connection breaks is a lost node. Members that lose their leader end with their processes, so that a scheduler can
+start all of them again.
 """
 
 import contextlib
@@ -309,13 +309,13 @@ class Member(Agent):
 
 
 def run(plan: Plan, rank: Rank | None, heartbeat: float = HEARTBEAT) -> int:
-    """An agent's life; its exit code."""
+    """Runs this node's agent to its end; returns the exit code."""
     kind: Callable[..., Agent] = Leading if rank is None or rank.index == 0 else Member
     return kind(plan, rank, heartbeat).run()
 
 
 def _digest(agent: Agent) -> str:
-    """By which agents see that they were started with the same command."""
+    """A hash of the command, which must be the same for all agents."""
     rules = agent.plan.rules
     # The interpreter's path may differ from node to node; the command may not.
     said = [*agent.plan.command[1:], str(rules.processes), str(rules.nodes), str(rules.agents)]

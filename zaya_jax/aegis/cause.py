@@ -1,4 +1,4 @@
-"""Names the cause of a start's end, from the ends of its processes and the findings of the minute before.
+"""Finds the cause of a start's end from its processes' exits and the findings of the minute before.
 
     cause = first_end(exits, findings, saved, node_of)
 

@@ -1,4 +1,4 @@
-"""Decides how to respond to failures: a state machine without a clock, a file or a connection of its own.
+"""Decides how to respond to failures: a state machine without clock, files or connections.
 
     decider = Decider(Rules(nodes=2), now)
     for action in decider.take(facts.Exited(node=1, process=3, code=-9), now): ...
@@ -440,7 +440,7 @@ class Decider:
 
     def _exclude(self, node: int, reason: str) -> None:
         self.excluded[node] = reason
-        self._say("excluded", node, concluded=reason, done="no start has it any more")
+        self._say("excluded", node, concluded=reason, done="no later start uses it")
 
     def _end(self, code: int, text: str) -> None:
         self._say(

@@ -1,4 +1,4 @@
-"""Decisions of a run about its own past: on disk before they are acted on, and in every later checkpoint.
+"""Records decisions to go back: on disk before they take effect, and in every later checkpoint.
 
     made = decisions.read(workdir)
     made = decisions.add(workdir, decision)             in process 0; when this returns, it outlives a power cut
@@ -58,7 +58,7 @@ def add(workdir: str | os.PathLike, made: Sequence[Decision], new: Decision) -> 
 
 
 def write(workdir: str | os.PathLike, made: Sequence[Decision]) -> None:
-    """The file of them; when this returns, it outlives a power cut."""
+    """Writes the file; when this returns, it outlives a power cut."""
     folder = Path(workdir) / events.FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     files.write(folder / FILE, (json.dumps(list(made), indent=1) + "\n").encode())

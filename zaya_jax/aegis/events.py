@@ -1,4 +1,4 @@
-"""The history of a run as events: lines of JSON below WORKDIR/aegis, read again by the report and the agent.
+"""Writes and reads a run's events: lines of JSON below WORKDIR/aegis.
 
     log = Log(workdir, "agent"); log.add("died", node=..., process=3, seen="SIGKILL", done="restart", seconds=4.1)
     read(workdir)                  the lines of all writers, by time

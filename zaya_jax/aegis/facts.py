@@ -1,4 +1,4 @@
-"""Facts and actions as values: facts go into `decide.Decider`, actions come out of it."""
+"""The facts that `decide.Decider` takes, and the actions that it returns."""
 
 import dataclasses
 import enum

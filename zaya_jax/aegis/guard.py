@@ -1,4 +1,4 @@
-"""Watches a run's numbers from inside the training, and decides when it must go back.
+"""Watches a run's loss and gradients during training, and decides when the run must go back.
 
     guard = Guard(config.guard, workdir, made, meta, reached)    as it stood at the checkpoint that the run goes on from
     guard.see(step, phase, figures)                     of each step, in order, in all processes
@@ -7,8 +7,8 @@
     guard.due(step)                                     whether gradients are to be computed again now (`replay`)
     guard.checked(step, finding, mesh, saved, begin)    takes the result; a decision if a device is wrong
 
-The training acts on it: it ends what it was doing, and the next start, in the same process or another, sets aside what
-was decided to be given up.
+The training carries a decision out: it stops where it is, and begins again, in the same process or another, without the
+checkpoints that the decision gives up.
 """
 
 import math
@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 
 from zaya_jax.aegis import decisions, events
 from zaya_jax.aegis.decisions import Decision
-from zaya_jax.aegis.replay import Finding
+from zaya_jax.aegis.replay import Mismatch
 from zaya_jax.aegis.spikes import Spike, Spikes
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Guard as Settings
@@ -104,7 +104,7 @@ class Guard:
         return bool(every) and self._reproducible and (step % every == 0 or suspect)
 
     def checked(
-        self, step: int, finding: Finding | None, mesh: Mesh, saved: Callable[[], Sequence[int]], begin: int
+        self, step: int, finding: Mismatch | None, mesh: Mesh, saved: Callable[[], Sequence[int]], begin: int
     ) -> Decision | None:
         """Takes the result after a step; the decision to go back, written down, if a device is wrong."""
         if finding is None:

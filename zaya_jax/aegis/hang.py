@@ -1,12 +1,12 @@
-"""Which process of a run stands still, and since when, by where all of them say that they are.
+"""Finds the process that hangs, from the positions that all processes report.
 
     watch = Hangs(); watch.begin()              a new start; times learned in earlier ones count on
     watch.heard(node, views, now)               a node's agent reports its processes
     watch.woke(now)                             an agent stood still itself: no process is blamed for it
     watch.find(now)                             a Hang, or None
 
-The run hangs when the process that has come least far has been where it is for longer than it may. The others wait for
-it: they have come further, or say that they wait; so only its own limit counts. docs/aegis.md has the limits.
+A run hangs when its least advanced process has stayed at one position for longer than the limit of that position. The
+others wait for it, so only its own limit counts. docs/aegis.md has the limits.
 """
 
 import collections

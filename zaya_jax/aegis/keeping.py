@@ -1,11 +1,11 @@
-"""Writes for an agent, in threads of their own: a disk or a terminal that hangs must not keep it from watching.
+"""Writes an agent's files and terminal output in separate threads, so that a slow disk or terminal does not block it.
 
     terminal = Terminal(); terminal.show(1, b"...")         the processes' output
     keeper = Keeper(workdir); keeper.append(name, data)     files below WORKDIR/aegis
     keeper.event(event)                                     the leader's events
 
-Nothing is written into a folder that is no run's yet: training refuses one that holds something else, and leaves
-nothing behind where it is refused itself. Until the run's first step everything waits here.
+Nothing is written before the run's first step: training refuses a folder that holds something else, and a refused start
+must leave nothing behind.
 """
 
 import collections

@@ -1,4 +1,4 @@
-"""Leads all agents, in that of node 0: hears them, has `decide` decide, and gives orders.
+"""Leads all agents from that of node 0: takes their messages, asks `decide`, and sends orders.
 
     leader = Leader(plan, keeper, say, order)
     leader.hear(node, message, now)     a message of an agent; `node.Node` lists them
@@ -153,7 +153,7 @@ class Leader:
             self._awaited = None
             return False
         if self._awaited is None:
-            done = f"waits up to {self._plan.patience:g} s for a link that comes back"
+            done = f"waits up to {self._plan.patience:g} s for the link"
             told = {"seen": found.seen, "concluded": found.concluded, "done": done}
             self._event("waits", nobody | told | {"seconds": round(found.seconds, 3)})
         self._awaited = found

@@ -1,4 +1,4 @@
-"""The limits of watched numbers: one table, each row with its reason.
+"""The limits for hardware counters and levels, each with its reason.
 
 docs/watching.md shows it, and a test holds that. A fault that only slows a node down, or needs a person some day, is a
 note: a process that ends soon after has not ended for it.

@@ -1,4 +1,4 @@
-"""This node: its accelerators, and how programs are started on it.
+"""Finds the node's accelerators, and builds the commands that start programs near them.
 
 gpus(os.environ)           the NUMA node of each accelerator
 beside(numa)               words before a command, to run it on that NUMA node

@@ -1,4 +1,4 @@
-"""Starts a node's processes, follows their output and their beats, and ends them: the hands of a node's agent.
+"""Starts a node's processes, follows their output and heartbeats, and ends them, for the node's agent.
 
     node = Node(plan, selector, keeper, terminal, tell)
     node.start(number, address, count, first)   its part of a start: processes first, first + 1, ... of count

@@ -1,4 +1,4 @@
-"""Tells a command of each event of a run. It never waits for the command, and never fails a run.
+"""Runs a command at each event, without waiting for it; a failing command never fails the run.
 
     hook = Hook("page-me --team=training")
     hook.tell(event)       returns at once

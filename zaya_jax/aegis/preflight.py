@@ -1,4 +1,4 @@
-"""The check before a start: whether a node computes rightly and reaches its neighbours, in under a minute.
+"""Checks nodes before a start, in under a minute: whether each computes correctly and reaches its neighbours.
 
     check(expected=8, workdir=...)          list[Finding] of this node: devices, products, bandwidth, watchers
     rounds(["a", "b", "c", "d"])            the pairs of nodes that try their link in each round

@@ -1,9 +1,9 @@
-"""The part of the check before a start that may hang or crash, in a process of its own: see `preflight`.
+"""The tests of `preflight` that may hang or crash, run in a separate process.
 
     python -m zaya_jax.aegis.probe devices
     python -m zaya_jax.aegis.probe link COORDINATOR INDEX SECONDS
 
-Each part that ends is a line of JSON with its name, so that its parent knows which part gave no answer.
+Each part prints a line of JSON with its name when it ends, so that the parent knows which part gave no answer.
 """
 
 import json

@@ -1,11 +1,11 @@
-"""Reads files of a node for the watchers, and judges the numbers by `limits`.
+"""Reads the node's files for the watchers, and compares the numbers with `limits`.
 
     tree = Tree("/"); tree.number("proc/loadavg")          an unreadable file is noted once, and is no error
     judge.counter(name, device, source, value)             findings, if it has grown too much
     judge.state(name, device, on, seen)                    findings, if it is so for too long
 
-A counter is judged by its growth over a window, never by its value: errors before the run are no news. A
-counter that falls (reset, wrapped) begins anew. A state is told when it begins and, as a note, when it is over.
+A counter is judged by its growth over a window, never by its value: errors before the run do not count. A counter that
+falls (reset, wrapped) starts again. A state is reported when it begins and, as a note, when it is over.
 """
 
 import os

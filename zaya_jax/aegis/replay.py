@@ -1,4 +1,4 @@
-"""Whether the devices compute what they should: a step's gradients again, on the same devices and on others.
+"""Checks that the devices compute correctly: a step's gradients again, on the same devices and on others.
 
     replay = Replay(config, mesh)                   of a phase; `faults` on purpose go through `hook`
     finding = replay(params, bias, batch)           None, or who computes wrongly, in all processes alike
@@ -41,7 +41,7 @@ FIGURES = "loss"  # what stands for it among the weights
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding:
+class Mismatch:
     """Who computes wrongly, as far as can be told; `devices` are places in the mesh."""
 
     kind: str  # "itself": differs from itself; "others": from the others; "program": nearly all differ from themselves
@@ -96,7 +96,7 @@ class Replay:
         ]
         self._gather = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, REPLICATED))
 
-    def __call__(self, params: Any, bias: jax.Array, batch: dict[str, jax.Array]) -> Finding | None:
+    def __call__(self, params: Any, bias: jax.Array, batch: dict[str, jax.Array]) -> Mismatch | None:
         """Computes it and compares; all processes together."""
 
         def compute(by: int) -> np.ndarray:
@@ -151,7 +151,9 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> np.uint32(16))
 
 
-def differs_from_itself(first: np.ndarray, again: np.ndarray, parts: int, names: list[str]) -> Finding | None:
+def differs_from_itself(
+    first: np.ndarray, again: np.ndarray, parts: int, names: list[str]
+) -> Mismatch | None:
     """Of hashes [devices, words]: the parts of the mesh that gave others the second time."""
     wrong = (first != again).reshape(parts, -1, first.shape[1])
     guilty = np.flatnonzero(wrong.any((1, 2)))
@@ -162,15 +164,15 @@ def differs_from_itself(first: np.ndarray, again: np.ndarray, parts: int, names:
     weights = _weights(wrong.any((0, 1)), names)
     if len(guilty) > max(parts / 2, 1):
         why = f"{len(guilty)} of {parts} parts of the mesh differ from themselves, which is no device's fault"
-        return Finding("program", devices, True, weights, why)
-    return Finding(
+        return Mismatch("program", devices, True, weights, why)
+    return Mismatch(
         "itself", devices, group > 1 or len(guilty) > 1, weights, "computed twice, it gave other bits"
     )
 
 
 def differs_from_others(
     seen: list[np.ndarray], compared: np.ndarray, parts: int, names: list[str]
-) -> Finding:
+) -> Mismatch:
     """Of hashes [devices, words] of batches moved on by 0, 1 and, with three parts or more, 2: who is wrong."""
     at = [x[:, compared].reshape(parts, -1) for x in seen]
     votes: Counter[int] = Counter()
@@ -188,7 +190,7 @@ def differs_from_others(
     why = "others computed the same part of the batch, and gave other bits"
     if parts == 2:
         why = "two data shards gave other bits for the same part of the batch, and a third to decide is not there"
-    return Finding("others", devices, len(devices) > 1, weights, why)
+    return Mismatch("others", devices, len(devices) > 1, weights, why)
 
 
 def _differ(seen: list[np.ndarray], compared: np.ndarray, parts: int) -> bool:

@@ -1,4 +1,4 @@
-"""Finds the meaning of log lines by rules, which are data (rules_process.toml, rules_kernel.toml).
+"""Matches log lines with rules, which are data (rules_process.toml, rules_kernel.toml).
 
     matcher = Matcher()                     of processes; Matcher("kernel") of the kernel's log
     matcher.feed(process, line)             [] or [Finding]

@@ -1,4 +1,4 @@
-"""Whether the loss or the gradient has gone up for good: a robust test on recorded figures, the same in all processes.
+"""Detects a lasting rise of the loss or the gradient norm, from the same figures in all processes.
 
     spikes = Spikes(config.guard, meta.get("spikes"))      as it stood at a checkpoint
     spike = spikes.add(step, phase, loss, norm)            of each step, in order; a Spike, or None

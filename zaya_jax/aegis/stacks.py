@@ -1,9 +1,9 @@
-"""Where the threads of processes are that hang, before they are killed.
+"""Collects the stacks of hanging processes before they are killed.
 
     collect(targets)        {process: Stack} of {process: Target}; a second or two, in whatever state they are
 
-First the process's own word: faulthandler at SIGUSR1, which answers as long as the process takes signals, even while
-the interpreter's lock is held. Else the system's word: state, the place in the kernel, its stack there.
+First from the process itself: faulthandler at SIGUSR1, which answers as long as the process takes signals, even while
+the interpreter's lock is held. Otherwise from the system: the state, and the position and stack in the kernel.
 """
 
 import contextlib

@@ -1,12 +1,12 @@
-"""Which process, or node, does its own part of each step more slowly than the others, again and again.
+"""Finds processes and nodes that are persistently slower than the others at their own part of each step.
 
     watch = Stragglers(nodes)                   the node of each process
     watch.add(process, step, whole, own)        seconds of a lap, as `beats.lap` says them
     watch.look()                                those found since the last look, each once
 
-Of each step the ratio of a process's own work to the median of the others' is taken. One whose median ratio over each
-of two windows in a row is above SLOWER, by more than the noise of its ratios allows, and costs the step more than COSTS
-of its time, is named. A median does not see garbage collection, nor whatever else befalls fewer than half of the steps.
+The measure is the ratio of a process's own work in a step to the median of the others'. A process is named if its
+median ratio over each of two windows in a row is above SLOWER, by more than the noise of its ratios allows, and costs
+more than COSTS of the step. Medians ignore garbage collection, and anything else in fewer than half of the steps.
 """
 
 import collections

@@ -1,11 +1,10 @@
-"""Looks at the node's hardware every few seconds: GPUs, network cards, memory, disks, all from a given root.
+"""Watches the node's hardware: GPUs, network cards, memory and disks, all below a given root.
 
     watchers = Watchers("/", folders=[workdir, "/tmp"])
     watchers.look()        list[Finding]; the first call only remembers what is there
 
-The limits are in `limits`; how a counter or a state is judged by them, in `reading`.
-
-Every watcher is read in a thread of its own: a driver that hangs is a finding, and holds up nothing else.
+The limits are in `limits`; `reading` compares counters and states with them. Each watcher has a thread of its own: a
+driver that hangs is a finding, and delays nothing else.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""The node's GPUs, of AMD by sysfs and of NVIDIA by NVML, as one form of reading that is judged alike.
+"""Watches the node's GPUs: AMD's through sysfs, NVIDIA's through NVML, with the same limits.
 
-    Amd(tree)             /sys/class/drm/card*/device, which needs no leave and no library
+    Amd(tree)             /sys/class/drm/card*/device, which needs no permission and no library
     Nvidia(tree, nvml)    nvidia-ml-py's module `pynvml`, if it can be imported; tests give a module of their own
 
 A figure that a card or a driver does not give is missing in its reading, and is not judged.

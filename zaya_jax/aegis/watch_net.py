@@ -1,4 +1,4 @@
-"""The node's network cards: ports of InfiniBand and RoCE, by the kernel's files.
+"""Watches the node's ports of InfiniBand and RoCE through the kernel's files.
 
 The names of retransmission counters differ from driver to driver (mlx5, bnxt_re, ionic, irdma), so that they are
 recognised by parts of their names.
