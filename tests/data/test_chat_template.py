@@ -51,7 +51,7 @@ BPE = tokenizers.train_bpe(
 )
 JSONS = {BYTES: BYTES.json(), BPE: BPE._content.decode()}
 TOKENIZERS = {key: library.Tokenizer.from_str(content) for key, content in JSONS.items()}
-TEMPLATES = {tok: environment().from_string(chat_template.of(tok)) for tok in JSONS}
+TEMPLATES = {tok: environment().from_string(chat_template.make_template(tok)) for tok in JSONS}
 
 
 def rendered(tok, messages, **more):
@@ -164,6 +164,6 @@ def test_no_template_without_marks():
         key.replace("turn|>", "x|>"): i for key, i in content["model"]["vocab"].items()
     }
     bare = tokenizers.HuggingFace(json.dumps(content).encode(), {}, "here")
-    assert chat_template.of(bare) == ""
-    assert chat_template.of(BPE) and chat_template.exact(BPE)
+    assert chat_template.make_template(bare) == ""
+    assert chat_template.make_template(BPE) and chat_template.exact(BPE)
     assert chat_template.exact(BYTES)

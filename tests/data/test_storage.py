@@ -223,25 +223,6 @@ def test_whole_records_in_the_wrong_place_are_found(directory, prepare_text, wha
     assert store.counters.corrupt
 
 
-def test_a_directory_prepared_again_is_read_anew(prepare_text, tmp_path):
-    """The same names, sizes and places, other letters: descriptors that are still open are of the old files."""
-    first = prepare_text("web", 60, seed=1, longest=2)
-    old = Prepared(str(first))
-    before = contents(old)
-    for shard in range(old.num_shards):
-        old.lengths(shard)
-    shutil.move(first, tmp_path / "moved")
-    second = prepare_text("web", 60, seed=2, longest=2)
-    assert Prepared(str(second)).manifest["corpus"] == old.manifest["corpus"]
-    after = contents(Prepared(str(second)))
-    assert len(after) == len(before) and (after != before).any()
-    np.testing.assert_array_equal(contents(Prepared(str(tmp_path / "moved"))), before)
-    (tmp_path / "moved" / old.file(0)).replace(second / old.file(0))  # sound, and of another input
-    store = Prepared(str(second), on_corrupt="skip")
-    bundles(store)
-    assert store.counters.corrupt
-
-
 def test_the_same_input_prepared_twice_is_the_same_data(prepare_text, tmp_path):
     one = prepare_text("web", 40)
     shutil.move(one, tmp_path / "moved")

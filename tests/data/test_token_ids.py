@@ -53,23 +53,20 @@ def test_another_id_than_the_tokenizers_is_refused(bpe, key):
             tokenizers.with_model_ids(with_ids(*given), bpe)
 
 
-def test_padding_with_the_end_of_documents_freezes_nothing(bpe, tmp_path):
-    (tmp_path / "tokenizer.json").write_bytes(bpe._content.replace(b"<|pad|>", b"<|other|>"))
-    tok = tokenizers.load(tmp_path)
-    assert tok.pad_id == tok.eos_id == 1
-    assert ids_of(tokenizers.with_model_ids(with_ids(None, None, None), tok)) == (0, 1, None)
-    for pad in (1, 2):
-        with pytest.raises(UserError, match=f"pad_token_id={pad}, .* has no token of its own"):
-            tokenizers.with_model_ids(with_ids(None, None, pad), tok)
-
-
-@pytest.mark.parametrize("pad", ["<|end_turn|>", "a", "<|eos|>"])
+@pytest.mark.parametrize("pad", ["", "<|end_turn|>", "a", "<|eos|>"])
 def test_padding_that_stands_for_something_else_freezes_nothing(bpe, tmp_path, pad):
-    (tmp_path / "tokenizer.json").write_bytes(bpe._content)
-    (tmp_path / tokenizers.META_FILE).write_text(json.dumps({"pad_id": bpe._id(pad)}))
+    """Its own, named beside the tokenizer, or none, when it is the end of documents."""
+    if pad:
+        (tmp_path / "tokenizer.json").write_bytes(bpe._content)
+        (tmp_path / tokenizers.META_FILE).write_text(json.dumps({"pad_id": bpe._id(pad)}))
+    else:
+        (tmp_path / "tokenizer.json").write_bytes(bpe._content.replace(b"<|pad|>", b"<|other|>"))
     tok = tokenizers.load(tmp_path)
-    assert tok.pad_id == bpe._id(pad)
-    assert tokenizers.with_model_ids(with_ids(None, None, None), tok).model.pad_token_id is None
+    assert tok.pad_id == bpe._id(pad or "<|eos|>")
+    assert ids_of(tokenizers.with_model_ids(with_ids(None, None, None), tok)) == (0, 1, None)
+    for given in (1, 2):
+        with pytest.raises(UserError, match=f"pad_token_id={given}, .* has no token of its own"):
+            tokenizers.with_model_ids(with_ids(None, None, given), tok)
 
 
 def test_ids_beside_a_tokenizer_count_for_its_file_too(bpe, tmp_path):

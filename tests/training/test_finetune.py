@@ -249,7 +249,7 @@ def test_a_fork_is_fine_tuned_at_the_rate_that_its_parent_gives(folder, tmp_path
 
 def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):
     made = exchange.to_hf(folder / "tuned", tmp_path / "hf")
-    assert (made / "chat_template.jinja").read_text() == chat_template.of(tokenizers.Bytes())
+    assert (made / "chat_template.jinja").read_text() == chat_template.make_template(tokenizers.Bytes())
     assert (made / "tokenizer.json").read_text() == tokenizers.Bytes().json()
     told = json.loads((made / "tokenizer_config.json").read_text())
     assert (told["bos_token"], told["eos_token"], told["pad_token"]) == ("<|bos|>", "<|eos|>", "<|pad|>")

@@ -24,7 +24,7 @@ VERSION = 3  # of how chats are spelt: 1 kept the roles' own names, 2 spelt tool
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 USER_ROLES = ("user", "human", "prompter")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
-# What a chat's record may have beside its turns: descriptions of tools, a text. In this order, since a template has
+# Fields of a chat's record beside its turns: descriptions of tools, a text. In this order, since a template has
 # tools before all turns, and the system text is one.
 BESIDE = ("tools", "system")
 RESULT_ROLES = ("tool", "function", "observation")
@@ -67,7 +67,7 @@ def read(messages: Any) -> list[Message]:
 
 
 def beside(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """What a chat's record has beside its turns, as turns of that role before the first."""
+    """The tools and system text of a chat's record, as turns of these roles before the first."""
     found = {role: record[role] for role in BESIDE if record.get(role)}
     return [
         {"role": role, "content": value if isinstance(value, str) else _json(value)}
@@ -123,7 +123,7 @@ class Format:
         return Document(np.array(ids, self._tokenizer.dtype), np.array(learn, bool))
 
     def opening(self, role: str) -> tuple[int, ...]:
-        """What a turn of this role begins with."""
+        """The ids that open a turn of this role."""
         return (*self._turn, *self._encode(f"{role}\n"))
 
     def said(self, message: Message) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class Format:
         )
 
     def _together(self, before: str, text: str) -> tuple[Sequence[int], Sequence[int]]:
-        """The ids of two texts that stand together, as whoever reads them in one has them: a chat template's do.
+        """The ids of two adjacent texts, encoded as one text, as a chat template does.
 
         A tokenizer may join the line's end with white space that the text begins with; such an id is the text's.
         """

@@ -1,9 +1,9 @@
-"""How `chat.Format` spells a conversation, as a Jinja template for transformers and the servers that read its folders.
+"""Writes the format of `chat.Format` as a Jinja template, for transformers and the servers that read its folders.
 
-Rendered and encoded, it has the ids that fine-tuning had, and `{% generation %}` stands around what is learnt. That
-holds where all marks are ids of the vocabulary. What it cannot do: arguments of a call that come as text are spelt as
-they came (`chat` reads such text as JSON first), and a text that spells a mark becomes the mark, unless the tokenizer
-is called with split_special_tokens=True.
+Rendered and encoded, it gives the ids of fine-tuning, with `{% generation %}` around the learnt tokens. That holds
+where all marks are ids of the vocabulary. Two limits: arguments of a call that come as text are spelt as they came
+(`chat` reads such text as JSON first), and a text that spells a mark becomes the mark, unless the tokenizer is called
+with split_special_tokens=True.
 """
 
 import json
@@ -95,7 +95,7 @@ TEMPLATE = r"""
 """
 
 
-def of(tokenizer: Tokenizer) -> str:
+def make_template(tokenizer: Tokenizer) -> str:
     """The template for a vocabulary; "" where turns have no marks of its own."""
     if any(len(tokenizer.chat_token(role)) != 1 for role in ("turn", "end_turn")):
         return ""

@@ -20,7 +20,7 @@ from zaya_jax.data.tokenizers import CHAT_TOKENS, Tokenizer
 from zaya_jax.data.tokens import Document
 
 FIELDS = ", ".join(inputs.CHAT_FIELDS)
-HELD_OUT = 64  # chats at least, where a tenth of all are so many; otherwise the tenth
+HELD_OUT = 64  # chats at least, unless that is more than a tenth of all; then the tenth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ def require_prepared(path: str, shards: Prepared, context: int) -> None:
         )
 
 
-def read(path: str, tokenizer: Tokenizer, context: int) -> Chats:
+def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
     """The chats of a file, directory or glob; UserError where one is none, or none has an answer that fits."""
     form, counts = chat.Format(tokenizer), chat.Counts()
     documents: dict[bytes, list[Document]] = {}
@@ -125,7 +125,7 @@ def read(path: str, tokenizer: Tokenizer, context: int) -> Chats:
 
 def whole(path: str, tokenizer: Tokenizer, context: int) -> tuple[Bundle, str]:
     """All chats of a file, directory or glob as one bundle, and how many they are."""
-    read_here = read(path, tokenizer, context)
+    read_here = read_chats(path, tokenizer, context)
     found = list(itertools.chain.from_iterable(read_here.documents.values()))
     return _bundle(found, tokenizer), f"{path}: {len(found):,} chats to evaluate on ({read_here.counts})"
 

@@ -43,7 +43,7 @@ class NotText(BadInput):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class InputRange:
     """A stretch of one input file: bytes of JSONL, row groups of Parquet, or all of it."""
 
     path: str
@@ -98,7 +98,7 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
 
 def split(
     files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool = False
-) -> list[list[Stretch]]:
+) -> list[list[InputRange]]:
     """Tasks of about `part_bytes` of input each: parts of large files, or several small files together.
 
     Files come with their sizes, so that all who share a preparation divide it alike. Those of Parquet are opened, for
@@ -109,7 +109,7 @@ def split(
     with concurrent.futures.ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
         groups = dict(zip(parquet, pool.map(lambda path: _row_groups(path, skip_bad), parquet), strict=True))
     parts = (part for file in files for part in _parts(file, root, part_bytes, groups))
-    tasks: list[list[Stretch]] = []
+    tasks: list[list[InputRange]] = []
     size = 0
     for part in parts:
         if not tasks or (size and size + part.cost > part_bytes):
@@ -120,7 +120,7 @@ def split(
     return tasks
 
 
-def samples(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
+def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
     """The samples of a part of an input file, each with its name, and what of it cannot be read.
 
     A text above PIECE bytes comes in pieces, to be taken before the next sample; they raise BadInput themselves.
@@ -152,7 +152,7 @@ def _row_groups(path: str, skip_bad: bool) -> int:
 
 def _parts(
     file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[str, int]
-) -> Iterator[Stretch]:
+) -> Iterator[InputRange]:
     path, size, time_ns = file
     name = os.path.abspath(path)[len(root) :].lstrip("/")
     kind = kind_of(path)
@@ -163,13 +163,13 @@ def _parts(
         each = max(1, count * part_bytes // max(size, 1))
         for start in range(0, count, each):
             stop = min(start + each, count)
-            yield Stretch(path, name, kind, start, stop, size * (stop - start) // count)
+            yield InputRange(path, name, kind, start, stop, size * (stop - start) // count)
     elif kind == "jsonl" and not _is_compressed(path):
         for start in range(0, max(size, 1), part_bytes):
             stop = min(start + part_bytes, size)
-            yield Stretch(path, name, kind, start, stop, stop - start)
+            yield InputRange(path, name, kind, start, stop, stop - start)
     else:
-        yield Stretch(path, name, kind, 0, size, size)
+        yield InputRange(path, name, kind, 0, size, size)
 
 
 def _is_compressed(path: str) -> bool:
@@ -236,7 +236,7 @@ class _Zstandard(io.RawIOBase):
         super().close()
 
 
-def _text(part: Stretch) -> Iterator[Sample | BadInput]:
+def _text(part: InputRange) -> Iterator[Sample | BadInput]:
     with _open(part.path) as file:
         pieces = _decoded(part, file)
         try:
@@ -247,7 +247,7 @@ def _text(part: Stretch) -> Iterator[Sample | BadInput]:
             yield part.name, itertools.chain([first, second], pieces) if second else first
 
 
-def _decoded(part: Stretch, file: BinaryIO) -> Iterator[str]:
+def _decoded(part: InputRange, file: BinaryIO) -> Iterator[str]:
     """A text file's content in pieces, one at least; BadInput where it cannot be read or is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, binary = 1, False
@@ -270,7 +270,7 @@ def _decoded(part: Stretch, file: BinaryIO) -> Iterator[str]:
         line += block.count(b"\n")
 
 
-def _jsonl(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
+def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
     compressed = _is_compressed(part.path)
     with _open(part.path) as file:
         at = part.start
@@ -334,7 +334,7 @@ def _open_parquet(path: str) -> Any:
         raise BadInput(f"{shown(path)} is not a Parquet file: {one_line(error)}") from None
 
 
-def _parquet(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
+def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
     import pyarrow
 
     try:
@@ -358,7 +358,7 @@ def _parquet(part: Stretch, text_field: str) -> Iterator[Sample | BadInput]:
 
 
 def _row_group(
-    part: Stretch, batches: Iterable[Any], group: int, text_field: str
+    part: InputRange, batches: Iterable[Any], group: int, text_field: str
 ) -> Iterator[Sample | BadInput]:
     rows = itertools.chain.from_iterable(map(_rows, batches))
     for row, record in enumerate(rows):

@@ -62,7 +62,7 @@ class Memory:
 
     def __init__(self, name: str, bundle: Bundle, fingerprint: str, said: str = "") -> None:
         self.name, self.fingerprint, self.bundle = name, fingerprint, bundle
-        self.said = said  # of it, to the person who looks on
+        self.said = said  # a note on it for the user
         self.num_tokens = len(bundle)
         self.first_token = np.array([0, len(bundle)], np.int64)
         self._lengths: np.ndarray | None = None
@@ -223,5 +223,5 @@ class Order:
 
 
 def _groups(num_rows: int, most: int) -> int:
-    """Of blocks: so many that the largest has few enough rows to keep a row out of the next batch."""
+    """The number of groups of blocks, so that the largest is small enough to keep a row out of the next batch."""
     return -(-num_rows // (max(num_rows - most, 0) + 1))

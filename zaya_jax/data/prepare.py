@@ -75,7 +75,7 @@ Tell = Callable[[Progress], None]
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """What a part's tasks came to."""
+    """The result of a part's tasks."""
 
     tasks: int
     all_tasks: int
@@ -347,7 +347,7 @@ def _clean(job: Job, alone: bool) -> None:
 
 
 def _tokenizer(options: Options, directory: pathlib.Path, plan: Plan, tasks: list[Task]) -> Tokenizer:
-    """The directory's tokenizer, put there by the first who comes."""
+    """The directory's tokenizer, put there by the first process."""
     final = directory / tokens_lib.TOKENIZER
     if not final.exists():
         if options.train_bpe:
@@ -373,7 +373,7 @@ def _tokenizer(options: Options, directory: pathlib.Path, plan: Plan, tasks: lis
 def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
     """A share of the input, chosen by names; of a long text, piece by piece."""
     share = min(1.0, BPE_BYTES / max(sum(task.cost for task in tasks), 1))
-    for part in (part for task in tasks for part in task.stretches):
+    for part in (part for task in tasks for part in task.ranges):
         for found in inputs.samples(part, options.text_field):
             try:
                 if isinstance(found, inputs.BadInput):

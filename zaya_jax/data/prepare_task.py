@@ -1,4 +1,4 @@
-"""The unit of work of a preparation: a task's stretches of input become its shards, on any machine.
+"""The unit of work of a preparation: a task's ranges of input become its shards, on any machine.
 
 A task is done when its record in `.work/` exists and its shards are there. The record is written after the shards are
 on disk and before they get their names, so a finished shard is never written again and an unfinished one is never
@@ -26,7 +26,7 @@ import numpy as np
 from zaya_jax.config import UserError
 from zaya_jax.data import chat, inputs, sources, tokenizers
 from zaya_jax.data import tokens as tokens_lib
-from zaya_jax.data.inputs import Stretch
+from zaya_jax.data.inputs import InputRange
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.data.tokens import Document, ShardWriter
 
@@ -44,7 +44,7 @@ _shared: dict[str, Any] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What decides the content of a prepared directory."""
+    """The options that decide the content of a prepared directory."""
 
     inputs: list[str]
     tokenizer: str = "bytes"
@@ -58,16 +58,16 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """The unit of work: a stretch of the input that becomes at most one training and one held-out shard."""
+    """The unit of work: ranges of the input that become at most one training and one held-out shard."""
 
     number: int
-    stretches: list[Stretch]
+    ranges: list[InputRange]
     files: list[File]  # that these belong to, as they were when the preparation began
 
     @property
     def cost(self) -> int:
         """Bytes of input."""
-        return sum(stretch.cost for stretch in self.stretches)
+        return sum(part.cost for part in self.ranges)
 
 
 def make_plan(options: Options, paths: list[str]) -> Plan:
@@ -87,14 +87,14 @@ def tasks_of(plan: Plan) -> list[Task]:
     files: dict[str, File] = {path: (path, size, time_ns) for path, size, time_ns in plan["files"]}
     found = inputs.split(list(files.values()), plan["part_bytes"], plan["skip_bad"])
     return [
-        Task(number, stretches, [files[path] for path in dict.fromkeys(s.path for s in stretches)])
-        for number, stretches in enumerate(found)
+        Task(number, ranges, [files[path] for path in dict.fromkeys(s.path for s in ranges)])
+        for number, ranges in enumerate(found)
     ]
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What all tasks of a preparation share."""
+    """The facts that all tasks of a preparation share."""
 
     directory: pathlib.Path
     options: Options
@@ -134,10 +134,10 @@ def run(task: Task, job: Job, count: Callable[[int, int], None]) -> None:
         )
     writing = _Writing(task, job, tokenizer)
     try:
-        for stretch in task.stretches:
-            for document_tokens in writing.add(stretch):
+        for part in task.ranges:
+            for document_tokens in writing.add(part):
                 count(0, document_tokens)
-            count(stretch.cost, 0)
+            count(part.cost, 0)
         for path, *stamp in task.files:
             if [*inputs.stamp(path, job.options.skip_bad)] != stamp:
                 raise UserError(f"{inputs.shown(path)} has changed since the preparation began")
@@ -147,7 +147,7 @@ def run(task: Task, job: Job, count: Callable[[int, int], None]) -> None:
 
 
 def undone(job: Job, all_tasks: Iterable[Task]) -> dict[int, str]:
-    """The tasks that are not done, each with why not. Shards whose record a killed process left get their names."""
+    """The tasks that are not done, each with the reason. Shards that a killed process recorded get their names."""
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         found = pool.map(lambda task: (task.number, _wrong(job, task.number)), all_tasks)
         return {number: why for number, why in found if why}
@@ -188,7 +188,7 @@ def _settled(directory: pathlib.Path, entry: dict[str, Any]) -> bool:
 
 @dataclasses.dataclass
 class LeftOut:
-    """What of the input is in no shard, beside chats that were dropped."""
+    """Counts of input that is in no shard, beside dropped chats."""
 
     bad: int = 0  # records and files that could not be read
     not_text: int = 0  # files among texts that are none, such as pictures
@@ -223,7 +223,7 @@ class _Writing:
         self._sources: dict[str, list[int]] = {}
         self._left_out = LeftOut()
 
-    def add(self, part: Stretch) -> Iterator[int]:
+    def add(self, part: InputRange) -> Iterator[int]:
         """Write a part's samples; yields the tokens of each batch of them."""
         self._sources.setdefault(part.name, [0, 0])
         texts: list[tuple[str, str]] = []
@@ -265,7 +265,7 @@ class _Writing:
                     errno.ENOENT, "a shard vanished before it had its name", entry["file"]
                 )
 
-    def _add_texts(self, part: Stretch, texts: list[tuple[str, str]]) -> int:
+    def _add_texts(self, part: InputRange, texts: list[tuple[str, str]]) -> int:
         tokenizer = self._tokenizer
         total = 0
         filled = [(name, text) for name, text in texts if text.strip()]
@@ -286,7 +286,7 @@ class _Writing:
             total += self._write(part, name, Document(tokens))
         return total
 
-    def _add_long(self, part: Stretch, name: str, text: Iterable[str]) -> int:
+    def _add_long(self, part: InputRange, name: str, text: Iterable[str]) -> int:
         try:
             tokens = tokenizers.encode_document(self._tokenizer, text)
         except inputs.BadInput as error:  # found while it was read
@@ -297,7 +297,7 @@ class _Writing:
             return 0
         return self._write(part, name, Document(tokens))
 
-    def _add_chat(self, part: Stretch, name: str, messages: list[chat.Message]) -> int:
+    def _add_chat(self, part: InputRange, name: str, messages: list[chat.Message]) -> int:
         try:
             document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
         except tokenizers.CannotEncode as error:
@@ -314,7 +314,7 @@ class _Writing:
         else:
             self._left_out.add("bad", str(found))
 
-    def _write(self, part: Stretch, name: str, document: Document) -> int:
+    def _write(self, part: InputRange, name: str, document: Document) -> int:
         split = "held_out" if sources.held_out(name, self._options.held_out) else "train"
         if split not in self._writers:
             kind = tokens_lib.SPLITS.index(split)
@@ -425,7 +425,7 @@ def run_on_ray(job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
 
 
 def _ray_work(task: Task, job: Job, folder: str) -> int:
-    """A task in a Ray worker, whose paths are from this folder; its tokens."""
+    """Run a task in a Ray worker, with paths relative to this folder; its number of tokens."""
     os.chdir(folder)
     os.environ["RAYON_NUM_THREADS"] = "1"
     made: list[int] = []

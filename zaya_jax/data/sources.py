@@ -26,7 +26,6 @@ HELD_OUT_SHARE = 0.02
 IN_MEMORY_LIMIT = 2 << 30  # bytes of text; above it a corpus belongs in prepared shards
 NAMED = 3  # files left out that are named; the others are counted
 SHARD = re.compile(r"(train|held_out)-\d{5,}\.(arrayrecord|tokens)")
-UNFINISHED = "is a preparation that has not finished: the prepare_data command that began it continues"
 _log = logging.getLogger(__name__)
 
 
@@ -64,10 +63,10 @@ def list_files(path: str, say: bool = False) -> list[tuple[str, pathlib.Path]]:
         root = pathlib.Path(path)
     else:
         root = pathlib.Path(*_common_parts(found)) if found else pathlib.Path()
-    if (root / ".work" / "plan.json").exists():
-        raise UserError(f"config.data.path={path!r} {UNFINISHED}")
     refuse_shards(
-        found, f"config.data.path={path!r}", f"give its directory; one without manifest.json {UNFINISHED}"
+        found,
+        f"config.data.path={path!r}",
+        "give its directory, or continue its preparation if that has not finished",
     )
     if not found:
         raise UserError(
@@ -140,7 +139,7 @@ def _folders(
 
 
 def _entries(folder: pathlib.Path, hidden: bool = False) -> list[pathlib.Path]:
-    """What lies in a folder, sorted; UserError where it cannot be listed."""
+    """The entries of a folder, sorted; UserError where it cannot be listed."""
     try:
         return sorted(folder / name for name in os.listdir(folder) if hidden or not name.startswith("."))
     except OSError as error:

@@ -32,7 +32,7 @@ ATTEMPTS, FIRST_PAUSE, GREATEST_PAUSE = 6, 0.25, 8.0
 READ_THREADS = 16
 CACHE_BYTES = 256 << 20
 TABLES = 256  # shards whose tables of bundles stay in memory, some tens of KiB each
-LENGTHS = 16 << 20  # documents whose lengths do, 8 bytes each
+LENGTHS = 16 << 20  # documents whose lengths stay in memory, 8 bytes each
 # Failures that waiting does not mend.
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 FINAL_NUMBERS = (errno.ELOOP, errno.ENAMETOOLONG)
@@ -65,7 +65,7 @@ class Lru[K, V]:
         self._size = 0
 
     def get(self, key: K) -> V | None:
-        """What is held under a key, now the last used."""
+        """The value of a key, now the last used."""
         with self._lock:
             if key not in self._held:
                 return None

@@ -61,7 +61,7 @@ def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[order.Memor
     paths = [one for one in mix.plan_sources(config)[0] if one == "stdlib" or not storage.is_prepared(one)]
 
     def make() -> dict[str, tuple[order.Memory, order.Memory]]:
-        found = {one: chats.read(one, tokenizer, context) for one in paths}
+        found = {one: chats.read_chats(one, tokenizer, context) for one in paths}
         last = chats.last_held_out(found.values())
         split = {one: held.split(last) for one, held in found.items()}
         return {one: _sides(one, (made.train, made.held_out), made.said) for one, made in split.items()}

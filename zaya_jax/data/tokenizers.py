@@ -238,7 +238,7 @@ class HuggingFace(Tokenizer):
         try:
             batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception:
-            for text in texts:  # which of them, and why
+            for text in texts:  # finds the one that fails
                 self._encoding(text)
             raise
         return [np.asarray(item.ids, self.dtype) for item in batch]

@@ -59,7 +59,7 @@ class Place(NamedTuple):
 
 
 class CorruptRecord(Exception):
-    """A record whose bytes are not what was written; says which."""
+    """A record whose bytes differ from the ones written."""
 
     def __init__(self, shard: str, record: str, why: str) -> None:
         super().__init__(f"corrupt {record} of shard {shard}: {why}")
@@ -149,7 +149,7 @@ def decode_numbers(record: bytes, magic: bytes, shard: str, place: Place, crc: i
 
 
 def numbers_size(count: int) -> int:
-    """Bytes of a record of so many numbers."""
+    """Bytes of a record of this many numbers."""
     return _HEADER.size + 8 * count
 
 

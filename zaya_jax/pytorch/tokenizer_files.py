@@ -28,7 +28,7 @@ def write(
         return
     if isinstance(tokenizer, tokenizers.Bytes):
         (target / "tokenizer.json").write_text(tokenizer.json(), encoding="utf-8")
-    template = chat_template.of(tokenizer)
+    template = chat_template.make_template(tokenizer)
     settings = _read_config(target)
     if template and (config.data.chats or not came_with_template(target)):
         (target / TEMPLATE).write_text(template, encoding="utf-8")
