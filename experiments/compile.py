@@ -223,7 +223,7 @@ def _phase(row: dict[str, Any]) -> Section:
         loops = ", ".join(row["unknown_loops"])
         notes.append(f"loops of unknown length, each counted as one turn: {loops}")
     if again := sum(r["flops_by_stage"].get("again", 0) for r in row["traffic"]):
-        notes.append(f"computed again in the backward pass: {again / 1e12:,.1f} TFLOP, none of them of use")
+        notes.append(f"computed again in the backward pass: {again / 1e12:,.1f} TFLOP, none of it useful")
     return Section(title, text, list(_tables(row)), notes, _tiles(row), _memory_curve(row))
 
 
@@ -280,7 +280,7 @@ def _tables(row: dict[str, Any]) -> Iterable[Table]:
     ]  # fmt: skip
     if collectives:
         yield Table(
-            "Collectives", ("kind", "scope", "MB", "devices", "times", "kernels beside it"), collectives
+            "Collectives", ("kind", "scope", "MB", "devices", "times", "kernels overlapping it"), collectives
         )
     if bound := row["bound"]:
         rows = [[words, f"{1e3 * bound[name]:,.1f}"] for name, words in BOUNDS.items()]

@@ -107,7 +107,7 @@ def supervise(args: argparse.Namespace, training: list[str]) -> int:
     gpus = machine.gpus(os.environ)
     processes = args.processes or len(gpus) or 1
     workdir = workdir_of(training)
-    if rank is None or rank.index == 0:  # an agent beside another one would add its own to the run's events
+    if rank is None or rank.index == 0:  # a second agent would add its events to the run's
         claims.require_free(workdir)
     join = multihost.seconds_of(multihost.JOIN)
     tried = args.check == "always" or (args.check is None and bool(gpus))

@@ -12,9 +12,9 @@ INTRODUCTION = """\
 
 # The config
 
-A config file is Python with `get_config()`, which starts from `zaya_jax.config.default()` and changes what it needs
-(`experiments/configs`). On the command line each key is `--config.KEY=VALUE`, phases excepted. A value that is none of
-what its row allows is refused by name, before anything is compiled or written; so are NaN and infinities, everywhere.
+A config file is Python with `get_config()`, which starts from `zaya_jax.config.default()` and changes some keys
+(`experiments/configs`). On the command line each key except phases is `--config.KEY=VALUE`. A value outside its row's
+range is refused by name, before anything is compiled or written, and so are NaN and infinities.
 """
 
 

@@ -66,7 +66,7 @@ def get_config(weights: str = "") -> ConfigDict:
 
 
 def _find(weights: str) -> tuple[Path, int]:
-    """The folder and the step that are named; UserError where there are none, or no tokenizer beside them."""
+    """The named folder and step; UserError if they or the tokenizer are missing."""
     if not weights:
         raise config.UserError(
             "finetune.py needs the weights to begin with: --config=experiments/configs/finetune.py:RUN, with a run's "

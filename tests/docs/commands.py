@@ -1,9 +1,9 @@
-"""The commands that README.md and docs/ show, and what is wrong with each: the programs' own parsers say it.
+"""Finds the commands in README.md and docs/ and checks them with the programs' own parsers.
 
-The rule for code blocks. Each has a language. `sh` is commands: all are parsed, and run by the slow tests. A block
-that cannot be run as it stands, for it names what the reader puts in (DIR, ROOT), a GPU or a cluster, says what it
-needs on the last line before it: `*Needs: ...*`. `python` compiles. `text` is what a program prints, or a usage with
-options in [], of which the names are looked up.
+Each code block has a language. `sh` is commands: all are parsed, and the slow tests run them. A block that cannot
+run as it stands, because it has a name to fill in (DIR, ROOT) or needs a GPU or a cluster, states its needs on the
+last line before it: `*Needs: ...*`. `python` must compile. `text` is output, or a usage with options in [], whose
+names are checked.
 """
 
 import functools
@@ -71,7 +71,7 @@ def blocks(text: str, page: str) -> list[Block]:
 
 
 class Reader:
-    """Who types what a page shows, in a folder that is like a clone."""
+    """Runs the commands of a page in a folder that is like a clone."""
 
     def __init__(self, folder: Path):
         self._folder, self._begun = folder, time.perf_counter()
@@ -87,7 +87,7 @@ class Reader:
         }  # fmt: skip
 
     def runs(self, *command: str) -> str:
-        """What a command prints that ends well."""
+        """Runs a command that must succeed; returns its output."""
         done = subprocess.run(
             command, cwd=self._folder, env=self._environment, capture_output=True, text=True, timeout=3600
         )
@@ -97,7 +97,7 @@ class Reader:
         return done.stdout + done.stderr
 
     def types(self, text: str) -> str:
-        """What a block prints whose commands all end well."""
+        """Runs a block whose commands must all succeed; returns their output."""
         return self.runs("bash", "-euo", "pipefail", "-c", text)
 
 
@@ -133,7 +133,7 @@ def without_redirections(words: list[str]) -> list[str]:
 
 
 def wrong(words: list[str], needs: bool) -> str:
-    """What is wrong with a command, or ""; with `needs` words in capitals stand for what the reader puts in."""
+    """A command's mistake, or ""; with `needs`, words in capitals are names to fill in."""
     try:
         return _wrong(words, needs)
     except UserError as error:

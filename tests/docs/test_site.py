@@ -77,7 +77,7 @@ def test_every_page_has_its_place():
 
 
 def mkdocs() -> str:
-    """Where mkdocs is: beside this Python, or where `make setup-docs` put it."""
+    """The path of mkdocs: next to this Python, or in the environment of `make setup-docs`."""
     places = [Path(sys.executable).parent / "mkdocs", ROOT / ".venv-docs" / "bin" / "mkdocs"]
     return next((str(place) for place in places if place.is_file()), shutil.which("mkdocs") or "")
 

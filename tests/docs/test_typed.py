@@ -1,6 +1,6 @@
-"""What README.md and docs/ show is typed, page by page in one folder; the tutorial has a test of its own.
+"""Runs the commands of README.md and docs/, page by page in one folder; the tutorial has its own test.
 
-Runs that take long are shorter here. Left out are the blocks that say what they need, and the commands that set up.
+Long runs are shortened. Blocks that state needs, and set-up commands, are skipped.
 """
 
 import functools

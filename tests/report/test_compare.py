@@ -1,4 +1,4 @@
-"""Several runs on one page: of any length, names and metrics, what differs in their configs, what is left out."""
+"""Several runs on one page, of any length and metrics; differences of their configs; omissions."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The part on a supervised run: what is drawn of which second, the tables, and nothing for other runs."""
+"""The section of a supervised run: the timeline and the tables."""
 
 import dataclasses
 import json

@@ -141,7 +141,7 @@ class Mesh:
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A stretch of training; what is 0, "", () or None is as outside the phases, in the key named beside it."""
+    """A stretch of training; with 0, "", () or None a key takes its value from the key named in its row."""
 
     name: str = text("", "name", "for tables and messages")
     tokens: int = ranged(0, 1, TOKENS, "its length, padding counted; every phase must have one")
