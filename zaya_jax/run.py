@@ -356,7 +356,7 @@ class Loop:
         return self._end(wrong["at"], cli.HARDWARE, line)
 
     def go_back(self, number: int) -> int | None:
-        """After a spike: decides where to go back to and writes that down; None: the run begins again there."""
+        """After a spike: writes down where it goes back to; None: the run begins again there, unless it has to stop."""
         self.pace.at("end", number)
         decision = self.guard.go_back(self.saved_steps(), self.plan.begin)
         if decision is None:
@@ -372,7 +372,7 @@ class Loop:
         self.store.spare()
         self.stream.close()
         self.figures.drop()
-        return None
+        return cli.PREEMPTED if self.stop.anywhere() else None
 
     def failed(self, kind: type | None, *_: object) -> None:
         """For an ExitStack: an error ends the run. A disk that hangs must not delay the message."""

@@ -230,6 +230,10 @@ class StopSignal:
         self.asked = wish or self.asked
         return bool(wish)
 
+    def anywhere(self) -> bool:
+        """Whether a process is asked to stop by now; all processes together."""
+        return bool(over_processes({"asked": float(bool(self.asked))}, {"asked": np.max})["asked"])
+
     def _ask(self, number: int, frame: Any) -> None:
         self.asked = self.asked or signal.Signals(number).name
 
