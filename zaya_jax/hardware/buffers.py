@@ -1,4 +1,4 @@
-"""The memory that a compiled program takes over its course, from what XLA writes down of its buffers.
+"""Reads the memory that a compiled program takes over its course from XLA's record of its buffers.
 
     with buffers.watched() as folder:
         compiled = lowered.compile(compiler_options=buffers.options(folder))
@@ -6,7 +6,7 @@
     found.peak, found.curve(200), found.at_peak()
 
 XLA places each value at an offset of one large allocation for temporaries, for the instructions between its first and
-its last use. Values that share a place, as a loop's carried arrays do with what they begin as, count once. Arguments
+its last use. Values that share a place, as a loop's carried arrays do with their initial values, count once. Arguments
 and results have allocations of their own; donated ones are both.
 """
 
@@ -41,7 +41,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What a program takes on one device, in bytes."""
+    """The memory of a program on one device, in bytes."""
 
     arguments: int  # and donated results, which lie in their place
     results: int  # that are no arguments
@@ -52,7 +52,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """All that the program takes."""
+        """The whole memory."""
         return self.arguments + self.results + self.constants + self.temporaries
 
     def live(self, time: int) -> list[Buffer]:
@@ -67,7 +67,7 @@ class Memory:
         return sorted(found, key=lambda b: -b.size)
 
     def curve(self, points: int = 400) -> list[tuple[int, int]]:
-        """(instruction, bytes in use) over the program: of each stretch of instructions the most."""
+        """(instruction, bytes in use) over the program, the maximum of each stretch of instructions."""
         changes: dict[int, int] = {}
         totals, count = [], max(len(self.instructions), 1)
         for b in self.buffers:
@@ -87,20 +87,20 @@ class Memory:
         return max(times, key=lambda t: sum(b.size for b in self.live(t)), default=0)
 
     def at_peak(self) -> list[Buffer]:
-        """The temporaries in use where they are most."""
+        """The temporaries in use at the peak."""
         return self.live(self.highest())
 
 
 @contextlib.contextmanager
 def watched() -> Iterator[Path]:
-    """A folder for what XLA writes down; gone afterwards. In it programs are compiled, not found in JAX's cache."""
+    """A temporary folder for XLA's record. Inside, programs are compiled, not taken from JAX's cache."""
     with uncached(), tempfile.TemporaryDirectory(prefix="zaya_jax-compile-") as folder:
         yield Path(folder)
 
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """In it programs are compiled: JAX cannot take one for a chip that is not here from its cache."""
+    """Compiles anew inside: JAX cannot load a program for an absent chip from its cache."""
     cached = jax.config.jax_enable_compilation_cache
     _cache(False)
     try:
@@ -115,12 +115,12 @@ def _cache(enabled: bool) -> None:
 
 
 def options(folder: Path) -> dict[str, str | bool]:
-    """What a compilation must be told."""
+    """The compiler options that make XLA write its record."""
     return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
 
 
 def read_memory(folder: Path) -> Memory:
-    """The memory of the program that was compiled with `options(folder)`: of the largest, where there were several."""
+    """The memory of the program compiled with `options(folder)`; of several, the largest one's."""
     files = sorted(folder.glob("*after_optimizations-buffer-assignment.txt"), key=lambda f: f.stat().st_size)
     assert files, f"XLA wrote no buffer assignment into {folder}"
     ranges, order = _ranges(Path(str(files[-1]).replace("-buffer-assignment.txt", "-live-range.txt")))
@@ -146,7 +146,7 @@ def _kind(about: str) -> str:
         return "arguments"
     if "constant" in about:
         return "constants"
-    return "results" if "live-out" in about else ""  # what is left is a thread's own
+    return "results" if "live-out" in about else ""  # the rest is a thread's own
 
 
 def _ranges(path: Path) -> tuple[dict[str, tuple[int, int]], tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Peak rates of accelerators, and what a training step must compute: the two halves of an honest MFU."""
+"""Peak rates of accelerators and the FLOPs of a training step: the two halves of an MFU."""
 
 from zaya_jax.config import Model, Precision
 
@@ -15,21 +15,17 @@ PEAKS = {
     "H200": _HOPPER,
     "H100": _HOPPER,
 }
-BANDWIDTH = {
-    "MI300X": 5.3e12,
-    "MI355X": 8.0e12,
-    "H200": 4.8e12,
-    "H100": 3.35e12,
-}  # of HBM, bytes/s, by the same sheets
+# Of HBM, bytes/s, by the same sheets.
+BANDWIDTH = {"MI300X": 5.3e12, "MI355X": 8.0e12, "H200": 4.8e12, "H100": 3.35e12}
 
 
 def of_kind[T](table: dict[str, T], kind: str) -> T | None:
-    """A chip's row in one of these tables, by JAX's device_kind or a part of it; None for one that has none."""
+    """A chip's row in one of these tables, by JAX's device_kind or a part of it; None for an unknown chip."""
     return next((row for name, row in table.items() if name.lower() in kind.lower()), None)
 
 
 def peak(kind: str, precision: Precision) -> float | None:
-    """The peak of a chip of this kind for the format that most products run in; None for one that is not in the table.
+    """The peak of a chip of this kind for the format of most products; None for an unknown chip.
 
     Unless `precision.matmul` is "highest", XLA may take TF32 for float32 there.
     """
@@ -66,11 +62,8 @@ def flops_by_scope(model: Model, seq_len: int) -> dict[str, float]:
         seen = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
         mixing += (h + k) * c * (c + 1) if kind == "hybrid_linear" else 2 * h * c * seen
     if model.model_type == "dense":
-        attention, mlp = (
-            layers * 2 * d * packed,
-            layers * 3 * d * model.intermediate_size,
-        )  # q, o, k, v; gate, up, down
-        found = {"attention": attention + mixing, "mlp": mlp}
+        projections, mlp = 2 * d * packed, 3 * d * model.intermediate_size  # q, o, k, v; gate, up, down
+        found = {"attention": layers * projections + mixing, "mlp": layers * mlp}
     else:
         cca = d * (packed + k * c) + h * c * d  # q, k, both halves of v; o
         cca += packed * model.cca_time0 + packed * c * model.cca_time1

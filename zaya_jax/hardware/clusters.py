@@ -1,7 +1,7 @@
-"""Clusters as a plan sees them: what joins their chips, with the source of each number.
+"""Describes clusters for plans: the links between their chips, with the source of each number.
 
-Rates are bytes per second of one device in one direction, as the vendors state them; what a program gets of them is an
-efficiency, which `experiments.characterize` measures.
+Rates are bytes per second of one device in one direction, as the vendors state them; `experiments.characterize`
+measures the share that a program reaches.
 """
 
 import collections
@@ -24,11 +24,11 @@ class Cluster:
     source: str
 
     def of_devices(self, count: int) -> "Cluster":
-        """The cluster that so many of its devices are: its nodes are alike, so of 12 two with six."""
+        """The cluster of so many of its devices, in nodes of equal size: 12 are two nodes of six."""
         return dataclasses.replace(self, node=devices_of_a_node(count, self.node))
 
     def bandwidth(self, members: Sequence[int]) -> float:
-        """What each of these devices can send while all of them do, for a collective over them.
+        """The rate at which each of these devices can send in a collective over all of them.
 
         Where several devices of a node take part, each stretch of a ring between nodes has a card of its own.
         """
@@ -60,7 +60,7 @@ CLUSTERS = {
 
 
 def devices_of_a_node(count: int, most: int) -> int:
-    """How many of `count` devices are in a node, where all nodes have as many."""
+    """Devices of a node, where `count` devices form nodes of equal size."""
     return next(n for n in range(min(most, count), 0, -1) if count % n == 0)
 
 

@@ -1,9 +1,9 @@
-"""The compiler flags of a GPU run, each with its reason: the one place where they are set.
+"""Sets the compiler flags of a GPU run, each with its reason: the only place that does.
 
-They go into XLA_FLAGS before JAX starts its backend; what XLA_FLAGS holds already stays as it is. A CPU run gets none.
+They go into XLA_FLAGS before JAX starts its backend; flags already there stay as they are. A CPU run gets none.
 Every program sets them, since all start by `cli.exit_code`; a script of one's own must call `set_for_platform` itself.
 An unknown flag kills the process, so a test starts JAX with all of them. The sizes are first choices and await
-measurement on the machines (`experiments.characterize`); `pretrain` writes what was in force into each process's log.
+measurement on the machines (`experiments.characterize`); `pretrain` logs the flags in force in each process.
 """
 
 import os
@@ -67,7 +67,7 @@ def platform(environ: Mapping[str, str] | None = None) -> str | None:
 
 
 def merged(present: str, wanted: Flags) -> str:
-    """XLA_FLAGS with those of `wanted` that it does not speak of yet."""
+    """XLA_FLAGS with those of `wanted` that it does not set yet."""
     named = {word.lstrip("-").split("=", 1)[0] for word in present.split()}
     added = [f"--{name}={value}" for name, value in wanted.items() if name not in named]
     return " ".join([*present.split(), *added])

@@ -1,7 +1,7 @@
-"""What a program asks of the machine that it runs on: memory that stays, compiled programs that are found again.
+"""Settings of the host: freed memory is kept, compiled programs are cached, 64-bit numbers are refused.
 
 keep_memory()      before JAX starts
-keep_compiled()    likewise
+keep_compiled()    before JAX starts
 require_x32()      before anything is made for a training step
 """
 
@@ -18,7 +18,7 @@ from zaya_jax.config import UserError
 
 
 def keep_memory() -> None:
-    """On a CPU, has the C library keep what it frees, in huge pages, where it is glibc's; and runs one step at a time.
+    """On a CPU with glibc, makes it keep freed memory, in huge pages, and runs one step at a time.
 
     XLA's CPU backend allocates its temporaries anew each step; handed back and taken again they cost a page fault every
     4 KiB, 148,000 a step of a 15M-parameter model and a fifth of its time. In pages of 2 MiB the processor also finds

@@ -1,8 +1,8 @@
-"""A bound on the time of a compiled step: no chip of the kind can run these kernels faster, one after another.
+"""Bounds the time of a compiled step: caches aside, no chip of the kind runs these kernels one by one any faster.
 
 A kernel takes the longest of its products at the chip's peak for their format, its bytes at the HBM's bandwidth, and
-LAUNCH, which the shortest kernels take. A collective takes what it must send over the links of its group; kernels
-between its start and its end run beside it, and what they do not cover is exposed.
+LAUNCH, which the shortest kernels take. A collective takes the time to send its bytes over the links of its group; the
+part that the kernels between its start and its end do not cover is exposed.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ class Bound:
 
     @property
     def binds(self) -> str:
-        """What takes most of it."""
+        """The largest part."""
         parts = {"compute": self.compute, "HBM": self.memory, "launches": self.launches, "links": self.links}
         return max(parts, key=lambda name: parts[name])
 

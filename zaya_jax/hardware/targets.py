@@ -1,11 +1,10 @@
-"""Chips to compile for that are not here: their descriptions, and the compilers that know them.
+"""Compiles for absent chips: their descriptions, and the compilers that know them.
 
     make setup-targets                              # once: XLA's GPU plugins, into .venv-targets
     devices = targets.devices("mi300x", 1024)       # to build a mesh of; nothing can be put on them
 
-XLA takes a GPU's numbers from a text, so that no GPU has to be there. It then picks kernels by rule where it would
-measure them on a GPU (autotuning). Where the process runs ROCm's plugin without ROCm, stand-ins are in the libraries'
-place, and it can compile but never run.
+XLA takes a GPU's numbers from a text, so no GPU is needed. It then picks kernels by rule instead of measuring them
+(autotuning). Without ROCm, stand-ins take the place of its libraries: the process can compile but never run.
 """
 
 import ctypes
@@ -85,12 +84,12 @@ TARGETS = {
 
 
 def names() -> list[str]:
-    """What can be compiled for."""
+    """The targets to compile for."""
     return [*TARGETS, "cpu"]
 
 
 def usable(name: str) -> int | None:
-    """Bytes of a chip's memory that JAX takes (`flags.MEMORY_SHARE`); None for a CPU, which has none of its own."""
+    """Bytes of a chip's memory that JAX takes (`flags.MEMORY_SHARE`); None for a CPU."""
     return None if name == "cpu" else int(TARGETS[name].memory * flags.MEMORY_SHARE)
 
 
@@ -129,9 +128,8 @@ def _register(platform: str) -> None:
     found = [*FOLDER.glob(f"jax_plugins/xla_{platform}*/xla_{platform}_plugin.so")]
     if not found:
         raise UserError(f"the compiler for {platform} is not installed; run: make setup-targets")
-    version = re.search(
-        r"jax ([\w.]+),", (FOLDER / ".stamp").read_text() if (FOLDER / ".stamp").exists() else ""
-    )
+    stamp = FOLDER / ".stamp"
+    version = re.search(r"jax ([\w.]+),", stamp.read_text() if stamp.exists() else "")
     if not version or version[1] != jax.__version__:
         raise UserError(
             f"{FOLDER.name} holds compilers for jax {version[1] if version else '?'}, this is {jax.__version__}; "
@@ -145,7 +143,7 @@ def _register(platform: str) -> None:
 
 
 def tell_pallas() -> None:
-    """Which architecture AMD's names mean: Pallas asks a device that is here, and knows no name of one that is not."""
+    """Tells Pallas the architectures of AMD's absent devices; it knows only those of present ones."""
     from jax._src.pallas.triton import gpu_info  # as for new chips of others; there is no public way
 
     for name, architecture in ARCHITECTURES.items():

@@ -1,10 +1,10 @@
-"""One program to plan: a phase's config on a mesh, with so many sequences at once; and what a device sees of it.
+"""Describes one program to plan: a phase's config on a mesh with so many sequences, and a device's share of it.
 
     case = Case(here, spread, chip="mi300x", sequences=4096, micro_batches=1)
     case.tokens, case.layer, case.layout
 
-Nothing is compiled. Shapes of weights are the model's own, and how they lie is what the optimizer's layout says, so
-that padding and shares are those of the run. Letters: N tokens of a device in a micro-batch, D model, L layers.
+Nothing is compiled. Weights have the model's own shapes and the optimizer's own layout, so padding and shares are
+those of the run. Letters: N tokens of a device in a micro-batch, D model, L layers.
 """
 
 import dataclasses
@@ -90,7 +90,7 @@ class Case:
 
     @functools.cached_property
     def ways(self) -> dict[str, ByLayer]:
-        """The buckets whose gradients are reduced as they leave their layer: of several micro-batches none."""
+        """The buckets whose gradients are reduced as they leave their layer; none with several micro-batches."""
         found = self.layout.by_layer.values() if self.micro_batches == 1 else ()
         return {way.bucket.name: way for way in found}
 

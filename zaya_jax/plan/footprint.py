@@ -1,9 +1,9 @@
-"""Memory of a device over a step, by component, from shapes.
+"""Estimates a device's memory over a step, by component, from shapes.
 
     found = footprint.estimate(case)
     found.peak, found.at_peak, found.phases
 
-The state is there throughout. What comes on top is largest in one of five places: the head (a chunk's logits), the
+The state is always there. The rest is largest in one of five places: the head (a chunk's logits), the
 backward pass (all gradients, what was kept, a layer's working set), its end (the table's gradients from both sides),
 the sums over devices, or the directions, gathered again. Each is a sum of arrays as the compiled program has them.
 """
@@ -31,17 +31,17 @@ class Footprint:
 
     @property
     def place(self) -> str:
-        """Where it is most."""
+        """The place of the peak."""
         return max(self.phases, key=lambda name: self.phases[name])
 
     @property
     def peak(self) -> float:
-        """The most."""
+        """The highest memory of a step."""
         return max(self.phases.values())
 
     @property
     def at_peak(self) -> dict[str, float]:
-        """By component, there."""
+        """The peak by component."""
         return dict.fromkeys(KINDS, 0.0) | self.always | self.places[self.place]
 
 

@@ -1,10 +1,10 @@
-"""How often to save, and what of the time is left for training: Daly's formula.
+"""Computes how often to save and the share of time left for training, by Daly's formula.
 
     best = goodput.best_interval(save=2.0, mtbf=3 * 3600)
     goodput.share(best, save=2.0, restart=600, mtbf=3 * 3600)
 
-A save every T seconds costs `save` seconds of stall. A failure, each `mtbf` seconds on average, costs what was computed
-since the last save and a restart. Young: T = sqrt(2 save mtbf); Daly's higher order holds where that is not small.
+A save every T seconds costs `save` seconds of stall. A failure, each `mtbf` seconds on average, costs a restart and
+the work since the last save. Young: T = sqrt(2 save mtbf); Daly's higher order holds where that is not small.
 """
 
 import dataclasses

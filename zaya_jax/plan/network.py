@@ -1,4 +1,4 @@
-"""What a step sends between devices: each collective with its bytes, its group, and what it can run under.
+"""Lists the collectives of a step with their bytes, their groups, and the kernels that can hide them.
 
 Bytes of the optimizer's exchange are the layout's own (`optim.zero`); those of layers follow from `zaya_jax.parallel`.
 """
@@ -39,7 +39,7 @@ class Flow:
 
 @functools.lru_cache(maxsize=4096)
 def _links(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], cluster: Cluster) -> tuple[float, int]:
-    """What a device can send while its group along these axes does, and on how many nodes the group lies."""
+    """The rate of a device in a collective along these axes, and the number of nodes of its group."""
     grid = Grid(dict(sizes))
     cluster = cluster.of_devices(grid.num_devices)
     chosen = tuple(axis for axis in grid.names if axis in axes)
@@ -82,7 +82,7 @@ def _exchange(case: Case) -> Iterator[Flow]:
 
 
 def _layers(case: Case) -> Iterator[Flow]:
-    """What a layer waits for."""
+    """Collectives that a layer waits for."""
     m, s, mb = case.model, case.spread, case.micro_batches
     layers, have = m.num_hidden_layers, work.sizes(case)
     again = work.repeats(case)

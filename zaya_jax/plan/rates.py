@@ -1,7 +1,7 @@
-"""What of a chip's and a network's peak a program gets: one table, each number with its source.
+"""The shares of a chip's and a network's peak that a program reaches: one table, each number with its source.
 
 Peaks are the vendors' (`hardware.chips`, `hardware.clusters`). Figures that `experiments.characterize` measured take
-the place of these shares. An assumption says so: it is to be measured first of all.
+the place of these shares. Numbers marked "assumed" should be measured first.
 """
 
 import dataclasses
@@ -36,7 +36,8 @@ class Rates:
     products: Rate  # large dense products, of the peak for bfloat16
     grouped: Rate  # the experts'
     attention: Rate  # products of scores, in kernels of our own; linear attention's
-    float32: Rate  # the router's, of the float32 peak
+    # The router's, of the float32 peak: a quarter of XF32's, which the bound of `hardware.roofline` allows them.
+    float32: Rate
     memory: Rate  # of the HBM's bandwidth
     inside: Rate  # of a node's links, for a collective
     across: Rate  # of the cards between nodes
@@ -74,7 +75,7 @@ DEFAULTS = {
 
 
 def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
-    """The shares for a cluster; UserError where measured figures are none of its chip."""
+    """The shares for a cluster; UserError where measured figures are of another chip."""
     rates = DEFAULTS[cluster.chip]
     if not figures:
         return rates

@@ -1,4 +1,4 @@
-"""A whole run on a cluster, phase by phase: its step, its demands on devices and storage, and how long it goes on."""
+"""Plans a whole run on a cluster phase by phase: step, memory, storage, days and GPU-hours."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ DAY = 86_400.0
 
 @dataclasses.dataclass(frozen=True)
 class Need:
-    """What storage must give for a training step never to wait.
+    """The page reads that storage must serve so that no training step waits.
 
     G sequences of s tokens of b bytes in pages of P cost N = sigma·G·s·b/P page reads a step, so a step of t seconds
     needs N/t page reads a second, and storage that can do I of them is the limit for steps shorter than N/I.

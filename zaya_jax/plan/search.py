@@ -1,6 +1,6 @@
-"""Other ways to run a phase: the fastest meshes, micro-batches and remat that fit, and how far each way scales.
+"""Searches other ways to run a phase: the fastest meshes, micro-batches and remat that fit, and how each way scales.
 
-Only what a run would accept is looked at (`parallel.sharding`), and only what the chip's memory holds.
+Only cases count that a run would accept (`parallel.sharding.check`) and that fit the chip's memory.
 """
 
 import dataclasses
@@ -85,9 +85,8 @@ class Scaling:
     """One way to spread a phase over more and more devices, each with as many tokens as now."""
 
     name: str
-    points: tuple[
-        tuple[int, float, float], ...
-    ]  # devices that it fits, seconds of a step, exposed communication
+    # Devices that it fits, seconds of a step, exposed communication.
+    points: tuple[tuple[int, float, float], ...]
 
 
 def scaling(case: Case, cluster: Cluster, rates: Rates) -> list[Scaling]:
@@ -115,7 +114,7 @@ def _points(case: Case, changes: dict, cluster: Cluster, rates: Rates) -> Iterat
 
 
 def fastest(ways: list[Scaling]) -> list[str]:
-    """Which way is the fastest on how many devices, a line for each stretch."""
+    """The fastest way by number of devices, a line for each stretch."""
     counts = sorted({n for way in ways for n, _, _ in way.points})
     quickest = {n: min((s, way.name) for way in ways for m, s, _ in way.points if m == n)[1] for n in counts}
     found = []

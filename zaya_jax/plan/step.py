@@ -1,4 +1,4 @@
-"""The time of a step, each second of it accounted for: a roofline with stated shares of the peaks, and what overlaps.
+"""Estimates the time of a step and accounts for each second: a roofline with stated shares of the peaks and overlaps.
 
     found = step.estimate(case, clusters.CLUSTERS["mi300x_pollara"], rates.for_cluster(cluster))
     found.seconds, found.by_scope, found.by_kind, found.exposed
@@ -6,7 +6,8 @@
 Products take the longer of their FLOPs at their rate and their bytes; all other kernels take their bytes; and no scope
 is faster than its launches. Collectives of the optimizer are what they take on the links: gradients stand wholly
 exposed, since the norm of all of them comes before any update; directions run under the Newton–Schulz of other buckets,
-but for the largest one's. What a layer fetches ahead runs under the layers, what it waits for does not.
+but for the largest one's. Fetches ahead of a layer run under the layers; exchanges that a layer waits
+for do not.
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ LINKS = "links"
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Seconds of a step, and what they are for."""
+    """Seconds of a step, by purpose and by bottleneck."""
 
     by_scope: dict[str, float]  # of kernels; and "links", exposed
     by_kind: dict[str, float]  # products, HBM, launches, links
@@ -69,9 +70,7 @@ def estimate(case: Case, cluster: Cluster, rates: Rates) -> Step:
         others, starting = part.others / hbm, part.launches * rates.launch.value
         seconds = max(max(computing, moving) + others, starting)
         parts.append((part, seconds))
-        if (
-            part.scope == "optimizer/exchange"
-        ):  # its passes over HBM are what its collectives do while they send
+        if part.scope == "optimizer/exchange":  # its passes over HBM belong to its collectives
             continue
         by_kind["products"] += computing if computing >= moving else 0.0
         by_kind["HBM"] += others + (moving if moving > computing else 0.0)
@@ -86,7 +85,7 @@ def estimate(case: Case, cluster: Cluster, rates: Rates) -> Step:
 def _communication(
     case: Case, cluster: Cluster, rates: Rates, parts: list[tuple[work.Part, float]], by_scope: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:  # fmt: skip
-    """Seconds of each kind of collective, and how many of them nothing covers."""
+    """Seconds of each kind of collective, and the part that nothing covers."""
     taken: dict[str, float] = {}
     longest = 0.0
     for flow in network.flows(case):

@@ -1,4 +1,4 @@
-"""FLOPs, HBM bytes and launches of a step on one device, by scope and stage, without compiling it.
+"""Estimates FLOPs, HBM bytes and launches of a step on one device by scope and stage, without compiling it.
 
     for part in work.parts(case): part.scope, part.stage, part.flops, part.bytes
 
