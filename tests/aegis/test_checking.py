@@ -1,6 +1,7 @@
 """The check before each start: nodes test themselves, then links in pairs; the run starts without the unfit ones."""
 
 import multiprocess_runs
+import pytest
 from agents import STEPS, start
 
 from zaya_jax.aegis import preflight
@@ -74,6 +75,7 @@ def test_a_node_all_of_whose_links_fail_is_named_by_its_number():
     assert any(node == 2 and finding.action == "exclude" for node, finding in found)
 
 
+@pytest.mark.slow
 def test_agents_leave_out_a_node_whose_devices_do_not_answer_and_try_the_link_of_the_others(tmp_path):
     """Real probes: those of the leader's own node cannot even begin, so that the spare takes its place."""
     devices = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": multiprocess_runs.flags(1)}

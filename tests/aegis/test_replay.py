@@ -81,6 +81,7 @@ def test_sound_devices_agree_wherever_the_batch_lies(devices, keys):
     assert checked(small(**keys), devices) is None
 
 
+@pytest.mark.slow  # `test_wrong_device` has such a run
 def test_a_device_that_is_always_wrong_is_named_by_majority(faulty):
     found = checked(small(), 4, faulty({"kind": "flip", "device": 2}))
     assert (found.kind, found.devices, found.together) == ("others", (2,), False)
