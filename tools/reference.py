@@ -20,9 +20,9 @@ INTRODUCTION = """\
 
 # Programs
 
-Each is started as `python -m experiments.NAME`, and says the same itself with `--help`. An installed package has it as
-a command as well: `zaya-pretrain`, `zaya-prepare-data` and so on. What they exit with: [exit codes](exit_codes.md). The
-keys of a config, `--config.KEY=VALUE`: [the config](config.md).
+Start a program as `python -m experiments.NAME`; `--help` prints its part of this page. An installed package also has
+commands: `zaya-pretrain`, `zaya-prepare-data` and so on. See [exit codes](exit_codes.md), and [the config](config.md)
+for the keys of `--config.KEY=VALUE`.
 """
 
 

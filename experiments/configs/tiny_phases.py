@@ -4,8 +4,8 @@
         .venv/bin/python -m experiments.pretrain --config=experiments/configs/tiny_phases.py
 
 Hardware: two CPU cores as eight virtual devices (one device cannot share a sequence), no network, no data; about two
-minutes. Expected: three ends with exit code 75, since every phase has a mesh of its own, each of which launch/node.sh
-follows with a new start; then a held-out loss of about 1.88 nats per byte.
+minutes. Expected: three ends with exit code 75, because every phase has its own mesh, and after each a new start by
+launch/node.sh; then a held-out loss of about 1.88 nats per byte.
 """
 
 import sysconfig
