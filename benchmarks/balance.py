@@ -97,11 +97,7 @@ def settings(name: str, out: pathlib.Path) -> ConfigDict:
         c.data.path = str(out / "prose")
         kinds = ("prose", "code")
         c.schedule.phases = tuple(
-            {
-                "name": kind,
-                "tokens": steps * c.data.global_batch * c.data.seq_len,
-                "mixture": (f"{out / kind}=1",),
-            }
+            {"name": kind, "tokens": steps * c.data.global_batch * c.data.seq_len, "mixture": (f"{out / kind}=1",)}
             for kind, steps in zip(kinds, SHIFT, strict=True)
         )
         c.schedule.decay_fraction = 0.0
@@ -139,19 +135,12 @@ def draw(out: pathlib.Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    print(
-        "| run | steps | load entropy, mean / worst layer | greatest share | dead experts | held-out loss |"
-    )
+    print("| run | steps | load entropy, mean / worst layer | greatest share | dead experts | held-out loss |")
     print("|---|---|---|---|---|---|")
-    rows = {
-        "tiny": ("tiny", "tiny_off"),
-        f"prose, after step {SHIFT[0]} code": ("shift", "shift_off"),
-    }
+    rows = {"tiny": ("tiny", "tiny_off"), f"prose, after step {SHIFT[0]} code": ("shift", "shift_off")}
     figure, axes = plt.subplots(2, 3, figsize=(13, 6.4), layout="constrained")
     for panels, (title, names) in zip(axes, rows.items(), strict=True):
-        for name, color, label in zip(
-            names, ("tab:blue", "tab:red"), ("balancing", "no balancing"), strict=True
-        ):
+        for name, color, label in zip(names, ("tab:blue", "tab:red"), ("balancing", "no balancing"), strict=True):
             f = read(out / name)
             steps = np.arange(1, len(f["loss"]) + 1)
             panels[0].plot(steps, f["load_entropy"].mean(1), color=color, label=f"{label}, mean over layers")
@@ -217,9 +206,7 @@ def spread() -> None:
 
 def fresh_probabilities(model: Model, std: float) -> np.ndarray:
     """[tokens, experts] of a router with weights of this spread, on inputs as an RMSNorm leaves them."""
-    model = config_lib.check_model(
-        {**config_lib.to_dict(Config(model=model))["model"], "initializer_range": std}
-    )
+    model = config_lib.check_model({**config_lib.to_dict(Config(model=model))["model"], "initializer_range": std})
     router = Router(nnx.Rngs(0), model, Precision(router="float32"))
     x = jax.random.normal(jax.random.key(1), (2048, model.hidden_size))
     stream = jnp.zeros((2048, model.router_hidden_size))

@@ -74,10 +74,7 @@ def snapshots(state: dict) -> tuple:
     spread = jax.tree.map(lambda x: layout.spread(x.shape, x.dtype, x.sharding), state)
     zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state), out_shardings=spread)
     into = jax.jit(
-        lambda state, spare: jax.tree.map(jnp.copy, state),
-        donate_argnums=1,
-        keep_unused=True,
-        out_shardings=spread,
+        lambda state, spare: jax.tree.map(jnp.copy, state), donate_argnums=1, keep_unused=True, out_shardings=spread
     )
     return into, zeros()
 
@@ -155,9 +152,7 @@ def stall(args: argparse.Namespace) -> None:
     ]
     for name, seconds in rows:
         print(f"| {name} | {seconds:.3f} | {size / 1e9 / seconds:.2f} |")
-    print(
-        f"\nwait / copy = {hold / copy_time:.2f}; synchronous / wait = {statistics.median(syncs) / hold:.1f}"
-    )
+    print(f"\nwait / copy = {hold / copy_time:.2f}; synchronous / wait = {statistics.median(syncs) / hold:.1f}")
 
 
 def processes(args: argparse.Namespace) -> None:
@@ -341,18 +336,14 @@ def start(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("stall", "processes", "load", "model"))
     parser.add_argument("--gb", type=float, default=2.0)
     parser.add_argument("--model", choices=MODELS, default="100M")
     parser.add_argument("--saves", type=int, default=6)
     parser.add_argument("--count", type=int, default=8)
     parser.add_argument("--rate", type=float, default=50.0, help="MB/s of each process's store")
-    parser.add_argument(
-        "--folder", default=None, help="where to write; by default the system's temporary folder"
-    )
+    parser.add_argument("--folder", default=None, help="where to write; by default the system's temporary folder")
     args = parser.parse_args()
     if args.what == "stall":
         host.keep_memory()

@@ -64,9 +64,7 @@ def compile_for(run: Callable, length: int) -> Any:
         return out, backward(d_out)
 
     def shape(heads):
-        return jax.ShapeDtypeStruct(
-            (1, length, heads, CHANNELS), jnp.float32, sharding=NamedSharding(mesh, SPEC)
-        )
+        return jax.ShapeDtypeStruct((1, length, heads, CHANNELS), jnp.float32, sharding=NamedSharding(mesh, SPEC))
 
     q, k = shape(HEADS), shape(KV)
     return jax.jit(both).lower(q, k, k, q).compile()

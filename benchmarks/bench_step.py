@@ -75,9 +75,7 @@ def serve(batch_size: int, length: int, shape: dict) -> None:
              "precision": {"compute": dtype, "router": dtype}}
         )  # fmt: skip
         mesh = make_mesh(settings.mesh)
-        optimizer = chain.build(
-            settings.optim, settings.precision, zaya.abstract(settings.model), axes=mesh.shape
-        )
+        optimizer = chain.build(settings.optim, settings.precision, zaya.abstract(settings.model), axes=mesh.shape)
         state = states.init(settings, optimizer, mesh)
         return [
             steps.make_train_step(settings, settings.model, optimizer, mesh),
@@ -100,9 +98,7 @@ def serve(batch_size: int, length: int, shape: dict) -> None:
 
 def main() -> None:
     """Both sides in turns, and the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python")
     parser.add_argument("--shape", choices=SHAPES, default="small")
     parser.add_argument("--rounds", type=int, default=8)
@@ -115,14 +111,10 @@ def main() -> None:
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONUNBUFFERED": "1"}
 
     def start(command):
-        return subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
     ours = start([sys.executable, __file__, "--serve", f"--shape={args.shape}"])
-    theirs = start(
-        [args.torch_python, "-c", f"SHAPE, BATCH, LENGTH = {shape!r}, {batch_size}, {length}\n{TORCH}"]
-    )
+    theirs = start([args.torch_python, "-c", f"SHAPE, BATCH, LENGTH = {shape!r}, {batch_size}, {length}\n{TORCH}"])
 
     def turn(side, dtype, steps):
         side.stdin.write(f"{dtype} {steps}\n")

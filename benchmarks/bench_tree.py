@@ -35,9 +35,7 @@ SCHEMES = {
 
 def sent(function: Callable, devices: int, batch: int, length: int) -> tuple[float, str]:
     """KiB that a device sends for one layer and token, and by what messages."""
-    mesh = jax.make_mesh(
-        (devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
-    )
+    mesh = jax.make_mesh((devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     everywhere, parts = PartitionSpec(), PartitionSpec(None, "context")
 
     def shape(spec, *dims, dtype=jnp.float32):

@@ -22,9 +22,7 @@ def main() -> None:
     parser.add_argument("--step", action="store_true", help="the whole training step")
     options = parser.parse_args()
     os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["XLA_FLAGS"] = (
-        f"--xla_force_host_platform_device_count={1 if options.cuda else options.devices}"
-    )
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={1 if options.cuda else options.devices}"
 
     import jax
     import numpy as np
@@ -67,9 +65,7 @@ def main() -> None:
             return jax.tree.map(lambda p, u: p + u, params, updates), state
 
         both = (specs, optimizer.specs())
-        mapped = jax.shard_map(
-            update, mesh=mesh, in_specs=(*both, PartitionSpec()), out_specs=both, check_vma=False
-        )
+        mapped = jax.shard_map(update, mesh=mesh, in_specs=(*both, PartitionSpec()), out_specs=both, check_vma=False)
         program = jax.jit(mapped, donate_argnums=(0, 1))
         args = (zaya.abstract(settings.model, settings.precision), jax.eval_shape(optimizer.init), 1e-3)
     lowered = program.lower(*args)

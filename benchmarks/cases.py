@@ -183,9 +183,7 @@ def _vjp(plain: Callable, *arguments: Any) -> tuple[Any, Callable]:
 
 
 def _attention(dtype):
-    return lambda q, k, v, *segments: attention(
-        q, k, v, *(2 * segments), scale=softmax_scale(q.shape[-1]),
-    )[0]  # fmt: skip
+    return lambda q, k, v, *segments: attention(q, k, v, *(2 * segments), scale=softmax_scale(q.shape[-1]))[0]
 
 
 def _qkv(size: Size) -> tuple[Array, ...]:
@@ -208,10 +206,7 @@ def _linear_attention(dtype):
 def _linear_flops(size: Size) -> dict[str, float]:
     """In chunks; products with states are one of queries and one of keys forward, two of each backward."""
     m, c = size.model, size.model.head_dim
-    of_keys, of_state = (
-        (CHUNK + 1) / 2 * m.num_attention_heads,
-        c * (m.num_attention_heads + m.num_key_value_heads),
-    )
+    of_keys, of_state = ((CHUNK + 1) / 2 * m.num_attention_heads, c * (m.num_attention_heads + m.num_key_value_heads))
     token = 2.0 * size.tokens * c
     return {"forward": token * (2 * of_keys + of_state), "backward": token * (5 * of_keys + 2 * of_state)}
 
@@ -219,10 +214,7 @@ def _linear_flops(size: Size) -> dict[str, float]:
 def _experts(size: Size) -> tuple[Array, ...]:
     m = size.model
     d, f, e = m.hidden_size, m.moe_intermediate_size, m.num_experts
-    weights = (
-        normal(e, d, 2 * f, dtype=jnp.float32, scale=0.02),
-        normal(e, f, d, dtype=jnp.float32, scale=0.02),
-    )
+    weights = (normal(e, d, 2 * f, dtype=jnp.float32, scale=0.02), normal(e, f, d, dtype=jnp.float32, scale=0.02))
     return normal(size.tokens, d), loads(size), *weights
 
 

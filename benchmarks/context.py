@@ -43,9 +43,7 @@ def compiled_block(length: int, parts: int, ring: bool, compute: str, devices: l
     """The gradient of a sum over one attention block's output, for x and the weights."""
     spread = Spread(context=parts, ring=ring)
     mesh = jax.make_mesh((parts,), ("context",), axis_types=(AxisType.Auto,), devices=devices[:parts])
-    graph, state = nnx.split(
-        nnx.eval_shape(lambda: CCA(nnx.Rngs(0), MODEL, Precision(compute=compute))), nnx.Param
-    )
+    graph, state = nnx.split(nnx.eval_shape(lambda: CCA(nnx.Rngs(0), MODEL, Precision(compute=compute))), nnx.Param)
 
     def body(state, x, segments):
         here = context.cut(spread, x.shape[1], segments, None, Weights())
@@ -59,11 +57,7 @@ def compiled_block(length: int, parts: int, ring: bool, compute: str, devices: l
 
     cut = PartitionSpec(None, "context")
     run = jax.shard_map(
-        body,
-        mesh=mesh,
-        in_specs=(PartitionSpec(), cut, cut),
-        out_specs=(PartitionSpec(), cut),
-        check_vma=False,
+        body, mesh=mesh, in_specs=(PartitionSpec(), cut, cut), out_specs=(PartitionSpec(), cut), check_vma=False
     )
     x = jax.ShapeDtypeStruct((1, length, MODEL.hidden_size), jnp.float32)
     segments = jax.ShapeDtypeStruct((1, length), jnp.int32)
@@ -81,9 +75,7 @@ def traffic_table(lengths: list[int], all_parts: list[int], compute: str, device
         found = [c for c in hlo.collectives(compiled) if not any(a.dtype == "s32" for a in c.operands)]
         sent = sum(c.wire_bytes * (c.times or 1) for c in found)
         kv = (MODEL.num_key_value_heads, MODEL.head_dim)
-        formula = sum(
-            formulas.of_context(1, length, parts, *kv, MODEL.hidden_size, REACH, size, ring).values()
-        )
+        formula = sum(formulas.of_context(1, length, parts, *kv, MODEL.hidden_size, REACH, size, ring).values())
         peak = compiled.memory_analysis().temp_size_in_bytes
         print(
             f"| {length:,} | {parts} | {'ring' if ring else 'gathered'} | {sent / MIB:,.2f} | "
@@ -157,9 +149,7 @@ def numbers(text: str) -> list[int]:
 
 def main() -> None:
     """Prints the tables, and draws the balance where a file is named."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=numbers, default=[32_768, 131_072])
     parser.add_argument("--parts", type=numbers, default=[2, 8])
     parser.add_argument("--drawing")

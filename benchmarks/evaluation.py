@@ -88,9 +88,7 @@ def theirs(python: str, model: Path, work: Path) -> dict[str, Any]:
     out = work / "theirs.json"
     command = [python, "-c", TORCH, str(model), str(TASKS), ",".join(NAMES), str(out)]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "PYTHONPATH": ""}
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | offline, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | offline, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(out.read_text())
 
@@ -103,9 +101,7 @@ def ours(model: Path, work: Path) -> dict[str, Any]:
         f"--include_path={TASKS}", f"--out={out}",
     ]  # fmt: skip
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf")}
-    done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | offline, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | offline, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = (out / "samples.jsonl").read_text().splitlines()
     return {
@@ -138,14 +134,10 @@ def compared(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, dict[str
 
 def main() -> None:
     """Both sides, and a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python", required=True)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument(
-        "--work", help="a folder for the run and both sides' answers; by default one that goes away"
-    )
+    parser.add_argument("--work", help="a folder for the run and both sides' answers; by default one that goes away")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         work = Path(args.work or folder)
@@ -155,9 +147,7 @@ def main() -> None:
     print("| task | requests | log-likelihoods differ by at most | other answers that differ | texts |")
     print("|---|---|---|---|---|")
     for task, row in compared(here, there).items():
-        print(
-            f"| {task} | {row['requests']} | {row['distance']:.1e} | {row['other']} | {len(row['texts'])} |"
-        )
+        print(f"| {task} | {row['requests']} | {row['distance']:.1e} | {row['other']} | {len(row['texts'])} |")
     for task, figures in here["results"].items():
         print(task, {name: value for name, (value, _) in figures.items()}, there["results"][task])
 

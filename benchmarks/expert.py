@@ -122,9 +122,7 @@ def numbers(text: str) -> list[int]:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--devices", type=numbers, default=[2, 4, 8, 16])
     parser.add_argument("--target", choices=targets.names())

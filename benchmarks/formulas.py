@@ -9,15 +9,7 @@ from zaya_jax.parallel.dispatch import most_rounds, round_rows
 
 
 def of_context(
-    batch: int,
-    length: int,
-    parts: int,
-    num_kv: int,
-    channels: int,
-    width: int,
-    reach: int,
-    size: int,
-    ring: bool,
+    batch: int, length: int, parts: int, num_kv: int, channels: int, width: int, reach: int, size: int, ring: bool
 ) -> dict[str, int]:
     """Bytes that a device sends for one layer's attention, of numbers of `size` bytes.
 
@@ -42,9 +34,7 @@ def of_context(
     return {"forward": once, "backward": once, "again": once}
 
 
-def blocks_visited(
-    length: int, parts: int, block: int, window: int | None = None, zigzagged: bool = True
-) -> list[int]:
+def blocks_visited(length: int, parts: int, block: int, window: int | None = None, zigzagged: bool = True) -> list[int]:
     """Blocks of scores that each device computes in one layer: its work, under the zig-zag or a plain cut."""
     if zigzagged:
         starts = zigzag(length, parts).reshape(parts, 2, -1)[:, :, 0]
@@ -61,9 +51,7 @@ def blocks_visited(
     return [sum(visited(int(start)) for start in own) for own in starts]
 
 
-def gathered_bytes(
-    devices: int, batch: int, num_kv: int, channels: int, zigzag: bool = True
-) -> tuple[int, int]:
+def gathered_bytes(devices: int, batch: int, num_kv: int, channels: int, zigzag: bool = True) -> tuple[int, int]:
     """What a device's all-gather of `lasp2` gives it, forward and backward."""
     states, numbers = devices * (2 if zigzag else 1) * batch, num_kv * channels * (channels + 1)
     return states * (numbers + 2) * 4, states * numbers * 4

@@ -107,9 +107,7 @@ def write_model(folder: Path, keys: dict) -> int:
 
 def main() -> None:
     """Prints the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python", required=True)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))
     parser.add_argument("--rounds", type=int, default=3)
@@ -120,9 +118,7 @@ def main() -> None:
         return
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # those that are started have it too
     print(f"one core, Python {platform.python_version()}, {args.rounds} rounds\n")
-    print(
-        "| model | rows | prompt | | zaya_jax | transformers | ratio | same ids |\n|---|---|---|---|---|---|---|---|"
-    )
+    print("| model | rows | prompt | | zaya_jax | transformers | ratio | same ids |\n|---|---|---|---|---|---|---|---|")
     for size in args.sizes:
         keys = SIZES[size]
         with tempfile.TemporaryDirectory() as made:
@@ -146,9 +142,7 @@ def main() -> None:
                         raise SystemExit(done.stderr)
                     found.append(json.loads(done.stdout.splitlines()[-1]))
             for i, (rows, length, num) in enumerate(CASES):
-                same = np.mean(
-                    [a == b for a, b in zip(rounds[0][0][i]["ids"], rounds[1][0][i]["ids"], strict=True)]
-                )
+                same = np.mean([a == b for a, b in zip(rounds[0][0][i]["ids"], rounds[1][0][i]["ids"], strict=True)])
                 for what, unit in (("prefill", "ms"), ("token", "ms a token")):
                     a, b = (min(found[i][what] for found in side) * 1e3 for side in rounds)
                     print(

@@ -71,11 +71,7 @@ def missing(arch: str) -> str:
     if arch.startswith("sm_"):
         return "" if _nvdisasm() else "nvdisasm (make setup-targets installs it)"
     least = _LEAST_LLVM[arch]
-    return (
-        ""
-        if _llvm("objdump", least) and _llvm("mca", least)
-        else f"LLVM {least} or later (Debian: llvm-{least})"
-    )
+    return "" if _llvm("objdump", least) and _llvm("mca", least) else f"LLVM {least} or later (Debian: llvm-{least})"
 
 
 def read_loop(code: Code) -> Loop | None:
@@ -192,9 +188,7 @@ def _on_amd(code: Code, body: list[Instruction]) -> Loop:
     }
     clocks = {unit: PASS * float(n) for unit, n in passes.items()}
     clocks["shared memory"] = sum(map(_lds_bytes, texts)) * core.warp * core.schedulers / SHARED
-    return Loop(
-        len(body), len(matrix), "mfma", clocks, sum(map(_flops, texts)) / core.flops * core.schedulers
-    )
+    return Loop(len(body), len(matrix), "mfma", clocks, sum(map(_flops, texts)) / core.flops * core.schedulers)
 
 
 def _for_mca(text: str) -> str:
@@ -211,8 +205,7 @@ def _for_mca(text: str) -> str:
 def _lds_bytes(text: str) -> int:
     """That an instruction moves for one thread to or from LDS."""
     found = re.match(
-        r"ds_(?:read|write|bpermute|permute|swizzle|add|max)\w*?(2(?:st64)?)?_\w*?b?(8|16|32|64|96|128)\b",
-        text,
+        r"ds_(?:read|write|bpermute|permute|swizzle|add|max)\w*?(2(?:st64)?)?_\w*?b?(8|16|32|64|96|128)\b", text
     )
     return max(int(found[2]) // 8, 4) * (2 if found[1] else 1) if found else 0
 
@@ -236,9 +229,7 @@ def _shared_bytes(text: str, warp: int) -> float:
     """That an instruction moves for one warp to or from shared memory, or its frame in L1; of a wgmma its quarter."""
     if found := _WGMMA.search(text):
         m, n, k = (int(found[i]) for i in (1, 2, 3))
-        of_left = (
-            0 if re.search(r"R\d+, R\d+, gdesc", found[4]) else m
-        )  # its left operand may be in registers
+        of_left = 0 if re.search(r"R\d+, R\d+, gdesc", found[4]) else m  # its left operand may be in registers
         return 2 * (of_left + n) * k / 4
     found = re.search(r"\b(?:(LD|ST)SM|LDS|STS|LDL|STL|ATOMS)\b(\S*)", text)
     if not found:

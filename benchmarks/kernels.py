@@ -71,9 +71,7 @@ def rivals(case: cases.Case, here: Chip) -> dict[str, Callable[[Any], Callable]]
             lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
         )
         if tokamax := _installed("tokamax", here, "cuda"):
-            found["tokamax"] = lambda dtype: (
-                lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=True)
-            )
+            found["tokamax"] = lambda dtype: lambda q, k, v: tokamax.dot_product_attention(q, k, v, is_causal=True)
         if aiter := _installed("jax_aiter.mha", here, "rocm"):
             # A tuple, of the output alone. Its assembly kernels for the gradients are not for `deterministic`.
             found["AITER"] = lambda dtype: (
@@ -221,9 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
     here = Chip("cpu", "gfx942") if host else chip.chip_of(device)
     sizes = [cases.SMALL] if host else [cases.SIZES[label] for label in options.sizes]
     if host:
-        print(
-            "no GPU is here: kernels are interpreted at a tiny size, and figures are of this host", flush=True
-        )
+        print("no GPU is here: kernels are interpreted at a tiny size, and figures are of this host", flush=True)
     about = {
         "device": device.device_kind, "platform": device.platform, "jax": jax.__version__,
         "date": time.strftime("%Y-%m-%d"), "of_host": host, **yardsticks(here, options.seconds),
@@ -274,9 +270,7 @@ def _write(out: Path, about: dict[str, Any], rows: list[Row]) -> None:
     writer.writeheader()
     writer.writerows(flat)
     (out / "kernels.csv").write_text(sheet.getvalue())
-    note = (
-        "\nFigures are of this host, where kernels are interpreted: of no GPU.\n" if about["of_host"] else ""
-    )
+    note = "\nFigures are of this host, where kernels are interpreted: of no GPU.\n" if about["of_host"] else ""
     title = f"Kernels on {about['device']}, jax {about['jax']}, {about['date']}"
     yard = (
         f"One product of 8,192² reaches {about['product'] / 1e12:,.1f} TFLOP/s in bfloat16, a copy "

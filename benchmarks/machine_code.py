@@ -28,10 +28,7 @@ _CODECS = {ord("s"): "snappy", ord("z"): "zstd", ord("b"): "brotli"}
 _AMD, _NVIDIA = 224, 190  # of an ELF file, its machine
 _NO_BITS = 8  # of a section, that the file holds none of it
 _SIZED = 4  # of an attribute, that a length stands before it
-_REGISTERS, _FRAME = (
-    0x2F,
-    0x11,
-)  # of what a cubin's .nv.info says of a kernel: registers, bytes of its local frame
+_REGISTERS, _FRAME = (0x2F, 0x11)  # of what a cubin's .nv.info says of a kernel: registers, bytes of its local frame
 
 
 class Core(NamedTuple):
@@ -116,9 +113,7 @@ def read_kernels(compiled: Any) -> list[Code]:
             known = found.get(key := (code.name, code.grid, elf))
             found[key] = code if known is None else dataclasses.replace(known, times=known.times + 1)
     if missing := called - {code.name for code in found.values()}:
-        raise ValueError(
-            f"no machine code of {', '.join(sorted(missing))} was found in the serialized program"
-        )
+        raise ValueError(f"no machine code of {', '.join(sorted(missing))} was found in the serialized program")
     return list(found.values())
 
 
@@ -207,9 +202,7 @@ def _records(data: bytes) -> Iterator[bytes]:
     """The records of the Riegeli file in these bytes, which another file may be one of."""
     begin = data.find(_FILE)
     if begin < 0:
-        raise ValueError(
-            "XLA's serialized program is no Riegeli file any more; machine_code.py reads no other"
-        )
+        raise ValueError("XLA's serialized program is no Riegeli file any more; machine_code.py reads no other")
     data = data[begin:]
     data = b"".join(data[i + _BLOCK_HEADER : i + _BLOCK] for i in range(0, len(data), _BLOCK))
     at = 0

@@ -40,9 +40,7 @@ def main(_: list[str]) -> None:
                 continue
             share = hashlib.sha256(name.encode()).digest()[0] % 4
             if share < 2:
-                shutil.copyfile(
-                    path, out / "text" / f"{copied:06d}{path.suffix if path.suffix != '.json' else '.txt'}"
-                )
+                shutil.copyfile(path, out / "text" / f"{copied:06d}{path.suffix if path.suffix != '.json' else '.txt'}")
                 copied += 1
             elif share == 2:
                 lines.write(json.dumps({"text": text, "name": name}) + "\n")

@@ -86,9 +86,7 @@ def draw(out: pathlib.Path) -> None:
         best = min(rates, key=lambda lr: final[name, lr])
         for lr in rates:
             smooth = np.convolve(curves[name, lr], np.ones(9) / 9, "valid")
-            look = (
-                dict(lw=2, label=f"{name}, lr {lr:g} (its best)") if lr == best else dict(lw=0.8, alpha=0.5)
-            )
+            look = dict(lw=2, label=f"{name}, lr {lr:g} (its best)") if lr == best else dict(lw=0.8, alpha=0.5)
             left.plot(np.arange(5, 5 + len(smooth)), smooth, color=COLORS[name], **look)
         right.plot(rates, [final[name, lr] for lr in rates], "o-", color=COLORS[name], label=name)
     left.set(title="Train loss (mean of 9 steps)", xlabel="step", ylabel="nats per byte", ylim=(None, 4))

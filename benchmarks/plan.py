@@ -93,9 +93,7 @@ def compiled(name: str, folder: Path) -> dict[str, Any]:
     mesh = make_mesh(here.mesh, targets.devices("mi300x", devices))
     sequences = at_once * micro_batches * mesh.shape["data"] * mesh.shape["expert"]
     begun = time.perf_counter()
-    row = compiling.measure(
-        here, mesh, sequences, micro_batches, clusters.of_chip("mi300x"), targets.usable("mi300x")
-    )
+    row = compiling.measure(here, mesh, sequences, micro_batches, clusters.of_chip("mi300x"), targets.usable("mi300x"))
     print(f"{name}: {time.perf_counter() - begun:.0f} s", flush=True)
     path.write_text(json.dumps(row))
     return row
@@ -124,10 +122,7 @@ def table(folder: Path, names: list[str]) -> str:
         found = (peak, row["memory"]["peak"]), (moved, row["hbm_bytes"])
         cells = [f"{a / 1e9:,.1f} | {b / 1e9:,.1f} | {a / b:.3f}" for a, b in found]
         launches, flops = sum(p.launches for p in parts), sum(p.flops for p in parts)
-        cells += [
-            f"{launches:,.0f} | {row['launches']:,.0f}",
-            f"{flops / 1e12:,.1f} | {row['flops'] / 1e12:,.1f}",
-        ]
+        cells += [f"{launches:,.0f} | {row['launches']:,.0f}", f"{flops / 1e12:,.1f} | {row['flops'] / 1e12:,.1f}"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -136,9 +131,7 @@ def main() -> None:
     """The table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True, help="a folder for what compiling found")
-    parser.add_argument(
-        "--only", nargs="*", choices=list(CASES), default=list(CASES), help="some of the cases"
-    )
+    parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES), help="some of the cases")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     options.out.mkdir(parents=True, exist_ok=True)

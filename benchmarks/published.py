@@ -29,9 +29,7 @@ PASSES, KERNELS = 2 * 2.4, 2 * 1.5
 def account(case: Case, cluster: Cluster, rates: Rates) -> list[tuple[str, float, str]]:
     """The published step, part by part, and what is left: (part, seconds, reason)."""
     each = case.rows * case.micro_batches
-    theirs = dataclasses.replace(
-        case, here=dataclasses.replace(case.here, remat="layer"), micro_batches=each,
-    )  # fmt: skip
+    theirs = dataclasses.replace(case, here=dataclasses.replace(case.here, remat="layer"), micro_batches=each)
     found = step.estimate(theirs, cluster, rates)
     parts = work.parts(theirs)
     peak = chips.PEAKS["MI300X"]["bfloat16"]
@@ -42,9 +40,7 @@ def account(case: Case, cluster: Cluster, rates: Rates) -> list[tuple[str, float
     started = KERNELS * sum(p.launches for p in parts)
     waiting = sum(
         max(KERNELS * p.launches * EAGER - PASSES * p.others / hbm - (seconds - p.others / hbm), 0.0)
-        for p, seconds in step.estimate(
-            theirs, cluster, dataclasses.replace(rates, launch=Rate(0.0, ""))
-        ).parts
+        for p, seconds in step.estimate(theirs, cluster, dataclasses.replace(rates, launch=Rate(0.0, ""))).parts
     )
     moving = PASSES * others / hbm
     rows = [
@@ -73,9 +69,7 @@ def account(case: Case, cluster: Cluster, rates: Rates) -> list[tuple[str, float
     ]  # fmt: skip
     explained = sum(seconds for _, seconds, _ in rows)
     left = (
-        "stragglers, uneven experts, the host, data"
-        if explained <= SECONDS
-        else "the assumptions are too slow by it"
+        "stragglers, uneven experts, the host, data" if explained <= SECONDS else "the assumptions are too slow by it"
     )
     return [*rows, ("not explained", SECONDS - explained, left)]
 

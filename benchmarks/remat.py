@@ -105,10 +105,7 @@ def memory() -> None:
     print("|---|" + "---|" * (len(POLICIES) + 1))
     for case in CASES:
         config = settings(case, "none")
-        sizes = [
-            compiled_step(settings(case, policy))[0].memory_analysis().temp_size_in_bytes
-            for policy in POLICIES
-        ]
+        sizes = [compiled_step(settings(case, policy))[0].memory_analysis().temp_size_in_bytes for policy in POLICIES]
         sizes.append(update_alone(config))
         print(f"| {case} | " + " | ".join(f"{size / 2**20:,.0f} MiB" for size in sizes) + " |", flush=True)
 
@@ -130,11 +127,7 @@ def timed() -> None:
                     states[p], _ = jax.block_until_ready(programs[p][0](states[p], batch, np.float32(1e-3)))
                 if round_:
                     seconds[p].append((time.perf_counter() - begun) / TURN)
-        print(
-            f"| {case} | "
-            + " | ".join(f"{1e3 * statistics.median(seconds[p]):,.0f}" for p in policies)
-            + " |"
-        )
+        print(f"| {case} | " + " | ".join(f"{1e3 * statistics.median(seconds[p]):,.0f}" for p in policies) + " |")
 
 
 def main() -> int:

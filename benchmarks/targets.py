@@ -77,17 +77,13 @@ class Made(NamedTuple):
         return sum(k.times * k.bytes for k in calls) / sum(k.times for k in calls)
 
 
-def compiled(
-    name: str, case: cases.Case, direction: str, size: cases.Size, own: tuple[str, ...] = ("all",)
-) -> Made:
+def compiled(name: str, case: cases.Case, direction: str, size: cases.Size, own: tuple[str, ...] = ("all",)) -> Made:
     """Compiles one for an absent chip, with these operators' own kernels."""
     target = chip.chip_of(targets.devices(name, 1)[0]).taking(own)
     with chip.making(target):
         function, like = cases.program(case, direction, size, placed=lambda f: absent.alone(name, f))
         found = absent.compiled(name, function, *like)
-    least = cases.bytes_of(
-        like, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.out_info)
-    )
+    least = cases.bytes_of(like, jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), found.out_info))
     return Made(kernels.read_program(found), machine_code.read_kernels(found), least)
 
 
@@ -141,18 +137,7 @@ def _of_chip(name: str, chosen: list[cases.Case]) -> str:
     tables = [
         Table(
             f"{name.upper()}: each kernel",
-            (
-                "kernel",
-                "in",
-                "warps",
-                "registers",
-                "spills",
-                "shared",
-                "occupancy",
-                "matrix",
-                "modelled",
-                "moves",
-            ),
+            ("kernel", "in", "warps", "registers", "spills", "shared", "occupancy", "matrix", "modelled", "moves"),
             codes,
         ).markdown(),
         Table(

@@ -81,9 +81,7 @@ def our_losses(case: str | Path, ids: np.ndarray) -> list[float]:
     """Each step's loss here."""
     settings, directory = settings_for(case), hf.Directory(case)
     mesh = make_mesh(dataclasses.replace(settings.mesh, data=1), jax.devices()[:1])
-    optimizer = chain.build(
-        settings.optim, settings.precision, zaya.abstract(settings.model), axes=dict(mesh.shape)
-    )
+    optimizer = chain.build(settings.optim, settings.precision, zaya.abstract(settings.model), axes=dict(mesh.shape))
     state = states.init(settings, optimizer, mesh)
     start = balance.init(settings.model.num_hidden_layers, settings.model.num_experts)
     state |= {"params": directory.params(), "balance": start._replace(bias=directory.balance())}
@@ -115,9 +113,7 @@ def decayed_names(case: str | Path) -> list[str]:
 
 def main() -> None:
     """Both curves, and the greatest distance between them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch-python", required=True)
     parser.add_argument("--case", default="tests/golden/base")
     parser.add_argument("--steps", type=int, default=30)
@@ -130,14 +126,7 @@ def main() -> None:
         save_file({"ids": ids}, f"{folder}/ids.safetensors")
         Path(folder, "decayed.json").write_text(json.dumps(decayed_names(args.case)))
         numbers = [str(x) for x in (LR, DECAY, B1, B2, EPS)]
-        command = [
-            args.torch_python,
-            "-c",
-            TORCH,
-            args.case,
-            f"{folder}/ids.safetensors",
-            f"{folder}/decayed.json",
-        ]
+        command = [args.torch_python, "-c", TORCH, args.case, f"{folder}/ids.safetensors", f"{folder}/decayed.json"]
         done = subprocess.run([*command, *numbers], capture_output=True, text=True, check=True)
     theirs = json.loads(done.stdout.splitlines()[-1])
     ours = our_losses(args.case, ids)

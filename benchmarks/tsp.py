@@ -101,12 +101,9 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
     rows = PartitionSpec(None, *batch_spec(spread)[2:])
     in_specs = (specs, by_moment, PartitionSpec(), jax.tree.map(lambda _: rows, batch))
     args = [
-        placed(tree, spec)
-        for tree, spec in zip((params, moments, batch), (specs, by_moment, in_specs[3]), strict=True)
+        placed(tree, spec) for tree, spec in zip((params, moments, batch), (specs, by_moment, in_specs[3]), strict=True)
     ]
-    args.insert(
-        2, jax.ShapeDtypeStruct(bias.shape, bias.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-    )
+    args.insert(2, jax.ShapeDtypeStruct(bias.shape, bias.dtype, sharding=NamedSharding(mesh, PartitionSpec())))
     mapped = jax.shard_map(step, mesh=mesh, in_specs=in_specs, out_specs=in_specs[:2], check_vma=False)
     begun = time.perf_counter()
     compiled = jax.jit(mapped, donate_argnums=(0, 1)).lower(*args).compile()
@@ -175,16 +172,11 @@ def tables(path: str) -> str:
         ("memory, GB, compiled for H200", memory, "h200"),
         ("traffic, GB, compiled for H200", traffic, "h200"),
     ):
-        lines += [
-            f"| {title} | " + " | ".join(f"{n // 1024}K" for n in TOKENS) + " |",
-            "|---|" + "---|" * len(TOKENS),
-        ]
+        lines += [f"| {title} | " + " | ".join(f"{n // 1024}K" for n in TOKENS) + " |", "|---|" + "---|" * len(TOKENS)]
         for scheme in SCHEMES:
             row = [values.get((target, scheme, n)) for n in TOKENS]
             if any(row):
-                lines.append(
-                    f"| {scheme} | " + " | ".join("" if x is None else f"{x:.1f}" for x in row) + " |"
-                )
+                lines.append(f"| {scheme} | " + " | ".join("" if x is None else f"{x:.1f}" for x in row) + " |")
         lines.append("")
     with open(os.path.join(os.path.dirname(__file__), "tsp.svg"), "w", encoding="utf-8") as file:
         file.write(picture(memory))
@@ -243,9 +235,7 @@ def picture(memory: dict) -> str:
 
 def main() -> None:
     """Compiles what was asked for and writes it down, or makes the page of what was written."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=["cpu", "h200"], default="cpu")
     parser.add_argument("--schemes", default=",".join(SCHEMES))
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)))

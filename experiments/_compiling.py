@@ -46,12 +46,7 @@ def lower(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> jax
 
 
 def measure(
-    config: Config,
-    mesh: Mesh,
-    sequences: int,
-    micro_batches: int,
-    cluster: Cluster | None,
-    capacity: int | None = None,
+    config: Config, mesh: Mesh, sequences: int, micro_batches: int, cluster: Cluster | None, capacity: int | None = None
 ) -> dict[str, Any]:
     """Compiles the step and says what it takes: memory, traffic, launches, FLOPs, collectives, a bound on its time.
 
@@ -85,9 +80,7 @@ def measure(
         "hbm_bytes": program.bytes,
         "flops": program.flops,
         "traffic": _by_scope(program, config, tokens),
-        "largest": [
-            _kernel(k) for k in sorted(program.kernels, key=lambda k: -k.times * k.bytes)[:LARGEST] if k.bytes
-        ],
+        "largest": [_kernel(k) for k in sorted(program.kernels, key=lambda k: -k.times * k.bytes)[:LARGEST] if k.bytes],
         "unknown_loops": program.unknown,
         "collectives": [_collective(c, program) for c in collectives if not c.scalar],
         "bound": limit and {**dataclasses.asdict(limit), "seconds": limit.seconds, "binds": limit.binds},
@@ -124,9 +117,7 @@ def _memory(memory: buffers.Memory, state: dict[str, Any], program: kernels.Prog
         kinds[kind] += b.size
         if len(largest) < LARGEST and b.size:
             about = {"scope": maker.scope, "line": maker.line} if maker else {"scope": "", "line": ""}
-            largest.append(
-                {"bytes": b.size, "shape": f"{array.dtype}{list(array.shape)}", "kind": kind, **about}
-            )
+            largest.append({"bytes": b.size, "shape": f"{array.dtype}{list(array.shape)}", "kind": kind, **about})
     kinds["gaps"] = memory.temporaries - sum(kinds.values())
     return {
         "peak": memory.peak,
@@ -145,9 +136,7 @@ def _by_scope(program: kernels.Program, config: Config, tokens: float) -> list[d
     by_stage = kernels.table(program)
     rows = []
     for scope, row in kernels.table(program, lambda k: k.scope).items():
-        stages = {
-            stage: part["flops"] for (of, stage), part in by_stage.items() if of == scope and part["flops"]
-        }
+        stages = {stage: part["flops"] for (of, stage), part in by_stage.items() if of == scope and part["flops"]}
         around = scope.split("/")[0]  # what is needed there is needed once, whatever scopes lie in it
         of_use = min(needed.get(around, row["flops"]), row["flops"])
         if around in needed:

@@ -69,12 +69,7 @@ def main() -> int:
     for name, about in (*PARTS.items(), ("all", "all of these; storage where --data is given")):
         add = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md").add_argument
         add("--out", required=True, metavar="DIR", help=f"folder for {name}.json and .html")
-        add(
-            "--config",
-            default=CONFIG,
-            metavar="FILE",
-            help="config with the model and batch to size; zaya1_base",
-        )
+        add("--config", default=CONFIG, metavar="FILE", help="config with the model and batch to size; zaya1_base")
         add("--chip", choices=sizing_rules.CHIPS, help="chip for the rules; this one, on a CPU mi300x")
         # fmt: off
         add("--devices", type=cli.number(int, 1, 2**24), metavar="N", help=f"devices to use; these, on a CPU {DEVICES}")
@@ -130,9 +125,7 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
     writes = multihost.is_writer()
     with made(pathlib.Path(args.out)) if writes else contextlib.nullcontext():
         say = functools.partial(print, flush=True) if writes else lambda text: None
-        say(
-            f"{len(devices)} x {first.device_kind} in {max(nodes) + 1} node(s) of {jax.process_count()} process(es)"
-        )
+        say(f"{len(devices)} x {first.device_kind} in {max(nodes) + 1} node(s) of {jax.process_count()} process(es)")
         if host_only:
             say(f"note: {HOST}")
         found, remarks = measure_parts(args, config, nodes, say)
@@ -143,9 +136,7 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
             rules_for = f"{config.name} on {count:,} {chip}"
             name = pathlib.Path(args.out) / args.what
             files.write(name.with_suffix(".json"), figures.to_json(found).encode())
-            files.write(
-                name.with_suffix(".html"), document(found, advice, rules_for, remarks).html().encode()
-            )
+            files.write(name.with_suffix(".html"), document(found, advice, rules_for, remarks).html().encode())
             say(f"sizing rules for {rules_for}:" if advice else f"no sizing rule is broken by {rules_for}")
             for line in (*advice, *(f"note: {remark}" for remark in remarks)):
                 say(str(line))
@@ -217,9 +208,7 @@ def check_storage(args: argparse.Namespace) -> None:
     """UserError if `storage` cannot use its directory."""
     fields.check_path("--data", args.data, addresses=True)
     if not storage.is_prepared(args.data) or not storage.is_local(args.data):
-        raise UserError(
-            f"--data={args.data} is not a local prepared directory; make one with experiments.prepare_data"
-        )
+        raise UserError(f"--data={args.data} is not a local prepared directory; make one with experiments.prepare_data")
 
 
 def measure_storage(args: argparse.Namespace) -> None:
@@ -349,9 +338,7 @@ def table(readings: list[Reading], manifest: dict) -> str:
         "read from the device, MiB": [f"{r.bytes_device / 2**20:,.1f}" for r in readings],
         "measured over, s / M tokens": [f"{r.seconds:.2f} / {r.tokens / 1e6:.1f}" for r in readings],
     }
-    head = (
-        "| | " + " | ".join(f"{r.cache} page cache" for r in readings) + " |\n|---|" + "---|" * len(readings)
-    )
+    head = "| | " + " | ".join(f"{r.cache} page cache" for r in readings) + " |\n|---|" + "---|" * len(readings)
     body = "\n".join(f"| {name} | {' | '.join(values)} |" for name, values in rows.items())
     layout = f"sigma of the files' layout, all bundles once: {manifest['storage_factor']:.3f}"
     note = ""
@@ -364,9 +351,7 @@ def verdict(need: Need, budget: float, whose: str) -> str:
     """What the formula says of the run that is sized."""
     share = need.pages_per_second / budget
     even = need.break_even_seconds(budget)
-    judged = (
-        "storage is not the limit" if share <= 1 else "storage IS the limit: steps take the break-even time"
-    )
+    judged = "storage is not the limit" if share <= 1 else "storage IS the limit: steps take the break-even time"
     return (
         f"A step of {need.global_batch:,} sequences of {need.seq_len:,} tokens reads "
         f"{need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in "
@@ -427,22 +412,16 @@ def _log_share(value: float, low: float, high: float) -> float:
     return math.log(value / low) / math.log(high / low)
 
 
-def document(
-    figures: Figures, advice: Sequence[Advice], rules_for: str, remarks: Sequence[str] = ()
-) -> Document:
+def document(figures: Figures, advice: Sequence[Advice], rules_for: str, remarks: Sequence[str] = ()) -> Document:
     """All of it; `rules_for` says which model, chip and number of devices the sizing rules are for."""
     nodes = "one node" if figures.num_nodes == 1 else f"{figures.num_nodes} nodes"
     processes = "" if figures.num_processes == 1 else f" · {figures.num_processes} processes"
-    about = (
-        f"{figures.num_devices} x {figures.device} in {nodes}{processes} · jax {figures.jax} · {figures.date}"
-    )
+    about = f"{figures.num_devices} x {figures.device} in {nodes}{processes} · jax {figures.jax} · {figures.date}"
     warnings = [HOST] if figures.of_host else []
     if figures.num_nodes == 1 and figures.collectives:
         warnings.append("All devices are in one node: nothing was measured across nodes.")
     sections = [_rules(advice, rules_for), _collectives(figures), _products(figures), _memory(figures)]
-    footer = (
-        "Lines are medians, bands the 10th to 90th of 100 samples. docs/hardware.md says how it was measured."
-    )
+    footer = "Lines are medians, bands the 10th to 90th of 100 samples. docs/hardware.md says how it was measured."
     return Document(figures.device, "measured figures", about, sections, (), [*warnings, *remarks], footer)
 
 
@@ -456,9 +435,7 @@ def _rules(advice: Sequence[Advice], rules_for: str) -> Section:
     ]  # fmt: skip
     head = ("rule", "key", "reason", "better", "parameters", "of a step, at most", "by")
     tables = [Table("Advice", head, rows, "code")] if rows else []
-    return Section(
-        "Sizing rules", f"Dimensions off the fast path: {rules_for}.", tables, [] if rows else ["None."]
-    )
+    return Section("Sizing rules", f"Dimensions off the fast path: {rules_for}.", tables, [] if rows else ["None."])
 
 
 def _collectives(figures: Figures) -> Section:
@@ -487,9 +464,7 @@ def _collectives(figures: Figures) -> Section:
         "bus bandwidth."
     )
     if figures.start_seconds is not None:
-        text += (
-            f" A program that does nothing takes {duration(figures.start_seconds)}: less cannot be seen here."
-        )
+        text += f" A program that does nothing takes {duration(figures.start_seconds)}: less cannot be seen here."
     return Section("Collectives", text, [Table("Best rates", head, rows)], pictures=pictures)
 
 
@@ -518,16 +493,7 @@ def _products(figures: Figures) -> Section:
     knee = figures.rows_knee()
     note = "" if knee is None else f"Knee of the forward pass, at 80% of the best seen: {knee:,} tokens."
     pictures += _chart("Experts: over tokens an expert", grouped, "TFLOP/s", lambda m: f"{m:,.0f}", note)
-    head = [
-        "product",
-        "M",
-        "K",
-        "N",
-        "experts",
-        "a call",
-        "TFLOP/s",
-        *(["of the peak"] if figures.peak else []),
-    ]
+    head = ["product", "M", "K", "N", "experts", "a call", "TFLOP/s", *(["of the peak"] if figures.peak else [])]
     labelled, several = [p for p in dense if p.label], [p for p in figures.products if p.groups > 1]
     rows = [
         [
@@ -550,15 +516,9 @@ def _memory(figures: Figures) -> Section:
         if points:
             lines.append(_line(name, color, [_point(s.bytes, s.bandwidth / 1e9, s.seconds) for s in points]))
             ends = (max(points, key=lambda s: s.bandwidth), points[-1])
-            rows.append(
-                [name, *(text for s in ends for text in (number(s.bandwidth / 1e9), binary_size(s.bytes)))]
-            )
+            rows.append([name, *(text for s in ends for text in (number(s.bandwidth / 1e9), binary_size(s.bytes)))])
     cache = figures.cache_bytes()
-    note = (
-        "No cache shows."
-        if cache is None
-        else f"Up to {binary_size(cache)} a copy is faster than memory: a cache."
-    )
+    note = "No cache shows." if cache is None else f"Up to {binary_size(cache)} a copy is faster than memory: a cache."
     picture = _chart("Bandwidth over the size of an array", lines, "GB/s", binary_size, note)
     head = ("pass", "best GB/s", "there", "largest GB/s", "there")
     text = "Of one device; bytes read and bytes written count alike."

@@ -48,9 +48,7 @@ def _parser() -> cli.Parser:
 
     add = command("inspect", inspect, "what the checkpoints of a run hold, and what saving them took")
     add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the run's folder")
-    add.add_argument(
-        "--step", type=int, metavar="N", help="step whose arrays are listed; by default the newest"
-    )
+    add.add_argument("--step", type=int, metavar="N", help="step whose arrays are listed; by default the newest")
     add.add_argument(
         "--html",
         nargs="?",
@@ -102,12 +100,8 @@ def _parser() -> cli.Parser:
     add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the workdir to read")
     add.add_argument("--step", type=int, metavar="N", help="its checkpoint; by default the newest")
     add.add_argument("--out", required=True, type=cli.path, metavar="DIR", help="the directory to make")
-    add.add_argument(
-        "--dtype", choices=list(exchange.DTYPES), help="by default as imported, otherwise float32"
-    )
-    add.add_argument(
-        "--shard_gb", type=float, default=exchange.SHARD_GB, metavar="GB", help="greatest size of a file"
-    )
+    add.add_argument("--dtype", choices=list(exchange.DTYPES), help="by default as imported, otherwise float32")
+    add.add_argument("--shard_gb", type=float, default=exchange.SHARD_GB, metavar="GB", help="greatest size of a file")
     return parser
 
 
@@ -153,9 +147,7 @@ def verify(args: Any) -> int:
     listed = vault.steps if copies else vault.numbered
     steps = listed()
     if not steps:
-        raise UserError(
-            f"--workdir={args.workdir} has no checkpoint; give a run's folder, or the place of its copies"
-        )
+        raise UserError(f"--workdir={args.workdir} has no checkpoint; give a run's folder, or the place of its copies")
     if args.step is not None:
         if args.step not in steps:
             raise UserError(
@@ -230,9 +222,7 @@ def from_hf(args: Any) -> int:
     with _progress() as progress:
         made = exchange.from_hf(args.model, args.workdir, progress)
     if not (made / "tokenizer").is_dir():
-        print(
-            f"note: {args.model} has no tokenizer; to generate, put tokenizer.json into {made / 'tokenizer'}"
-        )
+        print(f"note: {args.model} has no tokenizer; to generate, put tokenizer.json into {made / 'tokenizer'}")
     print(f"written: {made}")
     return cli.DONE
 

@@ -172,9 +172,7 @@ def _what_fits(
         sizes = dataclasses.replace(here.mesh, data=-1, context=here.mesh.context * context)
         try:
             wider = make_mesh(sizes, devices)
-            spread = recipe.spread_at(
-                dataclasses.replace(here, mesh=sizes), _phase_of(here, sizes), len(devices)
-            )
+            spread = recipe.spread_at(dataclasses.replace(here, mesh=sizes), _phase_of(here, sizes), len(devices))
             sharding.check(here, spread)
         except UserError:
             break
@@ -194,9 +192,7 @@ def _phase_of(here: Config, mesh: config_lib.Mesh) -> config_lib.Phase:
 def document(result: dict[str, Any]) -> Document:
     """A section a phase."""
     title = f"{result['config']} compiled for {result['devices']:,} {result['target']}"
-    host = (
-        " (the CPU's program: its own algorithms, no account of kernels)" if result["target"] == "cpu" else ""
-    )
+    host = " (the CPU's program: its own algorithms, no account of kernels)" if result["target"] == "cpu" else ""
     about = f"{result['date']}, jax {result['jax']}; per device and step{host}"
     footer = "Read from the compiled program; docs/compiling.md says how."
     return Document(title, "", about, [_phase(row) for row in result["phases"]], footer=footer)
@@ -243,9 +239,7 @@ def _tables(row: dict[str, Any]) -> Iterable[Table]:
     memory, traffic = row["memory"], row["traffic"]
     kinds = [[kind, f"{memory[kind] / 1e9:.2f}", f"{memory[kind] / memory['peak']:.1%}"] for kind in KINDS]
     yield Table("Memory where it is highest", ("kind", "GB", "share"), kinds)
-    largest = [
-        [f"{b['bytes'] / 1e9:.2f}", b["shape"], b["kind"], b["scope"], b["line"]] for b in memory["largest"]
-    ]
+    largest = [[f"{b['bytes'] / 1e9:.2f}", b["shape"], b["kind"], b["scope"], b["line"]] for b in memory["largest"]]
     yield Table("Largest temporaries there", ("GB", "array", "kind", "scope", "line"), largest, "code")
     scopes = [
         [
@@ -258,9 +252,7 @@ def _tables(row: dict[str, Any]) -> Iterable[Table]:
         "all", f"{row['launches']:,.0f}", *(f"{sum(r[x] for r in traffic) / 1e9:,.1f}" for x in ("reads", "writes")),
         f"{row['flops'] / 1e12:,.2f}", f"{_of_use(row):.0%}",
     ])  # fmt: skip
-    yield Table(
-        "Traffic and work by scope", ("scope", "launches", "GB read", "GB written", "TFLOP", "of use"), scopes
-    )
+    yield Table("Traffic and work by scope", ("scope", "launches", "GB read", "GB written", "TFLOP", "of use"), scopes)
     kernels = [
         [
             f"{k['times'] * (k['reads'] + k['writes']) / 1e9:,.1f}", f"{k['times']:,.0f}", k["scope"], k["stage"],
@@ -268,9 +260,7 @@ def _tables(row: dict[str, Any]) -> Iterable[Table]:
         ]
         for k in row["largest"]
     ]  # fmt: skip
-    yield Table(
-        "Kernels that move most", ("GB", "times", "scope", "stage", "line", "kernel"), kernels, "code"
-    )
+    yield Table("Kernels that move most", ("GB", "times", "scope", "stage", "line", "kernel"), kernels, "code")
     collectives = [
         [
             c["kind"], c["scope"], f"{c['bytes'] / 1e6:,.2f}", f"{c['group']:,}",
@@ -279,9 +269,7 @@ def _tables(row: dict[str, Any]) -> Iterable[Table]:
         for c in row["collectives"]
     ]  # fmt: skip
     if collectives:
-        yield Table(
-            "Collectives", ("kind", "scope", "MB", "devices", "times", "kernels overlapping it"), collectives
-        )
+        yield Table("Collectives", ("kind", "scope", "MB", "devices", "times", "kernels overlapping it"), collectives)
     if bound := row["bound"]:
         rows = [[words, f"{1e3 * bound[name]:,.1f}"] for name, words in BOUNDS.items()]
         rows.append(["all", f"{1e3 * bound['seconds']:,.1f}"])
@@ -297,9 +285,7 @@ def _tiles(row: dict[str, Any]) -> list[Tile]:
         ("Launches", number(row["launches"]), ""),
         ("FLOPs", f"{row['flops'] / 1e12:,.1f} T", f"{_of_use(row):.0%} of use"),
     ]
-    return (
-        [*tiles, ("Step, at least", duration(bound["seconds"]), f"{bound['binds']} most")] if bound else tiles
-    )
+    return [*tiles, ("Step, at least", duration(bound["seconds"]), f"{bound['binds']} most")] if bound else tiles
 
 
 def _memory_curve(row: dict[str, Any]) -> str:

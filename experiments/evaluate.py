@@ -54,8 +54,7 @@ def main() -> int:
         harness.require()
         if _is_run(out):
             raise UserError(
-                f"--out={args.out} is a run's folder, which has its own samples.jsonl; "
-                f"give --out={out / 'evaluation'}"
+                f"--out={args.out} is a run's folder, which has its own samples.jsonl; give --out={out / 'evaluation'}"
             )
     for name in ("include_path", "num_fewshot", "bos"):
         if not tasks and getattr(args, name) is not found.get_default(name):
@@ -88,8 +87,7 @@ def evaluate(args: argparse.Namespace, out: Path, tasks: list[str]) -> int:
         notes.append("--bos: tasks' texts begin with the begin of document.")
     skipped: list[str] = []
     data = {
-        name: loss_on(model, name, found, context, args.tokens)
-        for name, found in sources(model, args, tasks, skipped)
+        name: loss_on(model, name, found, context, args.tokens) for name, found in sources(model, args, tasks, skipped)
     }
     if both:
         notes.append(f"No row of all: {both}.")
@@ -126,9 +124,7 @@ def save(out: Path, result: dict[str, Any], found: dict[str, Any]) -> str:
     """Writes the files, and says where they are."""
     files = {
         "evaluation.md": document(result).markdown().encode(),
-        "evaluation.json": (
-            json.dumps(harness.without_nan(result), indent=1, allow_nan=False) + "\n"
-        ).encode(),
+        "evaluation.json": (json.dumps(harness.without_nan(result), indent=1, allow_nan=False) + "\n").encode(),
         "evaluation.html": document(result).html().encode(),
         **({"samples.jsonl": harness.samples(found)} if found else {}),
     }
@@ -149,25 +145,16 @@ def parser() -> cli.Parser:
     """The options."""
     found = cli.Parser(prog="python -m experiments.evaluate", description=__doc__)
     add, whole = found.add_argument, cli.number(int, 1, 2**31 - 1)
-    add(
-        "--model",
-        required=True,
-        metavar="DIR",
-        help="a run's folder, FOLDER@STEP, or a transformers directory",
-    )
+    add("--model", required=True, metavar="DIR", help="a run's folder, FOLDER@STEP, or a transformers directory")
     add("--out", required=True, metavar="DIR", help="the folder for the results")
     add("--data", action="append", metavar="PATH", help="text to score; may be repeated")
     add("--tasks", metavar="NAMES", help="lm-eval-harness tasks, separated by commas")
     add("--include_path", metavar="DIR", help="a folder with tasks of your own")
     add("--limit", type=whole, metavar="N", help="maximum of documents of each --data and task")
-    add(
-        "--num_fewshot", type=cli.number(int, 0, 1000), metavar="N", help="examples before each question of a task"
-    )  # fmt: skip
+    add("--num_fewshot", type=cli.number(int, 0, 1000), metavar="N", help="examples before each question of a task")
     add("--context", type=whole, metavar="N", help="tokens of a window; by default the run's own")
     add("--text_field", default="text", metavar="NAME", help="field with the text in JSONL and Parquet; text")
-    add(
-        "--bos", action="store_true", help="start tasks' texts with the begin of document, unlike lm-eval's hf"
-    )  # fmt: skip
+    add("--bos", action="store_true", help="start tasks' texts with the begin of document, unlike lm-eval's hf")
     add("--tokens", type=whole, default=scorer.TOKENS, metavar="N", help=f"tokens per batch; {scorer.TOKENS}")
     add("--mesh", type=cli.mesh, metavar="AXIS=N,...", help="such as data=2,expert=4; by default one device")
     add("--seed", type=cli.number(int, 0, 2**31 - 1), default=0, metavar="N", help="for tasks that sample; 0")
@@ -257,9 +244,7 @@ def document(result: dict[str, Any]) -> Document:
     tables += [Table("Tasks", ("task", "metric", "value", "standard error"), tasks)] if tasks else []
     sections = [Section("Figures", "", tables), _by_place(result["data"])]
     footer = "docs/evaluation.md says which tokens count."
-    return Document(
-        f"Evaluation of {result['model']}", "", about, sections, warnings=result["notes"], footer=footer
-    )
+    return Document(f"Evaluation of {result['model']}", "", about, sections, warnings=result["notes"], footer=footer)
 
 
 def _loss(name: str, found: dict[str, Any]) -> list[str]:
@@ -288,9 +273,7 @@ def _by_place(data: dict[str, Any]) -> Section:
         "Loss by place in the document", lines, (min(xs), max(xs)), (min(ys) - room, max(ys) + room), log_x=True,
         unit=" nats", over="place", describe="Mean loss of tokens by how many stand before them", note=note,
     )  # fmt: skip
-    return Section(
-        "By place", "How much the model gains from the text before a token.", pictures=picture.draw()
-    )
+    return Section("By place", "How much the model gains from the text before a token.", pictures=picture.draw())
 
 
 if __name__ == "__main__":

@@ -28,37 +28,16 @@ def parser() -> cli.Parser:
     """The options."""
     found = cli.Parser(prog="python -m experiments.generate", description=__doc__)
     add, share = found.add_argument, cli.number(float, 0, 1)
-    add(
-        "--workdir",
-        required=True,
-        type=cli.path,
-        metavar="DIR",
-        help="a run's folder, or a transformers directory",
-    )
+    add("--workdir", required=True, type=cli.path, metavar="DIR", help="a run's folder, or a transformers directory")
     given = found.add_mutually_exclusive_group()
     given.add_argument(
-        "--prompt",
-        action="append",
-        metavar="TEXT",
-        help="text to continue; may be repeated; by default empty",
+        "--prompt", action="append", metavar="TEXT", help="text to continue; may be repeated; by default empty"
     )
     given.add_argument("--prompt_file", type=cli.path, metavar="FILE", help="a UTF-8 file to continue")
     given.add_argument("--chat", action="store_true", help="answer each line of the input, until it ends")
     add("--num_tokens", type=cli.number(int, 1), default=200, metavar="N", help="maximum of new tokens; 200")
-    add(
-        "--temperature",
-        type=cli.number(float, 0),
-        default=0.0,
-        metavar="T",
-        help="sampling temperature; 0: greedy",
-    )
-    add(
-        "--top_k",
-        type=cli.number(int, 0),
-        default=0,
-        metavar="K",
-        help="sample among this many tokens; 0: all",
-    )
+    add("--temperature", type=cli.number(float, 0), default=0.0, metavar="T", help="sampling temperature; 0: greedy")
+    add("--top_k", type=cli.number(int, 0), default=0, metavar="K", help="sample among this many tokens; 0: all")
     add(
         "--top_p",
         type=share,
@@ -66,13 +45,7 @@ def parser() -> cli.Parser:
         metavar="P",
         help="sample among the likeliest tokens with this total probability; 1",
     )
-    add(
-        "--min_p",
-        type=share,
-        default=0.0,
-        metavar="P",
-        help="minimum probability relative to the likeliest token; 0",
-    )
+    add("--min_p", type=share, default=0.0, metavar="P", help="minimum probability relative to the likeliest token; 0")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text; may be repeated")
     seeds = cli.number(int, 0, 2**32 - 1)  # random keys take seeds modulo this
     add("--seed", type=seeds, default=0, metavar="N", help="seed of each prompt's sampling; 0")
@@ -105,9 +78,7 @@ def main() -> int:
 
     def say_cache(rows: decode.Generation, count: int) -> None:
         own, precision = model.config.model, model.config.precision
-        a_token, a_row, here = decode.cache_bytes(
-            own, precision, count, rows.columns, tree.cache_over(model.mesh)
-        )
+        a_token, a_row, here = decode.cache_bytes(own, precision, count, rows.columns, tree.cache_over(model.mesh))
         print(
             f"cache: {a_token:,} bytes a token and {a_row:,} a row, {here / 2**20:,.1f} MiB on a device for {count} of "
             f"up to {rows.columns:,} tokens",
@@ -116,10 +87,7 @@ def main() -> int:
 
     if args.chat:
         if tokenizer_files.came_with_template(args.workdir / "tokenizer") and not model.config.data.chats:
-            print(
-                "note: the model has its own chat template; --chat uses the format of fine-tuning",
-                file=sys.stderr,
-            )
+            print("note: the model has its own chat template; --chat uses the format of fine-tuning", file=sys.stderr)
         return talk(model, args, rows, say_cache)
     prompts = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
     going = rows(prompts, [])
@@ -135,9 +103,7 @@ def main() -> int:
     return cli.DONE
 
 
-def talk(
-    model: library.LanguageModel, args: argparse.Namespace, rows: Callable, say_cache: Callable[..., None]
-) -> int:
+def talk(model: library.LanguageModel, args: argparse.Namespace, rows: Callable, say_cache: Callable[..., None]) -> int:
     """Answers the lines of the input until it ends, and ignores empty lines."""
     assert model.tokenizer is not None
     conversation = generation.Conversation(model.tokenizer)
@@ -177,9 +143,7 @@ def text_of(raw: bytes, name: str) -> str:
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(
-            f"{name} is not UTF-8 (byte {raw[error.start]:#04x} at {error.start}); convert it"
-        ) from None
+        raise UserError(f"{name} is not UTF-8 (byte {raw[error.start]:#04x} at {error.start}); convert it") from None
 
 
 if __name__ == "__main__":

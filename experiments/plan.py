@@ -151,7 +151,7 @@ def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
         ("seconds of any save", goodput.SAVE.value, goodput.SAVE.source),
         ("bytes/s to a device's host", goodput.HOST_LINK.value, goodput.HOST_LINK.source),
         ("page reads for one that tokens fill", run.SIGMA, "the most of well-packed shards: docs/data.md"),
-    ]  # fmt: skip
+    ]
 
 
 def document(result: dict[str, Any]) -> Document:
@@ -165,11 +165,7 @@ def document(result: dict[str, Any]) -> Document:
             for phase in result["phases"]
         ),
         Section(
-            "The whole",
-            "",
-            list(_closing(result)),
-            result["scaling"]["fastest"],
-            pictures=_scaling(result["scaling"]),
+            "The whole", "", list(_closing(result)), result["scaling"]["fastest"], pictures=_scaling(result["scaling"])
         ),
     ]
     footer = "Formulas, nothing was compiled or run; docs/planning.md says what they assume."
@@ -188,18 +184,7 @@ def headline(phase: dict[str, Any]) -> str:
 
 
 def _summary(result: dict[str, Any]) -> Table:
-    head = (
-        "phase",
-        "step",
-        "tokens/s",
-        "MFU",
-        "memory",
-        "days",
-        "GPU-hours",
-        "page reads/s",
-        "save every",
-        "goodput",
-    )
+    head = ("phase", "step", "tokens/s", "MFU", "memory", "days", "GPU-hours", "page reads/s", "save every", "goodput")
     rows = [
         [
             p["name"], duration(p["step"]["seconds"]), f"{p['tokens_per_second'] / 1e6:,.2f}M",

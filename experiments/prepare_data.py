@@ -142,9 +142,7 @@ class Display:
 
     def __init__(self, title: str) -> None:
         self._title, self._began, self._said = title, time.perf_counter(), time.perf_counter()
-        self._bar = tqdm(
-            unit="B", unit_scale=True, disable=None, dynamic_ncols=True, desc=title.rstrip(": ") or None
-        )
+        self._bar = tqdm(unit="B", unit_scale=True, disable=None, dynamic_ncols=True, desc=title.rstrip(": ") or None)
 
     def __enter__(self) -> Self:
         return self

@@ -33,9 +33,7 @@ def main() -> int:
     multihost.add_options(parser)
     args = parser.parse_args()
     if args.describe:
-        found = recipe.make(
-            fork.settle(args.config, fork.find(args.config, folder_of(args.config, args.workdir)))
-        )
+        found = recipe.make(fork.settle(args.config, fork.find(args.config, folder_of(args.config, args.workdir))))
         recipe.check(found, found.config.run.fork_step)
         print(recipe.table(found))
         return cli.DONE

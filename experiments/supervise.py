@@ -50,18 +50,8 @@ def parser() -> cli.Parser:
     add("--processes", type=whole, metavar="N", help="processes on this node; one per GPU, or 1")
     add("--nodes", type=whole, metavar="N", help="nodes that train; further agents are spares")
     add("--min_nodes", type=whole, metavar="N", help="fewest nodes that may train after losses; --nodes")
-    add(
-        "--restarts",
-        type=cli.number(int, 0),
-        default=5,
-        metavar="N",
-        help="restarts without a newer checkpoint; 5",
-    )
-    add(
-        "--exclude_stragglers",
-        action="store_true",
-        help="replace a node that is slow for long by a spare",
-    )
+    add("--restarts", type=cli.number(int, 0), default=5, metavar="N", help="restarts without a newer checkpoint; 5")
+    add("--exclude_stragglers", action="store_true", help="replace a node that is slow for long by a spare")
     add(
         "--check",
         choices=("always", "never"),
@@ -76,20 +66,11 @@ def parser() -> cli.Parser:
     add("--coordinator", metavar="HOST:PORT", help="address of node 0's agent")
     add("--agents", type=whole, metavar="N", help="number of agents")
     add("--agent", type=cli.number(int, 0), metavar="I", help="index of this agent, from 0")
-    add(
-        "--command",
-        default="",
-        metavar="COMMAND",
-        help="run this at each event, with the event as JSON on stdin",
-    )
+    add("--command", default="", metavar="COMMAND", help="run this at each event, with the event as JSON on stdin")
     what = found.add_subparsers(dest="what", metavar="report|check")
-    report = what.add_parser(
-        "report", help="the history of a run", description="The events of a run, by time."
-    )
+    report = what.add_parser("report", help="the history of a run", description="The events of a run, by time.")
     report.add_argument("--workdir", type=cli.path, required=True, metavar="DIR", help="the run's folder")
-    checked = what.add_parser(
-        "check", help="the faults of this node", description="The check before a start."
-    )
+    checked = what.add_parser("check", help="the faults of this node", description="The check before a start.")
     checked.add_argument("--devices", type=whole, metavar="N", help="expected number of devices")
     checked.add_argument("--workdir", type=cli.path, metavar="DIR", help="a folder on the storage to test")
     return found
@@ -128,9 +109,7 @@ def workdir_of(training: list[str]) -> Path:
             found = value or "".join(training[i + 1 : i + 2])
             fields.check_path("--workdir", found)
     if found is None:
-        raise UserError(
-            "--workdir=DIR is missing after --; give the training's options there, its folder among them"
-        )
+        raise UserError("--workdir=DIR is missing after --; give the training's options there, its folder among them")
     return Path(found)
 
 

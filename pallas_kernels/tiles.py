@@ -116,9 +116,7 @@ def take(
     return x if dtype is None else narrow(x, dtype)
 
 
-def put(
-    ref: Any, x: jax.Array, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None)
-) -> None:
+def put(ref: Any, x: jax.Array, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None)) -> None:
     """Writes a matrix in the same way; of rows and columns that are not `own`, nothing.
 
     Interpreted, rows that are not have to lie past the array's end: their old numbers would be written over new ones.
@@ -127,15 +125,11 @@ def put(
     store(place, x.astype(ref.dtype), mask=mask)
 
 
-def _matrix(
-    ref: Any, lead: tuple, rows: jax.Array, columns: jax.Array, own: Masks
-) -> tuple[Any, jax.Array | None]:
+def _matrix(ref: Any, lead: tuple, rows: jax.Array, columns: jax.Array, own: Masks) -> tuple[Any, jax.Array | None]:
     shape = rows.size, columns.size
     place = ref.at[(*lead, jnp.broadcast_to(rows[:, None], shape), jnp.broadcast_to(columns[None, :], shape))]
     masks = [jnp.expand_dims(m, 1 - side) for side, m in enumerate(own) if m is not None]
-    return place, functools.reduce(
-        operator.and_, (jnp.broadcast_to(m, shape) for m in masks)
-    ) if masks else None
+    return place, functools.reduce(operator.and_, (jnp.broadcast_to(m, shape) for m in masks)) if masks else None
 
 
 def narrow(x: jax.Array, dtype: Any) -> jax.Array:
@@ -157,6 +151,4 @@ def dot(x: jax.Array, y: jax.Array, *, transpose_x: bool = False, transpose_y: b
     wide = x.dtype == jnp.float32
     precision = jax.lax.Precision.HIGHEST if wide else None
     sides = (0 if transpose_x else 1,), (1 if transpose_y else 0,)
-    return jax.lax.dot_general(
-        x, y, (sides, ((), ())), precision=precision, preferred_element_type=jnp.float32
-    )
+    return jax.lax.dot_general(x, y, (sides, ((), ())), precision=precision, preferred_element_type=jnp.float32)

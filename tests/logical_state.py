@@ -17,11 +17,7 @@ def weights(layout: Layout, buckets: dict) -> dict[str, np.ndarray]:
         over = () if not len(dims) or dims[0] is None else (dims[0],) if isinstance(dims[0], str) else dims[0]
         parts = x.reshape(*(axes[axis] for axis in over), -1, *x.shape[1:]) if over else x
         for held in layout.held(name):
-            places = (
-                dict(zip(axes, np.unravel_index(held.device, tuple(axes.values())), strict=True))
-                if axes
-                else {}
-            )
+            places = dict(zip(axes, np.unravel_index(held.device, tuple(axes.values())), strict=True)) if axes else {}
             own = parts[tuple(places[axis] for axis in over)] if over else parts
             whole = found.setdefault(held.weight, np.full(shapes[held.weight], np.nan, x.dtype))
             box = own[held.place].reshape(whole[held.box].shape)

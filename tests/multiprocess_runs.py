@@ -67,11 +67,7 @@ class Run:
 
 @contextmanager
 def start(
-    arguments: Sequence[str | Path],
-    count: int,
-    folder: Path,
-    devices: int = 1,
-    variables: dict[str, str] | None = None,
+    arguments: Sequence[str | Path], count: int, folder: Path, devices: int = 1, variables: dict[str, str] | None = None
 ) -> Iterator[Run]:
     """`python ARGUMENTS` as `count` processes of `devices` virtual CPU devices each; their output goes to `folder`.
 

@@ -64,9 +64,7 @@ def modules() -> list[tuple[str, Path]]:
 
 def texts() -> list[tuple[str, str]]:
     """Every text file that belongs to the project, by its path."""
-    files = [
-        path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"
-    ]  # a worktree has a file
+    files = [path for path in ROOT.iterdir() if path.is_file() and path.name != ".git"]  # a worktree has a file
     files += [path for room in (*ROOMS, *PACKAGES) for path in (ROOT / room).rglob("*") if path.is_file()]
     found = []
     for path in files:
@@ -102,9 +100,7 @@ def test_packages_import_each_other_in_no_circle():
     found = [(name, path.read_text(encoding="utf-8"), path.name == "__init__.py") for name, path in modules()]
     order = list(graphlib.TopologicalSorter(package_arrows(found)).static_order())
     assert order.index("zaya_jax.model") < order.index("zaya_jax.parallel") < order.index("zaya_jax.training")
-    assert (
-        order.index("zaya_jax.config") < order.index("zaya_jax.checkpoint") < order.index("zaya_jax.training")
-    )
+    assert order.index("zaya_jax.config") < order.index("zaya_jax.checkpoint") < order.index("zaya_jax.training")
 
 
 LIBRARY = ("zaya_jax.library", "zaya_jax.functions", "zaya_jax.given")
@@ -124,10 +120,7 @@ def test_nothing_but_evaluation_imports_the_library():
 
 
 def test_a_circle_of_packages_is_found():
-    found = [
-        ("zaya_jax.a.x", "from zaya_jax.b import y", False),
-        ("zaya_jax.b.y", "import zaya_jax.c.z", False),
-    ]
+    found = [("zaya_jax.a.x", "from zaya_jax.b import y", False), ("zaya_jax.b.y", "import zaya_jax.c.z", False)]
     graphlib.TopologicalSorter(package_arrows(found)).prepare()
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(
@@ -204,16 +197,12 @@ def test_what_serves_cpus_alone_stands_in_their_files():
 
 def test_no_program_text_is_longer_than_a_person_reads():
     long = {
-        name: text.count("\n")
-        for name, text in texts()
-        if name.endswith((".py", ".sh", ".js", ".css", "Makefile"))
+        name: text.count("\n") for name, text in texts() if name.endswith((".py", ".sh", ".js", ".css", "Makefile"))
     }
     assert not {name: lines for name, lines in long.items() if lines > MAX_LINES}
 
 
-TELLTALE = re.compile(
-    r"(?<![\w.~:/$}-])/(?:root|home|Users|work|farm)/\w|(?:index|registry)[-_]?url|/simple[/]", re.I
-)
+TELLTALE = re.compile(r"(?<![\w.~:/$}-])/(?:root|home|Users|work|farm)/\w|(?:index|registry)[-_]?url|/simple[/]", re.I)
 
 
 def test_no_file_names_a_folder_of_one_machine_or_a_package_host():

@@ -119,7 +119,7 @@ def test_every_string_refuses_what_is_none_of_its_kind(case):
         ("data.mixture", ["a=1", ""], "mixture[1]='' is empty; give a source"),
         ("data.tokenizer", "x\n" * 10_000, "characters) has a character that cannot be printed"),
     ],
-)  # fmt: skip
+)
 def test_what_the_refusal_says(path, value, says):
     with pytest.raises(config.UserError) as caught:
         config.check(with_value(path, value))

@@ -52,12 +52,7 @@ def test_keys_are_changed_by_their_types():
         "--config.eval.every=3", "--config.mesh.fsdp=true", "--config.kernels=none", "--config.eval.every=4",
         "--config.data.mixture=('a=1', 'b=2')",
     )  # fmt: skip
-    assert (changed.data.path, changed.optim.lr, changed.run.num_steps, changed.mesh.fsdp) == (
-        "1",
-        0.01,
-        7,
-        True,
-    )
+    assert (changed.data.path, changed.optim.lr, changed.run.num_steps, changed.mesh.fsdp) == ("1", 0.01, 7, True)
     assert changed.kernels == ("none",) and changed.eval.every == 4 and changed.data.mixture == ("a=1", "b=2")
 
 
@@ -97,6 +92,6 @@ def test_a_program_is_one_line_and_exit_code_2(tmp_path):
     command = [sys.executable, "-m", "experiments.pretrain", "--config.data.pth=x", "--describe"]
     done = subprocess.run(
         command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=120
-    )  # fmt: skip
+    )
     assert done.returncode == 2 and done.stdout == "" and not list(tmp_path.iterdir())
     assert done.stderr == "error: unknown config key config.data.pth; did you mean data.path?\n"

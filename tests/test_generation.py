@@ -62,14 +62,12 @@ def spelt_as_llama():
 
     words = ["<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581"]
     words += [f"\u2581{word}" for word in dict.fromkeys(WORDS.split())]
-    made = Tokenizer(
-        models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, ignore_merges=True)
-    )
+    made = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, [], byte_fallback=True, ignore_merges=True))
     made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     made.add_special_tokens(["<s>", "</s>"])
-    made.decoder = decoders.Sequence([
-        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)
-    ])  # fmt: skip
+    made.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return tokenizers.HuggingFace(made.to_str().encode(), {}, "made here")
 
 
@@ -109,9 +107,7 @@ def weights():
     params = zaya.abstract(MODEL)
     rng = np.random.default_rng(0)
     params = jax.tree.map(lambda x: rng.standard_normal(x.shape).astype(np.float32), params)
-    params["head"]["bias"] = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0).astype(
-        np.float32
-    )
+    params["head"]["bias"] = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0).astype(np.float32)
     return MODEL, params, zaya.init_balance(MODEL)
 
 

@@ -52,9 +52,7 @@ def test_every_file_of_the_packages_is_declared():
             assert len(path.parts) == 2
             continue
         package = ".".join(path.parent.parts)
-        assert (ROOT / path.parent / "__init__.py").exists(), (
-            f"{package} is no package: its files would be left out"
-        )
+        assert (ROOT / path.parent / "__init__.py").exists(), f"{package} is no package: its files would be left out"
         patterns = ["*.py", *data.get(package, [])]
         assert any(fnmatch.fnmatch(path.name, pattern) for pattern in patterns), name
     assert PROJECT["tool"]["setuptools"]["data-files"] == {"share/zaya_jax/launch": ["launch/*"]}
@@ -134,15 +132,11 @@ def installed(wheel, tmp_path_factory):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
     python = venv / "bin" / "python"
     ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
-    site = Path(
-        subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
-    )
+    site = Path(subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip())
     ours = subprocess.run([sys.executable, "-c", ask], check=True, capture_output=True, text=True).stdout
     (site / "rest.pth").write_text(ours)
     pip = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check"]
-    subprocess.run(
-        [*pip, "install", "-q", "--no-deps", "--no-index", "--ignore-installed", wheel], check=True
-    )
+    subprocess.run([*pip, "install", "-q", "--no-deps", "--no-index", "--ignore-installed", wheel], check=True)
     return venv / "bin"
 
 

@@ -90,7 +90,7 @@ def node(count, script, **variables):
     environ = {"PATH": os.environ["PATH"], "PCI_DEVICES": "none"} | variables
     return subprocess.Popen(
         [NODE, str(count), "bash", "-c", script], env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
+    )
 
 
 SHOW = 'echo "$JAX_PROCESS_ID $JAX_NUM_PROCESSES $JAX_COORDINATOR_ADDRESS ${JAX_LOCAL_DEVICE_IDS-all}"'
@@ -101,9 +101,7 @@ def ranks(out):
     found = {}
     for line in out.splitlines():
         index, count, address, devices = line.split()
-        names = {
-            "JAX_PROCESS_ID": index, "JAX_NUM_PROCESSES": count, "JAX_COORDINATOR_ADDRESS": address,
-        }  # fmt: skip
+        names = {"JAX_PROCESS_ID": index, "JAX_NUM_PROCESSES": count, "JAX_COORDINATOR_ADDRESS": address}
         found[int(index)] = (find_rank(names), devices)
     return found
 
@@ -140,9 +138,7 @@ def test_node_binds_to_the_numa_node_of_the_gpu(tmp_path):
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     running = node(2, "echo ran", PCI_DEVICES=str(tmp_path / "pci"), PATH=path)
     out, _ = running.communicate(timeout=30)
-    assert sorted(out.splitlines()) == [
-        "--cpunodebind=0 --preferred=0", "--cpunodebind=1 --preferred=1", "ran", "ran",
-    ]  # fmt: skip
+    assert sorted(out.splitlines()) == ["--cpunodebind=0 --preferred=0", "--cpunodebind=1 --preferred=1", "ran", "ran"]
 
 
 def test_node_hands_signals_on_and_gives_the_highest_exit_code():
@@ -242,11 +238,7 @@ def batch(script, folder, *options, code=0, **variables):
         "PYTHON": str(folder / "python"), "SLURM_CPUS_PER_TASK": "128",
     }  # fmt: skip
     done = subprocess.run(
-        ["bash", LAUNCH / script, *options],
-        env=environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=30,
+        ["bash", LAUNCH / script, *options], env=environ | variables, capture_output=True, text=True, timeout=30
     )
     given = (folder / "given").read_text().splitlines()
     return given, done.returncode, asked.read_text() if asked.exists() else ""

@@ -131,9 +131,7 @@ def test_what_train_gives_lies_on_the_run_s_mesh_and_is_its_last_step(trained, r
 
 
 @pytest.mark.parametrize(("code", "words"), [(75, "the same call goes on"), (3, "exit code 3: see above")])
-def test_a_run_that_is_not_done_is_an_exception_with_the_exit_code(
-    settings, folder, monkeypatch, code, words
-):
+def test_a_run_that_is_not_done_is_an_exception_with_the_exit_code(settings, folder, monkeypatch, code, words):
     monkeypatch.setattr("zaya_jax.run.train", lambda *_: code)
     with pytest.raises(zj.TrainingStopped, match=words) as stopped:
         zj.train(settings, folder / "stopped")
@@ -215,9 +213,7 @@ MORE_MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "mesh", MESHES + [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES], ids=str
-)
+@pytest.mark.parametrize("mesh", MESHES + [pytest.param(mesh, marks=pytest.mark.slow) for mesh in MORE_MESHES], ids=str)
 def test_a_mesh_gives_the_same_numbers(model, settings, ids, segments, mesh):
     # No mesh divides these rows and columns.
     over = zj.create(settings, mesh=mesh)
@@ -227,9 +223,7 @@ def test_a_mesh_gives_the_same_numbers(model, settings, ids, segments, mesh):
     assert bool(spread) == bool({"fsdp", "expert", "tensor"} & set(mesh))
     one, other = model.trace(ids, segments=segments), over.trace(ids, segments=segments)
     for name in ("logits", "hidden_states", "router_probs"):
-        np.testing.assert_allclose(
-            getattr(other, name), getattr(one, name), rtol=1e-5, atol=1e-5, err_msg=name
-        )
+        np.testing.assert_allclose(getattr(other, name), getattr(one, name), rtol=1e-5, atol=1e-5, err_msg=name)
     np.testing.assert_array_equal(other.choices, one.choices)
     loss, grads = model.loss_and_grads(ids, ids, segments=segments)
     theirs, their_grads = over.loss_and_grads(ids, ids, segments=segments)
@@ -307,9 +301,7 @@ def test_to_hf_and_back_is_bit_equal(trained, golden_dir, folder, ids):
     back = source.to_hf(folder / "taps")
     ours, theirs = load_file(back / "model.safetensors"), load_file(golden_dir / "taps" / "model.safetensors")
     assert ours.keys() == theirs.keys()
-    assert all(
-        ours[name].dtype == x.dtype and ours[name].tobytes() == x.tobytes() for name, x in theirs.items()
-    )
+    assert all(ours[name].dtype == x.dtype and ours[name].tobytes() == x.tobytes() for name, x in theirs.items())
     for name in ("config.json", "generation_config.json"):
         assert json.loads((back / name).read_text()) == json.loads((golden_dir / "taps" / name).read_text())
 
@@ -397,7 +389,7 @@ def test_what_is_given_wrongly_is_one_clear_line(model, run, settings, golden_di
         (partial(load(golden_dir / "taps").generate, "a", 2), "no tokenizer", "ids [B, S]"),
         (partial(zj.train, wider, run), f"{run} was started with config.model.hidden_size=16", "now it is 24"),
         (thread.submit(zj.train, settings, tmp_path / "run").result, "main thread"),
-    ):  # fmt: skip
+    ):
         refused(call, *parts)
     assert [path.name for path in tmp_path.iterdir()] == ["empty"]
 

@@ -67,9 +67,8 @@ def ended(kind):
     """(exit code, what the other output got) by case."""
     cases = [word for name, (where, _, _) in CASES.items() for word in (name, where)]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", RUN, kind, *cases],
-        cwd=ROOT, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-W", "ignore", "-c", RUN, kind, *cases], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     found = {}
     for output, text in (("stdout", done.stdout), ("stderr", done.stderr)):
@@ -92,9 +91,7 @@ def test_an_output_without_a_reader():
     assert ended("closed") == expected | {"storage": (4, "")}
 
 
-@pytest.mark.parametrize(
-    ("encoding", "shown"), [("ascii", r"caf\xe9 \u20ac"), ("latin-1", "caf\xe9 \\u20ac")]
-)
+@pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"caf\xe9 \u20ac"), ("latin-1", "caf\xe9 \\u20ac")])
 def test_a_character_that_an_output_lacks_is_spelt_out(monkeypatch, encoding, shown):
     written = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding))

@@ -38,18 +38,14 @@ RECIPE_IN_SMALL = (
 
 
 def test_every_step_of_a_short_run():
-    plan = schedule.make_plan(
-        config(num_steps=20, warmup_fraction=0.25, decay_fraction=0.25, final_lr_fraction=0.1)
-    )
+    plan = schedule.make_plan(config(num_steps=20, warmup_fraction=0.25, decay_fraction=0.25, final_lr_fraction=0.1))
     assert (plan.total_steps, plan.total_tokens) == (20, 20 * 1024)
     rates = [plan.step(n).lr / plan.peak_lr for n in range(1, 21)]
     expected = [0.2, 0.4, 0.6, 0.8, 1.0] + [1.0] * 10 + [1 - 0.9 * k / 5 for k in range(1, 6)]
     assert rates == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("decay", "half"), [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - math.sqrt(0.5))]
-)
+@pytest.mark.parametrize(("decay", "half"), [("linear", 0.5), ("cosine", 0.5), ("1-sqrt", 1 - math.sqrt(0.5))])
 def test_decay_shapes(decay, half):
     s = Schedule(warmup_fraction=0.0, decay_fraction=0.5, decay=decay, final_lr_fraction=0.2)
     total = 12 * 10**12
@@ -66,17 +62,11 @@ def test_a_fork_s_steps_are_the_parent_s_where_nothing_differs(phases, options):
     whole = schedule.make_plan(config(*phases, num_steps=20, **options))
     for begun in range(1, whole.total_steps):
         forked = config(*phases, num_steps=20, **options)
-        run = dataclasses.replace(
-            forked.run, fork="x", fork_step=begun, fork_tokens=whole.tokens_of_step(begun)
-        )
+        run = dataclasses.replace(forked.run, fork="x", fork_step=begun, fork_tokens=whole.tokens_of_step(begun))
         plan = schedule.make_plan(dataclasses.replace(forked, run=run))
         numbers = range(begun + 1, whole.total_steps + 1)
         assert [plan.step(n) for n in numbers] == [whole.step(n) for n in numbers]
-        assert (plan.begin, plan.total_steps, plan.total_tokens) == (
-            begun,
-            whole.total_steps,
-            whole.total_tokens,
-        )
+        assert (plan.begin, plan.total_steps, plan.total_tokens) == (begun, whole.total_steps, whole.total_tokens)
 
 
 def test_a_fork_with_other_batches_counts_the_tokens_that_were_seen():
@@ -137,9 +127,7 @@ def test_a_ramp_changes_batches_alone():
     without = schedule.make_plan(config(Phase(tokens=200_000), Phase(tokens=50_000)))
     assert [s.micro_batches for s in with_ramp.segments] == [1, 2, 4, 4]
     assert {s.micro_batches for s in without.segments} == {1}
-    border = [
-        next(s for s in plan.segments if s.phase_index == 1).first_token for plan in (with_ramp, without)
-    ]
+    border = [next(s for s in plan.segments if s.phase_index == 1).first_token for plan in (with_ramp, without)]
     assert abs(border[0] - border[1]) < 1024
     for tokens in range(0, 250_000, 10_000):
         assert with_ramp.lr_at(tokens) == pytest.approx(without.lr_at(tokens), rel=0.05)
@@ -147,9 +135,7 @@ def test_a_ramp_changes_batches_alone():
     assert sizes == sorted(sizes) and set(sizes) == {2, 4, 8}
 
 
-@pytest.mark.parametrize(
-    ("micro_batch", "counts"), [(0, (1, 1, 1)), (8, (1, 1, 1)), (4, (1, 1, 2)), (1, (2, 4, 8))]
-)
+@pytest.mark.parametrize(("micro_batch", "counts"), [(0, (1, 1, 1)), (8, (1, 1, 1)), (4, (1, 1, 2)), (1, (2, 4, 8))])
 def test_a_step_of_a_ramp_that_is_smaller_than_a_micro_batch_is_one(micro_batch, counts):
     phase = Phase(tokens=10**6, ramp_from=2, ramp_tokens=10**5, micro_batch=micro_batch, global_batch=8)
     plan = schedule.make_plan(config(phase))
@@ -194,8 +180,6 @@ def test_impossible_phases_are_told_and_how_to_mend_them(phase, message, mended)
     with pytest.raises(UserError, match=message) as error:
         schedule.make_plan(config(Phase(**phase)))
     if mended == "micro_batch":
-        told = re.search(
-            r"give a config\.schedule\.phases\[0\]\.micro_batch that divides (\d+)", str(error.value)
-        )
+        told = re.search(r"give a config\.schedule\.phases\[0\]\.micro_batch that divides (\d+)", str(error.value))
         mended = dict(micro_batch=int(told[1]))
     schedule.make_plan(config(Phase(**phase | mended)))

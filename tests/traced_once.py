@@ -10,8 +10,7 @@ from zaya_jax.training import step as steps
 
 # Parts of a config that no program depends on.
 OF_THE_HOST = {
-    name: getattr(config.Config(), name)
-    for name in ("checkpoint", "data", "eval", "guard", "log", "schedule")
+    name: getattr(config.Config(), name) for name in ("checkpoint", "data", "eval", "guard", "log", "schedule")
 }
 
 
@@ -22,9 +21,9 @@ def traced_once() -> Iterator[None]:
 
     def once(make):
         def call(given, model, optimizer, mesh, hook=None):
-            run = dataclasses.replace(config.Run(), **{
-                name: getattr(given.run, name) for name in ("skip_update", "spike_deviations")
-            })  # fmt: skip
+            run = dataclasses.replace(
+                config.Run(), **{name: getattr(given.run, name) for name in ("skip_update", "spike_deviations")}
+            )
             key = make, dataclasses.replace(given, run=run, **OF_THE_HOST), model, mesh
             if hook:  # faults on purpose
                 return make(given, model, optimizer, mesh, hook)

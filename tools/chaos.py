@@ -143,9 +143,7 @@ class Chaos:
 
     def table(self) -> list[str]:
         """Lines of Markdown: each fault, how often, and medians and worst of seconds."""
-        lines = [
-            "| fault | times | named rightly | found after s, median (worst) | went on after s, median (worst) |"
-        ]
+        lines = ["| fault | times | named rightly | found after s, median (worst) | went on after s, median (worst) |"]
         lines.append("|---|---|---|---|---|")
         for name in dict.fromkeys(outcome.fault for outcome in self.outcomes):
             here = [outcome for outcome in self.outcomes if outcome.fault == name]
@@ -212,9 +210,7 @@ class Chaos:
                     outcome.recovered = self._past(found.step) - began
                     self._settle(SETTLED)
         self.outcomes.append(outcome)
-        self._say(
-            f"  {outcome.said or 'NOT FOUND'}; found {outcome.found:.1f} s, went on {outcome.recovered:.1f} s"
-        )
+        self._say(f"  {outcome.said or 'NOT FOUND'}; found {outcome.found:.1f} s, went on {outcome.recovered:.1f} s")
 
     def _event(self, fits: Callable[[Event], bool]) -> Event | None:
         until = time.monotonic() + PATIENCE
@@ -264,9 +260,7 @@ class Chaos:
             faults.VARIABLE: str(self.folder / "faults.json"), "ZAYA_WATCH_ROOT": str(self.tree),
         }  # fmt: skip
         with (self.folder / f"{workdir.name}.log").open("wb") as log:
-            agent = subprocess.Popen(
-                command, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT
-            )
+            agent = subprocess.Popen(command, env=os.environ | variables, stdout=log, stderr=subprocess.STDOUT)
         try:
             yield agent
         finally:

@@ -47,10 +47,7 @@ class Scheme:
     moves: tuple[tuple[str, str, str], ...]
 
 
-UPDATE = (
-    ("update", "reduce-scatter", "gradients, by whole matrices"),
-    ("update", "all-gather", "Muon's directions"),
-)
+UPDATE = (("update", "reduce-scatter", "gradients, by whole matrices"), ("update", "all-gather", "Muon's directions"))
 SCHEMES = (
     Scheme("data", "data: ZeRO-1", 4, dict(data=4), UPDATE),
     Scheme(

@@ -38,11 +38,7 @@ WORDINGS = (
 LONGEST = 110  # characters of a signature, so that a chat fits into 256 bytes
 SYSTEM = "Answer with names alone."
 # What signatures quote of the Python that runs this, and not of its library.
-PLACES = {
-    sys.executable: "python",
-    sysconfig.get_path("stdlib"): "lib",
-    sysconfig.get_default_scheme(): "posix_prefix",
-}
+PLACES = {sys.executable: "python", sysconfig.get_path("stdlib"): "lib", sysconfig.get_default_scheme(): "posix_prefix"}
 
 
 def main() -> int:
@@ -56,10 +52,7 @@ def main() -> int:
     for name, signature, parameters in sorted(set(found())):
         question = chosen.choice(WORDINGS).format(f"{name}{signature}")
         messages = [{"role": "system", "content": SYSTEM}] if chosen.random() < 0.2 else []
-        messages += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": parameters},
-        ]
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": parameters}]
         chats.append({"messages": messages})
     Path(path).write_text("".join(json.dumps(one) + "\n" for one in chats), encoding="utf-8")
     print(f"{len(chats):,} chats in {path}")

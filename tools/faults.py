@@ -38,10 +38,7 @@ def _now(kind: str, step: int) -> list[dict[str, Any]]:
         every = json.loads(Path(os.environ[VARIABLE]).read_text())
     except (KeyError, OSError, ValueError):
         return []
-    return [
-        one for one in every
-        if one["kind"] == kind and one.get("first", 0) <= step <= one.get("last", 1 << 62)
-    ]  # fmt: skip
+    return [one for one in every if one["kind"] == kind and one.get("first", 0) <= step <= one.get("last", 1 << 62)]
 
 
 def in_step(step: int) -> None:
@@ -79,9 +76,7 @@ class Faults:
         """In the host's loop."""
         in_step(number)
 
-    def batch(
-        self, batch: dict[str, np.ndarray], number: int, left_out: list[list[int]]
-    ) -> dict[str, np.ndarray]:
+    def batch(self, batch: dict[str, np.ndarray], number: int, left_out: list[list[int]]) -> dict[str, np.ndarray]:
         """The batch that a step is trained on."""
         return of_data(batch, number, left_out)
 
@@ -119,9 +114,7 @@ def hook(axes: Sequence[str], sizes: Sequence[int], again: bool = False) -> Any:
         leaves, treedef = jax.tree.flatten(gradients)
         first = leaves[0].ravel()
         bits = jax.lax.bitcast_convert_type(first[0].astype(jnp.float32), jnp.uint32) ^ flip
-        value = jax.lax.bitcast_convert_type(bits, jnp.float32) + jax.lax.bitcast_convert_type(
-            add, jnp.float32
-        )
+        value = jax.lax.bitcast_convert_type(bits, jnp.float32) + jax.lax.bitcast_convert_type(add, jnp.float32)
         leaves[0] = first.at[0].set(value.astype(first.dtype)).reshape(leaves[0].shape)
         return jax.tree.unflatten(treedef, leaves)
 

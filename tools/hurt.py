@@ -53,8 +53,7 @@ class Store:
         }  # fmt: skip
         self.live()
         urllib.request.urlopen(
-            urllib.request.Request(f"{self.variables['AWS_ENDPOINT_URL']}/{self.BUCKET}", method="PUT"),
-            timeout=30,
+            urllib.request.Request(f"{self.variables['AWS_ENDPOINT_URL']}/{self.BUCKET}", method="PUT"), timeout=30
         ).close()
 
     def live(self) -> None:
@@ -104,9 +103,7 @@ def cut(victim: Victim, other: Victim) -> int:
             if frozenset(pair) in ends:
                 own = ctypes.CDLL(None, use_errno=True).syscall(PIDFD_GETFD, handle, number, 0)
                 if own < 0:
-                    raise OSError(
-                        ctypes.get_errno(), os.strerror(ctypes.get_errno()), f"pidfd_getfd({victim.pid})"
-                    )
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), f"pidfd_getfd({victim.pid})")
                 with socket.socket(fileno=own) as connection:
                     connection.shutdown(socket.SHUT_RDWR)
                 count += 1

@@ -80,9 +80,7 @@ def page() -> str:
                 parts.append(f"\n### {name} {command}\n")
             if options:
                 parts.append("\n| option | default | meaning |\n|---|---|---|\n")
-                parts += [
-                    f"| `{o.name}` | {o.default and f'`{o.default}`'} | {o.meaning} |\n" for o in options
-                ]
+                parts += [f"| `{o.name}` | {o.default and f'`{o.default}`'} | {o.meaning} |\n" for o in options]
     return "".join(parts)
 
 

@@ -51,10 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
                 command + ["--write"] * given.write, cwd=scratch, env=environment, check=False
             ).returncode
         failed += code != 0
-        print(
-            f"{path.name}: {'failed' if code else 'done'} in {time.monotonic() - began:.0f} s",
-            file=sys.stderr,
-        )
+        print(f"{path.name}: {'failed' if code else 'done'} in {time.monotonic() - began:.0f} s", file=sys.stderr)
     return 1 if failed else 0
 
 
@@ -103,9 +100,7 @@ def execute(source: str, names: dict[str, Any], number: int) -> list[dict[str, A
         outputs.append({"output_type": "stream", "name": "stdout", "text": _lines(printed.getvalue())})
     if value is not None and not source.rstrip().endswith(";"):
         data = {"text/plain": _lines(repr(value))}
-        outputs.append(
-            {"output_type": "execute_result", "execution_count": number, "data": data, "metadata": {}}
-        )
+        outputs.append({"output_type": "execute_result", "execution_count": number, "data": data, "metadata": {}})
     return outputs + _figures()
 
 
@@ -119,10 +114,7 @@ def _figures() -> list[dict[str, Any]]:
     for figure in map(pyplot.figure, pyplot.get_fignums()):
         png = io.BytesIO()
         figure.savefig(png, format="png", metadata={"Software": None})
-        data = {
-            "image/png": base64.b64encode(png.getvalue()).decode() + "\n",
-            "text/plain": ["<a figure>"],
-        }
+        data = {"image/png": base64.b64encode(png.getvalue()).decode() + "\n", "text/plain": ["<a figure>"]}
         outputs.append({"output_type": "display_data", "data": data, "metadata": {}})
     pyplot.close("all")
     return outputs

@@ -118,20 +118,13 @@ def page() -> str:
     parts = [HEAD.format(longest=rules.LONGEST)]
     for kind, title in (("process", "Of processes"), ("kernel", "Of the kernel")):
         lines = (
-            (r.name, r.group, r.action, "yes" if r.consequence else "", _code(r.example))
-            for r in rules.load(kind)
+            (r.name, r.group, r.action, "yes" if r.consequence else "", _code(r.example)) for r in rules.load(kind)
         )
-        parts.append(
-            f"### {title}\n\n" + _table(("rule", "class", "action", "consequence", "for example"), lines)
-        )
+        parts.append(f"### {title}\n\n" + _table(("rule", "class", "action", "consequence", "for example"), lines))
     parts.append(HARDWARE)
     rows = ((x.name, _amount(x), x.group, x.action, x.what, x.why) for x in LIMITS)
     parts.append(_table(("finding", "from", "class", "action", "of", "why"), rows))
-    parts.append(
-        PREFLIGHT.format(
-            seconds=preflight.SECONDS + 10, slow=preflight.SLOW, slow_link=preflight.SLOW_LINK
-        )
-    )  # fmt: skip
+    parts.append(PREFLIGHT.format(seconds=preflight.SECONDS + 10, slow=preflight.SLOW, slow_link=preflight.SLOW_LINK))
     uses = "\n".join(f"| {accounts.LABELS[use]} | {MEANINGS[use]} |" for use in accounts.USES)
     parts.append(TIME.format(uses=uses))
     return "\n".join(part.rstrip("\n") + "\n" for part in [*parts, NOTIFY.lstrip("\n")])

@@ -191,9 +191,7 @@ def scores(
 
         pieces = jnp.pad(hidden, ((0, pad), (0, 0))), jnp.pad(wanted, (0, pad))
         pieces = jax.tree.map(lambda x: x.reshape(-1, chunk, *x.shape[1:]), pieces)
-        found = [
-            x.reshape(-1)[: len(wanted)].reshape(batch["tokens"].shape) for x in jax.lax.map(of_chunk, pieces)
-        ]
+        found = [x.reshape(-1)[: len(wanted)].reshape(batch["tokens"].shape) for x in jax.lax.map(of_chunk, pieces)]
         real = batch["loss_mask"] > 0
         return jnp.where(real, found[0], 0.0), real & found[1]
 
@@ -215,16 +213,12 @@ def to_targets(labels: Any, segments: Any, shifted: bool, xp: Any = jnp) -> Any:
     return labels if segments is None else xp.where(segments > 0, labels, IGNORED)
 
 
-def _pass(
-    config: Config, spread: Spread, devices: Devices, params: dict, balance, batch, trace: bool = False
-):
+def _pass(config: Config, spread: Spread, devices: Devices, params: dict, balance, batch, trace: bool = False):
     """The parameters outside the layers, gathered, and the output of the layers; inside a program."""
     if spread.fsdp:
         params = whole_outside(params, zaya.param_axes(config.model, config.precision))
     rows = Rows(batch["tokens"], batch["segment_ids"], batch["positions"])
-    out = zaya.apply(
-        config.model, params, balance, rows, precision=config.precision, devices=devices, trace=trace
-    )
+    out = zaya.apply(config.model, params, balance, rows, precision=config.precision, devices=devices, trace=trace)
     return params, out
 
 
@@ -247,9 +241,7 @@ def _on(config: Config, mesh: Mesh | None, run: Callable, outs: Any, params, bal
     of_batch = PartitionSpec(BATCH_AXES, spread.sequence_axes or None)
     params = sharding.arrange(params, spread.heads)
     # As in training, without the check of replicated values: `loss` sums what each device counts.
-    mapped = jax.shard_map(
-        precise, mesh=mesh, in_specs=(specs, REPLICATED, of_batch), out_specs=outs, check_vma=False
-    )
+    mapped = jax.shard_map(precise, mesh=mesh, in_specs=(specs, REPLICATED, of_batch), out_specs=outs, check_vma=False)
     return mapped(params, balance, batch)
 
 
@@ -269,9 +261,7 @@ def _batch(config: Config, spread: Spread, ids, segments, labels=None) -> dict[s
     parts, shards = spread.sequence_parts, spread.data * spread.expert
     unit = 2 * parts * spread.heads if parts > 1 else spread.heads
     reach = 0 if config.model.model_type == "dense" else config.model.cca_time0 + config.model.cca_time1 - 2
-    shortest = max(
-        columns, 2 * parts * reach if parts > 1 else 1
-    )  # a chunk must hold what convolutions look back
+    shortest = max(columns, 2 * parts * reach if parts > 1 else 1)  # a chunk must hold what convolutions look back
     more = (-rows % shards, shortest + -shortest % unit - columns)
     batch = {name: jnp.pad(x, ((0, more[0]), (0, more[1]))) for name, x in batch.items()}
     if parts > 1:
@@ -331,7 +321,5 @@ jitted = {
     "forward": jax.jit(forward, static_argnames=("config", "mesh", "trace", "attention")),
     "scores": jax.jit(scores, static_argnames=("config", "mesh")),
     "loss": jax.jit(loss, static_argnames=("config", "mesh", "shifted")),
-    "loss_and_grads": jax.jit(
-        jax.value_and_grad(loss, argnums=1), static_argnames=("config", "mesh", "shifted")
-    ),
+    "loss_and_grads": jax.jit(jax.value_and_grad(loss, argnums=1), static_argnames=("config", "mesh", "shifted")),
 }

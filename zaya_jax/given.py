@@ -90,9 +90,7 @@ def folder_and_step(place: str | os.PathLike) -> tuple[Path, int | None]:
     if path and number.isdecimal() and not folder.is_dir():  # a folder's own name may end so, too
         folder, step = Path(path), int(number)
     if not folder.is_dir():
-        raise UserError(
-            f"{place} is not a folder; give a run's, FOLDER@STEP, or a directory of transformers' zaya"
-        )
+        raise UserError(f"{place} is not a folder; give a run's, FOLDER@STEP, or a directory of transformers' zaya")
     return folder, step
 
 
@@ -120,9 +118,7 @@ def texts(prompt: Any) -> list[str] | None:
     found = [prompt] if isinstance(prompt, str) else np.asarray(prompt, object).ravel().tolist()
     is_text = [isinstance(text, str) for text in found]
     if any(is_text) and not all(is_text):
-        raise UserError(
-            f"prompt {is_text.index(False) + 1} of {len(found)} is not a text; give only texts, or ids"
-        )
+        raise UserError(f"prompt {is_text.index(False) + 1} of {len(found)} is not a text; give only texts, or ids")
     return found if any(is_text) else None
 
 

@@ -44,9 +44,7 @@ class TrainingStopped(RuntimeError):
     def __init__(self, code: int, workdir: Path):
         saved = code == cli.PREEMPTED
         meaning = (
-            "it was stopped and has saved: the same call goes on"
-            if saved
-            else "see above, and docs/exit_codes.md"
+            "it was stopped and has saved: the same call goes on" if saved else "see above, and docs/exit_codes.md"
         )
         super().__init__(f"{workdir}: training ended with exit code {code}: {meaning}")
         self.code, self.workdir = code, workdir
@@ -175,9 +173,7 @@ class LanguageModel:
         texts = [text + more for text, more in zip(prompts, new, strict=True)]
         return texts[0] if isinstance(prompt, str) else texts
 
-    def continued(
-        self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
-    ) -> decode.Generation:
+    def continued(self, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> decode.Generation:
         """Continues lists of ids of any lengths piece by piece; options are those of `decode.Generation`.
 
         A mesh with several devices on `context` holds the cache in parts over them. On another one, the weights are
@@ -212,9 +208,7 @@ class LanguageModel:
         )
         config = given.as_begun(self.config, target / "tokenizer" if self._files else None)
         bias = np.asarray(self.balance)
-        return exchange.write_workdir(
-            target, config, leaves, bias, self.tokenizer, self._files, self._imported
-        )
+        return exchange.write_workdir(target, config, leaves, bias, self.tokenizer, self._files, self._imported)
 
     def to_hf(self, directory: str | os.PathLike, dtype: str | None = None) -> Path:
         """Writes a directory that transformers' `zaya` loads; `dtype` is by default as imported, otherwise float32.
@@ -289,14 +283,10 @@ class LanguageModel:
     def _check_weights(self) -> None:
         """UserError if `params` or `balance` were replaced by arrays that do not fit this model."""
         model = self.config.model
-        expected = {
-            "params": zaya.abstract(model),
-            "balance": jax.eval_shape(lambda: zaya.init_balance(model)),
-        }
+        expected = {"params": zaya.abstract(model), "balance": jax.eval_shape(lambda: zaya.init_balance(model))}
         held = {"params": self.params, "balance": self.balance}
         has, needs = (
-            {name: f"{x.dtype}{list(x.shape)}" for name, x in trees.flat(tree).items()}
-            for tree in (held, expected)
+            {name: f"{x.dtype}{list(x.shape)}" for name, x in trees.flat(tree).items()} for tree in (held, expected)
         )
         if wrong := sorted(name for name in has.keys() | needs if has.get(name) != needs.get(name)):
             raise UserError(
@@ -326,9 +316,7 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
     params, balance = functions.init(settings, seed, over)
     folder = Path(settings.data.tokenizer)
     files = exchange.small_files(folder) if tokenizer and folder.is_dir() else {}
-    return LanguageModel(
-        settings, params, balance, tokenizer, over, f"seed {seed}", files, exchange.nothing_imported()
-    )
+    return LanguageModel(settings, params, balance, tokenizer, over, f"seed {seed}", files, exchange.nothing_imported())
 
 
 def load(place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | None = None) -> LanguageModel:
@@ -365,17 +353,13 @@ def _load_run(folder: Path, step: int | None, mesh: AnyMesh | None, dtype: str |
         placed = functions.shardings(config, over) if over else None
         params, balance = exchange.read_weights(folder, step, config.model, placed)
     files = exchange.small_files(folder / "tokenizer")
-    return LanguageModel(
-        config, params, balance, tokenizer, over, f"{folder}@{step}", files, imported, step > 0
-    )
+    return LanguageModel(config, params, balance, tokenizer, over, f"{folder}@{step}", files, imported, step > 0)
 
 
 def _load_hf(folder: Path, mesh: AnyMesh | None, dtype: str | None) -> LanguageModel:
     source = hf.Directory(folder)
     tokenizer = exchange.tokenizer_of(source)
-    config = given.with_dtype(
-        exchange.config_of(source.model, folder if tokenizer else None), dtype or "float32"
-    )
+    config = given.with_dtype(exchange.config_of(source.model, folder if tokenizer else None), dtype or "float32")
     config, over = given.with_mesh(config, mesh)
     tree = {"params": source.params(), "balance": {"bias": source.balance()}}
     placed = jax.device_put(tree, functions.shardings(config, over) if over else jax.local_devices()[0])

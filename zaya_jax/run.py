@@ -152,9 +152,7 @@ def first_state(begun: Beginning, optimizer: Any, copies: snapshot.Copies) -> An
     if begun.parent:  # forked
         return copies.place(begun.parent.load(copies.like, copies.held))
     # Initial weights that do not fit are refused before anything is compiled.
-    weights = (
-        InitialWeights(run.init_from, copies.held, run.init_grow) if begun.way == "initial weights" else None
-    )
+    weights = InitialWeights(run.init_from, copies.held, run.init_grow) if begun.way == "initial weights" else None
     state = states.init(here.config, optimizer, here.mesh)
     if begun.way == "imported":  # weights and biases, no optimizer yet
         return copies.with_weights_of(state, lambda like, held: begun.store.restore(0, like, held)[0])
@@ -190,9 +188,7 @@ class Loop:
         begun.cleanup.keep()
         own = {} if begun.parent else begun.meta
         self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, begun.reached)
-        unsound = min(
-            own.get("unsound", 0), UNHEALTHY_AFTER - 1
-        )  # one more ends a run again that they have ended
+        unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)  # one more ends a run again that they have ended
         self.figures = Figures(begun, unsound, self.pace, self.guard)
         self.timer = multihost.Timer(60 * self.config.checkpoint.every_minutes)
         self.kept: dict[str, float] = {}  # the figures of the last save
@@ -334,9 +330,7 @@ class Loop:
 
     def at_border(self) -> int:
         """The next phase has another mesh, which another start makes."""
-        return self._end(
-            self.begun.end, cli.PREEMPTED, recipe.border(self.begun.recipe, self.begun.end), again=True
-        )
+        return self._end(self.begun.end, cli.PREEMPTED, recipe.border(self.begun.recipe, self.begun.end), again=True)
 
     def stopped(self, number: int, owed: bool) -> int:
         """A signal came, and the step is saved."""
@@ -365,9 +359,7 @@ class Loop:
             return self._end(number, cli.UNHEALTHY, line, way_back=True)
         self.store.close(again=False)
         batches = f"the {decision['batches']} batches since"
-        self.figures.console.say(
-            f"{self.guard.spike}: back to step {decision['step']}, and on without {batches}"
-        )
+        self.figures.console.say(f"{self.guard.spike}: back to step {decision['step']}, and on without {batches}")
         self.state = None  # its memory is the next state's
         self.store.spare()
         self.stream.close()

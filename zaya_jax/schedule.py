@@ -185,9 +185,7 @@ def _after(segments: list[Segment], steps: int, tokens: int, config: Config) -> 
             end = tokens + (config.run.num_steps - steps) * segment.tokens_per_step
         num_steps = max(-(-(end - tokens) // segment.tokens_per_step), 0)
         if num_steps:
-            left.append(
-                dataclasses.replace(segment, first_step=steps + 1, num_steps=num_steps, first_token=tokens)
-            )
+            left.append(dataclasses.replace(segment, first_step=steps + 1, num_steps=num_steps, first_token=tokens))
         tokens, steps = tokens + num_steps * segment.tokens_per_step, steps + num_steps
     if left:
         return tuple(left)
@@ -249,9 +247,8 @@ def _filled(config: Config, phase: Phase, index: int) -> Phase:
         **{name: getattr(phase, name) or value for name, value in outside.items()},
     )
     phase = dataclasses.replace(
-        phase, eval_seq_len=phase.eval_seq_len or phase.seq_len,
-        micro_batch=min(phase.micro_batch, phase.global_batch),
-    )  # fmt: skip
+        phase, eval_seq_len=phase.eval_seq_len or phase.seq_len, micro_batch=min(phase.micro_batch, phase.global_batch)
+    )
     for name in ("seq_len", "eval_seq_len"):
         if getattr(phase, name) > config.model.max_position_embeddings:
             raise UserError(
@@ -284,10 +281,7 @@ def _ramp(phase: Phase) -> list[tuple[int, Fraction | None]]:
     while 0 < size < phase.global_batch:
         sizes.append(size)
         size *= 2
-    return [
-        *((size, Fraction(i + 1, len(sizes))) for i, size in enumerate(sizes)),
-        (phase.global_batch, None),
-    ]
+    return [*((size, Fraction(i + 1, len(sizes))) for i, size in enumerate(sizes)), (phase.global_batch, None)]
 
 
 def model_at(config: Config, step: int) -> Model:

@@ -41,16 +41,7 @@ def backward(saved, d_out, d_lse, *, scale, block, dtype) -> tuple[jax.Array, ja
     q, k, v, q_segments, k_segments, (side, _) = xla.arrange(q, k, v, q_segments, k_segments, block)
     d_out, lse, delta = (xla.by_group(x, num_kv, side) for x in (d_out, lse[..., None], delta[..., None]))
     dq, dk, dv = _gradients(
-        q,
-        k,
-        v,
-        (q_segments, k_segments),
-        lse[..., 0],
-        d_out.astype(v.dtype),
-        delta[..., 0],
-        scale,
-        side,
-        k_len,
+        q, k, v, (q_segments, k_segments), lse[..., 0], d_out.astype(v.dtype), delta[..., 0], scale, side, k_len
     )
     dk, dv = (x.astype(dtype).transpose(0, 2, 1, 3)[:, :k_len] for x in (dk, dv))
     return xla.by_token(dq)[:, :q_len], dk, dv
@@ -113,8 +104,7 @@ def _blocks(q, k, v, q_segments, k_segments, block, k_len):
     for start in range(0, q.shape[3], block):
         end = min(start + block, k.shape[2])
         own, seen = (
-            None if x is None else x[:, a:b]
-            for x, a, b in ((q_segments, start, start + block), (k_segments, 0, end))
+            None if x is None else x[:, a:b] for x, a, b in ((q_segments, start, start + block), (k_segments, 0, end))
         )
         yield start, k[:, :, :end], v[:, :, :end], mask_of(block, end, start, 0, None, k_len, own, seen)
 

@@ -132,18 +132,13 @@ class _Call:
         self.shape = _Shape(q_len, k_len, num_kv, *sizes, scale, *known)
         self.masks = [x.reshape(1) for x in (window, offset) if x is not None]
         if q_segments is not None:
-            q_ranges, k_ranges = (
-                ranges_of(q_segments, self.shape.queries),
-                ranges_of(k_segments, self.shape.keys),
-            )
+            q_ranges, k_ranges = (ranges_of(q_segments, self.shape.queries), ranges_of(k_segments, self.shape.keys))
             self.masks += [q_segments, k_segments, *q_ranges, *k_ranges]
 
     def run(self, body, name, grid, given, results, products) -> Any:
         """body(shape, operands, masks, results), arrays as [B, tokens times heads, C] or without C: no copy."""
         given = [x.reshape(self.batch, -1, *x.shape[3:]) for x in given]
-        shapes = [
-            jax.ShapeDtypeStruct((self.batch, x.shape[1] * x.shape[2], *x.shape[3:]), to) for x, to in results
-        ]
+        shapes = [jax.ShapeDtypeStruct((self.batch, x.shape[1] * x.shape[2], *x.shape[3:]), to) for x, to in results]
         return tiles.call(
             functools.partial(body, self.shape), *given, *self.masks, name=name, grid=grid, out_shapes=shapes,
             work=self.work(products), warps=self.tile.warps, stages=self.tile.stages,
@@ -167,9 +162,7 @@ class _Call:
         num_q, num_k = at.blocks
         ends = np.minimum(np.arange(1, num_q + 1) * at.queries, at.k_len)
         met, most = float(np.sum(-(-ends // at.keys))), num_q * num_k
-        each = (
-            2.0 * products * self.batch * at.num_kv * at.parts * at.rows * at.keys * tiles.power(at.channels)
-        )
+        each = 2.0 * products * self.batch * at.num_kv * at.parts * at.rows * at.keys * tiles.power(at.channels)
         known = not (at.offset or at.window)
         return tiles.Work(each * (most / 2 if at.offset else met), None if known else each * most)
 
@@ -322,11 +315,7 @@ def _forward(at: _Shape, q, k, v, *refs):
 
     # Above masked scores, so that a row's weights are 0, not 1, as long as it has seen no key.
     lowest = MASKED * min(factor, 1.0) / 2
-    start = (
-        jnp.zeros((at.rows, tiles.power(at.channels)), jnp.float32),
-        jnp.full(at.rows, lowest),
-        jnp.zeros(at.rows),
-    )
+    start = (jnp.zeros((at.rows, tiles.power(at.channels)), jnp.float32), jnp.full(at.rows, lowest), jnp.zeros(at.rows))
     acc, top, total = _over(*masks.met_by_queries(i), step, start)
     safe = jnp.where(total > 0, total, 1.0)
     rows.store(out, acc / safe[:, None])

@@ -137,9 +137,7 @@ def _forward(q, k, v, q_segments, k_segments, window, offset, scale, sides):
             new_top = jnp.maximum(top, scores.max(-1))
             weights = jnp.exp(scores - new_top[..., None])
             shrink = jnp.exp(top - new_top)
-            update = jnp.einsum(
-                "bkgqj,bkjc->bkgqc", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32
-            )
+            update = jnp.einsum("bkgqj,bkjc->bkgqc", weights.astype(v.dtype), v_j, preferred_element_type=jnp.float32)
             return acc * shrink[..., None] + update, new_top, total * shrink + weights.sum(-1)
 
         row = (batch, num_kv, group, block_q)

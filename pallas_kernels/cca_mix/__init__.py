@@ -45,9 +45,7 @@ def mix(
     if chip.choose({"xla": xla, "triton": triton}) is triton and triton.suits(*arrays):
         return triton.mix(*arrays)
     packed, rest = jnp.split(columns, (by_channel[0].size,), axis=-1)
-    heads_first, before = (
-        None if x is None else _heads_first(x, by_channel.shape[2]) for x in (packed, before)
-    )
+    heads_first, before = (None if x is None else _heads_first(x, by_channel.shape[2]) for x in (packed, before))
     mixed = convolve(heads_first, before, by_channel, by_head, segments, dtype)
     q, k = queries_and_keys(heads_first, mixed, bias, temperature, rope, temperature.size, mean_q)
     return q, k, rest

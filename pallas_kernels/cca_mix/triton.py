@@ -162,9 +162,7 @@ def _call(at, body, saved, gradients, name, grid, out_shapes, *, flops, passes):
     }  # fmt: skip
     given |= {f"d{i}": d for i, d in enumerate(gradients)}
     given = {name: x for name, x in given.items() if x is not None and x.size}
-    others = sum(
-        given[n].size * given[n].dtype.itemsize for n in ("by_head", "table", "segments") if n in given
-    )
+    others = sum(given[n].size * given[n].dtype.itemsize for n in ("by_head", "table", "segments") if n in given)
     shares = sum(x.size * 4 for x in out_shapes if x.dtype == jnp.float32 and x.ndim != 3)
 
     def run(*refs):
@@ -203,9 +201,7 @@ class _Refs:
 
     def turns(self, tokens):
         """cos and sin of the pairs of channels, [tokens, half] each."""
-        halves = (
-            self.columns("table", tokens, 0, n * self.at.half, self.at.half, tokens.real) for n in (0, 1)
-        )
+        halves = (self.columns("table", tokens, 0, n * self.at.half, self.at.half, tokens.real) for n in (0, 1))
         return tuple(halves)
 
 
@@ -235,9 +231,9 @@ def _between(at, refs, tokens, head, distance):
     total = jnp.zeros((at.tokens, at.channels), jnp.float32)
     for j in range(at.t0 + 1):
         back = distance + at.t0 - j
-        x = refs.columns(
-            "x", tokens, back, head * at.channels, at.channels, tokens.linked(distance, back)
-        ).astype(jnp.float32)
+        x = refs.columns("x", tokens, back, head * at.channels, at.channels, tokens.linked(distance, back)).astype(
+            jnp.float32
+        )
         total += x * refs.vector("by_channel", j, head, start=0, wide=at.channels)
     return jnp.where(tokens.linked(0, distance)[:, None], total, 0).astype(at.dtype)
 
@@ -263,10 +259,7 @@ def _entering(at, refs, tokens, head):
     first, count, query = _others(at, head)
     nothing = tuple(jnp.zeros((at.tokens, at.wide), jnp.float32) for _ in places)
     others = lax.fori_loop(
-        0,
-        count,
-        lambda i, sums: tuple(s + of(first + i, p) for s, p in zip(sums, places, strict=True)),
-        nothing,
+        0, count, lambda i, sums: tuple(s + of(first + i, p) for s, p in zip(sums, places, strict=True)), nothing
     )
     share = _either(query, 0.5, 0.5 / at.group)
     blocks = []

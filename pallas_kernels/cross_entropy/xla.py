@@ -71,9 +71,7 @@ def _chunk_loss(given, targets, weights, z_weight):
     return loss + z_weight * z, z, (shares, total, log_z)
 
 
-def forward(
-    hidden, embedding, bias, targets, weights, dtype, z_weight, chunk, product=product
-) -> tuple[tuple, tuple]:
+def forward(hidden, embedding, bias, targets, weights, dtype, z_weight, chunk, product=product) -> tuple[tuple, tuple]:
     """See `pallas_kernels.cross_entropy`."""
     table = embedding.astype(dtype)
 

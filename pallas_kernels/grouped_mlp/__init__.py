@@ -30,10 +30,7 @@ PRODUCTS = "experts"  # the name under which a remat policy finds what the group
 
 @jax.custom_vjp
 def grouped_mlp(
-    rows: Float[Array, "M D"],
-    sizes: Int[Array, "E"],
-    gate_up: Float[Array, "E D F2"],
-    down: Float[Array, "E F D"],
+    rows: Float[Array, "M D"], sizes: Int[Array, "E"], gate_up: Float[Array, "E D F2"], down: Float[Array, "E F D"]
 ) -> Float[Array, "M D"]:
     """The gated MLP of rows sorted by expert, `sizes` of each, in the rows' number format; gate columns come first."""
     return chip.choose(IMPLEMENTATIONS).forward(rows, sizes, gate_up, down)[0]
@@ -83,13 +80,7 @@ def _routed_mlp_bwd(saved, d_out):
     d_x, d_gate, *d_weights = triton.routed_backward(
         x, order, sizes, gate, gate_up, down, hidden, d_out.astype(x.dtype)
     )
-    return (
-        d_x,
-        None,
-        None,
-        d_gate,
-        *(d.astype(w.dtype) for d, w in zip(d_weights, (gate_up, down), strict=True)),
-    )
+    return (d_x, None, None, d_gate, *(d.astype(w.dtype) for d, w in zip(d_weights, (gate_up, down), strict=True)))
 
 
 routed_mlp.defvjp(_routed_mlp_fwd, _routed_mlp_bwd)

@@ -99,15 +99,11 @@ def routed_backward(
     tile = _tile("d_hidden", num, width, dim, x.dtype)
     parts = jax.ShapeDtypeStruct((-(-width // tile.columns), num), jnp.float32)
     made = [like(hidden.shape), like((num, width)), parts]
-    d_hidden, activation, d_gate = _by_rows(
-        _d_hidden, "d_hidden", route, (d_out, down, hidden), made, width, dim
-    )
+    d_hidden, activation, d_gate = _by_rows(_d_hidden, "d_hidden", route, (d_out, down, hidden), made, width, dim)
     route = route._replace(gate=None)
     (d_x,) = _by_rows(_d_x, "d_x", route, (d_hidden, gate_up), [like(x.shape)], dim, 2 * width)
     sums, add = into or ((None, None), False)
-    over_rows = functools.partial(
-        _over_rows, order=order, sizes=sizes, layer=layer if into else None, add=add
-    )
+    over_rows = functools.partial(_over_rows, order=order, sizes=sizes, layer=layer if into else None, add=add)
     d_gate_up = over_rows(x, d_hidden, sums[0], order_of_x=True, name="experts_d_gate_up")
     d_down = over_rows(activation, d_out, sums[1], order_of_x=False, name="experts_d_down")
     return d_x, None if gate is None else d_gate.sum(0), d_gate_up, d_down
@@ -240,9 +236,7 @@ def _gate_and_up(own, _, tile, x_ref, w_ref, *refs):
     def terms(places, deep):
         x = tiles.take(x_ref, rows=own.tokens, columns=places, own=(None, deep), dtype=dtype)
         return [
-            tiles.dot(
-                x, tiles.take(w_ref, *own.lead, rows=places, columns=side, own=(deep, there), dtype=dtype)
-            )
+            tiles.dot(x, tiles.take(w_ref, *own.lead, rows=places, columns=side, own=(deep, there), dtype=dtype))
             for side in (columns, columns + width)
         ]
 
@@ -262,9 +256,7 @@ def _down(own, gate_ref, tile, x_ref, w_ref, out_ref):
     def terms(places, deep):
         x = tiles.take(x_ref, rows=own.rows, columns=places, own=(None, deep))
         return [
-            tiles.dot(
-                x, tiles.take(w_ref, *own.lead, rows=places, columns=columns, own=(deep, there), dtype=dtype)
-            )
+            tiles.dot(x, tiles.take(w_ref, *own.lead, rows=places, columns=columns, own=(deep, there), dtype=dtype))
         ]
 
     (out,) = _sums(own, tile, width, 1, terms)

@@ -75,10 +75,7 @@ def sums(
 
 
 def decode_linear_attention(
-    q: Float[Array, "B 1 H C"],
-    k: Float[Array, "B 1 K C"],
-    v: Float[Array, "B 1 K C"],
-    state: Float[Array, "B K C C1"],
+    q: Float[Array, "B 1 H C"], k: Float[Array, "B 1 K C"], v: Float[Array, "B 1 K C"], state: Float[Array, "B K C C1"]
 ) -> tuple[Float[Array, "B 1 H C"], Float[Array, "B K C C1"]]:
     """One new token per row: its output, and the state with it."""
     q, k, v = heads_first(q, k, v)

@@ -302,9 +302,7 @@ def _states_body(at: Shape, cut: Cut, columns, of_keys, refs, states, totals):
         if of_keys:
             rows = _keys_of(at, cut.queries, batch, kv_head, block)
             x = _only(rows.load(refs["k"]), rows.ids(refs.get("segments")), document)
-            return products + tiles.dot(x, rows.load(refs["v"], place), transpose_x=True), total + _wide(
-                x
-            ).sum(0)
+            return products + tiles.dot(x, rows.load(refs["v"], place), transpose_x=True), total + _wide(x).sum(0)
         rows = _queries_of(at, cut, batch, (kv_head * cut.parts + part) * cut.heads, block)
         x = _only(rows.load(refs["q"]), rows.ids(refs.get("segments")), document)
         total += (_wide(x) * rows.load(refs["d_denominator"])[:, None]).sum(0)
@@ -421,9 +419,7 @@ def _outputs_body(at: Shape, cut: Cut, refs, out, denominator):
     def step(j, carry):
         numerator, total = carry
         keys = _keys_of(at, cut.keys, batch, kv_head, j)
-        seen = _seen(
-            _across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs.get("segments")))
-        )
+        seen = _seen(_across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs.get("segments"))))
         weights = jnp.where(seen, tiles.dot(q_i, keys.load(refs["k"]), transpose_y=True), 0)
         numerator += tiles.dot(tiles.narrow(weights, at.dtype), keys.load(refs["v"]))
         return numerator, total + weights.sum(1)
@@ -457,9 +453,7 @@ def _d_queries_body(at: Shape, cut: Cut, refs, dq, *more):
 
     def step(j, dq_i):
         keys = _keys_of(at, cut.keys, batch, kv_head, j)
-        seen = _seen(
-            _across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs.get("segments")))
-        )
+        seen = _seen(_across(rows.tokens), _along(keys.tokens), _across(q_ids), _along(keys.ids(refs.get("segments"))))
         d_weights = _times(tiles.dot(d_i, keys.load(refs["v"]), transpose_y=True), factor, 1)
         d_weights = tiles.narrow(jnp.where(seen, d_weights + d_total[:, None], 0), at.dtype)
         return dq_i + tiles.dot(d_weights, keys.load(refs["k"]))
@@ -498,9 +492,7 @@ def _d_keys_body(at: Shape, cut: Cut, refs, dk, dv):
         dk_j, dv_j = carry
         rows = _queries_of(at, cut, batch, (kv_head * cut.parts + part) * cut.heads, i)
         q_i, d_i, factor = rows.load(refs["q"]), rows.load(refs["d"]), _factor(at, rows, refs)
-        seen = _seen(
-            _along(rows.tokens), _across(keys.tokens), _along(rows.ids(refs.get("segments"))), _across(k_ids)
-        )
+        seen = _seen(_along(rows.tokens), _across(keys.tokens), _along(rows.ids(refs.get("segments"))), _across(k_ids))
         weights = jnp.where(seen, _times(tiles.dot(k_j, q_i, transpose_y=True), factor, 0), 0)
         d_weights = _times(tiles.dot(v_j, d_i, transpose_y=True), factor, 0)
         d_weights = jnp.where(seen, d_weights + rows.load(refs["d_denominator"])[None], 0)

@@ -34,9 +34,7 @@ def whole(dtype: Any) -> Precision | None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3, 4, 5))
-def einsum(
-    spec: str, x: jax.Array, w: jax.Array, dtype, out_dtype, precision: Precision | None = None
-) -> jax.Array:
+def einsum(spec: str, x: jax.Array, w: jax.Array, dtype, out_dtype, precision: Precision | None = None) -> jax.Array:
     """jnp.einsum(spec, x, w) in `dtype`, given as `out_dtype`; `precision` is for the gradients' products too.
 
     Rows are the index n, in x and in the result; each index must stand in two of the three arrays.

@@ -7,12 +7,8 @@ from jax import lax
 from pallas_kernels.cpu import apart, written
 from pallas_kernels.products import xla
 
-STRIP = (
-    1 << 20
-)  # bytes of weights that XLA copies, into the order that it multiplies in, within a core's cache
-FEW = range(
-    2, 64
-)  # rows whose products take the time in which weights are read; one row is multiplied without a copy
+STRIP = 1 << 20  # bytes of weights that XLA copies, into the order that it multiplies in, within a core's cache
+FEW = range(2, 64)  # rows whose products take the time in which weights are read; one row is multiplied without a copy
 
 
 def sum_rows(x_spec, y_spec, w_spec, x, y, precision=None) -> jax.Array:

@@ -33,10 +33,7 @@ def read(
 
 
 def join(
-    y: Float[Array, "*N D"],
-    h: Float[Array, "*N D"],
-    how: Joining,
-    gate: Float[Array, "*N"] | None = None,
+    y: Float[Array, "*N D"], h: Float[Array, "*N D"], how: Joining, gate: Float[Array, "*N"] | None = None
 ) -> Float[Array, "*N D"]:
     """(gate y + y_bias) y_scale + (h + h_bias) h_scale; no gate is 1."""
     return chip.choose(IMPLEMENTATIONS).join(y, h, how, gate)

@@ -122,9 +122,8 @@ def _join_and_read_wide_bwd(eps, dtype, kernel_dtype, saved, d):
     stream = after.astype(kernel_dtype).reshape(-1, columns)
     d_kernel = scale[:, None] * sum_rows("nd", "nr", "dr", stream, rows, precision)
     wide = jnp.einsum(
-        "...r,dr->...d", d_product, kernel.astype(kernel_dtype),
-        precision=precision, preferred_element_type=jnp.float32,
-    )  # fmt: skip
+        "...r,dr->...d", d_product, kernel.astype(kernel_dtype), precision=precision, preferred_element_type=jnp.float32
+    )
     found = _backward(h, d_after, norm=(scale, eps), d_x=(d_x, wide), joined=(y, how, None))
     return found.d_y, found.d_h, vectors(found.sums, how), found.d_norm, d_kernel.astype(kernel.dtype)
 
@@ -170,9 +169,7 @@ def _tile(rows: int, columns: int, programs: int) -> _Tile:
 def _call(body, tile: _Tile, arrays, out_shapes, name: str):
     lanes = 64 if chip.current().maker == "rocm" else 32
     warps = min(max(tile.tall * tile.wide // (8 * lanes), 1), 16)  # 8 numbers a thread: 16 bytes of bfloat16
-    return tiles.call(
-        body, *arrays, name=name, grid=(tile.programs,), out_shapes=out_shapes, warps=warps
-    )  # fmt: skip
+    return tiles.call(body, *arrays, name=name, grid=(tile.programs,), out_shapes=out_shapes, warps=warps)
 
 
 class _At:

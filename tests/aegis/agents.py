@@ -115,12 +115,8 @@ def start(
             "PYTHONPATH": str(multiprocess_runs.ROOT), "PCI_DEVICES": "none", "ZAYA_JOIN_SECONDS": "30",
         }  # fmt: skip
         if agents > 1:
-            environ |= {
-                "NODES": str(agents), "NODE": str(i), "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-            }  # fmt: skip
-        command = [
-            sys.executable, STAND_IN, "agent", *options, "--", f"--workdir={workdir}", str(steps), str(seconds),
-        ]  # fmt: skip
+            environ |= {"NODES": str(agents), "NODE": str(i), "JAX_COORDINATOR_ADDRESS": f"localhost:{port}"}
+        command = [sys.executable, STAND_IN, "agent", *options, "--", f"--workdir={workdir}", str(steps), str(seconds)]
         with (folder / f"{i}.out").open("w") as out, (folder / f"{i}.err").open("w") as err:
             environ |= (variables or {}) | (own or {}).get(i, {})
             time.sleep(late if i == agents - 1 else 0)

@@ -32,9 +32,7 @@ def run(tmp_path, monkeypatch):
         (corpus / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(40)))
 
     def call(workdir, bad=None, **keys):
-        given = (
-            SMALL | {"data.path": str(corpus)} | {n.replace("__", "."): value for n, value in keys.items()}
-        )
+        given = SMALL | {"data.path": str(corpus)} | {n.replace("__", "."): value for n, value in keys.items()}
         devices = DEVICES[: given["mesh.data"]]
         monkeypatch.setattr(jax, "devices", lambda *args: devices)
         if bad is not None:

@@ -18,9 +18,7 @@ def lines(workdir):
 
 
 def same_end(a, b):
-    for x, y in zip(
-        jax.tree.leaves(partial.read(a, "*")), jax.tree.leaves(partial.read(b, "*")), strict=True
-    ):
+    for x, y in zip(jax.tree.leaves(partial.read(a, "*")), jax.tree.leaves(partial.read(b, "*")), strict=True):
         np.testing.assert_array_equal(x, y)
     figures = [[(line["step"], line["loss"], line.get("data/left_out")) for line in lines(w)] for w in (a, b)]
     assert figures[0] == figures[1]

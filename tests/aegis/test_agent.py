@@ -36,9 +36,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
     """Also past a child of a dead process, which prints on and once held up all watching for 25 s."""
     with start(tmp_path, "--processes=2", befalls={1: "12 kill", 0: "17 orphan"}) as run:
         assert run.wait() == [0]
-        again = subprocess.run(
-            command(run.workdir, STEPS + 2, 0.01), env=ALONE, timeout=60, capture_output=True
-        )
+        again = subprocess.run(command(run.workdir, STEPS + 2, 0.01), env=ALONE, timeout=60, capture_output=True)
     assert again.returncode == 0
     (died, later), restarted = run.events("died"), run.events("restarted")
     assert (died.process, died.seen, died.node) == (1, "SIGKILL", socket.gethostname())
@@ -57,9 +55,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
         assert re.findall(r"begins after (\d+)", log) == [str(begun)]
     assert "process 1 of 2 begins after 10" in run.out() and "aegis: died process 1" in run.err()
     account = accounts.of(events.read(run.workdir))
-    assert sum(piece.seconds for piece in account.pieces) == pytest.approx(
-        account.end - account.begin, abs=1e-3
-    )
+    assert sum(piece.seconds for piece in account.pieces) == pytest.approx(account.end - account.begin, abs=1e-3)
     assert account.totals["step"] > 0.3 and account.totals["again"] > 0
 
 
@@ -70,11 +66,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
-                (
-                    "spin",
-                    r"stand_in.py:\d+ in stand_still_here \(faulthandler\)",
-                    "stands at step 12 dispatch",
-                ),
+                ("spin", r"stand_in.py:\d+ in stand_still_here \(faulthandler\)", "stands at step 12 dispatch"),
                 ("lock", r"stand_in.py:\d+ in befall \(faulthandler\)", "without a sign of life"),
             )
         ),
@@ -234,17 +226,8 @@ def test_a_second_agent_leaves_a_run_s_events_alone(tmp_path):
 
 def test_a_refused_start_leaves_nothing(tmp_path):
     workdir = tmp_path / "new"
-    asked = [
-        sys.executable,
-        "-m",
-        "experiments.supervise",
-        "--",
-        f"--workdir={workdir}",
-        "--config.optim.lr=-1",
-    ]
-    done = subprocess.run(
-        asked, env=ALONE, cwd=multiprocess_runs.ROOT, capture_output=True, text=True, timeout=120
-    )
+    asked = [sys.executable, "-m", "experiments.supervise", "--", f"--workdir={workdir}", "--config.optim.lr=-1"]
+    done = subprocess.run(asked, env=ALONE, cwd=multiprocess_runs.ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == cli.BAD_INPUT and "optim.lr" in done.stderr
     assert not workdir.exists()
 

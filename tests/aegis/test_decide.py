@@ -28,7 +28,7 @@ from zaya_jax.aegis.facts import (
     Start,
     Stepped,
     Tick,
-)  # fmt: skip
+)
 
 
 class World:
@@ -288,9 +288,7 @@ def test_recovery_is_counted_to_the_first_new_step():
     assert again["step"] == 11 and again["facts"]["was_at"] == 17 and again["seconds"] == 4.0
 
 
-WRONG = Finding(
-    "gpu computes wrongly", "critical", "exclude", "device 3: 1 of 4 numbers is wrong", -1, "device 3"
-)
+WRONG = Finding("gpu computes wrongly", "critical", "exclude", "device 3: 1 of 4 numbers is wrong", -1, "device 3")
 MISSING = Finding("gpu missing", "critical", "exclude", "7 devices are there, 8 are expected")
 
 
@@ -353,9 +351,7 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
     """Nodes that die, hang, answer late or never; found things; signals. It never starts on a node that is excluded or
     lost, never has two starts at once, and always ends, since there is no progress for ever."""
     rng = random.Random(seed)
-    wanted = Rules(
-        nodes, nodes + spares, max(nodes - fewer, 1), restarts, join=60.0, check=rng.random() < 0.5
-    )
+    wanted = Rules(nodes, nodes + spares, max(nodes - fewer, 1), restarts, join=60.0, check=rng.random() < 0.5)
     decider, now = Decider(wanted, 0.0), 0.0
     there, running, lost, killed = set(), {}, set(), False
     checked = True
@@ -398,9 +394,7 @@ def test_random_orders_of_facts_always_come_to_a_decision(nodes, spares, fewer, 
         fact = Tick()
         roll = rng.random()
         if decider.state == "checking" and rng.random() < 0.7:
-            found = [
-                (rng.randrange(-1, nodes + spares), rng.choice(ACTIONS)) for _ in range(rng.randrange(3))
-            ]
+            found = [(rng.randrange(-1, nodes + spares), rng.choice(ACTIONS)) for _ in range(rng.randrange(3))]
             checked = True
             give(Checked(tuple((n, Finding("x", "critical", action, "seen")) for n, action in found), 1.0))
         node = rng.randrange(nodes + spares)
@@ -454,9 +448,7 @@ def test_all_end_with_5_and_the_one_that_is_named_is_the_culprit():
 
 def test_one_of_several_devices_excludes_nobody():
     world = World(nodes=2, agents=3)
-    line = Finding(
-        f"one of several {cause.WRONG}", "critical", "warn", "error: one of a, b computes wrongly", 0
-    )
+    line = Finding(f"one of several {cause.WRONG}", "critical", "warn", "error: one of a, b computes wrongly", 0)
     world.take(Found(0, line))
     world.exit((0, 5), (1, 5))
     assert world.events("died")[0]["process"] == -1 and not world.decider.excluded
@@ -478,9 +470,7 @@ def test_a_full_disk_is_the_storages_fault_and_of_the_process_that_it_says():
 def test_two_that_accuse_each_other_have_lost_their_connection(killed):
     world = World(nodes=1, each=3)
     for speaker, other in ((0, 2), (2, 0)) if not killed else ((0, 2), (1, 2)):
-        line = (
-            f"error: process {other} on host0 is gone: killed, or crashed; see logs/process-0000{other}.log"
-        )
+        line = f"error: process {other} on host0 is gone: killed, or crashed; see logs/process-0000{other}.log"
         world.take(Found(0, Finding("process gone", "distributed", "note", line, speaker)))
     codes = {1: 1, 0: 1, 2: -9 if killed else 1}
     world.take(*[Exited(0, process, code) for process, code in codes.items()], Ready(0))

@@ -98,8 +98,6 @@ def test_without_a_checkpoint_before_it_the_run_begins_anew(run, tmp_path, capsy
 def test_after_as_many_times_as_allowed_it_ends(run, tmp_path, capsys):
     assert run("run", **LONG, guard__rollbacks=0) == cli.UNHEALTHY
     out = capsys.readouterr().out
-    assert (
-        "error: " in out and "config.guard.rollbacks=0" in out and f"init_from={tmp_path / 'run'}@70" in out
-    )
+    assert "error: " in out and "config.guard.rollbacks=0" in out and f"init_from={tmp_path / 'run'}@70" in out
     assert run("run", **LONG, guard__rollbacks=0) == cli.UNHEALTHY  # and again, wherever it goes on
     assert events.read(tmp_path / "run")[-1].done == "ended: it went back 0 times before"

@@ -30,9 +30,7 @@ class Run:
         views = []
         for p, (section, step, mark, since) in self.where.items():
             laps, self.laps[p] = self.laps[p], []
-            views.append(
-                View(p, section, step, mark, self.now - since, self.now - self.pulse[p], self.state[p], laps)
-            )
+            views.append(View(p, section, step, mark, self.now - since, self.now - self.pulse[p], self.state[p], laps))
         self.hangs.heard(0, views, self.now)
         return self.hangs.find(self.now)
 
@@ -195,9 +193,7 @@ def test_a_silent_node_is_found_by_its_place():
     assert found.process == 1 and "without a sign of life" in found.seen
 
 
-@pytest.mark.parametrize(
-    "how", ["alike", "one is silent", "one is stopped", "one has come less far", "saving"]
-)
+@pytest.mark.parametrize("how", ["alike", "one is silent", "one is stopped", "one has come less far", "saving"])
 def test_only_those_that_wait_in_one_program_wait_alike(how):
     """As when a link is away. Somebody who is silent, stopped or behind is the cause himself."""
     run = Run(3)

@@ -24,9 +24,7 @@ NONSENSE = (
 def test_nonsense_of_a_known_agent_is_its_own_end_alone(tmp_path):
     """Short lists ended the leader, and laps of a strange process dropped the next node that spoke."""
     keeper = Keeper(tmp_path)
-    leader = Leader(
-        Plan(Rules(nodes=2), tmp_path), keeper, lambda line: None, lambda node, message: None, 0.0
-    )
+    leader = Leader(Plan(Rules(nodes=2), tmp_path), keeper, lambda line: None, lambda node, message: None, 0.0)
     for node in (0, 1):
         leader.came(node, f"host{node}", "localhost", 1.0)
         leader.hear(node, ["ready", 5], 1.0)

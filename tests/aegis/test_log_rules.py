@@ -38,9 +38,7 @@ def test_each_rule_finds_its_example_before_any_other_does(kind, rule):
 
 @pytest.mark.parametrize("kind", rules.KINDS)
 def test_lines_of_trouble_are_named(kind):
-    wrong = [
-        (wanted, names(kind, line), line) for wanted, line in lines(kind) if names(kind, line) != [wanted]
-    ]
+    wrong = [(wanted, names(kind, line), line) for wanted, line in lines(kind) if names(kind, line) != [wanted]]
     assert not wrong
 
 
@@ -62,9 +60,7 @@ def test_a_rule_of_one_name_means_one_thing():
 
 def test_no_line_of_a_process_ends_a_run_but_of_a_broken_device():
     for rule in rules.load("process"):
-        assert rule.action == "note" if rule.consequence else rule.action in ("note", "warn", "exclude"), (
-            rule.name
-        )
+        assert rule.action == "note" if rule.consequence else rule.action in ("note", "warn", "exclude"), rule.name
         assert rule.action != "exclude" or rule.name in ("gpu uncorrectable memory error", "nvlink error")
 
 
@@ -75,35 +71,18 @@ def test_the_device_is_named():
 
 def test_a_line_may_be_of_another_process_than_prints_it():
     matcher = rules.Matcher()
-    wrong = matcher.feed(
-        0, "error: cpu:3 of process 3 on n1 computes wrongly: other bits than itself (of embed/bias)."
-    )
-    full = matcher.feed(
-        0, "error: 3 saves failed in a row, the last with: No space (process 2; 1 of 4 failed). The .."
-    )
+    wrong = matcher.feed(0, "error: cpu:3 of process 3 on n1 computes wrongly: other bits than itself (of embed/bias).")
+    full = matcher.feed(0, "error: 3 saves failed in a row, the last with: No space (process 2; 1 of 4 failed). The ..")
     assert [(f.name, f.process) for f in wrong + full] == [("device computes wrongly", 3), ("save failed", 2)]
-    plain = matcher.feed(
-        1, "error: 3 saves failed in a row, the last with: No space left on device. The newest .."
-    )
+    plain = matcher.feed(1, "error: 3 saves failed in a row, the last with: No space left on device. The newest ..")
     assert [(f.name, f.process) for f in plain] == [("save failed", 1)]
 
 
 def test_a_flood_is_counted():
     matcher = rules.Matcher()
-    seen = [
-        f
-        for i in range(1000)
-        for f in matcher.feed(2, f"OSError: [Errno 28] No space left on device: 'a{i}'")
-    ]
-    assert [f.seen.partition(" (")[2] for f in seen] == [
-        "",
-        "10 such lines)",
-        "100 such lines)",
-        "1,000 such lines)",
-    ]
-    assert matcher.feed(
-        3, "OSError: [Errno 28] No space left on device: 'a0'"
-    )  # another process is another flood
+    seen = [f for i in range(1000) for f in matcher.feed(2, f"OSError: [Errno 28] No space left on device: 'a{i}'")]
+    assert [f.seen.partition(" (")[2] for f in seen] == ["", "10 such lines)", "100 such lines)", "1,000 such lines)"]
+    assert matcher.feed(3, "OSError: [Errno 28] No space left on device: 'a0'")  # another process is another flood
 
 
 SLOW = ("gloo/" * 900, "error: p" * 600, "amdgpu 0000:c1:00.0: XGMI PCS Da" * 200)
@@ -128,15 +107,7 @@ def test_bytes_long_lines_and_odd_ones():
     matcher = rules.Matcher()
     (found,) = matcher.feed(0, b"\xff\xfe MemoryError: \x80" + b"x" * 10**7)
     assert found.name == "out of memory" and len(found.seen) <= rules.SHOWN
-    for odd in (
-        b"",
-        b"\x00",
-        "\x00" * 5000,
-        "error" * 3000,
-        "a " * 4000,
-        "process 1 on a, " * 400,
-        "\ud800 x",
-    ):
+    for odd in (b"", b"\x00", "\x00" * 5000, "error" * 3000, "a " * 4000, "process 1 on a, " * 400, "\ud800 x"):
         assert matcher.feed(0, odd) == []
 
 
@@ -160,7 +131,5 @@ def test_rules_are_in_the_wheel(monkeypatch):
     distribution.include_package_data = False  # without looking for a manifest, which would write
     build = distribution.get_command_obj("build_py")
     build.ensure_finalized()
-    files = {
-        os.path.basename(f) for package, _, _, found in build.data_files for f in found if "aegis" in package
-    }
+    files = {os.path.basename(f) for package, _, _, found in build.data_files for f in found if "aegis" in package}
     assert {"rules_process.toml", "rules_kernel.toml"} <= files

@@ -12,9 +12,7 @@ from zaya_jax.aegis import machine, stacks
 
 
 def test_finds_accelerators_in_the_order_of_their_addresses(tmp_path):
-    for i, (kind, numa) in enumerate(
-        (("0x120000", "1"), ("0x020000", "0"), ("0x030200", "0"), ("0x120000", "?"))
-    ):
+    for i, (kind, numa) in enumerate((("0x120000", "1"), ("0x020000", "0"), ("0x030200", "0"), ("0x120000", "?"))):
         device = tmp_path / f"0000:0{i}:00.0"
         device.mkdir()
         (device / "class").write_text(f"{kind}\n")
@@ -33,16 +31,12 @@ def test_binds_to_a_numa_node_where_numactl_is(tmp_path, monkeypatch):
 
 def test_a_process_that_does_not_listen_is_left_alive_and_looked_at_from_outside(tmp_path):
     """SIGUSR1 would kill it: its handler is not there yet."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=-1
-    )
+    process = subprocess.Popen([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"], stdout=-1)
     process.stdout.readline()
     target = {3: stacks.Target(process.pid, tmp_path / "none.log")}
     found = stacks.collect(target)[3]
     assert (
-        found.how == "/proc"
-        and f"thread {process.pid}" in found.text
-        and found.line.startswith(("state S", "state R"))
+        found.how == "/proc" and f"thread {process.pid}" in found.text and found.line.startswith(("state S", "state R"))
     )
     process.send_signal(signal.SIGSTOP)
     while stacks.state(process.pid) != "T":

@@ -26,9 +26,7 @@ SMALL = {
 
 def small(**keys):
     settings = tiny.get_config()
-    settings.update_from_flattened_dict(
-        SMALL | {name.replace("__", "."): value for name, value in keys.items()}
-    )
+    settings.update_from_flattened_dict(SMALL | {name.replace("__", "."): value for name, value in keys.items()})
     return config.check(settings)
 
 
@@ -42,9 +40,7 @@ def made(settings, devices):
         "tokens": ids[:, :-1], "targets": ids[:, 1:], "segment_ids": np.ones((8, 16)),
         "positions": np.tile(np.arange(16), (8, 1)),
     }  # fmt: skip
-    rows = {name: x.astype(np.int32) for name, x in rows.items()} | {
-        "loss_mask": np.ones((8, 16), np.float32)
-    }
+    rows = {name: x.astype(np.int32) for name, x in rows.items()} | {"loss_mask": np.ones((8, 16), np.float32)}
     batch = steps.put_batch(mesh, rows, 1, spread_of(settings.mesh, mesh.shape))
     return settings, mesh, state, batch
 
@@ -101,9 +97,7 @@ def test_with_fewer_shards_less_can_be_told(faulty):
     found = checked(small(), 2, faulty({"kind": "flip", "device": 1}, sizes=(2,)))
     assert (found.kind, found.devices, found.together) == ("others", (0, 1), True)
     assert "a third to decide is not there" in found.why
-    assert (
-        checked(small(), 1, faulty({"kind": "flip", "device": 0}, sizes=(1,))) is None
-    )  # the same each time
+    assert checked(small(), 1, faulty({"kind": "flip", "device": 0}, sizes=(1,))) is None  # the same each time
     found = checked(small(), 1, faulty({"kind": "flip", "device": 0, "times": 1}, sizes=(1,)))
     assert (found.kind, found.devices) == ("itself", (0,))
     # Of devices that compute together the group is named.
@@ -128,9 +122,7 @@ def test_votes(parts, group):
             x[guilty * group, 3] += 1 + by
         assert replay._differ(seen[:2], everything, parts)
         found = replay.differs_from_others(seen, everything, parts, names)
-        assert found.devices == tuple(range(guilty * group, guilty * group + group)) and found.weights == (
-            "d",
-        )
+        assert found.devices == tuple(range(guilty * group, guilty * group + group)) and found.weights == ("d",)
     first, again = hashes(parts), hashes(parts)
     assert replay.differs_from_itself(first, again, parts, names) is None
     again[:, 0] += 1
@@ -140,9 +132,7 @@ def test_votes(parts, group):
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_hash_sees_every_bit_and_every_place(dtype):
     x = jax.random.normal(jax.random.key(0), (3, 5, 7), dtype)
-    bits = np.asarray(
-        jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])
-    ).ravel()
+    bits = np.asarray(jax.lax.bitcast_convert_type(x, {2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize])).ravel()
 
     @jax.jit
     @jax.vmap
@@ -158,9 +148,7 @@ def test_a_hash_sees_every_bit_and_every_place(dtype):
         others.append(bits.copy())
         others[-1][[a, b]] = bits[[b, a]]
     opposite = bits.copy()
-    opposite[5] = opposite[4] ^ bits.dtype.type(
-        1 << (8 * x.dtype.itemsize - 1)
-    )  # x and -x in each other's places
+    opposite[5] = opposite[4] ^ bits.dtype.type(1 << (8 * x.dtype.itemsize - 1))  # x and -x in each other's places
     others += [opposite.copy(), opposite.copy()]
     others[-1][[4, 5]] = opposite[[5, 4]]
     found = np.asarray(of(jnp.array(others)))

@@ -175,11 +175,8 @@ def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path
 
 
 @pytest.mark.parametrize(
-    "wrong",
-    [
-        {"kind": None}, {"kind": "else"}, {"step": -1}, {"step": 8}, {"batches": True}, {"at": 7.0},
-    ],
-)  # fmt: skip
+    "wrong", [{"kind": None}, {"kind": "else"}, {"step": -1}, {"step": 8}, {"batches": True}, {"at": 7.0}]
+)
 def test_a_decision_that_is_not_whole_is_refused_where_it_is_read(tmp_path, wrong):
     whole = {"kind": "corrupt", "step": 3, "batches": 0, "at": 7, "seen": "cpu:0 computes wrongly"}
     whole |= {"hosts": ["a"], "processes": [0], "devices": [0]}

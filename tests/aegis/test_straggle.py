@@ -45,9 +45,7 @@ def watched(table, nodes=None, whole=0.4):
 
 
 @pytest.mark.parametrize("count", [2, 4, 64])
-@pytest.mark.parametrize(
-    "noise", ["lognormal", "wide", "heavy tails", "garbage in one", "drifting together", "bursts"]
-)
+@pytest.mark.parametrize("noise", ["lognormal", "wide", "heavy tails", "garbage in one", "drifting together", "bursts"])
 def test_nobody_is_named_over_a_thousand_even_steps(noise, count):
     for seed in range(4 if count == 4 else 1):
         assert watched(owns(np.random.default_rng(seed), count, noise)) == []

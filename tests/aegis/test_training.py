@@ -45,8 +45,6 @@ def test_a_killed_run_goes_on_and_does_each_step_once(tmp_path):
             agent.kill()
     found = {event.kind: event for event in events.read(workdir)}
     assert found["died"].process == 0 and found["died"].seen == "SIGKILL"
-    assert (
-        found["restarted"].step > 10 and found["restarted"].seconds > 0 and found["ended"].facts["code"] == 0
-    )
+    assert found["restarted"].step > 10 and found["restarted"].seconds > 0 and found["ended"].facts["code"] == 0
     lines = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 61))

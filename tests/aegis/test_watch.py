@@ -45,7 +45,7 @@ FAULTS = {
     "nic-slow": {("nic slow", "mlx5_0/1", "note")},
     "oom": {("oom killer", "proc/vmstat", "warn"), ("host memory short", "memory", "warn")},
     "host-ecc": {("host uncorrectable memory error", "mc1", "exclude")},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -62,10 +62,7 @@ def test_the_first_look_only_remembers(node):
     for fault in ("uncorrectable", "nic-symbol", "not-retired", "xgmi"):
         watched.lay(node.root, fault)
     assert [f for f in node.look() if f.group != "note"] == []
-    assert {f.name for f in node.looks(5)} == {
-        "gpu page not retired",
-        "xgmi link error",
-    }  # of counters nothing
+    assert {f.name for f in node.looks(5)} == {"gpu page not retired", "xgmi link error"}  # of counters nothing
 
 
 def test_the_evidence_has_before_and_after(node):
@@ -176,9 +173,7 @@ def test_garbage_is_said_once_and_no_exception(node):
     rng = random.Random(1)
     files = [path for path in node.root.rglob("*") if path.is_file()]
     for path in files:
-        path.write_bytes(
-            rng.choice([b"", b"\xff\xfe\x00", b"nan", b"1e400", b"-", b"9" * 400, b": : :", b"full x"])
-        )
+        path.write_bytes(rng.choice([b"", b"\xff\xfe\x00", b"nan", b"1e400", b"-", b"9" * 400, b": : :", b"full x"]))
     found = node.looks(6)
     assert {f.name for f in found} <= {
         "not readable", "gpu lost", "nic down", "nic slow", "oom killer", "pcie link narrowed",

@@ -92,7 +92,7 @@ def disk(free=0.5, inodes=0.9):
 
     def statvfs(folder):
         return SimpleNamespace(
-            f_bavail=int(1e9 * free), f_blocks=10**9, f_frsize=4096, f_favail=int(1e6 * inodes), f_files=10**6,
-        )  # fmt: skip
+            f_bavail=int(1e9 * free), f_blocks=10**9, f_frsize=4096, f_favail=int(1e6 * inodes), f_files=10**6
+        )
 
     return statvfs

@@ -71,16 +71,12 @@ def test_every_chunk_in_the_place_of_another_is_found(runs):
     chunks = sorted(newest.rglob("c.*"))
     assert len(chunks) > 20
     others = [(p, q) for p, q in itertools.combinations(chunks, 2) if p.stat().st_size == q.stat().st_size]
-    others += [
-        (p, folder / p.relative_to(newest)) for p in chunks for folder in (runs[0] / "36", runs[1] / "40")
-    ]
+    others += [(p, folder / p.relative_to(newest)) for p in chunks for folder in (runs[0] / "36", runs[1] / "40")]
     for mine, other in others[::5] + others[-2 * len(chunks) :]:
         content = mine.read_bytes()
         mine.write_bytes(other.read_bytes())
         found = Vault(runs[0]).verify(40)
-        assert [d.file for d in found] == [str(mine.relative_to(newest))] and "is changed: crc32c" in str(
-            found[0]
-        )
+        assert [d.file for d in found] == [str(mine.relative_to(newest))] and "is changed: crc32c" in str(found[0])
         mine.write_bytes(content)
         tried += 1
     assert tried > 100 and Vault(runs[0]).verify(40) == []
@@ -96,11 +92,7 @@ def swap(a, b):
     ("first", "second", "words"),
     [
         ("36", "40", "checksums.json is of step 36, not of step 40"),
-        (
-            "40/state/optimizer.mean.a",
-            "40/state/optimizer.square.a",
-            r"optimizer\.(mean|square)\.a\) is changed",
-        ),
+        ("40/state/optimizer.mean.a", "40/state/optimizer.square.a", r"optimizer\.(mean|square)\.a\) is changed"),
     ],
 )
 def test_whole_steps_and_moments_exchanged(runs, tmp_path, first, second, words):
@@ -137,10 +129,7 @@ def test_any_byte_of_the_list_itself(runs):
         for change in (1, 32):
             marker.write_bytes(content[:at] + bytes([content[at] ^ change]) + content[at + 1 :])
             assert [d.file for d in Vault(runs[0]).verify(40)][:1] == [layout.MARKER], at
-    for other in (
-        content + b"\n",
-        content.replace(b'2,"', b'3,"'),
-    ):
+    for other in (content + b"\n", content.replace(b'2,"', b'3,"')):
         marker.write_bytes(other)
         assert Vault(runs[0]).verify(40)[0].file == layout.MARKER
     marker.write_bytes(seal.signed(seal.unsigned(content) | {"format": 3}))

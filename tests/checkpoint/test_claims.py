@@ -34,9 +34,7 @@ time.sleep(600)
 def holder(tmp_path, monkeypatch):
     """A process that has the lock of a workdir."""
     monkeypatch.setattr(claims, "PATIENCE", 1.0)
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True
-    )
+    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "taken\n"
     yield process
     process.kill()

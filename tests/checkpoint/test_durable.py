@@ -162,9 +162,7 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_
     assert place.names() == [f"5/{name}"]
     assert said == [f"warning: cannot write s3://flaky/run/5/{name} yet: reset by peer; trying again"]
     fails[0] = 1000
-    with pytest.raises(
-        StorageError, match=r"cannot write s3://flaky/run/5/.* after 3 attempts: reset by peer"
-    ):
+    with pytest.raises(StorageError, match=r"cannot write s3://flaky/run/5/.* after 3 attempts: reset by peer"):
         here.copy(5, [name], vault)
     for url, error, words in (
         ("s3://no-such-bucket/run", StorageError, "no-such-bucket"),
@@ -216,9 +214,7 @@ def test_a_place_without_answers_has_an_end(monkeypatch, kind):
     monkeypatch.setattr(vault_lib, "READ_TIMEOUT", 0.5)
     fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another endpoint
     vault, begun = Vault("s3://bucket/run"), time.monotonic()
-    with pytest.raises(
-        StorageError, match=r"cannot read s3://bucket/run/5/x after 3 attempts.*AWS_ENDPOINT_URL"
-    ):
+    with pytest.raises(StorageError, match=r"cannot read s3://bucket/run/5/x after 3 attempts.*AWS_ENDPOINT_URL"):
         vault.get(5, "x")
     assert len(asked) == (3 if kind == "silent" else 0)
     monkeypatch.setattr(vault_lib, "PATIENCE", 1.0)
@@ -254,11 +250,7 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     other = store.Store(tmp_path / "other", Checkpoint(durable=place.url), said.append)
     assert other.newest() == 6 and "fetched from" in said[0]
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    like = {
-        "params": {
-            n: jax.ShapeDtypeStruct((m,), np.float32, sharding=one) for n, m in (("w", 1000), ("v", 7))
-        }
-    }
+    like = {"params": {n: jax.ShapeDtypeStruct((m,), np.float32, sharding=one) for n, m in (("w", 1000), ("v", 7))}}
     np.testing.assert_array_equal(other.restore(6, like)[0]["params"]["w"], np.arange(1000.0) + 6)
     # A damaged copy is not taken.
     name = "6/state/params.w/c.0"
@@ -293,9 +285,7 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
         assert start(root, place.url) == (6, [5, 6])
         said = capsys.readouterr().out
         assert "warning: step 6 is saved, but its copy is NOT: cannot write" in said
-        assert re.search(
-            f"error: {place.url} has no whole copy of step 5, 6: .*; the same command tries again", said
-        )
+        assert re.search(f"error: {place.url} has no whole copy of step 5, 6: .*; the same command tries again", said)
     checkpoints = store.Store(root.parent, Checkpoint(durable=place.url, keep=9), print)
     checkpoints.newest()
     checkpoints.tiers.settle()
@@ -318,9 +308,7 @@ def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_pat
     train(tmp_path / "run", 5, durable=place.url)
     train(tmp_path / "stranger", 9)
     before = {name: place.get(name) for name in place.names()}
-    with pytest.raises(
-        UserError, match=r"place of another run than .*/stranger \(that is run \w+, this is run \w+"
-    ):
+    with pytest.raises(UserError, match=r"place of another run than .*/stranger \(that is run \w+, this is run \w+"):
         store.Store(tmp_path / "stranger", Checkpoint(durable=place.url), print).newest()
 
     def other(meta):

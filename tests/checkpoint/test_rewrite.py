@@ -172,9 +172,7 @@ def test_reading_a_part(workdir, tmp_path):
     assert partial.read(workdir, "balance.*", dtype="float16")["balance"]["steps"].dtype == np.int32
     with pytest.raises(UserError, match=r"no array of step 9 .* is called 'parms'; it has balance.*params"):
         partial.read(workdir, "parms")
-    exported = rewrite.export_params(
-        workdir, tmp_path / "out@9"
-    )  # a folder may be called like a step of another
+    exported = rewrite.export_params(workdir, tmp_path / "out@9")  # a folder may be called like a step of another
     same(partial.read(exported), partial.read(workdir))
     same(partial.read(f"{workdir}@4"), partial.read(workdir, step=4))
     victim = next((workdir / "checkpoints" / "9").rglob("params.embed.embedding/c.0.0"))
@@ -195,9 +193,7 @@ def test_a_run_begins_from_another_s_weights(workdir):
 
 def test_a_larger_model_takes_what_fits(workdir):
     fresh, old, said = params(layers=3, experts=5, seed=77), params(seed=9), []
-    with pytest.raises(
-        UserError, match=r"of balance.bias it has \(2, 4\), the model needs \(3, 6\).*init_grow=True"
-    ):
+    with pytest.raises(UserError, match=r"of balance.bias it has \(2, 4\), the model needs \(3, 6\).*init_grow=True"):
         partial.InitialWeights(str(workdir), boxes.of_tree(fresh), False).of(fresh, said.append)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:5]), ("expert",))
     down = fresh["params"]["layers"]["experts"]["down"]
@@ -209,10 +205,7 @@ def test_a_larger_model_takes_what_fits(workdir):
     np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[:2, :3], taken["experts"]["down"])
     np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[2:], down[2:])
     np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[:, 3:], down[:, 3:])
-    out, fresh_out = (
-        np.asarray(got["router"]["out"]["kernel"]),
-        fresh["params"]["layers"]["router"]["out"]["kernel"],
-    )
+    out, fresh_out = (np.asarray(got["router"]["out"]["kernel"]), fresh["params"]["layers"]["router"]["out"]["kernel"])
     np.testing.assert_array_equal(out[:2, :, :3], taken["router"]["out"]["kernel"][..., :3])
     np.testing.assert_array_equal(out[:2, :, 5], taken["router"]["out"]["kernel"][..., 3])
     np.testing.assert_array_equal(out[:, :, 3:5], fresh_out[:, :, 3:5])
@@ -235,11 +228,7 @@ GONE = r"^step 9 of \S*/run is gone meanwhile, its run has deleted it; it has 4$
 @pytest.mark.parametrize("moment", ["found", "listed", "checked"])
 def test_a_step_that_its_run_deletes_meanwhile(workdir, tmp_path, monkeypatch, moment):
     """Wherever in the reading that comes, it is one line, and nothing is left."""
-    module, name = {
-        "found": (store, "latest_step"),
-        "listed": (Vault, "seal"),
-        "checked": (Vault, "check"),
-    }[moment]
+    module, name = {"found": (store, "latest_step"), "listed": (Vault, "seal"), "checked": (Vault, "check")}[moment]
     function = getattr(module, name)
 
     def then_gone(*args, **keys):

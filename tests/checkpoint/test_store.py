@@ -15,18 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from orbax.checkpoint import v1 as ocp
 from orbax.checkpoint.options import AtomicityMode
 
-from zaya_jax.checkpoint import (
-    boxes,
-    layout,
-    look,
-    reading,
-    retention,
-    seal,
-    store,
-    times,
-    vault,
-    writing,
-)
+from zaya_jax.checkpoint import boxes, layout, look, reading, retention, seal, store, times, vault, writing
 from zaya_jax.config import Checkpoint, StorageError
 
 META = {"step": 0, "tokens": 0}
@@ -168,9 +157,7 @@ def test_each_chunk_is_one_process_s(tmp_path, monkeypatch, total, cut, each, ch
     frame = layout.frame(tuple(plan.arrays.values()), {})
     writing.write_files(tmp_path / "1", frame)
     np.testing.assert_array_equal(ocp.load_checkpointables(tmp_path / "1")["state"]["w"], whole)
-    one = jax.ShapeDtypeStruct(
-        whole.shape, whole.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    )
+    one = jax.ShapeDtypeStruct(whole.shape, whole.dtype, sharding=jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     np.testing.assert_array_equal(reading.read(tmp_path / "1", boxes.of_tree({"w": one}))["w"], whole)
 
 
@@ -179,11 +166,7 @@ def test_a_second_save_takes_the_memory_of_the_first(tmp_path):
     into = jax.jit(lambda x, spare: jax.tree.map(jnp.copy, x), donate_argnums=1, keep_unused=True)
 
     def places(tree):
-        return [
-            shard.data.unsafe_buffer_pointer()
-            for x in jax.tree.leaves(tree)
-            for shard in x.addressable_shards
-        ]
+        return [shard.data.unsafe_buffer_pointer() for x in jax.tree.leaves(tree) for shard in x.addressable_shards]
 
     run = Run(tmp_path)
     assert run.store.spare() is None
@@ -310,8 +293,7 @@ def test_damage_stops_or_goes_one_back(tmp_path):
     content[5] ^= 4
     victim.write_bytes(content)
     with pytest.raises(
-        StorageError,
-        match=r"state/params.layers.w/c.0.0.0 .array params.layers.w. is changed.*on_corrupt=previous",
+        StorageError, match=r"state/params.layers.w/c.0.0.0 .array params.layers.w. is changed.*on_corrupt=previous"
     ):
         run.store.newest()
     with pytest.raises(StorageError, match=r"cannot be read.*params.layers.w"):
@@ -361,9 +343,7 @@ def test_a_step_that_one_process_cannot_write_is_nobody_s(tmp_path):
     sums = {"meta/data.json": [2, 3]}
     folder = run.store.tiers.staging(5)
     folder.mkdir(parents=True)
-    error = run.store._end_of_save(
-        5, folder, [[None, sums, {}, 2], ["no space", {}, {}, 0], [None, {}, {}, 0]]
-    )
+    error = run.store._end_of_save(5, folder, [[None, sums, {}, 2], ["no space", {}, {}, 0], [None, {}, {}, 0]])
     assert error == "no space (process 1; 1 of 3 failed)"
     assert not folder.exists() and visible(tmp_path) == []
 

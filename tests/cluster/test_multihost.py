@@ -29,9 +29,7 @@ def lose(scene, victim, number, folder, count, seconds=5):
         run.processes[victim].send_signal(number)
         others = [i for i in range(count) if i != victim]
         results = run.wait(90, others)
-    how = {signal.SIGKILL: "gone: killed", signal.SIGSTOP: f"silent for {0.9 * seconds:.0f} s: stopped"}[
-        number
-    ]
+    how = {signal.SIGKILL: "gone: killed", signal.SIGSTOP: f"silent for {0.9 * seconds:.0f} s: stopped"}[number]
     line = f"error: process {victim} on {socket.gethostname()} is {how}"
     for result in results:
         assert result.code == 1 and result.err.startswith(line) and result.err.count("\n") == 1, results
@@ -105,10 +103,7 @@ def test_nobody_enters_a_collective_before_all_have_compiled_it(tmp_path):
 
 @pytest.mark.slow
 def test_every_process_finds_its_programs_in_the_cache(tmp_path):
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     for hits in (False, True):
         results = play("cache", tmp_path, **cache)
         assert [result.code for result in results] == [0, 0], results

@@ -47,11 +47,7 @@ def test_ranks(environ, given, rank):
     ("environ", "given", "words"),
     [
         ({"JAX_NUM_PROCESSES": "4"}, {}, ("--num_processes", "--coordinator", "--process_id")),
-        (
-            {},
-            {"coordinator": "h:1"},
-            ("--coordinator", "--num_processes (JAX_NUM_PROCESSES)", "--process_id"),
-        ),
+        ({}, {"coordinator": "h:1"}, ("--coordinator", "--num_processes (JAX_NUM_PROCESSES)", "--process_id")),
         ({}, {"num_processes": 2, "process_id": 0}, ("not --coordinator (JAX_COORDINATOR_ADDRESS)",)),
         (JAX | {"JAX_PROCESS_ID": "4"}, {}, ("process_id=4", "num_processes=4")),
         (JAX | {"JAX_PROCESS_ID": "two"}, {}, ("process_id='two'", "whole number")),
@@ -137,9 +133,7 @@ NODES = {
 
 def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
     assert find_agent_rank({}) is None
-    assert (
-        find_agent_rank({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}) is None
-    )  # a process's, not an agent's
+    assert find_agent_rank({"JAX_NUM_PROCESSES": "8", "JAX_PROCESS_ID": "3"}) is None  # a process's, not an agent's
     ours = {"NODES": "16", "NODE": "3", "JAX_COORDINATOR_ADDRESS": "host:1"}
     assert find_agent_rank(ours) == Rank("host:1", 16, 3)
     assert find_agent_rank(ours, agents=2, agent=1) == Rank("host:1", 2, 1)
@@ -158,7 +152,7 @@ def test_an_agent_s_place_from_flags_variables_slurm_and_pods():
         ({**NODES, "SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "one task a node"),
         ({"NODES": "two", "NODE": "0", "JAX_COORDINATOR_ADDRESS": "h:1"}, "agents='two' is not a whole number"),
     ],
-)  # fmt: skip
+)
 def test_refuses_by_the_agents_own_names(environ, words):
     with pytest.raises(UserError, match=words):
         find_agent_rank(environ)

@@ -64,9 +64,7 @@ def prepare_text(
         source = tmp_path / f"{name}.jsonl"
         with source.open("w") as file:
             for i in range(count):
-                letters = (
-                    rng.integers(97, 123, int(rng.integers(1, longest))).astype(np.uint8).tobytes().decode()
-                )
+                letters = rng.integers(97, 123, int(rng.integers(1, longest))).astype(np.uint8).tobytes().decode()
                 file.write(json.dumps({"text": f"{name}{i}:{letters}"}) + "\n")
         options = prepare.Options([str(source)], part_bytes=1 + source.stat().st_size // shards)
         prepare.prepare(options, str(tmp_path / name), 1, lambda *_: None)

@@ -22,9 +22,7 @@ def texts_of(directory, tokenizer=None):
     for split in ("train", "held_out"):
         store = Prepared(str(directory), split)
         tokens = [b.tokens[a:z] for row in store.parts([(0, store.num_tokens)]) for b, a, z in row]
-        ends = [
-            np.cumsum(store.lengths(shard)) + store.first_token[shard] for shard in range(store.num_shards)
-        ]
+        ends = [np.cumsum(store.lengths(shard)) + store.first_token[shard] for shard in range(store.num_shards)]
         if tokens:
             documents = np.split(np.concatenate(tokens), np.concatenate(ends)[:-1])
             out += [tokenizer.decode(part) for part in documents]

@@ -82,33 +82,22 @@ def test_far_into_a_file_a_bad_line_is_named_by_its_byte(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("in_process")
 def test_damage_costs_what_cannot_be_read(tmp_path):
-    raw = b"".join(
-        json.dumps({"text": f"{i} {random.Random(i).random()}"}).encode() + b"\n" for i in range(20_000)
-    )
+    raw = b"".join(json.dumps({"text": f"{i} {random.Random(i).random()}"}).encode() + b"\n" for i in range(20_000))
     for name, damaged in (("a.jsonl.gz", gzip.compress(raw)), ("b.jsonl.zst", zstandard.compress(raw))):
         (tmp_path / name).write_bytes(damaged[: len(damaged) // 2])
         documents, out = left_out(tmp_path / name, out=tmp_path / f"out-{name}")
         assert 5_000 < documents < 15_000 and out["bad"] == 1
-        assert (
-            f"{name}, line {documents + 1:,}: cannot be read, nor what follows it: " in out["bad_examples"][0]
-        )
+        assert f"{name}, line {documents + 1:,}: cannot be read, nor what follows it: " in out["bad_examples"][0]
     rows = [f"{i} {random.Random(i).random()}" for i in range(1000)]
-    damaged = bytearray(
-        parquet({"text": rows}, row_group_size=100, write_page_checksum=True, compression="none")
-    )
+    damaged = bytearray(parquet({"text": rows}, row_group_size=100, write_page_checksum=True, compression="none"))
     damaged[damaged.index(b"555 0.")] ^= 1
     (tmp_path / "c.parquet").write_bytes(damaged)
     documents, out = left_out(tmp_path / "c.parquet", out=tmp_path / "out-c")
-    assert (
-        documents == 900 and out["bad"] == 1 and "c.parquet, row group 5 is damaged" in out["bad_examples"][0]
-    )
+    assert documents == 900 and out["bad"] == 1 and "c.parquet, row group 5 is damaged" in out["bad_examples"][0]
     table = pyarrow.table({"text": pyarrow.array([b"ok", b"caf\xe9", b"fine"]).view(pyarrow.string())})
     pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
     documents, out = left_out(tmp_path / "d.parquet", out=tmp_path / "out-d")
-    assert (
-        documents == 2
-        and "row 2 of row group 0: a value that cannot be read: 'utf-8'" in out["bad_examples"][0]
-    )
+    assert documents == 2 and "row 2 of row group 0: a value that cannot be read: 'utf-8'" in out["bad_examples"][0]
     (tmp_path / "e.parquet.zst").write_bytes(zstandard.compress(parquet({"text": rows})))
     _, out = left_out(tmp_path / "d.parquet", tmp_path / "e.parquet.zst", out=tmp_path / "out-e")
     assert out["bad"] == 2 and "compressed Parquet" in out["bad_examples"][1]
@@ -140,9 +129,7 @@ def test_files_that_are_not_text_are_counted_and_those_of_another_encoding_are_b
     with pytest.raises(UserError, match=r"cannot read .*link\.txt: No such file"):
         here(Options([str(folder)]), tmp_path / "strict")
     documents, out = left_out(folder, out=tmp_path / "out1")
-    assert documents == 1 and out["bad_examples"] == [
-        f"cannot read {folder / 'link.txt'}: No such file or directory"
-    ]
+    assert documents == 1 and out["bad_examples"] == [f"cannot read {folder / 'link.txt'}: No such file or directory"]
     (folder / "link.txt").unlink()
     manifest, _ = here(Options([str(folder)], held_out=0.0), tmp_path / "out2")
     assert manifest["left_out"]["not_text"] == 1

@@ -36,9 +36,7 @@ def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
     )
     assert (document.tokens[0], document.tokens[-1]) == (tok.bos_id, tok.eos_id)
     learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
-    assert spell(tok, learnt) == (
-        "[think]add them[end_think]\n4[end_turn][think]again[end_think]\n6[end_turn]"
-    )
+    assert spell(tok, learnt) == ("[think]add them[end_think]\n4[end_turn][think]again[end_think]\n6[end_turn]")
     assert document.learn[-1]
 
 
@@ -86,26 +84,16 @@ SPELT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_c
             ("assistant", "", f"so\n{SPELT}\n{SPELT}"),
         ),
         (
-            {
-                "role": "assistant",
-                "content": "",
-                "function_call": {"name": "add", "arguments": {"a": 1, "b": [2]}},
-            },
+            {"role": "assistant", "content": "", "function_call": {"name": "add", "arguments": {"a": 1, "b": [2]}}},
             ("assistant", "", SPELT),
         ),
         (
             {"role": "assistant", "content": "a", "tool_calls": [], "function_call": {}, "reasoning": None},
             ("assistant", "", "a"),
         ),
+        ({"role": "assistant", "content": "a", "reasoning": [{"type": "text", "text": "r"}]}, ("assistant", "r", "a")),
         (
-            {"role": "assistant", "content": "a", "reasoning": [{"type": "text", "text": "r"}]},
-            ("assistant", "r", "a"),
-        ),
-        (
-            {
-                "role": "assistant",
-                "content": [{"type": "thinking", "thinking": "r"}, {"type": "text", "text": "a"}],
-            },
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "r"}, {"type": "text", "text": "a"}]},
             ("assistant", "r", "a"),
         ),
         ({"role": "assistant", "content": None, "reasoning_content": "r"}, ("assistant", "r", "")),
@@ -131,10 +119,7 @@ def test_the_roles_learnt_are_those_that_generation_asks_by(tok, person, model):
 @pytest.mark.parametrize(
     ("turn", "message"),
     [
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]},
-            "part of type 'image_url'",
-        ),
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "u"}}]}, "part of type 'image_url'"),
         ({"role": "user", "content": [{"type": "image"}]}, "part of type 'image'"),
         ({"role": "user", "content": [3]}, "a part whose text is none"),
         ({"role": "user", "content": 3}, "text or lists of parts, not int"),
@@ -155,10 +140,7 @@ def test_a_turn_that_cannot_be_learnt_says_why(turn, message):
 
 def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
     messages = chat.beside({"system": "be brief", "tools": [{"name": "add"}]})
-    messages += [
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "content": "3"},
-    ]
+    messages += [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]
     document, _ = chat.prepare(chat.Format(tok), chat.read(messages), None)
     learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
     assert spell(tok, learnt) == f"{SPELT}[end_turn]"
@@ -180,9 +162,7 @@ def user(size):
 
 
 def answer(reasoning, size=4):
-    return chat.Turn(
-        head=[1], opening=[2], reasoning=list(range(reasoning)), closing=[3], tail=[9] * size, answer=True
-    )
+    return chat.Turn(head=[1], opening=[2], reasoning=list(range(reasoning)), closing=[3], tail=[9] * size, answer=True)
 
 
 ONE, TWO = [user(5), answer(10)], [user(5), answer(10), user(3), answer(8)]

@@ -33,9 +33,7 @@ class Generation(jinja2.ext.Extension):
 
 def environment():
     """As transformers makes it."""
-    made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation]
-    )
+    made = jinja2.sandbox.ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation])
     made.filters["tojson"] = SPELT
 
     def raise_exception(message):
@@ -160,9 +158,7 @@ def test_no_template_without_marks():
     content = json.loads(BPE._content)
     for token in content["added_tokens"]:
         token["content"] = token["content"].replace("turn", "x")
-    content["model"]["vocab"] = {
-        key.replace("turn|>", "x|>"): i for key, i in content["model"]["vocab"].items()
-    }
+    content["model"]["vocab"] = {key.replace("turn|>", "x|>"): i for key, i in content["model"]["vocab"].items()}
     bare = tokenizers.HuggingFace(json.dumps(content).encode(), {}, "here")
     assert chat_template.make_template(bare) == ""
     assert chat_template.make_template(BPE) and chat_template.exact(BPE)

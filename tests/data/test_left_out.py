@@ -162,18 +162,14 @@ def test_a_fork_begins_an_order_of_its_own(phases):
     whole, state = stopped(config(*phases), 6)
     settings = config(*phases, fork=(6, plan.tokens_of_step(6)))
     one = stream(settings)
-    assert one.set_state(json.loads(json.dumps(pipeline.forked(state)))).startswith(
-        "note: the data begins anew"
-    )
+    assert one.set_state(json.loads(json.dumps(pipeline.forked(state)))).startswith("note: the data begins anew")
     got = [next(one) for _ in range(3)]
     state = json.loads(json.dumps(one.get_state()))
     rest = take(one, 3)
     again = stream(settings)
     assert again.set_state(state) == "" and state["step"] == 9
     same(take(again, 3), rest)
-    first = [
-        collections.Counter(row for b in some for row in b["tokens"][:, 0].tolist()) for some in (whole, got)
-    ]
+    first = [collections.Counter(row for b in some for row in b["tokens"][:, 0].tolist()) for some in (whole, got)]
     assert max(first[1].values()) == 1 and first[0] != first[1]
 
 

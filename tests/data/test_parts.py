@@ -51,9 +51,7 @@ def source(tmp_path):
 
 
 def options_for(source, **changed):
-    return Options(
-        **{"inputs": [str(source)], "part_bytes": 6000, "skip_bad": True, "context": 64, **changed}
-    )
+    return Options(**{"inputs": [str(source)], "part_bytes": 6000, "skip_bad": True, "context": 64, **changed})
 
 
 def part(options, out, index, count, engine="processes"):
@@ -192,9 +190,7 @@ def test_a_merge_names_the_parts_that_are_missing_and_the_way_out(tmp_path, sour
         part(options, out, index, 4)
     victim = sorted(out.glob("train-*.tokens"))[3]
     victim.unlink()
-    with pytest.raises(
-        UserError, match=rf"lacks 1 of .*without its shard {victim.name}.*--part=(\d)/4"
-    ) as said:
+    with pytest.raises(UserError, match=rf"lacks 1 of .*without its shard {victim.name}.*--part=(\d)/4") as said:
         merge(options, out)
     part(options, out, int(str(said.value)[-len("0/4 in place of --merge")]), 4)
     merge(options, out)
@@ -203,11 +199,7 @@ def test_a_merge_names_the_parts_that_are_missing_and_the_way_out(tmp_path, sour
 
 @pytest.mark.parametrize(
     ("changed", "word"),
-    [
-        ({"held_out": 0.5}, "held_out"),
-        ({"tokenizer": "other"}, "tokenizer"),
-        ({"part_bytes": 7000}, "part_bytes"),
-    ],
+    [({"held_out": 0.5}, "held_out"), ({"tokenizer": "other"}, "tokenizer"), ({"part_bytes": 7000}, "part_bytes")],
 )
 def test_other_options_are_refused_by_name(tmp_path, source, whole, changed, word):
     options, out = options_for(source), tmp_path / "out"
@@ -294,9 +286,7 @@ def test_what_is_skipped_needs_leave_in_parts_and_merge(tmp_path, source, whole)
     with pytest.raises(UserError, match=r"not a JSON object.*the same command goes on from there, also"):
         part(strict, out, 0, 1)
     part(lenient, out, 0, 1)
-    with pytest.raises(
-        UserError, match="made with --skip_bad, and something was skipped; merge with --skip_bad"
-    ):
+    with pytest.raises(UserError, match="made with --skip_bad, and something was skipped; merge with --skip_bad"):
         merge(strict, out)
     merge(lenient, out)
     assert contents(out) == whole
@@ -323,9 +313,7 @@ def test_a_disk_that_fills_up_costs_nothing_that_was_done(tmp_path, source, whol
 
     with monkeypatch.context() as patch:
         patch.setattr(tokens_lib.ShardWriter, "_write", full)
-        with pytest.raises(
-            StorageError, match=r"cannot be written: No space.*the same command goes on from there"
-        ):
+        with pytest.raises(StorageError, match=r"cannot be written: No space.*the same command goes on from there"):
             part(options, out, 0, 1)
     assert not list(out.rglob("*.partial-*")) and list(out.glob("*.tokens"))
     before = {path: path.stat().st_mtime_ns for path in out.glob("*.tokens")}
@@ -335,9 +323,7 @@ def test_a_disk_that_fills_up_costs_nothing_that_was_done(tmp_path, source, whol
     assert contents(out) == whole
 
 
-@pytest.mark.parametrize(
-    "text", ["", "1", "3/3", "0/0", "-1/2", "1/2/3", "a/b", "٣/٤", "0/100001", "1/2 ", "9" * 50]
-)
+@pytest.mark.parametrize("text", ["", "1", "3/3", "0/0", "-1/2", "1/2/3", "a/b", "٣/٤", "0/100001", "1/2 ", "9" * 50])
 def test_a_part_that_is_none_is_refused(text):
     with pytest.raises(UserError, match=r"--part=.* is no part"):
         prepare.parse_part(text)
@@ -354,9 +340,7 @@ def test_what_datatrove_writes_is_taken(tmp_path, kind):
     for index in range(2):
         part(options, tmp_path / "out", index, 2)
     manifest, _ = merge(options, tmp_path / "out")
-    wanted = [
-        f"Document {i} of rank {rank}: größer als zuvor.\nSecond line." for rank in "01" for i in range(12)
-    ]
+    wanted = [f"Document {i} of rank {rank}: größer als zuvor.\nSecond line." for rank in "01" for i in range(12)]
     assert texts_of(tmp_path / "out") == sorted(wanted)
     assert (manifest["left_out"]["bad"], manifest["left_out"]["empty"]) == (0, 0)
 
@@ -378,9 +362,7 @@ def test_programs_of_one_and_two_processes_killed_in_earnest(tmp_path):
     here(options, tmp_path / "whole")
     out = tmp_path / "out"
     first = subprocess.Popen(program(source, out, "--part=0/2", "--processes=2"), start_new_session=True)
-    second = subprocess.Popen(
-        program(source, out, "--part=1/2", "--processes=1"), stdout=subprocess.PIPE, text=True
-    )
+    second = subprocess.Popen(program(source, out, "--part=1/2", "--processes=1"), stdout=subprocess.PIPE, text=True)
     while not list((out / ".work").glob("*.partial-*")):
         assert first.poll() is None
         time.sleep(0.005)

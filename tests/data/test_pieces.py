@@ -18,9 +18,7 @@ LLAMA = (
 
 
 def text_of(rng, length):
-    parts = [
-        w for i in rng.integers(0, len(WORDS) * len(ENDS), length) for w in (WORDS[i % 14], ENDS[i // 14])
-    ]
+    parts = [w for i in rng.integers(0, len(WORDS) * len(ENDS), length) for w in (WORDS[i % 14], ENDS[i // 14])]
     return "".join(parts)
 
 
@@ -56,13 +54,9 @@ KINDS = {
     "bytes": tokenizers.Bytes,
     "gpt2": lambda: trained(byte_level()),
     "llama": lambda: trained(
-        pre_tokenizers.Sequence(
-            [pre_tokenizers.Split(library.Regex(LLAMA), "isolated"), byte_level(use_regex=False)]
-        )
+        pre_tokenizers.Sequence([pre_tokenizers.Split(library.Regex(LLAMA), "isolated"), byte_level(use_regex=False)])
     ),
-    "nfkc": lambda: trained(
-        byte_level(), normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
-    ),
+    "nfkc": lambda: trained(byte_level(), normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])),
     "gemma": gemma,
 }
 NOT_CUT = {
@@ -80,9 +74,7 @@ def test_pieces_have_the_ids_of_the_whole(kind, monkeypatch):
     tok = (KINDS | NOT_CUT)[kind]()
     taken = []
     encode_many = type(tok).encode_many
-    monkeypatch.setattr(
-        type(tok), "encode_many", lambda self, texts: taken.append(texts) or encode_many(self, texts)
-    )
+    monkeypatch.setattr(type(tok), "encode_many", lambda self, texts: taken.append(texts) or encode_many(self, texts))
     for seed in range(12):
         text = text_of(np.random.default_rng(seed), 900)
         whole = tok.encode(text)

@@ -60,9 +60,7 @@ def test_waiting_is_measured(make_config, corpus):
 def test_efficiency_is_of_the_batches_given_out(make_config, corpus, monkeypatch):
     """Not of those fetched ahead."""
     stream = pipeline.train_stream(make_config(path=str(corpus)), TOK)
-    monkeypatch.setattr(
-        pipeline.Stream, "__next__", lambda _: {"segment_ids": np.arange(8) < 8 - next(numbers)}
-    )
+    monkeypatch.setattr(pipeline.Stream, "__next__", lambda _: {"segment_ids": np.arange(8) < 8 - next(numbers)})
     numbers = iter(range(9))
     ahead = DevicePrefetch(stream, lambda b: b, depth=4)
     next(ahead), next(ahead)

@@ -46,9 +46,7 @@ def test_every_format_gives_its_documents(tmp_path, part_bytes):
     assert texts_of(tmp_path / "out") == sorted(TEXTS * 4 + [TEXTS[7], TEXTS[8]])
     assert sum(t["documents"] for t in manifest["totals"].values()) == 202
     assert storage.verify(str(tmp_path / "out")) == []
-    names = [
-        json.loads(line)["name"] for line in (tmp_path / "out" / "sources.jsonl").read_text().splitlines()
-    ]
+    names = [json.loads(line)["name"] for line in (tmp_path / "out" / "sources.jsonl").read_text().splitlines()]
     assert names == ["a.jsonl", "b.jsonl.gz", "c.jsonl.zst", "d.parquet", "e.txt", "f.md.gz", "g.bin"]
 
 
@@ -77,8 +75,7 @@ def test_a_vocabulary_of_gemmas_size_takes_four_bytes(tmp_path):
     (tmp_path / "t.txt").write_text("ab Zz" * 20)
     (tmp_path / "u.txt").write_text("Zz")
     manifest, _ = here(
-        Options([str(tmp_path / "*.txt")], tokenizer=str(tmp_path / "tokenizer.json"), held_out=0.0),
-        tmp_path / "out",
+        Options([str(tmp_path / "*.txt")], tokenizer=str(tmp_path / "tokenizer.json"), held_out=0.0), tmp_path / "out"
     )
     assert manifest["token_bytes"] == 4 and manifest["tokenizer"]["vocab_size"] == 262_201
     assert texts_of(tmp_path / "out") == ["Zz", "ab Zz" * 20]

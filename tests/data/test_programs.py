@@ -20,9 +20,7 @@ def run(*arguments):
 @pytest.fixture
 def source(tmp_path):
     path = tmp_path / "in.jsonl"
-    path.write_text(
-        "".join(json.dumps({"text": f"{i} " + "word " * (i * 37 % 600)}) + "\n" for i in range(6000))
-    )
+    path.write_text("".join(json.dumps({"text": f"{i} " + "word " * (i * 37 % 600)}) + "\n" for i in range(6000)))
     return path
 
 

@@ -40,9 +40,7 @@ def cluster(tmp_path_factory):
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(ROOT))
         found = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 1, "include_dashboard": False},
-            shutdown_at_exit=True,
+            initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False}, shutdown_at_exit=True
         )
         found.add_node(num_cpus=1)
         patch.setenv("RAY_ADDRESS", found.address)

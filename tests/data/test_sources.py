@@ -96,12 +96,7 @@ def test_a_file_is_taken_once_under_all_its_names_and_linked_folders_are_read(li
 
 @pytest.mark.parametrize(
     "patterns",
-    [
-        ["{}"],
-        ["{}/f.txt", "{}/../d/f.txt", "{}/*.txt", "{}/web/*"],
-        ["{}", "{}/./f.txt"],
-        ["{}/**/[fgh]*.txt", "{}"],
-    ],
+    [["{}"], ["{}/f.txt", "{}/../d/f.txt", "{}/*.txt", "{}/web/*"], ["{}", "{}/./f.txt"], ["{}/**/[fgh]*.txt", "{}"]],
 )
 def test_prepare_data_has_the_same_rule(linked, patterns, caplog):
     found = inputs.find([pattern.format(linked) for pattern in patterns], "/nowhere")

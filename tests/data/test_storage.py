@@ -230,9 +230,7 @@ def test_the_same_input_prepared_twice_is_the_same_data(prepare_text, tmp_path):
 
 
 @pytest.mark.parametrize("where", ["local", "memory"])
-@pytest.mark.parametrize(
-    "what", ["tokenizer", "other tokenizer", "sources", "no sources", "grown", "extra", "table"]
-)
+@pytest.mark.parametrize("what", ["tokenizer", "other tokenizer", "sources", "no sources", "grown", "extra", "table"])
 def test_verifying_names_it(directory, what, where):
     tokenizer = directory / "tokenizer" / "zaya_tokenizer.json"
     shard = directory / Prepared(str(directory)).file(0)

@@ -40,9 +40,7 @@ def joined(config, count, steps, state=None, rounds=order.ROUNDS):
     for stream in streams:
         stream.close()
     assert all(s == states[0] for s in states)
-    return [{k: np.concatenate([p[t][k] for p in parts]) for k in parts[0][t]} for t in range(steps)], states[
-        0
-    ]
+    return [{k: np.concatenate([p[t][k] for p in parts]) for k in parts[0][t]} for t in range(steps)], states[0]
 
 
 def assert_same(got, expected):
@@ -58,9 +56,7 @@ def assert_same(got, expected):
         *(pytest.param(*case, marks=SLOW) for case in ((1000, "concat"), (1, "first_fit"), (1000, "best_fit"))),
     ],
 )  # fmt: skip
-def test_any_number_of_processes_gives_the_same_stream(
-    monkeypatch, make_config, directories, rounds, packing
-):
+def test_any_number_of_processes_gives_the_same_stream(monkeypatch, make_config, directories, rounds, packing):
     monkeypatch.setattr(order, "UNIT_ROWS", 8)
     mixture = tuple(f"{d}={w}" for d, w in zip(directories, (0.7, 0.3), strict=True))
     config = make_config(mixture=mixture, packing=packing, seq_len=128)
@@ -103,9 +99,7 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipeline, "open_stores", lambda _, path, __: (stores[path], None))
         parts = [pipeline.Batches(config, TOK, (i, processes), draw(st.integers(1, 2))) for i in range(1)]
-        parts += [
-            pipeline.Batches(config, TOK, (i, processes), parts[0]._rounds) for i in range(1, processes)
-        ]
+        parts += [pipeline.Batches(config, TOK, (i, processes), parts[0]._rounds) for i in range(1, processes)]
         era = parts[0].eras[0]
         rows = [parts[0].source(era, k).layout.num_rows for k in range(num_sources)]
         given_rows = [[] for _ in rows]
@@ -116,9 +110,7 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
             segments = np.concatenate([b["segment_ids"] for b in batches])
             owner = np.searchsorted(firsts, tokens[:, 0], side="right") - 1
             for k in range(num_sources):
-                mine = [
-                    (t[s > 0], s[s > 0]) for t, s, o in zip(tokens, segments, owner, strict=True) if o == k
-                ]
+                mine = [(t[s > 0], s[s > 0]) for t, s, o in zip(tokens, segments, owner, strict=True) if o == k]
                 begins = [int(t[0]) for t, _ in mine]
                 if len(mine) <= rows[k]:  # none twice, unless the source has not as many
                     assert len(set(begins)) == len(begins)
@@ -130,14 +122,9 @@ def test_every_document_comes_once_an_epoch_from_any_sources(make_config, data):
         assert step < 3000
     for k, lengths in enumerate(sizes):
         epoch = given_rows[k][: rows[k]]
-        assert np.sort(np.concatenate([t for t, _ in epoch])).tolist() == list(
-            range(firsts[k], firsts[k + 1])
-        )
+        assert np.sort(np.concatenate([t for t, _ in epoch])).tolist() == list(range(firsts[k], firsts[k + 1]))
         document = np.repeat(np.arange(len(lengths)), lengths)
-        for (
-            tokens,
-            segments,
-        ) in epoch:  # a segment is a stretch of one document, and only a cut begins another
+        for tokens, segments in epoch:  # a segment is a stretch of one document, and only a cut begins another
             for s in range(1, segments.max() + 1):
                 piece = tokens[segments == s]
                 assert (np.diff(piece) == 1).all()
@@ -167,10 +154,7 @@ def test_phases_change_context_batch_and_mixture(make_config, directories):
     raw = config_lib.default()
     raw.model.vocab_size, raw.data.global_batch, raw.data.micro_batch, raw.data.seq_len = 264, 8, 2, 64
     phase = {"tokens": 64 * 8 * 10, "mixture": (f"{web}=1",), "ramp_from": 2, "ramp_tokens": 64 * 8 * 4}
-    raw.schedule.phases = (
-        phase,
-        {"tokens": 128 * 8 * 10, "seq_len": 128, "mixture": (f"{web}=0.5", f"{code}=0.5")},
-    )
+    raw.schedule.phases = (phase, {"tokens": 128 * 8 * 10, "seq_len": 128, "mixture": (f"{web}=0.5", f"{code}=0.5")})
     config = config_lib.check(raw)
     whole, _ = joined(config, 1, 40)
     shapes = [b["tokens"].shape for b in whole]
@@ -188,21 +172,13 @@ def test_a_phase_that_leaves_its_batch_open_is_evaluated_as_any(make_config, dir
     raw.model.vocab_size, raw.data.global_batch, raw.data.seq_len, raw.data.path = 264, 8, 64, directories[0]
     raw.schedule.phases = (
         {"tokens": 64 * 8, "micro_batch": 8},
-        {
-            "tokens": 32 * 12,
-            "global_batch": 12,
-            "micro_batch": 12,
-            "seq_len": 32,
-            "mixture": (f"{directories[1]}=1",),
-        },
+        {"tokens": 32 * 12, "global_batch": 12, "micro_batch": 12, "seq_len": 32, "mixture": (f"{directories[1]}=1",)},
     )
     config = config_lib.check(raw)
     for segment in schedule.make_plan(config).segments:
         batches = windows.eval_batches(windows.eval_config(config, segment.phase), TOK, rows=4)
         assert batches[0]["tokens"].shape == (4, segment.phase.eval_seq_len)
-        assert {"web", "code"} == {
-            name for batch in batches for name in names(batch)
-        }  # the whole run's sources
+        assert {"web", "code"} == {name for batch in batches for name in names(batch)}  # the whole run's sources
 
 
 def test_a_moved_path_changes_nothing_and_other_data_to_come_is_said(directories, prepare_text, tmp_path):

@@ -47,9 +47,7 @@ def test_another_id_than_the_tokenizers_is_refused(bpe, key):
     for wrong in (ids[(key + 1) % 3], 200_000):
         given = list(ids)
         given[key] = wrong
-        with pytest.raises(
-            UserError, match=rf"config.model.{KEYS[key]}={wrong}, but tokenizer .* has {ids[key]};"
-        ):
+        with pytest.raises(UserError, match=rf"config.model.{KEYS[key]}={wrong}, but tokenizer .* has {ids[key]};"):
             tokenizers.with_model_ids(with_ids(*given), bpe)
 
 

@@ -68,9 +68,7 @@ def test_bad_tokenizers_are_one_clear_line(bpe, tmp_path):
         tokenizers.load(tmp_path)
     (tmp_path / "tokenizer.model").write_bytes(b"")
     for place in (tmp_path, tmp_path / "tokenizer.model"):
-        with pytest.raises(
-            UserError, match=r"SentencePiece model; give its tokenizer\.json.*save_pretrained"
-        ):
+        with pytest.raises(UserError, match=r"SentencePiece model; give its tokenizer\.json.*save_pretrained"):
             tokenizers.load(place)
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"not a Hugging Face tokenizer\.json"):

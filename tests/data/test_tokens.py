@@ -68,9 +68,7 @@ def test_a_shard_gives_back_its_documents(tmp_path_factory, sizes, bundle, maske
     bundles, lengths = read(entry, raw)
     assert lengths.tolist() == sizes and entry["documents"] == len(sizes)
     assert [len(b) for b in bundles[:-1]] == [bundle] * (len(bundles) - 1) and len(bundles[-1]) <= bundle
-    together = {
-        f: np.concatenate([getattr(b, f) for b in bundles]) for f in ("tokens", "targets", "starts", "learn")
-    }
+    together = {f: np.concatenate([getattr(b, f) for b in bundles]) for f in ("tokens", "targets", "starts", "learn")}
     np.testing.assert_array_equal(together["tokens"], np.concatenate([d.tokens for d in documents]))
     ends = np.cumsum(sizes)
     np.testing.assert_array_equal(np.flatnonzero(together["starts"]), np.append(0, ends[:-1]))
@@ -108,8 +106,6 @@ def test_a_whole_record_of_another_place_is_found(other):
 
 def test_another_record_of_the_same_place_is_found():
     """As of a preparation of other input under the same names."""
-    one, other = (
-        tokens_lib.encode_bundle(np.full(9, n, np.uint16), np.array([0]), None, None, PLACE) for n in (1, 2)
-    )
+    one, other = (tokens_lib.encode_bundle(np.full(9, n, np.uint16), np.array([0]), None, None, PLACE) for n in (1, 2))
     with pytest.raises(CorruptRecord, match="not the one that was written"):
         tokens_lib.decode_bundle(other, "s", PLACE, tokens_lib.crc_of(one))

@@ -38,9 +38,7 @@ def test_options_in_running_text_are_there():
     wrong, checked = [], 0
     for page in commands.pages():
         text = page.read_text(encoding="utf-8")
-        usages = [
-            b.text.replace("\\\n", " ") for b in commands.blocks(text, page.name) if b.language == "text"
-        ]
+        usages = [b.text.replace("\\\n", " ") for b in commands.blocks(text, page.name) if b.language == "text"]
         usages = [re.sub(r"\n +(?=\[|--)", " ", usage) for usage in usages]
         quoted = "".join(f"`{line}`\n" for usage in usages for line in usage.splitlines())
         for match in commands.INLINE.finditer(quoted + commands.FENCE.sub("", text)):
@@ -59,9 +57,7 @@ def test_options_in_running_text_are_there():
 
 def test_commands_stand_in_fences():
     """What is only indented would be passed over."""
-    command = re.compile(
-        r"^(?: {4}|\t)(?:\w+=\S+ )*(?:\S*python -|make |launch/|sbatch |kubectl |zaya-)", re.M
-    )
+    command = re.compile(r"^(?: {4}|\t)(?:\w+=\S+ )*(?:\S*python -|make |launch/|sbatch |kubectl |zaya-)", re.M)
     for page in commands.pages():
         assert not command.search(commands.FENCE.sub("", page.read_text(encoding="utf-8"))), page
 
@@ -124,7 +120,7 @@ def test_the_loss_of_the_how_to_is_one():
         ("for i in 1 2; do\n    python -m experiments.plan \\\n        --nothing=$i\ndone", "--nothing"),
         ("frobnicate --all", "no program that the documentation knows"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_command_is_found(command, says):
     assert says in " ".join(commands.wrong(words, needs=False) for words in commands.commands(command))
 

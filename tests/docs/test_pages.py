@@ -45,14 +45,10 @@ def test_every_group_of_weights_is_on_the_page_of_metrics():
 
 
 def test_every_name_on_the_page_of_metrics_is_one_that_the_code_writes():
-    sources = "".join(
-        p.read_text() for folder in ("zaya_jax", "experiments") for p in (ROOT / folder).rglob("*.py")
-    )
+    sources = "".join(p.read_text() for folder in ("zaya_jax", "experiments") for p in (ROOT / folder).rglob("*.py"))
     for name in metrics():
         plain = (
-            name.partition("/")[0]
-            if "_norm/" in name
-            else name.removeprefix("checkpoint/").removesuffix("_seconds")
+            name.partition("/")[0] if "_norm/" in name else name.removeprefix("checkpoint/").removesuffix("_seconds")
         )
         whole = re.search(rf'["\']{re.escape(name)}["\']', sources)
         assert whole or re.search(rf'["\']{re.escape(plain)}["\']', sources), name

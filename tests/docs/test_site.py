@@ -28,10 +28,7 @@ def in_nav(entry) -> list[str]:
 
 def linked_pages() -> list[Path]:
     folders = ("docs", "benchmarks", "pallas_kernels")
-    return [
-        *ROOT.glob("*.md"),
-        *(page for folder in folders for page in sorted((ROOT / folder).rglob("*.md"))),
-    ]
+    return [*ROOT.glob("*.md"), *(page for folder in folders for page in sorted((ROOT / folder).rglob("*.md")))]
 
 
 def anchors(text: str) -> set[str]:

@@ -32,9 +32,7 @@ def missing(shown: str, printed: str) -> list[str]:
 
 def test_every_block_of_the_tutorial_can_be_run():
     found = commands.blocks(PAGE.read_text(encoding="utf-8"), "docs/tutorial.md")
-    assert not [
-        block.place for block in found if block.needs or block.language not in ("sh", "python", "text")
-    ]
+    assert not [block.place for block in found if block.needs or block.language not in ("sh", "python", "text")]
     languages = [block.language for block in found if block.language != "text"]
     assert languages == sorted(languages, reverse=True), "Python comes after all commands: it is run as one"
     assert languages.count("sh") >= 8 and languages.count("python") >= 2

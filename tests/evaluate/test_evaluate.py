@@ -81,9 +81,7 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
         (["--bos", "--data={data}"], "--bos applies to tasks; give --tasks or omit it"),
     ],
 )
-def test_wrong_options_are_one_line_and_nothing_is_written(
-    call, folder, data, golden_dir, tmp_path, given, said
-):
+def test_wrong_options_are_one_line_and_nothing_is_written(call, folder, data, golden_dir, tmp_path, given, said):
     (data / "empty.txt").write_text("")
     given = [option.format(data=data, golden=golden_dir / "base") for option in given]
     code, _, err = call(f"--model={folder}", f"--out={tmp_path / 'out'}", *given)
@@ -101,9 +99,7 @@ def test_text_in_two_rows_is_summed_in_none(score, data, monkeypatch):
     assert r"| [a]\|b.txt | 1 |" in out
 
 
-def test_samples_are_of_the_evaluation_beside_them_and_a_run_keeps_its_own(
-    call, folder, data, tmp_path, monkeypatch
-):
+def test_samples_are_of_the_evaluation_beside_them_and_a_run_keeps_its_own(call, folder, data, tmp_path, monkeypatch):
     out, options = tmp_path / "out", [f"--model={folder}", f"--data={data}/a.txt"]
     out.mkdir()
     (out / "samples.jsonl").write_text("of somebody else\n")
@@ -144,9 +140,7 @@ def test_two_processes_share_the_work_and_one_writes(call, folder, data, tmp_pat
         results = run.wait()
     assert [result.code for result in results] == [0, 0], results
     assert "| documents |" in results[0].out and results[1].out == ""
-    alone, both = (
-        json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("alone", "both")
-    )
+    alone, both = (json.loads((tmp_path / name / "evaluation.json").read_text()) for name in ("alone", "both"))
     assert both["device"].startswith("2 x ")
     for key in ("documents", "tokens", "bytes", "accuracy"):
         assert [row[key] for row in both["data"].values()] == [row[key] for row in alone["data"].values()]

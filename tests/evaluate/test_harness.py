@@ -34,16 +34,12 @@ def test_figures_have_their_standard_errors():
         "alias": "a", "sample_len": 3, "acc,none": 0.5, "acc_stderr,none": 0.1,
         "em,strict": 1, "em_stderr,strict": "N/A",
     }  # fmt: skip
-    assert harness.figures({"results": {"task": values}}) == {
-        "task": {"acc": (0.5, 0.1), "em (strict)": (1.0, None)}
-    }
+    assert harness.figures({"results": {"task": values}}) == {"task": {"acc": (0.5, 0.1), "em (strict)": (1.0, None)}}
     assert harness.figures({}) == {}
 
 
 def test_samples_are_json_that_all_read():
-    found = harness.samples(
-        {"samples": {"task": [{"resps": [[(-math.inf, False)]], "filtered": math.nan, "of": {1}}]}}
-    )
+    found = harness.samples({"samples": {"task": [{"resps": [[(-math.inf, False)]], "filtered": math.nan, "of": {1}}]}})
     assert json.loads(found, parse_constant=pytest.fail) == {
         "task": "task", "resps": [[[None, False]]], "filtered": None, "of": "{1}"
     }  # fmt: skip
@@ -141,10 +137,7 @@ def test_answers_that_have_no_likelihood_are_refused(lm):
 def test_tasks_are_run_and_their_samples_kept(lm, model):
     found = harness.run(model, ["zaya_choice", "zaya_rolling"], include_path=TASKS, limit=3)
     figures = harness.figures(found)
-    assert (
-        list(figures["zaya_choice"]) == ["acc", "acc_norm"]
-        and figures["zaya_rolling"]["bits_per_byte"][0] > 0
-    )
+    assert list(figures["zaya_choice"]) == ["acc", "acc_norm"] and figures["zaya_rolling"]["bits_per_byte"][0] > 0
     lines = [json.loads(line) for line in harness.samples(found).splitlines()]
     assert [line["task"] for line in lines] == ["zaya_choice"] * 3 + ["zaya_rolling"] * 3
     few = harness.run(model, ["zaya_nothing"], include_path=TASKS, limit=2, num_fewshot=0)

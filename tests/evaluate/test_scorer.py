@@ -85,11 +85,7 @@ def test_other_layers_too_are_scored_as_their_loss(kinds):
         assert -log_probs.mean() == pytest.approx(other.loss([row.ids], [labels]), abs=1e-5)
 
 
-@given(
-    st.lists(st.integers(1, 3000), max_size=60),
-    st.integers(1, 4096),
-    st.sampled_from([None, 3000, 3001, 4096]),
-)
+@given(st.lists(st.integers(1, 3000), max_size=60), st.integers(1, 4096), st.sampled_from([None, 3000, 3001, 4096]))
 def test_each_row_is_in_one_batch_with_room(lengths, tokens, longest):
     found = list(scorer.batches(lengths, tokens, longest))
     assert sorted(number for numbers, _ in found for number in numbers) == list(range(len(lengths)))

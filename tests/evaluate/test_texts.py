@@ -27,10 +27,7 @@ class Even:
     """A scorer of a model to which a token is as likely as its id says."""
 
     def __call__(self, rows, tell=lambda done: None):
-        return [
-            (-np.float32(0.01) * np.asarray(r.ids[r.first :]), np.ones(len(r.ids) - r.first, bool))
-            for r in rows
-        ]
+        return [(-np.float32(0.01) * np.asarray(r.ids[r.first :]), np.ones(len(r.ids) - r.first, bool)) for r in rows]
 
 
 @given(st.integers(0, 300), st.integers(1, 70))
@@ -134,7 +131,5 @@ def test_all_is_the_sum_of_its_parts(tmp_path, tokenizer):
         (tmp_path / f"{name}.txt").write_text(name * 50)
     parts = [texts.evaluate(Even(), texts.documents(str(tmp_path / f"{n}.txt"), tokenizer), 8) for n in "ab"]
     both = texts.evaluate(Even(), texts.documents(str(tmp_path), tokenizer), 8)
-    assert texts.together(parts).figures() == both.figures() or texts.together(parts).nats == pytest.approx(
-        both.nats
-    )
+    assert texts.together(parts).figures() == both.figures() or texts.together(parts).nats == pytest.approx(both.nats)
     assert texts.together(parts).documents == 2 and parts[0].documents == 1

@@ -60,10 +60,7 @@ def test_an_imported_model_is_trained_further(run, golden_dir, tmp_path, monkeyp
     for name in ("bos", "eos", "pad"):
         settings.model[f"{name}_token_id"] = None  # another tokenizer than it was trained with: its ids
     assert pretrain.train(config.check(settings), workdir) == 0
-    assert [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()] == [
-        1,
-        2,
-    ]
+    assert [json.loads(line)["step"] for line in (workdir / "metrics.jsonl").read_text().splitlines()] == [1, 2]
     code, _, _ = run("to_hf", f"--workdir={workdir}", "--step=2", f"--out={tmp_path / 'out'}")
     assert code == 0
     theirs = load_file(golden_dir / "base" / "model.safetensors")
@@ -126,12 +123,7 @@ def test_what_is_refused_leaves_everything_as_it_was(run, imported, golden_dir, 
     folders = [imported, tmp_path]
     before = [tree(folder) for folder in folders]
     says = REFUSED[command]
-    for name, place in {
-        "RUN": imported,
-        "GOLDEN": golden_dir,
-        "NEW": tmp_path / "a" / "b",
-        "TMP": tmp_path,
-    }.items():
+    for name, place in {"RUN": imported, "GOLDEN": golden_dir, "NEW": tmp_path / "a" / "b", "TMP": tmp_path}.items():
         command = command.replace(name, str(place))
     code, _, err = run(*command.split())
     assert code == 2 and err.startswith("error: ") and err.count("\n") == 1 and says in err, err

@@ -39,14 +39,8 @@ def workdir(tmp_path_factory):
     letters = np.where((np.arange(264) >= 97) & (np.arange(264) < 123), 100.0, 0.0).astype(np.float32)
     for step in (3, 5):
         params = zaya.init(MODEL, jax.random.key(step))
-        params["head"]["bias"] = (
-            letters if step == 5 else np.eye(264, dtype=np.float32)[257] * 1000
-        )  # end of document
-        state = {
-            "params": params,
-            "balance": {"bias": zaya.init_balance(MODEL)},
-            "optimizer": {"mean": params},
-        }
+        params["head"]["bias"] = letters if step == 5 else np.eye(264, dtype=np.float32)[257] * 1000  # end of document
+        state = {"params": params, "balance": {"bias": zaya.init_balance(MODEL)}, "optimizer": {"mean": params}}
         checkpoints.save(step, state, {"step": step})
     checkpoints.close()
     return folder
@@ -81,9 +75,7 @@ def test_it_prints_what_the_model_generates(run, workdir):
     assert out == "abc" + bytes(new).decode() + "\n"
 
 
-def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(
-    run, workdir, monkeypatch, tmp_path
-):
+def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(run, workdir, monkeypatch, tmp_path):
     heard, making = [], decode.chip.making
     own = read_config(workdir)
     log = dataclasses.replace(own.log, sample_tokens=2, sample_temperature=0.0)
@@ -100,12 +92,7 @@ def test_it_takes_the_kernels_that_the_config_leaves_and_so_does_a_runs_sample(
 
 def test_sampling_by_seed_and_a_prompt_from_a_file(run, workdir, tmp_path):
     (tmp_path / "prompt.txt").write_bytes("caf\u00e9\r\n".encode())
-    options = (
-        f"--workdir={workdir}",
-        f"--prompt_file={tmp_path / 'prompt.txt'}",
-        "--num_tokens=12",
-        "--temperature=3",
-    )
+    options = (f"--workdir={workdir}", f"--prompt_file={tmp_path / 'prompt.txt'}", "--num_tokens=12", "--temperature=3")
     one, same, other = run(*options)[1], run(*options)[1], run(*options, "--seed=1")[1]
     assert one == same != other
     assert re.fullmatch("caf\u00e9\r\n[a-z]{12}\n", one)
@@ -132,10 +119,7 @@ def test_several_prompts_are_each_as_alone(run, workdir):
     letter = two[-4]
     stopped = run(*options, "--prompt=a longer one", "--prompt=abc", f"--stop={letter}")[1]
     start = len("a longer one")
-    assert (
-        stopped
-        == two[:start] + two[start:-1].split(letter)[0] + "\n" + one[:3] + one[3:-1].split(letter)[0] + "\n"
-    )
+    assert stopped == two[:start] + two[start:-1].split(letter)[0] + "\n" + one[:3] + one[3:-1].split(letter)[0] + "\n"
 
 
 def test_a_cache_over_eight_devices_gives_the_same_text(run, workdir):
@@ -156,10 +140,7 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
     code, out, err = talk(b"hi\ncaf\xe9\n")
     assert code == 2 and "error: line 2 of the input is not UTF-8 (byte 0xe9 at 3)" in err
     code, out, err = talk(b"hi\n" + b"x" * 60)
-    assert (
-        code == 2
-        and "--num_tokens=5 this exceeds the model's max_position_embeddings=64; start a new one" in err
-    )
+    assert code == 2 and "--num_tokens=5 this exceeds the model's max_position_embeddings=64; start a new one" in err
 
 
 @pytest.mark.parametrize(
@@ -184,10 +165,7 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
         (["--workdir={run}", "--stop="], "--stop= is empty"),
         (["--workdir={run}", "--mesh=context"], "argument --mesh: 'context' is not AXIS=N"),
         (["--workdir={run}", "--mesh=rows=2"], "mesh.rows"),
-        (
-            ["--workdir={run}", "--num_tokens=9", "--prompt=a", "--prompt=" + "b" * 70],
-            "prompt 2 of 2 has 71 tokens",
-        ),
+        (["--workdir={run}", "--num_tokens=9", "--prompt=a", "--prompt=" + "b" * 70], "prompt 2 of 2 has 71 tokens"),
         ([], "required: --workdir"),
     ],
 )

@@ -74,10 +74,7 @@ def faults_of(output):
 
 def shape_of(notebook):
     """The kinds of outputs that each code cell has."""
-    return [
-        [(o["output_type"], *sorted(o.get("data", {}))) for o in cell["outputs"]]
-        for cell in code_of(notebook)
-    ]
+    return [[(o["output_type"], *sorted(o.get("data", {}))) for o in cell["outputs"]] for cell in code_of(notebook)]
 
 
 def files_in(notebook):
@@ -134,9 +131,7 @@ def test_the_first_one_runs_at_three_steps(tmp_path):
 
 def test_the_plan_of_a_cluster_is_as_stored(tmp_path):
     """Formulas alone, so each line: where a formula changes, tools/run_notebooks.py --write stores the new one."""
-    stored, again = (
-        code_of(x) for x in (read(FOLDER / "cluster.ipynb"), run(FOLDER / "cluster.ipynb", tmp_path))
-    )
+    stored, again = (code_of(x) for x in (read(FOLDER / "cluster.ipynb"), run(FOLDER / "cluster.ipynb", tmp_path)))
     for before, after in zip(stored[:-1], again[:-1], strict=True):
         assert [text_of(o) for o in after["outputs"]] == [text_of(o) for o in before["outputs"]]
     date = text_of(again[-1]["outputs"][0])[:10]
@@ -160,12 +155,9 @@ def test_each_runs_at_its_size(name, tmp_path):
 def written(folder, *sources):
     """A notebook of these code cells."""
     cells = [
-        {
-            "cell_type": "code", "id": f"c{i}", "metadata": {}, "source": [source],
-            "execution_count": None, "outputs": [],
-        }
+        {"cell_type": "code", "id": f"c{i}", "metadata": {}, "source": [source], "execution_count": None, "outputs": []}
         for i, source in enumerate(sources)
-    ]  # fmt: skip
+    ]
     path = folder / "small.ipynb"
     path.write_text(json.dumps({"cells": cells, "metadata": {}, "nbformat": 4, "nbformat_minor": 5}))
     return path

@@ -36,9 +36,7 @@ runpy.run_module(f"experiments.{sys.argv[0]}", run_name="__main__")
 def start_jax(xla_flags):
     code = "import jax; print(len(jax.devices()))"
     environ = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": xla_flags}
-    return subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=120)
 
 
 def test_the_installed_jaxlib_knows_every_flag():

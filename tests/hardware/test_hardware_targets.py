@@ -55,9 +55,7 @@ def test_an_absent_chip_gets_the_program_of_a_real_one(name, kind, capability, m
 
 def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
     monkeypatch.setattr(targets, "FOLDER", tmp_path)
-    monkeypatch.setattr(
-        xla_client._xla, "pjrt_plugin_loaded", lambda platform: False
-    )  # other tests may have them
+    monkeypatch.setattr(xla_client._xla, "pjrt_plugin_loaded", lambda platform: False)  # other tests may have them
     for platform in ("rocm", "cuda"):
         with pytest.raises(UserError, match="is not installed; run: make setup-targets"):
             targets._register(platform)

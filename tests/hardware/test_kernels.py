@@ -57,7 +57,7 @@ def test_what_a_scope_needs_is_needed_once_whatever_lies_in_it():
     flops = {"jit(step)/cca/dot": 0.6 * needed, "jit(step)/cca/attention/pallas_call": 0.9 * needed}
     found = kernels.Program(
         tuple(kernels.Kernel("k", "fusion", path, "", 1.0, 0, 0, n, False, None) for path, n in flops.items()), {}, {}
-    )  # fmt: skip
+    )
     rows = compiling._by_scope(found, config, 1000)
     assert {row["scope"] for row in rows} == {"cca", "cca/attention"}
     np.testing.assert_allclose(sum(row["flops_of_use"] for row in rows), needed)

@@ -46,9 +46,7 @@ def measured(**changes):
 def test_devices_are_taken_in_a_node_and_across():
     nodes = [0] * 8 + [1] * 8 + [2] * 8
     found = collectives.groups(range(24), nodes)
-    assert [(len(g.devices), g.num_nodes) for g in found] == [
-        (2, 1), (4, 1), (8, 1), (2, 2), (16, 2), (3, 3), (24, 3)
-    ]  # fmt: skip
+    assert [(len(g.devices), g.num_nodes) for g in found] == [(2, 1), (4, 1), (8, 1), (2, 2), (16, 2), (3, 3), (24, 3)]
     assert found[3].devices == (0, 8) and found[5].devices == (0, 8, 16)
     assert [len(g.devices) for g in collectives.groups(range(6), [0] * 6)] == [2, 4, 6]
     assert collectives.groups([0], [0]) == []
@@ -61,9 +59,7 @@ def test_every_collective_is_one_alone_with_the_right_numbers(monkeypatch, capsy
     found = collectives.measure_collectives(jax.devices()[:3], [0] * 3, 10_000, 10.0, print)
     for count, sizes in ((2, [1024, 4096]), (3, [1020, 4092])):  # that divide
         ours = [c for c in found if c.num_devices == count]
-        assert [(c.name, c.bytes) for c in ours] == [
-            (name, size) for name in collectives.KINDS for size in sizes
-        ]
+        assert [(c.name, c.bytes) for c in ours] == [(name, size) for name in collectives.KINDS for size in sizes]
         assert all(c.seconds.low <= c.seconds.median <= c.seconds.high for c in ours)
         assert {c.name: c.compiled for c in ours} == {name: k.hlo for name, k in collectives.ON_HOST.items()}
     assert "neighbour, 3 devices in one node: " in capsys.readouterr().out
@@ -82,7 +78,7 @@ def test_a_series_ends_where_calls_take_too_long():
         (Kind("all-reduce", lambda x, n: jax.lax.psum(x[:8], AXIS)), "became all-reduce of 32 bytes over 2"),
         (Kind("all-reduce", lambda x, n: jax.lax.psum(x + 1, AXIS)), "wrong numbers on device 0"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_the_collective_is_never_timed(monkeypatch, kind, message):
     monkeypatch.setattr(collectives, "ON_HOST", {"all-reduce": kind})
     monkeypatch.setattr(collectives, "KINDS", {"all-reduce": kind})
@@ -193,11 +189,7 @@ def test_figures_are_read_as_they_were_written(tmp_path):
     given = json.loads((tmp_path / "all.json").read_text())
     assert "of no accelerator" in given["note"] and given["collectives"][0]["bus_bandwidth"] > 0
     # The knee: the least size at 80% of the best rate.
-    assert (FULL.rows_knee(), FULL.message_knee("all-gather", 8, 1), FULL.cache_bytes()) == (
-        256,
-        1 << 20,
-        None,
-    )
+    assert (FULL.rows_knee(), FULL.message_knee("all-gather", 8, 1), FULL.cache_bytes()) == (256, 1 << 20, None)
     assert FULL.groups() == [(2, 1), (8, 1), (16, 2)]
 
 
@@ -220,10 +212,7 @@ def test_what_are_no_figures_is_a_line(tmp_path, change):
 def test_the_page_shows_all_and_says_what_it_is_of():
     html = characterize.document(FULL, [], "nothing", ["storage was left out"]).html()
     assert html.count("<figure") == len(figures.BUS) + 3
-    assert all(
-        text in html
-        for text in (escape(characterize.HOST), "storage was left out", "16 devices over 2 nodes")
-    )
+    assert all(text in html for text in (escape(characterize.HOST), "storage was left out", "16 devices over 2 nodes"))
     of_gpu = characterize.document(measured(platform="cuda", device="NVIDIA H200"), [], "nothing").html()
     assert escape(characterize.HOST) not in of_gpu
 
@@ -231,9 +220,7 @@ def test_the_page_shows_all_and_says_what_it_is_of():
 @pytest.mark.slow
 def test_two_processes_measure_as_one(tmp_path):
     options = [f"--out={tmp_path / 'out'}", "--seconds=0.001"]
-    with start(
-        ["-m", "experiments.characterize", "collectives", *options], 2, tmp_path / "log", devices=2
-    ) as run:
+    with start(["-m", "experiments.characterize", "collectives", *options], 2, tmp_path / "log", devices=2) as run:
         results = run.wait(200)
     assert [r.code for r in results] == [0, 0], results
     assert "4 x cpu in 1 node(s) of 2 process(es)" in results[0].out and not results[1].out.strip()
@@ -259,9 +246,7 @@ cli.leave(cli.exit_code(characterize.main))
     (["all", "--data=nowhere"], "", "--data=nowhere is not a local prepared directory"),
 ])  # fmt: skip
 def test_what_the_first_of_three_refuses_ends_all(tmp_path, options, other, says):
-    with start(
-        ["-c", ONE_OF_SEVERAL, *options, f"--out={tmp_path / 'out'}", other], 3, tmp_path / "log"
-    ) as run:
+    with start(["-c", ONE_OF_SEVERAL, *options, f"--out={tmp_path / 'out'}", other], 3, tmp_path / "log") as run:
         results = run.wait(200)
     assert [r.code for r in results] == [2, 2, 2], results
     assert says in results[0].err and results[0].err.count("\n") == 1 and not (tmp_path / "out").exists()

@@ -55,9 +55,7 @@ def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
     assert "4 micro-batches a step, each of which moves 248 GB" in passes.reason
     experts = by_rule(found)["tokens per expert"]
     # 4,096 tokens on 16 experts; 1,307 TFLOP/s over the 4.33 TB/s that the paper measured.
-    assert (
-        "256 tokens per expert" in experts.reason and "of 302 " in experts.reason and experts.better == 2048
-    )
+    assert "256 tokens per expert" in experts.reason and "of 302 " in experts.reason and experts.better == 2048
 
 
 @pytest.mark.parametrize("chip", ["mi300x", "h200"])
@@ -74,9 +72,7 @@ def test_a_width_off_the_path_is_found_with_what_mending_it_costs(chip, key, val
     given = changed(**{f"model__{key}": value})
     found = next(f for f in sizing_rules.advise(given, chip, 8) if f.key == f"model.{key}" and f.rule == rule)
     assert (found.value, found.better) == (value, better)
-    counts = [
-        zaya.param_counts(dataclasses.replace(given.model, **{key: v}))["total"] for v in (value, better)
-    ]
+    counts = [zaya.param_counts(dataclasses.replace(given.model, **{key: v}))["total"] for v in (value, better)]
     assert found.parameters == counts[1] - counts[0] != 0
     assert 0 < found.cost < 1 and str(found).startswith(f"sizing: model.{key}={value:,}: ")
     mended = changed(**{f"model__{key}": better})
@@ -94,9 +90,7 @@ def test_a_run_on_the_path_gets_no_advice():
 def test_measured_figures_take_the_place_of_published_ones():
     def grouped(m, rate):
         flops = Product("grouped forward", "", m, 2048, 2048, 16, "bfloat16", Timing(1, 1, 1, 1)).flops
-        return Product(
-            "grouped forward", "", m, 2048, 2048, 16, "bfloat16", Timing(flops / rate, 1e-9, 1e3, 5)
-        )
+        return Product("grouped forward", "", m, 2048, 2048, 16, "bfloat16", Timing(flops / rate, 1e-9, 1e3, 5))
 
     slow = of_chip(products=(grouped(512, 1e14), grouped(2048, 4e14), grouped(4096, 5e14)))
     found = by_rule(sizing_rules.advise(changed(), "mi300x", 8, slow))["tokens per expert"]

@@ -44,14 +44,14 @@ def test_every_step_with_the_cache_equals_the_whole_pass(taps, prompt, kinds):
         first = jax.jit(run)(
             Rows(ids[:, :prompt], positions=positions[:, :prompt], mask=mask[:, :prompt]),
             cached=Cached(cache, jnp.int32(0)),
-        )  # fmt: skip
+        )
         step, cache, hidden = jax.jit(run), first.cache, [first.hidden]
         for i in range(prompt, length):
             valid = (np.arange(length) <= i) & (mask > 0)
             out = step(
                 Rows(ids[:, i : i + 1], positions=positions[:, i : i + 1]),
                 cached=Cached(cache, jnp.int32(i), valid=valid),
-            )  # fmt: skip
+            )
             cache = out.cache
             hidden.append(out.hidden)
     real = mask > 0

@@ -52,9 +52,7 @@ def test_a_cache_that_no_device_could_hold_alone():
     whole = decode.cache_bytes(model, EXACT, 1, theirs.columns).total
     assert decode.cache_bytes(model, EXACT, 1, ours.columns, cache_over(mesh)).total < whole / 3
     for name in ("k", "v"):
-        assert {x.data.nbytes for x in ours._cache[name].addressable_shards} == {
-            theirs._cache[name].nbytes // 4
-        }
+        assert {x.data.nbytes for x in ours._cache[name].addressable_shards} == {theirs._cache[name].nbytes // 4}
     while not theirs.ended:
         assert ours.more() == theirs.more()
     assert cache_over(None) is cache_over(make_mesh(config.Mesh(data=8))) is decode.ALONE
@@ -69,9 +67,7 @@ def test_prompts_in_pieces_too(size):
     ours = decode.Decoder(model, params, bias, EXACT, InParts(mesh_of(size)))
     theirs = ours._replace(devices=decode.ALONE)
     options = {"ends": [3], "sampling": Sampling(0.8, top_p=0.9), "seeds": 3}
-    assert decode.generate(ours, prompts, 8, piece=16, **options) == decode.generate(
-        theirs, prompts, 8, **options
-    )
+    assert decode.generate(ours, prompts, 8, piece=16, **options) == decode.generate(theirs, prompts, 8, **options)
 
 
 def test_a_step_of_the_model_sends_nothing_else():

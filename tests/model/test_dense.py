@@ -53,10 +53,7 @@ def definition(model, params, ids):
     for i in range(model.num_hidden_layers):
         y = norm(x, layers["attn_norm"]["scale"][i])
         kernels = {n: layers["attention"][n]["kernel"][i] for n in "qkvo"}
-        q, k, v = (
-            (y @ kernels[n]).reshape(len(ids), num, c)
-            for n, num in (("q", h_num), ("k", k_num), ("v", k_num))
-        )
+        q, k, v = ((y @ kernels[n]).reshape(len(ids), num, c) for n, num in (("q", h_num), ("k", k_num), ("v", k_num)))
         q, k, v = turn(q), np.repeat(turn(k), h_num // k_num, 1), np.repeat(v, h_num // k_num, 1)
         scores = np.where(causal, np.einsum("ihc,jhc->hij", q, k) / np.sqrt(c), -np.inf)
         scores = np.exp(scores - scores.max(-1, keepdims=True))
@@ -107,9 +104,7 @@ def test_the_7b_shape():
     model = config.check(dense_7b.get_config()).model
     counts = zaya.param_counts(model)
     matrices = 32 * (4 * 4096 * 4096 + 3 * 4096 * model.intermediate_size)
-    assert (
-        counts["without_embedding"] == matrices + (2 * 32 + 1 + 2) * 4096
-    )  # norms, and the embedding's two vectors
+    assert counts["without_embedding"] == matrices + (2 * 32 + 1 + 2) * 4096  # norms, and the embedding's two vectors
     assert 6.7e9 < counts["total"] < 7.3e9
     assert counts["active"] == counts["total"]
     # Six operations per weight and token, and as many a pair of channels and key seen, of which there are S / 2.

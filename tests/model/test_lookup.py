@@ -39,9 +39,7 @@ def test_the_order_of_summation_is_the_rows_own():
         x = np.random.default_rng(seed).standard_normal((2000, D)).astype(np.float32)
         index = np.random.default_rng(seed).integers(0, V - 1, 2000).astype(np.int32)
         index[places], x[places] = V - 1, mine
-        sums.append(
-            np.asarray(jax.jit(sum_by_index, static_argnums=2)(jnp.asarray(x), jnp.asarray(index), V))[V - 1]
-        )
+        sums.append(np.asarray(jax.jit(sum_by_index, static_argnums=2)(jnp.asarray(x), jnp.asarray(index), V))[V - 1])
     np.testing.assert_array_equal(sums[0], sums[1])
     np.testing.assert_array_equal(sums[0], sums[2])
     ones = sum_by_index(jnp.full((4096, 1), 1.001, jnp.bfloat16), jnp.zeros(4096, jnp.int32), 1)

@@ -44,10 +44,7 @@ def test_packed_documents_equal_lone_ones(taps, kinds):
     for i, doc in enumerate(docs):
         row = slice(starts[i], starts[i + 1])
         packed[0, row], segments[0, row], positions[0, row] = doc, i + 1, range(len(doc))
-        alone[i, : len(doc)], real[i, : len(doc)] = (
-            doc,
-            1,
-        )  # what follows a document cannot reach back into it
+        alone[i, : len(doc)], real[i, : len(doc)] = (doc, 1)  # what follows a document cannot reach back into it
     weight = rng.standard_normal((int(real.sum()), model.vocab_size)).astype(np.float32)
 
     def run_packed(params):

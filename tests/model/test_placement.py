@@ -50,9 +50,7 @@ class Halves(Placement):
 
     def attend(self, q, k, v, **last):
         whole = Placement(*(None if x is None else self.joined(x) for x in (self.segments, self.mask)))
-        out, kept = whole.of_layer(self.window, self.linear, None).attend(
-            *(self.joined(x) for x in (q, k, v))
-        )
+        out, kept = whole.of_layer(self.window, self.linear, None).attend(*(self.joined(x) for x in (q, k, v)))
         return self.rows(out), kept
 
 

@@ -24,9 +24,7 @@ PROMPTS = [[(5 * i + 3 * n) % 32 for i in range(n)] for n in (1, 20, 37, 5)]
 @pytest.fixture(scope="module")
 def weights():
     """A model with a window and a linear layer, taps that reach over several tokens, and biases everywhere."""
-    model = model_helpers.small(
-        layer_types=(SLIDING, LINEAR), cca_time0=3, cca_time1=2, max_position_embeddings=64
-    )
+    model = model_helpers.small(layer_types=(SLIDING, LINEAR), cca_time0=3, cca_time1=2, max_position_embeddings=64)
     return model, *model_helpers.weights(model)
 
 
@@ -102,9 +100,7 @@ def test_numbers_out_of_arrays_are_numbers(weights):
         iter(np.asarray([1, 2])),
     ]  # fmt: skip
     found = [
-        decode.generate(
-            Decoder(*weights, EXACT), PROMPTS, num, sampling=sampling, seeds=seed, piece=piece, ends=ends
-        )
+        decode.generate(Decoder(*weights, EXACT), PROMPTS, num, sampling=sampling, seeds=seed, piece=piece, ends=ends)
         for sampling, seed, num, piece, ends in (given, numpy)
     ]
     assert found[0] == found[1] and given[0] == numpy[0]
@@ -168,17 +164,13 @@ def test_lengths_of_pieces_and_caches():
 def test_a_cache_takes_the_bytes_that_are_said(kinds, devices):
     dense = {"model_type": "dense", "intermediate_size": 8, "num_experts": 1, "attention_bias": False}
     model = model_helpers.small(**(dense if kinds == "dense" else {"layer_types": kinds}))
-    mesh = jax.make_mesh(
-        (devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
-    )
+    mesh = jax.make_mesh((devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     where = InParts(mesh)
     said = decode.cache_bytes(model, EXACT, 3, 40, where)
     held = decode._empty_cache(model, EXACT, 3, where.cache().columns(40))
     assert said.total == sum(x.nbytes for x in held.values())
     assert said.total == 3 * (said.a_row + said.a_token * where.cache().columns(40))
-    assert said.a_token == 2 * 4 * 2 * 8 * (
-        1 if LINEAR in kinds else 2
-    )  # K and V, float32, 2 heads of 8, layers
+    assert said.a_token == 2 * 4 * 2 * 8 * (1 if LINEAR in kinds else 2)  # K and V, float32, 2 heads of 8, layers
 
 
 def test_the_cache_of_the_published_model():
@@ -195,10 +187,7 @@ def test_the_cache_of_the_published_model():
         ({"prompts": [[1, 32]]}, "prompt 1 of 1 has token 32; the vocabulary has ids from 0 to 31"),
         ({"prompts": [[-1]]}, "has token -1"),
         ({"prompts": []}, "there are no prompts"),
-        (
-            {"prompts": [[1] * 60]},
-            "has 60 tokens, with num_tokens=5 more than the model's max_position_embeddings=64",
-        ),
+        ({"prompts": [[1] * 60]}, "has 60 tokens, with num_tokens=5 more than the model's max_position_embeddings=64"),
         ({"num_tokens": -1}, "num_tokens=-1 must be a whole number of at least 0"),
         ({"seeds": [1, 2]}, "seeds has 2 numbers for 1 prompts"),
         ({"seeds": -1}, "seed -1 must be a whole number of at least 0"),
@@ -256,9 +245,7 @@ def test_what_may_be_drawn(options):
     logits = np.random.default_rng(0).standard_normal((6, 100)).astype(np.float32) * 3
     logits[5] = np.repeat(logits[5, :10], 10)  # equally likely ones stay or go together
     logits -= logits.max(-1, keepdims=True)
-    found = np.asarray(
-        sampling.kept(jnp.asarray(logits / np.float32(options.temperature)), options.numbers())
-    )
+    found = np.asarray(sampling.kept(jnp.asarray(logits / np.float32(options.temperature)), options.numbers()))
     np.testing.assert_array_equal(found, [kept(row, options) for row in logits])
 
 

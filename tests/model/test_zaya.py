@@ -50,9 +50,9 @@ def test_fresh_weights():
 
 
 def run(model, params, bias, ids, **options):
-    return jax.jit(
-        lambda p: zaya.apply(model, p, bias, Rows(ids), precision=model_helpers.EXACT, **options).hidden
-    )(params)
+    return jax.jit(lambda p: zaya.apply(model, p, bias, Rows(ids), precision=model_helpers.EXACT, **options).hidden)(
+        params
+    )
 
 
 def test_a_window_as_wide_as_the_sequence_is_none():
@@ -89,8 +89,7 @@ def gradients(remat, kinds=("hybrid", "hybrid_sliding")):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [("layer",), ("attention",), ("offload",), ("elementwise",), ("attention", ("hybrid_linear", "hybrid"))],
+    "case", [("layer",), ("attention",), ("offload",), ("elementwise",), ("attention", ("hybrid_linear", "hybrid"))]
 )
 def test_recomputing_changes_no_gradient(case):
     remat, *kinds = case
@@ -105,9 +104,7 @@ def test_elementwise_recomputes_no_product_of_weights():
 
     def products(remat):
         def objective(p):
-            out = zaya.apply(
-                model, p, bias, Rows(np.arange(10)[None]), precision=model_helpers.EXACT, remat=remat
-            )
+            out = zaya.apply(model, p, bias, Rows(np.arange(10)[None]), precision=model_helpers.EXACT, remat=remat)
             return jnp.sum(out.hidden**2)
 
         return str(jax.make_jaxpr(jax.grad(objective))(params)).count("dot_general")
@@ -123,9 +120,7 @@ def test_the_whole_model_at_32k_tokens_has_no_square_array():
     params = zaya.abstract(model)
 
     def loss(params, bias, ids):
-        return jnp.sum(
-            zaya.apply(model, params, bias, Rows(ids), precision=Precision(), remat="layer").hidden
-        )
+        return jnp.sum(zaya.apply(model, params, bias, Rows(ids), precision=Precision(), remat="layer").hidden)
 
     bias = jax.ShapeDtypeStruct((3, model.num_experts + 1), jnp.float32)
     ids = jax.ShapeDtypeStruct((1, length), jnp.int32)

@@ -51,9 +51,7 @@ def shapes(L=5, D=32, H=2, K=1, C=8, E=4, F=16, R=8, V=50):
             "moe_join": dict(join),
         },
     }
-    return jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple)
-    )
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s, jnp.float32), tree, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def random_tree(like, seed, scale=1.0):

@@ -10,9 +10,7 @@ L, E = 3, 8
 
 
 def counts_of(seed, total=1000):
-    return np.random.default_rng(seed).multinomial(
-        total, np.random.default_rng(9).dirichlet(np.ones(E + 1)), L
-    )
+    return np.random.default_rng(seed).multinomial(total, np.random.default_rng(9).dirichlet(np.ones(E + 1)), L)
 
 
 def test_update_is_adamw_on_the_load():

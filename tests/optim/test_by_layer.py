@@ -48,9 +48,7 @@ def test_every_owner_gets_the_sum_of_its_matrices(axes, layers, experts):
     rng = np.random.default_rng(0)
     devices = math.prod(axes.values())
     gradients = {
-        path: rng.integers(-9, 9, (devices, *like["layers"]["experts"][path.split("/")[-1]].shape)).astype(
-            np.float32
-        )
+        path: rng.integers(-9, 9, (devices, *like["layers"]["experts"][path.split("/")[-1]].shape)).astype(np.float32)
         for path in ("layers/experts/gate_up", "layers/experts/down")
     }
 
@@ -75,9 +73,7 @@ def test_where_pieces_are_no_parts_of_matrices_gradients_travel_together():
         layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=axes).layout
         assert "layers/experts/gate_up" not in layout.by_layer
     specs = optim_helpers.expert_specs(like)  # experts that lie over devices have their own gradients already
-    layout = chain.build(
-        Optim(), optim_helpers.FLOAT32, like, specs=specs, axes=dict(data=2, expert=4)
-    ).layout
+    layout = chain.build(Optim(), optim_helpers.FLOAT32, like, specs=specs, axes=dict(data=2, expert=4)).layout
     assert not layout.by_layer.keys() & {"layers/experts/gate_up", "layers/experts/down"}
 
 
@@ -101,10 +97,7 @@ def program(settings):
     state = states.init(settings, optimizer, mesh)
     rng = np.random.default_rng(0)
     batch = {name: rng.integers(0, 64, (8, 16)).astype(np.int32) for name in ("tokens", "targets")}
-    batch |= {
-        "segment_ids": np.ones((8, 16), np.int32),
-        "positions": np.tile(np.arange(16, dtype=np.int32), (8, 1)),
-    }
+    batch |= {"segment_ids": np.ones((8, 16), np.int32), "positions": np.tile(np.arange(16, dtype=np.int32), (8, 1))}
     batch = steps.put_batch(mesh, {**batch, "loss_mask": np.ones((8, 16), np.float32)}, 1)
     args = state, batch, np.float32(1e-3)
     return optimizer, step.lower(*args).compile(), args

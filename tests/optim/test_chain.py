@@ -62,8 +62,7 @@ def test_a_weight_that_no_row_or_two_rows_claim_is_named(like):
         chain.build(
             Optim(),
             Precision(),
-            like
-            | {"layers": like["layers"] | {"mixer": {"a_log": like["embed"]["bias"].update(shape=(2, 4))}}},
+            like | {"layers": like["layers"] | {"mixer": {"a_log": like["embed"]["bias"].update(shape=(2, 4))}}},
         )
     twice = (*chain.TABLE, chain.Row(r".*/temperature", "vectors", "adamw", False, "again"))
     with pytest.raises(UserError, match=r"weight layers/cca/temperature .* by '.*' and '.*/temperature'"):
@@ -78,9 +77,7 @@ def test_decay_uses_the_learning_rate_alone_and_only_its_mask(params):
         optim = Optim(name=name, weight_decay=0.2, adamw_lr_factor=factor)
         updates, _ = updated(optim, params, zeros, lr=0.1)
         claims = chain.build(optim, Precision(), params).claims
-        for (path, u), p in zip(
-            jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True
-        ):
+        for (path, u), p in zip(jax.tree_util.tree_flatten_with_path(updates)[0], jax.tree.leaves(params), strict=True):
             row = claims[jax.tree_util.keystr(path, simple=True, separator="/")]
             expected = -0.1 * factor * 0.2 * p if row.decay else np.zeros_like(p)
             np.testing.assert_allclose(u, expected, rtol=1e-6, err_msg=str(path))
@@ -91,9 +88,7 @@ def test_learning_rates(params):
     optim = Optim(weight_decay=0.0)
     one, _ = updated(optim, params, grads, lr=0.1)
     two, _ = updated(dataclasses.replace(optim, adamw_lr_factor=0.25), params, grads, lr=0.2)
-    np.testing.assert_allclose(
-        two["layers"]["experts"]["down"], 2 * one["layers"]["experts"]["down"], rtol=1e-5
-    )
+    np.testing.assert_allclose(two["layers"]["experts"]["down"], 2 * one["layers"]["experts"]["down"], rtol=1e-5)
     np.testing.assert_allclose(two["embed"]["embedding"], 0.5 * one["embed"]["embedding"], rtol=1e-5)
 
 
@@ -101,8 +96,7 @@ def test_adamw_alone_is_optax_adamw(params):
     optim = Optim(name="adamw", clip_norm=0.0)
     claims = chain.build(optim, Precision(), params).claims
     paths = [
-        jax.tree_util.keystr(p, simple=True, separator="/")
-        for p, _ in jax.tree_util.tree_leaves_with_path(params)
+        jax.tree_util.keystr(p, simple=True, separator="/") for p, _ in jax.tree_util.tree_leaves_with_path(params)
     ]
     mask = jax.tree.unflatten(jax.tree.structure(params), [claims[path].decay for path in paths])
     reference = optax.adamw(0.1, optim.b1, optim.b2, optim.eps, weight_decay=optim.weight_decay, mask=mask)
@@ -126,12 +120,8 @@ def test_clipping_is_by_the_norm_of_all_weights(params):
         optimizer = chain.build(Optim(), Precision(), params)
         arrays = optimizer.arrays(state)
         momentum = arrays["momentum"]["layers/router/out/kernel"]
-        np.testing.assert_allclose(
-            momentum, 0.05 * factor * grads["layers"]["router"]["out"]["kernel"], rtol=1e-4
-        )
-        np.testing.assert_allclose(
-            arrays["mean"]["embed/bias"], 0.1 * factor * grads["embed"]["bias"], rtol=1e-4
-        )
+        np.testing.assert_allclose(momentum, 0.05 * factor * grads["layers"]["router"]["out"]["kernel"], rtol=1e-4)
+        np.testing.assert_allclose(arrays["mean"]["embed/bias"], 0.1 * factor * grads["embed"]["bias"], rtol=1e-4)
 
 
 def test_figures(params):

@@ -64,14 +64,10 @@ def test_zero_stays_zero_and_stacks_are_apart():
     x = np.random.default_rng(0).standard_normal((3, 8, 12)).astype(np.float32)
     x[1] = 0
     for dtype in (jnp.float32, jnp.bfloat16):
-        got = np.asarray(
-            muon.orthogonalize(jnp.asarray(x), muon.coefficients("keller_jordan", 5), dtype), np.float32
-        )
+        got = np.asarray(muon.orthogonalize(jnp.asarray(x), muon.coefficients("keller_jordan", 5), dtype), np.float32)
         assert not got[1].any() and np.isfinite(got).all()
         alone = muon.orthogonalize(jnp.asarray(x[2]), muon.coefficients("keller_jordan", 5), dtype)
-        np.testing.assert_allclose(
-            got[2], np.asarray(alone, np.float32), atol=1e-2 if dtype == jnp.bfloat16 else 1e-6
-        )
+        np.testing.assert_allclose(got[2], np.asarray(alone, np.float32), atol=1e-2 if dtype == jnp.bfloat16 else 1e-6)
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -85,9 +81,7 @@ def test_momentum(nesterov):
         buf = 0.9 * buf + 0.1 * g
         u = 0.1 * g + 0.9 * buf if nesterov else buf
         np.testing.assert_allclose(state.momentum["w"], buf, atol=1e-6)
-        expected = muon.orthogonalize(
-            jnp.asarray(u, jnp.float32), muon.coefficients("keller_jordan", 5), jnp.float32
-        )
+        expected = muon.orthogonalize(jnp.asarray(u, jnp.float32), muon.coefficients("keller_jordan", 5), jnp.float32)
         np.testing.assert_allclose(got["w"], expected, atol=1e-4)
 
 
@@ -115,9 +109,9 @@ def test_matched_scale_has_the_size_of_an_adamw_update():
 
 def test_flops_are_the_dots_of_the_program():
     shape = (3, 16, 40)
-    lowered = jax.jit(
-        lambda x: muon.orthogonalize(x, muon.coefficients("keller_jordan", 5), jnp.float32)
-    ).lower(jax.ShapeDtypeStruct(shape, jnp.float32))
+    lowered = jax.jit(lambda x: muon.orthogonalize(x, muon.coefficients("keller_jordan", 5), jnp.float32)).lower(
+        jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
     counted = 0
     for line in lowered.as_text().splitlines():
         if "stablehlo.dot_general" in line:

@@ -102,11 +102,7 @@ def check(name: str, devices: int, of_mesh: dict) -> None:
     kinds, busiest = kinds_of(layout), int(layout.work.max())
     assert sum(c * n for c, n in kinds) == layout.work.sum()
     if busiest > 1.25 * least_load(kinds, devices):
-        assert not packs(kinds, devices, busiest / 1.25), (
-            name,
-            of_mesh,
-            busiest / least_load(kinds, devices),
-        )
+        assert not packs(kinds, devices, busiest / 1.25), (name, of_mesh, busiest / least_load(kinds, devices))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -158,17 +154,12 @@ def test_an_exchange_takes_few_rounds_and_moves_less_than_a_share():
             if bucket.together:
                 continue
             assert len(bucket.plan.joins) + len(bucket.plan.out) <= 20
-            for pairs in (
-                *bucket.plan.joins,
-                *(leg.pairs for leg in bucket.plan.out if leg.pairs is not None),
-            ):
+            for pairs in (*bucket.plan.joins, *(leg.pairs for leg in bucket.plan.out if leg.pairs is not None)):
                 assert all(len(set(column.tolist())) == len(pairs) for column in pairs.T)
         found = [layout.traffic(name, 2) for name in layout.methods]
         total = {kind: sum(f.get(kind, 0) for f in found) for kind in ("reduce-scatter", "exchange")}
         assert total["exchange"] <= 5 * total["reduce-scatter"] / devices
-    assert (
-        layout_of("zaya1_base", data=8).matrices["muon 2048x4096"].plan.nothing
-    )  # 80 on each: nothing moves
+    assert layout_of("zaya1_base", data=8).matrices["muon 2048x4096"].plan.nothing  # 80 on each: nothing moves
 
 
 def test_boxes_are_the_run_in_order():

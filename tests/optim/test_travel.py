@@ -95,9 +95,7 @@ def test_every_number_arrives(name, together, monkeypatch):
     total, shares, back, squares = there_and_back(layout, axes, jnp.bfloat16)
     for path, x in total.items():
         np.testing.assert_array_equal(back[path], x, err_msg=path)
-        assert squares[path[:1]] == sum(
-            np.square(total[w.path]).sum() for w in layout.weights if w.group == path[:1]
-        )
+        assert squares[path[:1]] == sum(np.square(total[w.path]).sum() for w in layout.weights if w.group == path[:1])
     check_held(layout, axes, shares, total)
 
 

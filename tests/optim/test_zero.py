@@ -101,9 +101,7 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
     assert by_kind.pop("all-gather") == sorted([cut, *(size * n for n in padded)])
     # One sum for all that is small, one for small matrices' directions, and the norms: first those of gradients.
     summed = 4 * sum(numbers[name] for name in small)
-    assert by_kind.pop("all-reduce") == sorted(
-        [4 * len(layout.groups), 8 * len(layout.groups), summed, summed + whole]
-    )
+    assert by_kind.pop("all-reduce") == sorted([4 * len(layout.groups), 8 * len(layout.groups), summed, summed + whole])
     rounds = [c for c in found if c.kind == "collective-permute"]
     assert len(by_kind.pop("collective-permute")) == 2 * sum(
         len(b.plan.joins) + sum(leg.pairs is not None for leg in b.plan.out) for b in travel.values()
@@ -116,9 +114,7 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
         assert traffic["all-gather"] == size * 8 * b.travel.padded
     kept = [4 * math.prod(b.row) * b.slots for b in layout.matrices.values()]
     kept += [8 * n for n in vectors.sizes.values()]
-    assert (
-        0 <= optim_helpers.bytes_per_device(optimizer) - sum(kept) < 256
-    )  # beside them counters and figures
+    assert 0 <= optim_helpers.bytes_per_device(optimizer) - sum(kept) < 256  # beside them counters and figures
     # The program's own arguments: beside the state the parameters, and one part of the gradients.
     weights = sum(4 * x.size for x in jax.tree.leaves(like))
     state = program.memory_analysis().argument_size_in_bytes - 2 * weights

@@ -125,15 +125,13 @@ def test_gradients_of_parts_add_up(window, implementation):
     q, k, v, d_out, _ = inputs(19, 43)
     segments = documents(np.random.default_rng(1), B, 43, 0.15)
     own = segments[:, 24:]
-    (out, lse), pull = jax.vjp(
-        lambda *qkv: reference_attention(*qkv, own, segments, window, 24, scale=0.3), q, k, v
-    )
+    (out, lse), pull = jax.vjp(lambda *qkv: reference_attention(*qkv, own, segments, window, 24, scale=0.3), q, k, v)
     parts = [
         attention_gradients(
             (q, k[:, s], v[:, s]), (out, lse, d_out), own, segments[:, s], window, 24 - s.start, scale=0.3, block=16
         )
         for s in (slice(0, 20), slice(20, 43))
-    ]  # fmt: skip
+    ]
     assert all(x.dtype == jnp.float32 for part in parts for x in part)
     dq = parts[0][0] + parts[1][0]
     dk, dv = (jnp.concatenate([part[i] for part in parts], axis=1) for i in (1, 2))
@@ -165,9 +163,7 @@ def test_one_new_query_against_a_cache():
 def test_no_square_array_at_32k_tokens(window):
     """A [S, S] array of one head would be 4 GiB in float32; the compiled programs need a hundredth of the eight."""
     length, heads, kv_heads, channels = 32768, 8, 2, 64
-    shapes = [
-        jax.ShapeDtypeStruct((1, length, n, channels), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)
-    ]
+    shapes = [jax.ShapeDtypeStruct((1, length, n, channels), jnp.bfloat16) for n in (heads, kv_heads, kv_heads)]
 
     def loss(q, k, v):
         out, lse = attention(q, k, v, window=window, scale=0.1)

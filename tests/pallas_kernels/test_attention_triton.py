@@ -33,10 +33,7 @@ def compare(
         def run(q, k, v):
             out, lse = function(q, k, v, *segments, *where, scale=scale, **options)
             seen = lse > -1e29  # a query without a key has no gradient and a constant log-sum-exp
-            return jnp.sum(out * d_out.astype(out.dtype)) + jnp.sum(jnp.where(seen, lse, 0) * d_lse), (
-                out,
-                lse,
-            )
+            return jnp.sum(out * d_out.astype(out.dtype)) + jnp.sum(jnp.where(seen, lse, 0) * d_lse), (out, lse)
 
         (_, outputs), grads = jax.value_and_grad(run, argnums=(0, 1, 2), has_aux=True)(q, k, v)
         return (*outputs, *grads)
@@ -71,10 +68,7 @@ CASES = {
     "queries behind all keys, which end within a block": ((1, 19, 43, 2, 1, 16, None, 60), {}),
     "96 channels and tokens: whole tiles of 32, no power of two": ((1, 96, 96, 2, 1, 96), {"block": 32}),
     "95 tokens": ((1, 95, 95, 2, 1, 96), {"block": 32}),
-    "97 tokens of 160 channels": (
-        (1, 97, 97, 2, 1, 160),
-        {"block": 32, "dtype": jnp.bfloat16, "tolerance": 0.06},
-    ),
+    "97 tokens of 160 channels": ((1, 97, 97, 2, 1, 160), {"block": 32, "dtype": jnp.bfloat16, "tolerance": 0.06}),
     "bfloat16 at the table's tiles, gradients too": (
         (1, 150, 150, 4, 1, 64, 70, 0, True),
         {"block": None, "dtype": jnp.bfloat16, "tolerance": 0.06},
@@ -133,9 +127,7 @@ def test_blocks_that_are_met_and_blocks_without_a_mask(data):
     ids = documents(np.random.default_rng(draw(st.integers(0, 9))), 1, 160)
     q_ids, k_ids = ids[:, max(offset, 0) :][:, :q_len], ids[:, :k_len]
     ranges = [
-        jax.jit(triton.ranges_of, static_argnums=1)(
-            np.pad(x, ((0, 0), (0, LONGEST - x.shape[1])), "edge"), block
-        )
+        jax.jit(triton.ranges_of, static_argnums=1)(np.pad(x, ((0, 0), (0, LONGEST - x.shape[1])), "edge"), block)
         for x, block in ((q_ids, queries), (k_ids, keys))
     ]
     sizes = tuple(jnp.int32(x) for x in (q_len, k_len, queries, keys))
@@ -143,10 +135,7 @@ def test_blocks_that_are_met_and_blocks_without_a_mask(data):
     back = np.arange(q_len)[:, None] + offset - np.arange(k_len)
     near = (back >= 0) & (back < (window or 1 << 30))
     seen = near & (q_ids[0][:, None] == k_ids[0]) if packed else near
-    for met, turn, rows, columns in (
-        (found[0], np.asarray, queries, keys),
-        (found[1], np.transpose, keys, queries),
-    ):
+    for met, turn, rows, columns in ((found[0], np.asarray, queries, keys), (found[1], np.transpose, keys, queries)):
         some, whole = by_blocks(turn(seen), rows, columns)
         lo, hi, start, end = (np.asarray(x)[: len(some), None] for x in met)
         blocks = np.arange(some.shape[1])

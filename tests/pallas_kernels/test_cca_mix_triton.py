@@ -66,18 +66,14 @@ def assert_equal_to_the_definition(given, target=MI300X):
     theirs = gradients(definition, given, jnp.float32)
     for name in ours:
         for a, b in zip(jax.tree.leaves(ours[name]), jax.tree.leaves(theirs[name]), strict=True):
-            np.testing.assert_allclose(
-                a, b, rtol=2e-5, atol=2e-5 * max(np.abs(b).max(initial=0), 1), err_msg=name
-            )
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(np.abs(b).max(initial=0), 1), err_msg=name)
 
 
 @pytest.mark.parametrize(
     ("heads", "num_kv", "channels", "values", "taps", "turned", "cut"),
     [
         (2, 1, 32, 32, (2, 2), 32, True),
-        pytest.param(
-            4, 2, 64, 64, (2, 2), 64, True, marks=pytest.mark.slow
-        ),  # half of the channels turn, as in ZAYA
+        pytest.param(4, 2, 64, 64, (2, 2), 64, True, marks=pytest.mark.slow),  # half of the channels turn, as in ZAYA
         pytest.param(3, 1, 64, 0, (3, 1), 128, False, marks=pytest.mark.slow),
         pytest.param(2, 2, 16, 16, (1, 1), 0, True, marks=pytest.mark.slow),
         pytest.param(2, 1, 16, 32, (1, 3), 0, False, marks=pytest.mark.slow),
@@ -160,8 +156,6 @@ def test_what_the_kernels_do_not_take_is_left_to_xla():
     assert not taken(columns, parameters, dtype=jnp.bfloat16)
     with chip.making(MI300X):
         ours = mix(columns, before, *parameters, rope, None, None, jnp.float32)
-    theirs = definition(
-        columns, before.reshape(1, 2, 3, 16).transpose(2, 0, 1, 3), *parameters, rope, None, None, None
-    )
+    theirs = definition(columns, before.reshape(1, 2, 3, 16).transpose(2, 0, 1, 3), *parameters, rope, None, None, None)
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

@@ -126,9 +126,7 @@ def test_a_program_over_a_mesh_is_for_its_devices_unless_another_is_named():
         return x
 
     def trace():
-        mapped = jax.shard_map(
-            f, mesh=abstract_mesh(MI300X), in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x")
-        )
+        mapped = jax.shard_map(f, mesh=abstract_mesh(MI300X), in_specs=PartitionSpec("x"), out_specs=PartitionSpec("x"))
         jax.jit(mapped).trace(jnp.ones(2))
 
     trace()
@@ -146,9 +144,7 @@ def test_whom_a_program_is_made_for():
         assert {chip.made_for(x) for x in (mesh, real, {"a": jnp.ones(2)})} == {H200}
     with jax.default_device(jax.devices()[3]):
         assert chip.current() == CPU
-    jax.jit(lambda x: x * (chip.made_for({"a": x}) == CPU))(
-        1.0
-    )  # arrays that are only traced lie nowhere yet
+    jax.jit(lambda x: x * (chip.made_for({"a": x}) == CPU))(1.0)  # arrays that are only traced lie nowhere yet
 
 
 def test_the_chips_own_implementation_is_chosen_and_otherwise_xlas():

@@ -17,13 +17,7 @@ def arrays():
     keys = jax.random.split(jax.random.key(0), 5)
     hidden, embedding = jax.random.normal(keys[0], (N, D)), jax.random.normal(keys[1], (V, D))
     weights = jax.random.bernoulli(keys[4], 0.7, (N,)).astype(jnp.float32)
-    return (
-        hidden,
-        embedding,
-        jax.random.normal(keys[2], (V,)),
-        jax.random.randint(keys[3], (N,), 0, V),
-        weights,
-    )
+    return (hidden, embedding, jax.random.normal(keys[2], (V,)), jax.random.randint(keys[3], (N,), 0, V), weights)
 
 
 @pytest.mark.usefixtures("implementation")
@@ -37,9 +31,7 @@ def test_values_and_gradients(arrays, chunk, z_weight, with_bias):
     def run(function):
         # Scaled after the fact, as a mean over the whole batch is.
         objective = lambda h, e, b: (lambda loss, z: (0.3 * loss, z))(*function(h, e, b, targets, weights))  # noqa: E731
-        return jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))(
-            hidden, embedding, bias
-        )
+        return jax.jit(jax.value_and_grad(objective, argnums=(0, 1, 2), has_aux=True))(hidden, embedding, bias)
 
     with jax.default_matmul_precision("highest"):
         ours = run(lambda *a: cross_entropy(*a, dtype=jnp.float32, z_weight=z_weight, chunk=chunk))
@@ -51,9 +43,7 @@ def test_values_and_gradients(arrays, chunk, z_weight, with_bias):
 
 def test_masked_targets_teach_nothing(arrays):
     hidden, embedding, bias, targets, weights = arrays
-    grad = jax.grad(lambda h: cross_entropy(h, embedding, bias, targets, weights, dtype=jnp.float32)[0])(
-        hidden
-    )
+    grad = jax.grad(lambda h: cross_entropy(h, embedding, bias, targets, weights, dtype=jnp.float32)[0])(hidden)
     np.testing.assert_array_equal(grad[weights == 0], 0)
     assert (np.abs(grad[weights > 0]).sum(-1) > 0).all()
 
@@ -73,10 +63,7 @@ def test_large_logits_do_not_overflow(arrays):
 def test_logits_never_exist_in_full():
     """[N, V] in float32 would be 2 GiB; forward and backward need a twelfth of it."""
     n, d, v = 4096, 64, 131_072
-    shapes = [
-        jax.ShapeDtypeStruct(s, t)
-        for s, t in (((n, d), jnp.float32), ((v, d), jnp.float32), ((n,), jnp.int32))
-    ]
+    shapes = [jax.ShapeDtypeStruct(s, t) for s, t in (((n, d), jnp.float32), ((v, d), jnp.float32), ((n,), jnp.int32))]
     step = jax.value_and_grad(
         lambda h, e, t: cross_entropy(h, e, None, t, jnp.ones(n), dtype=jnp.bfloat16)[0], argnums=(0, 1)
     )
@@ -142,14 +129,7 @@ def test_padding_of_a_gpus_chunks_changes_nothing(arrays):
 @pytest.mark.parametrize("kind", ["gfx942", "NVIDIA H200"])
 @pytest.mark.parametrize(
     ("tokens", "vocab", "with_bias"),
-    [
-        (256, 300, True),
-        (128, 256, False),
-        (200, 5, True),
-        (384, 384, True),
-        (384, 383, False),
-        (128, 385, True),
-    ],
+    [(256, 300, True), (128, 256, False), (200, 5, True), (384, 384, True), (384, 383, False), (128, 385, True)],
 )
 def test_the_kernel_gives_what_the_definition_gives(kind, tokens, vocab, with_bias):
     """Interpreted: words that fill no tile, one chunk and several, padded ones."""
@@ -187,10 +167,7 @@ BESIDE_XLA = {
 def test_the_kernel_gives_what_xla_gives(case):
     tokens, channels, dtype, bias = case
     keys = jax.random.split(jax.random.key(3), 3)
-    hidden, embedding = (
-        jax.random.normal(keys[0], (tokens, channels)),
-        jax.random.normal(keys[1], (300, channels)),
-    )
+    hidden, embedding = (jax.random.normal(keys[0], (tokens, channels)), jax.random.normal(keys[1], (300, channels)))
     embedding = embedding * 8 / channels
     bias = None if bias is None else jnp.asarray(bias, jnp.float32)
     targets = jax.random.randint(keys[2], (tokens,), 0, 100)

@@ -21,11 +21,7 @@ from pallas_kernels.newton_schulz import orthogonalize
 from pallas_kernels.residual_norm import Joining
 from pallas_kernels.residual_norm import reference as norm_definition
 
-CHIPS = {
-    "cpu": chip.Chip("cpu", "cpu"),
-    "xla": chip.Chip("gpu", "gfx942", ()),
-    "kernels": chip.Chip("cpu", "gfx942"),
-}
+CHIPS = {"cpu": chip.Chip("cpu", "cpu"), "xla": chip.Chip("gpu", "gfx942", ()), "kernels": chip.Chip("cpu", "gfx942")}
 SHAPE = 1, 64, 2, 32  # batch, tokens, heads, channels
 
 
@@ -115,11 +111,9 @@ def test_ccas_mixing_of_tokens_that_are_zero(target):
 
     whole = results(mixed, (columns, *weights))
     alone = results(
-        lambda columns, *weights: mix(
-            columns, None, *weights, [], segments[:, :14], None, jnp.float32
-        )[:2],
+        lambda columns, *weights: mix(columns, None, *weights, [], segments[:, :14], None, jnp.float32)[:2],
         (columns[:, :12], *weights),
-    )  # fmt: skip
+    )
     (_, out), (d_columns, *others) = whole
     np.testing.assert_array_equal(d_columns[:, 12:], 0)
     assert_equal(((_, out), (d_columns[:, :12], *others)), alone)
@@ -137,13 +131,10 @@ def test_a_bias_that_takes_the_word_of_masked_places_away(target, offset, tokens
     def loss(function, **options):
         return lambda h, e: function(h, e, bias, targets, weights, z_weight=0.1, **options)[0]
 
-    ours = results(
-        loss(cross_entropy, dtype=jnp.float32, chunk=64 if tokens == 100 else 128), (hidden, table)
-    )
+    ours = results(loss(cross_entropy, dtype=jnp.float32, chunk=64 if tokens == 100 else 128), (hidden, table))
     known = bias.at[0].set(max(offset, -1e4))  # the definition knows no place that does not count
     theirs = results(
-        lambda h, e: reference_entropy.cross_entropy(h, e, known, targets, weights, z_weight=0.1)[0],
-        (hidden, table),
+        lambda h, e: reference_entropy.cross_entropy(h, e, known, targets, weights, z_weight=0.1)[0], (hidden, table)
     )
     assert_equal(ours, theirs, 2e-4)
 

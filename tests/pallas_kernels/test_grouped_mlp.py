@@ -11,16 +11,7 @@ from hypothesis import strategies as st
 from kernel_helpers import CPU
 
 from pallas_kernels import chip
-from pallas_kernels.grouped_mlp import (
-    cpu,
-    grouped_mlp,
-    layer_mlp,
-    reference,
-    routed_mlp,
-    stacked_mlp,
-    triton,
-    xla,
-)
+from pallas_kernels.grouped_mlp import cpu, grouped_mlp, layer_mlp, reference, routed_mlp, stacked_mlp, triton, xla
 
 E, D, F = 4, 12, 20
 SIZES = {
@@ -105,21 +96,18 @@ def assert_routed_equals_the_reference(sizes, more, dim, width, gated, dtype, ki
     with chip.making(chip.Chip("cpu", kind)), jax.default_matmul_precision("highest"):
         mlp = lambda x, gate, *weights: routed_mlp(x, order, sizes, gate, *weights)  # noqa: E731
         ours, theirs = (
-            jax.jit(
-                lambda *args, f=f: (lambda y, pull: (y, *pull(d_out.astype(y.dtype))))(*jax.vjp(f, *args))
-            )(x, gate, gate_up, down)
+            jax.jit(lambda *args, f=f: (lambda y, pull: (y, *pull(d_out.astype(y.dtype))))(*jax.vjp(f, *args)))(
+                x, gate, gate_up, down
+            )
             for f in (mlp, plain)
         )
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
         a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
-        np.testing.assert_allclose(
-            a, b, atol=(1e-5 if dtype == "float32" else 2e-2) * max(np.abs(b).max(), 1)
-        )
+        np.testing.assert_allclose(a, b, atol=(1e-5 if dtype == "float32" else 2e-2) * max(np.abs(b).max(), 1))
 
 
 @pytest.mark.parametrize(
-    ("add", "shares", "gated"),
-    [(False, None, True), (True, None, False), (False, (jnp.negative, jnp.negative), True)],
+    ("add", "shares", "gated"), [(False, None, True), (True, None, False), (False, (jnp.negative, jnp.negative), True)]
 )
 def test_a_layers_gradients_are_written_in_its_place(add, shares, gated):
     """In a loop over checkpointed layers, whose gradients' stack nobody has filled, or whose sums are added to; or what
@@ -127,10 +115,7 @@ def test_a_layers_gradients_are_written_in_its_place(add, shares, gated):
     layers, num, sizes = 3, 40, jnp.asarray([11, 0, 20, 5], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (num, D))
-    weights = (
-        jax.random.normal(keys[1], (layers, E, D, 2 * F)) / 3,
-        jax.random.normal(keys[2], (layers, E, F, D)) / 3,
-    )
+    weights = (jax.random.normal(keys[1], (layers, E, D, 2 * F)) / 3, jax.random.normal(keys[2], (layers, E, F, D)) / 3)
     order = jnp.arange(num)[::-1]
     gates = jax.random.uniform(keys[0], (layers, num)) if gated else None
 

@@ -41,10 +41,7 @@ def test_forward_and_backward_apart(tmp_path, operator):
 
 
 def test_what_is_wrong_is_not_timed(monkeypatch):
-    others = {
-        "half": lambda dtype: lambda x: 0.5 * x.astype(dtype),
-        "none": lambda dtype: lambda x: jnp.zeros(3) + x,
-    }
+    others = {"half": lambda dtype: lambda x: 0.5 * x.astype(dtype), "none": lambda dtype: lambda x: jnp.zeros(3) + x}
     monkeypatch.setattr(kernels, "rivals", lambda *_: others)
     (case,) = cases.of_operator("newton_schulz")
     rows = {row.implementation: row for row in kernels.measure(case, cases.SMALL, HERE, 1e-3)}
@@ -61,8 +58,6 @@ def test_useful_work_of_zaya(case):
         ("attention", "causal"): {"forward": 2 * 2 * 8 * 128 * 4 * 4096 * 4097 / 2},
         ("grouped_mlp", "tokens where they lie"): {"forward": 2 * 3 * 16384 * 2048 * 2048},
         ("cross_entropy", "tied head"): {"gradients": 3 * 2 * 16384 * 2048 * 262_272},
-        ("newton_schulz", "gate and up of four experts"): {
-            "alone": 5 * 4 * (4 * 2048**2 * 4096 + 2 * 2048**3)
-        },
+        ("newton_schulz", "gate and up of four experts"): {"alone": 5 * 4 * (4 * 2048**2 * 4096 + 2 * 2048**3)},
     }.get((case.operator, case.label), {})
     assert {direction: flops[direction] for direction in expected} == expected

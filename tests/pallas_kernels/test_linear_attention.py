@@ -50,9 +50,8 @@ def test_gradients_in_bfloat16():
     *qkv, d_out = inputs(200)
     segments = documents(np.random.default_rng(0), B, 200, 0.12)
     low = with_gradients(
-        lambda *a: linear_attention(*a, segments).astype(jnp.float32),
-        *(x.astype(jnp.bfloat16) for x in qkv), d_out,
-    )  # fmt: skip
+        lambda *a: linear_attention(*a, segments).astype(jnp.float32), *(x.astype(jnp.bfloat16) for x in qkv), d_out
+    )
     exact = with_gradients(lambda *a: reference_linear_attention(*a, segments), *qkv, d_out)
     for a, b in zip(low[1:], exact[1:], strict=True):
         assert a.dtype == jnp.bfloat16

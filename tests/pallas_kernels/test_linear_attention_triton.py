@@ -82,9 +82,7 @@ FAST = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in CASES]
-)
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n in FAST else [pytest.mark.slow]) for n in CASES])
 def test_values_and_gradients(case):
     shape, options = CASES[case]
     compare(*shape, **options)
@@ -109,16 +107,12 @@ def test_any_shape(data):
 def test_bfloat16_errs_as_xlas_does():
     """Against the definition in float32 of the same numbers, at the chunk and the tiles of a GPU."""
     given, segments = arrays(1, 400, 4, 1, 64, True, jnp.bfloat16)
-    exact = with_gradients(
-        lambda *a: reference_linear_attention(*a, segments), *(x.astype(jnp.float32) for x in given)
-    )
+    exact = with_gradients(lambda *a: reference_linear_attention(*a, segments), *(x.astype(jnp.float32) for x in given))
 
     def errors(made_for):
         found = with_gradients(lambda *a: linear_attention(*a, segments), *given, made_for)
         norm = np.linalg.norm
-        return np.asarray(
-            [norm(a.astype(jnp.float32) - b) / norm(b) for a, b in zip(found, exact, strict=True)]
-        )
+        return np.asarray([norm(a.astype(jnp.float32) - b) / norm(b) for a, b in zip(found, exact, strict=True)])
 
     ours, xlas = errors(MI300X), errors(chip.Chip("gpu", "gfx942", ()))
     assert (ours <= 1.2 * xlas).all() and ours.max() < 2.0**-6
@@ -168,9 +162,7 @@ def test_the_kernels_are_what_runs():
 
     def names(made_for, chunk):
         with chip.making(made_for):
-            program = jax.make_jaxpr(
-                jax.grad(lambda q: jnp.sum(linear_attention(q, k, v, chunk=chunk)))
-            )(q)  # fmt: skip
+            program = jax.make_jaxpr(jax.grad(lambda q: jnp.sum(linear_attention(q, k, v, chunk=chunk))))(q)
         return [w for w in str(program).split() if w.startswith("name=linear_")]
 
     own = ["states", "carry", "outputs", "d_queries", "states", "carry", "d_keys"]

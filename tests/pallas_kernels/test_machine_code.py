@@ -39,7 +39,7 @@ def code(arch="gfx942", registers=64, shared=0, threads=256, **more) -> Code:
         (code("sm_90", registers=64, threads=128, shared=227 << 10), 1),
         (code("sm_90", registers=64, threads=128, shared=(227 << 10) + 1), 0),
     ],
-)  # fmt: skip
+)
 def test_how_many_warps_fit(of, occupancy):
     assert of.occupancy == occupancy
 
@@ -119,9 +119,7 @@ def test_a_loop_of_matrix_instructions_alone_runs_at_the_peak():
     def body(*texts):
         return [Instruction(4 * n, text, None) for n, text in enumerate(texts)]
 
-    products = [
-        f"v_mfma_f32_32x32x8_bf16 a[{n}:{n + 15}], v[0:1], v[2:3], a[{n}:{n + 15}]" for n in range(0, 128, 16)
-    ]
+    products = [f"v_mfma_f32_32x32x8_bf16 a[{n}:{n + 15}], v[0:1], v[2:3], a[{n}:{n + 15}]" for n in range(0, 128, 16)]
     found = inner_loop._on_amd(code(registers=128), body(*products))
     assert found.matrix == 8 and found.bound == "matrix cores" and found.share == 1
     # 8,192 FLOPs a thread of 64 on one of four schedulers that share 2,048 a clock.

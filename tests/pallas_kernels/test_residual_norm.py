@@ -41,10 +41,7 @@ def block(module, gated, dtype, wide):
     return jax.jit(jax.value_and_grad(objective, has_aux=True))
 
 
-OURS, THEIRS = (
-    (read, join, join_and_read),
-    (reference.read, reference.join, reference.join_and_read),
-)
+OURS, THEIRS = ((read, join, join_and_read), (reference.read, reference.join, reference.join_and_read))
 
 
 def assert_equal_to_the_reference(target, rows, columns, width, dtype, wide, gated=True, tolerance=2e-5):

@@ -57,9 +57,7 @@ def test_nothing_spills_and_all_fits(name, case):
         assert code.shared <= code.core.a_block and code.occupancy >= 1, code
 
 
-@pytest.mark.parametrize(
-    ("name", "case"), judged("mi300x")
-)  # NVIDIA's disassembler takes a second or two a kernel
+@pytest.mark.parametrize(("name", "case"), judged("mi300x"))  # NVIDIA's disassembler takes a second or two a kernel
 def test_products_run_on_matrix_cores(name, case):
     if missing := inner_loop.missing(page.CHIPS[name]):
         pytest.skip(f"{missing} is not installed")

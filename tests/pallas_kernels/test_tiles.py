@@ -16,9 +16,7 @@ def test_narrow_rounds_to_the_nearest_and_ties_to_even(kind):
     numbers = np.concatenate([numbers[~np.isnan(numbers)], np.array([np.nan], np.float32)])
     with chip.making(chip.Chip("cpu", kind)):
         found = jax.jit(lambda x: tiles.narrow(x, jnp.bfloat16))(numbers)
-    np.testing.assert_array_equal(
-        np.asarray(found).astype(np.float32), numbers.astype(jnp.bfloat16).astype(np.float32)
-    )
+    np.testing.assert_array_equal(np.asarray(found).astype(np.float32), numbers.astype(jnp.bfloat16).astype(np.float32))
 
 
 @pytest.mark.parametrize("length", [31, 32, 33, 63, 64])

@@ -46,9 +46,7 @@ GROUPED = with_model(
     model_type="dense", num_experts=1, intermediate_size=48, attention_bias=False, num_attention_heads=16,
     num_key_value_heads=4,
 )  # fmt: skip
-MIXED = with_model(
-    layer_types=("hybrid_linear", "hybrid") * 2, num_hidden_layers=4, sliding_window=None,
-)  # fmt: skip
+MIXED = with_model(layer_types=("hybrid_linear", "hybrid") * 2, num_hidden_layers=4, sliding_window=None)
 
 
 def batch(rows: int = ROWS, length: int = LENGTH, seed: int = 0) -> dict[str, np.ndarray]:
@@ -76,8 +74,7 @@ def _parameters(model: config.Model, precision: config.Precision):
     # On the host: a program for each shape would take longer to compile. With this seed the router uses most experts.
     rng = np.random.default_rng(7)
     return jax.tree.map(
-        lambda x: jnp.asarray(np.asarray(x) + np.float32(0.1) * rng.standard_normal(x.shape, np.float32)),
-        tree,
+        lambda x: jnp.asarray(np.asarray(x) + np.float32(0.1) * rng.standard_normal(x.shape, np.float32)), tree
     )
 
 
@@ -137,15 +134,9 @@ def assert_same(ours, theirs):
     """Loss within 1e-6, counts equal, every gradient within 1e-5 of its norm."""
     np.testing.assert_allclose(ours[0], theirs[0], rtol=1e-6)
     np.testing.assert_array_equal(ours[1], theirs[1])
-    for (path, a), b in zip(
-        jax.tree_util.tree_flatten_with_path(ours[2])[0], jax.tree.leaves(theirs[2]), strict=True
-    ):
+    for (path, a), b in zip(jax.tree_util.tree_flatten_with_path(ours[2])[0], jax.tree.leaves(theirs[2]), strict=True):
         bound = 1e-5 * np.linalg.norm(b) + 1e-8
-        assert np.linalg.norm(a - b) <= bound, (
-            jax.tree_util.keystr(path),
-            np.linalg.norm(a - b),
-            np.linalg.norm(b),
-        )
+        assert np.linalg.norm(a - b) <= bound, (jax.tree_util.keystr(path), np.linalg.norm(a - b), np.linalg.norm(b))
 
 
 class Run:
@@ -176,8 +167,5 @@ class Run:
     def logical(self):
         """The state as a checkpoint holds it, on the host."""
         state, parts = jax.device_get(self.state), spread_of(self.settings.mesh, self.mesh.shape).heads
-        logical = {
-            "params": state["params"],
-            "optimizer": logical_state.of(self.optimizer, state["optimizer"]),
-        }
+        logical = {"params": state["params"], "optimizer": logical_state.of(self.optimizer, state["optimizer"])}
         return {**sharding.arrange(logical, parts, inverse=True), "balance": state["balance"]._asdict()}

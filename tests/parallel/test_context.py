@@ -35,18 +35,12 @@ def documents(length=LENGTH, batch=BATCH):
 def on_sequence(spread, body, out_specs, replicated=0):
     """body on devices, its first arguments whole and the others' columns cut."""
     sizes = {axis: getattr(spread, axis) for axis in spread.sequence_axes}
-    mesh = jax.make_mesh(
-        tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes)
-    )
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Auto,) * len(sizes))
 
     def run(*args):
-        specs = [PartitionSpec()] * replicated + [PartitionSpec(None, spread.sequence_axes)] * (
-            len(args) - replicated
-        )
+        specs = [PartitionSpec()] * replicated + [PartitionSpec(None, spread.sequence_axes)] * (len(args) - replicated)
         with jax.default_matmul_precision("highest"):
-            return jax.shard_map(
-                body, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False
-            )(*args)
+            return jax.shard_map(body, mesh=mesh, in_specs=tuple(specs), out_specs=out_specs, check_vma=False)(*args)
 
     return jax.jit(run)
 
@@ -114,18 +108,10 @@ def run_cca(spread, taps, x, weight, segments, window, bias=True):
         (Spread(context=4), (3, 4), 40, True, None),  # a chunk of 5, as many as the taps look back
         (Spread(context=4, ring=True), (3, 4), 48, True, 7),
         pytest.param(Spread(context=2), (2, 2), 16, False, 3, marks=pytest.mark.slow),
-        (
-            Spread(context=8),
-            (1, 1),
-            16,
-            False,
-            None,
-        ),  # chunks of one token: only the delayed value looks back
+        (Spread(context=8), (1, 1), 16, False, None),  # chunks of one token: only the delayed value looks back
         # Two axes as one; in the default run the whole model has it, in test_tsp.py.
         pytest.param(Spread(context=2, tensor=2, tsp=True), (1, 3), 32, True, 5, marks=pytest.mark.slow),
-        pytest.param(
-            Spread(context=2, tensor=4, tsp=True, ring=True), (2, 1), 32, True, None, marks=pytest.mark.slow
-        ),
+        pytest.param(Spread(context=2, tensor=4, tsp=True, ring=True), (2, 1), 32, True, None, marks=pytest.mark.slow),
     ],
 )
 def test_attention_of_a_cut_sequence(spread, taps, length, packed, window):
@@ -158,15 +144,7 @@ def test_zigzag_and_back(length, parts):
 
 
 def compiled_layer(
-    spread,
-    batch=BATCH,
-    length=LENGTH,
-    gradient=True,
-    again=False,
-    heads=4,
-    kv=2,
-    channels=8,
-    dtype=jnp.float32,
+    spread, batch=BATCH, length=LENGTH, gradient=True, again=False, heads=4, kv=2, channels=8, dtype=jnp.float32
 ):
     """Halo of x and attention of q, k, v, compiled; with gradients, and computed again but for the attention."""
 
@@ -197,15 +175,11 @@ def sent(found, kinds):
 # In a ring of two this small program's forward and backward pass share the one exchange of keys and values.
 @pytest.mark.parametrize(
     ("parts", "by_ring"),
-    [
-        (2, False), (4, True), *(pytest.param(8, by_ring, marks=pytest.mark.slow) for by_ring in (False, True))
-    ],
-)  # fmt: skip
+    [(2, False), (4, True), *(pytest.param(8, by_ring, marks=pytest.mark.slow) for by_ring in (False, True))],
+)
 def test_what_travels_is_what_the_docstring_says(parts, by_ring):
     spread = Spread(context=parts, ring=by_ring)
-    formula = formulas.of_context(
-        BATCH, LENGTH, parts, num_kv=2, channels=8, width=16, reach=2, size=4, ring=by_ring
-    )
+    formula = formulas.of_context(BATCH, LENGTH, parts, num_kv=2, channels=8, width=16, reach=2, size=4, ring=by_ring)
     forward, both = (hlo.collectives(compiled_layer(spread, gradient=g)) for g in (False, True))
     segments = 4 * BATCH * LENGTH * (parts - 1) / parts  # once a step, not a layer
     every = ("all-gather", "reduce-scatter", "collective-permute", "all-to-all", "all-reduce")
@@ -299,10 +273,7 @@ def run_ring(parts, q, k, v, segments, window, monkeypatch):
     ("case", "expected"),
     [
         ("whole", [9, 9, 9, 9]),  # of 4 x 4 pairs of chunks, half above the diagonal; 2 N + 1
-        (
-            "window",
-            [3, 4, 4, 4],
-        ),  # of 9 tokens: each chunk of 8 sees itself and, but for the first, its neighbour
+        ("window", [3, 4, 4, 4]),  # of 9 tokens: each chunk of 8 sees itself and, but for the first, its neighbour
         ("documents", [2, 2, 2, 2]),  # of a chunk each
         ("two documents", [5, 5, 5, 5]),  # of half the sequence each
     ],
@@ -316,9 +287,7 @@ def test_the_ring_computes_only_pairs_that_see_each_other(case, expected, monkey
     window = np.int32(9) if case == "window" else None
     out, visits = run_ring(4, q, k, v, segments, window, monkeypatch)
     assert visits == expected
-    np.testing.assert_allclose(
-        out, reference_attention(q, k, v, segments, segments, window, scale=0.3)[0], atol=2e-5
-    )
+    np.testing.assert_allclose(out, reference_attention(q, k, v, segments, segments, window, scale=0.3)[0], atol=2e-5)
 
 
 @pytest.mark.parametrize("by_ring", [False, True])

@@ -41,9 +41,7 @@ def on_devices(spread, form):
 
     out = (TOKENS, TOKENS, TOKENS, EXPERTS, EXPERTS)
     return jax.jit(
-        jax.shard_map(
-            run, mesh=mesh_of(spread), in_specs=(*ARGUMENTS, TOKENS), out_specs=out, check_vma=False
-        )
+        jax.shard_map(run, mesh=mesh_of(spread), in_specs=(*ARGUMENTS, TOKENS), out_specs=out, check_vma=False)
     )
 
 
@@ -94,9 +92,7 @@ def test_equal_to_one_device_whatever_the_router_chose(monkeypatch, form, spread
     with jax.default_matmul_precision("highest"):
         for who in ("mixed", "uneven", "all one", "all skip"):
             args = (x, choices(who, keys[5], num), gate, *weights, d_out)
-            for name, a, b in zip(
-                ("y", "dx", "d_gate", "d_gate_up", "d_down"), run(*args), on_one(*args), strict=True
-            ):
+            for name, a, b in zip(("y", "dx", "d_gate", "d_gate_up", "d_down"), run(*args), on_one(*args), strict=True):
                 assert np.linalg.norm(a - b) <= 1e-6 * np.linalg.norm(b), (who, name)
 
 
@@ -110,9 +106,7 @@ def test_one_round_up_to_twice_the_even_load_and_no_more_than_stated_beyond(form
             counts = lax.all_gather(own[0], "expert").reshape(devices, devices, -1)
             return dispatch.FORMS[form](counts, num, ("expert",)).rounds
 
-        mapped = jax.shard_map(
-            body, mesh=mesh_of(spread), in_specs=EXPERTS, out_specs=PartitionSpec(), check_vma=False
-        )
+        mapped = jax.shard_map(body, mesh=mesh_of(spread), in_specs=EXPERTS, out_specs=PartitionSpec(), check_vma=False)
         return int(jax.jit(mapped)(jnp.asarray(sizes, jnp.int32)))
 
     even = np.full((devices, E), num // E)
@@ -178,9 +172,7 @@ def test_traffic_and_memory_of_a_round(devices, num, dim, width, num_experts):
         traced = lowered(Spread(expert=devices), num, dim, width, num_experts, "slots", backward)
         program = traced.lower().compile()
         found = [(c.kind, c.bytes, c.times) for c in hlo.collectives(program)]
-        assert sorted(x[:2] for x in found if x[2] is None) == [("all-to-all", rows)] * (
-            later if devices > 2 else 0
-        )
+        assert sorted(x[:2] for x in found if x[2] is None) == [("all-to-all", rows)] * (later if devices > 2 else 0)
         once = [("all-gather", counts, 1)] + [("all-to-all", rows, 1)] * first
         assert sorted(x for x in found if x[2] is not None) == once
         own = num_experts // devices

@@ -69,9 +69,7 @@ def on_devices(function, size, zigzag, **options):
 
 
 @pytest.mark.parametrize("zigzag", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "size", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("function", [linear.lasp2, pytest.param(rivals.lasp1, marks=pytest.mark.slow)])
 def test_equal_to_one_device(function, size, zigzag):
     q, k, v, d_out = inputs(96)
@@ -94,9 +92,7 @@ def test_equal_to_one_device(function, size, zigzag):
 
 def test_a_sequence_over_two_axes():
     """As with TSP, where the tensor axis carries the sequence too."""
-    mesh = jax.make_mesh(
-        (2, 2), ("context", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
+    mesh = jax.make_mesh((2, 2), ("context", "tensor"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
     axes = ("context", "tensor")
     spec = PartitionSpec(None, axes)
     q, k, v, _ = inputs(32)
@@ -151,9 +147,7 @@ def test_the_states_do_not_wait_for_the_work_within_a_device():
     """The all-gather's operand does not come from the loop over chunks, so both can run at once."""
     text = compiled(linear.lasp2, 8 * 1024).as_text()
     entry = text[text.index("ENTRY") :]
-    made = {
-        line.split(" = ")[0].split()[-1].lstrip("%"): line for line in entry.splitlines() if " = " in line
-    }
+    made = {line.split(" = ")[0].split()[-1].lstrip("%"): line for line in entry.splitlines() if " = " in line}
     pending, seen = [name for name, line in made.items() if " all-gather(" in line], set()
     while pending:
         name = pending.pop()

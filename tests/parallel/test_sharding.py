@@ -13,9 +13,7 @@ ZAYA, LARGE = helpers.SETTINGS, Config()
 TWELVE_HEADS = dataclasses.replace(
     LARGE, model=dataclasses.replace(ZAYA.model, num_attention_heads=12, num_key_value_heads=4)
 )
-NARROW = dataclasses.replace(
-    helpers.DENSE, model=dataclasses.replace(helpers.DENSE.model, intermediate_size=50)
-)
+NARROW = dataclasses.replace(helpers.DENSE, model=dataclasses.replace(helpers.DENSE.model, intermediate_size=50))
 
 
 @pytest.mark.parametrize(("settings", "spread", "seq_len", "words"), [

@@ -14,10 +14,7 @@ MESHES = {
     "expert": (8, dict(data=2, expert=4)),
     "fsdp and tensor": (8, dict(data=2, tensor=4, fsdp=True)),
     "data, expert and context": (8, dict(data=2, expert=2, context=2)),
-    "data, expert and tensor": (
-        8,
-        dict(data=2, expert=2, tensor=2),
-    ),  # test_checkpoints.py goes on from it with fsdp
+    "data, expert and tensor": (8, dict(data=2, expert=2, tensor=2)),  # test_checkpoints.py goes on from it with fsdp
     "expert, tensor and fsdp": (8, dict(data=2, expert=2, tensor=2, fsdp=True)),
     "tsp": (8, dict(data=2, expert=2, tensor=2, tsp=True)),
 }
@@ -60,7 +57,5 @@ def test_training_on_a_mesh_is_training_on_one_device(name):
     assert compiled == [], "a run that goes on needs no other program than one that begins"
     np.testing.assert_allclose(losses, reference()[0], rtol=2e-6)
     for part in ("params", "balance"):
-        for a, b in zip(
-            jax.tree.leaves(run.logical()[part]), jax.tree.leaves(reference()[1][part]), strict=True
-        ):
+        for a, b in zip(jax.tree.leaves(run.logical()[part]), jax.tree.leaves(reference()[1][part]), strict=True):
             np.testing.assert_allclose(a, b, atol=2e-5)

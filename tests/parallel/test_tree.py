@@ -30,9 +30,7 @@ def lay_out(x, size):
 
 def on_devices(function, size):
     mapped = functools.partial(function, scale=0.3, axis="context")
-    return jax.shard_map(
-        mapped, mesh=mesh_of(size), in_specs=(ALL, PARTS, PARTS, ALL), out_specs=ALL, check_vma=False
-    )
+    return jax.shard_map(mapped, mesh=mesh_of(size), in_specs=(ALL, PARTS, PARTS, ALL), out_specs=ALL, check_vma=False)
 
 
 @pytest.mark.parametrize("size", [2, 8])
@@ -62,9 +60,7 @@ def test_a_prompt_and_new_columns_go_where_they_belong():
             held = cache.write(held, x[:, index : index + 1], jnp.int32(index))
         return held.read(), held.stack[::2]
 
-    filled, others = jax.shard_map(
-        fill, mesh=mesh_of(size), in_specs=ALL, out_specs=(PARTS, ALL), check_vma=False
-    )(x)
+    filled, others = jax.shard_map(fill, mesh=mesh_of(size), in_specs=ALL, out_specs=(PARTS, ALL), check_vma=False)(x)
     np.testing.assert_array_equal(filled, lay_out(x, size))
     np.testing.assert_array_equal(others, -1)  # the layers below and above
 

@@ -37,9 +37,8 @@ def case(devices: int = 8, at_once: int = 4, micro_batches: int = 1, mesh: Mesh 
     here = schedule.phase_config(config, schedule.make_plan(config).segments[0].phase)
     sizes = shape_of(mesh, devices)
     return Case(
-        here, spread_of(mesh, sizes), "mi300x", at_once * micro_batches * sizes["data"] * sizes["expert"],
-        micro_batches,
-    )  # fmt: skip
+        here, spread_of(mesh, sizes), "mi300x", at_once * micro_batches * sizes["data"] * sizes["expert"], micro_batches
+    )
 
 
 def flops(found: Case, *stages: str) -> float:
@@ -186,10 +185,7 @@ def test_the_search_gives_what_fits_fastest_first(monkeypatch):
 
 
 def test_weak_scaling_says_where_a_choice_stops_paying(monkeypatch):
-    ways = [
-        search.Scaling("a", ((8, 1.0, 0), (16, 2.0, 0))),
-        search.Scaling("b", ((8, 1.5, 0), (16, 1.6, 0))),
-    ]
+    ways = [search.Scaling("a", ((8, 1.0, 0), (16, 2.0, 0))), search.Scaling("b", ((8, 1.5, 0), (16, 1.6, 0)))]
     assert search.fastest(ways) == ["8 to 8 devices: a is the fastest", "16 to 16 devices: b is the fastest"]
     monkeypatch.setattr(search, "DEVICES", (8, 1024, 16_384))
     found = search.scaling(case(64), CLUSTER, RATES)

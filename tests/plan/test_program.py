@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def plan(*options: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-m", "experiments.plan", *options], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )  # fmt: skip
+    )
 
 
 def test_a_plan_is_written_as_text_numbers_and_page(tmp_path):

@@ -90,10 +90,7 @@ TENSORS = {
         lambda t: t.update({NORM: np.ones((8, 1), np.float32)}),
         rf"{NORM} has shape \(8, 1\), expected \(8,\)",
     ),
-    "of another kind": (
-        lambda t: t.update({NORM: np.ones(8, np.int64)}),
-        f"{NORM} is I64, not F32",
-    ),
+    "of another kind": (lambda t: t.update({NORM: np.ones(8, np.int64)}), f"{NORM} is I64, not F32"),
     "an untied head": (lambda t: t.update({names.HEAD: 2 * t[names.EMBEDDING]}), "the head must be tied"),
 } | {
     f"{bad} in {name}": (
@@ -156,19 +153,10 @@ def test_files_that_are_missing(tmp_path, source):
     ("file", "says"),
     [
         ("model-9.safetensors", r"model-9\.safetensors is missing"),
-        (
-            "model-2.safetensors",
-            f"disagree about {NORM};",
-        ),
+        ("model-2.safetensors", f"disagree about {NORM};"),
         (None, rf"model-1\.safetensors disagree about {NORM};"),
-        *(
-            (elsewhere, rf"places {NORM} in|is missing")
-            for elsewhere in ("../model-1.safetensors", "/x", "", "..", 3)
-        ),
-        *(
-            (odd, rf"places {NORM} in .*, which is not a file beside it")
-            for odd in ("a\0b", "x\nb", "\ud800")
-        ),
+        *((elsewhere, rf"places {NORM} in|is missing") for elsewhere in ("../model-1.safetensors", "/x", "", "..", 3)),
+        *((odd, rf"places {NORM} in .*, which is not a file beside it") for odd in ("a\0b", "x\nb", "\ud800")),
     ],
 )
 def test_an_index_that_names_wrong_files(sharded, file, says):
@@ -217,17 +205,11 @@ def test_a_config_that_is_no_json_object(source, text):
         ({"hidden_size": "8"}, "hidden_size='8' has the wrong type"),
         ({"layer_types": ["hybrid", "mamba"]}, "'mamba'"),
         ({"layer_types": ["hybrid", "hybrid_sliding"]}, "sliding_window=None"),
-        (
-            {"layer_types": ["hybrid", "hybrid_linear"]},
-            "layer 1 is hybrid_linear, which PyTorch's zaya does not",
-        ),
+        ({"layer_types": ["hybrid", "hybrid_linear"]}, "layer 1 is hybrid_linear, which PyTorch's zaya does not"),
         ({"layer_types": ["hybrid"]}, "names 1 layers"),
         ({"layer_types": 5}, "layer_types is 5; expected a list"),
         ({"rope_parameters": {"hybrid": {"rope_type": "yarn", "rope_theta": 1e4}}}, "rope_type='yarn'"),
-        (
-            {"rope_parameters": {"hybrid": {"rope_theta": 1e4, "factor": 8.0}}},
-            "rope_parameters.hybrid.factor",
-        ),
+        ({"rope_parameters": {"hybrid": {"rope_theta": 1e4, "factor": 8.0}}}, "rope_parameters.hybrid.factor"),
         ({"rope_parameters": {"full": {"rope_theta": 1e4}}}, "rope_parameters.full is unknown"),
         ({"rope_parameters": {"hybrid": 3}}, "rope_parameters.hybrid is unknown"),
         ({"rope_parameters": [1]}, "rope_parameters"),

@@ -124,9 +124,7 @@ def train_state(workdir, settings, step):
     params = zaya.init(settings.model, jax.random.key(1))
     bias = jax.random.normal(jax.random.key(2), (MODEL.num_hidden_layers, MODEL.num_experts + 1))
     checkpoints = store.Store(workdir)
-    checkpoints.save(
-        step, {"params": params, "optimizer": {"mean": params}, "balance": {"bias": bias}}, {"step": step}
-    )
+    checkpoints.save(step, {"params": params, "optimizer": {"mean": params}, "balance": {"bias": bias}}, {"step": step})
     checkpoints.close()
     return params, bias
 
@@ -257,9 +255,7 @@ def test_host_memory_stays_near_one_shard(tmp_path):
     size = sum(map(tensor_files.num_bytes, specs))
     assert size > 250e6
     for way in (("from_hf", source, tmp_path / "work"), ("to_hf", tmp_path / "work", tmp_path / "out")):
-        done = subprocess.run(
-            [sys.executable, "-c", PEAK, *map(str, way)], capture_output=True, text=True, check=True
-        )
+        done = subprocess.run([sys.executable, "-c", PEAK, *map(str, way)], capture_output=True, text=True, check=True)
         assert int(done.stdout) < size / 2, way[0]
     there, back = hf.Directory(source), hf.Directory(tmp_path / "out")
     for name in tensors:
@@ -272,8 +268,6 @@ def test_a_model_with_linear_attention_is_not_exported(tmp_path):
     settings = config.editable(read_config(tmp_path / "work"))
     settings.model.layer_types = ("hybrid", "hybrid_linear", "hybrid")
     (tmp_path / "work" / "config.json").write_text(json.dumps(config.to_dict(config.check(settings))))
-    with pytest.raises(
-        UserError, match=r"layer 1 is hybrid_linear, which PyTorch's zaya does not have; only"
-    ):
+    with pytest.raises(UserError, match=r"layer 1 is hybrid_linear, which PyTorch's zaya does not have; only"):
         exchange.to_hf(tmp_path / "work", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -25,13 +25,7 @@ from zaya_jax.pytorch import named
 CASES = [(folder, "cpu") for folder in ("base", "sliding", "taps", "mixed")]
 CASES += [("mixed", "gpu"), ("taps", "cuda")]  # NVIDIA's experts are loops of their own
 CASES += [("mixed", "kernels")]  # all of a GPU's own kernels, interpreted
-SLOW = [
-    ("mixed", "attention"),
-    ("base", "gpu"),
-    ("sliding", "gpu"),
-    ("base", "kernels"),
-    ("sliding", "kernels"),
-]
+SLOW = [("mixed", "attention"), ("base", "gpu"), ("sliding", "gpu"), ("base", "kernels"), ("sliding", "kernels")]
 CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
 
 # Whose kernels run in a golden case's loss and gradients. Not these: cca_mix, since fewer than 16 pairs of channels
@@ -82,9 +76,7 @@ def assert_near(ours, theirs, name):
 
 def test_every_residual_stream_router_logit_and_logit(golden_case, loaded, expected):
     model = loaded(golden_case)
-    found = functions.jitted["forward"](
-        model.config, model.params, model.balance, expected["input_ids"], trace=True
-    )
+    found = functions.jitted["forward"](model.config, model.params, model.balance, expected["input_ids"], trace=True)
     assert_near(found["logits"], expected["logits"], "logits")
     for layer in range(model.config.model.num_hidden_layers):
         for kind in ("hidden_states", "router_logits"):

@@ -44,9 +44,7 @@ def write_run(path: pathlib.Path, steps: int, layers=6, experts=8, extras=True, 
                     "bias_change": np.abs(rng.normal(0, 1e-3, layers)).tolist(),
                 }  # fmt: skip
                 for i, group in enumerate(("attention", "experts", "router", "embed")):
-                    record[f"grad_norm/{group}"] = (
-                        record["grad_norm"] * (0.2 + 0.2 * i) * rng.lognormal(0, 0.1)
-                    )
+                    record[f"grad_norm/{group}"] = record["grad_norm"] * (0.2 + 0.2 * i) * rng.lognormal(0, 0.1)
             file.write(json.dumps(record) + "\n")
     config = config_module.to_dict(config_module.Config())
     config["name"] = "tiny"
@@ -55,9 +53,7 @@ def write_run(path: pathlib.Path, steps: int, layers=6, experts=8, extras=True, 
     config["run"]["num_steps"] = steps
     (path / "config.json").write_text(json.dumps(config))
     (path / "environment.json").write_text(json.dumps({"device": "2 CPU cores", "jax": "0.12.0"}))
-    (path / "sample.txt").write_text(
-        'def read(self, size=-1):\n    """Return up to size <bytes> & more."""\n'
-    )
+    (path / "sample.txt").write_text('def read(self, size=-1):\n    """Return up to size <bytes> & more."""\n')
     return path
 
 

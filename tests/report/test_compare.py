@@ -15,9 +15,7 @@ from zaya_jax.report.svg import LEFT, RIGHT, WIDTH
 def write(folder, steps, config=None, name="run", first=1, **figures):
     """A small run: `figures` are functions of the step."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(
-        json.dumps({"name": name, "run": {"num_steps": 50}, **(config or {})})
-    )
+    (folder / "config.json").write_text(json.dumps({"name": name, "run": {"num_steps": 50}, **(config or {})}))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(first, steps + 1):
             file.write(json.dumps({"step": step, **{k: f(step) for k, f in figures.items()}}) + "\n")
@@ -44,9 +42,7 @@ def loss(step):
 
 def test_curves_of_runs_of_different_length_and_metrics(tmp_path):
     whole = write_run(tmp_path / "whole", 40, layers=2)
-    short = write(
-        tmp_path / "short", 12, name='short <&">', loss=loss, tokens=lambda s: 100 * s, mine=lambda s: s
-    )
+    short = write(tmp_path / "short", 12, name='short <&">', loss=loss, tokens=lambda s: 100 * s, mine=lambda s: s)
     source, text = compared(whole, short)
     for title in ("Train loss", "Held-out loss", "Gradient norm", "Learning rate", "Tokens per second",
                   "Time waiting for data", "load_entropy, mean of the layers", "mine"):  # fmt: skip
@@ -147,9 +143,6 @@ def test_losses_of_different_units_are_not_compared_in_silence(tmp_path):
     better = write(tmp_path / "better", 3, {"data": {"tokenizer": "bytes"}}, "better", loss=lambda s: 1 / s)
     row = "train loss, mean of the last 20 steps"
     assert (
-        "Losses have different units and cannot be compared: nats per byte: a; nats per token: b."
-        in compared(a, b)[1]
+        "Losses have different units and cannot be compared: nats per byte: a; nats per token: b." in compared(a, b)[1]
     )
-    assert "<b>" in table_row(compared(a, better)[0], row) and "<b>" not in table_row(
-        compared(b, better)[0], row
-    )
+    assert "<b>" in table_row(compared(a, better)[0], row) and "<b>" not in table_row(compared(b, better)[0], row)

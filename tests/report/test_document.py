@@ -24,17 +24,13 @@ def test_number(value, text):
 
 def test_durations_shares_and_sizes():
     seconds = (0, 2e-5, 0.0123, 4.25, 125, 3600, 90061, math.nan)
-    assert [duration(s) for s in seconds] == [
-        "0 s", "20 µs", "12.3 ms", "4.25 s", "2 min 5 s", "1 h", "1 d 1 h", "–",
-    ]  # fmt: skip
+    assert [duration(s) for s in seconds] == ["0 s", "20 µs", "12.3 ms", "4.25 s", "2 min 5 s", "1 h", "1 d 1 h", "–"]
     assert [percent(0.1234), percent(math.nan), number(9799.6, 3)] == ["12.3 %", "–", "9800"]
     assert [byte_size(s) for s in (12, 34_000, 181.3e9, 1.25e12)] == ["12 B", "34 kB", "181.3 GB", "1.25 TB"]
 
 
 def test_escape_shows_control_characters_and_quotes_markup():
-    assert escape('<a href="x">&\'\x00\x1b[0m\x85\n\t') == (
-        "&lt;a href=&quot;x&quot;&gt;&amp;&#x27;␀␛[0m\ufffd\n\t"
-    )
+    assert escape('<a href="x">&\'\x00\x1b[0m\x85\n\t') == ("&lt;a href=&quot;x&quot;&gt;&amp;&#x27;␀␛[0m\ufffd\n\t")
     assert escape(escape("<")) == "&lt;" and escape(Markup("<b>x</b>")) == "<b>x</b>"
 
 
@@ -45,21 +41,14 @@ def test_a_table_is_text_markdown_and_html():
     assert TABLE.text().splitlines()[0] == "T <1>" and "\x1b" not in TABLE.text()
     lines = TABLE.text().splitlines()[1:]
     assert len({len(line) for line in lines}) == 1 and lines[1].endswith("    1")
-    assert "| a\\|b c | 1 |" in TABLE.markdown() and TABLE.markdown().startswith(
-        "### T <1>\n\n| name | value |\n|---|"
-    )
+    assert "| a\\|b c | 1 |" in TABLE.markdown() and TABLE.markdown().startswith("### T <1>\n\n| name | value |\n|---|")
     assert "<h3>T &lt;1&gt;</h3>" in TABLE.html() and "<b>x</b></th><td>&lt;i&gt;</td>" in TABLE.html()
-    assert (
-        Table("f", ["k"], [["v"]], folded=False).html().startswith("<details open><summary>f (1)</summary>")
-    )
+    assert Table("f", ["k"], [["v"]], folded=False).html().startswith("<details open><summary>f (1)</summary>")
 
 
 def test_a_document_leaves_out_sections_without_content():
     full = Section("S", "words", [TABLE], ["note"], pictures="<figure></figure>")
-    whole = Document(
-        "D", "kind", "about <x>", [Section("empty"), full],
-        [("tile", "1", "of 2")], ["careful"], "foot",
-    )  # fmt: skip
+    whole = Document("D", "kind", "about <x>", [Section("empty"), full], [("tile", "1", "of 2")], ["careful"], "foot")
     text = checked(whole.html())
     for words in ("D kind", "about <x>", "S", "words", "note", "tile1of 2", "careful", "foot"):
         assert words in text, words

@@ -59,9 +59,7 @@ def test_the_samples_of_earlier_ends_are_below(make_run):
     source, text = drawn(path)
     part = source[source.index("<h2>Sample</h2>") : source.index("<h2>Numbers</h2>")]
     assert re.findall("<summary>(.*?)</summary>", part) == ["At step 4", "At step 2"]
-    assert (
-        "<mark>def </mark>&lt;four&gt;" in part and "&lt;4&gt;" not in part and part.count("&lt;5&gt;") == 1
-    )
+    assert "<mark>def </mark>&lt;four&gt;" in part and "&lt;4&gt;" not in part and part.count("&lt;5&gt;") == 1
     assert "2 lines of samples.jsonl could not be read and are left out." in text
 
 

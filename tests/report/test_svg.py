@@ -27,10 +27,7 @@ def test_ticks_are_few_round_and_inside(low, high):
 def test_a_chart_is_well_formed_and_can_be_announced():
     figure = parsed(Chart("A <b>", [Line("x & y", [(1, 2.0), (2, 3.0)])], (1, 2), (2, 3), describe="d"))
     assert figure.find("svg").get("aria-label") == "A <b>. d" and figure.find("svg").get("role") == "img"
-    assert [cell.text for cell in figure.findall(".//td")] == [
-        "2",
-        "3",
-    ]  # the values, for those who do not see it
+    assert [cell.text for cell in figure.findall(".//td")] == ["2", "3"]  # the values, for those who do not see it
 
 
 def test_nan_breaks_a_curve_and_a_lone_point_is_still_seen():

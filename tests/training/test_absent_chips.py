@@ -91,9 +91,7 @@ def element(value) -> str:
 def kernels(operations: list) -> set[str]:
     """Names of the Pallas kernels."""
     calls = [op for op in operations if op.name == "stablehlo.custom_call"]
-    found = [
-        re.search(r'\bname = "(\w+)"', str(op.attributes.get("mhlo.backend_config", ""))) for op in calls
-    ]
+    found = [re.search(r'\bname = "(\w+)"', str(op.attributes.get("mhlo.backend_config", ""))) for op in calls]
     return {match[1] for match in found if match}
 
 
@@ -150,11 +148,7 @@ def test_nor_has_one_for_an_mi300x():
 
 def test_the_cpus_own_step_has_it():
     cpu = AbstractDevice("cpu", None, "cpu")
-    assert set(tricks_of_cpus(trace(settings(), 1, cpu))) == {
-        "optimization_barrier",
-        "layout_constraint",
-        "cond",
-    }
+    assert set(tricks_of_cpus(trace(settings(), 1, cpu))) == {"optimization_barrier", "layout_constraint", "cond"}
     assert not kernels(lowered(settings(), 1, cpu))
 
 
@@ -176,9 +170,7 @@ def test_float32_products_follow_the_matmul_key_and_the_declared_ones_do_not(mat
     assert {p[0] for p in found} == {"f32"}
     assert {p[1] for p in found} == {matmul.upper(), "HIGHEST"}
     if matmul != "highest":
-        router = [
-            p for p in found if p[2] in ("tensor<256x9xf32>", "tensor<256x8xf32>")
-        ]  # logits, narrow stream
+        router = [p for p in found if p[2] in ("tensor<256x9xf32>", "tensor<256x8xf32>")]  # logits, narrow stream
         assert len(router) >= 4 and {p[1] for p in router} == {"HIGHEST"}
 
 

@@ -90,9 +90,7 @@ def test_an_error_in_the_middle(run, tmp_path, error):
     assert last_step(tmp_path / "run") == 6 and (tmp_path / "run" / "report.html").exists()
 
 
-def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run_goes_on(
-    run, tmp_path, capsys
-):
+def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run_goes_on(run, tmp_path, capsys):
     """In this process; tests/training/test_killed.py has it as a program's end."""
     root, away = tmp_path / "run" / "checkpoints", tmp_path / "moved away"
 
@@ -139,9 +137,8 @@ def test_unhealthy(run, tmp_path, capsys, monkeypatch, figures):
     assert (workdir / "report.html").exists()
     steps = writing.steps_in(workdir / "checkpoints")
     assert steps == [4, 8, 12, 16]
-    assert (
-        f"step 8's: a run in a new workdir begins with its weights by --config.run.init_from={workdir}@8"
-        in (capsys.readouterr().out)
+    assert f"step 8's: a run in a new workdir begins with its weights by --config.run.init_from={workdir}@8" in (
+        capsys.readouterr().out
     )
     # Started again it goes on from the newest; a sound step makes those in between go, and no others.
     assert run(16, dict, reached=16, run__num_steps=18) == cli.DONE
@@ -246,9 +243,7 @@ def test_an_interrupt_before_the_first_step_is_one_line_at_most(tmp_path):
     environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
 
     def interrupted(soon):
-        process = subprocess.Popen(
-            program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
-        )
+        process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
         while not (soon or (tmp_path / "run" / "config.json").exists()):
             time.sleep(0.01)
         time.sleep(0.3)
@@ -326,15 +321,10 @@ def test_done_without_a_durable_copy_is_not_done(run, tmp_path, monkeypatch, cap
         for _ in range(2):  # the second time it is complete but for that
             assert run(99, None, **keys) == cli.STORAGE
             out = capsys.readouterr().out
-            assert (
-                "its copy is NOT: no room there" in out and "safe has no whole copy of step 4: no room" in out
-            )
+            assert "its copy is NOT: no room there" in out and "safe has no whole copy of step 4: no room" in out
     assert vault_lib.Vault(str(tmp_path / "safe")).steps() == [] and last_step(tmp_path / "run") == 4
     assert run(99, None, **keys) == cli.DONE
-    assert (
-        vault_lib.Vault(str(tmp_path / "safe")).steps() == [4]
-        and "no whole copy" not in capsys.readouterr().out
-    )
+    assert vault_lib.Vault(str(tmp_path / "safe")).steps() == [4] and "no whole copy" not in capsys.readouterr().out
     (tmp_path / "run").rename(tmp_path / "first")
     with pytest.raises(config.UserError, match=r"safe holds step 4 of another run than .*optim\.lr=0\.003"):
         run(99, None, **keys, optim__lr=0.5)
@@ -377,10 +367,7 @@ def test_evaluation_and_sample_are_the_phases_own(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(sample, "free_bytes", lambda device: 1000)
     capsys.readouterr()
     assert tiny_runs.train(tmp_path / "run", run__num_steps=5, **keys) == cli.DONE
-    assert (
-        f"free; python -m experiments.generate --workdir={tmp_path / 'run'} makes one"
-        in capsys.readouterr().out
-    )
+    assert f"free; python -m experiments.generate --workdir={tmp_path / 'run'} makes one" in capsys.readouterr().out
     assert sampled == [777.0]
     assert not (tmp_path / "run" / "sample.txt").exists()  # that one was of other weights
 

@@ -40,9 +40,7 @@ def test_it_is_cut_after_the_restored_step(tmp_path):
         assert cut(path, whole + b'{"step": 10, "lo', step) == b"".join(good[:step])
         assert cut(path, whole + b"\0" * 500, step) == b"".join(good[:step])
         assert cut(path, whole + b"\0" * 50 + b"\n\0\n" + line(10)[5:], step) == b"".join(good[:step])
-    assert (
-        cut(path, b"", 3) == b"" and cut(path, b"no line", 3) == b"" and cut(path, b"\n\n[1]\n7\n", 3) == b""
-    )
+    assert cut(path, b"", 3) == b"" and cut(path, b"no line", 3) == b"" and cut(path, b"\n\n[1]\n7\n", 3) == b""
     odd = b'[]\n{"step": "7"}\n{"step": true}\n{"step": null}\n\xff\n{}\n' + b"[" * 9999 + b"\n"
     # Between good lines they stay, as they always did not to the reader's harm; at the end they go.
     assert cut(path, whole + odd, 9) == whole
@@ -93,9 +91,7 @@ def test_so_they_are_on_resume_and_where_the_batch_changes():
     left = Remaining(plan, 4, plan.total_steps)
     left.step(5, 60.0)
     for step in range(6, grows):
-        left.step(
-            step, 1.0 if step < grows - 1 else 60.0
-        )  # an accelerator's step before waits for the compiler
+        left.step(step, 1.0 if step < grows - 1 else 60.0)  # an accelerator's step before waits for the compiler
     tokens = plan.total_tokens - plan.tokens_of_step(grows - 1)
     assert left.after(grows - 1) == pytest.approx(tokens / 20)
     left.step(grows, 60.0)

@@ -30,10 +30,7 @@ TUNED = {
 
 
 def ask(i, wording="Is {} even?"):
-    return [
-        {"role": "user", "content": wording.format(i)},
-        {"role": "assistant", "content": "no" if i % 2 else "yes"},
-    ]
+    return [{"role": "user", "content": wording.format(i)}, {"role": "assistant", "content": "no" if i % 2 else "yes"}]
 
 
 def write(path, conversations):
@@ -43,9 +40,7 @@ def write(path, conversations):
 
 def settings(weights, path, **keys):
     c = finetune.get_config(str(weights))
-    c.update_from_flattened_dict(
-        TUNED | {"data.path": path} | {k.replace("__", "."): v for k, v in keys.items()}
-    )
+    c.update_from_flattened_dict(TUNED | {"data.path": path} | {k.replace("__", "."): v for k, v in keys.items()})
     return config.check(c)
 
 
@@ -73,15 +68,8 @@ def folder(tmp_path_factory):
 
 def test_the_config_is_the_weights_own(folder):
     base, c = finetune.exchange.read_config(folder / "base"), settings(folder / "base", "x")
-    assert (c.precision, c.data.seq_len, c.optim.weight_decay) == (
-        base.precision,
-        64,
-        base.optim.weight_decay,
-    )
-    assert {**config.to_dict(c.model), **dict.fromkeys(IDS)} == {
-        **config.to_dict(base.model),
-        **dict.fromkeys(IDS),
-    }
+    assert (c.precision, c.data.seq_len, c.optim.weight_decay) == (base.precision, 64, base.optim.weight_decay)
+    assert {**config.to_dict(c.model), **dict.fromkeys(IDS)} == {**config.to_dict(base.model), **dict.fromkeys(IDS)}
     assert finetune.get_config(f"{folder}/base@1").optim.lr == pytest.approx(0.1 * base.optim.lr)
 
 
@@ -136,13 +124,9 @@ def test_copies_in_two_sources_are_on_one_side(folder, tmp_path):
     c = settings(folder / "base", paths[0], data__mixture=tuple(f"{path}=1" for path in paths))
     learnt, held_out = set(), set()
     for path in paths:
-        for into, side in zip(
-            (learnt, held_out), stores.open_stores(c, path, tokenizers.Bytes()), strict=True
-        ):
+        for into, side in zip((learnt, held_out), stores.open_stores(c, path, tokenizers.Bytes()), strict=True):
             starts = np.flatnonzero(side.bundle.starts).tolist()
-            into |= {
-                side.bundle.tokens[a:b].tobytes() for a, b in zip(starts, [*starts[1:], None], strict=True)
-            }
+            into |= {side.bundle.tokens[a:b].tobytes() for a, b in zip(starts, [*starts[1:], None], strict=True)}
     assert len(held_out) == 30 and len(learnt) == 270 and not learnt & held_out
 
 
@@ -155,10 +139,7 @@ def test_evaluation_keeps_chats_whole(folder):
 
 def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(folder, tmp_path):
     """As JSON, all of it was predicted: 3.29 nats where the answers alone have 3.58."""
-    own, other = (
-        str(folder / "chats.jsonl"),
-        write(tmp_path / "other.jsonl", [ask(i) for i in range(100, 120)]),
-    )
+    own, other = (str(folder / "chats.jsonl"), write(tmp_path / "other.jsonl", [ask(i) for i in range(100, 120)]))
     long = write(tmp_path / "long.jsonl", [ask(1, "x" * 90), ask(2)])
     text = folder / "text"
     places = (f"other={other}", f"own={own}", f"text={text}", f"long={long}")
@@ -182,7 +163,7 @@ BAD = {
     "empty": ("", "has no chat"),
     "other fields": ('{"prompt": "a"}\n', "under messages, conversations, conversation; mend it, or let prepare_data"),
     "too long": (json.dumps({"messages": [ask(1)[1] | {"content": "x" * 200}]}) + "\n", "none of its 1 chats fits"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("content", "message"), BAD.values(), ids=BAD)
@@ -232,11 +213,7 @@ def test_a_second_set_of_chats_is_learnt_at_the_rate_of_the_first(folder):
 @pytest.mark.parametrize(("parent", "smaller"), [("tuned", 1), ("base", 0.1)])
 def test_a_fork_is_fine_tuned_at_the_rate_that_its_parent_gives(folder, tmp_path, parent, smaller):
     """A fork of a run that was fine-tuned has no run.init_from; one of a run of text has the text's rates."""
-    more = {
-        "run__fork": str(folder / parent),
-        "run__init_from": "",
-        "run__num_steps": 17 if parent == "tuned" else 2,
-    }
+    more = {"run__fork": str(folder / parent), "run__init_from": "", "run__num_steps": 17 if parent == "tuned" else 2}
     c = settings(folder / "base", str(folder / "chats.jsonl"), **more)
     assert train(c, tmp_path / "fork") == cli.DONE
     again = finetune.get_config(str(tmp_path / "fork"))
@@ -269,9 +246,7 @@ def test_a_template_that_came_stays_unless_chats_were_learnt(folder, tmp_path, p
     target.mkdir()
     source.mkdir()
     (source / "tokenizer.json").write_text(tokenizers.Bytes().json())
-    (source / place).write_text(
-        json.dumps({"chat_template": "theirs"}) if place.endswith("json") else "theirs"
-    )
+    (source / place).write_text(json.dumps({"chat_template": "theirs"}) if place.endswith("json") else "theirs")
     run = tmp_path / "run"
     tokenizers.load(source).save(run)  # as a run that begins with it does
     c = settings(folder / "base", "x", data__chats=trained == "on chats")

@@ -20,9 +20,7 @@ from zaya_jax.data import tokenizers
 from zaya_jax.training import fork
 from zaya_jax.training import step as steps
 
-LONG = {
-    "checkpoint__every_steps": 2, "checkpoint__keep": 9, "run__num_steps": 6, "schedule__decay_fraction": 0.5,
-}  # fmt: skip
+LONG = {"checkpoint__every_steps": 2, "checkpoint__keep": 9, "run__num_steps": 6, "schedule__decay_fraction": 0.5}
 
 
 def settings(folder, keys):
@@ -52,10 +50,7 @@ def test_it_goes_on_from_the_parent_s_state_in_an_order_of_its_own(parent, tmp_p
     before, name = tree(parent / "run"), f"{parent / 'run'}@2"
     assert train(parent, tmp_path / "fork", run__fork=name) == cli.DONE
     said = capsys.readouterr().out
-    assert (
-        f"note: fork of {name} (2 steps, 256 tokens): learning rate 0.003 at step 2 there, 0.003 at step 3"
-        in said
-    )
+    assert f"note: fork of {name} (2 steps, 256 tokens): learning rate 0.003 at step 2 there, 0.003 at step 3" in said
     assert "note: the data begins anew, in an order of its own" in said
     assert tree(parent / "run") == before
     theirs, ours = tiny_runs.lines(parent / "run")[2:], tiny_runs.lines(tmp_path / "fork")
@@ -140,9 +135,7 @@ def test_a_damaged_one_is_refused_and_an_unfinished_one_passed_over(named, paren
     (named / "checkpoints" / "6").rename(named / "checkpoints" / ".saving-6")
     given = settings(parent, {"run__fork": str(named), "run__num_steps": 9})
     assert fork.find(given, tmp_path)[1] == 4
-    chunk = max(
-        (named / "checkpoints" / "4" / "state").rglob("c*"), key=lambda p: p.is_file() and p.stat().st_size
-    )
+    chunk = max((named / "checkpoints" / "4" / "state").rglob("c*"), key=lambda p: p.is_file() and p.stat().st_size)
     chunk.write_bytes(bytes(chunk.stat().st_size))
     (named / "checkpoints" / "2" / "checksums.json").write_text("{}")
     for step, damage in ((4, r"step 4 of .*run is damaged: state/.* is changed"), (2, "2 is damaged: ")):
@@ -232,18 +225,11 @@ def test_it_resumes_as_itself_when_the_parent_has_gone_and_can_be_forked(parent,
     assert [line["loss"] for line in tiny_runs.lines(tmp_path / "killed")] == [
         x["loss"] for x in tiny_runs.lines(tmp_path / "whole")
     ]
-    with pytest.raises(
-        UserError, match=r"was started with config\.run\.fork='.*run@2', now it is ''; restore it"
-    ):
+    with pytest.raises(UserError, match=r"was started with config\.run\.fork='.*run@2', now it is ''; restore it"):
         train(parent, tmp_path / "killed", **keys | {"run__fork": ""})
     # A fork of it, on two devices, with other batches, that the durable place alone has when it goes on.
     capsys.readouterr()
-    more = {
-        "run__fork": str(tmp_path / "killed"),
-        "data__global_batch": 16,
-        "mesh__data": 2,
-        "run__num_steps": 8,
-    }
+    more = {"run__fork": str(tmp_path / "killed"), "data__global_batch": 16, "mesh__data": 2, "run__num_steps": 8}
     assert train(parent, tmp_path / "second", 2, **more) == cli.DONE
     assert "config.data.global_batch 8 there, 16 here" in capsys.readouterr().out
     assert [line["tokens"] for line in tiny_runs.lines(tmp_path / "second")] == [6 * 128 + 256, 6 * 128 + 512]
@@ -258,11 +244,7 @@ def test_from_a_url_by_two_processes(parent, tmp_path):
     source = vault_lib.Vault(parent / "run" / "checkpoints")
     source.copy(4, source.seal(4).files, vault)
     vault.complete(4, source.seal(4))
-    keys = tiny_runs.SMALL | {
-        "run.num_steps": 6,
-        "schedule.decay_fraction": 0.5,
-        "run.fork": f"file://{tmp_path}/far",
-    }
+    keys = tiny_runs.SMALL | {"run.num_steps": 6, "schedule.decay_fraction": 0.5, "run.fork": f"file://{tmp_path}/far"}
     (tmp_path / "corpus").symlink_to(parent / "corpus")
     with multiprocess_runs.pretrain(tmp_path, tmp_path / "fork", keys, 2) as run:
         results = run.wait()

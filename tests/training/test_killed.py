@@ -48,9 +48,7 @@ def complete_steps(workdir):
     [
         ((1,), {}),
         pytest.param(range(100), {}, marks=pytest.mark.slow),
-        pytest.param(
-            range(20), {"checkpoint.local": "fast", "checkpoint.durable": "safe"}, marks=pytest.mark.slow
-        ),
+        pytest.param(range(20), {"checkpoint.local": "fast", "checkpoint.durable": "safe"}, marks=pytest.mark.slow),
     ],
 )
 def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_path, kills, keys):
@@ -65,9 +63,7 @@ def test_killed_at_random_times_a_run_ends_as_if_it_had_not_been(pretrain, tmp_p
                 run.wait_for("ms |")
                 latest = time.monotonic() + 60
                 while kill == 1 and not steps_in(workdir / "checkpoints") and time.monotonic() < latest:
-                    time.sleep(
-                        0.05
-                    )  # the first save compiles its copy: without one the test would show nothing
+                    time.sleep(0.05)  # the first save compiles its copy: without one the test would show nothing
                 time.sleep(times.uniform(0, 0.6))
             else:
                 # While it looks for its newest checkpoint, restores it, compiles, or starts.

@@ -131,18 +131,10 @@ def test_stopped_anywhere_it_is_the_same_run(tmp_path, stops):
 def test_two_processes_go_through_all_borders_in_one_launch(tmp_path, unbroken):
     """launch/node.sh starts both again at each border, on meshes that lie on them in four ways."""
     options = [f"--config.{key}={value}" for key, value in {**QUICK, "data.workers": 1}.items()]
-    program = [
-        sys.executable,
-        "-m",
-        "experiments.pretrain",
-        f"--config={SMALL}",
-        f"--workdir={tmp_path / 'run'}",
-    ]
+    program = [sys.executable, "-m", "experiments.pretrain", f"--config={SMALL}", f"--workdir={tmp_path / 'run'}"]
     environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(4), "PCI_DEVICES": "none"}
     command = [multiprocess_runs.ROOT / "launch" / "node.sh", "2", *program, *options]
-    done = subprocess.run(
-        command, cwd=multiprocess_runs.ROOT, env=environ, capture_output=True, text=True, timeout=550
-    )
+    done = subprocess.run(command, cwd=multiprocess_runs.ROOT, env=environ, capture_output=True, text=True, timeout=550)
     assert done.returncode == cli.DONE, done.stderr[-3000:]
     assert done.stdout.count("the same command goes on") == len(BORDERS)
     ours, theirs = tiny_runs.lines(tmp_path / "run"), tiny_runs.lines(unbroken[0])
@@ -220,9 +212,7 @@ def test_the_full_size_recipe_is_the_published_one():
     for phase in phases:
         spread = recipe.spread_at(given, phase, 1024)
         rows = phase.global_batch // (spread.data * spread.expert)
-        assert (
-            rows * phase.seq_len // spread.context == 16_384 and not phase.micro_batch
-        )  # all of a step at once
+        assert rows * phase.seq_len // spread.context == 16_384 and not phase.micro_batch  # all of a step at once
 
 
 def test_what_no_number_of_devices_can_train_is_refused_without_them():
@@ -230,9 +220,7 @@ def test_what_no_number_of_devices_can_train_is_refused_without_them():
     raw.data.seq_len, raw.data.global_batch, raw.mesh.expert = 64, 8, 4
     raw.data.micro_batch = 2
     given = config.check(raw)
-    with pytest.raises(
-        config.UserError, match=r"micro-batch of 2 sequences .* set config.data.micro_batch=4"
-    ):
+    with pytest.raises(config.UserError, match=r"micro-batch of 2 sequences .* set config.data.micro_batch=4"):
         recipe.check(recipe.make(given))
     raw.data.micro_batch = 4
     given = config.check(raw)

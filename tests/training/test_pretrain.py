@@ -33,12 +33,7 @@ def run(corpus):
     """Runs the program in this process, on as many devices as mesh.data says."""
 
     def call(workdir, **keys):
-        keys = {
-            "data__path": corpus,
-            "eval__every": 2,
-            "eval__windows": 4,
-            "checkpoint__every_steps": 2,
-        } | keys
+        keys = {"data__path": corpus, "eval__every": 2, "eval__windows": 4, "checkpoint__every_steps": 2} | keys
         return tiny_runs.train(workdir, keys.get("mesh__data", 1), **keys)
 
     return call
@@ -48,9 +43,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert run(whole, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
     assert run(halves, run__num_steps=3, schedule__decay_fraction=0.0) == cli.DONE
-    with (halves / "metrics.jsonl").open(
-        "a"
-    ) as f:  # what a run killed after step 4, before its checkpoint, leaves
+    with (halves / "metrics.jsonl").open("a") as f:  # what a run killed after step 4, before its checkpoint, leaves
         f.write(json.dumps({"step": 4, "loss": 0.0}) + "\n" + '{"step": 5, "lo')
     assert run(halves, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
     tiny_runs.same_state(whole, halves)

@@ -107,8 +107,7 @@ def test_a_signal_to_one_stops_all_and_another_number_goes_on(pretrain, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("seed", "words"),
-    [(1, "config.run.seed=0 here, but 1 in process 0"), (0, "a file system that all nodes share")],
+    ("seed", "words"), [(1, "config.run.seed=0 here, but 1 in process 0"), (0, "a file system that all nodes share")]
 )
 def test_another_command_or_another_folder_than_the_first_is_refused(tmp_path, monkeypatch, seed, words):
     first = config.to_dict(config.Config(run=config.Run(seed=seed)))
@@ -159,22 +158,13 @@ def test_whoever_refuses_nothing_is_left(tmp_path, hook):
     corpus.mkdir()
     (corpus / "a.txt").write_text("some words\n" * 2000)
     keys = [f"--config.{name}={value}" for name, value in SMALL.items()]
-    command = [
-        "-c",
-        HOOKED,
-        "experiments.pretrain",
-        f"--workdir={workdir}",
-        f"--config.data.path={corpus}",
-        *keys,
-    ]
+    command = ["-c", HOOKED, "experiments.pretrain", f"--workdir={workdir}", f"--config.data.path={corpus}", *keys]
     variables = {"HOOK": HOOKS[hook], "RECORDED": str(workdir / "config.json")}
     out = tmp_path.parent / f"out of {tmp_path.name}"
     with multiprocess_runs.start(command, 2, out, variables=variables) as run:
         results = run.wait(120)
     assert [result.code for result in results] == [cli.BAD_INPUT] * 2, results
-    assert all(
-        "not with me" in result.err and result.err.count("\n") == 1 for result in results if result.err
-    ), results
+    assert all("not with me" in result.err and result.err.count("\n") == 1 for result in results if result.err), results
     assert sorted(tmp_path.rglob("*")) == before
 
 

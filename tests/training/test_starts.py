@@ -54,9 +54,7 @@ def begin(trained, tmp_path, monkeypatch):
 def ways(message):
     """The keys and values that each alternative of a message's advice asks for."""
     parts = re.split(r",? or (?=set |before )", message.partition("; ")[2])
-    return [
-        {key.removeprefix("config."): json.loads(x.lower()) for key, x in SET.findall(part)} for part in parts
-    ]
+    return [{key.removeprefix("config."): json.loads(x.lower()) for key, x in SET.findall(part)} for part in parts]
 
 
 def refused(begin, keys, devices, new=False):
@@ -149,9 +147,7 @@ def test_sources_of_a_mixture_may_move_but_not_weigh_otherwise(trained, tmp_path
     assert train(2, "a", "b", 0.5) == cli.DONE
     for name in "ab":
         (tmp_path / name).rename(tmp_path / f"new {name}")
-    with pytest.raises(
-        config.UserError, match=r"data\.mixture=\[0\.5, 0\.5\], now it is \[0\.5, 0\.25\]; restore"
-    ):
+    with pytest.raises(config.UserError, match=r"data\.mixture=\[0\.5, 0\.5\], now it is \[0\.5, 0\.25\]; restore"):
         train(4, "new a", "new b", 0.25)
     with pytest.raises(config.UserError, match="the data is not what this run began with"):
         train(4, "new b", "new a", 0.5)
@@ -180,9 +176,7 @@ def test_phases_that_have_not_begun_may_change(tmp_path):
 
     def change(before, after, reached):
         old, new = (
-            tiny_runs.settings(
-                schedule__phases=tuple(config.Phase(**phase) for phase in phases), eval__windows=0
-            )
+            tiny_runs.settings(schedule__phases=tuple(config.Phase(**phase) for phase in phases), eval__windows=0)
             for phases in (before, after)
         )
         return check_same(old, new, tmp_path, reached)
@@ -302,9 +296,7 @@ def test_fractions_that_add_up_to_one_pass(here, monkeypatch):
 
 
 def test_a_loss_that_is_no_number_is_not_done(capsys):
-    assert (
-        figures.ended_well({"loss": 2.0, "eval/loss": 1.0}, 0, 3) == figures.ended_well({}, 2, 3) == cli.DONE
-    )
+    assert figures.ended_well({"loss": 2.0, "eval/loss": 1.0}, 0, 3) == figures.ended_well({}, 2, 3) == cli.DONE
     for last in ({"loss": math.nan}, {"loss": 1.0, "eval/loss": math.inf}):
         assert figures.ended_well(last, 0, 3) == cli.UNHEALTHY
         assert "is not finite" in capsys.readouterr().out

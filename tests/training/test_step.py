@@ -119,9 +119,7 @@ def test_no_weight_crosses_devices_inside_the_accumulation(compiled):
     found = {}
     for micro_batches, program in programs.items():
         collectives = hlo.collectives(program)
-        assert not [c for c in collectives if c.in_loop and not c.scalar], (
-            "a weight is reduced once a micro-batch"
-        )
+        assert not [c for c in collectives if c.in_loop and not c.scalar], "a weight is reduced once a micro-batch"
         found[micro_batches] = sorted((c.kind, c.bytes) for c in collectives if not c.scalar)
     # The compiler lets scalars, of which two micro-batches have ten more, ride along in the sum of what is small.
     assert [kind for kind, _ in found[1]] == [kind for kind, _ in found[2]]

@@ -27,11 +27,7 @@ from zaya_jax.hardware import host
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = int(os.environ.get("EXAMPLES", "1000"))
 search = settings(
-    max_examples=EXAMPLES,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    database=None,
-    print_blob=True,
+    max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None, print_blob=True
 )
 
 
@@ -120,9 +116,7 @@ def _call(program: str, run: Any, options: list[str], sandbox: Path) -> Ended:
         raise
     finally:
         os.chdir(where)
-    return Ended(
-        f"{program} {options}", code, out.getvalue(), err.getvalue(), _changes(before, tree(sandbox))
-    )
+    return Ended(f"{program} {options}", code, out.getvalue(), err.getvalue(), _changes(before, tree(sandbox)))
 
 
 def _run(program: str, module: Any, options: list[str]) -> int:

@@ -14,18 +14,7 @@ from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.training.workdir import open_workdir
 
-URLS = (
-    "nothing://host/x",
-    "://",
-    "s3://",
-    "s3:/x",
-    "file:///dev/null/x",
-    "memory://x",
-    "a=b",
-    "=",
-    "=1",
-    "a=nan",
-)
+URLS = ("nothing://host/x", "://", "s3://", "s3:/x", "file:///dev/null/x", "memory://x", "a=b", "=", "=1", "a=nan")
 MODEL = Model(
     vocab_size=264, hidden_size=8, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=4,
     moe_intermediate_size=4, num_experts=2, router_hidden_size=4, max_position_embeddings=64, initializer_range=0.5,

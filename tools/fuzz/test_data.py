@@ -12,15 +12,7 @@ from test_workdirs import NUMBERS, TEXTS
 
 from zaya_jax.data import prepare_task
 
-SMALL = (
-    "characterize",
-    "storage",
-    "--data=prepared",
-    "--out=new",
-    "--seconds=0.1",
-    "--rows=2",
-    "--seq_len=16",
-)
+SMALL = ("characterize", "storage", "--data=prepared", "--out=new", "--seconds=0.1", "--rows=2", "--seq_len=16")
 FLAGS = {
     "characterize": ("data", "out", "iops_budget", "seconds", "rows", "seq_len", "global_batch", "step_seconds"),
     "prepare_data": (
@@ -28,20 +20,7 @@ FLAGS = {
         "part_mib", "verify", "part", "merge",
     ),
 }  # fmt: skip
-BRIEF = (
-    "-1",
-    "0",
-    "nan",
-    "inf",
-    "-inf",
-    "1e999",
-    "",
-    "x",
-    "0x10",
-    "0.1",
-    "1",
-    "1.5",
-)  # it measures for so long
+BRIEF = ("-1", "0", "nan", "inf", "-inf", "1e999", "", "x", "0x10", "0.1", "1", "1.5")  # it measures for so long
 PATHS, WORDS = ("data", "out", "input", "tokenizer", "verify"), ("text_field", "skip_bad", "part", "merge")
 
 
@@ -77,9 +56,7 @@ def options_of(program, sandbox):
         if name in PATHS:
             return new if name == "out" else place
         numbers = st.one_of(st.sampled_from(NUMBERS), st.integers(-3, 300).map(str))
-        return (
-            st.sampled_from({"seconds": BRIEF}.get(name, TEXTS)) if name in (*WORDS, "seconds") else numbers
-        )
+        return st.sampled_from({"seconds": BRIEF}.get(name, TEXTS)) if name in (*WORDS, "seconds") else numbers
 
     value = {name: of(name) for name in FLAGS[program]}
     return st.lists(st.sampled_from(FLAGS[program]), max_size=3, unique=True).flatmap(
@@ -89,9 +66,7 @@ def options_of(program, sandbox):
 
 def check_options(sandbox, program, found):
     base = {"input": "texts", "out": "new"} if program == "prepare_data" and "verify" not in found else {}
-    base = (
-        dict(word.removeprefix("--").split("=") for word in SMALL[2:]) if program == "characterize" else base
-    )
+    base = dict(word.removeprefix("--").split("=") for word in SMALL[2:]) if program == "characterize" else base
     options = [f"--{name}={value}" for name, value in {**base, **found}.items()]
     with folder() as elsewhere:
         here = copied(sandbox, elsewhere / "here")
@@ -125,7 +100,5 @@ def check_damaged(sandbox, command, found):
 @given(data=st.data(), command=st.sampled_from(ON_PREPARED))
 @search
 def test_a_damaged_prepared_directory_ends_in_a_line(sandbox, data, command):
-    found = data.draw(
-        st.lists(damages(sandbox / "prepared"), min_size=1, max_size=3, unique_by=lambda one: one[0])
-    )
+    found = data.draw(st.lists(damages(sandbox / "prepared"), min_size=1, max_size=3, unique_by=lambda one: one[0]))
     check_damaged(sandbox, command, found)

@@ -91,12 +91,7 @@ def test_what_is_sound_is_accepted_and_what_is_not_is_found(sandbox):
     assert check(sandbox, {}).code == check(sandbox, {}, workdir=None).code == cli.DONE
     assert check(sandbox, {"optim.lr": -1.0}).code == cli.BAD_INPUT
     changed = Ended("x", cli.BAD_INPUT, "", "error: x", ["left"])
-    for bad in (
-        changed,
-        Ended("", 1, "", "", []),
-        Ended("", 0, "", "a\nb\nc", []),
-        Ended("", 2, "", "x", []),
-    ):
+    for bad in (changed, Ended("", 1, "", "", []), Ended("", 0, "", "a\nb\nc", []), Ended("", 2, "", "x", [])):
         with pytest.raises(AssertionError):
             bad.check()
 
@@ -130,9 +125,7 @@ def test_any_command_line_ends_in_a_line(until_it_would_trace, sandbox, data):
 @functools.cache
 def command_line(sandbox):
     """Options with any value, the config's keys among them; some that no program has."""
-    word = st.one_of(
-        any_of(sandbox).map(str), st.sampled_from(["", "=", "1,2", "(1, 2)", "[", "None", "nan"])
-    )
+    word = st.one_of(any_of(sandbox).map(str), st.sampled_from(["", "=", "1,2", "(1, 2)", "[", "None", "nan"]))
     names = st.sampled_from([*(f"config.{key}" for key in sorted(keys())), "workdir", "describe", "config.", "x",
                              "config.model", "config.data.mixture[0]", "config.schedule.phases[0].tokens"])  # fmt: skip
     one = st.builds(lambda name, value: f"--{name}={value}", names, word)
@@ -151,9 +144,7 @@ def test_real_runs_end_in_a_line(sandbox, data):
     values = data.draw(some_keys(sandbox, good, 4))
     # 65,536 experts on eight devices of one machine fill its memory, which no program survives; 16,384 heads, and a
     # sample of 72,000 tokens, take hours.
-    sized = [
-        key for key in values if key.startswith(("model.", "data.", "eval.", "log.")) and key != "data.seed"
-    ]
+    sized = [key for key in values if key.startswith(("model.", "data.", "eval.", "log.")) and key != "data.seed"]
     assume(all(values[key] <= 1000 for key in sized if isinstance(values[key], int)))
     with folder() as elsewhere:
         write(elsewhere / "config.py", {**values, "run.num_steps": 2})

@@ -24,20 +24,7 @@ def get_config():
     return config.editable(config.check({"model": MODEL, "name": "small", "run": {"num_steps": 2},
         "data": {"seq_len": 16, "global_batch": 2, "path": "texts"}}))
 """.replace("MODEL", repr(config.to_dict(MODEL)))
-TEXTS = (
-    "",
-    " ",
-    "def ",
-    "\u00fc\u4e16\U0001f600",
-    "\udce9",
-    "\ud800",
-    "a\0b",
-    "x" * 100,
-    "--",
-    "-",
-    "\n",
-    "<|bos|>",
-)
+TEXTS = ("", " ", "def ", "\u00fc\u4e16\U0001f600", "\udce9", "\ud800", "a\0b", "x" * 100, "--", "-", "\n", "<|bos|>")
 
 
 def accepted(*args, **keys):

@@ -27,11 +27,7 @@ ODD: tuple[Any, ...] = (
 def odd(sandbox: Path) -> st.SearchStrategy:
     """Values of any kind."""
     return st.one_of(
-        st.sampled_from(ODD),
-        st.sampled_from(places(sandbox)),
-        st.floats(),
-        st.integers(),
-        st.text(max_size=20),
+        st.sampled_from(ODD), st.sampled_from(places(sandbox)), st.floats(), st.integers(), st.text(max_size=20)
     )
 
 
@@ -50,9 +46,7 @@ def any_value(field: dataclasses.Field, sandbox: Path) -> st.SearchStrategy:
     choices = [good(field, sandbox), odd(sandbox)]
     if "range" in field.metadata:
         least, greatest = field.metadata["range"]
-        choices.append(
-            st.sampled_from([least - 1, greatest + 1, math.nextafter(greatest, math.inf), -greatest])
-        )
+        choices.append(st.sampled_from([least - 1, greatest + 1, math.nextafter(greatest, math.inf), -greatest]))
     return st.one_of(choices)
 
 
@@ -78,17 +72,13 @@ def _good_item(field: dataclasses.Field, sandbox: Path) -> st.SearchStrategy:
 @functools.cache
 def group(cls: type, sandbox: Path) -> st.SearchStrategy:
     """A group as a dict: some of its keys, each good or odd; what must be given is."""
-    found = {
-        f.name: any_value(f, sandbox) for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type)
-    }
+    found = {f.name: any_value(f, sandbox) for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type)}
     some = st.lists(st.sampled_from(sorted(found)), max_size=4, unique=True).flatmap(
         lambda names: st.fixed_dictionaries({name: found[name] for name in names})
     )
     if cls is not config.Phase:
         return some
-    return st.builds(
-        lambda tokens, more: {"tokens": tokens, **more}, st.sampled_from([256, 300, 2000, 10**6]), some
-    )
+    return st.builds(lambda tokens, more: {"tokens": tokens, **more}, st.sampled_from([256, 300, 2000, 10**6]), some)
 
 
 def keys() -> dict[str, dataclasses.Field]:

@@ -122,9 +122,7 @@ def by_cause(account: Account) -> list[CauseRow]:
     """The table by cause, the costliest first."""
     rows: dict[tuple[str, str], CauseRow] = {}
     for cause in account.causes:
-        rows.setdefault((cause.label, cause.group), CauseRow(cause.label, cause.group, [])).causes.append(
-            cause
-        )
+        rows.setdefault((cause.label, cause.group), CauseRow(cause.label, cause.group, [])).causes.append(cause)
     return sorted(rows.values(), key=lambda row: (-row.lost, row.label))
 
 
@@ -192,9 +190,7 @@ def of(events: Sequence[Event]) -> Account | None:
 
 def _first(events: Sequence[Event], *kinds: str) -> Event | None:
     """The first event of these kinds. An interruption counts only if it names the start that it ended."""
-    return next(
-        (e for e in events if e.kind in kinds and (e.kind not in INTERRUPTIONS or "start" in e.facts)), None
-    )
+    return next((e for e in events if e.kind in kinds and (e.kind not in INTERRUPTIONS or "start" in e.facts)), None)
 
 
 def _fault(stop: Event, later: Sequence[Event]) -> float:

@@ -249,12 +249,7 @@ class Member(Agent):
         try:
             self._searches = True
             self._line = lines.call(
-                self.rank.coordinator,
-                self.rank.index,
-                _digest(self),
-                lines.key(),
-                self.plan.rules.join,
-                "node",
+                self.rank.coordinator, self.rank.index, _digest(self), lines.key(), self.plan.rules.join, "node"
             )
         except _AskedToStop as asked:
             self.end = PREEMPTED, f"{asked} while it looked for its leader"

@@ -379,9 +379,7 @@ class Decider:
             # Before its first step there is nothing to save: the training ends as a signal ends a program.
             early = {128 + signal.SIGTERM, -signal.SIGTERM}
             clean = codes <= {DONE, PREEMPTED, *early} and not self._killed
-            return self._end(
-                PREEMPTED if clean else shell(cause.code), "stopped as asked" if clean else cause.seen
-            )
+            return self._end(PREEMPTED if clean else shell(cause.code), "stopped as asked" if clean else cause.seen)
         stopped = round(self._now - cause.time, 3)
         if cause.code in (BAD_INPUT, UNHEALTHY):
             self._tell(cause, "end: a person is wanted")
@@ -443,9 +441,7 @@ class Decider:
         self._say("excluded", node, concluded=reason, done="no later start uses it")
 
     def _end(self, code: int, text: str) -> None:
-        self._say(
-            "ended", seen=text, done=f"exit code {code}", step=self._step, code=code, starts=self.number
-        )
+        self._say("ended", seen=text, done=f"exit code {code}", step=self._step, code=code, starts=self.number)
         self._turn(State.ENDED, 0.0, facts.End(code, text))
 
     def _say(self, kind: str, node: int = -1, process: int = -1, **given: Any) -> None:

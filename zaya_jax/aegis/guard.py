@@ -32,12 +32,7 @@ class Guard:
     """One start's."""
 
     def __init__(
-        self,
-        settings: Settings,
-        workdir: Path,
-        made: Sequence[Decision],
-        meta: Mapping[str, Any],
-        reached: int,
+        self, settings: Settings, workdir: Path, made: Sequence[Decision], meta: Mapping[str, Any], reached: int
     ):
         self._settings, self._workdir, self.made = settings, workdir, list(made)
         self._spikes = Spikes(settings, meta.get("spikes"))
@@ -59,9 +54,7 @@ class Guard:
         self._finite = finite
         dead = np.asarray(figures.get("dead_experts", 0)).reshape(-1)
         if int(dead.sum()) > self._dead:
-            layers = ", ".join(map(str, np.flatnonzero(dead)[:8])) + (
-                " ..." if np.count_nonzero(dead) > 8 else ""
-            )
+            layers = ", ".join(map(str, np.flatnonzero(dead)[:8])) + (" ..." if np.count_nonzero(dead) > 8 else "")
             seen = f"{int(dead.sum())} experts have had no token for balance.dead_after steps, in layers {layers}"
             self._tell("dead experts", step, seen, "it goes on; the report draws the load of each layer")
         self._dead = int(dead.sum())
@@ -88,12 +81,7 @@ class Guard:
         spike = self.spike
         assert spike is not None
         if decisions.spikes(self.made) >= self._settings.rollbacks:
-            self._tell(
-                "spike",
-                spike.step,
-                str(spike),
-                f"ended: it went back {self._settings.rollbacks} times before",
-            )
+            self._tell("spike", spike.step, str(spike), f"ended: it went back {self._settings.rollbacks} times before")
             return None
         return self._decide(lambda: decisions.of_spike(spike, saved, self.made, begin))
 
@@ -118,9 +106,7 @@ class Guard:
 
         def decide() -> Decision:
             devices = [mesh.devices.flat[i] for i in finding.devices]
-            named = [
-                f"{d} of process {d.process_index} on {hosts[d.process_index]}" for d in devices if hosts
-            ]
+            named = [f"{d} of process {d.process_index} on {hosts[d.process_index]}" for d in devices if hosts]
             which = ("one of " if finding.together else "") + ", ".join(named)
             return decisions.of_finding(step, self._clean, steps, begin) | {
                 "seen": f"{which} computes wrongly: {finding.why} (of {', '.join(finding.weights[:3])}"

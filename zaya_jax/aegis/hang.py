@@ -18,9 +18,7 @@ from zaya_jax.cluster.beats import MARKS, SECTIONS
 
 # Seconds that a place may take at least, whatever was learned. Data may be slow for a while without any help from a
 # restart; a first compilation of a large model takes minutes, as do restoring, saving and evaluating.
-FLOORS = {
-    "start": 600.0, "compile": 1800.0, "step": 4.5, "fetch": 30.0, "evaluate": 600.0, "save": 600.0, "end": 600.0,
-}  # fmt: skip
+FLOORS = {"start": 600.0, "compile": 1800.0, "step": 4.5, "fetch": 30.0, "evaluate": 600.0, "save": 600.0, "end": 600.0}
 TIMES = 3  # as long as the longest usual time
 STEADY = 3  # laps before a start's own times say how long a step is
 UNSTEADY = 60.0  # seconds for a step until then, at least
@@ -120,7 +118,7 @@ class Hangs:
         """The process that has stood still for longer than it may, if there is one."""
         stopped = [
             p for p, s in self._seen.items() if s.stopped is not None and now - max(s.stopped, self._woke) > STOPPED
-        ]  # fmt: skip
+        ]
         if stopped:
             first = min(stopped, key=lambda p: self._order(p, now))
         elif self._seen:
@@ -160,9 +158,7 @@ class Hangs:
         view, since = seen.view, max(seen.since, self._woke)
         if seen.stopped is not None:
             since = max(since, seen.stopped)
-        where = (
-            f"{view.section} {view.step} {view.mark}".strip() if view.section else "a place it has not told"
-        )
+        where = f"{view.section} {view.step} {view.mark}".strip() if view.section else "a place it has not told"
         quiet = now - max(seen.pulse, self._woke) > QUIET
         how = {"T": "stopped", "D": "waits for a disk or a driver", "Z": "dead"}.get(view.state, "")
         seen_words = f"process {first} stands at {where} for {now - since:.1f} s"

@@ -43,9 +43,8 @@ class Leader:
     """See the module."""
 
     def __init__(
-        self, plan: Plan, keeper: Keeper, say: Callable[[str], None], order: Callable[[int, list], None],
-        now: float,
-    ):  # fmt: skip
+        self, plan: Plan, keeper: Keeper, say: Callable[[str], None], order: Callable[[int, list], None], now: float
+    ):
         self._plan, self._keeper, self._say, self._order = plan, keeper, say, order
         self._decider = Decider(plan.rules, now)
         self._decider.number = _starts(plan.workdir)  # those of an agent before this one keep their logs
@@ -133,9 +132,7 @@ class Leader:
                 found = None
             if found:
                 self._stacks, self._first = {}, found.process
-                self._take(
-                    facts.Hung(found.node, found.process, found.seen, found.concluded, found.seconds), now
-                )
+                self._take(facts.Hung(found.node, found.process, found.seen, found.concluded, found.seconds), now)
             for slow in self._stragglers.look() if self._stragglers else ():
                 self._take(facts.Found(slow.node, self._finding(slow)), now)
         self._take(facts.Tick(), now)
@@ -188,9 +185,7 @@ class Leader:
 
     def _take(self, fact: facts.Fact, now: float) -> None:
         actions = self._decider.take(fact, now)
-        if self._decider.state not in ("running", "leaving") or any(
-            isinstance(a, facts.Start) for a in actions
-        ):
+        if self._decider.state not in ("running", "leaving") or any(isinstance(a, facts.Start) for a in actions):
             self._spent(self._spending.end(now))
         for action in actions:
             match action:

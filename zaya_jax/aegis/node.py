@@ -76,13 +76,7 @@ class Node:
         self, plan: Plan, selector: selectors.BaseSelector, keeper: Keeper, terminal: Terminal,
         tell: Callable[[list], None],
     ):  # fmt: skip
-        self._plan, self._tell, self._selector, self._keeper, self._terminal = (
-            plan,
-            tell,
-            selector,
-            keeper,
-            terminal,
-        )
+        self._plan, self._tell, self._selector, self._keeper, self._terminal = (plan, tell, selector, keeper, terminal)
         room = _has_room(SHM, plan.rules.processes * beats.SIZE)
         self.scratch = Path(tempfile.mkdtemp(prefix="zaya-aegis-", dir=SHM if room else None))
         self.processes: dict[int, Process] = {}
@@ -114,8 +108,7 @@ class Node:
     def link(self, number: int, coordinator: str, index: int) -> None:
         """Begins to try the link to another node."""
         self._begin(
-            lambda: ["linked", number, *preflight.link(coordinator, index)],
-            lambda why: ["linked", number, 0.0, why],
+            lambda: ["linked", number, *preflight.link(coordinator, index)], lambda why: ["linked", number, 0.0, why]
         )
 
     def _begin(self, work: Callable[[], list], failed: Callable[[str], list]) -> None:
@@ -171,12 +164,8 @@ class Node:
     def collect(self) -> None:
         """Begins to collect the stacks of all processes here."""
         logs = self._plan.workdir / "logs"
-        targets = {
-            i: stacks.Target(p.popen.pid, logs / f"process-{i:05d}.log") for i, p in self.processes.items()
-        }
-        threading.Thread(
-            target=self._collect, args=(self._number, targets), name="stacks", daemon=True
-        ).start()
+        targets = {i: stacks.Target(p.popen.pid, logs / f"process-{i:05d}.log") for i, p in self.processes.items()}
+        threading.Thread(target=self._collect, args=(self._number, targets), name="stacks", daemon=True).start()
 
     def turn(self, now: float) -> None:
         """Reports ended processes, where the others are, and the findings of threads."""
@@ -194,9 +183,7 @@ class Node:
             self.ready()
         if self.processes and now - self._looked >= LOOK:
             self._looked = now
-            self._tell(
-                ["views", self._number, [self._view(p, time.monotonic()) for p in self.processes.values()]]
-            )
+            self._tell(["views", self._number, [self._view(p, time.monotonic()) for p in self.processes.values()]])
         with contextlib.suppress(queue.Empty):
             while True:
                 self._tell(self._done.get_nowait())
@@ -217,9 +204,7 @@ class Node:
         laps = [lap for lap in beat.laps if lap.step > process.lap]
         process.lap = laps[-1].step if laps else process.lap
         # Its words for the time are CLOCK_MONOTONIC's, as ours: ages mean the same on another machine.
-        return View(
-            process.index, beat.section, beat.step, beat.mark, now - beat.since, now - beat.pulse, state, laps
-        )
+        return View(process.index, beat.section, beat.step, beat.mark, now - beat.since, now - beat.pulse, state, laps)
 
     def _hear(self, process: Process, stream: int, pipe: Any, last: bool = False) -> None:
         """Takes what a process has printed. After its end that is no more than a pipe holds: a child of its own that

@@ -41,9 +41,7 @@ class Hook:
         try:
             self._command = shlex.split(command)
         except ValueError as error:
-            raise UserError(
-                f"the command {command!r} is no command line ({error}); mend its quotes"
-            ) from None
+            raise UserError(f"the command {command!r} is no command line ({error}); mend its quotes") from None
         self._seconds = seconds
         self.told = self.failed = self.dropped = 0
         self._queue: queue.Queue[Event | None] = queue.Queue(WAITING)

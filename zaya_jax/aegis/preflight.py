@@ -135,9 +135,7 @@ def _named(
     }  # fmt: skip
     found = []
     for node in sorted(culprits):
-        seen = "; ".join(
-            f"with {'-'.join(n for n in p if n != node)}: {words[p]}" for p in sorted(bad) if node in p
-        )
+        seen = "; ".join(f"with {'-'.join(n for n in p if n != node)}: {words[p]}" for p in sorted(bad) if node in p)
         found.append(Finding(node_name, "critical", action, seen, -1, node))
     return found + [
         Finding(link_name, "distributed", "warn", words[pair], -1, "-".join(pair))
@@ -249,8 +247,7 @@ class Checking:
         if self._rounds is None:
             hung = f"no answer within {SECONDS + ANSWER:g} s"
             self._found += [
-                (node, Finding("check of the node hangs", "critical", "exclude", hung))
-                for node in self._waiting
+                (node, Finding("check of the node hangs", "critical", "exclude", hung)) for node in self._waiting
             ]
             unfit = {node for node, finding in self._found if finding.action == "exclude"}
             fit = [str(node) for node in self.nodes if node not in unfit]

@@ -124,9 +124,7 @@ def link(coordinator: str, index: int, seconds: int) -> None:
         return jnp.arange(numbers, dtype=jnp.uint32) * jnp.uint32(2654435761) + rank[0].astype(jnp.uint32)
 
     def over(f):
-        return jax.jit(
-            jax.shard_map(f, mesh=mesh, in_specs=P("devices"), out_specs=P("devices"), check_vma=False)
-        )
+        return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("devices"), out_specs=P("devices"), check_vma=False))
 
     ranks = jax.jit(lambda: jnp.arange(count), out_shardings=own)()
     x = over(values)(ranks)

@@ -63,9 +63,7 @@ class Replay:
         def hashes(params, bias, batch):
             total = float(math.prod(batch["tokens"].shape[1:]) * spread.data * spread.expert)
             by_layer: dict[str, Any] = {
-                path: _Hashed(x.shape[0])
-                for path, x in trees.flat(params, "/").items()
-                if path.startswith("layers/")
+                path: _Hashed(x.shape[0]) for path, x in trees.flat(params, "/").items() if path.startswith("layers/")
             }
 
             def loss_of(params, micro, stored):
@@ -151,9 +149,7 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> np.uint32(16))
 
 
-def differs_from_itself(
-    first: np.ndarray, again: np.ndarray, parts: int, names: list[str]
-) -> Mismatch | None:
+def differs_from_itself(first: np.ndarray, again: np.ndarray, parts: int, names: list[str]) -> Mismatch | None:
     """Of hashes [devices, words]: the parts of the mesh that gave others the second time."""
     wrong = (first != again).reshape(parts, -1, first.shape[1])
     guilty = np.flatnonzero(wrong.any((1, 2)))
@@ -165,14 +161,10 @@ def differs_from_itself(
     if len(guilty) > max(parts / 2, 1):
         why = f"{len(guilty)} of {parts} parts of the mesh differ from themselves, which is no device's fault"
         return Mismatch("program", devices, True, weights, why)
-    return Mismatch(
-        "itself", devices, group > 1 or len(guilty) > 1, weights, "computed twice, it gave other bits"
-    )
+    return Mismatch("itself", devices, group > 1 or len(guilty) > 1, weights, "computed twice, it gave other bits")
 
 
-def differs_from_others(
-    seen: list[np.ndarray], compared: np.ndarray, parts: int, names: list[str]
-) -> Mismatch:
+def differs_from_others(seen: list[np.ndarray], compared: np.ndarray, parts: int, names: list[str]) -> Mismatch:
     """Of hashes [devices, words] of batches moved on by 0, 1 and, with three parts or more, 2: who is wrong."""
     at = [x[:, compared].reshape(parts, -1) for x in seen]
     votes: Counter[int] = Counter()

@@ -40,9 +40,7 @@ class Stragglers:
     def __init__(self, nodes: Sequence[int]):
         self._nodes = list(nodes)
         self._waiting: dict[int, dict[int, tuple[float, float]]] = {}
-        self._rows: collections.deque[tuple[int, np.ndarray, np.ndarray]] = collections.deque(
-            maxlen=2 * WINDOW
-        )
+        self._rows: collections.deque[tuple[int, np.ndarray, np.ndarray]] = collections.deque(maxlen=2 * WINDOW)
         self._new, self._named = 0, set[int]()
 
     def add(self, process: int, step: int, whole: float, own: float) -> None:
@@ -80,9 +78,7 @@ class Stragglers:
                 cost = float(max(costs[here]))
                 out.append(Straggler(node, -1, float(np.median(ratios[here])), cost, steps))
             else:
-                out += [
-                    Straggler(node, p, float(ratios[p]), float(costs[p]), steps) for p in here if p in found
-                ]
+                out += [Straggler(node, p, float(ratios[p]), float(costs[p]), steps) for p in here if p in found]
         return out
 
     def _judge(self) -> tuple[set[int], set[int]]:

@@ -20,12 +20,7 @@ from zaya_jax.aegis.reading import Judge, Tree
 AMD = "0x1002"
 BUSY = 90  # percent: from there on clocks are compared
 # Of NVML's clock event reasons: hardware slowdown, its thermal and its power brake part, software thermal slowdown.
-SLOWDOWNS = {
-    0x8: "hardware slowdown",
-    0x40: "hardware thermal",
-    0x80: "power brake",
-    0x20: "software thermal",
-}
+SLOWDOWNS = {0x8: "hardware slowdown", 0x40: "hardware thermal", 0x80: "power brake", 0x20: "software thermal"}
 LINKS = 18  # of NVLink, at most
 RECOVERIES = 1  # the kind of a link's counter
 
@@ -76,15 +71,11 @@ class _Gpus:
             seen = f"xgmi_error is {gpu.xgmi_error:g}: errors since it was last read"
             yield from judge.state("xgmi link error", gpu.device, gpu.xgmi_error > 0, seen)
         if gpu.failed is not None:
-            yield from judge.state(
-                "gpu page not retired", gpu.device, gpu.failed > 0, f"{gpu.failed:g} pages or rows"
-            )
+            yield from judge.state("gpu page not retired", gpu.device, gpu.failed > 0, f"{gpu.failed:g} pages or rows")
         if gpu.heat:
             where, degrees, limit = max(gpu.heat, key=lambda item: item[1] / item[2])
             hot = degrees / limit >= BY_NAME["gpu hot"].at
-            yield from judge.state(
-                "gpu hot", gpu.device, hot, f"{where} at {degrees:g} °C, limit {limit:g} °C"
-            )
+            yield from judge.state("gpu hot", gpu.device, hot, f"{where} at {degrees:g} °C, limit {limit:g} °C")
         if gpu.throttled is not None:
             seen = gpu.throttled or "no reason to throttle"
             yield from judge.state("gpu throttled", gpu.device, bool(gpu.throttled), seen)
@@ -111,11 +102,7 @@ class Amd(_Gpus):
         """Cards of AMD; outputs (card0-DP-1) and partitions without a vendor are none."""
         cards = [n for n in self._tree.names("sys/class/drm") if re.fullmatch(r"card\d+", n)]
         places = {card: f"sys/class/drm/{card}/device" for card in cards}
-        return [
-            self._card(card, place)
-            for card, place in places.items()
-            if self._tree.text(f"{place}/vendor") == AMD
-        ]
+        return [self._card(card, place) for card, place in places.items() if self._tree.text(f"{place}/vendor") == AMD]
 
     def _card(self, card: str, place: str) -> Reading:
         tree = self._tree
@@ -209,9 +196,7 @@ class Nvidia(_Gpus):
             return []
         count = self._ask("nvmlDeviceGetCount") or 0
         handles = [(i, self._ask("nvmlDeviceGetHandleByIndex", i)) for i in range(count)]
-        return [
-            self._card(i, handle) for i, handle in handles if handle is not None and self._answers(handle)
-        ]
+        return [self._card(i, handle) for i, handle in handles if handle is not None and self._answers(handle)]
 
     def _answers(self, handle: Any) -> bool:
         """A card that has fallen off the bus keeps its handle, and answers nothing."""

@@ -17,14 +17,8 @@ KINDS = tuple(
     for name, pattern in (
         ("nic flaps", r"link_downed"),
         ("nic symbol errors", r"symbol_error"),
-        (
-            "nic link errors",
-            r"link_error_recovery|local_link_integrity_errors|port_rcv_errors|rx_icrc_encapsulated",
-        ),
-        (
-            "nic time-outs",
-            r"local_ack_timeout|ack_timeout|retry_exc|max_retry|req_transport_retries_exceeded",
-        ),
+        ("nic link errors", r"link_error_recovery|local_link_integrity_errors|port_rcv_errors|rx_icrc_encapsulated"),
+        ("nic time-outs", r"local_ack_timeout|ack_timeout|retry_exc|max_retry|req_transport_retries_exceeded"),
         (
             "nic retransmissions",
             r"packet_seq_err|seq_err_nak|implied_nak_seq|to_retrans|retransmit|_retx|roce_adp_retrans",

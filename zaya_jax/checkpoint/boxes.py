@@ -134,9 +134,7 @@ def _chunk(name: str, shape: tuple[int, ...], itemsize: int, parts: list[HeldBox
 def _borders(shape: tuple[int, ...], parts: list[HeldBox], owner: Any) -> list[list[int]]:
     """Along each dim, the borders between different owners."""
     starts = [sorted({part.box[dim].start for part in parts}) for dim in range(len(shape))]
-    stops = [
-        dict(zip(s, range(len(s)), strict=True)) | {n: len(s)} for s, n in zip(starts, shape, strict=True)
-    ]
+    stops = [dict(zip(s, range(len(s)), strict=True)) | {n: len(s)} for s, n in zip(starts, shape, strict=True)]
     owners = np.full([len(s) for s in starts], -1, np.int64)
     for part in parts:
         cells = tuple(slice(at[s.start], at[s.stop]) for at, s in zip(stops, part.box, strict=True))

@@ -59,9 +59,7 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
             file = _opened(path)
         except OSError as error:
             if error.errno in WITHOUT:
-                say(
-                    f"note: {workdir} lies where files cannot be locked; another run that writes there is not seen"
-                )
+                say(f"note: {workdir} lies where files cannot be locked; another run that writes there is not seen")
                 break
             if error.errno not in (errno.EACCES, errno.EAGAIN):
                 raise
@@ -77,9 +75,7 @@ def take(workdir: Path, say: Callable[[str], None] = print) -> None:
     with contextlib.suppress(OSError):  # on a full disk the message to the next process says less
         file.truncate(0)
         file.seek(0)
-        file.write(
-            json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}).encode()
-        )
+        file.write(json.dumps({"process": os.getpid(), "host": socket.gethostname(), "since": since}).encode())
 
 
 def require_free(workdir: Path) -> None:

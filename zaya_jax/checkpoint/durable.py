@@ -100,9 +100,7 @@ class Durable:
             clock = time.perf_counter()
             self.vault.complete(step, self._here.seal(step))
             commit = {"commit": time.perf_counter() - clock}
-            self._log.add(
-                "copy", step, begun, [part[0] | commit for part in told], [part[1] for part in told]
-            )
+            self._log.add("copy", step, begun, [part[0] | commit for part in told], [part[1] for part in told])
             while self.obsolete:
                 self.vault.remove(self.obsolete[0])
                 self.obsolete.pop(0)
@@ -126,9 +124,7 @@ class Durable:
                 if not here and accept:
                     self._require_accepted(accept)
                 self.vault.clear()
-                return sorted(
-                    (step for step in self.vault.steps() if step > max(here, default=-1)), reverse=True
-                )
+                return sorted((step for step in self.vault.steps() if step > max(here, default=-1)), reverse=True)
             except StorageError as failure:
                 if not here or not unreachable(failure):
                     raise
@@ -145,9 +141,7 @@ class Durable:
             if not error:
                 return
             if self._settings.on_corrupt == "stop":
-                raise StorageError(
-                    f"{error}; --config.checkpoint.on_corrupt=previous goes on from the one before"
-                )
+                raise StorageError(f"{error}; --config.checkpoint.on_corrupt=previous goes on from the one before")
             if multihost.is_writer():
                 self._say(f"WARNING: step {step} could not be fetched: {error}; looking for the one before")
         if error and not multihost.from_first("left", lambda: bool(writing.numbered(self.root))):

@@ -32,11 +32,7 @@ STATE = "state"
 IMPORTED = "imported.json"  # in a workdir whose first weights came from a model directory
 
 # Types to which arrays may be exported.
-DTYPES = {
-    "float32": np.dtype(np.float32),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-}
+DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 
 Box = tuple[slice, ...]  # a stretch of each dim
 
@@ -86,10 +82,7 @@ class Array:
             index = tuple(first + i for first, i in zip(firsts, at, strict=True))
             yield (
                 index,
-                tuple(
-                    slice(i * c, min((i + 1) * c, n))
-                    for i, c, n in zip(index, self.chunk, self.shape, strict=True)
-                ),
+                tuple(slice(i * c, min((i + 1) * c, n)) for i, c, n in zip(index, self.chunk, self.shape, strict=True)),
             )
 
     @classmethod
@@ -199,11 +192,7 @@ def frame(arrays: tuple[Array, ...], meta: dict[str, Any]) -> dict[str, bytes]:
         keys = array.name.split(".")
         tree[str(tuple(keys))] = {
             "key_metadata": [{"key": key, "key_type": 2} for key in keys],
-            "value_metadata": {
-                "value_type": "np.ndarray",
-                "skip_deserialize": False,
-                "write_shape": list(array.shape),
-            },
+            "value_metadata": {"value_type": "np.ndarray", "skip_deserialize": False, "write_shape": list(array.shape)},
         }
     state = {
         "tree_metadata": tree, "use_ocdbt": False, "use_zarr3": True, "store_array_data_equal_to_fill_value": True,

@@ -12,10 +12,7 @@ from zaya_jax.config import StorageError, UserError
 
 # What the names of other folders among the checkpoints begin with, and what that means.
 OTHERS = {
-    (
-        writing.SAVING,
-        writing.DELETING,
-    ): "Not complete (being written or deleted, or left by a run that was killed)",
+    (writing.SAVING, writing.DELETING): "Not complete (being written or deleted, or left by a run that was killed)",
     (writing.DAMAGED,): "Set aside as damaged",
     (writing.STALE,): "Set aside since the run went back behind them",
 }

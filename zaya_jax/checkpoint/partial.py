@@ -67,9 +67,7 @@ class InitialWeights:
             ) from None
         theirs = source.arrays()
         ours = {n: x for n, x in held.arrays.items() if n.startswith("params.") or n == "balance.bias"}
-        plans = {
-            name: _overlaps(name, theirs[name].shape, x.shape) for name, x in ours.items() if name in theirs
-        }
+        plans = {name: _overlaps(name, theirs[name].shape, x.shape) for name, x in ours.items() if name in theirs}
         whole = [name for name, x in ours.items() if name in theirs and theirs[name].shape == tuple(x.shape)]
         if not grow and len(whole) < len(ours):
             name = next(name for name in ours if name not in whole)
@@ -96,11 +94,7 @@ class InitialWeights:
             f"begins from {self._source.name}: {count} of {count + len(self._left)} arrays taken, "
             f"{len(self._parts)} of them in part"
         )
-        unused = [
-            n
-            for n in self._theirs
-            if (n.startswith("params.") or n == "balance.bias") and n not in self._taken
-        ]
+        unused = [n for n in self._theirs if (n.startswith("params.") or n == "balance.bias") and n not in self._taken]
         for what, names in (("taken in part", self._parts), ("left fresh", self._left), ("not used", unused)):
             if names:
                 say(f"  {what}: {', '.join(names)}")

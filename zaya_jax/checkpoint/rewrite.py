@@ -79,9 +79,7 @@ def _resized(array: Array, dtype: str, chunk_mb: float = 0.0) -> Array:
     return Array(array.name, array.shape, dtype, chunk)
 
 
-def _write(
-    source: Source, arrays: list[Array], meta: dict[str, Any], put: Put, progress: Progress | None
-) -> Sums:
+def _write(source: Source, arrays: list[Array], meta: dict[str, Any], put: Put, progress: Progress | None) -> Sums:
     """All files but the marker, one after the other; their sizes and checksums."""
     sums: Sums = {}
     for name, content in layout.frame(tuple(arrays), meta).items():
@@ -115,9 +113,7 @@ def _to_vault(source: Source, target: str) -> Iterator[tuple[Put, Callable[[Sums
         claims.require_writable(vault.folder, f"--to={target}")
         claims.require_outside(vault.folder, f"--to={target}")
     if step in vault.steps():
-        raise UserError(
-            f"--to={target} has a checkpoint of step {step} already; give another place or --step"
-        )
+        raise UserError(f"--to={target} has a checkpoint of step {step} already; give another place or --step")
     vault.require_own(source.run, source.name, f"--to={target}")
 
     def put(name: str, content: bytes | memoryview) -> None:

@@ -53,9 +53,7 @@ def parse(content: bytes) -> Seal:
     """A seal from its file's content; ValueError if a byte has changed."""
     found = unsigned(content)
     if found.get("format") != FORMAT:
-        raise ValueError(
-            f"of format {shown(found.get('format'))}, but this version reads {FORMAT}; take another"
-        )
+        raise ValueError(f"of format {shown(found.get('format'))}, but this version reads {FORMAT}; take another")
     seal = Seal(found["files"], found["step"], found["run"])
     for name in seal.files:  # it may come from anywhere, and files are written by these names
         if name.startswith("/") or ".." in name.split("/"):

@@ -49,9 +49,7 @@ def drop(tiers: Any, decisions: Decisions) -> list[int]:
     told = multihost.to_first("stale parts", conflict(parts, decisions))
 
     def check() -> None:
-        why = conflict(known_in(Vault(tiers.root), decisions), decisions) or next(
-            filter(None, told or []), ""
-        )
+        why = conflict(known_in(Vault(tiers.root), decisions), decisions) or next(filter(None, told or []), "")
         if tiers.durable and not why:
             try:
                 why = conflict(known_in(tiers.durable.vault, decisions), decisions)

@@ -85,9 +85,7 @@ class Store:
         late = bool(multihost.over_processes({"late": float(late)}, {"late": np.max})["late"])
         if late:
             self._failures += 1
-            self._complain(
-                step, f"the one before is still being written after {time.perf_counter() - begun:.0f} s"
-            )
+            self._complain(step, f"the one before is still being written after {time.perf_counter() - begun:.0f} s")
         self._stop_after_too_many()
         return not late
 
@@ -175,20 +173,10 @@ class Store:
 
     def _newest_line(self) -> str:
         steps = self.steps()
-        return (
-            f"The newest complete checkpoint is step {steps[-1]}'s"
-            if steps
-            else "No checkpoint is complete yet"
-        )
+        return f"The newest complete checkpoint is step {steps[-1]}'s" if steps else "No checkpoint is complete yet"
 
     def _save(
-        self,
-        step: int,
-        state: State,
-        plan: Writers,
-        meta: dict[str, Any],
-        begun: float,
-        waited: float,
+        self, step: int, state: State, plan: Writers, meta: dict[str, Any], begun: float, waited: float
     ) -> str | None:
         """Returns an error, if any; runs in a thread, in all processes together.
 
@@ -235,9 +223,7 @@ class Store:
         errors = {i: part[0] for i, part in enumerate(parts) if part[0]}
         if not errors:
             try:
-                self.tiers.commit(
-                    step, folder, {name: entry for part in parts for name, entry in part[1].items()}
-                )
+                self.tiers.commit(step, folder, {name: entry for part in parts for name, entry in part[1].items()})
                 return None
             except OSError as failure:
                 errors[0] = writing.reason(failure)
@@ -312,11 +298,7 @@ class Store:
                 self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
 
     def restore(
-        self,
-        step: int,
-        like: dict[str, Any],
-        held: Holding | None = None,
-        place: Callable[[Any], Any] | None = None,
+        self, step: int, like: dict[str, Any], held: Holding | None = None, place: Callable[[Any], Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
         """(state, meta) of a step, laid out as `like` (ShapeDtypeStructs with shardings) says.
 

@@ -57,9 +57,7 @@ class Tiers:
     def commit(self, step: int, folder: Path, files: Sums) -> None:
         """Makes a step whole, when all processes have written; in process 0."""
         if self.local is None:
-            writing.commit(
-                folder, self.root / str(step), Seal(files, step, writing.run_of(self.root) or None)
-            )
+            writing.commit(folder, self.root / str(step), Seal(files, step, writing.run_of(self.root) or None))
             self.delete_old()
 
     def pass_on(self, step: int) -> None:

@@ -31,9 +31,7 @@ class Log:
         """Adds a line for each process; an error stops nothing."""
         with contextlib.suppress(OSError), files.appending(self._path) as file:
             for process, (seconds, size) in enumerate(zip(stages, sizes, strict=True)):
-                line = {
-                    "kind": kind, "step": step, "process": process, "stages": seconds, "bytes": size, "time": begun,
-                }  # fmt: skip
+                line = {"kind": kind, "step": step, "process": process, "stages": seconds, "bytes": size, "time": begun}
                 file.write(f"{json.dumps(line)}\n".encode())
 
 

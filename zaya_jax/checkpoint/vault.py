@@ -83,15 +83,11 @@ class Vault:
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
         except ImportError as error:
             extra = EXTRAS.get(protocol, protocol)
-            raise UserError(
-                f"{self.url} needs a package more ({error}): pip install 'zaya_jax[{extra}]'"
-            ) from None
+            raise UserError(f"{self.url} needs a package more ({error}): pip install 'zaya_jax[{extra}]'") from None
         except ValueError as error:
             raise UserError(f"{self.url} is no folder and no URL that fsspec knows ({error})") from None
         except OSError as error:  # some file systems connect at once
-            raise StorageError(
-                f"{self.url} cannot be reached ({error}); see that it can, or give another"
-            ) from None
+            raise StorageError(f"{self.url} cannot be reached ({error}); see that it can, or give another") from None
         if protocol in ("s3", "s3a"):
             self._files.retries = 1
         self.tell: Callable[[str], None] = lambda _: None  # called once when attempts begin to fail
@@ -324,11 +320,7 @@ class Vault:
 
         def find() -> dict[str, int]:
             if self._local:
-                paths = [
-                    p
-                    for p in Path(prefix).rglob("*")
-                    if p.is_symlink() or not p.is_dir() or not any(p.iterdir())
-                ]
+                paths = [p for p in Path(prefix).rglob("*") if p.is_symlink() or not p.is_dir() or not any(p.iterdir())]
                 return {str(path.relative_to(prefix)): path.lstat().st_size for path in paths}
             found = self._files.find(prefix, detail=True)
             return {path[len(prefix) + 1 :]: int(entry["size"]) for path, entry in found.items()}
@@ -362,9 +354,7 @@ class Vault:
 
     def _attempt(self, verb: str, name: str, function: Callable[..., T], *args: Any) -> T:
         where = f"{self.url}/{name}" if name else self.url
-        advice = (
-            "" if self._local else "; look at the address, the credentials and (for s3://) AWS_ENDPOINT_URL"
-        )
+        advice = "" if self._local else "; look at the address, the credentials and (for s3://) AWS_ENDPOINT_URL"
         for number, pause in enumerate((*PAUSES, None), 1):
             if self.given_up.is_set():
                 raise StorageError(f"{where} is slow or dead, and the run may not wait") from TimeoutError()
@@ -380,9 +370,7 @@ class Vault:
                 self._failing_since = None if final else since
                 if final or pause is None or time.monotonic() - since > PATIENCE:
                     tries = "" if final else f" after {number} attempt{'s' if number > 1 else ''}"
-                    raise StorageError(
-                        f"cannot {verb} {where}{tries}: {writing.reason(error)}{advice}"
-                    ) from error
+                    raise StorageError(f"cannot {verb} {where}{tries}: {writing.reason(error)}{advice}") from error
                 if first:
                     self.tell(f"warning: cannot {verb} {where} yet: {writing.reason(error)}; trying again")
             self.given_up.wait(pause)

@@ -160,9 +160,7 @@ class Builder:
             shape, dtype = tuple(x.shape), np.dtype(x.dtype)
             chunk = layout.chunk_shape(name, shape, dtype.itemsize)
             self._arrays[name] = layout.Array(name, shape, dtype.name, chunk)
-        self._sums = write_files(
-            self._folder, layout.frame(tuple(self._arrays.values()), meta | {"run": self._run})
-        )
+        self._sums = write_files(self._folder, layout.frame(tuple(self._arrays.values()), meta | {"run": self._run}))
         self._gathered: dict[str, np.ndarray] = {}  # arrays whose chunks hold several layers
 
     def write(self, path: tuple[str, ...], x: np.ndarray, index: int | None = None) -> None:
@@ -275,11 +273,7 @@ def odd_names(root: Path) -> list[str]:
     """Names among the checkpoints that are not a step's, such as 040 or 40.bak."""
     if not root.is_dir():
         return []
-    names = {
-        path.name
-        for path in root.iterdir()
-        if not path.name.startswith((SAVING, DELETING, DAMAGED, STALE, RUN))
-    }
+    names = {path.name for path in root.iterdir() if not path.name.startswith((SAVING, DELETING, DAMAGED, STALE, RUN))}
     return sorted(names - {str(step) for step in steps_of(names)})
 
 

@@ -28,10 +28,7 @@ MARKS = ("", "fetch", "dispatch", "wait", "figures")
 PULSE = 0.5
 LAPS = 64  # steps that are remembered
 
-_TURN, _REST = (
-    struct.Struct("<Q"),
-    struct.Struct("<qqqqqddQ"),
-)  # pid, index, section, step, mark, since, pulse, laps
+_TURN, _REST = (struct.Struct("<Q"), struct.Struct("<qqqqqddQ"))  # pid, index, section, step, mark, since, pulse, laps
 _HEAD = struct.Struct("<QqqqqqddQ")  # both
 _LAP = struct.Struct("<qddd")
 SIZE = _HEAD.size + LAPS * _LAP.size

@@ -39,9 +39,7 @@ def compile_together(barrier: Callable[[str], None]) -> None:
             barrier(f"compiled {name}")
         return executable
 
-    def write_each(
-        cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any
-    ) -> None:
+    def write_each(cache_key: str, compile_time_secs: float, module_name: str, backend: Any, executable: Any) -> None:
         shortest = jax.config.jax_persistent_cache_min_compile_time_secs
         if backend.platform == "cpu" and backend.process_index() and compile_time_secs >= shortest:
             seconds = int(compile_time_secs)

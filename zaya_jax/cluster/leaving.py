@@ -27,9 +27,7 @@ SIGNALLED = 128  # and a signal's number, as a shell reports a program that the 
 PATIENCE = 10.0  # seconds; a disk that hangs would take for ever
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 # Errors that are the storage's, whatever was being written: a full or failing disk, one that is gone or read-only.
-OF_STORAGE = frozenset(
-    (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN)
-)
+OF_STORAGE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN))
 # And those of something else in the rank of a file, or of one without rights, where it is named.
 IN_THE_WAY = frozenset(
     (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)

@@ -78,9 +78,7 @@ class Lifelines:
         self._called.wait()
         if self._refusal:
             self._thread.join()
-            raise (
-                UserError(self._refusal.text) if self._refusal.code == 2 else LostProcess(self._refusal.text)
-            )
+            raise (UserError(self._refusal.text) if self._refusal.code == 2 else LostProcess(self._refusal.text))
 
     def report(self, code: int, text: str, certain: bool) -> None:
         """Ends all processes with this code, and waits for the end.
@@ -146,18 +144,14 @@ class Lifelines:
                 line.say()
         if not self._called.is_set() and self.index == 0 and now > self._deadline:
             absent = [i for i in range(self._place.count) if i and i not in self._lines]
-            text = (
-                f"{name_processes(absent)} of {self._place.count} did not come within {self._allowed:.0f} s"
-            )
+            text = f"{name_processes(absent)} of {self._place.count} did not come within {self._allowed:.0f} s"
             return self._end(End(1, NOBODY, self._host, text))
         limit = ALLOWED * self._seconds
         if any(now - line.heard > limit for line in self._lines.values()):
             silent = [line for line in self._lines.values() if now - line.heard > 0.8 * limit]
             return self._lost(silent, f"silent for {limit:.0f} s: stopped, or machine or network down")
         if self._doubt and all(
-            line.heard > self._doubt[0]
-            for line in self._lines.values()
-            if line.index != self._doubt[1].process
+            line.heard > self._doubt[0] for line in self._lines.values() if line.index != self._doubt[1].process
         ):
             return self._end(self._doubt[1])
         return None

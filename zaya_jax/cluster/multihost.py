@@ -169,9 +169,7 @@ def over_processes(figures: dict[str, float], how: dict[str, Callable]) -> dict[
     from jax.experimental import multihost_utils
 
     values = multihost_utils.process_allgather(np.array(list(figures.values()), np.float32))
-    return {
-        name: float(how.get(name, np.mean)(column)) for name, column in zip(figures, values.T, strict=True)
-    }
+    return {name: float(how.get(name, np.mean)(column)) for name, column in zip(figures, values.T, strict=True)}
 
 
 def collect_garbage(step: int) -> None:
@@ -306,9 +304,7 @@ def _wait_for(key: str, process: int, name: str) -> Any:
     try:
         return json.loads(_client().blocking_key_value_get(key, 1000 * seconds_of(WAIT)))
     except jax.errors.JaxRuntimeError as error:
-        raise LostProcess(
-            f"process {process} did not come to {name!r} within {seconds_of(WAIT)} s"
-        ) from error
+        raise LostProcess(f"process {process} did not come to {name!r} within {seconds_of(WAIT)} s") from error
 
 
 def _try_get(key: str) -> str | None:

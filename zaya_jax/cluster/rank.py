@@ -40,9 +40,7 @@ class Rank:
 
 
 def find_rank(
-    environ: Mapping[str, str],
-    given: Mapping[str, Any] | None = None,
-    names: Mapping[str, tuple[str, str]] = NAMES,
+    environ: Mapping[str, str], given: Mapping[str, Any] | None = None, names: Mapping[str, tuple[str, str]] = NAMES
 ) -> Rank | None:
     """The rank that flags (`given`), variables or Slurm name, in this order; None if there is one process.
 
@@ -58,11 +56,7 @@ def find_rank(
             "process_id": environ["SLURM_PROCID"],
         }
         found = slurm | found
-    elif (
-        not found
-        and _number("SLURM_NTASKS", environ.get("SLURM_NTASKS", "1")) > 1
-        and "SLURM_PROCID" in environ
-    ):
+    elif not found and _number("SLURM_NTASKS", environ.get("SLURM_NTASKS", "1")) > 1 and "SLURM_PROCID" in environ:
         unset = next(name for name in SLURM_STEP if name not in environ)
         raise UserError(
             f"this is a job of {environ['SLURM_NTASKS']} Slurm tasks, but srun did not start this one ({unset} is "
@@ -81,9 +75,7 @@ def find_rank(
     called = {name: f"--{flag} ({variable})" for name, (flag, variable) in names.items()}
     if "num_processes" in found and _number(names["num_processes"][0], found["num_processes"]) == 1:
         if str(started.get("process_id", 0)) != "0":
-            raise UserError(
-                f"{called['process_id']} is {found['process_id']}, but {called['num_processes']} is 1"
-            )
+            raise UserError(f"{called['process_id']} is {found['process_id']}, but {called['num_processes']} is 1")
         return None
     missing = [name for name in names if name not in found]
     if missing:
@@ -102,10 +94,7 @@ def find_rank(
 
 
 def find_agent_rank(
-    environ: Mapping[str, str],
-    coordinator: str | None = None,
-    agents: int | None = None,
-    agent: int | None = None,
+    environ: Mapping[str, str], coordinator: str | None = None, agents: int | None = None, agent: int | None = None
 ) -> Rank | None:
     """One agent per node: from flags, NODES and NODE, Slurm or a pod's index, as processes find their rank."""
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
@@ -123,9 +112,7 @@ def _number(name: str, text: Any) -> int:
     try:
         return int(text)
     except ValueError:
-        raise UserError(
-            f"{name}={text!r} is not a whole number; see docs/clusters.md for what to set"
-        ) from None
+        raise UserError(f"{name}={text!r} is not a whole number; see docs/clusters.md for what to set") from None
 
 
 def _slurm_address(environ: Mapping[str, str]) -> str:
@@ -133,9 +120,7 @@ def _slurm_address(environ: Mapping[str, str]) -> str:
     first = re.match(r"([^,\[]+)(?:\[(\w+)[^\]]*\]([^,]*))?", environ["SLURM_STEP_NODELIST"])
     if first is None:
         raise UserError(f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']!r} names no host")
-    port = (
-        environ.get("JAX_COORDINATOR_PORT") or 61440 + _number("SLURM_JOB_ID", environ["SLURM_JOB_ID"]) % 4096
-    )
+    port = environ.get("JAX_COORDINATOR_PORT") or 61440 + _number("SLURM_JOB_ID", environ["SLURM_JOB_ID"]) % 4096
     return f"{''.join(part or '' for part in first.groups())}:{port}"
 
 

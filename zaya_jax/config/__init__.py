@@ -32,7 +32,7 @@ from zaya_jax.config.keys import (
     RopeKinds,
     Run,
     Schedule,
-)  # fmt: skip
+)
 
 __all__ = [
     "LAYER_KINDS", "Balance", "Checkpoint", "Config", "Data", "Eval", "Guard", "Log", "Mesh", "Model", "Optim", "Phase",

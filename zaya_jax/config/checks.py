@@ -10,9 +10,7 @@ def check_config(c: Config) -> None:
     _check_run(c.run)
     _check_kernels(c.kernels)
     at_once = min(c.data.micro_batch, c.data.global_batch)
-    if (
-        at_once and not c.schedule.phases and c.data.global_batch % at_once
-    ):  # phases have batches of their own
+    if at_once and not c.schedule.phases and c.data.global_batch % at_once:  # phases have batches of their own
         raise UserError(
             f"config.data.micro_batch={c.data.micro_batch} does not divide data.global_batch={c.data.global_batch}; "
             "give a divisor, or 0 for the whole batch at once"
@@ -120,9 +118,7 @@ def _check_dense(m: Model) -> None:
             f"config.model.num_experts={m.num_experts} with model_type='dense', which has no router; set it to 1"
         )
     if m.attention_bias:
-        raise UserError(
-            "config.model.attention_bias is set, but model_type='dense' has no biases; set it to False"
-        )
+        raise UserError("config.model.attention_bias is set, but model_type='dense' has no biases; set it to False")
     if "hybrid_linear" in m.kinds:
         raise UserError(
             "config.model.layer_types has hybrid_linear, which is a form of ZAYA's attention, but model_type='dense'; "

@@ -99,9 +99,7 @@ def build(cls: type, given: Any, prefix: str = "") -> Any:
     for key in given:
         if key not in fields:
             path = f"{prefix}{key}"
-            raise UserError(
-                f"unknown config key config.{path}{nearest(path, [prefix + name for name in fields])}"
-            )
+            raise UserError(f"unknown config key config.{path}{nearest(path, [prefix + name for name in fields])}")
     return cls(**{key: _convert(fields[key].type, value, prefix + key) for key, value in given.items()})
 
 
@@ -131,9 +129,7 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
 
 
 def _wrong(path: str, value: Any, expected: str) -> UserError:
-    return UserError(
-        f"config.{path}={shown(value)} has the wrong type {type(value).__name__}; it must be {expected}"
-    )
+    return UserError(f"config.{path}={shown(value)} has the wrong type {type(value).__name__}; it must be {expected}")
 
 
 def optional_type(kind: Any) -> type | None:

@@ -26,9 +26,7 @@ def config_dict(given: str) -> ConfigDict:
     if not path.is_file() and path.parts[:-1] == ("experiments", "configs"):
         path = SHIPPED / path.name
     if not path.is_file():
-        raise UserError(
-            f"--config={given} is not a file; give a Python file with get_config(), see {SHIPPED}"
-        )
+        raise UserError(f"--config={given} is not a file; give a Python file with get_config(), see {SHIPPED}")
     try:
         found = runpy.run_path(str(path))["get_config"](*([argument] if argument else []))
     except UserError:

@@ -31,9 +31,7 @@ def listing() -> str:
         for row in rows:
             lines.append(f"  {row.key}={row.default}")
             allowed = f" [{row.allowed}]" if row.allowed else ""
-            lines += textwrap.wrap(
-                row.meaning + allowed, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+            lines += textwrap.wrap(row.meaning + allowed, WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
 

@@ -70,8 +70,7 @@ def beside(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tools and system text of a chat's record, as turns of these roles before the first."""
     found = {role: record[role] for role in BESIDE if record.get(role)}
     return [
-        {"role": role, "content": value if isinstance(value, str) else _json(value)}
-        for role, value in found.items()
+        {"role": role, "content": value if isinstance(value, str) else _json(value)} for role, value in found.items()
     ]
 
 
@@ -99,13 +98,9 @@ class Format:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        marks = {
-            role: tuple(tokenizer.chat_token(role)) for role in ("turn", "end_turn", "think", "end_think")
-        }
+        marks = {role: tuple(tokenizer.chat_token(role)) for role in ("turn", "end_turn", "think", "end_think")}
         self._turn, self._end, self._think, self._end_think = marks.values()
-        self._encode = functools.lru_cache(64)(
-            lambda text: tuple(tokenizer.encode(text))
-        )  # roles, and NEWLINE
+        self._encode = functools.lru_cache(64)(lambda text: tuple(tokenizer.encode(text)))  # roles, and NEWLINE
         self._newline = self._encode("\n")
 
     def document(self, turns: Sequence[Turn]) -> Document:
@@ -258,9 +253,7 @@ def _text(content: Any, role: str) -> tuple[str, str]:
     reasoning, text = "", ""
     for part in content:
         kind = part.get("type", "text") if isinstance(part, dict) else "text"
-        held = (
-            (part.get(kind) or part.get("text")) if isinstance(part, dict) and isinstance(kind, str) else part
-        )
+        held = (part.get(kind) or part.get("text")) if isinstance(part, dict) and isinstance(kind, str) else part
         if kind in REASONING_PARTS and (held is None or isinstance(held, str)):
             reasoning += held or ""
         elif kind in TEXT_PARTS and (held is None or isinstance(held, str)):

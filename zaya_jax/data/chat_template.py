@@ -107,9 +107,7 @@ def make_template(tokenizer: Tokenizer) -> str:
         "BOS": tokenizer.mark(tokenizer.bos_id), "EOS": tokenizer.mark(tokenizer.eos_id),
     }  # fmt: skip
     keys = " or ".join(f"message[{key!r}]" for key in chat.REASONING_KEYS)
-    spelt = {name: json.dumps(value, ensure_ascii=False) for name, value in names.items()} | {
-        "REASONING_KEYS": keys
-    }
+    spelt = {name: json.dumps(value, ensure_ascii=False) for name, value in names.items()} | {"REASONING_KEYS": keys}
     return re.sub(rf"\b({'|'.join(spelt)})\b", lambda found: spelt[found[0]], TEMPLATE.strip()) + "\n"
 
 

@@ -36,8 +36,7 @@ class Chats:
     def split(self, last: bytes) -> "Split":
         """Those to learn and those held out, whose hashes are `last` and below."""
         sides = [
-            [d for key, held in self.documents.items() if (key <= last) == out for d in held]
-            for out in (False, True)
+            [d for key, held in self.documents.items() if (key <= last) == out for d in held] for out in (False, True)
         ]
         learnt, of = (sum(int(np.sum(f(d))) for side in sides for d in side) for f in (_learnt, _length))
         said = (
@@ -87,14 +86,10 @@ def require_prepared(path: str, shards: Prepared, context: int) -> None:
     found = shards.manifest.get("trim")
     again = f"prepare it with --context={context}"
     if not found:
-        raise UserError(
-            f"{path} was prepared from text and holds no chats, but config.data.chats is set; {again}"
-        )
+        raise UserError(f"{path} was prepared from text and holds no chats, but config.data.chats is set; {again}")
     if not 0 < found["context"] <= context:
         has = f"for a context of {found['context']}" if found["context"] else "for no context"
-        raise UserError(
-            f"{path} was prepared {has}, config.data.seq_len={context} would cut its chats; {again}"
-        )
+        raise UserError(f"{path} was prepared {has}, config.data.seq_len={context} would cut its chats; {again}")
 
 
 def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
@@ -112,9 +107,7 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
         if document is not None:
             documents.setdefault(key, []).append(document)
     if not counts:
-        raise UserError(
-            f"config.data.path={path!r} has no chat; give records with a list of turns under {FIELDS}"
-        )
+        raise UserError(f"config.data.path={path!r} has no chat; give records with a list of turns under {FIELDS}")
     if not documents:
         raise UserError(
             f"config.data.path={path!r}: none of its {sum(counts.values()):,} chats fits "

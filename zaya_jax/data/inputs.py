@@ -96,9 +96,7 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
     return sorted(map(str, found))
 
 
-def split(
-    files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool = False
-) -> list[list[InputRange]]:
+def split(files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool = False) -> list[list[InputRange]]:
     """Tasks of about `part_bytes` of input each: parts of large files, or several small files together.
 
     Files come with their sizes, so that all who share a preparation divide it alike. Those of Parquet are opened, for
@@ -150,9 +148,7 @@ def _row_groups(path: str, skip_bad: bool) -> int:
         return 1  # found bad again when it is to be read, and counted there
 
 
-def _parts(
-    file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[str, int]
-) -> Iterator[InputRange]:
+def _parts(file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[str, int]) -> Iterator[InputRange]:
     path, size, time_ns = file
     name = os.path.abspath(path)[len(root) :].lstrip("/")
     kind = kind_of(path)
@@ -182,9 +178,7 @@ def kind_of(path: str) -> str:
     for suffix in COMPRESSION:
         stem = stem.removesuffix(suffix)
     suffix = pathlib.Path(stem).suffix
-    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(
-        suffix, "text"
-    )
+    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(suffix, "text")
 
 
 def _open(path: str) -> BinaryIO:
@@ -301,17 +295,13 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
                 except (BadInput, chat.BadChat) as error:
                     yield BadInput(f"{place()}: {error}")
                 except json.JSONDecodeError as error:
-                    yield BadInput(
-                        f"{place()}: not a JSON object of its own ({error.msg} at column {error.colno})"
-                    )
+                    yield BadInput(f"{place()}: not a JSON object of its own ({error.msg} at column {error.colno})")
                 except RecursionError:
                     yield BadInput(f"{place()}: its JSON is nested too deep to be read")
                 except UnicodeDecodeError:
                     yield BadInput(f"{place()}: not UTF-8")
                 except ValueError:  # Python's limit, for it takes time in their square
-                    yield BadInput(
-                        f"{place()}: an integer of more than {sys.get_int_max_str_digits()} digits"
-                    )
+                    yield BadInput(f"{place()}: an integer of more than {sys.get_int_max_str_digits()} digits")
             at += len(line)
 
 
@@ -357,9 +347,7 @@ def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
         yield BadInput(f"cannot read {part}: {one_line(error)}")
 
 
-def _row_group(
-    part: InputRange, batches: Iterable[Any], group: int, text_field: str
-) -> Iterator[Sample | BadInput]:
+def _row_group(part: InputRange, batches: Iterable[Any], group: int, text_field: str) -> Iterator[Sample | BadInput]:
     rows = itertools.chain.from_iterable(map(_rows, batches))
     for row, record in enumerate(rows):
         try:

@@ -131,8 +131,7 @@ def _quotas(weights: tuple[float, ...], size: int) -> np.ndarray:
     for k, weight in enumerate(weights):
         if weight > 0 and quotas[k] == 0:
             raise UserError(
-                f"a mixture weight of {weight} is below the resolution of 1/{size} of all rows; raise "
-                f"it or drop it"
+                f"a mixture weight of {weight} is below the resolution of 1/{size} of all rows; raise it or drop it"
             )
     return quotas
 
@@ -171,9 +170,7 @@ def parse(parts: tuple[str, ...], where: str = "config.data.mixture") -> dict[st
         except ValueError:
             weight = -1.0
         if not path or not 0 <= weight < float("inf") or path in weights:
-            raise UserError(
-                f"{where} has {part!r}; write each source once as path=weight, such as /data/web=0.7"
-            )
+            raise UserError(f"{where} has {part!r}; write each source once as path=weight, such as /data/web=0.7")
         weights[path] = weight
     if parts and sum(weights.values()) <= 0:
         raise UserError(f"{where}={parts} gives no source any weight; raise one above 0")

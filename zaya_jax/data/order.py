@@ -155,9 +155,7 @@ class Order:
     where the source has enough of them.
     """
 
-    def __init__(
-        self, num_rows: int, most: int, share: int, block_rows: int, key: int, rounds: int = ROUNDS
-    ) -> None:
+    def __init__(self, num_rows: int, most: int, share: int, block_rows: int, key: int, rounds: int = ROUNDS) -> None:
         self.num_rows, self.key = num_rows, key
         self.share, self.lanes = share, TURNS * share
         self.block_rows, self.num_blocks = self._cut(block_rows, rounds)

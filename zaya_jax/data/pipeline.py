@@ -31,11 +31,7 @@ from zaya_jax.data.tokenizers import Tokenizer
 
 PREFETCH_BATCHES = 4
 # Combines the figures of several processes (`Stream.metrics`) into one; others are averaged.
-OVER_PROCESSES: dict[str, Callable] = {
-    "data/wait_fraction": np.max,
-    "data/retries": np.sum,
-    "data/corrupt": np.sum,
-}
+OVER_PROCESSES: dict[str, Callable] = {"data/wait_fraction": np.max, "data/retries": np.sum, "data/corrupt": np.sum}
 # The share of the machine's memory for one process's bundles; beyond it some are read more than once.
 CACHE_SHARE = 1 / 16
 _log = logging.getLogger(__name__)
@@ -113,11 +109,7 @@ class Batches:
     """Random access to the batches of a run: element t is this process's rows of the batch of step t."""
 
     def __init__(
-        self,
-        config: Config,
-        tokenizer: Tokenizer,
-        process: tuple[int, int] = (0, 1),
-        rounds: int = order.ROUNDS,
+        self, config: Config, tokenizer: Tokenizer, process: tuple[int, int] = (0, 1), rounds: int = order.ROUNDS
     ) -> None:
         # Fewer `rounds` measure the order of large sources on small ones.
         self.data, self.process, self.pad_id = config.data, process, tokenizer.pad_id
@@ -294,9 +286,7 @@ class Stream(Iterator[Batch]):
 
     def counters(self) -> storage.Counters:
         """Counts of reading so far, in this process and its workers."""
-        running = (
-            self._iterator.counters() if isinstance(self._iterator, workers.Workers) else storage.Counters()
-        )
+        running = self._iterator.counters() if isinstance(self._iterator, workers.Workers) else storage.Counters()
         return self.batches.counters() + self._of_workers + running
 
     def metrics(self) -> dict[str, float]:

@@ -94,11 +94,7 @@ class DevicePrefetch(Iterator[Any]):
         while not self._stopping.is_set():
             try:
                 batch = next(self._stream)
-                item: tuple[Any, Any, float] = (
-                    self._put(batch),
-                    self._stream.get_state(),
-                    pack.efficiency(batch),
-                )
+                item: tuple[Any, Any, float] = (self._put(batch), self._stream.get_state(), pack.efficiency(batch))
             except Exception as error:  # handed to the step, which raises it
                 item = _END, error, 0.0
             self._queue.put(item)

@@ -53,9 +53,7 @@ def parse_part(text: str) -> Part:
     """The part that I/N names; UserError where it names none."""
     found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
     if not found or not int(found[1]) < int(found[2]) <= MOST_PARTS:
-        raise UserError(
-            f"--part={shown(text)} is no part: give I/N, from 0/N to N-1/N, with N up to {MOST_PARTS:,}"
-        )
+        raise UserError(f"--part={shown(text)} is no part: give I/N, from 0/N to N-1/N, with N up to {MOST_PARTS:,}")
     return Part(int(found[1]), int(found[2]))
 
 
@@ -100,9 +98,7 @@ class Preparation:
             return None
         manifest = tokens_lib.check_manifest((self.directory / tokens_lib.MANIFEST).read_bytes(), self.out)
         if manifest["plan"] != tokens_lib.manifest_hash(self.plan):
-            raise UserError(
-                f"--out={self.out} is complete, from other input or options; give another directory"
-            )
+            raise UserError(f"--out={self.out} is complete, from other input or options; give another directory")
         return manifest
 
     def work(self) -> tuple[list[Task], Job, Tokenizer]:
@@ -121,9 +117,7 @@ class Preparation:
             (self.directory / WORK).mkdir(parents=True, exist_ok=True)
             lock = (self.directory / WORK / "lock").open("a+")  # over NFS a shared lock must be able to read
         except OSError as error:
-            raise UserError(
-                f"--out={self.out} cannot be written: {error.strerror}; give another directory"
-            ) from None
+            raise UserError(f"--out={self.out} cannot be written: {error.strerror}; give another directory") from None
         with lock:
             try:
                 fcntl.flock(lock, how | fcntl.LOCK_NB)
@@ -149,13 +143,9 @@ class Preparation:
         except inputs.BadInput as error:
             raise UserError(f"{error}{GOES_ON}, also with --skip_bad added") from None
         except OSError as error:  # reading input raises BadInput, so this was written
-            raise StorageError(
-                f"--out={self.out} cannot be written: {error.strerror or error}{GOES_ON}"
-            ) from None
+            raise StorageError(f"--out={self.out} cannot be written: {error.strerror or error}{GOES_ON}") from None
         except MemoryError:
-            raise UserError(
-                f"memory ran out; give fewer --processes, or texts in smaller files{GOES_ON}"
-            ) from None
+            raise UserError(f"memory ran out; give fewer --processes, or texts in smaller files{GOES_ON}") from None
 
     def _leave_nothing(self) -> None:
         if self.has_tasks() or self.shared():
@@ -181,9 +171,7 @@ class Preparation:
         differ = [name for name in self.plan if name != "skip_bad" and begun.get(name) != self.plan[name]]
         words = [name for name in differ if name != "files"]
         if "files" in differ:
-            changed = {tuple(file) for file in begun.get("files", [])} ^ {
-                tuple(file) for file in self.plan["files"]
-            }
+            changed = {tuple(file) for file in begun.get("files", [])} ^ {tuple(file) for file in self.plan["files"]}
             words.append(f"input files ({inputs.shown(min(changed)[0])} was changed, added or removed)")
         if words := [*words, "skip_bad"] if skip_bad else words:
             raise UserError(
@@ -281,9 +269,7 @@ def merge(options: Options, out: str) -> tuple[dict[str, Any], bool]:
     if (manifest := found.manifest()) and not (found.directory / WORK).exists():
         return manifest, True
     if not (found.directory / WORK / PLAN).exists():
-        raise UserError(
-            f"--out={out} holds no parts: run the same command with --part=0/N to --part=N-1/N first"
-        )
+        raise UserError(f"--out={out} holds no parts: run the same command with --part=0/N to --part=N-1/N first")
     with found.locked(fcntl.LOCK_EX):
         if manifest := found.manifest():  # killed just before the end
             return manifest, True
@@ -307,9 +293,7 @@ def _lacking(shared: list[pathlib.Path], out: str, num_tasks: int, lacking: dict
     newest = max(shared, key=lambda path: path.stat().st_mtime_ns).name.removeprefix(SHARED)
     parts = sorted({number % int(newest) for number in lacking})
     named = ", ".join(f"{part}/{newest}" for part in parts[:8]) + (", ..." if len(parts) > 8 else "")
-    return (
-        f"{what}, of part {named}; run the same command with --part={parts[0]}/{newest} in place of --merge"
-    )
+    return f"{what}, of part {named}; run the same command with --part={parts[0]}/{newest} in place of --merge"
 
 
 def _sum(job: Job, tasks: list[Task], all_tasks: int) -> Made:
@@ -380,9 +364,7 @@ def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
                     raise found
                 name, sample = found
                 if not isinstance(sample, (str, list)):
-                    yield from (
-                        text for i, text in enumerate(sample) if sources.held_out(f"bpe {name} {i}", share)
-                    )
+                    yield from (text for i, text in enumerate(sample) if sources.held_out(f"bpe {name} {i}", share))
                 elif sources.held_out("bpe " + name, share):
                     yield from [sample] if isinstance(sample, str) else _contents(sample)
             except inputs.BadInput as error:
@@ -428,9 +410,7 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     of_split = {name: shards[shards["split"] == i] for i, name in enumerate(tokens_lib.SPLITS)}
     if not len(of_split["train"]):
         _clear(directory)
-        raise UserError(
-            "the input has no document for training: every file is empty, undecodable, dropped or held out"
-        )
+        raise UserError("the input has no document for training: every file is empty, undecodable, dropped or held out")
     content = np.concatenate(list(of_split.values())).tobytes()
     tokens_lib.write_atomically(directory / tokens_lib.SHARDS, content, directory / WORK)
     sources_crc, _ = tokens_lib.checksum(sources_part)

@@ -74,12 +74,7 @@ def make_plan(options: Options, paths: list[str]) -> Plan:
     """The plan of these options and input files; the machines that share a preparation all make the same one."""
     files = [[path, *inputs.stamp(path, options.skip_bad)] for path in paths]
     tokenizer = "bpe" if options.train_bpe else tokenizers.load(options.tokenizer).sha256
-    return {
-        **dataclasses.asdict(options),
-        "tokenizer": tokenizer,
-        "files": files,
-        "version": tokens_lib.VERSION,
-    }
+    return {**dataclasses.asdict(options), "tokenizer": tokenizer, "files": files, "version": tokens_lib.VERSION}
 
 
 def tasks_of(plan: Plan) -> list[Task]:
@@ -261,9 +256,7 @@ class _Writing:
         tokens_lib.write_atomically(self._job.record(self._task.number), json.dumps(record).encode())
         for entry in entries:
             if not _settled(self._job.directory, entry):
-                raise FileNotFoundError(
-                    errno.ENOENT, "a shard vanished before it had its name", entry["file"]
-                )
+                raise FileNotFoundError(errno.ENOENT, "a shard vanished before it had its name", entry["file"])
 
     def _add_texts(self, part: InputRange, texts: list[tuple[str, str]]) -> int:
         tokenizer = self._tokenizer
@@ -338,10 +331,7 @@ def run_processes(job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
     done, tokens, stop = spawn.Value("q", 0), spawn.Value("q", 0), spawn.Event()
     finished_tasks = 0
     with concurrent.futures.ProcessPoolExecutor(
-        min(at_once or os.cpu_count() or 1, len(todo)),
-        spawn,
-        _start_worker,
-        (done, tokens, stop, os.getpid()),
+        min(at_once or os.cpu_count() or 1, len(todo)), spawn, _start_worker, (done, tokens, stop, os.getpid())
     ) as pool:
         try:
             futures = {pool.submit(_work, task, job) for task in todo}

@@ -53,9 +53,7 @@ def list_files(path: str, say: bool = False) -> list[tuple[str, pathlib.Path]]:
     library. Names that are left out, since they lead to the same files, are logged where asked.
     """
     if not path:
-        raise UserError(
-            "config.data.path is empty; give 'stdlib', a directory (. for this one), a file or a glob"
-        )
+        raise UserError("config.data.path is empty; give 'stdlib', a directory (. for this one), a file or a glob")
     found, again = find(path)
     if path == "stdlib":
         root = stdlib()
@@ -64,14 +62,10 @@ def list_files(path: str, say: bool = False) -> list[tuple[str, pathlib.Path]]:
     else:
         root = pathlib.Path(*_common_parts(found)) if found else pathlib.Path()
     refuse_shards(
-        found,
-        f"config.data.path={path!r}",
-        "give its directory, or continue its preparation if that has not finished",
+        found, f"config.data.path={path!r}", "give its directory, or continue its preparation if that has not finished"
     )
     if not found:
-        raise UserError(
-            f"config.data.path={path!r} holds no text file; give 'stdlib', a directory, a file or a glob"
-        )
+        raise UserError(f"config.data.path={path!r} holds no text file; give 'stdlib', a directory, a file or a glob")
     if say:
         say_again(path, again)
     return sorted((p.relative_to(root).as_posix(), p) for p in found)
@@ -106,9 +100,7 @@ def once(paths: Iterable[pathlib.Path]) -> tuple[list[pathlib.Path], list[pathli
         names.setdefault(identity(path), []).append(path)
     for several in names.values():
         if len(several) > 1:
-            several.sort(
-                key=lambda path: (path.is_symlink(), os.path.realpath(path) != os.path.abspath(path))
-            )
+            several.sort(key=lambda path: (path.is_symlink(), os.path.realpath(path) != os.path.abspath(path)))
     return [one for one, *_ in names.values()], [path for _, *others in names.values() for path in others]
 
 
@@ -119,9 +111,7 @@ def say_again(where: str, again: list[pathlib.Path]) -> None:
         _log.warning("%s: left out %d names of what is there under another one (%s)", where, len(again), some)
 
 
-def _folders(
-    root: pathlib.Path, again: list[pathlib.Path], skip: Collection[str] = ()
-) -> Iterator[pathlib.Path]:
+def _folders(root: pathlib.Path, again: list[pathlib.Path], skip: Collection[str] = ()) -> Iterator[pathlib.Path]:
     """A folder and all below it, each once; those that links lead to come last, under the link's name."""
     seen: set[object] = set()
     waiting, linked = collections.deque([root]), collections.deque[pathlib.Path]()
@@ -143,9 +133,7 @@ def _entries(folder: pathlib.Path, hidden: bool = False) -> list[pathlib.Path]:
     try:
         return sorted(folder / name for name in os.listdir(folder) if hidden or not name.startswith("."))
     except OSError as error:
-        raise UserError(
-            f"cannot list {folder}: {error.strerror}; make it readable, or move it away"
-        ) from None
+        raise UserError(f"cannot list {folder}: {error.strerror}; make it readable, or move it away") from None
 
 
 def _expand(place: pathlib.Path, parts: Sequence[str], again: list[pathlib.Path]) -> Iterator[pathlib.Path]:
@@ -264,9 +252,7 @@ def named_texts(path: str) -> list[tuple[str, str]]:
         else:
             documents.append((name, text))
     if not documents:
-        raise UserError(
-            f"config.data.path={path!r} has files, but none with UTF-8 text; give a corpus with text in it"
-        )
+        raise UserError(f"config.data.path={path!r} has files, but none with UTF-8 text; give a corpus with text in it")
     if unreadable and path != "stdlib":  # its few files of other encodings are Python's tests
         _log.warning(
             "%s: left out %d of %d files that are not UTF-8 text (%s), and %d empty ones",
@@ -299,10 +285,7 @@ def concatenate(documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> Bundle
 
 
 def with_targets(
-    tokens: np.ndarray,
-    starts: np.ndarray,
-    learn: np.ndarray | None = None,
-    after: tuple[int, bool] | None = None,
+    tokens: np.ndarray, starts: np.ndarray, learn: np.ndarray | None = None, after: tuple[int, bool] | None = None
 ) -> Bundle:
     """The bundle of tokens: each one's target is the next, unless a document starts there.
 

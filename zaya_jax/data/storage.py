@@ -179,13 +179,9 @@ class Prepared:
         if found is None:
             entry = self.shards[shard]
             try:
-                found = self._table(
-                    shard, tokens_lib.LENGTHS, int(entry["lengths_at"]), int(entry["documents"])
-                )
+                found = self._table(shard, tokens_lib.LENGTHS, int(entry["lengths_at"]), int(entry["documents"]))
             except CorruptRecord as error:
-                raise StorageError(
-                    f"{self.name}: {error}; packing cannot do without it: restore the shard"
-                ) from None
+                raise StorageError(f"{self.name}: {error}; packing cannot do without it: restore the shard") from None
             self._lengths.put(shard, found, len(found))
         return found
 
@@ -306,8 +302,7 @@ class Prepared:
             self.counters.corrupt.add(f"{self.fingerprint} {shard} {bundle}")
         if self.on_corrupt != "skip":
             raise StorageError(
-                f"{what}; restore the shard (--verify of prepare_data checks all), or set "
-                f"data.on_corrupt to 'skip'"
+                f"{what}; restore the shard (--verify of prepare_data checks all), or set data.on_corrupt to 'skip'"
             )
         count = self._size(shard, bundle)
         _log.warning("%s; its %d tokens become padding", what, count)
@@ -363,8 +358,7 @@ def is_prepared(directory: str) -> bool:
         return True
     if (path / ".work").is_dir():
         raise UserError(
-            f"{directory} is a preparation that has not finished; run the same prepare_data command "
-            f"again, it continues"
+            f"{directory} is a preparation that has not finished; run the same prepare_data command again, it continues"
         )
     remains = sorted(path.glob(f"*{tokens_lib.SUFFIX}*")) or sorted(path.glob(tokens_lib.SHARDS))
     if remains:
@@ -377,18 +371,14 @@ def is_prepared(directory: str) -> bool:
 
 def load_manifest(directory: str) -> dict[str, Any]:
     """The manifest of a prepared directory."""
-    return tokens_lib.check_manifest(
-        _fetch(directory, tokens_lib.MANIFEST), join(directory, tokens_lib.MANIFEST)
-    )
+    return tokens_lib.check_manifest(_fetch(directory, tokens_lib.MANIFEST), join(directory, tokens_lib.MANIFEST))
 
 
 def load_shards(directory: str, manifest: dict[str, Any]) -> np.ndarray:
     """One entry per shard, checked against the manifest."""
     content = _fetch(directory, tokens_lib.SHARDS)
     if google_crc32c.value(content) != manifest["shards_crc32c"]:
-        raise StorageError(
-            f"{join(directory, tokens_lib.SHARDS)} is damaged: its CRC32C differs from the manifest's"
-        )
+        raise StorageError(f"{join(directory, tokens_lib.SHARDS)} is damaged: its CRC32C differs from the manifest's")
     return np.frombuffer(content, tokens_lib.SHARD_TYPE)
 
 
@@ -410,9 +400,7 @@ def verify(directory: str) -> list[str]:
     known = {store.file(number) for store in stores for number in range(store.num_shards)}
     known |= {tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER}
     files, root = fsspec.core.url_to_fs(directory)
-    sizes = {
-        entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["size"] for entry in files.ls(root, detail=True)
-    }
+    sizes = {entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["size"] for entry in files.ls(root, detail=True)}
     problems += [f"{name} does not belong to the prepared directory" for name in sorted(sizes.keys() - known)]
     problems += _verify_tokenizer(directory, manifest)
     for store in stores:
@@ -457,9 +445,7 @@ def _verify_shard(store: Prepared, number: int, sizes: dict[str, int]) -> list[s
     try:
         lengths = store.lengths(number)
         if lengths.sum() != entry["tokens"]:
-            problems.append(
-                f"shard {name} has documents of {lengths.sum()} tokens and {entry['tokens']} tokens"
-            )
+            problems.append(f"shard {name} has documents of {lengths.sum()} tokens and {entry['tokens']} tokens")
     except StorageError as error:
         problems.append(str(error).split(";")[0])
     return problems
@@ -483,9 +469,7 @@ def _fetch(directory: str, name: str) -> bytes:
                 return file.read()
         except (FileNotFoundError, NotADirectoryError):
             if name != tokens_lib.MANIFEST:
-                raise StorageError(
-                    f"{directory} has no {name}, which its manifest names; restore it"
-                ) from None
+                raise StorageError(f"{directory} has no {name}, which its manifest names; restore it") from None
             raise UserError(f"{directory} is not a prepared directory: it has no {name}") from None
         except ImportError as error:
             raise UserError(f"{url} needs another package: {error}") from None

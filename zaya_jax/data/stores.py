@@ -79,8 +79,7 @@ def _sides(
         held.update(side.tokens)
         held.update(side.learn)
     train, held_out = (
-        order.Memory(path, side, f"{held.hexdigest()}/{name}", said)
-        for side, name in zip(sides, SPLITS, strict=True)
+        order.Memory(path, side, f"{held.hexdigest()}/{name}", said) for side, name in zip(sides, SPLITS, strict=True)
     )
     return train, held_out
 
@@ -97,9 +96,7 @@ def local_rows(batch: int, process: tuple[int, int]) -> range:
     """The rows of a global batch that belong to process (index, count)."""
     index, count = process
     if batch % count:
-        raise UserError(
-            f"a global batch of {batch} sequences does not divide among {count} processes; give a multiple"
-        )
+        raise UserError(f"a global batch of {batch} sequences does not divide among {count} processes; give a multiple")
     share = batch // count
     return range(index * share, (index + 1) * share)
 

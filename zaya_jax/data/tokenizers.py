@@ -157,12 +157,7 @@ class Bytes(Tokenizer):
     kind = "bytes"
     vocab_size, bos_id, eos_id, pad_id = 264, 256, 257, 258
     _ends: ClassVar = {"<|bos|>": 256, "<|eos|>": 257, "<|pad|>": 258}  # no text has these names
-    _specials: ClassVar = {
-        "<|turn|>": 259,
-        "<|end_turn|>": 260,
-        "<think>": 261,
-        "</think>": 262,
-    }  # 263 is free
+    _specials: ClassVar = {"<|turn|>": 259, "<|end_turn|>": 260, "<think>": 261, "</think>": 262}  # 263 is free
 
     def __init__(self) -> None:
         self.sha256 = self._hash(json.dumps(self._specials).encode())
@@ -196,9 +191,7 @@ class Bytes(Tokenizer):
         tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary | names, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         tokenizer.decoder = decoders.ByteLevel()
-        tokenizer.add_special_tokens(
-            [tokenizers.AddedToken(name, special=True, normalized=False) for name in names]
-        )
+        tokenizer.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in names])
         return tokenizer.to_str()
 
     def _id(self, name: str) -> int | None:
@@ -216,9 +209,7 @@ class HuggingFace(Tokenizer):
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exceptions
-            raise UserError(
-                f"tokenizer {where} is not a Hugging Face tokenizer.json: {_one_line(error)}"
-            ) from None
+            raise UserError(f"tokenizer {where} is not a Hugging Face tokenizer.json: {_one_line(error)}") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True  # text that spells a special token stays text
@@ -248,9 +239,7 @@ class HuggingFace(Tokenizer):
         for pattern in _CUTS:
             places = [found.end() for found in pattern.finditer(text, first, len(text) - CUT_CONTEXT)]
             for place in places[: -CUT_TRIES - 1 : -1]:
-                if self._may_cut(
-                    text[max(0, place - CUT_CONTEXT) : place], text[place : place + CUT_CONTEXT]
-                ):
+                if self._may_cut(text[max(0, place - CUT_CONTEXT) : place], text[place : place + CUT_CONTEXT]):
                     return place
         return None
 
@@ -323,9 +312,7 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         raise UserError(f"cannot read tokenizer {path}: {error.strerror}") from None
     tokenizer = HuggingFace(content, ids, str(path))
     if "sha256" in meta and meta["sha256"] != tokenizer.sha256:
-        raise UserError(
-            f"{path} is not the file that {META_FILE} beside it describes (SHA-256 differs); restore it"
-        )
+        raise UserError(f"{path} is not the file that {META_FILE} beside it describes (SHA-256 differs); restore it")
     if path.name == FILE:
         beside = {name: directory / name for name in BESIDE}
         tokenizer.beside = {name: files.read(file) for name, file in beside.items() if file.is_file()}
@@ -341,9 +328,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> HuggingFace:
 
     specials = [BOS_NAMES[0], EOS_NAMES[0], PAD_NAMES[0], *(names[0] for names in CHAT_TOKENS.values())]
     if vocab_size < 256 + len(specials):
-        raise UserError(
-            f"a BPE vocabulary of {vocab_size} is too small; bytes and specials take {256 + len(specials)}"
-        )
+        raise UserError(f"a BPE vocabulary of {vocab_size} is too small; bytes and specials take {256 + len(specials)}")
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -464,9 +449,7 @@ def _config_ids(directory: pathlib.Path, path: pathlib.Path) -> dict[str, int]:
         return {}
     keys = {"bos_id": "bos_token_id", "eos_id": "eos_token_id", "pad_id": "pad_token_id"}
     held: dict[str, Any] = {ours: _read_json(config).get(theirs) for ours, theirs in keys.items()}
-    held |= {
-        key: value[0] for key, value in held.items() if isinstance(value, list) and value
-    }  # Gemma's ends
+    held |= {key: value[0] for key, value in held.items() if isinstance(value, list) and value}  # Gemma's ends
     return {key: value for key, value in held.items() if _is_id(value)}
 
 

@@ -93,11 +93,7 @@ def corpus_id(facts: Any) -> int:
 
 
 def encode_bundle(
-    tokens: np.ndarray,
-    starts: np.ndarray,
-    learn: np.ndarray | None,
-    after: tuple[int, bool] | None,
-    place: Place,
+    tokens: np.ndarray, starts: np.ndarray, learn: np.ndarray | None, after: tuple[int, bool] | None, place: Place
 ) -> bytes:
     """The record of a bundle: `starts` are the places where documents begin, `after` the token that follows it in
     its last document, and whether that is to be learnt.
@@ -164,9 +160,7 @@ def crc_of(record: bytes) -> int:
     return int.from_bytes(record[4:8], "little")
 
 
-def _opened(
-    record: bytes, magic: bytes, shard: str, what: str, place: Place, expected: int
-) -> tuple[int, ...]:
+def _opened(record: bytes, magic: bytes, shard: str, what: str, place: Place, expected: int) -> tuple[int, ...]:
     if len(record) < _HEADER.size:
         raise CorruptRecord(shard, what, f"only {len(record)} bytes")
     found, crc, corpus, of_shard, number, *counts = _HEADER.unpack_from(record)
@@ -176,9 +170,7 @@ def _opened(
         raise CorruptRecord(shard, what, "CRC32C differs")
     if (corpus, of_shard, number) != tuple(place):
         raise CorruptRecord(
-            shard,
-            what,
-            f"it is whole, but belongs elsewhere ({Place(corpus, of_shard, number)} is not {place})",
+            shard, what, f"it is whole, but belongs elsewhere ({Place(corpus, of_shard, number)} is not {place})"
         )
     if crc != expected:
         raise CorruptRecord(
@@ -198,9 +190,7 @@ class ShardWriter:
         self._partial = partial_path(path)
         self._file = self._partial.open("wb")
         self._crc = 0
-        self._pending: list[
-            tuple[Document, bool]
-        ] = []  # with whether one begins there; at most a bundle's tokens
+        self._pending: list[tuple[Document, bool]] = []  # with whether one begins there; at most a bundle's tokens
         self._pending_tokens = 0
         self._offsets, self._crcs, self._lengths = array.array("Q", [0]), array.array("Q"), array.array("Q")
         self._tokens = self._pages = 0
@@ -222,9 +212,7 @@ class ShardWriter:
         self._flush(last=True)
         places_at = self._offsets[-1]
         numbers = ((PLACES, self._offsets + self._crcs), (LENGTHS, self._lengths))
-        records = [
-            encode_numbers(magic, np.frombuffer(held, np.uint64), self._place) for magic, held in numbers
-        ]
+        records = [encode_numbers(magic, np.frombuffer(held, np.uint64), self._place) for magic, held in numbers]
         for record in records:
             self._write(record)
         self._file.flush()
@@ -319,18 +307,12 @@ def check_manifest(content: bytes, where: str) -> dict[str, Any]:
             raise KeyError("format")
         version = manifest["version"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise UserError(
-            f"{where} is not a manifest of prepared tokens; prepare the directory again"
-        ) from None
+        raise UserError(f"{where} is not a manifest of prepared tokens; prepare the directory again") from None
     if version != VERSION:
-        raise UserError(
-            f"{where} has format version {version}, this program reads {VERSION}; prepare it again"
-        )
+        raise UserError(f"{where} has format version {version}, this program reads {VERSION}; prepare it again")
     sealed = {k: v for k, v in manifest.items() if k != "sha256"}
     if manifest.get("sha256") != manifest_hash(sealed):
-        raise UserError(
-            f"{where} was changed after it was written (SHA-256 differs); restore it or prepare it again"
-        )
+        raise UserError(f"{where} was changed after it was written (SHA-256 differs); restore it or prepare it again")
     return manifest
 
 

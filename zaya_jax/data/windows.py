@@ -72,16 +72,12 @@ def named_paths(config: Config) -> dict[str, str]:
     """{name: path} of config.eval.named."""
     found: dict[str, str] = {}
     if config.eval.named and not config.eval.windows:
-        raise UserError(
-            "config.eval.windows=0 evaluates on nothing, and eval.named is given; take one of them away"
-        )
+        raise UserError("config.eval.windows=0 evaluates on nothing, and eval.named is given; take one of them away")
     for i, part in enumerate(config.eval.named):
         name, _, path = part.partition("=")
         where = f"config.eval.named[{i}]={shown(part)}"
         if not path or not name.replace("-", "_").isidentifier():
-            raise UserError(
-                f"{where} is no name=path, such as python=data/python; a name has letters, digits, _ and -"
-            )
+            raise UserError(f"{where} is no name=path, such as python=data/python; a name has letters, digits, _ and -")
         if name in found or name == "loss":
             taken = "the loss on what the run holds out" if name == "loss" else "another one's"
             raise UserError(f"{where}: {name} is {taken}; give each a name of its own")
@@ -100,9 +96,7 @@ def named_notes(config: Config, tokenizer: Tokenizer) -> list[str]:
     return [store.said for store in found if isinstance(store, order.Memory) and store.said]
 
 
-def named_batches(
-    config: Config, tokenizer: Tokenizer, process: tuple[int, int], rows: int
-) -> dict[str, list[Batch]]:
+def named_batches(config: Config, tokenizer: Tokenizer, process: tuple[int, int], rows: int) -> dict[str, list[Batch]]:
     """{eval/name: fixed batches}, as `eval_batches` makes them."""
     return {
         f"eval/{name}": spread_windows(config, [store], tokenizer.pad_id, process, rows)

@@ -122,9 +122,7 @@ class _Answers:
             rows.append(TokenRow(ids, len(ids) - len(continuation)))
         with tqdm(total=len(rows), desc="log-likelihoods", disable=disable_tqdm) as bar:
             found = Scorer(self._model, self._tokens)(rows, bar.update)
-        answers = [
-            (float(log_probs.sum(dtype="float64")), bool(likeliest.all())) for log_probs, likeliest in found
-        ]
+        answers = [(float(log_probs.sum(dtype="float64")), bool(likeliest.all())) for log_probs, likeliest in found]
         for (texts, *_), answer in zip(requests, answers, strict=True):
             if texts is not None:
                 self.cache_hook.add_partial("loglikelihood", texts, answer)
@@ -160,16 +158,12 @@ class _Answers:
                     answers |= zip(prompts, self._generate(prompts, asked), strict=True)
                 bar.update(len(prompts))
         parts = multihost.to_first("generated", list(answers.items()))
-        everyones = dict(
-            multihost.from_first("generated", lambda: [one for part in parts or [] for one in part])
-        )
+        everyones = dict(multihost.from_first("generated", lambda: [one for part in parts or [] for one in part]))
         for number, request in enumerate(requests):
             self.cache_hook.add_partial("generate_until", request.args, everyones[number])
         return [everyones[number] for number in range(len(requests))]
 
-    def _batches(
-        self, requests: Sequence, numbers: list[int]
-    ) -> Iterator[tuple[dict[int, list[int]], Asked]]:
+    def _batches(self, requests: Sequence, numbers: list[int]) -> Iterator[tuple[dict[int, list[int]], Asked]]:
         """Prompts by the number of their request, the longest first, and the task's options."""
         asked = asked_for(requests[numbers[0]].args[1])
         room = self.max_length - asked.num_tokens
@@ -177,9 +171,7 @@ class _Answers:
             raise UserError(
                 f"a task asks for {asked.num_tokens} new tokens, and the model's context is {self.max_length}"
             )
-        prompts = {
-            n: (self.tok_encode(requests[n].args[0]) or [self.prefix_token_id])[-room:] for n in numbers
-        }
+        prompts = {n: (self.tok_encode(requests[n].args[0]) or [self.prefix_token_id])[-room:] for n in numbers}
         order = sorted(numbers, key=lambda n: -len(prompts[n]))
         while order:
             count = max(self._tokens // (len(prompts[order[0]]) + asked.num_tokens), 1)
@@ -233,12 +225,7 @@ def figures(found: dict[str, Any]) -> dict[str, dict[str, tuple[float, float | N
     for task, values in found.get("results", {}).items():
         for name, value in values.items():
             metric, _, which = name.partition(",")
-            if (
-                isinstance(value, int | float)
-                and not isinstance(value, bool)
-                and which
-                and "_stderr" not in metric
-            ):
+            if isinstance(value, int | float) and not isinstance(value, bool) and which and "_stderr" not in metric:
                 error = values.get(f"{metric}_stderr,{which}")
                 label = metric if which == "none" else f"{metric} ({which})"
                 tables.setdefault(task, {})[label] = float(value), error if isinstance(error, float) else None

@@ -39,9 +39,7 @@ class Scorer:
     def __init__(self, model: LanguageModel, tokens: int = TOKENS):
         self.model, self._tokens = model, tokens
 
-    def __call__(
-        self, rows: Sequence[TokenRow], tell: Callable[[int], object] = lambda done: None
-    ) -> list[Scores]:
+    def __call__(self, rows: Sequence[TokenRow], tell: Callable[[int], object] = lambda done: None) -> list[Scores]:
         """`tell` is called with the number of rows of each batch that is done."""
         lengths = [len(row.ids) - 1 for row in rows]
         counts = [len(row.ids) - row.first for row in rows]
@@ -82,9 +80,7 @@ def sum_over_processes(own: np.ndarray) -> np.ndarray:
     return parts.any(axis=0) if own.dtype == bool else parts.sum(axis=0, dtype=own.dtype)
 
 
-def batches(
-    lengths: Sequence[int], tokens: int, longest: int | None = None
-) -> Iterator[tuple[list[int], int]]:
+def batches(lengths: Sequence[int], tokens: int, longest: int | None = None) -> Iterator[tuple[list[int], int]]:
     """Which rows go together, and how long they are with padding, at most `longest`.
 
     The longest come first: they need the most memory.
@@ -93,8 +89,7 @@ def batches(
     padded = [rounded(length, longest) for length in lengths]
     for number in sorted(range(len(lengths)), key=lambda n: (-padded[n], n)):
         full = waiting and (
-            padded[number] != padded[waiting[0]]
-            or len(waiting) >= power_of_two(tokens // padded[waiting[0]], up=False)
+            padded[number] != padded[waiting[0]] or len(waiting) >= power_of_two(tokens // padded[waiting[0]], up=False)
         )
         if full:
             yield waiting, padded[waiting[0]]

@@ -109,9 +109,7 @@ def held_out(config: Config, path: str, tokenizer: Tokenizer, limit: int | None 
     return itertools.islice(_of_store(store, tokenizer), limit)
 
 
-def _files(
-    path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]
-) -> Iterator[Document]:
+def _files(path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[str], None]) -> Iterator[Document]:
     form = chat.Format(tokenizer)
     files = [(name, *inputs.stamp(name)) for name in files_of(path)]
     for stretch in itertools.chain.from_iterable(inputs.split(files, PART)):
@@ -199,10 +197,7 @@ def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
 
 
 def evaluate(
-    scorer: Scorer,
-    found: Iterable[Document],
-    context: int,
-    tell: Callable[[int], object] = lambda tokens: None,
+    scorer: Scorer, found: Iterable[Document], context: int, tell: Callable[[int], object] = lambda tokens: None
 ) -> Loss:
     """The loss over documents; `tell` is called with tokens that are done."""
     loss = Loss()
@@ -237,9 +232,7 @@ def together(losses: Iterable[Loss]) -> Loss:
     return total
 
 
-def _portions(
-    found: Iterable[tuple[TokenRow, int, np.ndarray]],
-) -> Iterator[list[tuple[TokenRow, int, np.ndarray]]]:
+def _portions(found: Iterable[tuple[TokenRow, int, np.ndarray]]) -> Iterator[list[tuple[TokenRow, int, np.ndarray]]]:
     """As many rows at a time as make batches of like lengths, and fit into memory."""
     some, tokens = [], 0
     for one in found:

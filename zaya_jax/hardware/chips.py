@@ -2,11 +2,7 @@
 
 from zaya_jax.config import Model, Precision
 
-_HOPPER = {
-    "bfloat16": 989.4e12,
-    "tf32": 494.7e12,
-    "float32": 66.9e12,
-}  # NVIDIA H100 and H200 data sheets (SXM)
+_HOPPER = {"bfloat16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}  # NVIDIA H100 and H200 data sheets (SXM)
 # Dense peak, FLOP/s, by a part of JAX's device_kind; the vendors' data sheets, without sparsity. AMD calls TF32 XF32,
 # which MI355X has not.
 PEAKS = {

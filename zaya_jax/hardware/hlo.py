@@ -130,9 +130,7 @@ def collectives(compiled: Any) -> list[Collective]:
             times = None if None in lengths else math.prod(n for n in lengths if n is not None)
             groups = _groups(i.rest, devices)
             size = devices if "source_target_pairs" in i.rest else len(groups[0])
-            result.append(
-                Collective(kind, i.name, given, results, size, bool(lengths), times, i.op_name, groups)
-            )
+            result.append(Collective(kind, i.name, given, results, size, bool(lengths), times, i.op_name, groups))
     return result
 
 
@@ -160,9 +158,7 @@ def _loops(computations: dict[str, list[Instruction]]) -> dict[str, tuple[int | 
     """For every computation that runs inside loops, the lengths of these, outermost first."""
     called = {name for instructions in computations.values() for i in instructions for _, name in calls(i)}
     found: dict[str, tuple[int | None, ...]] = {}
-    pending: list[tuple[str, tuple[int | None, ...]]] = [
-        (name, ()) for name in computations if name not in called
-    ]
+    pending: list[tuple[str, tuple[int | None, ...]]] = [(name, ()) for name in computations if name not in called]
     while pending:
         name, lengths = pending.pop()
         if name in found and len(found[name]) >= len(lengths):
@@ -207,9 +203,7 @@ def _groups(rest: str, devices: int) -> tuple[tuple[int, ...], ...]:
         return tuple((int(a), int(b)) for a, b in re.findall(r"\{(\d+),(\d+)\}", pairs.group(1)))
     listed = re.search(r"replica_groups=\{((?:\{[\d, ]+\},?)+)\}", rest)
     if listed:
-        return tuple(
-            tuple(int(n) for n in g.split(",")) for g in re.findall(r"\{([\d, ]+)\}", listed.group(1))
-        )
+        return tuple(tuple(int(n) for n in g.split(",")) for g in re.findall(r"\{([\d, ]+)\}", listed.group(1)))
     iota = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", rest)
     if iota:
         shape, whole, order = ([int(n) for n in part.split(",")] if part else [] for part in iota.groups())

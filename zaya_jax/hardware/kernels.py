@@ -65,11 +65,7 @@ class Kernel:
     def scope(self) -> str:
         """The named scopes around it; "stacks" without one, where it moves parts of arrays stacked over layers."""
         found = hlo.scope_of(self.op_name)
-        stacking = (
-            "dynamic_update_index_in_dim",
-            "dynamic_index_in_dim",
-            "transpose(jvp())/broadcast_in_dim",
-        )
+        stacking = ("dynamic_update_index_in_dim", "dynamic_index_in_dim", "transpose(jvp())/broadcast_in_dim")
         return found or ("stacks" if any(x in self.op_name for x in stacking) else "other")
 
     @property
@@ -88,9 +84,7 @@ class Program:
 
     kernels: tuple[Kernel, ...]
     unknown: Mapping[str, int]
-    under: Mapping[
-        str, tuple[int, int]
-    ]  # by a collective's name: the kernels [from, to) between its start and end
+    under: Mapping[str, tuple[int, int]]  # by a collective's name: the kernels [from, to) between its start and end
 
     @property
     def launches(self) -> float:
@@ -115,9 +109,7 @@ def read_program(compiled: Any) -> Program:
     return Program(tuple(reader.kernels), dict(reader.unknown), reader.under)
 
 
-def table(
-    program: Program, key: Callable[[Kernel], Any] = lambda k: (k.scope, k.stage)
-) -> dict[Any, dict[str, float]]:
+def table(program: Program, key: Callable[[Kernel], Any] = lambda k: (k.scope, k.stage)) -> dict[Any, dict[str, float]]:
     """Sums over the kernels that share a key: launches, reads, writes, flops; most bytes first."""
     rows: dict[Any, dict[str, float]] = {}
     for k in program.kernels:
@@ -236,12 +228,7 @@ class _Reader:
         for user, place in users:
             if user.op in SLICES and place == 0:
                 total += _numbers(user.shape) / numbers
-            elif (
-                user.op in ("dynamic-update-slice", "scatter")
-                and place == 0
-                and not made
-                and self._ends(fused, user)
-            ):
+            elif user.op in ("dynamic-update-slice", "scatter") and place == 0 and not made and self._ends(fused, user):
                 continue  # in place
             elif user.op == "tuple":
                 total += made  # otherwise it is handed through

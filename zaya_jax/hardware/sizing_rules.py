@@ -139,11 +139,7 @@ class _Phase:
         """The large ones; the router's are small."""
         m, tensor = self.model, self.mesh["tensor"]
         d, found = m.hidden_size, of_model(m)
-        keys = {
-            "q, k": ("num_attention_heads", tensor),
-            "v": ("num_key_value_heads", tensor),
-            "o": ("hidden_size", 1),
-        }
+        keys = {"q, k": ("num_attention_heads", tensor), "v": ("num_key_value_heads", tensor), "o": ("hidden_size", 1)}
         if m.model_type == "dense":
             keys |= {"gate, up": ("intermediate_size", tensor), "down": ("hidden_size", 1)}
         else:
@@ -156,18 +152,14 @@ class _Phase:
         for name, (key, cut) in (keys | {"head": ("vocab_size", 1)}).items():
             k, n = found[name]
             layers = 1 if name == "head" else m.num_hidden_layers
-            yield _Product(
-                name, key, n // getattr(m, key), cut, -(-n // cut), 6.0 * k * n * layers / self.flops
-            )
+            yield _Product(name, key, n // getattr(m, key), cut, -(-n // cut), 6.0 * k * n * layers / self.flops)
 
     def better_width(self, p: _Product, multiple: int) -> int:
         """The nearest value of the key that makes a product's width a multiple on every device: of the tile, where
         another multiple would lose 1% to it."""
         step = math.lcm(multiple, p.factor) // p.factor * p.cut
         steps = getattr(self.model, p.key) / step
-        found = (
-            max(1, math.ceil(steps) if p.key == "vocab_size" else round(steps)) * step
-        )  # every token needs its row
+        found = max(1, math.ceil(steps) if p.key == "vocab_size" else round(steps)) * step  # every token needs its row
         lost = self.lost_to_tiles(p.factor * found // p.cut)
         return found if lost < LEAST else self.better_width(p, self.chip.tile)
 
@@ -194,12 +186,7 @@ def _widths(here: _Phase) -> Iterator[Advice]:
     for p in here.products:
         if p.n % 64:
             lost = next(lost for multiple, lost in MISALIGNED.items() if p.n % multiple)
-            rule, multiple, source, what = (
-                "multiple of 64",
-                64,
-                CODESIGN,
-                "128 bytes, which are loaded at once",
-            )
+            rule, multiple, source, what = ("multiple of 64", 64, CODESIGN, "128 bytes, which are loaded at once")
         else:
             lost = here.lost_to_tiles(p.n)
             rule, multiple, source, what = "tile", tile, TILES, f"the tile of {tile}"
@@ -240,9 +227,7 @@ def _rows_of_experts(here: _Phase) -> Iterator[Advice]:
         better = here.more_sequences(needed / max(rows, 1))
         share = sum(p.share for p in here.products if p.name.startswith("experts"))
         less = "" if better else ", or fewer devices"
-        reason = (
-            f"{rows:,} tokens per expert and device, of {needed:,} that hide the reading of its weights{less}"
-        )
+        reason = f"{rows:,} tokens per expert and device, of {needed:,} that hide the reading of its weights{less}"
         cost = share * (1 - max(rows, 1) / needed)
         yield Advice("tokens per expert", "data.micro_batch", here.sequences, better, 0, cost, reason, source)
 
@@ -262,6 +247,4 @@ def _micro_batches(here: _Phase) -> Iterator[Advice]:
         "its tokens; experiments.compile says how few fit"
     )
     cost = fewer * once / (number * once + work)
-    yield Advice(
-        "micro-batches", "data.micro_batch", here.sequences, better, 0, cost, reason, "benchmarks/compile.md"
-    )
+    yield Advice("micro-batches", "data.micro_batch", here.sequences, better, 0, cost, reason, "benchmarks/compile.md")

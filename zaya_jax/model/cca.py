@@ -42,9 +42,7 @@ class CCA(nnx.Module):
         self.v_now = Linear(rngs, d, k * c // 2, ("embed", "values"), std, bias)
         self.v_prev = Linear(rngs, d, k * c // 2, ("embed", "values"), std, bias)
         self.conv_depthwise = Conv(rngs, (model.cca_time0, (h + k) * c), (None, "packed"), (h + k) * c, std)
-        self.conv_grouped = Conv(
-            rngs, (model.cca_time1, h + k, c, c), (None, "packed", None, None), (h + k) * c, std
-        )
+        self.conv_grouped = Conv(rngs, (model.cca_time1, h + k, c, c), (None, "packed", None, None), (h + k) * c, std)
         self.temperature = weight(rngs, (k,), ("kv_heads",), "ones")
         self.o = Linear(rngs, h * c, d, ("heads", "embed"), std, bias)
         self.channels = c

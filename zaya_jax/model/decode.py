@@ -49,9 +49,7 @@ class Decoder(NamedTuple):
     kernels: tuple[str, ...] = ("all",)
 
 
-def generate(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any
-) -> list[list[int]]:
+def generate(decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> list[list[int]]:
     """The next ids of each row, at most `num_tokens`, without the one that ended it; options are Generation's."""
     rows = Generation(decoder, prompts, num_tokens, **options)
     found: list[list[int]] = [[] for _ in prompts]
@@ -194,9 +192,7 @@ class CacheBytes(NamedTuple):
     total: int
 
 
-def cache_bytes(
-    model: Model, precision: Precision, batch: int, length: int, devices: Devices = ALONE
-) -> CacheBytes:
+def cache_bytes(model: Model, precision: Precision, batch: int, length: int, devices: Devices = ALONE) -> CacheBytes:
     """The bytes of a cache with `batch` rows of `length` columns."""
 
     def taken(batch, length):
@@ -239,9 +235,7 @@ def _rows(model: Model, prompts, num_tokens: int) -> tuple[list[list[int]], list
             raise UserError(f"{name} is empty; give at least one token, the tokenizer's bos_id say")
         wrong = next((token for token in row if not 0 <= token < model.vocab_size), None)
         if wrong is not None:
-            raise UserError(
-                f"{name} has token {shown(wrong)}; the vocabulary has ids from 0 to {model.vocab_size - 1}"
-            )
+            raise UserError(f"{name} has token {shown(wrong)}; the vocabulary has ids from 0 to {model.vocab_size - 1}")
         if len(row) + num_tokens > model.max_position_embeddings:
             raise UserError(
                 f"{name} has {len(row):,} tokens, with num_tokens={shown(num_tokens)} more than the model's "
@@ -254,9 +248,7 @@ def _seeds(seeds: int | Sequence[int], num: int) -> np.ndarray:
     """A seed for each row."""
     given = [operator.index(seed) for seed in ([seeds] * num if np.ndim(seeds) == 0 else seeds)]  # type: ignore
     if len(given) != num:
-        raise UserError(
-            f"seeds has {len(given)} numbers for {num} prompts; give one for each, or a single one"
-        )
+        raise UserError(f"seeds has {len(given)} numbers for {num} prompts; give one for each, or a single one")
     for seed in given:
         if not 0 <= seed < 2**32:  # keys would take it modulo that
             raise UserError(f"seed {shown(seed)} must be a whole number of at least 0 and below {2**32}")

@@ -38,9 +38,7 @@ class SelfAttention(nnx.Module):
     ) -> tuple[Float[Array, "B S D"], dict | None]:
         """The block's output, and with a cache the layer's new one."""
         kernels = tuple(part.kernel[...] for part in (self.q, self.k, self.v, self.o))
-        return here.weights.self_attention(
-            self_attention, x.astype(self.dtype), kernels, self.channels, rope, here
-        )
+        return here.weights.self_attention(self_attention, x.astype(self.dtype), kernels, self.channels, rope, here)
 
 
 def self_attention(

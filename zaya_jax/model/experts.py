@@ -17,9 +17,7 @@ from pallas_kernels.grouped_mlp import grouped_mlp, layer_mlp, routed_mlp, route
 def sort_by_expert(choice: Int[Array, "N"], num_classes: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Order that groups tokens by class, its inverse, and the size of each group."""
     order = jnp.argsort(choice, stable=True)
-    inverse = (
-        jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
-    )
+    inverse = jnp.zeros_like(order).at[order].set(jnp.arange(order.size, dtype=order.dtype), unique_indices=True)
     counts = (choice[:, None] == jnp.arange(num_classes)).sum(0, dtype=jnp.int32)
     return order, inverse, counts
 
@@ -30,9 +28,7 @@ def permute(x: Float[Array, "N D"], order: Int[Array, "N"], inverse: Int[Array, 
     return x[order]
 
 
-permute.defvjp(
-    lambda x, order, inverse: (x[order], (order, inverse)), lambda saved, g: (g[saved[1]], None, None)
-)
+permute.defvjp(lambda x, order, inverse: (x[order], (order, inverse)), lambda saved, g: (g[saved[1]], None, None))
 
 
 def expert_mlp(
@@ -69,9 +65,7 @@ def of_own_expert(
         order, _, counts = sort_by_expert(choice, gate_up.shape[0] + 1)
         return routed_mlp(x, order, counts[: gate_up.shape[0]], gate, gate_up, down)
     assert gate is None
-    return through_groups(
-        x, choice, gate_up.shape[0], lambda rows, sizes: grouped_mlp(rows, sizes, gate_up, down)
-    )
+    return through_groups(x, choice, gate_up.shape[0], lambda rows, sizes: grouped_mlp(rows, sizes, gate_up, down))
 
 
 def through_groups(
@@ -115,18 +109,14 @@ def read_and_written_in_place(
         def mlp(x, choice, gate, own_gate_up, own_down, *, dtype):
             order, _, counts = sort_by_expert(choice, gate_up.shape[1] + 1)
             sizes = counts[: gate_up.shape[1]]
-            return stacked_mlp(
-                x.astype(dtype), order, sizes, gate, gate_up, down, layer, gradients, add, shares
-            )
+            return stacked_mlp(x.astype(dtype), order, sizes, gate, gate_up, down, layer, gradients, add, shares)
 
         return mlp
 
     return of_layer
 
 
-def read_in_place(
-    gate_up: Float[Array, "L E D F2"], down: Float[Array, "L E F D"]
-) -> Callable[[jax.Array], Callable]:
+def read_in_place(gate_up: Float[Array, "L E D F2"], down: Float[Array, "L E F D"]) -> Callable[[jax.Array], Callable]:
     """The same without a gate and gradients, for decoding: those experts alone are read that a token chose."""
 
     def of_layer(layer):

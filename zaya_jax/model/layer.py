@@ -18,12 +18,7 @@ from zaya_jax.model.weights import Join, RMSNorm, weight
 
 class Experts(nnx.Module):
     def __init__(self, rngs, model: Model, precision: Precision):
-        e, d, f, std = (
-            model.num_experts,
-            model.hidden_size,
-            model.moe_intermediate_size,
-            model.initializer_range,
-        )
+        e, d, f, std = (model.num_experts, model.hidden_size, model.moe_intermediate_size, model.initializer_range)
         self.gate_up = weight(rngs, (e, d, 2 * f), ("expert", "embed", "mlp"), std)
         self.down = weight(rngs, (e, f, d), ("expert", "mlp", "embed"), std)
         self.num_experts = e  # gate_up may hold a device's own alone

@@ -119,13 +119,7 @@ class Weights:
         return self.sum(function(x, kernels), dtype)
 
     def self_attention(
-        self,
-        function: Callable,
-        x: jax.Array,
-        kernels: tuple[jax.Array, ...],
-        channels: int,
-        rope: list,
-        here: Any,
+        self, function: Callable, x: jax.Array, kernels: tuple[jax.Array, ...], channels: int, rope: list, here: Any
     ) -> tuple[jax.Array, Kept]:
         """function(x, kernels of q, k, v and o, channels, rope, here), summed over the parts of the heads."""
         y, kept = function(x, kernels, channels, rope, here)
@@ -152,9 +146,7 @@ class Placement:
     weights: Weights = Weights()
     window: Int[Array, ""] | int | None = None
     linear: bool = False  # linear attention in the softmax's place
-    windows: Windows = (
-        None,
-    )  # of all layers with a softmax, whose loops are one program's: for the account of it
+    windows: Windows = (None,)  # of all layers with a softmax, whose loops are one program's: for the account of it
     cache: Any = None  # what decoding keeps, where there is one
 
     def of_layer(self, window: jax.Array | None, linear: bool, cache: Kept) -> "Placement":
@@ -316,11 +308,7 @@ class Devices:
         return Weights()
 
     def sequences(
-        self,
-        length: int,
-        segments: Int[Array, "B S"] | None,
-        mask: Int[Array, "B S"] | None,
-        weights: Weights,
+        self, length: int, segments: Int[Array, "B S"] | None, mask: Int[Array, "B S"] | None, weights: Weights
     ) -> Placement:
         """How sequences lie, of which a device has `length` tokens; with a cache they are whole."""
         return Placement(segments, mask, weights)

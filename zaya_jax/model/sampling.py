@@ -60,9 +60,7 @@ class Sampling:
         """The options as arguments of a program, so that other values need no other program."""
         top_k = min(self.top_k or 2**31 - 1, 2**31 - 1)
         temperature = min(max(self.temperature, 1e-30), 1e38)  # as far as float32 goes
-        return Numbers(
-            jnp.float32(temperature), jnp.float32(self.top_p), jnp.float32(self.min_p), jnp.int32(top_k)
-        )
+        return Numbers(jnp.float32(temperature), jnp.float32(self.top_p), jnp.float32(self.min_p), jnp.int32(top_k))
 
 
 class Numbers(NamedTuple):
@@ -75,11 +73,7 @@ class Numbers(NamedTuple):
 
 
 def pick(
-    logits: Float[Array, "B V"],
-    kind: str,
-    numbers: Numbers,
-    seeds: UInt32[Array, "B"],
-    count: Int[Array, ""],
+    logits: Float[Array, "B V"], kind: str, numbers: Numbers, seeds: UInt32[Array, "B"], count: Int[Array, ""]
 ) -> Int[Array, "B"]:
     """Each row's next token, its `count`-th new one."""
     if kind == "greedy":

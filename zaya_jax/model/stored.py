@@ -62,7 +62,4 @@ def _leaving(share: Callable, weight: jax.Array, slot: jax.Array) -> jax.Array:
     return weight
 
 
-_leaving.defvjp(
-    lambda share, weight, slot: (weight, None),
-    lambda share, _, gradient: (None, share(gradient)),
-)
+_leaving.defvjp(lambda share, weight, slot: (weight, None), lambda share, _, gradient: (None, share(gradient)))

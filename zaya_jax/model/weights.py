@@ -13,9 +13,7 @@ from pallas_kernels.products import dot
 from pallas_kernels.residual_norm import Joining, join, join_and_read, read, rms_norm
 
 
-def weight(
-    rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: float | str
-) -> nnx.Param:
+def weight(rngs: nnx.Rngs, shape: tuple[int, ...], axes: tuple[str | None, ...], init: float | str) -> nnx.Param:
     """A float32 parameter: `init` is "zeros", "ones", or the standard deviation of a normal distribution."""
     if init == "zeros":
         value = jnp.zeros(shape, jnp.float32)
@@ -29,9 +27,7 @@ def weight(
 class Linear(nnx.Module):
     """x W (+ b), multiplied in `dtype`."""
 
-    def __init__(
-        self, rngs, d_in: int, d_out: int, axes: tuple[str | None, str | None], std: float, bias: bool
-    ):
+    def __init__(self, rngs, d_in: int, d_out: int, axes: tuple[str | None, str | None], std: float, bias: bool):
         self.kernel = weight(rngs, (d_in, d_out), axes, std)
         if bias:
             self.bias = weight(rngs, (d_out,), axes[1:], "zeros")
@@ -75,13 +71,7 @@ class Join(nnx.Module):
         return join(y, h, self._how(), gate)
 
     def and_read(
-        self,
-        y: Float[Array, "B S D"],
-        h: Float[Array, "B S D"],
-        norm: RMSNorm,
-        dtype,
-        into: Linear,
-        into_dtype,
+        self, y: Float[Array, "B S D"], h: Float[Array, "B S D"], norm: RMSNorm, dtype, into: Linear, into_dtype
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"], Float[Array, "B S R"]]:
         """The stream after it, its norm in `dtype`, and that norm's product with a kernel in a `dtype` of its own."""
         kernel, scale = into.kernel[...], norm.scale[...]

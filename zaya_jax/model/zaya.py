@@ -141,9 +141,7 @@ def _layer_kinds(model: Model, positions):
     tables = []
     for name in names:
         rope = getattr(model.rope_parameters, name)
-        tables.append(
-            rope_table(positions, rope.rope_theta, int(model.head_dim * rope.partial_rotary_factor))
-        )
+        tables.append(rope_table(positions, rope.rope_theta, int(model.head_dim * rope.partial_rotary_factor)))
     kinds = jnp.asarray([names.index(kind) if kind in names else 0 for kind in model.kinds], jnp.int32)
     windows = None
     if "hybrid_sliding" in names:
@@ -244,17 +242,13 @@ def rounded(params: dict, precision: Precision) -> tuple[dict, dict]:
 
     layers = dict(params["layers"])
     for block in ROUNDED.keys() & layers.keys():
-        layers[block] = layers[block] | {
-            name: jax.tree.map(cast, layers[block][name]) for name in ROUNDED[block]
-        }
+        layers[block] = layers[block] | {name: jax.tree.map(cast, layers[block][name]) for name in ROUNDED[block]}
     head = {name: params[name] for name in ("head",) if name in params}
     return params | {"layers": layers}, head | {"embed": {"embedding": cast(params["embed"]["embedding"])}}
 
 
 @jax.named_scope("head")
-def logits(
-    model: Model, params: dict, hidden: Float[Array, "B S D"], precision: Precision
-) -> Float[Array, "B S V"]:
+def logits(model: Model, params: dict, hidden: Float[Array, "B S D"], precision: Precision) -> Float[Array, "B S V"]:
     """The tied head on a normed hidden state, accumulated and given in float32."""
     dtype = jnp.dtype(precision.compute)
     embedding = params["embed"]["embedding"].astype(dtype)
@@ -279,9 +273,7 @@ def param_axes(model: Model, precision: Precision = Precision()) -> dict:
 def param_counts(model: Model) -> dict[str, int]:
     """Numbers of parameters, as the papers count them: in all, without the embedding, and active for one token."""
     tree = abstract(model)
-    total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - _stream_width(
-        model
-    )  # layer 0's unused EDA
+    total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - _stream_width(model)  # layer 0's unused EDA
     embedding = model.vocab_size * model.hidden_size
     expert = 3 * model.hidden_size * model.moe_intermediate_size
     idle = model.num_hidden_layers * (model.num_experts - 1) * expert

@@ -59,7 +59,7 @@ TABLE = (
     Row(r"(.*[/_])scale", "vectors", "adamw", False, "no matrix; decay would pull it to 0, and it starts at 1"),
     Row(r"layers/cca/temperature", "vectors", "adamw", False, "one number per head, starts at 1"),
     Row(r"layers/router/eda", "vectors", "adamw", False, "one number per channel, starts at 1"),
-)  # fmt: skip
+)
 
 
 SLASH = "/"  # between the parts of a weight's path
@@ -181,9 +181,7 @@ def build(
         optax.add_decayed_weights(optim.weight_decay, decay),
         _scale_by_learning_rate(optim.adamw_lr_factor, methods),
     )
-    transformation = _around(
-        core, finish, finish.init(params), layout, optim.clip_norm, skip_update, spike_deviations
-    )
+    transformation = _around(core, finish, finish.init(params), layout, optim.clip_norm, skip_update, spike_deviations)
     return Optimizer(transformation, layout, claims)
 
 
@@ -197,9 +195,7 @@ def _layout(shapes, treedef, claims, specs, axes) -> zero.Layout:
     return zero.Layout(weights, treedef, axes)
 
 
-def _around(
-    core, finish, finish_state, layout, clip_norm, rule, deviations
-) -> optax.GradientTransformationExtraArgs:
+def _around(core, finish, finish_state, layout, clip_norm, rule, deviations) -> optax.GradientTransformationExtraArgs:
     """The whole update around `core` (on shares) and `finish` (on whole weights, without own state)."""
     groups = sorted({w.group for w in layout.weights})
     names = ["grad_norm", "update_norm", "param_norm"]

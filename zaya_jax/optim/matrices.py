@@ -46,9 +46,7 @@ class Form:
     def of(weight: Weight, grid: Grid) -> "Form":
         """The form of a weight."""
         stack = len(weight.shape) - 2
-        swaps = tuple(
-            (dim + 1 - stack, axes) for dim, axes in enumerate(weight.dims) if dim >= stack and axes
-        )
+        swaps = tuple((dim + 1 - stack, axes) for dim, axes in enumerate(weight.dims) if dim >= stack and axes)
         own = tuple(axis for dim in weight.dims[:stack] for axis in dim)
         shared = tuple(axis for axis in grid.names if axis not in weight.axes)
         return Form(weight.shape[stack:], shared, own, swaps)

@@ -34,9 +34,7 @@ COEFFICIENTS = ("keller_jordan", "polar_express")
 SCALES = ("match_rms_adamw", "spectral")
 # As steep at zero as a quintic can be; singular values do not converge to 1 but end in about [0.7, 1.2].
 KELLER_JORDAN = (3.4445, -4.7750, 2.0315)
-WHOLE = (
-    2**26
-)  # numbers of a stack up to which all of it is orthogonalised at once, copies of it in float32 and all
+WHOLE = 2**26  # numbers of a stack up to which all of it is orthogonalised at once, copies of it in float32 and all
 TURN = 2**23  # numbers that go through one turn of the loop over a device's matrices: one of 2048×4096
 
 
@@ -99,10 +97,7 @@ def _nearest_quintic(low: float, high: float) -> tuple[float, float, float]:
 
 
 def orthogonalize_first(
-    x: jax.Array,
-    number: jax.Array | int | None,
-    polynomials: tuple[tuple[float, float, float], ...],
-    dtype: Any,
+    x: jax.Array, number: jax.Array | int | None, polynomials: tuple[tuple[float, float, float], ...], dtype: Any
 ) -> jax.Array:
     """The first `number` of matrices [n, a, b], zeros after them; all of them where it is None.
 
@@ -167,9 +162,7 @@ def scale_by_muon(
             at_once = max(n for n in range(1, len(g) + 1) if len(g) % n == 0 and (n == 1 or n * size <= TURN))
 
             def turn(i, carry):
-                part = functools.partial(
-                    jax.lax.dynamic_slice_in_dim, start_index=i * at_once, slice_size=at_once
-                )
+                part = functools.partial(jax.lax.dynamic_slice_in_dim, start_index=i * at_once, slice_size=at_once)
                 u, buf = moved(part(g), part(carry[0]))
                 found = buf, orthogonalize(u, polynomials, dtype)
                 put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=i * at_once, axis=0)

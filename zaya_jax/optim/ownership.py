@@ -200,9 +200,7 @@ def _pieces(counts: np.ndarray, group: np.ndarray, matrix: int, chunk: int, join
     begins, lengths = edges[:-1], np.diff(edges)
     holder = begins // held
     owner = np.searchsorted(starts, begins, side="right") - 1
-    return Pieces(
-        group[holder << joins], group[owner], begins - holder * held, begins - starts[owner], lengths
-    )
+    return Pieces(group[holder << joins], group[owner], begins - holder * held, begins - starts[owner], lengths)
 
 
 def _rounds(pieces: Pieces, num_devices: int) -> np.ndarray:

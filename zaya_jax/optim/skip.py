@@ -28,9 +28,7 @@ def init() -> SkipState:
     return SkipState(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
 
-def decide(
-    rule: str, norm: jax.Array, state: SkipState, deviations: float = 6.0
-) -> tuple[jax.Array, SkipState]:
+def decide(rule: str, norm: jax.Array, state: SkipState, deviations: float = 6.0) -> tuple[jax.Array, SkipState]:
     """(whether to make the update, the new state).
 
     A spike is a norm more than `deviations` standard deviations above the running mean. It enters the
@@ -45,8 +43,6 @@ def decide(
     weight = jnp.maximum(1 - MEMORY, 1 / (state.steps + 1))
     delta = seen - state.mean
     new = SkipState(
-        state.mean + weight * delta,
-        (1 - weight) * (state.variance + weight * jnp.square(delta)),
-        state.steps + 1,
+        state.mean + weight * delta, (1 - weight) * (state.variance + weight * jnp.square(delta)), state.steps + 1
     )
     return keep, jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, state)

@@ -45,9 +45,7 @@ class Vectors:
         self.shards = grid.size(self.shared)
         self.numbers = {w.path: math.prod(w.local(grid)) for w in weights}
         self.each = {
-            w.path: cut(w.local(grid), self.shards)
-            if self.shards == 1 or math.prod(w.shape) >= SMALL * total
-            else 0
+            w.path: cut(w.local(grid), self.shards) if self.shards == 1 or math.prod(w.shape) >= SMALL * total else 0
             for w in weights
         }
         self.left = {path: n - self.shards * self.each[path] for path, n in self.numbers.items()}
@@ -87,9 +85,7 @@ class Vectors:
         flat = {w.path: leaves[w.path].astype(jnp.float32).reshape(-1) for w in self.weights}
         result = {}
         if self.cut in self.sizes:
-            parts = [
-                flat[path][: self.shards * n].reshape(self.shards, n) for path, n in self.each.items() if n
-            ]
+            parts = [flat[path][: self.shards * n].reshape(self.shards, n) for path, n in self.each.items() if n]
             x = jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
             x = lax.psum_scatter(x, self.shared, scatter_dimension=0, tiled=True) if self.shards > 1 else x
             result[self.cut] = x.reshape(-1)
@@ -113,9 +109,7 @@ class Vectors:
                 parts[path].append(x[:, start:stop].reshape(-1))
         for path, start, stop in _spans(self.left):
             parts[path].append(buckets[self.whole][start:stop])
-        joined = {
-            path: jnp.concatenate(found) if len(found) > 1 else found[0] for path, found in parts.items()
-        }
+        joined = {path: jnp.concatenate(found) if len(found) > 1 else found[0] for path, found in parts.items()}
         return {w.path: joined[w.path].reshape(w.local(self.grid)) for w in self.weights}
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:

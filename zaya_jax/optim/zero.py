@@ -114,9 +114,7 @@ class Layout:
             else:
                 own.setdefault(w.axes, []).append(w)
         spread = len(self.grid.names)  # AdamW's weights that lie over all axes go nowhere
-        travelling = sum(
-            math.prod(w.local(self.grid)) for w in weights if w.method == "muon" or len(w.axes) < spread
-        )
+        travelling = sum(math.prod(w.local(self.grid)) for w in weights if w.method == "muon" or len(w.axes) < spread)
         buckets = [Matrices(form, found, travelling, self.grid) for form, found in forms.items()]
         counts, self.work = ownership.assign([b.kind for b in buckets], self.grid.num_devices)
         for bucket, each in zip(buckets, counts, strict=True):

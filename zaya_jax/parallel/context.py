@@ -186,9 +186,7 @@ def attention_over_chunks(
     """
     q, kv = at.join(q), at.join(jnp.concatenate([k, v], axis=-1))
     if at.ring:
-        return at.split(
-            ring.ring_attention(q, kv, at.segments, at.meet, window, at.axes, at.parts, scale, windows)
-        )
+        return at.split(ring.ring_attention(q, kv, at.segments, at.meet, window, at.axes, at.parts, scale, windows))
     outs = []
     for visits, arrays, masks in early_and_late(gather(kv, at.axes), at, window, windows, q):
         with visits:

@@ -182,9 +182,7 @@ class _Slots(_Exchange):
     def send(self, rows, r):
         """The rows that this device gets in round r, [X C, D], those of each sender together."""
         places = self.first[self.me][:, None] + r * self.slots + jnp.arange(self.slots)
-        return lax.all_to_all(
-            rows[jnp.minimum(places, self.num_rows - 1).reshape(-1)], self.axes, 0, 0, tiled=True
-        )
+        return lax.all_to_all(rows[jnp.minimum(places, self.num_rows - 1).reshape(-1)], self.axes, 0, 0, tiled=True)
 
     def classes(self, r):
         """The expert, of this device's, that each of these rows is for; one past the last where a slot is empty."""

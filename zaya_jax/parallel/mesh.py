@@ -50,9 +50,7 @@ def _way_out(devices: int, others: int, where: str) -> str:
         return f"set {where}.data={devices // others} or -1"
     fits = [n for n in range(1, devices + 1) if devices % n == 0]
     nearest = min(fits, key=lambda n: (abs(n - others), n))
-    return (
-        f"expert x context x tensor = {others} must divide {devices}, as {nearest} does, with {where}.data=-1"
-    )
+    return f"expert x context x tensor = {others} must divide {devices}, as {nearest} does, with {where}.data=-1"
 
 
 def batch_spec(spread: Spread) -> PartitionSpec:

@@ -35,12 +35,7 @@ def chunks_that_meet(segments: Int[Array, "B S"], chunk: int) -> jax.Array:
 
 
 def pairs_needed(
-    me: Int[Array, ""],
-    owner: Int[Array, ""],
-    parts: int,
-    chunk: int,
-    meet: jax.Array | None,
-    window: Array | None,
+    me: Int[Array, ""], owner: Int[Array, ""], parts: int, chunk: int, meet: jax.Array | None, window: Array | None
 ) -> jax.Array:
     """[3]: which pairs (OWN, VISITING) of the device's chunks and `owner`'s have a query that may see a key."""
     own, theirs = (jnp.stack([i, 2 * parts - 1 - i]) for i in (me, owner))

@@ -33,11 +33,7 @@ TABLE = (
     Rule("width", ("tensor",), "the same of a dense model's MLP"),
 )
 TSP_TABLE = (  # tensor carries the sequence: experts are spread over it too, since each device has other tokens there
-    Rule(
-        "expert",
-        ("expert", "tensor"),
-        "experts do not travel; with the sequence, tokens are spread over tensor",
-    ),
+    Rule("expert", ("expert", "tensor"), "experts do not travel; with the sequence, tokens are spread over tensor"),
     Rule("heads", ("tensor",), "held in parts, sent round to the devices that hold the tokens"),
     Rule("width", ("tensor",), "a dense model's MLP: the same"),
 )
@@ -82,13 +78,7 @@ def arrange(params: Any, parts: int, inverse: bool = False) -> Any:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
-def check(
-    config: Config,
-    spread: Spread,
-    *,
-    lengths: dict[str, int] | None = None,
-    where: str = "config.mesh",
-) -> None:
+def check(config: Config, spread: Spread, *, lengths: dict[str, int] | None = None, where: str = "config.mesh") -> None:
     """UserError where model or sequences do not divide over their axes.
 
     `lengths` are sequence lengths by the keys that decide them, `where` the group that the sizes come from.
@@ -186,6 +176,4 @@ def _misfit_of_sequence(model: Model, spread: Spread, name: str, length: int) ->
 def _undivided(name: str, size: int, axis: str, by: int) -> str | None:
     if size % by == 0:
         return None
-    return (
-        f"config.model.{name}={size} does not divide over {{mesh}}.{axis}={by}; give it a divisor of {size}"
-    )
+    return f"config.model.{name}={size} does not divide over {{mesh}}.{axis}={by}; give it a divisor of {size}"

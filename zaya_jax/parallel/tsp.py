@@ -98,9 +98,7 @@ _fetch.defvjp(
 )
 
 
-def ring_sum(
-    fn: Callable, x: Float[Array, "B S D"], shards: Any, dtype: Any, parts: int
-) -> Float[Array, "B S D"]:
+def ring_sum(fn: Callable, x: Float[Array, "B S D"], shards: Any, dtype: Any, parts: int) -> Float[Array, "B S D"]:
     """The sum over the axis's devices of fn(x, shards), for the device's own x: shards travel in `dtype`.
 
     A device sends (N - 1) / N of all shards; backward again, and as many gradients in float32. `fn` is a plain
@@ -262,9 +260,7 @@ def _attention_fwd(sizes, x, packed, where):
         for visits, arrays, masks in context.early_and_late(whole, where, where.window, sizes.windows, q):
             with visits:
                 found.append(blockwise.attention(*arrays, *masks, scale=scale))
-        out, lse = (
-            checkpoint_name(jnp.concatenate(x, axis=1), blockwise.SAVED) for x in zip(*found, strict=True)
-        )
+        out, lse = (checkpoint_name(jnp.concatenate(x, axis=1), blockwise.SAVED) for x in zip(*found, strict=True))
         return y + _output(sizes, out, rows), (out, lse)
 
     def step(carry, following):
@@ -290,9 +286,7 @@ def _attention_bwd(sizes, saved, dy):
         whole, home = jax.vjp(lambda kv: context.gather(kv, sizes.axes), kv)
         local = q, out, lse, d_out
         found = []
-        for visits, arrays, masks in context.early_and_late(
-            whole, where, where.window, sizes.windows, *local
-        ):
+        for visits, arrays, masks in context.early_and_late(whole, where, where.window, sizes.windows, *local):
             with visits:
                 found.append(blockwise.attention_gradients(arrays[:3], arrays[3:], *masks, scale=scale))
         early, late = found

@@ -15,15 +15,10 @@ from zaya_jax.plan.case import Case, size
 from zaya_jax.plan.rates import ASSUMED, Rate
 
 MTBF_HOURS = Rate(
-    54 * 24 * 16_384 / 419,
-    "419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, arXiv:2407.21783)",
+    54 * 24 * 16_384 / 419, "419 unexpected interruptions in 54 days on 16,384 H100 (Llama 3, arXiv:2407.21783)"
 )
-RESTART = Rate(
-    300.0, f"{ASSUMED}: five minutes until a failure is seen and the processes run again, state not read"
-)
-SAVE = Rate(
-    1.0, f"{ASSUMED}: a second for the processes' agreement and the plan, on top of the copy to the host"
-)
+RESTART = Rate(300.0, f"{ASSUMED}: five minutes until a failure is seen and the processes run again, state not read")
+SAVE = Rate(1.0, f"{ASSUMED}: a second for the processes' agreement and the plan, on top of the copy to the host")
 HOST_LINK = Rate(25e9, f"{ASSUMED}: to the host, where PCIe 5 carries 64 GB/s; writing runs beside training")
 
 

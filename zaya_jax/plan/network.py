@@ -99,9 +99,7 @@ def _layers(case: Case) -> Iterator[Flow]:
         yield Flow(LAYERS, "neighbour", mb * layers * 4 * edge, s.sequence_axes, mb * layers * 4)
     if s.heads > 1:
         passes = (4 + again) * mb * layers  # a sum after each block, forward and backward
-        yield Flow(
-            LAYERS, "all-reduce", passes * have["x2"] * 2 * (s.heads - 1) / s.heads, ("tensor",), passes
-        )
+        yield Flow(LAYERS, "all-reduce", passes * have["x2"] * 2 * (s.heads - 1) / s.heads, ("tensor",), passes)
     if s.expert_axes and m.model_type == "zaya":
         group = math.prod(getattr(s, axis) for axis in s.expert_axes)
         span = s.expert * s.context * s.tensor

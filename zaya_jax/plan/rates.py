@@ -107,9 +107,6 @@ def _measured(found: figures_lib.Figures, cluster: Cluster) -> dict[str, Rate]:
         if c.name in ("reduce-scatter", "all-gather") and c.num_devices > 1:
             each = c.num_devices // c.num_nodes  # devices of a node
             group = [node * cluster.node + i for node in range(c.num_nodes) for i in range(each)]
-            name, share = (
-                "inside" if c.num_nodes == 1 else "across",
-                c.bus_bandwidth / cluster.bandwidth(group),
-            )
+            name, share = ("inside" if c.num_nodes == 1 else "across", c.bus_bandwidth / cluster.bandwidth(group))
             result[name] = Rate(max(share, result[name].value if name in result else 0.0), source)
     return result

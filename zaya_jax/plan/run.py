@@ -109,9 +109,7 @@ def phases(
             number = -(-whole // (case.sequences * case.here.data.seq_len))
             seconds, steps, tokens = seconds + number * time.seconds, steps + number, tokens + whole
         m = case.model
-        need = Need(
-            SIGMA, case.sequences, case.here.data.seq_len, 2 if m.vocab_size <= 2**16 else 4, time.seconds
-        )
+        need = Need(SIGMA, case.sequences, case.here.data.seq_len, 2 if m.vocab_size <= 2**16 else 4, time.seconds)
         found.append(
             Phase(
                 segments[0].phase.name, case, time, footprint.estimate(case), capacity,

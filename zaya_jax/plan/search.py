@@ -32,9 +32,7 @@ class Choice:
     memory: Footprint
 
 
-def best(
-    here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates, number: int = 10
-) -> list[Choice]:
+def best(here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates, number: int = 10) -> list[Choice]:
     """The fastest that fit the chip's memory, fastest first; [] where nothing fits."""
     found = [
         Choice(case, step.estimate(case, cluster, rates), memory)

@@ -84,7 +84,7 @@ def estimate(case: Case, cluster: Cluster, rates: Rates) -> Step:
 
 def _communication(
     case: Case, cluster: Cluster, rates: Rates, parts: list[tuple[work.Part, float]], by_scope: Mapping[str, float]
-) -> tuple[dict[str, float], dict[str, float]]:  # fmt: skip
+) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of each kind of collective, and the part that nothing covers."""
     taken: dict[str, float] = {}
     longest = 0.0

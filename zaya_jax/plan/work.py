@@ -240,9 +240,7 @@ def _area(case: Case) -> float:
     windows leave."""
     m, whole, parts = case.model, case.here.data.seq_len, case.spread.sequence_parts
     chunk = whole // (2 * parts) if parts > 1 else whole
-    windows = [
-        m.sliding_window if kind == "hybrid_sliding" else None for kind in m.kinds if kind != "hybrid_linear"
-    ]
+    windows = [m.sliding_window if kind == "hybrid_sliding" else None for kind in m.kinds if kind != "hybrid_linear"]
     return case.length * whole * visited(chunk, whole, range(0, whole, chunk), windows or [None])
 
 
@@ -293,9 +291,7 @@ def _around(case: Case) -> Iterator[Part]:
     yield Part("stacks", BACKWARD, 0, 0, mb * (28.0 * stacked + 4 * held), mb * 72 * layers)
     # Zeros for what is kept and for the table's gradient; what the embedding's sum carries; o's weights converted.
     rest = mb * (2.0 * case.layer[case.mixer] * layers + held + 2 * turns * x4) + min(chunks, 2) * table4
-    if (
-        several
-    ):  # zeros to add to, and the table's sum, carried from one to the next; fsdp adds up parts of it alone
+    if several:  # zeros to add to, and the table's sum, carried from one to the next; fsdp adds up parts of it alone
         rest += 4.0 * case.numbers["layers"] + mb * (0 if fsdp else 3 if chunks > 1 else 1) * table4
     if fsdp:
         # Gathers of a layer to compute with, and again in float32; its gradient packed and scattered; the table's both.
@@ -356,9 +352,7 @@ def _newton_schulz(shape: tuple[int, ...], steps: int) -> float:
 def muon_numbers(case: Case) -> float:
     """Of a device's weights, those of Muon."""
     grid = getattr(case.layout, "grid", None)
-    return sum(
-        math.prod(w.local(grid) if grid else w.shape) for w in case.layout.weights if w.method == "muon"
-    )
+    return sum(math.prod(w.local(grid) if grid else w.shape) for w in case.layout.weights if w.method == "muon")
 
 
 def directions(case: Case) -> float:

@@ -37,14 +37,10 @@ MOST_GB = 1e6
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 # Reads the array ("params", ..) or ("balance", "bias"), whole or at an index of its first dimension.
 Read = Callable[[tuple[str, ...], int | None], np.ndarray]
-Leaf = tuple[
-    tuple[str, ...], int | None, np.ndarray
-]  # path below the parameters, layer or None for all, array
+Leaf = tuple[tuple[str, ...], int | None, np.ndarray]  # path below the parameters, layer or None for all, array
 
 
-def from_hf(
-    directory: str | os.PathLike, workdir: str | os.PathLike, progress: Progress | None = None
-) -> Path:
+def from_hf(directory: str | os.PathLike, workdir: str | os.PathLike, progress: Progress | None = None) -> Path:
     """Makes a workdir of a model directory; UserError, and nothing left behind, where that is impossible."""
     source = hf.Directory(directory)
     target = claims.new_folder(workdir, "--workdir")
@@ -136,9 +132,8 @@ def to_hf(
         tokenizer = tokenizers.load(folder) if folder.is_dir() else None
         trained = config if source.step or not imported["config"] else None
         return write_directory(
-            target, model, source.read, imported, small_files(folder), tokenizer, trained, dtype, shard_gb,
-            progress,
-        )  # fmt: skip
+            target, model, source.read, imported, small_files(folder), tokenizer, trained, dtype, shard_gb, progress
+        )
 
 
 def check_zaya(model: Model, where: str) -> None:
@@ -191,9 +186,7 @@ def write_directory(
         tensor_files.write_sharded(part, specs, tensors(), int(shard_gb * 1e9))
         written = dtype or imported["config"].get("dtype") or imported["config"].get("torch_dtype")
         write_json(part / "config.json", names.model_to_json(model, written or "float32", imported["config"]))
-        write_json(
-            part / "generation_config.json", imported["generation_config"] or names.generation_json(model)
-        )
+        write_json(part / "generation_config.json", imported["generation_config"] or names.generation_json(model))
         tokenizer_files.write(part, files, tokenizer, trained)
     return target
 
@@ -224,16 +217,12 @@ def read_weights(
     source = Source(os.fspath(workdir), step)
     wanted = {
         "params": zaya.abstract(model),
-        "balance": {
-            "bias": jax.ShapeDtypeStruct((model.num_hidden_layers, model.num_experts + 1), np.float32)
-        },
+        "balance": {"bias": jax.ShapeDtypeStruct((model.num_hidden_layers, model.num_experts + 1), np.float32)},
     }
     if shardings is None:
         like = store.abstract_like(wanted, jax.sharding.SingleDeviceSharding(jax.local_devices()[0]))
     else:
-        like = jax.tree.map(
-            lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), wanted, shardings
-        )
+        like = jax.tree.map(lambda x, at: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at), wanted, shardings)
     with source.unless_deleted():
         source.check(names=WEIGHTS)
         _check_shapes(source, model, Path(workdir))

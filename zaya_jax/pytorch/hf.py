@@ -27,9 +27,7 @@ class Directory:
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         if not self.path.is_dir():
-            raise UserError(
-                f"{self.path} is not a directory; give one with config.json and model.safetensors"
-            )
+            raise UserError(f"{self.path} is not a directory; give one with config.json and model.safetensors")
         self.json = read_json(self.path / "config.json")
         self.model = names.model_from_json(self.json, str(self.path / "config.json"))
         self._files = self._locate()
@@ -46,9 +44,7 @@ class Directory:
             raise UserError(f"{index} has no weight_map, a map from tensor names to files; {ANEW}")
         for name, file in where.items():
             if not isinstance(file, str) or path_problem(file) or Path(file).name != file:
-                raise UserError(
-                    f"{index} places {name} in {shown(file)}, which is not a file beside it; {ANEW}"
-                )
+                raise UserError(f"{index} places {name} in {shown(file)}, which is not a file beside it; {ANEW}")
         files = {file: self._open(file) for file in sorted(set(where.values()))}
         held = [(name, file) for file, opened in files.items() for name in opened.names()]
         if odd := sorted({*held} ^ {*where.items()}):
@@ -84,9 +80,7 @@ class Directory:
             if file.shape(name) != shape:
                 raise UserError(f"{self.path}: {name} has shape {file.shape(name)}, expected {shape}; {ANEW}")
             if file.dtype_name(name) not in tensor_files.DTYPES:
-                raise UserError(
-                    f"{self.path}: {name} is {file.dtype_name(name)}, not F32, F16 or BF16; convert it"
-                )
+                raise UserError(f"{self.path}: {name} is {file.dtype_name(name)}, not F32, F16 or BF16; convert it")
         if names.HEAD in self._files and not np.array_equal(
             self.tensor(names.HEAD).view(np.uint8), self.tensor(names.EMBEDDING).view(np.uint8)
         ):

@@ -145,25 +145,17 @@ _THEIR_DEFAULTS = {
 def model_from_json(given: dict, where: str) -> Model:
     """The Model of a config.json; UserError on a trait that this project does not have."""
     if given.get("model_type") != "zaya":
-        has = (
-            f"model_type is {shown(given['model_type'])}" if "model_type" in given else "it has no model_type"
-        )
-        raise UserError(
-            f"{where}: {has}; only models of transformers' 'zaya' can be read, give such a directory"
-        )
+        has = f"model_type is {shown(given['model_type'])}" if "model_type" in given else "it has no model_type"
+        raise UserError(f"{where}: {has}; only models of transformers' 'zaya' can be read, give such a directory")
     fields = {f.name for f in dataclasses.fields(Model)} - {"intermediate_size"}
     unknown = sorted(set(given) - fields - _IGNORED)
     if unknown:
-        raise UserError(
-            f"{where}: unknown key {unknown[0]!r}={given[unknown[0]]!r}; this project cannot honour it"
-        )
+        raise UserError(f"{where}: unknown key {unknown[0]!r}={given[unknown[0]]!r}; this project cannot honour it")
     if given.get("quantization_config"):
         raise UserError(f"{where}: quantization_config is set; only unquantised weights can be read")
     known = _THEIR_DEFAULTS | {k: v for k, v in given.items() if k in fields}
     if not isinstance(given.get("layer_types") or [], list):
-        raise UserError(
-            f"{where}: layer_types is {shown(given['layer_types'])}; expected a list of layer kinds"
-        )
+        raise UserError(f"{where}: layer_types is {shown(given['layer_types'])}; expected a list of layer kinds")
     known["layer_types"] = tuple(given.get("layer_types") or ())
     known["rope_parameters"] = _rope_from_json(given.get("rope_parameters"), where)
     if isinstance(known["eos_token_id"], list):
@@ -189,9 +181,7 @@ def _rope_from_json(given: dict | None, where: str) -> dict:
     if given is None:
         return dataclasses.asdict(RopeKinds(Rope(rope_theta=5e6), Rope(rope_theta=1e4)))
     if not isinstance(given, dict):
-        raise UserError(
-            f"{where}: rope_parameters is {given!r}; expected a rotary embedding for each layer kind"
-        )
+        raise UserError(f"{where}: rope_parameters is {given!r}; expected a rotary embedding for each layer kind")
     out = {}
     for kind, rope in given.items():
         if kind == "rope_type":  # some published files carry one beside the kinds

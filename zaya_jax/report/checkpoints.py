@@ -119,9 +119,7 @@ def _stage_map(saves: Sequence[Event], stage: str) -> str:
     ).draw()  # fmt: skip
 
 
-def stage_rows(
-    saves: Sequence[Event], stage: str
-) -> tuple[list[str], list[float], np.ndarray, list[str]] | None:
+def stage_rows(saves: Sequence[Event], stage: str) -> tuple[list[str], list[float], np.ndarray, list[str]] | None:
     """(names of rows, steps, seconds [rows, columns], notes): in groups where there are many, the slowest of each."""
     if not any(stage in save.stages for save in saves):
         return None

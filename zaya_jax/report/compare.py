@@ -40,8 +40,7 @@ def comparison(workdirs: Sequence[Workdir]) -> Document:
     """The page of several runs."""
     called = [run.name for run in workdirs]
     names = [
-        name if called.count(name) == 1 else f"{name} ({run.path})"
-        for name, run in zip(called, workdirs, strict=True)
+        name if called.count(name) == 1 else f"{name} ({run.path})" for name, run in zip(called, workdirs, strict=True)
     ]
     runs = [Run(i, names[i], run, _numbers(run)) for i, run in enumerate(workdirs)]
     found = {key for run in runs for key in run.series} - {"tokens"}
@@ -145,9 +144,7 @@ def _steps(run: Workdir) -> str:
     begun = f"from {run.first_step:,} to " if run.first_step > 1 else ""
     if not run.lines or not isinstance(planned, int):
         return f"{begun}{run.last_step:,}"
-    return f"{begun}{run.last_step:,}, " + (
-        "complete" if run.last_step >= planned else f"of {planned:,} planned"
-    )
+    return f"{begun}{run.last_step:,}, " + ("complete" if run.last_step >= planned else f"of {planned:,} planned")
 
 
 def _warnings(runs: Sequence[Run]) -> list[str]:
@@ -233,9 +230,7 @@ def tokens_at(run: Workdir, steps: Sequence[float]) -> list[float]:
 
 def _differences(runs: Sequence[Run], trees: Sequence[dict]) -> list[Table]:
     """Keys that differ, with their values in each run or a dash; 1, 1.0, "1" and true are four values."""
-    trees = [
-        {key: json.dumps(v, ensure_ascii=False, sort_keys=True) for key, v in flat(tree)} for tree in trees
-    ]
+    trees = [{key: json.dumps(v, ensure_ascii=False, sort_keys=True) for key, v in flat(tree)} for tree in trees]
     keys = list(dict.fromkeys(key for tree in trees for key in tree))
     found = [[key, *(tree.get(key, "–") for tree in trees)] for key in keys]
     differing = [row for row in found if len({*row[1:]}) > 1]

@@ -80,9 +80,7 @@ def speed_section(run: Workdir) -> Section:
 
 def saves_section(run: Workdir) -> Section:
     """Seconds of each save; empty if the run saved at most once."""
-    return Section(
-        "Checkpoints", WAITS, pictures=save_curves(list(times.read(run.path).get("save", {}).values()))
-    )
+    return Section("Checkpoints", WAITS, pictures=save_curves(list(times.read(run.path).get("save", {}).values())))
 
 
 def other_section(run: Workdir) -> Section:
@@ -115,9 +113,7 @@ def save_curves(saves: Sequence[times.Event]) -> str:
         line = Line(label, list(zip(steps, (slowest * scale).tolist(), strict=True)), color, look)
         words = f"{title}: median {duration(float(np.nanmedian(values)))}, longest {duration(longest)}."
         y_range = (0.0, longest * scale * 1.08 or 1.0)
-        pictures += Chart(
-            title, [line], (steps[0], steps[-1]), y_range, unit=unit, describe=words, note=note
-        ).draw()
+        pictures += Chart(title, [line], (steps[0], steps[-1]), y_range, unit=unit, describe=words, note=note).draw()
     return pictures
 
 
@@ -131,9 +127,7 @@ def _groups(run: Workdir) -> dict[str, list[str]]:
     return groups
 
 
-def _lines(
-    label: str, series: Series, points: int, *, smooth: bool = False, factor: float = 1.0
-) -> list[Line]:
+def _lines(label: str, series: Series, points: int, *, smooth: bool = False, factor: float = 1.0) -> list[Line]:
     """A series as curves: each step faint below its smoothed course, or plain; a band over shared bins."""
     bins = series.coarse(points)
     merged = any(b.count > 1 for b in bins)

@@ -36,19 +36,14 @@ class Table:
         lines = [[printable(str(cell)) for cell in row] for row in (self.head, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         texts = [
-            "  ".join(
-                c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-            )
+            "  ".join(c.rjust(w) if i else c.ljust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
             for line in lines
         ]
         return "\n".join([self.title, *(f"  {line}".rstrip() for line in texts)]) + "\n"
 
     def markdown(self) -> str:
         """In Markdown; a cell ends no cell and no row."""
-        cells = [
-            [" ".join(str(c).replace("|", "\\|").splitlines()) for c in row]
-            for row in (self.head, *self.rows)
-        ]
+        cells = [[" ".join(str(c).replace("|", "\\|").splitlines()) for c in row] for row in (self.head, *self.rows)]
         lines = ["| " + " | ".join(row) + " |" for row in cells]
         lines.insert(1, "|" + "---|" * len(self.head))
         return "\n".join([f"### {self.title}\n", *lines, ""])
@@ -143,9 +138,7 @@ def fold(summary: str, content: str, opened: bool = False) -> str:
 
 
 def _tiles(tiles: Sequence[Tile]) -> str:
-    cells = "".join(
-        f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd>{escape(c)}</dd></div>" for a, b, c in tiles
-    )
+    cells = "".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd><dd>{escape(c)}</dd></div>" for a, b, c in tiles)
     return f'<dl class="tiles">{cells}</dl>' if tiles else ""
 
 
@@ -165,9 +158,7 @@ def write_page(target: str | os.PathLike, page: Callable[[], str]) -> pathlib.Pa
 def check_target(target: pathlib.Path, option: str) -> pathlib.Path:
     """The page's file from an option; UserError for a folder or another kind of file."""
     if target.suffix.lower() not in (".html", ".htm"):
-        raise UserError(
-            f"{option}={target} does not end in .html; the page is HTML, and other files must not be lost"
-        )
+        raise UserError(f"{option}={target} does not end in .html; the page is HTML, and other files must not be lost")
     if target.is_dir():
         raise UserError(f"{option}={target} is a folder; give the name of a file in it")
     return target

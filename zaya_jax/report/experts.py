@@ -55,9 +55,7 @@ def _summary(end: np.ndarray) -> str:
         between = between if least != most else f"is {most} in every layer"
         parts.append(f"At the end the load’s normalised entropy {between}; 1 is an even load.")
     if np.isfinite(skip).any():
-        parts.append(
-            f"{percent(float(np.nanmean(skip)))} of the tokens are skipped, averaged over the layers."
-        )
+        parts.append(f"{percent(float(np.nanmean(skip)))} of the tokens are skipped, averaged over the layers.")
     if dead := int((end[:, :-1] == 0).sum()):
         parts.append(f"{counted(dead, 'expert')} received no token.")
     return " ".join(parts)
@@ -134,6 +132,4 @@ def _shares(end: np.ndarray, steps: int) -> Table:
         for layer, shares in enumerate(end)
     ]
     of = f"end (mean of the last {steps:,} recorded steps)" if steps > 1 else "last step"
-    return Table(
-        f"Shares at the {of}", ["layer", *_names(end.shape[1] - 1), "skip", "entropy"], rows, "shares", OF_ALL
-    )
+    return Table(f"Shares at the {of}", ["layer", *_names(end.shape[1] - 1), "skip", "entropy"], rows, "shares", OF_ALL)

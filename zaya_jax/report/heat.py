@@ -9,19 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from zaya_jax.report.style import LEVELS
-from zaya_jax.report.svg import (
-    BOTTOM,
-    HEIGHT,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Axis,
-    figure,
-    lower_axis,
-    spread,
-    values_table,
-)
+from zaya_jax.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, figure, lower_axis, spread, values_table
 from zaya_jax.report.text import escape, number, percent
 
 CELLS = 6_000

@@ -276,9 +276,7 @@ def _read_metrics(out: Workdir, metrics: pathlib.Path, notes: list[str]) -> None
 
 
 def _left_out(lines: int, name: str) -> str:
-    return (
-        f"{counted(lines, 'line')} of {name} could not be read and {'is' if lines == 1 else 'are'} left out."
-    )
+    return f"{counted(lines, 'line')} of {name} could not be read and {'is' if lines == 1 else 'are'} left out."
 
 
 def _take(out: Workdir, record: dict, odd: set[str]) -> None:

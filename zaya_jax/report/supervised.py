@@ -12,17 +12,7 @@ from zaya_jax.aegis import accounts, events
 from zaya_jax.aegis.accounts import LABELS, Account
 from zaya_jax.report.document import Section, Table, Tile
 from zaya_jax.report.read import Workdir
-from zaya_jax.report.svg import (
-    FLOOR,
-    LEFT,
-    RIGHT,
-    TOP,
-    WIDTH,
-    Axis,
-    figure,
-    lower_axis,
-    value_axis,
-)
+from zaya_jax.report.svg import FLOOR, LEFT, RIGHT, TOP, WIDTH, Axis, figure, lower_axis, value_axis
 from zaya_jax.report.text import duration, escape, percent
 
 BINS = 96  # columns of the timeline
@@ -87,11 +77,7 @@ def _tiles(account: Account) -> list[Tile]:
     lost = sum(cause.lost for cause in faults)
     tiles = [
         ("Goodput", percent(account.goodput), f"of {duration(supervised)} supervised"),
-        (
-            "Interruptions",
-            f"{len(faults):,}",
-            f"one in {duration(supervised / len(faults))}" if faults else "none",
-        ),
+        ("Interruptions", f"{len(faults):,}", f"one in {duration(supervised / len(faults))}" if faults else "none"),
         ("Lost to them", duration(lost), percent(lost / supervised) if supervised else ""),
     ]
     worst = max((cause.recover for cause in faults if cause.recover is not None), default=math.nan)
@@ -121,12 +107,8 @@ def timeline(account: Account) -> str:
     )
     totals = account.totals
     supervised = max(whole - totals["idle"], 1e-9)
-    shares_of = [
-        (label, percent(sum(totals[u] for u in uses) / supervised), color) for label, uses, color in GROUPS
-    ]
-    legend = "".join(
-        f'<li><i class="key dots c{color}"></i>{escape(a)} <b>{b}</b></li>' for a, b, color in shares_of
-    )
+    shares_of = [(label, percent(sum(totals[u] for u in uses) / supervised), color) for label, uses, color in GROUPS]
+    legend = "".join(f'<li><i class="key dots c{color}"></i>{escape(a)} <b>{b}</b></li>' for a, b, color in shares_of)
     legend += '<li><i class="key bad">▾</i>interruption</li>' if marks else ""
     svg = f'{value_axis(y, " %")}<g class="cells">{drawn}</g>{marks}{lower_axis(x, FLOOR, unit)}'
     note = f"A column is {duration(whole / BINS)}; columns without colour were not supervised."

@@ -228,9 +228,7 @@ class Chart:
 
     def _table(self) -> str:
         """Some points of the longest curve with the other curves' nearest values; a dash if there is none."""
-        finite = [
-            [p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])] for line in self.lines
-        ]
+        finite = [[p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])] for line in self.lines]
         longest = max(([s for s, _ in points] for points in finite), key=len, default=[])
         places = sorted({*longest, *(s for points in finite for s, _ in points[:1] + points[-1:])})
         chosen = [places[i] for i in spread(len(places), TABLE_ROWS)]

@@ -101,9 +101,7 @@ class Parent:
             was = schedule.make_plan(self._config).step(step).lr
             now = plan.step(step + 1).lr
             changes.append(f"learning rate {was:.6g} at step {step} there, {now:.6g} at step {step + 1} here")
-        return (
-            f"note: fork of {self._name} ({step} steps, {self.meta['tokens']:,} tokens): {'; '.join(changes)}"
-        )
+        return f"note: fork of {self._name} ({step} steps, {self.meta['tokens']:,} tokens): {'; '.join(changes)}"
 
     def load(self, like: Any, held: Holding) -> Any:
         """A copy of the whole state (`training.snapshot`), laid out as these ShapeDtypeStructs with shardings say."""
@@ -112,9 +110,7 @@ class Parent:
             for name, x in held.arrays.items():
                 if name not in theirs or theirs[name].shape != tuple(x.shape):
                     has = f"has {theirs[name].shape}" if name in theirs else "has none"
-                    changes = "; ".join(
-                        x for x in self._changes() if x.startswith(("config.model", "config.optim"))
-                    )
+                    changes = "; ".join(x for x in self._changes() if x.startswith(("config.model", "config.optim")))
                     raise UserError(
                         f"config.run.fork={self._name} does not fit: of {name} it {has}, the run needs "
                         f"{tuple(x.shape)} ({changes}); restore what differs, or begin with its weights alone, by "

@@ -50,7 +50,7 @@ def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place
             stacks,
             {path.removeprefix(LAYERS): slot for path, slot in slots.items()},
             {path.removeprefix(LAYERS): ways[path].share for path in slots},
-        )  # fmt: skip
+        )
         return loss_of(trees.nested(plain | leaving | experts, "/"), micro, stored)
 
     if one:

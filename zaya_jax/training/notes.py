@@ -63,9 +63,7 @@ def new_length(meta: dict[str, Any], config: Config, last_step: int) -> str:
     before = meta["config"]["run"]["num_steps"]
     if before == config.run.num_steps or config.schedule.phases:
         return ""
-    return (
-        f"note: run.num_steps was {before}, now it is {last_step}; the learning rate follows the new length"
-    )
+    return f"note: run.num_steps was {before}, now it is {last_step}; the learning rate follows the new length"
 
 
 def without_effect(updates: int) -> str:

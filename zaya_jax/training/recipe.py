@@ -108,8 +108,7 @@ def check(recipe: Recipe, reached: int = 0) -> list[str]:
             notes.append(f"note: {phase} cannot be trained on these devices: {stage.misfit}")
         sizes = tuple(segment.sequences for segment in stage.segments)
         lengths = {
-            schedule.key(config, index, name): getattr(stage.phase, name)
-            for name in ("seq_len", "eval_seq_len")
+            schedule.key(config, index, name): getattr(stage.phase, name) for name in ("seq_len", "eval_seq_len")
         }
         sharding.check(stage.config, stage.spread, lengths=lengths, where=where)
         # Without a number of devices, over those that the mesh has in any case.
@@ -145,9 +144,7 @@ def spread_at(config: Config, phase: Phase, devices: int) -> Spread:
     return spread_of(mesh, shape_of(mesh, devices))
 
 
-def portion(
-    config: Config, segment: Segment, devices: int, at_once: int = 0
-) -> tuple[Config, Spread, int, int]:
+def portion(config: Config, segment: Segment, devices: int, at_once: int = 0) -> tuple[Config, Spread, int, int]:
     """A segment's config on so many devices, how it is spread, its sequences per step and its micro-batches; UserError
     where these do not go together.
 
@@ -249,9 +246,7 @@ def _column(recipe: Recipe, stage: Stage) -> dict[str, str]:
         "mesh": describe_mesh(here.mesh, devices) + (" (not here)" if stage.misfit else ""),
         "remat": phase.remat,
         "packing": phase.packing,
-        "mixture": "\n".join(
-            f"{weight / sum(weights.values()):.4g} {_end(path)}" for path, weight in weights.items()
-        ),
+        "mixture": "\n".join(f"{weight / sum(weights.values()):.4g} {_end(path)}" for path, weight in weights.items()),
         "evaluation": f"{config.eval.windows} x {phase.eval_seq_len:,} tokens",
     }
 

@@ -55,9 +55,7 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
             ends = [tokenizer.eos_id, *tokenizer.chat_token("end_turn")]
         room = model.max_position_embeddings - len(ids)
         if room < config.log.sample_tokens:
-            say(
-                f"the sample has {max(room, 0)} tokens, as many as the model's max_position_embeddings leaves"
-            )
+            say(f"the sample has {max(room, 0)} tokens, as many as the model's max_position_embeddings leaves")
         decoder = decode.Decoder(model, params, bias, config.precision, kernels=config.kernels)
         (new,) = decode.generate(
             decoder, [ids], min(config.log.sample_tokens, room),

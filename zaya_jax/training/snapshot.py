@@ -63,9 +63,7 @@ class Copies:
         if len(known) < len(free):
             return True
         least = multihost.over_processes({"free": float(min(known))}, {"free": np.min})["free"]
-        how = (
-            "made there" if needed <= least else "made on the host, array by array, while the training waits"
-        )
+        how = "made there" if needed <= least else "made on the host, array by array, while the training waits"
         self.say(
             f"the copy that a checkpoint is saved from takes {needed / 2**30:.2f} GiB of each device, "
             f"{least / 2**30:.2f} GiB are free beside the steps: it is {how}"
@@ -83,9 +81,7 @@ class Copies:
     def on_host(self, state: Any) -> OnHost:
         """A copy on the host. A device needs memory only for its share of one array that several have."""
         found: dict[str, dict[jax.Device, np.ndarray]] = {}
-        for (name, x), like in zip(
-            trees.flat(self.arrays(state)).items(), jax.tree.leaves(self.like), strict=True
-        ):
+        for (name, x), like in zip(trees.flat(self.arrays(state)).items(), jax.tree.leaves(self.like), strict=True):
             shares = like.sharding.addressable_devices_indices_map(x.shape)
             found[name] = {}
             for shard in x.addressable_shards:
@@ -150,24 +146,17 @@ def _programs(whole: Any, like: Any) -> tuple[Any, Any]:
 
     mesh, before, after, more = _specs(whole, like)
     mapped = jax.shard_map(
-        lambda arrays: jax.tree.map(cut, arrays, more),
-        mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False,
-    )  # fmt: skip
-    empty = jax.jit(
-        lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), out_shardings=shardings
+        lambda arrays: jax.tree.map(cut, arrays, more), mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False
     )
-    into = jax.jit(
-        lambda arrays, spare: mapped(arrays), donate_argnums=1, keep_unused=True, out_shardings=shardings
-    )
+    empty = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), out_shardings=shardings)
+    into = jax.jit(lambda arrays, spare: mapped(arrays), donate_argnums=1, keep_unused=True, out_shardings=shardings)
     return into, empty
 
 
 def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[[Any], Any]:
     """The function from a copy to a state: devices with a share of a parameter gather the rest; all else is there."""
     full, shares = trees.flat(whole), trees.flat(like)
-    cut = [
-        name for name, x in full.items() if states.bytes_per_device(shares[name]) < states.bytes_per_device(x)
-    ]
+    cut = [name for name, x in full.items() if states.bytes_per_device(shares[name]) < states.bytes_per_device(x)]
 
     def gather(x, dims):
         for dim, axes in enumerate(dims):

@@ -137,9 +137,7 @@ def held(optimizer: Optimizer, mesh: Mesh, like: Any, heads: int) -> Holding:
             name = f"optimizer.{kind}.{h.weight.replace('/', '.')}"
             logical[name] = jax.ShapeDtypeStruct(shapes[h.weight], x.dtype)
             parts.append(HeldBox(name, h.box, leaf, devices[h.device], h.place))
-    return Holding(
-        logical, leaves, [p for part in parts for p in _paired(part, logical[part.name].shape, heads)]
-    )
+    return Holding(logical, leaves, [p for part in parts for p in _paired(part, logical[part.name].shape, heads)])
 
 
 def _paired(part: HeldBox, shape: tuple[int, ...], heads: int) -> list[HeldBox]:

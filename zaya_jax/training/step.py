@@ -82,9 +82,7 @@ def make_train_step(
 
     def step(state, batch, lr):
         # Kernels that take experts where all layers' lie: of devices that have all of them, whole.
-        in_place = (
-            routes() and model.model_type == "zaya" and not (spread.fsdp or spread.tsp or spread.expert_axes)
-        )
+        in_place = routes() and model.model_type == "zaya" and not (spread.fsdp or spread.tsp or spread.expert_axes)
         params, bias = state["params"], state["balance"].bias
         total = jnp.maximum(jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes), 1.0)
 
@@ -106,11 +104,7 @@ def make_train_step(
             )  # fmt: skip
         figures |= load if model.model_type == "zaya" else {}  # one MLP for all tokens is no load
         figures |= {"loss": loss, "z": z, "target_tokens": total, "lr": lr}
-        state = {
-            "params": new_params,
-            "optimizer": opt_state,
-            "balance": new_balance,
-        }
+        state = {"params": new_params, "optimizer": opt_state, "balance": new_balance}
         return state, figures
 
     in_specs = (states.specs(config, optimizer, spread), batch_spec(spread), REPLICATED)
@@ -131,9 +125,7 @@ def make_eval_step(config: Config, model: Model, optimizer: Optimizer, mesh: Mes
         (loss, count), _ = jax.lax.scan(add, (zero, zero), batch)
         return jax.lax.psum(loss, AXES), jax.lax.psum(count, spread.token_axes)
 
-    return on_mesh(
-        config, mesh, step, (states.specs(config, optimizer, spread), batch_spec(spread)), out=REPLICATED
-    )
+    return on_mesh(config, mesh, step, (states.specs(config, optimizer, spread), batch_spec(spread)), out=REPLICATED)
 
 
 def on_mesh(config: Config, mesh: Mesh, step: Callable, in_specs: tuple, donate=(), out=None) -> Callable:

@@ -54,9 +54,7 @@ def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
             )
         return Path("runs") / config.name
     if not str(workdir).strip():
-        raise UserError(
-            f"--workdir={str(workdir)!r} is empty; give a folder, or leave it out for runs/{config.name}"
-        )
+        raise UserError(f"--workdir={str(workdir)!r} is empty; give a folder, or leave it out for runs/{config.name}")
     fields.check_path("--workdir", str(workdir))
     return Path(workdir)
 
@@ -93,9 +91,7 @@ def _open(workdir: Path, config: Config, locked: Callable[[], None]) -> Path:
         with tempfile.TemporaryFile(dir=workdir):
             pass
     except OSError as error:
-        raise UserError(
-            f"--workdir={workdir} cannot be written ({error.strerror}); give a folder that can"
-        ) from None
+        raise UserError(f"--workdir={workdir} cannot be written ({error.strerror}); give a folder that can") from None
     _check_whose(workdir, config)
     claims.take(workdir, logs.say)
     try:
@@ -262,9 +258,7 @@ def check_same(old: Config, new: Config, workdir: Path, reached: int | None = No
             )
     notes = []
     if changed:
-        notes.append(
-            f"{', '.join(changed)}: sums have another order from here on, so the run rounds differently"
-        )
+        notes.append(f"{', '.join(changed)}: sums have another order from here on, so the run rounds differently")
     if later:
         plans = [schedule.make_plan(config) for config in (old, new)]
         totals = " before, ".join(f"{plan.total_tokens:,} tokens in all" for plan in plans)

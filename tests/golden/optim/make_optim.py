@@ -41,9 +41,7 @@ def copy(p, g, buf, adjust: str, dtype, momentum=0.95, abc=(3.4445, -4.7750, 2.0
         gram = x @ x.T
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     rows, columns = p.shape
-    scale = (
-        0.2 * math.sqrt(max(p.shape)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
-    )
+    scale = 0.2 * math.sqrt(max(p.shape)) if adjust == "match_rms_adamw" else math.sqrt(max(1, rows / columns))
     p.mul_(1 - LR * DECAY)
     p.add_(x.T if tall else x, alpha=-LR * scale)
 

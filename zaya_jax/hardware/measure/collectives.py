@@ -45,15 +45,11 @@ class Kind(NamedTuple):
 
 KINDS = {
     "all-reduce": Kind("all-reduce", lambda x, n: lax.psum(x, AXIS), in_place=True),
-    "reduce-scatter": Kind(
-        "reduce-scatter", lambda x, n: lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
-    ),
+    "reduce-scatter": Kind("reduce-scatter", lambda x, n: lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)),
     "all-gather": Kind("all-gather", lambda x, n: lax.all_gather(x, AXIS, tiled=True), puts_in_all=False),
     "broadcast": Kind("collective-broadcast", lambda x, n: lax.pbroadcast(x, (AXIS,), 0)),
     "all-to-all": Kind("all-to-all", lambda x, n: lax.all_to_all(x, AXIS, 0, 0, tiled=True)),
-    "neighbour": Kind(
-        "collective-permute", lambda x, n: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)])
-    ),
+    "neighbour": Kind("collective-permute", lambda x, n: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)])),
 }
 assert KINDS.keys() == BUS.keys()
 # XLA has no broadcast on CPUs: programs sum what is zero everywhere but at the root.
@@ -73,9 +69,7 @@ def nodes_of(devices: Sequence[Any]) -> list[int]:
 
 def groups(devices: Sequence[Any], nodes: Sequence[int]) -> list[Group]:
     """The sets that are measured, smallest first; the first node's devices alone, then across."""
-    of_node = [
-        [d for d, n in zip(devices, nodes, strict=True) if n == node] for node in range(max(nodes) + 1)
-    ]
+    of_node = [[d for d, n in zip(devices, nodes, strict=True) if n == node] for node in range(max(nodes) + 1)]
     found = [Group(tuple(of_node[0][:n]), 1) for n in _counts(len(of_node[0]))]
     for count in _counts(len(of_node)):
         for per_node in sorted({1, min(len(own) for own in of_node)}):
@@ -177,9 +171,7 @@ def compile_one(name: str, kind: Kind, devices: Sequence[Any], size: int) -> tup
     like = jax.ShapeDtypeStruct(
         (numbers * n if kind.puts_in_all else numbers,), NUMBER, sharding=NamedSharding(mesh, P(AXIS))
     )
-    program = jax.jit(
-        _over_devices(lambda x: kind.call(x, n), mesh), donate_argnums=(0,) if kind.in_place else ()
-    )
+    program = jax.jit(_over_devices(lambda x: kind.call(x, n), mesh), donate_argnums=(0,) if kind.in_place else ())
     compiled = program.lower(like).compile()
     found = hlo.collectives(compiled)
     # A permute's text names pairs, no groups.

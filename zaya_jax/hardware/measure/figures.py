@@ -93,12 +93,7 @@ class Stream:
 
 
 LISTS: dict[str, type] = {"collectives": Collective, "products": Product, "streams": Stream}
-RATES = (
-    "algorithm_bandwidth",
-    "bus_bandwidth",
-    "rate",
-    "bandwidth",
-)  # which follow from seconds, for readers
+RATES = ("algorithm_bandwidth", "bus_bandwidth", "rate", "bandwidth")  # which follow from seconds, for readers
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,8 +66,6 @@ def _series(name: str, device: Any, seconds: float) -> Iterator[Stream]:
 
 
 def _check(name: str, x: np.ndarray, out: np.ndarray) -> None:
-    wanted: Any = {"copy": -x, "read": x.sum(dtype=float), "write": np.full_like(x, 3), "add": 2 * x + 2}[
-        name
-    ]
+    wanted: Any = {"copy": -x, "read": x.sum(dtype=float), "write": np.full_like(x, 3), "add": 2 * x + 2}[name]
     if out.shape != wanted.shape or not np.allclose(out, wanted, rtol=1e-6, atol=0):
         raise RuntimeError(f"the pass {name!r} gave wrong numbers")
