@@ -35,7 +35,6 @@ PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 READ_TIMEOUT = 60  # seconds without a byte of an answer
 # Seconds without a whole answer, after which nothing is tried a second time until there is one.
 PATIENCE = 100.0
-EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 # Errors that tell of the file, not of the place.
 ODD = (FileNotFoundError, NotADirectoryError, IsADirectoryError, files.Irregular)
 FINAL = (*ODD, PermissionError)  # trying again does not mend these
@@ -82,8 +81,8 @@ class Vault:
         try:
             self._files, self._root = fsspec.core.url_to_fs(self.url, **options)
         except ImportError as error:
-            extra = EXTRAS.get(protocol, protocol)
-            raise UserError(f"{self.url} needs a package more ({error}): pip install 'zaya_jax[{extra}]'") from None
+            # fsspec's text names the package.
+            raise UserError(f"{self.url} needs a package that is not installed: {error}") from None
         except ValueError as error:
             raise UserError(f"{self.url} is no folder and no URL that fsspec knows ({error})") from None
         except OSError as error:  # some file systems connect at once

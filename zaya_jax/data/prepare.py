@@ -87,7 +87,7 @@ class Preparation:
 
     def __init__(self, options: Options, out: str, engine: str = "processes") -> None:
         if engine == "ray" and importlib.util.find_spec("ray") is None:
-            raise UserError("--engine=ray needs Ray, which is not installed: pip install 'zaya_jax[ray]'")
+            raise UserError("--engine=ray needs Ray, which is not installed: pip install ray")
         self.options, self.out, self.engine, self.directory = options, out, engine, _directory(out)
         self.plan = prepare_task.make_plan(options, inputs.find(options.inputs, out))
         self.made = [folder for folder in (self.directory, *self.directory.parents) if not folder.exists()]
