@@ -1,5 +1,6 @@
 """Whether wrong content is found that agrees with itself: whole chunks, arrays and steps in each other's places."""
 
+import errno
 import itertools
 import json
 import re
@@ -13,10 +14,10 @@ import pytest
 
 from experiments import checkpoint
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import layout, partial, rewrite, seal, store, writing
+from zaya_jax.checkpoint import layout, partial, rewrite, seal, store, vault, writing
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.vault import Vault
-from zaya_jax.config import Checkpoint, StorageError
+from zaya_jax.config import Checkpoint, StorageError, files
 from zaya_jax.pytorch import exchange
 from zaya_jax.training.workdir import open_workdir
 
@@ -80,6 +81,20 @@ def test_every_chunk_in_the_place_of_another_is_found(runs):
         mine.write_bytes(content)
         tried += 1
     assert tried > 100 and Vault(runs[0]).verify(40) == []
+
+
+def test_a_disk_that_cannot_read_a_file_is_damage_at_once(runs, monkeypatch):
+    opened = files.opened
+
+    def fails(path, *rest):
+        if str(path).endswith("40/state/params.a/c.0.0"):
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return opened(path, *rest)
+
+    monkeypatch.setattr(files, "opened", fails)
+    monkeypatch.setattr(vault, "PAUSES", (1e9,))
+    (damage,) = Vault(runs[0]).verify(40)
+    assert str(damage) == "state/params.a/c.0.0 (array params.a) is unreadable (Input/output error)"
 
 
 def swap(a, b):

@@ -438,7 +438,7 @@ def dead(monkeypatch):
     def refuses(self, verb, name, *rest):
         if not self.url.endswith("copies"):
             return attempt(self, verb, name, *rest)
-        raise StorageError(f"cannot {verb} {self.url}/{name}") from ConnectionRefusedError("refused")
+        raise vault_lib.Unreachable(f"cannot {verb} {self.url}/{name}")
 
     monkeypatch.setattr(Vault, "_attempt", refuses)
     return lambda: monkeypatch.setattr(Vault, "_attempt", attempt)

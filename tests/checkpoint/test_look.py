@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 import re
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +62,19 @@ def test_inspect_shows_steps_and_arrays(run, workdir):
     assert "optimizer.w 32 x 1000 bfloat16 64 kB 4 x 1000 8\n = optimizer 64 kB\n" in text
     assert "Where the time goes" in (workdir / "checkpoints.html").read_text()
     assert str(workdir / "checkpoints.html") in out
+
+
+def test_damage_is_a_line_and_its_exit_code(run, workdir, tmp_path):
+    shutil.copytree(workdir, tmp_path / "run")
+    step = tmp_path / "run" / "checkpoints" / "9"
+    os.truncate(step / "state" / "params.b" / "c.0", 10)
+    code, out, err = run("verify", f"--workdir={tmp_path}/run")
+    assert (code, err) == (4, "error: 1 of 2 checkpoints damaged\n")
+    what = r"step 9: state/params.b/c.0 \(array params.b\) is truncated: 10 bytes instead of 32"
+    assert re.fullmatch(rf"step 4: \S+ kB, whole\n{what}\n", out), out
+    os.truncate(step / layout.META, 10)
+    code, out, err = run("inspect", f"--workdir={tmp_path}/run")
+    assert code == 4 and "DAMAGED, `verify` says where: 9." in out and f"{layout.META} is truncated" in err
 
 
 def test_a_step_that_the_run_deletes_meanwhile_is_none(workdir, monkeypatch):

@@ -82,7 +82,7 @@ DEEP, NOISE = b"[" * 30_000, b"\xff"
 @pytest.mark.parametrize(
     ("options", "file", "content", "says"),
     [
-        *((ON_RUNS[0], f"run/{SHAPE}", {"length": length}, "checkpoints/2 cannot be looked at")
+        *((ON_RUNS[0], f"run/{SHAPE}", {"length": length}, "step 2 of run is damaged: state/params")
           for length in (math.nan, math.inf, "x", -1, 10**400)),
         (ON_RUNS[1], "run/tokenizer/zaya_tokenizer.json", None, "zaya_tokenizer.json"),
         *((command, f"run/{file}", content, "") for command in (ON_RUNS[0], ["--workdir=run", "--num_tokens=3"])

@@ -17,7 +17,7 @@ from typing import Any
 from zaya_jax.checkpoint import writing
 from zaya_jax.checkpoint.seal import Seal
 from zaya_jax.checkpoint.times import Log
-from zaya_jax.checkpoint.vault import Vault, each, share, unreachable
+from zaya_jax.checkpoint.vault import Unreachable, Vault, each, share
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Checkpoint, StorageError, UserError
 
@@ -33,7 +33,7 @@ class Durable:
         if multihost.is_writer():
             self.vault.tell = say
         self.obsolete: list[int] = []  # steps that were deleted here: their copies are to go
-        self.silent: StorageError | None = None  # it did not answer at this start; of process 0
+        self.silent: Unreachable | None = None  # it did not answer at this start; of process 0
 
     def missing(self) -> tuple[list[int], str]:
         """Steps here without a whole copy, and the error if that could not be determined."""
@@ -60,9 +60,9 @@ class Durable:
             whole = self._here.seal(step)
         try:
             return self.vault.holds(step, whole or self.vault.seal(step))
-        except StorageError as error:
-            if unreachable(error):
-                raise
+        except Unreachable:
+            raise
+        except StorageError:
             return False
 
     def send(self, step: int, begun: float) -> str | None:
@@ -125,8 +125,8 @@ class Durable:
                     self._require_accepted(accept)
                 self.vault.clear()
                 return sorted((step for step in self.vault.steps() if step > max(here, default=-1)), reverse=True)
-            except StorageError as failure:
-                if not here or not unreachable(failure):
+            except Unreachable as failure:
+                if not here:
                     raise
                 self.silent = failure
                 self._say(
@@ -159,9 +159,10 @@ class Durable:
                     f"config.checkpoint.durable={self.vault.url} holds step {step} of another run than "
                     f"{self.root.parent} ({error}); give each run a place of its own"
                 ) from None
-            except (StorageError, ValueError) as error:
-                if isinstance(error, StorageError) and unreachable(error):
-                    raise  # damage is found when it is fetched
+            except Unreachable:
+                raise
+            except (StorageError, ValueError):
+                pass  # damage is found when it is fetched
 
     def _fetch(self, step: int) -> str | None:
         """Makes a step of the vault whole in workdir/checkpoints; returns an error, if any."""

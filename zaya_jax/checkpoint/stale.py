@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from zaya_jax.checkpoint import writing
-from zaya_jax.checkpoint.vault import Vault, unreachable
+from zaya_jax.checkpoint.vault import Unreachable, Vault
 from zaya_jax.cluster import multihost
 from zaya_jax.config import StorageError, UserError
 
@@ -53,9 +53,7 @@ def drop(tiers: Any, decisions: Decisions) -> list[int]:
         if tiers.durable and not why:
             try:
                 why = conflict(known_in(tiers.durable.vault, decisions), decisions)
-            except StorageError as failure:
-                if not unreachable(failure):
-                    raise
+            except Unreachable as failure:
                 tiers.durable.silent = failure  # nothing is fetched from there; the next start deletes
         if why:
             raise UserError(
@@ -82,9 +80,10 @@ def known_in(vault: Vault, decisions: Decisions) -> Iterator[Known]:
     for step in vault.steps() if decisions else ():
         try:
             yield f"{vault.url}/{step}", step, vault.meta(step).get(KEY, [])
-        except StorageError as error:
-            if unreachable(error):
-                raise
+        except Unreachable:
+            raise
+        except StorageError:
+            pass
 
 
 def stale_in(vault: Vault, decisions: Decisions) -> list[int]:

@@ -37,11 +37,14 @@ READ_TIMEOUT = 60  # seconds without a byte of an answer
 PATIENCE = 100.0
 # Errors that tell of the file, not of the place.
 ODD = (FileNotFoundError, NotADirectoryError, IsADirectoryError, files.Irregular)
-FINAL = (*ODD, PermissionError)  # trying again does not mend these
 
 Step = int | str  # a checkpoint's number, or the name of a folder outside of a run
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 T = TypeVar("T")
+
+
+class Unreachable(StorageError):
+    """The place did not answer; any other StorageError is about a file."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,9 +181,9 @@ class Vault:
             what = found.differs(step if isinstance(step, int) else None, self.owner())
         except ValueError as error:
             what = str(error)
+        except Unreachable:
+            raise
         except StorageError as error:
-            if unreachable(error):
-                raise
             what = _in_words(error)
         return Damage(MARKER, what) if what else found
 
@@ -356,20 +359,23 @@ class Vault:
         advice = "" if self._local else "; look at the address, the credentials and (for s3://) AWS_ENDPOINT_URL"
         for number, pause in enumerate((*PAUSES, None), 1):
             if self.given_up.is_set():
-                raise StorageError(f"{where} is slow or dead, and the run may not wait") from TimeoutError()
+                raise Unreachable(f"{where} is slow or dead, and the run may not wait")
             begun = time.monotonic()
             try:
                 found = function(*args)
                 self._failing_since = None
                 return found
             except Exception as error:  # client libraries' own classes are no OSErrors
-                final = isinstance(error, FINAL)
+                # A disk that cannot read a file now will not in a second: that is damage, and reported at once.
+                of_file = isinstance(error, OSError if self._local and verb == "read" else ODD)
+                final = of_file or isinstance(error, PermissionError)
                 first = not final and self._failing_since is None
                 since = begun if self._failing_since is None else self._failing_since
                 self._failing_since = None if final else since
                 if final or pause is None or time.monotonic() - since > PATIENCE:
                     tries = "" if final else f" after {number} attempt{'s' if number > 1 else ''}"
-                    raise StorageError(f"cannot {verb} {where}{tries}: {writing.reason(error)}{advice}") from error
+                    kind = StorageError if of_file else Unreachable
+                    raise kind(f"cannot {verb} {where}{tries}: {writing.reason(error)}{advice}") from error
                 if first:
                     self.tell(f"warning: cannot {verb} {where} yet: {writing.reason(error)}; trying again")
             self.given_up.wait(pause)
@@ -384,14 +390,9 @@ def vault_at(place: str | Path) -> Vault | None:
     return None
 
 
-def unreachable(error: StorageError) -> bool:
-    """Whether the place did not answer; otherwise the error is about a file."""
-    return error.__cause__ is not None and not isinstance(error.__cause__, ODD)
-
-
 def _in_words(error: StorageError) -> str:
     cause = error.__cause__
-    if isinstance(cause, FINAL):
+    if isinstance(cause, OSError) and not isinstance(error, Unreachable):
         return "missing" if isinstance(cause, FileNotFoundError) else f"unreadable ({cause.strerror})"
     return str(error)
 
