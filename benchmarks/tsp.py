@@ -1,7 +1,7 @@
 """Memory and traffic of one training step of a dense 7B model under TP, SP, TP+SP and TSP, read from compiled programs.
 
     .venv/bin/python benchmarks/tsp.py [--target=h200] [--schemes=tsp,tp,...] [--tokens=16384,...] [--out=FILE.json]
-    .venv/bin/python benchmarks/tsp.py --tables --out=FILE.json   (what FILE.json holds, as tables and tsp.svg)
+    .venv/bin/python benchmarks/tsp.py --tables --out=FILE.json   (what FILE.json holds, as tables)
 
 Nothing is allocated: each program is compiled from shapes for eight devices, in a process of its own with a time limit.
 `--target=cpu` (the default) compiles for eight virtual CPU devices; `--target=h200` for eight H200 that need not be
@@ -161,7 +161,7 @@ def folded_layer() -> type:
 
 
 def tables(path: str) -> str:
-    """Memory and traffic as Markdown tables, a row a scheme; the picture goes beside this file."""
+    """Memory and traffic as Markdown tables, a row a scheme."""
     with open(path, encoding="utf-8") as file:
         found = {(d["target"], d["scheme"], d["tokens"]): d for d in map(json.loads, file)}
     memory = {key: (d["arguments"] + d["temporaries"]) / 1e9 for key, d in found.items()}
@@ -178,59 +178,7 @@ def tables(path: str) -> str:
             if any(row):
                 lines.append(f"| {scheme} | " + " | ".join("" if x is None else f"{x:.1f}" for x in row) + " |")
         lines.append("")
-    with open(os.path.join(os.path.dirname(__file__), "tsp.svg"), "w", encoding="utf-8") as file:
-        file.write(picture(memory))
     return "\n".join(lines)
-
-
-COLOURS = ("#c2543d", "#8a8a8a", "#d9a441", "#b8860b", "#5b8fb9", "#2f6f4f", "#7fb08f")
-PUBLISHED = {"tsp": 38.8, "tp": 70.0}  # GB at 131,072 tokens, on 8 MI300X
-
-
-def picture(memory: dict) -> str:
-    """Bars of the memory that each scheme takes at each length."""
-    width, height, left, bottom, high = 720, 330, 50, 46, 150.0
-    tall = height - bottom - 30
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
-        f'font-size="12" role="img"><title>Peak memory of a device by scheme and sequence length</title>'
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>'
-    ]
-    for tick in range(0, 151, 50):
-        y = 30 + tall * (1 - tick / high)
-        parts.append(f'<path d="M{left} {y:.1f}H{width - 10}" stroke="#dddddd"/>')
-        parts.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end" fill="#444444">{tick}</text>')
-    parts.append(
-        '<text x="8" y="16" fill="#444444">GB per device, compiled for CPUs (rings: published, 8 MI300X)</text>'
-    )
-    schemes = [name for name in SCHEMES if name not in REMAT]
-    group = (width - left - 10) / len(TOKENS)
-    bar = group / (len(schemes) + 1.5)
-    for i, tokens in enumerate(TOKENS):
-        start = left + i * group + bar / 2
-        for j, scheme in enumerate(schemes):
-            value = memory.get(("cpu", scheme, tokens), 0)
-            x, tip = start + j * bar, 30 + tall * (1 - value / high)
-            parts.append(
-                f'<rect x="{x:.1f}" y="{tip:.1f}" width="{bar - 2:.1f}" height="{height - bottom - tip:.1f}" '
-                f'fill="{COLOURS[j]}"><title>{scheme}, {tokens:,} tokens: {value:.1f} GB</title></rect>'
-            )
-            if tokens == TOKENS[-1] and scheme in PUBLISHED:
-                y = 30 + tall * (1 - PUBLISHED[scheme] / high)
-                parts.append(
-                    f'<circle cx="{x + bar / 2 - 1:.1f}" cy="{y:.1f}" r="4" fill="none" stroke="#000" '
-                    'stroke-width="2"/>'
-                )
-        middle = start + len(schemes) * bar / 2
-        parts.append(
-            f'<text x="{middle:.1f}" y="{height - 30}" text-anchor="middle" fill="#444444">'
-            f"{tokens // 1024}K tokens</text>"
-        )
-    for j, scheme in enumerate(schemes):
-        x = left + j * 108
-        parts.append(f'<rect x="{x}" y="{height - 17}" width="10" height="10" fill="{COLOURS[j]}"/>')
-        parts.append(f'<text x="{x + 14}" y="{height - 8}" fill="#444444">{scheme}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
 
 
 def main() -> None:
