@@ -9,7 +9,7 @@ import time
 import pytest
 from multiprocess_runs import free_port
 
-from zaya_jax.cluster import jax_repairs, lifelines, lines
+from zaya_jax.cluster import lifelines, lines
 from zaya_jax.cluster.lifelines import End, Lifelines
 from zaya_jax.cluster.rank import Rank
 
@@ -65,27 +65,6 @@ def test_a_silent_process_is_named_with_its_host():
         ends = run.wait_for_ends(2)
     assert ends[0] == ends[1] and ends[0].code == 1
     assert ends[0].text.startswith(f"process 2 on {HOST} is silent for")
-
-
-def test_a_silent_process_0_is_named():
-    with socket.create_server(("localhost", 0)) as server:
-        rank = Rank(f"localhost:{server.getsockname()[1]}", 2, 1)
-        ends = []
-        second = Lifelines(rank, 0.5, ends.append)
-        thread = threading.Thread(target=second.roll_call, args=(20,))
-        thread.start()
-        door = lines.Door(lines.key(), "2", 2, "")
-        line = door.open(server)
-        while not (messages := line.read()):
-            time.sleep(0.01)
-        assert door.hear(line, *messages) == HOST
-        with line.connection:
-            line.say()
-            line.say("all", "afar")
-            thread.join()
-            second.report(2, "never heard", certain=True)
-    assert [end.code for end in ends] == [1] and "process 0 on afar is silent" in ends[0].text
-    assert second.lost == [0]
 
 
 def test_what_follows_from_a_loss_is_not_taken_for_the_cause():
@@ -190,20 +169,3 @@ def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, 
         logging.getLogger("zaya_jax").removeHandler(caplog.handler)
     assert "stood still" in caplog.text and not run.ends
     run.hang_up()
-
-
-def test_behind_the_relay_the_end_of_process_0_is_silence():
-    with socket.create_server(("localhost", 0)) as server:
-        address = jax_repairs.through("localhost", server.getsockname()[1])
-        assert address.startswith("unix-abstract:")
-        with socket.socket(socket.AF_UNIX) as near:
-            near.connect("\0" + address.partition(":")[2])
-            near.sendall(b"ping")
-            far, _ = server.accept()
-            assert far.recv(4) == b"ping"
-            far.sendall(b"pong")
-            assert near.recv(4) == b"pong"
-            far.close()
-            near.settimeout(0.5)
-            with pytest.raises(TimeoutError):
-                near.recv(1)

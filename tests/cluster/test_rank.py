@@ -1,6 +1,5 @@
 """Where a process stands: from flags, variables, Slurm, a pod; what is refused; who is missing at the roll call."""
 
-import socket
 import threading
 
 import pytest
@@ -94,27 +93,6 @@ def test_who_did_not_come_is_named_by_all_who_did():
     errors = call([Rank(address, 6, i) for i in (0, 2, 3)], 1)
     assert all(isinstance(error, LostProcess) for error in errors), errors
     assert {str(error) for error in errors} == {"processes 1, 4 and 5 of 6 did not come within 1 s"}
-
-
-def test_a_stranger_on_the_port_is_no_process():
-    port = free_port()
-    done = threading.Event()
-
-    def stranger():
-        while not done.wait(0.05):
-            try:
-                with socket.create_connection(("localhost", port), timeout=1) as line:
-                    line.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            except OSError:
-                continue
-            return
-
-    thread = threading.Thread(target=stranger)
-    thread.start()
-    (error,) = call([Rank(f"localhost:{port}", 2, 0)], 1)
-    done.set()
-    thread.join(5)
-    assert "process 1 of 2 did not come" in str(error)
 
 
 def test_contradictions_between_processes_are_bad_input():
