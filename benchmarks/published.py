@@ -32,8 +32,8 @@ def account(case: Case, cluster: Cluster, rates: Rates) -> list[tuple[str, float
     theirs = dataclasses.replace(case, here=dataclasses.replace(case.here, remat="layer"), micro_batches=each)
     found = step.estimate(theirs, cluster, rates)
     parts = work.parts(theirs)
-    peak = chips.PEAKS["MI300X"]["bfloat16"]
-    hbm = chips.BANDWIDTH["MI300X"] * rates.memory.value
+    peak = chips.CHIPS["mi300x"].peaks["bfloat16"]
+    hbm = chips.CHIPS["mi300x"].bandwidth * rates.memory.value
     useful = found.flops / peak
     products = found.by_kind["products"]
     others = sum(p.others for p in parts if p.scope not in ("optimizer/exchange", "stacks", "other"))

@@ -70,7 +70,7 @@ def main() -> int:
         add = what.add_parser(name, help=about, description=f"{about}; see docs/hardware.md").add_argument
         add("--out", required=True, metavar="DIR", help=f"folder for {name}.json and .html")
         add("--config", default=CONFIG, metavar="FILE", help="config with the model and batch to size; zaya1_base")
-        add("--chip", choices=sizing_rules.CHIPS, help="chip for the rules; this one, on a CPU mi300x")
+        add("--chip", choices=chips.CHIPS, help="chip for the rules; this one, on a CPU mi300x")
         # fmt: off
         add("--devices", type=cli.number(int, 1, 2**24), metavar="N", help=f"devices to use; these, on a CPU {DEVICES}")
         add("--seconds", type=cli.number(float, 0.001), default=0.1, metavar="X", help="longest time per size; 0.1")
@@ -119,7 +119,7 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
     """Measures in all processes, then writes NAME.json and .html into --out from the first."""
     devices = jax.devices()
     first, nodes, host_only = devices[0], collectives.nodes_of(devices), devices[0].platform == "cpu"
-    chip = args.chip or sizing_rules.chip_named(first.device_kind) or "mi300x"
+    chip = args.chip or chips.named(first.device_kind) or "mi300x"
     count = args.devices or (DEVICES if host_only else len(devices))
     sizing_rules.advise(config, chip, count)  # a mesh that does not fit is refused now
     writes = multihost.is_writer()
@@ -153,7 +153,7 @@ def measure_parts(
     first, wanted = devices[0], tuple(PARTS) if args.what == "all" else (args.what,)
     found = figures.Figures(
         first.device_kind, first.platform, len(devices), max(nodes) + 1, jax.process_count(), jax.__version__,
-        figures.now(), chips.peak_flops(first, Precision(compute="bfloat16")),
+        figures.now(), chips.peak_flops(first.device_kind, Precision(compute="bfloat16")),
     )  # fmt: skip
     if "collectives" in wanted:
         room = streams.room(first, sum(d.process_index == first.process_index for d in devices))

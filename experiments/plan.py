@@ -59,16 +59,11 @@ def main() -> int:
     cluster = clusters.CLUSTERS[args.cluster]
     rates = rates_lib.for_cluster(cluster, args.figures)
     phases, notes = run.phases(config, args.devices, cluster, rates, args.at_once, args.mtbf_hours)
-    ways = search.scaling(phases[0].case, cluster, rates)
     result = {
         "config": config.name, "cluster": args.cluster, "source": cluster.source, "devices": args.devices,
         "date": time.strftime("%Y-%m-%d"), "notes": notes,
         "phases": [_phase(p, cluster, rates, args.search) for p in phases],
-        "scaling": {
-            "phase": phases[0].name,
-            "ways": [dataclasses.asdict(way) for way in ways],
-            "fastest": search.fastest(ways),
-        },
+        "scaling": {"phase": phases[0].name, "points": list(search.scaling(phases[0].case, cluster, rates))},
         "assumed": _assumed(rates, args.mtbf_hours),
     }  # fmt: skip
     out.mkdir(parents=True, exist_ok=True)
@@ -164,9 +159,7 @@ def document(result: dict[str, Any]) -> Document:
             Section(f"{phase['name']}: {headline(phase)}", f"{shape_of_step(phase)}.", list(_tables(phase)))
             for phase in result["phases"]
         ),
-        Section(
-            "The whole", "", list(_closing(result)), result["scaling"]["fastest"], pictures=_scaling(result["scaling"])
-        ),
+        Section("The whole", "", list(_closing(result)), pictures=_scaling(result["scaling"]["points"])),
     ]
     footer = "Formulas, nothing was compiled or run; docs/planning.md says what they assume."
     return Document(title, "", about, sections, footer=footer)
@@ -252,28 +245,22 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
 
 
 def _closing(result: dict[str, Any]) -> Iterable[Table]:
-    ways = result["scaling"]["ways"]
-    counts = [n for n, *_ in max((way["points"] for way in ways), key=len, default=[])]
-    rows = []
-    for way in ways:
-        at = {n: f"{1e3 * s:,.0f} ({1e3 * exposed:,.0f})" for n, s, exposed in way["points"]}
-        rows.append([way["name"], *(at.get(n, "-") for n in counts)])
-    title = f"Weak scaling of {result['scaling']['phase']}: ms a step (exposed communication)"
-    yield Table(title, ("way", *(f"{n:,}" for n in counts)), rows)
+    rows = [[f"{n:,}", _ms(s), _ms(exposed)] for n, s, exposed in result["scaling"]["points"]]
+    title = f"Weak scaling of {result['scaling']['phase']}"
+    yield Table(title, ("devices", "ms a step", "of which exposed communication"), rows)
     assumed = [[n, f"{v:.3g}", source] for n, v, source in result["assumed"]]
     yield Table("What is assumed", ("rate", "value", "source"), assumed, "code")
 
 
-def _scaling(scaling: dict[str, Any]) -> str:
+def _scaling(points: list[tuple[int, float, float]]) -> str:
     """Seconds over the number of devices."""
-    ways = [way for way in scaling["ways"] if way["points"]]
-    if not ways:
+    if not points:
         return ""
-    lines = [Line(way["name"], [(n, s) for n, s, _ in way["points"]], i) for i, way in enumerate(ways)]
-    exposed = [(n, e) for n, _, e in ways[0]["points"]]
-    lines.append(Line(f"{ways[0]['name']}: exposed", exposed, len(ways), look="raw"))
-    counts = sorted({n for line in lines for n, _ in line.points})
-    most = max(value for line in lines for _, value in line.points)
+    lines = [
+        Line("a step", [(n, s) for n, s, _ in points]),
+        Line("exposed communication", [(n, exposed) for n, _, exposed in points], 1, look="raw"),
+    ]
+    counts, most = [n for n, *_ in points], max(s for _, s, _ in points)
     return Chart(
         "Weak scaling", lines, (counts[0], counts[-1]), (0.0, 1.05 * most), log_x=True, unit=" s", over="devices",
         named=[(n, f"{n:,}") for n in counts], note="Seconds of a step at constant tokens a device.",

@@ -48,7 +48,7 @@ def test_how_many_warps_fit(of, occupancy):
     ("arch", "cores", "clock"), [("gfx942", 304, 2.1e9), ("gfx950", 256, 2.4e9), ("sm_90", 132, 1.83e9)]
 )
 def test_a_core_of_the_model_has_the_rate_of_the_data_sheet(arch, cores, clock):
-    sheet = chips.PEAKS[{"gfx942": "MI300X", "gfx950": "MI355X", "sm_90": "H200"}[arch]]["bfloat16"]
+    sheet = chips.CHIPS[{"gfx942": "mi300x", "gfx950": "mi355x", "sm_90": "h200"}[arch]].peaks["bfloat16"]
     assert CORES[arch].flops * cores * clock == pytest.approx(sheet, rel=0.002)
 
 

@@ -1,40 +1,45 @@
-"""Peak rates of accelerators and the FLOPs of a training step: the two halves of an MFU."""
+"""Describes the chips that are known, and counts the FLOPs of a training step: the two halves of an MFU."""
+
+import dataclasses
+from collections.abc import Mapping
 
 from zaya_jax.config import Model, Precision
 
-_HOPPER = {"bfloat16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}  # NVIDIA H100 and H200 data sheets (SXM)
-# Dense peak, FLOP/s, by a part of JAX's device_kind; the vendors' data sheets, without sparsity. AMD calls TF32 XF32,
-# which MI355X has not.
-PEAKS = {
-    "MI300X": {"bfloat16": 1307.4e12, "tf32": 653.7e12, "float32": 163.4e12},
-    "MI355X": {"bfloat16": 2516.6e12, "tf32": 157.3e12, "float32": 157.3e12},
-    "H200": _HOPPER,
-    "H100": _HOPPER,
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """A chip by its vendor's data sheet."""
+
+    peaks: Mapping[str, float]  # dense FLOP/s by format, without sparsity; AMD calls TF32 XF32, which MI355X has not
+    bandwidth: float  # of HBM, bytes/s
+    measured: float  # the same where a measurement was published
+    tile: int  # side of the tile that large products are computed in
+
+
+_HOPPER = {"bfloat16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}
+CHIPS = {
+    "mi300x": Chip({"bfloat16": 1307.4e12, "tf32": 653.7e12, "float32": 163.4e12}, 5.3e12, 4.33e12, 256),
+    "mi355x": Chip({"bfloat16": 2516.6e12, "tf32": 157.3e12, "float32": 157.3e12}, 8.0e12, 8.0e12, 256),
+    "h200": Chip(_HOPPER, 4.8e12, 4.8e12, 128),
+    "h100": Chip(_HOPPER, 3.35e12, 3.35e12, 128),
 }
-# Of HBM, bytes/s, by the same sheets.
-BANDWIDTH = {"MI300X": 5.3e12, "MI355X": 8.0e12, "H200": 4.8e12, "H100": 3.35e12}
 
 
-def of_kind[T](table: dict[str, T], kind: str) -> T | None:
-    """A chip's row in one of these tables, by JAX's device_kind or a part of it; None for an unknown chip."""
-    return next((row for name, row in table.items() if name.lower() in kind.lower()), None)
+def named(kind: str) -> str | None:
+    """The name in CHIPS of a chip by JAX's device_kind; None for an unknown chip."""
+    return next((name for name in CHIPS if name in kind.lower()), None)
 
 
-def peak(kind: str, precision: Precision) -> float | None:
-    """The peak of a chip of this kind for the format of most products; None for an unknown chip.
+def peak_flops(kind: str, precision: Precision) -> float | None:
+    """The peak of a chip of this kind for the format of most products; None for an unknown chip: no guess.
 
     Unless `precision.matmul` is "highest", XLA may take TF32 for float32 there.
     """
     dtype = precision.compute
     if dtype == "float32" and precision.matmul != "highest":
         dtype = "tf32"
-    peaks = of_kind(PEAKS, kind)
-    return peaks[dtype] if peaks else None
-
-
-def peak_flops(device, precision: Precision) -> float | None:
-    """The peak of a device's chip, or None: no guess."""
-    return peak(device.device_kind, precision)
+    name = named(kind)
+    return CHIPS[name].peaks[dtype] if name else None
 
 
 def model_flops(model: Model, seq_len: int) -> float:

@@ -15,7 +15,7 @@ GB = 1e9
 class Cluster:
     """Nodes of equal chips, joined by links inside and by a network card a device between them."""
 
-    chip: str  # a name of `targets.TARGETS`
+    chip: str  # a name in `chips.CHIPS`
     node: int  # devices
     inside: float  # all links of a device to the others of its node
     card: float  # a device's share of its node's network

@@ -48,9 +48,10 @@ def bound(
     matmul: str = "default",
 ) -> Bound | None:
     """The bound on a chip of this kind (JAX's device_kind); None where its rates are not known."""
-    peaks, bandwidth = chips.of_kind(chips.PEAKS, kind), chips.of_kind(chips.BANDWIDTH, kind)
-    if peaks is None or bandwidth is None:
+    name = chips.named(kind)
+    if name is None:
         return None
+    peaks, bandwidth = chips.CHIPS[name].peaks, chips.CHIPS[name].bandwidth
     wide = peaks["float32" if matmul == "highest" else "tf32"]
     totals = dict.fromkeys(("compute", "memory", "launches"), 0.0)
 

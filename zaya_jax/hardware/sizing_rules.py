@@ -3,7 +3,7 @@
     for advice in sizing_rules.advise(config, chip, num_devices): print(advice)
 
 An estimate before anything runs, worst first: `cost` is the share of a step's time that the better value could save at
-most, taking products at the chip's peak. The numbers of CHIPS are published; figures that `experiments.characterize`
+most, taking products at the chip's peak. The numbers of `chips` are published; figures that `experiments.characterize`
 measured on such a chip take their place. docs/hardware.md has the rules as a table.
 """
 
@@ -30,21 +30,6 @@ LEAST = 0.01  # of a step's time: smaller costs are not worth a line
 MISALIGNED = {8: 0.5, 64: 0.1}  # estimated loss of a product that loads no whole 16 bytes, or no whole 128
 
 
-class Chip(NamedTuple):
-    """The part of a chip that the rules need."""
-
-    tile: int  # side of the tile that large products are computed in
-    memory: float  # bytes/s; measured where a measurement was published
-
-
-CHIPS = {
-    "mi300x": Chip(256, 4.33e12),
-    "mi355x": Chip(256, 8.0e12),
-    "h200": Chip(128, 4.8e12),
-    "h100": Chip(128, 3.35e12),
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class Advice:
     """A dimension off the fast path."""
@@ -67,14 +52,9 @@ class Advice:
         )
 
 
-def chip_named(name: str) -> str | None:
-    """The row of CHIPS for JAX's device_kind; None for a chip without one."""
-    return next((row for row in CHIPS if row in name.lower()), None)
-
-
 def notes(config: Config, devices: list) -> list[str]:
     """The worst three, a line each, for a run of one phase on these devices; none where their chip is not known."""
-    name = chip_named(devices[0].device_kind)
+    name = chips.named(devices[0].device_kind)
     return [] if name is None else [str(advice) for advice in _of_phase(config, name, len(devices), None)[:3]]
 
 
@@ -122,17 +102,15 @@ class _Phase:
     """Sizes of a phase on one device."""
 
     def __init__(self, config: Config, name: str, num_devices: int, figures: Figures | None):
-        self.config, self.model, self.chip = config, config.model, CHIPS[name]
-        self.figures = figures if figures and chip_named(figures.device) == name else None
+        self.config, self.model, self.chip = config, config.model, chips.CHIPS[name]
+        self.figures = figures if figures and chips.named(figures.device) == name else None
         self.mesh = shape_of(config.mesh, num_devices)
         self.sequences = config.data.micro_batch or config.data.global_batch
         # With tensor parallelism a token lies on all its devices, but with TSP.
         self.own_tensor = 1 if config.mesh.tsp else self.mesh["tensor"]
         self.tokens = max(1, self.sequences * config.data.seq_len * self.own_tensor // num_devices)  # at once
         self.flops = chips.model_flops(config.model, config.data.seq_len)  # a token
-        peaks = chips.of_kind(chips.PEAKS, name)
-        assert peaks is not None, name
-        self.peak = peaks[config.precision.compute]
+        self.peak = self.chip.peaks[config.precision.compute]
         self.products = list(self._products())
 
     def _products(self) -> Iterator[_Product]:
@@ -218,7 +196,7 @@ def _rows_of_experts(here: _Phase) -> Iterator[Advice]:
     if here.model.model_type == "dense":
         return
     # A weight of two bytes serves one multiply-add a row: at peak / bandwidth rows, both take as long.
-    needed, source = math.ceil(here.peak / here.chip.memory), "peak over memory bandwidth"
+    needed, source = math.ceil(here.peak / here.chip.measured), "peak over memory bandwidth"
     if here.figures and (knee := here.figures.rows_knee()):
         needed, source = knee, f"measured, {here.figures.date[:10]}"
     spread = here.mesh["expert"] * (here.mesh["tensor"] if here.config.mesh.tsp else 1)
@@ -239,7 +217,7 @@ def _micro_batches(here: _Phase) -> Iterator[Advice]:
     if number == 1:
         return
     moved = BYTES_PER_PASS * zaya.param_counts(here.model)["total"] / (here.mesh["expert"] * here.own_tensor)
-    once, work = moved / here.chip.memory, number * here.tokens * here.flops / here.peak
+    once, work = moved / here.chip.measured, number * here.tokens * here.flops / here.peak
     better = here.more_sequences(2)
     fewer = number - -(-step // better) if better else 0
     reason = (

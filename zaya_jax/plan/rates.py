@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from zaya_jax.config import UserError
-from zaya_jax.hardware import chips, sizing_rules
+from zaya_jax.hardware import chips
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.hardware.measure import figures as figures_lib
 from zaya_jax.hardware.roofline import LAUNCH
@@ -82,7 +82,7 @@ def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
     path = Path(figures)
     path = path / "all.json" if path.is_dir() else path
     found = figures_lib.load(path)
-    name = sizing_rules.chip_named(found.device)
+    name = chips.named(found.device)
     if name != cluster.chip:
         raise UserError(
             f"--figures={figures} are of {found.num_devices} x {found.device}, the cluster has {cluster.chip}; "
@@ -93,16 +93,14 @@ def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
 
 def _measured(found: figures_lib.Figures, cluster: Cluster) -> dict[str, Rate]:
     """The shares that figures give."""
-    peaks = chips.of_kind(chips.PEAKS, cluster.chip)
-    bandwidth = chips.of_kind(chips.BANDWIDTH, cluster.chip)
-    assert peaks is not None and bandwidth is not None, cluster.chip
+    chip = chips.CHIPS[cluster.chip]
     source, result = f"measured on {found.num_devices} x {found.device}, {found.date[:10]}", {}
     for name, starts in (("products", "dense"), ("grouped", "grouped")):
         rates = [p.rate for p in found.products if p.name.startswith(starts) and p.dtype == "bfloat16"]
         if rates:
-            result[name] = Rate(max(rates) / peaks["bfloat16"], source)
+            result[name] = Rate(max(rates) / chip.peaks["bfloat16"], source)
     if memory := found.memory_bandwidth():
-        result["memory"] = Rate(memory / bandwidth, source)
+        result["memory"] = Rate(memory / chip.bandwidth, source)
     for c in found.collectives:
         if c.name in ("reduce-scatter", "all-gather") and c.num_devices > 1:
             each = c.num_devices // c.num_nodes  # devices of a node

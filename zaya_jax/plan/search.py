@@ -1,4 +1,4 @@
-"""Searches other ways to run a phase: the fastest meshes, micro-batches and remat that fit, and how each way scales.
+"""Searches other ways to run a phase: the fastest meshes, micro-batches and remat that fit, and how its own scales.
 
 Only cases count that a run would accept (`parallel.sharding.check`) and that fit the chip's memory.
 """
@@ -78,29 +78,11 @@ def _fitting(case: Case) -> Footprint | None:
     return found if found.peak <= capacity else None
 
 
-@dataclasses.dataclass(frozen=True)
-class Scaling:
-    """One way to spread a phase over more and more devices, each with as many tokens as now."""
-
-    name: str
-    # Devices that it fits, seconds of a step, exposed communication.
-    points: tuple[tuple[int, float, float], ...]
-
-
-def scaling(case: Case, cluster: Cluster, rates: Rates) -> list[Scaling]:
-    """The phase's own mesh, fsdp, experts over a node."""
-    ways: dict[str, dict] = {"as configured": {}, "fsdp": {"fsdp": True}, "experts over 8": {"expert": 8}}
-    if case.spread.fsdp:
-        ways.pop("fsdp")
-    if case.model.model_type == "dense" or case.spread.expert > 1:
-        ways.pop("experts over 8")
-    found = [Scaling(name, tuple(_points(case, changes, cluster, rates))) for name, changes in ways.items()]
-    return [way for way in found if way.points]
-
-
-def _points(case: Case, changes: dict, cluster: Cluster, rates: Rates) -> Iterator[tuple[int, float, float]]:
+def scaling(case: Case, cluster: Cluster, rates: Rates) -> Iterator[tuple[int, float, float]]:
+    """A phase over more and more devices, each with as many tokens as now: devices, seconds of a step, those that are
+    exposed communication."""
+    mesh = case.here.mesh
     for devices in DEVICES:
-        mesh = dataclasses.replace(case.here.mesh, **changes)
         data, rest = divmod(devices, mesh.expert * mesh.context * mesh.tensor)
         accepted = _accepted(case.here, dataclasses.replace(mesh, data=data)) if data and not rest else None
         if accepted:
@@ -109,14 +91,3 @@ def _points(case: Case, changes: dict, cluster: Cluster, rates: Rates) -> Iterat
             if _fitting(other):
                 time = step.estimate(other, cluster, rates)
                 yield devices, time.seconds, time.by_scope[step.LINKS]
-
-
-def fastest(ways: list[Scaling]) -> list[str]:
-    """The fastest way by number of devices, a line for each stretch."""
-    counts = sorted({n for way in ways for n, _, _ in way.points})
-    quickest = {n: min((s, way.name) for way in ways for m, s, _ in way.points if m == n)[1] for n in counts}
-    found = []
-    for name, group in itertools.groupby(counts, key=quickest.__getitem__):
-        numbers = list(group)
-        found.append(f"{numbers[0]:,} to {numbers[-1]:,} devices: {name} is the fastest")
-    return found

@@ -57,15 +57,14 @@ class Step:
 
 def estimate(case: Case, cluster: Cluster, rates: Rates) -> Step:
     """The time of a case's step."""
-    best = chips.peak(case.chip, case.here.precision)
-    exact, bandwidth = chips.of_kind(chips.PEAKS, case.chip), chips.of_kind(chips.BANDWIDTH, case.chip)
-    assert best and exact and bandwidth, case.chip
-    hbm = bandwidth * rates.memory.value
+    chip, best = chips.CHIPS[case.chip], chips.peak_flops(case.chip, case.here.precision)
+    assert best
+    hbm = chip.bandwidth * rates.memory.value
     by_scope: dict[str, float] = {}
     by_kind = dict.fromkeys(("products", "HBM", "launches", LINKS), 0.0)
     parts = []
     for part in work.parts(case):
-        peak = exact["float32"] if part.kind == "float32" else best
+        peak = chip.peaks["float32"] if part.kind == "float32" else best
         computing, moving = part.flops / (peak * getattr(rates, part.kind).value), part.products / hbm
         others, starting = part.others / hbm, part.launches * rates.launch.value
         seconds = max(max(computing, moving) + others, starting)

@@ -34,7 +34,7 @@ class Figures:
         self.console = Console(begun.reached, last, config.log.every, self.remaining.after)
         self.unsound = unsound  # updates in a row without effect, up to the last one
         self._pending: tuple[Step, Any, float | None] | None = None
-        self._peak = peak_flops(jax.devices()[0], config.precision)
+        self._peak = peak_flops(jax.devices()[0].device_kind, config.precision)
         self.begin()
 
     def begin(self) -> None:

@@ -53,7 +53,7 @@ def environment() -> dict[str, str]:
 def unknown_peak() -> str:
     """Why no MFU is shown, on an accelerator whose peak is not known; a CPU has none that would mean something."""
     device = jax.devices()[0]
-    if device.platform == "cpu" or peak_flops(device, Precision()):
+    if device.platform == "cpu" or peak_flops(device.device_kind, Precision()):
         return ""
     return f"MFU is not shown: peak rate of {device.device_kind} unknown (zaya_jax/hardware/chips.py)"
 
