@@ -6,10 +6,10 @@
 
 Without options it trains `tiny`. All files of a run are in its workdir; the same command continues from the newest
 checkpoint as if it had never stopped, bit for bit on CPUs (for GPUs see docs/checkpoints.md).
-Exit codes: 0 done, 2 bad input, 3 unhealthy (no update for many steps or in none, no finite loss or gradient at the
-end, or a loss that jumps again and again: docs/guard.md), 4 storage that fails or is damaged, 5 a device computes
-wrongly, 75 saved, start the same command again (after a signal, or because the next phase has another mesh), 130 and
-143 stopped at once by a second signal.
+Exit codes: 0 done, 2 bad input, 3 unhealthy (no update took effect for many steps in a row or in the whole run, the
+last loss or gradient was not finite, or the loss jumped again and again: docs/guard.md), 4 storage that fails or is
+damaged, 5 a device computes wrongly, 75 start the same command again (after a signal, or because the next phase has
+another mesh), 130 and 143 stopped at once by a second signal.
 """
 
 import importlib
@@ -25,7 +25,7 @@ from zaya_jax.training.workdir import folder_of
 
 
 def main() -> int:
-    """The program: its options are --config, the config's keys, --workdir, and which of several processes this is."""
+    """The program: its options are --config, the config's keys, --workdir, and this process's place among several."""
     parser = cli.Parser(prog="python -m experiments.pretrain", description=__doc__)
     parser.add_config("tiny.py")
     parser.add_argument("--workdir", metavar="DIR", help="the run's folder; by default runs/<config name>")
@@ -42,7 +42,7 @@ def main() -> int:
 
 
 def _faults() -> Any:
-    """Faults on purpose, where tests ask for them; they are no part of the library."""
+    """Faults on purpose, where tests ask for them; they are not a part of the library."""
     return importlib.import_module("tools.faults").given() if os.environ.get("ZAYA_FAULTS") else None
 
 

@@ -1,7 +1,7 @@
 """A training run, from a config to a report; read it from top to bottom.
 
-`begin` finds out how the run begins; a `Loop` trains from there to one of its ends. A loop that goes back behind a
-spike gives no exit code: the run then begins once more, at an earlier step.
+`begin` finds out how the run begins; a `Loop` trains from there to one of its ends. After a loss spike it may go back:
+`Loop.run` then returns None, and `train` begins again from an earlier checkpoint.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from zaya_jax.training import fork, layout, logs, notes, recipe, snapshot
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 from zaya_jax.training.evaluation import Evaluation
-from zaya_jax.training.figures import Figures, ended_well
+from zaya_jax.training.figures import Figures, final_code
 from zaya_jax.training.pace import Pace
 from zaya_jax.training.sample import write_sample
 from zaya_jax.training.workdir import CleanupIfRefused, check_same, folder_of, open_workdir, record_start
@@ -43,7 +43,7 @@ Way = Literal["resumed", "imported", "forked", "initial weights", "fresh"]
 def train(config: Config, workdir: str | Path | None = None, faults: Any = None) -> int:
     """Trains a run from its beginning or from where it stopped; returns the exit code.
 
-    However it ends, its figures are written. `faults` are faults on purpose, for tests: `tools.faults.Faults`.
+    Once the loop has begun, every end but going back writes the figures. `faults` are for tests: `tools.faults.Faults`.
     """
     host.require_x32()
     host.keep_compiled()
@@ -67,11 +67,12 @@ def train(config: Config, workdir: str | Path | None = None, faults: Any = None)
 
 @dataclasses.dataclass(frozen=True)
 class Beginning(layout.Layout):
-    """How a run begins; `reached` is the number of updates that were made before."""
+    """How a run begins, with all of `Layout`: `reached`, the number of updates made before; the `recipe`, the `stage`
+    (a phase on the devices) and its last step `end`; the `tokenizer`, the `stream` of batches and `notes` to print."""
 
     way: Way
     parent: fork.Parent | None  # of a fork
-    meta: dict[str, Any]  # of the checkpoint that it goes on from
+    meta: dict[str, Any]  # metadata of the checkpoint that it starts from
     decided: list[decisions.Decision]  # the times that the run went back
     workdir: Path
     cleanup: CleanupIfRefused
@@ -81,13 +82,14 @@ class Beginning(layout.Layout):
 def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitStack) -> Beginning:
     """Checks what can be checked before anything is compiled, opens the folder, and finds out how the run begins.
 
-    If the run has decided to go back, the checkpoints that it gave up are set aside first, and the batches that it
-    leaves out are skipped. Then the first of these that applies:
-    1. resumed: from its own newest checkpoint, in whatever tier that is;
+    The first of these that applies:
+    1. resumed: from its own newest checkpoint, on this machine's disks or in the durable store;
     2. imported: with the weights that `experiments.checkpoint from_hf` or `model.save` has put there as step 0;
-    3. forked: from the state of `run.fork`, at its place in the data, as a run of its own;
+    3. forked: with the state and data position of `run.fork` at `run.fork_step`, continued as a separate run;
     4. initial weights: those of `run.init_from`, with a fresh optimizer;
     5. fresh.
+    If the run has gone back before, the checkpoints that it gave up are set aside before the newest is looked for, and
+    the batches that it leaves out are taken out of the stream at the end.
     """
     planned = layout.plan_start(config, folder := folder_of(config, workdir))
     multihost.barrier("checks")  # no process writes before all have passed theirs
@@ -108,7 +110,7 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
         planned = layout.lay_out(planned.recipe, planned.tokenizer, reached)
     said = [parent.note(planned.recipe.plan)] if parent else []
     if 0 < reached < planned.recipe.last_step:
-        # A checkpoint's own config: config.json may be of a start that saved nothing.
+        # The checkpoint's config, since config.json may have been written by a start that never saved.
         said.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         said.append(planned.stream.set_state(meta["data"]))
         said.append(notes.new_length(meta, config, planned.recipe.last_step))
@@ -122,7 +124,7 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
 
 
 def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
-    """(folder, its state before this start, checkpoints, the run's decisions); locked until this start ends."""
+    """(folder, what a refused start undoes, checkpoints, the run's decisions); locked until this start ends."""
     cleanup = CleanupIfRefused(folder)
     folder = open_workdir(folder, config, cleanup.locked)
     at_end.push(cleanup)
@@ -135,10 +137,10 @@ def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
 
 
 def already_complete(begun: Beginning) -> int:
-    """Answers a start after the last step: makes up for a missing report or durable copy, and says that all is done."""
+    """Handles a start after the last step: writes a missing report or durable copy, and says so."""
     figures, updates = begun.meta.get("metrics") or {}, begun.reached - begun.recipe.plan.begin
-    well = ended_well(figures, begun.meta.get("unsound", 0), updates)
-    code = cli.STORAGE if begun.store.close() else well
+    code = final_code(figures, begun.meta.get("unsound", 0), updates)
+    code = cli.STORAGE if begun.store.close() else code  # it returns what has no durable copy
     if multihost.is_writer():
         logs.say(notes.complete(begun.recipe, begun.workdir, write_report(begun.workdir)))
     return code
@@ -165,7 +167,7 @@ def first_state(begun: Beginning, optimizer: Any, copies: snapshot.Copies) -> An
 
 
 class Loop:
-    """The steps of one start. Each is dispatched before the figures of the last one are read, so no device waits."""
+    """The steps of one start. Each is dispatched before the previous one's figures are read: no device waits."""
 
     def __init__(self, begun: Beginning, faults: Any):
         self.begun, self.config, self.plan = begun, begun.recipe.config, begun.recipe.plan
@@ -186,9 +188,10 @@ class Loop:
         multihost.barrier("the first step")
         notes.describe_start(begun.recipe, begun.stage, self.workdir, begun.reached, begun.notes)
         begun.cleanup.keep()
-        own = {} if begun.parent else begun.meta
+        own = {} if begun.parent else begun.meta  # a fork counts anew
         self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, begun.reached)
-        unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)  # one more ends a run again that they have ended
+        # A run that ended as unhealthy resumes one step below the limit, so that one more ends it again.
+        unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)
         self.figures = Figures(begun, unsound, self.pace, self.guard)
         self.timer = multihost.Timer(60 * self.config.checkpoint.every_minutes)
         self.kept: dict[str, float] = {}  # the figures of the last save
@@ -217,14 +220,14 @@ class Loop:
         return self.done() if self.begun.end == self.begun.recipe.last_step else self.at_border()
 
     def before_the_first_step(self) -> None:
-        """A fork's own first save, an evaluation that the last start put off, or the loss of weights from elsewhere."""
+        """A fork's first save, an evaluation that the last start postponed, or given weights' loss before training."""
         begun, reached = self.begun, self.begun.reached
         if begun.parent:  # from here on it is a run of its own
             self.save(reached, begun.meta["tokens"], begun.meta["metrics"], last=False)
         elif begun.meta.get("evaluation_owed"):
-            self.evaluation.put_off(self.state, reached, self.figures.writer)
+            self.evaluation.make_up(self.state, reached, self.figures.writer)
         elif begun.way in ("imported", "initial weights"):
-            self.evaluation.as_they_came(self.state)
+            self.evaluation.before_training(self.state)
         self.figures.begin()
 
     def step(self, now: Step) -> Any:
@@ -259,7 +262,7 @@ class Loop:
         return owed
 
     def save(self, number: int, tokens: int, figures: dict, last: bool, owed: bool = False) -> None:
-        """Begins a save of the state, with all that a resumed run needs; the last save is seen through."""
+        """Begins a save of the state, with all that a resumed run needs; only the last is waited for."""
         self.pace.at("save", number)
         self.figures.writer.flush()
         if not last and not self.store.free(number):
@@ -274,7 +277,7 @@ class Loop:
         save(number, self.copies.take(self.state, self.store.spare()), meta, self.copies.held)
 
     def compute_again(self, now: Step, batch: Any) -> dict | None:
-        """Computes the gradients again if due, and compares; the decision to go back if a device is wrong."""
+        """If due, computes the gradients again, here and elsewhere; the decision to go back if a device is wrong."""
         if not self.guard.due(now.number):
             return None
         with self.figures.outside_a_step():
@@ -314,8 +317,8 @@ class Loop:
         self.pace.at("end", last)
         self.figures.close()
         self.stream.close()
-        well = ended_well(self.kept, self.figures.unsound, last - self.plan.begin)
-        code = cli.STORAGE if self.store.close() else well  # what has no durable copy is said
+        code = final_code(self.kept, self.figures.unsound, last - self.plan.begin)
+        code = cli.STORAGE if self.store.close() else code  # it returns what has no durable copy
         self.state = None  # its memory is the sample's
 
         def round_off() -> None:
@@ -350,7 +353,7 @@ class Loop:
         return self._end(wrong["at"], cli.HARDWARE, line)
 
     def go_back(self, number: int) -> int | None:
-        """After a spike: writes down where it goes back to; None: the run begins again there, unless it has to stop."""
+        """After a spike: records the step to go back to. None to begin again there; a code if the run must end."""
         self.pace.at("end", number)
         decision = self.guard.go_back(self.saved_steps(), self.plan.begin)
         if decision is None:
@@ -372,7 +375,10 @@ class Loop:
             leaving.within(leaving.PATIENCE, self._wind_up)
 
     def _end(self, number: int, code: int, line: str, again: bool = False, way_back: bool = False) -> int:
-        """Ends after a step with this last line; `again`: tries failed durable copies once more."""
+        """Ends after a step with this last line; `again`: tries failed durable copies once more.
+
+        A copy that fails is no error here: the next start makes it up.
+        """
         self.pace.at("end", number)
         self.store.close(again=again)
         self._wind_up()
@@ -380,7 +386,7 @@ class Loop:
         return code
 
     def _wind_up(self) -> None:
-        """Writes the last figures and a report, at every end but `done`."""
+        """Writes the last figures and a report, at every end but `done` and going back."""
         self.figures.close()
         if multihost.is_writer() and "SIGTERM" not in self.stop.asked:  # then seconds count
             with contextlib.suppress(Exception):

@@ -43,7 +43,7 @@ class Evaluation:
                 logs.say(f"warning: nothing of {name} could be read, so step {now.number} is without it")
         return losses
 
-    def put_off(self, state: Any, reached: int, writer: Writer) -> None:
+    def make_up(self, state: Any, reached: int, writer: Writer) -> None:
         """Makes up for the evaluation after step `reached`, which was due when the run stopped there."""
         before = self._whole.plan.step(reached)
         if self._whole.stage(reached).config.mesh != self._here.config.mesh:
@@ -54,7 +54,7 @@ class Evaluation:
             first = losses.get("eval/loss", np.nan)  # nan: nothing is held out, all windows are named ones
             logs.say(f"step {reached} | held-out {first:.4f}, which the stop after that step had put off")
 
-    def as_they_came(self, state: Any) -> None:
+    def before_training(self, state: Any) -> None:
         """Prints the loss of weights that come from elsewhere, before the first step."""
         first = self._whole.plan.step(1)
         if self.windows(first.phase):

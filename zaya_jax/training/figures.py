@@ -106,7 +106,7 @@ def nan_without_targets(figures: dict) -> dict:
     return figures
 
 
-def ended_well(figures: dict, unsound: int, steps: int) -> int:
+def final_code(figures: dict, unsound: int, steps: int) -> int:
     """The exit code of a run of so many steps, by its last figures and the updates without effect before its end."""
     finite = all(np.isfinite(figures.get(name, 0.0)) for name in ("loss", "eval/loss", "grad_norm"))
     if finite and unsound < steps:

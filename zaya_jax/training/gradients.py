@@ -1,13 +1,16 @@
-"""The gradients of a step, summed over its micro-batches on each device: one path, whatever kernels and devices do.
+"""The gradients of a step, summed over its micro-batches on each device.
 
-Weights are of three kinds, by where their gradients come to lie:
+Weights are of three kinds, by where their gradients are stored:
 
-    plain     where JAX has them. Those of several micro-batches are added in one set of references, layer by layer:
-              there is no second set, as large as the weights.
-    leaving   as shares of devices: each layer's are reduced as they leave the backward pass, while it goes on. Several
-              micro-batches would take a reduction each, so theirs are plain, and travel once at the end.
-    experts   where all layers' lie, written there by kernels that also read the weights in place; as shares, if those
-              of both products can leave.
+    plain     ordinary arrays. Over several micro-batches they are added in place, in one set of references, so that
+              there is no second buffer as large as the weights.
+    leaving   each device's share. A layer's gradient is reduced over devices as it leaves the backward pass, while that
+              goes on. Several micro-batches would take a reduction each, so theirs are plain, and reduced at the end.
+    experts   written by kernels into one buffer for all layers, from which they also read the weights; or into shares,
+              if the gradients of both products can leave.
+
+A gradient leaves by a slot, an array of zeros as large as a device's share, which the loss takes as an argument. In the
+backward pass the layer gives its reduced gradient as the slot's (`model.stored`), and none for the weight itself.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,11 +36,11 @@ def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place
     loss_of(params, micro-batch, stored) → (loss, other results). Gradients lie like the parameters, or as shares.
     `in_place`: kernels read and write the experts where all layers' lie.
     """
-    one = batch["tokens"].shape[0] == 1
-    ways = ways if one else {}
+    single = batch["tokens"].shape[0] == 1
+    ways = ways if single else {}
     plain = trees.flat(params, "/")
     experts = {path: plain.pop(path) for path in EXPERTS} if in_place else {}
-    places, shares = _places(experts, ways, add=not one)
+    places, shares = _places(experts, ways, add=not single)
     slots = {path: jnp.zeros(way.shape) for path, way in ways.items() if path in plain}
     leaving = {path: plain.pop(path) for path in slots}
 
@@ -45,7 +48,7 @@ def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place
         stacks = None
         if experts:
             gate_up, down = _pair(experts)
-            stacks = read_and_written_in_place(gate_up, down, _pair(places), not one, _pair(shares))
+            stacks = read_and_written_in_place(gate_up, down, _pair(places), not single, _pair(shares))
         stored = Stored(
             stacks,
             {path.removeprefix(LAYERS): slot for path, slot in slots.items()},
@@ -53,7 +56,7 @@ def gradients(loss_of: Callable, params: dict, batch: dict, ways: Ways, in_place
         )
         return loss_of(trees.nested(plain | leaving | experts, "/"), micro, stored)
 
-    if one:
+    if single:
         micro = jax.tree.map(lambda x: x[0], batch)
         (found, shared), sums = jax.grad(loss, (0, 1), has_aux=True)(plain, slots, micro)
     else:
@@ -69,7 +72,7 @@ def _accumulated(loss: Callable, weights: dict, batch: dict) -> tuple[dict, Any]
     def accumulate(carry, micro):
         pull: Any
         _, pull, found = jax.vjp(lambda w: loss(w, micro), weights, has_aux=True)
-        pull.with_refs(places)(jnp.ones(()))
+        pull.with_refs(places)(jnp.ones(()))  # adds each gradient to its reference
         return jax.tree.map(jnp.add, carry, found), None
 
     first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch)

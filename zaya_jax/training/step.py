@@ -1,10 +1,10 @@
-"""The training step and the evaluation step: pure functions of (state, batch), jitted and donated.
+"""The training step and the evaluation step: jitted pure functions of a state and a batch; training donates its state.
 
     state = that of `training.state`; batch = a dict of arrays [micro-batches, sequences, S]
 
 The whole step runs inside one `shard_map` over the mesh: each device accumulates the gradient of its own sequences
-over the micro-batches, and the optimizer then sums it over devices once, whatever their number. The loss is the mean
-over all real targets of the global batch, however these are spread over micro-batches and devices.
+over the micro-batches, and it is summed over devices once: by the optimizer, or layer by layer in the backward pass
+(`training.gradients`). The loss is the mean over all real targets of the global batch, however these are spread.
 """
 
 from collections.abc import Callable
@@ -32,10 +32,10 @@ from zaya_jax.training.state import REPLICATED
 
 
 def make_loss(config: Config, model: Model, spread: Spread = ALONE) -> Callable:
-    """loss(params, bias, micro-batch, total, stored) → (loss / total, (cross entropy, log² Z, tokens a class)).
+    """loss(params, bias, micro-batch, total, stored) → (loss / total, (cross entropy, log² Z, tokens per expert)).
 
-    `total` is the number of real targets that the mean is taken over, `stored` the model's. On a mesh the loss is the
-    sum over devices, and counts are of a device's tokens.
+    `total` is the number of real targets that the mean is taken over; `stored` says how weights are stored
+    (`model.stored`). On a mesh each device returns its part of the loss, and counts its own tokens.
     """
     z_weight = config.optim.z_loss
     axes = zaya.param_axes(model, config.precision)
@@ -75,13 +75,13 @@ def make_train_step(
 ) -> Callable:
     """step(state, batch, lr) → (state, figures); the state is donated, the figures are scalars and [L, ..] arrays.
 
-    `hook` is given each device's gradients before they are summed: faults on purpose (`tools.faults`).
+    `hook` is given each device's gradients as `gradients` returns them: faults on purpose (`tools.faults`).
     """
     spread = spread_of(config.mesh, mesh.shape)
     loss_fn = make_loss(config, model, spread)
 
     def step(state, batch, lr):
-        # Kernels that take experts where all layers' lie: of devices that have all of them, whole.
+        # These kernels index the stacked experts of all layers, so each device must have all experts, whole.
         in_place = routes() and model.model_type == "zaya" and not (spread.fsdp or spread.tsp or spread.expert_axes)
         params, bias = state["params"], state["balance"].bias
         total = jnp.maximum(jax.lax.psum(jnp.sum(batch["loss_mask"]), spread.token_axes), 1.0)
@@ -102,7 +102,7 @@ def make_train_step(
                 state["balance"], counts, lr=config.balance.lr, b1=config.balance.b1, b2=config.balance.b2,
                 dead_after=config.balance.dead_after, enabled=config.balance.enabled, keep=figures["skipped"] == 0,
             )  # fmt: skip
-        figures |= load if model.model_type == "zaya" else {}  # one MLP for all tokens is no load
+        figures |= load if model.model_type == "zaya" else {}  # a dense model has no experts
         figures |= {"loss": loss, "z": z, "target_tokens": total, "lr": lr}
         state = {"params": new_params, "optimizer": opt_state, "balance": new_balance}
         return state, figures
