@@ -29,7 +29,6 @@ Sample = tuple[str, str | Iterable[str] | list[chat.Message]]
 CHAT_FIELDS = ("messages", "conversations", "conversation")
 NAME_IT = "; name the text's field with --text_field"  # a preparation's advice
 COMPRESSION = (".gz", ".zst")
-COUNTED_BYTES = 4 << 30  # before a part of a file: so far its line numbers are counted, 1 s a GB once a part
 OPENED_AT_ONCE = 16
 DAMAGE = (OSError, EOFError, zlib.error)
 
@@ -103,7 +102,7 @@ def split(files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool
     the number of their row groups, many at a time: on a file system over the network each is a wait.
     """
     root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path, *_ in files])
-    parquet = [path for path, *_ in files if kind_of(path) == "parquet" and not _is_compressed(path)]
+    parquet = [path for path, *_ in files if kind_of(path) == "parquet"]
     with concurrent.futures.ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
         groups = dict(zip(parquet, pool.map(lambda path: _row_groups(path, skip_bad), parquet), strict=True))
     parts = (part for file in files for part in _parts(file, root, part_bytes, groups))
@@ -126,10 +125,6 @@ def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
     try:
         if part.kind == "text":
             yield from _text(part)
-        elif _is_compressed(part.path) and part.kind == "parquet":
-            yield BadInput(
-                f"{part} is compressed Parquet, which has its own compression inside; unpack it first (gunzip, zstd -d)"
-            )
         elif part.kind == "jsonl":
             yield from _jsonl(part, text_field)
         else:
@@ -185,49 +180,10 @@ def _open(path: str) -> BinaryIO:
     if path.lower().endswith(".gz"):
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.lower().endswith(".zst"):
-        return io.BufferedReader(_Zstandard(path))
+        import pyarrow
+
+        return io.BufferedReader(pyarrow.CompressedInputStream(path, "zstd"))  # type: ignore[arg-type]
     return open(path, "rb")
-
-
-class _Zstandard(io.RawIOBase):
-    """A zstd file as a stream that, unlike the library's own, takes a truncated frame for an error."""
-
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 closed with this object
-        self._frame: Any = None
-        self._raw = b""
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer) -> int:
-        import zstandard
-
-        while not self._ready:
-            self._raw = self._raw or self._file.read(64 << 10)  # damage costs no more than that before it
-            if not self._raw:
-                if self._frame is not None:
-                    raise EOFError("the last zstd frame is truncated")
-                return 0
-            if self._frame is None:
-                # Windows of `zstd --long=31`: 2 GiB, where the library's own bound is 128 MiB.
-                self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(self._raw))
-            except zstandard.ZstdError as error:
-                raise OSError(f"damaged zstd data ({error})") from None
-            self._raw = b""
-            if self._frame.eof:
-                self._raw, self._frame = self._frame.unused_data, None
-        size = min(len(buffer), len(self._ready))
-        buffer[:size] = self._ready[:size]
-        self._ready = self._ready[size:]
-        return size
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def _text(part: InputRange) -> Iterator[Sample | BadInput]:
@@ -271,14 +227,11 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
         if at:  # the line that begins before this part belongs to the one before
             file.seek(at - 1)
             at += len(file.readline()) - 1
-        first, number = at, 0
-        before: int | None = None  # lines before the first, counted when one is to be named
+        number = 0
 
         def place() -> str:
-            nonlocal before
-            if first <= COUNTED_BYTES and before is None:
-                before = _count_lines(part.path, first) if first else 0
-            return f"{part}, byte {at}" if before is None else f"{part}, line {before + number:,}"
+            """The line, or in a later part of a file the byte where it begins: nobody has counted the lines before."""
+            return f"{part}, byte {at}" if part.start else f"{part}, line {number:,}"
 
         while compressed or at < part.stop:
             number += 1
@@ -305,16 +258,6 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             at += len(line)
 
 
-def _count_lines(path: str, stop: int) -> int:
-    """The lines that end before a byte of a plain file."""
-    found = 0
-    with open(path, "rb") as file:
-        while stop > 0 and (block := file.read(min(stop, 1 << 20))):
-            found += block.count(b"\n")
-            stop -= len(block)
-    return found
-
-
 def _open_parquet(path: str) -> Any:
     import pyarrow.parquet
 
@@ -339,7 +282,8 @@ def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             for group in range(part.start, part.stop):
                 try:
                     yield from _row_group(part, file.iter_batches(256, [group], columns), group, text_field)
-                except (*DAMAGE, pyarrow.ArrowException, ValueError) as error:
+                except (*DAMAGE, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
+                    # also a value that Python cannot hold, such as a time out of range
                     yield BadInput(f"{part}, row group {group} is damaged: {one_line(error)}")
     except BadInput as error:
         yield error
@@ -348,33 +292,11 @@ def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
 
 
 def _row_group(part: InputRange, batches: Iterable[Any], group: int, text_field: str) -> Iterator[Sample | BadInput]:
-    rows = itertools.chain.from_iterable(map(_rows, batches))
-    for row, record in enumerate(rows):
+    for row, record in enumerate(record for batch in batches for record in batch.to_pylist()):
         try:
-            if isinstance(record, BadInput):
-                raise record
             yield _record(_without_nulls(record), f"{part.name}:{group}:{row}", text_field)
         except (BadInput, chat.BadChat) as error:
             yield BadInput(f"{part}, row {row + 1:,} of row group {group}: {error}")
-
-
-def _rows(batch: Any) -> Iterator[Any]:
-    """The records of a batch of rows, or BadInput in the place of those with a value that Python cannot hold: a text
-    that is not UTF-8, a time out of range, ...
-    """
-    import pyarrow
-
-    unreadable = (ArithmeticError, LookupError, ValueError, pyarrow.ArrowException)
-    try:
-        records = batch.to_pylist()
-    except unreadable:
-        records = []
-        for i in range(batch.num_rows):
-            try:
-                records += batch.slice(i, 1).to_pylist()
-            except unreadable as error:
-                records.append(BadInput(f"a value that cannot be read: {one_line(error)}"))
-    yield from records
 
 
 def _without_nulls(value: Any) -> Any:
