@@ -129,10 +129,7 @@ def make_part(options: prepare.Options, args: argparse.Namespace, part: prepare.
     if made is None:
         print(f"{inputs.shown(args.out)} is complete already: nothing to do")
         return 0
-    print(
-        f"part {part}  {made.tasks:,} of {made.all_tasks:,} tasks, {made.tokens:,} tokens, {made.documents:,} documents"
-    )
-    say_left_out(made.left_out)
+    print(f"part {part}  {made[0]:,} of {made[1]:,} tasks")
     print("next      the other parts, then the same command with --merge instead of --part")
     return 0
 
@@ -160,10 +157,8 @@ class Display:
                 print(f"{self._title}{said}, {now.done / 1e9:,.1f} of {now.total / 1e9:,.1f} GB", flush=True)
             return
         self._bar.total = now.total
-        if self._bar.n == 0:
-            self._bar.initial = self._bar.n = self._bar.last_print_n = (
-                now.done
-            )  # an earlier run's says nothing of speed
+        if self._bar.n == 0:  # the work of an earlier run says nothing of speed
+            self._bar.initial = self._bar.n = self._bar.last_print_n = now.done
         self._bar.set_postfix_str(said, refresh=False)
         self._bar.update(now.done - self._bar.n)
 
@@ -183,12 +178,7 @@ def summarise(manifest: dict, out: str) -> None:
     )
     if manifest["trim"]:
         print(f"chats     {chat.Counts({k: v for k, v in manifest['trim'].items() if k != 'context'})}")
-    say_left_out(manifest["left_out"])
-    print(f"written   {inputs.shown(out)}")
-
-
-def say_left_out(left_out: dict) -> None:
-    """Print counts and first examples of skipped input."""
+    left_out = manifest["left_out"]
     print(
         f"left out  {left_out['bad']:,} bad records and files, {left_out['not_text']:,} files that are not text, "
         f"{left_out['empty']:,} empty texts"
@@ -198,6 +188,7 @@ def say_left_out(left_out: dict) -> None:
             print(f"{word:9s} {example}")
         if left_out[kind] > len(left_out[f"{kind}_examples"]):
             print(f"{word:9s} and {left_out[kind] - len(left_out[f'{kind}_examples']):,} more")
+    print(f"written   {inputs.shown(out)}")
 
 
 def verify(directory: str) -> int:

@@ -35,17 +35,10 @@ def contents(directory):
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def run_here(job, todo, processes, tell):
+def run_here(job, todo, processes):
     """An engine without worker processes, which take a second to start."""
-    done = tokens = 0
-
-    def count(some, made):
-        nonlocal done, tokens
-        done, tokens = done + some, tokens + made
-
-    for finished, task in enumerate(todo, start=1):
-        prepare_task.run(task, job, count)
-        tell(done, tokens, finished)
+    for task in todo:
+        yield task, prepare_task.run(task, job)
 
 
 def here(options, out):

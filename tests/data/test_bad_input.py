@@ -213,24 +213,6 @@ def test_prepared_directories_are_no_text(tmp_path):
 
 
 @pytest.mark.usefixtures("in_process")
-def test_a_text_without_ids_costs_its_record(tmp_path):
-    """A tokenizer of whole words whose word for all others is not in its vocabulary."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    known = ["hello", "there", "<s>", "</s>", "<|turn|>", "<|end_turn|>", "<think>", "</think>"]
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(known)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.save(str(tmp_path / "tokenizer.json"))
-    lines = ["hello there", "hello strange", "there"]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in lines))
-    options = dict(tokenizer=str(tmp_path / "tokenizer.json"), held_out=0.0)
-    manifest, _ = here(Options([str(tmp_path / "a.jsonl")], skip_bad=True, **options), tmp_path / "out")
-    assert manifest["totals"]["train"]["documents"] == 2 and manifest["left_out"]["bad"] == 1
-    with pytest.raises(UserError, match=r"a\.jsonl.*cannot encode 'hello strange'"):
-        here(Options([str(tmp_path / "a.jsonl")], **options), tmp_path / "other")
-
-
-@pytest.mark.usefixtures("in_process")
 @pytest.mark.parametrize("part_bytes", [200, 1 << 20])
 def test_a_file_without_the_column_counts_once(tmp_path, part_bytes):
     (tmp_path / "n.parquet").write_bytes(parquet({"number": list(range(60))}, row_group_size=10))

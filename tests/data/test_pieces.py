@@ -68,7 +68,6 @@ NOT_CUT = {
 @pytest.mark.parametrize("kind", [*KINDS, *NOT_CUT])
 def test_pieces_have_the_ids_of_the_whole(kind, monkeypatch):
     monkeypatch.setattr(tokenizers, "PIECE", 700)
-    monkeypatch.setattr(tokenizers, "WHOLE", 10**9)
     monkeypatch.setattr(tokenizers, "CUT_CONTEXT", 100)
     monkeypatch.setattr(tokenizers, "CUT_REGION", 500)
     tok = (KINDS | NOT_CUT)[kind]()
@@ -87,14 +86,3 @@ def test_pieces_have_the_ids_of_the_whole(kind, monkeypatch):
     texts = ["short", text, "", text[:50]]
     for ids, one in zip(tokenizers.encode_texts(tok, texts), texts, strict=True):
         np.testing.assert_array_equal(ids, tok.encode(one))
-
-
-def test_a_text_that_cannot_be_cut_is_refused_above_a_size(monkeypatch):
-    monkeypatch.setattr(tokenizers, "PIECE", 700)
-    monkeypatch.setattr(tokenizers, "WHOLE", 2000)
-    tok = NOT_CUT["prefixed"]()
-    assert len(tokenizers.encode_document(tok, ["words and words " * 120])) > 200
-    with pytest.raises(tokenizers.TooLong, match="JSONL"):
-        tokenizers.encode_document(tok, ["words and words " * 250])
-    with pytest.raises(tokenizers.TooLong):  # no end of line, no space between letters
-        tokenizers.encode_document(KINDS["gpt2"](), ["1234567" * 500])

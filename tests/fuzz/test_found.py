@@ -20,9 +20,9 @@ SHAPE = "checkpoints/2/state/params.layers.attn_join.h_bias/zarr.json"
 def sandbox(golden_dir):
     """Places of every kind, a prepared directory, a run's folder and a model directory."""
 
-    def run_here(job, todo, processes, tell):  # worker processes take a second to start
+    def run_here(job, todo, processes):  # worker processes take a second to start
         for task in todo:
-            prepare_task.run(task, job, lambda *_: None)
+            yield task, prepare_task.run(task, job)
 
     with folder() as here, pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_task, "run_processes", run_here)

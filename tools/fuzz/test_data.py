@@ -28,9 +28,9 @@ PATHS, WORDS = ("data", "out", "input", "tokenizer", "verify"), ("text_field", "
 def without_workers():
     """Preparing runs here: worker processes take a second to start."""
 
-    def run(job, todo, processes, tell):
+    def run(job, todo, processes):
         for task in todo:
-            prepare_task.run(task, job, lambda *_: None)
+            yield task, prepare_task.run(task, job)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_task, "run_processes", run)

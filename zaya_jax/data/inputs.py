@@ -182,7 +182,7 @@ def _open(path: str) -> BinaryIO:
     if path.lower().endswith(".zst"):
         import pyarrow
 
-        return io.BufferedReader(pyarrow.CompressedInputStream(path, "zstd"))  # type: ignore[arg-type]
+        return io.BufferedReader(pyarrow.CompressedInputStream(path, "zstd"))
     return open(path, "rb")
 
 

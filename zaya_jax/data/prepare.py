@@ -1,24 +1,21 @@
 """Makes a prepared directory: input files to token shards, by one machine or many, killable at any moment.
 
 The work is a fixed list of tasks (`prepare_task`), and `manifest.json` comes last. Machines that share the work need
-nothing in common but `--out`: each does its part of the tasks, and `merge` writes the manifest. No result depends on
-locks, which some network file systems lack: they only keep a whole preparation from starting beside another one.
+nothing in common but `--out`: each does its part of the tasks, and `merge` writes the manifest. There are no locks,
+which some network file systems lack: two processes that do the same write the same.
 """
 
 import collections
 import contextlib
 import dataclasses
-import errno
-import fcntl
 import importlib.util
 import json
-import os
 import pathlib
 import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import google_crc32c
 import numpy as np
@@ -35,7 +32,6 @@ PLAN, SHARED = "plan.json", "of-"  # `.work/of-8`: some machine made a part of 8
 MOST_PARTS = 100_000
 STALE_SECONDS = 3600  # a process that writes a shard writes to it every few seconds
 GOES_ON = "; what was done stays, and the same command goes on from there"
-NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +53,7 @@ def parse_part(text: str) -> Part:
     return Part(int(found[1]), int(found[2]))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Progress:
     """How far a preparation, or a part of one, has come."""
 
@@ -69,17 +65,6 @@ class Progress:
 
 
 Tell = Callable[[Progress], None]
-
-
-@dataclasses.dataclass(frozen=True)
-class Made:
-    """The result of a part's tasks."""
-
-    tasks: int
-    all_tasks: int
-    documents: int
-    tokens: int
-    left_out: dict[str, Any]
 
 
 class Preparation:
@@ -96,6 +81,7 @@ class Preparation:
         """The manifest where all is done; UserError where it was made of something else."""
         if not (self.directory / tokens_lib.MANIFEST).exists():
             return None
+        _clear(self.directory)  # what one that was killed just before the end left
         manifest = tokens_lib.check_manifest((self.directory / tokens_lib.MANIFEST).read_bytes(), self.out)
         if manifest["plan"] != tokens_lib.manifest_hash(self.plan):
             raise UserError(f"--out={self.out} is complete, from other input or options; give another directory")
@@ -104,33 +90,8 @@ class Preparation:
     def work(self) -> tuple[list[Task], Job, Tokenizer]:
         """All tasks, and what they share; the first process puts the tokenizer there."""
         tasks = prepare_task.tasks_of(self.plan)
-        tokenizer = _tokenizer(self.options, self.directory, self.plan, tasks)
+        tokenizer = _tokenizer(self.options, self.directory, tasks)
         return tasks, prepare_task.make_job(self.directory, self.options, self.plan, tokenizer), tokenizer
-
-    @contextlib.contextmanager
-    def locked(self, how: int) -> Iterator[None]:
-        """Locks the directory while this process writes: for itself, or shared with others that make parts.
-
-        A file system without locks gives none: work that is done twice gives the same bytes.
-        """
-        try:
-            (self.directory / WORK).mkdir(parents=True, exist_ok=True)
-            lock = (self.directory / WORK / "lock").open("a+")  # over NFS a shared lock must be able to read
-        except OSError as error:
-            raise UserError(f"--out={self.out} cannot be written: {error.strerror}; give another directory") from None
-        with lock:
-            try:
-                fcntl.flock(lock, how | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"--out={self.out} is being prepared by another process; wait for it or stop it"
-                ) from None
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-            yield
-        if (self.directory / tokens_lib.MANIFEST).exists():
-            _clear(self.directory)
 
     @contextlib.contextmanager
     def failing(self) -> Iterator[None]:
@@ -165,7 +126,7 @@ class Preparation:
         except (ValueError, TypeError):
             raise UserError(f"{path} is damaged; remove {self.directory} to begin anew") from None
 
-    def require_same(self, skip_bad: bool = False) -> None:
+    def require_same(self) -> None:
         """UserError where it was begun with another plan."""
         begun = self.begun()
         differ = [name for name in self.plan if name != "skip_bad" and begun.get(name) != self.plan[name]]
@@ -173,7 +134,7 @@ class Preparation:
         if "files" in differ:
             changed = {tuple(file) for file in begun.get("files", [])} ^ {tuple(file) for file in self.plan["files"]}
             words.append(f"input files ({inputs.shown(min(changed)[0])} was changed, added or removed)")
-        if words := [*words, "skip_bad"] if skip_bad else words:
+        if words:
             raise UserError(
                 f"--out={self.out} was begun with other {', '.join(words)}; repeat the first command, "
                 "give another directory, or remove this one to begin anew"
@@ -187,44 +148,35 @@ class Preparation:
         """The marks of those that made parts here, each named by how many parts there were."""
         return list((self.directory / WORK).glob(f"{SHARED}*"))
 
-    def begin_alone(self) -> None:
-        """Writes the plan, where there is none or no task was done for the one that is there."""
-        if self.has_tasks():  # tasks that were done without skipping are the same with it
-            self.require_same(bool(self.begun().get("skip_bad")) and not self.options.skip_bad)
-        else:
-            shutil.rmtree(self.directory / tokens_lib.TOKENIZER, ignore_errors=True)
-        tokens_lib.write_atomically(self.directory / WORK / PLAN, json.dumps(self.plan).encode())
+    def begin(self, part: Part | None = None) -> None:
+        """Makes this plan the directory's, unless it has one; UserError where that is another.
 
-    def begin_part(self, part: Part) -> None:
-        """Makes this plan the directory's, unless it has one; UserError where that is another."""
+        Where two plans come at one moment, the tasks' records tell them apart.
+        """
         path = self.directory / WORK / PLAN
-        if not path.exists():
-            mine = tokens_lib.partial_path(path)
-            mine.write_text(json.dumps(self.plan), encoding="utf-8")
-            try:
-                path.hardlink_to(mine)  # unlike a rename, only one of several can
-            except FileExistsError:
-                pass
-            except OSError:  # no links here; where two plans come at one moment, the records tell them apart
-                mine.rename(path)
-            mine.unlink(missing_ok=True)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                tokens_lib.write_atomically(path, json.dumps(self.plan).encode())
+            if part:
+                (path.parent / f"{SHARED}{part.count}").touch()
+        except OSError as error:
+            raise UserError(f"--out={self.out} cannot be written: {error.strerror}; give another directory") from None
         self.require_same()
-        (self.directory / WORK / f"{SHARED}{part.count}").touch()
 
-    def run(self, job: Job, tasks: list[Task], processes: int, tell: Tell, alone: bool) -> None:
+    def run(self, job: Job, tasks: list[Task], processes: int, tell: Tell) -> None:
         """Do those of these tasks that are not done."""
         wrong = prepare_task.undone(job, tasks)
-        _clean(job, alone)
+        _clean(job.directory / WORK)
         todo = [task for task in tasks if task.number in wrong]
         total = sum(task.cost for task in tasks)
-        before = total - sum(task.cost for task in todo)
-
-        def told(done: int, tokens: int, finished: int) -> None:
-            tell(Progress(before + done, total, tokens, len(tasks) - len(todo) + finished, len(tasks)))
-
-        if todo:
-            run = prepare_task.run_on_ray if self.engine == "ray" else prepare_task.run_processes
-            run(job, todo, processes, told)
+        progress = Progress(total - sum(task.cost for task in todo), total, 0, len(tasks) - len(todo), len(tasks))
+        run = prepare_task.run_on_ray if self.engine == "ray" else prepare_task.run_processes
+        for task, tokens in run(job, todo, processes) if todo else ():
+            progress.done += task.cost
+            progress.tokens += tokens
+            progress.tasks += 1
+            tell(progress)
 
 
 def prepare(
@@ -232,53 +184,48 @@ def prepare(
 ) -> tuple[dict[str, Any], bool]:
     """(manifest, whether it was there already) of the prepared directory `out`, made or continued.
 
-    `tell` is called about twice a second.
+    `tell` is called after each task.
     """
     found = Preparation(options, out, engine)
-    if (manifest := found.manifest()) and not (found.directory / WORK).exists():
+    if manifest := found.manifest():
         return manifest, True
-    with found.locked(fcntl.LOCK_EX):
-        if manifest := found.manifest():  # killed just before the end
-            return manifest, True
-        with found.failing():
-            found.begin_alone()
-            tasks, job, tokenizer = found.work()
-            found.run(job, tasks, processes, tell, alone=True)
-            return gather(job, tokenizer, found.plan, len(tasks)), False
+    found.begin()
+    with found.failing():
+        tasks, job, tokenizer = found.work()
+        found.run(job, tasks, processes, tell)
+        return gather(job, tokenizer, found.plan, len(tasks)), False
 
 
 def prepare_part(
     options: Options, out: str, part: Part, processes: int, tell: Tell, engine: str = "processes"
-) -> Made | None:
-    """Do a part's tasks, beside others that do other parts, or this one; None where `out` is complete already."""
+) -> tuple[int, int] | None:
+    """Do a part's tasks, beside others that do other parts, or this one. Returns how many they are, of how many; None
+    where `out` is complete already.
+    """
     found = Preparation(options, out, engine)
     if found.manifest():
         return None
-    with found.locked(fcntl.LOCK_SH):
-        found.begin_part(part)
-        with found.failing():
-            tasks, job, _ = found.work()
-            mine = [task for task in tasks if task.number % part.count == part.index]
-            found.run(job, mine, processes, tell, alone=False)
-            return _sum(job, mine, len(tasks))
+    found.begin(part)
+    with found.failing():
+        tasks, job, _ = found.work()
+        mine = [task for task in tasks if task.number % part.count == part.index]
+        found.run(job, mine, processes, tell)
+        return len(mine), len(tasks)
 
 
 def merge(options: Options, out: str) -> tuple[dict[str, Any], bool]:
     """As `prepare`, of parts that are all done; UserError, with the way out, where they are not."""
     found = Preparation(options, out)
-    if (manifest := found.manifest()) and not (found.directory / WORK).exists():
+    if manifest := found.manifest():
         return manifest, True
     if not (found.directory / WORK / PLAN).exists():
         raise UserError(f"--out={out} holds no parts: run the same command with --part=0/N to --part=N-1/N first")
-    with found.locked(fcntl.LOCK_EX):
-        if manifest := found.manifest():  # killed just before the end
-            return manifest, True
-        found.require_same()
-        with found.failing():
-            tasks, job, tokenizer = found.work()
-            if lacking := prepare_task.undone(job, tasks):
-                raise UserError(_lacking(found.shared(), out, len(tasks), lacking))
-            return gather(job, tokenizer, found.plan, len(tasks)), False
+    found.require_same()
+    with found.failing():
+        tasks, job, tokenizer = found.work()
+        if lacking := prepare_task.undone(job, tasks):
+            raise UserError(_lacking(found.shared(), out, len(tasks), lacking))
+        return gather(job, tokenizer, found.plan, len(tasks)), False
 
 
 def _lacking(shared: list[pathlib.Path], out: str, num_tasks: int, lacking: dict[int, str]) -> str:
@@ -296,16 +243,6 @@ def _lacking(shared: list[pathlib.Path], out: str, num_tasks: int, lacking: dict
     return f"{what}, of part {named}; run the same command with --part={parts[0]}/{newest} in place of --merge"
 
 
-def _sum(job: Job, tasks: list[Task], all_tasks: int) -> Made:
-    left_out, documents, tokens = LeftOut(), 0, 0
-    for task in tasks:
-        record = json.loads(job.record(task.number).read_bytes())
-        left_out.take(record["left_out"])
-        documents += sum(entry["documents"] for entry in record["shards"])
-        tokens += sum(entry["tokens"] for entry in record["shards"])
-    return Made(len(tasks), all_tasks, documents, tokens, dataclasses.asdict(left_out))
-
-
 def _directory(out: str) -> pathlib.Path:
     """The directory of --out; UserError where there can be none or something else is in it."""
     fields.check_path("--out", out)
@@ -321,16 +258,15 @@ def _directory(out: str) -> pathlib.Path:
     return directory
 
 
-def _clean(job: Job, alone: bool) -> None:
-    """Remove what killed processes left half written; beside others only what nobody has written to for long."""
-    for folder in (job.directory, job.directory / WORK):
-        for partial in folder.glob("*.partial-*"):
-            with contextlib.suppress(FileNotFoundError):
-                if alone or partial.stat().st_mtime < time.time() - STALE_SECONDS:
-                    shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
+def _clean(work: pathlib.Path) -> None:
+    """Remove what killed processes left half written: files that nobody has written to for long."""
+    for partial in work.glob("*.partial-*"):
+        with contextlib.suppress(FileNotFoundError):
+            if partial.stat().st_mtime < time.time() - STALE_SECONDS:
+                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
 
 
-def _tokenizer(options: Options, directory: pathlib.Path, plan: Plan, tasks: list[Task]) -> Tokenizer:
+def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[Task]) -> Tokenizer:
     """The directory's tokenizer, put there by the first process."""
     final = directory / tokens_lib.TOKENIZER
     if not final.exists():
@@ -346,12 +282,7 @@ def _tokenizer(options: Options, directory: pathlib.Path, plan: Plan, tasks: lis
             if not final.exists():
                 raise
             shutil.rmtree(partial)
-    tokenizer = tokenizers.load(final)
-    if plan["tokenizer"] not in ("bpe", tokenizer.sha256):
-        raise UserError(
-            f"{final} is not --tokenizer={options.tokenizer}; remove it, and this command puts it there again"
-        )
-    return tokenizer
+    return tokenizers.load(final)
 
 
 def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
@@ -363,18 +294,15 @@ def _bpe_texts(options: Options, tasks: list[Task]) -> Iterator[str]:
                 if isinstance(found, inputs.BadInput):
                     raise found
                 name, sample = found
-                if not isinstance(sample, (str, list)):
-                    yield from (text for i, text in enumerate(sample) if sources.held_out(f"bpe {name} {i}", share))
-                elif sources.held_out("bpe " + name, share):
-                    yield from [sample] if isinstance(sample, str) else _contents(sample)
+                texts = [sample] if isinstance(sample, str) else map(_content, sample)
+                yield from (text for i, text in enumerate(texts) if sources.held_out(f"bpe {name} {i}", share))
             except inputs.BadInput as error:
                 if not options.skip_bad and not isinstance(error, inputs.NotText):
                     raise
 
 
-def _contents(messages: list[chat.Message]) -> Iterator[str]:
-    for message in messages:
-        yield from (message.role, message.reasoning, message.content)
+def _content(piece: str | chat.Message) -> str:
+    return piece if isinstance(piece, str) else "\n".join((piece.role, piece.reasoning, piece.content))
 
 
 def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[str, Any]:
@@ -386,26 +314,17 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
     shards = np.zeros(2 * num_tasks, tokens_lib.SHARD_TYPE)
     num_shards, left_out = 0, LeftOut()
     outcomes: collections.Counter[str] = collections.Counter()
-    sources_part = tokens_lib.partial_path(directory / WORK / tokens_lib.SOURCES)
-    with sources_part.open("w", encoding="utf-8") as file:
-        last: list[Any] | None = None  # a file's parts follow one another, some in the next task
-        for number in range(num_tasks):
-            record = json.loads(job.record(number).read_bytes())
-            for entry in record["shards"]:
-                for name in tokens_lib.SHARD_TYPE.names or ():
-                    shards[num_shards][name] = entry[name]
-                num_shards += 1
-            for name, (documents, count) in record["sources"].items():
-                if last is not None and last[0] == name:
-                    last[1], last[2] = last[1] + documents, last[2] + count
-                    continue
-                _write_source(file, last)
-                last = [name, documents, count]
-            left_out.take(record["left_out"])
-            outcomes.update(record["trim"])
-        _write_source(file, last)
-        file.flush()
-        os.fsync(file.fileno())
+    of_file: dict[str, np.ndarray] = {}  # documents and tokens
+    for number in range(num_tasks):
+        record = json.loads(job.record(number).read_bytes())
+        for entry in record["shards"]:
+            for name in tokens_lib.SHARD_TYPE.names or ():
+                shards[num_shards][name] = entry[name]
+            num_shards += 1
+        for name, counts in record["sources"].items():  # a file's parts may be several tasks'
+            of_file[name] = of_file.get(name, 0) + np.array(counts)
+        left_out.take(record["left_out"])
+        outcomes.update(record["trim"])
     shards = shards[:num_shards]
     of_split = {name: shards[shards["split"] == i] for i, name in enumerate(tokens_lib.SPLITS)}
     if not len(of_split["train"]):
@@ -413,8 +332,9 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
         raise UserError("the input has no document for training: every file is empty, undecodable, dropped or held out")
     content = np.concatenate(list(of_split.values())).tobytes()
     tokens_lib.write_atomically(directory / tokens_lib.SHARDS, content, directory / WORK)
-    sources_crc, _ = tokens_lib.checksum(sources_part)
-    sources_part.rename(directory / tokens_lib.SOURCES)
+    lines = ({"name": name, "documents": int(d), "tokens": int(t)} for name, (d, t) in of_file.items())
+    listed = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    tokens_lib.write_atomically(directory / tokens_lib.SOURCES, listed, directory / WORK)
     width = np.dtype(tokenizer.dtype).itemsize
     manifest: dict[str, Any] = {
         "format": tokens_lib.FORMAT,
@@ -440,7 +360,7 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
         / (int(shards["tokens"].sum()) * width),
         "page_bytes": tokens_lib.PAGE_BYTES,
         "shards_crc32c": google_crc32c.value(content),
-        "sources_crc32c": sources_crc,
+        "sources_crc32c": google_crc32c.value(listed),
         "plan": tokens_lib.manifest_hash(plan),
     }  # fmt: skip
     manifest["sha256"] = tokens_lib.manifest_hash(manifest)
@@ -453,9 +373,3 @@ def gather(job: Job, tokenizer: Tokenizer, plan: Plan, num_tasks: int) -> dict[s
 def _clear(directory: pathlib.Path) -> None:
     """Remove `.work/`, also where another process still writes into it: it will find that all is done."""
     shutil.rmtree(directory / WORK, ignore_errors=True)
-
-
-def _write_source(file: TextIO, source: list[Any] | None) -> None:
-    if source is not None:
-        name, documents, count = source
-        file.write(json.dumps({"name": name, "documents": documents, "tokens": count}) + "\n")

@@ -1,15 +1,12 @@
 """The unit of work of a preparation: a task's ranges of input become its shards, on any machine.
 
-A task is done when its record in `.work/` exists and its shards are there. The record is written after the shards are
-on disk and before they get their names, so a finished shard is never written again and an unfinished one is never
-visible. Files in progress have unique names: two processes that run one task write the same bytes twice. Tasks run in
-processes of this machine or on a Ray cluster, and both give the same files.
+A task is done when its record in `.work/` exists and its shards are there. The record comes last, so an unfinished
+shard never counts. Files in progress have unique names: two processes that run one task write the same bytes twice.
+Tasks run in processes of this machine or on a Ray cluster, and both give the same files.
 """
 
 import concurrent.futures
-import contextlib
 import dataclasses
-import errno
 import importlib.metadata
 import json
 import multiprocessing
@@ -17,8 +14,7 @@ import os
 import pathlib
 import signal
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -32,14 +28,10 @@ from zaya_jax.data.tokens import Document, ShardWriter
 
 Plan = dict[str, Any]  # everything that a prepared directory's content depends on
 File = tuple[str, int, int]  # path, bytes, time of change in ns; zeros where it cannot be read
-Tell = Callable[[int, int, int], None]  # of (bytes, tokens, tasks) done so far, about twice a second
 WORK = ".work"
 EXAMPLES = 20  # of what was left out, named in the manifest
-LIBRARIES = {"huggingface": "tokenizers"}
 AT_ONCE = 16  # records read at a time: each is a wait on a network file system
 RETRIES = 3  # of a task whose Ray worker or node died: a task that always kills its worker must end some day
-
-_shared: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +86,7 @@ class Job:
     directory: pathlib.Path
     options: Options
     corpus: int
-    made: dict[str, Any]  # by what; a record made by something else does not count
+    made: list[Any]  # by which plan and versions; a record made by others does not count
 
     def record(self, number: int) -> pathlib.Path:
         """The file that says that a task is done."""
@@ -104,45 +96,40 @@ class Job:
 def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: Tokenizer) -> Job:
     """The job of a plan, whose tokenizer lies in the directory already."""
     # Skipping changes nothing where nothing had to be skipped.
-    key = tokens_lib.manifest_hash({**plan, "skip_bad": None})
-    made = {"plan": key, "chats": chat.VERSION, **_tokenizer_facts(tokenizer)}
+    made = [tokens_lib.manifest_hash({**plan, "skip_bad": None}), *_versions(tokenizer)]
     # Shards carry a number of the corpus, which does not depend on where the input lies or on its times.
     files = [[os.path.basename(path), size] for path, size, _ in plan["files"]]
     corpus = tokens_lib.corpus_id({**plan, "inputs": None, "skip_bad": None, "files": files})
     return Job(directory, options, corpus, made)
 
 
-def _tokenizer_facts(tokenizer: Tokenizer) -> dict[str, str]:
-    library = LIBRARIES.get(tokenizer.kind)
-    version = f"{library} {importlib.metadata.version(library)}" if library else "its own"
-    return {"tokenizer": tokenizer.sha256, "library": version}
+def _versions(tokenizer: Tokenizer) -> list[Any]:
+    """Everything beside the plan that decides which ids a text becomes."""
+    return [tokenizer.sha256, chat.VERSION, importlib.metadata.version("tokenizers")]
 
 
-def run(task: Task, job: Job, count: Callable[[int, int], None]) -> None:
-    """Tokenise one task's input into its shards and record it; `count(bytes, tokens)` is told of progress."""
+def run(task: Task, job: Job) -> int:
+    """Tokenise one task's input into its shards and record it; returns its number of tokens."""
     tokenizer = tokenizers.load(job.directory / tokens_lib.TOKENIZER)
-    here = _tokenizer_facts(tokenizer)
-    if not here.items() <= job.made.items():
+    if _versions(tokenizer) != job.made[1:]:
         raise UserError(
-            f"a worker has {here['library']} and tokenizer {here['tokenizer'][:12]}, the preparation "
-            f"{job.made['library']} and {job.made['tokenizer'][:12]}; install the same on all machines"
+            "a worker has another version of this program, of its tokenizer or of the library tokenizers than the "
+            "preparation; install the same on all machines"
         )
     writing = _Writing(task, job, tokenizer)
     try:
         for part in task.ranges:
-            for document_tokens in writing.add(part):
-                count(0, document_tokens)
-            count(part.cost, 0)
+            writing.add(part)
         for path, *stamp in task.files:
             if [*inputs.stamp(path, job.options.skip_bad)] != stamp:
                 raise UserError(f"{inputs.shown(path)} has changed since the preparation began")
-        writing.commit()
+        return writing.commit()
     finally:
         writing.close()
 
 
 def undone(job: Job, all_tasks: Iterable[Task]) -> dict[int, str]:
-    """The tasks that are not done, each with the reason. Shards that a killed process recorded get their names."""
+    """The tasks that are not done, each with the reason."""
     with concurrent.futures.ThreadPoolExecutor(AT_ONCE) as pool:
         found = pool.map(lambda task: (task.number, _wrong(job, task.number)), all_tasks)
         return {number: why for number, why in found if why}
@@ -152,33 +139,19 @@ def _wrong(job: Job, number: int) -> str:
     """Why a task does not count as done; "" where it does."""
     try:
         record = json.loads(job.record(number).read_bytes())
-        made = record["made"]
-        if made["plan"] != job.made["plan"]:
-            return "made with other options or input files"
-        if made["tokenizer"] != job.made["tokenizer"]:
-            return "made with another tokenizer"
-        if made["chats"] != job.made["chats"]:
-            return "made when chats were spelt otherwise"
-        if made["library"] != job.made["library"]:
-            return f"made with {made['library']}, while {job.made['library']} is here"
+        if record["made"] != job.made:
+            return "made with other options, input files or versions"
         if record["left_out"]["bad"] and not job.options.skip_bad:
             return "made with --skip_bad, and something was skipped"
         for entry in record["shards"]:
-            if not _settled(job.directory, entry):
+            shard = job.directory / entry["file"]
+            if not shard.is_file() or shard.stat().st_size != entry["bytes"]:
                 return f"without its shard {entry['file']}"
     except FileNotFoundError:
         return "missing"
     except (ValueError, KeyError, TypeError):
         return "recorded by another version of this program, or damaged"
     return ""
-
-
-def _settled(directory: pathlib.Path, entry: dict[str, Any]) -> bool:
-    """Whether a recorded shard is there, under its name from now on."""
-    partial, final = directory / WORK / entry["partial"], directory / entry["file"]
-    with contextlib.suppress(FileNotFoundError):  # as a rule it has its name already
-        partial.replace(final)
-    return final.is_file() and final.stat().st_size == entry["bytes"]
 
 
 @dataclasses.dataclass
@@ -218,8 +191,8 @@ class _Writing:
         self._sources: dict[str, list[int]] = {}
         self._left_out = LeftOut()
 
-    def add(self, part: InputRange) -> Iterator[int]:
-        """Write a part's samples; yields the tokens of each batch of them."""
+    def add(self, part: InputRange) -> None:
+        """Write a part's samples."""
         self._sources.setdefault(part.name, [0, 0])
         texts: list[tuple[str, str]] = []
         size = 0
@@ -233,71 +206,57 @@ class _Writing:
                 size += len(sample)
                 if size < tokenizers.PIECE:
                     continue
-            yield self._add_texts(part, texts)
+            self._add_texts(part, texts)
             texts, size = [], 0
             if isinstance(sample, list):
-                yield self._add_chat(part, name, sample)
+                self._add_chat(part, name, sample)
             elif not isinstance(sample, str) or len(sample) > tokenizers.PIECE:
-                yield self._add_long(part, name, [sample] if isinstance(sample, str) else sample)
-        yield self._add_texts(part, texts)
+                self._add_long(part, name, [sample] if isinstance(sample, str) else sample)
+        self._add_texts(part, texts)
 
     def close(self) -> None:
         """Let go of the files; of what was not committed nothing stays, but for a kill."""
         for writer in self._writers.values():
             writer.discard()
 
-    def commit(self) -> None:
-        """Put the shards on disk, record the task, then give the shards their names."""
+    def commit(self) -> int:
+        """Put the shards in their places, then record the task; returns its number of tokens."""
         entries = [self._writers[s].close() for s in tokens_lib.SPLITS if s in self._writers]
+        for entry in entries:
+            (self._job.directory / WORK / entry.pop("partial")).replace(self._job.directory / entry["file"])
         record = {
             "made": self._job.made, "shards": entries, "sources": self._sources, "trim": dict(self._outcomes),
             "left_out": dataclasses.asdict(self._left_out),
         }  # fmt: skip
         tokens_lib.write_atomically(self._job.record(self._task.number), json.dumps(record).encode())
-        for entry in entries:
-            if not _settled(self._job.directory, entry):
-                raise FileNotFoundError(errno.ENOENT, "a shard vanished before it had its name", entry["file"])
+        return sum(entry["tokens"] for entry in entries)
 
-    def _add_texts(self, part: InputRange, texts: list[tuple[str, str]]) -> int:
+    def _add_texts(self, part: InputRange, texts: list[tuple[str, str]]) -> None:
         tokenizer = self._tokenizer
-        total = 0
         filled = [(name, text) for name, text in texts if text.strip()]
         self._left_out.empty += len(texts) - len(filled)
-        try:
-            encoded = tokenizer.encode_many([text for _, text in filled])
-        except tokenizers.CannotEncode as error:
-            if len(filled) > 1:  # one by one, to lose no other
-                return sum(self._add_texts(part, [one]) for one in filled)
-            self._bad(inputs.BadInput(f"{part}, sample {filled[0][0]}: {error}"))
-            return 0
+        encoded = tokenizer.encode_many([text for _, text in filled])
         for (name, _), ids in zip(filled, encoded, strict=True):
             if not len(ids):
                 self._left_out.empty += 1
                 continue
             tokens: np.ndarray = np.empty(len(ids) + 2, tokenizer.dtype)
             tokens[0], tokens[1:-1], tokens[-1] = tokenizer.bos_id, ids, tokenizer.eos_id
-            total += self._write(part, name, Document(tokens))
-        return total
+            self._write(part, name, Document(tokens))
 
-    def _add_long(self, part: InputRange, name: str, text: Iterable[str]) -> int:
+    def _add_long(self, part: InputRange, name: str, text: Iterable[str]) -> None:
         try:
             tokens = tokenizers.encode_document(self._tokenizer, text)
         except inputs.BadInput as error:  # found while it was read
             self._bad(error)
-            return 0
-        except (tokenizers.TooLong, tokenizers.CannotEncode) as error:
-            self._bad(inputs.BadInput(f"{part}, sample {name}: {error}"))
-            return 0
-        return self._write(part, name, Document(tokens))
+        else:
+            self._write(part, name, Document(tokens))
 
-    def _add_chat(self, part: InputRange, name: str, messages: list[chat.Message]) -> int:
-        try:
-            document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
-        except tokenizers.CannotEncode as error:
-            self._bad(inputs.BadInput(f"{part}, sample {name}: {error}"))
-            return 0
+    def _add_chat(self, part: InputRange, name: str, messages: list[chat.Message]) -> None:
+        document, outcome = chat.prepare(self._chat, messages, self._options.context or None)
         self._outcomes[outcome] += 1
-        return 0 if document is None else self._write(part, name, document)
+        if document is not None:
+            self._write(part, name, document)
 
     def _bad(self, found: inputs.BadInput) -> None:
         if isinstance(found, inputs.NotText):
@@ -307,7 +266,7 @@ class _Writing:
         else:
             self._left_out.add("bad", str(found))
 
-    def _write(self, part: InputRange, name: str, document: Document) -> int:
+    def _write(self, part: InputRange, name: str, document: Document) -> None:
         split = "held_out" if sources.held_out(name, self._options.held_out) else "train"
         if split not in self._writers:
             kind = tokens_lib.SPLITS.index(split)
@@ -318,67 +277,47 @@ class _Writing:
         source = self._sources[part.name]
         source[0] += 1
         source[1] += len(document.tokens)
-        return len(document.tokens)
 
 
-class Stopped(Exception):
-    """Another task failed: this one is given up."""
-
-
-def run_processes(job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
-    """Run the tasks in processes of this machine, one per core where `at_once` is 0."""
+def run_processes(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Task, int]]:
+    """Run the tasks in processes of this machine, one per core where `at_once` is 0; yields each when it is done, with
+    its number of tokens.
+    """
     spawn = multiprocessing.get_context("spawn")
-    done, tokens, stop = spawn.Value("q", 0), spawn.Value("q", 0), spawn.Event()
-    finished_tasks = 0
+    stop = spawn.Event()
     with concurrent.futures.ProcessPoolExecutor(
-        min(at_once or os.cpu_count() or 1, len(todo)), spawn, _start_worker, (done, tokens, stop, os.getpid())
+        min(at_once or os.cpu_count() or 1, len(todo)), spawn, _start_worker, (stop, os.getpid())
     ) as pool:
         try:
-            futures = {pool.submit(_work, task, job) for task in todo}
-            while futures:
-                finished, futures = concurrent.futures.wait(futures, 0.5, concurrent.futures.FIRST_EXCEPTION)
-                finished_tasks += len(finished)
-                tell(done.value, tokens.value, finished_tasks)
-                for future in finished:
-                    future.result()
+            running = {pool.submit(run, task, job): task for task in todo}
+            for future in concurrent.futures.as_completed(running):
+                yield running.pop(future), future.result()
         except concurrent.futures.process.BrokenProcessPool:
             raise UserError(
                 "a worker process was killed (out of memory?); run the same command again, perhaps with fewer "
                 "--processes"
             ) from None
-        finally:
+        except BaseException:  # the other tasks must not go on writing
+            pool.shutdown(wait=False, cancel_futures=True)
             stop.set()
-            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
 
-def _start_worker(done: Any, tokens: Any, stop: Any, parent: int) -> None:
-    """In a worker: keep the shared counters, leave Ctrl-C to the parent, and end when the parent has."""
-    _shared.update(done=done, tokens=tokens, stop=stop)
+def _start_worker(stop: Any, parent: int) -> None:
+    """In a worker: leave Ctrl-C to the parent, and end when the parent has or says so."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["RAYON_NUM_THREADS"] = "1"  # the tokenizers library's threads: processes share the cores here
 
     def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.2)
+        while os.getppid() == parent and not stop.wait(0.2):
+            pass
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _count(done: int, tokens: int) -> None:
-    if _shared["stop"].is_set():
-        raise Stopped
-    for name, value in (("done", done), ("tokens", tokens)):
-        with _shared[name].get_lock():
-            _shared[name].value += value
-
-
-def _work(task: Task, job: Job) -> None:
-    run(task, job, _count)
-
-
-def run_on_ray(job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
-    """Run the tasks on the Ray cluster of RAY_ADDRESS, or that this machine belongs to: one core a task."""
+def run_on_ray(job: Job, todo: list[Task], at_once: int) -> Iterator[tuple[Task, int]]:
+    """As `run_processes`, on the Ray cluster of RAY_ADDRESS, or that this machine belongs to: one core a task."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
@@ -389,17 +328,13 @@ def run_on_ray(job: Job, todo: list[Task], at_once: int, tell: Tell) -> None:
         raise UserError(f"no Ray cluster at RAY_ADDRESS={address}: {inputs.one_line(error)}") from None
     remote, shared = ray.remote(num_cpus=1, max_retries=RETRIES)(_ray_work), ray.put(job)
     waiting, running = list(reversed(todo)), dict[Any, Task]()
-    done = tokens = 0
     try:
         while waiting or running:
             while waiting and len(running) < (at_once or len(todo)):
                 task = waiting.pop()
                 running[remote.remote(task, shared, os.getcwd())] = task
-            finished, _ = ray.wait(list(running), num_returns=len(running), timeout=0.5)
-            for ref in finished:
-                tokens += ray.get(ref)
-                done += running.pop(ref).cost
-            tell(done, tokens, len(todo) - len(waiting) - len(running))
+            (finished,), _ = ray.wait(list(running))
+            yield running.pop(finished), ray.get(finished)
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
@@ -418,6 +353,4 @@ def _ray_work(task: Task, job: Job, folder: str) -> int:
     """Run a task in a Ray worker, with paths relative to this folder; its number of tokens."""
     os.chdir(folder)
     os.environ["RAYON_NUM_THREADS"] = "1"
-    made: list[int] = []
-    run(task, job, lambda _, tokens: made.append(tokens))
-    return sum(made)
+    return run(task, job)

@@ -38,21 +38,12 @@ CUT_REGION, CUT_CONTEXT = 1 << 20, 4096  # characters that are searched, and com
 CUT_TRIES = 50
 # The tokenizers library holds about 100 bytes per token while it encodes, so a long text is encoded in pieces.
 PIECE = 4 << 20  # characters that are encoded together, of one text or of several
-WHOLE = 64 << 20  # a text of more than these must be cut somewhere
 
 MODEL_IDS = {"bos_token_id": "bos_id", "eos_token_id": "eos_id", "pad_token_id": "pad_id"}
 
 
 class NotUnicode(UserError):
     """A text with half of a surrogate pair in it, which no tokenizer can spell."""
-
-
-class CannotEncode(UserError):
-    """A text for which a tokenizer has no ids."""
-
-
-class TooLong(UserError):
-    """A text that is too long to be encoded at once and has no place to cut it."""
 
 
 def utf8(text: str) -> bytes:
@@ -261,7 +252,7 @@ class HuggingFace(Tokenizer):
             return self._tokenizer.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exceptions
             utf8(text)
-            raise CannotEncode(f"the tokenizer cannot encode {text[:40]!r}: {_one_line(error)}") from None
+            raise UserError(f"the tokenizer cannot encode {text[:40]!r}: {_one_line(error)}") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
@@ -378,20 +369,13 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str]) -> list[np.ndarray]
 
 
 def _pieces(tokenizer: Tokenizer, text: Iterable[str]) -> Iterator[str]:
-    """The same text in pieces of about PIECE characters that end where the tokenizer allows it."""
+    """The same text in pieces of about PIECE characters that end where the tokenizer allows it, if need be one."""
     parts = (part[i : i + PIECE] for part in text for i in range(0, len(part), PIECE))
     rest = ""
     for part in parts:
-        if len(rest) >= PIECE:
-            at = tokenizer.cut(rest)
-            if at:
-                yield rest[:at]
-                rest = rest[at:]
-            elif len(rest) > WHOLE:
-                raise TooLong(
-                    f"a text of more than {WHOLE >> 20} Mi characters, which a {tokenizer.kind} tokenizer can only "
-                    "encode as a whole here; give it as several documents, such as the lines of a JSONL file"
-                )
+        if len(rest) >= PIECE and (at := tokenizer.cut(rest)):
+            yield rest[:at]
+            rest = rest[at:]
         rest += part
     yield rest
 

@@ -133,10 +133,7 @@ def _files(path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[
                 skipped(f"{where}: empty")  # prepare_data leaves it out too
                 continue
             text = _Counted([sample] if isinstance(sample, str) else sample)
-            try:
-                tokens = tokenizers.encode_document(tokenizer, text)
-            except tokenizers.CannotEncode as error:
-                raise UserError(f"{where}: {error}") from None
+            tokens = tokenizers.encode_document(tokenizer, text)
             if len(tokens) < 3:
                 skipped(f"{where}: empty")
             else:
