@@ -81,7 +81,8 @@ class Parser(argparse.ArgumentParser):
         if self._has_config:
             for change in changes:
                 if (key := change.removeprefix("--config.").partition("=")[0]) not in config_lib.all_keys():
-                    raise config_lib.unknown_key(key)
+                    near = fields.nearest(key, config_lib.all_keys())
+                    raise UserError(f"unknown config key config.{key}{near}")
             config = load.config_dict(found.config)
             for change in changes:
                 _change(config, change)

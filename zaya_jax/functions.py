@@ -36,8 +36,11 @@ from zaya_jax.training.step import make_loss, whole_outside
 IGNORED = -100  # a label that counts for nothing
 REPLICATED = PartitionSpec()
 
+Ids = Int[Array, "B S"]  # and labels and segments of them
+Biases = Float[Array, "L E1"]  # which balance the experts
 
-def init(config: Config, seed: int = 0, mesh: Mesh | None = None) -> tuple[dict, Float[Array, "L E1"]]:
+
+def init(config: Config, seed: int = 0, mesh: Mesh | None = None) -> tuple[dict, Biases]:
     """(parameters, balancing biases) as a run with this `run.seed` begins; on a mesh each device makes its own part.
 
     >>> params, balance = zj.init(model.config, seed=0)
@@ -63,13 +66,7 @@ def shardings(config: Config, mesh: Mesh) -> dict[str, Any]:
 
 
 def apply(
-    config: Config,
-    params: dict,
-    balance: Float[Array, "L E1"],
-    ids: Int[Array, "B S"],
-    *,
-    segments: Int[Array, "B S"] | None = None,
-    mesh: Mesh | None = None,
+    config: Config, params: dict, balance: Biases, ids: Ids, *, segments: Ids | None = None, mesh: Mesh | None = None
 ) -> Float[Array, "B S V"]:
     """Next-token logits in float32. Tokens see those of their own segment; segment 0 is padding.
 
@@ -83,10 +80,10 @@ def apply(
 def forward(
     config: Config,
     params: dict,
-    balance: Float[Array, "L E1"],
-    ids: Int[Array, "B S"],
+    balance: Biases,
+    ids: Ids,
     *,
-    segments: Int[Array, "B S"] | None = None,
+    segments: Ids | None = None,
     mesh: Mesh | None = None,
     trace: bool = False,
     attention: bool = False,
@@ -124,11 +121,11 @@ def forward(
 def loss(
     config: Config,
     params: dict,
-    balance: Float[Array, "L E1"],
-    ids: Int[Array, "B S"],
-    labels: Int[Array, "B S"],
+    balance: Biases,
+    ids: Ids,
+    labels: Ids,
     *,
-    segments: Int[Array, "B S"] | None = None,
+    segments: Ids | None = None,
     shifted: bool = False,
     mesh: Mesh | None = None,
 ) -> Float[Array, ""]:
@@ -159,11 +156,11 @@ def loss(
 def scores(
     config: Config,
     params: dict,
-    balance: Float[Array, "L E1"],
-    ids: Int[Array, "B S"],
-    labels: Int[Array, "B S"],
+    balance: Biases,
+    ids: Ids,
+    labels: Ids,
     *,
-    segments: Int[Array, "B S"] | None = None,
+    segments: Ids | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "B S"], Bool[Array, "B S"]]:
     """Each label's log-probability in nats, and whether it is the likeliest; labels stand at the token before.

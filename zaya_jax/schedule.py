@@ -26,7 +26,7 @@ import math
 from fractions import Fraction
 from typing import Any
 
-from zaya_jax.config import Config, Model, Phase, Schedule, UserError, check_phase
+from zaya_jax.config import Config, Model, Phase, Schedule, UserError, fields
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +237,7 @@ def key(config: Config, index: int, name: str) -> str:
 def _filled(config: Config, phase: Phase, index: int) -> Phase:
     """A phase with a value for everything that it leaves open; UserError where it cannot be."""
     where = f"config.schedule.phases[{index}]"
-    check_phase(phase, index)
+    fields.check_fields(phase, f"schedule.phases[{index}].")
     outside: dict[str, Any] = {
         name: functools.reduce(getattr, path.split("."), config) for name, path in ELSEWHERE.items()
     }

@@ -20,9 +20,7 @@ from zaya_jax.config.keys import (
     Checkpoint,
     Config,
     Data,
-    Eval,
     Guard,
-    Log,
     Mesh,
     Model,
     Optim,
@@ -35,9 +33,9 @@ from zaya_jax.config.keys import (
 )
 
 __all__ = [
-    "LAYER_KINDS", "Balance", "Checkpoint", "Config", "Data", "Eval", "Guard", "Log", "Mesh", "Model", "Optim", "Phase",
+    "LAYER_KINDS", "Balance", "Checkpoint", "Config", "Data", "Guard", "Mesh", "Model", "Optim", "Phase",
     "Precision", "Rope", "RopeKinds", "Run", "Schedule", "StorageError", "UserError", "all_keys", "check",
-    "check_model", "check_phase", "default", "editable", "first_line", "shown", "to_dict", "unknown_key",
+    "check_model", "default", "editable", "first_line", "shown", "to_dict",
 ]  # fmt: skip
 
 
@@ -67,19 +65,9 @@ def check_model(given: dict) -> Model:
     return model
 
 
-def check_phase(phase: Phase, index: int) -> None:
-    """UserError on a wrong key of a phase, for a config that `check` has not seen."""
-    fields.check_fields(phase, f"schedule.phases[{index}].")
-
-
 def to_dict(config: Any) -> dict:
     """The config as JSON-able nested dicts; `check` reads it back to an equal Config."""
     return json.loads(json.dumps(dataclasses.asdict(config)))
-
-
-def unknown_key(path: str) -> UserError:
-    """The error for an unknown key, with the nearest known one."""
-    return UserError(f"unknown config key config.{path}{fields.nearest(path, all_keys())}")
 
 
 def all_keys() -> list[str]:

@@ -86,10 +86,7 @@ def _declare(default: Any, meaning: str, **metadata: Any) -> Any:
 def build(cls: type, given: Any, prefix: str = "") -> Any:
     """The dataclass of a nested dict, every key known and of its type; UserError names the key as config.PREFIXkey."""
     if isinstance(given, config_dict.ConfigDict):
-        try:
-            given = given.to_dict()
-        except config_dict.RequiredValueError:
-            raise UserError("the config file leaves a required_placeholder open; give its key") from None
+        given = given.to_dict()
     elif dataclasses.is_dataclass(given) and not isinstance(given, type):
         given = {field.name: getattr(given, field.name) for field in dataclasses.fields(given)}
     if not isinstance(given, dict):
@@ -105,10 +102,7 @@ def build(cls: type, given: Any, prefix: str = "") -> Any:
 
 def _convert(kind: Any, value: Any, path: str) -> Any:
     if isinstance(value, config_dict.FieldReference):  # in a phase: ConfigDict does not look into tuples
-        try:
-            value = value.get()
-        except config_dict.RequiredValueError:
-            raise UserError(f"the config file leaves config.{path} open; give it") from None
+        value = value.get()
     if dataclasses.is_dataclass(kind):
         return build(typing.cast(type, kind), value, path + ".")
     optional = optional_type(kind)
