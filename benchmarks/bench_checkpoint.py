@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -69,14 +70,10 @@ def make_state(gb: float, mesh: jax.sharding.Mesh, whole: bool = False) -> dict:
     return {"params": {"layers": {f"w{i:02d}": make(i) for i in range(ARRAYS)}}}
 
 
-def snapshots(state: dict) -> tuple:
-    """(the program that copies a state into a spare one, the first spare): as the training's `codecs` have them."""
+def copier(state: dict) -> Any:
+    """The program that copies a state, as `training.snapshot` has it."""
     spread = jax.tree.map(lambda x: layout.spread(x.shape, x.dtype, x.sharding), state)
-    zeros = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state), out_shardings=spread)
-    into = jax.jit(
-        lambda state, spare: jax.tree.map(jnp.copy, state), donate_argnums=1, keep_unused=True, out_shardings=spread
-    )
-    return into, zeros()
+    return jax.jit(lambda state: jax.tree.map(jnp.copy, state), out_shardings=spread)
 
 
 def mesh_of_all() -> jax.sharding.Mesh:
@@ -100,7 +97,7 @@ def stall(args: argparse.Namespace) -> None:
     block, disks = np.random.default_rng(0).integers(0, 256, 32 << 20, np.uint8), []
     host = [np.asarray(x) for x in jax.tree.leaves(state)]
     touched = [np.ones_like(x) for x in host]
-    into, spare = snapshots(state)
+    copied = copier(state)
     checkpoints = store.Store(folder / "run", Checkpoint(keep=1), print)
     copies, holds, saves, syncs = [], [], [], []
 
@@ -108,27 +105,23 @@ def stall(args: argparse.Namespace) -> None:
         for to, x in zip(touched, host, strict=True):
             np.copyto(to, x)
 
-    def begin(step: int, spare: dict | None) -> None:
-        snapshot = jax.block_until_ready(into(state, spare))  # the training need not even wait for this
+    def begin(step: int) -> None:
+        snapshot = jax.block_until_ready(copied(state))  # the training need not even wait for this
         checkpoints.save(step, snapshot, {"step": step, "tokens": step})
 
     for step in range(1, args.saves + 1):
         copies.append(timed(copy)[0])
-        given = spare if step == 1 else checkpoints.spare()
-        held, _ = timed(begin, step, given)
-        spare = given = None
+        held, _ = timed(begin, step)
         after, _ = timed(checkpoints.wait)
         disks.append(timed(writing.write_file, raw, [block] * (size // len(block)))[0])
         raw.unlink()
         holds.append(held)
         saves.append(held + after)
     for step in range(args.saves + 1, args.saves + 4):
-        spare = checkpoints.spare()
-        seconds, _ = timed(lambda: (begin(step, spare), checkpoints.wait()))  # noqa: B023
+        seconds, _ = timed(lambda: (begin(step), checkpoints.wait()))  # noqa: B023
         syncs.append(seconds)
-        spare = None
     checkpoints.close()
-    del checkpoints, spare, touched
+    del checkpoints, touched
     shutil.rmtree(folder / "run")
     orbax = []
     for step in range(3):
@@ -168,7 +161,7 @@ def processes(args: argparse.Namespace) -> None:
     writing.write_file = throttled
     state = jax.block_until_ready(make_state(args.gb, mesh_of_all()))
     size = sum(x.nbytes for x in jax.tree.leaves(state))
-    into, spare = snapshots(state)
+    copied = copier(state)
     folder = Path(args.folder)
     ours, gathers = [], []
     checkpoints = store.Store(folder / "run", Checkpoint(keep=1), print)
@@ -176,10 +169,7 @@ def processes(args: argparse.Namespace) -> None:
     for step in (1, 2, 3):
         multihost.barrier("ours")
         begun = time.perf_counter()
-        given = spare if step == 1 else checkpoints.spare()
-        spare = None
-        checkpoints.save(step, into(state, given), {"step": step, "tokens": step})
-        given = None
+        checkpoints.save(step, copied(state), {"step": step, "tokens": step})
         checkpoints.wait()
         ours.append(time.perf_counter() - begun)
         multihost.barrier("gather")
@@ -217,14 +207,13 @@ def load(args: argparse.Namespace) -> None:
     state = make_state(args.gb, mesh, whole=True)
     size = sum(x.nbytes for x in jax.tree.leaves(state))
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
-    into, spare = snapshots(state)
-    once = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), spare)
+    copy = copier(state)(state)
+    once = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), copy)
     checkpoints = store.Store(Path(args.folder) / "run", Checkpoint(), print)
     checkpoints.newest()
-    checkpoints.save(1, into(state, spare), {"step": 1, "tokens": 1})
+    checkpoints.save(1, copy, {"step": 1, "tokens": 1})
     checkpoints.wait()
-    del state, spare
-    checkpoints._spare = None
+    del state, copy
     hand_on = jax.jit(lambda x: x, out_shardings=jax.tree.map(lambda x: x.sharding, like), donate_argnums=0)
     times: dict[str, list[float]] = {"each byte read by all": [], "each byte read once, handed on": []}
     for _ in range(3):
@@ -253,7 +242,7 @@ def model_run(name: str) -> tuple:
 
 
 def model_save(args: argparse.Namespace) -> dict:
-    """Two saves of a model's state, the second into the memory of the first's copy."""
+    """Two saves of a model's state."""
     settings, optimizer, mesh, copies = model_run(args.model)
     begun = resident()
     state = jax.block_until_ready(states.init(settings, optimizer, mesh))
@@ -263,7 +252,7 @@ def model_save(args: argparse.Namespace) -> dict:
     measured = []
     for step in (1, 2):
         begin = time.perf_counter()
-        copy = jax.block_until_ready(copies.take(state, checkpoints.spare()))
+        copy = jax.block_until_ready(copies.take(state))
         held = time.perf_counter() - begin
         checkpoints.save(step, copy, {"step": step, "tokens": step}, copies.held)
         del copy

@@ -274,7 +274,7 @@ class Loop:
             "evaluation_owed": owed, "unsound": self.figures.unsound, **self.guard.meta(),
         }  # fmt: skip
         save = self.store.save_now if last else self.store.save
-        save(number, self.copies.take(self.state, self.store.spare()), meta, self.copies.held)
+        save(number, self.copies.take(self.state), meta, self.copies.held)
 
     def compute_again(self, now: Step, batch: Any) -> dict | None:
         """If due, computes the gradients again, here and elsewhere; the decision to go back if a device is wrong."""
@@ -364,7 +364,6 @@ class Loop:
         batches = f"the {decision['batches']} batches since"
         self.figures.console.say(f"{self.guard.spike}: back to step {decision['step']}, and on without {batches}")
         self.state = None  # its memory is the next state's
-        self.store.spare()
         self.stream.close()
         self.figures.drop()
         return cli.PREEMPTED if self.stop.anywhere() else None

@@ -33,16 +33,11 @@ class HeldBox:
     outer: Box = ()  # where the place holds more than this box: a box of all its numbers,
     inner: Box = ()  # and where in that one's own numbers these are
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape in which to view the numbers of the place."""
-        return layout.sizes(self.outer or self.box)
-
     def of(self, own: np.ndarray) -> np.ndarray:
         """A view of its numbers in the device's part of the leaf, in the shape of the box."""
         place: tuple[Any, ...] = (*self.place, ...)  # a scalar's is empty, and its number a view all the same
         inner: tuple[Any, ...] = (*self.inner, ...)
-        return own[place].reshape(self.shape, copy=False)[inner]
+        return own[place].reshape(layout.sizes(self.outer or self.box), copy=False)[inner]
 
 
 @dataclasses.dataclass(frozen=True)

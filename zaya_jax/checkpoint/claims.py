@@ -10,7 +10,6 @@ workers do not inherit it, and a killed process leaves nothing to clean up. Of s
 takes it.
 """
 
-import atexit
 import contextlib
 import datetime
 import errno
@@ -95,12 +94,6 @@ def release(workdir: Path) -> None:
     file = _taken.pop(workdir.resolve() / LOCK, None)
     if file is not None:
         file.close()
-
-
-@atexit.register
-def _release_all() -> None:
-    for path in list(_taken):
-        _taken.pop(path).close()
 
 
 def _opened(path: Path) -> BinaryIO:

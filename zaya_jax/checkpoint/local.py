@@ -60,10 +60,14 @@ class Local:
 
     def known(self) -> Iterator[stale.Known]:
         """All visible parts, with the decisions recorded in them."""
-        for own in self.folder.glob("process-*"):
-            for step in writing.numbered(own):
-                with contextlib.suppress(OSError, ValueError):
-                    yield own / str(step), step, _read_part(own / str(step))[stale.KEY]
+        for folder, step in self._visible():
+            with contextlib.suppress(OSError, ValueError):
+                yield folder, step, _read_part(folder)[stale.KEY]
+
+    def _visible(self) -> list[tuple[Path, int]]:
+        """The folder and step of each visible part."""
+        processes = sorted(self.folder.glob("process-*"))
+        return [(own / str(step), step) for own in processes for step in writing.numbered(own)]
 
     def give_up(self, step: int) -> None:
         """Removes this process's part of a step that failed elsewhere."""
@@ -146,18 +150,17 @@ class Local:
         """By step, [its writer, the number of writers] of each visible part; parts of other runs are deleted."""
         seen: dict[str, list] = {}
         run = writing.run_of(self.root)
-        for folder in sorted(self.folder.glob("process-*")):
-            for step in writing.numbered(folder):
-                try:
-                    part = _read_part(folder / str(step))
-                    if part["run"] != run:
-                        shutil.rmtree(folder / str(step), ignore_errors=True)
-                    elif part["step"] != step:
-                        raise ValueError(f"of step {part['step']}")
-                    else:
-                        seen.setdefault(str(step), []).append([part["process"], part["count"]])
-                except (OSError, ValueError) as damage:
-                    self._say(f"warning: {folder / str(step) / PART} is not taken: {writing.reason(damage)}")
+        for folder, step in self._visible():
+            try:
+                part = _read_part(folder)
+                if part["run"] != run:
+                    shutil.rmtree(folder, ignore_errors=True)
+                elif part["step"] != step:
+                    raise ValueError(f"of step {part['step']}")
+                else:
+                    seen.setdefault(str(step), []).append([part["process"], part["count"]])
+            except (OSError, ValueError) as damage:
+                self._say(f"warning: {folder / PART} is not taken: {writing.reason(damage)}")
         return seen
 
 

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.checkpoint import layout, retention, store, writing
+from zaya_jax.checkpoint import layout, retention, writing
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import StorageError, UserError
 
@@ -43,7 +43,7 @@ def see(workdir: str | Path, step: int) -> Seen:
     source = Source(workdir, step)
     with source.unless_deleted():
         arrays, meta = list(source.arrays().values()), source.json(layout.META)
-        saved = (store.step_folder(workdir, step) / layout.MARKER).stat().st_mtime
+        saved = (Path(workdir) / "checkpoints" / str(step) / layout.MARKER).stat().st_mtime
     sums = source.files
     chunks = Counter(name.split("/")[1] for name in sums if re.search(r"/c[.\d]*$", name))
     size = sum(entry[0] for entry in sums.values())

@@ -25,7 +25,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import chip
 from zaya_jax import trees
 from zaya_jax.checkpoint import boxes, layout, reading, retention, stale, tiers, writing
 from zaya_jax.checkpoint.boxes import Holding, Writers
@@ -58,7 +57,6 @@ class Store:
         self.tiers = tiers.Tiers(self.root, self.settings, say, self._log)
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "save")
         self._pending: concurrent.futures.Future | None = None
-        self._spare: dict[str, Any] | None = None
         self._failures, self._seconds, self._last_error = 0, dict[str, float](), ""
         self._verify_seconds, self._asked = 0.0, 0.0
         self._plan: tuple[Holding, Writers] | None = None
@@ -66,13 +64,6 @@ class Store:
     ####################################################################################################################
     # Saving
     ####################################################################################################################
-
-    def spare(self) -> dict[str, Any] | None:
-        """The arrays of the last save, whose memory the next snapshot may take; None where they are still needed."""
-        if self._pending is not None and not self._pending.done():
-            return None
-        spare, self._spare = self._spare, None
-        return spare
 
     def free(self, step: int) -> bool:
         """Whether a save can begin: waits a while for the one before. The same answer in every process.
@@ -196,11 +187,6 @@ class Store:
                 self.tiers.local.written(step, sums, meta.get(stale.KEY, []))
         except Exception as failure:
             error = writing.reason(failure)
-        # On a GPU the next snapshot takes memory anew: this one is not worth keeping.
-        on_devices = None if isinstance(state, OnHost) else state
-        self._spare = on_devices if chip.holding(on_devices).is_host else None
-        del on_devices
-        del state
         clock = time.perf_counter()
         parts = multihost.to_first("save", [error, sums, times.seconds(), plan.bytes.get(me, 0)])
         verdict = multihost.from_first("saved", lambda: self._end_of_save(step, folder, parts or []))
@@ -353,19 +339,14 @@ def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
     return chosen
 
 
-def step_folder(workdir: str | os.PathLike, step: int) -> Path:
-    """Where a step's checkpoint lies."""
-    return Path(workdir).absolute() / "checkpoints" / str(step)
-
-
 def read_meta(workdir: str | os.PathLike, step: int) -> dict[str, Any]:
     """The JSON part of a checkpoint alone, checked; touches nothing, so a run may be writing there."""
-    return Vault(Path(workdir).absolute() / "checkpoints").meta(step)
+    return Vault(Path(workdir) / "checkpoints").meta(step)
 
 
 def read_part(workdir: str | os.PathLike, step: int, abstract_part: dict[str, Any]) -> dict[str, Any]:
     """Some arrays of a checkpoint's state, by a part of its tree; touches nothing either."""
-    return _read(step_folder(workdir, step), abstract_part, all_of_it=False)
+    return _read(Path(workdir) / "checkpoints" / str(step), abstract_part, all_of_it=False)
 
 
 def abstract_like(tree: Any, sharding: jax.sharding.Sharding) -> Any:

@@ -1,7 +1,7 @@
 """Copies a run's state for its checkpoints, and makes a state of a copy that was read.
 
     copies = snapshot.of_run(config, optimizer, mesh)
-    store.save(step, copies.take(state, store.spare()), meta, copies.held)
+    store.save(step, copies.take(state), meta, copies.held)
     state, _ = store.restore(step, copies.like, copies.held, copies.place)
 
 A copy has the run's own arrays, each device's own part, so that nothing travels for a save: ZeRO-1's buckets as they
@@ -43,17 +43,16 @@ class Copies:
     like: Any  # a copy, as a tree of ShapeDtypeStructs
     held: Holding  # where the checkpoint's arrays lie in it
     place: Callable[[Any], Any]  # a copy as a state, which takes the copy's memory
-    program: Any  # jitted: (arrays, a spare copy) to a copy
-    empty: Any  # jitted: a first spare copy
+    program: Any  # jitted: arrays to a copy
     say: Callable[[str], None] = lambda message: None
     # Whether on the devices; decided at the first copy.
     where: list[bool] = dataclasses.field(default_factory=list)
 
-    def take(self, state: Any, spare: Any = None) -> Any:
+    def take(self, state: Any) -> Any:
         """A copy, made where there is room for it; all processes together, after a step."""
         if not self.where:
             self.where.append(self._decide())
-        return self.on_devices(state, spare) if self.where[0] else self.on_host(state)
+        return self.on_devices(state) if self.where[0] else self.on_host(state)
 
     def _decide(self) -> bool:
         """Decides whether a copy fits the devices; once, since from then on their peak holds a copy too."""
@@ -74,9 +73,9 @@ class Copies:
         """The part of a state that a checkpoint holds, as it lies."""
         return states.arrays(self.optimizer, state)
 
-    def on_devices(self, state: Any, spare: Any = None) -> Any:
-        """A copy on the devices, in the memory of an older one if that is given."""
-        return self.program(self.arrays(state), self.empty() if spare is None else spare)
+    def on_devices(self, state: Any) -> Any:
+        """A copy on the devices."""
+        return self.program(self.arrays(state))
 
     def on_host(self, state: Any) -> OnHost:
         """A copy on the host. A device needs memory only for its share of one array that several have."""
@@ -118,7 +117,7 @@ def of_run(
         like,
         states.held(optimizer, mesh, like, spread_of(config.mesh, mesh.shape).heads),
         _place(optimizer, mesh, whole["params"], like["params"]),
-        *_programs(whole, like),
+        _program(whole, like),
         say,
     )
 
@@ -133,9 +132,8 @@ def _share(x: Any) -> Any:
 ########################################################################################################################
 
 
-def _programs(whole: Any, like: Any) -> tuple[Any, Any]:
-    """(arrays and a spare copy to a copy, nothing to a first spare). Each device copies its part or a share of it."""
-    shardings = jax.tree.map(lambda x: x.sharding, like)
+def _program(whole: Any, like: Any) -> Any:
+    """The function from arrays to a copy. Each device copies its part or a share of it."""
 
     def cut(x, dims):
         for dim, axes in enumerate(dims):
@@ -148,9 +146,7 @@ def _programs(whole: Any, like: Any) -> tuple[Any, Any]:
     mapped = jax.shard_map(
         lambda arrays: jax.tree.map(cut, arrays, more), mesh=mesh, in_specs=(before,), out_specs=after, check_vma=False
     )
-    empty = jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like), out_shardings=shardings)
-    into = jax.jit(lambda arrays, spare: mapped(arrays), donate_argnums=1, keep_unused=True, out_shardings=shardings)
-    return into, empty
+    return jax.jit(mapped, out_shardings=jax.tree.map(lambda x: x.sharding, like))
 
 
 def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[[Any], Any]:
