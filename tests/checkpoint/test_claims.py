@@ -17,7 +17,8 @@ HOLD = """
 import os, sys, time
 from pathlib import Path
 from zaya_jax.checkpoint import claims
-claims.take(Path(sys.argv[1]))
+for folder in sys.argv[1:]:
+    claims.take(Path(folder))
 if not os.fork():  # a worker that outlives it
     time.sleep(20)
 print("taken", flush=True)
@@ -32,9 +33,10 @@ time.sleep(600)
 
 @pytest.fixture
 def holder(tmp_path, monkeypatch):
-    """A process that has the lock of a workdir."""
+    """A process that has the lock of a workdir, and makes a new folder."""
     monkeypatch.setattr(claims, "PATIENCE", 1.0)
-    process = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path / "run"], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", HOLD, tmp_path / "run", tmp_path / ".new.part"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "taken\n"
     yield process
     process.kill()
@@ -51,6 +53,7 @@ def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
         lambda: open_workdir(workdir, settings),  # to be refused gives nobody else's lock back
         lambda: open_workdir(tmp_path / "link", settings),
         lambda: claims.require_free(workdir),
+        lambda: claims.whole_or_nothing(tmp_path / "new").__enter__(),  # as two imports into one folder
     ):
         with pytest.raises(UserError, match=said):
             refused()

@@ -69,24 +69,6 @@ def test_other_chunks_hold_the_same(workdir, tmp_path, chunk):
     same(load(tmp_path / "back", 9, params())[0], params(seed=9))
 
 
-def test_what_is_not_resharded(workdir, tmp_path):
-    for call, words in (
-        (lambda: rewrite.reshard(workdir, tmp_path / "x", chunk_mb=0), "--chunk_mb=0 must be above 0"),
-        (lambda: rewrite.reshard(workdir, tmp_path / "x", step=5), "no checkpoint of step 5; it has 4, 9"),
-        (lambda: rewrite.reshard(workdir, workdir), "exists and is not empty"),
-        (lambda: rewrite.reshard(workdir, "/proc/nowhere"), "cannot be written"),
-        (lambda: rewrite.export_params(workdir, workdir), "exists and is not empty"),
-        (lambda: rewrite.export_params(workdir, tmp_path / "x", dtype="int8"), "--dtype=int8 is not one of"),
-    ):
-        with pytest.raises(UserError, match=words):
-            call()
-    victim = next((workdir / "checkpoints" / "9").rglob("c.0.0.0.0"))
-    victim.write_bytes(victim.read_bytes()[:-5] + b"12345")
-    with pytest.raises(StorageError, match=r"damaged: .*\(array params.layers.experts.down\) is changed"):
-        rewrite.reshard(workdir, tmp_path / "x")
-    assert not (tmp_path / "x").exists()
-
-
 def test_to_s3_and_back(workdir, tmp_path, s3_server):
     import boto3
 

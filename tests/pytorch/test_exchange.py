@@ -13,8 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from zaya_jax import config
-from zaya_jax.checkpoint import layout, store
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint import store
 from zaya_jax.config import Model, UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
@@ -149,18 +148,6 @@ def test_a_trained_workdir_is_exported_in_float32_with_its_phase_s_rope(tmp_path
         exchange.to_hf(tmp_path / "work", tmp_path / "out7", step=7)
 
 
-def test_stacked_matrices_are_stored_layer_by_layer(tmp_path, monkeypatch):
-    monkeypatch.setattr(layout, "PART_BYTES", 1)  # else small ones lie together
-    given = config.default().to_dict() | {"model": config.to_dict(MODEL)}
-    given["data"]["seq_len"] = 16
-    train_state(tmp_path / "work", config.check(given), 1)
-    reader = Source(tmp_path / "work", 1)
-    for path, x in jax.tree_util.tree_flatten_with_path(zaya.abstract(MODEL))[0]:
-        keys = ("params", *(p.key for p in path))
-        chunk = reader.array(keys).chunk
-        assert chunk[0] == (1 if layout.by_layer(".".join(keys), x.shape) else x.shape[0]), keys
-
-
 def test_the_tokenizer_goes_along(tmp_path):
     source, _ = write_model(tmp_path / "in", dataclasses.replace(MODEL, vocab_size=300))
     trained = tokenizers.train_bpe(["some words, some more words"] * 20, 270)
@@ -205,21 +192,6 @@ def test_a_failure_leaves_nothing_that_looks_whole(tmp_path, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             make()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "work"]
-
-
-def test_folders_that_are_taken_are_refused(tmp_path):
-    source, _ = write_model(tmp_path / "in")
-    exchange.from_hf(source, tmp_path / "work")
-    with pytest.raises(UserError, match=r"--workdir=.*is not empty"):
-        exchange.from_hf(source, tmp_path / "work")
-    with pytest.raises(UserError, match=r"--out=.*is not empty"):
-        exchange.to_hf(tmp_path / "work", source)
-    (tmp_path / "empty").mkdir()
-    exchange.to_hf(tmp_path / "work", tmp_path / "empty")
-    with pytest.raises(UserError, match="--dtype=int8"):
-        exchange.to_hf(tmp_path / "work", tmp_path / "o", dtype="int8")
-    with pytest.raises(UserError, match="must be above 0"):
-        exchange.to_hf(tmp_path / "work", tmp_path / "o", shard_gb=0)
 
 
 PEAK = """

@@ -69,7 +69,8 @@ def drop(tiers: Any, decisions: Decisions) -> list[int]:
 
     def first() -> list[int]:
         if tiers.durable and not tiers.durable.silent:  # first, or the rest would be fetched
-            delete_copies(tiers.durable.vault, decisions)
+            for step in stale_in(tiers.durable.vault, decisions):
+                tiers.durable.vault.remove(step)
         return set_aside(tiers.root, decisions)
 
     return multihost.from_first("stale", first)
@@ -89,12 +90,6 @@ def known_in(vault: Vault, decisions: Decisions) -> Iterator[Known]:
 def stale_in(vault: Vault, decisions: Decisions) -> list[int]:
     """The stale ones among them."""
     return [step for _, step, known in known_in(vault, decisions) if is_stale(step, len(known), decisions)]
-
-
-def delete_copies(vault: Vault, decisions: Decisions) -> None:
-    """The stale ones in a durable place go."""
-    for step in stale_in(vault, decisions):
-        vault.remove(step)
 
 
 def set_aside(root: Path, decisions: Decisions) -> list[int]:

@@ -13,7 +13,6 @@ before a newer checkpoint is complete.
 """
 
 import concurrent.futures
-import functools
 import os
 import shutil
 import time
@@ -252,12 +251,6 @@ class Store:
         self.tiers.make_up()
         return newest
 
-    def _has_one_before(self, step: int) -> bool:
-        return min(writing.numbered(self.root)) < step
-
-    def _set_aside(self, step: int) -> str:
-        return str(writing.set_aside(self.root, step))
-
     def _newest_whole(self) -> int | None:
         while True:
             # A folder that has a step's name and no marker is a damaged one: it got its name with the marker in it.
@@ -271,7 +264,7 @@ class Store:
                 return step
             found = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
             found += f" and {len(damages) - 3} more" if len(damages) > 3 else ""
-            before = multihost.from_first("before", functools.partial(self._has_one_before, step))
+            before = multihost.from_first("before", lambda: min(writing.numbered(self.root))) < step
             if self.settings.on_corrupt == "stop" or not before:
                 way_out = "--config.checkpoint.on_corrupt=previous goes on from the one before"
                 none = "there is none before it: restore it, or give a new workdir"
@@ -279,7 +272,7 @@ class Store:
                     f"{found}. `python -m experiments.checkpoint verify --workdir={self.root.parent}` lists it all; "
                     f"{way_out if before else none}"
                 )
-            where = multihost.from_first("aside", functools.partial(self._set_aside, step))
+            where = multihost.from_first("aside", lambda step=step: str(writing.set_aside(self.root, step)))
             if multihost.is_writer():
                 self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
 

@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import json
 import math
-from array import array
 from collections import defaultdict
 from pathlib import Path
 
@@ -37,32 +36,26 @@ class Log:
 
 @dataclasses.dataclass
 class Event:
-    """A save, load or copy of a step: each process's bytes and seconds of each stage, NaN if unknown."""
+    """A save, load or copy of a step: each process's bytes, and by stage each process's seconds."""
 
     step: int
     time: float  # when it began
-    bytes: array = dataclasses.field(default_factory=lambda: array("d"))
-    stages: dict[str, array] = dataclasses.field(default_factory=dict)
-
-    def put(self, process: int, seconds: dict[str, float], size: float) -> None:
-        """Adds the figures of one process."""
-        _set(self.bytes, process, size)
-        for stage, value in seconds.items():
-            _set(self.stages.setdefault(stage, array("d")), process, value)
+    sizes: dict[int, float] = dataclasses.field(default_factory=dict)
+    stages: dict[str, dict[int, float]] = dataclasses.field(default_factory=dict)
 
     @property
     def processes(self) -> int:
         """How many processes took part."""
-        return len(self.bytes)
+        return max(self.sizes) + 1
 
     def of(self, stage: str) -> np.ndarray:
         """Seconds of a stage by process, NaN where it is not known."""
-        found = self.stages.get(stage, array("d"))
-        return np.pad(np.array(found), (0, self.processes - len(found)), constant_values=np.nan)
+        found = self.stages.get(stage, {})
+        return np.array([found.get(process, math.nan) for process in range(self.processes)])
 
     def slowest(self, stage: str) -> float:
         """The slowest process's seconds of a stage, NaN if unknown."""
-        return max((v for v in self.stages.get(stage, ()) if v == v), default=math.nan)
+        return max(self.stages.get(stage, {}).values(), default=math.nan)
 
     def whole(self) -> float:
         """From the begin to the end: process 0's stages follow each other, and its commit waits for all others."""
@@ -97,10 +90,6 @@ def _take(raw: bytes, found: dict[str, dict[int, Event]]) -> None:
     if event is None or time > event.time:
         event = found[kind][step] = Event(step, time)
     if time == event.time:
-        event.put(process, seconds, size)
-
-
-def _set(values: array, place: int, value: float) -> None:
-    if place >= len(values):
-        values.extend([math.nan] * (place + 1 - len(values)))
-    values[place] = value
+        event.sizes[process] = size
+        for stage, value in seconds.items():
+            event.stages.setdefault(stage, {})[process] = value

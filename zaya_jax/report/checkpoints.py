@@ -150,7 +150,7 @@ def _load_map(load: Event | None) -> str:
     cells = np.stack([np.fmax.reduceat(load.of(stage), starts) for stage in load.stages])
     longest = float(np.nanmax(np.append(cells, 0.0)))
     many = f"Each column is the slowest of {starts[1]} processes. " if len(starts) < load.processes else ""
-    size = byte_size(float(np.nansum(load.bytes)))
+    size = byte_size(sum(load.sizes.values()))
     return HeatMap(
         f"Step {load.step:,} by process", list(load.stages), [float(s) for s in starts], cells.tolist(),
         Scale(0.0, longest or 1.0), (-0.5, load.processes - 0.5), "stage", ("0 s", duration(longest)),
