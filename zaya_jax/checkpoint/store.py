@@ -262,19 +262,23 @@ class Store:
             self._verify_seconds = time.perf_counter() - clock
             if not damages:
                 return step
-            found = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
-            found += f" and {len(damages) - 3} more" if len(damages) > 3 else ""
-            before = multihost.from_first("before", lambda: min(writing.numbered(self.root))) < step
-            if self.settings.on_corrupt == "stop" or not before:
-                way_out = "--config.checkpoint.on_corrupt=previous goes on from the one before"
-                none = "there is none before it: restore it, or give a new workdir"
-                raise StorageError(
-                    f"{found}. `python -m experiments.checkpoint verify --workdir={self.root.parent}` lists it all; "
-                    f"{way_out if before else none}"
-                )
-            where = multihost.from_first("aside", lambda step=step: str(writing.set_aside(self.root, step)))
-            if multihost.is_writer():
-                self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
+            self._set_aside(step, damages)
+
+    def _set_aside(self, step: int, damages: list[str]) -> None:
+        """Puts a damaged step aside for the one before; StorageError where there is none, or the settings say stop."""
+        found = f"checkpoint {self.root / str(step)} is damaged: {'; '.join(damages[:3])}"
+        found += f" and {len(damages) - 3} more" if len(damages) > 3 else ""
+        before = multihost.from_first("before", lambda: min(writing.numbered(self.root))) < step
+        if self.settings.on_corrupt == "stop" or not before:
+            way_out = "--config.checkpoint.on_corrupt=previous goes on from the one before"
+            none = "there is none before it: restore it, or give a new workdir"
+            raise StorageError(
+                f"{found}. `python -m experiments.checkpoint verify --workdir={self.root.parent}` lists it all; "
+                f"{way_out if before else none}"
+            )
+        where = multihost.from_first("aside", lambda: str(writing.set_aside(self.root, step)))
+        if multihost.is_writer():
+            self._say(f"WARNING: {found}. Kept as {where}; going on from the one before")
 
     def restore(
         self, step: int, like: dict[str, Any], held: Holding | None = None, place: Callable[[Any], Any] | None = None
