@@ -24,7 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import jax
 
@@ -91,7 +90,6 @@ def main() -> int:
 
 def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
     """What the options ask for. Of several processes the first reads and writes files, and looks whether it can."""
-    require_same(vars(args))
     if multihost.is_writer():
         cli.out_folder(args.out, "figures")
         if reading is not None:
@@ -102,17 +100,6 @@ def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int
         measure_storage(args)
     multihost.barrier("measured")
     return cli.DONE
-
-
-def require_same(options: dict[str, Any]) -> None:
-    """UserError if processes were started with different options: they would wait for each other."""
-    for index, given in enumerate(multihost.to_first("options", options) or []):
-        for name, value in given.items():
-            if value != options.get(name):
-                raise UserError(
-                    f"process {index} was started with {name}={value}, process 0 with {options.get(name)}; "
-                    "start all with the same options"
-                )
 
 
 def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.Namespace | None) -> None:
@@ -517,9 +504,7 @@ def _memory(figures: Figures) -> Section:
             lines.append(_line(name, color, [_point(s.bytes, s.bandwidth / 1e9, s.seconds) for s in points]))
             ends = (max(points, key=lambda s: s.bandwidth), points[-1])
             rows.append([name, *(text for s in ends for text in (number(s.bandwidth / 1e9), binary_size(s.bytes)))])
-    cache = figures.cache_bytes()
-    note = "No cache shows." if cache is None else f"Up to {binary_size(cache)} a copy is faster than memory: a cache."
-    picture = _chart("Bandwidth over the size of an array", lines, "GB/s", binary_size, note)
+    picture = _chart("Bandwidth over the size of an array", lines, "GB/s", binary_size)
     head = ("pass", "best GB/s", "there", "largest GB/s", "there")
     text = "Of one device; bytes read and bytes written count alike."
     return Section("Memory", text, [Table("Bandwidths", head, rows)], pictures=picture)

@@ -244,15 +244,6 @@ def _area(case: Case) -> float:
     return case.length * whole * visited(chunk, whole, range(0, whole, chunk), windows or [None])
 
 
-def table_alone(case: Case) -> bool:
-    """Whether the table's gradient travels as it is, without large vectors beside it."""
-    layout = case.layout
-    if not layout.sharded:
-        return False
-    cut = [name for name in layout.methods if name.startswith("adamw cut")]
-    return all(layout.traffic(name).get("reduce-scatter") == 4 * case.numbers["embedding"] for name in cut)
-
-
 def head_chunks(case: Case) -> tuple[int, int]:
     """Tokens whose loss a device computes at once, and how often it does in a micro-batch."""
     n = case.tokens // case.spread.heads
@@ -272,8 +263,8 @@ def _around(case: Case) -> Iterator[Part]:
     logits4, logits2 = 4.0 * chunk * chunks * m.vocab_size, b * chunk * chunks * m.vocab_size
     # The sum over equal words turns as often as the longest run needs; each turn adds, and copies what it carries.
     turns = math.ceil(math.log2(max(COMMONEST * case.tokens, 1)))
-    # The look-ups' gradient onto the head's: where that lies, or under the head's last product, or by the exchange.
-    onto = (4 if several else 3 if table_alone(case) or fsdp else 0) * (table4 if chunks > 1 else 0.0)
+    # The look-ups' gradient onto the head's: where that lies, or under the head's last product.
+    onto = (4 if several else 3 if case.layout.sharded or fsdp else 0) * (table4 if chunks > 1 else 0.0)
     yield Part("embed", BACKWARD, 0, 0, mb * ((2 * turns + 7) * x4 + onto), mb * (turns + 41))
     yield Part(
         "head", FORWARD, mb * 3 * 2.0 * chunk * chunks * m.hidden_size * m.vocab_size,
@@ -336,8 +327,6 @@ def _exchanged(case: Case, layout: Layout) -> float:
     for name, method in layout.methods.items():
         kinds = layout.traffic(name, case.step_bytes if method == "muon" else 4)
         found += sum(times * kinds.get(kind, 0) for kind, times in weights.items())
-    if not table_alone(case):  # the table's gradient is first put together with those of vectors
-        found += (3 if case.micro_batches == 1 else 2) * case.numbers["embedding"] * 4.0
     return found
 
 

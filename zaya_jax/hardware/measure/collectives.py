@@ -75,8 +75,6 @@ def groups(devices: Sequence[Any], nodes: Sequence[int]) -> list[Group]:
         for per_node in sorted({1, min(len(own) for own in of_node)}):
             chosen = tuple(d for own in of_node[:count] for d in own[:per_node])
             found.append(Group(chosen, count))
-    if len(devices) > 1 and all(len(g.devices) < len(devices) for g in found):  # nodes of unlike sizes
-        found.append(Group(tuple(devices), len(of_node)))
     return found
 
 

@@ -123,12 +123,6 @@ class Figures:
         copies = sorted((s for s in self.streams if s.name == "copy"), key=lambda s: s.bytes)
         return statistics.median(s.bandwidth for s in copies[-3:]) if copies else None
 
-    def cache_bytes(self) -> int | None:
-        """The largest array copied at 1.5 times the speed of memory; None where no cache shows."""
-        speed = self.memory_bandwidth() or float("inf")
-        fast = (s.bytes for s in self.streams if s.name == "copy" and s.bandwidth > 1.5 * speed)
-        return max(fast, default=None)
-
     def rows_knee(self) -> int | None:
         """Rows of an expert from which on a grouped product is within 20% of its best."""
         return knee((p.m, p.rate) for p in self.products if p.name == "grouped forward")
