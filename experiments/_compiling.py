@@ -55,10 +55,8 @@ def measure(
     begun = time.perf_counter()
     lowered = lower(config, mesh, sequences, micro_batches)
     lowered_at = time.perf_counter()
-    with buffers.watched() as folder:
-        compiled = lowered.compile(compiler_options=buffers.options(folder))
-        seconds = {"lowering": lowered_at - begun, "compiling": time.perf_counter() - lowered_at}
-        memory = buffers.read_memory(folder)
+    compiled, memory = buffers.compile_watched(lowered)
+    seconds = {"lowering": lowered_at - begun, "compiling": time.perf_counter() - lowered_at}
     text = compiled.as_text()
     program, collectives = kernels.read_program(text), hlo.collectives(text)
     device = mesh.devices.flat[0]

@@ -79,9 +79,7 @@ def test_a_program_for_each_chip(name):
         for shape, spec in (((512, 1024), ("x", None)), ((1024, 256), ()))
     ]
     lowered = jax.jit(lambda x, w: x @ w, out_shardings=like[0].sharding).lower(*like)
-    with buffers.watched() as folder:
-        compiled = lowered.compile(compiler_options=buffers.options(folder))
-        memory = buffers.read_memory(folder)
+    compiled, memory = buffers.compile_watched(lowered)
     program = kernels.read_program(compiled)
     assert program.flops == 2 * 256 * 1024 * 256
     assert program.bytes >= 2 * (256 * 1024 + 1024 * 256 + 256 * 256)

@@ -186,10 +186,7 @@ def test_memory_over_a_program_is_the_compilers():
         return jax.grad(lambda w: jax.lax.scan(layer, x, w)[0].sum())(w)
 
     like = jax.ShapeDtypeStruct((4, 128, 128), jnp.float32), jax.ShapeDtypeStruct((64, 128), jnp.float32)
-    with buffers.watched() as folder:
-        compiled = jax.jit(f).lower(*like).compile(compiler_options=buffers.options(folder))
-        memory = buffers.read_memory(folder)
-    assert not folder.exists()
+    compiled, memory = buffers.compile_watched(jax.jit(f).lower(*like))
     stats = compiled.memory_analysis()
     assert (memory.arguments, memory.temporaries) == (stats.argument_size_in_bytes, stats.temp_size_in_bytes)
     assert memory.results == stats.output_size_in_bytes

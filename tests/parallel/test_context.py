@@ -332,7 +332,7 @@ def test_what_is_read_of_a_program_is_the_work_that_masks_leave(ring, windows):
 
     x = jax.ShapeDtypeStruct((1, length, heads, channels), jnp.float32)
     lowered = on_sequence(spread, body, cut(spread)).lower(x, jax.ShapeDtypeStruct((1, parts), jnp.int32))
-    with buffers.watched():  # without JAX's cache, whose programs may bear the scopes of another day
+    with buffers.uncached():  # without JAX's cache, whose programs may bear the scopes of another day
         program = kernels.read_program(lowered.compile())
     blocks = np.mean([formulas.blocks_visited(length, parts, block, window) for window in windows])
     assert not program.unknown

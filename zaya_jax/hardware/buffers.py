@@ -1,9 +1,7 @@
 """Reads the memory that a compiled program takes over its course from XLA's record of its buffers.
 
-    with buffers.watched() as folder:
-        compiled = lowered.compile(compiler_options=buffers.options(folder))
-        found = buffers.read_memory(folder)
-    found.peak, found.curve(200), found.at_peak()
+    compiled, memory = buffers.compile_watched(lowered)
+    memory.peak, memory.curve(200), memory.at_peak()
 
 XLA places each value at an offset of one large allocation for temporaries, for the instructions between its first and
 its last use. Values that share a place, as a loop's carried arrays do with their initial values, count once. Arguments
@@ -91,11 +89,11 @@ class Memory:
         return self.live(self.highest())
 
 
-@contextlib.contextmanager
-def watched() -> Iterator[Path]:
-    """A temporary folder for XLA's record. Inside, programs are compiled, not taken from JAX's cache."""
+def compile_watched(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, Memory]:
+    """Compiles a program, never from JAX's cache, and reads XLA's record of its buffers."""
     with uncached(), tempfile.TemporaryDirectory(prefix="zaya_jax-compile-") as folder:
-        yield Path(folder)
+        compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
+        return compiled, _read_memory(Path(folder))
 
 
 @contextlib.contextmanager
@@ -114,13 +112,8 @@ def _cache(enabled: bool) -> None:
     compilation_cache.reset_cache()  # otherwise JAX does not look at the setting again
 
 
-def options(folder: Path) -> dict[str, str | bool]:
-    """The compiler options that make XLA write its record."""
-    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
-
-
-def read_memory(folder: Path) -> Memory:
-    """The memory of the program compiled with `options(folder)`; of several, the largest one's."""
+def _read_memory(folder: Path) -> Memory:
+    """The memory of the program with a record in this folder; of several, the largest one's."""
     files = sorted(folder.glob("*after_optimizations-buffer-assignment.txt"), key=lambda f: f.stat().st_size)
     assert files, f"XLA wrote no buffer assignment into {folder}"
     ranges, order = _ranges(Path(str(files[-1]).replace("-buffer-assignment.txt", "-live-range.txt")))

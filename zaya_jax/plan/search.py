@@ -19,6 +19,7 @@ from zaya_jax.plan.rates import Rates
 from zaya_jax.plan.step import Step
 
 SIZES = (1, 2, 4, 8)  # of expert, context and tensor, which should stay within a node
+BEST = 10  # ways that are given
 REMATS = ("none", "elementwise", "attention", "layer")
 DEVICES = tuple(2**n for n in range(3, 15))  # of the weak scaling: 8 to 16,384
 
@@ -32,14 +33,14 @@ class Choice:
     memory: Footprint
 
 
-def best(here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates, number: int = 10) -> list[Choice]:
+def best(here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates) -> list[Choice]:
     """The fastest that fit the chip's memory, fastest first; [] where nothing fits."""
     found = [
         Choice(case, step.estimate(case, cluster, rates), memory)
         for case in candidates(here, devices, sequences, cluster.chip)
         if (memory := _fitting(case))
     ]
-    return sorted(found, key=lambda choice: (choice.step.seconds, choice.memory.peak))[:number]
+    return sorted(found, key=lambda choice: (choice.step.seconds, choice.memory.peak))[:BEST]
 
 
 def candidates(here: Config, devices: int, sequences: int, chip: str) -> Iterator[Case]:
