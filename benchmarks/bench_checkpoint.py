@@ -222,7 +222,7 @@ def load(args: argparse.Namespace) -> None:
             ("each byte read once, handed on", once, hand_on),
         ):
             multihost.barrier(name)
-            seconds, found = timed(lambda w=wanted, p=place: checkpoints.restore(1, w, p))
+            seconds, found = timed(lambda w=wanted, p=place: checkpoints.restore(1, w, place=p))
             del found
             multihost.barrier(f"{name} done")
             times[name].append(seconds)

@@ -8,18 +8,22 @@ from zaya_jax.checkpoint import store
 from zaya_jax.config import Checkpoint
 
 
-def save(checkpoints, *steps, plus=0):
+def small(number):
+    return {"params": {"w": jnp.arange(1000.0) + number, "v": jnp.ones(7) * number}}
+
+
+def save(checkpoints, *steps, plus=0, state=small):
+    """Steps whose states are state(step + plus)."""
     for step in steps:
-        state = {"params": {"w": jnp.arange(1000.0) + step + plus, "v": jnp.ones(7) * step}}
-        checkpoints.save(step, state, {"step": step, "tokens": step})
+        checkpoints.save(step, state(step + plus), {"step": step, "tokens": step})
         checkpoints.wait()
 
 
-def train(workdir, *steps, plus=0, say=print, **settings):
+def train(workdir, *steps, plus=0, state=small, say=print, **settings):
     """A run's folder of checkpoints, with these steps."""
     checkpoints = store.Store(workdir, Checkpoint(**{"keep": 9, **settings}), say)
     checkpoints.newest()
-    save(checkpoints, *steps, plus=plus)
+    save(checkpoints, *steps, plus=plus, state=state)
     checkpoints.close()
     return workdir / "checkpoints"
 

@@ -11,6 +11,7 @@ import time
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checkpoint_helpers import train
 
 from experiments import checkpoint
 from zaya_jax import cli, config
@@ -29,22 +30,11 @@ def state(seed):
     }
 
 
-def train(workdir, seed, steps=(36, 40), **settings):
-    """A run's folder with some steps."""
-    checkpoints = store.Store(workdir, Checkpoint(**settings), print)
-    checkpoints.newest()
-    for step in steps:
-        checkpoints.save(step, state(seed + step), {"step": step, "tokens": step})
-        checkpoints.wait()
-    checkpoints.close()
-    return workdir / "checkpoints"
-
-
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
     """The checkpoints of two runs with the same shapes."""
     monkeypatch.setattr(layout, "CHUNK_BYTES", 32)
-    return train(tmp_path / "one", 0), train(tmp_path / "two", 1000)
+    return train(tmp_path / "one", 36, 40, state=state), train(tmp_path / "two", 36, 40, state=state, plus=1000)
 
 
 def found_by_all(workdir, step, tmp_path, words):
