@@ -19,8 +19,6 @@ from zaya_jax.cluster.leaving import BAD_INPUT, DONE, HARDWARE, PREEMPTED, STORA
 from zaya_jax.config import StorageError, UserError, fields, load, page, shown
 from zaya_jax.hardware import flags as xla_flags
 
-INTERRUPTED = leaving.SIGNALLED + signal.SIGINT
-
 
 def exit_code(main: Callable[[], int]) -> int:
     """The code that `main` returns; an error that a person can mend becomes one line and its code.
@@ -52,7 +50,7 @@ def exit_code(main: Callable[[], int]) -> int:
 
 def leave(code: int) -> NoReturn:
     """Ends the process; at once if storage failed, since threads may wait for ever for a disk that hangs."""
-    if code not in (STORAGE, INTERRUPTED) and not leaving.some_left():
+    if code not in (STORAGE, leaving.SIGNALLED + signal.SIGINT) and not leaving.some_left():
         sys.exit(code)
     leaving.now(code)
     raise AssertionError("not reached")

@@ -90,12 +90,12 @@ class Plan:
         """Tokens seen after step `number`; 0 steps have seen none, those before a fork's first what its parent has."""
         if not self.begin <= number <= self.total_steps:
             raise ValueError(f"step {number} is outside the run's steps {self.begin} to {self.total_steps}")
-        segment = self._by("first_step", number)
+        segment = self._segment_at(number)
         return segment.first_token + (number - segment.first_step + 1) * segment.tokens_per_step
 
     def step(self, number: int) -> Step:
         """Step `number`, from 1."""
-        tokens, segment = self.tokens_of_step(number), self._by("first_step", number)
+        tokens, segment = self.tokens_of_step(number), self._segment_at(number)
         if number < segment.first_step:
             raise ValueError(f"steps are counted from {segment.first_step}, not {number}")
         before = tokens - segment.tokens_per_step
@@ -108,9 +108,9 @@ class Plan:
         """The learning rate of the step that ends after `tokens` tokens."""
         return self.peak_lr * lr_factor(self.schedule, tokens, self.total_tokens, self.decay_tokens)
 
-    def _by(self, field: str, value: int) -> Segment:
-        starts = [getattr(s, field) for s in self.segments]
-        return self.segments[max(bisect.bisect_right(starts, value) - 1, 0)]
+    def _segment_at(self, number: int) -> Segment:
+        after = bisect.bisect_right(self.segments, number, key=lambda segment: segment.first_step)
+        return self.segments[max(after - 1, 0)]
 
 
 def lr_factor(schedule: Schedule, tokens: int, total: int, decay_tokens: float | None = None) -> float:

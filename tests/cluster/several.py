@@ -37,10 +37,15 @@ def main() -> int:
                 if stop.after(step):
                     print(f"stopped after {step} by {stop.asked}")
                     return cli.PREEMPTED
-        case "bad input":
-            if index == 1:
-                raise UserError("the cheese is missing; bring some")
-            multihost.barrier("supper")
+        case "bad input" | "storage" | "bug":
+            who, error = {
+                "bad input": (1, UserError("the cheese is missing; bring some")),
+                "storage": (0, StorageError("the shelf fell down")),
+                "bug": (1, ZeroDivisionError("by none")),
+            }[sys.argv[1]]
+            if index == who:
+                raise error
+            time.sleep(60)
         case "computing":
             while True:
                 sum(i * i for i in range(1_000_000))
@@ -72,14 +77,6 @@ def main() -> int:
                 np.linalg.svd(np.ones((700, 700)))  # without the interpreter's lock
                 multihost.over_processes({"sum": 1.0}, {"sum": np.sum})
             multihost.barrier("enough")
-        case "storage":
-            if index == 0:
-                raise StorageError("the shelf fell down")
-            time.sleep(60)
-        case "bug":
-            if index == 1:
-                raise ZeroDivisionError("by none")
-            time.sleep(60)
     return 0
 
 

@@ -48,8 +48,8 @@ def ranged(default: float | None, least: float, greatest: float, meaning: str) -
     return _declare(default, meaning, range=(least, greatest))
 
 
-def choice(default: Any, choices: tuple[str, ...], meaning: str) -> Any:
-    """One of a few words, or a row of them."""
+def choice(default: Any, choices: tuple, meaning: str) -> Any:
+    """One of a few words, or a row of them; a single choice is kept because other formats write the key."""
     return _declare(default, meaning, choices=choices)
 
 
@@ -62,11 +62,6 @@ def text(default: Any, kind: str, meaning: str) -> Any:
 def switch(default: bool, meaning: str) -> Any:
     """True or False."""
     return _declare(default, meaning)
-
-
-def only(value: Any, meaning: str) -> Any:
-    """A fixed value, kept because other formats (transformers' config.json) write it."""
-    return _declare(value, meaning, choices=(value,))
 
 
 def group(default: Any, meaning: str) -> Any:
@@ -222,7 +217,7 @@ def path_problem(value: str, addresses: bool = False) -> str:
 
 
 def only_value(field: dataclasses.Field) -> Any:
-    """The value of a key declared with `only` or with a single choice; None for other keys."""
+    """The value of a key declared with a single choice; None for other keys."""
     allowed = set(field.metadata.get("range") or field.metadata.get("choices") or ())
     return allowed.pop() if len(allowed) == 1 else None
 

@@ -5,7 +5,7 @@ Upper bounds only catch slips: they lie far above any training run so far.
 
 import dataclasses
 
-from zaya_jax.config.fields import choice, group, only, ranged, switch, text
+from zaya_jax.config.fields import choice, group, ranged, switch, text
 
 LAYER_KINDS = ("hybrid", "hybrid_sliding", "hybrid_linear")  # full, windowed and linear attention
 PACKINGS = ("concat", "first_fit", "best_fit")
@@ -65,7 +65,7 @@ class Model:
     max_position_embeddings: int = ranged(131_072, 1, MOST, "the longest context that the model is meant for")
     attention_bias: bool = switch(False, "biases in attention's projections")
     lm_head_bias: bool = switch(False, "a bias per token on the logits")
-    tie_word_embeddings: bool = only(True, "the head is the embedding; ZAYA has no other")
+    tie_word_embeddings: bool = choice(True, (True,), "the head is the embedding; ZAYA has no other")
     attention_dropout: float = ranged(0.0, 0, 0, "ZAYA has none")
     initializer_range: float = ranged(0.02, 0, 100, "standard deviation of fresh matrices")
     pad_token_id: int | None = ranged(None, 0, 2**26, "the id of padding; None: the tokenizer's")
