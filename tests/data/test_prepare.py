@@ -84,13 +84,11 @@ def test_a_vocabulary_of_gemmas_size_takes_four_bytes(tmp_path):
 
 
 @pytest.mark.usefixtures("in_process")
-def test_other_input_or_options_are_refused(tmp_path):
+def test_input_or_directories_of_no_use_are_refused(tmp_path):
     (tmp_path / "t.txt").write_text("some text")
     options = Options([str(tmp_path / "t.txt")], held_out=0.0)
     here(options, tmp_path / "out")
     assert here(options, tmp_path / "out")[1]  # complete already
-    with pytest.raises(UserError, match="other input or options"):
-        here(Options([str(tmp_path / "t.txt")], held_out=0.5), tmp_path / "out")
     with pytest.raises(UserError, match="not a preparation"):
         here(options, tmp_path)
     with pytest.raises(UserError, match="names no file"):

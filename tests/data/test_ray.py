@@ -33,7 +33,7 @@ def test_without_ray_the_way_out_is_said(monkeypatch, tmp_path, source):
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """Two nodes of one core each, without dashboard and statistics."""
-    pytest.importorskip("ray")
+    ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     with pytest.MonkeyPatch.context() as patch:
@@ -45,6 +45,7 @@ def cluster(tmp_path_factory):
         found.add_node(num_cpus=1)
         patch.setenv("RAY_ADDRESS", found.address)
         yield found
+        ray.shutdown()  # a node that a driver uses cannot be removed
         found.shutdown()
 
 

@@ -97,10 +97,11 @@ class Preparation:
     def failing(self) -> Iterator[None]:
         """Turns a failure into one line that says how to go on; without a task done, nothing stays of it."""
         try:
-            with contextlib.ExitStack() as stack:
-                stack.callback(self._leave_nothing)
+            try:
                 yield
-                stack.pop_all()
+            except BaseException:
+                self._leave_nothing()
+                raise
         except inputs.BadInput as error:
             raise UserError(f"{error}{GOES_ON}, also with --skip_bad added") from None
         except OSError as error:  # reading input raises BadInput, so this was written
@@ -109,7 +110,7 @@ class Preparation:
             raise UserError(f"memory ran out; give fewer --processes, or texts in smaller files{GOES_ON}") from None
 
     def _leave_nothing(self) -> None:
-        if self.has_tasks() or self.shared():
+        if any((self.directory / WORK).glob("task-*.json")) or self.shared():
             return
         for path in self.directory.iterdir():
             if path.name in OURS or sources.SHARD.match(path.name):
@@ -118,17 +119,9 @@ class Preparation:
             for folder in self.made:
                 folder.rmdir()
 
-    def begun(self) -> dict[str, Any]:
-        """The plan that the directory was begun with."""
-        path = self.directory / WORK / PLAN
-        try:
-            return dict(json.loads(path.read_bytes())) if path.exists() else {}
-        except (ValueError, TypeError):
-            raise UserError(f"{path} is damaged; remove {self.directory} to begin anew") from None
-
     def require_same(self) -> None:
         """UserError where it was begun with another plan."""
-        begun = self.begun()
+        begun = json.loads((self.directory / WORK / PLAN).read_bytes())
         differ = [name for name in self.plan if name != "skip_bad" and begun.get(name) != self.plan[name]]
         words = [name for name in differ if name != "files"]
         if "files" in differ:
@@ -139,10 +132,6 @@ class Preparation:
                 f"--out={self.out} was begun with other {', '.join(words)}; repeat the first command, "
                 "give another directory, or remove this one to begin anew"
             )
-
-    def has_tasks(self) -> bool:
-        """Whether a task is recorded as done."""
-        return any((self.directory / WORK).glob("task-*.json"))
 
     def shared(self) -> list[pathlib.Path]:
         """The marks of those that made parts here, each named by how many parts there were."""
@@ -158,11 +147,11 @@ class Preparation:
             path.parent.mkdir(parents=True, exist_ok=True)
             if not path.exists():
                 tokens_lib.write_atomically(path, json.dumps(self.plan).encode())
-            if part:
-                (path.parent / f"{SHARED}{part.count}").touch()
         except OSError as error:
             raise UserError(f"--out={self.out} cannot be written: {error.strerror}; give another directory") from None
         self.require_same()
+        if part:
+            (path.parent / f"{SHARED}{part.count}").touch()
 
     def run(self, job: Job, tasks: list[Task], processes: int, tell: Tell) -> None:
         """Do those of these tasks that are not done."""

@@ -60,7 +60,7 @@ def list_files(path: str, say: bool = False) -> list[tuple[str, pathlib.Path]]:
     elif pathlib.Path(path).is_dir():
         root = pathlib.Path(path)
     else:
-        root = pathlib.Path(*_common_parts(found)) if found else pathlib.Path()
+        root = pathlib.Path(os.path.commonpath([file.parent for file in found]) if found else "")
     refuse_shards(
         found, f"config.data.path={path!r}", "give its directory, or continue its preparation if that has not finished"
     )
@@ -299,14 +299,6 @@ def with_targets(
     if after is not None and len(tokens):
         both[-1], predicted[-1] = after
     return Bundle(both[:-1], both[1:], starts, predicted)
-
-
-def _common_parts(files: list[pathlib.Path]) -> tuple[str, ...]:
-    parents = [f.parent.parts for f in files]
-    shared = 0
-    while all(len(p) > shared and p[shared] == parents[0][shared] for p in parents):
-        shared += 1
-    return parents[0][:shared]
 
 
 def _hash_share(name: str) -> float:

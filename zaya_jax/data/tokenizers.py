@@ -278,13 +278,11 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
     path = pathlib.Path(spec)
     if not path.exists():
         raise UserError(f"tokenizer {spec} does not exist; give bytes, a tokenizer.json or a directory")
-    directory = path if path.is_dir() else path.parent
-    meta: dict[str, Any] = {}
-    if path.is_dir() or path.name == FILE:
-        meta = _read_json(directory / META_FILE) if (directory / META_FILE).exists() else {}
-        if path.is_dir() and meta.get("kind") == "bytes":
-            return Bytes()
-    path = directory / FILE if path.is_dir() else path
+    directory, path = (path, path / FILE) if path.is_dir() else (path.parent, path)
+    described = path.name == FILE and (directory / META_FILE).exists()
+    meta = _read_json(directory / META_FILE) if described else {}
+    if meta.get("kind") == "bytes":
+        return Bytes()
     if path.suffix == ".model" or (not path.exists() and path.with_suffix(".model").exists()):
         raise UserError(
             f"tokenizer {spec} is a SentencePiece model; give its tokenizer.json, which transformers writes: "
@@ -292,11 +290,7 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         )
     if not path.exists():
         raise UserError(f"{directory} holds no tokenizer: expected {META_FILE} or {FILE}")
-    stored: dict[str, int] = {key: meta[key] for key in ("bos_id", "eos_id", "pad_id") if key in meta}
-    for key, value in stored.items():
-        if not _is_id(value):
-            raise UserError(f"{directory / META_FILE} has {key}={value!r}; it must be the number of a token")
-    ids = stored or _config_ids(directory, path)
+    ids = {key: meta[key] for key in MODEL_IDS.values() if key in meta} or _config_ids(directory, path)
     try:
         content = files.read(path)
     except OSError as error:
@@ -418,9 +412,9 @@ def _special_ids(lookup, given: dict[str, int], where: str, vocab_size: int) -> 
     assert bos is not None and eos is not None
     found = {"bos_id": bos, "eos_id": eos, "pad_id": eos if pad is None else pad}
     for key, value in found.items():
-        if not 0 <= value < vocab_size:
+        if type(value) is not int or not 0 <= value < vocab_size:
             raise UserError(
-                f"tokenizer {where} has ids below {vocab_size:,}, but {key}={value} in {META_FILE} or config.json "
+                f"tokenizer {where} has ids below {vocab_size:,}, but {key}={value!r} in {META_FILE} or config.json "
                 f"beside it; write the right one into {META_FILE}"
             )
     return found["bos_id"], found["eos_id"], found["pad_id"]
@@ -431,14 +425,12 @@ def _config_ids(directory: pathlib.Path, path: pathlib.Path) -> dict[str, int]:
     config = directory / "config.json"
     if path.name != FILE or not config.exists():
         return {}
-    keys = {"bos_id": "bos_token_id", "eos_id": "eos_token_id", "pad_id": "pad_token_id"}
-    held: dict[str, Any] = {ours: _read_json(config).get(theirs) for ours, theirs in keys.items()}
+    content = _read_json(config)
+    held: dict[str, Any] = {ours: content.get(theirs) for theirs, ours in MODEL_IDS.items()}
     held |= {key: value[0] for key, value in held.items() if isinstance(value, list) and value}  # Gemma's ends
-    return {key: value for key, value in held.items() if _is_id(value)}
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0  # some write -1 for none
+    return {
+        key: value for key, value in held.items() if isinstance(value, int) and value >= 0
+    }  # some write -1 for none
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
