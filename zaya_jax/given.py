@@ -102,10 +102,7 @@ def new_folder(directory: str | os.PathLike) -> Path:
 
 def integers(name: str, given: Any, shape: tuple[int, ...] | None = None) -> np.ndarray:
     """Integers [B, S], or of this shape."""
-    try:
-        x = np.asarray(given)
-    except ValueError:
-        raise UserError(f"{name} have rows of several lengths; give integers [B, S]") from None
+    x = np.asarray(given)
     if x.ndim != 2 or not np.issubdtype(x.dtype, np.integer) or not x.size:
         raise UserError(f"{name} have shape {x.shape} and dtype {x.dtype}; expected integers [B, S]")
     if shape is not None and x.shape != shape:

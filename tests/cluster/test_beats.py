@@ -76,10 +76,9 @@ def test_nobody_who_listens_is_no_error(tmp_path, monkeypatch):
     beats.at("step", 1)
     beats.lap(1, 1.0, 1.0, 1.0)
     assert beats.read(tmp_path / "beat-00000") is None
-    (tmp_path / "beat-00000").write_bytes(b"x")
-    assert beats.read(tmp_path / "beat-00000") is None
-    (tmp_path / "beat-00000").write_bytes(bytes(beats.SIZE))
-    assert beats.read(tmp_path / "beat-00000") is None
+    for content in (b"x", bytes(beats.SIZE)):
+        (tmp_path / "beat-00000").write_bytes(content)
+        assert beats.read(tmp_path / "beat-00000") is None
 
 
 @pytest.mark.parametrize(
