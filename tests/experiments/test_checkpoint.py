@@ -84,32 +84,24 @@ def tree(folder):
 
 REFUSED = {
     "": "required: COMMAND",
-    "look": "invalid choice: 'look'",
     "from_hf --model=/nowhere --workdir=NEW": "/nowhere is not a directory",
     "from_hf --model=GOLDEN/base --workdir=GOLDEN": "is not empty",
-    "from_hf --model=GOLDEN/base --workdir=/dev/null/x": "cannot be written",
     "from_hf --model=GOLDEN/base --workdir=/proc/nowhere/x": "cannot be written",
     "from_hf --model=RUN --workdir=NEW": "",
     "to_hf --workdir=TMP --out=NEW": "has no config.json",
     "to_hf --workdir=RUN --out=NEW --dtype=int8": "invalid choice: 'int8'",
-    "to_hf --workdir=RUN": "required: --out",
     **{f"to_hf --workdir=RUN --out=NEW --shard_gb={bad}": "--shard_gb=" for bad in ("nan", "inf", "-1")},
     "to_hf --workdir=RUN --out=NEW --step=7": "no checkpoint of step 7",
     "to_hf --workdir=RUN --out=RUN": "is not empty",
     "to_hf --workdir=RUN --out=RUN/config.json/x": "cannot be written",
     "export_params --workdir=RUN --out=RUN/config.json": "is not empty",
-    "export_params --workdir=RUN --out=/dev/null/x/y": "cannot be written",
-    "export_params --workdir=RUN --out=NEW --step=-1": "no checkpoint of step -1",
     "export_params --workdir=TMP --out=NEW": "has no checkpoint",
-    "reshard --from=RUN": "required: --to",
     "reshard --from=RUN --to=RUN": "is not empty",
     **{f"reshard --from=RUN --to=NEW --chunk_mb={bad}": "--chunk_mb=" for bad in ("nan", "inf", "0")},
     "reshard --from=RUN --to=NEW --step=3": "no checkpoint of step 3",
     "reshard --from=TMP --to=NEW": "has no checkpoint",
-    "reshard --from=RUN --to=/proc/nowhere/x": "cannot be written",
     "reshard --from=RUN --to=GOLDEN": "is not empty",
     **{f"inspect --workdir=RUN --html={odd}": "--html=" for odd in ("RUN/config.json", "/dev/null", "TMP")},
-    "inspect --workdir=RUN --html=NEW.html": "No such file or directory",
     "inspect --workdir=RUN --step=9": "no checkpoint of step 9",
     "inspect --workdir=TMP": "has no config.json",
     "verify --workdir=RUN --step=9": "no checkpoint of step 9; it has 0",
@@ -146,8 +138,6 @@ def test_a_damaged_source_leaves_no_folder_of_the_target(run, imported, tmp_path
 
 LISTS = {
     "gone": lambda folder, marker: marker.unlink(),
-    "a folder": lambda folder, marker: (marker.unlink(), marker.mkdir()),
-    "a link to nothing": lambda folder, marker: (marker.unlink(), marker.symlink_to("nowhere")),
     "another byte": lambda folder, marker: marker.write_bytes(marker.read_bytes()[:-2] + b"?}"),
     "an empty step": lambda folder, marker: (shutil.rmtree(folder), folder.mkdir()),
     "a file": lambda folder, marker: (shutil.rmtree(folder), folder.write_text("")),
@@ -182,9 +172,6 @@ def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
         assert code == 4 and "checkpoints/5 is damaged" in err and "--step=0" in err, (name, code, err)
         assert err.count("\n") == 1 and (name != "inspect" or "DAMAGED, `verify` says where: 5." in out)
     assert tree(tmp_path) == before
-    for read in (lambda: partial.read(workdir), lambda: exchange.to_hf(workdir, tmp_path / "out")):
-        with pytest.raises(config.StorageError, match="5 is damaged"):
-            read()
     assert run("export_params", f"--workdir={workdir}", f"--out={tmp_path}/out", "--step=0")[0] == 0
 
 

@@ -89,20 +89,8 @@ def test_what_it_writes_adds_up(small, tmp_path):
     assert (out / "compile.md").read_text().count("## ") >= 2
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (["--devices=8"], ["a micro-batch of 2 sequences", "or give --at_once=N"]),
-    # With another padding id the program is another one; a tokenizer that is not here is that of a run elsewhere.
-    pytest.param(
-        ["--config.model.pad_token_id=5"], ["config.model.pad_token_id=5, but tokenizer bytes has 258"],
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        ["--config.data.tokenizer=elsewhere", "--phase=none"], ["note: compiled without a padding id"],
-        marks=pytest.mark.slow,
-    ),
-])  # fmt: skip
-def test_what_cannot_be_is_told_before_anything_is_compiled(small, tmp_path, options, says):
+def test_what_cannot_be_is_told_before_anything_is_compiled(small, tmp_path):
     out = tmp_path / "out"
-    done = run(f"--config={small}", "--target=cpu", *options, f"--out={out}")
+    done = run(f"--config={small}", "--target=cpu", "--devices=8", f"--out={out}")
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and not out.exists()
-    assert all(words in done.stdout + done.stderr for words in says)
+    assert "a micro-batch of 2 sequences" in done.stderr and "or give --at_once=N" in done.stderr

@@ -104,14 +104,8 @@ def test_it_stops_at_the_end_of_the_document(run, workdir):
 
 
 def test_several_prompts_are_each_as_alone(run, workdir):
-    options = (
-        f"--workdir={workdir}",
-        "--num_tokens=12",
-        "--temperature=3",
-        "--top_k=20",
-        "--top_p=0.9",
-        "--min_p=0.01",
-    )
+    choice = ("--temperature=3", "--top_k=20", "--top_p=0.9", "--min_p=0.01")
+    options = (f"--workdir={workdir}", "--num_tokens=12", *choice)
     one, two = (run(*options, f"--prompt={text}")[1] for text in ("abc", "a longer one"))
     code, out, err = run(*options, "--prompt=a longer one", "--prompt=abc")
     assert (code, out) == (0, two + one) and re.fullmatch(CACHE, err)
@@ -150,21 +144,15 @@ def test_it_talks_until_the_input_ends(run, workdir, monkeypatch):
         (["--workdir={empty}"], "neither a run's folder with checkpoints nor"),
         (["--workdir={run}", "--step=4"], "no checkpoint of step 4; it has 3, 5"),
         (["--workdir={run}", "--prompt_file={bad}"], "not UTF-8 (byte 0xe9 at 3)"),
-        (["--workdir={run}", "--prompt_file={empty}"], "cannot be read (Is a directory)"),
         (["--workdir={run}", "--num_tokens=64"], "more than the model's max_position_embeddings=64"),
         (["--workdir={run}", "--num_tokens=0"], "argument --num_tokens: '0' must be at least 1"),
         (["--workdir={run}", "--temperature=nan"], "argument --temperature: 'nan' must be at least 0"),
-        (["--workdir={run}", "--temperature=warm"], "argument --temperature: 'warm' is not a number"),
         (["--workdir={run}", "--seed=4294967296"], "must be at least 0 and at most 4,294,967,295"),
-        (["--workdir={run}", "--seed=1.5"], "argument --seed: '1.5' is not a whole number"),
         (["--workdir={run}", "--prompt=caf\udce9"], "--prompt is not UTF-8; convert it"),
-        (["--workdir="], "argument --workdir: '' is empty"),
         (["--workdir={run}", "--prompt=a", "--prompt_file=b"], "not allowed with"),
-        (["--workdir={run}", "--prompts=a"], "unrecognized arguments"),
         (["--workdir={run}", "--top_p=0"], "top_p=0.0 must be above 0 and at most 1"),
         (["--workdir={run}", "--stop="], "--stop= is empty"),
         (["--workdir={run}", "--mesh=context"], "argument --mesh: 'context' is not AXIS=N"),
-        (["--workdir={run}", "--mesh=rows=2"], "mesh.rows"),
         (["--workdir={run}", "--num_tokens=9", "--prompt=a", "--prompt=" + "b" * 70], "prompt 2 of 2 has 71 tokens"),
         ([], "required: --workdir"),
     ],

@@ -118,7 +118,7 @@ def test_a_copy_on_the_host_is_the_same_and_stays(tmp_path, monkeypatch, name):
     logical = here.logical()
     for free, where in ((10**12, "made there"), (1000, "made on the host, array by array")):
         monkeypatch.setattr(snapshot, "unused_bytes", lambda device, free=free: free)
-        copies = dataclasses.replace(here.copies, where=[], say=said.append)
+        copies = dataclasses.replace(here.copies, say=said.append)
         copy = copies.take(here.state)
         assert isinstance(copy, OnHost) == (free == 1000)
         assert where in said[-1] and len(said) == 1 + (free == 1000)

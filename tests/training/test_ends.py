@@ -370,12 +370,3 @@ def test_evaluation_and_sample_are_the_phases_own(tmp_path, monkeypatch, capsys)
     assert f"free; python -m experiments.generate --workdir={tmp_path / 'run'} makes one" in capsys.readouterr().out
     assert sampled == [777.0]
     assert not (tmp_path / "run" / "sample.txt").exists()  # that one was of other weights
-
-
-def test_samples_are_kept_by_step_and_those_after_it_are_another_run_s(tmp_path):
-    path = tmp_path / "samples.jsonl"
-    for step, text in ((10, "ten"), (20, "twenty \ud800"), (30, "thirty"), (20, "again")):
-        sample.keep_sample(tmp_path, step, "", text)
-        path.write_text(path.read_text() + "no line\n")
-    kept = [json.loads(line) for line in path.read_text().splitlines()[:-1]]
-    assert [(one["step"], one["text"]) for one in kept] == [(10, "ten"), (20, "again")]

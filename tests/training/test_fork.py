@@ -1,9 +1,7 @@
 """Runs that go on from another's checkpoint: exactly where nothing differs, otherwise as their config says."""
 
 import json
-import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import multiprocess_runs
@@ -153,43 +151,17 @@ def test_the_step_that_was_newest_at_first_stays_the_one(parent, tmp_path):
     assert find("@2")[1:] == [2, 256]
 
 
-def how_to():
-    """The commands of docs/recipe.md's cool-downs, as bash runs them, but for the program: {workdir: keys}."""
-    text = Path("docs/recipe.md").read_text()
-    block = re.search(r"## Cool-downs.*?```sh\n(.*?)```", text, re.S)[1]
-    assert "python -m experiments.pretrain" in block
-    script = f'python() {{ printf "%s\\n" "$*"; }}\n{block}'
-    said = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True).stdout
-    found = {}
-    for line in said.splitlines():
-        given = dict(part.removeprefix("--").split("=", 1) for part in line.split()[2:])
-        workdir = given.pop("workdir")
-        found[workdir] = {key.removeprefix("config."): value for key, value in given.items()}
-    return found
-
-
-def test_cool_downs_as_the_docs_have_them_fall_over_their_last_steps():
-    stable, *cooled = how_to().values()
+def test_a_cool_down_falls_over_the_steps_after_the_fork():
     given = tiny.get_config()
-    given.update_from_flattened_dict({key: json.loads(value) for key, value in stable.items()})
-    plan, peak = schedule.make_plan(config.check(given)), given.optim.lr
-    assert [plan.step(n).lr for n in (50, 100, 150, 200)] == [peak] * 4
-    for keys in cooled:
-        begun = int(keys["run.fork"].partition("@")[2])
-        length = int(keys["run.num_steps"]) - begun
-        own = tiny.get_config()
-        own.run.fork, own.run.fork_step, own.run.fork_tokens = "x", begun, plan.tokens_of_step(begun)
-        own.run.num_steps = begun + length
-        own.schedule.decay_steps = int(keys["schedule.decay_steps"])
-        course = schedule.make_plan(config.check(own))
-        rates = [course.step(begun + n).lr for n in range(1, length + 1)]
-        assert rates == pytest.approx([peak * (1 - n / length) for n in range(1, length + 1)])
-    assert [keys["run.fork"].partition("@")[2] for keys in cooled] == ["100", "150", "200"]
-    assert len({int(k["run.num_steps"]) - int(k["run.fork"].partition("@")[2]) for k in cooled}) == 3
+    given.run.fork, given.run.fork_step, given.run.fork_tokens = "x", 100, 100 * 16 * 256
+    given.update_from_flattened_dict({"run.num_steps": 120, "schedule.decay_steps": 20})
+    plan = schedule.make_plan(config.check(given))
+    rates = [plan.step(100 + n).lr for n in range(1, 21)]
+    assert rates == pytest.approx([given.optim.lr * (1 - n / 20) for n in range(1, 21)])
 
 
 def dies_after(patch, count):
-    """The program ends with an error in its so manieth step."""
+    """The program ends with an error after so many steps."""
     made = steps.make_train_step
 
     def make(*args):

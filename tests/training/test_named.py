@@ -68,7 +68,7 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, keys, tmp_pa
     changed.write_text("what the run has seen is not known any more")
     monkeypatch.setattr("sys.argv", ["evaluate", f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
     assert cli.exit_code(evaluate.main) == cli.BAD_INPUT
-    assert "was trained on other data than its sources hold now" in capsys.readouterr().err
+    assert "was trained on other data than its sources now have" in capsys.readouterr().err
     changed.write_text(before)
 
     shutil.rmtree(tmp_path / "run")

@@ -83,36 +83,20 @@ PHASES = [
 ]
 
 
-def went_through(workdir, said, last):
-    """What was printed by each start, and what is in the workdir of a run of so many steps."""
-    for step, out, phase in zip(BORDERS, said[:-1], PHASES, strict=False):
-        assert f"saved after step {step}; {phase}: the same command goes on." in out
-    assert all("micro-batches" in out and "best_fit" in out for out in said)  # the table of phases
-    found = tiny_runs.lines(workdir)
-    plan = schedule.make_plan(settings())
-    assert [line["tokens"] for line in found] == [plan.tokens_of_step(n) for n in range(1, last + 1)]
-    assert [line["step"] for line in found if "eval/loss" in line] == list(range(2, last + 1, 2))
-    assert all(np.isfinite(line["loss"]) for line in found)
-    assert (workdir / "sample.txt").read_text().startswith("def ")
-
-
-@pytest.mark.slow
-def test_a_run_ends_at_a_border_to_another_mesh_and_the_same_start_goes_on(tmp_path, capsys):
-    """The first of the borders; a run that is to end at the second is done there."""
-    first, second = BORDERS[:2]
-    said = []
-    for code, step in ((cli.PREEMPTED, first), (cli.DONE, second)):
-        assert start(tmp_path / "run", run__num_steps=second, **QUICK) == code
-        assert recipe.peek(tmp_path / "run") == step
-        said.append(capsys.readouterr().out)
-    went_through(tmp_path / "run", said, second)
-
-
 @pytest.mark.slow
 def test_a_run_ends_at_each_border_to_another_mesh_and_the_same_command_goes_on(unbroken):
     workdir, ends = unbroken
     assert [end[:2] for end in ends] == [(cli.PREEMPTED, n) for n in BORDERS] + [(cli.DONE, LAST)]
-    went_through(workdir, [out for *_, out in ends], LAST)
+    said = [out for *_, out in ends]
+    for step, out, phase in zip(BORDERS, said[:-1], PHASES, strict=True):
+        assert f"saved after step {step}; {phase}: the same command goes on." in out
+    assert all("micro-batches" in out and "best_fit" in out for out in said)  # the table of phases
+    found = tiny_runs.lines(workdir)
+    plan = schedule.make_plan(settings())
+    assert [line["tokens"] for line in found] == [plan.tokens_of_step(n) for n in range(1, LAST + 1)]
+    assert [line["step"] for line in found if "eval/loss" in line] == list(range(2, LAST + 1, 2))
+    assert all(np.isfinite(line["loss"]) for line in found)
+    assert (workdir / "sample.txt").read_text().startswith("def ")
 
 
 @pytest.mark.slow

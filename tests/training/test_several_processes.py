@@ -117,57 +117,6 @@ def test_another_command_or_another_folder_than_the_first_is_refused(tmp_path, m
     assert not (tmp_path / "run").exists()
 
 
-HOOKED = """
-import os, runpy, sys, time
-from zaya_jax.checkpoint import tiers
-from zaya_jax.config import UserError
-from zaya_jax.training import layout, workdir
-
-def refuse(*_):
-    raise UserError("not with me")
-
-def slowly(function):
-    def call(*given):  # when the first has written, if it does
-        latest = time.monotonic() + 8
-        while time.monotonic() < latest and not os.path.exists(os.environ["RECORDED"]):
-            time.sleep(0.1)
-        time.sleep(1)
-        return function(*given)
-    return call
-
-mine = os.environ["JAX_PROCESS_ID"]
-exec(os.environ["HOOK"])
-sys.argv = sys.argv[1:]
-runpy.run_module("experiments.pretrain", run_name="__main__")
-"""
-HOOKS = {
-    "all, after the folder was made": "tiers.local_folder = refuse",
-    "one, before, while the first is ready": "if mine == '1': layout.check_batch_memory = slowly(refuse)",
-    "one, after": "if mine == '1': tiers.local_folder = slowly(refuse)",
-    "the first, while the others go on": "if mine == '0': workdir.write_json = slowly(refuse)",
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hook", HOOKS)
-def test_whoever_refuses_nothing_is_left(tmp_path, hook):
-    """And the reason is the one that is said: nobody trips over what is cleaned up."""
-    workdir = tmp_path / "runs" / "one"
-    before = sorted(tmp_path.rglob("*"))
-    corpus = tmp_path.parent / f"corpus of {tmp_path.name}"
-    corpus.mkdir()
-    (corpus / "a.txt").write_text("some words\n" * 2000)
-    keys = [f"--config.{name}={value}" for name, value in SMALL.items()]
-    command = ["-c", HOOKED, "experiments.pretrain", f"--workdir={workdir}", f"--config.data.path={corpus}", *keys]
-    variables = {"HOOK": HOOKS[hook], "RECORDED": str(workdir / "config.json")}
-    out = tmp_path.parent / f"out of {tmp_path.name}"
-    with multiprocess_runs.start(command, 2, out, variables=variables) as run:
-        results = run.wait(120)
-    assert [result.code for result in results] == [cli.BAD_INPUT] * 2, results
-    assert all("not with me" in result.err and result.err.count("\n") == 1 for result in results if result.err), results
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "victim", "keys"),

@@ -4,6 +4,7 @@ Figures are the same in all processes; process 0 writes and shows them.
 """
 
 import collections
+import contextlib
 import json
 import math
 import os
@@ -51,9 +52,9 @@ class Writer:
             say(f"{self.path}: its last {dropped:,} bytes, from after step {restored_step}, are dropped")
         self._lines, self._failing = b"", ""
         self._lock = threading.RLock()  # the end may come in another thread
-        self._workdir, self._purge = workdir, restored_step + 1 if restored_step else None
-        self._events: SummaryWriter | None = None
-        self._open_events()
+        # A queue that the thread no longer empties would block the training when it is full.
+        purge = restored_step + 1 if restored_step else None
+        self._events = SummaryWriter(str(workdir), purge_step=purge, max_queue=20_000)
         leaving.before(self.close)
 
     def write(self, step: int, figures: dict[str, Any]) -> None:
@@ -65,9 +66,9 @@ class Writer:
         with self._lock:
             self._lines += json.dumps({"step": step, **plain}).encode() + b"\n"
             if len(self._lines) > BUFFER:
-                self._try(self._write_lines)
-        if self._events is None or not self._events.file_writer.event_writer._worker.is_alive():
-            return  # its thread ends at the first error
+                self._write_lines()
+        if not self._events_are_written():
+            return
         for name, value in plain.items():
             if isinstance(value, float | int):
                 self._events.add_scalar(name, value, step)
@@ -79,7 +80,8 @@ class Writer:
         """Hands everything to the operating system, before a checkpoint that counts on it."""
         if self._writes:
             with self._lock:
-                self._try(self._write_lines, self._flush_events)
+                self._write_lines()
+                self._if_events_are_written(self._events.flush)
 
     def close(self) -> None:
         """Flushes and closes the files, once."""
@@ -94,39 +96,29 @@ class Writer:
                 count = self._lines.count(b"\n")
                 say(f"warning: the last {count} lines of {self.path} could not be written and are lost")
             self._file.close()
-            if self._events is not None:
-                self._try(self._events.close)
-
-    def _try(self, *functions: Callable[[], None]) -> None:
-        """Lets training go on where files cannot be written, and says so when that begins and when it ends."""
-        failing = ""
-        for function in functions:
-            try:
-                function()
-            except OSError as error:
-                failing = error.strerror or str(error)
-        if failing != self._failing:
-            self._failing = failing
-            say(
-                f"warning: metrics cannot be written ({failing}: {self._workdir}); training goes on, lines are kept"
-                if failing
-                else "metrics are written again"
-            )
+            self._if_events_are_written(self._events.close)
 
     def _write_lines(self) -> None:
-        while self._lines:
-            self._lines = self._lines[self._file.write(self._lines) :]
+        """Lets training go on where the file cannot be written, and says so when that begins and when it ends."""
+        failing = ""
+        try:
+            while self._lines:
+                self._lines = self._lines[self._file.write(self._lines) :]
+        except OSError as error:
+            failing = error.strerror or str(error)
+        if failing != self._failing:
+            warning = f"warning: {self.path} cannot be written ({failing}); training goes on, lines are kept"
+            say(warning if failing else "metrics are written again")
+        self._failing = failing
 
-    def _flush_events(self) -> None:
-        if self._events is not None and self._events.file_writer.event_writer._worker.is_alive():
-            self._events.flush()
-        else:
-            self._open_events()
+    def _events_are_written(self) -> bool:
+        """Whether TensorBoard's thread goes on: it ends at its first error, and nothing is drawn until a new start."""
+        return self._events.file_writer.event_writer._worker.is_alive()
 
-    def _open_events(self) -> None:
-        self._events = None
-        # A queue that the thread no longer empties would block the training when it is full.
-        self._events = SummaryWriter(str(self._workdir), purge_step=self._purge, max_queue=20_000)
+    def _if_events_are_written(self, function: Callable[[], None]) -> None:
+        if self._events_are_written():
+            with contextlib.suppress(OSError):
+                function()
 
 
 def _plain(value: Any) -> Any:

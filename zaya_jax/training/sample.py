@@ -4,10 +4,7 @@ Process 0 makes it alone, with the weights of the checkpoint that has just been 
 for it, and none at all where the weights are larger than what the one device has free.
 """
 
-import contextlib
 import json
-import os
-import re
 from pathlib import Path
 
 import jax
@@ -15,11 +12,12 @@ import jax
 from zaya_jax import generation
 from zaya_jax.checkpoint import partial
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Config, files
+from zaya_jax.config import Config
 from zaya_jax.data import chat
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
+from zaya_jax.training import layout
 from zaya_jax.training.logs import say
 
 # In bytes a parameter: float32, and the copy in the products' format that XLA may keep through the decoding.
@@ -27,7 +25,7 @@ BYTES = 6
 
 
 def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int) -> None:
-    """Writes sample.txt and keeps it in samples.jsonl, or says why not. `config` is that of the step's phase.
+    """Writes sample.txt and adds it to samples.jsonl, or says why not. `config` is that of the step's phase.
 
     In process 0 alone, when the training's state is gone from its device.
     """
@@ -67,30 +65,13 @@ def write_sample(workdir: Path, config: Config, tokenizer: Tokenizer, step: int)
         goes_on = generation.Text(tokenizer, before=ids)
         text = prompt + goes_on.add(new) + goes_on.rest()
     path.write_text(text, encoding="utf-8")
-    keep_sample(workdir, step, prompt, text)
-
-
-def keep_sample(workdir: Path, step: int, prompt: str, text: str) -> None:
-    """Puts a sample into samples.jsonl, where those of all ends of the run are; another of the same step or of a later
-    one, which is not this run's any more, goes.
-    """
-    path, kept = workdir / "samples.jsonl", list[str]()
-    with contextlib.suppress(OSError):  # none yet, or no file
-        for line in files.read(path).decode("utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
-                if json.loads(line)["step"] < step:
-                    kept.append(line)
-    kept.append(json.dumps({"step": step, "prompt": prompt, "text": text}))
-    files.write(path, "".join(f"{line}\n" for line in kept).encode("utf-8", errors="replace"))
+    with (workdir / "samples.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
 
 
 def free_bytes(device: jax.Device) -> int:
-    """The free memory of a device; of a CPU that of the machine."""
+    """The free memory of a device; of a CPU half of the machine's."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    with contextlib.suppress(OSError):  # Linux: what the page cache would give back counts too
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        if found:
-            return int(found[1]) << 10
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return layout.machine_bytes() // 2

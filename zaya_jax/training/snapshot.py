@@ -13,6 +13,7 @@ on the host, array by array, while the training waits.
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -44,18 +45,15 @@ class Copies:
     held: Holding  # where the checkpoint's arrays lie in it
     place: Callable[[Any], Any]  # a copy as a state, which takes the copy's memory
     program: Any  # jitted: arrays to a copy
-    say: Callable[[str], None] = lambda message: None
-    # Whether on the devices; decided at the first copy.
-    where: list[bool] = dataclasses.field(default_factory=list)
+    say: Callable[[str], None]
 
     def take(self, state: Any) -> Any:
         """A copy, made where there is room for it; all processes together, after a step."""
-        if not self.where:
-            self.where.append(self._decide())
-        return self.on_devices(state) if self.where[0] else self.on_host(state)
+        return self.on_devices(state) if self._fits_devices else self.on_host(state)
 
-    def _decide(self) -> bool:
-        """Decides whether a copy fits the devices; once, since from then on their peak holds a copy too."""
+    @functools.cached_property
+    def _fits_devices(self) -> bool:
+        """Whether a copy fits the devices; asked once, since from then on their peak holds a copy too."""
         needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(self.like))
         free = [unused_bytes(device) for device in jax.tree.leaves(self.like)[0].sharding.addressable_devices]
         known = [x for x in free if x is not None]

@@ -25,7 +25,7 @@ from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.checkpoint import claims, store, writing
 from zaya_jax.checkpoint.layout import IMPORTED, META
-from zaya_jax.cluster import leaving, multihost
+from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, StorageError, UserError, fields, files
 from zaya_jax.data import mix
 from zaya_jax.data.tokenizers import Tokenizer
@@ -53,8 +53,6 @@ def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
                 "give a name of one part, or the folder as --workdir"
             )
         return Path("runs") / config.name
-    if not str(workdir).strip():
-        raise UserError(f"--workdir={str(workdir)!r} is empty; give a folder, or leave it out for runs/{config.name}")
     fields.check_path("--workdir", str(workdir))
     return Path(workdir)
 
@@ -137,52 +135,33 @@ def without_config(workdir: Path) -> str:
 
 
 class CleanupIfRefused:
-    """Removes the folder of a run that is refused before its first step, where there was none before, and unlocks
-    it. Files that this run did not make stay.
+    """Removes a new run's folder if the run is refused before its first step, and unlocks it.
 
-    Of several processes the first cleans up on its way out, when the others have gone: one that finds the folder gone
-    would say so in place of the reason.
+    A run of several processes leaves the folder: as long as nothing is saved there, any config may take it.
     """
 
-    MADE = ("config.json", "environment.json", LINEAGE, "tokenizer", "logs", "checkpoints", claims.LOCK)
-
     def __init__(self, workdir: Path):
-        self._workdir, self._begun, self._before = workdir, True, set[str]()
-        self._made = [path for path in (workdir, *workdir.parents) if not path.exists()]
-        if jax.process_count() > 1:
-            leaving.before(self._clean, leaving.BAD_INPUT)
+        self._workdir, self._new = workdir, False
+        self._made = [path for path in workdir.parents if not path.exists()]
 
     def locked(self) -> None:
-        """Notes the folder's content, when no other run writes there and this one has written nothing."""
-        self._begun = (self._workdir / "config.json").exists()
-        self._before = {path.name for path in self._workdir.iterdir()} - {claims.LOCK}
+        """Notes whether the folder is new, when no other run writes there and this one has written nothing."""
+        self._new = not (self._workdir / "config.json").exists()
 
     def keep(self) -> None:
         """From here on the folder's content is a run's, and stays."""
-        self._begun = True
-        leaving.forget(self._clean)
+        self._new = False
 
     def __call__(self, kind: type | None, *_: object) -> None:
         """For an ExitStack."""
         if kind and jax.process_count() > 1:
             return  # the process ends, and the lock with it
-        leaving.forget(self._clean)
-        if kind and issubclass(kind, UserError):
-            self._clean()
+        if kind and issubclass(kind, UserError) and self._new:
+            shutil.rmtree(self._workdir, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                for path in self._made:
+                    path.rmdir()  # an empty one
         claims.release(self._workdir)
-
-    def _clean(self) -> None:
-        if self._begun or not claims.taken(self._workdir):
-            return
-        for name in set(self.MADE) - self._before:
-            path = self._workdir / name
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            for path in self._made:
-                path.rmdir()  # an empty one
 
 
 def record_start(workdir: Path, config: Config, tokenizer: Tokenizer, lineage: list) -> None:
