@@ -23,13 +23,13 @@ import jax
 
 from experiments import _compiling as compiling
 from zaya_jax import cli, schedule
-from zaya_jax import config as config_lib
 from zaya_jax.config import Config, UserError
 from zaya_jax.config.files import write
 from zaya_jax.data import tokenizers
 from zaya_jax.hardware import clusters, host, targets
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.report.document import Document, Section, Table, Tile
 from zaya_jax.report.svg import Chart, Line
 from zaya_jax.report.text import byte_size, duration, number, shape_of_step
@@ -172,8 +172,7 @@ def _what_fits(
         sizes = dataclasses.replace(here.mesh, data=-1, context=here.mesh.context * context)
         try:
             wider = make_mesh(sizes, devices)
-            spread = recipe.spread_at(dataclasses.replace(here, mesh=sizes), _phase_of(here, sizes), len(devices))
-            sharding.check(here, spread)
+            sharding.check(here, spread_of(sizes, wider.shape))
         except UserError:
             break
         before, here, mesh = mesh, dataclasses.replace(here, mesh=sizes), wider
@@ -181,12 +180,6 @@ def _what_fits(
         if row := tried(f"mesh.context={sizes.context}"):
             return row
     return None
-
-
-def _phase_of(here: Config, mesh: config_lib.Mesh) -> config_lib.Phase:
-    """A phase that has what a config has outside its phases."""
-    whole = dataclasses.replace(here, schedule=dataclasses.replace(here.schedule, phases=()), mesh=mesh)
-    return schedule.make_plan(whole).segments[0].phase
 
 
 def document(result: dict[str, Any]) -> Document:

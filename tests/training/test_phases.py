@@ -14,6 +14,8 @@ import tiny_runs
 from experiments import pretrain
 from zaya_jax import cli, config, schedule
 from zaya_jax.checkpoint import partial
+from zaya_jax.parallel.mesh import shape_of
+from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import recipe
 
 SMALL = Path(__file__).with_name("small_phases.py")
@@ -194,7 +196,7 @@ def test_the_full_size_recipe_is_the_published_one():
     assert "/srv/data/reasoning_32k=0.86" in phases[2].mixture
     assert "/srv/data/reasoning_131k=0.75" in phases[3].mixture
     for phase in phases:
-        spread = recipe.spread_at(given, phase, 1024)
+        spread = spread_of(phase.mesh, shape_of(phase.mesh, 1024))
         rows = phase.global_batch // (spread.data * spread.expert)
         assert rows * phase.seq_len // spread.context == 16_384 and not phase.micro_batch  # all of a step at once
 

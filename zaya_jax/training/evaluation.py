@@ -22,8 +22,8 @@ from zaya_jax.training.recipe import Recipe, Stage
 class Evaluation:
     """The evaluations of one start. A phase's windows and program are made when they are first needed."""
 
-    def __init__(self, whole: Recipe, here: Stage, tokenizer: Tokenizer, optimizer: Optimizer, pace: Pace):
-        self._whole, self._here, self._tokenizer, self._pace = whole, here, tokenizer, pace
+    def __init__(self, run: Recipe, here: Stage, tokenizer: Tokenizer, optimizer: Optimizer, pace: Pace):
+        self._recipe, self._here, self._tokenizer, self._pace = run, here, tokenizer, pace
         self._optimizer = optimizer
         self.windows = functools.lru_cache(1)(self._windows)
         self._program = functools.cache(self._make)
@@ -45,8 +45,8 @@ class Evaluation:
 
     def make_up(self, state: Any, reached: int, writer: Writer) -> None:
         """Makes up for the evaluation after step `reached`, which was due when the run stopped there."""
-        before = self._whole.plan.step(reached)
-        if self._whole.stage(reached).config.mesh != self._here.config.mesh:
+        before = self._recipe.plan.step(reached)
+        if self._recipe.stage(reached).config.mesh != self._here.config.mesh:
             logs.say(f"note: step {reached} stays without a held-out loss: its phase had another mesh")
         elif self.windows(before.phase):
             losses = self.losses(state, before)
@@ -56,18 +56,18 @@ class Evaluation:
 
     def before_training(self, state: Any) -> None:
         """Prints the loss of weights that come from elsewhere, before the first step."""
-        first = self._whole.plan.step(1)
+        first = self._recipe.plan.step(1)
         if self.windows(first.phase):
             loss = self.losses(state, first).get("eval/loss", np.nan)
             logs.say(f"step 0 | held-out {loss:.4f}, with the weights as they came")
 
     def _make(self, phase_index: int) -> Any:
-        config = self._whole.stages[phase_index].config
+        config = self._recipe.stages[phase_index].config
         return steps.make_eval_step(config, config.model, self._optimizer, self._here.mesh)
 
     def _windows(self, phase: Phase) -> dict[str, list]:
         """The batches that a phase is evaluated on, on the devices, by the figure's name."""
-        config, spread, mesh = self._whole.config, self._here.spread, self._here.mesh
+        config, spread, mesh = self._recipe.config, self._here.spread, self._here.mesh
         rows, count = rows_of_process(mesh), recipe.eval_rows(config, phase, spread)
         own = windows.eval_config(config, phase)
         found = {"eval/loss": windows.eval_batches(own, self._tokenizer, rows, count)}

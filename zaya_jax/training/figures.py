@@ -27,7 +27,7 @@ class Figures:
 
     def __init__(self, begun: Any, unsound: int, pace: Pace, guard: Any):
         """`begun` is the run's `Beginning`, `guard` the `aegis.guard.Guard` that sees them."""
-        self._whole, self._store, self._pace, self._guard = begun.recipe, begun.store, pace, guard
+        self._recipe, self._store, self._pace, self._guard = begun.recipe, begun.store, pace, guard
         plan, last, config = begun.recipe.plan, begun.recipe.last_step, begun.recipe.config
         self.writer = Writer(begun.workdir, begun.reached)
         self.remaining = Remaining(plan, begun.reached, last)
@@ -67,11 +67,11 @@ class Figures:
         figures = {"tokens": now.tokens_after, **found, **(more or {})}
         figures |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds}
         if self._peak:
-            model = self._whole.stages[now.phase_index].config.model
+            model = self._recipe.stages[now.phase_index].config.model
             flops = model_flops(model, now.phase.seq_len) * tokens
             figures["mfu"] = flops / seconds / self._peak / len(jax.devices())
         self.unsound = 0 if retention.sound(figures) else self.unsound + 1
-        if now.number % PER_LAYER_EVERY and now.number not in (1, self._whole.last_step):
+        if now.number % PER_LAYER_EVERY and now.number not in (1, self._recipe.last_step):
             figures.pop("load", None)
         figures |= self._store.figures() | self._guard.figures(now.number)
         self._guard.see(now.number, now.phase_index, figures)

@@ -44,27 +44,27 @@ def plan_start(config: Config, folder: Path) -> Layout:
     config = fork.settle(config, found)
     tokenizer = tokenizers.load(config.data.tokenizer)
     config = tokenizers.with_model_ids(config, tokenizer)
-    whole = recipe.make(config, jax.devices())
+    run = recipe.make(config, jax.devices())
     reached = multihost.from_first("look", functools.partial(recipe.peek, folder)) or config.run.fork_step
-    return lay_out(whole, tokenizer, min(reached, whole.last_step))
+    return lay_out(run, tokenizer, min(reached, run.last_step))
 
 
-def lay_out(whole: Recipe, tokenizer: tokenizers.Tokenizer, reached: int) -> Layout:
+def lay_out(run: Recipe, tokenizer: tokenizers.Tokenizer, reached: int) -> Layout:
     """The layout of a start after this step."""
-    if reached > whole.last_step:
+    if reached > run.last_step:
         raise UserError(
-            f"config.run.num_steps={whole.last_step}, but the run has already reached step {reached}; "
+            f"config.run.num_steps={run.last_step}, but the run has already reached step {reached}; "
             "give at least as many steps, or a new workdir"
         )
-    notes = recipe.check(whole, reached)
-    first = min(reached + 1, whole.last_step)
-    stage = whole.stage(first)
+    notes = recipe.check(run, reached)
+    first = min(reached + 1, run.last_step)
+    stage = run.stage(first)
     assert stage.mesh is not None  # `recipe.check`
     check_batch_memory(stage)
-    check_memory(stage.config, stage.mesh, schedule.key(whole.config, stage.index, "mesh"))
-    stream = pipeline.train_stream(whole.config, tokenizer, rows_of_process(stage.mesh))
-    notes += stream.batches.notes + windows.named_notes(whole.config, tokenizer)
-    return Layout(reached, whole, stage, whole.last_step_here(first), tokenizer, stream, notes)
+    check_memory(stage.config, stage.mesh, schedule.key(run.config, stage.index, "mesh"))
+    stream = pipeline.train_stream(run.config, tokenizer, rows_of_process(stage.mesh))
+    notes += stream.batches.notes + windows.named_notes(run.config, tokenizer)
+    return Layout(reached, run, stage, run.last_step_here(first), tokenizer, stream, notes)
 
 
 def check_batch_memory(stage: Stage) -> None:

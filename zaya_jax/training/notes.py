@@ -15,19 +15,19 @@ from zaya_jax.training import logs, recipe
 from zaya_jax.training.recipe import Recipe, Stage
 
 
-def describe_start(whole: Recipe, here: Stage, workdir: Path, reached: int, notes: list[str]) -> None:
+def describe_start(run: Recipe, here: Stage, workdir: Path, reached: int, notes: list[str]) -> None:
     """Prints the first lines of a start: its phases, the model and its place, and the notes of its checks."""
-    if whole.config.schedule.phases:
-        logs.say(recipe.table(whole))
-    logs.say(describe_run(whole, here, workdir, reached))
+    if run.config.schedule.phases:
+        logs.say(recipe.table(run))
+    logs.say(describe_run(run, here, workdir, reached))
     found = [*notes, unknown_peak(), *sizing_rules.notes(here.config, list(here.mesh.devices.flat))]
     for note in filter(None, dict.fromkeys(found)):
         logs.say(note)
 
 
-def describe_run(whole: Recipe, here: Stage, workdir: Path, reached: int) -> str:
+def describe_run(run: Recipe, here: Stage, workdir: Path, reached: int) -> str:
     """Model, mesh, steps and folder, on one line."""
-    config, last = whole.config, whole.plan.step(whole.last_step)
+    config, last = run.config, run.plan.step(run.last_step)
     counts = zaya.param_counts(config.model)
     sizes = " x ".join(f"{axis} {size}" for axis, size in here.mesh.shape.items() if size > 1) or "one device"
     return (
@@ -84,8 +84,8 @@ def done(steps: int, tokens: int, unsound: int, workdir: Path, asked: str) -> st
     return f"done: {steps} steps, {tokens:,} tokens. {effect}{report}"
 
 
-def complete(whole: Recipe, workdir: Path, report: Path) -> str:
+def complete(run: Recipe, workdir: Path, report: Path) -> str:
     """The line of a start after the last step."""
-    all_phases = whole.config.schedule.phases and whole.last_step == whole.plan.total_steps
+    all_phases = run.config.schedule.phases and run.last_step == run.plan.total_steps
     more = "another of schedule.phases" if all_phases else "--config.run.num_steps=N"
-    return f"{workdir} is complete: {whole.last_step} steps done. More: {more}.  Report: {report}"
+    return f"{workdir} is complete: {run.last_step} steps done. More: {more}.  Report: {report}"

@@ -5,9 +5,9 @@ saves and ends, and the same command goes on there (`Recipe.last_step_here`).
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,35 +138,24 @@ def _check_fractions(config: Config, plan: Plan) -> None:
         )
 
 
-def spread_at(config: Config, phase: Phase, devices: int) -> Spread:
-    """How a phase's work is spread over so many devices."""
-    mesh = schedule.phase_config(config, phase).mesh
-    return spread_of(mesh, shape_of(mesh, devices))
-
-
 def portion(config: Config, segment: Segment, devices: int, at_once: int = 0) -> tuple[Config, Spread, int, int]:
-    """A segment's config on so many devices, how it is spread, its sequences per step and its micro-batches; UserError
-    where these do not go together.
+    """A segment's config on so many devices, its spread, its sequences per step and its micro-batches; UserError where
+    these do not go together.
 
     With `at_once` so many sequences are taken at once on each row of data x expert, whatever the config's batch, which
     is rounded to whole micro-batches.
     """
-    index, phase = segment.phase_index, segment.phase
-    here, where = schedule.phase_config(config, phase), schedule.key(config, index, "mesh")
-    shape = shape_of(here.mesh, devices, where)
-    spread = spread_of(here.mesh, shape)
-    lengths = {schedule.key(config, index, "seq_len"): phase.seq_len}
+    phase, key = segment.phase, functools.partial(schedule.key, config, segment.phase_index)
+    here, where = schedule.phase_config(config, phase), key("mesh")
+    spread = spread_of(here.mesh, shape_of(here.mesh, devices, where))
+    sharding.check(here, spread, lengths={key("seq_len"): phase.seq_len}, where=where)
     if at_once:
         micro = at_once * spread.data * spread.expert
         micro_batches = max(1, round(segment.sequences / micro))
-        sharding.check(here, spread, lengths=lengths, where=where)
         return here, spread, micro * micro_batches, micro_batches
-    sharding.check(here, spread, lengths=lengths, where=where)
+    micro = segment.sequences // segment.micro_batches
     try:
-        sharding.check_batch(
-            spread, (segment.sequences,), segment.sequences // segment.micro_batches, where=where,
-            name=schedule.key(config, index, "micro_batch"),
-        )  # fmt: skip
+        sharding.check_batch(spread, (segment.sequences,), micro, where=where, name=key("micro_batch"))
     except UserError as error:
         raise UserError(f"phase {phase.name!r}: {error}; or give --at_once=N") from None
     return here, spread, segment.sequences, segment.micro_batches
@@ -241,7 +230,7 @@ def _column(recipe: Recipe, stage: Stage) -> dict[str, str]:
         "RoPE base": f"{phase.rope_theta:,.10g}",
         "sequences per step": " > ".join(f"{size:,}" for size in steps),
         "tokens per step": " > ".join(_short(size * phase.seq_len) for size in steps),
-        "micro-batches": _numbers_of(segments),
+        "micro-batches": " > ".join(f"{s.micro_batches} of {s.sequences // s.micro_batches:,}" for s in segments),
         "tokens at once": f"{at_once:,} on each of {count:,}",
         "mesh": describe_mesh(here.mesh, devices) + (" (not here)" if stage.misfit else ""),
         "remat": phase.remat,
@@ -255,13 +244,6 @@ def by_phase(plan: Plan) -> list[tuple[int, list[Segment]]]:
     """The segments of each phase, with its index."""
     groups = itertools.groupby(plan.segments, key=lambda segment: segment.phase_index)
     return [(index, list(segments)) for index, segments in groups]
-
-
-def _numbers_of(segments: Sequence[Segment]) -> str:
-    numbers = [(segment.micro_batches, segment.sequences // segment.micro_batches) for segment in segments]
-    if len({size for _, size in numbers}) == 1:
-        return " > ".join(str(number) for number, _ in numbers) + f" of {numbers[0][1]:,}"
-    return " > ".join(f"{number} of {size:,}" for number, size in numbers)
 
 
 def _micro_batch(phase: Phase) -> int:
