@@ -362,7 +362,7 @@ class Loop:
             return self._end(number, cli.UNHEALTHY, line, way_back=True)
         self.store.close(again=False)
         batches = f"the {decision['batches']} batches since"
-        self.figures.console.say(f"{self.guard.spike}: back to step {decision['step']}, and on without {batches}")
+        logs.say(f"{self.guard.spike}: back to step {decision['step']}, and on without {batches}")
         self.state = None  # its memory is the next state's
         self.stream.close()
         self.figures.drop()
@@ -381,7 +381,7 @@ class Loop:
         self.pace.at("end", number)
         self.store.close(again=again)
         self._wind_up()
-        self.figures.console.say(f"{line} {self.store.way_back()}" if way_back else line)
+        logs.say(f"{line} {self.store.way_back()}" if way_back else line)
         return code
 
     def _wind_up(self) -> None:

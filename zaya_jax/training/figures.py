@@ -1,4 +1,4 @@
-"""Reads the figures of each step one step late, so that no device waits, and hands them to files, console and guard.
+"""Reads the figures of each step one step late, so that no device waits, and hands them to files, terminal and guard.
 
 figures.dispatched(now, of_the_step)     reads the figures of the step before
 figures.read(more)                       reads the figures of this step, where something is due after it
@@ -18,7 +18,7 @@ from zaya_jax.checkpoint import retention
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.schedule import Step
 from zaya_jax.training import logs, notes
-from zaya_jax.training.metrics import PER_LAYER_EVERY, Console, Remaining, Writer
+from zaya_jax.training.metrics import PER_LAYER_EVERY, Remaining, Writer, describe
 from zaya_jax.training.pace import Pace
 
 
@@ -31,7 +31,7 @@ class Figures:
         plan, last, config = begun.recipe.plan, begun.recipe.last_step, begun.recipe.config
         self.writer = Writer(begun.workdir, begun.reached)
         self.remaining = Remaining(plan, begun.reached, last)
-        self.console = Console(begun.reached, last, config.log.every, self.remaining.after)
+        self._always_shown = (begun.reached + 1, last)
         self.unsound = unsound  # updates in a row without effect, up to the last one
         self._pending: tuple[Step, Any, float | None] | None = None
         self._peak = peak_flops(jax.devices()[0].device_kind, config.precision)
@@ -77,15 +77,19 @@ class Figures:
         self._guard.see(now.number, now.phase_index, figures)
         self.writer.write(now.number, figures)
         self.remaining.step(now.number, seconds)
-        self.console.step(now.number, figures)
+        self._show(now.number, figures)
         return {name: float(found[name]) for name in retention.FIGURES}
+
+    def _show(self, step: int, figures: dict[str, Any]) -> None:
+        every = self._recipe.config.log.every
+        if step % every == 0 or step in self._always_shown or "eval/loss" in figures:
+            logs.say(describe(step, self._recipe.last_step, figures, self.remaining.after(step)))
 
     def close(self) -> None:
         """Reads the pending figures and writes all lines."""
         if self._pending:
             with contextlib.suppress(Exception):
                 self.read()
-        self.console.close()
         self.writer.close()
 
     def drop(self) -> None:

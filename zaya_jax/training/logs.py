@@ -34,7 +34,8 @@ def open_log(workdir: Path) -> None:
         _handler.close()
     folder = workdir / "logs"
     folder.mkdir(exist_ok=True)
-    _handler = _File(folder / f"process-{jax.process_index():05d}.log", encoding="utf-8")
+    logging.raiseExceptions = False  # a full disk: what the file lacks is on the terminal too
+    _handler = logging.FileHandler(folder / f"process-{jax.process_index():05d}.log", encoding="utf-8")
     _handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
     _handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.startswith(_log.name))
     for logger in (_log, logging.getLogger()):
@@ -47,11 +48,6 @@ def open_log(workdir: Path) -> None:
         jax.process_index(), jax.process_count(), os.getpid(), socket.gethostname(), jax.__version__,
         [d.id for d in jax.local_devices()], os.environ.get("XLA_FLAGS", ""),
     )  # fmt: skip
-
-
-def note(message: str) -> None:
-    """A line in this process's file."""
-    _log.info(message)
 
 
 def say(message: str) -> None:
@@ -75,10 +71,3 @@ class _Terminal(logging.Handler):
         """Prints a warning."""
         if multihost.is_writer():
             _print(f"warning: {record.getMessage()}")
-
-
-class _File(logging.FileHandler):
-    """A log file that stays silent where the disk is full: its lines are on the terminal too."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Ignores the error."""

@@ -1,4 +1,4 @@
-"""Writes a run's figures: metrics.jsonl and TensorBoard every step, and a line or a progress bar on the terminal.
+"""Writes a run's figures: metrics.jsonl and TensorBoard every step, and lines on the terminal.
 
 Figures are the same in all processes; process 0 writes and shows them.
 """
@@ -10,7 +10,6 @@ import math
 import os
 import re
 import statistics
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,17 +17,15 @@ from typing import Any
 
 import numpy as np
 from tensorboardX import SummaryWriter
-from tqdm import tqdm
 
 from zaya_jax.cluster import leaving
 from zaya_jax.cluster.multihost import is_writer
 from zaya_jax.config import UserError
 from zaya_jax.schedule import Plan
-from zaya_jax.training.logs import note, say
+from zaya_jax.training.logs import say
 
 BUFFER = 1 << 16  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
 STEP = re.compile(rb'\{"step": (\d+)[,}]')  # as a line begins
-BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 STEPS = 100  # the newest so many count for the time that is left
 PER_LAYER_EVERY = 10  # steps between full expert loads in the files; the entropy is there every step
 
@@ -145,44 +142,6 @@ def keep_until(path: Path, step: int) -> int:
         size = file.seek(0, os.SEEK_END)
         file.truncate(kept)
     return size - kept
-
-
-class Console:
-    """The line a person reads: a progress bar on a terminal, otherwise a line every few steps."""
-
-    def __init__(self, first: int, last: int, every: int, eta: Callable[[int], float]):
-        self.last, self.every = last, every
-        self._first, self._eta = first, eta
-        self._bar: tqdm | None = None
-        if sys.stderr.isatty() and is_writer():  # the bar's own estimate would count compiling
-            self._bar = tqdm(total=last, initial=first, unit="step", dynamic_ncols=True, bar_format=BAR)
-
-    def step(self, step: int, figures: dict[str, Any]) -> None:
-        """Shows a step."""
-        line = describe(step, self.last, figures, self._eta(step))
-        shown = step % self.every == 0 or step in (self.last, self._first + 1) or "eval/loss" in figures
-        if self._bar is not None:
-            line_without, _, eta = line.rpartition(" | ")
-            self._bar.set_description_str(line_without, refresh=False)
-            self._bar.set_postfix_str(eta, refresh=False)
-            self._bar.update(1)
-            if shown:
-                note(line)
-        elif shown:
-            say(line)
-
-    def say(self, text: str) -> None:
-        """Prints a line beside the progress bar."""
-        if self._bar is not None:
-            self._bar.write(text)
-            note(text)
-        else:
-            say(text)
-
-    def close(self) -> None:
-        """Leaves the terminal as it was."""
-        if self._bar is not None:
-            self._bar.close()
 
 
 def describe(step: int, last: int, figures: dict[str, Any], eta: float) -> str:

@@ -7,7 +7,6 @@ saves and ends, and the same command goes on there (`Recipe.last_step_here`).
 import dataclasses
 import functools
 import itertools
-import math
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +179,7 @@ def eval_rows(config: Config, phase: Phase, spread: Spread) -> int:
 
 
 def table(recipe: Recipe) -> str:
-    """All phases, a column each; without devices, for as many as a micro-batch can use."""
+    """All phases, a column each."""
     config, plan = recipe.config, recipe.plan
     columns = [_column(recipe, stage) for stage in recipe.stages.values()]
     lines = []
@@ -213,12 +212,7 @@ def _column(recipe: Recipe, stage: Stage) -> dict[str, str]:
     config, here, phase, segments = recipe.config, stage.config, stage.phase, stage.segments
     last = segments[-1].first_step + segments[-1].num_steps - 1
     tokens = sum(segment.num_steps * segment.tokens_per_step for segment in segments)
-    micro, spread = _micro_batch(phase), stage.spread
     devices = None if stage.misfit or not recipe.devices else len(recipe.devices)
-    if devices is None and here.mesh.data == -1:  # one sequence at a time on each row of data x expert
-        spread = dataclasses.replace(spread, data=max(micro // spread.expert, 1))
-    count = math.prod(getattr(spread, axis) for axis in AXES)
-    at_once = micro * phase.seq_len // (spread.data * spread.expert * spread.sequence_parts)
     weights = mix.parse(phase.mixture, f"config.schedule.phases[{stage.index}].mixture")
     weights = weights or mix.parse(config.data.mixture) or {config.data.path: 1.0}
     steps = [segment.sequences for segment in segments]
@@ -231,7 +225,6 @@ def _column(recipe: Recipe, stage: Stage) -> dict[str, str]:
         "sequences per step": " > ".join(f"{size:,}" for size in steps),
         "tokens per step": " > ".join(_short(size * phase.seq_len) for size in steps),
         "micro-batches": " > ".join(f"{s.micro_batches} of {s.sequences // s.micro_batches:,}" for s in segments),
-        "tokens at once": f"{at_once:,} on each of {count:,}",
         "mesh": describe_mesh(here.mesh, devices) + (" (not here)" if stage.misfit else ""),
         "remat": phase.remat,
         "packing": phase.packing,
