@@ -1,5 +1,6 @@
 """What is kept and said of a run's steps: its lines when it goes on, where it is, and the time that it still takes."""
 
+import collections
 import itertools
 import json
 import math
@@ -11,10 +12,10 @@ from types import SimpleNamespace
 import pytest
 import tiny_runs
 
-from zaya_jax import cli, config, schedule
+from zaya_jax import cli, config
 from zaya_jax.cluster import beats
 from zaya_jax.training import metrics
-from zaya_jax.training.metrics import STEPS, Remaining
+from zaya_jax.training.figures import STEPS, Figures
 from zaya_jax.training.pace import Pace
 
 FIGURES = {"loss": 1.0, "lr": 1e-3, "step_seconds": 1.0, "tokens_per_second": 1.0}
@@ -63,46 +64,14 @@ def test_a_writer_goes_on_after_the_cut_and_says_what_was_dropped(tmp_path, caps
         metrics.Writer(tmp_path, 1)
 
 
-def plan_of(*phases, steps=100, **keys):
-    given = config.default()
-    given.update_from_flattened_dict(
-        {"data.seq_len": 10, "data.global_batch": 4, "data.micro_batch": 2, "run.num_steps": steps} | keys
+def test_the_time_that_is_left_is_that_of_the_newest_steps_by_their_tokens():
+    plan = SimpleNamespace(tokens_of_step=lambda number: 10 * number)
+    left = SimpleNamespace(
+        _recipe=SimpleNamespace(plan=plan, last_step=1000), _seconds_per_token=collections.deque(maxlen=STEPS)
     )
-    given.schedule.phases = phases
-    return schedule.make_plan(config.check(given))
-
-
-def test_the_steps_that_compile_are_left_out():
-    left = Remaining(plan_of(), 0, 100)
-    assert left.after(0) == left.after(1) == math.inf
-    left.step(1, 60.0)
-    assert left.after(1) == math.inf
-    left.step(2, 0.5)
-    assert left.after(2) == pytest.approx(98 * 0.5)
-    left.step(3, 30.0)  # a save
-    left.step(4, 0.5)
-    assert left.after(4) == pytest.approx(96 * 0.5) and left.after(100) == 0
-
-
-def test_so_they_are_on_resume_and_where_the_batch_changes():
-    ramp = config.Phase(tokens=40 * 20, ramp_from=2, ramp_tokens=20 * 20)
-    plan = plan_of(ramp, steps=1000)
-    grows = next(s.first_step for s in plan.segments if s.micro_batches == 2)
-    left = Remaining(plan, 4, plan.total_steps)
-    left.step(5, 60.0)
-    for step in range(6, grows):
-        left.step(step, 1.0 if step < grows - 1 else 60.0)  # an accelerator's step before waits for the compiler
-    tokens = plan.total_tokens - plan.tokens_of_step(grows - 1)
-    assert left.after(grows - 1) == pytest.approx(tokens / 20)
-    left.step(grows, 60.0)
-    assert left.after(grows) == pytest.approx((tokens - 40) / 20)
-
-
-def test_it_follows_a_run_that_becomes_slower():
-    left = Remaining(plan_of(steps=1000), 0, 1000)
-    for step in range(2, 600):
-        left.step(step, 1.0 if step < 600 - STEPS else 3.0)
-    assert left.after(600) == pytest.approx(1200)
+    assert Figures._seconds_left(left, 1) == math.inf and Figures._seconds_left(left, 1000) == 0
+    left._seconds_per_token.extend([0.1] * 500 + [0.3] * STEPS + [9.0])  # it became slower; the last was a save
+    assert Figures._seconds_left(left, 600) == pytest.approx(400 * 10 * 0.3)
 
 
 @pytest.fixture

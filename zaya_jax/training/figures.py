@@ -5,7 +5,10 @@ figures.read(more)                       reads the figures of this step, where s
 with figures.outside_a_step(): ...       time that belongs to no step
 """
 
+import collections
 import contextlib
+import math
+import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -18,8 +21,10 @@ from zaya_jax.checkpoint import retention
 from zaya_jax.hardware.chips import model_flops, peak_flops
 from zaya_jax.schedule import Step
 from zaya_jax.training import logs, notes
-from zaya_jax.training.metrics import PER_LAYER_EVERY, Remaining, Writer, describe
+from zaya_jax.training.metrics import PER_LAYER_EVERY, Writer, describe
 from zaya_jax.training.pace import Pace
+
+STEPS = 100  # the newest so many count for the time that is left
 
 
 class Figures:
@@ -28,13 +33,12 @@ class Figures:
     def __init__(self, begun: Any, unsound: int, pace: Pace, guard: Any):
         """`begun` is the run's `Beginning`, `guard` the `aegis.guard.Guard` that sees them."""
         self._recipe, self._store, self._pace, self._guard = begun.recipe, begun.store, pace, guard
-        plan, last, config = begun.recipe.plan, begun.recipe.last_step, begun.recipe.config
         self.writer = Writer(begun.workdir, begun.reached)
-        self.remaining = Remaining(plan, begun.reached, last)
-        self._always_shown = (begun.reached + 1, last)
+        self._first_step = begun.reached + 1
+        self._seconds_per_token: collections.deque[float] = collections.deque(maxlen=STEPS)
         self.unsound = unsound  # updates in a row without effect, up to the last one
         self._pending: tuple[Step, Any, float | None] | None = None
-        self._peak = peak_flops(jax.devices()[0].device_kind, config.precision)
+        self._peak = peak_flops(jax.devices()[0].device_kind, begun.recipe.config.precision)
         self.begin()
 
     def begin(self) -> None:
@@ -76,14 +80,23 @@ class Figures:
         figures |= self._store.figures() | self._guard.figures(now.number)
         self._guard.see(now.number, now.phase_index, figures)
         self.writer.write(now.number, figures)
-        self.remaining.step(now.number, seconds)
+        if now.number > self._first_step:  # which is compiled; later programs' first steps leave a median as it is
+            self._seconds_per_token.append(seconds / tokens)
         self._show(now.number, figures)
         return {name: float(found[name]) for name in retention.FIGURES}
 
     def _show(self, step: int, figures: dict[str, Any]) -> None:
-        every = self._recipe.config.log.every
-        if step % every == 0 or step in self._always_shown or "eval/loss" in figures:
-            logs.say(describe(step, self._recipe.last_step, figures, self.remaining.after(step)))
+        every, last = self._recipe.config.log.every, self._recipe.last_step
+        if step % every == 0 or step in (self._first_step, last) or "eval/loss" in figures:
+            logs.say(describe(step, last, figures, self._seconds_left(step)))
+
+    def _seconds_left(self, step: int) -> float:
+        """Seconds until the last step is done, evaluations not counted; infinite where no step's time is known."""
+        plan = self._recipe.plan
+        tokens = plan.tokens_of_step(self._recipe.last_step) - plan.tokens_of_step(step)
+        if not tokens:
+            return 0.0
+        return statistics.median(self._seconds_per_token) * tokens if self._seconds_per_token else math.inf
 
     def close(self) -> None:
         """Reads the pending figures and writes all lines."""

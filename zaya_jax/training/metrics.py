@@ -3,13 +3,11 @@
 Figures are the same in all processes; process 0 writes and shows them.
 """
 
-import collections
 import contextlib
 import json
 import math
 import os
 import re
-import statistics
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -21,12 +19,10 @@ from tensorboardX import SummaryWriter
 from zaya_jax.cluster import leaving
 from zaya_jax.cluster.multihost import is_writer
 from zaya_jax.config import UserError
-from zaya_jax.schedule import Plan
 from zaya_jax.training.logs import say
 
 BUFFER = 1 << 16  # bytes of lines that a kill may lose; they come again with the steps after the checkpoint
 STEP = re.compile(rb'\{"step": (\d+)[,}]')  # as a line begins
-STEPS = 100  # the newest so many count for the time that is left
 PER_LAYER_EVERY = 10  # steps between full expert loads in the files; the entropy is there every step
 
 
@@ -171,31 +167,3 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-class Remaining:
-    """The seconds that the steps still take; evaluations come on top.
-
-    Infinite as long as no step's time is known. A step counts by its tokens, since a ramp's last steps may have sixteen
-    times those of its first. Left out are steps that waited for a compiler: the first of a program, and the first with
-    another shape of batch; and the step before, in whose time the compiling may stand, since an accelerator gives its
-    figures only after the next one is dispatched. What saves and slow moments add leaves a median as it is.
-    """
-
-    def __init__(self, plan: Plan, reached: int, last_step: int):
-        self._plan, self._last = plan, last_step
-        self._compile = {reached + 1, *(segment.first_step for segment in plan.segments)}
-        self._per_token: collections.deque[float] = collections.deque(maxlen=STEPS)
-
-    def step(self, number: int, seconds: float) -> None:
-        """Counts the time of a step."""
-        if not self._compile & {number, number + 1}:
-            tokens = self._plan.tokens_of_step(number) - self._plan.tokens_of_step(number - 1)
-            self._per_token.append(seconds / tokens)
-
-    def after(self, number: int) -> float:
-        """Seconds until the last step is done."""
-        tokens = self._plan.tokens_of_step(self._last) - self._plan.tokens_of_step(number)
-        if not tokens:
-            return 0.0
-        return statistics.median(self._per_token) * tokens if self._per_token else math.inf
