@@ -278,7 +278,7 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
     # As in a large source: blocks of several bundles, and what is open stays in memory.
     batches = pipeline.Batches(config, tokenizer, rounds=1)
     (store,) = batches.stores
-    store.cache_bytes = 0
+    store.cache.limit = 0
     for path in sorted(pathlib.Path(directory).glob(f"*{SUFFIX}")):
         _forget(path) if cold else path.read_bytes()
     epoch = batches.source(batches.eras[0], 0).layout.num_rows // data.global_batch

@@ -1,4 +1,4 @@
-"""What several of these tests do: prepare in this process, and read what came of it."""
+"""Helpers of these tests: they prepare in this process, read the result, and compare batches."""
 
 import json
 import os
@@ -7,7 +7,9 @@ import pathlib
 import numpy as np
 
 from zaya_jax.data import prepare, prepare_task, tokenizers
+from zaya_jax.data.sources import with_targets
 from zaya_jax.data.storage import Prepared
+from zaya_jax.data.stores import Memory
 
 
 def jsonl(records):
@@ -44,3 +46,21 @@ def run_here(job, todo, processes):
 def here(options, out):
     """Prepare in this process, without workers."""
     return prepare.prepare(options, str(out), 1, lambda *_: None)
+
+
+def in_memory(lengths, first=0, bundle_tokens=0):
+    """A source of documents whose tokens are the numbers from `first` on, so that each can be told from all others."""
+    starts = np.zeros(int(np.sum(lengths)), bool)
+    starts[np.cumsum(lengths) - lengths] = True
+    ids = first + np.arange(len(starts), dtype=np.uint32)
+    store = Memory(f"s{first}", with_targets(ids, starts), f"f{first}")
+    store.bundle_tokens = bundle_tokens
+    return store
+
+
+def assert_same(got, expected):
+    """Two lists of batches are the same, array by array."""
+    for a, b in zip(got, expected, strict=True):
+        assert a.keys() == b.keys()
+        for name in b:
+            np.testing.assert_array_equal(a[name], b[name], err_msg=name)

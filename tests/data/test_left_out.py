@@ -7,12 +7,12 @@ import random
 
 import numpy as np
 import pytest
+from data_helpers import assert_same, in_memory
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import Phase
-from zaya_jax.data import order, pipeline, tokenizers
-from zaya_jax.data.sources import with_targets
+from zaya_jax.data import pipeline, tokenizers
 
 TOK = tokenizers.load("bytes")
 LENGTHS = {"a": 2400, "b": 1000, "c": 7000}  # tokens, each of its own number
@@ -23,10 +23,7 @@ def stores(monkeypatch):
     """Sources a, b and c, whose rows can be told apart; `c` in bundles, so that its rows come in blocks."""
     made, first = {}, 1
     for name, size in LENGTHS.items():
-        starts = np.zeros(size, bool)
-        starts[::10] = True
-        ids = first + np.arange(size, dtype=np.uint32)
-        made[name] = order.Memory(name, with_targets(ids, starts), f"content of {name}")
+        made[name] = in_memory([10] * (size // 10), first)
         first += size
     made["c"].bundle_tokens = 40
     monkeypatch.setattr(pipeline, "open_stores", lambda _, path, __: (made[path], None))
@@ -65,12 +62,6 @@ def take(one, count):
     return batches
 
 
-def same(got, expected):
-    for a, b in zip(got, expected, strict=True):
-        for name in b:
-            np.testing.assert_array_equal(a[name], b[name])
-
-
 PHASES = (
     Phase("one", 650, mixture=("a=0.5", "c=0.5")),
     Phase("the same again", 400, mixture=("a=0.5", "c=0.5")),
@@ -94,9 +85,9 @@ def after(settings, ranges, begin, count):
 
 def test_what_would_have_come_later_comes_now():
     whole = take(stream(config()), 30)
-    same(after(config(), [[7, 5]], 0, 20), [*whole[:7], *whole[12:25]])
-    same(after(config(), [[7, 5], [9, 2]], 4, 16), [*whole[4:7], *whole[12:14], *whole[16:27]])
-    same(after(config(), [[7, 5], [6, 6]], 6, 10), whole[17:27])  # at step 12 it had come to the 17th
+    assert_same(after(config(), [[7, 5]], 0, 20), [*whole[:7], *whole[12:25]])
+    assert_same(after(config(), [[7, 5], [9, 2]], 4, 16), [*whole[4:7], *whole[12:14], *whole[16:27]])
+    assert_same(after(config(), [[7, 5], [6, 6]], 6, 10), whole[17:27])  # at step 12 it had come to the 17th
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -147,7 +138,7 @@ def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
         assert again.get_state() == once.get_state()
         again.leave_out(ranges)  # as the run knows of it that wrote the decision down
         if step % 4 == 0:
-            same(take(again, min(5, plan.total_steps - step)), whole[step : step + 5])
+            assert_same(take(again, min(5, plan.total_steps - step)), whole[step : step + 5])
         next(once)
         if step == 4:
             once.close()  # what was fetched ahead comes again, and the same
@@ -168,7 +159,7 @@ def test_a_fork_begins_an_order_of_its_own(phases):
     rest = take(one, 3)
     again = stream(settings)
     assert again.set_state(state) == "" and state["step"] == 9
-    same(take(again, 3), rest)
+    assert_same(take(again, 3), rest)
     first = [collections.Counter(row for b in some for row in b["tokens"][:, 0].tolist()) for some in (whole, got)]
     assert max(first[1].values()) == 1 and first[0] != first[1]
 
@@ -182,8 +173,8 @@ def test_processes_and_workers_leave_out_the_same():
         one.leave_out([[5, 4]])
         parts.append(take(one, 12))
     together = [{name: np.concatenate([a[name], b[name]]) for name in a} for a, b in zip(*parts, strict=True)]
-    same(together, whole)
+    assert_same(together, whole)
     one = pipeline.Batches(settings, TOK, rounds=1)
     one.leave_out([[5, 4]])
     halves = [one.part(index, 2) for index in range(2)]
-    same([{n: np.concatenate([h[7][n] for h in halves]) for n in whole[7]}], whole[7:8])
+    assert_same([{n: np.concatenate([h[7][n] for h in halves]) for n in whole[7]}], whole[7:8])

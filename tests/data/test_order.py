@@ -4,12 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
+from data_helpers import in_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zaya_jax.data import order, shuffle
 from zaya_jax.data.order import Order, Packed, Tape
-from zaya_jax.data.sources import with_targets
 
 
 @settings(max_examples=300, deadline=None)
@@ -60,9 +60,7 @@ def test_a_batch_has_one_row_of_a_block_and_a_slot_its_blocks(num_rows, batch):
 
 def store_of(lengths, shards=1):
     """Documents in memory; cut in shards, as prepared ones are."""
-    starts = np.zeros(int(np.sum(lengths)), bool)
-    starts[np.cumsum(lengths) - lengths] = True
-    made = order.Memory("x", with_targets(np.arange(len(starts), dtype=np.uint32), starts), "f")
+    made = in_memory(lengths)
     parts = np.array_split(np.asarray(lengths), shards)
     made.num_shards = shards
     made.first_token = np.append(0, np.cumsum([p.sum() for p in parts]))

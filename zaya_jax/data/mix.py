@@ -40,8 +40,7 @@ class Mixture:
         self.stretches = stretches
         self.num_sources = len(stretches[0].weights)
         self.starts = [s.first_step for s in stretches]
-        self.size = TABLE_SIZE
-        self._tables = [_table_of(s.weights, self.size) for s in stretches]
+        self._tables = [_table(s.weights) for s in stretches]
         self._prefixes = [_prefix(t, self.num_sources) for t in self._tables]
 
     def at(self, step: int) -> tuple[int, Stretch]:
@@ -53,7 +52,7 @@ class Mixture:
         """The source of each slot of a step's global batch."""
         p, stretch = self.at(step)
         rows = _entry(stretch, step) + np.arange(stretch.batch)
-        return self._tables[p][rows % self.size]
+        return self._tables[p][rows % TABLE_SIZE]
 
     def ranks(self, step: int, source: int) -> np.ndarray:
         """For each slot of the step: how many rows the source gave before it, in all steps and slots."""
@@ -101,10 +100,10 @@ class Mixture:
         """(rows that the source has at most in a batch, and as a rule), where it has most; (0, 0) without any."""
         most = share = 0
         for stretch, prefix in zip(self.stretches, self._prefixes, strict=True):
-            places = np.arange(self.size)
+            places = np.arange(TABLE_SIZE)
             counts = self._count(prefix, places + stretch.batch, source) - prefix[:-1, source]
             most = max(most, int(counts.max()))
-            share = max(share, round(stretch.batch * int(prefix[-1, source]) / self.size))
+            share = max(share, round(stretch.batch * int(prefix[-1, source]) / TABLE_SIZE))
         return most, max(share, min(most, 1))
 
     def _given(self, p: int, rows, source: int):
@@ -113,7 +112,7 @@ class Mixture:
         return self._count(self._prefixes[p], rows, source) - self._count(self._prefixes[p], first, source)
 
     def _count(self, prefix: np.ndarray, entries, source: int) -> np.ndarray:
-        rounds, rest = np.divmod(entries, self.size)
+        rounds, rest = np.divmod(entries, TABLE_SIZE)
         return rounds * prefix[-1, source] + prefix[rest, source]
 
 
@@ -122,33 +121,31 @@ def _entry(stretch: Stretch, step: int) -> int:
     return stretch.entry + (step - stretch.first_step) * stretch.batch
 
 
-def _quotas(weights: tuple[float, ...], size: int) -> np.ndarray:
+def _quotas(weights: tuple[float, ...]) -> np.ndarray:
+    """The entries of the table that each source has."""
     shares = np.array(weights, np.float64)
-    shares = shares / shares.sum() * size
+    shares = shares / shares.sum() * TABLE_SIZE
     quotas = np.floor(shares).astype(np.int64)
-    for k in np.argsort(-(shares - quotas), kind="stable")[: size - quotas.sum()]:
+    for k in np.argsort(-(shares - quotas), kind="stable")[: TABLE_SIZE - quotas.sum()]:
         quotas[k] += 1
     for k, weight in enumerate(weights):
         if weight > 0 and quotas[k] == 0:
             raise UserError(
-                f"a mixture weight of {weight} is below the resolution of 1/{size} of all rows; raise it or drop it"
+                f"a mixture weight of {weight} is below the resolution of 1/{TABLE_SIZE} of all rows; raise it or "
+                "drop it"
             )
     return quotas
 
 
 @functools.lru_cache(64)  # 60 ms each
-def _table_of(weights: tuple[float, ...], size: int) -> np.ndarray:
-    return _table(_quotas(weights, size))
-
-
-def _table(quotas: np.ndarray) -> np.ndarray:
-    """Each source quota times, always the one that is furthest behind its share."""
-    size = int(quotas.sum())
+def _table(weights: tuple[float, ...]) -> np.ndarray:
+    """Each source as often as its quota says, always the one that is furthest behind its share."""
+    quotas = _quotas(weights)
     used = np.zeros(len(quotas), np.int64)
-    table = np.empty(size, np.int64)
-    for i in range(size):
-        behind = quotas * (i + 1) - used * size
-        behind[used >= quotas] = -size * size
+    table = np.empty(TABLE_SIZE, np.int64)
+    for i in range(TABLE_SIZE):
+        behind = quotas * (i + 1) - used * TABLE_SIZE
+        behind[used >= quotas] = -TABLE_SIZE * TABLE_SIZE
         k = int(behind.argmax())
         table[i] = k
         used[k] += 1

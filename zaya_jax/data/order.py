@@ -18,16 +18,14 @@ where a source has twice the rows of a batch. A source with fewer rows than a ba
 """
 
 import array
-import collections
 import itertools
-from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from zaya_jax.data import pack, shuffle
-from zaya_jax.data.pack import Piece, Span
-from zaya_jax.data.sources import Bundle
+from zaya_jax.data.pack import Span
+from zaya_jax.data.storage import Lru
+from zaya_jax.data.stores import TokenStore
 
 VERSION = 2  # of the order: a run is not continued in another one
 BLOCK_BUNDLES = 16  # of a block, which reads two more: the ones at its ends are its neighbours' too
@@ -35,47 +33,6 @@ TURNS = 8  # steps between two rows of a block
 ROUNDS = 8  # of blocks in an epoch, at least
 UNIT_ROWS = 64  # rows that are packed together: best-fit leaves part of one row empty in each unit
 SPANS = 4 << 20  # that stay planned, 16 bytes each
-
-
-class Shards(Protocol):
-    """A tape of documents in shards; no document crosses a shard's end."""
-
-    @property
-    def num_shards(self) -> int:
-        """Shards on the tape."""
-        ...
-
-    @property
-    def first_token(self) -> np.ndarray:
-        """The place of each shard on the tape, and its end."""
-        ...
-
-    def lengths(self, shard: int) -> np.ndarray:
-        """The tokens of each document of a shard."""
-        ...
-
-
-class Memory:
-    """A store of one bundle that is in memory already."""
-
-    bundle_tokens, num_shards = 0, 1
-
-    def __init__(self, name: str, bundle: Bundle, fingerprint: str, said: str = "") -> None:
-        self.name, self.fingerprint, self.bundle = name, fingerprint, bundle
-        self.said = said  # a note on it for the user
-        self.num_tokens = len(bundle)
-        self.first_token = np.array([0, len(bundle)], np.int64)
-        self._lengths: np.ndarray | None = None
-
-    def lengths(self, shard: int) -> np.ndarray:
-        """The tokens of each document."""
-        if self._lengths is None:
-            self._lengths = np.diff(np.append(np.flatnonzero(self.bundle.starts), len(self.bundle)))
-        return self._lengths
-
-    def parts(self, spans: Sequence[Span]) -> list[list[Piece]]:
-        """Each span, as a piece of the one bundle."""
-        return [[(self.bundle, start, stop)] for start, stop in spans]
 
 
 class Tape:
@@ -98,7 +55,7 @@ class Packed:
     are planned at the start, to number their rows, at about a million documents per second.
     """
 
-    def __init__(self, store: Shards, seq_len: int, packing: str) -> None:
+    def __init__(self, store: TokenStore, seq_len: int, packing: str) -> None:
         self._store, self._seq_len, self._packing = store, seq_len, packing
         self.unit_tokens = UNIT_ROWS * seq_len
         shards, firsts, counts = (array.array("q") for _ in range(3))
@@ -112,8 +69,7 @@ class Packed:
         self._ends = np.cumsum(np.array(counts, np.int64))
         self.num_rows = int(self._ends[-1]) if len(counts) else 0
         # Of each unit: its spans, row after row, and where each row ends among them.
-        self._planned: collections.OrderedDict[int, tuple[np.ndarray, np.ndarray]] = collections.OrderedDict()
-        self._num_spans = 0
+        self._planned: Lru[int, tuple[np.ndarray, np.ndarray]] = Lru(SPANS)
 
     def _cuts(self, lengths: np.ndarray) -> np.ndarray:
         """Where a shard's units begin and the last one ends, in documents."""
@@ -130,22 +86,20 @@ class Packed:
         return [(a, b) for a, b in spans[ends[at - 1] if at else 0 : ends[at]].tolist()]
 
     def _unit(self, unit: int) -> tuple[np.ndarray, np.ndarray]:
-        if unit not in self._planned:
-            shard, first = int(self._shards[unit]), int(self._firsts[unit])
-            lengths = self._store.lengths(shard)
-            last = unit + 1 == len(self._shards) or self._shards[unit + 1] != shard
-            stop = len(lengths) if last else int(self._firsts[unit + 1])
-            rows = pack.plan(lengths[first:stop], self._seq_len, self._packing)
-            # Best-fit has the longest documents first.
-            rows = [rows[p] for p in shuffle.permute(np.arange(len(rows)), len(rows), shuffle.key(unit))]
-            begin = int(self._store.first_token[shard] + lengths[:first].sum())
-            spans = begin + np.array([span for row in rows for span in row], np.int64)
-            self._planned[unit] = spans, np.cumsum([len(row) for row in rows])
-            self._num_spans += len(spans)
-            while self._num_spans > SPANS and len(self._planned) > 1:
-                self._num_spans -= len(self._planned.popitem(last=False)[1][0])
-        self._planned.move_to_end(unit)
-        return self._planned[unit]
+        if (planned := self._planned.get(unit)) is not None:
+            return planned
+        shard, first = int(self._shards[unit]), int(self._firsts[unit])
+        lengths = self._store.lengths(shard)
+        last = unit + 1 == len(self._shards) or self._shards[unit + 1] != shard
+        stop = len(lengths) if last else int(self._firsts[unit + 1])
+        rows = pack.plan(lengths[first:stop], self._seq_len, self._packing)
+        # Best-fit has the longest documents first.
+        rows = [rows[p] for p in shuffle.permute(np.arange(len(rows)), len(rows), shuffle.key(unit))]
+        begin = int(self._store.first_token[shard] + lengths[:first].sum())
+        spans = begin + np.array([span for row in rows for span in row], np.int64)
+        planned = spans, np.cumsum([len(row) for row in rows])
+        self._planned.put(unit, planned, len(spans))
+        return planned
 
 
 class Order:

@@ -17,7 +17,6 @@ import itertools
 import json
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ import numpy as np
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import mix, order, pack, shuffle, storage, windows, workers
 from zaya_jax.data.pack import Batch, Span
-from zaya_jax.data.stores import TokenStore, check_tokenizer, fill, local_rows, open_stores
+from zaya_jax.data.stores import Memory, TokenStore, check_tokenizer, fill, local_rows, open_stores
 from zaya_jax.data.tokenizers import Tokenizer
 
 PREFETCH_BATCHES = 4
@@ -44,14 +43,10 @@ class Source:
         self, store: TokenStore, seq_len: int, packing: str, rows: tuple[int, int], key: int, rounds: int
     ) -> None:
         self.store = store
-        began = time.perf_counter()
         if packing == "concat":
             self.layout: order.Tape | order.Packed = order.Tape(store.num_tokens, seq_len)
         else:
             self.layout = order.Packed(store, seq_len, packing)
-        seconds = time.perf_counter() - began
-        if seconds > 5:
-            _log.info("planned %d rows of %s in %.0f s", self.layout.num_rows, store.name, seconds)
         most, share = rows
         if self.layout.num_rows < most:
             _log.warning(
@@ -91,7 +86,7 @@ class Source:
             each = (self.layout.unit_tokens + 2 * store.bundle_tokens) * (store.manifest["token_bytes"] + 2)
             machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             wanted = int(self.order.most_open * share_here * each)
-            store.cache_bytes = max(store.cache_bytes, min(wanted, int(machine * CACHE_SHARE)))
+            store.cache.limit = max(store.cache.limit, min(wanted, int(machine * CACHE_SHARE)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +113,7 @@ class Batches:
         paths, stretches = mix.plan_sources(config)
         self._all_stores = [open_stores(config, path, tokenizer)[0] for path in paths]
         self.stores = [store for store in self._all_stores if isinstance(store, storage.Prepared)]
-        self.notes = [s.said for s in self._all_stores if isinstance(s, order.Memory) and s.said]
+        self.notes = [s.said for s in self._all_stores if isinstance(s, Memory) and s.said]
         self._refuse_doubles(paths, stretches)
         # A fork's rows come in another order than its parent's.
         self._fork = (config.run.fork_step,) if config.run.fork_step else ()

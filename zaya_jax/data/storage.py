@@ -9,8 +9,8 @@ import collections
 import concurrent.futures
 import dataclasses
 import errno
+import functools
 import logging
-import os
 import pathlib
 import threading
 import time
@@ -37,6 +37,8 @@ LENGTHS = 16 << 20  # documents whose lengths stay in memory, 8 bytes each
 FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
 FINAL_NUMBERS = (errno.ELOOP, errno.ENAMETOOLONG)
 _log = logging.getLogger(__name__)
+_counting = threading.Lock()
+_readers = concurrent.futures.ThreadPoolExecutor(READ_THREADS, "bundles")
 
 
 @dataclasses.dataclass
@@ -44,25 +46,28 @@ class Counters:
     """Counts of reading so far."""
 
     records: int = 0
-    bytes: int = 0
     retries: int = 0
     corrupt: set[str] = dataclasses.field(default_factory=set)  # pieces of data, each once
 
     def __add__(self, other: "Counters") -> "Counters":
-        return Counters(
-            self.records + other.records, self.bytes + other.bytes, self.retries + other.retries,
-            self.corrupt | other.corrupt,
-        )  # fmt: skip
+        retries = self.retries + other.retries
+        return Counters(self.records + other.records, retries, self.corrupt | other.corrupt)
 
 
 class Lru[K, V]:
-    """A thread-safe cache that forgets what was used longest ago once the sum of all sizes is above `limit`."""
+    """A thread-safe cache that forgets what was used longest ago once the sum of all sizes is above `limit`.
+
+    Pickled, it is empty.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self._lock = threading.Lock()
         self._held: collections.OrderedDict[K, tuple[V, int]] = collections.OrderedDict()
         self._size = 0
+
+    def __reduce__(self):
+        return Lru, (self.limit,)
 
     def get(self, key: K) -> V | None:
         """The value of a key, now the last used."""
@@ -84,8 +89,12 @@ class Lru[K, V]:
 def read_ranges(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     """The bytes of each (start, stop) of a file; fewer where it ends before."""
     if is_local(url):
-        with open(url, "rb", buffering=0) as file:
-            return [_pread(file.fileno(), start, stop) for start, stop in ranges]
+        parts = []
+        with open(url, "rb") as file:
+            for start, stop in ranges:
+                file.seek(start)
+                parts.append(file.read(stop - start))
+        return parts
     files, path = fsspec.core.url_to_fs(url)
     starts, stops = zip(*ranges, strict=True)
     raws = files.cat_ranges([path] * len(ranges), list(starts), list(stops))
@@ -95,22 +104,11 @@ def read_ranges(url: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
     return [bytes(raw) for raw in raws]
 
 
-def _pread(file: int, start: int, stop: int) -> bytes:
-    parts = []
-    while start < stop:  # a call gives at most 2 GiB, and may give less
-        part = os.pread(file, stop - start, start)
-        if not part:
-            break
-        parts.append(part)
-        start += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
 class Prepared:
     """One split of a prepared directory as a tape of tokens, with retries, checksums and a bounded cache."""
 
     def __init__(
-        self, directory: str, split: str = "train", on_corrupt: str = "stop", cache_bytes: int | None = None
+        self, directory: str, split: str = "train", on_corrupt: str = "stop", cache_bytes: int = CACHE_BYTES
     ) -> None:
         self.name, self.split, self.on_corrupt = directory, split, on_corrupt
         self.manifest = load_manifest(directory)
@@ -122,33 +120,13 @@ class Prepared:
         names = ("version", "corpus", "tokenizer", "token_bytes", "totals", "shards_crc32c")
         facts = tokens_lib.manifest_hash({name: self.manifest[name] for name in names})
         self.fingerprint = f"{facts}/{split}"
-        self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
-        self._fresh()
-
-    def _fresh(self) -> None:
         self.counters = Counters()
-        self._lock = threading.Lock()
-        self._cache: Lru[tuple[int, int], Bundle] = Lru(self._cache_bytes)
+        self.cache: Lru[tuple[int, int], Bundle] = Lru(cache_bytes)
         self._places: Lru[int, tuple[np.ndarray, np.ndarray]] = Lru(TABLES)
         self._lengths: Lru[int, np.ndarray] = Lru(LENGTHS)
-        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("_lock", "_cache", "_places", "_lengths", "_pool", "counters")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._fresh()
-
-    @property
-    def cache_bytes(self) -> int:
-        """Memory that decoded bundles may take."""
-        return self._cache_bytes
-
-    @cache_bytes.setter
-    def cache_bytes(self, limit: int) -> None:
-        self._cache_bytes = self._cache.limit = limit
+        return self.__dict__ | {"counters": Counters()}  # a worker counts what it reads itself
 
     def require_tokenizer(self, sha256: str, what: str, other: str, way_out: str) -> None:
         """UserError where `what` was prepared with another tokenizer than `other`."""
@@ -213,41 +191,42 @@ class Prepared:
         out: dict[tuple[int, int], Bundle] = {}
         by_shard: dict[int, list[int]] = {}
         for key in dict.fromkeys(keys):
-            if (held := self._cache.get(key)) is not None:
+            if (held := self.cache.get(key)) is not None:
                 out[key] = held
             else:
                 by_shard.setdefault(key[0], []).append(key[1])
         if len(by_shard) > 1:
-            if self._pool is None:
-                self._pool = concurrent.futures.ThreadPoolExecutor(READ_THREADS, "bundles")
-            parts = list(self._pool.map(lambda item: self._read_shard(*item), by_shard.items()))
+            parts = list(_readers.map(lambda item: self._read_shard(*item), by_shard.items()))
         else:
             parts = [self._read_shard(*item) for item in by_shard.items()]
         for part in parts:
             out.update(part)
             for key, bundle in part.items():
-                self._cache.put(key, bundle, bundle.num_bytes)
+                self.cache.put(key, bundle, bundle.num_bytes)
         return out
 
-    def _read_shard(self, shard: int, bundles: list[int], again: bool = False) -> dict:
+    def _read_shard(self, shard: int, bundles: list[int]) -> dict[tuple[int, int], Bundle]:
         try:
-            places, crcs = self._places_of(shard)
-            ranges = [(int(places[b]), int(places[b + 1])) for b in bundles]
-            records = self._with_retries(shard, ranges)
-            with self._lock:
-                self.counters.records += len(records)
-                self.counters.bytes += sum(map(len, records))
-            return {
-                (shard, b): self._decode(shard, b, record, int(crcs[b]))
-                for b, record in zip(bundles, records, strict=True)
-            }
-        except CorruptRecord as error:
-            if len(bundles) > 1:  # one by one, to blame no sound neighbour
-                return {key: found for b in bundles for key, found in self._read_shard(shard, [b]).items()}
-            if not again:  # the transfer may have damaged it, or the file was restored
-                self._read_again(error)
-                return self._read_shard(shard, bundles, again=True)
-            return {(shard, bundles[0]): self._corrupt(shard, bundles[0], error)}
+            return self._read_bundles(shard, bundles)
+        except CorruptRecord as error:  # the transfer may have damaged it, or the file was restored
+            with _counting:
+                self.counters.retries += 1
+            _log.warning("%s: %s; it is read once more", self.name, error)
+        found: dict[tuple[int, int], Bundle] = {}
+        for bundle in bundles:  # one by one, to blame no sound neighbour
+            try:
+                found |= self._read_bundles(shard, [bundle])
+            except CorruptRecord as error:
+                found[shard, bundle] = self._corrupt(shard, bundle, error)
+        return found
+
+    def _read_bundles(self, shard: int, bundles: list[int]) -> dict[tuple[int, int], Bundle]:
+        places, crcs = self._places_of(shard)
+        records = self._with_retries(shard, [(int(places[b]), int(places[b + 1])) for b in bundles])
+        with _counting:
+            self.counters.records += len(records)
+        together = zip(bundles, records, strict=True)
+        return {(shard, b): self._decode(shard, b, record, int(crcs[b])) for b, record in together}
 
     def _places_of(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """Where each bundle of a shard begins in its file, and the last one ends; and the checksum of each."""
@@ -264,17 +243,8 @@ class Prepared:
         """One of the tables behind a shard's bundles."""
         name = "places_crc32c" if magic == tokens_lib.PLACES else "lengths_crc32c"
         crc = int(self.shards[name][shard])
-        for attempt in (1, 2):  # the transfer may have damaged it
-            (record,) = self._with_retries(shard, [(at, at + tokens_lib.numbers_size(count))])
-            with self._lock:
-                self.counters.bytes += len(record)
-            try:
-                return tokens_lib.decode_numbers(record, magic, self.file(shard), self._place(shard, 0), crc)
-            except CorruptRecord as error:
-                if attempt == 2:
-                    raise
-                self._read_again(error)
-        raise AssertionError
+        (record,) = self._with_retries(shard, [(at, at + tokens_lib.numbers_size(count))])
+        return tokens_lib.decode_numbers(record, magic, self.file(shard), self._place(shard, 0), crc)
 
     def _place(self, shard: int, number: int) -> Place:
         split, task = int(self.shards["split"][shard]), int(self.shards["task"][shard])
@@ -288,17 +258,11 @@ class Prepared:
             raise CorruptRecord(name, f"record {bundle}", why)
         return decoded
 
-    def _read_again(self, error: CorruptRecord) -> None:
-        """Before a second try at what was damaged at the first."""
-        with self._lock:
-            self.counters.retries += 1
-        _log.warning("%s: %s; it is read once more", self.name, error)
-
     def _corrupt(self, shard: int, bundle: int, error: CorruptRecord) -> Bundle:
         what = f"corrupt record {bundle} of shard {self.file(shard)} in {self.name}: {error.why}"
         if not error.record.endswith(f" {bundle}"):
             what += f" ({error.record})"
-        with self._lock:
+        with _counting:
             self.counters.corrupt.add(f"{self.fingerprint} {shard} {bundle}")
         if self.on_corrupt != "skip":
             raise StorageError(
@@ -312,7 +276,7 @@ class Prepared:
 
     def _with_retries(self, shard: int, ranges: list[tuple[int, int]]) -> list[bytes]:
         def count() -> None:
-            with self._lock:
+            with _counting:
                 self.counters.retries += 1
 
         url = join(self.name, self.file(shard))
@@ -383,38 +347,34 @@ def load_shards(directory: str, manifest: dict[str, Any]) -> np.ndarray:
 
 
 def verify(directory: str) -> list[str]:
-    """Every difference between a prepared directory and its manifest: files, checksums, and each record."""
-    content = _fetch(directory, tokens_lib.MANIFEST)
+    """Every difference between a prepared directory and its manifest: files, sizes, and each record's checksum."""
+    _fetch(directory, tokens_lib.MANIFEST)  # a place that does not answer is an error, no difference
     try:
-        manifest = tokens_lib.check_manifest(content, join(directory, tokens_lib.MANIFEST))
-        load_shards(directory, manifest)
+        stores = [Prepared(directory, split, cache_bytes=0) for split in tokens_lib.SPLITS]
     except (StorageError, UserError) as error:
         return [str(error)]
-    problems: list[str] = []
+    manifest, problems = stores[0].manifest, list[str]()
     try:
         if google_crc32c.value(_fetch(directory, tokens_lib.SOURCES)) != manifest["sources_crc32c"]:
             problems.append(f"{tokens_lib.SOURCES} has another CRC32C than the manifest says")
     except (StorageError, UserError) as error:
         problems.append(str(error))
-    stores = [Prepared(directory, split, cache_bytes=0) for split in tokens_lib.SPLITS]
     known = {store.file(number) for store in stores for number in range(store.num_shards)}
     known |= {tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER}
     files, root = fsspec.core.url_to_fs(directory)
     sizes = {entry["name"].rstrip("/").rsplit("/", 1)[-1]: entry["size"] for entry in files.ls(root, detail=True)}
     problems += [f"{name} does not belong to the prepared directory" for name in sorted(sizes.keys() - known)]
-    problems += _verify_tokenizer(directory, manifest)
+    if is_local(directory):  # elsewhere a run reads its tokenizer from a local copy, and compares that
+        problems += _verify_tokenizer(join(directory, tokens_lib.TOKENIZER), manifest["tokenizer"]["sha256"])
     for store in stores:
         for number in range(store.num_shards):
             problems += _verify_shard(store, number, sizes)
     return problems
 
 
-def _verify_tokenizer(directory: str, manifest: dict[str, Any]) -> list[str]:
-    where = join(directory, tokens_lib.TOKENIZER)
-    if not is_local(where):
-        return []  # a run reads it from a local copy, and compares it with the manifest
+def _verify_tokenizer(where: str, sha256: str) -> list[str]:
     try:
-        if tokenizers.load(where).sha256 == manifest["tokenizer"]["sha256"]:
+        if tokenizers.load(where).sha256 == sha256:
             return []
     except (UserError, OSError, ValueError) as error:
         return [f"{tokens_lib.TOKENIZER} cannot be read: {error}"]
@@ -422,32 +382,22 @@ def _verify_tokenizer(directory: str, manifest: dict[str, Any]) -> list[str]:
 
 
 def _verify_shard(store: Prepared, number: int, sizes: dict[str, int]) -> list[str]:
-    problems = []
-    entry, name = store.shards[number], store.file(number)
+    """The records follow one another without a gap, so that their checksums and the size say all of the file."""
+    size, name = int(store.shards["bytes"][number]), store.file(number)
     if name not in sizes:
         return [f"shard {name} is missing"]
-    if sizes[name] != entry["bytes"]:
-        problems.append(f"shard {name} has {sizes[name]} bytes instead of {entry['bytes']}")
-    url = join(store.name, name)
-    if is_local(url):  # elsewhere the records' own checksums must do, to read it once
-        try:
-            crc, _ = tokens_lib.checksum(pathlib.Path(url))
-        except OSError as error:
-            return [f"shard {name} cannot be read: {error.strerror}"]
-        if crc != entry["crc32c"]:
-            problems.append(f"shard {name} has CRC32C {crc:08x} instead of {entry['crc32c']:08x}")
+    problems = [] if sizes[name] == size else [f"shard {name} has {sizes[name]} bytes instead of {size}"]
     begin, end = store.first_token[number : number + 2].tolist()
-    for start in range(begin, end, store.bundle_tokens):
+    reads: list[Callable[[], object]] = [
+        functools.partial(store.parts, [(start, min(start + store.bundle_tokens, end))])
+        for start in range(begin, end, store.bundle_tokens)
+    ]
+    reads.append(functools.partial(store.lengths, number))
+    for read in reads:
         try:
-            store.parts([(start, min(start + store.bundle_tokens, end))])
+            read()
         except StorageError as error:
             problems.append(str(error).split(";")[0])
-    try:
-        lengths = store.lengths(number)
-        if lengths.sum() != entry["tokens"]:
-            problems.append(f"shard {name} has documents of {lengths.sum()} tokens and {entry['tokens']} tokens")
-    except StorageError as error:
-        problems.append(str(error).split(";")[0])
     return problems
 
 

@@ -3,15 +3,42 @@
 import hashlib
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import chats, mix, order, pack, sources, storage
-from zaya_jax.data.pack import Span
+from zaya_jax.data import chats, mix, pack, sources, storage
+from zaya_jax.data.pack import Piece, Span
+from zaya_jax.data.sources import Bundle
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.data.tokens import SPLITS
 
-TokenStore = order.Memory | storage.Prepared
-
 _tokenised: dict[tuple, tuple[tuple, object]] = {}  # {what was made: (the files it was made of, it)}
+
+
+class Memory:
+    """A store of one bundle that is in memory already."""
+
+    bundle_tokens, num_shards = 0, 1
+
+    def __init__(self, name: str, bundle: Bundle, fingerprint: str, said: str = "") -> None:
+        self.name, self.fingerprint, self.bundle = name, fingerprint, bundle
+        self.said = said  # a note on it for the user
+        self.num_tokens = len(bundle)
+        self.first_token = np.array([0, len(bundle)], np.int64)
+        self._lengths: np.ndarray | None = None
+
+    def lengths(self, shard: int) -> np.ndarray:
+        """The tokens of each document."""
+        if self._lengths is None:
+            self._lengths = np.diff(np.append(np.flatnonzero(self.bundle.starts), len(self.bundle)))
+        return self._lengths
+
+    def parts(self, spans: Sequence[Span]) -> list[list[Piece]]:
+        """Each span, as a piece of the one bundle."""
+        return [[(self.bundle, start, stop)] for start, stop in spans]
+
+
+TokenStore = Memory | storage.Prepared
 
 
 def tokenised[T](paths: Sequence[str], what: tuple, make: Callable[[], T]) -> T:
@@ -51,16 +78,16 @@ def open_stores(config: Config, path: str, tokenizer: Tokenizer) -> tuple[TokenS
         raise UserError(said.replace("config.data.path", named)) from None
 
 
-def _text(path: str, tokenizer: Tokenizer) -> tuple[order.Memory, order.Memory]:
+def _text(path: str, tokenizer: Tokenizer) -> tuple[Memory, Memory]:
     return _sides(path, sources.text_corpus(path, tokenizer))
 
 
-def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[order.Memory, order.Memory]:
+def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[Memory, Memory]:
     """A chat is held out by the hash of its content, the same in all sources of the run."""
     context = config.data.seq_len
     paths = [one for one in mix.plan_sources(config)[0] if one == "stdlib" or not storage.is_prepared(one)]
 
-    def make() -> dict[str, tuple[order.Memory, order.Memory]]:
+    def make() -> dict[str, tuple[Memory, Memory]]:
         found = {one: chats.read_chats(one, tokenizer, context) for one in paths}
         last = chats.last_held_out(found.values())
         split = {one: held.split(last) for one, held in found.items()}
@@ -69,9 +96,7 @@ def _chats(config: Config, path: str, tokenizer: Tokenizer) -> tuple[order.Memor
     return tokenised(paths, (tokenizer.sha256, context), make)[path]
 
 
-def _sides(
-    path: str, sides: tuple[sources.Bundle, sources.Bundle], said: str = ""
-) -> tuple[order.Memory, order.Memory]:
+def _sides(path: str, sides: tuple[Bundle, Bundle], said: str = "") -> tuple[Memory, Memory]:
     """The stores of both sides, each with a fingerprint over both: held-out data belong to the run, too."""
     held = hashlib.sha256()
     for side in sides:
@@ -79,7 +104,7 @@ def _sides(
         held.update(side.tokens)
         held.update(side.learn)
     train, held_out = (
-        order.Memory(path, side, f"{held.hexdigest()}/{name}", said) for side, name in zip(sides, SPLITS, strict=True)
+        Memory(path, side, f"{held.hexdigest()}/{name}", said) for side, name in zip(sides, SPLITS, strict=True)
     )
     return train, held_out
 

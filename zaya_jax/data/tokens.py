@@ -65,9 +65,6 @@ class CorruptRecord(Exception):
         super().__init__(f"corrupt {record} of shard {shard}: {why}")
         self.shard, self.record, self.why = shard, record, why
 
-    def __reduce__(self):
-        return CorruptRecord, (self.shard, self.record, self.why)
-
 
 @dataclasses.dataclass
 class Document:
@@ -190,20 +187,24 @@ class ShardWriter:
         self._partial = partial_path(path)
         self._file = self._partial.open("wb")
         self._crc = 0
-        self._pending: list[tuple[Document, bool]] = []  # with whether one begins there; at most a bundle's tokens
-        self._pending_tokens = 0
+        self._pending: list[tuple[np.ndarray, ...]] = []  # tokens, whether a document begins there, whether to learn
+        self._pending_tokens = 0  # at most a bundle's
         self._offsets, self._crcs, self._lengths = array.array("Q", [0]), array.array("Q"), array.array("Q")
         self._tokens = self._pages = 0
 
     def add(self, document: Document) -> None:
         """Append one document."""
-        tokens, learn = document.tokens, document.learn
-        self._lengths.append(len(tokens))
-        for begin in range(0, len(tokens), SLICE_TOKENS):
-            some = slice(begin, begin + SLICE_TOKENS)
-            part = Document(tokens[some], None if learn is None else learn[some])
-            self._pending.append((part, begin == 0))
-            self._pending_tokens += len(part.tokens)
+        count = len(document.tokens)
+        self._lengths.append(count)
+        for begin in range(0, count, SLICE_TOKENS):
+            tokens = document.tokens[begin : begin + SLICE_TOKENS].astype(self.dtype, copy=False)
+            starts = np.zeros(len(tokens), bool)
+            starts[0] = begin == 0
+            learn = np.ones(len(tokens), bool)
+            if document.learn is not None:
+                learn = document.learn[begin : begin + len(tokens)]
+            self._pending.append((tokens, starts, learn))
+            self._pending_tokens += len(tokens)
             if self._pending_tokens > self._size:  # one more than it holds, so that what follows it is known
                 self._flush()
 
@@ -236,27 +237,17 @@ class ShardWriter:
         """Write all full bundles of what is pending, at last the rest too."""
         if not self._pending:
             return
-        documents = [document for document, _ in self._pending]
-        tokens = np.concatenate([d.tokens for d in documents]).astype(self.dtype, copy=False)
-        learn = None
-        if any(d.learn is not None for d in documents):
-            parts = [np.ones(len(d.tokens), bool) if d.learn is None else d.learn for d in documents]
-            learn = np.concatenate(parts)
-        lengths = np.array([len(d.tokens) for d in documents], np.int64)
-        starts = (np.cumsum(lengths) - lengths)[[begins for _, begins in self._pending]]
+        tokens, starts, learn = (np.concatenate(parts) for parts in zip(*self._pending, strict=True))
         begin, whole = 0, len(tokens)
         while begin < whole if last else begin + self._size < whole:
             end = min(begin + self._size, whole)
-            first, stop = np.searchsorted(starts, [begin, end])
             after = None
-            if end < whole and not (stop < len(starts) and starts[stop] == end):
-                after = int(tokens[end]), bool(learn is None or learn[end])
-            masked = None if learn is None or learn[begin:end].all() else learn[begin:end]
-            self._write_bundle(tokens[begin:end], starts[first:stop] - begin, masked, after)
+            if end < whole and not starts[end]:
+                after = int(tokens[end]), bool(learn[end])
+            masked = None if learn[begin:end].all() else learn[begin:end]
+            self._write_bundle(tokens[begin:end], np.flatnonzero(starts[begin:end]), masked, after)
             begin = end
-        # The first bundle took all parts but the last, since they filled no bundle before it came.
-        begins = self._pending[-1][1] and begin == whole - lengths[-1]
-        self._pending = [(Document(tokens[begin:], None if learn is None else learn[begin:]), begins)]
+        self._pending = [(tokens[begin:], starts[begin:], learn[begin:])]
         self._pending_tokens = whole - begin
 
     def _write_bundle(self, tokens, starts, learn, after) -> None:

@@ -14,7 +14,7 @@ from zaya_jax import schedule
 from zaya_jax.config import Config, Phase, UserError, shown
 from zaya_jax.data import chats, mix, order, pack, sources, storage, tokenizers
 from zaya_jax.data.pack import Batch, Span
-from zaya_jax.data.stores import TokenStore, check_tokenizer, fill, local_rows, open_stores, tokenised
+from zaya_jax.data.stores import Memory, TokenStore, check_tokenizer, fill, local_rows, open_stores, tokenised
 from zaya_jax.data.tokenizers import Tokenizer
 
 damaged: set[str] = set()  # pieces of data that could not be read, since the last training stream was made
@@ -93,7 +93,7 @@ def named_stores(config: Config, tokenizer: Tokenizer) -> dict[str, TokenStore]:
 def named_notes(config: Config, tokenizer: Tokenizer) -> list[str]:
     """Notes for the user on how chats among them were fitted; UserError as `named_stores`."""
     found = named_stores(config, tokenizer).values()
-    return [store.said for store in found if isinstance(store, order.Memory) and store.said]
+    return [store.said for store in found if isinstance(store, Memory) and store.said]
 
 
 def named_batches(config: Config, tokenizer: Tokenizer, process: tuple[int, int], rows: int) -> dict[str, list[Batch]]:
@@ -141,16 +141,16 @@ def _refuse_trained(path: str, trained: list[str]) -> None:
                 )
 
 
-def _all_of(config: Config, path: str, tokenizer: Tokenizer) -> order.Memory:
+def _all_of(config: Config, path: str, tokenizer: Tokenizer) -> Memory:
     context = config.data.seq_len if config.data.chats and chats.are_here(path) else 0
 
-    def make() -> order.Memory:
+    def make() -> Memory:
         if context:
             bundle, said = chats.whole(path, tokenizer, context)
         else:
             texts, said = [text for _, text in sources.named_texts(path)], ""
             bundle = sources.concatenate(tokenizers.encode_texts(tokenizer, texts), tokenizer)
-        return order.Memory(path, bundle, hashlib.sha256(bundle.tokens).hexdigest(), said)
+        return Memory(path, bundle, hashlib.sha256(bundle.tokens).hexdigest(), said)
 
     return tokenised([path], ("whole", tokenizer.sha256, context), make)
 

@@ -6,6 +6,7 @@ own: it imports only the modules that reading needs, and nothing of the program 
 """
 
 import logging
+import logging.handlers
 import multiprocessing
 import os
 import pathlib
@@ -75,8 +76,9 @@ class Workers(Iterator[dict[str, np.ndarray]]):
                 f"data worker {index} ended with code {code} (out of memory?); start the same command again, perhaps "
                 "with a smaller data.workers"
             ) from None
-        for level, line in lines:
-            _log.log(level, "worker %d: %s", index, line)
+        for line in lines:
+            line.msg = f"worker {index}: {line.msg}"
+            _log.handle(line)
         if isinstance(batch, Exception):
             raise batch
         return batch
@@ -92,20 +94,6 @@ class Workers(Iterator[dict[str, np.ndarray]]):
         for process in self._processes:
             process.kill()
             process.wait()
-
-
-class _Lines(logging.Handler):
-    """Keeps what is logged until it is sent."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: queue.SimpleQueue[tuple[int, str]] = queue.SimpleQueue()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.put((record.levelno, record.getMessage()))
-
-    def take(self) -> list[tuple[int, str]]:
-        return [self.lines.get() for _ in range(self.lines.qsize())]
 
 
 def work(descriptor: int, parent: int) -> None:
@@ -124,9 +112,9 @@ def work(descriptor: int, parent: int) -> None:
         batches, step, ahead = pipe.recv()
     except (EOFError, ConnectionError):
         os._exit(0)
-    handler = _Lines()
+    lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
     ours = logging.getLogger("zaya_jax")
-    ours.addHandler(handler)
+    ours.addHandler(logging.handlers.QueueHandler(lines))
     ours.setLevel(logging.INFO)
     ready: queue.Queue[Any] = queue.Queue(ahead)
 
@@ -137,7 +125,7 @@ def work(descriptor: int, parent: int) -> None:
                 batch: Any = batches[at]
             except Exception as error:
                 batch = error
-            ready.put((batch, batches.counters(), handler.take()))
+            ready.put((batch, batches.counters(), [lines.get() for _ in range(lines.qsize())]))
             if isinstance(batch, Exception):
                 return
             at += 1
