@@ -78,7 +78,7 @@ def bad(**figures):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_stopped_by_a_signal(run, tmp_path, number):
     asked = []
-    assert run(7, lambda: asked or asked.append(os.kill(os.getpid(), number))) == cli.PREEMPTED
+    assert run(7, lambda: None if asked else asked.append(os.kill(os.getpid(), number))) == cli.PREEMPTED
     assert last_step(tmp_path / "run") == store.latest_step(tmp_path / "run") == 7
     assert (tmp_path / "run" / "report.html").exists() == (number != signal.SIGTERM)
 
