@@ -11,7 +11,36 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (".ci", "benchmarks", "docs", "launch", "requirements", "tests", "tools")
 PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
-MAX_LINES = 600
+MAX_LINES = 600  # of a file
+LONGEST, MOST_PARAMETERS = 80, 10  # of a function; `self` is none
+
+# Lines at most, counted as `wc` does. A raise is an edit here, with its reason.
+BUDGET = {
+    ("report",): 2400,
+    ("plan", "hardware"): 3200,
+    ("aegis",): 4900,
+    ("data",): 4300,
+    ("checkpoint",): 3200,
+    ("training",): 2000,
+    ("run.py",): 400,
+    ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1100,
+    ("config", "cluster"): 2100,
+    ("pytorch", "evaluate"): 1500,
+    ("model", "parallel", "optim"): 5800,
+    ("",): 30_000,
+    ("../tests",): 24_000,
+}
+
+# What takes seconds to import, or not every user has: the only modules that may import it.
+HEAVY = {
+    "grain": ["zaya_jax.data.pipeline"],
+    "lm_eval": ["zaya_jax.evaluate.harness"],
+    "pyarrow": ["zaya_jax.data.inputs"],
+    "ray": ["zaya_jax.data.prepare_task"],
+    "safetensors": ["zaya_jax.pytorch.tensor_files"],
+    "tensorboardX": ["zaya_jax.training.metrics"],
+    "tokenizers": ["zaya_jax.data.tokenizers"],
+} | {name: [] for name in ("absl", "orbax", "sentencepiece", "torch", "transformers")}
 
 # Who may import what of this project. The first name that fits a module counts.
 ARROWS = {
@@ -170,6 +199,43 @@ def test_no_program_text_is_longer_than_a_person_reads():
         name: text.count("\n") for name, text in texts() if name.endswith((".py", ".sh", ".js", ".css", "Makefile"))
     }
     assert not {name: lines for name, lines in long.items() if lines > MAX_LINES}
+
+
+def lines_of(rooms: tuple[str, ...]) -> int:
+    paths = [ROOT / "zaya_jax" / room for room in rooms]
+    files = [file for path in paths for file in (path.rglob("*.py") if path.is_dir() else [path])]
+    return sum(file.read_text(encoding="utf-8").count("\n") for file in files)
+
+
+@pytest.mark.parametrize("rooms", BUDGET, ids=lambda rooms: "+".join(rooms) or "zaya_jax")
+def test_a_room_keeps_its_budget_of_lines(rooms):
+    assert 0 < lines_of(rooms) <= BUDGET[rooms]
+
+
+def too_much(source: str) -> list[str]:
+    """The functions of a module that are too long, or take too much."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+            count, length = len(names) - (names[:1] == ["self"]), node.end_lineno - node.lineno + 1
+            if length > LONGEST or count > MOST_PARAMETERS:
+                found.append(f"{node.name}: {length} lines, {count} parameters")
+    return found
+
+
+def test_a_function_fits_a_screen_and_takes_ten_things():
+    found = {name: more for name, path in modules() if (more := too_much(path.read_text(encoding="utf-8")))}
+    assert not found
+    assert too_much("def f():\n" + "    pass\n" * LONGEST) and too_much("def f(a, b, c, d, e, f, g, h, i, j, k): 0")
+
+
+def test_heavy_packages_are_imported_where_the_table_says():
+    found = {}
+    for name, path in modules():
+        for _, what in imports(path.read_text(encoding="utf-8"), name, path.name == "__init__.py"):
+            found.setdefault(what.split(".")[0], set()).add(name)
+    assert {package: sorted(found.get(package, ())) for package in HEAVY} == HEAVY
 
 
 TELLTALE = re.compile(r"(?<![\w.~:/$}-])/(?:root|home|Users|work|farm)/\w|(?:index|registry)[-_]?url|/simple[/]", re.I)
