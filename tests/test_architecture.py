@@ -14,21 +14,22 @@ PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
 MAX_LINES = 600  # of a file
 LONGEST, MOST_PARAMETERS = 80, 10  # of a function; `self` is none
 
-# Lines at most, counted as `wc` does. A raise is an edit here, with its reason.
+# Lines at most, counted as `wc` does: a few above the present ones where a package is larger than its aim, which stands
+# behind it. A raise is an edit here, with its reason.
 BUDGET = {
-    ("report",): 2400,
-    ("plan", "hardware"): 3200,
-    ("aegis",): 4900,
-    ("data",): 4300,
-    ("checkpoint",): 3200,
-    ("training",): 2000,
-    ("run.py",): 400,
-    ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1100,
-    ("config", "cluster"): 2100,
+    ("aegis",): 4700,
+    ("checkpoint",): 3300,  # 3200
+    ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1160,  # 1100
+    ("config", "cluster"): 2340,  # 2100
+    ("data",): 4640,  # 4300
+    ("model", "parallel", "optim"): 5700,
+    ("plan", "hardware"): 3430,  # 3200
     ("pytorch", "evaluate"): 1500,
-    ("model", "parallel", "optim"): 5800,
-    ("",): 30_000,
-    ("../tests",): 24_000,
+    ("report",): 2330,
+    ("run.py",): 400,
+    ("training",): 2120,  # 2000
+    ("",): 31_850,  # 30,000
+    ("../tests",): 25_270,  # 24,000
 }
 
 # What takes seconds to import, or not every user has: the only modules that may import it.
