@@ -239,8 +239,8 @@ def _directory(out: str) -> pathlib.Path:
     try:
         if directory.exists() and not directory.is_dir():
             raise UserError(f"--out={out} is a file; give an empty or new directory")
-        ours = (directory / tokens_lib.MANIFEST).exists() or (directory / WORK).is_dir()
-        if directory.exists() and not ours and any(directory.iterdir()):
+        names = {path.name for path in directory.iterdir()} if directory.exists() else set()
+        if names and not names & {tokens_lib.MANIFEST, WORK}:  # one look: another process may begin here just now
             raise UserError(f"--out={out} exists and is not a preparation; give an empty or new directory")
     except OSError as error:
         raise UserError(f"--out={out} cannot be used: {error.strerror}; give another directory") from None
