@@ -260,6 +260,8 @@ def test_the_last_of_two_workdirs_is_the_run_s():
 ODD = (
     {"time": "x"}, {"time": None}, {"time": float("nan")}, {"time": 1e300}, {"kind": 5}, {"seen": []},
     {"process": "x"}, {"step": None}, {"facts": 5}, {"seconds": float("inf")}, {"group": {}},
+    {"facts": {"sections": [1]}}, {"facts": {"sections": {"a": "b"}}}, {"facts": {"step": "x"}},
+    {"facts": {"stop": 1e300}},
 )  # fmt: skip
 
 

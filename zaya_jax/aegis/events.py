@@ -108,8 +108,13 @@ def _event(given: dict[str, Any]) -> Event:
         if not isinstance(value, (int, float) if kinds[name] is float else kinds[name]):
             raise TypeError(name)
     event = Event(**given)
-    if not all(abs(number) < LATEST for number in (event.time, event.seconds)):
-        raise ValueError("a time is out of range")
+    shares = event.facts.get("sections", {})
+    counts = [event.facts[name] for name in ("step", "batches", "from", "start", "stop") if name in event.facts]
+    if not isinstance(shares, dict) or not all(isinstance(x, int | float) for x in (*counts, *shares.values())):
+        raise TypeError("facts")  # numbers that accounts and pages count with
+    numbers = (event.time, event.seconds, event.step or 0, *counts, *shares.values())
+    if not all(abs(number) < LATEST for number in numbers):
+        raise ValueError("a number is out of range")
     return event
 
 
