@@ -71,6 +71,22 @@ def test_the_jobset_names_its_parts_consistently(jobset):
     assert rule["onExitCodes"]["containerName"] == container["name"]
 
 
+def test_the_image_has_what_the_templates_start(jobset, tmp_path):
+    text = (LAUNCH / "Dockerfile").read_text()
+    steps = dict(re.findall(r"^(WORKDIR|COPY) (.*)$", text, re.M))
+    *_, container, _ = job_of(jobset)
+    assert container["workingDir"] == steps["WORKDIR"] and steps["COPY"] == ". ."
+    shell = tmp_path / "steps.sh"  # the steps as the image's maker runs them, for the linter
+    commands = re.findall(r"^RUN ((?:.*\\\n)*.*)$", text, re.M)
+    shell.write_text("#!/bin/sh\nEXTRAS=rocm\n" + "\n".join(commands) + "\n")
+    test_the_projects_shells_parse_and_lint(shell)
+    copied = re.findall(r"^!(.*)$", (LAUNCH / "Dockerfile.dockerignore").read_text(), re.M)
+    assert all((LAUNCH.parent / name).exists() for name in copied)
+    assert {"pyproject.toml", "requirements", "tools", "README.md", "LICENSE"} <= set(copied)  # setup.sh reads these
+    assert {name.split(".")[0] for name in container["command"] if name.startswith("experiments")} <= set(copied)
+    assert all("image: registry.example/zaya_jax:latest" in path.read_text() for path in LAUNCH.glob("*.yaml"))
+
+
 def test_slurm_and_jobset_set_the_same_values(jobset):
     slurm = (LAUNCH / "slurm.sbatch").read_text()
     there = dict(re.findall(r"^export (\w+)=(.*)$", slurm, re.M))
