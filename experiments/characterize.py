@@ -536,7 +536,7 @@ def _chart(title: str, lines: Sequence[Line], unit: str, text: Callable[[float],
     rates = [rate for line in lines for _, rate in line.points]
     return Chart(
         f"{title}, {unit}", lines, (sizes[0], sizes[-1]), (min(rates) / 1.3, max(rates) * 1.3), True, True,
-        over="size", named=[(size, text(size)) for size in sizes], note=note, describe=f"{len(lines)} lines",
+        over="size", named=[(size, text(size)) for size in sizes], note=note,
     ).draw()  # fmt: skip
 
 

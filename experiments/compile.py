@@ -290,7 +290,7 @@ def _memory_curve(row: dict[str, Any]) -> str:
     highest = max(capacity, *(value for _, value in curve))
     return Chart(
         f"Memory over the program: {row['phase']}", lines, (0.0, end), (0.0, highest * 1.05), unit=" GB",
-        over="instruction", describe="Bytes in use at each instruction of the compiled program",
+        over="instruction",
         note="Instructions as they run, each loop's body once: forward, backward, optimizer.",
     ).draw()  # fmt: skip
 

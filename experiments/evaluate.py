@@ -271,7 +271,7 @@ def _by_place(data: dict[str, Any]) -> Section:
         note += f" In the table alone: {left_out} with one place, without a finite loss, or after the first {COLORS}."
     picture = Chart(
         "Loss by place in the document", lines, (min(xs), max(xs)), (min(ys) - room, max(ys) + room), log_x=True,
-        unit=" nats", over="place", describe="Mean loss of tokens by how many stand before them", note=note,
+        unit=" nats", over="place", note=note,
     )  # fmt: skip
     return Section("By place", "How much the model gains from the text before a token.", pictures=picture.draw())
 

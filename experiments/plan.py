@@ -264,7 +264,6 @@ def _scaling(points: list[tuple[int, float, float]]) -> str:
     return Chart(
         "Weak scaling", lines, (counts[0], counts[-1]), (0.0, 1.05 * most), log_x=True, unit=" s", over="devices",
         named=[(n, f"{n:,}") for n in counts], note="Seconds of a step at constant tokens a device.",
-        describe="Seconds of a step over devices, at constant tokens a device",
     ).draw()  # fmt: skip
 
 

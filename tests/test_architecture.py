@@ -25,7 +25,7 @@ BUDGET = {
     ("model", "parallel", "optim"): 5700,
     ("plan", "hardware"): 3430,  # 3200
     ("pytorch", "evaluate"): 1500,
-    ("report",): 2330,
+    ("report",): 2235,
     ("run.py",): 400,
     ("training",): 2120,  # 2000
     ("",): 31_850,  # 30,000

@@ -48,7 +48,6 @@ def test_page_of_eight_processes(tmp_path):
     ]  # fmt: skip
     assert "Process 7 is slow: its write takes 9 s, the others&#x27; 1 s (medians of 12 saves)." in page
     assert page.count("is slow") == 1 and "The longest, 9 min, is beyond the colours." in page
-    assert "verify at most 0.5 s; read at most 2 s; place at most 1 s" in page
     assert "80 GB onto all processes" in page and "slowest of" not in page
 
 

@@ -28,8 +28,7 @@ def test_report_of_a_run_has_all_its_parts(make_run):
     for heading in headings.split(", "):
         assert f"<h2>{heading}</h2>" in source
     assert source.count('role="img"') == source.count("aria-label=") == source.count("<figure")
-    title = r"<title>tiny: held-out 1\.\d+, train 1\.\d+ nats per byte after 300 steps</title>"
-    assert re.search(title, source) and "2 CPU cores" in text and "complete" in text
+    assert "<title>tiny training report</title>" in source and "2 CPU cores" in text and "complete" in text
     assert "prefers-color-scheme:dark" in source.replace(" ", "") and len(source) < 250_000
     assert "Interruptions" not in text and "Lineage" not in text and "Checkpoints" not in text
     assert write_report(make_run(300)).read_text() == source  # the same run gives the same page

@@ -25,9 +25,9 @@ def test_ticks_are_few_round_and_inside(low, high):
 
 
 def test_a_chart_is_well_formed_and_can_be_announced():
-    figure = parsed(Chart("A <b>", [Line("x & y", [(1, 2.0), (2, 3.0)])], (1, 2), (2, 3), describe="d"))
-    assert figure.find("svg").get("aria-label") == "A <b>. d" and figure.find("svg").get("role") == "img"
-    assert [cell.text for cell in figure.findall(".//td")] == ["2", "3"]  # the values, for those who do not see it
+    figure = parsed(Chart("A <b>", [Line("x & y", [(1, 2.0), (2, 3.0)])], (1, 2), (2, 3)))
+    words = "A <b>. x & y: last 3, between 2 and 3."  # for those who do not see it
+    assert figure.find("svg").get("aria-label") == words and figure.find("svg").get("role") == "img"
 
 
 def test_nan_breaks_a_curve_and_a_lone_point_is_still_seen():
@@ -61,7 +61,6 @@ def test_an_axis_may_have_named_places():
     figure = parsed(Chart("t", [Line("l", [(1024, 1.0), (2048, 2.0)])], (1024, 2048), (0, 2), log_x=True,
                           named=[(1024, "1 KiB"), (2048, "2 KiB")]))  # fmt: skip
     assert {"1 KiB", "2 KiB"} <= {text.text for text in figure.findall(".//text")}
-    assert [row.find("th").text for row in figure.findall(".//tbody/tr")] == ["1 KiB", "2 KiB"]
 
 
 @pytest.mark.parametrize(
@@ -90,7 +89,6 @@ def test_a_heat_map_covers_its_cells():
     figure = parsed(HeatMap("t", ["0", "1"], [1, 2, 3], cells, Scale(0, 1), (1, 3), "layer", ("0", "1")))
     # Two equal neighbours are one rectangle; the hole stays open.
     assert rectangles(figure) == {"s0": 1, f"s{LEVELS // 2}": 2, f"s{LEVELS - 1}": 1}
-    assert [cell.text for cell in figure.findall(".//td")] == ["0", "0", "1", "0.5", "–", "0.5"]
     empty = parsed(HeatMap("t", ["0"], [7], [[math.nan]], Scale(0, 1), (7, 7), "layer", ("0", "1")))
     assert rectangles(empty) == {}
 

@@ -114,8 +114,7 @@ def _stage_map(saves: Sequence[Event], stage: str) -> str:
     return HeatMap(
         TITLES[stage], names, steps, cells.tolist(), Scale(0.0, high or 1.0),
         (steps[0] - first / 2, steps[-1] + last / 2), "process",
-        ("0 s", ("≥ " if high < longest else "") + duration(high)), note=" ".join(notes), unit=" s",
-        describe=f"Process by save, from {duration(float(good.min()))} to {duration(longest)}.",
+        ("0 s", ("≥ " if high < longest else "") + duration(high)), note=" ".join(notes),
     ).draw()  # fmt: skip
 
 
@@ -154,8 +153,7 @@ def _load_map(load: Event | None) -> str:
     return HeatMap(
         f"Step {load.step:,} by process", list(load.stages), [float(s) for s in starts], cells.tolist(),
         Scale(0.0, longest or 1.0), (-0.5, load.processes - 0.5), "stage", ("0 s", duration(longest)),
-        describe="; ".join(f"{stage} at most {duration(load.slowest(stage))}" for stage in load.stages),
-        note=f"{many}{size} onto all processes.", column_name="process", unit=" s",
+        note=f"{many}{size} onto all processes.", column_name="process",
     ).draw()  # fmt: skip
 
 

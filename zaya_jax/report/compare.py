@@ -52,9 +52,8 @@ def comparison(workdirs: Sequence[Workdir]) -> Document:
         Section("Config", tables=_differences(runs, [run.read.config for run in runs])),
         Section("Environment", tables=_differences(runs, [run.read.environment for run in runs])),
     ]
-    window = f"Comparison of {len(runs)} runs: {', '.join(names)}"
     footer = "Drawn from the files of the runs’ workdirs."
-    return Document(f"{len(runs)} runs", "compared", "", sections, (), _warnings(runs), footer, window)
+    return Document(f"{len(runs)} runs", "compared", ", ".join(names), sections, (), _warnings(runs), footer)
 
 
 def _numbers(run: Workdir) -> dict[str, Series]:
@@ -215,7 +214,6 @@ def _picture(runs: Sequence[Run], key: str, drawn: Sequence[Run], over: str, poi
     return Chart(
         title, lines, (min(ends), max(ends)), y_range, log, unit=unit, over=over, note=" ".join(notes),
         bad_steps=curves.bad_steps(*(run.series[key] for run in known)) if over == "step" else (),
-        describe=" ".join(curves.describe(run.name, run.series[key]) for run in known),
     ).draw()  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from zaya_jax.report.document import Section
 from zaya_jax.report.heat import HeatMap, Scale, columns
 from zaya_jax.report.read import Bin, Series, Workdir
 from zaya_jax.report.svg import Chart, Line
-from zaya_jax.report.text import duration, number
+from zaya_jax.report.text import number
 
 POINTS = 480  # of a curve
 ALL_POINTS = 24_000  # of all curves together
@@ -48,17 +48,16 @@ def loss_section(run: Workdir) -> Section:
     if held_out:
         lines.append(Line("held-out", [(b.step, b.mean) for b in held_out.coarse(160)], 1, "dots"))
     bad = sorted({step for series in (train, held_out) if series for step in bad_steps(series)})
-    text = " ".join(describe(n, s) for n, s in (("Train loss", train), ("Held-out loss", held_out)) if s)
     first = next((v for line in lines for _, v in line.points if math.isfinite(v)), math.nan)
     low, high = _range(_drawn(lines), keep=first)
     note = _outside(train, low, high) if train else ""
-    pictures = Chart("Loss", lines, run.steps, (low, high), bad_steps=bad, describe=text, note=note).draw()
+    pictures = Chart("Loss", lines, run.steps, (low, high), bad_steps=bad, note=note).draw()
     middle = (run.first_step + run.last_step) / 2
     if train and sum(step >= middle for step, _ in lines[0].points) >= 10:
         half = [_later(line, middle) for line in lines]
         pictures += Chart(
             "Loss, second half", half, (middle, float(run.last_step)), _range(_drawn(half)),
-            bad_steps=[step for step in bad if step >= middle], describe=text,
+            bad_steps=[step for step in bad if step >= middle],
         ).draw()  # fmt: skip
     unit = f"In {run.unit}"
     if run.unit == "nats per byte" and held_out and math.isfinite(held_out.last):
@@ -111,9 +110,8 @@ def save_curves(saves: Sequence[times.Event]) -> str:
         longest = float(np.nanmax(slowest))
         unit, scale = (" s", 1.0) if longest >= 0.1 else (" ms", 1e3)
         line = Line(label, list(zip(steps, (slowest * scale).tolist(), strict=True)), color, look)
-        words = f"{title}: median {duration(float(np.nanmedian(values)))}, longest {duration(longest)}."
         y_range = (0.0, longest * scale * 1.08 or 1.0)
-        pictures += Chart(title, [line], (steps[0], steps[-1]), y_range, unit=unit, describe=words, note=note).draw()
+        pictures += Chart(title, [line], (steps[0], steps[-1]), y_range, unit=unit, note=note).draw()
     return pictures
 
 
@@ -205,16 +203,6 @@ def _outside(series: Series, low: float, high: float, unit: str = "") -> str:
     return " ".join(parts)
 
 
-def describe(name: str, series: Series) -> str:
-    """A curve in words."""
-    total = series.total
-    if not total.count:
-        return f"{name}: no finite value."
-    between = f"between {number(total.low)} and {number(total.high)}"
-    bad = f" Not finite at {total.bad} steps." if total.bad else ""
-    return f"{name}: last {number(series.last)} at step {series.last_step}, {between}.{bad}"
-
-
 def bad_steps(*some: Series) -> list[float]:
     """Some of the steps at which a series was not finite, the first among them."""
     bad = sorted({b.bad_step for series in some for b in series.bins.values() if b.bad})
@@ -233,7 +221,7 @@ def _curve(run: Workdir, key: str) -> str:
     lines = _lines("each step", series, _points(run), smooth=key in SMOOTHED, factor=factor)
     y_range, log = axis_range(lines, zero=key in FROM_ZERO)
     return Chart(
-        title, lines, run.steps, y_range, log, bad_steps=bad_steps(series), describe=describe(title, series),
+        title, lines, run.steps, y_range, log, bad_steps=bad_steps(series),
         note=_outside(series, *y_range, unit), unit=unit,
     ).draw()  # fmt: skip
 
@@ -251,7 +239,6 @@ def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
         pictures += Chart(
             f"{prefix}/…" + (f" ({start // GROUP + 1})" if start else ""), lines, run.steps, y_range, log,
             bad_steps=bad_steps(*(run.series[key] for key in part)), note="Smoothed.",
-            describe=" ".join(describe(key, run.series[key]) for key in part),
         ).draw()  # fmt: skip
     return pictures
 
@@ -259,11 +246,6 @@ def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
 def _list_map(run: Workdir, key: str) -> str:
     rows = run.vectors[key].shape[0]
     steps, values = run.vectors[key].coarse(columns(rows))
-    good = values[np.isfinite(values)]
-    low, high = (float(good.min()), float(good.max())) if good.size else (math.nan, math.nan)
-    scale = Scale.between(good.tolist())
-    return HeatMap(
-        key, [str(i) for i in range(rows)], steps, values.T.tolist(), scale, run.steps, "row",
-        (number(scale.low, 3), number(scale.high, 3)), note=f"{number(low)} throughout." if low == high else "",
-        describe=f"Row by step, {key}, from {number(low)} to {number(high)}.",
-    ).draw()  # fmt: skip
+    scale = Scale.between(values.ravel().tolist())
+    ends = (number(scale.low, 3), number(scale.high, 3))
+    return HeatMap(key, [str(i) for i in range(rows)], steps, values.T.tolist(), scale, run.steps, "row", ends).draw()

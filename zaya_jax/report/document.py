@@ -22,7 +22,7 @@ OPEN_ROWS = 24  # a longer table starts folded
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Rows of cells under a title; the first cell names its row. `look`: num, code or shares, as `style` has them."""
+    """Rows of cells under a title; the first cell names its row. `look`: num or code, as `style` has them."""
 
     title: str
     head: Sequence[object]
@@ -108,7 +108,6 @@ class Document:
     tiles: Sequence[Tile] = ()
     warnings: Sequence[str] = ()
     footer: str = ""
-    window: str = ""  # title of the browser's window, where it differs
 
     def markdown(self) -> str:
         """Without the pictures."""
@@ -122,10 +121,11 @@ class Document:
         warnings = "".join(f"<p>{escape(warning)}</p>" for warning in self.warnings)
         warn = f'<div class="warn">{warnings}</div>' if warnings else ""
         body = "".join(section.html() for section in self.sections if section)
+        window = escape(f"{self.title} {self.kind}".strip())
         return (
             '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
             '<meta name="viewport" content="width=device-width,initial-scale=1">'
-            f"<title>{escape(self.window or self.title)}</title><style>{style_sheet()}</style></head>\n<body><main>\n"
+            f"<title>{window}</title><style>{style_sheet()}</style></head>\n<body><main>\n"
             f"<header><h1>{escape(self.title)}{kind}</h1>{about}{_tiles(self.tiles)}{warn}</header>\n{body}"
             f"<footer>{escape(self.footer)}</footer>\n</main></body></html>\n"
         )

@@ -9,11 +9,10 @@ import numpy as np
 from zaya_jax.report.document import Section, Table
 from zaya_jax.report.heat import HeatMap, Scale, columns
 from zaya_jax.report.read import VectorSeries, Workdir
-from zaya_jax.report.text import Markup, counted, number, percent
+from zaya_jax.report.text import counted, percent
 
 TABLE_EXPERTS = 64  # above this the shares at the end are in the pictures alone
 FAIR = Scale(0.25, 4.0, "d", log=True)
-OF_ALL = "Percent of all tokens; colour as above: the share of the routed tokens against an even one."
 
 
 def experts_section(run: Workdir) -> Section:
@@ -76,8 +75,6 @@ def _entropy_map(run: Workdir, entropy: VectorSeries | None, load: VectorSeries 
     return HeatMap(
         "Balance of each layer", _names(source.shape[0]), steps, values.T.tolist(), Scale(low, 1.0, "r"), run.steps,
         "layer", (f"≤ {low:.2f}" if low else "0", "1, even"),
-        describe=f"Layer by step, the normalised load entropy; colours from {low:.2f} to 1. "
-        + (f"Least value {number(float(good.min()))}." if good.size else "No finite value."),
         note="Normalised load entropy over the experts, by layer.",
     ).draw()  # fmt: skip
 
@@ -89,8 +86,7 @@ def _skip_map(run: Workdir, load: VectorSeries) -> str:
     high = max(float(good.max()), 0.01) if good.size else 1.0
     return HeatMap(
         "Skipped tokens", _names(len(skipped)), steps, skipped.tolist(), Scale(0.0, high), run.steps, "layer",
-        ("0 %", percent(high)), in_percent=True,
-        describe=f"Layer by step, the share of tokens in the skip class; up to {percent(high)}.",
+        ("0 %", percent(high)),
         note="Share of all tokens that take the skip class, by layer.",
     ).draw()  # fmt: skip
 
@@ -111,25 +107,20 @@ def _layer_map(run: Workdir, load: VectorSeries, layer: int) -> str:
     rows = fair_shares(values[:, layer]).T.tolist()
     return HeatMap(
         f"Experts of layer {layer}", _names(len(rows)), steps, rows, FAIR, run.steps, "expert",
-        ("¼", "4 × an even share"), describe=f"Expert by step, layer {layer}'s load in multiples of an even share.",
+        ("¼", "4 × an even share"),
     ).draw()  # fmt: skip
 
 
 def _shares(end: np.ndarray, steps: int) -> Table:
-    """Layer by expert, coloured like the pictures: the last shares as numbers."""
-    fair, entropy = fair_shares(end), entropies(end)
+    """Layer by expert: the last shares as numbers."""
 
-    def cell(value: float, digits: int, against: float = np.nan) -> Markup:
-        color = f' class="d{FAIR.level(against)}"' if np.isfinite(against) else ""
-        return Markup(f"<span{color}>{f'{value:.{digits}f}' if np.isfinite(value) else '–'}</span>")
+    def cell(value: float, digits: int) -> str:
+        return f"{value:.{digits}f}" if np.isfinite(value) else "–"
 
     rows = [
-        [
-            str(layer),
-            *(cell(100 * s, 1, f) for s, f in zip(shares, [*fair[layer], np.nan], strict=True)),
-            cell(entropy[layer], 3),
-        ]
-        for layer, shares in enumerate(end)
+        [str(layer), *(cell(100 * share, 1) for share in shares), cell(entropy, 3)]
+        for layer, (shares, entropy) in enumerate(zip(end, entropies(end), strict=True))
     ]
     of = f"end (mean of the last {steps:,} recorded steps)" if steps > 1 else "last step"
-    return Table(f"Shares at the {of}", ["layer", *_names(end.shape[1] - 1), "skip", "entropy"], rows, "shares", OF_ALL)
+    head = ["layer", *_names(end.shape[1] - 1), "skip", "entropy"]
+    return Table(f"Shares at the {of}", head, rows, note="Percent of all tokens.")

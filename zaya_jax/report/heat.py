@@ -9,13 +9,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from zaya_jax.report.style import LEVELS
-from zaya_jax.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, figure, lower_axis, spread, values_table
-from zaya_jax.report.text import escape, number, percent
+from zaya_jax.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, figure, lower_axis
+from zaya_jax.report.text import escape
 
 CELLS = 6_000
 MOST_COLUMNS = 120
 MOST_ROWS = 64
-TABLE_COLUMNS, TABLE_ROWS = 5, 24  # of the values as a table
 
 
 @dataclasses.dataclass
@@ -70,11 +69,8 @@ class HeatMap:
     x_range: tuple[float, float]
     row_name: str
     ends: tuple[str, str]
-    describe: str = ""
     note: str = ""
-    in_percent: bool = False
     column_name: str = "step"
-    unit: str = ""
 
     def draw(self) -> str:
         """The figure."""
@@ -93,10 +89,9 @@ class HeatMap:
         cells = f'<g class="cells">{self._rectangles(edges, tops, size)}</g>'
         swatches = "".join(f'<i class="{self.scale.name}{level}"></i>' for level in range(LEVELS))
         legend = f'<li>{escape(self.ends[0])}<span class="ramp">{swatches}</span>{escape(self.ends[1])}</li>'
-        return figure(
-            self.title, legend, cells + labels + lower_axis(x, bottom, self.column_name), bottom + BOTTOM,
-            describe=self.describe, note=self.note, table=self._table(),
-        )  # fmt: skip
+        drawn = cells + labels + lower_axis(x, bottom, self.column_name)
+        words = f"Colours by {self.row_name} and {self.column_name}, from {self.ends[0]} to {self.ends[1]}."
+        return figure(self.title, legend, drawn, bottom + BOTTOM, describe=words, note=self.note)
 
     def _rectangles(self, edges: Sequence[float], tops: Sequence[float], size: float) -> str:
         paths: dict[str, list[str]] = {}
@@ -107,17 +102,6 @@ class HeatMap:
                 path = f"M{edges[start]:g} {top:.4g}h{wide}v{tall}h-{wide}z"
                 paths.setdefault(f"{self.scale.name}{level}", []).append(path)
         return "".join(f'<path class="{name}" d="{"".join(d)}"/>' for name, d in sorted(paths.items()))
-
-    def _table(self) -> str:
-        """Some of the rows and columns as text."""
-        chosen, rows = spread(len(self.steps), TABLE_COLUMNS), []
-        for r in spread(len(self.rows), TABLE_ROWS):
-            values = [self.cells[r][c] for c in chosen]
-            texts = [percent(v) if self.in_percent else number(v, 3) + self.unit for v in values]
-            texts = ["–" if math.isnan(v) else t for v, t in zip(values, texts, strict=True)]
-            rows.append([self.rows[r], *texts])
-        head = [self.row_name, *(f"{self.column_name} {round(self.steps[c]):,}" for c in chosen)]
-        return values_table(head, rows, len(self.rows))
 
 
 def _level_runs(row: Sequence[float], scale: Scale) -> Iterator[tuple[int, int, int]]:

@@ -44,15 +44,7 @@ def run_document(run: Workdir) -> Document:
     return Document(
         run.name, "training report", " · ".join(facts), [section(run) for section in SECTIONS], _tiles(run),
         _warnings(run), "Drawn from the files of the run’s workdir.",
-        f"{run.name}: {_headline(run)}" if run.lines else run.name,
     )  # fmt: skip
-
-
-def _headline(run: Workdir) -> str:
-    steps, held_out, train = counted(run.last_step, "step"), run.last("eval/loss"), run.train_loss
-    losses = [f"held-out {held_out:.4g}"] if math.isfinite(held_out) else []
-    losses += [f"train {train:.4g}"] if math.isfinite(train) else []
-    return f"{', '.join(losses)} {run.unit} after {steps}" if losses else steps
 
 
 def median_speed(run: Workdir) -> float:

@@ -82,13 +82,8 @@ tbody th { font-weight: 400; position: sticky; left: 0; background: var(--card);
 .num tbody th { min-width: 104px; max-width: 46vw; overflow-wrap: anywhere; }
 .num td, .num thead th + th { text-align: right; white-space: nowrap; }
 .code td, .code th { font-size: 12.5px; overflow-wrap: anywhere; min-width: 80px; }
-.shares td { padding: 0; text-align: center; }
-.shares td span { display: block; padding: 4px 7px; }
-.shares th { text-align: center; padding: 4px 7px; }
 details { padding: 10px 14px; }
-figure details { border: 0; padding: 0; margin: 2px 0 4px; font-size: 13px; }
 summary { cursor: pointer; font-weight: 600; overflow-wrap: anywhere; }
-figure summary { font-weight: 400; color: var(--soft); }
 summary:focus-visible { outline: 2px solid var(--focus); outline-offset: 2px; border-radius: 4px; }
 footer { margin-top: 28px; color: var(--soft); font-size: 13px; }
 @media (max-width: 520px) {

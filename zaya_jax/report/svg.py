@@ -1,23 +1,19 @@
-"""Draws curves as inline SVG; also the axes, captions and tables of values that all pictures share.
+"""Draws curves as inline SVG; also the axes and captions that all pictures share.
 
 Colours are CSS classes (see `style`), so that a picture follows the reader's light or dark scheme. A picture is an HTML
-figure: caption, legend with the last values, the SVG with a description for screen readers, and below it some of
-its values, folded. Nothing needs a script.
+figure: caption, legend with the last values, and the SVG with a description for screen readers. Nothing needs a script.
 """
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Sequence
 
-from zaya_jax.report.document import Table, fold
 from zaya_jax.report.text import escape, exponent, number
 
 WIDTH, HEIGHT = 460, 230
 LEFT, RIGHT, TOP, BOTTOM = 54, 12, 14, 26
 FLOOR = HEIGHT - BOTTOM  # where the axis below a picture lies
 MOST_LABELS = 7  # of one curve
-TABLE_ROWS = 12  # of a picture's values as a table
 FAR = 9000.0  # pixels: where values far outside the picture are put
 
 
@@ -108,28 +104,13 @@ def lower_axis(x: Axis, bottom: float, name: str, named: Sequence[tuple[float, s
     return "".join(parts)
 
 
-def figure(
-    title: str, legend: str, drawn: str, height: float = HEIGHT, *, describe: str, note: str, table: str = ""
-) -> str:
-    """A picture with its caption, the entries of its legend, a sentence below and its values as a table."""
+def figure(title: str, legend: str, drawn: str, height: float = HEIGHT, *, describe: str, note: str) -> str:
+    """A picture with its caption, the entries of its legend and a sentence below."""
     label = escape(f"{title}. {describe}")
     svg = f'<svg viewBox="0 0 {WIDTH} {height:g}" role="img" aria-label="{label}">{drawn}</svg>'
     note = f'<p class="note">{escape(note)}</p>' if note else ""
     legend = f'<ul class="legend">{legend}</ul>'
-    return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{svg}{note}{table}</figure>\n"
-
-
-def values_table(head: Sequence[str], rows: Sequence[Sequence[str]], whole: int) -> str:
-    """Some of a picture's values, folded; `whole`: how many rows there are."""
-    some = f" ({len(rows)} of {whole:,})" if whole > len(rows) else ""
-    return fold(f"Values{some}", Table("", head, rows).bare()) if rows else ""
-
-
-def spread(count: int, most: int) -> list[int]:
-    """At most `most` of `count` places, evenly, the first and the last among them."""
-    if count <= most:
-        return list(range(count))
-    return sorted({round(i * (count - 1) / (most - 1)) for i in range(most)})
+    return f"<figure><figcaption>{escape(title)}</figcaption>{legend}{svg}{note}</figure>\n"
 
 
 def _unbroken(points: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ...]]]:
@@ -196,7 +177,6 @@ class Chart:
     over: str = "step"
     named: Sequence[tuple[float, str]] = ()  # ticks of the lower axis, where they are not round numbers
     bad_steps: Sequence[float] = ()  # marked along the top: steps without a finite value
-    describe: str = ""
     note: str = ""
 
     def draw(self) -> str:
@@ -217,7 +197,7 @@ class Chart:
         )
         legend = "".join(map(self._legend, self.lines))
         legend += '<li><i class="key bad">✕</i>not finite</li>' if self.bad_steps else ""
-        return figure(self.title, legend, svg, describe=self.describe, note=self.note, table=self._table())
+        return figure(self.title, legend, svg, describe=" ".join(map(self._words, self.lines)), note=self.note)
 
     def _legend(self, line: Line) -> str:
         last = next((v for _, v in reversed(line.points) if math.isfinite(v)), math.nan)
@@ -226,24 +206,13 @@ class Chart:
         key = f'<i class="key {line.look}{dash} c{line.color}"></i>'
         return f"<li>{key}{escape(line.label)} <b>{text}</b></li>"
 
-    def _table(self) -> str:
-        """Some points of the longest curve with the other curves' nearest values; a dash if there is none."""
-        finite = [[p for p in line.points if math.isfinite(p[0]) and math.isfinite(p[1])] for line in self.lines]
-        longest = max(([s for s, _ in points] for points in finite), key=len, default=[])
-        places = sorted({*longest, *(s for points in finite for s, _ in points[:1] + points[-1:])})
-        chosen = [places[i] for i in spread(len(places), TABLE_ROWS)]
-        reach = (chosen[-1] - chosen[0]) / max(1, len(chosen) - 1) / 2 if chosen else 0.0
-        names, rows = dict(self.named), []
-        for step in chosen:
-            cells = []
-            for points in finite:
-                at = bisect.bisect_left(points, (step, -math.inf))
-                near = min(points[max(0, at - 1) : at + 1], key=lambda p: abs(p[0] - step), default=None)
-                far = step / 4 if self.log_x else reach
-                cells.append(number(near[1]) + self.unit if near and abs(near[0] - step) <= far else "–")
-            whole = step >= 100 or step == int(step)
-            rows.append([names.get(step) or (f"{step:,.0f}" if whole else number(step, 3)), *cells])
-        return values_table([self.over, *(line.label for line in self.lines)], rows, len(places))
+    def _words(self, line: Line) -> str:
+        """A curve for those who do not see it."""
+        values = [v for _, v in line.points if math.isfinite(v)]
+        if not values:
+            return f"{line.label}: no finite value."
+        low, high, last = (f"{number(v)}{self.unit}" for v in (min(values), max(values), values[-1]))
+        return f"{line.label}: last {last}, between {low} and {high}."
 
 
 def _bad_mark(px: float, step: float) -> str:
