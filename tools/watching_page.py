@@ -14,7 +14,7 @@ from zaya_jax.aegis.limits import LIMITS, Limit
 HEAD = """\
 <!-- Made by `python -m tools.watching_page > docs/watching.md`; edit zaya_jax/aegis or tools/watching_page.py. -->
 
-# What is watched
+# Watching
 
 The agent of a node (`python -m experiments.supervise`) reads its processes' logs, the kernel's log and the hardware.
 Each finding has a name, a class and an action. Classes: *critical* (a fault of one node), *distributed* (several
@@ -42,8 +42,8 @@ HARDWARE = """\
 
 The agent reads the hardware every few seconds. A counter is judged by its growth within a window, never by its value
 before the run. A level must hold for several readings in a row, and its end is reported too. A counter that falls
-starts anew. A file without permission or without a number is reported once. Each kind of hardware has a
-thread of its own, so a driver that hangs is a finding and delays nothing else.
+starts again. A file without permission or without a number is reported once. Each kind of hardware has its own
+thread, so a driver that hangs is a finding and delays nothing else.
 
 AMD's GPUs are read from sysfs (`/sys/class/drm/card*/device`), NVIDIA's by NVML if `nvidia-ml-py` is installed, ports
 of InfiniBand and RoCE from `/sys/class/infiniband`. Reading `xgmi_error` clears it, so another monitor on the node may
@@ -109,7 +109,7 @@ MEANINGS = {
     "stopping": "from then until all processes had ended, and the pause before the next start",
     "again": "from the next start to its first new step",
     "idle": "between an end and the next start",
-    "untold": "a start that recorded nothing",
+    "untold": "starts that recorded nothing",
 }
 
 
