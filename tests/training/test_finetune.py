@@ -231,11 +231,13 @@ def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):
     told = json.loads((made / "tokenizer_config.json").read_text())
     assert (told["bos_token"], told["eos_token"], told["pad_token"]) == ("<|bos|>", "<|eos|>", "<|pad|>")
     assert "as fine-tuning does here" in tokenizer_files.said(made)
+    for name in ("config.json", "generation_config.json"):  # an answer ends at the end of its turn
+        assert json.loads((made / name).read_text())["eos_token_id"] == [257, 260]
     back = exchange.from_hf(made, tmp_path / "imported")
     c = config.check(finetune.get_config(str(back)))
     assert (c.optim.lr, c.data.seq_len, c.model.vocab_size) == (finetune.IMPORTED_LR, 128, 264)
     again = exchange.to_hf(back, tmp_path / "again")  # what was not trained goes out as it came in
-    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json"):
+    for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (again / name).read_bytes() == (made / name).read_bytes()
 
 

@@ -184,9 +184,13 @@ def write_directory(
 
     with claims.whole_or_nothing(target) as part:
         tensor_files.write_sharded(part, specs, tensors(), int(shard_gb * 1e9))
-        written = dtype or imported["config"].get("dtype") or imported["config"].get("torch_dtype")
-        write_json(part / "config.json", names.model_to_json(model, written or "float32", imported["config"]))
-        write_json(part / "generation_config.json", imported["generation_config"] or names.generation_json(model))
+        written = dtype or imported["config"].get("dtype") or imported["config"].get("torch_dtype") or "float32"
+        end = tokenizer.chat_token("end_turn") if tokenizer and trained and trained.data.chats else []
+        end_turn = end[0] if len(end) == 1 else None
+        write_json(part / "config.json", names.model_to_json(model, written, imported["config"], end_turn))
+        write_json(
+            part / "generation_config.json", names.generation_json(model, imported["generation_config"], end_turn)
+        )
         tokenizer_files.write(part, files, tokenizer, trained)
     return target
 

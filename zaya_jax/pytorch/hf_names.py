@@ -195,8 +195,11 @@ def _rope_from_json(given: dict | None, where: str) -> dict:
     return out
 
 
-def model_to_json(model: Model, dtype: str, source: dict | None = None) -> dict:
-    """The config.json of a Model; `source`, the one it was imported with, keeps its further keys."""
+def model_to_json(model: Model, dtype: str, source: dict | None = None, end_turn: int | None = None) -> dict:
+    """The config.json of a Model; `source`, the one it was imported with, keeps its further keys.
+
+    `end_turn` is the id that ends an answer of a model that was trained on chats: transformers must stop at it too.
+    """
     ours = to_dict(model)
     ours["layer_types"] = list(model.kinds)
     del ours["intermediate_size"]  # dense models have no form in the port
@@ -204,14 +207,26 @@ def model_to_json(model: Model, dtype: str, source: dict | None = None) -> dict:
     kept = dict(source or {})
     if isinstance(kept.get("eos_token_id"), list) and kept["eos_token_id"][:1] == [model.eos_token_id]:
         ours["eos_token_id"] = kept["eos_token_id"]
+    if end_turn is not None:
+        ours["eos_token_id"] = with_end(ours["eos_token_id"], end_turn)
     kept.pop("torch_dtype", None)
     return dict(sorted((kept | ours | fixed).items()))
 
 
-def generation_json(model: Model) -> dict:
-    """The generation_config.json of a Model that was imported without one."""
+def generation_json(model: Model, source: dict | None, end_turn: int | None = None) -> dict:
+    """The generation_config.json of a Model; `source` is the one it was imported with."""
     ids = {key: getattr(model, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    return {"_from_model_config": True, "use_cache": True, **{k: v for k, v in ids.items() if v is not None}}
+    made = {"_from_model_config": True, "use_cache": True, **{k: v for k, v in ids.items() if v is not None}}
+    found = dict(source or made)
+    if end_turn is not None:
+        found["eos_token_id"] = with_end(found.get("eos_token_id", model.eos_token_id), end_turn)
+    return found
+
+
+def with_end(ends: int | list[int] | None, end: int) -> int | list[int]:
+    """The ids that end a generation, with one more."""
+    before = ends if isinstance(ends, list) else [] if ends is None else [ends]
+    return [*before, *([end] if end not in before else [])]
 
 
 def natural(name: str) -> list:
