@@ -50,7 +50,7 @@ CONFIG = str(pathlib.Path(__file__).parent / "configs" / "zaya1_base.py")
 DEVICES = 1024  # ZAYA1's, where only a CPU is here
 PARTS = {
     "collectives": "what travels between devices: seconds and bandwidth over size and devices",
-    "matmul": "matrix products: rates over M, N and K, the model's shapes, tokens an expert",
+    "matmul": "matrix products: rates of the model's shapes over tokens, and over tokens an expert",
     "memory": "a device's memory: bandwidth of copying, reading, writing and adding over size",
 }
 
@@ -140,15 +140,14 @@ def measure_parts(
     first, wanted = devices[0], tuple(PARTS) if args.what == "all" else (args.what,)
     found = figures.Figures(
         first.device_kind, first.platform, len(devices), max(nodes) + 1, jax.process_count(), jax.__version__,
-        figures.now(), chips.peak_flops(first.device_kind, Precision(compute="bfloat16")),
+        time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        chips.peak_flops(first.device_kind, Precision(compute="bfloat16")),
     )  # fmt: skip
     if "collectives" in wanted:
         room = streams.room(first, sum(d.process_index == first.process_index for d in devices))
         room = multihost.from_first("room", lambda: room // collectives.SHARE)
         found = dataclasses.replace(
-            found,
-            collectives=collectives.measure_collectives(devices, nodes, room, args.seconds, say),
-            start_seconds=collectives.start_seconds(devices, args.seconds),
+            found, collectives=collectives.measure_collectives(devices, nodes, room, args.seconds, say)
         )
         if not found.collectives:
             remarks.append("no collectives: there is one device")
@@ -162,7 +161,7 @@ def measure_parts(
         if left_out:
             remarks.append(
                 f"{left_out} products were left out: a call takes more than {3 * args.seconds:g} s (three times "
-                "--seconds), or memory does not hold it"
+                "--seconds)"
             )
     return found, remarks
 
@@ -437,21 +436,19 @@ def _collectives(figures: Figures) -> Section:
             best = max(points, key=lambda c: c.bus_bandwidth)
             knee = figures.message_knee(name, best.num_devices, best.num_nodes)
             rows.append([
-                name, best.compiled, _devices(best), duration(points[0].seconds.median),
+                name, _devices(best), duration(points[0].seconds.median),
                 number(best.bus_bandwidth / 1e9), number(best.algorithm_bandwidth / 1e9), binary_size(best.bytes),
                 binary_size(knee or 0),
             ])  # fmt: skip
         pictures += _chart(f"{name}, bus bandwidth", lines, "GB/s", binary_size)
     head = (
-        "collective", "in the program", "devices", f"{figures.collectives[0].bytes:,} B take", "best bus GB/s",
+        "collective", "devices", f"{figures.collectives[0].bytes:,} B take", "best bus GB/s",
         "algorithm GB/s", "there", "knee",
     )  # fmt: skip
     text = (
         "Over the size of the message, by the definitions of nccl-tests. Knee: the least message at 80% of the best "
         "bus bandwidth."
     )
-    if figures.start_seconds is not None:
-        text += f" A program that does nothing takes {duration(figures.start_seconds)}: less cannot be seen here."
     return Section("Collectives", text, [Table("Best rates", head, rows)], pictures=pictures)
 
 
@@ -467,11 +464,8 @@ def _products(figures: Figures) -> Section:
         return [_point(p.m, p.rate / 1e12, p.seconds) for p in sorted(products, key=lambda p: p.m)]
 
     dense = [p for p in figures.products if p.groups == 1]
-    squares = sorted({p.n for p in dense if not p.label and p.n == p.k})
-    lines = [
-        _line(f"[M, {n}] x [{n}, {n}]", i, rates([p for p in dense if not p.label and p.n == p.k == n]))
-        for i, n in enumerate(squares)
-    ]
+    labels = dict.fromkeys(p.label for p in dense)
+    lines = [_line(label, i, rates([p for p in dense if p.label == label])) for i, label in enumerate(labels)]
     pictures = _chart("Dense products over rows M", lines, "TFLOP/s", lambda m: f"{m:,.0f}")
     grouped = [
         _line(name, i, rates([p for p in figures.products if p.name == name]))
@@ -481,16 +475,15 @@ def _products(figures: Figures) -> Section:
     note = "" if knee is None else f"Knee of the forward pass, at 80% of the best seen: {knee:,} tokens."
     pictures += _chart("Experts: over tokens an expert", grouped, "TFLOP/s", lambda m: f"{m:,.0f}", note)
     head = ["product", "M", "K", "N", "experts", "a call", "TFLOP/s", *(["of the peak"] if figures.peak else [])]
-    labelled, several = [p for p in dense if p.label], [p for p in figures.products if p.groups > 1]
     rows = [
         [
-            f"{p.label or 'grid'} ({p.name}, {p.dtype})", f"{p.m:,}", f"{p.k:,}", f"{p.n:,}", f"{p.groups}",
+            f"{p.label} ({p.name}, {p.dtype})", f"{p.m:,}", f"{p.k:,}", f"{p.n:,}", f"{p.groups}",
             duration(p.seconds.median), number(p.rate / 1e12),
             *([f"{p.rate / figures.peak:.1%}"] if figures.peak else []),
         ]
-        for p in [*labelled, *several, *(p for p in dense if not p.label)]
+        for p in [*dense, *(p for p in figures.products if p.groups > 1)]
     ]  # fmt: skip
-    text = "On one device. The model's own shapes come first in the table; M are the tokens at once."
+    text = "On one device, the model's own shapes; M are the tokens at once."
     return Section("Matrix products", text, [Table("Rates", head, rows)], pictures=pictures)
 
 

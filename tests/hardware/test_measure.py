@@ -1,14 +1,12 @@
-"""Microbenchmarks: every program is the one that is meant, gives the right numbers, and is counted as is the custom."""
+"""Microbenchmarks: every program is the one that is meant, and its figures count as nccl-tests' do."""
 
 import dataclasses
 import json
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
-import jax.numpy as jnp
 import pytest
 from multiprocess_runs import start
 
@@ -53,20 +51,19 @@ def test_devices_are_taken_in_a_node_and_across():
     assert collectives.nodes_of(jax.devices()) == [0] * 8  # one process is one node
 
 
-def test_every_collective_is_one_alone_with_the_right_numbers(monkeypatch, capsys):
+def test_every_collective_is_alone_in_its_program(monkeypatch, capsys):
     monkeypatch.setattr(timing, "MOST", timing.LEAST)
     found = collectives.measure_collectives(jax.devices()[:3], [0] * 3, 10_000, 10.0, print)
     for count, sizes in ((2, [1024, 4096]), (3, [1020, 4092])):  # that divide
         ours = [c for c in found if c.num_devices == count]
         assert [(c.name, c.bytes) for c in ours] == [(name, size) for name in collectives.KINDS for size in sizes]
         assert all(c.seconds.low <= c.seconds.median <= c.seconds.high for c in ours)
-        assert {c.name: c.compiled for c in ours} == {name: k.hlo for name, k in collectives.ON_HOST.items()}
-    assert "neighbour, 3 devices in one node: " in capsys.readouterr().out
+    assert "neighbour, 3 devices in 1 node(s): " in capsys.readouterr().out
 
 
 def test_a_series_ends_where_calls_take_too_long():
     found = collectives.measure_collectives(jax.devices()[:2], [0, 0], 1 << 30, 1e-9, lambda text: None)
-    assert [c.bytes for c in found] == [1024] * 6
+    assert [c.bytes for c in found] == [1024] * 5
 
 
 @pytest.mark.parametrize(
@@ -75,11 +72,9 @@ def test_a_series_ends_where_calls_take_too_long():
         (Kind("all-reduce", lambda x, n: x), "became no collective"),
         (Kind("all-reduce", lambda x, n: jax.lax.ppermute(x, AXIS, [(0, 1), (1, 0)])), "became collective-permute"),
         (Kind("all-reduce", lambda x, n: jax.lax.psum(x[:8], AXIS)), "became all-reduce of 32 bytes over 2"),
-        (Kind("all-reduce", lambda x, n: jax.lax.psum(x + 1, AXIS)), "wrong numbers on device 0"),
     ],
 )
 def test_what_is_not_the_collective_is_never_timed(monkeypatch, kind, message):
-    monkeypatch.setattr(collectives, "ON_HOST", {"all-reduce": kind})
     monkeypatch.setattr(collectives, "KINDS", {"all-reduce": kind})
     monkeypatch.setattr(timing, "sample", lambda *_: pytest.fail("timed"))
     with pytest.raises(RuntimeError, match=message):
@@ -89,11 +84,9 @@ def test_what_is_not_the_collective_is_never_timed(monkeypatch, kind, message):
 def test_bandwidths_are_those_of_nccl_tests():
     """doc/PERFORMANCE.md there: a ring of n moves so much over each link."""
     n, size = 8, 8e9
-    bus = {name: Collective(name, "", n, 1, int(size), SECOND).bus_bandwidth / 1e9 for name in figures.BUS}
-    assert bus == {
-        "all-reduce": 14, "reduce-scatter": 7, "all-gather": 7, "broadcast": 8, "all-to-all": 7, "neighbour": 8
-    }  # fmt: skip
-    assert Collective("all-reduce", "", n, 1, int(size), SECOND).algorithm_bandwidth == size
+    bus = {name: Collective(name, n, 1, int(size), SECOND).bus_bandwidth / 1e9 for name in figures.BUS}
+    assert bus == {"all-reduce": 14, "reduce-scatter": 7, "all-gather": 7, "all-to-all": 7, "neighbour": 8}
+    assert Collective("all-reduce", n, 1, int(size), SECOND).algorithm_bandwidth == size
     assert Stream("add", 100, SECOND).bandwidth == 300 and Stream("read", 100, SECOND).bandwidth == 100
     dense = Product("dense", "", 2, 3, 5, 1, "float32", SECOND)
     assert dense.rate == 60
@@ -108,7 +101,7 @@ def test_samples_fill_the_time_and_queue_where_they_may():
     assert timing.course(10.0, 0.5, False) == Course(timing.LEAST, 1)
     assert timing.course(1e-4, 0.5, True) == Course(timing.MOST, 20)
     calls = []
-    taken = timing.sample(lambda: calls.append(1) or jnp.zeros(()), Course(7, 3))
+    taken = timing.sample(lambda: calls.append(1), Course(7, 3))
     assert len(calls) == 21 and taken.samples == 7 and 0 < taken.low <= taken.median <= taken.high
 
 
@@ -117,65 +110,34 @@ def test_memory_is_read_and_written(monkeypatch):
     found = streams.measure_streams(jax.devices()[0], 0.001, lambda text: None)
     assert {s.name for s in found} == set(figures.MOVED)
     assert {s.bytes for s in found} <= {1 << 20, 1 << 21, 1 << 22}
-    monkeypatch.setitem(streams.PASSES, "copy", lambda x, y, c: x)
-    with pytest.raises(RuntimeError, match="the pass 'copy' gave wrong numbers"):
-        streams.measure_streams(jax.devices()[0], 0.001, lambda text: None)
 
 
-def few_products(monkeypatch):
-    sizes = products.Sizes(grid=(8,), model=(16,), odd=8, experts=(4, 16))
-    monkeypatch.setattr(products, "HOST", sizes)
-    monkeypatch.setattr(products, "WIDTHS", (64,))
-    monkeypatch.setattr(products, "ODD", (-1, 0))
-
-
-def test_products_of_a_grid_a_model_and_its_experts(monkeypatch):
-    few_products(monkeypatch)
+def test_products_of_a_model_and_its_experts(monkeypatch):
+    monkeypatch.setattr(products, "ROWS", {True: (16,)})
+    monkeypatch.setattr(products, "ROWS_OF_EXPERTS", {True: (4, 16)})
     found, left_out = products.measure_products(jax.devices()[0], small_model(), 0.1, lambda text: None)
     shapes = {(p.name, p.label, p.m, p.k, p.n, p.groups) for p in found}
     assert shapes == {
-        *(("dense", f"width {n}", 8, 2048, n, 1) for n in (2047, 2048)), ("dense", "", 8, 64, 64, 1),
         ("dense", "q, k", 16, 32, 48, 1), ("dense", "v", 16, 32, 16, 1), ("dense", "o", 16, 32, 32, 1),
         ("dense", "head", 16, 32, 96, 1), ("dense", "router", 16, 32, 16, 1),
         *((f"grouped {way}", "experts", m, 32, 24, 4) for way in ("forward", "backward") for m in (4, 16)),
     }  # fmt: skip
     assert left_out == 0 and {p.dtype for p in found} == {"float32"}
     monkeypatch.setattr(products, "MODEST", 1.0)
-    monkeypatch.setattr(streams, "room", lambda device: 0)
+    monkeypatch.setattr(products, "_flops", lambda shape: 1e9)
     assert products.measure_products(jax.devices()[0], small_model(), 0.01, print) == ((), len(found))
 
 
-def test_products_that_are_wrong_are_never_timed(monkeypatch):
-    few_products(monkeypatch)
-    operator = products.chip.choose(products.grouped_mlp.IMPLEMENTATIONS)
-
-    def mixed_up(rows, sizes, gate_up, down):
-        return operator.forward(rows, sizes, gate_up[::-1], down)
-
-    shape = products.Shape("grouped forward", "", 4, 24, 32, 4)
-    wrong = SimpleNamespace(forward=mixed_up, backward=lambda *a: operator.backward(*a[:-1], 2 * a[-1]))
-    monkeypatch.setattr(products.chip, "choose", lambda offered: wrong)
-    with pytest.raises(RuntimeError, match="the grouped product is wrong by"):
-        products._time(shape, jnp.float32, 0.01, False)
-    monkeypatch.setattr(wrong, "forward", operator.forward)
-    with pytest.raises(RuntimeError, match="gradient is wrong by 100"):
-        products._time(shape._replace(name="grouped backward"), jnp.float32, 0.01, False)
-    monkeypatch.setattr(products.products, "dot", lambda x, w, dtype: jnp.zeros((x.shape[0], w.shape[1])))
-    with pytest.raises(RuntimeError, match="a product is wrong by 100"):
-        products._time(products.Shape("dense", "", 8, 16, 32), jnp.float32, 0.01, False)
-
-
 FULL = measured(
-    start_seconds=1e-4, peak=1e12,
+    peak=1e12,
     collectives=tuple(
-        Collective(name, name, n, nodes, size, Timing(1e-5 + size / rate, 1e-5, 1.0, 9))
+        Collective(name, n, nodes, size, Timing(1e-5 + size / rate, 1e-5, 1.0, 9))
         for name in figures.BUS
         for n, nodes in ((2, 1), (8, 1), (16, 2))
         for size, rate in ((1024, 1e9), (1 << 20, 2e9))
     ),
     products=(
-        Product("dense", "", 64, 2048, 2048, 1, "float32", SECOND),
-        *(Product("dense", f"width {n}", 64, n, 2048, 1, "float32", SECOND) for n in (2047, 2048)),
+        *(Product("dense", label, 64, 96, 32, 1, "float32", SECOND) for label in ("o", "head")),
         *(Product("grouped forward", "experts", m, 24, 32, 4, "float32", SECOND) for m in (16, 64, 256)),
     ),
     streams=tuple(Stream("copy", 1 << i, Timing(2.0 ** (i - 30), 1e-9, 1e3, 5)) for i in range(20, 25)),
@@ -186,7 +148,7 @@ def test_figures_are_read_as_they_were_written(tmp_path):
     (tmp_path / "all.json").write_text(figures.to_json(FULL))
     assert figures.load(tmp_path / "all.json") == FULL
     given = json.loads((tmp_path / "all.json").read_text())
-    assert "of no accelerator" in given["note"] and given["collectives"][0]["bus_bandwidth"] > 0
+    assert given["collectives"][0]["bus_bandwidth"] > 0
     # The knee: the least size at 80% of the best rate.
     assert (FULL.rows_knee(), FULL.message_knee("all-gather", 8, 1)) == (256, 1 << 20)
     assert FULL.groups() == [(2, 1), (8, 1), (16, 2)]
@@ -198,7 +160,6 @@ def test_figures_are_read_as_they_were_written(tmp_path):
     lambda d: json.dumps(d | {"format": 99}),
     lambda d: json.dumps(d | {"streams": [{}]}),
     lambda d: json.dumps({k: v for k, v in d.items() if k != "device"}),
-    lambda d: json.dumps(d).replace('"median": 1.0', '"median": 0'),
 ])  # fmt: skip
 def test_what_are_no_figures_is_a_line(tmp_path, change):
     path = tmp_path / "f.json"

@@ -186,8 +186,8 @@ def measured(device: str, path) -> str:
     """A file of figures of 8 devices of this name."""
     second = Timing(1.0, 1.0, 1.0, 5)
     found = figures.Figures(
-        device, "gpu", 8, 1, 1, "0.12.0", figures.now(),
-        collectives=(figures.Collective("reduce-scatter", "reduce-scatter", 8, 1, int(2e11), second),),
+        device, "gpu", 8, 1, 1, "0.12.0", "2026-11-22T18:00:00Z",
+        collectives=(figures.Collective("reduce-scatter", 8, 1, int(2e11), second),),
         products=(figures.Product("dense", "", 10**4, 10**4, 10**6, 1, "bfloat16", second),),
         streams=tuple(figures.Stream("copy", int(n * 1e12), second) for n in (1.9, 2.0, 2.1)),
     )  # fmt: skip

@@ -23,7 +23,7 @@ from zaya_jax.hardware.measure.timing import Timing
 
 LEAST, MOST, STEP = 1 << 10, 1 << 32, 4  # bytes of a message
 SHARE = 4  # of a device's memory, one part in so many may be used
-NUMBER = np.dtype(np.float32)  # of what is sent; the values are small whole numbers, whose sums are exact
+NUMBER = np.dtype(np.float32)  # of the arrays that are sent
 AXIS = "devices"
 
 
@@ -47,15 +47,10 @@ KINDS = {
     "all-reduce": Kind("all-reduce", lambda x, n: lax.psum(x, AXIS), in_place=True),
     "reduce-scatter": Kind("reduce-scatter", lambda x, n: lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)),
     "all-gather": Kind("all-gather", lambda x, n: lax.all_gather(x, AXIS, tiled=True), puts_in_all=False),
-    "broadcast": Kind("collective-broadcast", lambda x, n: lax.pbroadcast(x, (AXIS,), 0)),
     "all-to-all": Kind("all-to-all", lambda x, n: lax.all_to_all(x, AXIS, 0, 0, tiled=True)),
     "neighbour": Kind("collective-permute", lambda x, n: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)])),
 }
 assert KINDS.keys() == BUS.keys()
-# XLA has no broadcast on CPUs: programs sum what is zero everywhere but at the root.
-ON_HOST = KINDS | {
-    "broadcast": Kind("all-reduce", lambda x, n: lax.psum(jnp.where(lax.axis_index(AXIS) == 0, x, 0), AXIS))
-}
 
 
 def nodes_of(devices: Sequence[Any]) -> list[int]:
@@ -105,53 +100,38 @@ def measure_collectives(
         for name in KINDS:
             series = list(_series(name, group, room, seconds))
             found += series
-            best = max(series, key=lambda c: c.bus_bandwidth, default=None)
-            if best:
-                where = "in one node" if group.num_nodes == 1 else f"over {group.num_nodes} nodes"
+            if series:
+                best = max(series, key=lambda c: c.bus_bandwidth)
                 say(
-                    f"{name}, {best.num_devices} devices {where}: "
+                    f"{name}, {best.num_devices} devices in {group.num_nodes} node(s): "
                     f"{series[0].seconds.median * 1e6:,.0f} µs for {series[0].bytes:,} B; "
-                    f"bus {best.bus_bandwidth / 1e9:,.2f} GB/s for {best.bytes / 2**20:,.3g} MiB, "
-                    f"{len(series)} sizes to {series[-1].bytes / 2**20:,.3g} MiB"
+                    f"bus {best.bus_bandwidth / 1e9:,.2f} GB/s for {best.bytes / 2**20:,.3g} MiB"
                 )
     return tuple(found)
 
 
 def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[Collective]:
     """One collective by size. A process without a device of the set takes part in what is decided, and no more."""
-    host = group.devices[0].platform == "cpu"
-    kind = (ON_HOST if host else KINDS)[name]
+    queue = group.devices[0].platform != "cpu"
     mine = any(d.process_index == jax.process_index() for d in group.devices)
     n = len(group.devices)
-    for number, size in enumerate(sizes(n, room)):
-        call = _program(name, kind, group, size, check=number == 0) if mine else None
-        own = timing.course(timing.warm_up(call), seconds, not host) if call else None
-        how = timing.Course(*_from_first("course", own))
-        taken = timing.sample(call, how) if call else None
-        all_taken = multihost.to_first("timing", taken)
-        longest = max(tuple(t) for t in all_taken if t) if all_taken else None
-        slowest = Timing(*_from_first("slowest", longest))
-        yield Collective(name, kind.hlo, n, group.num_nodes, size, slowest)
+    for size in sizes(n, room):
+        call = _program(name, group, size) if mine else None
+        own = timing.course(timing.warm_up(call), seconds, queue) if call else None
+        course = timing.Course(*multihost.from_first("course", lambda own=own: own))  # process 0 is in every set
+        all_taken = multihost.to_first("timing", timing.sample(call, course) if call else None)
+        slowest = max(tuple(t) for t in all_taken if t) if all_taken else None
+        slowest = Timing(*multihost.from_first("slowest", lambda slowest=slowest: slowest))
+        yield Collective(name, n, group.num_nodes, size, slowest)
         if slowest.median > seconds:
             return
 
 
-def _from_first(name: str, own: tuple | None) -> list:
-    """The tuple of process 0, which has a device in every set."""
-    return multihost.from_first(name, lambda: own)
-
-
-def _program(name: str, kind: Kind, group: Group, size: int, check: bool) -> Callable[[], jax.Array]:
-    """The compiled collective on its input; `check`: compares what it gives."""
-    n = len(group.devices)
+def _program(name: str, group: Group, size: int) -> Callable[[], jax.Array]:
+    """The compiled collective on its input."""
+    kind = KINDS[name]
     compiled, like = compile_one(name, kind, group.devices, size)
-    own = like.shape[0] // n
-    ranks = jax.jit(lambda: jnp.arange(n), out_shardings=like.sharding)()
-    x = jax.jit(_over_devices(lambda rank: _values(rank, jnp.arange(own), jnp), like.sharding.mesh))(ranks)
-    if check:
-        out = compiled(x)
-        _check(name, out, n, own, list(group.devices))
-        x = out if kind.in_place else x
+    x = jax.jit(lambda: jnp.ones(like.shape, like.dtype), out_shardings=like.sharding)()
 
     def call() -> jax.Array:
         nonlocal x
@@ -169,8 +149,8 @@ def compile_one(name: str, kind: Kind, devices: Sequence[Any], size: int) -> tup
     like = jax.ShapeDtypeStruct(
         (numbers * n if kind.puts_in_all else numbers,), NUMBER, sharding=NamedSharding(mesh, P(AXIS))
     )
-    program = jax.jit(_over_devices(lambda x: kind.call(x, n), mesh), donate_argnums=(0,) if kind.in_place else ())
-    compiled = program.lower(like).compile()
+    over = jax.shard_map(lambda x: kind.call(x, n), mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+    compiled = jax.jit(over, donate_argnums=(0,) if kind.in_place else ()).lower(like).compile()
     found = hlo.collectives(compiled)
     # A permute's text names pairs, no groups.
     made = [(c.kind, n if c.kind == "collective-permute" else c.group_size, c.bytes) for c in found]
@@ -178,49 +158,3 @@ def compile_one(name: str, kind: Kind, devices: Sequence[Any], size: int) -> tup
         words = ", ".join(f"{k} of {b} bytes over {g}" for k, g, b in made) or "no collective"
         raise RuntimeError(f"{name} of {size} bytes over {n} devices became {words}, expected one {kind.hlo}")
     return compiled, like
-
-
-def _over_devices(f: Callable, mesh: Mesh) -> Callable:
-    return jax.shard_map(f, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-
-
-def _values(rank: Any, index: Any, numpy: Any) -> Any:
-    """The numbers that a device puts in: others on every device and in every place."""
-    return ((rank * 7 + index * 3 + index // 11) % 13).astype(numpy.float32)
-
-
-def _check(name: str, out: jax.Array, n: int, own: int, devices: list) -> None:
-    """Compares every number that lies here with NumPy's."""
-    x = _values(np.arange(n)[:, None], np.arange(own)[None, :], np)
-    for shard in out.addressable_shards:
-        rank = devices.index(shard.device)
-        if not np.array_equal(np.asarray(shard.data), _expected(name, x, rank)):
-            raise RuntimeError(f"{name} over {n} devices gave wrong numbers on device {rank}")
-
-
-def _expected(name: str, x: np.ndarray, rank: int) -> np.ndarray:
-    """The numbers that a device gets, where all put in x [devices, numbers]."""
-    n = len(x)
-    match name:
-        case "all-reduce":
-            return x.sum(0)
-        case "reduce-scatter":
-            return x.sum(0).reshape(n, -1)[rank]
-        case "all-gather":
-            return x.reshape(-1)
-        case "broadcast":
-            return x[0]
-        case "all-to-all":
-            return x.reshape(n, n, -1)[:, rank].reshape(-1)
-    return x[(rank - 1) % n]  # neighbour
-
-
-def start_seconds(devices: Sequence[Any], seconds: float) -> float:
-    """The time of a program that does next to nothing on all devices: no message can be faster here."""
-    mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))
-    x = jax.jit(lambda: jnp.zeros(len(devices), jnp.float32), out_shardings=NamedSharding(mesh, P(AXIS)))()
-    compiled = jax.jit(lambda x: -x).lower(x).compile()
-    once = timing.warm_up(lambda: compiled(x))
-    queue = devices[0].platform != "cpu"
-    how = timing.Course(*_from_first("start", timing.course(once, seconds, queue)))
-    return timing.sample(lambda: compiled(x), how).median

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from zaya_jax.hardware.measure import timing
 from zaya_jax.hardware.measure.figures import MOVED, Stream
@@ -51,21 +50,13 @@ def measure_streams(device: Any, seconds: float, say: Callable[[str], None]) -> 
 
 
 def _series(name: str, device: Any, seconds: float) -> Iterator[Stream]:
-    for number, size in enumerate(sizes(room(device))):
+    for size in sizes(room(device)):
         with jax.default_device(device):
             x = jax.jit(lambda: (jnp.arange(size // 4) % 7).astype(jnp.float32))()  # noqa: B023
             y = x + 2
             c = jnp.float32(3)
         compiled = jax.jit(PASSES[name], keep_unused=True).lower(x, y, c).compile()
-        if number == 0:
-            _check(name, np.asarray(x), np.asarray(compiled(x, y, c)))
         taken = timing.time_call(lambda: compiled(x, y, c), seconds, device.platform != "cpu")  # noqa: B023
         yield Stream(name, size, taken)
         if taken.median > seconds:
             return
-
-
-def _check(name: str, x: np.ndarray, out: np.ndarray) -> None:
-    wanted: Any = {"copy": -x, "read": x.sum(dtype=float), "write": np.full_like(x, 3), "add": 2 * x + 2}[name]
-    if out.shape != wanted.shape or not np.allclose(out, wanted, rtol=1e-6, atol=0):
-        raise RuntimeError(f"the pass {name!r} gave wrong numbers")

@@ -1,7 +1,7 @@
 """Times a program: warmed up, repeated, the median with its spread.
 
 On an accelerator a sample is several calls in a row, and only the last is awaited, as in a training loop. A short
-program then takes as long as the host needs to start it (`figures.Figures.start_seconds`). On a CPU every
+program then takes as long as the host needs to start it. On a CPU every
 call is waited for: its devices are threads that would get in each other's way.
 """
 
