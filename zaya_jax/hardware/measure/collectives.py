@@ -118,13 +118,18 @@ def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[Coll
     for size in sizes(n, room):
         call = _program(name, group, size) if mine else None
         own = timing.course(timing.warm_up(call), seconds, queue) if call else None
-        course = timing.Course(*multihost.from_first("course", lambda own=own: own))  # process 0 is in every set
+        course = timing.Course(*_from_first("course", own))
         all_taken = multihost.to_first("timing", timing.sample(call, course) if call else None)
-        slowest = max(tuple(t) for t in all_taken if t) if all_taken else None
-        slowest = Timing(*multihost.from_first("slowest", lambda slowest=slowest: slowest))
+        longest = max(tuple(t) for t in all_taken if t) if all_taken else None
+        slowest = Timing(*_from_first("slowest", longest))
         yield Collective(name, n, group.num_nodes, size, slowest)
         if slowest.median > seconds:
             return
+
+
+def _from_first(name: str, own: tuple | None) -> list:
+    """The tuple of process 0, which has a device in every set."""
+    return multihost.from_first(name, lambda: own)
 
 
 def _program(name: str, group: Group, size: int) -> Callable[[], jax.Array]:
