@@ -24,7 +24,8 @@ def mesh_of(size):
     return jax.make_mesh((size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 8])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 8])
 def test_greedy_decoding_is_that_of_one_device(size):
     """Full, sliding and linear layers; rows of unequal length; a prompt that does not divide over the devices."""
     model = model_helpers.small(layer_types=(FULL, LINEAR, SLIDING, LINEAR), num_hidden_layers=4)

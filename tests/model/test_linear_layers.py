@@ -79,7 +79,7 @@ def test_flops_of_linear_attention_do_not_grow_with_the_sequence():
     assert chips.model_flops(full, 1 << 20) > 100 * chips.model_flops(linear, 1 << 20)
 
 
-@pytest.mark.parametrize("remat", ["none", "attention"])
+@pytest.mark.parametrize("remat", ["none", pytest.param("attention", marks=pytest.mark.slow)])
 def test_no_second_copy_of_the_weights_is_kept(remat):
     """All that the gradient takes besides weights and gradients is less than a copy: on few tokens they are most."""
     model = mixed(*(LINEAR, FULL) * 4, moe_intermediate_size=512, num_experts=8)

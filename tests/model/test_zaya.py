@@ -89,7 +89,13 @@ def gradients(remat, kinds=("hybrid", "hybrid_sliding")):
 
 
 @pytest.mark.parametrize(
-    "case", [("layer",), ("attention",), ("offload",), ("elementwise",), ("attention", ("hybrid_linear", "hybrid"))]
+    "case",
+    [
+        ("attention",),
+        ("offload",),
+        ("attention", ("hybrid_linear", "hybrid")),
+        *(pytest.param((remat,), marks=pytest.mark.slow) for remat in ("layer", "elementwise")),
+    ],
 )
 def test_recomputing_changes_no_gradient(case):
     remat, *kinds = case

@@ -126,6 +126,7 @@ for by_layer.LARGE in (0, 2**60):
 """
 
 
+@pytest.mark.slow
 def test_no_stack_of_all_gradients_is_kept():
     """In a process of its own: after many other tests both programs were seen to take the same."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
