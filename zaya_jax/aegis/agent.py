@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis.decide import PREEMPTED
@@ -140,7 +141,7 @@ class Leading(Agent):
             host = host.strip("[]")
             way = "give another in JAX_COORDINATOR_ADDRESS, or as JAX_COORDINATOR_PORT under Slurm"
             self._server = lines.listen(int(port), "the agents'", way)
-            differs = "it was started with another command; start all agents with the same one"
+            differs = "it has another command or another zaya_jax; start all agents with the same of both"
             self._door = lines.Door(lines.key(), _digest(self), self.plan.rules.agents, differs)
             self.selector.register(self._server, selectors.EVENT_READ, self._open)
         self.leader = Leader(self.plan, self.keeper, self.say, self._order, now)
@@ -211,7 +212,7 @@ class Leading(Agent):
                 else:
                     self.leader.hear(line.index, message, now)
         except (ValueError, TypeError):
-            messages = None  # not an agent, or one of another version
+            messages = None  # not an agent
         if messages is None:
             self._drop(line, "its agent is gone: killed, crashed, or the connection is cut")
 
@@ -310,8 +311,9 @@ def run(plan: Plan, rank: Rank | None, heartbeat: float = HEARTBEAT) -> int:
 
 
 def _digest(agent: Agent) -> str:
-    """A hash of the command, which must be the same for all agents."""
+    """A hash of the command and of the agent's code, which must be the same for all agents."""
     rules = agent.plan.rules
     # The interpreter's path may differ from node to node; the command may not.
     said = [*agent.plan.command[1:], str(rules.processes), str(rules.nodes), str(rules.agents)]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    code = [path.read_text() for path in sorted(Path(__file__).parent.glob("*.py"))]
+    return hashlib.sha256(json.dumps(said + code).encode()).hexdigest()[:16]

@@ -1,6 +1,6 @@
 """Writes and reads a run's events: lines of JSON below WORKDIR/aegis.
 
-    log = Log(workdir, "agent"); log.add("died", node=..., process=3, seen="SIGKILL", done="restart", seconds=4.1)
+    log = Log(workdir, "run"); log.add("spike", step=..., seen="loss 9.1", done="back to step 60")
     read(workdir)                  the lines of all writers, by time
 
 Each writer has a file of its own, since appends of two machines to one file of a shared system may lose each other:
@@ -13,8 +13,6 @@ import json
 import time
 from pathlib import Path
 from typing import Any
-
-from zaya_jax.config import fields
 
 FOLDER = "aegis"
 FILES = {"agent": "events.jsonl", "run": "events-run.jsonl"}
@@ -38,6 +36,14 @@ class Event:
     seconds: float = 0.0  # how long it took, or lasted
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
+    def text(self) -> str:
+        """The event in one line."""
+        who = f"process {self.process}" if self.process >= 0 else ""
+        where = f"on {self.node}" if self.node else ""
+        step = f"at step {self.step}" if self.step >= 0 else ""
+        head = " ".join(filter(None, (self.kind, who, where, step)))
+        return ": ".join(filter(None, (head, "; ".join(filter(None, (self.seen, self.concluded, self.done))))))
+
 
 # "note": only written down; "warn": it may explain an end; "exclude": restart without the node; "stop": a person is
 # wanted.
@@ -55,13 +61,6 @@ class Finding:
     process: int = -1
     device: str = ""  # "card0", "mlx5_1", ...
 
-    def __post_init__(self):
-        words = (self.name, self.seen, self.device)
-        if not isinstance(self.process, int) or not all(isinstance(word, str) for word in words):
-            raise ValueError(f"{self.process!r}, {words!r}")
-        if self.group not in CLASSES or self.action not in ACTIONS:
-            raise ValueError(f"{self.group!r}, {self.action!r}")
-
 
 class Log:
     """Appends events; an error of the disk is no reason to end a run, and is counted."""
@@ -69,9 +68,12 @@ class Log:
     def __init__(self, workdir: str | Path, writer: str):
         self.path, self.lost = Path(workdir) / FOLDER / FILES[writer], 0
 
-    def add(self, kind: str, **given: Any) -> Event:
+    def add(self, kind: str, **given: Any) -> None:
+        """Writes an event of now."""
+        self.write(Event(kind, time.time(), **given))
+
+    def write(self, event: Event) -> None:
         """Writes one line at once."""
-        event = Event(kind, given.pop("time", time.time()), **given)
         line = json.dumps(dataclasses.asdict(event)) + "\n"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -79,7 +81,6 @@ class Log:
                 file.write(line)
         except OSError:
             self.lost += 1
-        return event
 
 
 def printable(text: str) -> str:
@@ -88,35 +89,13 @@ def printable(text: str) -> str:
 
 
 def read(workdir: str | Path) -> list[Event]:
-    """All events of a run by their time; a line that is half written, or of a later version, is passed over."""
+    """All events of a run by their time; a line that a kill cut short, or of a later version, is passed over."""
+    known = {field.name for field in dataclasses.fields(Event)}
     found = []
     for name in FILES.values():
         path = Path(workdir) / FOLDER / name
         for line in path.read_bytes().splitlines() if path.exists() else ():
-            with contextlib.suppress(ValueError, TypeError, RecursionError):
-                found.append(_event(fields.parse_json(line)))
+            with contextlib.suppress(ValueError, TypeError):
+                given = json.loads(line)
+                found.append(Event(**{name: value for name, value in given.items() if name in known}))
     return sorted(found, key=lambda event: event.time)
-
-
-def _event(given: dict[str, Any]) -> Event:
-    """TypeError where a field is of another type, ValueError where a time is none."""
-    if not isinstance(given, dict):
-        raise TypeError("no object")
-    kinds = {field.name: type(getattr(_PLAIN, field.name)) for field in dataclasses.fields(Event)}
-    given = {name: printable(x) if isinstance(x, str) else x for name, x in given.items() if name in kinds}
-    for name, value in given.items():
-        if not isinstance(value, (int, float) if kinds[name] is float else kinds[name]):
-            raise TypeError(name)
-    event = Event(**given)
-    shares = event.facts.get("sections", {})
-    counts = [event.facts[name] for name in ("step", "batches", "from", "start", "stop") if name in event.facts]
-    if not isinstance(shares, dict) or not all(isinstance(x, int | float) for x in (*counts, *shares.values())):
-        raise TypeError("facts")  # numbers that accounts and pages count with
-    numbers = (event.time, event.seconds, event.step or 0, *counts, *shares.values())
-    if not all(abs(number) < LATEST for number in numbers):
-        raise ValueError("a number is out of range")
-    return event
-
-
-_PLAIN = Event("", 0.0)
-LATEST = 2.0**37  # seconds: about the year 6000, the last that every calendar can print

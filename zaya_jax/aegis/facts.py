@@ -1,37 +1,32 @@
 """The facts that `decide.Decider` takes, and the actions that it returns."""
 
-import dataclasses
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from zaya_jax.aegis.events import Finding
 
 
-@dataclasses.dataclass(frozen=True)
-class Came:
+class Came(NamedTuple):
     """A node's agent is there."""
 
     node: int
     host: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Ready:
+class Ready(NamedTuple):
     """Nothing of the run is on this node (any more)."""
 
     node: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Lost:
+class Lost(NamedTuple):
     """A node's agent is gone or silent."""
 
     node: int
     why: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Exited:
+class Exited(NamedTuple):
     """A process has ended; a code below zero is the signal that killed it."""
 
     node: int
@@ -39,16 +34,14 @@ class Exited:
     code: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """A rule or a watcher found something on a node."""
 
     node: int
     finding: Finding
 
 
-@dataclasses.dataclass(frozen=True)
-class Hung:
+class Hung(NamedTuple):
     """A process stands still, for so many seconds."""
 
     node: int
@@ -58,41 +51,35 @@ class Hung:
     seconds: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Collected:
+class Collected(NamedTuple):
     """The stacks of all are kept; in words where the first silent one is."""
 
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """The newest whole checkpoint."""
 
     step: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Stepped:
+class Stepped(NamedTuple):
     """The newest step that has ended in this start."""
 
     step: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """A person or a scheduler wants the run to save and stop; the second time, to stop at once."""
 
     name: str  # of the signal
 
 
-@dataclasses.dataclass(frozen=True)
-class Tick:
+class Tick(NamedTuple):
     """Time has passed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Checked:
+class Checked(NamedTuple):
     """The findings of the check before a start, by node (-1: of no single one), and how long it took."""
 
     findings: tuple[tuple[int, Finding], ...]
@@ -102,15 +89,13 @@ class Checked:
 Fact = Came | Ready | Lost | Exited | Found | Hung | Collected | Saved | Stepped | Asked | Checked | Tick
 
 
-@dataclasses.dataclass(frozen=True)
-class Check:
+class Check(NamedTuple):
     """Try these nodes and the links between them, then say `Checked`."""
 
     nodes: tuple[int, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Start:
+class Start(NamedTuple):
     """Start the run's processes on these nodes, in this order."""
 
     number: int
@@ -125,23 +110,20 @@ class Order(enum.Enum):
     KILL = "kill"  # end all processes at once
 
 
-@dataclasses.dataclass(frozen=True)
-class Drop:
+class Drop(NamedTuple):
     """This node does not answer: its line is cut, and its processes end with it."""
 
     node: int
 
 
-@dataclasses.dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """All agents end with this code."""
 
     code: int
     text: str
 
 
-@dataclasses.dataclass(frozen=True)
-class Say:
+class Say(NamedTuple):
     """An event for the log."""
 
     kind: str

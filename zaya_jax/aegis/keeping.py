@@ -1,132 +1,177 @@
-"""Writes an agent's files and terminal output in separate threads, so that a slow disk or terminal does not block it.
+"""Writes an agent's files and terminal output and runs its command, each in a thread, so that none of them delays it.
 
     terminal = Terminal(); terminal.show(1, b"...")         the processes' output
     keeper = Keeper(workdir); keeper.append(name, data)     files below WORKDIR/aegis
-    keeper.event(event)                                     the leader's events
+    keeper.add(event)                                       the leader's events
+    hook = Hook("page-me --team=training"); hook.tell(event)
 
-Nothing is written before the run's first step: training refuses a folder that holds something else, and a refused start
-must leave nothing behind.
+The hook's command gets each event as JSON on its standard input, and as ZAYA_EVENT (kind), ZAYA_NODE, ZAYA_GROUP and
+ZAYA_TEXT. A command that fails never fails the run.
 """
 
-import collections
 import dataclasses
+import json
+import logging
 import os
 import queue
+import shlex
+import subprocess
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from zaya_jax.aegis import events
+from zaya_jax.config import UserError
 
-MOST = 1 << 24  # bytes that wait; more than these are counted and dropped
+MOST = 1 << 24  # bytes that wait for a disk or a terminal; more are counted and dropped
+SECONDS = 20.0  # that the hook's command may take
+WAITING = 100  # events that wait for it; more are counted and dropped
+_log = logging.getLogger("zaya_jax")
 
 
-class Terminal:
+class _Worker:
+    """A queue, and the thread that empties it. `lost` counts what came while `most` was waiting, or failed."""
+
+    def __init__(self, name: str, most: int):
+        self._most, self.lost = most, 0
+        self._put_in, self._taken_out = 0, 0  # each is counted by one thread alone
+        self._queue: queue.Queue[tuple[Any, int] | None] = queue.Queue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self, seconds: float) -> None:
+        """Waits for the rest, for so long at most."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+
+    def _put(self, item: Any, size: int) -> None:
+        if self._put_in - self._taken_out + size > self._most:
+            self.lost += size
+            return
+        self._put_in += size
+        self._queue.put((item, size))
+
+    def _run(self) -> None:
+        while entry := self._queue.get():
+            item, size = entry
+            self._do(item)
+            self._taken_out += size
+
+    def _do(self, item: Any) -> None:
+        raise NotImplementedError
+
+
+class Terminal(_Worker):
     """Passes on the output of processes."""
 
     def __init__(self) -> None:
-        self._queue: queue.Queue[tuple[int, bytes] | None] = queue.Queue()
-        self._waits, self.lost, self._gone = 0, 0, set[int]()
-        self._thread = threading.Thread(target=self._run, name="terminal", daemon=True)
-        self._thread.start()
+        self._gone = set[int]()
+        super().__init__("terminal", MOST)
 
     def show(self, number: int, data: bytes) -> None:
         """Bytes for stdout (1) or stderr (2)."""
-        if self._waits > MOST:
-            self.lost += len(data)
-            return
-        self._waits += len(data)
-        self._queue.put((number, data))
+        self._put((number, data), len(data))
 
-    def close(self, seconds: float) -> None:
-        """Waits so long at most for the rest to be shown."""
-        self._queue.put(None)
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        while item := self._queue.get():
-            number, data = item
-            rest = memoryview(data)
-            while rest and number not in self._gone:
-                try:
-                    rest = rest[os.write(number, rest) :]
-                except BlockingIOError:
-                    time.sleep(0.05)
-                except OSError:
-                    self._gone.add(number)  # its reader is gone; the run goes on
-            self._waits -= len(data)
+    def _do(self, item: tuple[int, bytes]) -> None:
+        number, data = item
+        rest = memoryview(data)
+        while rest and number not in self._gone:
+            try:
+                rest = rest[os.write(number, rest) :]
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                self._gone.add(number)  # its reader is gone; the run goes on
 
 
-class Keeper:
-    """Writes below WORKDIR/aegis as soon as the workdir is a run's."""
+class Keeper(_Worker):
+    """Writes below WORKDIR/aegis, from the run's first step on.
+
+    Training refuses a folder that holds something else, and a refused start must leave nothing behind.
+    """
 
     def __init__(self, workdir: Path):
-        self._workdir, self.folder = workdir, workdir / events.FOLDER
-        self._log = events.Log(workdir, "agent")
-        self._queue: queue.Queue[tuple[str, Any, Any] | None] = queue.Queue()
-        self._held: collections.deque[tuple[str, Any, Any]] = collections.deque()
-        self._waits, self.lost, self.lost_events = 0, 0, 0
-        self._is_run = False
-        self._thread = threading.Thread(target=self._run, name="keeper", daemon=True)
-        self._thread.start()
+        self._workdir, self._log = workdir, events.Log(workdir, "agent")
+        self._accepted, self._closing = False, threading.Event()
+        super().__init__("keeper", MOST)
+
+    @property
+    def lost_events(self) -> int:
+        """Events that could not be written."""
+        return self._log.lost
 
     def append(self, name: str, data: bytes) -> None:
         """Adds to a file below aegis."""
-        self._put("append", name, data)
+        self._put((name, data), len(data))
 
-    def event(self, event: events.Event) -> None:
+    def add(self, event: events.Event) -> None:
         """Adds a line to events.jsonl."""
-        self._put("event", "", event)
+        self._put(event, 0)
 
     def ended(self, code: int) -> None:
         """A process has ended: unless it refused to begin, the folder is a run's if it looks like one."""
-        self._queue.put(("ended", "", code))
+        self._accepted = self._accepted or code != 2
 
     def close(self, seconds: float) -> None:
-        """Waits so long at most for the rest to be written."""
-        self._queue.put(None)
-        self._thread.join(seconds)
-
-    def _put(self, what: str, name: str, data: Any) -> None:
-        if what == "append":
-            if self._waits + len(data) > MOST:
-                self.lost += len(data)
-                return
-            self._waits += len(data)
-        self._queue.put((what, name, data))
+        """Waits for the rest, for so long at most."""
+        self._closing.set()
+        super().close(seconds)
 
     def _run(self) -> None:
-        self._is_run = (self._workdir / "config.json").exists()
-        while True:
-            try:
-                item = self._queue.get(timeout=0.5)
-            except queue.Empty:
-                item = ("", "", None)
-            if item is None:
+        config, closing = self._workdir / "config.json", False
+        resumes = config.exists()
+        # A training writes its figures from the first step on, when nothing can refuse it any more.
+        while not (resumes or (self._workdir / "metrics.jsonl").exists() or (self._accepted and config.exists())):
+            if closing:
                 return
-            if item[0] == "ended":
-                refused = item[2] == 2
-                self._is_run = self._is_run or (not refused and (self._workdir / "config.json").exists())
-            elif item[0]:
-                self._held.append(item)
-            # It writes its figures from the first step on, when nothing can refuse it any more.
-            self._is_run = self._is_run or (self._workdir / "metrics.jsonl").exists()
-            while self._is_run and self._held:
-                what, name, data = self._held.popleft()
-                self._waits -= len(data) if what == "append" else 0
-                try:
-                    self._do(what, name, data)
-                except OSError:  # a full disk: the terminal has it too
-                    self.lost += len(data) if what == "append" else 0
-                self.lost_events = self._log.lost
+            closing = self._closing.wait(0.2)
+        super()._run()
 
-    def _do(self, what: str, name: str, data: Any) -> None:
-        if what == "event":
-            given = {field.name: getattr(data, field.name) for field in dataclasses.fields(data)}
-            self._log.add(given.pop("kind"), **given)
+    def _do(self, item: events.Event | tuple[str, bytes]) -> None:
+        if isinstance(item, events.Event):
+            self._log.write(item)
             return
-        path = self.folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(data)
+        name, data = item
+        path = self._workdir / events.FOLDER / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                file.write(data)
+        except OSError:  # a full disk: the terminal has it too
+            self.lost += len(data)
+
+
+class Hook(_Worker):
+    """Runs a command at each event; an empty one does nothing."""
+
+    def __init__(self, command: str, seconds: float = SECONDS):
+        try:
+            self._command = shlex.split(command)
+        except ValueError as error:
+            raise UserError(f"the command {command!r} is no command line ({error}); mend its quotes") from None
+        self._seconds, self.failed = seconds, 0
+        if self._command:
+            super().__init__("hook", WAITING)
+
+    def tell(self, event: events.Event) -> None:
+        """Returns at once."""
+        if self._command:
+            self._put(event, 1)
+
+    def close(self, seconds: float = SECONDS) -> None:
+        """Waits for the events on their way, for so long at most."""
+        if self._command:
+            super().close(seconds)
+
+    def _do(self, item: events.Event) -> None:
+        words = {"ZAYA_EVENT": item.kind, "ZAYA_NODE": item.node, "ZAYA_GROUP": item.group, "ZAYA_TEXT": item.text()}
+        try:
+            subprocess.run(
+                self._command, input=json.dumps(dataclasses.asdict(item)).encode(), env=os.environ | words,
+                timeout=self._seconds, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            self.failed += 1
+            if self.failed == 1:  # once: a service that is down would say it at each event
+                _log.warning("the command failed at an event: %s: %s", type(error).__name__, error)

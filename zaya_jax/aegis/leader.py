@@ -12,16 +12,16 @@ an order of `preflight.Checking` to a node's agent.
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis import events, facts, notify, straggle
+from zaya_jax.aegis import events, facts, straggle
 from zaya_jax.aegis.accounts import Spending
 from zaya_jax.aegis.decide import Decider
 from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.hang import Hang, Hangs, View
-from zaya_jax.aegis.keeping import Keeper
+from zaya_jax.aegis.keeping import Hook, Keeper
 from zaya_jax.aegis.node import Plan
 from zaya_jax.aegis.preflight import Checking
 from zaya_jax.aegis.straggle import Stragglers
@@ -30,13 +30,6 @@ from zaya_jax.checkpoint import writing
 PROGRESS = 1.0  # seconds between two looks for a newer checkpoint
 LONGEST_SLEEP = 3600.0  # seconds for which an agent that stood still is waited for in a check
 NAMED = 8  # processes whose lines an event has
-NUMBER = (int, float)
-# The messages of agents by type: anything else comes from another version, or from a stranger with the key.
-SHAPES: dict[str, tuple] = {
-    "ready": (int,), "views": (int, list), "exited": (int, int, int), "finding": (dict,), "checked": (int, list, int),
-    "linked": (int, NUMBER, str), "stacks": (int, dict), "asked": (str,), "slept": (NUMBER,),
-}  # fmt: skip
-VIEW = (int, str, int, str, NUMBER, NUMBER, str, (list, tuple))
 
 
 class Leader:
@@ -58,7 +51,7 @@ class Leader:
         self._checks = 0
         self._stacks: dict[int, list[str]] = {}
         self._spending = Spending()
-        self._hook = notify.Hook(plan.hook)
+        self._hook = Hook(plan.hook)
         self._first = self._collecting = -1  # the process that hangs; of how many the stacks are awaited
         self._newest, self._look, self._checked = -1, threading.Event(), threading.Event()
         self._told_newest = self._told_step = -1
@@ -83,17 +76,14 @@ class Leader:
             self._checking.woke(seconds)
 
     def hear(self, node: int, message: list, now: float) -> None:
-        """Takes an agent's message; ValueError or TypeError, and no effect, where it makes no sense."""
+        """Takes an agent's message; of an earlier start's nothing."""
         kind, *rest = message
-        _require(tuple(rest), SHAPES.get(kind, ()))
         number = self._decider.number
-        nodes, each = self._decider.nodes, self._plan.rules.processes
-        first = nodes.index(node) * each if node in nodes else 0
         if kind == "ready":
             (self._ports[node],) = rest
             self._take(facts.Ready(node), now)
         elif kind == "views" and rest[0] == number:
-            self._views(node, [_view(view, range(first, first + each)) for view in rest[1]], now)
+            self._views(node, [View(*view) for view in rest[1]], now)
         elif kind == "exited" and rest[0] == number:
             if self._decider.state == "running":  # its last save counts
                 self._checked.clear()
@@ -107,8 +97,6 @@ class Leader:
             if self._checking:
                 self._checking.hear(node, message)
         elif kind == "stacks" and rest[0] == number:
-            for stack in rest[1].values():
-                _require(tuple(stack), (str, str))
             self._stacks |= {int(process): stack for process, stack in rest[1].items()}
             if len(self._stacks) >= self._collecting:
                 self._take(facts.Collected(self._where()), now)
@@ -232,16 +220,16 @@ class Leader:
 
     def _event(self, kind: str, given: dict[str, Any]) -> None:
         event = events.Event(kind, time.time(), **given)
-        self._keeper.event(event)
+        self._keeper.add(event)
         if kind in ("log", "hardware") and event.group == "note":
             return  # worth neither a call nor a line on the terminal
         self._hook.tell(event)
-        self._say(f"aegis: {notify.line_of(event)}")
+        self._say(f"aegis: {event.text()}")
 
     def _spent(self, given: dict[str, Any] | None) -> None:
         """Writes down how the start's time was spent since the last such event."""
         if given:
-            self._keeper.event(events.Event("spent", time.time(), **given))
+            self._keeper.add(events.Event("spent", time.time(), **given))
 
     def close(self) -> None:
         """Waits a moment for the events on their way to the command."""
@@ -255,22 +243,6 @@ class Leader:
             self._checked.set()
             self._look.wait(PROGRESS)
             self._look.clear()
-
-
-def _require(given: tuple, shape: tuple) -> None:
-    if len(given) != len(shape) or not shape or not all(map(isinstance, given, shape)):
-        raise ValueError(f"{given!r:.200}")
-
-
-def _view(given: Sequence, processes: range) -> View:
-    """A view of one of the node's own processes; ValueError or TypeError where it is none."""
-    view = View(*given)
-    _require(view, VIEW)
-    for lap in view.laps:
-        _require(tuple(lap), (NUMBER,) * 4)
-    if view.process not in processes:
-        raise ValueError(f"process {view.process} is none of this node's")
-    return view
 
 
 def _starts(workdir: Path) -> int:
