@@ -21,7 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import layout, look, rewrite, store, times, writing
+from zaya_jax.checkpoint import layout, look, rewrite, source, times, writing
 from zaya_jax.checkpoint.vault import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.pytorch import exchange, tokenizer_files
@@ -111,13 +111,13 @@ def inspect(args: Any) -> int:
     if isinstance(args.html, Path):
         check_target(args.html, "--html")
     if args.step is not None:
-        store.latest_step(args.workdir, args.step)
+        source.latest_step(args.workdir, args.step)
     seen, damaged = look.see_all(args.workdir)
     if seen:
         print(steps_table(seen, times.read(args.workdir).get("save", {})).text())
     if seen or damaged:
         print(*look.remarks(args.workdir, seen, damaged), sep="\n")
-    print(arrays_table(look.see(args.workdir, store.latest_step(args.workdir, args.step))).text())
+    print(arrays_table(look.see(args.workdir, source.latest_step(args.workdir, args.step))).text())
     if args.html is not None:
         target = args.workdir / "checkpoints.html" if args.html is True else args.html
         print(f"written: {write_page(target, lambda: checkpoints_document(args.workdir).html())}")
@@ -191,7 +191,7 @@ def _wrong_config(workdir: Path, step: int) -> str:
         return ""
     try:
         recorded = read_config(workdir)
-        saved = store.read_meta(workdir, step).get("config")
+        saved = source.read_meta(workdir, step).get("config")
         if saved:
             check_same(config.check(saved), recorded, workdir, step)
     except UserError as error:

@@ -23,7 +23,7 @@ import jax
 from tqdm import tqdm
 
 from zaya_jax import cli, given, library, schedule
-from zaya_jax.checkpoint import store
+from zaya_jax.checkpoint import source
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.config.files import write
@@ -202,7 +202,7 @@ def _require_its_data(model: library.LanguageModel) -> None:
     unknown."""
     assert model.tokenizer is not None
     folder, step = given.folder_and_step(model.source)
-    meta = store.read_meta(folder, step or 0)
+    meta = source.read_meta(folder, step or 0)
     try:
         if "data" in meta:  # else it came from elsewhere and was not trained here
             pipeline.train_stream(model.config, model.tokenizer).set_state(meta["data"])

@@ -18,7 +18,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function; `self` is none
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
     ("aegis",): 4700,
-    ("checkpoint",): 3300,  # 3200
+    ("checkpoint",): 3275,  # 3200
     ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1160,  # 1100
     ("config", "cluster"): 2340,  # 2100
     ("data",): 4640,  # 4300

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 
 from pallas_kernels import chip
 from zaya_jax import cli, functions, generation, given, run, schedule, trees
-from zaya_jax.checkpoint import store
+from zaya_jax.checkpoint import source
 from zaya_jax.config import Config, UserError, shown
 from zaya_jax.data import tokenizers
 from zaya_jax.given import AnyConfig, AnyMesh
@@ -344,7 +344,7 @@ def load(place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | 
 
 def _load_run(folder: Path, step: int | None, mesh: AnyMesh | None, dtype: str | None) -> LanguageModel:
     with given.named(folder):
-        step = store.latest_step(folder, step)
+        step = source.latest_step(folder, step)
         config = exchange.config_at(folder, step)
         config = dataclasses.replace(config, model=schedule.model_at(config, step))
         tokenizer = tokenizers.load(folder / "tokenizer") if (folder / "tokenizer").is_dir() else None

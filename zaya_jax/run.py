@@ -19,7 +19,8 @@ from zaya_jax.aegis import decisions
 from zaya_jax.aegis.guard import Guard
 from zaya_jax.aegis.replay import Replay
 from zaya_jax.checkpoint.partial import InitialWeights
-from zaya_jax.checkpoint.store import Store, read_meta
+from zaya_jax.checkpoint.source import read_meta
+from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config
 from zaya_jax.data import pipeline

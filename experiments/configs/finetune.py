@@ -19,7 +19,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 from zaya_jax import config, schedule
-from zaya_jax.checkpoint import store
+from zaya_jax.checkpoint import source
 from zaya_jax.checkpoint.vault import vault_at
 from zaya_jax.config import files
 from zaya_jax.pytorch import exchange
@@ -87,7 +87,7 @@ def _find(weights: str) -> tuple[Path, int]:
             f"experiments.checkpoint from_hf --model={place} --workdir=DIR, and give finetune.py:DIR"
         )
     try:
-        step = store.latest_step(folder, int(number) if number else None)
+        step = source.latest_step(folder, int(number) if number else None)
     except config.UserError as error:  # no --workdir was given
         raise config.UserError(str(error).replace(f"--workdir={folder}", f"finetune.py:{folder}")) from None
     if not (folder / "tokenizer").is_dir():

@@ -9,7 +9,7 @@ from zaya_jax import cli
 from zaya_jax.aegis import decisions, events
 from zaya_jax.aegis.guard import Guard
 from zaya_jax.checkpoint import stale, writing
-from zaya_jax.checkpoint.store import read_meta
+from zaya_jax.checkpoint.source import read_meta
 
 LONG = {"run__num_steps": 90, "bad": [{"kind": "data", "first": 73, "last": 77}]}  # some batches are noise
 MOMENTS = {  # where a process may be killed: before or after it has called a function

@@ -12,7 +12,7 @@ import pytest
 from checkpoint_helpers import same
 
 from zaya_jax import config
-from zaya_jax.checkpoint import boxes, layout, partial, rewrite, store
+from zaya_jax.checkpoint import boxes, layout, partial, rewrite, source, store
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.config import Checkpoint, StorageError, UserError
 from zaya_jax.training.workdir import open_workdir
@@ -210,7 +210,7 @@ GONE = r"^step 9 of \S*/run is gone meanwhile, its run has deleted it; it has 4$
 @pytest.mark.parametrize("moment", ["found", "listed", "checked"])
 def test_a_step_that_its_run_deletes_meanwhile(workdir, tmp_path, monkeypatch, moment):
     """Wherever in the reading that comes, it is one line, and nothing is left."""
-    module, name = {"found": (store, "latest_step"), "listed": (Vault, "seal"), "checked": (Vault, "check")}[moment]
+    module, name = {"found": (source, "latest_step"), "listed": (Vault, "seal"), "checked": (Vault, "check")}[moment]
     function = getattr(module, name)
 
     def then_gone(*args, **keys):

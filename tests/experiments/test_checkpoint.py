@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 from experiments import checkpoint, generate, pretrain
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import layout, partial, store
+from zaya_jax.checkpoint import layout, partial, source, store
 from zaya_jax.pytorch import exchange
 from zaya_jax.training.workdir import read_config
 
@@ -152,7 +152,7 @@ def test_no_program_takes_an_older_step_where_the_newest_lost_its_list(
     workdir = tmp_path / "run"
     shutil.copytree(imported, workdir)
     checkpoints = store.Store(workdir)
-    state, meta = partial.read(workdir, "*"), store.read_meta(workdir, 0)
+    state, meta = partial.read(workdir, "*"), source.read_meta(workdir, 0)
     checkpoints.save(5, state, meta | {"step": 5})
     checkpoints.close()
     newest = workdir / "checkpoints" / "5"

@@ -17,7 +17,7 @@ import tiny_runs
 
 from zaya_jax import cli, config
 from zaya_jax import run as run_lib
-from zaya_jax.checkpoint import store, writing
+from zaya_jax.checkpoint import source, store, writing
 from zaya_jax.checkpoint import vault as vault_lib
 from zaya_jax.cluster import leaving
 from zaya_jax.data import windows
@@ -79,7 +79,7 @@ def bad(**figures):
 def test_stopped_by_a_signal(run, tmp_path, number):
     asked = []
     assert run(7, lambda: None if asked else asked.append(os.kill(os.getpid(), number))) == cli.PREEMPTED
-    assert last_step(tmp_path / "run") == store.latest_step(tmp_path / "run") == 7
+    assert last_step(tmp_path / "run") == source.latest_step(tmp_path / "run") == 7
     assert (tmp_path / "run" / "report.html").exists() == (number != signal.SIGTERM)
 
 
@@ -178,7 +178,7 @@ def test_no_target_is_no_loss(run, tmp_path, monkeypatch, capsys, lost):
     found = tiny_runs.lines(tmp_path / "run")
     assert len(found) == 2 and not any("eval/loss" in line for line in found)
     assert all((line["target_tokens"] == 0) == np.isnan(line["loss"]) == (lost == "all") for line in found)
-    assert "eval/loss" not in store.read_meta(tmp_path / "run", 2)["metrics"]
+    assert "eval/loss" not in source.read_meta(tmp_path / "run", 2)["metrics"]
     assert "warning: nothing of eval/loss could be read" in capsys.readouterr().out
 
 
@@ -204,7 +204,7 @@ def test_nobody_reads_what_it_prints(tmp_path):
     os.read(reading, 1)
     os.close(reading)
     assert process.wait(120) == cli.DONE
-    assert last_step(tmp_path / "run") == store.latest_step(tmp_path / "run") == 30
+    assert last_step(tmp_path / "run") == source.latest_step(tmp_path / "run") == 30
     assert "done: 30 steps" in (tmp_path / "run" / "logs" / "process-00000.log").read_text()
 
 
@@ -309,7 +309,7 @@ def test_a_signal_after_the_last_save_ends_the_run(run, tmp_path, monkeypatch, c
     assert "SIGTERM came before sample and report were made: the same command makes the report" in out
     assert leaving.some_left()
     held.set()
-    assert store.latest_step(tmp_path / "run") == 2
+    assert source.latest_step(tmp_path / "run") == 2
     assert run(99, None, run__num_steps=2) == cli.DONE
     assert (tmp_path / "run" / "report.html").exists()
 

@@ -11,8 +11,9 @@ import tiny_runs
 
 from experiments.configs import tiny
 from zaya_jax import cli, config, schedule
-from zaya_jax.checkpoint import partial, store
+from zaya_jax.checkpoint import partial
 from zaya_jax.checkpoint import vault as vault_lib
+from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.config import Phase, StorageError, UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.training import fork
@@ -58,7 +59,7 @@ def test_it_goes_on_from_the_parent_s_state_in_an_order_of_its_own(parent, tmp_p
     recorded = json.loads((tmp_path / "fork" / "config.json").read_text())["run"]
     assert (recorded["fork"], recorded["fork_step"], recorded["fork_tokens"]) == (name, 2, 256)
     for step in (2, 6):  # the first is the state that it began with
-        (one,) = store.read_meta(tmp_path / "fork", step)["lineage"]
+        (one,) = read_meta(tmp_path / "fork", step)["lineage"]
         assert (one["folder"], one["step"], one["tokens"]) == (str(parent / "run"), 2, 256)
         assert one["run"] == (parent / "run" / "checkpoints" / ".run").read_text() and one["changed"] == {}
     tiny_runs.same_state(f"{tmp_path / 'fork'}/checkpoints/2", f"{parent / 'run'}/checkpoints/2")

@@ -10,7 +10,7 @@ import pytest
 import tiny_runs
 
 from zaya_jax import cli, config
-from zaya_jax.checkpoint.store import read_meta
+from zaya_jax.checkpoint.source import read_meta
 from zaya_jax.cluster import beats, multihost
 from zaya_jax.training.workdir import open_workdir
 

@@ -7,9 +7,10 @@ A grown model takes what fits: layers and experts that the smaller one has, in t
 Arrays that it does not take keep their fresh values and are listed.
 """
 
+import dataclasses
 import fnmatch
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,13 @@ class InitialWeights:
 
     def of(self, fresh: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
         """A copy of a fresh state (`training.snapshot`), with what is taken in its place."""
+        taken, theirs = self._taken, self._theirs
+        parts = [x for part in self._held.parts if part.name in taken for x in _moved(part, taken[part.name])]
+        leaves = {name: self._held.leaves[name] for name in trees.flat(fresh) if name in taken}
+        held = Holding({name: theirs[name] for name in taken}, leaves, parts)
         state = trees.flat(fresh)
-        for name, plan in self._taken.items():
-            parts = [part for part in self._held.parts if part.name == name]
-            state[name] = _placed(self._source, self._theirs[name], state[name], parts, plan)
-        count = len(self._taken)
+        state |= trees.flat(self._source.restore(trees.nested(leaves), held, fresh=state))
+        count = len(taken)
         say(
             f"begins from {self._source.name}: {count} of {count + len(self._left)} arrays taken, "
             f"{len(self._parts)} of them in part"
@@ -118,23 +121,16 @@ def _overlaps(name: str, theirs: tuple[int, ...], ours: tuple[int, ...]) -> list
     return dims
 
 
-def _placed(
-    source: Source, array: layout.Array, fresh: jax.Array, parts: list[HeldBox], dims: list[list[Overlap]]
-) -> jax.Array:
-    """`fresh` with the stretches of a stored array in it; each device's part is read for it alone."""
-    filled = []
-    for shard in fresh.addressable_shards:
-        own = np.array(shard.data)
-        its = [part for part in parts if part.device == shard.device]
-        for part, stretches in itertools.product(its, itertools.product(*dims)):
-            inside = layout.overlap(tuple(target for _, target in stretches), part.box)
-            if layout.volume(inside):
-                box = tuple(
-                    slice(s.start - target.start + theirs.start, s.stop - target.start + theirs.start)
-                    for s, (theirs, target) in zip(inside, stretches, strict=True)
-                )
-                found = np.empty(layout.sizes(inside), own.dtype)
-                source.fill(array, box, found)
-                part.of(own)[layout.within(inside, part.box)] = found
-        filled.append(jax.device_put(own, shard.device))
-    return jax.make_array_from_single_device_arrays(fresh.shape, fresh.sharding, filled)
+def _moved(part: HeldBox, dims: list[list[Overlap]]) -> Iterator[HeldBox]:
+    """The boxes of a stored array that go into a part of a larger one."""
+    for stretches in itertools.product(*dims):
+        inside = layout.overlap(tuple(target for _, target in stretches), part.box)
+        if layout.volume(inside):
+            theirs = tuple(
+                slice(s.start - target.start + their.start, s.stop - target.start + their.start)
+                for s, (their, target) in zip(inside, stretches, strict=True)
+            )
+            begin = [s.start for s in part.inner] or [0] * len(inside)
+            where = layout.within(inside, part.box)
+            inner = tuple(slice(s.start + at, s.stop + at) for s, at in zip(where, begin, strict=True))
+            yield dataclasses.replace(part, box=theirs, outer=part.outer or part.box, inner=inner)

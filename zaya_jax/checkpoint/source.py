@@ -1,24 +1,27 @@
 """Reads one checkpoint: in a run's folder, in a folder by itself, or at an address.
 
-    source = Source("runs/tiny", step)              or "runs/tiny@300", exported parameters, "s3://bucket/run"
-    source.check(names=["state/params."])           StorageError if one of these files is damaged
-    source.read(("params", "head", "kernel"))       an array on the host
-    source.fill(array, box, out)                    a part of one, without a copy of the rest
-
-Arrays are read a chunk at a time: local chunks are mapped, those of an address fetched.
+source = Source("runs/tiny", step)              or "runs/tiny@300", exported parameters, "s3://bucket/run"
+source.check(names=["state/params."])           StorageError if one of these files is damaged
+source.read(("params", "head", "kernel"))       an array on the host
+source.fill(array, box, out)                    a part of one, without a copy of the rest
+source.restore(like, held)                      a tree of arrays on devices (`reading`)
 """
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
-from zaya_jax.checkpoint import layout, store
+from zaya_jax import trees
+from zaya_jax.checkpoint import boxes, layout, reading, writing
+from zaya_jax.checkpoint.boxes import Holding
 from zaya_jax.checkpoint.layout import Array, Box
-from zaya_jax.checkpoint.seal import TAIL, Sums
+from zaya_jax.checkpoint.seal import Sums
 from zaya_jax.checkpoint.vault import Progress, Step, Vault, vault_at
 from zaya_jax.config import StorageError, UserError, shown
 from zaya_jax.config.fields import parse_json
@@ -52,7 +55,7 @@ class Source:
                 name = int(folder.name)
         else:
             self.workdir = Path(place).absolute()
-            vault, name = Vault(self.workdir / "checkpoints"), store.latest_step(place, step)
+            vault, name = Vault(self.workdir / "checkpoints"), latest_step(place, step)
         self._vault, self._name = vault, name
         with self.unless_deleted():
             found = self._vault.seal(self._name)
@@ -116,21 +119,86 @@ class Source:
         return out if index is None else out[0]
 
     def fill(self, array: Array, box: Box, out: np.ndarray) -> None:
-        """Fills `out` with a part of an array, in `out`'s own type."""
+        """Fills `out` with a part of an array, in `out`'s own type, of files that were checked before."""
         for index, holds in array.touched(box):
             for slab in _slabs(layout.overlap(holds, box), np.dtype(array.dtype).itemsize):
                 # Mapped anew for each, so that the memory of what was copied can go.
-                out[layout.within(slab, box)] = self._chunk(array, index)[layout.within(slab, holds)]
+                out[layout.within(slab, box)] = self._mapped(array, index)[layout.within(slab, holds)]
 
-    def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
-        name, dtype = array.file(index), np.dtype(array.dtype)
+    def _mapped(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
+        name = array.file(index)
         if self._vault.folder:
-            return np.memmap(self._vault.folder / str(self._name) / name, dtype, "r", shape=array.chunk)
+            return np.memmap(self._vault.folder / str(self._name) / name, array.dtype, "r", shape=array.chunk)
         if self._kept is None or self._kept[0] != name:
             self._kept = None  # before the next is fetched
-            raw = np.frombuffer(self._vault.get(self._name, name), np.uint8)[:-TAIL]
-            self._kept = name, raw.view(dtype).reshape(array.chunk)
+            self._kept = name, self._chunk(array, index)
         return self._kept[1]
+
+    def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
+        """One chunk, verified by its own checksum."""
+        return reading.chunk_of(self._vault.get(self._name, array.file(index)), array, index)
+
+    def restore(
+        self, like: Any, held: Holding | None = None, everything: bool = False, fresh: Mapping[str, Any] | None = None
+    ) -> Any:
+        """A tree of arrays laid out as `like`'s ShapeDtypeStructs with shardings say; StorageError for damage.
+
+        `held` says where the checkpoint's arrays lie in it, if it is not a tree of them; `everything`: the checkpoint
+        must have no others. `fresh` has arrays by name that keep their values where no array lies.
+        """
+        held = held or boxes.of_tree(like)
+        try:
+            theirs = self.arrays()
+            if fresh is None:
+                self._require_fit(theirs, held, everything)
+            found = reading.on_devices(self._chunk, theirs, held, fresh)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StorageError(f"{self.name} cannot be read: {error}") from error
+        return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in trees.flat(like)])
+
+    def _require_fit(self, theirs: Mapping[str, Array], held: Holding, everything: bool) -> None:
+        """ValueError where the run's arrays are not here, or have other shapes."""
+        for name, x in held.arrays.items():
+            if name not in theirs:
+                raise ValueError(f"it has no array {name}")
+            if theirs[name].shape != tuple(x.shape):
+                raise ValueError(f"its array {name} is {list(theirs[name].shape)}, the run's is {list(x.shape)}")
+        more = sorted(theirs.keys() - held.arrays.keys())
+        if more and everything:
+            raise ValueError(f"it has {len(more)} arrays that the run has not, such as {more[0]}")
+
+
+def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
+    """The newest checkpoint of a workdir, or `step`; UserError where there is none, StorageError where it is damaged.
+
+    The newest is the one of the greatest name, as for a start: a folder gets its name with its list in it, so one
+    without is damaged, and an older one in its place would be another model without a word.
+    """
+    root = Path(workdir) / "checkpoints"
+    steps = writing.numbered(root)
+    if not steps:
+        raise UserError(f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run")
+    if step is not None and step not in steps:
+        raise UserError(
+            f"--workdir={workdir} has no checkpoint of step {shown(step)}; it has {', '.join(map(str, steps))}"
+        )
+    chosen = steps[-1] if step is None else step
+    try:
+        Vault(root).seal(chosen)
+    except StorageError as error:
+        if chosen not in writing.numbered(root):  # its run has deleted it meanwhile
+            return latest_step(workdir, step)
+        others = [other for other in writing.steps_in(root) if other != chosen]
+        way_out = f", --step={others[-1]} or {workdir}@{others[-1]} takes another" if others else ""
+        raise StorageError(
+            f"{error}; `python -m experiments.checkpoint verify --workdir={workdir}` lists it all{way_out}"
+        ) from None
+    return chosen
+
+
+def read_meta(workdir: str | os.PathLike, step: int) -> dict[str, Any]:
+    """The JSON part of a checkpoint alone, checked; touches nothing, so a run may be writing there."""
+    return Vault(Path(workdir) / "checkpoints").meta(step)
 
 
 def _slabs(box: Box, itemsize: int) -> Iterator[Box]:

@@ -6,7 +6,7 @@
     store.save(step, snapshot, meta)                        begins, and returns; the training goes on
     store.save_now(step, snapshot, meta)                    the last one: returns when it is there
 
-The arrays lie in Orbax's layout (`layout`), written (`writing`) and read (`reading`) by this package, each process the
+The arrays lie in Orbax's layout (`layout`), written (`writing`) and read (`source`) by this package, each process the
 parts of its own devices (`boxes`). A save goes: copy (the caller's snapshot), serialise and write (by threads), commit
 (process 0, when all have finished). A failure is reported and counted, and the run continues; nothing is deleted
 before a newer checkpoint is complete.
@@ -24,16 +24,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from zaya_jax import trees
-from zaya_jax.checkpoint import boxes, layout, reading, retention, stale, tiers, writing
+from zaya_jax.checkpoint import boxes, layout, retention, stale, tiers, writing
 from zaya_jax.checkpoint.boxes import Holding, Writers
 from zaya_jax.checkpoint.durable import Accept
 from zaya_jax.checkpoint.seal import Sums
+from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.times import Log
 from zaya_jax.checkpoint.vault import Vault
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.cluster import multihost
-from zaya_jax.config import Checkpoint, StorageError, UserError, files, shown
+from zaya_jax.config import Checkpoint, StorageError, files
 
 State = dict[str, Any] | OnHost
 RETRY_SECONDS = 5.0  # between attempts at the last save
@@ -289,7 +289,7 @@ class Store:
         state; its time is recorded as a stage of its own.
         """
         began, clock = time.time(), time.perf_counter()
-        state = jax.block_until_ready(_read(self.root / str(step), like, held))
+        state = jax.block_until_ready(Source(self.root / str(step)).restore(like, held, everything=True))
         stages = {"verify": self._verify_seconds, "read": time.perf_counter() - clock}
         size = sum(shard.data.nbytes for x in jax.tree.leaves(state) for shard in x.addressable_shards)
         if place is not None:
@@ -300,50 +300,6 @@ class Store:
             if parts is not None:
                 self._log.add("load", step, began, [part[0] for part in parts], [part[1] for part in parts])
         return state, files.read_json(self.root / str(step) / layout.META)
-
-
-def _read(folder: Path, like: dict[str, Any], held: Holding | None = None, all_of_it: bool = True) -> Any:
-    """A tree like `like` from a checkpoint; `all_of_it`: it must hold nothing else."""
-    found = reading.read(folder, held or boxes.of_tree(like), all_of_it)
-    return jax.tree.unflatten(jax.tree.structure(like), [found[name] for name in trees.flat(like)])
-
-
-def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
-    """The newest checkpoint of a workdir, or `step`; UserError where there is none, StorageError where it is damaged.
-
-    The newest is the one of the greatest name, as for a start: a folder gets its name with its list in it, so one
-    without is damaged, and an older one in its place would be another model without a word.
-    """
-    root = Path(workdir) / "checkpoints"
-    steps = writing.numbered(root)
-    if not steps:
-        raise UserError(f"--workdir={workdir} has no checkpoint; train first, or give the folder of a run")
-    if step is not None and step not in steps:
-        raise UserError(
-            f"--workdir={workdir} has no checkpoint of step {shown(step)}; it has {', '.join(map(str, steps))}"
-        )
-    chosen = steps[-1] if step is None else step
-    try:
-        Vault(root).seal(chosen)
-    except StorageError as error:
-        if chosen not in writing.numbered(root):  # its run has deleted it meanwhile
-            return latest_step(workdir, step)
-        others = [other for other in writing.steps_in(root) if other != chosen]
-        way_out = f", --step={others[-1]} or {workdir}@{others[-1]} takes another" if others else ""
-        raise StorageError(
-            f"{error}; `python -m experiments.checkpoint verify --workdir={workdir}` lists it all{way_out}"
-        ) from None
-    return chosen
-
-
-def read_meta(workdir: str | os.PathLike, step: int) -> dict[str, Any]:
-    """The JSON part of a checkpoint alone, checked; touches nothing, so a run may be writing there."""
-    return Vault(Path(workdir) / "checkpoints").meta(step)
-
-
-def read_part(workdir: str | os.PathLike, step: int, abstract_part: dict[str, Any]) -> dict[str, Any]:
-    """Some arrays of a checkpoint's state, by a part of its tree; touches nothing either."""
-    return _read(Path(workdir) / "checkpoints" / str(step), abstract_part, all_of_it=False)
 
 
 def abstract_like(tree: Any, sharding: jax.sharding.Sharding) -> Any:

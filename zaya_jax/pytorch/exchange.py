@@ -22,7 +22,7 @@ from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.checkpoint import claims, store, writing
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.source import Source, read_meta
 from zaya_jax.config import Config, Model, UserError
 from zaya_jax.data import tokenizers
 from zaya_jax.model import zaya
@@ -199,7 +199,7 @@ def config_at(workdir: str | os.PathLike, step: int) -> Config:
     """The config that a step was trained with, from its checkpoint; UserError if config.json contradicts it."""
     workdir = Path(workdir)
     recorded = read_config(workdir)
-    saved = store.read_meta(workdir, step).get("config")
+    saved = read_meta(workdir, step).get("config")
     if not saved:
         return recorded
     trained = config_lib.check(saved)
@@ -230,7 +230,7 @@ def read_weights(
     with source.unless_deleted():
         source.check(names=WEIGHTS)
         _check_shapes(source, model, Path(workdir))
-        found = store.read_part(workdir, step, like)
+        found = source.restore(like)
     return found["params"], found["balance"]["bias"]
 
 

@@ -12,17 +12,13 @@ took over, so from then on it is a run like any other, and needs the parent no m
 import contextlib
 import dataclasses
 import json
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import jax
-import numpy as np
-
 from zaya_jax import config as config_lib
-from zaya_jax import schedule, trees
+from zaya_jax import schedule
 from zaya_jax.checkpoint import layout
-from zaya_jax.checkpoint.boxes import HeldBox, Holding
+from zaya_jax.checkpoint.boxes import Holding
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.checkpoint.vault import share
 from zaya_jax.config import Config, UserError
@@ -116,11 +112,7 @@ class Parent:
                         f"{tuple(x.shape)} ({changes}); restore what differs, or begin with its weights alone, by "
                         "config.run.init_from"
                     )
-            parts: dict[str, list[HeldBox]] = defaultdict(list)
-            for part in held.parts:
-                parts[part.leaf].append(part)
-            found = [_filled(self._source, theirs, x, parts[name]) for name, x in trees.flat(like).items()]
-        return jax.tree.unflatten(jax.tree.structure(like), found)
+            return self._source.restore(like, held)
 
     def _changes(self) -> list[str]:
         return [f"config.{key} {was!r} there, {now!r} here" for key, (was, now) in self._changed.items()]
@@ -140,22 +132,3 @@ def _open(place: str) -> tuple[Source, dict[str, Any]]:
             "config.run.init_from"
         )
     return source, meta
-
-
-def _filled(
-    source: Source, theirs: dict[str, layout.Array], like: jax.ShapeDtypeStruct, parts: list[HeldBox]
-) -> jax.Array:
-    """One array of the run, read from the checkpoint; a part that several devices of a process hold is read once."""
-    read: dict[tuple, np.ndarray] = {}
-    singles = []
-    for device in sorted(like.sharding.addressable_devices, key=lambda device: device.id):
-        its = [part for part in parts if part.device == device]
-        key = tuple((part.name, part.box, part.place) for part in its)
-        if key not in read:
-            read[key] = np.zeros(like.sharding.shard_shape(tuple(like.shape)), like.dtype)
-            for part in its:
-                x = np.empty(layout.sizes(part.box), like.dtype)
-                source.fill(theirs[part.name], part.box, x)
-                part.of(read[key])[...] = x
-        singles.append(jax.device_put(read[key], device, may_alias=False))
-    return jax.make_array_from_single_device_arrays(tuple(like.shape), like.sharding, singles)

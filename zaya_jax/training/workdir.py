@@ -23,7 +23,7 @@ import jax
 
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
-from zaya_jax.checkpoint import claims, store, writing
+from zaya_jax.checkpoint import claims, source, writing
 from zaya_jax.checkpoint.layout import IMPORTED, META
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, StorageError, UserError, fields, files
@@ -110,7 +110,7 @@ def _check_whose(workdir: Path, config: Config) -> None:
         old = read_config(workdir)
         if steps:  # the newest checkpoint's own: config.json may have been changed since
             with contextlib.suppress(StorageError, UserError):
-                saved = store.read_meta(workdir, steps[-1]).get("config")
+                saved = source.read_meta(workdir, steps[-1]).get("config")
                 old = config_lib.check(saved) if saved else old
         check_same(old, config, workdir)
         return
