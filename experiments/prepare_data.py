@@ -12,13 +12,14 @@ docs/data.md.
 """
 
 import argparse
+import re
 import sys
 import time
 from typing import Self
 
 from tqdm import tqdm
 
-from zaya_jax.config import UserError, fields
+from zaya_jax.config import UserError, fields, shown
 from zaya_jax.data import chat, inputs, prepare, storage
 
 SAY_EVERY = 60.0  # seconds between lines without a terminal
@@ -112,7 +113,7 @@ def make(args: argparse.Namespace) -> int:
     if args.merge:
         manifest, was_complete = prepare.merge(options, args.out)
     elif args.part is not None:
-        return make_part(options, args, prepare.parse_part(args.part))
+        return make_part(options, args)
     else:
         with Display("") as display:
             manifest, was_complete = prepare.prepare(options, args.out, processes, display.tell, args.engine)
@@ -122,10 +123,20 @@ def make(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_part(options: prepare.Options, args: argparse.Namespace, part: prepare.Part) -> int:
+def parse_part(text: str) -> tuple[int, int]:
+    """The (index, count) that I/N names; UserError where it names no part."""
+    found = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})", text)
+    if not found or not int(found[1]) < int(found[2]):
+        raise UserError(f"--part={shown(text)} is no part: give I/N, from 0/N to N-1/N")
+    return int(found[1]), int(found[2])
+
+
+def make_part(options: prepare.Options, args: argparse.Namespace) -> int:
     """Do one part of the tasks and print a summary."""
+    index, count = parse_part(args.part)
+    part = f"{index}/{count}"
     with Display(f"part {part}: ") as display:
-        made = prepare.prepare_part(options, args.out, part, args.processes or 0, display.tell, args.engine)
+        made = prepare.prepare_part(options, args.out, (index, count), args.processes or 0, display.tell, args.engine)
     if made is None:
         print(f"{inputs.shown(args.out)} is complete already: nothing to do")
         return 0

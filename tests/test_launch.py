@@ -17,7 +17,6 @@ from experiments import prepare_data, supervise
 from zaya_jax import cli
 from zaya_jax.cluster import multihost
 from zaya_jax.cluster.rank import find_rank
-from zaya_jax.data import prepare
 
 LAUNCH = Path(__file__).resolve().parent.parent / "launch"
 NODE = LAUNCH / "node.sh"
@@ -329,8 +328,8 @@ def test_parts_and_merge_under_kubernetes_are_one_preparation(monkeypatch):
     found = []
     for index in range(spec["completions"]):
         given = [word.replace(f"$({variable['name']})", str(index)) for word in of_part]
-        found.append(prepare.parse_part(parsed(monkeypatch, given).part))
-    assert found == [prepare.Part(index, spec["completions"]) for index in range(spec["completions"])]
+        found.append(prepare_data.parse_part(parsed(monkeypatch, given).part))
+    assert found == [(index, spec["completions"]) for index in range(spec["completions"])]
     a, b = vars(parsed(monkeypatch, of_part)), vars(parsed(monkeypatch, of_merge))
     assert {name for name in a if a[name] != b[name]} == {"part", "merge", "processes"} and b["merge"]
     limit = parts["template"]["spec"]["template"]["spec"]["containers"][0]["resources"]["limits"]["cpu"]

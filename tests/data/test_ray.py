@@ -13,7 +13,7 @@ from data_helpers import contents, here, jsonl, run_here
 
 from zaya_jax.config import UserError
 from zaya_jax.data import prepare, prepare_task
-from zaya_jax.data.prepare import Options, Part
+from zaya_jax.data.prepare import Options
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ def test_without_ray_the_way_out_is_said(monkeypatch, tmp_path, source):
     options, nothing = Options([str(source)]), lambda _: None
     for do in (
         lambda: by_ray(options, tmp_path / "out"),
-        lambda: prepare.prepare_part(options, str(tmp_path / "out"), Part(0, 2), 1, nothing, "ray"),
+        lambda: prepare.prepare_part(options, str(tmp_path / "out"), (0, 2), 1, nothing, "ray"),
     ):
         with pytest.raises(UserError, match=r"--engine=ray needs Ray.*pip install ray"):
             do()

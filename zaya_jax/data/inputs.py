@@ -8,6 +8,7 @@ its rest, damaged Parquet a row group.
 
 import codecs
 import concurrent.futures
+import contextlib
 import dataclasses
 import gzip
 import io
@@ -15,7 +16,6 @@ import itertools
 import json
 import os
 import pathlib
-import sys
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, BinaryIO
@@ -176,52 +176,46 @@ def kind_of(path: str) -> str:
     return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(suffix, "text")
 
 
-def _open(path: str) -> BinaryIO:
-    if path.lower().endswith(".gz"):
-        return gzip.open(path, "rb")  # type: ignore[return-value]
-    if path.lower().endswith(".zst"):
-        return io.BufferedReader(_Zstandard(path))
-    return open(path, "rb")
+@contextlib.contextmanager
+def _open(path: str) -> Iterator[BinaryIO]:
+    with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
+        yield io.BufferedReader(_Zstandard(file)) if path.lower().endswith(".zst") else file  # type: ignore[misc]
 
 
 class _Zstandard(io.RawIOBase):
     """A zstd file as a stream that, unlike the library's own, takes a truncated frame for an error."""
 
-    def __init__(self, path: str) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 closed with this object
-        self._frame: Any = None
-        self._raw = b""
-        self._ready = memoryview(b"")
+    def __init__(self, file: BinaryIO) -> None:
+        self._blocks, self._ready = _zstd_blocks(file), b""
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
-        import zstandard
-
-        while not self._ready:
-            self._raw = self._raw or self._file.read(64 << 10)  # damage costs no more than that before it
-            if not self._raw:
-                if self._frame is not None:
-                    raise EOFError("the last zstd frame is truncated")
-                return 0
-            if self._frame is None:
-                # Windows of `zstd --long=31`: 2 GiB, where the library's own bound is 128 MiB.
-                self._frame = zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
-            try:
-                self._ready = memoryview(self._frame.decompress(self._raw))
-            except zstandard.ZstdError as error:
-                raise OSError(f"damaged zstd data ({error})") from None
-            self._raw = b""
-            if self._frame.eof:
-                self._raw, self._frame = self._frame.unused_data, None
+        self._ready = self._ready or next(self._blocks, b"")
         size = min(len(buffer), len(self._ready))
-        buffer[:size] = self._ready[:size]
-        self._ready = self._ready[size:]
+        buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size
 
-    def close(self) -> None:
-        self._file.close()
+
+def _zstd_blocks(file: BinaryIO) -> Iterator[memoryview]:
+    """The content of all frames of a zstd file, in blocks that are not empty."""
+    import zstandard
+
+    frame: Any = None
+    while raw := file.read(64 << 10):  # damage costs no more than that before it
+        while raw:
+            # Windows of `zstd --long=31`: 2 GiB, where the library's own bound is 128 MiB.
+            frame = frame or zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+            try:
+                block = frame.decompress(raw)
+            except zstandard.ZstdError as error:
+                raise OSError(f"damaged zstd data ({error})") from None
+            if block:
+                yield memoryview(block)
+            raw, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame:
+        raise EOFError("the last zstd frame is truncated")
 
 
 def _text(part: InputRange) -> Iterator[Sample | BadInput]:
@@ -285,14 +279,8 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
                     yield _record(json.loads(line.rstrip()), f"{part.name}:{at}", text_field)
                 except (BadInput, chat.BadChat) as error:
                     yield BadInput(f"{place()}: {error}")
-                except json.JSONDecodeError as error:
-                    yield BadInput(f"{place()}: not a JSON object of its own ({error.msg} at column {error.colno})")
-                except RecursionError:
-                    yield BadInput(f"{place()}: its JSON is nested too deep to be read")
-                except UnicodeDecodeError:
-                    yield BadInput(f"{place()}: not UTF-8")
-                except ValueError:  # Python's limit, for it takes time in their square
-                    yield BadInput(f"{place()}: an integer of more than {sys.get_int_max_str_digits()} digits")
+                except (ValueError, RecursionError) as error:
+                    yield BadInput(f"{place()}: not a JSON object of its own ({one_line(error)})")
             at += len(line)
 
 

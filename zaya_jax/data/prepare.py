@@ -11,16 +11,14 @@ import dataclasses
 import importlib.util
 import json
 import pathlib
-import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import google_crc32c
 import numpy as np
 
-from zaya_jax.config import StorageError, UserError, fields, shown
+from zaya_jax.config import StorageError, UserError, fields
 from zaya_jax.data import chat, inputs, prepare_task, sources, tokenizers
 from zaya_jax.data import tokens as tokens_lib
 from zaya_jax.data.prepare_task import WORK, Job, LeftOut, Options, Plan, Task
@@ -28,29 +26,8 @@ from zaya_jax.data.tokenizers import Tokenizer
 
 OURS = (WORK, tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER)
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
-PLAN, SHARED = "plan.json", "of-"  # `.work/of-8`: some machine made a part of 8
-MOST_PARTS = 100_000
-STALE_SECONDS = 3600  # a process that writes a shard writes to it every few seconds
+PLAN = "plan.json"
 GOES_ON = "; what was done stays, and the same command goes on from there"
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """One of several that share a preparation's tasks, counted from 0."""
-
-    index: int
-    count: int
-
-    def __str__(self) -> str:
-        return f"{self.index}/{self.count}"
-
-
-def parse_part(text: str) -> Part:
-    """The part that I/N names; UserError where it names none."""
-    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
-    if not found or not int(found[1]) < int(found[2]) <= MOST_PARTS:
-        raise UserError(f"--part={shown(text)} is no part: give I/N, from 0/N to N-1/N, with N up to {MOST_PARTS:,}")
-    return Part(int(found[1]), int(found[2]))
 
 
 @dataclasses.dataclass
@@ -94,13 +71,17 @@ class Preparation:
         return tasks, prepare_task.make_job(self.directory, self.options, self.plan, tokenizer), tokenizer
 
     @contextlib.contextmanager
-    def failing(self) -> Iterator[None]:
-        """Turns a failure into one line that says how to go on; without a task done, nothing stays of it."""
+    def failing(self, alone: bool = True) -> Iterator[None]:
+        """Turns a failure into one line that says how to go on.
+
+        Nothing stays of a machine that works alone and has finished no task.
+        """
         try:
             try:
                 yield
             except BaseException:
-                self._leave_nothing()
+                if alone and not any((self.directory / WORK).glob("task-*.json")):
+                    self._leave_nothing()
                 raise
         except inputs.BadInput as error:
             raise UserError(f"{error}{GOES_ON}, also with --skip_bad added") from None
@@ -110,8 +91,6 @@ class Preparation:
             raise UserError(f"memory ran out; give fewer --processes, or texts in smaller files{GOES_ON}") from None
 
     def _leave_nothing(self) -> None:
-        if any((self.directory / WORK).glob("task-*.json")) or self.shared():
-            return
         for path in self.directory.iterdir():
             if path.name in OURS or sources.SHARD.match(path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -133,11 +112,7 @@ class Preparation:
                 "give another directory, or remove this one to begin anew"
             )
 
-    def shared(self) -> list[pathlib.Path]:
-        """The marks of those that made parts here, each named by how many parts there were."""
-        return list((self.directory / WORK).glob(f"{SHARED}*"))
-
-    def begin(self, part: Part | None = None) -> None:
+    def begin(self) -> None:
         """Makes this plan the directory's, unless it has one; UserError where that is another.
 
         Where two plans come at one moment, the tasks' records tell them apart.
@@ -150,13 +125,10 @@ class Preparation:
         except OSError as error:
             raise UserError(f"--out={self.out} cannot be written: {error.strerror}; give another directory") from None
         self.require_same()
-        if part:
-            (path.parent / f"{SHARED}{part.count}").touch()
 
     def run(self, job: Job, tasks: list[Task], processes: int, tell: Tell) -> None:
         """Do those of these tasks that are not done."""
         wrong = prepare_task.undone(job, tasks)
-        _clean(job.directory / WORK)
         todo = [task for task in tasks if task.number in wrong]
         total = sum(task.cost for task in tasks)
         progress = Progress(total - sum(task.cost for task in todo), total, 0, len(tasks) - len(todo), len(tasks))
@@ -186,18 +158,19 @@ def prepare(
 
 
 def prepare_part(
-    options: Options, out: str, part: Part, processes: int, tell: Tell, engine: str = "processes"
+    options: Options, out: str, part: tuple[int, int], processes: int, tell: Tell, engine: str = "processes"
 ) -> tuple[int, int] | None:
-    """Do a part's tasks, beside others that do other parts, or this one. Returns how many they are, of how many; None
-    where `out` is complete already.
+    """Do the tasks of part (index, count), beside machines that do other parts, or this one.
+
+    Returns how many they are, of how many; None where `out` is complete already.
     """
     found = Preparation(options, out, engine)
     if found.manifest():
         return None
-    found.begin(part)
-    with found.failing():
+    found.begin()
+    with found.failing(alone=False):
         tasks, job, _ = found.work()
-        mine = [task for task in tasks if task.number % part.count == part.index]
+        mine = [task for task in tasks if task.number % part[1] == part[0]]
         found.run(job, mine, processes, tell)
         return len(mine), len(tasks)
 
@@ -210,26 +183,15 @@ def merge(options: Options, out: str) -> tuple[dict[str, Any], bool]:
     if not (found.directory / WORK / PLAN).exists():
         raise UserError(f"--out={out} holds no parts: run the same command with --part=0/N to --part=N-1/N first")
     found.require_same()
-    with found.failing():
+    with found.failing(alone=False):
         tasks, job, tokenizer = found.work()
         if lacking := prepare_task.undone(job, tasks):
-            raise UserError(_lacking(found.shared(), out, len(tasks), lacking))
+            first = [f"{number} ({why})" for number, why in lacking.items()][:3] + ["..."] * (len(lacking) > 3)
+            raise UserError(
+                f"--out={out} lacks {len(lacking):,} of {len(tasks):,} tasks: {', '.join(first)}; task n belongs to "
+                "part n mod N: run those parts again, or the same command without --merge, which makes all of them"
+            )
         return gather(job, tokenizer, found.plan, len(tasks)), False
-
-
-def _lacking(shared: list[pathlib.Path], out: str, num_tasks: int, lacking: dict[int, str]) -> str:
-    """A merge's message about tasks that are not done: the parts that they belong to, and how to make them."""
-    first = next(iter(lacking))
-    why = "" if lacking[first] == "missing" else f"; task {first} is {lacking[first]}"
-    what = f"--out={out} lacks {len(lacking):,} of {num_tasks:,} tasks{why}"
-    if "--skip_bad" in why:
-        return f"{what}; merge with --skip_bad, or begin anew without"
-    if not shared:
-        return f"{what}; the same command without --merge makes them and ends with the merge"
-    newest = max(shared, key=lambda path: path.stat().st_mtime_ns).name.removeprefix(SHARED)
-    parts = sorted({number % int(newest) for number in lacking})
-    named = ", ".join(f"{part}/{newest}" for part in parts[:8]) + (", ..." if len(parts) > 8 else "")
-    return f"{what}, of part {named}; run the same command with --part={parts[0]}/{newest} in place of --merge"
 
 
 def _directory(out: str) -> pathlib.Path:
@@ -245,14 +207,6 @@ def _directory(out: str) -> pathlib.Path:
     except OSError as error:
         raise UserError(f"--out={out} cannot be used: {error.strerror}; give another directory") from None
     return directory
-
-
-def _clean(work: pathlib.Path) -> None:
-    """Remove what killed processes left half written: files that nobody has written to for long."""
-    for partial in work.glob("*.partial-*"):
-        with contextlib.suppress(FileNotFoundError):
-            if partial.stat().st_mtime < time.time() - STALE_SECONDS:
-                shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
 
 
 def _tokenizer(options: Options, directory: pathlib.Path, tasks: list[Task]) -> Tokenizer:

@@ -142,7 +142,7 @@ def _wrong(job: Job, number: int) -> str:
         if record["made"] != job.made:
             return "made with other options, input files or versions"
         if record["left_out"]["bad"] and not job.options.skip_bad:
-            return "made with --skip_bad, and something was skipped"
+            return "made with --skip_bad, and something was skipped: give --skip_bad here too"
         for entry in record["shards"]:
             shard = job.directory / entry["file"]
             if not shard.is_file() or shard.stat().st_size != entry["bytes"]:
