@@ -18,7 +18,7 @@ import os
 import pathlib
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 from zaya_jax.config import UserError
 from zaya_jax.data import chat, sources
@@ -177,28 +177,28 @@ def kind_of(path: str) -> str:
 
 
 @contextlib.contextmanager
-def _open(path: str) -> Iterator[BinaryIO]:
+def _open(path: str) -> Iterator[io.BufferedIOBase]:
     with gzip.open(path) if path.lower().endswith(".gz") else open(path, "rb") as file:
-        yield io.BufferedReader(_Zstandard(file)) if path.lower().endswith(".zst") else file  # type: ignore[misc]
+        yield io.BufferedReader(_Zstandard(file)) if path.lower().endswith(".zst") else file
 
 
 class _Zstandard(io.RawIOBase):
     """A zstd file as a stream that, unlike the library's own, takes a truncated frame for an error."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._blocks, self._ready = _zstd_blocks(file), b""
+    def __init__(self, file: io.BufferedIOBase) -> None:
+        self._blocks, self._ready = _zstd_blocks(file), memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer) -> int:
-        self._ready = self._ready or next(self._blocks, b"")
+        self._ready = self._ready or next(self._blocks, self._ready)
         size = min(len(buffer), len(self._ready))
         buffer[:size], self._ready = self._ready[:size], self._ready[size:]
         return size
 
 
-def _zstd_blocks(file: BinaryIO) -> Iterator[memoryview]:
+def _zstd_blocks(file: io.BufferedIOBase) -> Iterator[memoryview]:
     """The content of all frames of a zstd file, in blocks that are not empty."""
     import zstandard
 
@@ -229,7 +229,7 @@ def _text(part: InputRange) -> Iterator[Sample | BadInput]:
             yield part.name, itertools.chain([first, second], pieces) if second else first
 
 
-def _decoded(part: InputRange, file: BinaryIO) -> Iterator[str]:
+def _decoded(part: InputRange, file: io.BufferedIOBase) -> Iterator[str]:
     """A text file's content in pieces, one at least; BadInput where it cannot be read or is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, binary = 1, False
