@@ -19,37 +19,44 @@ def permute(indices: np.ndarray, size: np.ndarray | int, keys: np.ndarray | int)
     bits = np.frexp(np.maximum(size.astype(np.int64) - 1, 1).astype(np.float64))[1]  # exact below 2^53
     half = ((bits + 1) // 2).astype(np.uint64)
     walking = np.ones(out.shape, bool)
-    while walking.any():
-        out[walking] = _feistel(out[walking], keys[walking], half[walking])
-        walking &= out >= size
+    with np.errstate(over="ignore"):
+        # Once for all walks and under one errstate: mixing was two thirds of the time of reading rows of 4,096 tokens.
+        round_keys = [_mix(keys + np.uint64(i + 1)) for i in range(ROUNDS)]
+        while walking.any():
+            out[walking] = _feistel(out[walking], [one[walking] for one in round_keys], half[walking])
+            walking &= out >= size
     return out.astype(np.int64)
 
 
 def key(*parts: int) -> int:
     """A 64-bit key from integers, in their order."""
     value = np.uint64(0x243F6A8885A308D3)
-    for part in parts:
-        value = _mix(value ^ np.uint64(part % (1 << 64)))
+    with np.errstate(over="ignore"):
+        for part in parts:
+            value = _mix(value ^ np.uint64(part % (1 << 64)))
     return int(value)
 
 
 def keys(parts: tuple[int, ...], last: np.ndarray) -> np.ndarray:
     """`key(*parts, x)` for every x of `last`."""
-    return _mix(np.uint64(key(*parts)) ^ np.asarray(last, np.uint64))
+    with np.errstate(over="ignore"):
+        return _mix(np.uint64(key(*parts)) ^ np.asarray(last, np.uint64))
 
 
-def _feistel(values: np.ndarray, keys: np.ndarray, half: np.ndarray) -> np.ndarray:
+def _feistel(values: np.ndarray, round_keys: list[np.ndarray], half: np.ndarray) -> np.ndarray:
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = values >> half, values & mask
-    for i in range(ROUNDS):
-        left, right = right, left ^ (_mix(right ^ _mix(keys + np.uint64(i + 1))) & mask)
+    for one in round_keys:
+        left, right = right, left ^ (_mix(right ^ one) & mask)
     return (left << half) | right
 
 
 def _mix(value):
-    """The finalising mix of the splitmix64 generator: every input bit moves about half of the output's."""
-    with np.errstate(over="ignore"):
-        value = value + np.uint64(0x9E3779B97F4A7C15)
-        value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return value ^ (value >> np.uint64(31))
+    """The finalising mix of the splitmix64 generator: every input bit moves about half of the output's.
+
+    The caller ignores overflow, of which NumPy warns for single numbers.
+    """
+    value = value + np.uint64(0x9E3779B97F4A7C15)
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
