@@ -56,7 +56,8 @@ Sizes are ZAYA1-base's on one device: 4K is four sequences of 4,096 tokens, 32K 
 The model (`benchmarks/inner_loop.py`) takes the loop's instructions as they are in the machine code, for AMD
 through LLVM's llvm-mca, and counts what each unit of a core needs for one turn. It knows nothing of HBM and caches, and
 for NVIDIA nothing of waiting, whence "at most". It says which of two tiles is better where they differ much, and is no
-forecast.
+forecast. A simulation of the caches found "moves" true on MI300X; on H200 experts_gate_up reads 1.73 times as much, d_x
+1.29 and down 1.25 times.
 """
 
 

@@ -17,7 +17,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import math
 import os
 import pathlib
 import sys
@@ -45,7 +44,6 @@ from zaya_jax.report.document import Document, Section, Table
 from zaya_jax.report.svg import Chart, Line
 from zaya_jax.report.text import duration, number
 
-COLORS = {"cold": "#3b6fb6", "warm": "#d08b2c"}
 CONFIG = str(pathlib.Path(__file__).parent / "configs" / "zaya1_base.py")
 DEVICES = 1024  # ZAYA1's, where only a CPU is here
 PARTS = {
@@ -171,7 +169,7 @@ def storage_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     # fmt: off
     add("--data", required=True, metavar="DIR", help="prepared directory to read")
-    add("--out", required=True, metavar="DIR", help="directory for the table, the picture and the figures")
+    add("--out", required=True, metavar="DIR", help="directory for the page and the figures")
     add(
         "--iops_budget", type=cli.number(float, 0), default=0.0, metavar="X",
         help="the storage's page reads per second; 0, the default: as measured",
@@ -198,7 +196,7 @@ def check_storage(args: argparse.Namespace) -> None:
 
 
 def measure_storage(args: argparse.Namespace) -> None:
-    """Measures, then writes storage.md, storage.svg and storage.json into --out."""
+    """Measures, then writes storage.html and storage.json into --out."""
     out = pathlib.Path(args.out)
     manifest = storage.load_manifest(args.data)
     raw = config_lib.default()
@@ -212,18 +210,17 @@ def measure_storage(args: argparse.Namespace) -> None:
     need = Need(sigma, args.global_batch, args.seq_len, manifest["token_bytes"], args.step_seconds)
     budget = args.iops_budget or readings[0].pages_per_second
     whose = "given" if args.iops_budget else "measured here, cold, one reader"
-    text = table(readings, manifest) + "\n" + verdict(need, budget, whose)
+    words = storage_document(readings, manifest, need, budget, whose)
     measured = {
         "readings": [dataclasses.asdict(r) for r in readings],
         "need": dataclasses.asdict(need),
         "budget": budget,
     }
     with made(out):
-        files.write(out / "storage.md", text.encode())
-        files.write(out / "storage.svg", picture(need, budget).encode())
+        files.write(out / "storage.html", words.html().encode())
         files.write(out / "storage.json", (json.dumps(measured, indent=1) + "\n").encode())
-    print(text)
-    print(f"written: {out}/storage.md, storage.svg, storage.json")
+    print(words.markdown())
+    print(f"written: {out}/storage.html, storage.json")
 
 
 @contextlib.contextmanager
@@ -313,89 +310,47 @@ def _io() -> dict[str, int]:
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
-def table(readings: list[Reading], manifest: dict) -> str:
-    """The measurements as Markdown, one column for each state of the page cache."""
-    rows = {
-        "tokens/s": [f"{r.tokens / r.seconds:,.0f}" for r in readings],
-        f"page reads/s ({PAGE_BYTES} B)": [f"{r.pages_per_second:,.0f}" for r in readings],
-        "read calls/s": [f"{r.reads / r.seconds:,.0f}" for r in readings],
-        "bytes a read call": [f"{r.bytes_read / max(r.reads, 1):,.0f}" for r in readings],
-        "sigma, pages asked for over pages of tokens": [f"{r.sigma:.3f}" for r in readings],
-        "read from the device, MiB": [f"{r.bytes_device / 2**20:,.1f}" for r in readings],
-        "measured over, s / M tokens": [f"{r.seconds:.2f} / {r.tokens / 1e6:.1f}" for r in readings],
-    }
-    head = "| | " + " | ".join(f"{r.cache} page cache" for r in readings) + " |\n|---|" + "---|" * len(readings)
-    body = "\n".join(f"| {name} | {' | '.join(values)} |" for name, values in rows.items())
-    layout = f"sigma of the files' layout, all bundles once: {manifest['storage_factor']:.3f}"
-    note = ""
+def storage_document(readings: list[Reading], manifest: dict, need: Need, budget: float, whose: str) -> Document:
+    """The measurements by the state of the page cache, and what the formula says of the run that is sized."""
+    rows = [
+        ["tokens/s", *(f"{r.tokens / r.seconds:,.0f}" for r in readings)],
+        [f"page reads/s ({PAGE_BYTES} B)", *(f"{r.pages_per_second:,.0f}" for r in readings)],
+        ["read calls/s", *(f"{r.reads / r.seconds:,.0f}" for r in readings)],
+        ["bytes a read call", *(f"{r.bytes_read / max(r.reads, 1):,.0f}" for r in readings)],
+        ["sigma, pages asked for over pages of tokens", *(f"{r.sigma:.3f}" for r in readings)],
+        ["read from the device, MiB", *(f"{r.bytes_device / 2**20:,.1f}" for r in readings)],
+        ["measured over, s / M tokens", *(f"{r.seconds:.2f} / {r.tokens / 1e6:.1f}" for r in readings)],
+    ]
+    notes = [
+        f"Sigma of the files' layout, all bundles once: {manifest['storage_factor']:.3f}; {manifest['token_bytes']} "
+        "bytes per token."
+    ]
     if readings[0].bytes_device < readings[0].bytes_read / 2:
-        note = "The device gave less than half of the cold reading: this system would not empty its page cache.\n"
-    return f"{head}\n{body}\n\n{layout}; {manifest['token_bytes']} bytes per token\n{note}"
-
-
-def verdict(need: Need, budget: float, whose: str) -> str:
-    """What the formula says of the run that is sized."""
-    share = need.pages_per_second / budget
-    even = need.break_even_seconds(budget)
+        notes.append("The device gave less than half of the cold reading: this system would not empty its page cache.")
+    share, step = need.pages_per_second / budget, need.step_seconds
     judged = "storage is not the limit" if share <= 1 else "storage IS the limit: steps take the break-even time"
-    return (
+    text = (
         f"A step of {need.global_batch:,} sequences of {need.seq_len:,} tokens reads "
-        f"{need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in "
-        f"N = {need.pages:,.0f} pages (sigma {need.sigma:.3f}); "
-        f"every {need.step_seconds:g} s that is {need.pages_per_second:,.0f} page reads/s.\n"
-        f"Budget {budget:,.0f} page reads/s ({whose}): {share:.1%} of it, break-even step time "
-        f"{even:.3f} s; {judged}.\n"
+        f"{need.pages * PAGE_BYTES / need.sigma / 2**20:,.1f} MiB of tokens in N = {need.pages:,.0f} pages (sigma "
+        f"{need.sigma:.3f}); every {step:g} s that is {need.pages_per_second:,.0f} page reads/s. Budget "
+        f"{budget:,.0f} page reads/s ({whose}): {share:.1%} of it, break-even step time "
+        f"{need.break_even_seconds(budget):.3f} s; {judged}."
     )
-
-
-def picture(need: Need, budget: float) -> str:
-    """Needed page reads a second over the step time, the budget across it, the run's own step marked."""
-    width, height, left, top, right, bottom = 640, 360, 80, 44, 24, 52
-    times = [need.step_seconds * 2 ** (i / 4 - 4) for i in range(33)]
+    times = [step * 2 ** (i / 4 - 4) for i in range(33)]
     values = [need.pages / t for t in times]
-    low, high = min([*values, budget]) / 1.5, max([*values, budget]) * 1.5
-
-    def x(t: float) -> float:
-        return left + (width - left - right) * _log_share(t, times[0], times[-1])
-
-    def y(v: float) -> float:
-        return height - bottom - (height - top - bottom) * _log_share(v, low, high)
-
-    curve = " ".join(f"{x(t):.1f},{y(v):.1f}" for t, v in zip(times, values, strict=True))
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
-        'font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="{left}" y="20" font-size="14">Page reads a second that training needs, by step time</text>',
+    lines = [
+        Line("needed", list(zip(times, values, strict=True))),
+        Line("this step", [(step, need.pages_per_second)], 2),
+        Line("budget", [(times[0], budget), (times[-1], budget)], 1, dash=1),
     ]
-    for i in range(7):
-        t = times[0] * (times[-1] / times[0]) ** (i / 6)
-        v = low * (high / low) ** (i / 6)
-        parts += [
-            f'<line x1="{x(t):.1f}" x2="{x(t):.1f}" y1="{top}" y2="{height - bottom}" stroke="#e5e5e5"/>',
-            f'<text x="{x(t):.1f}" y="{height - bottom + 18}" text-anchor="middle" fill="#555">{t:.3g}</text>',
-            f'<line x1="{left}" x2="{width - right}" y1="{y(v):.1f}" y2="{y(v):.1f}" stroke="#e5e5e5"/>',
-            f'<text x="{left - 8}" y="{y(v) + 4:.1f}" text-anchor="end" fill="#555">{v:,.0f}</text>',
-        ]
-    at_x, at_y = x(need.step_seconds), y(need.pages_per_second)
-    parts += [
-        f'<text x="{(left + width - right) / 2}" y="{height - 12}" text-anchor="middle" fill="#555">'
-        "step time, s</text>",
-        f'<line x1="{left}" x2="{width - right}" y1="{y(budget):.1f}" y2="{y(budget):.1f}" stroke="{COLORS["warm"]}" '
-        'stroke-width="2" stroke-dasharray="6 4"/>',
-        f'<text x="{width - right - 4}" y="{y(budget) - 6:.1f}" text-anchor="end" fill="{COLORS["warm"]}">'
-        f"budget {budget:,.0f}</text>",
-        f'<polyline points="{curve}" fill="none" stroke="{COLORS["cold"]}" stroke-width="2"/>',
-        f'<circle cx="{at_x:.1f}" cy="{at_y:.1f}" r="5" fill="{COLORS["cold"]}"/>',
-        f'<text x="{at_x + 9:.1f}" y="{at_y - 7:.1f}" fill="{COLORS["cold"]}">{need.step_seconds:g} s: '
-        f"{need.pages_per_second:,.0f}</text>",
-        "</svg>",
-    ]
-    return "\n".join(parts) + "\n"
-
-
-def _log_share(value: float, low: float, high: float) -> float:
-    return math.log(value / low) / math.log(high / low)
+    chart = Chart(
+        "Page reads a second by step time", lines, (times[0], times[-1]),
+        (min(*values, budget) / 1.5, max(*values, budget) * 1.5), True, True, over="s",
+        named=[(t, f"{t:.3g}") for t in times[::4]],
+    )  # fmt: skip
+    head = ("", *(f"{r.cache} page cache" for r in readings))
+    read = Section("Reading", "", [Table("By the state of the page cache", head, rows)], notes)
+    return Document("Storage", sections=[read, Section("A run", text, pictures=chart.draw())])
 
 
 def document(figures: Figures, advice: Sequence[Advice], rules_for: str, remarks: Sequence[str] = ()) -> Document:
@@ -415,11 +370,11 @@ def _rules(advice: Sequence[Advice], rules_for: str) -> Section:
     rows = [
         [
             f.rule, f"{f.key}={f.value:,}", f.reason, "–" if f.better is None else f"{f.better:,}",
-            f"{f.parameters:+,}" if f.parameters else "0", f"{f.cost:.1%}", f.source,
+            f"{f.cost:.1%}", f.source,
         ]
         for f in advice
     ]  # fmt: skip
-    head = ("rule", "key", "reason", "better", "parameters", "of a step, at most", "by")
+    head = ("rule", "key", "reason", "better", "of a step, at most", "by")
     tables = [Table("Advice", head, rows, "code")] if rows else []
     return Section("Sizing rules", f"Dimensions off the fast path: {rules_for}.", tables, [] if rows else ["None."])
 

@@ -13,7 +13,6 @@ from zaya_jax.config import UserError
 from zaya_jax.hardware import sizing_rules
 from zaya_jax.hardware.measure.figures import Product
 from zaya_jax.hardware.measure.timing import Timing
-from zaya_jax.model import zaya
 
 CONFIGS = Path(__file__).resolve().parents[2] / "experiments" / "configs"
 
@@ -68,12 +67,10 @@ def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
         ("head_dim", 96, 128, "head_dim"),
     ],
 )
-def test_a_width_off_the_path_is_found_with_what_mending_it_costs(chip, key, value, better, rule):
+def test_a_width_off_the_path_is_found_with_a_better_one(chip, key, value, better, rule):
     given = changed(**{f"model__{key}": value})
     found = next(f for f in sizing_rules.advise(given, chip, 8) if f.key == f"model.{key}" and f.rule == rule)
     assert (found.value, found.better) == (value, better)
-    counts = [zaya.param_counts(dataclasses.replace(given.model, **{key: v}))["total"] for v in (value, better)]
-    assert found.parameters == counts[1] - counts[0] != 0
     assert 0 < found.cost < 1 and str(found).startswith(f"sizing: model.{key}={value:,}: ")
     mended = changed(**{f"model__{key}": better})
     assert not [f for f in sizing_rules.advise(mended, chip, 8) if f.key == f"model.{key}" and f.rule == rule]

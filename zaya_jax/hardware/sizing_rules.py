@@ -1,4 +1,4 @@
-"""Finds the dimensions of a model and a run that fall off a chip's fast path, each with a better value and its price.
+"""Finds the dimensions of a model and a run that fall off a chip's fast path, each with a better value.
 
     for advice in sizing_rules.advise(config, chip, num_devices): print(advice)
 
@@ -10,7 +10,7 @@ measured on such a chip take their place. docs/hardware.md has the rules as a ta
 import dataclasses
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from zaya_jax import schedule
 from zaya_jax.config import Config, UserError
@@ -38,17 +38,14 @@ class Advice:
     key: str  # of the config
     value: int
     better: int | None  # the nearest better value; None where no value of this key alone is
-    parameters: int  # that it adds to the model
     cost: float  # share of a step's time that it could save, at most
     reason: str
     source: str
 
     def __str__(self) -> str:
         better = "" if self.better is None else f"; {self.better:,} would do"
-        grown = f" ({self.parameters:+,} parameters)" if self.parameters else ""
         return (
-            f"sizing: {self.key}={self.value:,}: {self.reason}{better}{grown}; up to {self.cost:.1%} of a step "
-            f"[{self.source}]"
+            f"sizing: {self.key}={self.value:,}: {self.reason}{better}; up to {self.cost:.1%} of a step [{self.source}]"
         )
 
 
@@ -145,12 +142,6 @@ class _Phase:
         """The share of whole tiles that a product of this width leaves empty."""
         return 1 - width / (-(-width // self.chip.tile) * self.chip.tile)
 
-    def grown(self, key: str, value: int) -> int:
-        """Parameters that another value of a model's key adds."""
-        changed: dict[str, Any] = {key: value}
-        other = dataclasses.replace(self.model, **changed)
-        return zaya.param_counts(other)["total"] - zaya.param_counts(self.model)["total"]
-
     def more_sequences(self, factor: float) -> int | None:
         """A micro-batch that is at least so many times larger and divides a step, if there is one."""
         step = self.config.data.global_batch
@@ -173,10 +164,9 @@ def _widths(here: _Phase) -> Iterator[Advice]:
         # Another number of heads would be another model.
         better = None if p.key.startswith("num_") else here.better_width(p, multiple)
         cost = p.share * lost + (found[p.key].cost if p.key in found else 0)
-        grown = here.grown(p.key, better) if better else 0
         reason = f"{p.name} has width {p.n:,}, no multiple of {what}"
         value = getattr(here.model, p.key)
-        found[p.key] = Advice(rule, f"model.{p.key}", value, better, grown, cost, reason, source)
+        found[p.key] = Advice(rule, f"model.{p.key}", value, better, cost, reason, source)
     yield from found.values()
 
 
@@ -186,9 +176,8 @@ def _head_dim(here: _Phase) -> Iterator[Advice]:
     better = max(64, round(c / 64) * 64)
     if c != better:
         cost = max(0.0, 1 - sum(p.share for p in here.products)) * (1 - c / (-(-c // 64) * 64))
-        grown = here.grown("head_dim", better)
         reason = "attention computes blocks of 64 channels"
-        yield Advice("head_dim", "model.head_dim", c, better, grown, cost, reason, ZAYA1)
+        yield Advice("head_dim", "model.head_dim", c, better, cost, reason, ZAYA1)
 
 
 def _rows_of_experts(here: _Phase) -> Iterator[Advice]:
@@ -207,7 +196,7 @@ def _rows_of_experts(here: _Phase) -> Iterator[Advice]:
         less = "" if better else ", or fewer devices"
         reason = f"{rows:,} tokens per expert and device, of {needed:,} that hide the reading of its weights{less}"
         cost = share * (1 - max(rows, 1) / needed)
-        yield Advice("tokens per expert", "data.micro_batch", here.sequences, better, 0, cost, reason, source)
+        yield Advice("tokens per expert", "data.micro_batch", here.sequences, better, cost, reason, source)
 
 
 def _micro_batches(here: _Phase) -> Iterator[Advice]:
@@ -225,4 +214,4 @@ def _micro_batches(here: _Phase) -> Iterator[Advice]:
         "its tokens; experiments.compile says how few fit"
     )
     cost = fewer * once / (number * once + work)
-    yield Advice("micro-batches", "data.micro_batch", here.sequences, better, 0, cost, reason, "benchmarks/compile.md")
+    yield Advice("micro-batches", "data.micro_batch", here.sequences, better, cost, reason, "benchmarks/compile.md")

@@ -64,11 +64,6 @@ class Phase:
     data: Need
 
     @property
-    def fits(self) -> bool:
-        """Whether its memory is there."""
-        return self.memory.peak <= self.capacity
-
-    @property
     def days(self) -> float:
         """With failures and saves."""
         return self.seconds / self.saving.goodput / DAY
