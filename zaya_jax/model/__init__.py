@@ -1,1 +1,1 @@
-"""The pure model: ZAYA1's arithmetic, and nothing of training, data or files."""
+"""The pure model: ZAYA1's arithmetic, without training, data or files."""

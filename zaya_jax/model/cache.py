@@ -1,6 +1,6 @@
-"""The cache of decoding: a layer's part of each stack, and keys and values that lie whole on one device.
+"""The cache of decoding: a layer's part of each stack, with all keys and values on one device.
 
-`zaya_jax.parallel.tree` has keys and values in parts.
+`zaya_jax.parallel.tree` splits keys and values over devices.
 """
 
 import dataclasses
@@ -20,27 +20,27 @@ from pallas_kernels.cpu import apart_on_cpus
 class Held:
     """One layer's part of a stack over all layers.
 
-    A new column is written there. Were it written into the layer's own, taken out of the stack, all columns of the
+    A new column is written into the stack. Written into a layer's own array, taken out of the stack, all columns of the
     layer would be copied for each token, out of the stack and into it.
     """
 
     stack: Float[Array, "L ..."]
     layer: Int[Array, ""]
-    own: jax.Array | None = None  # the layer's, where it is read already
+    own: jax.Array | None = None  # the layer's array, once it has been read
 
     def read(self) -> jax.Array:
-        """All of this layer's."""
+        """The whole array of this layer."""
         if self.own is not None:
             return self.own
         return lax.dynamic_index_in_dim(self.stack, self.layer, 0, keepdims=False)
 
     def read_at_once(self) -> "Held":
-        """For what a layer will replace whole: read before that is written, or a CPU's compiler copies the stack."""
+        """For an array that a layer will replace: read before the write, or a CPU's compiler copies the stack."""
         own, stack = apart_on_cpus((self.read(), self.stack))
         return Held(stack, self.layer, own)
 
     def write(self, new: jax.Array, *start: jax.Array | int) -> "Held":
-        """With `new` in the layer's own, from the indices `start` on, 0 where none is given."""
+        """With `new` in the layer's array, from the indices `start` on (0 by default)."""
         new = new.astype(self.stack.dtype)[None]
         rest = (0,) * (new.ndim - 1 - len(start))
         return Held(lax.dynamic_update_slice(self.stack, new, (self.layer, *start, *rest)), self.layer)
@@ -56,15 +56,15 @@ class Held:
 class Cache:
     """How keys and values [B, T, K, C] of a layer are written and read."""
 
-    axis: str | None = None  # the mesh axis that columns lie over
-    parts = 1  # the devices along it
+    axis: str | None = None  # the mesh axis that splits the columns
+    parts = 1  # devices along that axis
 
     def columns(self, length: int) -> int:
-        """Columns that a device has of a cache of this length."""
+        """The number of columns of a cache of this length that one device holds."""
         return length
 
     def write(self, held: Held, new: Float[Array, "B S K C"], index: jax.Array) -> Held:
-        """With new columns from `index` on: a prompt's or a piece's, or a single token's, of each row at its own."""
+        """With new columns from `index` on: a prompt's or a piece's, or a single token's at each row's own index."""
         if jnp.ndim(index):
             return held.write_rows(new[:, 0], index)
         return held.write(new, 0, index)
@@ -77,7 +77,7 @@ class Cache:
         valid: Bool[Array, "B T"],
         scale: float,
     ) -> Float[Array, "B 1 H C"]:
-        """A new token's attention to the columns that are valid, of all devices."""
+        """A new token's attention to the valid columns of all devices."""
         return decode_attention(q, k, v, valid, scale=scale)
 
     def read_piece(
@@ -89,7 +89,7 @@ class Cache:
         start: jax.Array,
         scale: float,
     ) -> Float[Array, "B S H C"]:
-        """Attention of tokens from column `start` on, which are written already, to all that came before them."""
+        """Attention of the tokens from column `start` on, already written, to all earlier ones."""
         return attention(q, k, v, None, None, window, start, scale=scale)[0]
 
 

@@ -1,10 +1,10 @@
 """Compressed convolutional attention (CCA): the queries, keys and values of ZAYA, and its attention block.
 
-Queries and keys live in a latent space, are mixed over the last few tokens by a depthwise and a per-head convolution,
+Queries and keys are in a latent space, are mixed over the last few tokens by a depthwise and a per-head convolution,
 and keep a path around it; half of each value comes from the token before. Letters: B batch, S sequence, D model,
 H query heads, K key-value heads, G = H / K, C head channels, P = (H + K) C packed channels.
 
-At a document's start, as at a sequence's, the tokens before count as absent: zero in the packed columns (so that the
+At the start of a document or sequence, the tokens before count as absent: zero in the packed columns (so that the
 second convolution sees the first one's bias) and a zero input for the delayed value (so that its bias remains).
 """
 
@@ -88,7 +88,7 @@ class CCA(nnx.Module):
     def _project(self, weights, x):
         """Packed queries and keys, the values' current half and the one to be delayed: one product.
 
-        Of a single token a row the product takes the time in which kernels are read: they are not joined for it.
+        For a single token a row, the product takes as long as reading the kernels, so they are not joined.
         """
         kernels, bias = weights
         if x.shape[1] > 1:
@@ -104,8 +104,8 @@ class CCA(nnx.Module):
     def _mix(self, columns, before: Before, rope, segments, mean_q):
         """Queries, keys, and the columns of the values.
 
-        Nothing stands between them but the first one's bias, so both biases are added once, at the end. Documents are
-        cut alike: tokens of a document lie together, so what both would mask is what lies before it.
+        Only the first one's bias comes between them, so both biases are added once, at the end. Documents are
+        cut the same way: a document's tokens are contiguous, so both would mask the tokens before it.
         """
         w1 = self.conv_grouped.kernel[...]
         heads = w1.shape[1]
@@ -120,7 +120,7 @@ class CCA(nnx.Module):
         return mix(columns, before.columns, w0, w1, bias, temperature, rope, segments, mean_q, self.dtype)
 
     def _values(self, now, late, before: Before, nothing, here: Placement):
-        """Half of each token's own and half of the one before it, [B, S, K, C]."""
+        """Half of each token's own value and half of the one before it, [B, S, K, C]."""
         delayed = jnp.concatenate([before.value.astype(late.dtype), late[:, :-1]], axis=1)
         if here.segments is not None:
             fresh = here.segments != _with_earlier(here.segments, before.segments, 1)[:, :-1]
@@ -133,7 +133,7 @@ class CCA(nnx.Module):
         return self.conv_depthwise.kernel.shape[0] + self.conv_grouped.kernel.shape[0] - 2
 
     def _value_of_nothing(self, batch, here: Placement):
-        """The delayed value after a zero input: the projection's bias, where it has one."""
+        """The delayed value after a zero input: the projection's bias, if it has one."""
         value = jnp.zeros((self.temperature.size * self.channels,), self.dtype)
         if hasattr(self.v_prev, "bias"):
             biases = (self.v_now.bias[...], self.v_prev.bias[...])
@@ -143,7 +143,7 @@ class CCA(nnx.Module):
 
 
 def empty_cache(model: Model, precision: Precision, batch: int, length: int) -> dict:
-    """The cache of decoding, stacked over layers: every layer has its last packed columns and delayed value, softmax
+    """The cache of decoding, stacked over layers: every layer has its last packed columns and delayed value; softmax
     layers have K and V, linear layers a state."""
     layers, k, c = model.num_hidden_layers, model.num_key_value_heads, model.head_dim
     history = model.cca_time0 + model.cca_time1 - 2

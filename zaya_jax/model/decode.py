@@ -1,12 +1,12 @@
 """Continuing rows of tokens with the cache: prompts piece by piece, then one token a row at a time.
 
-Rows of unequal length lie in columns from 0 on, so that a token's column is its position. The padding behind a short
+Rows of unequal length start in column 0, so a token's column is its position. The padding after a short
 row is overwritten by its next tokens before any token sees it. Prompts go through the model in pieces
-(`PIECE`): of a long one neither scores nor logits exist beyond a piece. Compiled programs depend on the number of rows,
-on the length of the cache and of a piece, both of few kinds, and on `Sampling.kind`; on no prompt's own length.
+(`PIECE`), so scores and logits never exist for more than a piece. Compiled programs depend on the number of rows,
+on the length of the cache and of a piece (a few values each), and on `Sampling.kind`, but not on a prompt's length.
 
 Several devices hold the keys and values in parts, for caches that one cannot hold (`zaya_jax.parallel.tree.InParts`);
-everything else, the prompts' pass too, is done alike on all of them.
+everything else, including the prompts' pass, is the same on all of them.
 """
 
 import functools
@@ -34,12 +34,12 @@ from zaya_jax.model.stored import SCANNED, Stored
 # products of few rows are slow.
 PIECE, PIECES = 2048, 16384
 LEAST_PIECE = 16  # shorter pieces are padded to a power of two from here on
-TURN = 16  # new tokens of each row between two looks at what has ended
+TURN = 16  # new tokens of each row between two checks for ended rows
 REPLICATED = PartitionSpec()
 
 
 class Decoder(NamedTuple):
-    """A model to decode with, and where. `kernels` are a config's: the operators whose own kernels a GPU may run."""
+    """A model to decode with, and its devices. `kernels`, from a config, are the operators with kernels on a GPU."""
 
     model: Model
     params: dict
@@ -50,7 +50,7 @@ class Decoder(NamedTuple):
 
 
 def generate(decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int, **options: Any) -> list[list[int]]:
-    """The next ids of each row, at most `num_tokens`, without the one that ended it; options are Generation's."""
+    """The next ids of each row, at most `num_tokens`, without the id that ended it; options are Generation's."""
     rows = Generation(decoder, prompts, num_tokens, **options)
     found: list[list[int]] = [[] for _ in prompts]
     while not rows.ended:
@@ -60,11 +60,11 @@ def generate(decoder: Decoder, prompts: Sequence[Sequence[int]], num_tokens: int
 
 
 class Generation:
-    """Rows that are being continued. `more` gives each row's new ids; `end` ends a row for a reason of one's own.
+    """Rows that are being continued. `more` gives each row's new ids; the caller may `end` a row.
 
-    `seeds` is one for all rows, or one for each; a row's noise is its own seed's, whatever is beside it. `ends` are ids
-    that end a row. `mask` (1 = real) is for prompts [B, S] that are padded at the left, whose padding counts as it does
-    for the public port: it leaves the projections' biases in the columns before the first token.
+    `seeds` is one for all rows, or one for each; a row's noise depends only on its own seed. `ends` are ids
+    that end a row. `mask` (1 = real) is for prompts [B, S] padded at the left, whose padding has the same effect as
+    in the public port: it leaves the projections' biases in the columns before the first token.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Generation:
 
     @property
     def ended(self) -> bool:
-        """Whether no row will get any further token."""
+        """Whether all rows have ended."""
         return self._left < 1 or bool(self._done.all())
 
     @property
@@ -117,7 +117,7 @@ class Generation:
         self._done[row] = True
 
     def more(self) -> list[list[int]]:
-        """The next ids of each row, none for one that has ended: one at first, then up to TURN."""
+        """The next ids of each row (empty if it has ended): one at first, then up to TURN."""
         assert not self.ended
         if self._carry is None:
             statics = self._model, self._precision, self._devices, self._kind
@@ -130,7 +130,7 @@ class Generation:
         return self._taken(np.asarray(tokens)[:, :num])
 
     def lowered(self) -> Any:
-        """The program of the tokens after the first one, to be read."""
+        """The compiled program of the tokens after the first one, for inspection."""
         with chip.making(self._target):
             return _go_on.lower(*self._going_on(1))
 
@@ -179,13 +179,13 @@ class Generation:
         self._hidden, self._index = hidden, (lengths, np.zeros_like(lengths))
 
     def _everywhere(self, arguments):
-        """The arguments on all devices of the mesh."""
+        """The arguments, on all devices of the mesh."""
         mesh = self._devices.mesh
         return arguments if mesh is None else jax.device_put(arguments, NamedSharding(mesh, REPLICATED))
 
 
 class CacheBytes(NamedTuple):
-    """Bytes of a cache on a device: for each token of a row, for each row of any length, and in all."""
+    """Bytes of a cache on a device: per token of a row, per row of any length, and in total."""
 
     a_token: int
     a_row: int
@@ -204,7 +204,7 @@ def cache_bytes(model: Model, precision: Precision, batch: int, length: int, dev
 
 
 def columns(needed: int) -> int:
-    """The columns of a cache that needs this many: at most a quarter more, so that few programs are compiled."""
+    """The size of a cache for this many columns: at most a quarter more, so that few programs are compiled."""
     step = max(LEAST_PIECE, 1 << max((needed - 1).bit_length() - 3, 0))
     return -(-needed // step) * step
 
@@ -216,14 +216,14 @@ def piece_of(rows: int) -> int:
 
 
 def pieces(length: int, piece: int) -> list[int]:
-    """The pieces in which prompts go through the model whose longest has this length; the last may be padded."""
+    """The pieces of prompts whose longest has this length; the last piece may be padded."""
     rest = length % piece
     last = [min(piece, max(LEAST_PIECE, 1 << (rest - 1).bit_length()))] if rest else []
     return [piece] * (length // piece) + last
 
 
 def _rows(model: Model, prompts, num_tokens: int) -> tuple[list[list[int]], list[int]]:
-    """The prompts' ids and lengths; UserError where they cannot be continued so far."""
+    """The prompts' ids and lengths; UserError if they cannot be continued that far."""
     if num_tokens < 0:
         raise UserError(f"num_tokens={shown(num_tokens)} must be a whole number of at least 0")
     rows = [[operator.index(token) for token in prompt] for prompt in prompts]
@@ -268,7 +268,7 @@ def _mask(mask: Any, lengths: list[int]) -> np.ndarray:
 
 
 def end_ids(ends: Iterable[int]) -> list[int]:
-    """The ids that end a row; UserError where they are none."""
+    """The ids that end a row; UserError if they are not ids."""
     found = [operator.index(token) for token in ends]
     if not all(0 <= token < 2**31 for token in found):
         raise UserError(f"ends={shown(ends)} must be a list of token ids")
@@ -287,7 +287,7 @@ def _empty_cache(model, precision, batch, length):
 
 
 def _on_all(devices: Devices, model, precision, run, arguments, cache):
-    """run(arguments, cache) → (anything, cache), on each of the devices where there are several."""
+    """run(arguments, cache) → (anything, cache), on each device if there are several."""
     with jax.default_matmul_precision(precision.matmul):
         axis = devices.cache().axis
         if axis is None:
@@ -295,7 +295,7 @@ def _on_all(devices: Devices, model, precision, run, arguments, cache):
         names = jax.eval_shape(lambda: _empty_cache(model, precision, 1, 1))
         in_parts = {name: PartitionSpec(None, None, axis) for name in ("k", "v")}
         specs = {name: in_parts.get(name, REPLICATED) for name in names}
-        # What every device computes alike is the same on all of them, which the check of replication cannot see.
+        # All devices compute the same values, but the check of replication cannot see that.
         mapped = jax.shard_map(
             run, mesh=devices.mesh, in_specs=(REPLICATED, None if cache is None else specs),
             out_specs=(REPLICATED, specs), check_vma=False,
@@ -345,7 +345,7 @@ def _piece(arguments, cache, model, precision, devices):
 
 
 def _through(arguments, start, cache, model, precision, devices):
-    """A piece [B, S] through the model: of rows that end in it the last hidden state, of others what there was."""
+    """Runs a piece [B, S] through the model: the last hidden state of rows that end in it; others keep theirs."""
     params, balance, ids, counts, hidden = arguments
     positions = jnp.broadcast_to(start + jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
     out = zaya.apply(
@@ -358,7 +358,7 @@ def _through(arguments, start, cache, model, precision, devices):
 
 @functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
 def _first(head, hidden, index, drawing, model, precision, devices, kind):
-    """The first new token [B], and what goes on: that token, its column, the padding before the row, its number."""
+    """The first new token [B], and the carry: that token, its column, the padding before the row, its number."""
     with jax.default_matmul_precision(precision.matmul):
         numbers, seeds, _ = drawing
         count = jnp.int32(0)
@@ -368,7 +368,7 @@ def _first(head, hidden, index, drawing, model, precision, devices, kind):
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4, 5), donate_argnums=(1,))
 def _go_on(arguments, cache, model, precision, devices, kind):
-    """Up to `num` more tokens [B, TURN] of each row that is not done; fewer where all are."""
+    """Up to `num` more tokens [B, TURN] of each unfinished row; fewer once all are finished."""
 
     def run(arguments, cache):
         params, balance, head, (token, index, padding, count), (numbers, seeds, ends), done, num = arguments
@@ -403,7 +403,7 @@ def _go_on(arguments, cache, model, precision, devices, kind):
 
 
 def _in_place(model: Model, params: dict) -> Stored:
-    """The experts' weights are read where they lie."""
+    """The experts' weights are read in place."""
     return SCANNED if model.model_type == "dense" else Stored(read_in_place(**params["layers"]["experts"]))
 
 

@@ -1,6 +1,6 @@
 """The layer of a dense model: causal attention without convolutions and one gated MLP, each on a norm of the stream.
 
-It stands where ZAYA's layer does (`zaya.LAYERS`), so embedding, head, training and decoding are the same; parallel
+It takes the place of ZAYA's layer (`zaya.LAYERS`), so embedding, head, training and decoding are the same; parallel
 schemes are compared on it because their papers use such models. There are no biases and no residual scaling, and the
 router's stream, its balancing biases and counts pass through untouched: the MLP counts as one expert for all tokens.
 Over the tensor axis heads and MLP width are cut, and each block ends in a sum over it (two all-reduces of B S D
@@ -57,7 +57,7 @@ def self_attention(
 
 
 class GatedMLP(nnx.Module):
-    """down(silu(gate(x)) * up(x)). Gate and up are two weights, so that any cut of the width keeps their pairs."""
+    """down(silu(gate(x)) * up(x)). Gate and up are two weights, so any cut of the width keeps their pairs."""
 
     def __init__(self, rngs, model: Model, precision: Precision):
         d, f, std = model.hidden_size, model.intermediate_size, model.initializer_range

@@ -1,7 +1,7 @@
 """Dropless top-1 experts: tokens sorted by expert, grouped matrix products, un-sorted.
 
 Letters: N tokens, D model, E experts, F expert width. Router classes run from 0 to E; class E is the skip class, which
-costs nothing and gives zero. How a chip multiplies groups is `pallas_kernels.grouped_mlp`'s.
+costs nothing and gives zero. `pallas_kernels.grouped_mlp` multiplies the groups.
 """
 
 import functools
@@ -42,8 +42,8 @@ def expert_mlp(
 ) -> Float[Array, "N D"]:
     """gate * SwiGLU of each token's chosen expert; zero for tokens of the skip class.
 
-    In float32, or in `dtype` where the kernels' own last step has rounded it. Without a gate it comes in `dtype`: its
-    caller multiplies it with something else and does both at once.
+    In float32, or in `dtype` if the kernels' own last step has rounded it. Without a gate it comes in `dtype`: its
+    caller multiplies it by another factor and does both at once.
     """
     if gate is None or routes():
         return of_own_expert(x.astype(dtype), choice, gate_up, down, gate)
@@ -57,9 +57,9 @@ def of_own_expert(
     down: Float[Array, "E F D"],
     gate: Float[Array, "N"] | None = None,
 ) -> Float[Array, "N D"]:
-    """The gated MLP of each token's chosen expert, in x's number format; zero where that is one past the last.
+    """The gated MLP of each token's chosen expert, in x's number format; zero for the class after the last.
 
-    `gate` scales what it gives, where kernels do that in passing.
+    `gate` scales the result, if the kernels can do that in passing.
     """
     if routes():
         order, _, counts = sort_by_expert(choice, gate_up.shape[0] + 1)
@@ -99,10 +99,10 @@ def read_and_written_in_place(
     add: bool,
     shares: tuple[Callable, Callable] | None,
 ) -> Callable[[jax.Array], Callable]:
-    """Of a layer's number an `expert_mlp` with the layer's weights and places for their gradients.
+    """A function of a layer's number: an `expert_mlp` with that layer's weights and places for their gradients.
 
     Otherwise a layer's weights are copied out of their stack for each pass, and their gradients into it. Gradients are
-    float32, added to what lies there if `add`; with `shares` what these make of a layer's is written.
+    float32, added to the present values if `add`; with `shares`, their function of a layer's gradient is written.
     """
 
     def of_layer(layer):
@@ -117,7 +117,7 @@ def read_and_written_in_place(
 
 
 def read_in_place(gate_up: Float[Array, "L E D F2"], down: Float[Array, "L E F D"]) -> Callable[[jax.Array], Callable]:
-    """The same without a gate and gradients, for decoding: those experts alone are read that a token chose."""
+    """The same without a gate and gradients, for decoding: only experts that a token chose are read."""
 
     def of_layer(layer):
         def mlp(x, choice, gate, own_gate_up, own_down, *, dtype):

@@ -21,20 +21,20 @@ class Experts(nnx.Module):
         e, d, f, std = (model.num_experts, model.hidden_size, model.moe_intermediate_size, model.initializer_range)
         self.gate_up = weight(rngs, (e, d, 2 * f), ("expert", "embed", "mlp"), std)
         self.down = weight(rngs, (e, f, d), ("expert", "mlp", "embed"), std)
-        self.num_experts = e  # gate_up may hold a device's own alone
+        self.num_experts = e  # gate_up may hold only a device's own
         self.dtype = jnp.dtype(precision.compute)
 
     def __call__(
         self, x: Float[Array, "N D"], choice: Int[Array, "N"], gate: Float[Array, "N"], here: Placement
     ) -> tuple[Float[Array, "N D"], Float[Array, "N"]]:
-        """The experts' outputs, and the gates, which are yet to be multiplied with them."""
+        """The experts' outputs, and the gates, not yet multiplied with them."""
         experts = here.weights.expert_mlp
         y = experts(x, choice, None, self.gate_up[...], self.down[...], dtype=self.dtype)
         return here.weights.sum(y, self.dtype), masked(gate, choice, self.num_experts)
 
 
 class Layer(nnx.Module):
-    """Attention, then experts; each reads a norm of the stream and joins it through a scaling of its own."""
+    """Attention, then experts; each reads a norm of the stream and joins it through its own scaling."""
 
     def __init__(self, rngs, model: Model, precision: Precision):
         self.attn_norm = RMSNorm(rngs, model.hidden_size, "embed", model.rms_norm_eps)

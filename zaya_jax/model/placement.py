@@ -1,24 +1,24 @@
-"""Where a layer's tokens and weights lie: all that a layer knows about devices.
+"""The places of a layer's tokens and weights: everything that a layer knows about devices.
 
-A layer is written once, as if all tokens and weights were local. It gets `here: Placement`, which says what came
-before its tokens and lets them attend, and `here.weights`, which makes its weights local and sums what was cut. The
-classes here are those of one device; `zaya_jax.parallel` derives the others from them, and imports this package, never
-the other way about.
+A layer is written once, as if all tokens and weights were local. It gets `here: Placement`, which has the rows
+before its tokens and lets them attend, and `here.weights`, which makes its weights local and sums partial results. The
+classes here are those of one device; `zaya_jax.parallel` derives the others from them and imports this package, never
+the reverse.
 
     tokens      Placement                      rows of whole sequences
-                Prompt, Piece, Token           the same into a cache, some more of them, and one token more
-                parallel.context.Cut           chunks of sequences that lie over devices (gathered, ring, LASP-2)
+                Prompt, Piece, Token           the same into a cache, some more of them, and one more token
+                parallel.context.Cut           chunks of sequences split over devices (gathered, ring, LASP-2)
     weights     Weights                        all of a layer, whole
-                parallel.heads.Heads           tensor: the columns of some heads, and of some of the width
+                parallel.heads.Heads           tensor: the columns of some heads and of part of the width
                 parallel.tsp.Fetched           ZAYA with TSP: a part each, fetched before the layer
-                parallel.tsp.Travelling        a dense model with TSP: a part each, computed with where it passes by
+                parallel.tsp.Travelling        a dense model with TSP: a part each, used as it passes by
     cache       cache.Cache                    whole
-                parallel.tree.Parts            columns lie over devices
+                parallel.tree.Parts            columns split over devices
     devices     Devices                        one: the first of each
                 parallel.devices.Over          a training mesh
                 parallel.tree.InParts          decoding with the cache in parts
 
-Any class of `Weights` may be given two functions: `gather`, with which fsdp makes weights whole, and `expert_mlp`, for
+Any class of `Weights` may get two functions: `gather`, with which fsdp makes weights whole, and `expert_mlp`, for
 experts on other devices.
 """
 
@@ -45,8 +45,8 @@ from zaya_jax.model.cache import WHOLE, Cache
 from zaya_jax.model.experts import expert_mlp
 
 Axes = tuple[str | None, ...]
-Kept = dict[str, Any] | None  # with a cache, what the layer holds
-Windows = tuple[int | None, ...]  # of each layer with a softmax, bottom first
+Kept = dict[str, Any] | None  # with a cache, the layer's entries
+Windows = tuple[int | None, ...]  # one for each softmax layer, bottom first
 
 
 class Rows(NamedTuple):
@@ -62,8 +62,8 @@ class Cached(NamedTuple):
     """A cache that the tokens of a pass are written to, at column `index`.
 
     They are a prompt into an empty cache; or a piece of one, if `counts` gives the number of real tokens in each row,
-    which come first; or a single new token of each row, perhaps each at an index of its own, if `valid` says which
-    columns it sees.
+    which come first; or a single new token of each row, possibly at a separate index for each, if `valid` says which
+    columns the token sees.
     """
 
     arrays: dict
@@ -74,14 +74,14 @@ class Cached(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """All weights of a layer are here and whole."""
+    """All weights of a layer are local and whole."""
 
     gather: Callable[[jax.Array, Axes], jax.Array] | None = None
     expert_mlp: Callable[..., jax.Array] = expert_mlp
 
     @property
     def fetched(self) -> bool:
-        """Whether weights come from other devices, so that a backward pass should fetch and not keep them."""
+        """Whether weights come from other devices, so that a backward pass should fetch them again, not keep them."""
         return self.gather is not None
 
     def local(self, weights: Any) -> Any:
@@ -103,7 +103,7 @@ class Weights:
         return y
 
     def split_values(self, values: jax.Array) -> list[jax.Array]:
-        """Columns of the current token's and of the delayed half of the values; see `join_values`."""
+        """Columns of the current and of the delayed half of the values; see `join_values`."""
         return jnp.split(values, 2, axis=-1)
 
     def join_values(self, now: jax.Array, delayed: jax.Array) -> jax.Array:
@@ -111,7 +111,7 @@ class Weights:
         return jnp.concatenate([now, delayed], axis=-1)
 
     def mean_queries(self, packed: Float[Array, "B S P"], channels: int) -> Float[Array, "B S K C"] | None:
-        """The mean query of each group where its queries lie on several devices; otherwise None."""
+        """The mean query of each group if its queries are on several devices; otherwise None."""
         return None
 
     def mlp(self, function: Callable, x: jax.Array, kernels: tuple[jax.Array, ...], dtype: Any) -> jax.Array:
@@ -129,9 +129,9 @@ class Weights:
 class Before(NamedTuple):
     """The tokens before the first one of each row."""
 
-    columns: Float[Array, "B T P"] | None  # packed; None: zeros
+    columns: Float[Array, "B T P"] | None  # packed; None means zeros
     value: Float[Array, "B 1 V"]  # to be delayed
-    segments: Int[Array, "B T"] | None  # their documents; None: other documents than the row's
+    segments: Int[Array, "B T"] | None  # their documents; None means documents other than the row's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,21 +145,21 @@ class Placement:
     mask: Int[Array, "B S"] | None = None
     weights: Weights = Weights()
     window: Int[Array, ""] | int | None = None
-    linear: bool = False  # linear attention in the softmax's place
-    windows: Windows = (None,)  # of all layers with a softmax, whose loops are one program's: for the account of it
-    cache: Any = None  # what decoding keeps, where there is one
+    linear: bool = False  # linear attention instead of softmax
+    windows: Windows = (None,)  # of all softmax layers, whose loops share one program: for its cost account
+    cache: Any = None  # the cache of decoding, if any
 
     def of_layer(self, window: jax.Array | None, linear: bool, cache: Kept) -> "Placement":
-        """The same for one layer: its window, its kind, and its cache where there is one."""
+        """The same for one layer: its window, its kind, and its cache, if any."""
         return dataclasses.replace(self, window=window, linear=linear, cache=cache)
 
     @property
     def visible(self) -> Int[Array, "B S"] | None:
-        """Ids such that tokens attend only to those of their own."""
+        """Ids such that tokens attend only to tokens with the same id."""
         return self.segments if self.segments is not None else self.mask
 
     def rows(self, x: jax.Array) -> jax.Array:
-        """[B, S, ..] as layers see it: what lies side by side in a sequence is a row."""
+        """[B, S, ..] as layers see it: each contiguous part of a sequence is a row."""
         return x
 
     def joined(self, x: jax.Array) -> jax.Array:
@@ -167,7 +167,7 @@ class Placement:
         return x
 
     def positions(self, batch: int, length: int) -> Int[Array, "B S"]:
-        """Each token's index in its sequence, of tokens as `rows` gives them."""
+        """Each token's index in its sequence, in the order of `rows`."""
         return jnp.broadcast_to(jnp.arange(length), (batch, length))
 
     def before(
@@ -194,7 +194,7 @@ class Placement:
 
 @dataclasses.dataclass(frozen=True)
 class Prompt(Placement):
-    """Whole sequences that start an empty cache, so that they attend to themselves alone."""
+    """Whole sequences that start an empty cache, so they attend only to themselves."""
 
     index: Any = None  # the column to write at
     store: Cache = WHOLE
@@ -214,7 +214,7 @@ class Prompt(Placement):
         return out, kept
 
     def _last(self, held, new):
-        """What was held, [B, T, ..] or the last token's [B, ..], after these new tokens [B, S, ..]."""
+        """The held entries, [B, T, ..] or the last token's [B, ..], after these new tokens [B, S, ..]."""
         if held.ndim < new.ndim:
             return new[:, -1].astype(held.dtype)
         both = jnp.concatenate([held, new.astype(held.dtype)], axis=1)
@@ -236,10 +236,10 @@ class Prompt(Placement):
 
 @dataclasses.dataclass(frozen=True)
 class Piece(Prompt):
-    """The next tokens of sequences that come piece by piece; all sequences begin in column 0.
+    """The next piece of sequences that come piece by piece; all sequences begin in column 0.
 
-    `index` is the piece's first column, 0 itself for the first piece. Of a row the first `counts` tokens are real; what
-    stands behind them is padding that no real token sees and that leaves nothing but columns of K and V, which the
+    `index` is the piece's first column, 0 itself for the first piece. The first `counts` tokens of a row are real; the
+    rest is padding that no real token sees and that leaves only columns of K and V, which the
     row's next tokens overwrite.
     """
 
@@ -275,7 +275,7 @@ class Piece(Prompt):
 
 @dataclasses.dataclass(frozen=True)
 class Token(Prompt):
-    """One new token a row, written at `index` (of each row, or of all), after those columns that are `valid`."""
+    """One new token a row, written at `index` (one for each row, or for all), after the `valid` columns."""
 
     valid: Any = None  # [B, T]
 
@@ -297,20 +297,20 @@ class Devices:
     """The devices that a model runs on; this class is one device."""
 
     alone = True  # no collective in any program
-    mesh: Mesh | None = None  # that decoding runs on
+    mesh: Mesh | None = None  # the mesh of decoding
 
     def cache(self) -> Cache:
-        """How a layer's keys and values lie."""
+        """The layout of a layer's keys and values."""
         return WHOLE
 
     def weights(self, model: Model, dtype: Any) -> Weights:
-        """How a layer's weights lie that computes in `dtype`."""
+        """The layout of a layer's weights, for products in `dtype`."""
         return Weights()
 
     def sequences(
         self, length: int, segments: Int[Array, "B S"] | None, mask: Int[Array, "B S"] | None, weights: Weights
     ) -> Placement:
-        """How sequences lie, of which a device has `length` tokens; with a cache they are whole."""
+        """The layout of sequences with `length` tokens on a device; with a cache they are whole."""
         return Placement(segments, mask, weights)
 
     def place(self, model: Model, dtype: Any, rows: Rows, cached: Cached | None) -> Placement:

@@ -18,7 +18,7 @@ class Router(nnx.Module):
     def __init__(self, rngs, model: Model, precision: Precision):
         d, r, std = model.hidden_size, model.router_hidden_size, model.initializer_range
         self.down = Linear(rngs, d, r, ("embed", "router"), std, bias=True)
-        # Layer 0's meets a zero stream and is not exported.
+        # Layer 0's scale multiplies a zero stream and is not exported.
         self.eda = weight(rngs, (r,), ("router",), "ones")
         self.norm = RMSNorm(rngs, r, "router", model.rms_norm_eps)
         self.fc1 = Linear(rngs, r, r, ("router", None), std, bias=True)
@@ -29,7 +29,7 @@ class Router(nnx.Module):
     def __call__(self, seen: Float[Array, "N R"], stream: Float[Array, "N R"], balance: Float[Array, "E1"]):
         """(choice [N], gate [N], logits [N, E + 1], the stream for the layer above).
 
-        `seen` is the product of the layer's norm with `down`: the code that norms the residual stream makes both.
+        `seen` is the product of the layer's norm with `down`; the code that norms the residual stream computes both.
         """
         kind = (self.dtype, jnp.float32, whole(self.dtype))
         stream = seen + self.down.bias[...] + self.eda[...] * stream

@@ -1,6 +1,6 @@
-"""Draws the next token: temperature, top-k, top-p and min-p, with noise that belongs to one row alone.
+"""Draws the next token: temperature, top-k, top-p and min-p, with noise that depends only on the row.
 
-A row's n-th new token is drawn with the key (its seed, n), which depends neither on the batch nor on padding or pieces.
+A row's n-th new token is drawn with the key (its seed, n), which does not depend on the batch, padding or pieces.
 Letters: B rows, V vocabulary.
 """
 
@@ -34,7 +34,7 @@ class Sampling:
 
     def __post_init__(self):
         for name, x in vars(self).items():
-            if isinstance(x, np.number):  # a number that came out of an array
+            if isinstance(x, np.number):  # a number taken from an array
                 object.__setattr__(self, name, x.item())
 
         def number(x, kinds=(int, float)):
@@ -51,13 +51,13 @@ class Sampling:
 
     @property
     def kind(self) -> str:
-        """The kind of program: "greedy", "plain", or "cut" if tokens may be left out."""
+        """The kind of program: "greedy", "plain", or "cut" if tokens may be excluded."""
         if self.temperature == 0:
             return "greedy"
         return "cut" if self.top_k or self.top_p < 1 or self.min_p else "plain"
 
     def numbers(self) -> "Numbers":
-        """The options as arguments of a program, so that other values need no other program."""
+        """The options as arguments of a program, so that other values use the same program."""
         top_k = min(self.top_k or 2**31 - 1, 2**31 - 1)
         temperature = min(max(self.temperature, 1e-30), 1e38)  # as far as float32 goes
         return Numbers(jnp.float32(temperature), jnp.float32(self.top_p), jnp.float32(self.min_p), jnp.int32(top_k))
@@ -90,7 +90,7 @@ def pick(
 
 
 def kept(logits: Float[Array, "B V"], numbers: Numbers) -> Array:
-    """Which tokens may be drawn, bool [B, V]; the greatest logit of each row is 0."""
+    """The tokens that may be drawn, bool [B, V]; the greatest logit of each row is 0."""
     weights = jnp.exp(logits)
     at_least = lambda least: weights >= least[:, None]  # noqa: E731
     least = _greatest(lambda t: at_least(t).sum(-1) >= numbers.top_k, len(weights))
@@ -102,10 +102,10 @@ def kept(logits: Float[Array, "B V"], numbers: Numbers) -> Array:
 
 
 def _greatest(holds: Callable, rows: int) -> Float[Array, "B"]:
-    """The greatest t in [0, 1] of each row for which it holds; it holds for all below one for which it does.
+    """The greatest t in [0, 1] of each row for which the condition holds; if it holds for t, it holds for all below.
 
-    Found by halving among the float32 of that range, whose bits are in their own order: 30 passes over the vocabulary,
-    where sorting ZAYA1's takes a CPU the time of hundreds.
+    Found by bisection over the float32 bit patterns of that range, which are in order: 30 passes over the vocabulary,
+    while sorting ZAYA1's takes a CPU as long as hundreds of passes.
     """
 
     def halve(_, bounds):

@@ -1,6 +1,6 @@
 """The scan over stacked layers.
 
-Full and sliding attention differ by data alone, so each layer is one step of the scan. Linear attention is other code:
+Full and sliding attention differ only in data, so each layer is one step of the scan. Linear attention is other code:
 a step then runs the shortest stretch of layers whose pattern of kinds repeats, and only that stretch is traced.
 """
 
@@ -19,7 +19,7 @@ ONLY = {"k": False, "v": False, "state": True}  # entries of a cache that only (
 
 
 def linear_pattern(model: Model) -> tuple[bool, ...]:
-    """Which layers of the repeating stretch have linear attention; (False,) where none does."""
+    """The layers of the repeating stretch that have linear attention; (False,) if the model has none."""
     linear = tuple(kind == "hybrid_linear" for kind in model.kinds)
     lengths = (n for n in range(1, len(linear) + 1) if len(linear) % n == 0)
     return next(linear[:n] for n in lengths if linear[:n] * (len(linear) // n) == linear)
@@ -34,13 +34,13 @@ def scan_layers(
     cache: dict | None,
     unroll: bool = False,
 ) -> tuple[Any, Any, dict | None]:
-    """Runs step(carry, what belongs to a layer, what it holds) → (carry, output, what it holds) on all layers, bottom
+    """Runs step(carry, a layer's inputs, its cache) → (carry, output, its cache) on all layers, bottom
     first.
 
-    `steps` are those of the layers of the repeating stretch. What belongs to layers is stacked, and so are the
-    outputs; an entry of the cache is stacked over the layers that have it, and goes through the loop as it is: a layer
-    holds its place in there. Without a cache what layers of one kind give in its stead is stacked. `remat` makes of a
-    step one that is computed again in the backward pass, if any is to be; `unroll` writes the layers out, where they
+    `steps` are those of the layers of the repeating stretch. The layers' inputs are stacked, and so are the
+    outputs; an entry of the cache is stacked over the layers that have it, and the loop carries all of it: a layer
+    holds its place in the stack. Without a cache the entries that layers of one kind return are stacked. `remat` turns a
+    step into one that the backward pass recomputes; `unroll` writes the layers out if they
     are all of one kind.
     """
     num = jax.tree.leaves(per_layer)[0].shape[0] // len(pattern)
@@ -61,8 +61,8 @@ def scan_layers(
     def of_stretch(i, carry, per_layer, held):
         return steps[i](carry, jax.tree.map(operator.itemgetter(i), per_layer), held)
 
-    # A layer takes its weights out of the stretch's within what is computed again: taken before, they would be values
-    # of their own, which the scan keeps for the backward pass, a second copy of all weights.
+    # A layer takes its weights out of the stretch's inside the recomputed part: taken before, they would be values
+    # that the scan keeps for the backward pass, a second copy of all weights.
     again = remat or functools.partial(jax.checkpoint, prevent_cse=False, policy=_all_but_slices)
     layers = [again(functools.partial(of_stretch, i)) for i in range(len(pattern))]
 
@@ -80,7 +80,7 @@ def scan_layers(
 
 
 def _held(cache: dict | None, stretch: Any, layer: int, pattern: tuple[bool, ...]) -> dict[str, Held] | None:
-    """The cache of one layer in the stretch of this number."""
+    """The cache of one layer in the stretch with this number."""
     if cache is None:
         return None
     held = {}
@@ -97,5 +97,5 @@ def _after(cache: dict | None, held: dict[str, Held] | None) -> dict | None:
 
 
 def _all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
-    """Keeps all values for the backward pass but slices, which it takes again."""
+    """Keeps all values for the backward pass except slices, which it takes again."""
     return primitive.name not in ("slice", "squeeze")

@@ -1,9 +1,9 @@
 """Where the scan over layers finds a layer's weights, and where their gradients go.
 
 A scan copies each layer's weights out of the stack of all layers', and its gradient is a stack as large as that. Where
-either costs too much, a `Stored` says otherwise, and the model asks nothing else:
+either costs too much, a `Stored` changes it, and the model uses only its interface:
 
-    experts   kernels read a layer's experts where all layers' lie, and may write their gradients in such places too
+    experts   kernels read a layer's experts inside the stack of all layers, and may write gradients into such a stack
     slots     a weight's gradient is reduced as it leaves its layer, inside the scan: its whole stack never exists
 """
 
@@ -26,9 +26,9 @@ NONE: Mapping = types.MappingProxyType({})
 class Stored:
     """How a scan over layers differs from a plain one; by default it does not.
 
-    `experts` gives, for a layer's number, the `expert_mlp` that has that layer's weights, whatever it is handed.
-    `slots` are zeros by the weight's path in a layer, stacked over layers: what `shares` makes of a layer's gradient is
-    the slot's gradient, and the weight has none.
+    `experts` gives, for a layer's number, the `expert_mlp` that uses that layer's weights and ignores its arguments'.
+    `slots` are zeros by the weight's path in a layer, stacked over layers: `shares` of a layer's gradient is
+    the slot's gradient, and the weight has no gradient.
     """
 
     experts: Callable[[jax.Array], Callable] | None = None
@@ -40,7 +40,7 @@ class Stored:
         return None if self.experts is None else jnp.arange(num_layers), dict(self.slots)
 
     def of_layer(self, given: Any, weights: nnx.State, lie: Weights) -> tuple[nnx.State, Weights]:
-        """A layer's weights and how they lie, from the inputs that the scan gave it."""
+        """A layer's weights and their layout, from the inputs that the scan gave it."""
         number, slots = given
         if self.experts is not None:
             lie = dataclasses.replace(lie, expert_mlp=self.experts(number))

@@ -1,7 +1,7 @@
 """The small parts that the blocks share: a weight's declaration, linear maps, RMSNorm, residual scaling.
 
-A weight is declared once: shape, initialiser and logical axes stand in one `weight(...)` call; its dtype is always
-float32. `axes` names what each dimension means; which mesh axis that becomes is decided elsewhere.
+A weight is declared once: shape, initialiser and logical axes are in one `weight(...)` call; its dtype is always
+float32. `axes` names the meaning of each dimension; the mesh axis for it is decided elsewhere.
 """
 
 import jax
@@ -39,7 +39,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, in float32 whatever comes in."""
+    """x / rms(x) * scale, always in float32."""
 
     def __init__(self, rngs, dim: int, axis: str, eps: float):
         self.scale = weight(rngs, (dim,), (axis,), "ones")
@@ -56,7 +56,7 @@ class RMSNorm(nnx.Module):
 class Join(nnx.Module):
     """How a block's output y joins the residual stream h, in float32: (y + b_y) a_y + (h + b_h) a_h.
 
-    Where a gate comes with y, it is a factor of y's rows.
+    A gate that comes with y multiplies y's rows.
     """
 
     def __init__(self, rngs, dim: int):
@@ -73,7 +73,7 @@ class Join(nnx.Module):
     def and_read(
         self, y: Float[Array, "B S D"], h: Float[Array, "B S D"], norm: RMSNorm, dtype, into: Linear, into_dtype
     ) -> tuple[Float[Array, "B S D"], Float[Array, "B S D"], Float[Array, "B S R"]]:
-        """The stream after it, its norm in `dtype`, and that norm's product with a kernel in a `dtype` of its own."""
+        """The stream after it, its norm in `dtype`, and that norm's product with a kernel in another `dtype`."""
         kernel, scale = into.kernel[...], norm.scale[...]
         return join_and_read(y, h, self._how(), scale, kernel, norm.eps, dtype, into_dtype)
 

@@ -1,8 +1,8 @@
 """ZAYA1, or a dense model, as a pure function of a plain parameter tree.
 
 `Zaya` (Flax NNX) declares the weights and the arithmetic; layers are stacked on a leading axis and scanned, so one
-layer is traced whatever their number, and kinds of layers (full and sliding attention) differ by data; where some have
-linear attention a repeating stretch of layers is traced (zaya_jax/model/stack.py). Outside this package parameters are
+layer is traced for any number of them. Full and sliding attention differ only in data; if some layers have
+linear attention, a repeating stretch of layers is traced (zaya_jax/model/stack.py). Outside this package parameters are
 nested dicts of arrays: `init` or `abstract` make them, `apply` runs the model on them.
 Balancing biases [L, E + 1] are state, not parameters, and always come as an argument.
 """
@@ -30,13 +30,13 @@ from zaya_jax.model.stack import linear_pattern, scan_layers
 from zaya_jax.model.stored import SCANNED, Stored
 from zaya_jax.model.weights import RMSNorm, weight
 
-SKIP_BIAS = -1.0  # where the skip class's balancing bias starts, and stays
+SKIP_BIAS = -1.0  # the constant balancing bias of the skip class
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
 class Output:
-    """The result of a forward pass: the normed last hidden state and, per layer, where tokens were routed."""
+    """The result of a forward pass: the normed last hidden state and each layer's routing of the tokens."""
 
     hidden: Float[Array, "B S D"]
     counts: Float[Array, "L E1"]  # real tokens of each class
@@ -46,7 +46,7 @@ class Output:
 
 
 LAYERS = {"zaya": Layer, "dense": DenseLayer}  # by model_type
-ROUNDED = {  # the weights of a layer that are read in `precision.compute` alone
+ROUNDED = {  # the weights of a layer that are read only in `precision.compute`
     "cca": ("q", "k", "v_now", "v_prev", "o"), "experts": ("gate_up", "down"),
     "attention": ("q", "k", "v", "o"), "mlp": ("gate", "up", "down"),
 }  # fmt: skip
@@ -62,7 +62,7 @@ class Embed(nnx.Module):
     @jax.named_scope("embed")
     def __call__(self, tokens: Int[Array, "B S"], pad_id: int | None) -> Float[Array, "B S D"]:
         rows = lookup(self.embedding[...], tokens)
-        if pad_id is not None:  # as in the port, looking up the padding id teaches it nothing
+        if pad_id is not None:  # as in the port, looking up the padding id gives its row no gradient
             rows = jnp.where((tokens == pad_id)[..., None], jax.lax.stop_gradient(rows), rows)
         return (rows + self.bias[...]) * self.scale[...]
 
@@ -128,14 +128,14 @@ class Zaya(nnx.Module):
 
 
 def _stream_width(model: Model) -> int:
-    """The router's own stream; dense layers have none."""
+    """The router's own stream; dense layers have no such stream."""
     return model.router_hidden_size if model.model_type == "zaya" else 0
 
 
 def _layer_kinds(model: Model, positions):
-    """Per layer its kind's number and window (None where no layer has one), and each kind's rotary table.
+    """Each layer's kind and window (None if no layer has a window), and each kind's rotary table.
 
-    Linear layers have neither table nor window; what stands in their place is not read.
+    Linear layers have neither table nor window; their entries are not read.
     """
     names = sorted(set(model.kinds) - {"hybrid_linear"})
     tables = []
@@ -152,7 +152,7 @@ def _layer_kinds(model: Model, positions):
 
 
 def _rope_of(kind, tables):
-    """(selected, table) pairs for CCA: one pair, unless kinds turn different numbers of channels."""
+    """(selected, table) pairs for CCA: one pair, unless kinds rotate different numbers of channels."""
     if len({table.shape for table in tables}) == 1:
         return [(None, jnp.stack(tables)[kind] if len(tables) > 1 else tables[0])]
     return [(kind == i, table) for i, table in enumerate(tables)]
@@ -161,11 +161,11 @@ def _rope_of(kind, tables):
 def _remat(body, policy: str):
     """A layer that the backward pass recomputes.
 
-    "layer" keeps its input alone, "attention" also the attention's output, "offload" the same in the host's memory,
+    "layer" keeps only its input, "attention" also the attention's output, "offload" the same in the host's memory,
     "elementwise" also the results of all products.
     """
     policies, keep = jax.checkpoint_policies, None
-    # What products gave, and so nothing made of gathered weights: these are gathered again.
+    # Results of products, but no gathered weights: these are gathered again.
     if policy == "fsdp":
         keep = policies.save_from_both_policies(
             policies.checkpoint_dots, policies.save_only_these_names(SAVED, PRODUCTS)
@@ -217,9 +217,9 @@ def apply(
     devices: Devices = ALONE,
     stored: Stored = SCANNED,
 ) -> Output:
-    """Runs the model on rows of tokens, which a cache may have come before.
+    """Runs the model on rows of tokens, which may continue a cache.
 
-    Where `devices` are not ALONE this runs inside `shard_map`, on a device's part of weights and tokens, or, with a
+    If `devices` is not ALONE this runs inside `shard_map`, on a device's part of weights and tokens, or, with a
     cache, of the cache's columns. `stored` says where weights of layers are read and where their gradients go.
     """
     graph, state = _abstract(model, precision)
@@ -231,9 +231,9 @@ def apply(
 
 
 def rounded(params: dict, precision: Precision) -> tuple[dict, dict]:
-    """Parameters for many passes, and those that `logits` needs: what products take in `precision.compute` is so.
+    """Parameters for many passes, and those for `logits`, with weights that products read rounded to their format.
 
-    Values do not change: each pass would round these weights itself. Others are the same arrays.
+    Results do not change: each pass would round these weights itself. The others are the same arrays.
     """
     dtype = jnp.dtype(precision.compute)
 
@@ -271,7 +271,7 @@ def param_axes(model: Model, precision: Precision = Precision()) -> dict:
 
 
 def param_counts(model: Model) -> dict[str, int]:
-    """Numbers of parameters, as the papers count them: in all, without the embedding, and active for one token."""
+    """Numbers of parameters, as the papers count them: total, without the embedding, and active for one token."""
     tree = abstract(model)
     total = sum(int(np.prod(x.shape)) for x in jax.tree.leaves(tree)) - _stream_width(model)  # layer 0's unused EDA
     embedding = model.vocab_size * model.hidden_size

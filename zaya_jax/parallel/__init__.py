@@ -1,1 +1,1 @@
-"""How a run lies on its devices."""
+"""The layout of a run on its devices."""

@@ -1,8 +1,8 @@
-"""Context parallelism: a sequence lies over devices in zig-zag chunks, and attention gathers keys and values.
+"""Context parallelism: a sequence is split over devices in zig-zag chunks, and attention gathers keys and values.
 
 Over N devices the sequence is cut into 2N chunks and device i holds chunks i and 2N - 1 - i, in that order: under a
-causal mask a late chunk is much work and an early one little, and each pair is the same. For layers the two are
-rows of the batch (`Cut`), each with the columns before it (`halo`), and only attention needs the rest:
+causal mask a late chunk is much work and an early one little, and all pairs are equal. For layers the two are
+rows of the batch (`Cut`), each with the columns before it (`halo`), and only attention needs other tokens:
 `attention_over_chunks` gathers all keys and values, or sends them round a ring (`ring.py`). Everything else is per
 token.
 
@@ -32,25 +32,25 @@ Axes = tuple[str, ...]
 
 
 def zigzag(length: int, parts: int) -> np.ndarray:
-    """Which token of a sequence stands at each place, so that a plain split gives device i chunks i and 2N - 1 - i."""
+    """The token of a sequence at each place, such that a plain split gives device i chunks i and 2N - 1 - i."""
     if parts == 1:
         return np.arange(length)
-    assert length % (2 * parts) == 0  # `sharding.check` has said so
+    assert length % (2 * parts) == 0  # `sharding.check` guarantees it
     pieces = np.arange(length).reshape(2 * parts, -1)
     return np.stack([pieces[:parts], pieces[: parts - 1 : -1]], axis=1).reshape(-1)
 
 
 def natural(length: int, parts: int) -> np.ndarray:
-    """The inverse of `zigzag`: at which place each token stands."""
+    """The inverse of `zigzag`: the place of each token."""
     return np.argsort(zigzag(length, parts))
 
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
-    """Which two chunks of a sequence the device holds, and the whole sequence's segments, gathered once per step."""
+    """The device's two chunks of a sequence, and the whole sequence's segments, gathered once per step."""
 
     axes: Axes
-    parts: int  # devices that a sequence lies on
+    parts: int  # devices that share a sequence
     chunk: int  # tokens in a chunk
     starts: Int[Array, "2"]  # where the device's chunks begin in the sequence
     segments: Int[Array, "B S"] | None  # of all devices, in the sequence's own order
@@ -71,7 +71,7 @@ class Chunks:
         return jnp.broadcast_to(row.reshape(-1), (batch, 2 * self.chunk))
 
     def first(self, rows: int) -> jax.Array:
-        """[rows], of rows that `split` gave: whether it is the sequence's first chunk."""
+        """[rows], for rows from `split`: whether the row is the sequence's first chunk."""
         return jnp.tile(self.starts == 0, rows // 2)
 
     def segments_before(self, reach: int) -> Int[Array, "2B reach"] | None:
@@ -96,7 +96,7 @@ def chunks_of(spread: Spread, length: int, segments: Int[Array, "B S/N"] | None)
 
 @dataclasses.dataclass(frozen=True)
 class Cut(Placement):
-    """Chunks of sequences that lie over devices, each a row of the batch: cut once, ahead of the first layer."""
+    """Chunks of sequences split over devices, each a row of the batch: cut once, before the first layer."""
 
     at: Any = None  # the device's chunks
 
@@ -110,10 +110,10 @@ class Cut(Placement):
         return self.rows(self.at.positions(batch // 2))
 
     def before(self, x, project, history, nothing) -> Before:
-        """Of the inputs there; `halo` says how they come. The delayed value looks one back, whatever the taps."""
+        """From the inputs there, which `halo` fetches. The delayed value looks one back, for any number of taps."""
         reach = max(history, 1)
         columns, _, values = project(halo(self.joined(x), reach, self.at))
-        # Before the sequence the input is zero: right for the value, but columns then hold the projections' biases.
+        # Before the sequence the input is zero: correct for the value, but columns then hold the projections' biases.
         columns = jnp.where(self.at.first(len(x))[:, None, None], 0, columns)
         return Before(columns[:, reach - history :], values[:, -1:], self.at.segments_before(reach))
 
@@ -145,9 +145,9 @@ def halo(x: Float[Array, "B S/N D"], reach: int, at: Chunks) -> Float[Array, "2B
 
     One collective-permute each way: an early chunk's neighbour lies on the device before, a late one's on the device
     after, and the two chunks in the middle of the sequence on the same device. A device sends 2 B reach D numbers
-    forward and as many back. What travels is the block's input and not its projections: it is there before the
-    projection, which thus hides the exchange; the receiver projects these few columns itself, with whatever part of
-    the weights it works with.
+    forward and as many back. The halo carries the block's input, not its projections: the input exists before the
+    projection, which thus hides the exchange; the receiver projects these few columns itself, with its part of
+    the weights.
     """
     assert at.chunk >= reach
     early, late = x[:, at.chunk - reach : at.chunk], x[:, 2 * at.chunk - reach :]
@@ -179,10 +179,10 @@ def attention_over_chunks(
     scale: float,
     windows: Windows = (None,),
 ) -> Float[Array, "2B c H C"]:
-    """Causal attention of the device's queries over the whole sequence; any number of heads will do.
+    """Causal attention of the device's queries over the whole sequence, for any number of heads.
 
-    Gathered: N - 1 times the device's own 2 B (S / N) K C numbers come in, and all S keys and values stand
-    in memory. In a ring as many come in, and two devices' parts stand in memory.
+    Gathered: the device receives N - 1 times its own 2 B (S / N) K C numbers, and all S keys and values are
+    in memory. A ring receives as many, and two devices' parts are in memory.
     """
     q, kv = at.join(q), at.join(jnp.concatenate([k, v], axis=-1))
     if at.ring:
@@ -199,9 +199,9 @@ def early_and_late(
 ) -> Iterator[tuple[AbstractContextManager[None], tuple, tuple]]:
     """For each of the device's two chunks: the share of keys that it visits, its arrays, and their masks.
 
-    The arrays are its part of the first of `local`, its queries, then the keys and values that it may see, then its
-    part of the others. The share is a mean over devices: an early chunk lies anywhere in the keys, a late one in their
-    second half. `at` has the chunks' `starts` and the whole sequence's `segments`.
+    The arrays are its part of the first of `local` (its queries), then the keys and values that it may see, then its
+    part of the others. The share is a mean over devices: an early chunk is in the keys' first half, a late one in
+    their second. `at` has the chunks' `starts` and the whole sequence's `segments`.
     """
     chunk = local[0].shape[1] // 2
     for half, start in enumerate(at.starts):

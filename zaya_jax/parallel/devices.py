@@ -12,7 +12,7 @@ from zaya_jax.parallel.spread import ALONE, Spread, gather_over_data
 
 @dataclasses.dataclass(frozen=True)
 class Over(Devices):
-    """The devices of a spread."""
+    """The devices that a spread describes."""
 
     spread: Spread
 

@@ -1,13 +1,13 @@
 """Expert parallelism: tokens travel to the devices that hold their experts, and their outputs travel back.
 
-Device i of X holds experts i E/X to (i + 1) E/X - 1, and N tokens. No token is dropped, whatever the router chose, and
-no buffer grows with how uneven it was: tokens travel in rounds of at most R = min(2, X) N rows per device. The number
+Device i of X holds experts i E/X to (i + 1) E/X - 1, and N tokens. No token is ever dropped, and no buffer grows with
+the router's unevenness: tokens travel in rounds of at most R = min(2, X) N rows per device. The number
 of rounds is computed from the counts, which every device has, so that all agree on it. With rows of D numbers of b
-bytes a device puts in and gets out:
+bytes a device sends and receives:
 
                                forward   backward   bytes of each
     all-gather of counts          1         -       4 X E
-    exchanges, first round        2         2       slots: X C D b, C = min(ceil(2 N / X), N); of it 1/X stays here
+    exchanges, first round        2         2       slots: X C D b, C = min(ceil(2 N / X), N); 1/X of it stays here
     exchanges, a further round    2         3       ragged: D b for each row that exists, at most R
     rounds                        slots: the most rows that one device has for another, / C;  at most ceil(N / C)
                                   ragged: the most rows that one device gets, / R;            at most ceil(X N / R)
@@ -15,17 +15,17 @@ bytes a device puts in and gets out:
 A round has twice the room that even loads need (SLACK): a router that is balanced over the batch is less so on one
 device's tokens. Further rounds are a loop, which then does not run at all; on two devices there are none, since C = N.
 
-A layer keeps its N rows for the backward pass, and those that came in the first round; later ones are sent again, and
+A layer keeps its N rows for the backward pass, and those received in the first round; later ones are sent again, and
 hidden activations are recomputed, round by round. One round's buffers are R rows each: sent rows, received rows in
 the order of arrival and by expert, and the hidden width. A test bounds them, and with them all that the
 exchange needs beyond its arguments and results.
 
-All-gathering the tokens, and reduce-scattering what comes back, is not a form of its own. It moves X N rows: as many
-as slots do in one round where X <= 2, and in all rounds in the worst case; it needs as many collectives, since choices
+All-gathering the tokens and reduce-scattering the results is not a separate form. It moves X N rows: as many
+as slots in one round if X <= 2, and in all rounds in the worst case; it needs as many collectives, because choices
 have to be gathered too, and memory for X N rows. benchmarks/expert.md has the figures.
 
-With TSP experts lie over expert x tensor. Where the experts' width is cut over tensor instead, what this gives is a
-partial sum. It runs inside `jax.shard_map`; gradients of weights are of the tokens that came to this device.
+With TSP experts are split over expert x tensor. If the experts' width is split over tensor instead, the result is a
+partial sum. It runs inside `jax.shard_map`; gradients of weights are those of the tokens that came to this device.
 """
 
 import functools
@@ -43,7 +43,7 @@ from pallas_kernels.loops import turning
 from zaya_jax.model.experts import gated, of_own_expert, through_groups
 from zaya_jax.parallel.spread import Spread
 
-# Rows of a round per row of an even load; above 1, since otherwise the least unevenness would take a second round.
+# Rows of a round per row of an even load; above 1, because otherwise any unevenness would take a second round.
 SLACK = 2
 HOST_DEVICES = 8  # accelerators whose links are faster than the network's
 
@@ -61,7 +61,7 @@ def expert_mlp(
     spread: Spread,
     form: str | None = None,
 ) -> Float[Array, "N D"]:
-    """`model.experts.expert_mlp` with experts that lie over `spread.expert_axes`.
+    """`model.experts.expert_mlp` with experts split over `spread.expert_axes`.
 
     `form` is for comparisons and tests; otherwise `exchange_form` decides.
     """
@@ -74,7 +74,7 @@ def expert_mlp(
         return _exchanged(rows, gate_up, down, counts, axes, form)
 
     y = through_groups(x.astype(dtype), choice, num_experts, elsewhere)
-    # Named as the products of one device are: a policy that keeps those does not send tokens again for the gate.
+    # Named like the products of one device: a policy that keeps those does not send tokens again for the gate.
     y = checkpoint_name(y, PRODUCTS)
     return y if gate is None else gated(y, choice, gate, num_experts)
 
@@ -82,27 +82,27 @@ def expert_mlp(
 def exchange_form(spread: Spread, target: Chip) -> str:
     """ "ragged" (`lax.ragged_all_to_all`) where a group of experts' devices spans hosts, otherwise "slots".
 
-    Over the network bytes count: ragged moves the rows that exist, slots twice as many. Within a host it is the other
-    way about: openxla/xla issue 33386 has ragged at 2% of what the links of eight B200 carry, and near the network's
-    limit between hosts, since XLA copies with one kernel of its own up to 8 devices and sends by NCCL or RCCL above.
-    CPUs have no ragged form. Devices of a group stand in a row of the mesh: their span tells whether one host has them.
+    Over the network bytes count: ragged moves only existing rows, slots twice as many. Within a host it is the
+    reverse: openxla/xla issue 33386 has ragged at 2% of the rate of the links of eight B200, and near the network's
+    limit between hosts, because XLA copies with one kernel of its own up to 8 devices and sends by NCCL or RCCL above.
+    CPUs have no ragged form. A group's devices are in a row of the mesh, so their span shows whether one host has them.
     """
     span = spread.expert * spread.context * spread.tensor
     return "ragged" if not target.is_host and span > HOST_DEVICES else "slots"
 
 
 def slot_rows(num_tokens: int, devices: int) -> int:
-    """C: the rows per round that a device has room for, for each device that it sends to."""
+    """C: the rows per round that a device may send to each other device."""
     return min(-(-SLACK * num_tokens // devices), num_tokens)
 
 
 def round_rows(num_tokens: int, devices: int, form: str = "slots") -> int:
-    """Rows of the buffer in which a device gets a round's tokens."""
+    """Rows of the buffer in which a device receives a round's tokens."""
     return slot_rows(num_tokens, devices) * devices if form == "slots" else min(SLACK, devices) * num_tokens
 
 
 def most_rounds(num_tokens: int, devices: int, form: str = "slots") -> int:
-    """Rounds where all tokens go to one device."""
+    """Rounds if all tokens go to one device."""
     return -(-num_tokens * devices // round_rows(num_tokens, devices, form))
 
 
@@ -148,10 +148,10 @@ _exchanged.defvjp(_exchanged_fwd, _exchanged_bwd)
 
 
 class _Exchange:
-    """Which of the rows, sorted by expert and so by device, travel in round r: what both forms have in common."""
+    """The rows, sorted by expert and so by device, that travel in round r: the common part of both forms."""
 
     form: str
-    rounds: jax.Array  # that this load takes
+    rounds: jax.Array  # needed for this load
 
     def __init__(self, counts, num_rows, axes):
         self.axes, self.num_rows, self.devices = axes, num_rows, counts.shape[0]
@@ -161,7 +161,7 @@ class _Exchange:
         self.coming = counts[:, self.me]  # rows from s for each expert of this device
 
     def further_rounds(self, body, carry):
-        """carry after body(r, carry) for each round but the first; a loop only where any load takes a second one."""
+        """carry after body(r, carry) for each round except the first; a loop only if some load takes a second one."""
         if most_rounds(self.num_rows, self.devices, self.form) == 1:
             return carry
         with turning(0):  # with an even load
@@ -169,7 +169,7 @@ class _Exchange:
 
 
 class _Slots(_Exchange):
-    """Every device sends every device C rows per round, the r-th C of those it has for it, and fills up what lacks."""
+    """Every device sends every device C rows per round, the r-th C of its rows for it, and pads missing ones."""
 
     form = "slots"
 
@@ -180,12 +180,12 @@ class _Slots(_Exchange):
 
     @jax.named_scope("exchange")
     def send(self, rows, r):
-        """The rows that this device gets in round r, [X C, D], those of each sender together."""
+        """The rows that this device receives in round r, [X C, D], grouped by sender."""
         places = self.first[self.me][:, None] + r * self.slots + jnp.arange(self.slots)
         return lax.all_to_all(rows[jnp.minimum(places, self.num_rows - 1).reshape(-1)], self.axes, 0, 0, tiled=True)
 
     def classes(self, r):
-        """The expert, of this device's, that each of these rows is for; one past the last where a slot is empty."""
+        """This device's expert for each of these rows; one past the last for an empty slot."""
         number = r * self.slots + jnp.arange(self.slots)
         return (number[:, None] >= jnp.cumsum(self.coming, 1)[:, None]).sum(-1).reshape(-1)
 
@@ -203,7 +203,7 @@ class _Slots(_Exchange):
 
 
 class _Ragged(_Exchange):
-    """A device gets the rows that are for it, those of each sender together, `room` of them per round."""
+    """A device receives its rows, grouped by sender, `room` of them per round."""
 
     form = "ragged"
 
@@ -214,19 +214,19 @@ class _Ragged(_Exchange):
         self.rounds = -(-self.pairs.sum(0).max() // self.room)
 
     def _part(self, r):
-        """Of the rows from s to d: how many went before round r, how many go now, and where d has them now."""
+        """Rows from s to d: how many went before round r, how many go now, and their place at d now."""
         start, stop = (jnp.clip(n * self.room - self.before, 0, self.pairs) for n in (r, r + 1))
         return start, stop - start, jnp.clip(self.before + start - r * self.room, 0, self.room)
 
     def send(self, rows, r):
-        """The rows that this device gets in round r, [room, D]; zero past the last."""
+        """The rows that this device receives in round r, [room, D]; zero past the last."""
         start, sizes, landing = self._part(r)
         buffer = jnp.zeros((self.room, rows.shape[1]), rows.dtype)
         source = (self.first + start)[self.me]
         return self._move(rows, buffer, source, sizes[self.me], landing[self.me], sizes[:, self.me])
 
     def classes(self, r):
-        """The expert, of this device's, that each of these rows is for; one past the last where none came."""
+        """This device's expert for each of these rows; one past the last for an unused row."""
         ends = jnp.cumsum(self.coming.reshape(-1))
         at = ((r * self.room + jnp.arange(self.room))[:, None] >= ends).sum(-1)
         experts = self.coming.shape[1]

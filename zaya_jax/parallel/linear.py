@@ -1,11 +1,11 @@
 """Linear attention over devices that hold pieces of a sequence: LASP-2 (benchmarks/rivals.py has LASP-1's ring).
 
 Each piece leaves a state of fixed size, [K, C, C + 1] per row in float32; a piece's queries need the sum of the states
-of the pieces before it that its first document reaches back to. Pieces lie contiguously (device i holds piece i of
+of the earlier pieces that its first document reaches back to. Pieces are contiguous (device i holds piece i of
 N) or zig-zag (device i holds pieces i and 2N - 1 - i of 2N, as the halves of its tokens). With P = 1 or 2 pieces per
 device and X = K C (C + 1) numbers per state, traffic does not depend on the length of the sequence: one all-gather
 forward, N P B (X + 2) 4 bytes gathered (two numbers are the ids of a piece's first and last document), and one
-backward, N P B X 4 bytes. The work within a device's own pieces depends on no collective, so that it is
+backward, N P B X 4 bytes. The work within a device's own pieces does not depend on a collective, so it is
 done while the states travel. It runs inside `jax.shard_map`.
 """
 
@@ -37,7 +37,7 @@ def lasp2(
 ) -> Float[Array, "B S H C"]:
     """Linear attention of this device's S tokens to those of all devices of `axis`; one all-gather each way.
 
-    Another `exchange` (benchmarks) brings the state that enters each piece in another way.
+    Another `exchange` (benchmarks) may bring the state that enters each piece.
     """
     batch, seq = q.shape[:2]
     pieces = 2 if zigzag else 1
@@ -69,14 +69,14 @@ def _ordered(x):
 
 
 def _places(pieces, axis):
-    """Where in that order this device's pieces stand, and all of them: [P], [N P]."""
+    """The places in that order of this device's pieces [P], and of all pieces [N P]."""
     me, everywhere = lax.axis_index(axis), jnp.arange(lax.axis_size(axis) * pieces)
     return jnp.stack([me, everywhere.size - 1 - me][:pieces]), everywhere
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _gathered(states, first, last, axis):
-    """The state that enters each piece, from those that each leaves, [P, B, K, C, C + 1]; documents are [P, B]."""
+    """The state that enters each piece, from those that pieces leave, [P, B, K, C, C + 1]; documents are [P, B]."""
     return _gathered_fwd(states, first, last, axis)[0]
 
 
@@ -91,7 +91,7 @@ def _gathered_fwd(states, first, last, axis):
     reaches = before[..., None] & (last_of == first.astype(jnp.float32)[:, None])
     after = places > mine[:, None]
     reached = after[..., None] & (first_of == last.astype(jnp.float32)[:, None])
-    # Both are kept where a remat policy keeps attention: the backward pass does not gather again then.
+    # Both are kept if a remat policy keeps attention, so that the backward pass does not gather again.
     entering = checkpoint_name(_pick(reaches, packed[..., :-2]).reshape(states.shape), SAVED)
     return entering, checkpoint_name(reached, SAVED)
 

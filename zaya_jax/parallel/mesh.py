@@ -1,7 +1,7 @@
 """The device mesh of a run, from the axis sizes of its config.
 
-Axes are `data`, `expert`, `context` and `tensor`. A batch's sequences lie on (data, expert), the tokens of each on
-context; `sharding` says how weights lie. The optimizer's state is spread over all axes that a weight leaves (ZeRO-1).
+Axes are `data`, `expert`, `context` and `tensor`. A batch's sequences are split over (data, expert), their tokens over
+context; `sharding` splits weights. The optimizer's state is spread over all axes that a weight leaves (ZeRO-1).
 """
 
 import math
@@ -17,7 +17,7 @@ BATCH_AXES = ("data", "expert")
 
 
 def make_mesh(sizes: config.Mesh, devices: list | None = None, where: str = "config.mesh") -> Mesh:
-    """The mesh over all devices; UserError where the sizes (those of `where`) don't multiply to their number."""
+    """The mesh over all devices; UserError if the sizes (from the group `where`) don't multiply to their number."""
     devices = jax.devices() if devices is None else devices
     shape = shape_of(sizes, len(devices), where)
     axis_types = (AxisType.Auto,) * len(AXES)
@@ -54,12 +54,12 @@ def _way_out(devices: int, others: int, where: str) -> str:
 
 
 def batch_spec(spread: Spread) -> PartitionSpec:
-    """How the arrays of a batch lie, [micro-batches, sequences, S]."""
+    """The sharding of a batch's arrays, [micro-batches, sequences, S]."""
     return PartitionSpec(None, BATCH_AXES, spread.sequence_axes or None)
 
 
 def rows_of_process(mesh: Mesh, process: int | None = None) -> tuple[int, int]:
-    """(i, n): a process holds the i-th of n equal parts of a batch's sequences; several may hold the same part."""
+    """(i, n): a process has the i-th of n equal parts of a batch's sequences; several may have the same part."""
     process = jax.process_index() if process is None else process
     groups = mesh.devices.reshape(mesh.shape["data"] * mesh.shape["expert"], -1)
     mine = [row for row, group in enumerate(groups) if any(d.process_index == process for d in group)]

@@ -1,9 +1,9 @@
 """Ring attention over zig-zag chunks: keys and values travel from device to device, one step before they are needed.
 
-In each of N steps a device attends to one other's two chunks and merges the result by its log-sum-exp; meanwhile
-these chunks are on their way to the next. Of the pairs of chunks, those that lie above the diagonal, outside the
-window or in other documents are no part of the step's loop. The backward pass goes round once more, the gradients of
-keys and values behind them: nothing that it needs grows with N. Letters as in `context.py`.
+In each of N steps a device attends to another one's two chunks and merges the result by its log-sum-exp; meanwhile
+these chunks are on their way to the next. Pairs of chunks above the diagonal, outside the
+window or in other documents are not in the step's loop. The backward pass goes round once more, the gradients of
+keys and values behind them: its memory does not grow with N. Letters as in `context.py`.
 """
 
 import functools
@@ -23,9 +23,9 @@ OWN, VISITING = (0, 1, 1), (0, 0, 1)  # pairs of chunks a step may need; an earl
 
 
 def chunks_that_meet(segments: Int[Array, "B S"], chunk: int) -> jax.Array:
-    """[2N, 2N]: whether two chunks have a document in common in some row, by the least and greatest of their ids.
+    """[2N, 2N]: whether two chunks share a document in some row, by the least and greatest of their ids.
 
-    Padding, whose id is 0, counts apart, so that it joins only chunks that both have some.
+    Padding, whose id is 0, is separate, so it joins only chunks that both have padding.
     """
     pieces = segments.reshape(segments.shape[0], -1, chunk)
     least = jnp.where(pieces == 0, jnp.iinfo(jnp.int32).max, pieces).min(-1)
@@ -37,7 +37,7 @@ def chunks_that_meet(segments: Int[Array, "B S"], chunk: int) -> jax.Array:
 def pairs_needed(
     me: Int[Array, ""], owner: Int[Array, ""], parts: int, chunk: int, meet: jax.Array | None, window: Array | None
 ) -> jax.Array:
-    """[3]: which pairs (OWN, VISITING) of the device's chunks and `owner`'s have a query that may see a key."""
+    """[3]: the pairs (OWN, VISITING) of the device's chunks and `owner`'s with a query that may see a key."""
     own, theirs = (jnp.stack([i, 2 * parts - 1 - i]) for i in (me, owner))
     q, k = own[jnp.asarray(OWN)], theirs[jnp.asarray(VISITING)]
     needed = k <= q
@@ -144,7 +144,7 @@ def usual(parts: int, chunk: int, windows: Windows) -> tuple[float, float]:
 
 
 class _Steps:
-    """Both passes share this: which device visits when, and the loop over the pairs of chunks that a step needs."""
+    """The part that both passes share: the order of visits, and the loop over the pairs of chunks that a step needs."""
 
     def __init__(self, q, segments, meet, window, axes, parts, windows):
         self.q, self.segments, self.meet, self.window = q, segments, meet, window
@@ -156,7 +156,7 @@ class _Steps:
         return lax.ppermute(x, self.axes, [(i, (i + 1) % self.parts) for i in range(self.parts)])
 
     def over_pairs(self, pair, kv, round_, carry):
-        """carry after pair(carry, q, k, v, where they lie, masks) of each pair that is needed; no collectives."""
+        """carry after pair(carry, q, k, v, their positions, masks) for each needed pair; no collectives."""
         chunk, owner, (pairs, share) = self.chunk, (self.me - round_) % self.parts, self.usual
         needed = pairs_needed(self.me, owner, self.parts, chunk, self.meet, self.window)
         order = jnp.argsort(~needed, stable=True)
@@ -180,7 +180,7 @@ class _Steps:
 
 
 def _merge(a, b):
-    """(out, lse) of all keys, from those of two parts of them."""
+    """(out, lse) of all keys, from those of two parts."""
     top = jnp.maximum(a[1], b[1])
     weight_a, weight_b = jnp.exp(a[1] - top), jnp.exp(b[1] - top)
     total = weight_a + weight_b

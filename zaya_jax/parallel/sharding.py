@@ -1,9 +1,9 @@
-"""Which mesh axis each dim of a weight lies over: one table from logical axes (`zaya.param_axes`) to mesh axes.
+"""The mesh axis that splits each dim of a weight: one table from logical axes (`zaya.param_axes`) to mesh axes.
 
     specs = sharding.param_specs(model, precision, spread)     a tree of PartitionSpecs like the parameters
 
 Other dims are whole on every device: norms, biases and scales are small; CCA's key and value projections, its
-convolutions and the router are 3% of ZAYA1's weights, and two key-value heads would not go round more devices anyway.
+convolutions and the router are 3% of ZAYA1's weights, and two key-value heads could not be split further anyway.
 `check` refuses a mesh that does not divide a model, before anything is compiled.
 """
 
@@ -19,7 +19,7 @@ from zaya_jax.parallel.spread import FSDP_DIM, Spread, is_matrix
 
 
 class Rule(NamedTuple):
-    """Dims of this logical axis lie over these mesh axes."""
+    """These mesh axes split the dims of this logical axis."""
 
     logical: str
     axes: tuple[str, ...]
@@ -32,16 +32,16 @@ TABLE = (
     Rule("mlp", ("tensor",), "gate and up columns and down rows of one expert channel go together"),
     Rule("width", ("tensor",), "the same of a dense model's MLP"),
 )
-TSP_TABLE = (  # tensor carries the sequence: experts are spread over it too, since each device has other tokens there
+TSP_TABLE = (  # tensor carries the sequence: experts are spread over it too, because each device has other tokens there
     Rule("expert", ("expert", "tensor"), "experts do not travel; with the sequence, tokens are spread over tensor"),
-    Rule("heads", ("tensor",), "held in parts, sent round to the devices that hold the tokens"),
+    Rule("heads", ("tensor",), "held in parts, sent to the devices that hold the tokens"),
     Rule("width", ("tensor",), "a dense model's MLP: the same"),
 )
 FSDP = Rule(FSDP_DIM, ("data",), "the one dim that every matrix of a block has, and no other rule names")
 
 
 def table(spread: Spread) -> tuple[Rule, ...]:
-    """The rows that hold for a spread."""
+    """The rows that apply to a spread."""
     return TSP_TABLE if spread.tsp else TABLE
 
 
@@ -65,8 +65,8 @@ def param_specs(model: Model, precision: Precision, spread: Spread) -> Any:
 def arrange(params: Any, parts: int, inverse: bool = False) -> Any:
     """A tree like the parameters with gate and up columns in the order in which a cut in `parts` keeps pairs together.
 
-    [gate | up] becomes [gate 0 | up 0 | gate 1 | up 1 | ..]. It is how a run with split expert widths holds these
-    matrices; checkpoints hold [gate | up].
+    [gate | up] becomes [gate 0 | up 0 | gate 1 | up 1 | ..]. A run with split expert widths holds these
+    matrices in this order; checkpoints hold [gate | up].
     """
 
     def one(path, x):
@@ -79,9 +79,9 @@ def arrange(params: Any, parts: int, inverse: bool = False) -> Any:
 
 
 def check(config: Config, spread: Spread, *, lengths: dict[str, int] | None = None, where: str = "config.mesh") -> None:
-    """UserError where model or sequences do not divide over their axes.
+    """UserError if model or sequences do not divide over their axes.
 
-    `lengths` are sequence lengths by the keys that decide them, `where` the group that the sizes come from.
+    `lengths` are sequence lengths by their config keys, `where` is the group of the sizes.
     """
     model = config.model
     found = _misfit_of_dense(model, spread) if model.model_type == "dense" else _misfit_of_zaya(model, spread)

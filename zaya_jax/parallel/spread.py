@@ -1,7 +1,7 @@
-"""How a model's work is spread over a mesh: sizes and switches, from which `devices` makes a layer's placement.
+"""The spread of a model's work over a mesh: sizes and switches, from which `devices` makes a layer's placement.
 
-A `Spread` is static: with `ALONE` no collective enters the program. The loss of a spread program is the sum over
-devices of what each computes, each token counted by one device; gradients of a replicated weight are partial sums.
+A `Spread` is static: with `ALONE` the program has no collective. The loss of a spread program is the sum over
+devices, each token counted by one device; gradients of a replicated weight are partial sums.
 """
 
 import dataclasses
@@ -18,41 +18,41 @@ FSDP_DIM = "embed"  # the logical axis of matrices that fsdp spreads over data
 
 @dataclasses.dataclass(frozen=True)
 class Spread:
-    """Axis sizes, and how they are used."""
+    """Axis sizes, and switches for their use."""
 
     data: int = 1
     expert: int = 1
     context: int = 1
     tensor: int = 1
-    fsdp: bool = False  # weights lie over data too, gathered layer by layer
+    fsdp: bool = False  # weights are split over data too, gathered layer by layer
     tsp: bool = False  # the tensor axis carries the sequence too, weights travel
     ring: bool = False  # keys and values travel round the context axis instead of being gathered
 
     @property
     def sequence_axes(self) -> tuple[str, ...]:
-        """The axes that the sequence is cut over; () where every device has whole sequences."""
+        """The axes that split the sequence; () if every device has whole sequences."""
         axes = ("context", "tensor") if self.tsp else ("context",)
         return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
     @property
     def sequence_parts(self) -> int:
-        """On how many devices a sequence lies."""
+        """The number of devices that share a sequence."""
         return math.prod(getattr(self, axis) for axis in self.sequence_axes)
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The axes on which devices hold different tokens; counts of tokens are summed over them."""
+        """The axes along which devices hold different tokens; counts of tokens are summed over them."""
         return AXES if self.tsp else AXES[:3]
 
     @property
     def expert_axes(self) -> tuple[str, ...]:
-        """The axes that whole experts lie over: with TSP tensor too, since there its devices hold other tokens."""
+        """The axes that split the experts: with TSP tensor too, because its devices then hold other tokens."""
         axes = ("expert", "tensor") if self.tsp else ("expert",)
         return tuple(axis for axis in axes if getattr(self, axis) > 1)
 
     @property
     def heads(self) -> int:
-        """On how many devices attention's heads and the experts' width lie."""
+        """The number of devices that share attention's heads and the experts' width."""
         return 1 if self.tsp else self.tensor
 
 
@@ -71,19 +71,19 @@ def spread_of(sizes: config.Mesh, shape: Mapping[str, int]) -> Spread:
 
 
 def is_matrix(names: tuple[str | None, ...]) -> bool:
-    """Whether a weight with these logical axes is a matrix, or a stack of them; fsdp spreads these."""
+    """Whether a weight with these logical axes is a matrix or a stack of matrices; fsdp spreads these."""
     return len([name for name in names if name not in ("layers", "expert")]) > 1
 
 
 def gather_over_data(x: jax.Array, names: tuple[str | None, ...]) -> jax.Array:
-    """A weight that fsdp spread over data, whole again; its gradient is summed and spread on the way back."""
+    """Gathers a weight that fsdp has spread over data; its gradient is summed and spread on the way back."""
     if not is_matrix(names) or FSDP_DIM not in names:
         return x
     return jax.lax.all_gather(x, "data", axis=names.index(FSDP_DIM), tiled=True)
 
 
 def share_of_tokens(x: jax.Array, spread: Spread) -> jax.Array:
-    """This device's part of rows that the tensor axis holds in common: each counts for the loss on one device."""
+    """This device's part of rows that all devices of the tensor axis hold: each row counts for the loss once."""
     if spread.heads == 1:
         return x
     size = x.shape[0] // spread.heads

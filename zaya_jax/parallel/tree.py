@@ -1,11 +1,11 @@
-"""Decoding over a key-value cache that lies along the sequence on several devices: tree attention.
+"""Decoding over a key-value cache split along the sequence over several devices: tree attention.
 
-Column t of the cache lies on device t mod N, as its column t // N: however far decoding has come, and whatever window
-a layer has, devices hold equally many columns that count. All else is the same on every device: the queries, which
-columns count, the other caches, the tokens. For one new token in each of B rows, H heads of C channels, a layer sends
+Column t of the cache is on device t mod N, as its column t // N: at any point of decoding, and for any window that
+a layer has, devices hold equally many valid columns. Everything else is the same on every device: the queries, the
+valid columns, the other caches, the tokens. For one new token in each of B rows, H heads of C channels, a layer sends
 three all-reduces: the greatest log-sum-exp (4 B H bytes), the outputs and the weights weighed by it (4 B H C and
-4 B H). Neither the number of devices nor the sequence's length is in it; the compiler makes one message of the latter
-two, so that two follow each other. Rings, to be compared with, are in benchmarks/rivals.py.
+4 B H). This does not depend on the number of devices or the length; the compiler makes one message of the last
+two, so a layer waits for two. Rings for comparison are in benchmarks/rivals.py.
 
 All runs inside `jax.shard_map`. Letters: T columns of the whole cache, K key-value heads.
 """
@@ -41,7 +41,7 @@ class Parts(Cache):
         return -(-length // self.devices)
 
     def write(self, held: Held, new: Float[Array, "B S K C"], index: jax.Array) -> Held:
-        """A prompt's columns begin on the first device; one new column lies on the device of its index."""
+        """A prompt's columns begin on the first device; a new column is on the device of its index."""
         rows = jnp.arange(len(new))
         if new.shape[1] > 1:
             return held.write(own_columns(new, self.axis), 0, index // self.devices)
@@ -52,14 +52,14 @@ class Parts(Cache):
         return held.write_rows(jnp.where(here[:, None, None], new[:, 0].astype(old.dtype), old), place)
 
     def read(self, q, k, v, valid, scale) -> jax.Array:
-        """Keys and values are this device's, `valid` is of all columns."""
+        """Keys and values are this device's; `valid` covers all columns."""
         out, lse = attend_to_part(q, k, v, own_columns(valid, self.axis), scale)
         return self._of_all(out, lse)[:, None].astype(v.dtype)
 
     def read_piece(self, q, k, v, window, start, scale) -> jax.Array:
         """The piece begins on the first device.
 
-        Queries N columns apart see a device's columns as a sequence sees itself: with the query of place b from residue
+        Queries N columns apart see a device's columns as a sequence sees itself: for the query of place b from residue
         s of start + b N + s, and the key of place j on device r, the distance is (b + start / N - j) N + s - r.
         """
         devices, me, length = self.devices, lax.axis_index(self.axis), q.shape[1]
@@ -76,7 +76,7 @@ class Parts(Cache):
         return out.reshape(len(q), -1, *out.shape[3:])[:, :length].astype(v.dtype)
 
     def _of_all(self, out: jax.Array, lse: jax.Array) -> jax.Array:
-        """Attention to all keys, from each device's to its own and their log-sum-exp."""
+        """Attention to all keys, from each device's attention to its own keys and the log-sum-exp."""
         weight = jnp.exp(lse - lax.pmax(lse, self.axis))
         out, total = lax.psum(out * weight[..., None], self.axis), lax.psum(weight, self.axis)
         return out / total[..., None]
@@ -84,7 +84,7 @@ class Parts(Cache):
 
 @dataclasses.dataclass(frozen=True)
 class InParts(Devices):
-    """A mesh whose context axis holds a cache's keys and values in parts; all else is on every device."""
+    """A mesh whose context axis splits a cache's keys and values; everything else is on every device."""
 
     mesh: Mesh
     alone = False
@@ -95,7 +95,7 @@ class InParts(Devices):
 
 
 def cache_over(mesh: Mesh | None) -> Devices:
-    """Where to decode with weights that lie on a mesh: on all of it where it has a context axis for the cache."""
+    """The devices to decode on with weights on a mesh: all of them if it has a context axis for the cache."""
     return InParts(mesh) if mesh is not None and mesh.shape.get("context", 1) > 1 else ALONE
 
 

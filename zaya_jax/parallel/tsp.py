@@ -3,28 +3,28 @@
 No sum of activations crosses devices. Letters: N devices, B batch, S sequence, D model, H query and K key-value heads,
 G = H / K, C head channels, F the MLP's width; a device holds S / N tokens, H / N heads and F / N channels.
 
-`ring_sum`, for the gated MLP: the shards go round. In each of N rounds a device adds what the visiting shard gives for
-its own tokens, while the next one is on its way. Backward they go round once more and each shard's gradient goes one
-step behind it, so that it comes home complete.
+`ring_sum`, for the gated MLP: the shards go round. In each of N rounds a device adds the visiting shard's result for
+its own tokens, while the next one is on its way. Backward they go round once more and each shard's gradient follows one
+step behind it, so that it arrives home complete.
 
-`travelling_attention`, in K / N rounds. All devices must work on the same heads at a time, since each needs the keys
+`travelling_attention`, in K / N rounds. All devices must work on the same heads at a time, because each needs the keys
 and values of all tokens. So a round takes one key-value head with its queries from *every* device: their columns of q,
 k, v and rows of o, packed, are broadcast by all to all at once, which is one all-gather of N equal pieces. Broadcasting
 one device's whole shard at a time moves as many bytes, but over one device's links while the others' are idle, and its
-transpose, which takes the gradients home, would be a reduction to one device; as a sum of masked buffers (XLA has no
+transpose, which returns the gradients, would be a reduction to one device; as a sum of masked buffers (XLA has no
 broadcast on every backend) it moves twice the bytes. The all-gather and its transpose, the reduce-scatter, are native
 everywhere. Then each device computes the round's heads for its tokens, gathers their keys and values along the sequence
 (`context`, zig-zag order) and adds their part of the output. The next round's weights are fetched before this round
-computes. Backward weights, keys and values are fetched again and nothing of size N is kept: of the forward pass only
+computes. The backward pass fetches weights, keys and values again and keeps nothing of size N: of the forward pass only
 the device's own attention output and its log-sum-exp.
 
-Elements that come in per layer and device, forward: (N - 1) / N of
+Elements received per layer and device, forward: (N - 1) / N of
 
     2 D (H + K) C + 3 D F      weights; 16 D² for multi-head attention with F = 4 D
     2 B S K C                  keys and values; then 2 B S D
 
 and backward the same again, and the gradients of both: keys' and values' in the compute format, weights' in float32.
-Tensor parallelism moves 4 B S D forward (two all-reduces, each in and out) and as many backward: TSP moves fewer where
+Tensor parallelism moves 4 B S D forward (two all-reduces, each in and out) and as many backward: TSP moves fewer if
 a device group has more than 8 D tokens in flight.
 
 ZAYA's attention has so few key-value heads that a device holds k, v, convolutions and temperatures whole, as without
@@ -54,9 +54,9 @@ AXIS = "tensor"
 
 @dataclasses.dataclass(frozen=True)
 class Fetched(Weights):
-    """ZAYA's weights: those that are cut by heads are fetched, whole, for products in `dtype`.
+    """ZAYA's weights: those split by heads are fetched whole, for products in `dtype`.
 
-    Its gradient is summed over devices in float32, each keeping its part.
+    A fetched weight's gradient is summed over devices in float32, each keeping its part.
     """
 
     dtype: Any = None
@@ -71,9 +71,9 @@ class Fetched(Weights):
 
 @dataclasses.dataclass(frozen=True)
 class Travelling(Weights):
-    """A dense model's weights: they visit each device in turn."""
+    """A dense model's weights, which visit each device in turn."""
 
-    parts: int = 1  # devices that share them
+    parts: int = 1  # devices that share the weights
 
     def mlp(self, function, x, kernels, dtype) -> jax.Array:
         return ring_sum(function, x, kernels, dtype, self.parts)
@@ -137,7 +137,7 @@ def _ring_bwd(fn, dtype, parts, saved, dy):
         dx, added = visit(visiting, dx)
         return (following, dx, _add(behind, added)), None
 
-    # A device's own shard is the first; its gradients wait for those of the others, which begin one device on.
+    # A device's own shard is first; its gradients wait for those of the others, which begin at the next device.
     own = jax.tree.map(lambda w: w.astype(dtype), shards)
     visiting = _pass_on(own, parts)
     dx, own_gradients = visit(own, jnp.zeros(x.shape, jnp.float32))
@@ -162,14 +162,14 @@ def _pass_on(tree, parts):
 
 
 def _as_bits(move, x):
-    """Moves 2-byte numbers as bare bits: XLA:CPU would make 4 bytes of each, and any compiler may."""
+    """Moves 2-byte numbers as bare bits: XLA:CPU would widen each to 4 bytes, and any compiler may."""
     if x.dtype.itemsize != 2:
         return move(x)
     return lax.bitcast_convert_type(move(lax.bitcast_convert_type(x, jnp.uint16)), x.dtype)
 
 
 def _wide(tree):
-    """As float32, which leaves products as they are and gives float32 gradients."""
+    """As float32, which does not change products and gives float32 gradients."""
     return jax.tree.map(lambda w: w.astype(jnp.float32), tree)
 
 
@@ -195,7 +195,7 @@ class _Sizes(NamedTuple):
 
 
 class _Where(NamedTuple):
-    """The arrays of a round that are no weights and have no gradient."""
+    """The arrays of a round that are not weights and have no gradient."""
 
     rope: Any
     window: Int[Array, ""] | None
@@ -213,7 +213,7 @@ def travelling_attention(
     parts: int,
     windows: Windows = (None,),
 ) -> Float[Array, "B S/N D"]:
-    """Causal attention with the kernels of q, k, v [D, heads C] and o [heads C, D], of which a device has its heads."""
+    """Causal attention with the kernels of q, k, v [D, heads C] and o [heads C, D], each device with its heads."""
     q, k, v, o = weights
     rounds = k.shape[1] // channels
     sizes = _Sizes(parts, place.axes, x.shape[-1], q.shape[1] // k.shape[1], channels, x.dtype, windows)
@@ -290,7 +290,7 @@ def _attention_bwd(sizes, saved, dy):
             with visits:
                 found.append(blockwise.attention_gradients(arrays[:3], arrays[3:], *masks, scale=scale))
         early, late = found
-        # Late queries see all keys, early ones the first half: summed in float32, and sent home as they came.
+        # Late queries see all keys, early ones the first half: summed in float32, and sent home in the compute format.
         unseen = [(0, 0), (0, late[1].shape[1] - early[1].shape[1]), (0, 0), (0, 0)]
         d_kv = [(b + jnp.pad(a, unseen)).astype(kv.dtype) for a, b in zip(early[1:], late[1:], strict=True)]
         (d_kv,) = home(jnp.concatenate(d_kv, axis=-1))
