@@ -27,11 +27,11 @@ from zaya_jax.evaluate.scorer import TOKENS, Scorer, TokenRow
 from zaya_jax.library import LanguageModel
 from zaya_jax.model.sampling import Sampling
 
-# lm-eval's own: of its hf model, and of its command line.
+# Defaults of lm-eval's hf model and command line.
 MAX_GEN_TOKS = 256
 FEWSHOT_SEED = 1234
 BOOTSTRAPS = 1000
-PLAIN = {"do_sample": (True, False), "num_beams": (1,), "use_cache": (True, False)}  # what these may be
+PLAIN = {"do_sample": (True, False), "num_beams": (1,), "use_cache": (True, False)}  # accepted values
 
 
 def require() -> None:
@@ -72,7 +72,7 @@ def model_of(model: LanguageModel, add_bos_token: bool = False, tokens: int = TO
 
     if model.tokenizer is None:
         raise UserError(f"the model of {model.source} has no tokenizer, which tasks need")
-    facts = {  # of the class: TemplateLM has properties of these names
+    facts = {  # class attributes, because TemplateLM has properties of these names
         "max_length": model.config.model.max_position_embeddings,
         "tokenizer_name": f"{model.tokenizer.kind}-{model.tokenizer.sha256[:12]}",
         "eot_token_id": model.tokenizer.eos_id,
@@ -96,12 +96,12 @@ class _Answers:
         self._tokens, self._seed = tokens, seed
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids, by default with a begin of document where tasks were asked to have one."""
+        """Ids, by default with a begin of document if `add_bos_token` asks for one."""
         bos = self._add_bos if add_special_tokens is None else add_special_tokens
         return [self.prefix_token_id] * bos + list(self._tokenizer.encode(string))
 
     def loglikelihood(self, requests: Sequence, disable_tqdm: bool = False) -> list:
-        """As lm-eval has it; an empty answer is refused."""
+        """Like lm-eval's; an empty answer is refused."""
         if not all(request.args[1] for request in requests):
             raise UserError("a task asks for the likelihood of an answer that is empty")
         return super().loglikelihood(requests, disable_tqdm)  # type: ignore[misc]
@@ -111,7 +111,7 @@ class _Answers:
         for _, given, continuation in requests:
             if not continuation:
                 raise UserError("a task has an answer that adds no token to its question")
-            # White space alone: lm-eval has moved it to the answer, and its hf model stops at an assertion.
+            # Only white space: lm-eval has moved it to the answer, and its hf model stops at an assertion.
             context = list(given) or [self.prefix_token_id]
             ids = (context + list(continuation))[-(self.max_length + 1) :]
             if len(continuation) >= len(ids):

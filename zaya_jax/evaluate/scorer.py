@@ -4,8 +4,8 @@
     for log_probs, likeliest in scorer([TokenRow(ids, first=3), ...]): ...
 
 Rows of similar length go together, so there is little padding and few programs are compiled: lengths are rounded up to
-powers of two and the halves between, rows of a batch to powers of two, within `tokens` a batch. Each of several
-processes has the whole model on its own devices; batches go round them, and all get all results.
+powers of two and the midpoints between, rows of a batch to powers of two, within `tokens` a batch. Each of several
+processes has the whole model on its own devices; they share the batches, and all get all results.
 """
 
 import dataclasses
@@ -18,29 +18,29 @@ import numpy as np
 from zaya_jax.functions import IGNORED
 from zaya_jax.library import LanguageModel
 
-TOKENS = 8192  # of a batch
+TOKENS = 8192  # in a batch
 SHORTEST = 16  # shorter rows are padded to it
 
-# Of each scored token: its log-probability in nats, and whether it is the likeliest.
+# For each scored token: its log-probability in nats, and whether it is the likeliest.
 Scores = tuple[np.ndarray, np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenRow:
-    """Tokens; those from `first` on are scored, each after all before it. `first` is at least 1."""
+    """Tokens; those from `first` (at least 1) on are scored, each given all earlier ones."""
 
     ids: Sequence[int] | np.ndarray
     first: int = 1
 
 
 class Scorer:
-    """See the module. The results are in the order of the rows, and but for rounding depend on no other row."""
+    """See the module. Results are in the order of the rows and, up to rounding, independent of other rows."""
 
     def __init__(self, model: LanguageModel, tokens: int = TOKENS):
         self.model, self._tokens = model, tokens
 
     def __call__(self, rows: Sequence[TokenRow], tell: Callable[[int], object] = lambda done: None) -> list[Scores]:
-        """`tell` is called with the number of rows of each batch that is done."""
+        """`tell` is called with the number of rows of each finished batch."""
         lengths = [len(row.ids) - 1 for row in rows]
         counts = [len(row.ids) - row.first for row in rows]
         begins = np.cumsum([0, *counts])
@@ -72,7 +72,7 @@ class Scorer:
 
 
 def sum_over_processes(own: np.ndarray) -> np.ndarray:
-    """The sum of arrays of which one process has each entry, the others zeros: exact."""
+    """The exact sum of arrays in which each entry is zero on all processes except one."""
     from jax.experimental import multihost_utils  # imported here: it pulls in half of JAX's experiments
 
     padded = np.pad(own, (0, power_of_two(len(own)) - len(own)))  # few lengths: each is a program
@@ -81,7 +81,7 @@ def sum_over_processes(own: np.ndarray) -> np.ndarray:
 
 
 def batches(lengths: Sequence[int], tokens: int, longest: int | None = None) -> Iterator[tuple[list[int], int]]:
-    """Which rows go together, and how long they are with padding, at most `longest`.
+    """The rows of each batch, and their padded length, at most `longest`.
 
     The longest come first: they need the most memory.
     """
@@ -107,6 +107,6 @@ def rounded(length: int, longest: int | None = None) -> int:
 
 
 def power_of_two(number: int, up: bool = True) -> int:
-    """The next one from here, or the last one before; at least 1."""
+    """The next power of two from here, or the last one before; at least 1."""
     below = 1 << (max(number, 1).bit_length() - 1)
     return below * 2 if up and below < number else below

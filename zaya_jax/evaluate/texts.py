@@ -1,10 +1,10 @@
-"""The loss on text: on files that prepare_data takes, on prepared data, or on a run's held-out part.
+"""The loss on text: files that prepare_data takes, prepared data, or a run's held-out part.
 
     loss = evaluate(scorer, documents("docs/*.md", tokenizer), context=2048)
     loss.figures()     loss, perplexity, bits_per_byte, by_position, ...
 
-A document is a row of tokens with its begin and end, as in training; every token but the first is predicted, of a chat
-only the answers. A document longer than the context is read in windows that advance by half of it, so that every token
+A document is a row of tokens with its begin and end, as in training; every token except the first is predicted, in a
+chat only the answers. A document longer than the context is read in windows that advance by half of it, so every token
 beyond the first window is predicted after at least half a context.
 """
 
@@ -27,7 +27,7 @@ AT_ONCE = 1 << 20  # tokens that are scored at a time
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One text or chat: its tokens, which of them are to be predicted, and the bytes that those stand for."""
+    """One text or chat: its tokens, a mask of the predicted ones, and the bytes that these represent."""
 
     tokens: np.ndarray
     learn: np.ndarray  # never the first
@@ -40,7 +40,7 @@ class Loss:
 
     documents: int = 0
     tokens: int = 0
-    bytes: int = 0  # that these tokens stand for
+    bytes: int = 0  # represented by these tokens
     nats: float = 0.0
     likeliest: int = 0
     positions: dict[int, list[float]] = dataclasses.field(default_factory=dict)  # tokens, nats
@@ -126,7 +126,7 @@ def _files(path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[
                 if made is None:
                     skipped(f"{where}: {outcome}")
                 else:
-                    assert made.learn is not None  # of texts alone
+                    assert made.learn is not None  # None only for texts
                     yield _learnt(np.asarray(made.tokens), made.learn, tokenizer)
                 continue
             if isinstance(sample, str) and len(sample) <= tokenizers.PIECE and not sample.strip():
@@ -143,7 +143,7 @@ def _files(path: str, tokenizer: Tokenizer, text_field: str, skipped: Callable[[
 
 
 class _Counted:
-    """Pieces of a text, and how many bytes those are that were taken."""
+    """Pieces of a text, and their number of bytes."""
 
     def __init__(self, pieces: Iterable[str]):
         self._pieces, self.bytes = pieces, 0
@@ -170,7 +170,7 @@ def _of_store(store: pipeline.TokenStore, tokenizer: Tokenizer) -> Iterator[Docu
         for length in store.lengths(shard).tolist():
             (parts,) = store.parts([(begin, begin + length)])
             tokens = np.concatenate([bundle.tokens[start:stop] for bundle, start, stop in parts])
-            # A target's mark stands at the token before it.
+            # A target's mark is at the token before it.
             learn = np.concatenate([bundle.learn[start:stop] for bundle, start, stop in parts])
             begin += length
             yield _learnt(tokens, np.append(False, learn[:-1]), tokenizer)
@@ -185,7 +185,7 @@ def _learnt(tokens: np.ndarray, learn: np.ndarray, tokenizer: Tokenizer) -> Docu
 
 
 def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
-    """(begin, end, first predicted) of the windows of a document of so many tokens: each is predicted once."""
+    """(begin, end, first predicted) of the windows of a document of this length: each token is predicted once."""
     begin, done = 0, 1
     while done < count:
         end = min(begin + context + 1, count)
@@ -196,7 +196,7 @@ def windows(count: int, context: int) -> Iterator[tuple[int, int, int]]:
 def evaluate(
     scorer: Scorer, found: Iterable[Document], context: int, tell: Callable[[int], object] = lambda tokens: None
 ) -> Loss:
-    """The loss over documents; `tell` is called with tokens that are done."""
+    """The loss over documents; `tell` is called with the number of tokens done."""
     loss = Loss()
     for some in _portions(_rows(found, context, loss)):
         scores = scorer([row for row, *_ in some])
@@ -207,7 +207,7 @@ def evaluate(
 
 
 def _rows(found: Iterable[Document], context: int, loss: Loss) -> Iterator[tuple[TokenRow, int, np.ndarray]]:
-    """(row, the place in its document of the first token that is predicted there, which of them count)."""
+    """(row, the place in its document of the row's first predicted token, a mask of the predicted ones)."""
     for document in found:
         loss.documents += 1
         loss.bytes += document.bytes
@@ -230,7 +230,7 @@ def together(losses: Iterable[Loss]) -> Loss:
 
 
 def _portions(found: Iterable[tuple[TokenRow, int, np.ndarray]]) -> Iterator[list[tuple[TokenRow, int, np.ndarray]]]:
-    """As many rows at a time as make batches of like lengths, and fit into memory."""
+    """Groups of rows, large enough for batches of similar lengths and small enough for memory."""
     some, tokens = [], 0
     for one in found:
         some.append(one)

@@ -38,10 +38,9 @@ def scan_layers(
     first.
 
     `steps` are those of the layers of the repeating stretch. The layers' inputs are stacked, and so are the
-    outputs; an entry of the cache is stacked over the layers that have it, and the loop carries all of it: a layer
-    holds its place in the stack. Without a cache the entries that layers of one kind return are stacked. `remat` turns a
-    step into one that the backward pass recomputes; `unroll` writes the layers out if they
-    are all of one kind.
+    outputs; an entry of the cache is stacked over the layers that have it, and the loop carries it whole: a layer
+    holds its place in the stack. Without a cache the entries that layers of one kind return are stacked. `remat`
+    turns a step into one that the backward pass recomputes; `unroll` writes the layers out if they are of one kind.
     """
     num = jax.tree.leaves(per_layer)[0].shape[0] // len(pattern)
     numbers = None if cache is None else jnp.arange(num)

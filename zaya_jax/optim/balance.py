@@ -3,12 +3,12 @@
 The router chooses argmax(p + bias); the bias is state, not a parameter: no gradient, no decay, no clipping.
 Once a step, for each layer,
 
-    f_e = tokens that went to e / all real tokens, those that skipped counted
+    f_e = tokens that went to e / all real tokens, skipped ones included
     AdamW on the gradient f_e - 1/E, without decay
-    the mean of the E experts' biases is taken off them
+    the mean of the E experts' biases is subtracted from them
 
 so the counts must be summed over devices and micro-batches before they come here. The last class, which
-computes nothing, keeps its bias. It is a little arithmetic on [L, E]; every device does it alike.
+computes nothing, keeps its bias. This is a little arithmetic on [L, E], the same on every device.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class State(NamedTuple):
 
 
 def init(num_layers: int, num_experts: int, skip_bias: float = -1.0) -> State:
-    """All experts alike, the skip class below them."""
+    """All experts equal, the skip class below them."""
     experts = jnp.zeros((num_layers, num_experts), jnp.float32)
     bias = jnp.concatenate([experts, jnp.full((num_layers, 1), skip_bias, jnp.float32)], 1)
     return State(bias, experts, experts, experts.astype(jnp.int32), jnp.zeros((), jnp.int32))
@@ -49,8 +49,8 @@ def update(
     """(new state, figures) from the counts [L, E+1] of a step's real tokens over all devices and
     micro-batches.
 
-    Not `enabled`: biases stay as they are and only the figures are kept. `keep` false (the step's update is
-    skipped): nothing at all changes.
+    Without `enabled` biases do not change and only the figures are kept. With `keep` false (the step's update is
+    skipped) nothing at all changes.
     """
     num_experts = state.mean.shape[1]
     load = counts.astype(jnp.float32)

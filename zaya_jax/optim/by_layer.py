@@ -1,11 +1,11 @@
 """Gradients that travel layer by layer, while the backward pass computes the next layer's.
 
 A large stack of matrices would otherwise wait, whole and in float32, until the backward pass has ended, and be reduced
-then, while nothing else runs. Here each layer's gradient is reduced and scattered as it leaves the layer, and what a
-device keeps of it is its share. In the end a device has a piece of every layer, and owns a few whole matrices (as
+then, while nothing else runs. Here each layer's gradient is reduced and scattered as it leaves the layer, and each
+device keeps its share. In the end a device has a piece of every layer, and owns a few whole matrices (as
 `matrices` places them): one all-to-all, in which every device sends and gets as much as a layer or two have.
 
-That needs pieces that are whole parts of matrices, or whole matrices: devices by powers of two, as a rule.
+The pieces must be whole matrices or whole parts of them, so the number of devices is usually a power of two.
 """
 
 import math
@@ -28,7 +28,7 @@ class ByLayer:
     def __init__(self, bucket: Matrices):
         (weight,) = bucket.weights
         self.bucket, self.layers = bucket, weight.shape[0]
-        self.matrices = bucket.count // self.layers  # of a layer
+        self.matrices = bucket.count // self.layers  # per layer
         self.kept = self.matrices * bucket.rows // bucket.shards  # rows of a layer that a device keeps
         self.piece = min(self.kept, bucket.rows)  # rows of one matrix in it
         at_once = max(self.kept // bucket.rows, 1)
@@ -37,7 +37,7 @@ class ByLayer:
 
     @staticmethod
     def of(bucket: Matrices) -> "ByLayer | None":
-        """None where a bucket's gradients travel otherwise."""
+        """None if a bucket's gradients travel in another way."""
         weight, rows = bucket.weights[0], bucket.rows
         if len(bucket.weights) > 1 or not weight.path.startswith("layers/") or bucket.plan is None:
             return None
@@ -60,7 +60,7 @@ class ByLayer:
 
     @property
     def sent(self) -> int:
-        """Numbers that a device sends to owners, most of them zeros where these are many."""
+        """Numbers that a device sends to owners, mostly zeros if there are many owners."""
         return self.rounds * self.bucket.shards * self.each * self.piece * UNIT
 
     @jax.named_scope("optimizer/exchange")
@@ -73,8 +73,8 @@ class ByLayer:
         """The shares of all layers to the matrices [slots, a, b] that a device owns."""
         bucket, axes, rows = self.bucket, self.bucket.grid.names, self.bucket.rows
         devices, me = bucket.shards, lax.axis_index(axes)
-        pieces = self.kept // self.piece  # of a layer
-        # Where mine go: the number of each one's matrix says its owner, and they follow each other there.
+        pieces = self.kept // self.piece  # per layer
+        # Where mine go: the number of a piece's matrix determines its owner, and there the pieces are in order.
         of_layer = (me * self.kept + np.arange(pieces) * self.piece) // rows
         matrix = (np.arange(self.layers)[:, None] * self.matrices + of_layer).reshape(-1)
         target = jnp.asarray(np.repeat(np.arange(devices), bucket.counts))[matrix]
@@ -83,7 +83,7 @@ class ByLayer:
             x.reshape(len(matrix), -1), unique_indices=True, mode="promise_in_bounds"
         )
         came = ownership.swap(sent.reshape(devices, self.each, -1), axes)
-        # Where those of my matrices came from.
+        # The sources of my matrices' pieces.
         start, count = (ownership.of_device(table, axes) for table in (bucket.starts, bucket.counts))
         slot = np.arange(bucket.slots)
         begin = (start + slot) % self.matrices * rows

@@ -1,16 +1,16 @@
-"""The optimizer: one Optax chain, a table that says which weight goes where, and its state for checkpoints.
+"""The optimizer: one Optax chain, a table of each weight's method, and its state for checkpoints.
 
     optimizer = chain.build(config.optim, config.precision, params, specs=specs, axes=mesh.shape)
-    state = optimizer.init()  # global arrays; optimizer.specs() says how they lie on the mesh
+    state = optimizer.init()  # global arrays; optimizer.specs() gives their PartitionSpecs
     updates, state = optimizer.update(grads, state, params, lr=lr)  # with a mesh: inside jax.shard_map
     params = optax.apply_updates(params, updates)
 
 `update` follows Optax's protocol with one extra argument, the learning rate: progress is counted in tokens,
-so the caller knows it (`zaya_jax.schedule`) and the state does not. Within one update:
+so the caller knows it (`zaya_jax.schedule`), not the state. Within one update:
 
     reduce    gradients, summed over devices, to each device's share (`zaya_jax.optim.zero`)
     norm      of all gradients; by it skip the update (`zaya_jax.optim.skip`) or clip
-    core      Muon's (`zaya_jax.optim.muon`) and AdamW's directions, on the share alone
+    core      Muon's (`zaya_jax.optim.muon`) and AdamW's directions, only on the share
     gather    every device's directions
     finish    size, decay of the weights (times the learning rate, not times Muon's scale), learning rate
 """
@@ -51,9 +51,9 @@ TABLE = (
     Row(r"layers/mlp/(gate|up|down)/kernel", "mlp", "muon", True, "a dense model's; matrices"),
     Row(r"layers/experts/(gate_up|down)", "experts", "muon", True, "matrices, one for each layer and expert"),
     Row(r"layers/router/(down|fc1|fc2|out)/kernel", "router", "muon", True, "matrices, small ones"),
-    # A table: most rows have no gradient in a step, so Muon would shout them and decay forget them.
+    # A table: most rows have no gradient in a step, so Muon would amplify noise in them and decay would erase them.
     Row(r"embed/embedding", "embedding", "adamw", False, "a table of rows, most without a gradient in a step"),
-    # Taps, not maps: the last one starts and stays apart from the others; few numbers.
+    # Taps, not maps: the last one starts and stays different from the others; few numbers.
     Row(r"layers/cca/conv_(depthwise|grouped)/kernel", "convolution", "adamw", False, "taps, not maps; few numbers"),
     Row(r"(.*[/_])bias", "vectors", "adamw", False, "no matrix; decay would pull it to 0 without need"),
     Row(r"(.*[/_])scale", "vectors", "adamw", False, "no matrix; decay would pull it to 0, and it starts at 1"),
@@ -63,7 +63,7 @@ TABLE = (
 
 
 SLASH = "/"  # between the parts of a weight's path
-KINDS = ("momentum", "mean", "square")  # what the state has by bucket
+KINDS = ("momentum", "mean", "square")  # the state's arrays, by bucket
 
 
 class State(NamedTuple):
@@ -76,7 +76,7 @@ class State(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
-    """An Optax transformation, and what a program around it needs."""
+    """An Optax transformation, with the layout that a program around it needs."""
 
     transformation: optax.GradientTransformationExtraArgs
     layout: zero.Layout
@@ -91,7 +91,7 @@ class Optimizer:
         return self.transformation.update(grads, state, params, lr=lr)
 
     def apply(self, grads: Any, state: State, params: Any, *, lr: jax.Array | float) -> tuple[Any, State]:
-        """(new parameters, new state), in the same way. Where parameters are donated the new ones take their place."""
+        """(new parameters, new state), in the same way. New parameters take the place of donated ones."""
         return self.transformation.update(grads, state, params, lr=lr, apply=True)
 
     def specs(self) -> State:
@@ -105,23 +105,23 @@ class Optimizer:
         return jax.tree_util.tree_map_with_path(spec, jax.eval_shape(self.init))
 
     def arrays(self, state: State) -> dict[str, Any]:
-        """The part of the state that goes into checkpoints, as it lies: `steps`, `skip`, and `momentum`, `mean` and
+        """The part of the state that goes into checkpoints, without copies: `steps`, `skip`, and `momentum`, `mean` and
         `square` by bucket (`layout.held` lists the boxes in these)."""
         return {"steps": _adam(state.core).count, "skip": state.skip._asdict(), **_parts(state.core)}
 
     def with_arrays(self, arrays: Mapping[str, Any], figures: dict[str, Any]) -> State:
-        """The inverse: a state with these arrays; `figures` are those of no step."""
+        """The inverse: a state with these arrays and empty `figures`."""
         core = _with_parts(jax.eval_shape(self.init).core, arrays, arrays["steps"])
         return State(core, skip.SkipState(**arrays["skip"]), figures)
 
     def no_figures(self) -> dict[str, Any]:
-        """The figures of no step, zeros on the host."""
+        """The figures before any step, zeros on the host."""
         figures = jax.eval_shape(self.init).figures
         return {name: np.zeros(x.shape, x.dtype) for name, x in figures.items()}
 
 
 def claim(paths_and_shapes: Mapping[str, tuple[int, ...]], table: tuple[Row, ...] = TABLE) -> dict[str, Row]:
-    """The one row that claims each weight; UserError naming the weight if none does, or several do."""
+    """The one row that claims each weight; UserError naming the weight if no row or several rows do."""
     claims = {}
     for path, shape in paths_and_shapes.items():
         rows = [row for row in table if re.fullmatch(row.pattern, path)]
@@ -129,7 +129,7 @@ def claim(paths_and_shapes: Mapping[str, tuple[int, ...]], table: tuple[Row, ...
             patterns = " and ".join(repr(row.pattern) for row in rows) or "none"
             raise UserError(
                 f"the weight {path} {list(shape)} is claimed by {patterns} of the rows of TABLE in "
-                "zaya_jax/optim/chain.py; one has to say how it is trained, and Muon takes matrices alone"
+                "zaya_jax/optim/chain.py; exactly one must say how it is trained, and Muon takes only matrices"
             )
         claims[path] = rows[0]
     return claims
@@ -149,8 +149,8 @@ def build(
     """The optimizer for parameters of these shapes (arrays or ShapeDtypeStructs, over all devices).
 
     `axes` are the mesh's axis sizes; with more than one device the state is spread over them (ZeRO-1) and
-    `update` must run in `jax.shard_map` over all of them. `specs`, a tree like `params`, says how the weights
-    themselves lie; by default every device has all of them. `optim.name` "adamw" gives the rows of Muon to
+    `update` must run in `jax.shard_map` over all of them. `specs`, a tree like `params`, gives the weights'
+    own PartitionSpecs; by default every device has all of them. `optim.name` "adamw" gives Muon's rows to
     AdamW.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(params)
@@ -215,13 +215,13 @@ def _around(core, finish, finish_state, layout, clip_norm, rule, deviations) -> 
         keep, skip_state = skip.decide(rule, norm, state.skip, deviations)
         factor = jnp.minimum(1.0, clip_norm / jnp.maximum(norm, 1e-30)) if clip_norm else jnp.ones(())
         always = rule == "never"
-        # Clipped where they are read: on one device shares are all gradients, and scaled ones would lie beside them.
+        # Clipped where they are read: on one device shares are all gradients, and scaled ones would be a second copy.
         clip = functools.partial(jnp.multiply, factor) if clip_norm else lambda g: g
         directions, core_state = core.update(shares, state.core, keep=True if always else keep, clip=clip)
         lr = lr if always else lr * keep  # directions are finite in any case
         directions = layout.gather(directions)
-        # Norms are sums over each device's own part, and all are read before the weights are written over: a chip that
-        # reads them in one pass with that writes the new weights elsewhere, and copies them.
+        # Norms are sums over each device's own part, and all are read before the weights are overwritten: a chip that
+        # reads them in the same pass writes the new weights elsewhere, and copies them.
         own_weights = layout.own_parts(params)
         own, _ = finish.update(layout.own_parts(directions), finish_state, own_weights, lr=lr)
         figures = _norms("grad_norm", squares)
@@ -239,7 +239,7 @@ def _around(core, finish, finish_state, layout, clip_norm, rule, deviations) -> 
 
 
 def _kept(transformation: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Adam of clipped gradients; where `keep` is false its state stays as it is, and directions are the means in it."""
+    """Adam of clipped gradients; if `keep` is false its state does not change, and directions are its means."""
 
     def update(updates, state, params=None, *, keep=True, clip=lambda g: g, **extra):
         del extra
@@ -253,9 +253,9 @@ def _kept(transformation: optax.GradientTransformation) -> optax.GradientTransfo
 
 
 def _size(kind: str, params: Any, methods: Any) -> optax.GradientTransformation:
-    """Muon's directions to their size in float32; AdamW's have it."""
+    """Scales Muon's directions in float32; AdamW's are scaled already."""
 
-    def factor(p, method):  # by the whole matrix, of which a device may hold a part
+    def factor(p, method):  # from the whole matrix; a device may hold only a part
         return muon.matrix_scale(kind, p.shape) if method == "muon" else 1.0
 
     factors = jax.tree.map(factor, params, methods)
@@ -288,7 +288,7 @@ def _adam(core: Any) -> Any:
 
 
 def _parts(core: Any) -> dict[str, dict[str, Any]]:
-    """The arrays of the core's state by what they are, then by bucket, of those that have them."""
+    """The arrays of the core's state by kind, then by bucket."""
     adam = _adam(core)
     parts = core.inner_states["muon"].inner_state.momentum, adam.mu, adam.nu
     return {
@@ -310,6 +310,6 @@ def _with_parts(core: Any, parts: Mapping[str, Any], count: jax.Array) -> Any:
 
 
 def _bucket_name(path: tuple, names: Mapping[str, Any]) -> str:
-    """The bucket that an array of the state belongs to, by its place there; "" if to none."""
+    """The bucket that an array of the state belongs to, by its place there; "" if it belongs to no bucket."""
     keys = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in names]
     return keys[-1] if keys else ""

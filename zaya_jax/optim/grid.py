@@ -10,7 +10,7 @@ import numpy as np
 
 from zaya_jax.config import UserError
 
-UNIT = 8  # numbers in a row: 16 bytes even in bfloat16, which is what transfers like to be aligned to
+UNIT = 8  # numbers in a row: 16 bytes even in bfloat16, a good alignment for transfers
 
 
 class Grid:
@@ -71,7 +71,7 @@ class Weight:
     path: str
     shape: tuple[int, ...]  # over all devices
     method: str  # muon or adamw
-    group: str  # whose norm it counts towards
+    group: str  # the group whose norm it counts towards
     spec: tuple[tuple[str, ...], ...] = ()  # the mesh axes of each dim, up to the last one that has any
 
     @property

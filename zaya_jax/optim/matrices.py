@@ -1,16 +1,16 @@
 """Muon's buckets over the devices of a mesh: all stacks of one local matrix shape, owned matrix by matrix.
 
 The gradients of a bucket travel as one run of rows (`ownership.Travel`): reduce-scattered over the devices that hold
-the same weights, then exchanged until every device has whole matrices, those that it owns. The way of the directions is
-the same one back, with an all-gather. Momentum lies with the owner as [slots, a, b]; slots is the most that any
+the same weights, then exchanged until every device has the whole matrices that it owns. The directions take
+the same way back, with an all-gather. The owner keeps momentum as [slots, a, b]; slots is the most that any
 device owns, and a device's first ones are in use.
 
-A weight that is itself sharded over a stack dim (experts) has a run of its own for each part. Over a matrix dim
+A weight that is itself sharded over a stack dim (experts) has a separate run for each part. Over a matrix dim
 (tensor, fsdp), a device has part t of T of every matrix: an all-to-all gives it all T parts of a T-th of the rows, and
 rows then are T · UNIT numbers wide.
 
-A bucket that would be padding to a good part, or is small anyhow, does not travel like that: it is summed as a whole
-(`together`), each owner takes its matrices, and zeros in place of all others make the way back a sum, too.
+A bucket with much padding, or a small one, does not travel like that: it is summed as a whole
+(`together`), each owner takes its matrices, and zeros for all others make the way back a sum, too.
 """
 
 import dataclasses
@@ -59,7 +59,7 @@ class Form:
 
     @property
     def swapped(self) -> tuple[str, ...]:
-        """The axes that matrix dims lie over."""
+        """The axes that split matrix dims."""
         return tuple(axis for _, axes in self.swaps for axis in axes)
 
 
@@ -71,7 +71,7 @@ class Matrices:
     def __init__(self, form: Form, weights: list[Weight], travelling: int, grid: Grid):
         self.form, self.weights, self.grid, self.travelling = form, weights, grid, travelling
         self.name, self.names, self.row, self.shared = form.name, (form.name,), form.row, form.shared
-        self.way: Any = None  # by which gradients leave layer by layer, if they can: `by_layer`
+        self.way: Any = None  # for gradients that leave layer by layer: `by_layer`
         stacks = [w.local(grid)[:-2] for w in weights]
         self.pieces = tuple((w, math.prod(stack)) for w, stack in zip(weights, stacks, strict=True))
         self.count = sum(count for _, count in self.pieces)  # matrices in a group
@@ -79,9 +79,9 @@ class Matrices:
         self.parts = grid.size(form.swapped)
         self.shards = grid.size(form.shared)
         self.part = tuple(n // grid.size(dict(form.swaps).get(i + 1, ())) for i, n in enumerate(self.row))
-        self.rows = -(-math.prod(self.part) // UNIT)  # of a device's part of a matrix
+        self.rows = -(-math.prod(self.part) // UNIT)  # in a device's part of a matrix
         self.travel = ownership.Travel(self.count * self.rows, self.groups.shape[1])
-        self.numbers = self.count * math.prod(self.part)  # of a device's parts
+        self.numbers = self.count * math.prod(self.part)  # in a device's parts
         waste = self.travel.padded * UNIT - self.numbers
         small = self.count * math.prod(self.row) <= SMALL
         much = waste > max(WASTE * self.numbers, WASTE_OF_ALL * travelling)
@@ -89,41 +89,41 @@ class Matrices:
 
     @property
     def kind(self) -> ownership.Kind:
-        """The bucket as the assignment of owners sees it."""
+        """The bucket, in the form that the assignment of owners takes."""
         return ownership.Kind(self.count, newton_schulz_flops(self.row, 1), self.groups)
 
     def settle(self, counts: np.ndarray) -> None:
-        """Takes note of how many matrices each device of each group owns."""
+        """Records how many matrices each device of each group owns."""
         starts = np.cumsum(counts, 1) - counts
         self.slots = int(counts.max())
         self.starts, self.counts = (np.zeros(self.groups.size, np.int32) for _ in range(2))
         self.starts[self.groups], self.counts[self.groups] = starts, counts
         self.plan = None
         if not self.together:
-            # Of what travels otherwise a hundredth may be padding of the exchange, or of all buckets' a five-hundredth.
+            # Otherwise a hundredth of the traffic may be padding of the exchange, or a five-hundredth of all buckets'.
             rows = self.travel.padded // self.parts if self.shards > 1 else self.travel.chunk
             spare = self.groups.size * max(rows // 100, self.travelling // (500 * UNIT * self.parts))
             self.plan = ownership.plan(counts, self.groups, self.rows, self.travel.chunk, spare)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of the state over all devices, in the order of the mesh."""
+        """The shape of the state over all devices, in the order of the mesh."""
         return (self.groups.size * self.slots, *self.row)
 
     def spec(self, name: str) -> PartitionSpec:
-        """Its first dim lies over every axis."""
+        """Every axis splits its first dim."""
         return PartitionSpec(self.grid.names)
 
     def devices(self, name: str) -> int:
-        """On how many devices different parts of it lie."""
+        """The number of devices with different parts of it."""
         return self.grid.num_devices
 
     @property
     def summed(self) -> dict[str, tuple[str, ...]]:
-        """The axes over which what `reduce` gives is still to be summed, with other small arrays."""
+        """The axes over which the result of `reduce` must still be summed, with other small arrays."""
         return {self.name: self.form.shared} if self.together else {}
 
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
-        """Bytes that a device puts into or gets out of each kind of collective, and how many are padding.
+        """Bytes that a device puts into or gets out of each kind of collective, and the padding among them.
 
         An exchange is a mean over devices, of both ways.
         """
@@ -154,7 +154,7 @@ class Matrices:
         return jnp.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Partial gradients to the matrices [slots, a, b] that a device owns, or, `together`, to its parts of all."""
+        """Partial gradients to the matrices [slots, a, b] that a device owns, or if `together` to its parts of all."""
         if self.together:
             return {self.name: self.whole(leaves)}
         first = leaves[self.weights[0].path]
@@ -196,7 +196,7 @@ class Matrices:
         return x.reshape(self.count, *self.part)
 
     def take(self, name: str, x: jax.Array) -> jax.Array:
-        """Of the summed parts [n, a', b'], the matrices that this device owns."""
+        """The matrices that this device owns, from the summed parts [n, a', b']."""
         if self.parts > 1:
             x = self._joined(lax.all_gather(x, self.form.swapped))
         start, count = (ownership.of_device(t, self.grid.names) for t in (self.starts, self.counts))
@@ -204,7 +204,7 @@ class Matrices:
         return jnp.where((np.arange(self.slots) < count)[:, None, None], x, 0)
 
     def put(self, x: jax.Array) -> jax.Array:
-        """The directions of a device at their places among all, float32, with zeros for the others'."""
+        """A device's directions at their places among all, float32, with zeros for the others'."""
         target = jnp.zeros((self.count + self.slots, *self.row), jnp.float32)
         start = ownership.of_device(self.starts, self.grid.names)
         return lax.dynamic_update_slice_in_dim(target, x.astype(jnp.float32), start, 0)[: self.count]
@@ -225,13 +225,13 @@ class Matrices:
         return result
 
     def owned(self) -> jax.Array | int:
-        """How many matrices this device owns."""
+        """The number of matrices that this device owns."""
         if (self.counts == self.slots).all():
             return self.slots
         return ownership.of_device(self.counts, self.grid.names)
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
-        """The sum of squares of what this device owns, by groups of weights."""
+        """The sum of squares of this device's matrices, by groups of weights."""
         by_slot = jnp.sum(jnp.square(buckets[self.name].astype(jnp.float32)), (1, 2))
         start, count = (ownership.of_device(t, self.grid.names) for t in (self.starts, self.counts))
         slot = np.arange(self.slots)
@@ -267,7 +267,7 @@ class Matrices:
         local, stack = weight.local(self.grid)[:-2], weight.shape[:-2]
         result = np.zeros(stack, np.int64)
         for number, group in enumerate(self.groups):
-            # Of all matrices of the group: the device's number in it, and the slot.
+            # For all matrices of the group: the device's number in it, and the slot.
             owner = np.repeat(np.arange(len(group)), self.counts[group])
             slot = np.arange(self.count) - self.starts[group][owner]
             home = (group[owner] * self.slots + slot)[before : before + math.prod(local)]
@@ -278,7 +278,7 @@ class Matrices:
         return result
 
     def held(self, name: str) -> Iterator[Held]:
-        """Where each matrix lies."""
+        """The place of each matrix."""
         whole = tuple(slice(0, n) for n in self.row)
         for w in self.weights:
             for index, home in np.ndenumerate(self.homes(w)):

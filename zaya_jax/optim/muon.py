@@ -57,7 +57,7 @@ def coefficients(name: str, steps: int) -> tuple[tuple[float, float, float], ...
 def polar_express(
     steps: int, smallest: float = 1e-3, head_room: float = 1.01, cushion: float = 0.0240733
 ) -> tuple[tuple[float, float, float], ...]:
-    """Polar Express's polynomials: each the odd quintic nearest to 1 on the interval that those before it
+    """Polar Express's polynomials: each the odd quintic nearest to 1 on the interval that the earlier ones
     leave.
 
     The first interval is [smallest, 1]. An interval is taken no wider than a ratio of 1 / `cushion`, or the
@@ -80,7 +80,7 @@ def polar_express(
 
 def _nearest_quintic(low: float, high: float) -> tuple[float, float, float]:
     """(a, b, c) of the odd quintic with the least greatest distance from 1 on [low, high], by Remez."""
-    # The limit: value 1 and two vanishing derivatives at the one point that is left.
+    # The limit: value 1 and two vanishing derivatives at the one remaining point.
     if low / high > 1 - 5e-6:
         return 15 / 8 / high, -10 / 8 / high**3, 3 / 8 / high**5
     inner = [(3 * low + high) / 4, (low + 3 * high) / 4]
@@ -99,9 +99,9 @@ def _nearest_quintic(low: float, high: float) -> tuple[float, float, float]:
 def orthogonalize_first(
     x: jax.Array, number: jax.Array | int | None, polynomials: tuple[tuple[float, float, float], ...], dtype: Any
 ) -> jax.Array:
-    """The first `number` of matrices [n, a, b], zeros after them; all of them where it is None.
+    """The first `number` of matrices [n, a, b], zeros after them; all of them if it is None.
 
-    A loop, whose length may differ from device to device: what a device does not own costs it nothing. Small
+    A loop, whose length may differ from device to device: matrices that a device does not own cost nothing. Small
     matrices go through it several at a time.
     """
     if number is None:
@@ -129,9 +129,9 @@ def scale_by_muon(
 ) -> optax.GradientTransformation:
     """Gradients [..., in, out] to directions in `dtype`; momentum adds up in float32 however it is kept.
 
-    `owned`, called at each update, gives the number of matrices in use, the first ones, of leaves that use only some.
+    `owned`, called at each update, gives the number of matrices in use (the first ones) of leaves that use only some.
     `clip` is applied to each gradient first. With `keep` false, a number at run time, momentum stays as it is, and
-    directions are finite whatever the gradients are.
+    directions are finite for any gradients.
     """
 
     def init(params):
@@ -156,7 +156,7 @@ def scale_by_muon(
             return orthogonalize_first(u, number, polynomials, dtype), kept
 
         def in_turns(g, kept):
-            """A large stack's few matrices at a time, its momentum where it lies."""
+            """A few matrices of a large stack at a time, with its momentum in place."""
             shape, size = g.shape, math.prod(g.shape[-2:])
             g, kept = (x.reshape(-1, *shape[-2:]) for x in (g, kept))
             at_once = max(n for n in range(1, len(g) + 1) if len(g) % n == 0 and (n == 1 or n * size <= TURN))

@@ -1,13 +1,13 @@
-"""Which device owns which matrices, and how rows get there: plans made of sizes alone, and what carries them out.
+"""The owner of each matrix, and the way of rows to it: plans made from sizes, and the collectives that execute them.
 
     pour       matrices of one size over devices with these loads, each to the least loaded one
-    assign     the same for all buckets of a model: the dearest matrices first
+    assign     the same for all buckets of a model: the most expensive matrices first
     Travel     the numbers of a bucket as one run of rows, cut evenly over a group of devices
     plan       from a device's chunk of the run to the matrices that it owns, and back: an `Exchange`
     to_owners, from_owners       an `Exchange` inside `jax.shard_map`
 
-A matrix is M rows of UNIT numbers. Devices own matrices in order: the first ones belong to the first device that
-has any, and so on. So every pair of (device that holds a part of the run, owner) has one piece of it in common.
+A matrix is M rows of UNIT numbers. Devices own matrices in order: the first ones belong to the first device with
+a matrix, and so on. So every pair of (device that holds a part of the run, owner) has one piece in common.
 `zero` has an example.
 """
 
@@ -23,7 +23,7 @@ from jax import lax
 
 
 class Kind(NamedTuple):
-    """Matrices of one size: `number` in each group of devices, any of which may own them."""
+    """Matrices of one size: `number` in each group of devices; any device of the group may own them."""
 
     number: int
     cost: int
@@ -33,7 +33,7 @@ class Kind(NamedTuple):
 def pour(loads: np.ndarray, cost: int, count: int) -> np.ndarray:
     """How many of `count` matrices each device gets if every one goes to the device least loaded so far.
 
-    Devices that are equal by load are taken at even distances, so that owners are near where rows land.
+    Devices with equal loads are taken at even distances, so that owners are near the rows' first places.
     """
     levels, devices = np.unique(loads, return_counts=True)
 
@@ -52,7 +52,7 @@ def pour(loads: np.ndarray, cost: int, count: int) -> np.ndarray:
 
 
 def assign(kinds: list[Kind], num_devices: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """How many matrices of each kind each device of its groups owns, and every device's load."""
+    """The number of matrices of each kind that each device of its groups owns, and every device's load."""
     loads = np.zeros(num_devices, np.int64)
     result: list[np.ndarray] = [np.zeros(0)] * len(kinds)
     for i in sorted(range(len(kinds)), key=lambda i: -kinds[i].cost):
@@ -84,10 +84,10 @@ class Travel(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Leg:
-    """One round in one direction: a slice of every device, sent to one other, or kept where `pairs` is None.
+    """One round in one direction: a slice of every device, sent to one other, or kept if `pairs` is None.
 
-    The tables have one entry per device: where its slice begins, where the one that comes is put (counted from the
-    target's row 0, and perhaps below it), and which of its rows, from `low` up to `high`, count.
+    The tables have one entry per device: the begin of its slice, the place of the incoming one (counted from the
+    target's row 0, and possibly below it), and the range of its valid rows, from `low` up to `high`.
     """
 
     length: int
@@ -103,8 +103,8 @@ class Exchange:
     """From each device's chunk to the rows of the matrices that it owns (`out`), and back.
 
     Where a matrix spans many chunks, these are first joined by doubling: in round j every 2^(j+1)-th device gets the
-    2^j chunks of the one 2^j further on (`joins`). What lies there then is no more than a matrix, so that every
-    holder and every owner has to do with a few others only.
+    2^j chunks of the one 2^j further on (`joins`). These joined chunks are no more than a matrix, so every
+    holder and every owner communicates with only a few others.
     """
 
     joins: tuple[np.ndarray, ...]  # the pairs of each round
@@ -116,11 +116,11 @@ class Exchange:
 
     @property
     def nothing(self) -> bool:
-        """Whether every device owns just the matrices of its chunk."""
+        """Whether every device owns exactly the matrices of its chunk."""
         return not self.joins and all(leg.pairs is None for leg in self.out)
 
     def sent_rows(self) -> tuple[int, int]:
-        """Rows that all devices together send on the way out, and how many of them count."""
+        """Rows that all devices together send on the way out, and the number of valid ones."""
         joined = [(len(pairs) * (self.chunk << j)) for j, pairs in enumerate(self.joins)]
         legs = [leg for leg in self.out if leg.pairs is not None]
         sent = sum(len(leg.pairs) * leg.length for leg in legs if leg.pairs is not None)
@@ -128,24 +128,24 @@ class Exchange:
 
 
 class Pieces(NamedTuple):
-    """What one device has of what another one owns; arrays with one entry per piece."""
+    """The pieces that one device has of another one's matrices; arrays with one entry per piece."""
 
     source: np.ndarray
     target: np.ndarray
     begin: np.ndarray  # at the source
-    end: np.ndarray  # where it begins at the target
+    end: np.ndarray  # its begin at the target
     length: np.ndarray
 
     def chosen(self, which: np.ndarray) -> "Pieces":
-        """Some of them."""
+        """A selection of them."""
         return Pieces(*(column[which] for column in self))
 
     def busiest(self) -> int:
-        """The most pieces that one device sends or gets."""
+        """The most pieces that one device sends or receives."""
         return max(int(np.bincount(column, minlength=1).max()) for column in (self.source, self.target))
 
     def no_longer_than(self, most: int) -> "Pieces":
-        """The same with long ones in equal parts."""
+        """The same, with long pieces cut into equal parts."""
         parts = -(-self.length // most)
         each = np.repeat(-(-self.length // parts), parts)
         at = (np.arange(parts.sum()) - np.repeat(np.cumsum(parts) - parts, parts)) * each
@@ -157,7 +157,7 @@ class Pieces(NamedTuple):
 def plan(counts: np.ndarray, groups: np.ndarray, matrix: int, chunk: int, spare: int = 0) -> Exchange:
     """The plan for owners with `counts` matrices each, [groups, devices of a group], of `matrix` rows.
 
-    Where the slices of all rounds would be more than `spare` rows longer than what they carry, pieces are cut.
+    If the slices of all rounds would be more than `spare` rows longer than their contents, pieces are cut.
     """
     size, owned = groups.shape[1], int(counts.max()) * matrix
     found, doublings, fewest = None, 0, 0
@@ -204,9 +204,9 @@ def _pieces(counts: np.ndarray, group: np.ndarray, matrix: int, chunk: int, join
 
 
 def _rounds(pieces: Pieces, num_devices: int) -> np.ndarray:
-    """A round for each piece: no device sends or gets two in one round.
+    """A round for each piece: no device sends or receives two in one round.
 
-    The longest pieces choose first, since the longest of a round is what all devices send in it.
+    The longest pieces choose first, because all devices send as much as the longest piece of a round.
     """
     number = np.zeros(len(pieces.source), np.int64)
     sends, gets = [0] * num_devices, [0] * num_devices  # rounds taken, as bits
@@ -232,7 +232,7 @@ def _leg(num_devices: int, pieces: Pieces, source_rows: int, kept: bool) -> Leg:
     return Leg(longest, None if kept else np.stack([pieces.source, target], 1), take, put, low, high)
 
 
-# Inside shard_map over all axes of the mesh. Arrays are [T, rows, UNIT]; what T is makes no difference.
+# Inside shard_map over all axes of the mesh. Arrays are [T, rows, UNIT], for any T.
 
 MOST_AT_ONCE = 64  # devices of one all-to-all: XLA takes it apart into as many operands, twice
 
@@ -289,7 +289,7 @@ def _swap_one(x: jax.Array, axis: str, size: int, dim: int) -> jax.Array:
 
 
 def _carry(x: jax.Array, legs: tuple[Leg, ...], rows: int, axes: tuple[str, ...]) -> jax.Array:
-    """The target's rows, put together of what comes in all rounds."""
+    """The target's rows, assembled from the slices of all rounds."""
     before = max(-int(leg.put.min()) for leg in legs)
     behind = max(int(leg.put.max()) + leg.length for leg in legs) - rows
     before, behind = max(before, 0), max(behind, 0)

@@ -1,7 +1,7 @@
-"""Whether to leave out an update: decided on the device from the gradient's norm, alike on all devices.
+"""Whether to leave out an update: decided on the device from the gradient's norm, with the same result on all devices.
 
 `decide` is a pure function of the norm and a small running state; the chain asks it, keeps the optimizer's
-state as it was and makes the update zero when the answer is no. The data position advances all the same.
+state and makes the update zero when the answer is no. The data position still advances.
 """
 
 from typing import NamedTuple
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 RULES = ("never", "nonfinite", "spike")
 MEMORY = 0.99  # of the running mean and variance: about the last 100 steps
 SETTLE = 30  # steps before anything counts as a spike
-LEAST_DEVIATION = 0.05  # of the mean: below it a deviation is taken for noise, however steady the norms were
+LEAST_DEVIATION = 0.05  # of the mean: a smaller deviation counts as noise, even after steady norms
 
 
 class SkipState(NamedTuple):
@@ -24,7 +24,7 @@ class SkipState(NamedTuple):
 
 
 def init() -> SkipState:
-    """Nothing seen yet."""
+    """The statistics before any step."""
     return SkipState(jnp.zeros((), jnp.float32), jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32))
 
 
@@ -32,7 +32,7 @@ def decide(rule: str, norm: jax.Array, state: SkipState, deviations: float = 6.0
     """(whether to make the update, the new state).
 
     A spike is a norm more than `deviations` standard deviations above the running mean. It enters the
-    statistics as that limit, not as itself: one spike moves them little, yet a norm that has risen for good
+    statistics as that limit: one spike moves them little, yet a norm that has risen permanently
     is accepted after a while.
     """
     finite = jnp.isfinite(norm)

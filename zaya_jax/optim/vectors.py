@@ -1,7 +1,7 @@
-"""AdamW's state over the devices of a mesh: a large weight is cut into boxes, a small one lies whole everywhere.
+"""AdamW's state over the devices of a mesh: a large weight is cut into boxes, a small one is whole on every device.
 
-The method is element by element, so any cut will do; boxes of leading dims are what checkpoints can write as they
-lie. A weight of N units (layers, matrices or rows, the largest that leave at most `OVER` of it over) gives N // S of
+The method is elementwise, so any cut works; checkpoints can write boxes of leading dims without rearranging
+them. A weight of N units (layers, matrices or rows, the largest that leave at most `OVER` of it over) gives N // S of
 them to each of S devices, without padding. The rest is summed and kept on all devices, as are weights of less
 than `SMALL` of all numbers: norms, biases and scales are together a thousandth of ZAYA1.
 """
@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 
 from zaya_jax.optim.grid import Grid, Held, Weight, boxes
 
-OVER = 0.01  # of a weight at most may lie on all devices for the sake of larger units
+OVER = 0.01  # of a weight at most may be on all devices for the sake of larger units
 SMALL = 1e-3  # of all weights' numbers
 
 
 def cut(shape: tuple[int, ...], shards: int) -> int:
-    """How many numbers of a weight go to each device: whole units from its beginning."""
+    """The number of a weight's numbers for each device: whole units from its beginning."""
     numbers, lead = math.prod(shape), 1
     rows = shape[:-1] if len(shape) > 1 else shape
     for size in rows:
@@ -35,7 +35,7 @@ def cut(shape: tuple[int, ...], shards: int) -> int:
 
 
 class Vectors:
-    """All weights of AdamW that lie over the same axes; two buckets, `cut` and `whole`."""
+    """All weights of AdamW with the same axes; two buckets, `cut` and `whole`."""
 
     method, together = "adamw", False
 
@@ -57,20 +57,20 @@ class Vectors:
         self.summed = {self.whole: self.shared} if self.whole in self.sizes else {}  # as `Matrices.summed`
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a bucket over all devices."""
+        """The shape of a bucket over all devices."""
         return (self.sizes[name] * self.devices(name),)
 
     def devices(self, name: str) -> int:
-        """On how many devices different parts of a bucket lie."""
+        """The number of devices with different parts of a bucket."""
         return self.grid.num_devices if name == self.cut else self.grid.size(self.own)
 
     def spec(self, name: str) -> PartitionSpec:
-        """How it lies on the mesh."""
+        """Its PartitionSpec on the mesh."""
         axes = self.grid.names if name == self.cut else self.own
         return PartitionSpec(axes) if axes else PartitionSpec()
 
     def traffic(self, name: str, direction_bytes: int) -> dict[str, int]:
-        """As `Matrices.traffic`: nothing is padded, and directions are float32."""
+        """Like `Matrices.traffic`, without padding and with float32 directions."""
         if self.shards == 1:
             return {}
         size = 4 * self.sizes[name]
@@ -81,7 +81,7 @@ class Vectors:
     # Inside shard_map.
 
     def reduce(self, leaves: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Partial gradients to a device's share of the sum; what all keep is not summed yet."""
+        """Partial gradients to a device's share of the sum; the part that all keep is not summed yet."""
         flat = {w.path: leaves[w.path].astype(jnp.float32).reshape(-1) for w in self.weights}
         result = {}
         if self.cut in self.sizes:
@@ -96,7 +96,7 @@ class Vectors:
         return result
 
     def take(self, name: str, x: jax.Array) -> jax.Array:
-        """Of a sum over devices what this one keeps: all."""
+        """This device's part of a sum over devices: all of it."""
         return x
 
     def gather(self, buckets: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
@@ -113,7 +113,7 @@ class Vectors:
         return {w.path: joined[w.path].reshape(w.local(self.grid)) for w in self.weights}
 
     def sums(self, buckets: Mapping[str, jax.Array]) -> Iterator[tuple[str, jax.Array]]:
-        """The sum of squares of what this device holds, by groups; what several hold counts on one of them."""
+        """The sum of squares of this device's numbers, by groups; numbers that several hold count on one of them."""
         groups = {w.path: w.group for w in self.weights}
         for path, start, stop in _spans(self.each):
             yield groups[path], jnp.sum(jnp.square(buckets[self.cut][start:stop].astype(jnp.float32)))
@@ -126,7 +126,7 @@ class Vectors:
     # Outside, on global arrays.
 
     def held(self, name: str) -> Iterator[Held]:
-        """Where each box lies."""
+        """The place of each box."""
         weights = {w.path: w for w in self.weights}
         spans = _spans(self.each if name == self.cut else self.left)
         for path, start, _ in spans:

@@ -3,12 +3,12 @@
 Weights of one kind form a bucket, for whose state a layout gives every device its share:
 
     Muon    all stacks of one matrix shape; a device owns whole matrices, by Newton–Schulz's work (`matrices`)
-    AdamW   all weights that lie over the same axes; a device holds boxes of large ones, small ones whole (`vectors`)
+    AdamW   all weights with the same axes; a device holds boxes of large ones and all of small ones (`vectors`)
 
-A step then is, for each bucket that is worth it,
+For each large bucket a step has
 
     one reduce-scatter of the gradients (`reduce`), 4 bytes a number, without more padding than a row a device
-        (a layer's at a time, beside the backward pass, of stacks that can be and are large: `by_layer`)
+        (layer by layer during the backward pass, for large stacks if their shapes allow it: `by_layer`)
     an exchange of less than that share, after which each device has whole matrices
     the optimizer on the device's share, with no collective
     the same exchange back, and one all-gather of the directions (`gather`), 4 bytes a number, or 2 for Muon in bfloat16
@@ -29,8 +29,8 @@ One round of the exchange: device 0 sends its half of B to 1, and 2 its half of 
 matrices, 0 and 2 one and an unused slot; each orthogonalises its own; the same two halves go back; an all-gather gives
 every device all six directions.
 
-State in checkpoints is un-padded, one array per weight in the weight's own shape: independent of the mesh. `held` says
-which device has which box of it.
+State in checkpoints is un-padded, one array per weight in the weight's own shape: independent of the mesh. `held` lists
+the boxes of each device.
 """
 
 import contextlib
@@ -54,7 +54,7 @@ __all__ = ["Held", "Layout", "Weight"]
 
 
 class Whole:
-    """A weight on one device: a bucket of its own under its path, never copied. See `Matrices`."""
+    """A weight on one device: a separate bucket under its path, never copied. See `Matrices`."""
 
     together = False
     summed: Mapping[str, tuple[str, ...]] = {}
@@ -104,7 +104,7 @@ class Layout:
         self.methods = {name: bucket.method for name, bucket in self.bucket.items()}
 
     def _share(self, weights: list[Weight]) -> None:
-        """Muon's weights by the form of their matrices, each with an owner; AdamW's by the axes that they lie over."""
+        """Muon's weights by the form of their matrices, each with an owner; AdamW's by their axes."""
         forms: dict[Form, list[Weight]] = {}
         own: dict[tuple[str, ...], list[Weight]] = {}
         for w in weights:
@@ -113,7 +113,7 @@ class Layout:
                 forms.setdefault(Form.of(w, self.grid), []).append(w)
             else:
                 own.setdefault(w.axes, []).append(w)
-        spread = len(self.grid.names)  # AdamW's weights that lie over all axes go nowhere
+        spread = len(self.grid.names)  # AdamW's weights that are split over all axes do not travel
         travelling = sum(math.prod(w.local(self.grid)) for w in weights if w.method == "muon" or len(w.axes) < spread)
         buckets = [Matrices(form, found, travelling, self.grid) for form, found in forms.items()]
         counts, self.work = ownership.assign([b.kind for b in buckets], self.grid.num_devices)
@@ -132,7 +132,7 @@ class Layout:
         return {name: bucket.shape(name) for name, bucket in self.bucket.items()}
 
     def spec(self, name: str) -> PartitionSpec:
-        """How a bucket's state lies on the mesh: its first dim over every axis, or over those of its weights."""
+        """A bucket's PartitionSpec: its first dim over every axis, or over those of its weights."""
         return self.bucket[name].spec(name)
 
     def parts(self, name: str) -> int:
@@ -140,26 +140,26 @@ class Layout:
         return self.bucket[name].devices(name)
 
     def held(self, name: str) -> list[Held]:
-        """Which device holds which box of which weight's state: every box once, or once for each device that has it.
+        """The boxes of a weight's state on each device: every box once, or once for each device that has it.
 
-        A device's part of a bucket's array is what `spec` gives it.
+        `spec` determines a device's part of a bucket's array.
         """
         return list(self.bucket[name].held(name))
 
     def traffic(self, name: str, direction_bytes: int = 4) -> dict[str, int]:
-        """Bytes that a device puts into or gets out of each kind of collective, and how many are padding."""
+        """Bytes that a device puts into or gets out of each kind of collective, and the padding among them."""
         return self.bucket[name].traffic(name, direction_bytes)
 
     # Inside shard_map, where there are several devices.
 
     def owned(self) -> dict[str, jax.Array | int]:
-        """How many matrices of a bucket this device has, where that is not all of them: the first ones of its slots."""
+        """The number of this device's matrices in a bucket, unless it has all of them: they fill its first slots."""
         return {name: bucket.owned() for name, bucket in self.matrices.items()}
 
     def reduce(self, grads: Any) -> dict[str, jax.Array]:
-        """Every device's partial gradients summed, and each device's share of the sum, in float32.
+        """Sums the devices' partial gradients and gives each device its share of the sum, in float32.
 
-        Of weights in `by_layer` they may be what its `share` gave of each layer's. One device has all, as they are.
+        For weights in `by_layer` they may be the shares of each layer. On one device the shares are the gradients.
         """
         leaves = dict(zip((w.path for w in self.weights), jax.tree.leaves(grads), strict=True))
         found: dict[str, jax.Array] = {}
@@ -195,14 +195,14 @@ class Layout:
         return self._over_devices(item for bucket in self.buckets for item in bucket.sums(buckets))[0]
 
     def own_parts(self, tree: Any) -> Any:
-        """Of each weight that a device has, equal parts for all that have the same: rows of its last dim, zeros for
-        those that get none. One device has all."""
+        """For each weight of a device, equal parts for all devices with the same: rows of its last dim, zeros for
+        those without a row. A single device has all."""
         if not self.sharded:
             return tree
 
         def own(w, x):
             shared = tuple(name for name in self.grid.names if name not in w.axes)
-            x = x.reshape(-1, x.shape[-1])  # no numbers one by one: they may be more than an int32 counts
+            x = x.reshape(-1, x.shape[-1])  # rows, not numbers: there may be more numbers than an int32 counts
             count = -(-len(x) // self.grid.size(shared))
             wanted = count * (lax.axis_index(shared) if shared else 0)
             start = jnp.minimum(wanted, len(x) - count)  # the last parts would reach past the end
@@ -212,12 +212,12 @@ class Layout:
         return jax.tree.unflatten(self.treedef, map(own, self.weights, jax.tree.leaves(tree)))
 
     def tree_sum_squares(self, *parts: Any) -> list[dict[str, jax.Array]]:
-        """The sum of squares of each group of what `own_parts` gives, for several trees: one all-reduce."""
+        """The sum of squares of each group of the results of `own_parts`, for several trees: one all-reduce."""
         leaves = [zip(self.weights, jax.tree.leaves(tree), strict=True) for tree in parts]
         return self._over_devices(*(((w.group, _square(x)) for w, x in tree) for tree in leaves))
 
     def _over_devices(self, *parts: Iterable[tuple[str, jax.Array]]) -> list[dict[str, jax.Array]]:
-        """Of several series of numbers by group, the groups' totals over all devices."""
+        """The groups' totals over all devices, of several series of numbers by group."""
         totals: list[dict[str, jax.Array]] = [{} for _ in parts]
         for total, part in zip(totals, parts, strict=True):
             for group, value in part:
@@ -234,7 +234,7 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def _sums(arrays: dict[str, tuple[tuple[str, ...], jax.Array]]) -> dict[str, jax.Array]:
-    """Small arrays summed over their axes: one all-reduce for all that have the same ones."""
+    """Small arrays summed over their axes: one all-reduce for all arrays with the same axes."""
     result: dict[str, jax.Array] = {}
     for axes in dict.fromkeys(axes for axes, _ in arrays.values()):
         chosen = {name: x for name, (over, x) in arrays.items() if over == axes}

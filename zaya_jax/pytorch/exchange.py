@@ -31,7 +31,7 @@ from zaya_jax.pytorch import hf, tensor_files, tokenizer_files
 from zaya_jax.pytorch import hf_names as names
 from zaya_jax.training.workdir import check_same, read_config, write_json
 
-WEIGHTS = ("state/params.", "state/balance.")  # files of a checkpoint, beside its small ones
+WEIGHTS = ("state/params.", "state/balance.")  # a checkpoint's files, apart from its small ones
 SHARD_GB = 5.0  # transformers' own
 MOST_GB = 1e6
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -41,7 +41,7 @@ Leaf = tuple[tuple[str, ...], int | None, np.ndarray]  # path below the paramete
 
 
 def from_hf(directory: str | os.PathLike, workdir: str | os.PathLike, progress: Progress | None = None) -> Path:
-    """Makes a workdir of a model directory; UserError, and nothing left behind, where that is impossible."""
+    """Makes a workdir from a model directory; UserError, with nothing left behind, if that is impossible."""
     source = hf.Directory(directory)
     target = claims.new_folder(workdir, "--workdir")
     tokenizer = tokenizer_of(source)
@@ -147,7 +147,7 @@ def check_zaya(model: Model, where: str) -> None:
 
 
 def in_memory(tree: Mapping[str, Any]) -> Read:
-    """Reads a tree of arrays as a checkpoint is read."""
+    """Reads a tree of arrays through a checkpoint reader's interface."""
 
     def read(path: tuple[str, ...], index: int | None) -> np.ndarray:
         found: Any = functools.reduce(operator.getitem, path, tree)
@@ -168,7 +168,7 @@ def write_directory(
     shard_gb: float = SHARD_GB,
     progress: Progress | None = None,
 ) -> Path:
-    """Writes weights as a model directory; nothing is left where that fails. `trained`: see `tokenizer_files.write`."""
+    """Writes weights as a model directory, or leaves nothing behind. `trained`: see `tokenizer_files.write`."""
     specs = _specs(model, imported["dtypes"], dtype)
     total = sum(map(tensor_files.num_bytes, specs))
 
@@ -208,7 +208,7 @@ def config_at(workdir: str | os.PathLike, step: int) -> Config:
     except UserError as error:
         raise UserError(
             f"{workdir / 'config.json'} contradicts the checkpoint of step {step}: {str(error).rpartition(';')[0]}; "
-            "restore the former: what the checkpoint says is in its meta/data.json"
+            "restore the former from the checkpoint's meta/data.json"
         ) from None
     return trained
 
@@ -235,7 +235,7 @@ def read_weights(
 
 
 def config_of(model: Model, tokenizer: Path | None) -> Config:
-    """The config of a workdir for an imported model: the defaults, but for the model and its tokenizer."""
+    """The config of a workdir for an imported model: the defaults, except for the model and its tokenizer."""
     given = config_lib.default().to_dict()
     given["name"] = "imported"
     given["model"] = config_lib.to_dict(model)

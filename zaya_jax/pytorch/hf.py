@@ -18,7 +18,7 @@ from zaya_jax.pytorch import tensor_files
 from zaya_jax.pytorch.tensor_files import TensorFile
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-ANEW = "copy config.json and weights anew from one place"
+ANEW = "copy config.json and weights again from one place"
 
 
 class Directory:
@@ -93,7 +93,7 @@ class Directory:
         return {n: tensor_files.DTYPES[f.dtype_name(n)].name for n, f in self._files.items()}
 
     def tensor(self, name: str) -> np.ndarray:
-        """One tensor as stored; UserError if it has a NaN or an infinity, since no run could begin with it."""
+        """One tensor as stored; UserError if it has a NaN or an infinity, because no run could begin with it."""
         x = self._files[name].read(name)
         bad = x.size - np.count_nonzero(np.isfinite(x))
         if bad:

@@ -14,7 +14,7 @@ import numpy as np
 from zaya_jax.config import Model, Rope, RopeKinds, UserError, check_model, shown, to_dict
 
 EMBEDDING = "model.embed_tokens.weight"
-HEAD = "lm_head.weight"  # tied: in a file at all only as the embedding once more
+HEAD = "lm_head.weight"  # tied: some files repeat the embedding under this name
 BALANCE = "mlp.gate.balancing_biases"
 
 
@@ -90,7 +90,7 @@ def layer_rows(model: Model) -> list[TensorRow]:
 
 
 def top_rows(model: Model) -> list[TensorRow]:
-    """The rows outside the layers. The tied head's matrix stands once, as the embedding."""
+    """The rows outside the layers. The tied head's matrix appears once, as the embedding."""
     return [
         TensorRow(("embed", "embedding"), EMBEDDING),
         TensorRow(("embed", "bias"), "model.input_hidden_states_bias"),
@@ -184,7 +184,7 @@ def _rope_from_json(given: dict | None, where: str) -> dict:
         raise UserError(f"{where}: rope_parameters is {given!r}; expected a rotary embedding for each layer kind")
     out = {}
     for kind, rope in given.items():
-        if kind == "rope_type":  # some published files carry one beside the kinds
+        if kind == "rope_type":  # some published files have one next to the kinds
             continue
         if kind not in ("hybrid", "hybrid_sliding") or not isinstance(rope, dict):
             raise UserError(f"{where}: rope_parameters.{kind} is unknown; expected hybrid and hybrid_sliding")
@@ -231,6 +231,6 @@ def with_end(ends: int | list[int] | None, end: int) -> int | list[int]:
 
 def natural(name: str) -> list:
     """Sort key that puts layer 10 after layer 9."""
-    # A number counts by its digits, however many: int() takes 4,300.
+    # Numbers are compared by their digits: int() takes at most 4,300.
     parts = re.split(r"([0-9]+)", name)
     return [(len(part.lstrip("0")), part.lstrip("0")) if i % 2 else part for i, part in enumerate(parts)]

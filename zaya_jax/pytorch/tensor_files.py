@@ -1,8 +1,8 @@
 """Reads and writes safetensors files one tensor at a time: reading by the library, writing by plain writes.
 
-A model never lies in memory as a whole. The library maps a file, and every page that was touched counts as this
-process's memory for as long as the file is open: each tensor is read from a file of its own opening. Its writer takes
-a whole file's tensors at once, which for a shard of 5 GB are 10 GB: shards are written here.
+A model is never in memory as a whole. The library maps a file, and every touched page counts as this
+process's memory while the file is open, so the file is opened again for each tensor. Its writer takes
+a whole file's tensors at once, 10 GB for a shard of 5 GB, so shards are written here.
 """
 
 import json

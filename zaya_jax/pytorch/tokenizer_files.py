@@ -21,7 +21,7 @@ OWN = "Written by zaya_jax"
 def write(
     target: Path, kept: Mapping[str, bytes], tokenizer: tokenizers.Tokenizer | None, config: Config | None
 ) -> None:
-    """A tokenizer's files in a model directory; as they are where the model was not trained (no config)."""
+    """A tokenizer's files in a model directory; unchanged if the model was not trained (no config)."""
     for name, content in kept.items():
         (target / name).write_bytes(content)
     if config is None or tokenizer is None:
@@ -60,7 +60,7 @@ def said(folder: Path) -> str:
         return "no chat template: the vocabulary has no marks of turns, or there is no tokenizer"
     if chat_template.exact(tokenizers.load(folder)):
         return f"{TEMPLATE} spells conversations as fine-tuning does here"
-    return f"{TEMPLATE} spells conversations as fine-tuning does here, but for ids at the edges of reasoning"
+    return f"{TEMPLATE} spells conversations as fine-tuning does here, except for ids at the edges of reasoning"
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
