@@ -137,7 +137,7 @@ def stall(args: argparse.Namespace) -> None:
         ("one copy into touched memory", copy_time),
         ("the step waits, first save", holds[0]),
         ("the step waits, from the second save on", hold),
-        ("whole save, beside the training", statistics.median(saves[1:])),
+        ("whole save, during the training", statistics.median(saves[1:])),
         ("the step waits until all is committed (synchronous)", statistics.median(syncs)),
         ("Orbax's own asynchronous save: the step waits", statistics.median(o[0] for o in orbax)),
         ("Orbax's own asynchronous save: whole", statistics.median(sum(o) for o in orbax)),

@@ -4,7 +4,7 @@ stays flat.
     python benchmarks/bench_data.py --data=DIR [--seq_len=4096] [--global_batch=16]
 
 DIR is a prepared directory (python -m experiments.prepare_data --input=stdlib --out=DIR). Nothing is done
-with the batches, so the figures are what the reading side can give; the first line reads 40 million tokens and
+with the batches, so the figures are upper bounds of reading; the first line reads 40 million tokens and
 more and compares the memory of the process after ten million and at the end.
 """
 

@@ -1,11 +1,11 @@
-"""What linear attention sends between devices, beside what softmax attention sends: read from compiled programs.
+"""Traffic of linear attention between devices, compared with softmax attention's: read from compiled programs.
 
     python benchmarks/bench_lasp.py [--lengths 8192 65536 524288]
 
 One layer's attention alone (queries, keys and values given) on 8 devices of one CPU, forward and backward, for shapes:
 nothing is allocated or run. Linear attention by LASP-2 and by LASP-1's ring; softmax attention with gathered keys and
 values and in a ring. Of each, per device: the collectives (none of a scheme's overlap: each waits for the one before),
-what they send, the memory for temporaries, the multiplications. Float32, since a CPU's collectives have no bfloat16.
+their bytes, the memory for temporaries, the multiplications. Float32, because a CPU's collectives have no bfloat16.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Times Muon's update beside torch.optim.Muon's, on the same matrices, in turns, in one run.
+"""Times Muon's update and torch.optim.Muon's, on the same matrices, in turns, in one run.
 
     python benchmarks/bench_muon.py --torch-python=PATH [--formats bfloat16 float32] [--rounds=7]
     python benchmarks/bench_muon.py --formula

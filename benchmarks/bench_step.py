@@ -1,4 +1,4 @@
-"""Tokens per second of the training step, beside the public PyTorch implementation's, in one run.
+"""Tokens per second of the training step and of the public PyTorch implementation's, in one run.
 
     .venv/bin/python benchmarks/bench_step.py --torch-python=ORACLE/bin/python [--shape=other] [--rounds=8]
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 
-# Batch, length, model: the one that was tuned for, and one that nobody looked at.
+# Batch, length, model: the one that was tuned for, and one that was not.
 SHAPES = {
     "small": (8, 256, dict(
         vocab_size=4096, hidden_size=256, num_hidden_layers=8, num_attention_heads=4, num_key_value_heads=2,

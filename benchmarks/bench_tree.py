@@ -1,10 +1,10 @@
-"""What decoding over a cache in parts sends: tree attention beside two rings, read from compiled programs.
+"""Traffic of decoding over a cache in parts: tree attention and two rings, read from compiled programs.
 
     python benchmarks/bench_tree.py [--lengths 8192 1048576] [--batch 1]
 
 One layer and one new token per row, on 2 to 8 devices of one CPU, for shapes: nothing is allocated or run. What counts
 of messages that follow each other: a ring's are N - 1 hops; an all-reduce is counted once, though it takes about
-2 log2 N hops. A cache is compiled as float32, since a CPU's collectives widen bfloat16; the bytes told are bfloat16's.
+2 log2 N hops. A cache is compiled as float32, because a CPU's collectives widen bfloat16; printed bytes are bfloat16's.
 """
 
 import argparse
@@ -34,7 +34,7 @@ SCHEMES = {
 
 
 def sent(function: Callable, devices: int, batch: int, length: int) -> tuple[float, str]:
-    """KiB that a device sends for one layer and token, and by what messages."""
+    """KiB that a device sends for one layer and token, and the messages."""
     mesh = jax.make_mesh((devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     everywhere, parts = PartitionSpec(), PartitionSpec(None, "context")
 

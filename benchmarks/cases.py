@@ -38,7 +38,7 @@ TINY = Model(
 
 
 class Size(NamedTuple):
-    """How many tokens of which model."""
+    """A number of tokens and a model."""
 
     label: str
     batch: int
@@ -58,7 +58,7 @@ SMALL = Size("tiny", 2, 64, TINY)
 
 
 class Array(NamedTuple):
-    """An argument: what it looks like, and numbers for it."""
+    """An argument: its shape and dtype, and numbers for it."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -101,20 +101,20 @@ def loads(size: Size) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An operator and what it is called with; `call(dtype)` is the function, its products in that number format."""
+    """An operator and its arguments; `call(dtype)` is the function, with products in that number format."""
 
     operator: str  # of pallas_kernels.chip.OPERATORS
     label: str
     call: Callable[[Any], Callable]
     arguments: Callable[[Size], tuple[Array, ...]]
     # Of use, by direction: "forward" and "backward" are judged apart, "gradients" are both in one, "alone" has none. 0
-    # where memory is what counts.
+    # where memory counts.
     flops: Callable[[Size], dict[str, float]]
     sizes: tuple[str, ...] = ("4K",)  # at which TARGETS.md has it: more where the tiles meet other work
 
     @property
     def directions(self) -> tuple[str, ...]:
-        """What is compiled and timed apart."""
+        """The parts that are compiled and timed separately."""
         return tuple(self.flops(SMALL))
 
     def like(self, size: Size, dtype: Any = jnp.bfloat16) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -123,7 +123,7 @@ class Case:
         return tuple(jax.ShapeDtypeStruct(x.shape, dtype) if x.dtype == jnp.bfloat16 else x for x in found)
 
     def values(self, size: Size, dtype: Any = jnp.bfloat16, seed: int = 0) -> tuple[jax.Array, ...]:
-        """Arguments with numbers, those of bfloat16 whatever `dtype` is."""
+        """Arguments with numbers, those of bfloat16 for any `dtype`."""
         rng = np.random.default_rng(seed)
         drawn = (jnp.asarray(a.draw(rng, a.shape), a.dtype) for a in self.arguments(size))
         return tuple(x.astype(dtype) if x.dtype == jnp.bfloat16 else x for x in drawn)
@@ -141,7 +141,7 @@ def function(case: Case, direction: str, dtype: Any = jnp.bfloat16) -> Callable:
         def forward(*arguments):
             out, pull = _vjp(plain, *arguments)
             kept = [x for x in jax.tree.leaves(pull) if not any(x is given for given in arguments)]
-            return out, kept  # what the caller has already, it need not get as a copy
+            return out, kept  # arrays that the caller already has need not be copied
 
         return forward
 
@@ -153,14 +153,14 @@ def function(case: Case, direction: str, dtype: Any = jnp.bfloat16) -> Callable:
 
 
 def linearized(case: Case, dtype: Any = jnp.bfloat16) -> Callable:
-    """(arguments) → (what the operator gives, its backward pass as a function that JAX takes for arrays)."""
+    """(arguments) → (the operator's result, its backward pass as a function that JAX takes for arrays)."""
     return functools.partial(_vjp, case.call(dtype))
 
 
 def program(
     case: Case, direction: str, size: Size, dtype: Any = jnp.bfloat16, placed: Callable = lambda f: f
 ) -> tuple[Callable, tuple[Any, ...]]:
-    """The same with what it is compiled for, within `chip.making`: what a forward pass leaves depends on the chip.
+    """The same for the chip of `chip.making`: the values that a forward pass keeps depend on it.
 
     `placed` puts a function where it will run (`absent.alone`).
     """

@@ -1,10 +1,10 @@
-"""What a sequence cut over devices costs, from the compiler: gathered keys and values beside a ring, and the balance.
+"""The compiler's cost of a sequence cut over devices: gathered keys and values or a ring, and the balance.
 
     .venv/bin/python benchmarks/context.py [--lengths=32768,131072] [--parts=2,8] [--drawing=docs/context_balance.svg]
         [--target=h200]
 
 Compiles the gradient of one of ZAYA1's attention blocks (one sequence, remat "attention"); nothing is allocated or
-run. Bytes are those of the collectives in the program, beside the formula of `context.traffic`; temporaries are the
+run. Bytes are those of the collectives in the program, next to the formula of `context.traffic`; temporaries are the
 compiler's own analysis. On virtual CPU devices it is the float32 program: XLA's CPU backend has no bfloat16
 collectives. With --target it is the bfloat16 program for eight such GPUs, which need not be there: make setup-targets.
 """

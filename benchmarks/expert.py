@@ -36,7 +36,7 @@ PARTS = PartitionSpec("expert")
 
 
 def gathered(x, choice, gate, gate_up, down, *, dtype, spread) -> jax.Array:
-    """Every device gets all tokens, computes those of its experts, and what it computed is summed and scattered."""
+    """Every device gets all tokens and computes those of its experts; the results are summed and scattered."""
     own = gate_up.shape[0]
     rows, of_all = (lax.all_gather(a, "expert", tiled=True) for a in (x.astype(dtype), choice))
     here = of_all - lax.axis_index("expert") * own

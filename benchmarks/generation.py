@@ -4,8 +4,8 @@
 
 ORACLE is a Python 3.11 environment with torch 2.13.0 and transformers 5.23.0. A model of random weights is written as
 a model directory, which both read. Each side runs in a process of its own on the same single core, by
-turns, and what is told is the least CPU time of the rounds: that of a machine which others use too says the same then,
-where wall time says who else was there. Both continue greedily in float32, and the ids are compared.
+turns, and the result is the least CPU time of the rounds, which on a shared machine is reproducible,
+while wall time depends on the other users. Both continue greedily in float32, and the ids are compared.
 """
 
 import argparse

@@ -6,10 +6,10 @@
 Disassembled by the vendors' own tools: LLVM's for AMD (llvm-objdump and llvm-mca, 19 or later; 20 or later for gfx950),
 NVIDIA's nvdisasm. The inner loop is the innermost one with matrix instructions, of several the one with most.
 
-The model is of one scheduler and counts what a turn of one warp takes of each unit, in clocks; the longest is the
-bound, and the share what its products would take at the published peak, over that. It is calibrated on the data sheet:
+The model covers one scheduler and counts the clocks that a turn of one warp takes on each unit; the longest is the
+bound, and the share is its products' time at the published peak over that. It is calibrated on the data sheet:
 a loop of nothing but bfloat16 matrix instructions has a share of 1. On AMD the units are llvm-mca's, which counts in
-passes of four clocks, as AMD's manuals do; what it takes a lone warp, with its waits, is divided by the warps that fit.
+passes of four clocks, like AMD's manuals; a lone warp's time, with its waits, is divided by the warps that fit.
 Added by hand are the rates of shared memory (128 bytes a clock for all schedulers of a core) and of exponentials and
 roots (a quarter of the rest). For NVIDIA there is no such tool: an instruction takes one clock to issue, and waits are
 not thought of. Memory beyond the core, caches too, is in no model here.
@@ -173,7 +173,7 @@ def _on_amd(code: Code, body: list[Instruction]) -> Loop:
     taken = {
         names[use["ResourceIndex"]]: use["ResourceUsage"]
         for use in region["ResourcePressureView"]["ResourcePressureInfo"]
-        if use["InstructionIndex"] == len(texts)  # the sums stand last
+        if use["InstructionIndex"] == len(texts)  # the sums come last
     }
     matrix = [t for t in texts if _flops(t)]
     # A matrix instruction takes the vector unit's turn to issue; an exponential takes four of them.
@@ -216,7 +216,7 @@ def _on_nvidia(code: Code, body: list[Instruction]) -> Loop:
     matrix = [t for t in texts if _flops(t)]
     least = sum(map(_flops, matrix)) / core.flops * core.schedulers
     clocks = {
-        "matrix cores": least,  # mma on sm_90 has a lower rate of its own, which nobody publishes
+        "matrix cores": least,  # mma on sm_90 has a lower rate, which is not published
         "issue": float(len(texts)),
         "exponentials": 8.0 * sum(bool(_SLOW.search(t)) for t in texts),
         "shared memory": sum(_shared_bytes(t, core.warp) for t in texts) * core.schedulers / SHARED,

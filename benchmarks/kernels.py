@@ -1,9 +1,9 @@
-"""Times every kernel on the chip that is here, beside XLA's implementation and what users would pick otherwise.
+"""Times every kernel on this machine's chip, with XLA's implementation and the other choices of users.
 
     python -m benchmarks.kernels --out DIR [--sizes 4K 32K 131K] [--operators NAME ...] [--seconds 1]
 
 Forward and backward passes apart, in bfloat16, at ZAYA1's sizes (`benchmarks.cases`). Each is first compared with XLA
-in float32, and one that is wrong is not timed. Rates stand beside what one large product and one copy reach in the same
+in float32, and a wrong one is not timed. Rates are compared with those of one large product and one copy in the same
 run. Written are kernels.json, kernels.csv and kernels.md. On a CPU kernels are interpreted at a size of a few hundred
 numbers, which shows that the program runs and says nothing of any chip.
 """
@@ -49,7 +49,7 @@ class Row:
     size: str
     direction: str
     implementation: str
-    error: float | None = None  # over what a norm of XLA's float32 results is; the largest of all results
+    error: float | None = None  # relative to a norm of XLA's float32 results; the largest of all results
     seconds: Timing | None = None
     flops: float = 0.0  # of use; 0 where bytes count
     bytes: int = 0  # arguments and results, each once
@@ -149,7 +149,7 @@ def _number(error: float | str) -> float:
 
 
 def _errors(case: cases.Case, size: cases.Size, offered: dict, none: Chip) -> dict[str, float | str]:
-    """Of each implementation the largest error of its results and gradients, over a norm; or why there is none."""
+    """The largest error of each implementation's results and gradients, over a norm; or the reason for none."""
     direction = "alone" if "alone" in case.directions else "gradients"
     with chip.making(none), jax.default_matmul_precision("highest"):
         exact = _results(cases.function(case, direction, jnp.float32), case.values(size, jnp.float32))
@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
             for row in measure(case, size, here, options.seconds):
                 rows.append(row)
                 print(" | ".join(_cells(row, about)), flush=True)
-                _write(options.out, about, rows)  # what is there stays, whatever comes
+                _write(options.out, about, rows)  # earlier results are kept if a later case fails
     print(f"written: {options.out}/kernels.json, kernels.csv, kernels.md")
     return 1 if any("wrong" in row.note for row in rows if row.implementation in ("ours", "XLA")) else 0
 

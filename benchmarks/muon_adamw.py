@@ -100,7 +100,7 @@ def draw(out: pathlib.Path) -> None:
 
 
 def time_both() -> None:
-    """Prints seconds per step and an update of each, and what the formula says of the difference."""
+    """Prints seconds per step and per update of each, and the formula's estimate of the difference."""
     programs = {name: program(name) for name in GRID}
     seconds: dict[tuple[str, str], list[float]] = {}
     for round_ in range(ROUNDS + 1):  # the first compiles

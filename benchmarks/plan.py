@@ -2,8 +2,8 @@
 
     python benchmarks/plan.py --out=FOLDER [--only=NAME ...]
 
-Each config is compiled for absent MI300X (make setup-targets), half a minute of one core each; FOLDER keeps what was
-found, and what is there already is not compiled again. Printed is the table of benchmarks/plan.md.
+Each config is compiled for absent MI300X (make setup-targets), half a minute of one core each; FOLDER keeps
+the results, which are not compiled again. It prints the table of benchmarks/plan.md.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from zaya_jax.plan import footprint, work
 from zaya_jax.plan.case import Case
 
 BASE = {"remat": "attention"}
-# name: devices, sequences at once on a row of data x expert, micro-batches, what differs from ZAYA1-base of four layers
+# name: devices, sequences at once on a row of data x expert, micro-batches, differences from ZAYA1-base of four layers
 CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
     "ZAYA1-base, all 40 layers": (1024, 4, 1, {"model.num_hidden_layers": 40, "remat": "elementwise"}),
     "all 40 layers, remat attention": (1024, 4, 1, {"model.num_hidden_layers": 40}),
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 
 
 def config_of(changes: dict[str, Any]) -> Config:
-    """ZAYA1-base's shapes with four layers, and what differs."""
+    """ZAYA1-base's shapes with four layers, and the differences."""
     c = config_lib.default()
     c.data.seq_len, c.model.num_hidden_layers = 4096, 4
     for key, value in (BASE | changes).items():

@@ -1,4 +1,4 @@
-"""ZAYA1's own published step, 2.5 s for 16.8M tokens on 1,024 MI300X, accounted for with what is published or assumed.
+"""ZAYA1's own published step, 2.5 s for 16.8M tokens on 1,024 MI300X, accounted for by published or assumed numbers.
 
     python -m benchmarks.published
 
@@ -22,12 +22,12 @@ from zaya_jax.plan.rates import Rate, Rates
 SECONDS, DEVICES = 2.5, 1024  # arXiv:2511.17127
 EAGER = 6e-6  # seconds from one kernel's start to the next, started from Python
 # What a program makes where kernels of our own make one, attention's aside: XLA 2.4 passes over HBM and 1.5 kernels
-# (layers of a step of 1,179 GB and 10,298 launches beside those of 789 and 8,493); what fuses nothing twice as many.
+# (layers of a step of 1,179 GB and 10,298 launches against 789 and 8,493); without any fusion twice as many.
 PASSES, KERNELS = 2 * 2.4, 2 * 1.5
 
 
 def account(case: Case, cluster: Cluster, rates: Rates) -> list[tuple[str, float, str]]:
-    """The published step, part by part, and what is left: (part, seconds, reason)."""
+    """The published step, part by part, and the unexplained rest: (part, seconds, reason)."""
     each = case.rows * case.micro_batches
     theirs = dataclasses.replace(case, here=dataclasses.replace(case.here, remat="layer"), micro_batches=each)
     found = step.estimate(theirs, cluster, rates)
@@ -75,7 +75,7 @@ def account(case: Case, cluster: Cluster, rates: Rates) -> list[tuple[str, float
 
 
 def main() -> None:
-    """Prints the account beside the step as it is planned here."""
+    """Prints the account and the step as planned here."""
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
     cluster = CLUSTERS["mi300x_pollara"]
     rates = rates_lib.for_cluster(cluster)

@@ -1,7 +1,7 @@
 """Algorithms that ours are compared with, by the benchmarks and in the tests; no program runs them.
 
-For one new token in each of B rows of a cache that lies on N devices, H heads of C channels, T columns in all, K
-key-value heads (beside `tree_attention`, which is `zaya_jax.parallel.tree.Parts`'s), a layer sends
+For one new token in each of B rows of a cache over N devices, H heads of C channels, T columns in all, K
+key-value heads (compare `tree_attention`, which is `zaya_jax.parallel.tree.Parts`'s), a layer sends
 
     ring_of_parts    N - 1 collective-permutes one after the other, of outputs and log-sum-exps: 4 B H (C + 1) each
     ring_of_keys     N - 1 of the keys and values: 2 B T / N K C numbers each, in the cache's own format
@@ -94,7 +94,7 @@ def _passed_on(states, first, last, axis):
         return jnp.where((ended == first[piece].astype(jnp.float32))[:, None, None, None], state, 0)
 
     found = []
-    begin = jnp.zeros_like(states[0])  # what enters the sweep's first piece
+    begin = jnp.zeros_like(states[0])  # the state that enters the sweep's first piece
     for piece in range(states.shape[0]):
         is_first = me == (0 if piece == 0 else size - 1)
         hops = [(i, i + 1) if piece == 0 else (i + 1, i) for i in range(size - 1)]

@@ -4,7 +4,7 @@
     python -m benchmarks.targets [--chips mi300x mi355x h200] [--operators NAME ...] [--out FILE]
 
 Each case of `benchmarks.cases` is compiled twice, with the operator's own kernels and without any, so that the page has
-both beside each other. Some ten minutes of one core, most of them XLA's. With --operators it prints these alone and
+side by side. Some ten minutes of one core, most of them XLA's. With --operators it prints these alone and
 writes nothing unless --out is given.
 """
 

@@ -6,7 +6,7 @@
 Nothing is allocated: each program is compiled from shapes for eight devices, in a process of its own with a time limit.
 `--target=cpu` (the default) compiles for eight virtual CPU devices; `--target=h200` for eight H200 that need not be
 there (make setup-targets). The step is the same everywhere: batch 1, the loss, gradients in float32, AdamW with
-float32 weights and moments on whatever part of a weight a device holds (no ZeRO: what is replicated is kept by all),
+float32 weights and moments on a device's part of a weight (no ZeRO: all keep replicated weights),
 each layer recomputed in the backward pass.
 """
 
@@ -124,8 +124,8 @@ def compile_step(scheme: str, tokens: int, target: str) -> dict:
 def folded_layer() -> type:
     """The dense layer under tensor and sequence parallelism on one axis, weights at rest: for the comparison only.
 
-    Between blocks tokens lie over the devices; each block gathers them, computes its heads or channels for all of them
-    and scatters the sum.
+    Between blocks tokens are split over the devices; each block gathers them, computes its heads or channels for all of
+    them and scatters the sum.
     """
     import jax
     import jax.numpy as jnp
@@ -182,7 +182,7 @@ def tables(path: str) -> str:
 
 
 def main() -> None:
-    """Compiles what was asked for and writes it down, or makes the page of what was written."""
+    """Compiles the requested rows and writes them down, or makes the page from the written ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", choices=["cpu", "h200"], default="cpu")
     parser.add_argument("--schemes", default=",".join(SCHEMES))

@@ -1,14 +1,14 @@
-"""For which chip a program is being made, and which of an operator's implementations that means.
+"""The chip that a program is being made for, and the implementation of an operator for it.
 
 A program is made *for* a chip, often by another one: compiled ahead of time, lowered in a test, on a machine whose GPU
-does not take part. So nothing asks the machine while it traces. Who builds a program names the chip:
+does not take part. So nothing asks the machine while it traces. The builder of a program names the chip:
 
     target = chip.made_for(mesh)
     with chip.making(target):
         ...                                     # inside the traced function, or around the call of one
 
-The name is a part of `jax.jit`'s cache key, so that a function is traced anew for another chip; it reaches the backward
-passes of `custom_vjp`, and the bodies of loops, of `jax.checkpoint` and of `shard_map`. Where no chip is named it is
+The name is a part of `jax.jit`'s cache key, so a function is traced again for another chip; it reaches the backward
+passes of `custom_vjp`, and the bodies of loops, of `jax.checkpoint` and of `shard_map`. If no chip is named it is
 that of the mesh around, and otherwise the device on which JAX puts arrays by default.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AbstractMesh, Mesh
 
-# Those that have kernels of their own, `triton.py` in their folders.
+# The operators with kernels for GPUs, `triton.py` in their folders.
 OPERATORS: tuple[str, ...] = (
     "attention",
     "cca_mix",
@@ -90,7 +90,7 @@ def made_for(where: Mesh | AbstractMesh | Any) -> Chip:
 
 
 def holding(tree: Any) -> Chip:
-    """The chip that holds the arrays of a tree; `current` where it has none, or none yet, while tracing."""
+    """The chip that holds the arrays of a tree; `current` if they are on no chip, or not yet, while tracing."""
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
             return chip_of(next(iter(x.devices())))
@@ -103,7 +103,7 @@ def current() -> Chip:
 
 
 def choose[Implementation](offered: Mapping[str, Implementation]) -> Implementation:
-    """Of an operator's implementations the chip's own one, otherwise XLA's.
+    """The chip's own implementation of an operator, otherwise XLA's.
 
     They are named by `Chip.maker`; "triton" are the kernels for both kinds of GPU, where the chip lets them run.
     """
@@ -116,7 +116,7 @@ def choose[Implementation](offered: Mapping[str, Implementation]) -> Implementat
 
 def chip_of(device: Any) -> Chip:
     """The chip that a device is, also one of an abstract mesh."""
-    # ROCm's devices bear product names ("AMD Instinct MI300X"); what they can do is said by the architecture.
+    # ROCm's devices have product names ("AMD Instinct MI300X"); their abilities follow from the architecture.
     kind = device.device_kind
     said = str(getattr(device, "compute_capability", "")).split(":")[0]
     if said.startswith("gfx"):

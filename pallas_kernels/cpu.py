@@ -1,4 +1,4 @@
-"""How a CPU's implementations keep XLA's compiler from what makes it slow. No other chip's use these."""
+"""Ways to keep XLA's CPU compiler from slow choices, for CPU implementations only."""
 
 from typing import Any
 
@@ -9,12 +9,12 @@ from pallas_kernels import chip
 
 
 def apart(x: Any) -> Any:
-    """x, which the compiler must compute on its own: what it fuses is not always faster than its parts."""
+    """x, which the compiler must compute separately: a fusion is not always faster than its parts."""
     return jax.lax.optimization_barrier(x)
 
 
 def apart_on_cpus(x: Any) -> Any:
-    """`apart` on a CPU; elsewhere the arrays as they are."""
+    """`apart` on a CPU; elsewhere the arrays unchanged."""
     return apart(x) if chip.current().is_host else x
 
 

@@ -6,7 +6,7 @@ import jax
 
 
 def turning(about: float, of: int | None = None) -> AbstractContextManager[None]:
-    """A name that says how often the loops inside turn, as a rule, and `of` how many times at most.
+    """A name for the usual number of turns of the loops inside; `of` is the greatest number.
 
     The compiler writes the length of other loops into the program; for these, `zaya_jax.hardware.kernels` reads the
     name.

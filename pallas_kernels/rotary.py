@@ -25,7 +25,7 @@ def apply_rope(x: jax.Array, table: jax.Array) -> jax.Array:
 def rotate(rope: list[tuple[Any, jax.Array]], x: jax.Array, heads: int = 2) -> jax.Array:
     """x [B, S, H, C], or with its heads at another place, rotated by the table of the layer's kind.
 
-    Kinds that turn other numbers of channels are told apart by data. An empty list is no rotation.
+    Kinds that rotate other numbers of channels differ in data. An empty list means no rotation.
     """
     if not rope:
         return x

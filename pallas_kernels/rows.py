@@ -53,7 +53,7 @@ class Rows:
     def load(self, ref, columns=None, *, inner: bool = False, other: float = 0) -> jax.Array:
         """All channels, or `columns` = (first, how many); zeros behind them and behind the sequence.
 
-        An `inner` block does not reach behind the sequence. `other` stands there in arrays without channels.
+        An `inner` block does not reach past the sequence's end. `other` is the value there in arrays without channels.
         """
         real = None if inner else self.real
         if len(ref.shape) < 3:
@@ -74,5 +74,5 @@ class Rows:
             tiles.put(ref, x, self.batch, rows=self.index, columns=columns, own=(self.real, own))
 
     def ids(self, ref) -> jax.Array | None:
-        """The tokens' segments; None where there are none."""
+        """The tokens' segments, if any."""
         return None if ref is None else masked(ref.at[self.batch, self.tokens], self.real)

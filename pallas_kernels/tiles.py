@@ -119,7 +119,7 @@ def take(
 def put(ref: Any, x: jax.Array, *lead: Any, rows: jax.Array, columns: jax.Array, own: Masks = (None, None)) -> None:
     """Writes a matrix in the same way; of rows and columns that are not `own`, nothing.
 
-    Interpreted, rows that are not have to lie past the array's end: their old numbers would be written over new ones.
+    When interpreted, unselected rows must be past the array's end: their old numbers would overwrite new ones.
     """
     place, mask = _matrix(ref, lead, rows, columns, own)
     store(place, x.astype(ref.dtype), mask=mask)

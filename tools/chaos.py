@@ -1,4 +1,4 @@
-"""Hurts a small run on purpose, and compares what its agent saw, said and lost with what was done to it.
+"""Hurts a small run on purpose, and compares its agent's findings and losses with the injected faults.
 
     python -m tools.chaos --workdir=DIR [--minutes=10] [--seed=0]
 
@@ -37,7 +37,7 @@ from zaya_jax.config import UserError, files
 PROCESSES = 4
 PATIENCE = 180.0  # seconds until a fault must have been found, and until the run must have gone on
 SETTLED = 12  # steps between two faults
-LEARNED = 150  # before the first: the loss of noise is a spike to whoever has learned something
+LEARNED = 150  # before the first: the loss of noise is a spike once something has been learned
 CONFIG: dict[str, object] = {
     "name": "chaos", "model.hidden_size": 32, "model.num_hidden_layers": 2, "model.head_dim": 8,
     "model.moe_intermediate_size": 32, "model.num_experts": 4, "model.router_hidden_size": 8, "data.seq_len": 64,
@@ -57,7 +57,7 @@ TREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One kind of harm: how it is done (what undoes it comes back), and which event names it rightly."""
+    """One kind of harm: the function that does it (and returns its undoing), and the event that names it correctly."""
 
     name: str
     harm: Callable[["Chaos", Victim], Callable[[], object]]
@@ -165,7 +165,7 @@ class Chaos:
         files.write(path, content.encode() + b"\n")
 
     def order(self, **fault: object) -> Callable[[], None]:
-        """Asks for a fault in the program; what takes it back again comes back."""
+        """Requests a fault in the program; returns the function that removes it."""
         self.orders += [fault] if fault else []
         files.write(self.folder / "faults.json", json.dumps(self.orders).encode())
 
@@ -384,7 +384,7 @@ FAULTS = [
 
 
 def main() -> int:
-    """Says each fault as it is done, then the table."""
+    """Prints each fault as it is done, then the table."""
     parser = argparse.ArgumentParser(prog="python -m tools.chaos", description=__doc__)
     parser.add_argument("--workdir", type=Path, required=True, help="a new folder")
     parser.add_argument("--minutes", type=float, default=10.0)

@@ -1,4 +1,4 @@
-"""docs/config.md, made of the keys' own declarations; a test holds that the page is what this makes.
+"""docs/config.md, made from the keys' own declarations; a test compares the page with this program's output.
 
 python -m tools.config_page > docs/config.md
 """

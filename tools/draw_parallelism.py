@@ -3,7 +3,7 @@
     python tools/draw_parallelism.py
 
 The contents are not drawn by hand: they are read from the shardings of a run with this mesh (the rules for weights, the
-batch's layout with its zig-zag, the optimizer's buckets). The traffic is listed beside them, in the order of a layer's
+batch's layout with its zig-zag, the optimizer's buckets). The traffic is listed next to them, in the order of a layer's
 forward pass, then backward, then the update; the tests read the same from compiled programs.
 """
 
@@ -38,7 +38,7 @@ INK, PALE, FILL, MOVE = "#333", "#ddd", ("#4477aa", "#66a182", "#cc8844", "#8866
 
 @dataclasses.dataclass(frozen=True)
 class Scheme:
-    """A mesh and what it makes devices say to each other: (when, how, what), `how` one of the patterns."""
+    """A mesh and the messages between its devices: (when, how, what), `how` one of the patterns."""
 
     name: str
     title: str

@@ -52,7 +52,7 @@ def in_step(step: int) -> None:
 
 
 def of_data(batch: dict[str, np.ndarray], step: int, left_out: list[list[int]]) -> dict[str, np.ndarray]:
-    """A step's batch on the host; what is asked for is noise, by its place in the data's order."""
+    """A step's batch on the host; requested steps are noise, by their place in the data's order."""
     if not asked():
         return batch
     behind = max((i + 1 for i, (at, _) in enumerate(left_out) if at < step), default=0)
@@ -94,7 +94,7 @@ def hook(axes: Sequence[str], sizes: Sequence[int], again: bool = False) -> Any:
         return None
 
     def strike(device: Any) -> np.ndarray:
-        """(bits to flip in the first number, what is added to it)"""
+        """(bits to flip in the first number, the number to add to it)"""
         flip, add = 0, 0.0
         for kind in ("flip", "nonfinite"):
             for one in _now(kind, _step):

@@ -11,7 +11,7 @@ class Examples(griffe.Extension):
     """Puts examples into fences."""
 
     def on_object(self, *, obj: griffe.Object, **_: object) -> None:
-        """Of each object as it is read."""
+        """Called for each object as it is read."""
         if obj.docstring:
             obj.docstring.value = EXAMPLE.sub(_fenced, obj.docstring.value)
 

@@ -37,7 +37,7 @@ class Victim(NamedTuple):
 
 
 class Store:
-    """An S3 store of this machine that nobody reaches between `die` and `live`, and that forgets nothing meanwhile."""
+    """A local S3 store that is unreachable between `die` and `live`, and keeps its content meanwhile."""
 
     BUCKET = "chaos"
 

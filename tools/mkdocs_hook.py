@@ -1,6 +1,6 @@
 """Lets mkdocs make a site of pages that are written for the repository: adds files outside docs/, and links to them.
 
-Pages of benchmarks/ and some others lie in the site under their path in the repository, those of docs/ without "docs/".
+Pages of benchmarks/ and some others keep their path in the repository on the site, those of docs/ lose "docs/".
 A link to any other text file leads to a page with its text, so that the site is whole without a repository's address.
 A link to a missing file is a warning, which strict mode turns into an error.
 """
@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUTSIDE = ("benchmarks/*.md", "benchmarks/*.png", "benchmarks/*.svg", "pallas_kernels/*.md", "C*.md")
 LANGUAGES = {".py": "python", ".sh": "sh", ".sbatch": "sh", ".yaml": "yaml", ".toml": "toml"}
 LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(?=\))")
-CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.M | re.S)  # what looks like a link there is none
+CODE = re.compile(r"(^ *```.*?^ *```|`[^`\n]*`)", re.M | re.S)  # text that looks like a link in code is not a link
 
 log = logging.getLogger("mkdocs.hooks.outside")
 
@@ -71,12 +71,12 @@ def repository_path(file: File, link: str) -> str | None:
 
 
 def source_path(file: File) -> str:
-    """Where a page's text lies in the repository."""
+    """The path of a page's text in the repository."""
     return file.src_uri if file.generated_by else f"docs/{file.src_uri}"
 
 
 def site_name(target: str) -> str:
-    """Where a file of the repository lies in the site."""
+    """The path on the site of a file of the repository."""
     if target.startswith("docs/"):
         return target.removeprefix("docs/")
     if any(Path(target).match(pattern) and target.count("/") == pattern.count("/") for pattern in OUTSIDE):

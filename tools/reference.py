@@ -2,7 +2,7 @@
 
     python -m tools.reference > docs/programs.md
 
-A test holds that the page is what this makes.
+A test compares the page with this program's output.
 """
 
 import argparse
@@ -27,7 +27,7 @@ for the keys of `--config.KEY=VALUE`.
 
 
 class Option(NamedTuple):
-    """An option as it is shown."""
+    """An option's row."""
 
     name: str
     default: str

@@ -2,8 +2,8 @@
 
     python tools/run_notebooks.py [--write] [NOTEBOOK.ipynb ...]      without a name: all of experiments/notebooks
 
-Shown is what a cell prints, the value of its last line (none where that ends with a semicolon, as in Jupyter) and its
-figures as PNG. With --write that becomes the notebook's stored outputs. What a training run says on stderr goes to
+The output is the cell's printed text, the value of its last line (unless that ends with a semicolon, as in Jupyter) and
+its figures as PNG. With --write that becomes the notebook's stored outputs. What a training run says on stderr goes to
 stderr and is not stored. A cell that raises ends with 1, its notebook, number and traceback, and nothing is written.
 """
 

@@ -2,7 +2,7 @@
 
     python -m tools.watching_page > docs/watching.md
 
-A test holds that the page is what this makes.
+A test compares the page with this program's output.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Causal grouped-query attention: never an [S, S] array; its gradient needs the output and its log-sum-exp alone.
+"""Causal grouped-query attention: never an [S, S] array; its gradient needs only the output and its log-sum-exp.
 
 Letters: B batch, S sequence, H query heads, K key-value heads, G = H / K queries per group, C head channels.
 
@@ -8,7 +8,7 @@ An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
     backward(saved, d_out, d_lse, *, scale, block, dtype)                        → dq, dk and dv in `dtype`
     visited(q_len, k_len, starts, windows)                                       → the share of blocks that it computes
 
-with `window` and `offset` as arrays, or None where tracing shows that there is none; with `block` None it chooses. dq
+with `window` and `offset` as arrays, or None if tracing shows that there is none; with `block` None it chooses. dq
 may also be in float32.
 """
 
@@ -83,9 +83,9 @@ def attention_gradients(
     scale: float,
     block: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What keys that are a part of all give to dq, dk and dv (float32).
+    """The contributions of a part of the keys to dq, dk and dv (float32).
 
-    `whole` is of all keys: output, log-sum-exp, and the output's gradient.
+    `whole` belongs to all keys: output, log-sum-exp, and the output's gradient.
     """
     out, lse, d_out = whole
     saved = Saved(*qkv, q_segments, k_segments, *_bounds(window, offset), out, lse)
@@ -114,8 +114,8 @@ _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _bounds(window, offset) -> tuple[jax.Array | None, jax.Array | None]:
-    # None is known while tracing: a model without windows has none in its program, and nor has a sequence that attends
-    # to itself an offset.
+    # None is known while tracing: a model without windows has none in its program, and a sequence that attends to
+    # itself has no offset.
     known = isinstance(offset, int) and offset == 0
     if isinstance(window, int):
         window = min(window, NO_WINDOW)  # a position is added to it in int32

@@ -1,8 +1,8 @@
-"""Attention on a CPU: the loops of `xla` with smaller blocks, and none at all where a sequence is short.
+"""Attention on a CPU: the loops of `xla` with smaller blocks, and without loops for short sequences.
 
 A short sequence is a few blocks of queries, each against all the keys that it may see at once. So there is no online
 softmax, and no loop, in which a CPU would run element-wise work on one core. Scores are [block, S], at most four blocks
-for a sequence; a block's keys end where its queries do, so little of what causality hides is computed. Letters as in
+for a sequence; a block's keys end with its queries, so few masked scores are computed. Letters as in
 `pallas_kernels.attention`; N = G times the block's queries, its rows.
 """
 
@@ -53,7 +53,7 @@ def default_block(length: int) -> int:
 
 
 def _is_short(q_len, k_len, window, offset, block):
-    """Whether it goes without loops: few blocks, of a sequence that attends to itself without a window."""
+    """Whether no loops are needed: few blocks, of a sequence that attends to itself without a window."""
     return window is None and offset is None and max(q_len, k_len) <= SHORT * block
 
 
@@ -77,8 +77,8 @@ def _forward(q, k, v, q_segments, k_segments, scale, block, k_len) -> tuple[jax.
 
 
 def _gradients(q, k, v, segments, lse, d_out, delta, scale, block, k_len):
-    """dq, dk and dv in float32, of what `_forward` took and gave, and delta as in `xla`."""
-    # Scores stand with keys first, and dq with channels first: no product then needs a transposed copy of scores.
+    """dq, dk and dv in float32, from the arguments and results of `_forward`, and delta as in `xla`."""
+    # Scores have keys first, and dq has channels first, so no product needs a transposed copy of scores.
     k, v = written(k), written(v)
     turned = written(k.swapaxes(2, 3))
     dqs, dks, dvs = [], [], []
@@ -100,7 +100,7 @@ def _gradients(q, k, v, segments, lse, d_out, delta, scale, block, k_len):
 
 
 def _blocks(q, k, v, q_segments, k_segments, block, k_len):
-    """Of each block of queries: its start, the keys and values up to its last one, and the mask."""
+    """For each block of queries: its start, the keys and values up to its last one, and the mask."""
     for start in range(0, q.shape[3], block):
         end = min(start + block, k.shape[2])
         own, seen = (
@@ -129,6 +129,6 @@ def _products(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
 
 
 def _sum(parts, k):
-    """The sum of what each block of queries gives to the first keys."""
+    """The sum of each block of queries' contribution to the first keys."""
     length = k.shape[2]
     return sum(jnp.pad(p, ((0, 0), (0, 0), (0, length - p.shape[2]), (0, 0))) for p in parts)

@@ -25,7 +25,7 @@ def decode_attention(
 
 
 def in_window(valid: Bool[Array, "B T"], index, window) -> Bool[Array, "B T"]:
-    """Of a cache's columns that may be seen, those in the window of the query at `index`, of each row or of all."""
+    """The visible columns of a cache within the window of the query at `index`, one for each row or for all."""
     if window is None:
         return valid
     return valid & (jnp.asarray(index)[..., None] - jnp.arange(valid.shape[1]) < window)

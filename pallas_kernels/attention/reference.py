@@ -1,4 +1,4 @@
-"""The definition of attention, with the whole [S, S] matrix, and what all implementations call masked."""
+"""The definition of attention, with the whole [S, S] matrix, and the constants of masking for all implementations."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ NO_WINDOW = 1 << 30  # wider than any sequence, with room to add a position to i
 
 
 def attention(q, k, v, q_segments=None, k_segments=None, window=None, offset=0, *, scale) -> tuple:
-    """What `pallas_kernels.attention.attention` gives."""
+    """The result of `pallas_kernels.attention.attention`."""
     batch, q_len, num_heads, channels = q.shape
     num_kv, k_len = k.shape[2], k.shape[1]
     q = q.reshape(batch, q_len, num_kv, num_heads // num_kv, channels)
@@ -25,7 +25,7 @@ def attention(q, k, v, q_segments=None, k_segments=None, window=None, offset=0, 
 
 
 def mask_of(num_q, num_k, q_start, k_start, window, k_len, q_segments, k_segments) -> jax.Array:
-    """[1 or B, 1, 1, num_q, num_k]: which key each query of a block may see; starts are positions on the key axis."""
+    """[1 or B, 1, 1, num_q, num_k]: the keys that each query may see; starts are positions on the key axis."""
     i = q_start + lax.broadcasted_iota(jnp.int32, (num_q, num_k), 0)
     j = k_start + lax.broadcasted_iota(jnp.int32, (num_q, num_k), 1)
     mask = (j <= i) & (j < k_len)

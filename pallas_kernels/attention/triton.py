@@ -59,7 +59,7 @@ def tile_of(kernel: str, channels: int, dtype: Any, block: int | None) -> Tile:
 
 
 def visited(q_len: int, k_len: int, starts: npt.ArrayLike, windows: Sequence[int | None]) -> float:
-    """See `xla.visited`: here in blocks that are small beside any sequence."""
+    """See `xla.visited`: here in blocks that are small compared with any sequence."""
     return xla.visited(q_len, k_len, starts, windows, block=64)
 
 
@@ -272,7 +272,7 @@ def _over(lo, hi, start, end, step, carry):
 
 
 def _rows(at: _Shape, batch, head, i) -> Rows:
-    """Block i of queries, each with the heads from this one on that lie in a tile."""
+    """Block i of queries, each with the heads of its tile, from this one on."""
     n, num_heads = tiles.steps(at.rows), at.num_kv * at.parts * at.heads
     tokens = i * at.queries + lax.div(n, at.heads)
     real = tokens < at.q_len if at.q_len % at.queries else None

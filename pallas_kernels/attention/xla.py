@@ -1,6 +1,6 @@
 """Attention in blocks, for XLA: online softmax forward, recomputing backward.
 
-The loops over blocks have run-time bounds, so that blocks which lie wholly above the diagonal or outside the window
+The loops over blocks have run-time bounds, so that blocks wholly above the diagonal or outside the window
 cost nothing. Letters as in `pallas_kernels.attention`.
 """
 
@@ -77,7 +77,7 @@ def _round_up(n, multiple):
 
 
 def key_blocks(i, window, offset, block_q, block_k, num_k) -> tuple:
-    """Key blocks [lo, hi) that query block i can see: all that is ever computed for it."""
+    """Key blocks [lo, hi) that query block i can see; only these are computed for it."""
     first = 0 if window is None else jnp.maximum(i * block_q + offset - window + 1, 0) // block_k
     last = (i * block_q + block_q - 1 + offset) // block_k + 1
     return first, jnp.clip(last, first, num_k)
@@ -164,7 +164,7 @@ def _gradients(scale, block_q, block_k, k_len, saved, d_out, dtype):
     num_q, num_k = q_pad // block_q, k.shape[2] // block_k
     offset = 0 if offset is None else offset
 
-    # Scores stand with keys first and queries last, and dq with channels first: no product then needs a transposed
+    # Scores have keys first and queries last, and dq has channels first, so no product needs a transposed
     # copy of anything as large as the scores.
     def key_block(dq, j):
         k_j, v_j = _block_of(k, j, block_k, 2), _block_of(v, j, block_k, 2)

@@ -1,10 +1,10 @@
-"""How CCA mixes queries and keys over a few tokens: two causal convolutions, a path around them, norm and rotation.
+"""CCA's mixing of queries and keys over a few tokens: two causal convolutions, a path around them, norm and rotation.
 
 The first convolution has taps for each channel, the second for each head: a matrix product in either direction.
 Letters: B batch, S sequence, G = H + K query and key-value heads, C channels of a head; the taps look back T0 and T1
 tokens, T in all. An array over the sequence may also hold the T tokens before it, or the last few of them.
 
-`mix` is all of it. On a GPU it is `triton`'s, where that takes what is given; otherwise made of two parts, of which an
+`mix` is all of it. On a GPU `triton` does it if it supports the arguments; otherwise it has two parts, for which an
 implementation (`xla`, `cpu`; `reference` is the definition) has
 
     convolve(x, before, by_channel, by_head, segments, dtype)                        → y
@@ -37,7 +37,7 @@ def mix(
     mean_q: Float[Array, "B S K C"] | None,
     dtype: Any,
 ) -> tuple[Float[Array, "B S H C"], Float[Array, "B S K C"], Float[Array, "B S V"]]:
-    """Queries and keys from the first P = (H + K) C columns, and the columns behind them as they are.
+    """Queries and keys from the first P = (H + K) C columns, and the columns after them unchanged.
 
     Arguments are those of `convolve` and `queries_and_keys`.
     """
@@ -65,7 +65,7 @@ def convolve(
     segments: Int[Array, "B T+S"] | None,
     dtype: Any,
 ) -> Float[Array, "G B S C"]:
-    """Both convolutions without biases, in `dtype`, as is what passes between them.
+    """Both convolutions without biases, in `dtype`, with the value between them in `dtype` too.
 
     The last tap is the token itself. `before` are the tokens ahead of the first one, None for zeros. A token takes
     nothing from those of other `segments`; None is one segment.
@@ -94,9 +94,9 @@ def queries_and_keys(
     num_kv: int,
     mean_q: Float[Array, "B S K C"] | None,
 ) -> tuple[Float[Array, "B S H C"], Float[Array, "B S K C"]]:
-    """Bias and means added to what the convolutions gave; normalised by head in float32, keys scaled, rotated.
+    """Adds bias and means to the convolutions' results; normalises by head in float32, scales keys, rotates.
 
-    `mean_q` is each group's mean query where it lies on several devices. The backward pass repeats all of it.
+    `mean_q` is each group's mean query if its queries are on several devices. The backward pass repeats all of it.
     """
     choice = chip.choose(PARTS)
     return choice.queries_and_keys(by_head, mixed, bias, temperature, rope, num_kv, mean_q)

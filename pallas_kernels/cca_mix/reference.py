@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def convolve(x, before, by_channel, by_head, segments) -> jax.Array:
-    """What `pallas_kernels.cca_mix.convolve` gives in float32: a token from those of its segment near it."""
+    """The result of `pallas_kernels.cca_mix.convolve` in float32: a token from its neighbours in its segment."""
     heads, batch, seq, channels = x.shape
     reach = by_channel.shape[0] + by_head.shape[0] - 2
     x = jnp.concatenate([jnp.zeros((heads, batch, reach, channels)) if before is None else before, x], axis=2)
@@ -25,7 +25,7 @@ def convolve(x, before, by_channel, by_head, segments) -> jax.Array:
 
 
 def queries_and_keys(by_head, mixed, bias, temperature, num_kv) -> tuple[jax.Array, jax.Array]:
-    """What `pallas_kernels.cca_mix.queries_and_keys` gives without rotation, in float32."""
+    """The result of `pallas_kernels.cca_mix.queries_and_keys` without rotation, in float32."""
     num_heads = by_head.shape[0] - num_kv
     group = num_heads // num_kv
     q = [(by_head[h] + by_head[num_heads + h // group]) / 2 for h in range(num_heads)]

@@ -4,7 +4,7 @@ A program has some tokens of one head: it loads them as often as there are taps,
 programs run beside it. Values between the two convolutions, and up to the norm, stay in registers.
 
     mix            columns → q, k
-    mix_sums       the gradient of what enters the norm, from dq and dk; all before it is computed again
+    mix_sums       the gradient of the norm's input, from dq and dk; all before it is computed again
     mix_columns    from that, the columns' own, by both convolutions backwards and the means; shares of the taps' of
                    channels. The columns behind those of queries and keys (values) are copied, so that the gradient of
                    all columns is one array, written once

@@ -1,4 +1,4 @@
-"""CCA's convolutions and what joins them, for XLA: taps by padding, each head's convolution as one matrix product.
+"""CCA's convolutions and the path around them, for XLA: taps by padding, each head's convolution as one matrix product.
 
 Letters as in `pallas_kernels.cca_mix`. Heads lead: a CPU has no bfloat16 product with a batch dimension in the middle.
 """
@@ -57,7 +57,7 @@ def _extended(x, before, segments, dtype):
     """x with the tokens before it, where they are given, and the segments of these and of as many before them."""
     if before is None:
         return x.astype(dtype), segments
-    if segments is not None:  # what stands before all counts as zero, whatever its segment
+    if segments is not None:  # columns before the first count as zero, in any segment
         segments = jnp.pad(segments, ((0, 0), (before.shape[2], 0)))
     return jnp.concatenate([before.astype(dtype), x.astype(dtype)], axis=2), segments
 
@@ -76,13 +76,13 @@ def _each_head(y, kernel, segments):
 
 
 def _tap(x, segments, distance):
-    """What stands `distance` before each token, if in its segment; zero before the first one."""
+    """The column `distance` before each token, if in its segment; zero before the first one."""
     around = ((0, 0, 0), (0, 0, 0), (distance, -distance, 0), (0, 0, 0))
     return _within(lax.pad(x, jnp.zeros((), x.dtype), around), segments, distance)
 
 
 def _passed(dz, segments, distance, lead):
-    """What each token, from `lead` ones before, gets from the one `distance` after it, if in its segment."""
+    """The value that each token, from `lead` ones before, gets from the one `distance` after it, if in its segment."""
     around = ((0, 0, 0), (0, 0, 0), (lead - distance, distance, 0), (0, 0, 0))
     return lax.pad(_within(dz, segments, distance), jnp.zeros((), dz.dtype), around)
 
@@ -111,7 +111,7 @@ def queries_and_keys(
     q, k = jnp.split(by_head.astype(jnp.float32), (num_heads,))
     if mean_q is None:
         q, k = _with_means(q, k)
-    else:  # its queries lie on several devices
+    else:  # its queries are on several devices
         q, k = (q + _each(k, num_heads)) * 0.5, (mean_q.transpose(2, 0, 1, 3) + k) * 0.5
     mixed_q, mixed_k = jnp.split(mixed.astype(jnp.float32) + bias[:, None, None], (num_heads,))
     q, k = before_norm((mixed_q + q, mixed_k + k))
@@ -134,6 +134,6 @@ def _each(k, num_heads):
 
 
 def _normalise(x):
-    # The floor stands under the root: at zero the root's own gradient is infinite, and 0 times that is NaN.
+    # The floor is inside the root: at zero the root's own gradient is infinite, and 0 times that is NaN.
     norm = jnp.sqrt(jnp.maximum(jnp.sum(x * x, -1, keepdims=True), NORM_FLOOR**2))
     return x * (x.shape[-1] ** 0.5 / norm)

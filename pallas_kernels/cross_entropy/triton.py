@@ -1,4 +1,4 @@
-"""Cross entropy on a GPU: `xla`'s chunks, whose logits leave their product with what the soft-max needs.
+"""Cross entropy on a GPU: `xla`'s chunks, with a product that also gives the soft-max's maxima and sums.
 
 Each tile of the product writes its float32 logits, and of each of its tokens the greatest and the sum of exp(logit -
 greatest). So nothing reads a chunk's logits, 2.1 GB of ZAYA1's, before their gradient is made of them; XLA takes two

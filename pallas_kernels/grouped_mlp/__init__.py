@@ -9,7 +9,7 @@ An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
     of_layer(rows, sizes, gate_up, down, layer)        → out, with the weights of a layer of stacks
 
 with weights in their own number format; products run in that of the rows, which `out` and `hidden` have too. One that
-`routes` also takes rows from where they lie and puts what they give, times a gate, there again: `routed_mlp`, and
+`routes` also reads rows in place and writes their results, times a gate, to the same places: `routed_mlp`, and
 `layer_mlp` in the place of `of_layer`.
 """
 
@@ -25,7 +25,7 @@ from pallas_kernels import chip, tiles
 from pallas_kernels.grouped_mlp import cpu, triton, xla
 
 IMPLEMENTATIONS = {"xla": xla, "cpu": cpu, "triton": triton}
-PRODUCTS = "experts"  # the name under which a remat policy finds what the grouped products gave
+PRODUCTS = "experts"  # the name under which a remat policy finds the grouped products' results
 
 
 @jax.custom_vjp
@@ -65,7 +65,7 @@ def routed_mlp(
     gate_up: Float[Array, "E D F2"],
     down: Float[Array, "E F D"],
 ) -> Float[Array, "N D"]:
-    """gate * `grouped_mlp` of the rows x[order], each put where it lay; only of implementations that `routes`."""
+    """gate * `grouped_mlp` of the rows x[order], each put back in its place; only for implementations that `routes`."""
     return triton.routed_forward(x, order, sizes, gate, gate_up, down, keep=False)[0]
 
 
@@ -94,7 +94,7 @@ def layer_mlp(
     layer: Int[Array, ""],
     order: Int[Array, "M"] | None = None,
 ) -> Float[Array, "M D"]:
-    """`grouped_mlp` with the weights of a layer of stacks, read where they lie; without gradients.
+    """`grouped_mlp` with the weights of a layer of stacks, read in place; without gradients.
 
     Given their `order`, rows are not sorted yet, as for `routed_mlp`: of implementations that `routes`.
     """
@@ -125,7 +125,7 @@ def stacked_mlp(
     """`routed_mlp` with the weights of a layer of stacks. Neither they nor their gradients are copied.
 
     The backward pass writes these into `sums`, references to float32 stacks, in the layer's place, or adds them; that
-    the weights' own gradients are zero is for the caller to know. With `shares` it writes what these make of a layer's.
+    the caller must ignore the weights' own gradients, which are zero. With `shares` it writes their results.
     """
     return triton.routed_forward(x, order, sizes, gate, gate_up, down, layer, keep=False)[0]
 

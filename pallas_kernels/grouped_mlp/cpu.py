@@ -3,7 +3,7 @@
 One loop over the experts forward, one backward; an expert's rows go through all its products at once, as one block.
 Blocks have one of a dozen heights, so that a fitting one is a few percent too high, and each has a program of its own:
 small blocks in a loop would leave the second core idle (a product of 64 rows runs at half the speed of one of 256).
-A block may run over the end of its expert's rows; the next expert's then write over it. So spare rows stand at the end
+A block may run past the end of its expert's rows; the next expert's then overwrite it. So spare rows are at the end
 meanwhile, as many as the greatest block has. Letters as in `pallas_kernels.grouped_mlp`.
 """
 
@@ -19,8 +19,8 @@ from pallas_kernels.grouped_mlp.xla import swiglu
 from pallas_kernels.loops import turning
 from pallas_kernels.products.cpu import strip_of, sum_rows
 
-# Products of fewer rows take weights out of their stack in strips: what XLA copies of them stays in a core's cache. Of
-# weights [1024, 2048] 4 rows then take 0.6 ms in place of 1.0, 16 rows 1.1 in place of 1.3, 256 gain nothing.
+# Products of fewer rows take weights out of their stack in strips: XLA's copies then stay in a core's cache. With
+# weights [1024, 2048] 4 rows then take 0.6 ms instead of 1.0, 16 rows 1.1 instead of 1.3, 256 gain nothing.
 TALL = 256
 FEW = (1, 4, 8, 16, 24, 32, 48, 64)  # rows per block where even groups have fewer than the last
 
@@ -63,7 +63,7 @@ def forward(rows, sizes, gate_up, down) -> tuple[jax.Array, jax.Array]:
 
 
 def of_layer(rows, sizes, gate_up, down, layer) -> jax.Array:
-    """See `pallas_kernels.grouped_mlp`. Of an expert without rows nothing is read."""
+    """See `pallas_kernels.grouped_mlp`. An expert without rows is not read."""
     num_rows, num_groups = rows.shape[0], sizes.shape[0]
     if num_rows < FEW[-1] * num_groups:
         sides = FEW[: sum(side < num_rows for side in FEW) + 1]
@@ -102,7 +102,7 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
         start, size, w1, w2 = own
 
         def block(height, row, count, d_rows):
-            """The gradients of a block's rows, of which `count` are the expert's, and what they give its weights'."""
+            """The gradients of a block's rows (the first `count` are the expert's), and their part of its weights'."""
             dy = _slice(d_out, row, height)
             if count is not None:
                 dy = jnp.where(jnp.arange(height)[:, None] < count, dy, 0)
@@ -128,14 +128,14 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
 
 
 def _with_spare(x, sides):
-    """x and what the greatest block may run over its end."""
+    """x with room for the greatest block to run past its end."""
     return jnp.pad(x, ((0, sides[-1]), (0, 0)))
 
 
 def _rest(block: Callable, heights: tuple[int, ...], start, size, nothing: Callable, carry: Any) -> Any:
     """block(height, row, count, carry) of the group's first rows, as many as its whole blocks leave, or nothing(carry).
 
-    They come first so that this block alone runs over rows that are not its own, which whole blocks then write again.
+    They come first so that only this block covers rows that are not its own, which whole blocks then write again.
     """
     count = size % heights[-1]
     fitting = jnp.where(count == 0, 0, 1 + (count > jnp.asarray(heights)).sum())

@@ -1,4 +1,4 @@
-"""The definition of grouped products and of the gated MLP made of them: every row with every expert, one is taken."""
+"""The definition of grouped products and of the gated MLP made of them: every row with every expert, taking one."""
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,6 @@ def grouped_dot(x, w, sizes) -> jax.Array:
 
 
 def grouped_mlp(rows, sizes, gate_up, down) -> jax.Array:
-    """What `pallas_kernels.grouped_mlp.grouped_mlp` gives."""
+    """The result of `pallas_kernels.grouped_mlp.grouped_mlp`."""
     gate, up = jnp.split(grouped_dot(rows, gate_up, sizes), 2, axis=-1)
     return grouped_dot(jax.nn.silu(gate) * up, down, sizes)

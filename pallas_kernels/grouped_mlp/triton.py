@@ -1,7 +1,7 @@
 """The gated MLP of groups by kernels of Pallas's Triton backend: for GPUs.
 
-Rows are taken where they lie: `order` names them, sorted by expert, so that nothing is gathered before the products or
-scattered after them, and the gate scales what they give. Weights are read in their own number format and converted on
+Rows are read in place: `order` names them, sorted by expert, so that nothing is gathered before the products or
+scattered after them, and the gate scales the results. Weights are read in their own number format and converted on
 the way to the products: no copy of them is made. Six products, each one kernel:
 
     gate and up   hidden[i] = x[order[i]] @ gate_up, a tile of both halves at once, and its SwiGLU [M, F]
@@ -11,8 +11,8 @@ the way to the products: no copy of them is made. Six products, each one kernel:
     d_gate_up     for each expert x[order]^T @ d_hidden over its rows, float32
     d_down        (gate * swiglu)^T @ d_out[order]
 
-With a `layer`, weights are those of all layers, stacked, and so are the gradients, of which a kernel writes the layer's
-own: XLA copies what a custom call takes out of a stack, or gives into one, 3.6 GB a layer of ZAYA1 and step.
+With a `layer`, weights and gradients are stacks over all layers, and a kernel writes the layer's
+own part: XLA copies a custom call's slice out of a stack, or into one, 3.6 GB a layer of ZAYA1 and step.
 
 Offsets of groups are found inside the kernels, from `sizes`: each expert has its own tiles of rows, the last of them
 ragged, so a grid has room for one more per expert than M rows fill, and programs that find no rows do nothing. Rows
@@ -25,7 +25,7 @@ its own n strips of the weights, and each strip is read from memory once for som
 compiled program (`tiles.call`) counts each operand once, and the products of the rows that there are: a ragged tile
 computes more, on average half a tile for each expert (6% at 1,024 rows an expert and 128 a tile, 12% at 256).
 
-Any sides and formats are taken; what a tile reaches over is masked where sides are not whole tiles, which is slow.
+Any sides and formats work; if sides are not whole tiles, numbers past the edge are masked, which is slow.
 
 Letters as in `pallas_kernels.grouped_mlp`; N tokens are as many as M rows.
 """
@@ -41,7 +41,7 @@ from pallas_kernels import chip, tiles
 
 
 class Tile(NamedTuple):
-    """Sides of what one program computes, how deep a step of its loop is, and how many warps share it."""
+    """The sides of one program's tile, the depth of a step of its loop, and the number of its warps."""
 
     rows: int
     columns: int
@@ -73,7 +73,7 @@ def backward(rows, sizes, gate_up, down, hidden, d_out) -> tuple[jax.Array, jax.
 def routed_forward(x, order, sizes, gate, gate_up, down, layer=None, keep=True) -> tuple[jax.Array, Any]:
     """See `pallas_kernels.grouped_mlp.routed_mlp`: out [N, D] and hidden [M, 2 F], or None unless `keep`.
 
-    With a `layer`, weights are stacks [L, E, ..] of which it is the number; they are read where they lie.
+    With a `layer`, its number, weights are stacks [L, E, ..]; they are read in place.
     """
     (num, dim), width = x.shape, down.shape[-2]
     like = functools.partial(jax.ShapeDtypeStruct, dtype=x.dtype)
@@ -140,8 +140,8 @@ class _Own(NamedTuple):
     lead: tuple[jax.Array, ...]  # its number among the weights
     live: jax.Array  # whether it is an expert's
     inside: jax.Array  # which of the tile's rows are the group's
-    rows: jax.Array  # places among the sorted rows, all of which there are
-    tokens: jax.Array  # where these rows lie
+    rows: jax.Array  # places among the sorted rows, all valid
+    tokens: jax.Array  # the tokens' places of these rows
     num: int
 
     def to(self, places: jax.Array) -> jax.Array:
@@ -158,7 +158,7 @@ def _groups(sizes_ref, num: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _own_rows(sizes_ref, layer_ref, order_ref, num: int, side: int, tile) -> _Own:
-    """Which rows, of which group, the tile of this number has."""
+    """The rows and the group of the tile with this number."""
     lane, sizes = _groups(sizes_ref, num)
     blocks = (sizes + (side - 1)) >> (side.bit_length() - 1)
     group = jnp.sum((jnp.cumsum(blocks) <= tile).astype(jnp.int32))
@@ -179,7 +179,7 @@ def _tokens(order_ref, rows):
 
 
 class _Route(NamedTuple):
-    """Where rows lie and which weights they meet; see `routed_forward`."""
+    """The places of rows and the weights that they use; see `routed_forward`."""
 
     order: jax.Array | None
     sizes: jax.Array
@@ -316,7 +316,7 @@ def _swiglu(gate, up) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _over_rows(x, y, sums, *, order, sizes, layer, add, order_of_x: bool, name: str) -> jax.Array:
-    """For each group x^T @ y over its rows, float32; `order` says where the rows of x lie, or of y.
+    """For each group x^T @ y over its rows, float32; `order` gives the places of the rows of x or of y.
 
     With a `layer`, `sums` with this in the layer's place.
     """

@@ -15,7 +15,7 @@ from jax import lax
 BY_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((1,), (1,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
-INTO_COLUMNS = lax.RaggedDotDimensionNumbers(  # x times each group's transposed matrix, of which no copy is made
+INTO_COLUMNS = lax.RaggedDotDimensionNumbers(  # x times each group's transposed matrix, without a copy of it
     dot_dimension_numbers=(((1,), (2,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[0]
 )
 OVER_ROWS = lax.RaggedDotDimensionNumbers(

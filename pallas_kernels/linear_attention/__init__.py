@@ -1,10 +1,10 @@
-"""Causal linear attention: a sum over the past in place of a softmax, so that a state of fixed size stands for it.
+"""Causal linear attention: a sum over the past instead of a softmax, held in a state of fixed size.
 
     out_t = sum_{s <= t} (f(q_t) . f(k_s)) v_s / sum_{s <= t} f(q_t) . f(k_s)        f(x) = elu(x) + 1
 
 over the tokens s of t's own document. Everything of a document's past that a query needs is its *state*, per head
-sum f(k)^T v beside sum f(k): [C, C + 1], float32. Within a device a sequence is taken chunk by chunk; between devices
-states travel (zaya_jax/parallel/linear.py). A document's tokens lie together, so a state that comes from the left
+sum f(k)^T v next to sum f(k): [C, C + 1], float32. Within a device a sequence is taken chunk by chunk; between devices
+states travel (zaya_jax/parallel/linear.py). A document's tokens are contiguous, so a state that comes from the left
 counts exactly where the document that it ended with goes on.
 
 Letters: B batch, S sequence, H query heads, K key-value heads, G = H / K queries per group, C head channels.
@@ -45,14 +45,14 @@ def linear_attention(
 
 
 def heads_first(q, k, v) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Features of q [B, K, G, S, C] and of k [B, K, S, C], and v [B, K, S, C]: what the functions below take."""
+    """Features of q [B, K, G, S, C] and of k [B, K, S, C], and v [B, K, S, C]: the arguments of the functions below."""
     batch, seq, _, channels = q.shape
     q = features(q).reshape(batch, seq, k.shape[2], -1, channels).transpose(0, 2, 3, 1, 4)
     return q, features(k).transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
 
 
 def finish(numerator, denominator, dtype) -> jax.Array:
-    """The quotient, heads behind the sequence again: [B, S, H, C]."""
+    """The quotient, heads after the sequence again: [B, S, H, C]."""
     batch, num_kv, group, seq, channels = numerator.shape
     out = (numerator / denominator[..., None]).astype(dtype)
     return checkpoint_name(out.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_kv * group, channels), SAVED)

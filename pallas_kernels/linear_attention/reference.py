@@ -10,7 +10,7 @@ def features(x: jax.Array) -> jax.Array:
 
 
 def linear_attention(q, k, v, segments=None) -> jax.Array:
-    """What `pallas_kernels.linear_attention.linear_attention` gives."""
+    """The result of `pallas_kernels.linear_attention.linear_attention`."""
     batch, seq, num_heads, channels = q.shape
     q = features(q).reshape(batch, seq, k.shape[2], -1, channels)
     weights = jnp.einsum("bikgc,bjkc->bkgij", q, features(k), preferred_element_type=jnp.float32)

@@ -11,7 +11,7 @@ CHUNK = 128  # tokens: as many as a head has channels balances the two products
 
 
 def tile_of(kernel: str, channels: int, dtype: Any) -> Tile:
-    """The tile of "outputs", "d_queries", "d_keys", or of "states", which has rows alone.
+    """The tile of "outputs", "d_queries", "d_keys", or of "states", which has only rows.
 
     Chosen as attention's are; benchmarks/kernels.md has other tiles' results.
     """

@@ -1,11 +1,11 @@
 """Linear attention on a GPU: all chunks at once, where XLA has a scan over them.
 
-    linear_states        what each chunk leaves to those after it, alone: k^T v, and the sum of k
+    linear_states        each chunk's own contribution to the state: k^T v, and the sum of k
     linear_carry         a sum over the chunks before, as far as a document goes on: the state that enters each chunk
     linear_outputs       a chunk's queries, against its own keys and against that state
     linear_d_queries     dq in the same way
-    linear_states        again: what each chunk's queries ask of the state that enters it, q^T d
-    linear_carry         again, from the last chunk to the first: the gradient of what each chunk leaves
+    linear_states        again: each chunk's contribution to the gradient of the state that enters it, q^T d
+    linear_carry         again, from the last chunk to the first: the gradient of each chunk's contribution
     linear_d_keys        dk and dv, from the chunk's own queries and from that
 
 A state is never as long as the sequence, and each is written once, alone and summed. The sum is in float32; what a
@@ -227,7 +227,7 @@ def _flops(at: Shape, cut: Cut, products: int) -> float:
 
 
 def _features_of(at: Shape, rows: Rows, ref, columns=None) -> jax.Array:
-    """Features of queries, zero where there are none; as they come where they are features."""
+    """Features of queries, zero where there are no queries; unchanged if they are features already."""
     x = rows.load(ref, columns)
     if not at.whole:
         return x
@@ -252,7 +252,7 @@ def _features(x: jax.Array) -> jax.Array:
 
 
 def _queries_of(at: Shape, cut: Cut, batch, head, i) -> Rows:
-    """Block i of queries, each with the heads from this one on that lie in a tile."""
+    """Block i of queries, each with the heads of its tile, from this one on."""
     n = tiles.steps(cut.rows)
     tokens = i * cut.queries + lax.div(n, cut.heads)
     return _rows(at, batch, tokens, head + lax.rem(n, cut.heads), at.heads)

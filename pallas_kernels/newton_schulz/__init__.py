@@ -6,7 +6,7 @@ An implementation (`xla`, `cpu`, `triton`; `reference` is the definition) has
 
     iterate(x, polynomials, dtype)    → x after all polynomials, of matrices [..., a, b] with a <= b in `dtype`
 
-There is no gradient: what it is for, Muon's direction, is not differentiated.
+There is no gradient: Muon's direction is not differentiated.
 """
 
 from typing import Any

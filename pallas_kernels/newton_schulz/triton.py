@@ -2,7 +2,7 @@
 
 X X^T and (X X^T)² are symmetric: a tile on or under the diagonal is computed and stored twice, the second time
 transposed. So a square matrix takes 2/3 of the FLOPs of three full products, a wide one up to 3/4, and each polynomial
-is three kernels. XLA takes all tiles, and passes over float32 results besides.
+is three kernels. XLA takes all tiles, and also passes over float32 results.
 
 Sides must be whole tiles (`fits`); other matrices are XLA's.
 """
@@ -37,7 +37,7 @@ def iterate(x, polynomials, dtype) -> jax.Array:
 
 
 def symmetric(x: jax.Array, own: float = 0.0, scale: float = 1.0) -> jax.Array:
-    """own x + scale x x^T of matrices [n, a, b], summed in float32; `own` is for symmetric x alone."""
+    """own x + scale x x^T of matrices [n, a, b], summed in float32; `own` is only for symmetric x."""
     num, a, b = x.shape
     side, deep = _side(a, x.dtype), _deep(x.dtype)
     down = a // side
@@ -68,7 +68,7 @@ def _symmetric(x, out, half, side, deep, own, scale):
         found += own * x[which, rows, columns].astype(jnp.float32)
     found = found.astype(out.dtype)
     out[which, rows, columns] = found
-    # On the diagonal it stands already, and rounding may make a tile differ from its own transpose.
+    # The diagonal is written already, and rounding may make a tile differ from its own transpose.
     tiles.store(out.at[which, columns, rows], found.T, mask=jnp.full((side, side), i != j))
 
 

@@ -5,8 +5,8 @@ two backward products in float32 (half the speed here). These products fix both:
 cotangent is cast too, and the weight's gradient leaves its product in float32.
 
 Float32 operands are another matter: XLA multiplies them in TF32 on a GPU (10 bits instead of 23) unless it is asked
-for more. What `precision.compute` makes float32 follows `precision.matmul`, by JAX's context; what is float32 by itself
-(the router's matrices, the convolutions' biases, Muon's iteration) asks for `whole(dtype)` at the product.
+for more. Products that `precision.compute` makes float32 follow `precision.matmul`, by JAX's context; those that are
+always float32 (the router's matrices, the convolutions' biases, Muon's iteration) ask for `whole(dtype)`.
 """
 
 import functools
@@ -25,7 +25,7 @@ GIVEN = "products"  # the name under which a remat policy finds what `einsum` an
 
 
 def whole(dtype: Any) -> Precision | None:
-    """The precision that keeps a product of `dtype` what it is called: float32 asks for all its bits, others need not.
+    """The precision that a product of `dtype` needs to deserve the name: float32 asks for all its bits.
 
     In the kernels that jaxlib 0.12.0 makes for an H200 and an MI300X "default" and "high" are TF32, XF32 (mma .. tf32,
     mfma .. xf32).
@@ -37,7 +37,7 @@ def whole(dtype: Any) -> Precision | None:
 def einsum(spec: str, x: jax.Array, w: jax.Array, dtype, out_dtype, precision: Precision | None = None) -> jax.Array:
     """jnp.einsum(spec, x, w) in `dtype`, given as `out_dtype`; `precision` is for the gradients' products too.
 
-    Rows are the index n, in x and in the result; each index must stand in two of the three arrays.
+    Rows are the index n, in x and in the result; each index must occur in two of the three arrays.
     """
     out = jnp.dtype(out_dtype)
     accumulate = out if out == jnp.dtype(dtype) else jnp.float32

@@ -1,12 +1,12 @@
 """How a block reads the residual stream and joins it: RMSNorm, and a sum with scales and biases. All in float32.
 
-    x, h = read(h, ...)                 what a block computes with, and the stream for its join
-    h = join(y, h, ...)                 what the block gave, added
+    x, h = read(h, ...)                 a block's input, and the stream for its join
+    h = join(y, h, ...)                 the block's output, added
     h, x, product = join_and_read(...)  both, where one block follows another in a layer
 
-All are cheap arithmetic on a wide array, the widest of a layer: what counts is how often it passes through memory. The
+All are cheap arithmetic on a layer's widest array: the number of its passes through memory counts. The
 stream goes through `read` and comes out again so that one pass of the backward can add up both its gradients.
-Backward passes repeat the arithmetic instead of reading back what it gave.
+Backward passes repeat the arithmetic instead of reading its results.
 
 An implementation (`xla`, `triton`; `reference` is the definition) has these three, with gradients of its own: what is
 worth keeping for them differs.

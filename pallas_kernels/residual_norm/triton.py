@@ -2,7 +2,7 @@
 
 A program walks down some rows with all their columns, so it has the sums that a norm and its gradient need, and adds up
 its rows' share of the vectors' gradients. These shares, one of each program, XLA adds: no atomic addition, the same
-bits every time. A read and a join alone are left to XLA forward, which makes one pass of each.
+bits every time. A forward read or join by itself is left to XLA, which makes one pass of each.
 
 Rows of more than MOST numbers are XLA's: a thread would hold more of them than it has registers for.
 """
@@ -260,7 +260,7 @@ def _backward(
     d_x: tuple[jax.Array, ...] = (),
     joined: Any = None,
 ) -> _Gradients:
-    """Gradients of what a stream goes through: a join with `joined` (y, how, gate), then a norm (scale, eps).
+    """Gradients of a stream's operations: a join with `joined` (y, how, gate), then a norm (scale, eps).
 
     `d_h` are those of the stream after it, `d_x` those of the norm, to be added up.
     """

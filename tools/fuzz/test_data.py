@@ -1,4 +1,4 @@
-"""prepare_data and characterize under generated options; what they refuse leaves everything as it was."""
+"""prepare_data and characterize under generated options; a refusal leaves everything unchanged."""
 
 import functools
 

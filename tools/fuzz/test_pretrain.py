@@ -50,7 +50,7 @@ def sandbox():
 
 @pytest.fixture(autouse=True)
 def until_it_would_compile(monkeypatch):
-    """Where nothing is wrong the program ends before its first step, with nothing in place of a state."""
+    """If nothing is wrong the program ends before its first step, without a state."""
     monkeypatch.setattr("signal.signal", lambda *args: None)
     monkeypatch.setattr(notes, "describe_run", accepted)
     init = states.init

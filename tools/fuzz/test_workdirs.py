@@ -33,7 +33,7 @@ def accepted(*args, **keys):
 
 @pytest.fixture(scope="module")
 def source():
-    """What is copied and damaged: a run's folder, and a model directory."""
+    """The folders to copy and damage: a run's, and a model directory."""
     with folder() as here:
         make_run(here / "run")
         yield here

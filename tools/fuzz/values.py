@@ -1,6 +1,6 @@
 """Values for every key of the config, from its declaration in config/fields.py: a new key is fuzzed by itself.
 
-`any_value` may be right or wrong; `good` lies within the declared range, its borders among it.
+`any_value` may be right or wrong; `good` is within the declared range, borders included.
 """
 
 import dataclasses
