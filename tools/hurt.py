@@ -28,11 +28,11 @@ class Victim(NamedTuple):
 
     number: int
     pid: int
-    folder: Path  # of its beats
+    beats: str  # the file in memory to which it writes them
 
     def beat(self) -> beats.Beat | None:
         """Where it is; None where it has not said so yet."""
-        found = beats.read(self.folder / f"beat-{self.number:05d}")
+        found = beats.read(self.beats, self.number)
         return found if found and found.pid == self.pid else None
 
 
@@ -71,8 +71,8 @@ def processes_of(agent: int) -> dict[int, Victim]:
     found = {}
     for pid in _below(agent):
         variables = _environ(pid)
-        if beats.FOLDER in variables and "JAX_PROCESS_ID" in variables:
-            victim = Victim(int(variables["JAX_PROCESS_ID"]), pid, Path(variables[beats.FOLDER]))
+        if beats.VARIABLE in variables and "JAX_PROCESS_ID" in variables:
+            victim = Victim(int(variables["JAX_PROCESS_ID"]), pid, variables[beats.VARIABLE])
             if victim.beat():  # not the program that becomes it, nor a worker of its own
                 found[victim.number] = victim
     return found

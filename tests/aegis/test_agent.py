@@ -6,7 +6,6 @@ The program is a stand-in that counts; `test_training` does the same with traini
 import json
 import os
 import re
-import selectors
 import signal
 import socket
 import subprocess
@@ -20,9 +19,7 @@ from agents import STAND_IN, STEPS, start
 
 from experiments import supervise
 from zaya_jax import cli
-from zaya_jax.aegis import accounts, events, node
-from zaya_jax.aegis.decide import Rules
-from zaya_jax.aegis.keeping import Keeper, Terminal
+from zaya_jax.aegis import accounts, events
 from zaya_jax.checkpoint import claims
 
 ALONE = os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT), "PCI_DEVICES": "none"}
@@ -264,17 +261,3 @@ def test_lines_that_are_cut_short_are_passed_over_by_the_report(tmp_path, capsys
     (folder / "events.jsonl").write_text(f'{whole[:-5]}\n{{"kind": "died"}}\n{whole}\n{whole[:9]}')
     (event,) = events.read(tmp_path)
     assert event.seen == "SIGKILL" and supervise.report(tmp_path) == 0 and "died" in capsys.readouterr().out
-
-
-def test_heartbeats_go_elsewhere_where_shared_memory_is_full(tmp_path, monkeypatch):
-    full, room = tmp_path / "shm", node._has_room
-    full.mkdir()
-    assert room(full, 1) and not room(tmp_path / "nowhere", 1)
-    monkeypatch.setattr(node, "SHM", full)
-    for fits in (True, False):
-        monkeypatch.setattr(node, "_has_room", lambda folder, size, fits=fits: fits)
-        plan = node.Plan(Rules(nodes=1), tmp_path)
-        here = node.Node(plan, selectors.DefaultSelector(), Keeper(tmp_path), Terminal(), print)
-        assert here.scratch.is_dir() and (full in here.scratch.parents) == fits
-        here.close()
-        assert not here.scratch.exists()

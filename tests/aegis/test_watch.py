@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import watched
 
-from zaya_jax.aegis import limits, watch, watch_net
+from zaya_jax.aegis import limits, watch
 
 
 @pytest.fixture
@@ -244,6 +244,6 @@ def test_each_limit_is_judged_somewhere():
 
 
 def test_counters_of_other_drivers_are_known():
-    assert watch_net.kind_of("to_retransmits") == "nic retransmissions"  # bnxt_re
-    assert watch_net.kind_of("max_retry_exceeded") == "nic time-outs"
-    assert watch_net.kind_of("port_xmit_wait") is None and watch_net.kind_of("out_of_sequence") is None
+    assert watch.kind_of("to_retransmits") == "nic retransmissions"  # bnxt_re
+    assert watch.kind_of("max_retry_exceeded") == "nic time-outs"
+    assert watch.kind_of("port_xmit_wait") is None and watch.kind_of("out_of_sequence") is None

@@ -17,7 +17,6 @@ import functools
 import os
 import queue
 import selectors
-import shutil
 import signal
 import socket
 import subprocess
@@ -40,7 +39,6 @@ LOOK = 0.25  # seconds between two looks at the beats
 WATCH = 5.0  # seconds between two looks at the hardware
 LINE = 1 << 16  # bytes; a longer one is taken in pieces
 PIPE = 1 << 18  # bytes; Linux gives a pipe 64 KiB
-SHM = Path("/dev/shm")
 ROOT = "ZAYA_WATCH_ROOT"  # the variable: another root than / for what is watched, for tests
 
 
@@ -77,8 +75,7 @@ class Node:
         tell: Callable[[list], None],
     ):  # fmt: skip
         self._plan, self._tell, self._selector, self._keeper, self._terminal = (plan, tell, selector, keeper, terminal)
-        room = _has_room(SHM, plan.rules.processes * beats.SIZE)
-        self.scratch = Path(tempfile.mkdtemp(prefix="zaya-aegis-", dir=SHM if room else None))
+        self._memory = -1  # a file in memory, to which the processes of this start write their beats
         self.processes: dict[int, Process] = {}
         self._number, self._looked = 0, 0.0
         self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # messages of threads
@@ -124,13 +121,14 @@ class Node:
     def start(self, number: int, address: str, count: int, first: int) -> None:
         """Starts this node's processes."""
         self._number, self._matcher = number, rules.Matcher()  # each start counts its lines anew
-        for old in self.scratch.glob("beat-*"):
-            old.unlink()
+        self._forget_beats()
+        self._memory = os.memfd_create("beats")
+        os.truncate(self._memory, count * beats.SIZE)
         for i in range(self._plan.rules.processes):
             index = first + i
             variables = {
                 "JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index),
-                beats.FOLDER: str(self.scratch), "PYTHONUNBUFFERED": "1",
+                beats.VARIABLE: f"/proc/{os.getpid()}/fd/{self._memory}", "PYTHONUNBUFFERED": "1",
             }  # fmt: skip
             near: list[str] = []
             if len(self._numa) >= self._plan.rules.processes:
@@ -193,12 +191,17 @@ class Node:
         self.kill()
         for process in self.processes.values():
             process.popen.wait()
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        self._forget_beats()
+
+    def _forget_beats(self) -> None:
+        if self._memory >= 0:
+            os.close(self._memory)
+        self._memory = -1
 
     def _view(self, process: Process, now: float) -> View:
         state = stacks.state(process.popen.pid)
-        beat = beats.read(self.scratch / f"beat-{process.index:05d}")
-        if beat is None or beat.pid != process.popen.pid:
+        beat = beats.read(f"/proc/self/fd/{self._memory}", process.index)
+        if beat is None:
             age = now - process.started
             return View(process.index, "", 0, "", age, age, state)
         laps = [lap for lap in beat.laps if lap.step > process.lap]
@@ -260,17 +263,6 @@ def _port() -> int:
     """A free one."""
     with socket.create_server(("", 0)) as server:
         return server.getsockname()[1]
-
-
-def _has_room(folder: Path, size: int) -> bool:
-    """Whether so many bytes fit there: /dev/shm may be full of others' files."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(2 * size + (1 << 16)))
-            file.flush()
-    except OSError:
-        return False
-    return True
 
 
 def _kill_group(popen: subprocess.Popen) -> None:

@@ -94,11 +94,8 @@ class Stragglers:
 
 def _median_of_others(owns: np.ndarray) -> np.ndarray:
     """For each the median of all but itself."""
-    order = np.argsort(owns, kind="stable")
-    sorted_, count = owns[order], len(owns)
-    places = np.empty(count, int)
-    places[order] = np.arange(count)
-    # Without the one at place i, what was at or after it moves up by one.
-    low, high = (count - 2) // 2, (count - 1) // 2
-    pick = [sorted_[middle + (places <= middle)] for middle in (low, high)]
-    return (pick[0] + pick[1]) / 2
+    order, count = np.argsort(owns), len(owns)
+    places = np.argsort(order)
+    # Without the one at place i, everything at or after it moves up by one.
+    middle = np.array([(count - 2) // 2, (count - 1) // 2])
+    return owns[order][middle + (places[:, None] <= middle)].mean(1)

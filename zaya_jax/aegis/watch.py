@@ -8,16 +8,39 @@ driver that hangs is a finding, and delays nothing else.
 """
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Protocol
 
-from zaya_jax.aegis import watch_gpu, watch_net
+from zaya_jax.aegis import watch_gpu
 from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.limits import BY_NAME
 from zaya_jax.aegis.reading import Judge, Tree
+
+INFINIBAND = "sys/class/infiniband"
+# The finding that a port's counter belongs to, by the first pattern that fits. The names of retransmission counters
+# differ from driver to driver (mlx5, bnxt_re, ionic, irdma).
+KINDS = tuple(
+    (name, re.compile(pattern))
+    for name, pattern in (
+        ("nic flaps", r"link_downed"),
+        ("nic symbol errors", r"symbol_error"),
+        ("nic link errors", r"link_error_recovery|local_link_integrity_errors|port_rcv_errors|rx_icrc_encapsulated"),
+        ("nic time-outs", r"local_ack_timeout|ack_timeout|retry_exc|max_retry|req_transport_retries_exceeded"),
+        (
+            "nic retransmissions",
+            r"packet_seq_err|seq_err_nak|implied_nak_seq|to_retrans|retransmit|_retx|roce_adp_retrans",
+        ),
+    )
+)
+
+
+def kind_of(counter: str) -> str | None:
+    """The finding that a counter of a port belongs to."""
+    return next((name for name, pattern in KINDS if pattern.search(counter)), None)
 
 
 class Watcher(Protocol):
@@ -95,6 +118,48 @@ class Disks:
             yield from judge.state("disk nearly full", folder, nearly and not full, seen)
 
 
+class Ports:
+    """The node's ports of InfiniBand and RoCE, through the kernel's files."""
+
+    name = "ports"
+
+    def __init__(self, tree: Tree):
+        self._tree = tree
+        self._active: set[str] = set()
+        self._rates: dict[str, float] = {}
+
+    def look(self, judge: Judge) -> Iterator[Finding]:
+        """See `limits`."""
+        tree, now = self._tree, {}
+        for card in tree.names(INFINIBAND):
+            for port in tree.names(f"{INFINIBAND}/{card}/ports"):
+                now[f"{card}/{port}"] = f"{INFINIBAND}/{card}/ports/{port}"
+        for device in sorted(self._active):
+            words = f"{device} is {'here' if device in now else 'no longer here'}"
+            yield from judge.state("nic gone", device, device not in now, words)
+        for device, place in now.items():
+            state = tree.text(f"{place}/state")
+            if state is None:
+                continue
+            up = "ACTIVE" in state
+            if up:
+                self._active.add(device)
+                rate = re.match(r"[\d.]+", tree.text(f"{place}/rate") or "")
+                if rate:
+                    usual = self._rates[device] = max(self._rates.get(device, 0.0), float(rate[0]))
+                    words = f"{float(rate[0]):g} Gb/s, before {usual:g}"
+                    yield from judge.state("nic slow", device, float(rate[0]) < usual, words)
+            physical = tree.text(f"{place}/phys_state") or "?"
+            seen = f"state {state}, physically {physical}"
+            yield from judge.state("nic down", device, device in self._active and not up, seen)
+            for folder in ("counters", "hw_counters"):
+                for counter in tree.names(f"{place}/{folder}"):
+                    name = kind_of(counter)
+                    if name:
+                        value = tree.number(f"{place}/{folder}/{counter}")
+                        yield from judge.counter(name, device, counter, value)
+
+
 class Watchers:
     """All of a node. `nvml`, `statvfs` and `clock` are given by tests."""
 
@@ -108,7 +173,7 @@ class Watchers:
             for make, tree in (
                 (watch_gpu.Amd, Tree(root)),
                 (lambda tree: watch_gpu.Nvidia(tree, nvml), Tree(root)),
-                (watch_net.Ports, Tree(root)),
+                (Ports, Tree(root)),
                 (Host, Tree(root)),
                 (lambda tree: Disks(tree, folders, statvfs), Tree(root)),
             )
