@@ -125,7 +125,7 @@ def report(workdir: Path) -> int:
         words = [event.node, who, event.seen, event.concluded, event.done, took]
         if event.kind != "spent":
             print(f"{when}  {event.kind:<12}{'; '.join(filter(None, words))}")
-    print(f"\n{account_text(accounts.of(found))}\nReport: {write_report(workdir)}")
+    print(f"\n{account_text(accounts.account_of(found))}\nReport: {write_report(workdir)}")
     return cli.DONE
 
 

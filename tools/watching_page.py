@@ -8,7 +8,7 @@ A test compares the page with this program's output.
 import sys
 from collections.abc import Iterable, Sequence
 
-from zaya_jax.aegis import accounts, preflight, rules
+from zaya_jax.aegis import accounts, log_rules, preflight
 from zaya_jax.aegis.limits import LIMITS, Limit
 
 HEAD = """\
@@ -115,10 +115,10 @@ MEANINGS = {
 
 def page() -> str:
     """docs/watching.md."""
-    parts = [HEAD.format(longest=rules.LONGEST)]
+    parts = [HEAD.format(longest=log_rules.LONGEST)]
     for kind, title in (("process", "Of processes"), ("kernel", "Of the kernel")):
         lines = (
-            (r.name, r.group, r.action, "yes" if r.consequence else "", _code(r.example)) for r in rules.load(kind)
+            (r.name, r.group, r.action, "yes" if r.consequence else "", _code(r.example)) for r in log_rules.load(kind)
         )
         parts.append(f"### {title}\n\n" + _table(("rule", "class", "action", "consequence", "for example"), lines))
     parts.append(HARDWARE)

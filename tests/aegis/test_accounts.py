@@ -34,7 +34,7 @@ def whole(account):
 
 
 def test_each_second_has_one_use():
-    account = accounts.of(run())
+    account = accounts.account_of(run())
     totals = account.totals
     assert whole(account) == pytest.approx(100.0)
     assert (totals["start"], totals["compile"], totals["save"]) == pytest.approx((8, 12, 1))
@@ -54,7 +54,7 @@ def test_time_between_an_end_and_a_start_is_nobodys():
         spent(1010.0, 10.0, 54, 64, step=10.0),
         Event("ended", 1010.0, step=64),
     ]
-    account = accounts.of(run() + later)
+    account = accounts.account_of(run() + later)
     assert account.totals["idle"] == pytest.approx(900) and whole(account) == pytest.approx(1010)
     assert account.goodput == pytest.approx((account.totals["step"]) / 110)
     assert account.totals["redone"] == pytest.approx(10)
@@ -69,17 +69,17 @@ def test_a_spike_loses_the_steps_it_goes_back():
         spent(30.0, 10.0, 15, 25, step=10.0),
         Event("ended", 30.0, step=25),
     ]
-    account = accounts.of(events)
+    account = accounts.account_of(events)
     assert account.totals["redone"] == pytest.approx(5) and account.totals["step"] == pytest.approx(25)
     assert [event.facts["batches"] for event in account.left_out] == [5]
     assert accounts.by_cause(account)[0].label == "a spike"
 
 
 def test_a_start_that_says_nothing_is_untold():
-    account = accounts.of([Event("started", 5.0, step=-1), Event("ended", 25.0)])
+    account = accounts.account_of([Event("started", 5.0, step=-1), Event("ended", 25.0)])
     assert account.totals["untold"] == 20
     assert account.goodput != account.goodput  # not known
-    assert accounts.of([]) is None and accounts.of([Event("log", 1.0)]) is None
+    assert accounts.account_of([]) is None and accounts.account_of([Event("log", 1.0)]) is None
 
 
 def test_restarts_that_never_step_are_lost_to_what_began_it():
@@ -90,7 +90,7 @@ def test_restarts_that_never_step_are_lost_to_what_began_it():
         Event("started", 61.0, step=20, facts={"start": 3}),
         Event("ended", 70.0, seen="gave up"),
     ]
-    account = accounts.of(events)
+    account = accounts.account_of(events)
     assert whole(account) == pytest.approx(70)
     assert [cause.recover for cause in account.causes] == [None, None]
     assert account.totals["step"] == pytest.approx(19)
@@ -111,7 +111,7 @@ def test_they_sum_to_the_whole_whatever_befell(seed):
         facts |= {"start": 1} if rng.random() < 0.8 else {}
         kind, seconds = rng.choice(kinds), rng.uniform(-1, 9)
         events.append(Event(kind, time, "note", step=step, seconds=seconds, facts=facts))
-    account = accounts.of(events)
+    account = accounts.account_of(events)
     if account is None:
         assert all(event.kind != "started" for event in events)
         return

@@ -51,7 +51,7 @@ def test_a_killed_process_is_named_and_the_run_goes_on(tmp_path):
         log = (logs / f"start-{number:03d}" / "process-00000.log").read_text()
         assert re.findall(r"begins after (\d+)", log) == [str(begun)]
     assert "process 1 of 2 begins after 10" in run.out() and "aegis: died process 1" in run.err()
-    account = accounts.of(events.read(run.workdir))
+    account = accounts.account_of(events.read(run.workdir))
     assert sum(piece.seconds for piece in account.pieces) == pytest.approx(account.end - account.begin, abs=1e-3)
     assert account.totals["step"] > 0.3 and account.totals["again"] > 0
 

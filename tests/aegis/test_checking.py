@@ -5,6 +5,10 @@ import pytest
 from agents import STEPS, start
 
 from zaya_jax.aegis import preflight
+from zaya_jax.aegis.decide import Rules
+from zaya_jax.aegis.keeping import Keeper
+from zaya_jax.aegis.leader import Leader
+from zaya_jax.aegis.node import Plan
 from zaya_jax.aegis.preflight import ANSWER, Checking
 
 
@@ -73,6 +77,20 @@ def test_a_node_all_of_whose_links_fail_is_named_by_its_number():
         asked.linked(wrong=lambda node, cut=cut: "cut" if node in cut else "")
     found = asked.checking.turn(2.0)
     assert any(node == 2 and finding.action == "exclude" for node, finding in found)
+
+
+def test_time_that_the_leader_stood_still_is_nobody_s_silence(tmp_path):
+    """A job that was suspended during a check found all of its nodes hanging."""
+    orders, said = [], []
+    plan = Plan(Rules(nodes=1, check=True), tmp_path)
+    leader = Leader(plan, Keeper(tmp_path), said.append, lambda node, message: orders.append(message), 0.0)
+    leader.came(0, "host", "localhost", 0.0)
+    leader.hear(0, ["ready", 1], 0.0)
+    leader.woke(500.0, 500.0)
+    leader.turn(500.1)
+    leader.hear(0, ["checked", 1, [], 2], 501.0)
+    leader.turn(501.1)
+    assert [order[0] for order in orders] == ["check", "start"] and "0 findings" in said[0]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zaya_jax.aegis import cause, decide, rules
+from zaya_jax.aegis import cause, decide, log_rules
 from zaya_jax.aegis.decide import Decider, Rules
 from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.facts import (
@@ -75,43 +75,28 @@ def finding(action, group="critical", name="x"):
     return Finding(name, group, action, "seen so")
 
 
-def test_all_done_is_done():
-    world = World(nodes=2)
-    world.exit((0, 0), (1, 0))
-    assert world.end() == 0 and world.starts() == [(0, 1)]
-
-
-@pytest.mark.parametrize("code", [2, 3])
-def test_where_a_person_is_wanted_it_ends(code):
-    world = World(nodes=2)
-    world.exit((0, code), (1, code))
-    assert world.end() == code and len(world.starts()) == 1
-
-
-def test_storage_is_tried_once_more_after_a_pause():
-    world = World(nodes=1)
-    world.exit((0, 4))
-    assert world.end() is None and len(world.starts()) == 1
-    world.take(after=decide.STORAGE_PAUSE + 1)
-    assert len(world.starts()) == 2
-    world.exit((0, 4))
-    assert world.end() == 4
-
-
-def test_a_border_is_a_start_at_once_and_costs_nothing():
-    world = World(nodes=1, restarts=0)
-    for step in range(5, 50, 5):
-        world.take(Stepped(step), Saved(step))
-        world.exit((0, 75))
-    assert len(world.starts()) == 10 and world.end() is None
-
-
-def test_75_without_a_newer_checkpoint_is_a_failure():
-    world = World(nodes=1, restarts=1)
-    for _ in range(2):
-        world.take(Stepped(11))
-        world.exit((0, 75))
-    assert world.end() == 1
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "code", "saves", "starts", "end"),
+    [
+        (2, 5, 0, False, 1, 0),
+        (2, 5, 2, False, 1, 2),  # a person is wanted
+        (2, 5, 3, False, 1, 3),
+        (1, 5, 4, False, 2, 4),  # storage is tried once more
+        (1, 1, 75, False, 2, 1),  # no border of phases without a newer checkpoint
+        (1, 0, 75, True, 10, None),  # one is a start at once, and costs nothing
+        (1, 3, -9, False, 4, 137),  # as a shell says it
+    ],
+)
+def test_how_often_it_starts_again_and_with_which_code_it_ends(nodes, restarts, code, saves, starts, end):
+    world = World(nodes=nodes, restarts=restarts)
+    while world.end() is None and len(world.starts()) < 10:
+        step = 5 * len(world.starts())
+        world.take(Stepped(step), *([Saved(step)] if saves else []))
+        world.exit(*[(node, code) for node in range(nodes)])
+        if code == 4 and world.end() is None:
+            assert len(world.starts()) == 1  # after a pause
+        world.take(after=0 if saves else 400)
+    assert (len(world.starts()), world.end()) == (starts, end)
 
 
 def test_copies_that_are_put_off_explain_no_end():
@@ -121,7 +106,7 @@ def test_copies_that_are_put_off_explain_no_end():
         "warning: step 200 is saved, but its copy is NOT: the one before is still on its way; it follows",
         "warning: cannot write s3://runs/a/200/meta.json yet: Could not connect to the endpoint URL; trying again",
     ):
-        (found,) = rules.Matcher().feed(0, line)
+        (found,) = log_rules.Matcher().feed(0, line)
         world.take(Found(0, found))
     world.take(Exited(0, 1, 1), Ready(0))
     (died,) = world.events("died")
@@ -184,14 +169,6 @@ def test_pauses_grow_and_progress_resets_them():
     world.take(Saved(10))
     world.exit((0, -9))
     assert world.events("died")[-1]["done"] == "restart at once"
-
-
-def test_it_ends_after_restarts_without_progress():
-    world = World(nodes=1, restarts=3)
-    for _ in range(4):
-        world.exit((0, -9))
-        world.take(after=400)
-    assert world.end() == 137 and len(world.starts()) == 4
 
 
 def test_a_wrong_device_goes_where_a_spare_is_and_else_once_more():

@@ -13,7 +13,7 @@ from zaya_jax.checkpoint.source import read_meta
 
 LONG = {"run__num_steps": 90, "bad": [{"kind": "data", "first": 73, "last": 77}]}  # some batches are noise
 MOMENTS = {  # where a process may be killed: before or after it has called a function
-    "decided": (decisions, "of_spike", True),
+    "decided": (decisions, "after_spike", True),
     "written": (decisions, "add", True),
     "begins again": (stale, "drop", False),
     "half set aside": (writing, "numbered", True),

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import multiprocess_runs
 import pytest
-import setuptools
 
-from zaya_jax.aegis import rules
+from zaya_jax.aegis import log_rules
 
 LOGS = Path(__file__).parent / "logs"
-ALL = [(kind, rule) for kind in rules.KINDS for rule in rules.load(kind)]
+ALL = [(kind, rule) for kind in log_rules.KINDS for rule in log_rules.load(kind)]
 
 
 def lines(name):
@@ -24,19 +23,19 @@ def lines(name):
 
 
 def names(kind, line):
-    return [found.name for found in rules.Matcher(kind).feed(0, line)]
+    return [found.name for found in log_rules.Matcher(kind).feed(0, line)]
 
 
 @pytest.mark.parametrize(("kind", "rule"), ALL, ids=lambda v: getattr(v, "name", v))
 def test_each_rule_finds_its_example_before_any_other_does(kind, rule):
-    (found,) = rules.Matcher(kind).feed(5, rule.example)
+    (found,) = log_rules.Matcher(kind).feed(5, rule.example)
     named = rule.regex.search(rule.example).groupdict().get("process")
     expected = rule.name, rule.group, rule.action, int(named or 5)
     assert (found.name, found.group, found.action, found.process) == expected
     assert found.seen.startswith(rule.example[:300])
 
 
-@pytest.mark.parametrize("kind", rules.KINDS)
+@pytest.mark.parametrize("kind", log_rules.KINDS)
 def test_lines_of_trouble_are_named(kind):
     wrong = [(wanted, names(kind, line), line) for wanted, line in lines(kind) if names(kind, line) != [wanted]]
     assert not wrong
@@ -47,7 +46,7 @@ def test_harmless_lines_are_passed_over():
 
 
 def test_a_whole_healthy_run_gives_nothing():
-    matcher, text = rules.Matcher(), (LOGS / "healthy.log").read_text().splitlines()
+    matcher, text = log_rules.Matcher(), (LOGS / "healthy.log").read_text().splitlines()
     assert sum("loss" in line for line in text) > 5  # it is one
     assert [found for line in text for found in matcher.feed(0, line)] == []
 
@@ -59,18 +58,18 @@ def test_a_rule_of_one_name_means_one_thing():
 
 
 def test_no_line_of_a_process_ends_a_run_but_of_a_broken_device():
-    for rule in rules.load("process"):
+    for rule in log_rules.load("process"):
         assert rule.action == "note" if rule.consequence else rule.action in ("note", "warn", "exclude"), rule.name
         assert rule.action != "exclude" or rule.name in ("gpu uncorrectable memory error", "nvlink error")
 
 
 def test_the_device_is_named():
-    (found,) = rules.Matcher("kernel").feed(-1, "amdgpu 0000:c1:00.0: amdgpu: device lost from bus!")
+    (found,) = log_rules.Matcher("kernel").feed(-1, "amdgpu 0000:c1:00.0: amdgpu: device lost from bus!")
     assert found.device == "0000:c1:00.0"
 
 
 def test_a_line_may_be_of_another_process_than_prints_it():
-    matcher = rules.Matcher()
+    matcher = log_rules.Matcher()
     wrong = matcher.feed(0, "error: cpu:3 of process 3 on n1 computes wrongly: other bits than itself (of embed/bias).")
     full = matcher.feed(0, "error: 3 saves failed in a row, the last with: No space (process 2; 1 of 4 failed). The ..")
     assert [(f.name, f.process) for f in wrong + full] == [("device computes wrongly", 3), ("save failed", 2)]
@@ -79,7 +78,7 @@ def test_a_line_may_be_of_another_process_than_prints_it():
 
 
 def test_a_flood_is_counted():
-    matcher = rules.Matcher()
+    matcher = log_rules.Matcher()
     seen = [f for i in range(1000) for f in matcher.feed(2, f"OSError: [Errno 28] No space left on device: 'a{i}'")]
     assert [f.seen.partition(" (")[2] for f in seen] == ["", "10 such lines)", "100 such lines)", "1,000 such lines)"]
     assert matcher.feed(3, "OSError: [Errno 28] No space left on device: 'a0'")  # another process is another flood
@@ -91,7 +90,7 @@ SLOW = ("gloo/" * 900, "error: p" * 600, "amdgpu 0000:c1:00.0: XGMI PCS Da" * 20
 @pytest.mark.parametrize("line", SLOW, ids=lambda line: line[:6])
 def test_no_line_holds_up_the_agent(line):
     """A line took 10 s, then 0.3 s: a read of such lines 4 s, in which nothing else is watched. 200 lines here."""
-    code = f"from zaya_jax.aegis import rules; m = rules.Matcher(); k = rules.Matcher('kernel'); line = {line!r}\n"
+    code = f"from zaya_jax.aegis import log_rules; m = log_rules.Matcher(); k = log_rules.Matcher('kernel'); line = {line!r}\n"
     code += "for i in range(200): m.feed(0, line), k.feed(0, line)"
     environ = os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT)}
     subprocess.run([sys.executable, "-c", code], timeout=20, check=True, env=environ)
@@ -99,20 +98,20 @@ def test_no_line_holds_up_the_agent(line):
 
 def test_what_an_event_has_seen_does_nothing_to_a_terminal():
     line = b"\x1b]0;title\x07\x1b[2J\0error: process 3 on node17 is gone: killed, or crashed\x9b1m"
-    (found,) = rules.Matcher().feed(0, line)
+    (found,) = log_rules.Matcher().feed(0, line)
     assert "process 3 on node17" in found.seen and found.seen.isprintable()
 
 
 def test_bytes_long_lines_and_odd_ones():
-    matcher = rules.Matcher()
+    matcher = log_rules.Matcher()
     (found,) = matcher.feed(0, b"\xff\xfe MemoryError: \x80" + b"x" * 10**7)
-    assert found.name == "out of memory" and len(found.seen) <= rules.SHOWN
+    assert found.name == "out of memory" and len(found.seen) <= log_rules.SHOWN
     for odd in (b"", b"\x00", "\x00" * 5000, "error" * 3000, "a " * 4000, "process 1 on a, " * 400, "\ud800 x"):
         assert matcher.feed(0, odd) == []
 
 
 def test_the_kernel_log_is_read_from_now_on(tmp_path):
-    kernel, path = rules.Kernel(tmp_path), tmp_path / rules.KMSG
+    kernel, path = log_rules.Kernel(tmp_path), tmp_path / log_rules.KMSG
     (found,) = kernel.look()
     assert found.name == "kernel log unreadable" and "dev/kmsg" in found.seen
     assert kernel.look() == []  # that is said once
@@ -122,14 +121,3 @@ def test_the_kernel_log_is_read_from_now_on(tmp_path):
     with path.open("a") as file:
         file.write("6,339,5140900,-;amdgpu 0000:02:00.0: amdgpu: device lost from bus!\n SUBSYSTEM=pci\n")
     assert [f.device for f in kernel.look()] == ["0000:02:00.0"]
-
-
-def test_rules_are_in_the_wheel(monkeypatch):
-    monkeypatch.chdir(Path(rules.__file__).parents[2])
-    distribution = setuptools.Distribution()
-    distribution.parse_config_files(["pyproject.toml"])
-    distribution.include_package_data = False  # without looking for a manifest, which would write
-    build = distribution.get_command_obj("build_py")
-    build.ensure_finalized()
-    files = {os.path.basename(f) for package, _, _, found in build.data_files for f in found if "aegis" in package}
-    assert {"rules_process.toml", "rules_kernel.toml"} <= files

@@ -153,17 +153,17 @@ def test_a_state_stays_what_it_is_while_steps_go_on():
 
 def test_decisions_go_to_before_the_spike_and_further_if_it_comes_again(tmp_path):
     spike = Spike(120, 129, "loss", 5.0, 2.0)
-    first = decisions.of_spike(spike, [60, 80, 100, 120, 125], [], 0)
+    first = decisions.after_spike(spike, [60, 80, 100, 120, 125], [], 0)
     assert (first["step"], first["batches"], first["at"]) == (100, 29, 129)
-    assert decisions.of_spike(Spike(110, 119, "loss", 5.0, 2.0), [60, 80, 100], [first], 0)["step"] == 80
-    assert decisions.of_spike(Spike(110, 119, "loss", 5.0, 2.0), [100], [first], 0)["step"] == 100
+    assert decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0), [60, 80, 100], [first], 0)["step"] == 80
+    assert decisions.after_spike(Spike(110, 119, "loss", 5.0, 2.0), [100], [first], 0)["step"] == 100
     later = Spike(100 + SETTLE + 1, 999, "loss", 5.0, 2.0)
-    assert decisions.of_spike(later, [80, 100], [first], 0)["step"] == 100
-    assert decisions.of_spike(spike, [120], [], 7)["step"] == 7  # where the run began
+    assert decisions.after_spike(later, [80, 100], [first], 0)["step"] == 100
+    assert decisions.after_spike(spike, [120], [], 7)["step"] == 7  # where the run began
     # A device's: of when it was known to be right; from the begin where nothing is known, or the oldest there is.
-    assert decisions.of_finding(500, 400, [300, 390, 410], 0)["step"] == 390
-    assert decisions.of_finding(500, 400, [410, 450], 0)["step"] == 410
-    assert decisions.of_finding(50, 0, [10, 20], 0)["step"] == 0
+    assert decisions.after_mismatch(500, 400, [300, 390, 410], 0)["step"] == 390
+    assert decisions.after_mismatch(500, 400, [410, 450], 0)["step"] == 410
+    assert decisions.after_mismatch(50, 0, [10, 20], 0)["step"] == 0
     made = decisions.add(tmp_path, [], first)
     assert decisions.read(tmp_path) == made == [first] and decisions.left_out(made) == [[100, 29]]
     assert decisions.agreed(made, [], tmp_path) == decisions.agreed([], made, tmp_path) == made

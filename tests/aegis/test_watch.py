@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import watched
 
-from zaya_jax.aegis import limits, watch
+from tools import watching_page
+from zaya_jax.aegis import accounts, limits, watch
 
 
 @pytest.fixture
@@ -247,3 +248,9 @@ def test_counters_of_other_drivers_are_known():
     assert watch.kind_of("to_retransmits") == "nic retransmissions"  # bnxt_re
     assert watch.kind_of("max_retry_exceeded") == "nic time-outs"
     assert watch.kind_of("port_xmit_wait") is None and watch.kind_of("out_of_sequence") is None
+
+
+def test_the_page_is_what_the_tables_say():
+    page = Path(watch.__file__).parents[2] / "docs" / "watching.md"
+    assert page.read_text() == watching_page.page(), "python -m tools.watching_page > docs/watching.md"
+    assert watching_page.MEANINGS.keys() == set(accounts.USES)

@@ -41,7 +41,7 @@ class Nvml:
         self.cards = [
             dict(
                 errors={(1, 0): 0, (0, 0): 3}, rows=(0, 0, 0, 0), busy=99, clock=1700 + 10 * i, degrees=62, limit=87,
-                reasons=0x4, width=16, replays=0, links=[True] * LINKS, counters={}, lost=False,
+                reasons=0x4, width=16, links=[True] * LINKS, counters={}, lost=False,
             )
             for i in range(count)
         ]  # fmt: skip
@@ -77,7 +77,6 @@ class Nvml:
                 "CurrentClocksThrottleReasons": lambda: card["reasons"],
                 "CurrPcieLinkWidth": lambda: card["width"],
                 "MaxPcieLinkWidth": lambda: 16,
-                "PcieReplayCounter": lambda: card["replays"],
                 "NvLinkErrorCounter": lambda: card["counters"].get(given[1:], 0),
             }[short]()
 

@@ -1,6 +1,7 @@
 """The lines between processes, with threads and bare sockets for processes: who is silent, whose end counts."""
 
 import contextlib
+import json
 import logging
 import socket
 import threading
@@ -161,3 +162,18 @@ def test_after_standing_still_it_asks_anew_before_it_blames_others(monkeypatch, 
         logging.getLogger("zaya_jax").removeHandler(caplog.handler)
     assert "stood still" in caplog.text and not run.ends
     run.hang_up()
+
+
+def test_a_caller_that_is_gone_before_it_is_welcomed_is_no_error_of_the_storage():
+    server = lines.listen(0, "the test's", "")
+    door = lines.Door(b"k", "d", 2, "")
+    with socket.create_connection(server.getsockname()[:2]) as caller:
+        while not (line := door.open(server)):
+            time.sleep(0.01)
+        nonce = json.loads(caller.makefile("rb").readline())[1]
+        proof = lines._proof(b"k", "caller", nonce, 1, "h", "d")
+        caller.sendall(json.dumps(["here", 1, "h", "d", "n", proof]).encode() + b"\n")
+    time.sleep(0.05)
+    assert door.hear(line, *line.read()) == "h" and line.host
+    line.close()
+    server.close()

@@ -67,7 +67,7 @@ def test_a_supervised_run_has_its_part(make_run):
 
 @pytest.mark.parametrize("faults", [0, 1, 7, 200])
 def test_the_columns_sum_to_the_time(faults):
-    account = accounts.of(befallen(faults))
+    account = accounts.account_of(befallen(faults))
     shares = supervised.binned(account, supervised.BINS)
     assert shares.sum(1) == pytest.approx([1.0] * supervised.BINS)
     whole, totals = account.end - account.begin, account.totals
@@ -83,7 +83,7 @@ def test_every_use_but_idle_is_drawn_in_one_group():
 
 def test_tables_are_what_the_account_says(make_run):
     folder = write(make_run(20), befallen(6))
-    account = accounts.of(befallen(6))
+    account = accounts.account_of(befallen(6))
     source, told = write_report(folder).read_text(), supervised.account_text(account)
     part, rows = section(source), accounts.by_cause(account)
     assert math.isclose(sum(row.lost for row in rows), sum(cause.lost for cause in account.causes))

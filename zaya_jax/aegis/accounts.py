@@ -1,6 +1,6 @@
 """Accounts for a run's wall-clock time from its events: each second has exactly one use.
 
-    account = of(events.read(workdir))      None where no start was recorded
+    account = account_of(events.read(workdir))      None where no start was recorded
     account.goodput                         seconds of steps that counted over the seconds that the run was supervised
 
 From the first start to the last event there is always one of these uses:
@@ -55,12 +55,14 @@ class Piece:
 class Cause:
     """One interruption, or one going back."""
 
-    label: str
-    group: str
     event: Event
-    detect: float
-    recover: float | None = None  # from the fault to the first new step; None: it did not
+    recover: float | None = None  # seconds from the fault to the first new step; None: it did not
     lost: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """The cause in a few words."""
+        return label(self.event)
 
 
 @dataclasses.dataclass
@@ -71,7 +73,12 @@ class Account:
     end: float
     pieces: list[Piece]
     causes: list[Cause]
-    left_out: list[Event]  # decisions to leave batches out
+
+    @property
+    def left_out(self) -> list[Event]:
+        """The decisions to leave batches out."""
+        events = [cause.event for cause in self.causes]
+        return [event for event in events if event.kind in DECISIONS and event.facts.get("batches")]
 
     @property
     def totals(self) -> dict[str, float]:
@@ -106,7 +113,7 @@ class CauseRow:
     @property
     def detect(self) -> tuple[float, float]:
         """Median and worst seconds."""
-        return _spread([cause.detect for cause in self.causes])
+        return _spread([cause.event.seconds for cause in self.causes])
 
     @property
     def recover(self) -> tuple[float, float]:
@@ -122,7 +129,8 @@ def by_cause(account: Account) -> list[CauseRow]:
     """The table by cause, the costliest first."""
     rows: dict[tuple[str, str], CauseRow] = {}
     for cause in account.causes:
-        rows.setdefault((cause.label, cause.group), CauseRow(cause.label, cause.group, [])).causes.append(cause)
+        key = cause.label, cause.event.group
+        rows.setdefault(key, CauseRow(*key, [])).causes.append(cause)
     return sorted(rows.values(), key=lambda row: (-row.lost, row.label))
 
 
@@ -142,12 +150,12 @@ def label(event: Event) -> str:
     }.get(event.kind, event.kind)
 
 
-def of(events: Sequence[Event]) -> Account | None:
+def account_of(events: Sequence[Event]) -> Account | None:
     """The account of a run's events, which are in order of time; None where no start was recorded."""
     starts = [i for i, event in enumerate(events) if event.kind == "started"]
     if not starts:
         return None
-    account = Account(events[starts[0]].time, events[-1].time, [], [], [])
+    account = Account(events[starts[0]].time, events[-1].time, [], [])
     at, ended = account.begin, False
     pending: int | None = None  # the cause that is not recovered from yet
     for first, following in itertools.pairwise([*starts, len(events)]):
@@ -166,12 +174,10 @@ def of(events: Sequence[Event]) -> Account | None:
         at = _live(account, at, fault, mine)
         for event in mine:
             if event.kind in DECISIONS and "step" in event.facts:
-                account.causes.append(Cause(label(event), event.group, event, event.seconds))
+                account.causes.append(Cause(event))
                 _go_back(account, event.time, int(event.facts["step"]), len(account.causes) - 1)
-                if event.facts.get("batches"):
-                    account.left_out.append(event)
         if stop:
-            account.causes.append(Cause(label(stop), stop.group, stop, stop.seconds))
+            account.causes.append(Cause(stop))
             cause = len(account.causes) - 1
             pending = cause if pending is None else pending
             at = _add(account, at, min(at + stop.seconds, until), "silent", cause)
@@ -255,7 +261,7 @@ def _go_back(account: Account, time: float, step: int, cause: int | None) -> Non
 
 
 class Spending:
-    """Gathers a start's seconds by section, for events of kind "spent" that `of` adds up; one start at a time.
+    """Gathers a start's seconds by section, for events of kind "spent" that `account_of` adds up; one start at a time.
 
     given = spending.see(section, step, now)      each second or so, of process 0; sometimes the fields of an event
     given = spending.end(now)                     the start has ended

@@ -14,7 +14,7 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
 
-from zaya_jax.aegis import facts, rules
+from zaya_jax.aegis import facts, log_rules
 from zaya_jax.aegis.events import Finding
 
 DONE, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = 0, 2, 3, 4, 5, 75  # exit codes
@@ -73,7 +73,7 @@ def _rank(code: int) -> int:
     return {HARDWARE: 2, UNHEALTHY: 3, BAD_INPUT: 3, STORAGE: 3, PREEMPTED: 5, DONE: 6}.get(code, 4)
 
 
-def of_finding(fact: facts.Found, time: float) -> Cause:
+def cause_of(fact: facts.Found, time: float) -> Cause:
     """A finding that ends a start."""
     finding = fact.finding
     return Cause(
@@ -98,7 +98,7 @@ def first_end(exits: Exits, findings: Findings, saved: bool, node_of: Callable[[
     if first.code in (HARDWARE, STORAGE):
         _name_process(cause, said, node_of)
     elif first.code not in SAYS_WHY and (found := _explanation(first, before)):
-        better = of_finding(found, time)
+        better = cause_of(found, time)
         better.kind, better.code = "died", cause.code
         better.seen = f"{cause.seen} of process {cause.process}; {found.finding.seen}"
         return better
@@ -109,7 +109,7 @@ def first_end(exits: Exits, findings: Findings, saved: bool, node_of: Callable[[
 
 
 def _explanation(first: facts.Exited, before: Findings) -> facts.Found | None:
-    follows = rules.consequences()
+    follows = log_rules.consequences()
     found = [e for e in before if e[1].finding.action != "note" and e[1].finding.name not in follows]
     if by_signal(first.code):  # later lines of others follow from it
         found = [e for e in found if e[1].finding.process in (-1, first.process) and e[1].node == first.node]

@@ -25,8 +25,8 @@ from zaya_jax.aegis.cause import (
     UNHEALTHY,
     Cause,
     by_signal,
+    cause_of,
     first_end,
-    of_finding,
     shell,
 )
 from zaya_jax.aegis.events import Finding
@@ -224,7 +224,7 @@ class Decider:
         if fact.node not in self.nodes:
             self._exclude(fact.node, fact.finding.name)
             return "a spare, left out"
-        self._cause = of_finding(fact, self._now)
+        self._cause = cause_of(fact, self._now)
         if fact.finding.group != "note":
             self._kill()
             return "restart"

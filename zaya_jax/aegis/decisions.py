@@ -86,7 +86,7 @@ def left_out(made: Sequence[Decision]) -> list[list[int]]:
     return [[one["step"], one["batches"]] for one in made if one["batches"]]
 
 
-def of_spike(spike: Spike, saved: Sequence[int], made: Sequence[Decision], begin: int) -> Decision:
+def after_spike(spike: Spike, saved: Sequence[int], made: Sequence[Decision], begin: int) -> Decision:
     """Back to the newest checkpoint before it began; further, if it came again soon after the last time."""
     before = [step for step in saved if step < spike.began]
     last = next((one for one in reversed(made) if one["kind"] == "spike"), None)
@@ -99,7 +99,7 @@ def of_spike(spike: Spike, saved: Sequence[int], made: Sequence[Decision], begin
     }  # fmt: skip
 
 
-def of_finding(step: int, clean: int, saved: Sequence[int], begin: int) -> Decision:
+def after_mismatch(step: int, clean: int, saved: Sequence[int], begin: int) -> Decision:
     """Back to the newest checkpoint from when all devices were last known to be right; otherwise the oldest there is.
 
     A run that is not older than that begins anew: nothing of it is known to be right.

@@ -83,7 +83,7 @@ class Guard:
         if decisions.spikes(self.made) >= self._settings.rollbacks:
             self._tell("spike", spike.step, str(spike), f"ended: it went back {self._settings.rollbacks} times before")
             return None
-        return self._decide(lambda: decisions.of_spike(spike, saved, self.made, begin))
+        return self._decide(lambda: decisions.after_spike(spike, saved, self.made, begin))
 
     def due(self, step: int) -> bool:
         """Every so many steps, and when something has become suspicious: not finite, or a spike."""
@@ -108,7 +108,7 @@ class Guard:
             devices = [mesh.devices.flat[i] for i in finding.devices]
             named = [f"{d} of process {d.process_index} on {hosts[d.process_index]}" for d in devices if hosts]
             which = ("one of " if finding.together else "") + ", ".join(named)
-            return decisions.of_finding(step, self._clean, steps, begin) | {
+            return decisions.after_mismatch(step, self._clean, steps, begin) | {
                 "seen": f"{which} computes wrongly: {finding.why} (of {', '.join(finding.weights[:3])}"
                 + (f" and {len(finding.weights) - 3} more)" if len(finding.weights) > 3 else ")"),
                 "reproduces": finding.kind == "others",

@@ -27,7 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zaya_jax.aegis import machine, preflight, rules, stacks, watch
+from zaya_jax.aegis import log_rules, machine, preflight, stacks, watch
 from zaya_jax.aegis.decide import Rules
 from zaya_jax.aegis.events import Finding
 from zaya_jax.aegis.hang import View
@@ -79,7 +79,7 @@ class Node:
         self.processes: dict[int, Process] = {}
         self._number, self._looked = 0, 0.0
         self._done: queue.SimpleQueue[list] = queue.SimpleQueue()  # messages of threads
-        self._matcher = rules.Matcher()
+        self._matcher = log_rules.Matcher()
         self._numa = machine.gpus(os.environ)
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
@@ -120,7 +120,7 @@ class Node:
 
     def start(self, number: int, address: str, count: int, first: int) -> None:
         """Starts this node's processes."""
-        self._number, self._matcher = number, rules.Matcher()  # each start counts its lines anew
+        self._number, self._matcher = number, log_rules.Matcher()  # each start counts its lines anew
         self._forget_beats()
         self._memory = os.memfd_create("beats")
         os.truncate(self._memory, count * beats.SIZE)
@@ -251,7 +251,7 @@ class Node:
     def _watch(self) -> None:
         root = os.environ.get(ROOT, "/")
         watchers = watch.Watchers(root, (files.existing(self._plan.workdir), tempfile.gettempdir()))
-        kernel = rules.Kernel(root)
+        kernel = log_rules.Kernel(root)
         pause = threading.Event()
         while True:
             for finding in [*watchers.look(), *kernel.look()]:

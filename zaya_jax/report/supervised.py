@@ -37,7 +37,7 @@ MOST_ROWS = 40
 
 def supervised_section(run: Workdir) -> Section:
     """The section; empty if the run was not supervised."""
-    account = accounts.of(events.read(run.path))
+    account = accounts.account_of(events.read(run.path))
     if account is None or account.end <= account.begin:
         return Section("Interruptions")
     tables, tiles = account_tables(account), _tiles(account)
