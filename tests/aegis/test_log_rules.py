@@ -90,7 +90,7 @@ SLOW = ("gloo/" * 900, "error: p" * 600, "amdgpu 0000:c1:00.0: XGMI PCS Da" * 20
 @pytest.mark.parametrize("line", SLOW, ids=lambda line: line[:6])
 def test_no_line_holds_up_the_agent(line):
     """A line took 10 s, then 0.3 s: a read of such lines 4 s, in which nothing else is watched. 200 lines here."""
-    code = f"from zaya_jax.aegis import log_rules; m = log_rules.Matcher(); k = log_rules.Matcher('kernel'); line = {line!r}\n"
+    code = f"from zaya_jax.aegis.log_rules import Matcher; m = Matcher(); k = Matcher('kernel'); line = {line!r}\n"
     code += "for i in range(200): m.feed(0, line), k.feed(0, line)"
     environ = os.environ | {"PYTHONPATH": str(multiprocess_runs.ROOT)}
     subprocess.run([sys.executable, "-c", code], timeout=20, check=True, env=environ)
