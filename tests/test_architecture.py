@@ -17,7 +17,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function; `self` is none
 # Lines at most, counted as `wc` does: a few above the present ones where a package is larger than its aim, which stands
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
-    ("aegis",): 4700,
+    ("aegis",): 4540,
     ("checkpoint",): 3275,  # 3200
     ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1160,  # 1100
     ("config", "cluster"): 2340,  # 2100
