@@ -152,9 +152,7 @@ def test_an_installed_package_is_used_from_any_folder(installed, tmp_path):
     code = "import zaya_jax, experiments, pallas_kernels; print(zaya_jax.__file__, experiments.__file__)"
     _, out, err = started([installed / "python", "-c", code], tmp_path)
     assert not err and all(Path(name).is_relative_to(installed.parent) for name in out.split())
-    code = (
-        "import zaya_jax as zj; from zaya_jax.aegis.log_rules import load; print(load('kernel'), zj.create('tiny'))"
-    )
+    code = "import zaya_jax as zj; from zaya_jax.aegis.log_rules import load; print(load('kernel'), zj.create('tiny'))"
     assert "5,182,616 parameters" in started([installed / "python", "-c", code], tmp_path)[1]
     templates = installed.parent / "share" / "zaya_jax" / "launch"
     assert {path.name for path in templates.iterdir()} == {path.name for path in (ROOT / "launch").iterdir()}
