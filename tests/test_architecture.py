@@ -1,4 +1,4 @@
-"""The house's rules that a machine can hold: who imports whom, how long a file may be, what it must not say."""
+"""The project's rules that a test can check: imports, lengths of files, forbidden words."""
 
 import ast
 import graphlib
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = (".ci", "benchmarks", "docs", "launch", "requirements", "tests", "tools")
 PACKAGES = ("experiments", "pallas_kernels", "zaya_jax")
 MAX_LINES = 600  # of a file
-LONGEST, MOST_PARAMETERS = 80, 10  # of a function; `self` is none
+LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 
 # Lines at most, counted as `wc` does: a few above the present ones where a package is larger than its aim, which stands
 # behind it. A raise is an edit here, with its reason.
@@ -43,7 +43,7 @@ HEAVY = {
     "tokenizers": ["zaya_jax.data.tokenizers"],
 } | {name: [] for name in ("absl", "orbax", "sentencepiece", "torch", "transformers")}
 
-# Who may import what of this project. The first name that fits a module counts.
+# The parts of this project that a module may import. The first name that fits a module counts.
 ARROWS = {
     "zaya_jax.config": ("zaya_jax.config", "pallas_kernels.chip"),
     "zaya_jax.model": ("zaya_jax.config", "zaya_jax.model", "pallas_kernels"),
@@ -138,7 +138,7 @@ ABOVE = ("zaya_jax.evaluate", "experiments.evaluate", "experiments.generate")  #
 
 
 def test_nothing_but_evaluation_imports_the_library():
-    """It may import programs, so that whoever imports it does too."""
+    """It may import programs, and so do all its importers."""
     found = {
         module
         for module, path in modules()
@@ -157,9 +157,9 @@ ASKS_WHERE_IT_IS = re.compile(
 
 @pytest.mark.parametrize("name", ["cca", "dense", "layer", "router", "experts", "weights"])
 def test_no_layer_asks_where_its_tokens_and_weights_lie(name):
-    """They are simply there; what other devices have comes through `placement`."""
+    """Weights are simply local; other devices' data come through `placement`."""
     tree = ast.parse((ROOT / "zaya_jax" / "model" / f"{name}.py").read_text(encoding="utf-8"))
-    for node in ast.walk(tree):  # what is said of it in words may stand
+    for node in ast.walk(tree):  # docstrings and comments may mention it
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node):
             node.body = node.body[1:] or [ast.Pass()]
     assert not ASKS_WHERE_IT_IS.findall(ast.unparse(tree))
@@ -180,13 +180,13 @@ def test_no_program_is_made_by_asking_which_machine_makes_it():
 
 
 OF_CPUS = re.compile(r"\boptimization_barrier\b|\bwith_layout_constraint\b|\bpallas_kernels\.cpu\b")
-MAY_BE_OF_CPUS = {  # the order of an update, and of reading before writing, which a CPU alone must be told
+MAY_BE_OF_CPUS = {  # the order of an update, and of reading before writing, which only a CPU needs
     "zaya_jax/model/cache.py", "zaya_jax/optim/chain.py",
 }  # fmt: skip
 
 
 def test_what_serves_cpus_alone_stands_in_their_files():
-    """Barriers and orders in memory are facts of one backend, so of `cpu.py` beside the operator."""
+    """Barriers and orders in memory are facts of one backend, so they belong in the operator's `cpu.py`."""
     found = {
         str(path.relative_to(ROOT))
         for _, path in modules()

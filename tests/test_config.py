@@ -1,4 +1,4 @@
-"""Every key of the config is declared with what it may be and what it means, and held to it, by name."""
+"""Every key of the config is declared with its range and meaning, and checked by name."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""A config file that gives no config is one line, whatever it does instead; changed keys are read as their types."""
+"""A config file that gives no config ends in one line in any case; changed keys are read as their types."""
 
 import os
 import subprocess

@@ -85,7 +85,7 @@ def test_a_text_goes_on_from_its_prompt_with_its_space(make):
         text = generation.Text(tokenizer, before=[tokenizer.bos_id, *ids[:cut]])
         parts = [text.add([token]) for token in ids[cut:]]
         assert prompt + "".join(parts) + text.rest() == written, cut
-    # A text of its own has none, as an answer has not, and bytes that are no character yet are none of its text.
+    # A separate text, like an answer, has no such space, and bytes of an incomplete character are not text yet.
     assert generation.Text(tokenizer).add(tokenizer.encode("words")) == "words"
     euro = tokenizer.encode("\u20ac")
     assert generation.Text(tokenizer, before=euro[-2:]).add(tokenizer.encode("words")) == "words"
@@ -93,7 +93,7 @@ def test_a_text_goes_on_from_its_prompt_with_its_space(make):
 
 @pytest.mark.parametrize("make", [spelt_as_llama, lambda: BYTES])
 def test_ids_that_the_tokenizer_has_not_give_nothing(make):
-    """A model's vocabulary is often rounded up, and what its last rows stand for nobody has learnt."""
+    """A model's vocabulary is often rounded up, and its last rows have no meaning."""
     tokenizer = make()
     ids = tokenizer.encode("world hello")
     text = generation.Text(tokenizer)
@@ -135,7 +135,7 @@ def test_rows_stop_each_by_itself(weights):
 
 
 def test_texts_follow_their_prompts_or_are_their_own(weights):
-    """The tokenizer's word for 'a' has its space, and 'a' is what the model writes after 'hello'."""
+    """The tokenizer's word for 'a' has its space, and the model writes 'a' after 'hello'."""
     tokenizer = spelt_as_llama()
     a, hello = tokenizer.encode("a")[0], tokenizer.encode("hello")[0]
     model, params, bias = weights

@@ -1,4 +1,4 @@
-"""Every program says what it is for and what its options are; the page of the config's keys is what they are."""
+"""Every program describes its purpose and options; the page of the config's keys agrees with them."""
 
 import subprocess
 import sys

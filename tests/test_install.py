@@ -1,4 +1,4 @@
-"""The installed package: what a wheel holds, and its commands."""
+"""The installed package: a wheel's content, and its commands."""
 
 import ast
 import fnmatch

@@ -178,7 +178,7 @@ def test_node_kills_what_is_stopped_when_the_others_have_ended():
 
 
 def test_node_goes_on_at_a_border_and_nowhere_else(tmp_path):
-    """75 that nobody asked for is a new start, as often as it comes; all else ends it."""
+    """An unrequested 75 is a new start each time; everything else ends it."""
     count = f"echo x >> {tmp_path}/$JAX_PROCESS_ID; n=$(wc -l < {tmp_path}/$JAX_PROCESS_ID); "
     for codes, starts, code in (([75, 75, 0], 3, 0), ([75, 4], 2, 4), ([3], 1, 3)):
         for file in tmp_path.iterdir():
@@ -209,7 +209,7 @@ try:
             os.write(terminal, b"\\x03")
             time.sleep(0.1)
 except OSError:
-    pass  # the end of a terminal that nobody has open
+    pass  # the end of a terminal without a reader
 print(out.decode())
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """

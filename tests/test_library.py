@@ -1,4 +1,4 @@
-"""zaya_jax as a library: the programs' numbers, on any mesh; what is saved is what is loaded; plain refusals."""
+"""zaya_jax as a library: the programs' numbers, on any mesh; saving and loading; plain refusals."""
 
 import concurrent.futures
 import copy
@@ -37,7 +37,7 @@ SMALL = dict(
 
 
 def config():
-    """A run of four steps, of which a checkpoint holds every second; in float32, so that meshes agree closely."""
+    """A run of four steps with a checkpoint at every second one; in float32, so that meshes agree closely."""
     c = zj.config.default()
     c.name = "small"
     for key, value in SMALL.items():
@@ -251,7 +251,7 @@ def test_a_mesh_of_jax_with_axes_in_any_order_is_taken(run, trained):
 
 
 ########################################################################################################################
-# What is written is what is read
+# Writing and reading
 ########################################################################################################################
 
 
@@ -332,7 +332,7 @@ def test_a_cache_larger_than_a_device_s_share_is_decoded_over_eight(model, setti
     parts = {part.device: part.data.nbytes for part in rows._cache["k"].addressable_shards}
     whole = sum(part.data.nbytes for part in alone._cache["k"].addressable_shards)
     assert len(parts) == 8 and set(parts.values()) == {whole // 8}
-    assert rows.cache_bytes == 8 * here and here < one / 2  # a row's last columns lie on each device
+    assert rows.cache_bytes == 8 * here and here < one / 2  # a row's last columns are on each device
     np.testing.assert_array_equal(over.generate(ids, 40), model.generate(ids, 40))
     assert over.generate("ab", 9) == model.generate("ab", 9)
 

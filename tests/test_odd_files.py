@@ -1,4 +1,4 @@
-"""What stands in the place of a file, and JSON that no parser reads: a line and an exit code, never a traceback."""
+"""Odd things in place of a file, and JSON that no parser reads: a line and an exit code, never a traceback."""
 
 import contextlib
 import errno

@@ -35,7 +35,7 @@ cli.leave(cli.exit_code(doing[sys.argv[1]]))
 
 
 def unwritable(kind: str) -> int:
-    """A descriptor of a full disk, or of a pipe that nobody reads."""
+    """A descriptor of a full disk, or of a pipe without a reader."""
     if kind == "full":
         return os.open("/dev/full", os.O_WRONLY)
     reading, writing = os.pipe()

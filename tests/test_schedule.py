@@ -145,7 +145,7 @@ def test_a_step_of_a_ramp_that_is_smaller_than_a_micro_batch_is_one(micro_batch,
 
 @pytest.mark.parametrize("phases", [(), (Phase(tokens=10**6),), (Phase(tokens=10**6, micro_batch=64),)])
 def test_a_micro_batch_is_at_most_a_batch(phases):
-    """Larger ones take the batch, in evaluation and in what is said of the run too."""
+    """Larger ones take the batch, also in evaluation and in the run's messages."""
     given = dataclasses.replace(config(*phases), data=Data(seq_len=128, global_batch=8, micro_batch=16))
     given = check(to_dict(given))
     plan = schedule.make_plan(given)
@@ -180,6 +180,6 @@ def test_impossible_phases_are_told_and_how_to_mend_them(phase, message, mended)
     with pytest.raises(UserError, match=message) as error:
         schedule.make_plan(config(Phase(**phase)))
     if mended == "micro_batch":
-        told = re.search(r"give a config\.schedule\.phases\[0\]\.micro_batch that divides (\d+)", str(error.value))
-        mended = dict(micro_batch=int(told[1]))
+        advised = re.search(r"give a config\.schedule\.phases\[0\]\.micro_batch that divides (\d+)", str(error.value))
+        mended = dict(micro_batch=int(advised[1]))
     schedule.make_plan(config(Phase(**phase | mended)))

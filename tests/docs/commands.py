@@ -103,7 +103,7 @@ class Reader:
 
 def commands(text: str) -> Iterator[list[str]]:
     """The words of each command: lines joined, variables and comments gone, loops opened, pipes cut."""
-    text = re.sub(r"<<'?(\w+)'?([^\n]*)\n.*?^\1$", r"\2", text, flags=re.M | re.S)  # what is given as a file
+    text = re.sub(r"<<'?(\w+)'?([^\n]*)\n.*?^\1$", r"\2", text, flags=re.M | re.S)  # a heredoc is a file
     text = re.sub(r"\$\(\(.*?\)\)|\$\{?\w+\}?", "1", text.replace("\\\n", " "))
     for line in text.splitlines():
         lexer = shlex.shlex(line, posix=True, punctuation_chars="|&;<>")
@@ -187,7 +187,7 @@ def of_module(name: str, args: list[str], needs: bool) -> str:
 
 
 def of_make(args: list[str], needs: bool) -> str:
-    """Of make: its targets, what they are given, and what that is given on to."""
+    """Commands of make: its targets, their arguments, and the programs that receive these."""
     text = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^([a-z-]+):", text, re.M))
     given = dict(arg.split("=", 1) for arg in args if "=" in arg)

@@ -1,4 +1,4 @@
-"""Every command that README.md and docs/ show is one that its program takes; the rule stands in commands.py."""
+"""Every command that README.md and docs/ show is one that its program takes; commands.py has the rule."""
 
 import re
 import textwrap
@@ -56,7 +56,7 @@ def test_options_in_running_text_are_there():
 
 
 def test_commands_stand_in_fences():
-    """What is only indented would be passed over."""
+    """Indented blocks would be passed over."""
     command = re.compile(r"^(?: {4}|\t)(?:\w+=\S+ )*(?:\S*python -|make |launch/|sbatch |kubectl |zaya-)", re.M)
     for page in commands.pages():
         assert not command.search(commands.FENCE.sub("", page.read_text(encoding="utf-8"))), page

@@ -1,4 +1,4 @@
-"""The chat set of docs/finetuning.md: every Python of one version makes the same file, wherever it lies."""
+"""The chat set of docs/finetuning.md: every Python of one version makes the same file in any folder."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Pages that list what the code has are as the code is."""
+"""Pages that list parts of the code agree with it."""
 
 import re
 import subprocess

@@ -25,7 +25,7 @@ def shorter(text: str) -> str:
 
 
 def with_steps(workdir: str, steps: int, command: re.Match) -> str:
-    """A command that trains with its number of steps put in, or in place of its own."""
+    """A training command with its number of steps inserted or replaced."""
     text = re.sub(r" +--config\.run\.num_steps=\d+", "", command[0])
     return text.replace(f"--workdir={workdir}", f"--workdir={workdir} --config.run.num_steps={steps}")
 

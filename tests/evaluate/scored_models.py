@@ -1,4 +1,4 @@
-"""Small models for what scores: in float32, so that batches and meshes agree closely."""
+"""Small models to score with, in float32, so that batches and meshes agree closely."""
 
 import zaya_jax as zj
 
@@ -9,7 +9,7 @@ SIZES = dict(
 
 
 def settings(**model):
-    """A config of a model that is small, of which some keys are others."""
+    """A config of a small model, with some keys changed."""
     c = zj.config.default()
     c.name = "small"
     for key, value in {**SIZES, **model}.items():

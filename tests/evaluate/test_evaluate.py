@@ -1,4 +1,4 @@
-"""The program: its files, what it refuses before anything is written, several processes."""
+"""The program: its files, its refusals before anything is written, several processes."""
 
 import dataclasses
 import json
@@ -16,7 +16,7 @@ from zaya_jax.cluster import multihost
 
 @pytest.fixture
 def call(monkeypatch, capsys):
-    """The program's exit code, and what it printed."""
+    """The program's exit code, and its output."""
 
     def program(*arguments):
         monkeypatch.setattr("sys.argv", ["evaluate", *map(str, arguments)])

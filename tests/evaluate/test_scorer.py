@@ -1,4 +1,4 @@
-"""Log-probabilities of rows: those that `loss` and the public implementation give, whatever stands beside a row."""
+"""Log-probabilities of rows equal those of `loss` and the public implementation, next to any other rows."""
 
 import jax
 import numpy as np

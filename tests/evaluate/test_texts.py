@@ -1,4 +1,4 @@
-"""The loss on text: each token once, the bytes that it stands for, answers alone of chats, files as prepared."""
+"""The loss on text: each token once, the bytes that it represents, only the answers of chats, files as prepared."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ def test_each_document_s_tokens_are_counted_once_whatever_the_portions(tmp_path,
 
 
 def test_bits_per_byte_by_hand(tmp_path, tokenizer, model):
-    """Of bytes as ids: each is a token, and the end of the document one more, which no byte stands for."""
+    """With bytes as ids each byte is a token, and the end of the document is another one without a byte."""
     text = "é and ü"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
     told = texts.evaluate(Scorer(model), texts.documents(str(tmp_path / "a.txt"), tokenizer), 64).figures()

@@ -9,7 +9,7 @@ Needs Python 3.11, torch 2.13.0 (CPU) and transformers 5.23.0:
 
 OUT_DIR then holds
     config.json, model.safetensors   the model as `save_pretrained` writes it
-    expected.safetensors             inputs, and what the model computed from them in float32
+    expected.safetensors             inputs, and the model's results in float32
         input_ids [B,S], labels [B,S]
         logits [B,S,V], loss []
         hidden_states.I [B,S,D]      the residual stream after decoder layer I

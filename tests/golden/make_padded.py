@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Writes what the public PyTorch implementation generates for the left-padded batches of golden cases.
+"""Writes the public PyTorch implementation's generations for the left-padded batches of golden cases.
 
     oracle/bin/python make_padded.py base sliding taps mixed
 

@@ -1,4 +1,4 @@
-"""Decoding with the cache equals running the whole sequence anew: sliding layers, taps, left padding, streaming."""
+"""Decoding with the cache equals running the whole sequence again: sliding layers, taps, left padding, streaming."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Decoding over a cache that lies on several devices is that of one device, token for token."""
+"""Decoding over a cache split over several devices equals one device's, token for token."""
 
 import jax
 import jax.numpy as jnp

@@ -107,7 +107,7 @@ def test_the_7b_shape():
     assert counts["without_embedding"] == matrices + (2 * 32 + 1 + 2) * 4096  # norms, and the embedding's two vectors
     assert 6.7e9 < counts["total"] < 7.3e9
     assert counts["active"] == counts["total"]
-    # Six operations per weight and token, and as many a pair of channels and key seen, of which there are S / 2.
+    # Six operations per weight and token, and as many per pair of channels and seen key, on average S / 2 keys.
     assert model_flops(model, 4096) == pytest.approx(
         6 * (matrices + 4096 * model.vocab_size) + 6 * 2 * 32 * 4096 * 4097 / 2, rel=1e-6
     )

@@ -1,4 +1,4 @@
-"""What decoding reads and writes where it lies, read from the compiled programs; and weights that are rounded once."""
+"""Arrays that decoding reads and writes in place, from the compiled programs; weights that are rounded once."""
 
 import os
 
@@ -57,7 +57,7 @@ def go_on(arguments, cache, model, precision):
     ],
 )  # fmt: skip
 def test_a_token_copies_nothing_of_the_cache_but_its_layers_columns(kinds, rows):
-    """A layer's keys and values are laid out for their products, an eighth of each stack; no stack is written anew."""
+    """A layer's keys and values are laid out for their products, an eighth of each stack; no stack is rewritten."""
     model = model_helpers.small(
         num_hidden_layers=8, **(DENSE | {"layer_types": ()} if kinds == "dense" else {"layer_types": kinds * 4})
     )
@@ -75,7 +75,7 @@ def test_a_token_copies_nothing_of_the_cache_but_its_layers_columns(kinds, rows)
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 16), pytest.param(4, 64, marks=pytest.mark.slow)])
 def test_no_program_has_a_copy_of_a_layers_experts(rows, size):
-    """Neither that of tokens nor that of prompts: an expert that somebody chose is read, and no other."""
+    """Both the program of tokens and that of prompts read only experts that a token chose."""
     model = model_helpers.small(hidden_size=128, moe_intermediate_size=128, num_experts=16)
     a_layer = 16 * 3 * 128 * 128 * 4
     arguments, cache = token(model, EXACT, rows, size)

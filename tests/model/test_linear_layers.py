@@ -1,4 +1,4 @@
-"""A model with linear attention among its layers: packed rows, decoding, parameters, the scan, what is refused."""
+"""A model with linear attention among its layers: packed rows, decoding, parameters, the scan, refusals."""
 
 import functools
 
@@ -81,7 +81,7 @@ def test_flops_of_linear_attention_do_not_grow_with_the_sequence():
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("attention", marks=pytest.mark.slow)])
 def test_no_second_copy_of_the_weights_is_kept(remat):
-    """All that the gradient takes besides weights and gradients is less than a copy: on few tokens they are most."""
+    """The gradient's memory besides weights and gradients is less than a copy: on few tokens these dominate."""
     model = mixed(*(LINEAR, FULL) * 4, moe_intermediate_size=512, num_experts=8)
     like = zaya.abstract(model, config.Precision())
     bias = jax.ShapeDtypeStruct((8, 9), jnp.float32)

@@ -30,7 +30,7 @@ def test_values_and_gradient(shape, words):
 
 
 def test_the_order_of_summation_is_the_rows_own():
-    """A word's sum does not depend on where the other words stand, nor does a long one lose small numbers."""
+    """A word's sum does not depend on the places of other words, and a long sum does not lose small numbers."""
     random = np.random.default_rng(0)
     mine = random.standard_normal((300, D)).astype(np.float32) * 10.0 ** random.integers(-6, 6, (300, 1))
     sums = []

@@ -1,4 +1,4 @@
-"""A row of several documents equals the documents run alone: logits and gradients, whatever the tap counts."""
+"""A row of several documents equals the documents run alone: logits and gradients, for any tap counts."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def test_packed_documents_equal_lone_ones(taps, kinds):
     for i, doc in enumerate(docs):
         row = slice(starts[i], starts[i + 1])
         packed[0, row], segments[0, row], positions[0, row] = doc, i + 1, range(len(doc))
-        alone[i, : len(doc)], real[i, : len(doc)] = (doc, 1)  # what follows a document cannot reach back into it
+        alone[i, : len(doc)], real[i, : len(doc)] = (doc, 1)  # later tokens cannot reach back into a document
     weight = rng.standard_normal((int(real.sum()), model.vocab_size)).astype(np.float32)
 
     def run_packed(params):
@@ -95,7 +95,7 @@ def test_padding_of_weights_as_transformers_initialises_them_changes_no_gradient
 
 
 def test_without_segments_documents_do_see_each_other():
-    """The cut is what makes the difference above: without it the second document's logits change."""
+    """The cut makes the difference above: without it the second document's logits change."""
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
     ids = np.arange(12)[None] % model.vocab_size

@@ -1,4 +1,4 @@
-"""A layer does not know where its tokens lie: one placement that no module has gives what one device gives."""
+"""A layer does not know the places of its tokens: a placement made here gives one device's results."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Rows side by side: each is what it would be alone, whatever the batch, the padding and the pieces; few programs."""
+"""Rows of a batch: each equals itself alone, for any batch, padding and pieces; few programs."""
 
 import functools
 
@@ -30,7 +30,7 @@ def weights():
 
 @pytest.fixture(scope="module")
 def whole(weights):
-    """A row's hidden states and logits by one pass over it alone; what is behind it, it does not see."""
+    """A row's hidden states and logits by one pass over it alone; it does not see later columns."""
     model, params, bias = weights
 
     @jax.jit
@@ -146,7 +146,7 @@ def test_a_long_prompt_takes_the_cache_and_a_piece():
     cache = jax.eval_shape(lambda: decode._empty_cache(model, EXACT, 1, length))
     taken = decode._piece.lower(arguments, cache, model, EXACT, decode.ALONE).compile().memory_analysis()
     held = decode.cache_bytes(model, EXACT, 1, length).total
-    assert taken.alias_size_in_bytes == held  # it is filled where it lies
+    assert taken.alias_size_in_bytes == held  # it is filled in place
     assert taken.temp_size_in_bytes < 2 * held + (16 << 20)
 
 
@@ -250,7 +250,7 @@ def test_what_may_be_drawn(options):
 
 
 def test_what_is_drawn_has_the_probabilities():
-    """20,000 draws among three tokens, one of which is cut."""
+    """20,000 draws among three tokens; one is cut."""
     rows = 20_000
     logits = jnp.broadcast_to(jnp.log(jnp.asarray([0.6, 0.3, 0.1])), (rows, 3))
     options = Sampling(1.0, top_k=2)

@@ -1,4 +1,4 @@
-"""The whole model's facts: parameter counts, fresh weights, what a layer's kind changes, memory."""
+"""The whole model's facts: parameter counts, fresh weights, effects of a layer's kind, memory."""
 
 import dataclasses
 import functools

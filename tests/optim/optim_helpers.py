@@ -156,7 +156,7 @@ def compare(mesh, like, specs, steps):
 
 
 def bytes_per_device(optimizer):
-    """Bytes of optimizer state that each device holds: buckets lie in parts, counters and figures whole."""
+    """Bytes of optimizer state that each device holds: buckets in parts, counters and figures whole."""
     layout, shapes = optimizer.layout, jax.eval_shape(optimizer.init)
     spread = {name: layout.parts(name) for name in layout.methods}
 

@@ -14,7 +14,7 @@ from zaya_jax.optim import chain
 
 @pytest.fixture(scope="module")
 def golden(golden_dir):
-    """(the script's module, without torch, and what it wrote)."""
+    """(the script's module, without torch, and its output)."""
     folder = golden_dir / "optim"
     spec = importlib.util.spec_from_file_location("make_optim", folder / "make_optim.py")
     module = importlib.util.module_from_spec(spec)

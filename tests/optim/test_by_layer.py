@@ -72,7 +72,7 @@ def test_where_pieces_are_no_parts_of_matrices_gradients_travel_together():
     for axes in (dict(data=3), dict(data=6), dict(data=7)):
         layout = chain.build(Optim(), optim_helpers.FLOAT32, like, axes=axes).layout
         assert "layers/experts/gate_up" not in layout.by_layer
-    specs = optim_helpers.expert_specs(like)  # experts that lie over devices have their own gradients already
+    specs = optim_helpers.expert_specs(like)  # experts split over devices have their own gradients already
     layout = chain.build(Optim(), optim_helpers.FLOAT32, like, specs=specs, axes=dict(data=2, expert=4)).layout
     assert not layout.by_layer.keys() & {"layers/experts/gate_up", "layers/experts/down"}
 

@@ -1,4 +1,4 @@
-"""The table claims each weight once; clipping, decay, learning rates, skipping and figures do what they say."""
+"""The table claims each weight once; clipping, decay, learning rates, skipping and figures work as documented."""
 
 import dataclasses
 
@@ -169,7 +169,7 @@ def test_numbers_of_the_formats(params):
 
 
 def test_the_update_copies_no_weights():
-    """On donated weights it reads and writes each in place: what reads the old ones comes before what writes."""
+    """It updates donated weights in place: all reads of the old ones come before the writes."""
     like = optim_helpers.shapes(L=2, D=64, H=2, K=1, C=32, E=4, F=64, R=16, V=512)
     optimizer = chain.build(Optim(name="adamw"), optim_helpers.FLOAT32, like)
 

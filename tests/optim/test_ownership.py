@@ -1,4 +1,4 @@
-"""Where matrices go and what travels, at every number of devices, on layouts alone: sizes, no program."""
+"""Owners and traffic for every number of devices, from layouts: sizes, no program."""
 
 import functools
 
@@ -46,7 +46,7 @@ def layout_of(name: str, fsdp: bool = False, **axes: int) -> zero.Layout:
 
 
 def meshes(name: str, devices: int) -> list[dict]:
-    """Data alone, and every other axis beside it where it divides the devices and the model."""
+    """Only data, and every other axis with it if it divides the devices and the model."""
     model, found = MODELS[name], [dict(data=devices)]
     experts = [] if model.model_type == "dense" else [dict(expert=4), dict(expert=4, tensor=2)]
     for other in (*experts, dict(tensor=2), dict(context=2), dict(tensor=2, context=2)):
@@ -74,7 +74,7 @@ def kinds_of(layout: zero.Layout) -> list[tuple[int, int]]:
 
 
 def least_load(kinds: list[tuple[int, int]], devices: int) -> float:
-    """A bound on the busiest device's work, whoever places the matrices: the mean, the largest one, pigeonholes."""
+    """A lower bound on the busiest device's work for any placement: the mean, the largest one, pigeonholes."""
     costs, ends = np.array([c for c, _ in kinds]), np.cumsum([n for _, n in kinds])
     bound = max(float(costs[0]), sum(c * n for c, n in kinds) / devices)
     for k in range(1, min(64, -(-int(ends[-1]) // devices))):  # of the k · devices + 1 largest, k + 1 meet

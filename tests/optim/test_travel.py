@@ -86,7 +86,7 @@ FAST = (("7 devices", False), ("everything", False), ("everything", True))
     ],
 )
 def test_every_number_arrives(name, together, monkeypatch):
-    """Sums of whole numbers, which are exact: they come back as they are, and lie meanwhile where `held` says."""
+    """Sums of whole numbers, which are exact: they come back unchanged, and are meanwhile where `held` says."""
     monkeypatch.setattr(matrices, "SMALL", 2**16 if together else 0)
     monkeypatch.setattr(matrices, "WASTE", 1.0)
     axes, sharded = CASES[name]

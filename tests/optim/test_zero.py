@@ -114,8 +114,8 @@ def test_collectives_bytes_and_memory(like, precision, monkeypatch):
         assert traffic["all-gather"] == size * 8 * b.travel.padded
     kept = [4 * math.prod(b.row) * b.slots for b in layout.matrices.values()]
     kept += [8 * n for n in vectors.sizes.values()]
-    assert 0 <= optim_helpers.bytes_per_device(optimizer) - sum(kept) < 256  # beside them counters and figures
-    # The program's own arguments: beside the state the parameters, and one part of the gradients.
+    assert 0 <= optim_helpers.bytes_per_device(optimizer) - sum(kept) < 256  # the rest are counters and figures
+    # The program's own arguments: the state, the parameters, and one part of the gradients.
     weights = sum(4 * x.size for x in jax.tree.leaves(like))
     state = program.memory_analysis().argument_size_in_bytes - 2 * weights
     assert abs(state - optim_helpers.bytes_per_device(optimizer)) < 4096
@@ -129,7 +129,7 @@ def compiled(optimizer, mesh, specs, like) -> jax.stages.Compiled:
 
 
 def test_stacks_that_do_not_divide_travel_as_they_are(monkeypatch):
-    """Five matrices on seven devices: less than a row of padding a device, and small exchanges beside."""
+    """Five matrices on seven devices: less than a row of padding a device, and small exchanges."""
     monkeypatch.setattr(matrices, "SMALL", 0)
     like = {"embed": {"embedding": jax.ShapeDtypeStruct((40, 32), np.float32)}}
     like["layers"] = {"experts": {"down": jax.ShapeDtypeStruct((1, 5, 32, 24), np.float32)}}
@@ -137,7 +137,7 @@ def test_stacks_that_do_not_divide_travel_as_they_are(monkeypatch):
     optimizer = chain.build(Optim(), Precision(), like, specs=specs, axes=mesh.shape)
     found = hlo.collectives(compiled(optimizer, mesh, specs, like))
     share = -(-5 * 32 * 24 // (8 * 7)) * 8
-    table = 35 * 32  # five rows on each device; the other five lie everywhere
+    table = 35 * 32  # five rows on each device; all devices have the other five
     assert sorted(c.bytes for c in found if c.kind == "reduce-scatter") == sorted([4 * 7 * share, 4 * table])
     assert sorted(c.bytes for c in found if c.kind == "all-gather") == sorted([2 * 7 * share, 4 * table])
     sent = [c.bytes for c in found if c.kind == "collective-permute"]
@@ -147,7 +147,7 @@ def test_stacks_that_do_not_divide_travel_as_they_are(monkeypatch):
 
 
 def test_memory_is_an_eighth_where_stacks_divide():
-    """At the sizes of ZAYA1, where what every device keeps whole is little."""
+    """At the sizes of ZAYA1, where every device keeps only little whole."""
     like = optim_helpers.shapes(L=40, D=2048, H=8, K=2, C=128, E=16, F=2048, R=256, V=262_272)
     whole = optim_helpers.bytes_per_device(chain.build(Optim(), Precision(), like))
     share = optim_helpers.bytes_per_device(chain.build(Optim(), Precision(), like, axes=dict(data=8)))

@@ -121,7 +121,7 @@ def test_parts_join_by_their_log_sum_exp():
 @EACH
 @pytest.mark.parametrize("window", [None, slow(9)])
 def test_gradients_of_parts_add_up(window, implementation):
-    """Each part of the keys gives its share, from the output and the log-sum-exp of all: what a ring rests on."""
+    """Each part of the keys gives its share, from the output and the log-sum-exp of all: the basis of a ring."""
     q, k, v, d_out, _ = inputs(19, 43)
     segments = documents(np.random.default_rng(1), B, 43, 0.15)
     own = segments[:, 24:]

@@ -1,4 +1,4 @@
-"""Attention's kernels for GPUs, interpreted: values and all gradients against the definition, whatever the shape."""
+"""Attention's kernels for GPUs, interpreted: values and all gradients against the definition, for any shape."""
 
 import functools
 
@@ -92,7 +92,7 @@ def test_ranges_of_blocks_count_padding_apart():
 
 
 def by_blocks(seen: np.ndarray, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of a matrix of what sees what, by blocks: whether any pair does, and whether all do of a whole block."""
+    """For each block of a visibility matrix: whether any pair is visible, and whether all pairs of a block are."""
     num_rows, num_columns = -(-seen.shape[0] // rows), -(-seen.shape[1] // columns)
     some, whole = np.zeros((2, num_rows, num_columns), bool)
     for i, j in np.ndindex(num_rows, num_columns):

@@ -50,7 +50,7 @@ def test_both_convolutions_and_all_gradients(taps, given, cut):
 
 
 def test_the_backward_pass_stores_no_neighbours():
-    """What is kept for it is the input, not the taps side by side."""
+    """It keeps the input, not the taps side by side."""
     x, _, by_channel, by_head, _ = inputs((2, 2), False)
     _, pull = jax.vjp(lambda x: convolve(x, None, by_channel, by_head, None, jnp.float32), x)
     kept = sum(leaf.size for leaf in jax.tree.leaves(pull))

@@ -26,7 +26,7 @@ def definition(columns, before, by_channel, by_head, bias, temperature, rope, se
 
 
 def arrays(batch, seq, heads, num_kv, channels, values, taps, turned, cut, dtype=jnp.float32):
-    """The arguments of a `mix`, and of which of them gradients are asked; what comes out has random weights."""
+    """The arguments of a `mix`, and those to differentiate by; the results have random weights."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: jnp.asarray(rng.standard_normal(shape, np.float32))  # noqa: E731
     g, reach = heads + num_kv, sum(taps) - 2
@@ -97,7 +97,7 @@ def test_any_shape(batch, seq, num_kv, group, taps, cut, turned):
 
 @pytest.mark.slow
 def test_bfloat16_errs_as_xlas_does():
-    """Against the definition in float32 of the same numbers. The gradient of what enters the norm is rounded before
+    """Against the definition in float32 of the same numbers. The gradient of the norm's input is rounded before
     it is summed for the biases: 0.0027 of that one's norm where XLA's is 0.0019; elsewhere ours err less."""
     given = arrays(1, 70, 4, 2, 32, 64, (2, 2), 32, True, jnp.bfloat16)
     with chip.making(MI300X):
@@ -139,7 +139,7 @@ def test_shares_of_several_blocks_of_tokens(monkeypatch):
 
 
 def test_what_the_kernels_do_not_take_is_left_to_xla():
-    """Odd heads, tables of several widths, rows that go on from others, a mean that lies elsewhere."""
+    """Odd heads, tables of several widths, rows that continue others, a mean from another device."""
     (columns, *parameters), rope, _, _ = arrays(1, 6, 2, 1, 16, 16, (2, 2), 0, False)
     before, mean_q = jnp.ones((1, 2, 48)), jnp.ones((1, 6, 1, 16))
 

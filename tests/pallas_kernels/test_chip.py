@@ -144,7 +144,7 @@ def test_whom_a_program_is_made_for():
         assert {chip.made_for(x) for x in (mesh, real, {"a": jnp.ones(2)})} == {H200}
     with jax.default_device(jax.devices()[3]):
         assert chip.current() == CPU
-    jax.jit(lambda x: x * (chip.made_for({"a": x}) == CPU))(1.0)  # arrays that are only traced lie nowhere yet
+    jax.jit(lambda x: x * (chip.made_for({"a": x}) == CPU))(1.0)  # traced arrays are on no device yet
 
 
 def test_the_chips_own_implementation_is_chosen_and_otherwise_xlas():

@@ -79,7 +79,7 @@ def test_tokens_where_they_lie(gated, dtype):
 
 
 def assert_routed_equals_the_reference(sizes, more, dim, width, gated, dtype, kind, seed):
-    """With tokens in any order, some of which no expert has, and numbers there that are not finite in hidden."""
+    """With tokens in any order, some without an expert, whose numbers in hidden are not finite."""
     num = max(sum(sizes) + more, 1)
     keys = jax.random.split(jax.random.key(seed), 6)
     x, d_out = (jax.random.normal(key, (num, dim)).astype(dtype) for key in keys[:2])
@@ -146,7 +146,7 @@ def test_a_layers_gradients_are_written_in_its_place(add, shares, gated):
 
 
 def test_gradients_of_float32_weights_keep_their_bits():
-    """The products are of bfloat16, their sums in float32: none of it is rounded on its way."""
+    """The products are of bfloat16, their sums in float32: nothing is rounded on the way."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (64, 32)).astype(jnp.bfloat16)
     weights = jax.random.normal(keys[1], (2, 32, 48)), jax.random.normal(keys[2], (2, 24, 32))
@@ -216,7 +216,7 @@ def of_layer(few):
 def test_heights_of_blocks():
     assert cpu.heights(2048, 8) == (32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
     assert cpu.heights(1, 16) == (8,)  # a decoded token
-    assert cpu.heights(20, 2) == (8, 16, 32)  # none above what can be needed
+    assert cpu.heights(20, 2) == (8, 16, 32)  # no height above the greatest need
     assert cpu.heights(1 << 20, 16)[-1] == 1024
 
 

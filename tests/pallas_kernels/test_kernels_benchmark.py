@@ -52,7 +52,7 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
 
 @pytest.mark.parametrize("case", cases.CASES, ids=lambda case: f"{case.operator}, {case.label}")
 def test_useful_work_of_zaya(case):
-    """By the sizes' own arithmetic: what a step of 16,384 tokens needs of one layer, or of four matrices."""
+    """By the sizes' own arithmetic: the FLOPs of one layer, or of four matrices, for a step of 16,384 tokens."""
     flops = case.flops(cases.SIZES["4K"])
     expected = {
         ("attention", "causal"): {"forward": 2 * 2 * 8 * 128 * 4 * 4096 * 4097 / 2},

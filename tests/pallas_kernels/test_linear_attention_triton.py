@@ -19,7 +19,7 @@ NAMES = "out", "dq", "dk", "dv"
 
 
 def arrays(batch, length, heads, kv_heads, channels, packed, dtype=jnp.float32, seed=0):
-    """q, k, v, the gradient of what comes out, and segments: documents of uneven lengths, padding (0) at the end."""
+    """q, k, v, the output's gradient, and segments: documents of uneven lengths, padding (0) at the end."""
     rng = np.random.default_rng(seed)
     q, d_out = (normal(rng, batch, length, heads, channels, dtype=dtype) for _ in range(2))
     k, v = (normal(rng, batch, length, kv_heads, channels, dtype=dtype) for _ in range(2))

@@ -1,4 +1,4 @@
-"""What is read from kernels' machine code: registers, spills, shared memory, occupancy; the inner loop, modelled."""
+"""Readings of kernels' machine code: registers, spills, shared memory, occupancy; the inner loop, modelled."""
 
 import os
 
@@ -159,7 +159,7 @@ def compiled(request):
     if not targets.FOLDER.exists():
         pytest.skip("make setup-targets installs the compilers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # what is set there ends with these tests
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # changes of it end with these tests
 
         def f(x):
             y = product(jnp.sin(product(x, x, tile=64)), x, tile=64)

@@ -68,7 +68,7 @@ def test_values_and_all_gradients(target, gated):
 @pytest.mark.parametrize("target", CHIPS.values(), ids=CHIPS)
 @pytest.mark.parametrize("wide", [jnp.float32, jnp.bfloat16], ids=lambda x: x.__name__)
 def test_a_narrow_norm_and_a_product_that_may_be_wider(target, wide):
-    """In float32 the product is float32's, whatever the norm is written in."""
+    """In float32 the product is float32's, for any dtype of the written norm."""
     # One rounding to bfloat16 may fall on the other side: its step.
     assert_equal_to_the_reference(target, (2, 33), 64, 8, jnp.bfloat16, wide, tolerance=2.0**-8)
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def judged(*fast: str) -> list:
-    """(chip, case) for all; an operator's first case, on these chips, stands for the rest in the default tests."""
+    """(chip, case) for all; an operator's first case, on these chips, represents the rest in the default tests."""
     return [
         pytest.param(
             name, case, id=f"{name}, {operator}, {case.label}",
@@ -38,7 +38,7 @@ def compilers():
     if not targets.FOLDER.exists():
         pytest.skip("make setup-targets installs the compilers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # what is set there ends with these tests
+        patch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))  # changes of it end with these tests
         yield
 
 

@@ -1,4 +1,4 @@
-"""One model, one batch of uneven documents, and its loss and gradients on any mesh: what the tests compare."""
+"""One model, one batch of uneven documents, and its loss and gradients on any mesh, for comparison."""
 
 import dataclasses
 import functools

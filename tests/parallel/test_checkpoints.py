@@ -84,7 +84,7 @@ def test_each_device_holds_its_part_alone():
     copy, held = here.copies.take(here.state), here.copies.held
     has = sum(shard.data.nbytes for x in jax.tree.leaves(copy) for shard in x.addressable_shards)
     size = sum(x.nbytes for x in jax.tree.leaves(here.logical()))
-    # What is too small to cut is on all devices, and buckets have their padding.
+    # Arrays too small to cut are on all devices, and buckets have their padding.
     assert size <= has < 2 * size
     assert sum(held.plan().bytes.values()) == size
     assert {name: x.shape for name, x in held.arrays.items()} == {
@@ -101,7 +101,7 @@ def test_each_device_holds_its_part_alone():
     ],
 )
 def test_nothing_travels_for_a_copy(name):
-    """Neither ZeRO-1's buckets nor parameters, which are cut where they lie; read in the compiled program."""
+    """No copies of ZeRO-1's buckets or of parameters, which are cut in place; read in the compiled program."""
     here = run(name)
     compiled = here.copies.program.lower(here.copies.arrays(here.state)).compile()
     assert hlo.collectives(compiled) == []

@@ -1,4 +1,4 @@
-"""Which collectives an axis adds to the compiled program, how many bytes they move, and what it saves."""
+"""The collectives that an axis adds to the compiled program, their bytes, and the memory that it saves."""
 
 import dataclasses
 

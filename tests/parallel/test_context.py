@@ -1,4 +1,4 @@
-"""Sequences cut over devices: same loss and gradients, the halo, what travels, what is skipped, who works how much."""
+"""Sequences cut over devices: same loss and gradients, the halo, traffic, skipped blocks, balance of work."""
 
 import formulas
 import jax
@@ -50,7 +50,7 @@ def cut(spread):
 
 
 def attend(q, k, v, window, place):
-    """Attention of a device's tokens, which lie side by side."""
+    """Attention of a device's tokens, which are contiguous."""
     rows = (place.split(x) for x in (q, k, v))
     return place.join(context.attention_over_chunks(*rows, window, place, scale=0.3))
 
@@ -79,7 +79,7 @@ def run_cca(spread, taps, x, weight, segments, window, bias=True):
 
     def body(state, window, x, weight, *segments):
         segments = segments[0] if segments else None
-        # Weights are whole here, on any mesh: all that the block needs of the spread is where its tokens lie.
+        # Weights are whole here, on any mesh: the block needs only its tokens' places from the spread.
         here = Over(spread).sequences(x.shape[1], segments, None, Weights()).of_layer(window, False, None)
         rope = [(None, rope_table(here.positions(*here.rows(x).shape[:2]), 1e4, 4))]
 
@@ -244,7 +244,7 @@ def test_the_ring_needs_no_more_memory_on_more_devices():
     assert temporaries(8, True) < temporaries(8, False) / 3
 
 
-# What is skipped, and who works how much
+# Skipped blocks, and the balance of work
 
 
 def run_ring(parts, q, k, v, segments, window, monkeypatch):

@@ -1,4 +1,4 @@
-"""Experts spread over devices: equal to all of them on one, and what the exchange sends and keeps in memory."""
+"""Experts spread over devices: equal to all of them on one; traffic and memory of the exchange."""
 
 import dataclasses
 import functools
@@ -163,7 +163,7 @@ def lowered(spread, num, dim, width, num_experts, form, backward):
     ],
 )
 def test_traffic_and_memory_of_a_round(devices, num, dim, width, num_experts):
-    """The program is one for every load, so what it sends a round and what it needs is so too."""
+    """One program serves every load, so its traffic per round and its memory are the same too."""
     rows = 4 * dim * devices * dispatch.slot_rows(num, devices)
     counts = 4 * devices * num_experts
     # Of each round forward there and back; backward cotangents there and back, and later rounds' tokens once more. What

@@ -1,4 +1,4 @@
-"""LASP-2 and the ring: equal to one device's linear attention, and what they send, read from the compiled program."""
+"""LASP-2 and the ring: equal to one device's linear attention; traffic, read from the compiled program."""
 
 import dataclasses
 import functools
@@ -159,7 +159,7 @@ def test_the_states_do_not_wait_for_the_work_within_a_device():
 
 @pytest.mark.parametrize("remat", ["none", pytest.param("attention", marks=pytest.mark.slow)])
 def test_linear_layers_of_a_model_gather_states_alone(remat):
-    """Besides what a layer's halo sends, each gathers once forward and once backward, repeated or not."""
+    """Besides the halo's traffic, each layer gathers once forward and once backward, repeated or not."""
     settings = helpers.with_model(layer_types=("hybrid_linear",) * 2, sliding_window=None)
     settings = dataclasses.replace(settings, mesh=config.Mesh(context=4), remat=remat)
     mesh, run = helpers.program(settings, 4)

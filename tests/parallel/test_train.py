@@ -43,7 +43,7 @@ def reference():
 def test_training_on_a_mesh_is_training_on_one_device(name):
     run = Run(*MESHES[name])
     losses = run.train(range(2))
-    # Into a copy and out of it again: what a checkpoint does.
+    # Into a copy and out of it again, like a checkpoint.
     run.state = run.copies.place(run.copies.on_devices(run.state))
     compiled: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Attention of a new token to a cache in parts: equal to one device's, and what is sent, read from the program."""
+"""Attention of a new token to a cache in parts: equal to one device's; traffic, read from the program."""
 
 import functools
 

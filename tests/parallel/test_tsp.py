@@ -1,4 +1,4 @@
-"""TSP: what crosses devices, and what each keeps; test_axes.py has its loss and gradients."""
+"""TSP: traffic between devices, and each one's memory; test_axes.py has its loss and gradients."""
 
 import dataclasses
 

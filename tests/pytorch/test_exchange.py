@@ -67,7 +67,7 @@ def test_there_and_back_gives_the_same_bits_and_config(tmp_path, dtype_of, shard
     out = exchange.to_hf(tmp_path / "work", tmp_path / "out", shard_gb=shard_gb)
     assert_same(read_all(out), tensors)
     assert json.loads((out / "config.json").read_text()) == json.loads((source / "config.json").read_text())
-    # And what was written in shards is read again.
+    # And written shards are read again.
     exchange.from_hf(out, tmp_path / "again")
     assert_same(read_all(exchange.to_hf(tmp_path / "again", tmp_path / "out2")), tensors)
 

@@ -30,7 +30,7 @@ CASES += [pytest.param(case, marks=pytest.mark.slow) for case in SLOW]
 
 # Whose kernels run in a golden case's loss and gradients. Not these: cca_mix, since fewer than 16 pairs of channels
 # turn in heads of 16; cross_entropy, since some 70 tokens fill no tile of 128; newton_schulz, which is the optimizer's;
-# linear_attention, of which the public implementation has none.
+# linear_attention, which the public implementation does not have.
 RUN = {"attention", "grouped_mlp", "residual_norm"}
 
 

@@ -65,7 +65,7 @@ def run_copy(start, gradients, adjust, dtype) -> np.ndarray:
 
 
 def main() -> None:
-    """Writes expected.npz beside this file."""
+    """Writes expected.npz next to this file."""
     expected = {}
     for name in SHAPES:
         start, gradients = numbers(name)
