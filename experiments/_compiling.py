@@ -86,8 +86,8 @@ def measure(
 
 
 def _memory(memory: buffers.Memory, state: dict[str, Any], program: kernels.Program) -> dict[str, Any]:
-    """Bytes by kind where most are in use. What is not the state is told by its shape and scope: as large as a weight,
-    with its dims, and float32 or bfloat16: a gradient; stacked over the layers: kept for the backward pass."""
+    """Bytes by kind where most are in use. Beside the state, shape and scope decide: as large as a weight, with its
+    dims, and float32 or bfloat16: a gradient; stacked over the layers: kept for the backward pass."""
     weights, optimizer = (
         sum(map(states.bytes_per_device, jax.tree.leaves(state[part]))) for part in ("params", "optimizer")
     )

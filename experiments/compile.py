@@ -212,7 +212,7 @@ def _phase(row: dict[str, Any]) -> Section:
         loops = ", ".join(row["unknown_loops"])
         notes.append(f"loops of unknown length, each counted as one turn: {loops}")
     if again := sum(r["flops_by_stage"].get("again", 0) for r in row["traffic"]):
-        notes.append(f"computed again in the backward pass: {again / 1e12:,.1f} TFLOP, none of it useful")
+        notes.append(f"computed again in the backward pass: {again / 1e12:,.1f} TFLOP, not useful")
     return Section(title, text, list(_tables(row)), notes, _tiles(row), _memory_curve(row))
 
 

@@ -1,4 +1,4 @@
-"""Chips that are not here: they call themselves as real ones do, and a missing compiler is told."""
+"""Chips that are not here: they call themselves as real ones do, and a missing compiler is reported."""
 
 import contextlib
 from types import SimpleNamespace
@@ -53,7 +53,7 @@ def test_an_absent_chip_gets_the_program_of_a_real_one(name, kind, capability, m
     assert texts[0] == texts[1] and "rounded" in texts[0]
 
 
-def test_a_missing_compiler_is_told(monkeypatch, tmp_path):
+def test_a_missing_compiler_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(targets, "FOLDER", tmp_path)
     monkeypatch.setattr(xla_client._xla, "pjrt_plugin_loaded", lambda platform: False)  # other tests may have them
     for platform in ("rocm", "cuda"):

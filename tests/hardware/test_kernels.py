@@ -63,7 +63,7 @@ def test_what_a_scope_needs_is_needed_once_whatever_lies_in_it():
     np.testing.assert_allclose(sum(row["flops_of_use"] for row in rows), needed)
 
 
-def test_a_loop_of_which_nobody_says_how_often_it_turns_is_told():
+def test_a_loop_of_unknown_length_is_reported():
     program = kernels.read_program(PROGRAM.replace("turns=4.5", "anything"))
     assert program.unknown == {"jit(f)/transpose(jvp(anything))/while": 1}
     assert program.launches == 3 * 9 + 2 + 3

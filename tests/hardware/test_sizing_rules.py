@@ -51,7 +51,7 @@ def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
     passes = by_rule(found)["micro-batches"]
     # 28 bytes of 8.84B weights at 4.33 TB/s: four times 57 ms beside 4 x 27 ms of products; two fewer would do.
     assert passes.better == 2048 and passes.cost == pytest.approx(2 * 57.2 / (4 * (57.2 + 27.4)), rel=0.02)
-    assert "4 micro-batches a step, each of which moves 248 GB" in passes.reason
+    assert "4 micro-batches a step; each moves 248 GB" in passes.reason
     experts = by_rule(found)["tokens per expert"]
     # 4,096 tokens on 16 experts; 1,307 TFLOP/s over the 4.33 TB/s that the paper measured.
     assert "256 tokens per expert" in experts.reason and "of 302 " in experts.reason and experts.better == 2048

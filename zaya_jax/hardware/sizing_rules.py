@@ -85,7 +85,7 @@ def _of_phase(config: Config, name: str, num_devices: int, figures: Figures | No
 
 
 class _Product(NamedTuple):
-    """A product of tokens with weights, of which a device has one of `cut` parts."""
+    """A product of tokens with weights; a device has one of `cut` parts of these."""
 
     name: str
     key: str  # of the model: decides the width
@@ -210,7 +210,7 @@ def _micro_batches(here: _Phase) -> Iterator[Advice]:
     better = here.more_sequences(2)
     fewer = number - -(-step // better) if better else 0
     reason = (
-        f"{number:,} micro-batches a step, each of which moves {moved / 1e9:,.0f} GB for weights and gradients besides "
+        f"{number:,} micro-batches a step; each moves {moved / 1e9:,.0f} GB for weights and gradients besides "
         "its tokens; experiments.compile says how few fit"
     )
     cost = fewer * once / (number * once + work)

@@ -222,7 +222,7 @@ def _forward_flops(case: Case, name: str) -> float:
             return b * convolution
         case "softmax":
             return 4.0 * case.rows * q * c * _area(case)
-        case "linear":  # queries with a chunk's keys, of which tiles leave out a quarter; and with states
+        case "linear":  # queries with a chunk's keys, a quarter of them left out by tiles; and with states
             return b * c * (2 * q * 0.75 * CHUNK + c * (q + kv))
         case "router":
             return b * (d * r + 2 * r * r + r * (m.num_experts + 1))

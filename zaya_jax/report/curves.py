@@ -7,7 +7,7 @@ import numpy as np
 
 from zaya_jax.checkpoint import times
 from zaya_jax.report.document import Section
-from zaya_jax.report.heat import HeatMap, Scale, columns
+from zaya_jax.report.heat import Scale, columns, numbered_rows
 from zaya_jax.report.read import Bin, Series, Workdir
 from zaya_jax.report.svg import Chart, Line
 from zaya_jax.report.text import number
@@ -244,8 +244,7 @@ def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
 
 
 def _list_map(run: Workdir, key: str) -> str:
-    rows = run.vectors[key].shape[0]
-    steps, values = run.vectors[key].coarse(columns(rows))
+    steps, values = run.vectors[key].coarse(columns(run.vectors[key].shape[0]))
     scale = Scale.between(values.ravel().tolist())
     ends = (number(scale.low, 3), number(scale.high, 3))
-    return HeatMap(key, [str(i) for i in range(rows)], steps, values.T.tolist(), scale, run.steps, "row", ends).draw()
+    return numbered_rows(key, steps, values, scale, run.steps, "row", ends)

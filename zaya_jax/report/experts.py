@@ -7,7 +7,7 @@ entropy of the shares over the E experts alone, divided by its greatest value ln
 import numpy as np
 
 from zaya_jax.report.document import Section, Table
-from zaya_jax.report.heat import HeatMap, Scale, columns
+from zaya_jax.report.heat import Scale, columns, numbered_rows
 from zaya_jax.report.read import VectorSeries, Workdir
 from zaya_jax.report.text import counted, percent
 
@@ -60,10 +60,6 @@ def _summary(end: np.ndarray) -> str:
     return " ".join(parts)
 
 
-def _names(count: int) -> list[str]:
-    return [str(i) for i in range(count)]
-
-
 def _entropy_map(run: Workdir, entropy: VectorSeries | None, load: VectorSeries | None) -> str:
     source = entropy or load
     assert source is not None
@@ -72,43 +68,31 @@ def _entropy_map(run: Workdir, entropy: VectorSeries | None, load: VectorSeries 
     good = values[np.isfinite(values)]
     low = float(np.floor(np.quantile(good, 0.02) * 20) / 20) if good.size else 0.0
     low = min(max(low, 0.0), 0.9)
-    return HeatMap(
-        "Balance of each layer", _names(source.shape[0]), steps, values.T.tolist(), Scale(low, 1.0, "r"), run.steps,
-        "layer", (f"≤ {low:.2f}" if low else "0", "1, even"),
-        note="Normalised load entropy over the experts, by layer.",
-    ).draw()  # fmt: skip
+    ends = (f"≤ {low:.2f}" if low else "0", "1, even")
+    note = "Normalised load entropy over the experts, by layer."
+    return numbered_rows("Balance of each layer", steps, values, Scale(low, 1.0, "r"), run.steps, "layer", ends, note)
 
 
 def _skip_map(run: Workdir, load: VectorSeries) -> str:
     steps, values = load.coarse(columns(load.shape[0]))
-    skipped = values[..., -1].T
+    skipped = values[..., -1]
     good = skipped[np.isfinite(skipped)]
     high = max(float(good.max()), 0.01) if good.size else 1.0
-    return HeatMap(
-        "Skipped tokens", _names(len(skipped)), steps, skipped.tolist(), Scale(0.0, high), run.steps, "layer",
-        ("0 %", percent(high)),
-        note="Share of all tokens that take the skip class, by layer.",
-    ).draw()  # fmt: skip
+    ends, note = ("0 %", percent(high)), "Share of all tokens that take the skip class, by layer."
+    return numbered_rows("Skipped tokens", steps, skipped, Scale(0.0, high), run.steps, "layer", ends, note)
 
 
 def _chosen_layers(load: VectorSeries) -> list[int]:
     """First, middle and last layer, and the one that was least balanced over the run."""
     layers = load.shape[0]
-    chosen = {0, layers // 2, layers - 1}
     entropy = np.nan_to_num(entropies(load.coarse(columns(layers))[1]), nan=1.0).mean(0)
-    for layer in np.argsort(entropy).tolist():
-        if len(chosen) < 4:
-            chosen.add(layer)
-    return sorted(chosen)
+    return sorted({0, layers // 2, layers - 1, int(entropy.argmin())})
 
 
 def _layer_map(run: Workdir, load: VectorSeries, layer: int) -> str:
     steps, values = load.coarse(columns(load.shape[1]))
-    rows = fair_shares(values[:, layer]).T.tolist()
-    return HeatMap(
-        f"Experts of layer {layer}", _names(len(rows)), steps, rows, FAIR, run.steps, "expert",
-        ("¼", "4 × an even share"),
-    ).draw()  # fmt: skip
+    title, shares, ends = f"Experts of layer {layer}", fair_shares(values[:, layer]), ("¼", "4 × an even share")
+    return numbered_rows(title, steps, shares, FAIR, run.steps, "expert", ends)
 
 
 def _shares(end: np.ndarray, steps: int) -> Table:
@@ -122,5 +106,5 @@ def _shares(end: np.ndarray, steps: int) -> Table:
         for layer, (shares, entropy) in enumerate(zip(end, entropies(end), strict=True))
     ]
     of = f"end (mean of the last {steps:,} recorded steps)" if steps > 1 else "last step"
-    head = ["layer", *_names(end.shape[1] - 1), "skip", "entropy"]
+    head = ["layer", *map(str, range(end.shape[1] - 1)), "skip", "entropy"]
     return Table(f"Shares at the {of}", head, rows, note="Percent of all tokens.")

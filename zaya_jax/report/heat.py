@@ -8,6 +8,8 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+import numpy as np
+
 from zaya_jax.report.style import LEVELS
 from zaya_jax.report.svg import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Axis, figure, lower_axis
 from zaya_jax.report.text import escape
@@ -102,6 +104,15 @@ class HeatMap:
                 path = f"M{edges[start]:g} {top:.4g}h{wide}v{tall}h-{wide}z"
                 paths.setdefault(f"{self.scale.name}{level}", []).append(path)
         return "".join(f'<path class="{name}" d="{"".join(d)}"/>' for name, d in sorted(paths.items()))
+
+
+def numbered_rows(
+    title: str, steps: Sequence[float], values: np.ndarray, scale: Scale, x_range: tuple[float, float], row_name: str,
+    ends: tuple[str, str], note: str = "",
+) -> str:  # fmt: skip
+    """A figure of values [steps, rows], whose rows are named by their numbers."""
+    names = [str(i) for i in range(values.shape[1])]
+    return HeatMap(title, names, steps, values.T.tolist(), scale, x_range, row_name, ends, note).draw()
 
 
 def _level_runs(row: Sequence[float], scale: Scale) -> Iterator[tuple[int, int, int]]:
