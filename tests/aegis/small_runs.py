@@ -1,4 +1,4 @@
-"""What tests of whole runs share: the state at their ends, and how they are killed."""
+"""Shared by tests of whole runs: a comparison of their ends, and a kill."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The run's time: each second has one use, lost ones have a cause, and they sum to the whole, whatever befell."""
+"""The run's time: each second has one use, lost ones have a cause, and they sum to the whole, whatever happens."""
 
 import random
 

@@ -43,7 +43,7 @@ class World:
             self.take(Ready(node))
 
     def take(self, *facts, after=0.0):
-        """What comes of facts; a Kill is obeyed."""
+        """The actions that facts call for; a Kill is obeyed."""
         self.now += after
         out = []
         for fact in facts or (Tick(),):

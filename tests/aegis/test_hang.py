@@ -1,4 +1,4 @@
-"""Who hangs is found in time and named rightly; what is only slow is left alone."""
+"""A process that hangs is found in time and named; one that is only slow is left alone."""
 
 import random
 

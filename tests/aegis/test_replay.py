@@ -113,7 +113,7 @@ def hashes(parts, words=5, seed=0):
 @pytest.mark.parametrize("parts", [3, 4, 7])
 @pytest.mark.parametrize("group", [1, 2])
 def test_votes(parts, group):
-    """Whoever is wrong, on whatever it computes."""
+    """Each device in turn is wrong."""
     names, everything = list("abcde"), np.ones(5, bool)
     for guilty in range(parts):
         seen = [np.roll(hashes(parts).repeat(group, 0), by * group, axis=0) for by in range(3)]

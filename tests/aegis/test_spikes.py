@@ -181,7 +181,7 @@ def test_a_decision_that_is_not_whole_is_refused_where_it_is_read(tmp_path, wron
     whole = {"kind": "corrupt", "step": 3, "batches": 0, "at": 7, "seen": "cpu:0 computes wrongly"}
     whole |= {"hosts": ["a"], "processes": [0], "devices": [0]}
     decisions.write(tmp_path, [whole])
-    decisions.tell(tmp_path, decisions.read(tmp_path))
+    decisions.write_events(tmp_path, decisions.read(tmp_path))
     decisions.write(tmp_path, [whole, whole | wrong])
     with pytest.raises(StorageError, match=r"cannot be read .*restore it"):
         decisions.read(tmp_path)

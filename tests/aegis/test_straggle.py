@@ -1,4 +1,4 @@
-"""Who is slow is named, and nobody else, however noisy the steps are."""
+"""A slow process is named, and no other, however noisy the steps are."""
 
 from pathlib import Path
 

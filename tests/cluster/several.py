@@ -1,4 +1,4 @@
-"""What test_multihost runs as several processes: `several.py SCENE`, each scene one behaviour of multihost."""
+"""The program that test_multihost runs as several processes: `several.py SCENE`, one behaviour of multihost each."""
 
 import sys
 import time

@@ -1,4 +1,4 @@
-"""What a process says of itself is read whole by another, however often it changes, and costs nothing unasked."""
+"""A process's report is read whole by another, however often it changes, and costs nothing without a watcher."""
 
 import itertools
 import subprocess

@@ -12,7 +12,7 @@ From the first start to the last event there is always one of these uses:
     stopping   from there until nothing ran, and the pause before the next start
     again      start-up, restoring and compiling after a fault, until the first new step
     idle       between an end and the next start: nobody supervised
-    untold     a start that said nothing of itself
+    untold     a start that reported nothing
 
 A start that follows a fault owes its time to that fault, whichever section it was in.
 """

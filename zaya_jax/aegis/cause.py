@@ -20,7 +20,7 @@ from zaya_jax.aegis.events import Finding
 DONE, BAD_INPUT, UNHEALTHY, STORAGE, HARDWARE, PREEMPTED = 0, 2, 3, 4, 5, 75  # exit codes
 COMPUTES_WRONGLY = "computes wrongly"
 WRONG = f"device {COMPUTES_WRONGLY}"  # how the rules call a line that names it
-TOGETHER = 2.0  # seconds; an end so soon after the first one may be its cause, told later
+TOGETHER = 2.0  # seconds; an end so soon after the first one may be its cause, reported later
 EXPLAINS = 60.0  # a finding so long before an end may be its reason
 # Codes with which a training says itself why it ends: no line of a log explains them better.
 SAYS_WHY = (DONE, PREEMPTED, UNHEALTHY, STORAGE, BAD_INPUT)
@@ -119,7 +119,7 @@ def _explanation(first: facts.Exited, before: Findings) -> facts.Found | None:
 
 
 def _accuse_each_other(said: Iterable[Finding]) -> tuple[int, int] | None:
-    """Two processes each of which says that the other is gone, and was there to say so: their connection was."""
+    """Two processes that each say that the other is gone, and were there to say so: their connection broke."""
     gone = {
         (f.process, int(other))
         for f in said
@@ -130,7 +130,7 @@ def _accuse_each_other(said: Iterable[Finding]) -> tuple[int, int] | None:
 
 
 def _name_process(cause: Cause, said: Iterable[Finding], node_of: Callable[[int], int]) -> None:
-    """All processes end with these codes together; a line of one of them names the process whose fault it is."""
+    """All processes end with these codes together; a line of one of them names the culprit."""
     wrong = cause.code == HARDWARE
     cause.group, cause.exclude = ("critical", True) if wrong else ("storage", False)
     cause.concluded = "a device computes wrongly" if wrong else "the storage fails"

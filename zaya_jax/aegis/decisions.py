@@ -27,7 +27,7 @@ Decision = dict[str, Any]
 
 
 def read(workdir: str | os.PathLike) -> list[Decision]:
-    """All that were made, in their order; StorageError where the file is damaged."""
+    """All decisions, in their order; StorageError where the file is damaged."""
     path = Path(workdir) / events.FOLDER / FILE
     try:
         found = files.read_json(path)
@@ -114,7 +114,7 @@ def spikes(made: Sequence[Decision]) -> int:
     return sum(one["kind"] == "spike" for one in made)
 
 
-def tell(workdir: str | Path, made: Sequence[Decision]) -> None:
+def write_events(workdir: str | Path, made: Sequence[Decision]) -> None:
     """Writes an event for each decision that has none yet: it may have been made just before a kill."""
     told = {event.facts.get("decision") for event in events.read(workdir)}
     log = events.Log(workdir, "run")

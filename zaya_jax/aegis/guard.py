@@ -41,7 +41,7 @@ class Guard:
         # The last step that was checked and right; a run that was never checked has no better one.
         self._clean: int = meta.get("clean", reached)
         if multihost.is_writer():
-            decisions.tell(workdir, self.made)
+            decisions.write_events(workdir, self.made)
 
     def see(self, step: int, phase: int, figures: Mapping[str, Any]) -> None:
         """A step's figures, which are the same in all processes."""
@@ -120,11 +120,11 @@ class Guard:
         return self._decide(decide)
 
     def _decide(self, what: Callable[[], Decision]) -> Decision:
-        """In process 0, on the disk when this returns, and told."""
+        """Made by process 0; when this returns, the decision is on the disk and has its event."""
 
         def decide() -> Decision:
             new = what()
-            decisions.tell(self._workdir, decisions.add(self._workdir, self.made, new))
+            decisions.write_events(self._workdir, decisions.add(self._workdir, self.made, new))
             return new
 
         return multihost.from_first("decide", decide)

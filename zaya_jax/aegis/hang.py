@@ -32,7 +32,7 @@ class View(NamedTuple):
     """An agent's view of a process: its beat, ages for times, and its letter in /proc."""
 
     process: int
-    section: str  # "" where it has not said anything
+    section: str  # "" until its first report
     step: int
     mark: str
     age: float  # seconds in this place
@@ -158,7 +158,7 @@ class Hangs:
         view, since = seen.view, max(seen.since, self._woke)
         if seen.stopped is not None:
             since = max(since, seen.stopped)
-        where = f"{view.section} {view.step} {view.mark}".strip() if view.section else "a place it has not told"
+        where = f"{view.section} {view.step} {view.mark}".strip() if view.section else "an unknown place"
         quiet = now - max(seen.pulse, self._woke) > QUIET
         how = {"T": "stopped", "D": "waits for a disk or a driver", "Z": "dead"}.get(view.state, "")
         seen_words = f"process {first} stands at {where} for {now - since:.1f} s"

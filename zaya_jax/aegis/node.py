@@ -63,7 +63,7 @@ class Process:
     popen: subprocess.Popen
     started: float
     rest: dict[int, bytes] = dataclasses.field(default_factory=lambda: {1: b"", 2: b""})
-    lap: int = -1  # the newest that was told
+    lap: int = -1  # the newest that was reported
     open: int = 2  # pipes
 
 

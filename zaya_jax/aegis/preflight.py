@@ -97,7 +97,7 @@ def link(
     wrong = probe.said.get("exchanged", {}).get("wrong", [])
     if wrong:
         return Tried(0.0, "; ".join(wrong))
-    # A probe that says what it measured has done its work, however its process ends.
+    # A probe that reports a bandwidth has done its work, however its process ends.
     if "measured" in probe.said:
         return Tried(probe.said["measured"]["bandwidth"])
     (end,) = probe.end("distributed", "warn")

@@ -1,7 +1,7 @@
 """Checks that the devices compute correctly: a step's gradients again, on the same devices and on others.
 
     replay = Replay(config, mesh)                   of a phase; `faults` on purpose go through `hook`
-    finding = replay(params, bias, batch)           None, or who computes wrongly, in all processes alike
+    finding = replay(params, bias, batch)           None, or a Mismatch, the same in all processes
 
 Every device hashes the gradient of each weight as it leaves its layer, before anything is summed over data, and what it
 computed of the loss. That is done twice on the same devices, and once with the batch moved on by one along the data
@@ -10,8 +10,8 @@ that differs from itself does not reproduce. Otherwise two places differ about a
 tells which of them is wrong; with two data shards both are named, with one nobody but the device itself can tell.
 
 Devices that compute a part together (the axes expert, context and tensor; with fsdp all) are named as a group, since
-what one of them does wrong is in the others' results. With fsdp gradients are summed over data before they can be seen,
-in another order when the batch has moved: then the move compares what the loss is made of alone.
+an error of one is in the others' results. With fsdp gradients are summed over data before they can be seen,
+in another order when the batch has moved: then the move compares only the sums of the loss.
 
 It sees one micro-batch. A hash changes with each bit of a gradient, and with its place.
 """
@@ -37,12 +37,12 @@ from zaya_jax.training.gradients import gradients
 from zaya_jax.training.state import REPLICATED
 
 HALVES = 4  # 64 bits, sixteen in each float: the gradient of a layer's slot is float32
-FIGURES = "loss"  # what stands for it among the weights
+FIGURES = "loss"  # stands for the loss's sums among the names of weights
 
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """Who computes wrongly, as far as can be told; `devices` are places in the mesh."""
+    """The devices that compute wrongly, as far as can be determined, by their places in the mesh."""
 
     kind: str  # "itself": differs from itself; "others": from the others; "program": nearly all differ from themselves
     devices: tuple[int, ...]

@@ -10,9 +10,9 @@ level, over the last WINDOW such steps: a loss that falls, or slowly rises, is n
 is 1.4826 times the median distance of these from their median, but at least a share (LEAST) of the level.
 
 High steps count up and others down, not below 0. At `spike_steps` there is a spike, which began with the first that
-counted: so many high steps in a row, or so many more than others. Fewer are noise, or what leaving out single updates
-mends (`optim.skip`). A high step never raises the level: nine in ten, taken in with the tenth, made all others usual.
-A higher level for good is a spike, or another phase.
+counted: so many high steps in a row, or so many more than others. Fewer are noise, or leaving out single updates
+mends them (`optim.skip`). A high step never raises the level: nine in ten, taken in with the tenth, made all others
+usual. A higher level for good is a spike, or another phase.
 
 Nothing is high before SETTLE steps were seen, and each phase begins anew: its losses are of other text or lengths.
 """

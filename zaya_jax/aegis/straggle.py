@@ -21,7 +21,7 @@ BACK = 1.05  # below this it is forgiven, and may be named again
 COSTS = 0.05
 FIGURES = 0.05  # seconds that process 0 may take more: it writes the figures, 8 to 20 ms on a crowded machine
 SIGMAS = 6.0
-WAITS = 1000  # steps of which some process has not told yet
+WAITS = 1000  # steps that some process has not reported yet
 
 
 class Straggler(NamedTuple):
@@ -60,7 +60,7 @@ class Stragglers:
             del self._waiting[min(self._waiting)]
 
     def look(self) -> list[Straggler]:
-        """Who is named now; looked at when a quarter of a window is new."""
+        """The processes and nodes named since the last look, judged at each quarter of a window."""
         if len(self._rows) < 2 * WINDOW or self._new < WINDOW // 4:
             return []
         self._new = 0
@@ -82,7 +82,7 @@ class Stragglers:
         return out
 
     def _judge(self) -> tuple[set[int], set[int]]:
-        """Who is slow in both windows, and who in neither."""
+        """The processes that are slow in both windows, and those that are slow in neither."""
         ratios, costs = (np.array([row[i] for row in self._rows]).reshape(2, WINDOW, -1) for i in (1, 2))
         middle = np.median(ratios, axis=1)
         spread = 1.4826 * np.median(abs(ratios - middle[:, None]), axis=1)

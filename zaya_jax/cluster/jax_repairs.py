@@ -17,7 +17,7 @@ import jax
 from jax._src import compilation_cache, compiler
 
 _count = itertools.count()
-_open: list[socket.socket] = []  # none must ever be closed, not even as garbage
+_open: list[socket.socket] = []  # must never be closed, not even as garbage
 
 
 def compile_together(barrier: Callable[[str], None]) -> None:

@@ -28,7 +28,7 @@ PATIENCE = 10.0  # seconds; a disk that hangs would take for ever
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 # Errors that are the storage's, whatever was being written: a full or failing disk, one that is gone or read-only.
 OF_STORAGE = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE, errno.ENOTCONN))
-# And those of something else in the rank of a file, or of one without rights, where it is named.
+# Errors of something else in the place of a file, or of missing rights, where the error names a file.
 IN_THE_WAY = frozenset(
     (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 )
