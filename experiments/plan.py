@@ -24,6 +24,7 @@ from zaya_jax.hardware import chips, clusters
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.plan import goodput, network, run, search
 from zaya_jax.plan import rates as rates_lib
+from zaya_jax.plan import step as step_lib
 from zaya_jax.plan.rates import Rates
 from zaya_jax.plan.run import Phase
 from zaya_jax.report.document import Document, Section, Table
@@ -89,7 +90,8 @@ def _phase(p: Phase, cluster: Cluster, rates: Rates, searched: bool) -> dict[str
             "places": p.memory.phases,
         },
         "step": {
-            "seconds": step.seconds, "mfu": step.mfu, "by_scope": step.by_scope, "by_kind": step.by_kind,
+            "seconds": step.seconds, "between": step_lib.seconds_between(case, cluster, rates),
+            "mfu": step.mfu, "by_scope": step.by_scope, "by_kind": step.by_kind,
             "links": step.links, "exposed": step.exposed,
             "hbm_bytes": step.hbm_bytes, "launches": step.launches,
         },
@@ -140,7 +142,11 @@ def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
     """All that is assumed, with its source."""
     failures = goodput.MTBF_HOURS.source if mtbf_hours == goodput.MTBF_HOURS.value else "given"
     return [
-        *rates.table(),
+        *(
+            (name, value, source + (f"; fast {r.ends[0]:.3g}, slow {r.ends[1]:.3g}" if r.ends else ""))
+            for name, value, source in rates.table()
+            for r in [getattr(rates, name)]
+        ),
         ("hours between failures of a device", mtbf_hours, failures),
         ("seconds of a restart", goodput.RESTART.value, goodput.RESTART.source),
         ("seconds of any save", goodput.SAVE.value, goodput.SAVE.source),
@@ -170,7 +176,7 @@ def headline(phase: dict[str, Any]) -> str:
     memory = phase["memory"]
     fits = "fits" if memory["peak"] <= memory["capacity"] else "does NOT fit"
     return (
-        f"{duration(phase['step']['seconds'])} a step, {phase['tokens_per_second'] / 1e6:,.2f}M tokens/s, MFU "
+        f"{_with_range(phase['step'])} a step, {phase['tokens_per_second'] / 1e6:,.2f}M tokens/s, MFU "
         f"{phase['step']['mfu']:.1%}, {byte_size(memory['peak'])} of {byte_size(memory['capacity'])} ({fits}), "
         f"{phase['days']:,.1f} days"
     )
@@ -180,7 +186,7 @@ def _summary(result: dict[str, Any]) -> Table:
     head = ("phase", "step", "tokens/s", "MFU", "memory", "days", "GPU-hours", "page reads/s", "save every", "goodput")
     rows = [
         [
-            p["name"], duration(p["step"]["seconds"]), f"{p['tokens_per_second'] / 1e6:,.2f}M",
+            p["name"], _with_range(p["step"]), f"{p['tokens_per_second'] / 1e6:,.2f}M",
             f"{p['step']['mfu']:.1%}", byte_size(p["memory"]["peak"]), f"{p['days']:,.1f}", f"{p['gpu_hours']:,.0f}",
             f"{p['data']['pages_per_second']:,.0f}", duration(p["saving"]["interval"]),
             f"{p['saving']['goodput']:.2%}",
@@ -188,6 +194,11 @@ def _summary(result: dict[str, Any]) -> Table:
         for p in result["phases"]
     ]  # fmt: skip
     return Table("Phase by phase", head, rows)
+
+
+def _with_range(step: dict[str, Any]) -> str:
+    low, high = step["between"]["all"]
+    return f"{duration(step['seconds'])} (low {duration(low)}, high {duration(high)})"
 
 
 def _ms(seconds: float) -> str:
@@ -202,6 +213,8 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
     ):
         rows = [[part, _ms(s), f"{s / step['seconds']:.1%}"] for part, s in parts.items()]
         yield Table(title, (name, "ms", "share"), [*rows, ["all", _ms(step["seconds"]), ""]])
+    rows = [[name, _ms(low), _ms(step["seconds"]), _ms(high)] for name, (low, high) in step["between"].items()]
+    yield Table("The step by what is assumed", ("rate at its ends", "low, ms", "likely", "high"), rows)
     kinds = [[n, f"{x / 1e9:,.2f}", f"{x / memory['peak']:.1%}"] for n, x in memory["at_peak"].items()]
     yield Table(f"Memory where it is highest: {memory['place']}", ("kind", "GB", "share"), kinds)
     work = [
@@ -247,7 +260,7 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
 def _closing(result: dict[str, Any]) -> Iterable[Table]:
     rows = [[f"{n:,}", _ms(s), _ms(exposed)] for n, s, exposed in result["scaling"]["points"]]
     title = f"Weak scaling of {result['scaling']['phase']}"
-    yield Table(title, ("devices", "ms a step", "of which exposed communication"), rows)
+    yield Table(title, ("devices", "ms a step", "exposed communication in it, ms"), rows)
     assumed = [[n, f"{v:.3g}", source] for n, v, source in result["assumed"]]
     yield Table("What is assumed", ("rate", "value", "source"), assumed, "code")
 

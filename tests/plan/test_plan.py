@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from benchmarks import plan as compared
 from benchmarks import published
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
@@ -20,7 +21,6 @@ from zaya_jax.plan.case import Case
 CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
 RATES = rates.for_cluster(CLUSTER)
 ALONE = Mesh()
-FULL, SLIDING, LINEAR = config_lib.LAYER_KINDS
 
 
 def case(devices: int = 8, at_once: int = 4, micro_batches: int = 1, mesh: Mesh = ALONE, **changes) -> Case:
@@ -45,40 +45,22 @@ def flops(found: Case, *stages: str) -> float:
     return sum(p.flops for p in work.parts(found) if not stages or p.stage in stages)
 
 
-# GB of memory and traffic of programs compiled for MI300X on 23 November 2026 (benchmarks/plan.md).
+# GB of memory and traffic of `benchmarks.plan`'s programs, compiled for MI300X on 23 November 2026.
 COMPILED = {
-    "ZAYA1-base, all 40 layers": (case(1024, model__num_hidden_layers=40, remat="elementwise"), 67.78, 789.0),
-    "all 40 layers, remat attention": (case(1024, model__num_hidden_layers=40), 54.28, 786.5),
-    "alone": (case(1), 24.01, 274.2),
-    "8 devices": (case(8), 17.27, 204.0),
-    "12 devices, gradients together": (case(12), 17.00, 204.5),
-    "1,024 devices, 2 micro-batches": (case(1024, 2, 2), 23.44, 243.9),
-    "8 layers, remat elementwise": (case(64, remat="elementwise", model__num_hidden_layers=8), 23.52, 259.9),
-    "64 devices, nothing recomputed": (case(64, 1, remat="none"), 14.27, 80.8),
-    "layers recomputed, 4 micro-batches": (case(8, 2, 4, remat="layer"), 24.26, 454.1),
-    "dense": (case(8, model__model_type="dense", model__num_experts=1, model__intermediate_size=8192), 15.04, 192.7),
-    "8 layers, 6 of them linear": (
-        case(8, 2, model__num_hidden_layers=8, model__layer_types=((LINEAR,) * 3 + (FULL,)) * 2), 20.79, 200.0,
-    ),
-    "sliding window of 1,024": (
-        case(8, 2, model__layer_types=(SLIDING,) * 3 + (FULL,), model__sliding_window=1024), 16.70, 137.7,
-    ),
-    "fsdp": (case(8, mesh=Mesh(fsdp=True)), 16.64, 227.0),
-    "fsdp, 2 micro-batches, layers recomputed": (case(32, 2, 2, mesh=Mesh(fsdp=True), remat="layer"), 14.09, 277.1),
-    "experts over 8": (case(8, mesh=Mesh(expert=8)), 14.49, 204.7),
-    "tensor over 2, 3 micro-batches": (case(16, 2, 3, mesh=Mesh(tensor=2)), 16.10, 211.8),
-    "context over 2": (
-        case(16, 1, mesh=Mesh(context=2), data__seq_len=32_768, model__num_hidden_layers=2), 14.77, 174.9,
-    ),
-    "context over 8, 131,072 tokens": (
-        case(64, 1, mesh=Mesh(context=8), data__seq_len=131_072, model__num_hidden_layers=2), 14.62, 175.8,
-    ),
+    "ZAYA1-base, all 40 layers": (67.78, 789.0), "all 40 layers, remat attention": (54.28, 786.5),
+    "alone": (24.01, 274.2), "8 devices": (17.27, 204.0), "12 devices, gradients together": (17.00, 204.5),
+    "1,024 devices, 2 micro-batches": (23.44, 243.9), "8 layers, remat elementwise": (23.52, 259.9),
+    "64 devices, nothing recomputed": (14.27, 80.8), "layers recomputed, 4 micro-batches": (24.26, 454.1),
+    "dense": (15.04, 192.7), "8 layers, 6 of them linear": (20.79, 200.0), "sliding window of 1,024": (16.70, 137.7),
+    "fsdp": (16.64, 227.0), "fsdp, 2 micro-batches, layers recomputed": (14.09, 277.1),
+    "experts over 8": (14.49, 204.7), "tensor over 2, 3 micro-batches": (16.10, 211.8),
+    "context over 2": (14.77, 174.9), "context over 8, 131,072 tokens": (14.62, 175.8),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_memory_and_traffic_are_those_of_the_compiled_program(name):
-    found, peak, moved = COMPILED[name]
+    found, (peak, moved) = compared.planned(name), COMPILED[name]
     assert footprint.estimate(found).peak / 1e9 == pytest.approx(peak, rel=0.10)
     assert sum(p.bytes for p in work.parts(found)) / 1e9 == pytest.approx(moved, rel=0.15)
 
@@ -130,6 +112,15 @@ def test_each_second_of_a_step_is_accounted_for():
     assert found.seconds == sum(found.by_scope.values()) > found.flops / found.peak
     for name, exposed in found.exposed.items():
         assert 0 <= exposed <= found.links[name]
+
+
+def test_the_range_has_each_assumption_at_its_ends():
+    found, likely = case(1024), step.estimate(case(1024), CLUSTER, RATES).seconds
+    between = step.seconds_between(found, CLUSTER, RATES)
+    assert between.keys() == {"grouped", "attention", "across", "overlap", "ring", "launch", "all"}
+    assert all(low < likely < high for low, high in between.values())
+    assert min(low for low, _ in between.values()) == between["all"][0]
+    assert max(high for _, high in between.values()) == between["all"][1]
 
 
 @pytest.mark.parametrize(("save", "mtbf"), [(1.0, 1e5), (30.0, 3600.0)])

@@ -15,7 +15,7 @@ from zaya_jax.plan import work
 from zaya_jax.plan.case import Case, size
 from zaya_jax.plan.rates import Rates
 
-RINGS = ("reduce-scatter", "all-gather", "all-reduce")  # whose messages pass every node of the group
+RINGS = ("reduce-scatter", "all-gather", "all-reduce")  # whose messages pass every device of the group
 GRADIENTS, DIRECTIONS, LAYERS, FETCHING = "gradients", "directions", "layers", "fetching"
 
 
@@ -30,22 +30,24 @@ class Flow:
     times: float  # how many there are
 
     def seconds(self, case: Case, cluster: Cluster, rates: Rates) -> float:
-        """On the links of its group; a ring's messages pass each node once."""
-        bandwidth, nodes = _links(tuple(case.axes.items()), self.axes, cluster)
+        """On the links of its group; a ring's messages pass each device once."""
+        bandwidth, devices, nodes = _links(tuple(case.axes.items()), self.axes, cluster)
         share = rates.inside if nodes == 1 else rates.across
-        hops = nodes if self.kind in RINGS else 1
-        return self.wire / (bandwidth * share.value) + self.times * hops * cluster.latency
+        latency = cluster.latency
+        if self.kind in RINGS:
+            latency = nodes * cluster.latency + (devices - nodes) * rates.ring.value
+        return self.wire / (bandwidth * share.value) + self.times * latency
 
 
 @functools.lru_cache(maxsize=4096)
-def _links(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], cluster: Cluster) -> tuple[float, int]:
-    """The rate of a device in a collective along these axes, and the number of nodes of its group."""
+def _links(sizes: tuple[tuple[str, int], ...], axes: tuple[str, ...], cluster: Cluster) -> tuple[float, int, int]:
+    """The rate of a device in a collective along these axes, and the devices and nodes of its group."""
     grid = Grid(dict(sizes))
     cluster = cluster.of_devices(grid.num_devices)
     chosen = tuple(axis for axis in grid.names if axis in axes)
     others = tuple(axis for axis in grid.names if axis not in axes)
     group = grid.groups(others, chosen)[0].tolist()
-    return cluster.bandwidth(group), len({device // cluster.node for device in group})
+    return cluster.bandwidth(group), len(group), len({device // cluster.node for device in group})
 
 
 def flows(case: Case) -> list[Flow]:

@@ -1,32 +1,34 @@
 """The shares of a chip's and a network's peak that a program reaches: one table, each number with its source.
 
-Peaks are the vendors' (`hardware.chips`, `hardware.clusters`). Figures that `experiments.characterize` measured take
-the place of these shares. Numbers marked "assumed" should be measured first.
+Peaks are the vendors' (`hardware.chips`, `hardware.clusters`). An assumed rate that decides a step has a fast and a
+slow end beside its likely value, from which the plan's range follows. Figures that `experiments.characterize` measured
+take the place of these rates; those marked "assumed" should be measured first.
 """
 
 import dataclasses
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from zaya_jax.config import UserError
 from zaya_jax.hardware import chips
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.hardware.measure import figures as figures_lib
-from zaya_jax.hardware.roofline import LAUNCH
 
 ASSUMED = "assumed"
 AMD = "AMD's own measurements, 708 of 1,307 TFLOP/s in bfloat16 (ROCm blog on max-achievable FLOPs)"
 SEMIANALYSIS = "SemiAnalysis, December 2024: some 720 of 989 TFLOP/s in bfloat16"
 ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127: 4.33 of 5.3 TB/s"
-MODELLED = f"{ASSUMED}: half of what the kernels' inner loops are modelled at"
+MODELLED = f"{ASSUMED}; fast: half of what the kernels' inner loops are modelled at"
 
 
 @dataclasses.dataclass(frozen=True)
 class Rate:
-    """A share of a peak, or the seconds of a launch."""
+    """A share of a peak, or seconds."""
 
-    value: float
+    value: float  # the likely one
     source: str
+    ends: tuple[float, float] | None = None  # of a fast and of a slow step; None where `value` is all that is known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,28 +43,46 @@ class Rates:
     memory: Rate  # of the HBM's bandwidth
     inside: Rate  # of a node's links, for a collective
     across: Rate  # of the cards between nodes
-    overlap: Rate = Rate(0.8, f"{ASSUMED}: of what could run under kernels, whose memory and units it shares")
-    launch: Rate = Rate(LAUNCH, "assumed, as `hardware.roofline` does")
+    overlap: Rate = Rate(
+        0.6, f"{ASSUMED}: of the time under kernels. A layer's reduce-scatter is awaited in the same turn of the loop: "
+        "3.4 ms of kernels cover 5.5", (0.8, 0.5),
+    )  # fmt: skip
+    ring: Rate = Rate(
+        2.1e-6, "seconds of a ring's step inside a node: RCCL's constants for gfx942 (tuning.cc); fast: trees and the "
+        "like", (0.0, 3e-6),
+    )  # fmt: skip
+    launch: Rate = Rate(3.5e-6, f"{ASSUMED}: seconds between one kernel and the next", (1.75e-6, 5.25e-6))
 
     def table(self) -> list[tuple[str, float, str]]:
         """A row for each: name, value, source."""
-        return [(f.name, *dataclasses.astuple(getattr(self, f.name))) for f in dataclasses.fields(self)]
+        rates = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return [(name, rate.value, rate.source) for name, rate in rates.items()]
+
+    def at(self, end: int, names: Iterable[str]) -> "Rates":
+        """These rates at their fast (0) or slow (1) end, the others as they are."""
+        rates = {name: getattr(self, name) for name in names}
+        return dataclasses.replace(self, **{n: Rate(r.ends[end], r.source) for n, r in rates.items()})
+
+    def uncertain(self) -> list[str]:
+        """The rates that have ends."""
+        return [f.name for f in dataclasses.fields(self) if getattr(self, f.name).ends]
 
 
 def _amd(memory: Rate) -> Rates:
     return Rates(
-        Rate(0.54, AMD), Rate(0.36, f"{ASSUMED}: two thirds of dense"), Rate(0.2, MODELLED),
+        Rate(0.54, AMD), Rate(0.27, f"{ASSUMED}: half of dense; fast: two thirds", (0.36, 0.19)),
+        Rate(0.15, MODELLED, (0.2, 0.1)),
         Rate(0.5, ASSUMED), memory, Rate(0.7, f"{ASSUMED}: RCCL inside a node"),
-        Rate(0.8, f"{ASSUMED}: RCCL on Pollara"),
+        Rate(0.72, f"{ASSUMED}: RCCL on Pollara, beside kernels", (0.8, 0.62)),
     )  # fmt: skip
 
 
 def _nvidia() -> Rates:
     return Rates(
-        Rate(0.73, SEMIANALYSIS), Rate(0.45, f"{ASSUMED}: two thirds of dense"),
-        Rate(0.25, MODELLED),
+        Rate(0.73, SEMIANALYSIS), Rate(0.36, f"{ASSUMED}: half of dense; fast: two thirds", (0.45, 0.25)),
+        Rate(0.19, MODELLED, (0.25, 0.12)),
         Rate(0.5, ASSUMED), Rate(0.9, ASSUMED), Rate(0.8, f"{ASSUMED}: NCCL inside a node"),
-        Rate(0.85, f"{ASSUMED}: NCCL on InfiniBand"),
+        Rate(0.78, f"{ASSUMED}: NCCL on InfiniBand, beside kernels", (0.85, 0.7)),
     )  # fmt: skip
 
 

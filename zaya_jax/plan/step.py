@@ -3,8 +3,8 @@
     found = step.estimate(case, clusters.CLUSTERS["mi300x_pollara"], rates.for_cluster(cluster))
     found.seconds, found.by_scope, found.by_kind, found.exposed
 
-Products take the longer of their FLOPs at their rate and their bytes; all other kernels take their bytes; and no scope
-is faster than its launches. Collectives of the optimizer are what they take on the links: gradients stand wholly
+Products take the longer of their FLOPs at their rate and their bytes; all other kernels take their bytes; and each
+launch adds its time. Collectives of the optimizer are what they take on the links: gradients stand wholly
 exposed, since the norm of all of them comes before any update; directions run under the Newton–Schulz of other buckets,
 but for the largest one's. Fetches ahead of a layer run under the layers; exchanges that a layer waits
 for do not.
@@ -29,7 +29,7 @@ class Step:
     by_scope: dict[str, float]  # of kernels; and "links", exposed
     by_kind: dict[str, float]  # products, HBM, launches, links
     links: dict[str, float]  # each kind of collective as long as it takes
-    exposed: dict[str, float]  # and what of that nothing covers
+    exposed: dict[str, float]  # the part of it that no kernel covers
     parts: tuple[tuple[work.Part, float], ...]  # with its seconds
     flops: float  # useful ones of a device, by the model's formula
     peak: float  # the chip's, for most products
@@ -67,18 +67,28 @@ def estimate(case: Case, cluster: Cluster, rates: Rates) -> Step:
         peak = chip.peaks["float32"] if part.kind == "float32" else best
         computing, moving = part.flops / (peak * getattr(rates, part.kind).value), part.products / hbm
         others, starting = part.others / hbm, part.launches * rates.launch.value
-        seconds = max(max(computing, moving) + others, starting)
+        seconds = max(computing, moving) + others + starting
         parts.append((part, seconds))
         if part.scope == "optimizer/exchange":  # its passes over HBM belong to its collectives
             continue
         by_kind["products"] += computing if computing >= moving else 0.0
         by_kind["HBM"] += others + (moving if moving > computing else 0.0)
-        by_kind["launches"] += max(starting - max(computing, moving) - others, 0.0)
+        by_kind["launches"] += starting
         by_scope[part.scope] = by_scope.get(part.scope, 0.0) + seconds
     links, exposed = _communication(case, cluster, rates, parts, by_scope)
     by_scope[LINKS] = by_kind[LINKS] = sum(exposed.values())
     useful = chips.model_flops(case.model, case.here.data.seq_len) * case.tokens_per_device
     return Step(by_scope, by_kind, links, exposed, tuple(parts), useful, best)
+
+
+def seconds_between(case: Case, cluster: Cluster, rates: Rates) -> dict[str, tuple[float, float]]:
+    """Seconds of a step with one rate at its fast and at its slow end, and with "all" of them there."""
+    uncertain = rates.uncertain()
+    found = {}
+    for what, names in [*((name, [name]) for name in uncertain), ("all", uncertain)]:
+        low, high = (estimate(case, cluster, rates.at(end, names)).seconds for end in (0, 1))
+        found[what] = low, high
+    return found
 
 
 def _communication(
