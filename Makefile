@@ -1,4 +1,4 @@
-# `make pretrain` and `make test` work on a fresh clone: both set up .venv first, if it is not there or not current.
+# `make pretrain` and `make test` work on a fresh clone: both set up .venv first, if it is missing or out of date.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,13 +17,13 @@ help: ## This list
 setup: ## The pinned environment in .venv (again only when the pinned set has changed)
 	@tools/setup.sh .venv requirements/dev.txt
 
-setup-base: ## What training needs alone; nothing to do where .venv has the whole set
+setup-base: ## Only the packages for training; nothing to do if .venv has the whole set
 	@tools/setup.sh .venv requirements/base.txt
 
-setup-targets: setup ## The compilers for GPUs that are not here (experiments.compile)
+setup-targets: setup ## The compilers for absent GPUs (experiments.compile)
 	@tools/setup_targets.sh .venv .venv-targets
 
-setup-docs: ## What the site is made with, in .venv-docs
+setup-docs: ## The packages that build the site, in .venv-docs
 	@EXTRAS= tools/setup.sh .venv-docs requirements/docs.txt
 
 pretrain: setup-base ## Train: the embedded tiny run, or ARGS='--config=... --workdir=...'
@@ -47,18 +47,18 @@ lint: setup ## Style and formatting, checked
 	@$(bin)/ruff check .
 	@$(bin)/ruff format --check .
 
-format: setup ## Style and formatting, mended
+format: setup ## Style and formatting, fixed
 	@$(bin)/ruff check --fix .
 	@$(bin)/ruff format .
 
 typecheck: setup ## Types
 	@$(bin)/mypy
 
-docs: setup-docs ## The documentation as a site in build/site; ARGS=serve shows it while it is written
+docs: setup-docs ## The documentation as a site in build/site; ARGS=serve shows it while you write
 	@NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true .venv-docs/bin/mkdocs $(or $(ARGS),build --quiet)
 	@[ -n "$(ARGS)" ] || echo "build/site/index.html"
 
-pins: ## Resolve requirements/ anew
+pins: ## Resolve requirements/ again
 	@tools/pin.sh
 
 clean: ## Remove the environments and caches (not runs/, nor the tests' compiled programs in ~/.cache/zaya_jax)

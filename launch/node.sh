@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Starts several processes of one run on this machine: one per GPU, each beside its GPU's NUMA node. Without an agent:
+# Starts several processes of one run on this machine: one per GPU, each on its GPU's NUMA node. Without an agent:
 # `python -m experiments.supervise` does the same, and watches them (docs/aegis.md).
 #
 #   launch/node.sh 4 .venv/bin/python -m experiments.pretrain --workdir=runs/four      this machine alone
 #   NODE=3 NODES=16 JAX_COORDINATOR_ADDRESS=host:port launch/node.sh 8 COMMAND         the fourth of sixteen
 #
-# Hands SIGTERM and SIGINT on, ends when all have ended, with the highest exit code among theirs. What still runs
-# NODE_WAIT_SECONDS (120) after the first has ended, as a stopped process does for ever, is killed and counts as 1. With 75
-# and no signal a run has saved at the border to a phase with another mesh: then all are started again, here and on the
-# other nodes.
+# It forwards SIGTERM and SIGINT, and ends when all have ended, with their highest exit code. A process that still runs
+# NODE_WAIT_SECONDS (120) after the first has ended, for instance a stopped one, is killed and counts as 1. With 75 and no
+# signal a run has saved at the border to a phase with another mesh: then all are started again, here and on the other
+# nodes.
 set -euo pipefail
 
 if [ $# -lt 2 ] || ! [ "$1" -gt 0 ] 2>/dev/null; then
@@ -39,7 +39,7 @@ pids=()
 asked=0
 trap 'asked=1; kill -TERM "${pids[@]}" 2>/dev/null || true' TERM INT HUP
 
-set -m # each in a group of its own: Ctrl-C reaches them once, from here, since a second signal ends them at once
+set -m # each in its own group: Ctrl-C reaches them once, from here, because a second signal ends them at once
 start() {
   pids=()
   for ((i = 0; i < here; i++)); do

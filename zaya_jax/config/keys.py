@@ -80,7 +80,7 @@ class Model:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """What is trained on, and how it comes in batches; docs/data.md."""
+    """The training data and its batches; docs/data.md."""
 
     path: str = text("stdlib", "path", '"stdlib", a directory or glob of text files, or a prepared directory')
     mixture: tuple[str, ...] = text((), "source", 'in place of path, several sources: "path=weight"')
@@ -250,7 +250,7 @@ class Precision:
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """What is said on the way, and the sample at the end."""
+    """Output during the run, and the sample at the end."""
 
     every: int = ranged(10, 1, MOST, "steps between lines on the terminal; the files get every step")
     sample_prompt: str = text("def ", "text", "what the sample continues; with data.chats, what a user asks")
@@ -275,7 +275,7 @@ class Config:
     guard: Guard = Guard()
     precision: Precision = Precision()
     log: Log = Log()
-    remat: str = choice("none", REMATS, "what is computed again in the backward pass, to save memory")
+    remat: str = choice("none", REMATS, "the parts that the backward pass recomputes, to save memory")
     kernels: tuple[str, ...] = text(
         ("all",),
         "name",
