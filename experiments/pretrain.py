@@ -20,7 +20,7 @@ from zaya_jax import cli
 from zaya_jax.cluster import multihost
 from zaya_jax.hardware import host
 from zaya_jax.run import train
-from zaya_jax.training import fork, recipe
+from zaya_jax.training import fork, notes, recipe
 from zaya_jax.training.workdir import folder_of
 
 
@@ -33,9 +33,9 @@ def main() -> int:
     multihost.add_options(parser)
     args = parser.parse_args()
     if args.describe:
-        found = recipe.make(fork.settle(args.config, fork.find(args.config, folder_of(args.config, args.workdir))))
+        found = recipe.place(fork.settle(args.config, fork.find(args.config, folder_of(args.config, args.workdir))))
         recipe.check(found, found.config.run.fork_step)
-        print(recipe.table(found))
+        print(notes.phase_table(found))
         return cli.DONE
     host.keep_memory()
     return multihost.together(lambda: train(args.config, args.workdir, _faults()), args)

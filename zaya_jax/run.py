@@ -28,7 +28,7 @@ from zaya_jax.data.prefetch import DevicePrefetch
 from zaya_jax.hardware import host
 from zaya_jax.report import write_report
 from zaya_jax.schedule import Step
-from zaya_jax.training import fork, layout, logs, notes, recipe, snapshot
+from zaya_jax.training import fork, logs, notes, snapshot, start
 from zaya_jax.training import state as states
 from zaya_jax.training import step as steps
 from zaya_jax.training.evaluation import Evaluation
@@ -52,7 +52,7 @@ def train(config: Config, workdir: str | Path | None = None, faults: Any = None)
     while code is None:  # the first time, and after each time that the run went back behind a spike
         with contextlib.ExitStack() as at_end:
             begun = begin(config, workdir, at_end)
-            if begun.reached == begun.recipe.last_step:
+            if begun.planned.reached == begun.planned.recipe.last_step:
                 return already_complete(begun)
             loop = Loop(begun, faults)
             stop = stop or multihost.StopSignal()  # from here on there is something to save
@@ -67,11 +67,11 @@ def train(config: Config, workdir: str | Path | None = None, faults: Any = None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Beginning(layout.Layout):
-    """How a run begins, with all of `Layout`: `reached`, the number of updates made before; the `recipe`, the `stage`
-    (a phase on the devices) and its last step `end`; the `tokenizer`, the `stream` of batches and `notes` to print."""
+class Beginning:
+    """How a run begins."""
 
     way: Way
+    planned: start.PlannedStart  # after `planned.reached` updates made before
     parent: fork.Parent | None  # of a fork
     meta: dict[str, Any]  # metadata of the checkpoint that it starts from
     decided: list[decisions.Decision]  # the times that the run went back
@@ -92,7 +92,7 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     If the run has gone back before, the checkpoints that it gave up are set aside before the newest is looked for, and
     the batches that it leaves out are taken out of the stream at the end.
     """
-    planned = layout.plan_start(config, folder := folder_of(config, workdir))
+    planned = start.plan_start(config, folder := folder_of(config, workdir))
     multihost.barrier("checks")  # no process writes before all have passed theirs
     config = planned.recipe.config  # with what a fork and a tokenizer fill in
     folder, cleanup, store, decided = _open(folder, config, at_end)
@@ -108,20 +108,18 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     elif config.run.init_from:
         way = "initial weights"
     if reached != planned.reached:  # the checkpoint was in another tier, or turned out invalid
-        planned = layout.lay_out(planned.recipe, planned.tokenizer, reached)
-    said = [parent.note(planned.recipe.plan)] if parent else []
+        planned = start.start_after(reached, planned.recipe, planned.tokenizer)
+    if parent:
+        planned.notes.append(parent.note(planned.recipe.plan))
     if 0 < reached < planned.recipe.last_step:
         # The checkpoint's config, since config.json may have been written by a start that never saved.
-        said.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
-        said.append(planned.stream.set_state(meta["data"]))
-        said.append(notes.new_length(meta, config, planned.recipe.last_step))
+        planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
+        planned.notes.append(planned.stream.set_state(meta["data"]))
+        planned.notes.append(notes.new_length(meta, config, planned.recipe.last_step))
     decided = decisions.agreed(decided, meta.get("decisions", []), folder)
     if decided:
         planned.stream.leave_out(decisions.left_out(decided))
-    return Beginning(
-        **vars(planned) | {"notes": planned.notes + said}, way=way, parent=parent, meta=meta, decided=decided,
-        workdir=folder, cleanup=cleanup, store=store,
-    )  # fmt: skip
+    return Beginning(way, planned, parent, meta, decided, folder, cleanup, store)
 
 
 def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
@@ -139,24 +137,25 @@ def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
 
 def already_complete(begun: Beginning) -> int:
     """Handles a start after the last step: writes a missing report or durable copy, and says so."""
-    figures, updates = begun.meta.get("metrics") or {}, begun.reached - begun.recipe.plan.begin
+    run, reached = begun.planned.recipe, begun.planned.reached
+    figures, updates = begun.meta.get("metrics") or {}, reached - run.plan.begin
     code = final_code(figures, begun.meta.get("unsound", 0), updates)
     code = cli.STORAGE if begun.store.close() else code  # it returns what has no durable copy
     if multihost.is_writer():
-        logs.say(notes.complete(begun.recipe, begun.workdir, write_report(begun.workdir)))
+        logs.say(notes.complete(run, begun.workdir, write_report(begun.workdir)))
     return code
 
 
-def first_state(begun: Beginning, optimizer: Any, copies: snapshot.Copies) -> Any:
+def first_state(begun: Beginning, copies: snapshot.Copies) -> Any:
     """The state before the first step, by the way in which the run begins."""
-    run, here = begun.recipe.config.run, begun.stage
+    planned, run = begun.planned, begun.planned.recipe.config.run
     if begun.way == "resumed":
-        return begun.store.restore(begun.reached, copies.like, copies.held, copies.place)[0]
+        return begun.store.restore(planned.reached, copies.like, copies.held, copies.place)[0]
     if begun.parent:  # forked
         return copies.place(begun.parent.load(copies.like, copies.held))
     # Initial weights that do not fit are refused before anything is compiled.
     weights = InitialWeights(run.init_from, copies.held, run.init_grow) if begun.way == "initial weights" else None
-    state = states.init(here.config, optimizer, here.mesh)
+    state = states.init(planned.phase.config, planned.optimizer, planned.phase.mesh)
     if begun.way == "imported":  # weights and biases, no optimizer yet
         return copies.with_weights_of(state, lambda like, held: begun.store.restore(0, like, held)[0])
     return copies.place(weights.of(copies.on_devices(state), logs.say)) if weights else state
@@ -171,26 +170,26 @@ class Loop:
     """The steps of one start. Each is dispatched before the previous one's figures are read: no device waits."""
 
     def __init__(self, begun: Beginning, faults: Any):
-        self.begun, self.config, self.plan = begun, begun.recipe.config, begun.recipe.plan
-        self.faults = faults
-        self.store, self.workdir, self.mesh = begun.store, begun.workdir, begun.stage.mesh
-        record_start(self.workdir, self.config, begun.tokenizer, begun.meta.get("lineage", []))
+        planned, here = begun.planned, begun.planned.phase
+        self.begun, self.planned, self.faults = begun, planned, faults
+        self.config, self.plan = planned.recipe.config, planned.recipe.plan
+        self.store, self.workdir, self.mesh = begun.store, begun.workdir, here.mesh
+        record_start(self.workdir, self.config, planned.tokenizer, begun.meta.get("lineage", []))
         if begun.decided and multihost.is_writer():
             decisions.write(self.workdir, begun.decided)
         multihost.barrier("set-up")
         self.pace = Pace(jax.devices()[0])  # reported to the agent, if one watches this process
-        self.optimizer = states.build_optimizer(begun.stage.config, self.mesh)
-        self.copies = snapshot.of_run(begun.stage.config, self.optimizer, self.mesh, logs.say)
-        self.state = first_state(begun, self.optimizer, self.copies)
+        self.copies = snapshot.of_run(here.config, planned.optimizer, self.mesh, logs.say)
+        self.state = first_state(begun, self.copies)
         self.program = functools.cache(self._program)
-        self.stream = DevicePrefetch(begun.stream, self._put)
-        self.evaluation = Evaluation(begun.recipe, begun.stage, begun.tokenizer, self.optimizer, self.pace)
-        self.evaluation.windows(self.plan.step(begun.reached + 1).phase)  # fail now if one is unreadable
+        self.stream = DevicePrefetch(planned.stream, self._put)
+        self.evaluation = Evaluation(planned.recipe, here, planned.tokenizer, planned.optimizer, self.pace)
+        self.evaluation.windows(self.plan.step(planned.reached + 1).phase)  # fail now if one is unreadable
         multihost.barrier("the first step")
-        notes.describe_start(begun.recipe, begun.stage, self.workdir, begun.reached, begun.notes)
+        notes.describe_start(planned.recipe, here, self.workdir, planned.reached, planned.notes)
         begun.cleanup.keep()
         own = {} if begun.parent else begun.meta  # a fork counts anew
-        self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, begun.reached)
+        self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, planned.reached)
         # A run that ended as unhealthy resumes one step below the limit, so that one more ends it again.
         unsound = min(own.get("unsound", 0), UNHEALTHY_AFTER - 1)
         self.figures = Figures(begun, unsound, self.pace, self.guard)
@@ -201,7 +200,7 @@ class Loop:
         """Trains to an end; its exit code, or None where the run goes back and begins again."""
         self.stop = stop
         self.before_the_first_step()
-        for number in range(self.begun.reached + 1, self.begun.end + 1):
+        for number in range(self.planned.reached + 1, self.planned.end + 1):
             now = self.plan.step(number)
             if self.faults:
                 self.faults.before_step(number)
@@ -218,11 +217,11 @@ class Loop:
                 return self.stopped(number, owed)
             if self.figures.unsound >= UNHEALTHY_AFTER:
                 return self.unhealthy(number)
-        return self.done() if self.begun.end == self.begun.recipe.last_step else self.at_border()
+        return self.done() if self.planned.end == self.planned.recipe.last_step else self.at_border()
 
     def before_the_first_step(self) -> None:
         """A fork's first save, an evaluation that the last start postponed, or given weights' loss before training."""
-        begun, reached = self.begun, self.begun.reached
+        begun, reached = self.begun, self.planned.reached
         if begun.parent:  # from here on it is a run of its own
             self.save(reached, begun.meta["tokens"], begun.meta["metrics"], last=False)
         elif begun.meta.get("evaluation_owed"):
@@ -243,11 +242,11 @@ class Loop:
 
     def evaluate_and_save(self, now: Step, stopping: bool) -> bool:
         """Evaluates and saves if due; True if a stopping run leaves the evaluation to the next start."""
-        number, last = now.number, now.number == self.begun.end or stopping
+        number, last = now.number, now.number == self.planned.end or stopping
         due_save = self.timer.after(number) or number % self.config.checkpoint.every_steps == 0
-        due_eval = number % self.config.eval.every == 0 or number == self.begun.recipe.last_step
+        due_eval = number % self.config.eval.every == 0 or number == self.planned.recipe.last_step
         due_eval = due_eval and bool(self.evaluation.windows(now.phase))
-        owed = due_eval and stopping and number < self.begun.end
+        owed = due_eval and stopping and number < self.planned.end
         if not (due_eval or due_save or last):
             return False
         self.pace.mark("wait")
@@ -270,7 +269,7 @@ class Loop:
             return
         meta = {
             "step": number, "tokens": tokens, "data": self.stream.get_state(),
-            "config": config_lib.to_dict(self.config), "tokenizer": self.begun.tokenizer.sha256,
+            "config": config_lib.to_dict(self.config), "tokenizer": self.planned.tokenizer.sha256,
             "version": __version__, "metrics": figures, "lineage": self.begun.meta.get("lineage", []),
             "evaluation_owed": owed, "unsound": self.figures.unsound, **self.guard.meta(),
         }  # fmt: skip
@@ -294,27 +293,27 @@ class Loop:
 
     def _put(self, batch: dict) -> Any:
         """A fetched batch on the devices."""
-        number = int(self.begun.stream.get_state()["step"])
-        if number > self.begun.end:  # fetched ahead of need, for the next phase's mesh, and never given out
+        number = int(self.planned.stream.get_state()["step"])
+        if number > self.planned.end:  # fetched ahead of need, for the next phase's mesh, and never given out
             return batch
         if self.faults:
             batch = self.faults.batch(batch, number, decisions.left_out(self.begun.decided))
         micro_batches = self.plan.step(number).micro_batches
-        return steps.put_batch(self.mesh, batch, micro_batches, self.begun.stage.spread)
+        return steps.put_batch(self.mesh, batch, micro_batches, self.planned.phase.spread)
 
     def _program(self, phase_index: int, again: bool = False) -> Any:
         """A phase's training step, or the check that computes its gradients again."""
-        own = self.begun.recipe.stages[phase_index].config
+        own = self.planned.recipe.phases[phase_index].config
         hook = self.faults and self.faults.gradients(self.mesh, again)
         if again:
             return Replay(own, self.mesh, hook)
-        return steps.make_train_step(own, own.model, self.optimizer, self.mesh, hook)
+        return steps.make_train_step(own, own.model, self.planned.optimizer, self.mesh, hook)
 
     # Its ends
 
     def done(self) -> int:
         """All steps are trained and saved: writes a sample and the report."""
-        last = self.begun.end
+        last = self.planned.end
         self.pace.at("end", last)
         self.figures.close()
         self.stream.close()
@@ -323,7 +322,7 @@ class Loop:
         self.state = None  # its memory is the sample's
 
         def round_off() -> None:
-            write_sample(self.workdir, self.begun.recipe.stage(last).config, self.begun.tokenizer, last)
+            write_sample(self.workdir, self.planned.recipe.phase_of_step(last).config, self.planned.tokenizer, last)
             if multihost.is_writer():
                 write_report(self.workdir)
 
@@ -334,7 +333,8 @@ class Loop:
 
     def at_border(self) -> int:
         """The next phase has another mesh, which another start makes."""
-        return self._end(self.begun.end, cli.PREEMPTED, recipe.border(self.begun.recipe, self.begun.end), again=True)
+        end = self.planned.end
+        return self._end(end, cli.PREEMPTED, notes.border(self.planned.recipe, end), again=True)
 
     def stopped(self, number: int, owed: bool) -> int:
         """A signal came, and the step is saved."""

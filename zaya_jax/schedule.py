@@ -22,7 +22,9 @@ with the step after `run.fork_step`. Its own phases do not apply to the steps be
 import bisect
 import dataclasses
 import functools
+import itertools
 import math
+from collections.abc import Callable, Iterator
 from fractions import Fraction
 from typing import Any
 
@@ -211,6 +213,13 @@ def phase_config(config: Config, phase: Phase) -> Config:
     model = dataclasses.replace(config.model, rope_parameters=dataclasses.replace(kinds, hybrid=hybrid))
     assert phase.mesh is not None  # _filled
     return dataclasses.replace(config, data=data, model=model, mesh=phase.mesh, remat=phase.remat)
+
+
+def phases_of(config: Config, plan: Plan) -> Iterator[tuple[int, tuple[Segment, ...], Config, Callable[[str], str]]]:
+    """(index, segments, config, the config key that decides a value) of each phase of the plan."""
+    for index, group in itertools.groupby(plan.segments, key=lambda segment: segment.phase_index):
+        segments = tuple(group)
+        yield index, segments, phase_config(config, segments[0].phase), functools.partial(key, config, index)
 
 
 # Where the values come from that a phase leaves open; the mixture is the data's own affair.

@@ -132,12 +132,12 @@ def test_two_processes_go_through_all_borders_in_one_launch(tmp_path, unbroken):
 
 def test_phases_that_need_other_devices_are_a_note_until_they_begin(monkeypatch):
     devices = jax.devices()
-    two, eight = recipe.make(settings(), devices[:2]), recipe.make(settings(), devices)
+    two, eight = recipe.place(settings(), devices[:2]), recipe.place(settings(), devices)
     notes = recipe.check(two)
     assert len(notes) == 2 and "phase 'pretrain 2', from step 4," in notes[0]
     assert "config.schedule.phases[1].mesh has data x expert x context x tensor = -1 x 4 x 1 x 1" in notes[0]
     assert recipe.check(eight) == []
-    assert recipe.check(recipe.make(settings(run__num_steps=3), devices[:2])) == []
+    assert recipe.check(recipe.place(settings(run__num_steps=3), devices[:2])) == []
     with pytest.raises(config.UserError, match=r"phases\[1\]\.mesh .* there are 2 devices"):
         recipe.check(two, 3)
     recipe.check(two, 6)  # the phase on four is over
@@ -184,8 +184,8 @@ def test_the_full_size_recipe_is_the_published_one():
     path = Path(pretrain.__file__).parent / "configs" / "zaya1_base.py"
     given = settings(path, data__path="/srv/data")
     plan = schedule.make_plan(given)
-    assert recipe.check(recipe.make(given)) == []
-    phases = [segments[0].phase for _, segments in recipe.by_phase(plan)]
+    assert recipe.check(recipe.place(given)) == []
+    phases = [segments[0].phase for _, segments, *_ in schedule.phases_of(given, plan)]
     assert [phase.seq_len for phase in phases] == [4096, 4096, 32_768, 131_072]
     assert [phase.rope_theta for phase in phases] == [1e4, 1e4, 1e6, 5e6]
     assert [phase.tokens for phase in phases] == [8 * 10**12, 4 * 10**12, 1_200 * 10**9, 660 * 10**9]
@@ -207,7 +207,7 @@ def test_what_no_number_of_devices_can_train_is_refused_without_them():
     raw.data.micro_batch = 2
     given = config.check(raw)
     with pytest.raises(config.UserError, match=r"micro-batch of 2 sequences .* set config.data.micro_batch=4"):
-        recipe.check(recipe.make(given))
+        recipe.check(recipe.place(given))
     raw.data.micro_batch = 4
     given = config.check(raw)
-    recipe.check(recipe.make(given))
+    recipe.check(recipe.place(given))

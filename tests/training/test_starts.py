@@ -14,7 +14,7 @@ from zaya_jax import cli, config
 from zaya_jax.checkpoint import store
 from zaya_jax.config import UserError
 from zaya_jax.data import tokenizers
-from zaya_jax.training import figures, layout, snapshot
+from zaya_jax.training import figures, snapshot, start
 from zaya_jax.training import state as states
 from zaya_jax.training.workdir import check_same, open_workdir, read_config
 
@@ -260,7 +260,7 @@ def test_a_workdir_that_is_no_folder(here, kind):
 
 
 def test_fractions_that_add_up_to_one_pass(here, monkeypatch):
-    monkeypatch.setattr(layout, "machine_bytes", lambda: 10)  # the next check refuses
+    monkeypatch.setattr(start, "machine_bytes", lambda: 10)  # the next check refuses
     for up in (0.07, 0.1, 0.3, 0.35, 1.0):
         with pytest.raises(UserError, match="the machine has"):
             train(schedule__warmup_fraction=up, schedule__decay_fraction=1 - up)

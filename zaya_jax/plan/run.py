@@ -89,8 +89,7 @@ def phases(
     assert capacity is not None
     found: list[Phase] = []
     wrong: list[UserError] = []
-    plan = schedule.make_plan(config)
-    for _, segments in recipe.by_phase(plan):
+    for _, segments, *_ in schedule.phases_of(config, schedule.make_plan(config)):
         seconds, steps, tokens = 0.0, 0, 0
         try:
             portions = [recipe.portion(config, segment, devices, at_once) for segment in segments]

@@ -10,19 +10,18 @@ from zaya_jax.config import Phase
 from zaya_jax.data import windows
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.optim.chain import Optimizer
-from zaya_jax.parallel.mesh import rows_of_process
 from zaya_jax.schedule import Step
 from zaya_jax.training import logs, recipe
 from zaya_jax.training import step as steps
 from zaya_jax.training.metrics import Writer
 from zaya_jax.training.pace import Pace
-from zaya_jax.training.recipe import Recipe, Stage
+from zaya_jax.training.recipe import PlacedPhase, Recipe
 
 
 class Evaluation:
     """The evaluations of one start. A phase's windows and program are made when they are first needed."""
 
-    def __init__(self, run: Recipe, here: Stage, tokenizer: Tokenizer, optimizer: Optimizer, pace: Pace):
+    def __init__(self, run: Recipe, here: PlacedPhase, tokenizer: Tokenizer, optimizer: Optimizer, pace: Pace):
         self._recipe, self._here, self._tokenizer, self._pace = run, here, tokenizer, pace
         self._optimizer = optimizer
         self.windows = functools.lru_cache(1)(self._windows)
@@ -46,7 +45,7 @@ class Evaluation:
     def make_up(self, state: Any, reached: int, writer: Writer) -> None:
         """Makes up for the evaluation after step `reached`, which was due when the run stopped there."""
         before = self._recipe.plan.step(reached)
-        if self._recipe.stage(reached).config.mesh != self._here.config.mesh:
+        if self._recipe.phase_of_step(reached).config.mesh != self._here.config.mesh:
             logs.say(f"note: step {reached} stays without a held-out loss: its phase had another mesh")
         elif self.windows(before.phase):
             losses = self.losses(state, before)
@@ -62,13 +61,13 @@ class Evaluation:
             logs.say(f"step 0 | held-out {loss:.4f}, with the weights as they came")
 
     def _make(self, phase_index: int) -> Any:
-        config = self._recipe.stages[phase_index].config
+        config = self._recipe.phases[phase_index].config
         return steps.make_eval_step(config, config.model, self._optimizer, self._here.mesh)
 
     def _windows(self, phase: Phase) -> dict[str, list]:
         """The batches that a phase is evaluated on, on the devices, by the figure's name."""
         config, spread, mesh = self._recipe.config, self._here.spread, self._here.mesh
-        rows, count = rows_of_process(mesh), recipe.eval_rows(config, phase, spread)
+        rows, count = self._here.rows, recipe.eval_rows(config, phase, spread)
         own = windows.eval_config(config, phase)
         found = {"eval/loss": windows.eval_batches(own, self._tokenizer, rows, count)}
         found |= windows.named_batches(own, self._tokenizer, rows, count)

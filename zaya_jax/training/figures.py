@@ -32,13 +32,14 @@ class Figures:
 
     def __init__(self, begun: Any, unsound: int, pace: Pace, guard: Any):
         """`begun` is the run's `Beginning`, `guard` the `aegis.guard.Guard` that sees them."""
-        self._recipe, self._store, self._pace, self._guard = begun.recipe, begun.store, pace, guard
-        self.writer = Writer(begun.workdir, begun.reached)
-        self._first_step = begun.reached + 1
+        planned = begun.planned
+        self._recipe, self._store, self._pace, self._guard = planned.recipe, begun.store, pace, guard
+        self.writer = Writer(begun.workdir, planned.reached)
+        self._first_step = planned.reached + 1
         self._seconds_per_token: collections.deque[float] = collections.deque(maxlen=STEPS)
         self.unsound = unsound  # updates in a row without effect, up to the last one
         self._pending: tuple[Step, Any, float | None] | None = None
-        self._peak = peak_flops(jax.devices()[0].device_kind, begun.recipe.config.precision)
+        self._peak = peak_flops(jax.devices()[0].device_kind, planned.recipe.config.precision)
         self.begin()
 
     def begin(self) -> None:
@@ -71,7 +72,7 @@ class Figures:
         figures = {"tokens": now.tokens_after, **found, **(more or {})}
         figures |= {"step_seconds": seconds, "tokens_per_second": tokens / seconds}
         if self._peak:
-            model = self._recipe.stages[now.phase_index].config.model
+            model = self._recipe.phases[now.phase_index].config.model
             flops = model_flops(model, now.phase.seq_len) * tokens
             figures["mfu"] = flops / seconds / self._peak / len(jax.devices())
         self.unsound = 0 if retention.sound(figures) else self.unsound + 1

@@ -1,5 +1,6 @@
 """Words the lines that a run prints about itself, and records its environment."""
 
+import itertools
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,25 +8,30 @@ from typing import Any
 import jax
 
 import zaya_jax
-from zaya_jax.config import Config, Precision
+from zaya_jax.config import Config, Mesh, Precision
+from zaya_jax.data import mix
 from zaya_jax.hardware import sizing_rules
 from zaya_jax.hardware.chips import peak_flops
 from zaya_jax.model import zaya
-from zaya_jax.training import logs, recipe
-from zaya_jax.training.recipe import Recipe, Stage
+from zaya_jax.parallel.mesh import shape_of
+from zaya_jax.parallel.spread import AXES
+from zaya_jax.training import logs
+from zaya_jax.training.recipe import PlacedPhase, Recipe
+
+LONGEST_PATH = 24  # of a source in the table, where the end of a longer one stands
 
 
-def describe_start(run: Recipe, here: Stage, workdir: Path, reached: int, notes: list[str]) -> None:
+def describe_start(run: Recipe, here: PlacedPhase, workdir: Path, reached: int, notes: list[str]) -> None:
     """Prints the first lines of a start: its phases, the model and its place, and the notes of its checks."""
     if run.config.schedule.phases:
-        logs.say(recipe.table(run))
+        logs.say(phase_table(run))
     logs.say(describe_run(run, here, workdir, reached))
     found = [*notes, unknown_peak(), *sizing_rules.notes(here.config, list(here.mesh.devices.flat))]
     for note in filter(None, dict.fromkeys(found)):
         logs.say(note)
 
 
-def describe_run(run: Recipe, here: Stage, workdir: Path, reached: int) -> str:
+def describe_run(run: Recipe, here: PlacedPhase, workdir: Path, reached: int) -> str:
     """Model, mesh, steps and folder, on one line."""
     config, last = run.config, run.plan.step(run.last_step)
     counts = zaya.param_counts(config.model)
@@ -35,6 +41,80 @@ def describe_run(run: Recipe, here: Stage, workdir: Path, reached: int) -> str:
         f"({jax.devices()[0].device_kind}), {last.number} steps of {last.sequences} x {last.phase.seq_len} tokens, "
         f"in {workdir}" + (f", from step {reached}" if reached else "")
     )
+
+
+def border(recipe: Recipe, end: int) -> str:
+    """The last line of a program that ends after step `end`, where another mesh is due."""
+    placed = recipe.phase_of_step(end + 1)
+    mesh = describe_mesh(placed.config.mesh)
+    return f"saved after step {end}; phase {placed.phase.name!r} begins with mesh {mesh}: the same command goes on."
+
+
+def phase_table(recipe: Recipe) -> str:
+    """All phases, a column each."""
+    config, plan = recipe.config, recipe.plan
+    columns = [_column(recipe, placed) for placed in recipe.phases.values()]
+    lines = []
+    widths = [max(len(line) for cell in column.values() for line in cell.split("\n")) for column in columns]
+    for title in columns[0]:
+        cells = [column[title].split("\n") for column in columns]
+        for i, parts in enumerate(itertools.zip_longest(*cells, fillvalue="")):
+            row = "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True))
+            lines.append(f"{'' if i else title:<20}  {row}".rstrip())
+    lines.append("")
+    end = f"{plan.total_steps:,} steps, {plan.total_tokens:,} tokens in all"
+    if config.run.num_steps < plan.total_steps:
+        end += f"; run.num_steps={config.run.num_steps} ends the run before"
+    return "\n".join([*lines, end])
+
+
+def describe_mesh(mesh: Mesh, devices: int | None = None) -> str:
+    """A mesh in words: its axes of more than one device, and its switches."""
+    shape = shape_of(mesh, devices)
+    if devices is None and mesh.data == -1:
+        axes = ["data rest"]
+    else:
+        axes = [f"data {shape['data']}"] if shape["data"] > 1 else []
+    axes += [f"{axis} {shape[axis]}" for axis in AXES[1:] if shape[axis] > 1]
+    switches = [name for name in ("fsdp", "tsp", "ring") if getattr(mesh, name)]
+    return ", ".join([" x ".join(axes) or "one device", *switches])
+
+
+def _column(recipe: Recipe, placed: PlacedPhase) -> dict[str, str]:
+    config, here, phase, segments = recipe.config, placed.config, placed.phase, placed.segments
+    last = segments[-1].first_step + segments[-1].num_steps - 1
+    tokens = sum(segment.num_steps * segment.tokens_per_step for segment in segments)
+    devices = None if placed.misfit or not recipe.devices else len(recipe.devices)
+    weights = mix.parse(phase.mixture, f"config.schedule.phases[{placed.index}].mixture")
+    weights = weights or mix.parse(config.data.mixture) or {config.data.path: 1.0}
+    steps = [segment.sequences for segment in segments]
+    return {
+        "phase": phase.name,
+        "steps": f"{segments[0].first_step:,} to {last:,}",
+        "tokens": f"{_short(tokens)}, until {_short(segments[0].first_token + tokens)}",
+        "context": f"{phase.seq_len:,}",
+        "RoPE base": f"{phase.rope_theta:,.10g}",
+        "sequences per step": " > ".join(f"{size:,}" for size in steps),
+        "tokens per step": " > ".join(_short(size * phase.seq_len) for size in steps),
+        "micro-batches": " > ".join(f"{s.micro_batches} of {s.sequences // s.micro_batches:,}" for s in segments),
+        "mesh": describe_mesh(here.mesh, devices) + (" (not here)" if placed.misfit else ""),
+        "remat": phase.remat,
+        "packing": phase.packing,
+        "mixture": "\n".join(f"{weight / sum(weights.values()):.4g} {_end(path)}" for path, weight in weights.items()),
+        "evaluation": f"{config.eval.windows} x {phase.eval_seq_len:,} tokens",
+    }
+
+
+def _end(path: str) -> str:
+    return path if len(path) <= LONGEST_PATH else f"...{path[-LONGEST_PATH:]}"
+
+
+def _short(tokens: int) -> str:
+    """A number of tokens as 8.00T, 16.8M or 512."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6), ("K", 10**3)):
+        if tokens >= size:
+            return f"{tokens / size:.3g}{unit}"
+    return str(tokens)
 
 
 def environment() -> dict[str, str]:

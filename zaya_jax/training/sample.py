@@ -17,7 +17,7 @@ from zaya_jax.data import chat
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.model import decode, zaya
 from zaya_jax.model.sampling import Sampling
-from zaya_jax.training import layout
+from zaya_jax.training import start
 from zaya_jax.training.logs import say
 
 # In bytes a parameter: float32, and the copy in the products' format that XLA may keep through the decoding.
@@ -74,4 +74,4 @@ def free_bytes(device: jax.Device) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats["bytes_in_use"]
-    return layout.machine_bytes() // 2
+    return start.machine_bytes() // 2

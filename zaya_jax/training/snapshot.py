@@ -5,8 +5,9 @@
     state, _ = store.restore(step, copies.like, copies.held, copies.place)
 
 A copy has the run's own arrays, each device's own part, so that nothing travels for a save: ZeRO-1's buckets as they
-are, and of what several devices have each a share (`layout.spread`). `held` says where in them the checkpoint's arrays
-lie. At a start each device reads its share, and devices that have the same hand it on.
+are, and a share each of what several devices have (`layout.spread`). A checkpoint's arrays are logical: one for each
+weight, and for each of its moments, whatever the mesh. `held` says where they lie in the run's own. At a start each
+device reads its share, and devices that have the same hand it on.
 
 The copy is made on the devices, in order with the steps. Where one does not fit them, by their own figures, it is made
 on the host, array by array, while the training waits.
@@ -15,7 +16,7 @@ on the host, array by array, while the training waits.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -25,11 +26,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import chip
 from zaya_jax import trees
-from zaya_jax.checkpoint import layout, writing
-from zaya_jax.checkpoint.boxes import Holding
+from zaya_jax.checkpoint import boxes, layout, writing
+from zaya_jax.checkpoint.boxes import HeldBox, Holding
 from zaya_jax.checkpoint.writing import OnHost
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config
+from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.parallel.spread import spread_of
 from zaya_jax.training import state as states
@@ -67,18 +69,16 @@ class Copies:
         )
         return needed <= least
 
-    def arrays(self, state: Any) -> dict[str, Any]:
-        """The part of a state that a checkpoint holds, as it lies."""
-        return states.arrays(self.optimizer, state)
-
     def on_devices(self, state: Any) -> Any:
         """A copy on the devices."""
-        return self.program(self.arrays(state))
+        return self.program(arrays_of(self.optimizer, state))
 
     def on_host(self, state: Any) -> OnHost:
         """A copy on the host. A device needs memory only for its share of one array that several have."""
         found: dict[str, dict[jax.Device, np.ndarray]] = {}
-        for (name, x), like in zip(trees.flat(self.arrays(state)).items(), jax.tree.leaves(self.like), strict=True):
+        for (name, x), like in zip(
+            trees.flat(arrays_of(self.optimizer, state)).items(), jax.tree.leaves(self.like), strict=True
+        ):
             shares = like.sharding.addressable_devices_indices_map(x.shape)
             found[name] = {}
             for shard in x.addressable_shards:
@@ -93,7 +93,7 @@ class Copies:
         """A state with the weights and balancing of a checkpoint that has no optimizer; read(like, held) reads it."""
         names = ("params", "balance")
         found = read({name: self.like[name] for name in names}, self.held.only(names))
-        return self.place(found | {"optimizer": self.arrays(state)["optimizer"]})
+        return self.place(found | {"optimizer": self.optimizer.arrays(state["optimizer"])})
 
 
 def unused_bytes(device: jax.Device) -> int | None:
@@ -108,12 +108,12 @@ def of_run(
     config: Config, optimizer: Optimizer, mesh: Mesh, say: Callable[[str], None] = lambda message: None
 ) -> Copies:
     """How a run's state goes into checkpoints and comes out of them."""
-    whole = states.arrays(optimizer, states.abstract(config, optimizer, mesh))
+    whole = arrays_of(optimizer, states.abstract(config, optimizer, mesh))
     like = whole | {"params": jax.tree.map(_share, whole["params"])}
     return Copies(
         optimizer,
         like,
-        states.held(optimizer, mesh, like, spread_of(config.mesh, mesh.shape).heads),
+        _held(optimizer, mesh, like, spread_of(config.mesh, mesh.shape).heads),
         _place(optimizer, mesh, whole["params"], like["params"]),
         _program(whole, like),
         say,
@@ -123,6 +123,67 @@ def of_run(
 def _share(x: Any) -> Any:
     """An array of which each device that has it keeps a share."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.spread(x.shape, x.dtype, x.sharding))
+
+
+########################################################################################################################
+# The arrays of a checkpoint
+########################################################################################################################
+
+
+def arrays_of(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The part of a state that a checkpoint holds, as it lies."""
+    return {
+        "params": state["params"],
+        "optimizer": optimizer.arrays(state["optimizer"]),
+        "balance": state["balance"]._asdict(),
+    }
+
+
+def with_arrays(optimizer: Optimizer, found: Mapping[str, Any], figures: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `arrays_of`: a state with these arrays; `figures` are those of no step."""
+    return {
+        "params": found["params"],
+        "optimizer": optimizer.with_arrays(found["optimizer"], figures),
+        "balance": balance.State(**found["balance"]),
+    }
+
+
+def _held(optimizer: Optimizer, mesh: Mesh, like: Any, heads: int) -> Holding:
+    """Where the checkpoint's arrays lie in those of `arrays_of`; the experts' width lies on `heads` devices."""
+    leaves, devices = trees.flat(like), list(mesh.devices.flat)
+    shapes = {weight.path: weight.shape for weight in optimizer.layout.weights}
+    logical, parts = {}, []
+    buckets = {
+        f"optimizer.{kind}.{bucket}": (kind, bucket)
+        for kind, found in like["optimizer"].items()
+        if kind in chain.KINDS
+        for bucket in found
+    }
+    for leaf, x in leaves.items():
+        if leaf not in buckets:
+            logical[leaf] = x
+            parts += boxes.parts_of(leaf, x)
+            continue
+        kind, bucket = buckets[leaf]
+        for h in optimizer.layout.held(bucket):
+            name = f"optimizer.{kind}.{h.weight.replace('/', '.')}"
+            logical[name] = jax.ShapeDtypeStruct(shapes[h.weight], x.dtype)
+            parts.append(HeldBox(name, h.box, leaf, devices[h.device], h.place))
+    return Holding(logical, leaves, [p for part in parts for p in _paired(part, logical[part.name].shape, heads)])
+
+
+def _paired(part: HeldBox, shape: tuple[int, ...], heads: int) -> list[HeldBox]:
+    """Cuts a part of the gate and up columns in two where a run holds them in pairs (`sharding.arrange`)."""
+    if heads == 1 or part.name.split(".")[-1] != "gate_up":
+        return [part]
+    found, width, columns = [], shape[-1] // (2 * heads), part.box[-1]
+    for block in range(columns.start // width, -(-columns.stop // width)):
+        begin, end = max(columns.start, block * width), min(columns.stop, (block + 1) * width)
+        moved = (block % 2 * heads + block // 2) * width - block * width
+        box = (*part.box[:-1], slice(begin + moved, end + moved))
+        inner = layout.within((*part.box[:-1], slice(begin, end)), part.box)
+        found.append(dataclasses.replace(part, box=box, outer=part.box, inner=inner))
+    return found
 
 
 ########################################################################################################################
@@ -172,7 +233,7 @@ def _place(optimizer: Optimizer, mesh: Mesh, whole: Any, like: Any) -> Callable[
         params = {name: _with_sharding(full[name].sharding, x) for name, x in params.items()}
         figures = {name: _replicated(mesh, x) for name, x in optimizer.no_figures().items()}
         params = jax.tree.unflatten(jax.tree.structure(whole), list(params.values()))
-        return states.with_arrays(optimizer, {**copy, "params": params}, figures)
+        return with_arrays(optimizer, {**copy, "params": params}, figures)
 
     return place
 

@@ -1,56 +1,54 @@
-"""Plans a start: its phases, mesh, tokenizer and data, all checked before anything is compiled or written.
+"""Plans a start: its phases, mesh, optimizer, tokenizer and data, all checked before anything is compiled or written.
 
-Of memory a lower bound is checked: a step's batch on the host, weights and optimizer state on the devices. Activations
+The memory checks use a lower bound: a step's batch on the host, weights and optimizer state on the devices. Activations
 and gradients come on top (`experiments.plan`).
 """
 
 import dataclasses
-import functools
 import os
 from pathlib import Path
 
 import jax
 from jax.sharding import Mesh
 
-from zaya_jax import schedule
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import pipeline, tokenizers, windows
 from zaya_jax.model import zaya
-from zaya_jax.parallel.mesh import rows_of_process
+from zaya_jax.optim.chain import Optimizer
 from zaya_jax.training import fork, recipe
 from zaya_jax.training import state as states
-from zaya_jax.training.recipe import Recipe, Stage
+from zaya_jax.training.recipe import PlacedPhase, Recipe
 
 BYTES_A_TOKEN = 20  # of a batch: tokens, targets, segments, positions, mask, four bytes each
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
+class PlannedStart:
     """A start after step `reached`, as it follows from config, devices and data."""
 
     reached: int
     recipe: Recipe
-    stage: Stage  # the phase of the next step, whose mesh this program has
+    phase: PlacedPhase  # of the next step, whose mesh this program has
     end: int  # the last step on this mesh
+    optimizer: Optimizer
     tokenizer: tokenizers.Tokenizer
     stream: pipeline.Stream  # of this process's rows
     notes: list[str]
 
 
-def plan_start(config: Config, folder: Path) -> Layout:
-    """The layout of a start from the newest checkpoint that is in the folder; UserError where something is wrong."""
-    found = multihost.from_first("fork", functools.partial(fork.find, config, folder))
+def plan_start(config: Config, folder: Path) -> PlannedStart:
+    """The start from the newest checkpoint in the folder; UserError where something is wrong."""
+    found, newest = multihost.from_first("fork", lambda: [fork.find(config, folder), recipe.peek(folder)])
     config = fork.settle(config, found)
     tokenizer = tokenizers.load(config.data.tokenizer)
     config = tokenizers.with_model_ids(config, tokenizer)
-    run = recipe.make(config, jax.devices())
-    reached = multihost.from_first("look", functools.partial(recipe.peek, folder)) or config.run.fork_step
-    return lay_out(run, tokenizer, min(reached, run.last_step))
+    run = recipe.place(config, jax.devices())
+    return start_after(min(newest or config.run.fork_step, run.last_step), run, tokenizer)
 
 
-def lay_out(run: Recipe, tokenizer: tokenizers.Tokenizer, reached: int) -> Layout:
-    """The layout of a start after this step."""
+def start_after(reached: int, run: Recipe, tokenizer: tokenizers.Tokenizer) -> PlannedStart:
+    """The start after this step."""
     if reached > run.last_step:
         raise UserError(
             f"config.run.num_steps={run.last_step}, but the run has already reached step {reached}; "
@@ -58,33 +56,34 @@ def lay_out(run: Recipe, tokenizer: tokenizers.Tokenizer, reached: int) -> Layou
         )
     notes = recipe.check(run, reached)
     first = min(reached + 1, run.last_step)
-    stage = run.stage(first)
-    assert stage.mesh is not None  # `recipe.check`
-    check_batch_memory(stage)
-    check_memory(stage.config, stage.mesh, schedule.key(run.config, stage.index, "mesh"))
-    stream = pipeline.train_stream(run.config, tokenizer, rows_of_process(stage.mesh))
+    here, end = run.phase_of_step(first), run.last_step_here(first)
+    assert here.mesh is not None  # `recipe.check`
+    check_batch_memory(here)
+    optimizer = states.build_optimizer(here.config, here.mesh)
+    check_memory(here.config, optimizer, here.mesh, here.key("mesh"))
+    stream = pipeline.train_stream(run.config, tokenizer, here.rows)
     notes += stream.batches.notes + windows.named_notes(run.config, tokenizer)
-    return Layout(reached, run, stage, run.last_step_here(first), tokenizer, stream, notes)
+    return PlannedStart(reached, run, here, end, optimizer, tokenizer, stream, notes)
 
 
-def check_batch_memory(stage: Stage) -> None:
+def check_batch_memory(here: PlacedPhase) -> None:
     """UserError where this process's part of a step's batch is more than the machine's memory."""
-    largest = max(stage.segments, key=lambda segment: segment.tokens_per_step)
+    largest = max(here.segments, key=lambda segment: segment.tokens_per_step)
     needed = largest.tokens_per_step * BYTES_A_TOKEN // jax.process_count()
     if needed > machine_bytes():
         raise UserError(
-            f"a step of {largest.sequences:,} sequences (global_batch) of {stage.phase.seq_len:,} tokens (seq_len) "
+            f"a step of {largest.sequences:,} sequences (global_batch) of {here.phase.seq_len:,} tokens (seq_len) "
             f"takes {size(needed)} in this process, the machine has {size(machine_bytes())}; give a smaller batch or "
             "shorter sequences"
         )
 
 
-def check_memory(config: Config, mesh: Mesh, key: str) -> None:
+def check_memory(config: Config, optimizer: Optimizer, mesh: Mesh, key: str) -> None:
     """UserError where weights and optimizer state are more than the memory of a device, if that is known."""
     device = mesh.local_devices[0]
     on_host = device.platform == "cpu"  # whose devices share the machine's memory
     has = machine_bytes() if on_host else (device.memory_stats() or {}).get("bytes_limit")
-    state = states.abstract(config, states.build_optimizer(config, mesh), mesh)
+    state = states.abstract(config, optimizer, mesh)
     needed = sum(states.bytes_per_device(x) for x in jax.tree.leaves(state))
     needed *= len(mesh.local_devices) if on_host else 1
     if has is not None and needed > has:
