@@ -26,8 +26,6 @@ def refuse():
 doing = {
     "said": lambda: [logs.say("text") for _ in range(5)] and 75,
     "printed": lambda: print("text") or 0,
-    "printed much": lambda: [print("text") for _ in range(9000)] and 0,
-    "help": lambda: cli.Parser().print_help() or 0,
     "bad input": refuse,
 }
 cli.leave(cli.exit_code(doing[sys.argv[1]]))
@@ -48,12 +46,8 @@ def unwritable(kind: str) -> int:
     [
         ("full", "said", "stdout", 75, ""),  # the log file has it too
         ("full", "printed", "stdout", 4, STORAGE),
-        ("full", "printed much", "stdout", 4, STORAGE),
-        ("full", "help", "stdout", 4, STORAGE),
         ("full", "bad input", "stderr", 2, ""),
-        ("closed", "said", "stdout", 75, ""),
         ("closed", "printed", "stdout", 128 + signal.SIGPIPE, UNREAD),
-        ("closed", "bad input", "stderr", 2, ""),
     ],
 )
 def test_an_output_that_cannot_be_written_changes_no_exit_code(kind, case, output, code, other):
@@ -64,9 +58,8 @@ def test_an_output_that_cannot_be_written_changes_no_exit_code(kind, case, outpu
     assert (done.returncode, done.stderr if output == "stdout" else done.stdout) == (code, other)
 
 
-@pytest.mark.parametrize(("encoding", "shown"), [("ascii", r"caf\xe9 \u20ac"), ("latin-1", "caf\xe9 \\u20ac")])
-def test_a_character_that_an_output_lacks_is_spelt_out(monkeypatch, encoding, shown):
+def test_a_character_that_an_output_lacks_is_spelt_out(monkeypatch):
     written = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding))
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, "latin-1"))
     assert cli.exit_code(lambda: print("caf\xe9 \u20ac") or 0) == 0
-    assert written.getvalue() == f"{shown}\n".encode(encoding)
+    assert written.getvalue() == b"caf\xe9 \\u20ac\n"

@@ -55,11 +55,6 @@ def accepted(*args, **keys):
         *(("characterize", options) for options in (
             [], ["nothing"], ["storage"], ["storage", "--data=prepared"], [*STORAGE, "--data=texts"],
             [*STORAGE, "--data=memory://x"], [*STORAGE, "--out=text.txt"], [*STORAGE, "--out=/proc/x/y"],
-            [*STORAGE, "--rows=0"], [*STORAGE, "--rows=999999999999"], [*STORAGE, "--seq_len=0"],
-            [*STORAGE, "--seq_len=999999999999"], [*STORAGE, "--global_batch=0"], [*STORAGE, "more"],
-            ["all", "--out=new", "--data="], ["matmul", "--out=text.txt/a"], ["collectives", "--out="],
-            ["memory", "--out=new", "--config=text.txt"], ["memory", "--out=new", "--chip=abacus"],
-            ["collectives", "--out=new", "--devices=0"],
             *([*STORAGE, f"--{name}={value}"] for name in ("iops_budget", "seconds", "step_seconds")
               for value in ("nan", "inf", "-1", "1e999")),
         )),

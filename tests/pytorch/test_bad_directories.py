@@ -114,12 +114,8 @@ def with_header(header):
     [
         *(lambda raw, n=n: raw[:n] for n in (0, 7, 100, -1)),
         lambda raw: raw[: len(raw) // 2],
-        lambda raw: with_header(b"[]"),
-        lambda raw: with_header(b"{"),
-        lambda raw: with_header(b"\xff\xfe"),
         lambda raw: with_header(b'{"a": 1}'),
         lambda raw: with_header(b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}'),
-        lambda raw: with_header(b'{"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}'),
         lambda raw: with_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}'),
     ],
 )
@@ -148,7 +144,6 @@ def test_files_that_are_missing(tmp_path, source):
         ("model-2.safetensors", f"disagree about {NORM};"),
         (None, rf"model-1\.safetensors disagree about {NORM};"),
         *((elsewhere, rf"places {NORM} in|is missing") for elsewhere in ("../model-1.safetensors", "/x", "", "..", 3)),
-        *((odd, rf"places {NORM} in .*, which is not a file beside it") for odd in ("a\0b", "x\nb", "\ud800")),
     ],
 )
 def test_an_index_that_names_wrong_files(sharded, file, says):
@@ -159,21 +154,9 @@ def test_an_index_that_names_wrong_files(sharded, file, says):
     refused(folder, says)
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"weight_map": []}', "nothing", '{"weight_map": {}}'])
-def test_an_index_that_is_none(sharded, text):
-    (sharded[0] / INDEX).write_text(text)
-    refused(sharded[0], r"index\.json (has no weight_map|cannot be read as JSON)")
-
-
 ########################################################################################################################
 # The config
 ########################################################################################################################
-
-
-@pytest.mark.parametrize("text", [b"", b"{", b"[1]", b"\xff{}"])
-def test_a_config_that_is_no_json_object(source, text):
-    (source / "config.json").write_bytes(text)
-    refused(source, r"config\.json (cannot be read as JSON|holds list)")
 
 
 @pytest.mark.parametrize(
@@ -184,23 +167,18 @@ def test_a_config_that_is_no_json_object(source, text):
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
         ({"model_type": "llama"}, "model_type is 'llama'; only models of transformers' 'zaya'"),
         ({"model_type": ...}, "it has no model_type; only models of transformers' 'zaya'"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is out of range"),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000 is out of range"),
         ({"num_hidden_layers": 3, "layer_types": None}, r"lacks tensor model\.layers\.2\."),
         ({"num_hidden_layers": 1, "layer_types": None}, r"unknown tensor model\.layers\.1\."),
         ({"eos_token_id": 20}, "eos_token_id=20 is outside the vocabulary"),
         ({"num_shared_experts": 1}, "unknown key 'num_shared_experts'=1"),
         ({"num_key_value_heads": 3}, "is not a multiple"),
-        ({"hidden_size": "8"}, "hidden_size='8' has the wrong type"),
         ({"layer_types": ["hybrid", "mamba"]}, "'mamba'"),
         ({"layer_types": ["hybrid", "hybrid_sliding"]}, "sliding_window=None"),
         ({"layer_types": ["hybrid", "hybrid_linear"]}, "layer 1 is hybrid_linear, which PyTorch's zaya does not"),
         ({"layer_types": ["hybrid"]}, "names 1 layers"),
-        ({"layer_types": 5}, "layer_types is 5; expected a list"),
         ({"rope_parameters": {"hybrid": {"rope_type": "yarn", "rope_theta": 1e4}}}, "rope_type='yarn'"),
         ({"rope_parameters": {"hybrid": {"rope_theta": 1e4, "factor": 8.0}}}, "rope_parameters.hybrid.factor"),
         ({"rope_parameters": {"full": {"rope_theta": 1e4}}}, "rope_parameters.full is unknown"),
-        ({"rope_parameters": [1]}, "rope_parameters"),
         ({"num_experts": 3}, r"gate_up_proj has shape|gate\..* has shape"),
         ({"attention_bias": True}, "lacks tensor model.layers.0.self_attn"),
     ],

@@ -194,21 +194,6 @@ def command(folder, **keys):
 
 
 @pytest.mark.slow
-def test_nobody_reads_what_it_prints(tmp_path):
-    """As with `| head -1`; a terminal that goes; and with no output at all."""
-    program = command(tmp_path)
-    environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)}
-    reading, writing_end = os.pipe()
-    process = subprocess.Popen(program, stdout=writing_end, stderr=writing_end, env=environ)
-    os.close(writing_end)
-    os.read(reading, 1)
-    os.close(reading)
-    assert process.wait(120) == cli.DONE
-    assert last_step(tmp_path / "run") == source.latest_step(tmp_path / "run") == 30
-    assert "done: 30 steps" in (tmp_path / "run" / "logs" / "process-00000.log").read_text()
-
-
-@pytest.mark.slow
 def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):
     program = command(tmp_path, **{"run.num_steps": 1_000_000, "checkpoint.every_steps": 1_000_000})
     environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1)}
@@ -234,25 +219,6 @@ def test_a_second_signal_ends_at_once_without_a_word_too_many(tmp_path):
     assert process.returncode == 128 + signal.SIGTERM
     assert err == "error: interrupted by SIGTERM; nothing more was saved\n"
     assert last_step(tmp_path / "run") == 5
-
-
-@pytest.mark.slow
-def test_an_interrupt_before_the_first_step_is_one_line_at_most(tmp_path):
-    """While it imports it just ends; later, wherever it is, it says so and ends."""
-    program = command(tmp_path, **{"run.num_steps": 1_000_000})
-    environ = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
-
-    def interrupted(soon):
-        process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ)
-        while not (soon or (tmp_path / "run" / "config.json").exists()):
-            time.sleep(0.01)
-        time.sleep(0.3)
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
-        return process.returncode, err
-
-    assert interrupted(soon=True) == (-signal.SIGINT, "")
-    assert interrupted(soon=False) == (130, "error: interrupted by SIGINT; nothing more was saved\n")
 
 
 def test_no_free_byte_is_one_line_and_the_same_command_works_later(tmp_path):
