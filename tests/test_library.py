@@ -102,6 +102,16 @@ def same(a, b):
 ########################################################################################################################
 
 
+def test_a_second_model_is_made_without_compiling():
+    model = {"model": {"vocab_size": 264, "hidden_size": 32, "num_hidden_layers": 1}}
+    first = zj.create(model, seed=3)
+    made = functions._fresh.cache_info().misses
+    again, other = (zj.create(model, seed=seed) for seed in (3, 4))
+    assert functions._fresh.cache_info().misses == made
+    a, b, c = (np.asarray(m.params["embed"]["embedding"]) for m in (first, again, other))
+    assert (a == b).all() and (a != c).any()
+
+
 def test_the_loss_on_held_out_data_is_what_the_run_wrote(trained, run, settings):
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     written = {line["step"]: line["eval/loss"] for line in lines if "eval/loss" in line}

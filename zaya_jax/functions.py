@@ -10,11 +10,13 @@ divide is padded, and the padding removed again. Letters: B batch, S sequence, L
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
@@ -24,6 +26,7 @@ from pallas_kernels.attention.reference import mask_of
 from pallas_kernels.cross_entropy import chunk_rows
 from zaya_jax.config import Config
 from zaya_jax.config import Mesh as Sizes
+from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.model.placement import Devices, Kept, Placement, Rows
 from zaya_jax.parallel import sharding
@@ -47,14 +50,20 @@ def init(config: Config, seed: int = 0, mesh: Mesh | None = None) -> tuple[dict,
     >>> params["embed"]["embedding"].shape, balance.shape
     ((264, 16), (2, 3))
     """
+    with jax.default_matmul_precision(config.precision.matmul):
+        target = chip.current() if mesh is None else chip.made_for(mesh)
+        return _fresh(essence(config, mesh), mesh, target)(np.uint32(seed))
 
-    def fresh():
+
+@functools.cache
+def _fresh(config: Config, mesh: Mesh | None, target: chip.Chip) -> Callable:
+    def fresh(seed):
         params = zaya.init(config.model, jax.random.key(seed), config.precision)
         return params, zaya.init_balance(config.model)
 
     placed = None if mesh is None else shardings(config, mesh)
-    with jax.default_matmul_precision(config.precision.matmul):
-        return jax.jit(fresh, out_shardings=placed and (placed["params"], placed["balance"]["bias"]))()
+    places = placed and (placed["params"], placed["balance"]["bias"])
+    return jax.jit(fresh, out_shardings=places, compiler_options=host.for_one_call(target))
 
 
 def shardings(config: Config, mesh: Mesh) -> dict[str, Any]:

@@ -14,7 +14,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels import chip
 from zaya_jax.config import Config
+from zaya_jax.hardware import host
 from zaya_jax.model import zaya
 from zaya_jax.optim import balance, chain
 from zaya_jax.optim.chain import Optimizer
@@ -60,7 +62,8 @@ def init(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
         }
 
     with jax.default_matmul_precision(config.precision.matmul):
-        return jax.jit(init, out_shardings=shardings(config, optimizer, mesh))()
+        options = host.for_one_call(chip.made_for(mesh))
+        return jax.jit(init, out_shardings=shardings(config, optimizer, mesh), compiler_options=options)()
 
 
 def abstract(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
