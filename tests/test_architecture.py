@@ -19,7 +19,7 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 BUDGET = {
     ("aegis",): 4540,
     ("checkpoint",): 3275,  # 3200
-    ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1160,  # 1100
+    ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1168,  # 1100
     ("config", "cluster"): 2318,  # 2100
     ("data",): 4580,  # 4300
     ("model", "parallel", "optim"): 5700,
