@@ -24,7 +24,6 @@ from zaya_jax.checkpoint.store import Store
 from zaya_jax.cluster import leaving, multihost
 from zaya_jax.config import Config
 from zaya_jax.data import pipeline
-from zaya_jax.data.prefetch import DevicePrefetch
 from zaya_jax.hardware import host
 from zaya_jax.report import write_report
 from zaya_jax.schedule import Step
@@ -182,7 +181,8 @@ class Loop:
         self.copies = snapshot.of_run(here.config, planned.optimizer, self.mesh, logs.say)
         self.state = first_state(begun, self.copies)
         self.program = functools.cache(self._program)
-        self.stream = DevicePrefetch(planned.stream, self._put)
+        self.stream = planned.stream
+        self.stream.send_by(self._put)
         self.evaluation = Evaluation(planned.recipe, here, planned.tokenizer, planned.optimizer, self.pace)
         self.evaluation.windows(self.plan.step(planned.reached + 1).phase)  # fail now if one is unreadable
         multihost.barrier("the first step")
@@ -291,9 +291,8 @@ class Loop:
         self.store.wait(copies=False)
         return self.store.steps()
 
-    def _put(self, batch: dict) -> Any:
-        """A fetched batch on the devices."""
-        number = int(self.planned.stream.get_state()["step"])
+    def _put(self, batch: dict, number: int) -> Any:
+        """A fetched batch of a step on the devices."""
         if number > self.planned.end:  # fetched ahead of need, for the next phase's mesh, and never given out
             return batch
         if self.faults:

@@ -1,6 +1,5 @@
 """Conversations: what the tokens spell, and that exactly the model's own words are learnt."""
 
-import numpy as np
 import pytest
 
 from zaya_jax.data import chat, inputs, tokenizers
@@ -38,19 +37,6 @@ def test_a_conversation_is_spelt_out_and_answers_are_learnt(tok):
     learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]
     assert spell(tok, learnt) == ("[think]add them[end_think]\n4[end_turn][think]again[end_think]\n6[end_turn]")
     assert document.learn[-1]
-
-
-def test_trimming_fits_the_context(tok):
-    whole, _ = chat.prepare(chat.Format(tok), chat.read(MESSAGES), None)
-    for context in range(1, len(whole.tokens) + 2):
-        document, outcome = chat.prepare(chat.Format(tok), chat.read(MESSAGES), context)
-        assert (document is None) == (outcome == chat.DROPPED)
-        if document is not None:
-            assert len(document.tokens) <= context
-            assert len(document.tokens) == len(document.learn)
-            assert tok.decode(document.tokens.tolist()).count("4") == 1
-    assert outcome == chat.KEPT
-    np.testing.assert_array_equal(document.tokens, whole.tokens)
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,21 @@ import numpy as np
 import pytest
 
 from zaya_jax.data import pipeline, tokenizers
-from zaya_jax.data.prefetch import DevicePrefetch
 
 TOK = tokenizers.load("bytes")
+
+
+def sent(config, put=lambda batch, _: batch):
+    """A config's stream whose batches are sent by a thread."""
+    stream = pipeline.train_stream(config, TOK)
+    stream.send_by(put)
+    return stream
 
 
 def test_batches_arrive_on_the_device_in_order(make_config, corpus):
     config = make_config(path=str(corpus))
     plain = pipeline.train_stream(config, TOK)
-    ahead = DevicePrefetch(pipeline.train_stream(config, TOK), jax.device_put)
+    ahead = sent(config, lambda batch, _: jax.device_put(batch))
     for _ in range(10):
         expected, got = next(plain), next(ahead)
         assert isinstance(got["tokens"], jax.Array)
@@ -27,7 +33,7 @@ def test_batches_arrive_on_the_device_in_order(make_config, corpus):
 def test_the_state_is_that_of_the_last_batch_given_out(make_config, corpus):
     config = make_config(path=str(corpus))
     whole = [next(s) for s in [pipeline.train_stream(config, TOK)] for _ in range(9)]
-    ahead = DevicePrefetch(pipeline.train_stream(config, TOK), lambda b: b, depth=4)
+    ahead = sent(config)
     for _ in range(3):
         next(ahead)
     time.sleep(0.1)  # the thread is well ahead by now
@@ -42,11 +48,11 @@ def test_the_state_is_that_of_the_last_batch_given_out(make_config, corpus):
 
 
 def test_waiting_is_measured(make_config, corpus):
-    def slow(batch):
+    def slow(batch, _):
         time.sleep(0.02)
         return batch
 
-    ahead = DevicePrefetch(pipeline.train_stream(make_config(path=str(corpus)), TOK), slow)
+    ahead = sent(make_config(path=str(corpus)), slow)
     for _ in range(10):
         next(ahead)
     assert ahead.metrics()["data/wait_fraction"] > 0.5
@@ -59,10 +65,8 @@ def test_waiting_is_measured(make_config, corpus):
 
 def test_efficiency_is_of_the_batches_given_out(make_config, corpus, monkeypatch):
     """Not of those fetched ahead."""
-    stream = pipeline.train_stream(make_config(path=str(corpus)), TOK)
-    monkeypatch.setattr(pipeline.Stream, "__next__", lambda _: {"segment_ids": np.arange(8) < 8 - next(numbers)})
-    numbers = iter(range(9))
-    ahead = DevicePrefetch(stream, lambda b: b, depth=4)
+    monkeypatch.setattr(pipeline.Batches, "__getitem__", lambda _, step: {"segment_ids": np.arange(8) < 8 - step})
+    ahead = sent(make_config(path=str(corpus)))
     next(ahead), next(ahead)
     assert ahead.metrics()["data/efficiency"] == pytest.approx((8 + 7) / 16)
     next(ahead)
@@ -70,11 +74,23 @@ def test_efficiency_is_of_the_batches_given_out(make_config, corpus, monkeypatch
     ahead.close()
 
 
-def test_an_error_reaches_the_step(make_config, corpus):
-    def broken(batch):
-        raise OSError("no device")
+def test_an_error_reaches_the_step_and_the_batch_comes_again(make_config, corpus):
+    config, failing = make_config(path=str(corpus)), [4, 4]
 
-    ahead = DevicePrefetch(pipeline.train_stream(make_config(path=str(corpus)), TOK), broken)
-    with pytest.raises(OSError, match="no device"):
-        next(ahead)
+    def put(batch, number):
+        if number in failing:
+            failing.remove(number)
+            raise OSError(f"no device for {number}")
+        return batch
+
+    ahead, plain = sent(config, put), pipeline.train_stream(config, TOK)
+    whole = [next(plain) for _ in range(5)]
+    for batch in whole[:3]:
+        np.testing.assert_array_equal(next(ahead)["tokens"], batch["tokens"])
+    for _ in range(2):
+        with pytest.raises(OSError, match="no device for 4"):
+            next(ahead)
+    assert ahead.get_state()["step"] == 3
+    for batch in whole[3:]:
+        np.testing.assert_array_equal(next(ahead)["tokens"], batch["tokens"])
     ahead.close()

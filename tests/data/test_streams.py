@@ -266,7 +266,7 @@ def test_after_an_error_the_next_batch_is_the_one_that_was_due(make_config, dire
 def test_a_worker_that_dies_is_named_and_leaves_nothing(make_config, directories):
     stream = pipeline.train_stream(make_config(path=directories[0], workers=2), TOK)
     next(stream)
-    others = stream._iterator._processes
+    others = stream._workers._processes
     others[1].kill()
     with pytest.raises(StorageError, match="data worker 1 ended with code -9"):
         collections.deque(stream, maxlen=0)

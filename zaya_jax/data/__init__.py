@@ -5,6 +5,18 @@ text into ids, `prepare` and `prepare_task` write token shards in the format of 
 
 Reading: `storage` fetches bundles of shards, `sources` and `chats` read files that need no preparing, and `stores`
 opens any of these. `order` and `pack` say which tokens a row holds, `mix` which source it comes from. `pipeline` makes
-the stream of training batches, with `workers` to compute them ahead; `windows` makes the batches of evaluation, and
-`prefetch` sends batches to the device.
+the stream of training batches, with `workers` to compute them ahead; `windows` makes the batches of evaluation.
 """
+
+from typing import Any
+
+
+def dataset(config: Any, process: tuple[int, int] = (0, 1)) -> Any:
+    """The training batches of a config as a `grain.MapDataset`; element t has step t's rows of process (index, count).
+
+    Map, slice, prefetch and checkpoint it as any other. An iterator's state is one integer, with which any number of
+    processes goes on. There are 2**48 elements, epoch after epoch.
+    """
+    from zaya_jax.data import pipeline  # not above: data workers import this package to read, without Grain
+
+    return pipeline.dataset(config, process)

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from zaya_jax.config import UserError
-from zaya_jax.data import chat, sources
+from zaya_jax.data import chat, hub, sources
 from zaya_jax.data.tokenizers import PIECE, NotUnicode, utf8
 
 # A name, and a text, a long one in pieces, or the turns of a chat.
@@ -30,6 +30,7 @@ CHAT_FIELDS = ("messages", "conversations", "conversation")
 NAME_IT = "; name the text's field with --text_field"  # a preparation's advice
 COMPRESSION = (".gz", ".zst")
 OPENED_AT_ONCE = 16
+BESIDE_ARROW = ("dataset_dict.json", "dataset_info.json", "state.json")  # what `datasets.save_to_disk` writes, too
 DAMAGE = (OSError, EOFError, zlib.error)
 
 
@@ -47,7 +48,7 @@ class InputRange:
 
     path: str
     name: str  # relative, the same on any machine
-    kind: str  # text, jsonl, parquet
+    kind: str  # text, jsonl, parquet, arrow, hub
     start: int
     stop: int
     cost: int  # bytes, for progress
@@ -63,7 +64,12 @@ def shown(path: str) -> str:
 
 
 def stamp(path: str, skip_bad: bool = False) -> tuple[int, int]:
-    """A file's size and time of change; zeros for one that cannot be read where that is no error."""
+    """A file's size and time of change; zeros for one that cannot be read where that is no error.
+
+    A shard of the hub has no size, and its data set's revisions are not told apart.
+    """
+    if path.startswith(hub.PREFIX):
+        return 1, 1
     try:
         stat = os.stat(path)
     except OSError as error:
@@ -80,11 +86,17 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
     found: list[pathlib.Path] = []
     again: list[pathlib.Path] = []
     written = os.path.join(os.path.realpath(out), "")
+    streamed: list[str] = []
     for pattern in patterns:
+        if pattern.startswith(hub.PREFIX):
+            streamed += hub.shards(pattern)
+            continue
         if "://" in pattern:
             raise UserError(f"--input={pattern} is a URL; copy the files here and give their paths")
         here, others = sources.find(pattern)
         here = [p for p in here if not os.path.realpath(p).startswith(written)]
+        if any(kind_of(p.name) == "arrow" for p in here):
+            here = [p for p in here if p.name not in BESIDE_ARROW]
         if not here:
             raise UserError(f"--input={pattern} names no file; give paths, directories or globs (quoted)")
         sources.refuse_shards(here, f"--input={pattern}", "give a directory without it")
@@ -92,7 +104,7 @@ def find(patterns: list[str], out: str | os.PathLike) -> list[str]:
         again += others
     found, more = sources.once(found)
     sources.say_again("--input", again + more)
-    return sorted(map(str, found))
+    return [*sorted(map(str, found)), *streamed]
 
 
 def split(files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool = False) -> list[list[InputRange]]:
@@ -101,7 +113,8 @@ def split(files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool
     Files come with their sizes, so that all who share a preparation divide it alike. Those of Parquet are opened, for
     the number of their row groups, many at a time: on a file system over the network each is a wait.
     """
-    root = os.path.commonpath([os.path.dirname(os.path.abspath(path)) for path, *_ in files])
+    here = [os.path.dirname(os.path.abspath(path)) for path, *_ in files if kind_of(path) != "hub"]
+    root = os.path.commonpath(here) if here else ""
     parquet = [path for path, *_ in files if kind_of(path) == "parquet"]
     with concurrent.futures.ThreadPoolExecutor(OPENED_AT_ONCE) as pool:
         groups = dict(zip(parquet, pool.map(lambda path: _row_groups(path, skip_bad), parquet), strict=True))
@@ -127,6 +140,10 @@ def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             yield from _text(part)
         elif part.kind == "jsonl":
             yield from _jsonl(part, text_field)
+        elif part.kind == "arrow":
+            yield from _arrow(part, text_field)
+        elif part.kind == "hub":
+            yield from _group(part, hub.rows(part.path), 0, text_field)
         else:
             yield from _parquet(part, text_field)
     except DAMAGE as error:
@@ -145,8 +162,11 @@ def _row_groups(path: str, skip_bad: bool) -> int:
 
 def _parts(file: tuple[str, int, int], root: str, part_bytes: int, groups: dict[str, int]) -> Iterator[InputRange]:
     path, size, time_ns = file
-    name = os.path.abspath(path)[len(root) :].lstrip("/")
     kind = kind_of(path)
+    if kind == "hub":  # a task of its own
+        yield InputRange(path, path, kind, 0, 1, part_bytes)
+        return
+    name = os.path.abspath(path)[len(root) :].lstrip("/")
     if not size and not time_ns:  # it cannot be read: as above
         size = 1
     if path in groups:
@@ -168,12 +188,15 @@ def _is_compressed(path: str) -> bool:
 
 
 def kind_of(path: str) -> str:
-    """The kind of content by a file's name: text, jsonl, parquet."""
+    """The kind of content by a file's name: text, jsonl, parquet, arrow; hub for a shard of the hub."""
+    if path.startswith(hub.PREFIX):
+        return "hub"
     stem = path.lower()
     for suffix in COMPRESSION:
         stem = stem.removesuffix(suffix)
     suffix = pathlib.Path(stem).suffix
-    return {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(suffix, "text")
+    kinds = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".parquet": "parquet", ".arrow": "arrow"}
+    return kinds.get(suffix, "text")
 
 
 @contextlib.contextmanager
@@ -307,7 +330,8 @@ def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
             columns = [c for c in (text_field, *CHAT_FIELDS, *chat.BESIDE) if c in names]
             for group in range(part.start, part.stop):
                 try:
-                    yield from _row_group(part, file.iter_batches(256, [group], columns), group, text_field)
+                    batches = file.iter_batches(256, [group], columns)
+                    yield from _group(part, _records(batches), group, text_field)
                 except (*DAMAGE, pyarrow.ArrowException, ValueError, ArithmeticError) as error:
                     # also a value that Python cannot hold, such as a time out of range
                     yield BadInput(f"{part}, row group {group} is damaged: {one_line(error)}")
@@ -317,8 +341,26 @@ def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
         yield BadInput(f"cannot read {part}: {one_line(error)}")
 
 
-def _row_group(part: InputRange, batches: Iterable[Any], group: int, text_field: str) -> Iterator[Sample | BadInput]:
-    for row, record in enumerate(record for batch in batches for record in batch.to_pylist()):
+def _arrow(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
+    """A file of `datasets.save_to_disk`: a stream of record batches."""
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(part.path) as file, pyarrow.ipc.open_stream(file) as stream:
+            slices = (batch.slice(at, 256) for batch in stream for at in range(0, len(batch), 256))
+            yield from _group(part, _records(slices), 0, text_field)
+    except (*DAMAGE, pyarrow.ArrowException, ValueError) as error:
+        yield BadInput(f"{part} is damaged: {one_line(error)}")
+
+
+def _records(batches: Iterable[Any]) -> Iterator[dict[str, Any]]:
+    return (record for batch in batches for record in batch.to_pylist())
+
+
+def _group(
+    part: InputRange, records: Iterable[dict[str, Any]], group: int, text_field: str
+) -> Iterator[Sample | BadInput]:
+    for row, record in enumerate(records):
         try:
             yield _record(_without_nulls(record), f"{part.name}:{group}:{row}", text_field)
         except (BadInput, chat.BadChat) as error:

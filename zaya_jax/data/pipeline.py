@@ -17,18 +17,20 @@ import itertools
 import json
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from zaya_jax import config as config_lib
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import mix, order, pack, shuffle, storage, windows, workers
+from zaya_jax.data import mix, order, pack, shuffle, storage, tokenizers, windows, workers
 from zaya_jax.data.pack import Batch, Span
 from zaya_jax.data.stores import Memory, TokenStore, check_tokenizer, fill, local_rows, open_stores
 from zaya_jax.data.tokenizers import Tokenizer
 
-PREFETCH_BATCHES = 4
+PREFETCH_BATCHES, DEVICE_BATCHES = 4, 2
 # Combines the figures of several processes (`Stream.metrics`) into one; others are averaged.
 OVER_PROCESSES: dict[str, Callable] = {"data/wait_fraction": np.max, "data/retries": np.sum, "data/corrupt": np.sum}
 # The share of the machine's memory for one process's bundles; beyond it some are read more than once.
@@ -196,42 +198,60 @@ class Batches:
 
     def source(self, era: Era, k: int) -> Source:
         """One of the sources in an era, made when it is first wanted: a packed one is planned then."""
-        if (era.number, k) not in self._sources:
+        made = self._sources.get((era.number, k))
+        if made is None:
             store = self._all_stores[k]
             # By what it holds, not by its place among all sources: a path that moves may change that.
             content = hashlib.sha256(store.fingerprint.encode()).digest()
             key = shuffle.key(self._seed, int.from_bytes(content[:8], "little"), era.number, *self._fork)
             made = Source(store, era.seq_len, era.packing, era.mixture.rows_of(k), key, self._rounds)
             made.keep(1 / (self.process[1] * self._part[1]))
-            self._sources = {at: held for at, held in self._sources.items() if at[0] == era.number}
-            self._sources[era.number, k] = made
-        return self._sources[era.number, k]
+            kept = {at: held for at, held in self._sources.items() if at[0] == era.number}
+            self._sources = kept | {(era.number, k): made}  # one assignment: Grain may read with several threads
+        return made
 
     def counters(self) -> storage.Counters:
         """Counts of reading so far, over all sources."""
         return sum((store.counters for store in self.stores), storage.Counters())
 
 
-class Stream(Iterator[Batch]):
-    """An endless iterator over batches with an exact, small state."""
+class Stream(Iterator[Any]):
+    """An endless iterator over batches with an exact, small state: that of the last batch given out.
+
+    Grain computes batches ahead, or our workers do; after `send_by` they are on the devices before the step asks.
+    """
 
     def __init__(self, batches: Batches, num_workers: int = 0) -> None:
         self.batches = batches
         self._num_workers = num_workers
         self._step = 0
+        self._put: Callable[[Batch, int], Any] | None = None
         self._iterator: Any = None
+        self._workers: workers.Workers | None = None
         self._of_workers = storage.Counters()  # of those that have ended
+        self._waited, self._since, self._efficiency = 0.0, time.perf_counter(), list[float]()
         windows.damaged.clear()
 
-    def __next__(self) -> Batch:
+    def send_by(self, put: Callable[[Batch, int], Any]) -> None:
+        """From here on give `put(batch, number of its step)`, made in a thread, DEVICE_BATCHES ahead of the step.
+
+        `put` is, say, `lambda batch, _: jax.device_put(batch, shardings)`.
+        """
+        self.close()
+        self._put = put
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
         if self._iterator is None:
             self._iterator = self._start()
         try:
-            batch = next(self._iterator)
-        except BaseException:  # what was fetched ahead is gone or half given: the next call begins anew
+            batch, efficiency = next(self._iterator)
+        except BaseException:  # batches that were fetched ahead are gone or half given: the next call begins anew
             self.close()
             raise
         self._step += 1
+        self._waited += time.perf_counter() - began
+        self._efficiency.append(efficiency)
         return batch
 
     def get_state(self) -> dict[str, Any]:
@@ -281,29 +301,45 @@ class Stream(Iterator[Batch]):
 
     def counters(self) -> storage.Counters:
         """Counts of reading so far, in this process and its workers."""
-        running = self._iterator.counters() if isinstance(self._iterator, workers.Workers) else storage.Counters()
+        running = self._workers.counters() if self._workers else storage.Counters()
         return self.batches.counters() + self._of_workers + running
 
     def metrics(self) -> dict[str, float]:
-        """Reading's counters, with the damage in what is held out."""
-        found = self.counters()
-        return {"data/retries": found.retries, "data/corrupt": len(found.corrupt | windows.damaged)}
+        """Reading's counters, with the damage in held-out data; since the last call, the share of time that the step
+        waited here, and the share of places that had a token in the batches given out.
+        """
+        found, now = self.counters(), time.perf_counter()
+        out: dict[str, float] = {"data/retries": found.retries, "data/corrupt": len(found.corrupt | windows.damaged)}
+        out["data/wait_fraction"] = self._waited / max(now - self._since, 1e-9)
+        if self._efficiency:
+            out["data/efficiency"] = sum(self._efficiency) / len(self._efficiency)
+        self._waited, self._since, self._efficiency = 0.0, now, []
+        return out
 
     def close(self) -> None:
         """Stop reading ahead; the stream can go on afterwards."""
-        if isinstance(self._iterator, workers.Workers):
-            self._of_workers += self._iterator.counters()
-        if self._iterator is not None and hasattr(self._iterator, "close"):
+        if self._iterator is not None:
             self._iterator.close()
-        self._iterator = None
+        if self._workers:
+            self._of_workers += self._workers.counters()
+            self._workers.close()
+        self._iterator = self._workers = None
 
-    def _start(self) -> Iterator[Batch]:
-        if self._num_workers:
-            return workers.Workers(self.batches, self._num_workers, self._step, PREFETCH_BATCHES)
+    def _start(self) -> Any:
+        """Grain's iterator over (batch, share of its places that have a token), from the step on."""
         import grain  # brings jax and orbax, 1.3 s of a core, which a data worker must not pay to read its part
 
+        first, put = self._step, self._put
+        source: Any = self.batches
         ahead = grain.ReadOptions(num_threads=1, prefetch_buffer_size=PREFETCH_BATCHES)
-        dataset = grain.MapDataset.source(self.batches)[self._step :].to_iter_dataset(ahead)
+        if self._num_workers:  # they are ahead themselves
+            source = self._workers = workers.Workers(self.batches, self._num_workers, first, PREFETCH_BATCHES)
+            ahead = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        dataset = grain.MapDataset.source(source)[first:].to_iter_dataset(ahead).map_with_index(
+            lambda i, batch: (put(batch, first + i + 1) if put else batch, pack.efficiency(batch))
+        )  # fmt: skip
+        if put:
+            dataset = grain.experimental.ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=DEVICE_BATCHES)
         return iter(dataset)
 
 
@@ -332,3 +368,13 @@ def train_stream(config: Config, tokenizer: Tokenizer, process: tuple[int, int] 
     """
     check_tokenizer(config, tokenizer)
     return Stream(Batches(config, tokenizer, process), config.data.workers)
+
+
+def dataset(config: Any, process: tuple[int, int] = (0, 1)) -> Any:
+    """The training batches as a `grain.MapDataset`: see `zaya_jax.data.dataset`."""
+    import grain
+
+    checked = config if isinstance(config, Config) else config_lib.check(config)
+    tokenizer = tokenizers.load(checked.data.tokenizer)
+    check_tokenizer(checked, tokenizer)
+    return grain.MapDataset.source(Batches(checked, tokenizer, process))

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -28,10 +27,11 @@ from zaya_jax.data import storage
 _log = logging.getLogger(__name__)
 
 
-class Workers(Iterator[dict[str, np.ndarray]]):
-    """The batches from a step on, each put together from the workers' parts of it."""
+class Workers:
+    """The batches from a step on, each put together from the workers' parts of it; to be read one after another."""
 
     def __init__(self, batches: Any, count: int, step: int, ahead: int) -> None:
+        self._next, self._length = step, len(batches)
         self._pipes: list[Connection] = []
         self._processes: list[subprocess.Popen] = []
         self._counters = [storage.Counters() for _ in range(count)]
@@ -63,7 +63,12 @@ class Workers(Iterator[dict[str, np.ndarray]]):
         for index, pipe in enumerate(self._pipes):
             pipe.send((batches.part(index, count), step, ahead))
 
-    def __next__(self) -> dict[str, np.ndarray]:
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, step: int) -> dict[str, np.ndarray]:
+        assert step == self._next  # pipes have no other order
+        self._next += 1
         parts = [self._receive(index) for index in range(len(self._pipes))]
         return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 

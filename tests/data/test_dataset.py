@@ -1,0 +1,64 @@
+"""The batches of a run as a Grain dataset in a foreign loop: equal, sliced, resumed elsewhere, saved by Orbax."""
+
+import subprocess
+import sys
+
+import grain
+import numpy as np
+import orbax.checkpoint.experimental.v1 as ocp
+import pytest
+from data_helpers import assert_same
+
+import zaya_jax as zj
+from zaya_jax.data import pipeline, tokenizers
+
+
+@pytest.fixture
+def config(make_config, prepare_text):
+    web, code = prepare_text("web", 300), prepare_text("code", 100, seed=1)
+    return make_config(mixture=(f"{web}=0.7", f"{code}=0.3"), packing="best_fit", seq_len=128)
+
+
+@pytest.fixture
+def whole(config):
+    """What a run of this config reads."""
+    stream = pipeline.train_stream(config, tokenizers.load("bytes"))
+    batches = [next(stream) for _ in range(24)]
+    stream.close()
+    return batches
+
+
+def joined(parts):
+    return [{name: np.concatenate([part[name] for part in several]) for name in several[0]} for several in parts]
+
+
+def test_element_t_is_the_batch_of_step_t_whoever_asks(config, whole):
+    dataset = zj.data.dataset(config)
+    assert_same([dataset[step] for step in (5, 0, 23)], [whole[5], whole[0], whole[23]])
+    assert_same(list(dataset[3:20:4]), whole[3:20:4])
+    halves = [zj.data.dataset(config, (index, 2)) for index in range(2)]
+    assert_same(joined([[half[step] for half in halves] for step in range(4)]), whole[:4])
+    threads = grain.ReadOptions(num_threads=8, prefetch_buffer_size=16)
+    mapped = iter(dataset.map(lambda batch: batch["tokens"].sum()).to_iter_dataset(threads))
+    assert [next(mapped) for _ in range(24)] == [batch["tokens"].sum() for batch in whole]
+
+
+def test_one_integer_is_the_state_of_any_number_of_processes(config, whole, tmp_path):
+    few = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    iterator = iter(zj.data.dataset(config).to_iter_dataset(few))
+    assert_same([next(iterator) for _ in range(9)], whole[:9])
+    assert iterator.get_state() == {"next_index": 9}
+    ocp.save_checkpointables(tmp_path / "saved", {"data": iterator})
+    next(iterator)
+    again = iter(zj.data.dataset(config).to_iter_dataset(few))
+    ocp.load_checkpointables(tmp_path / "saved", {"data": again})
+    assert_same([next(again) for _ in range(3)], whole[9:12])
+    parts = [iter(zj.data.dataset(config, (index, 4)).to_iter_dataset(few)) for index in range(4)]
+    for part in parts:
+        part.set_state({"next_index": 9})
+    assert_same(joined([[next(part) for part in parts] for _ in range(6)]), whole[9:15])
+
+
+def test_the_package_stays_light():
+    said = "import sys, zaya_jax as zj; zj.data.dataset; assert not {'jax', 'grain', 'orbax'} & {*sys.modules}"
+    assert subprocess.run([sys.executable, "-c", said], check=False).returncode == 0

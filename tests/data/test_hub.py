@@ -1,0 +1,94 @@
+"""Data sets of Hugging Face's library as input: folders that it saved, and streams in parts."""
+
+import json
+
+import pyarrow
+import pytest
+from data_helpers import contents, here, texts_of
+
+from zaya_jax.config import UserError
+from zaya_jax.data import hub, inputs, prepare
+from zaya_jax.data.prepare import Options
+
+TEXTS = [f"text {i} " + "word " * (i % 17) for i in range(700)]
+CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+def without_workers(in_process):
+    """Preparing runs here."""
+
+
+def saved(folder, columns):
+    """A file as `datasets.save_to_disk` writes it, and those beside it."""
+    folder.mkdir(parents=True)
+    table = pyarrow.table(columns)
+    path = str(folder / "data-00000-of-00001.arrow")
+    with pyarrow.OSFile(path, "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as stream:
+        stream.write_table(table, max_chunksize=300)
+    for name in ("state.json", "dataset_info.json"):
+        (folder / name).write_text(json.dumps({"features": {}}, indent=1))
+
+
+def test_a_saved_folder_is_read(tmp_path):
+    saved(tmp_path / "set" / "train", {"text": TEXTS, "n": list(range(700))})
+    saved(tmp_path / "set" / "test", {"messages": [CHAT] * 3})
+    (tmp_path / "set" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    manifest, _ = here(Options([str(tmp_path / "set")]), tmp_path / "out")
+    assert manifest["trim"]["kept"] == 3 and manifest["left_out"]["bad"] == 0
+    assert set(TEXTS) < set(texts_of(tmp_path / "out"))
+
+
+@pytest.mark.parametrize("size", [100, 5000])
+def test_a_damaged_file_is_named_and_counted(tmp_path, size):
+    saved(tmp_path / "set", {"text": TEXTS})
+    (path,) = (tmp_path / "set").glob("*.arrow")
+    path.write_bytes(path.read_bytes()[:size])
+    (tmp_path / "set" / "u.txt").write_text("sound")
+    with pytest.raises(UserError, match=r"\.arrow is damaged: .*also with --skip_bad added"):
+        here(Options([str(tmp_path / "set")]), tmp_path / "strict")
+    manifest, _ = here(Options([str(tmp_path / "set")], skip_bad=True, held_out=0.0), tmp_path / "out")
+    assert manifest["left_out"]["bad"] == 1
+
+
+class Stream:
+    """A streamed data set in four shards, the way that this module uses one."""
+
+    num_shards = 4
+
+    def shard(self, num_shards, index):
+        return ({"text": text} for text in TEXTS[index::num_shards])
+
+
+def test_shards_are_shared_and_a_broken_stream_is_no_bad_record(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub, "_load", lambda given: Stream())
+    options = Options(["hf:owner/name:train"], skip_bad=True)
+    here(options, tmp_path / "whole")
+    assert texts_of(tmp_path / "whole") == sorted(TEXTS)
+    for index in (1, 0):
+        done = prepare.prepare_part(options, str(tmp_path / "parts"), (index, 2), 1, lambda _: None)
+        assert done == (2, 4)
+    prepare.merge(options, str(tmp_path / "parts"))
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+    def broken(self, num_shards, index):
+        yield {"text": "one"}
+        raise ConnectionError("the line went dead")
+
+    monkeypatch.setattr(Stream, "shard", broken)
+    with pytest.raises(UserError, match=r"#0/4 cannot be read on: the line went dead"):
+        here(options, tmp_path / "broken")
+
+
+def test_the_library_reads_a_folder(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "set").mkdir()
+    for part in range(3):
+        lines = [json.dumps({"text": text}) + "\n" for text in TEXTS[part::3]]
+        (tmp_path / "set" / f"{part}.jsonl").write_text("".join(lines))
+    given = f"hf:{tmp_path / 'set'}:train"
+    assert len(inputs.find([given], tmp_path / "out")) == 3
+    here(Options([given]), tmp_path / "out")
+    assert texts_of(tmp_path / "out") == sorted(TEXTS)
+    with pytest.raises(UserError, match="cannot be opened"):
+        hub.shards("hf:no/such/subset:train")
