@@ -34,6 +34,7 @@ BUDGET = {
 
 # What takes seconds to import, or not every user has: the only modules that may import it.
 HEAVY = {
+    "datasets": ["zaya_jax.data.hub"],
     "grain": ["zaya_jax.data.pipeline"],
     "lm_eval": ["zaya_jax.evaluate.harness"],
     "pyarrow": ["zaya_jax.data.inputs"],

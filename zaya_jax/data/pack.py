@@ -15,7 +15,6 @@ Batch = dict[str, np.ndarray]
 Span = tuple[int, int]  # start, stop on a source's tape of documents
 Piece = tuple[Bundle, int, int]  # start, stop within a bundle: a piece of a span
 FIRST_FIT_OPEN = 1024  # first-fit gives up rows further back than this
-PACKINGS = ("concat", "first_fit", "best_fit")
 
 
 def plan(lengths: np.ndarray, seq_len: int, packing: str) -> list[list[Span]]:
