@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,8 +19,8 @@ LONGEST, MOST_PARAMETERS = 80, 10  # of a function, not counting `self`
 # behind it. A raise is an edit here, with its reason.
 BUDGET = {
     ("aegis",): 4540,
-    ("checkpoint",): 3275,  # 3200
-    ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1168,  # 1100
+    ("checkpoint",): 3392,  # 3200; 113 of these read what Orbax alone has saved
+    ("cli.py", "library.py", "functions.py", "given.py", "generation.py"): 1196,  # 1100; zj.load takes Orbax's states
     ("config", "cluster"): 2318,  # 2100
     ("data",): 4632,  # 4300
     ("model", "parallel", "optim"): 5700,
@@ -36,13 +37,14 @@ BUDGET = {
 HEAVY = {
     "datasets": ["zaya_jax.data.hub"],
     "grain": ["zaya_jax.data.pipeline"],
+    "orbax": ["zaya_jax.checkpoint.foreign"],
     "lm_eval": ["zaya_jax.evaluate.harness"],
     "pyarrow": ["zaya_jax.data.inputs"],
     "ray": ["zaya_jax.data.prepare_task"],
     "safetensors": ["zaya_jax.pytorch.tensor_files"],
     "tensorboardX": ["zaya_jax.training.metrics"],
     "tokenizers": ["zaya_jax.data.tokenizers"],
-} | {name: [] for name in ("absl", "orbax", "sentencepiece", "torch", "transformers")}
+} | {name: [] for name in ("absl", "sentencepiece", "torch", "transformers")}
 
 # The parts of this project that a module may import. The first name that fits a module counts.
 ARROWS = {
@@ -238,6 +240,17 @@ def test_heavy_packages_are_imported_where_the_table_says():
         for _, what in imports(path.read_text(encoding="utf-8"), name, path.name == "__init__.py"):
             found.setdefault(what.split(".")[0], set()).add(name)
     assert {package: sorted(found.get(package, ())) for package in HEAVY} == HEAVY
+
+
+def test_each_dependency_is_imported_by_something():
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["dependencies"]
+    named = {re.match(r"[\w-]+", line).group().replace("-", "_") for line in wanted}
+    found = {
+        what.split(".")[0]
+        for name, path in modules()
+        for _, what in imports(path.read_text(encoding="utf-8"), name, path.name == "__init__.py")
+    }
+    assert {name.removesuffix("_checkpoint") for name in named} <= found
 
 
 TELLTALE = re.compile(r"(?<![\w.~:/$}-])/(?:root|home|Users|work|farm)/\w|(?:index|registry)[-_]?url|/simple[/]", re.I)

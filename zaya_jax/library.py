@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from pallas_kernels import chip
 from zaya_jax import cli, functions, generation, given, run, schedule, trees
 from zaya_jax.checkpoint import source
+from zaya_jax.checkpoint.foreign import Foreign, foreign_folder
 from zaya_jax.config import Config, UserError, shown
 from zaya_jax.data import tokenizers
 from zaya_jax.given import AnyConfig, AnyMesh
@@ -319,12 +320,18 @@ def create(config: AnyConfig, seed: int = 0, *, mesh: AnyMesh | None = None) -> 
     return LanguageModel(settings, params, balance, tokenizer, over, f"seed {seed}", files, exchange.nothing_imported())
 
 
-def load(place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | None = None) -> LanguageModel:
+def load(
+    place: str | os.PathLike,
+    *,
+    mesh: AnyMesh | None = None,
+    dtype: str | None = None,
+    config: given.AnyConfig | None = None,
+) -> LanguageModel:
     """The model of a run's folder (FOLDER@STEP: of that step, otherwise the newest), or of transformers' directory.
 
     `mesh`: a jax Mesh, or sizes and switches as config.mesh has them: {"expert": 2, "fsdp": True}. Matrices multiply in
     `dtype`; by default as the run did, and in float32 where the model was imported. Of several processes each gets the
-    whole model, on its own devices.
+    whole model, on its own devices. A state that plain Orbax saved has no config: give it, as for `create`.
 
     >>> zj.load(run).tokenizer.kind
     'bytes'
@@ -334,11 +341,13 @@ def load(place: str | os.PathLike, *, mesh: AnyMesh | None = None, dtype: str | 
         raise UserError(f"dtype={shown(dtype)} is not one of float32, bfloat16")
     if (folder / "checkpoints").is_dir():
         return _load_run(folder, step, mesh, dtype)
+    if config is not None and foreign_folder(folder, step):
+        return _load_foreign(folder, step, given.config_of(config), mesh, dtype)
     if step is None and any(folder.glob("*.safetensors*")):
         return _load_hf(folder, mesh, dtype)
     raise UserError(
         f"{place} is neither a run's folder with checkpoints nor a directory of transformers' zaya (config.json "
-        "and safetensors); give one of them, or FOLDER@STEP"
+        "and safetensors); give one of them, or FOLDER@STEP, or config= with a state that Orbax saved"
     )
 
 
@@ -354,6 +363,18 @@ def _load_run(folder: Path, step: int | None, mesh: AnyMesh | None, dtype: str |
         params, balance = exchange.read_weights(folder, step, config.model, placed)
     files = exchange.small_files(folder / "tokenizer")
     return LanguageModel(config, params, balance, tokenizer, over, f"{folder}@{step}", files, imported, step > 0)
+
+
+def _load_foreign(
+    folder: Path, step: int | None, config: Config, mesh: AnyMesh | None, dtype: str | None
+) -> LanguageModel:
+    config, over = given.with_mesh(given.with_dtype(config, dtype), mesh)
+    placed = functions.shardings(config, over) if over else None
+    params, balance = exchange.read_weights(folder, step, config.model, placed)
+    print(f"note: {folder}{Foreign.warning}")
+    tokenizer = tokenizers.load(config.data.tokenizer)
+    nothing = exchange.nothing_imported()
+    return LanguageModel(config, params, balance, tokenizer, over, str(folder), {}, nothing)
 
 
 def _load_hf(folder: Path, mesh: AnyMesh | None, dtype: str | None) -> LanguageModel:

@@ -20,7 +20,7 @@ import numpy as np
 from zaya_jax import trees
 from zaya_jax.checkpoint import layout
 from zaya_jax.checkpoint.boxes import HeldBox, Holding
-from zaya_jax.checkpoint.source import Source
+from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.cluster import multihost
 from zaya_jax.config import UserError
 
@@ -36,7 +36,7 @@ def read(
     `place` is a workdir, the folder of one checkpoint or of exported parameters, or a URL; `dtype` is what floating
     point numbers become.
     """
-    source = Source(place, step)
+    source = open_source(place, step)
     chosen = [array for name, array in source.arrays().items() if fnmatch.fnmatchcase(name, pattern)]
     if not chosen:
         names = ", ".join(sorted({name.split(".")[0] + ".*" for name in source.arrays()}))
@@ -60,7 +60,7 @@ class InitialWeights:
 
     def __init__(self, place: str, held: Holding, grow: bool):
         try:
-            source = Source(place)
+            source = open_source(place)
         except UserError:
             raise UserError(
                 f"config.run.init_from={place} holds no checkpoint; give another run's folder, FOLDER@STEP with a "
@@ -72,7 +72,7 @@ class InitialWeights:
         whole = [name for name, x in ours.items() if name in theirs and theirs[name].shape == tuple(x.shape)]
         if not grow and len(whole) < len(ours):
             name = next(name for name in ours if name not in whole)
-            has = f"has {theirs[name].shape}" if name in theirs else "has none"
+            has = f"has {theirs[name].shape}" if name in theirs else f"has none{source.nearest(name)}"
             raise UserError(
                 f"config.run.init_from={place} does not fit this model: of {name} it {has}, the model needs "
                 f"{tuple(ours[name].shape)} ({len(ours) - len(whole)} such arrays); give a checkpoint of the same "
@@ -94,8 +94,8 @@ class InitialWeights:
         state |= trees.flat(self._source.restore(trees.nested(leaves), held, fresh=state))
         count = len(taken)
         say(
-            f"begins from {self._source.name}: {count} of {count + len(self._left)} arrays taken, "
-            f"{len(self._parts)} of them in part"
+            f"begins from {self._source.name}{self._source.warning}: {count} of {count + len(self._left)} arrays "
+            f"taken, {len(self._parts)} of them in part"
         )
         unused = [n for n in self._theirs if (n.startswith("params.") or n == "balance.bias") and n not in self._taken]
         for what, names in (("taken in part", self._parts), ("left fresh", self._left), ("not used", unused)):

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from zaya_jax.checkpoint import claims, layout, writing
+from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED, Array
 from zaya_jax.checkpoint.seal import TAIL, Seal, Sums, crc32c, entry_of
 from zaya_jax.checkpoint.source import Source
@@ -38,13 +39,13 @@ def reshard(
     """Writes a step (by default the newest) in chunks of at most so many MiB to another workdir or place."""
     if not 0 < chunk_mb <= MOST_MB:
         raise UserError(f"--chunk_mb={chunk_mb:g} must be above 0 and at most {MOST_MB:g}")
-    source = Source(place, step)
+    source = open_source(place, step)
     to = _to_vault if "://" in str(target) else _to_workdir
     with source.unless_deleted(), to(source, str(target)) as (put, finish):
         source.check()
         arrays = [_resized(array, array.dtype, chunk_mb) for array in source.arrays().values()]
         finish(_write(source, arrays, source.json(layout.META), put, progress))
-    return f"step {source.step} in {target}"
+    return f"step {source.step} in {target}{source.warning}"
 
 
 def export_params(

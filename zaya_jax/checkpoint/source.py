@@ -8,6 +8,7 @@ source.restore(like, held)                      a tree of arrays on devices (`re
 """
 
 import contextlib
+import difflib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,8 @@ SLAB = 4 << 20  # bytes of a chunk that are mapped at once
 
 class Source:
     """A whole checkpoint's files."""
+
+    warning = ""  # a reservation about its numbers, said after its name
 
     def __init__(self, place: str | Path, step: int | None = None):
         """`step`: by default the newest, or the one that FOLDER@STEP names."""
@@ -104,6 +107,11 @@ class Source:
         if f"{layout.STATE}/{name}/zarr.json" not in self.files:
             raise UserError(f"{self.name} has no array {name}")
         return self._array(f"{layout.STATE}/{name}/zarr.json")
+
+    def nearest(self, name: str) -> str:
+        """The names most like one that is not here, as the end of an error."""
+        found = difflib.get_close_matches(name, self.arrays(), 3, 0.4) or sorted(self.arrays())[:3]
+        return f"; the nearest names are {', '.join(found)}" if found else ""
 
     def _array(self, file: str) -> Array:
         return Array.of_json(file.split("/")[1], self.json(file))

@@ -21,6 +21,7 @@ import zaya_jax
 from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.checkpoint import claims, store, writing
+from zaya_jax.checkpoint.foreign import open_source
 from zaya_jax.checkpoint.layout import DTYPES, IMPORTED
 from zaya_jax.checkpoint.source import Source, read_meta
 from zaya_jax.config import Config, Model, UserError
@@ -214,11 +215,11 @@ def config_at(workdir: str | os.PathLike, step: int) -> Config:
 
 
 def read_weights(
-    workdir: str | os.PathLike, step: int, model: Model, shardings: dict | None = None
+    workdir: str | os.PathLike, step: int | None, model: Model, shardings: dict | None = None
 ) -> tuple[dict, jax.Array]:
     """(parameters, balancing biases) of a step without the rest of the state: on the first device, or by `shardings`,
     a tree of {"params", "balance"}, where each device reads its own parts."""
-    source = Source(os.fspath(workdir), step)
+    source = open_source(os.fspath(workdir), step)
     wanted = {
         "params": zaya.abstract(model),
         "balance": {"bias": jax.ShapeDtypeStruct((model.num_hidden_layers, model.num_experts + 1), np.float32)},

@@ -1,0 +1,96 @@
+"""States that a program without this package saved with plain Orbax, in each of its layouts, become weights here."""
+
+import dataclasses
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from checkpoint_helpers import same
+
+import zaya_jax as zj
+from experiments.configs import tiny
+from zaya_jax import config, trees
+from zaya_jax.checkpoint import boxes, partial, rewrite
+from zaya_jax.checkpoint.vault import Vault
+from zaya_jax.config import UserError
+
+SAVE = """
+import sys
+from pathlib import Path
+import jax.numpy as jnp, numpy as np, orbax.checkpoint as v0
+from orbax.checkpoint import v1 as ocp
+from safetensors.numpy import save_file
+flat, root, tree = dict(np.load(sys.argv[1])), Path(sys.argv[2]), {}
+for name, x in flat.items():
+    *folders, last = name.split(".")
+    inner = tree
+    for folder in folders:
+        inner = inner.setdefault(folder, {})
+    inner[last] = jnp.asarray(x)
+def saved(name, **options):
+    context = ocp.Context()
+    for key, value in options.items():
+        setattr(context.array.saving, key, value)
+    with context:
+        ocp.save(root / name, tree)
+saved("ocdbt")
+saved("zarr2", use_ocdbt=False, use_zarr3=False)
+saved("zarr3", use_ocdbt=False, use_zarr3=True, use_compression=False)
+saved("zstd", use_ocdbt=False, use_zarr3=True)
+v0.PyTreeCheckpointer().save(root / "v0", tree)
+with ocp.training.Checkpointer(root / "steps") as checkpointer:
+    checkpointer.save(4, tree)
+(root / "tensors").mkdir()
+save_file(flat, root / "tensors" / "model.safetensors")
+assert not any(name.startswith("zaya") for name in sys.modules)
+"""
+LAYOUTS = ["ocdbt", "zarr2", "zarr3", "zstd", "v0", "steps", "tensors"]
+IDS = np.arange(1, 65).reshape(8, 8)
+
+
+@pytest.fixture(scope="module")
+def model():
+    given = config.check(tiny.get_config())
+    shape = dataclasses.replace(given.model, num_hidden_layers=2)
+    return zj.create(dataclasses.replace(given, model=shape), seed=3)
+
+
+@pytest.fixture(scope="module")
+def saved(model, tmp_path_factory):
+    """The folder of all layouts."""
+    root = tmp_path_factory.mktemp("orbax")
+    np.savez(root / "state.npz", **trees.flat({"params": model.params, "balance": {"bias": model.balance}}))
+    command = [sys.executable, "-c", SAVE, root / "state.npz", root]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+    return root
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_layout_comes_in(model, saved, layout, tmp_path):
+    place = saved / layout
+    same(partial.read(place)["params"], jax.tree.map(np.asarray, model.params))
+    fresh = jax.tree.map(np.zeros_like, {"params": model.params, "balance": {"bias": model.balance}})
+    fresh, said = jax.tree.map(jax.numpy.asarray, fresh), []
+    begun = partial.InitialWeights(str(place), boxes.of_tree(fresh), False).of(fresh, said.append)
+    same(begun, {"params": model.params, "balance": {"bias": model.balance}})
+    assert "without checksums" in said[0]
+    assert "without checksums" in rewrite.reshard(place, tmp_path / "run")
+    step = 4 if layout == "steps" else 0
+    assert Vault(tmp_path / "run" / "checkpoints").verify(step) == []
+    same(partial.read(tmp_path / "run")["params"], jax.tree.map(np.asarray, model.params))
+
+
+@pytest.mark.parametrize("layout", ["ocdbt", "tensors"])
+def test_it_is_a_model_of_equal_loss_on_a_mesh(model, saved, layout, capsys):
+    got = zj.load(saved / layout, config=model.config, mesh={"data": 4, "expert": 2})
+    np.testing.assert_allclose(got.loss(IDS, IDS), model.loss(IDS, IDS), rtol=1e-5)
+    assert "without checksums" in capsys.readouterr().out
+
+
+def test_of_a_tree_with_other_names_the_nearest_are_listed(model, saved):
+    fresh = {"params": {"embed": {"embeddings": model.params["embed"]["embedding"]}}}
+    with pytest.raises(UserError, match=r"embeddings it has none; the nearest names are params\.embed\.embedding"):
+        partial.InitialWeights(str(saved / "ocdbt"), boxes.of_tree(fresh), False)

@@ -1,0 +1,111 @@
+"""Reads a state that plain Orbax saved, in any layout that it knows: OCDBT, zarr files, zstd, v0, safetensors.
+
+    source = open_source(place, step)       a `Source`, also where Orbax alone has written
+
+`place` is the folder of one such checkpoint, a folder of steps, or FOLDER@STEP. The tree must have our names
+(`params.layers.cca.q.kernel`). Such a state has no checksums: Orbax 0.12.8 loads a changed bit without an error.
+"""
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from zaya_jax import trees
+from zaya_jax.checkpoint import layout, writing
+from zaya_jax.checkpoint.layout import Array
+from zaya_jax.checkpoint.source import Source
+from zaya_jax.config import StorageError, UserError
+
+SIGNS = ("_CHECKPOINT_METADATA", "_METADATA")  # Orbax's own files, in v1 and in v0
+READ_BYTES = 96 << 20  # under way at once: without a limit Orbax takes 1.67 states of memory, with it 1.31
+
+
+def open_source(place: str | Path, step: int | None = None) -> Source:
+    """The checkpoint at a place, whoever wrote it; UserError where there is none."""
+    folder = foreign_folder(place, step)
+    return Foreign(folder) if folder else Source(place, step)
+
+
+def foreign_folder(place: str | Path, step: int | None = None) -> Path | None:
+    """The folder at a place that Orbax wrote without this package; None for anything else."""
+    path, at, number = str(place).rpartition("@")
+    if step is None and at and number.isdecimal() and not Path(place).is_dir():
+        place, step = path, int(number)
+    folder = Path(place).absolute()
+    steps = writing.numbered(folder)
+    if steps and not any((folder / name).exists() for name in SIGNS):
+        folder /= str(max(steps) if step is None else step)
+    ours = (folder / layout.MARKER).exists()
+    theirs = any((folder / name).is_file() for name in SIGNS) or any(folder.glob("*.safetensors"))
+    return folder if theirs and not ours else None
+
+
+class Foreign(Source):
+    """One such checkpoint. An array is read as a whole, one at a time."""
+
+    warning = ", saved by Orbax without checksums: a changed bit would not be noticed"
+
+    def __init__(self, folder: Path):
+        # Imported here: it takes seconds, and few runs begin with such a state.
+        from orbax.checkpoint import v1 as ocp
+
+        self._ocp, self.folder, self._lock = ocp, folder, threading.Lock()
+        self.place, self.workdir, self.files, self.run = str(folder), None, {}, ""
+        self.step = int(folder.name) if folder.name.isdecimal() else 0
+        self.name, self._kept = str(folder), None
+        try:
+            with self._context():
+                self._tree = ocp.metadata(folder).metadata
+        except Exception as error:  # of many classes
+            raise StorageError(f"{folder} cannot be read by Orbax: {writing.reason(error)}") from error
+
+    def _context(self) -> Any:
+        context, me = self._ocp.Context(), jax.process_index()
+        context.checkpoint_layout = "auto"
+        context.pytree.loading.partial_load = True
+        context.memory.read_concurrent_bytes = READ_BYTES
+        if jax.process_count() > 1:  # each process reads by itself, at its own pace
+            context.multiprocessing.active_processes = {me}
+            context.multiprocessing.primary_host = me
+        return context
+
+    @contextlib.contextmanager
+    def unless_deleted(self) -> Any:
+        """Nothing deletes such a checkpoint."""
+        yield
+
+    def check(self, *_: Any, **__: Any) -> None:
+        """There is nothing to compare it with."""
+
+    def json(self, name: str) -> dict[str, Any]:
+        """Its small file, as far as a state alone tells."""
+        return {"step": self.step, "tokens": 0}
+
+    def arrays(self) -> dict[str, Array]:
+        """All arrays by name."""
+        about = {name: x for name, x in trees.flat(self._tree).items() if hasattr(x, "shape")}
+        return {n: Array(n, tuple(x.shape), np.dtype(x.dtype).name, tuple(x.shape)) for n, x in about.items()}
+
+    def array(self, path: Any) -> Array:
+        """One array; UserError if there is no such array."""
+        name, theirs = ".".join(path), self.arrays()
+        if name not in theirs:
+            raise UserError(f"{self.name} has no array {name}{self.nearest(name)}")
+        return theirs[name]
+
+    def _mapped(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
+        if self._kept is None or self._kept[0] != array.name:
+            self._kept = None  # before the next is read
+            self._kept = array.name, self._chunk(array, index)
+        return self._kept[1]
+
+    def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
+        like = {array.name: np.broadcast_to(np.zeros((), array.dtype), array.shape)}
+        flat = array.name in self._tree  # as safetensors are
+        with self._lock, self._context():
+            found = self._ocp.load(self.folder, like if flat else trees.nested(like))
+        return np.asarray(trees.flat(found)[array.name])
