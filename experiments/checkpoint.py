@@ -21,7 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from zaya_jax import cli, config
-from zaya_jax.checkpoint import layout, look, rewrite, source, times, writing
+from zaya_jax.checkpoint import layout, look, rewrite, source, times
 from zaya_jax.checkpoint.vault import Vault, vault_at
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.pytorch import exchange, tokenizer_files
@@ -174,8 +174,8 @@ def verify(args: Any) -> int:
         for damage in damages:
             print(f"step {step}: {damage}")
         damaged += bool(damages)
-    for name in copies.unfinished() if copies else writing.odd_names(Path(vault.url)):
-        print(f"{name}: {'its upload has not ended' if copies else 'no name of a checkpoint, not looked at'}")
+    for name in copies.unfinished() if copies else ():
+        print(f"{name}: its upload has not ended")
     wrong = "" if copies else _wrong_config(Path(args.workdir), steps[-1])
     if wrong:
         print(wrong)

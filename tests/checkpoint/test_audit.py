@@ -207,22 +207,3 @@ def test_verify_beside_a_run_that_saves_and_deletes(tmp_path, monkeypatch, capsy
     assert {code for code, _, _ in looks} == {0}, [look for look in looks if look[0]]
     line = r"(step \d+: ([\d.]+ kB, whole|deleted meanwhile)|\d+: its upload has not ended)\n"
     assert [out for _, out, _ in looks if not re.fullmatch(f"({line})+", out)] == []
-
-
-def test_odd_names_and_empty_steps_are_a_line_each(runs, verify):
-    root = runs[0]
-    for name in ("040", "40.bak", "٤٠", "-3"):
-        (root / name).mkdir()
-    (root / "50").mkdir()
-    (root / "60").write_text("no folder")
-    code, out, err = verify(root.parent)
-    assert code == 4 and err == "error: 2 of 4 checkpoints damaged\n"
-    lines = [line for line in out.splitlines() if "whole" not in line]
-    assert sorted(lines) == sorted([
-        "step 50: checksums.json is missing", "step 60: checksums.json is unreadable (Not a directory)",
-        *(f"{name}: no name of a checkpoint, not looked at" for name in ("040", "40.bak", "٤٠", "-3")),
-    ])  # fmt: skip
-    assert store.Store(root.parent).steps() == [36, 40]
-    with pytest.raises(StorageError, match=r"60 is damaged: checksums.json is unreadable"):
-        store.Store(root.parent, Checkpoint(), print).newest()
-    assert store.Store(root.parent, Checkpoint(on_corrupt="previous"), print).newest() == 40

@@ -1,7 +1,6 @@
 """Whose a folder is: seen under the lock, told by the checkpoints, and never changed by a step of another run."""
 
 import json
-import os
 import shutil
 
 import jax.numpy as jnp
@@ -11,9 +10,8 @@ from checkpoint_helpers import content
 from zaya_jax import config
 from zaya_jax.checkpoint import claims, rewrite, store, writing
 from zaya_jax.checkpoint.vault import Vault
-from zaya_jax.config import Checkpoint, StorageError, UserError
+from zaya_jax.config import Checkpoint, UserError
 from zaya_jax.pytorch import exchange
-from zaya_jax.training import workdir as workdir_lib
 from zaya_jax.training.workdir import CleanupIfRefused, open_workdir
 
 
@@ -134,30 +132,3 @@ def test_a_failed_reshard_leaves_what_others_made(tmp_path, monkeypatch, then_wa
     with pytest.raises(OSError, match="full"):
         rewrite.reshard(source, tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_pipes_and_folders_in_the_place_of_files(tmp_path):
-    """To open a pipe would wait for ever."""
-    workdir = train(tmp_path / "run")
-    for name in ("checksums.json", "meta/data.json", "state/params.w/c.0"):
-        path = workdir / "checkpoints" / "4" / name
-        kept = path.read_bytes()
-        for odd in (os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)):
-            path.unlink()
-            odd(path)
-            damages = [str(d) for d in Vault(workdir / "checkpoints").verify(4)]
-            assert any("no regular file" in d or "Is a directory" in d for d in damages), damages
-            with pytest.raises(StorageError):
-                store.Store(workdir, Checkpoint(), print).newest()
-            with pytest.raises(StorageError):
-                rewrite.reshard(workdir, tmp_path / "new", step=4)
-            os.rmdir(path) if path.is_dir() else os.remove(path)
-            path.write_bytes(kept)
-    (workdir / "config.json").unlink()
-    os.mkfifo(workdir / "config.json")
-    with pytest.raises(UserError, match=r"config\.json cannot be read \(no regular file"):
-        workdir_lib.read_config(workdir)
-    shutil.rmtree(workdir / "checkpoints")
-    (workdir / "checkpoints").write_text("")
-    with pytest.raises(StorageError, match=r"checkpoints cannot be used for checkpoints \(.*; move away"):
-        store.Store(workdir, Checkpoint(), print).newest()

@@ -78,7 +78,6 @@ def remarks(workdir: str | Path, seen_all: list[Seen], damaged: list[int]) -> li
         "Saved after an update that was skipped or not finite": unsound,
         "Saved among losses or gradients that were too high": doubtful,
         **{what: [name for name in names if name.startswith(begins)] for begins, what in OTHERS.items()},
-        "No checkpoints' names": writing.odd_names(root),
     }
     return [f"{what}: {', '.join(which)}." for what, which in found.items() if which]
 

@@ -269,14 +269,6 @@ def steps_of(names: Iterable[str]) -> list[int]:
     return [int(name) for name in names if name.isascii() and name.isdigit() and str(int(name)) == name]
 
 
-def odd_names(root: Path) -> list[str]:
-    """Names among the checkpoints that are not a step's, such as 040 or 40.bak."""
-    if not root.is_dir():
-        return []
-    names = {path.name for path in root.iterdir() if not path.name.startswith((SAVING, DELETING, DAMAGED, STALE, RUN))}
-    return sorted(names - {str(step) for step in steps_of(names)})
-
-
 def run_of(root: Path) -> str:
     """The name of the run whose checkpoints lie here, made when it begins; "" before."""
     with contextlib.suppress(OSError, UnicodeDecodeError):
