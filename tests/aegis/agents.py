@@ -41,8 +41,8 @@ class Agents:
             try:
                 codes.append(self.agents[i].wait(max(until - time.monotonic(), 0.1)))
             except subprocess.TimeoutExpired:
-                told = "\n".join(self.out(j) + self.err(j) for j in range(len(self.agents)))
-                raise AssertionError(f"agent {i} still runs after {seconds} s:\n{told}") from None
+                output = "\n".join(self.out(j) + self.err(j) for j in range(len(self.agents)))
+                raise AssertionError(f"agent {i} still runs after {seconds} s:\n{output}") from None
         return codes
 
     def until(self, text: str, agent: int = 0, seconds: float = 60) -> None:
@@ -60,7 +60,7 @@ class Agents:
             time.sleep(0.02)
 
     def first(self, kind: str, seconds: float = 60) -> events.Event:
-        """The first event of a kind, waited for: what is told is written a moment after it was done."""
+        """The first event of a kind, waited for: an event is written a moment after it happened."""
         end = time.monotonic() + seconds
         while not (found := self.events(kind)):
             assert time.monotonic() < end, self.err()
@@ -77,7 +77,7 @@ class Agents:
         return [json.loads(line)["step"] for line in lines]
 
     def running(self) -> list[int]:
-        """The processes of the run that are there, whoever their parent is."""
+        """The processes of the run that are there, whatever their parent."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
@@ -87,7 +87,7 @@ class Agents:
         return found
 
     def gone(self, seconds: float = 10) -> bool:
-        """Whether none of them is left, soon."""
+        """Whether all of them end within so many seconds."""
         until = time.monotonic() + seconds
         while self.running():
             if time.monotonic() > until:

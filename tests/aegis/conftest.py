@@ -25,7 +25,7 @@ SMALL = {
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    """Runs the program in this process on as many devices as mesh.data says, with faults; none of them: `bad=None`."""
+    """Runs the program in this process on as many devices as mesh.data says, with faults; without: `bad=None`."""
     corpus = tmp_path / "corpus"
     corpus.mkdir()
     for i in range(60):

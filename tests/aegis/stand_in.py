@@ -1,7 +1,7 @@
 """A program in place of training, quick to start, with an agent around it: `stand_in.py agent WORKDIR OPTIONS`.
 
 Its "run" is a counter: all processes of a start meet at each step through files, every fifth step is a checkpoint, and
-what a file WORKDIR/do-INDEX says befalls process INDEX once, at the step that it names:
+a file WORKDIR/do-INDEX says what befalls process INDEX once, and at which step:
 `STEP kill|stop|exit N|spin|lock|orphan|print TEXT|pause SECONDS`.
 """
 
@@ -74,7 +74,7 @@ def meet(meeting: Path, step: int, count: int) -> None:
 
 
 def befall(file: Path, step: int) -> None:
-    """Does what was asked for this step, once."""
+    """Carries out the fault asked for at this step, once."""
     if not file.exists():
         return
     when, what, *how = file.read_text().split(maxsplit=2)
@@ -104,7 +104,7 @@ def befall(file: Path, step: int) -> None:
 
 
 def stand_still_here() -> None:
-    """What the event should name."""
+    """The function that the event should name."""
     while True:
         time.sleep(0.1)
 

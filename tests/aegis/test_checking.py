@@ -13,7 +13,7 @@ from zaya_jax.aegis.preflight import ANSWER, Checking
 
 
 class Asking:
-    """A check whose nodes answer as they are told."""
+    """A check whose nodes answer as the test says."""
 
     def __init__(self, count):
         self.orders: list = []

@@ -32,7 +32,7 @@ from zaya_jax.aegis.facts import (
 
 
 class World:
-    """A decider with its clock, and nodes that do as they are told."""
+    """A decider with its clock, and nodes that obey."""
 
     def __init__(self, each=1, **rules):
         self.now = 0.0
@@ -130,7 +130,7 @@ def test_asked_is_75():
 
 def test_the_cause_is_named_and_not_who_followed():
     world = World(nodes=3)
-    world.exit((2, 1), (0, 1), (1, -9))  # told last
+    world.exit((2, 1), (0, 1), (1, -9))  # reported last
     (died,) = world.events("died")
     assert (died["process"], died["seen"], died["node"]) == (1, "SIGKILL", "host1")
     world = World(nodes=3)
@@ -298,7 +298,7 @@ def test_without_a_spare_a_wrong_device_ends_it_and_another_fault_is_said():
     world = World(nodes=2, check=True)
     world.take(Checked(((1, MISSING),), 4.0))
     assert world.starts() == [(0, 1)] and "no spare node" in world.events("check")[0]["done"]
-    world.take(Checked(((0, WRONG),), 4.0))  # nobody's answer
+    world.take(Checked(((0, WRONG),), 4.0))  # an answer that was not asked for
     assert world.end() is None
     for found, code in ((((1, WRONG), (1, MISSING)), 5), (((-1, finding("stop", "distributed")),), 1)):
         world = World(nodes=2, check=True)
@@ -431,7 +431,7 @@ def test_one_of_several_devices_excludes_nobody():
     assert world.events("died")[0]["process"] == -1 and not world.decider.excluded
     world.take(Found(0, line))
     world.exit((0, 5), (1, 5))
-    assert world.end() == 5  # again, and nobody knows whom to leave out
+    assert world.end() == 5  # again, and no node is known to be at fault
 
 
 def test_a_full_disk_is_the_storages_fault_and_of_the_process_that_it_says():

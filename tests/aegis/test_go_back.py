@@ -22,7 +22,7 @@ MOMENTS = {  # where a process may be killed: before or after it has called a fu
 
 
 def went_back(workdir, out):
-    """What a run has said and left that went back for the noise."""
+    """Checks the output and the files of a run that went back for the noise."""
     assert "in 5 steps in a row, from step 73 on" in out
     assert "back to step 60, and on without the 17 batches since" in out
     assert "-*: step 75, of a past that was given up" in out
@@ -35,7 +35,7 @@ def went_back(workdir, out):
     found = lines(workdir)
     assert [line["step"] for line in found] == list(range(1, 91))
     assert [(line["step"], line["data/left_out"]) for line in found if "data/left_out" in line] == [(61, 17)]
-    assert max(line["loss"] for line in found[60:]) < 3  # none of the noise
+    assert max(line["loss"] for line in found[60:]) < 3  # without the noise
     meta = read_meta(workdir, 90)
     assert meta["data"]["left_out"] == [[60, 17]] and meta["decisions"] == [made]
     assert "left_out" not in read_meta(workdir, 60)["data"] and "decisions" not in read_meta(workdir, 60)

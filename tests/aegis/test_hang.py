@@ -35,7 +35,7 @@ class Run:
         return self.hangs.find(self.now)
 
     def wait(self, seconds):
-        """Nobody moves; the hang that is found, or None."""
+        """No process moves; the hang that is found, or None."""
         until = self.now + seconds
         while self.now < until:
             self.now += EVERY
@@ -45,7 +45,7 @@ class Run:
         return None
 
     def step(self, number, seconds, data=0.0):
-        """A whole step of all, and what is found in it."""
+        """A whole step of all; the hang that is found in it, or None."""
         begun = self.now
         for mark, part in (("fetch", data), ("dispatch", 0.1 * seconds), ("wait", 0.9 * seconds)):
             self.at("step", number, mark)
@@ -178,7 +178,7 @@ def test_a_machine_that_slept_blames_nobody():
 
 
 def test_a_silent_node_is_found_by_its_place():
-    """Its agent tells nothing either: what it said last grows old."""
+    """Its agent reports nothing either: its last report grows old."""
     run = Run(2)
     number = steady(run)
     run.at("step", number, "dispatch")
@@ -195,7 +195,7 @@ def test_a_silent_node_is_found_by_its_place():
 
 @pytest.mark.parametrize("how", ["alike", "one is silent", "one is stopped", "one has come less far", "saving"])
 def test_only_those_that_wait_in_one_program_wait_alike(how):
-    """As when a link is away. Somebody who is silent, stopped or behind is the cause himself."""
+    """As when a link is away. A process that is silent, stopped or behind is itself the cause."""
     run = Run(3)
     for number in range(1, 9):
         assert run.step(number, 1.0) is None

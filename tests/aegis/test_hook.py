@@ -23,24 +23,24 @@ def script(tmp_path, text):
 def test_a_command_gets_the_event(tmp_path):
     out = tmp_path / "out"
     text = f"import os, sys\nopen({str(out)!r}, 'a').write(os.environ['ZAYA_TEXT'] + sys.stdin.read())"
-    told = Hook(script(tmp_path, text))
-    told.tell(DIED)
-    told.close()
+    hook = Hook(script(tmp_path, text))
+    hook.tell(DIED)
+    hook.close()
     words, _, body = out.read_text().partition("{")
     assert words == DIED.text()
     assert words == "died process 7 on node3 at step 1200: SIGKILL; disk full; restart at once"
-    assert json.loads("{" + body)["kind"] == "died" and told.failed == 0
+    assert json.loads("{" + body)["kind"] == "died" and hook.failed == 0
 
 
 def test_a_command_that_hangs_is_not_waited_for_and_one_that_fails_is_counted(tmp_path):
-    told = Hook(script(tmp_path, "import time; time.sleep(60)"), seconds=0.5)
+    hook = Hook(script(tmp_path, "import time; time.sleep(60)"), seconds=0.5)
     begin = time.monotonic()
     for _ in range(300):
-        told.tell(DIED)
+        hook.tell(DIED)
     assert time.monotonic() - begin < 5
-    assert told.lost >= 199  # a hundred wait, one or so is being told
+    assert hook.lost >= 199  # a hundred wait, one or so is being sent
     time.sleep(1.2)
-    assert told.failed >= 1
+    assert hook.failed >= 1
     failing = Hook("/nowhere/at/all")
     failing.tell(DIED)
     failing.close()
@@ -49,9 +49,9 @@ def test_a_command_that_hangs_is_not_waited_for_and_one_that_fails_is_counted(tm
 
 def test_nobody_to_tell_is_no_thread_and_a_command_without_its_last_quote_is_refused():
     before = threading.active_count()
-    told = Hook("")
-    told.tell(DIED)
-    told.close()
+    hook = Hook("")
+    hook.tell(DIED)
+    hook.close()
     assert threading.active_count() == before
     with pytest.raises(UserError, match="no command line"):
         Hook("a 'b")

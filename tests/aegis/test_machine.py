@@ -23,10 +23,10 @@ def test_finds_accelerators_in_the_order_of_their_addresses(tmp_path):
 
 def test_binds_to_a_numa_node_where_numactl_is(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert machine.beside(1) == []
+    assert machine.on_numa_node(1) == []
     (tmp_path / "numactl").write_text("#!/bin/sh\n")
     (tmp_path / "numactl").chmod(0o755)
-    assert machine.beside(1) == ["numactl", "--cpunodebind=1", "--preferred=1"] and machine.beside(-1) == []
+    assert machine.on_numa_node(1) == ["numactl", "--cpunodebind=1", "--preferred=1"] and machine.on_numa_node(-1) == []
 
 
 def test_a_process_that_does_not_listen_is_left_alive_and_looked_at_from_outside(tmp_path):

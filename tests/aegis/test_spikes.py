@@ -80,7 +80,7 @@ def test_high_steps_with_lower_ones_between_are_a_spike_too(of_ten, steps, high)
 
 @pytest.mark.parametrize("good", range(600, 618, 4))
 def test_high_steps_do_not_raise_the_level(good):
-    """However long they take turns with others: what is high for good after them is found, by the level before."""
+    """However long they take turns with others: a lasting rise after them is found, by the level before."""
     figures, at = steady(900), np.arange(900)
     figures[(at >= 200) & (at % 18 < 9), 0] = 10.0
     assert found(figures)[0] is None  # no more than the others
@@ -191,7 +191,7 @@ def test_dead_experts_are_named_by_layer_and_again_when_there_are_more(tmp_path)
     watching = guard.Guard(Guard(), tmp_path, [], {}, 0)
     for step, dead in enumerate(([0, 0], [0, 2], [0, 2], [1, 2], [0, 0], [0, 1]), start=1):
         watching.see(step, 0, {"loss": 1.0, "grad_norm": 1.0, "dead_experts": np.array(dead, np.int32)})
-    told = events.read(tmp_path)
-    assert [(event.kind, event.step) for event in told] == [("dead experts", step) for step in (2, 4, 6)]
-    assert "2 experts" in told[0].seen and told[0].seen.endswith("in layers 1")
-    assert "3 experts" in told[1].seen and told[1].seen.endswith("in layers 0, 1")
+    written = events.read(tmp_path)
+    assert [(event.kind, event.step) for event in written] == [("dead experts", step) for step in (2, 4, 6)]
+    assert "2 experts" in written[0].seen and written[0].seen.endswith("in layers 1")
+    assert "3 experts" in written[1].seen and written[1].seen.endswith("in layers 0, 1")

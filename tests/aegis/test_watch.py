@@ -93,7 +93,7 @@ def test_flaps_exclude(node):
 
 
 def set_counters(root, rng, minute):
-    """What a healthy node's counters do in an hour: below every limit, and never still."""
+    """A healthy node's counters over an hour: below every limit, and never still."""
     for card in range(8):
         place = root / f"sys/class/drm/card{card}/device"
         (place / "ras/umc_err_count").write_text(f"ue: 0\nce: {7 + card * minute // 8}\nde: 0")

@@ -1,4 +1,4 @@
-"""Recorded trees of a node, unpacked into a folder, and an NVML that tells what a test wants."""
+"""Recorded trees of a node, unpacked into a folder, and an NVML that answers as a test wants."""
 
 from pathlib import Path
 from types import SimpleNamespace

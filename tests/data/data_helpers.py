@@ -49,7 +49,7 @@ def here(options, out):
 
 
 def in_memory(lengths, first=0, bundle_tokens=0):
-    """A source of documents whose tokens are the numbers from `first` on, so that each can be told from all others."""
+    """A source of documents whose tokens are the numbers from `first` on, so that each differs from all others."""
     starts = np.zeros(int(np.sum(lengths)), bool)
     starts[np.cumsum(lengths) - lengths] = True
     ids = first + np.arange(len(starts), dtype=np.uint32)

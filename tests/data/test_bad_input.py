@@ -156,7 +156,7 @@ def test_a_failure_leaves_nothing_or_says_how_to_go_on(tmp_path):
     assert list((tmp_path / "empty").iterdir()) == []
     (tmp_path / "b.jsonl").write_bytes(good * 9 + bad)
     options = Options([str(tmp_path / "b.jsonl")], part_bytes=400, held_out=0.0)
-    with pytest.raises(UserError, match=r"byte 1620: .*; what was done stays, and .* --skip_bad added"):
+    with pytest.raises(UserError, match=r"byte 1620: .*; finished parts stay, and .* --skip_bad added"):
         here(options, out)
     assert not list(out.glob("*.partial-*"))
     with pytest.raises(UserError, match=r"begun with other held_out; .* remove this one"):

@@ -1,4 +1,4 @@
-"""Conversations: what the tokens spell, and that exactly the model's own words are learnt."""
+"""Conversations: their spelling in tokens, and that exactly the model's own words are learnt."""
 
 import pytest
 
@@ -125,7 +125,7 @@ def test_a_turn_that_cannot_be_learnt_says_why(turn, message):
 
 
 def test_calls_of_tools_are_learnt_and_their_results_are_not(tok):
-    messages = chat.beside({"system": "be brief", "tools": [{"name": "add"}]})
+    messages = chat.leading_turns({"system": "be brief", "tools": [{"name": "add"}]})
     messages += [{"role": "assistant", "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "3"}]
     document, _ = chat.prepare(chat.Format(tok), chat.read(messages), None)
     learnt = [i for i, own in zip(document.tokens, document.learn, strict=True) if own]

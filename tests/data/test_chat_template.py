@@ -1,4 +1,4 @@
-"""The exported chat template, rendered and encoded, is what `chat.Format` gives: ids, and what is learnt."""
+"""The exported chat template, rendered and encoded, equals `chat.Format`: ids, and learnt tokens."""
 
 import bisect
 import functools
@@ -53,7 +53,7 @@ TEMPLATES = {tok: environment().from_string(chat_template.make_template(tok)) fo
 
 
 def rendered(tok, messages, **more):
-    """(ids, what is learnt) of the template's text, encoded as transformers does it: in one, marks as ids."""
+    """(ids, learnt or not) of the template's text, encoded as transformers does it: in one, marks as ids."""
     text = TEMPLATES[tok].render(messages=messages, **more)
     plain, places = "", []
     for piece in text.replace("\ue001", "\ue000").split("\ue000"):
@@ -116,9 +116,9 @@ CONVERSATION = st.lists(MESSAGE | RESULT, min_size=1, max_size=4)
 def test_template_is_the_format(tok, messages, tools, system):
     record = ({"tools": tools} if tools else {}) | ({"system": system} if system else {})
     try:
-        turns = chat.read(chat.beside(record) + messages)
+        turns = chat.read(chat.leading_turns(record) + messages)
     except chat.BadChat:  # without an answer: it teaches nothing, and is a prompt all the same
-        turns = chat.read([*chat.beside(record), *messages, {"role": "assistant", "content": "x"}])[:-1]
+        turns = chat.read([*chat.leading_turns(record), *messages, {"role": "assistant", "content": "x"}])[:-1]
     marks = [tok.chat_mark(role) for role in tokenizers.CHAT_TOKENS]
     assume(not any(mark in turn.content + turn.reasoning for mark in marks for turn in turns))  # see below
     document, _ = chat.prepare(chat.Format(tok), turns, None)

@@ -20,7 +20,7 @@ LENGTHS = {"a": 2400, "b": 1000, "c": 7000}  # tokens, each of its own number
 
 @pytest.fixture(autouse=True)
 def stores(monkeypatch):
-    """Sources a, b and c, whose rows can be told apart; `c` in bundles, so that its rows come in blocks."""
+    """Sources a, b and c, whose rows differ; `c` in bundles, so that its rows come in blocks."""
     made, first = {}, 1
     for name, size in LENGTHS.items():
         made[name] = in_memory([10] * (size // 10), first)
@@ -131,7 +131,7 @@ def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
     for step in range(plan.total_steps):
         state = json.loads(json.dumps(once.get_state()))
         assert state.get("left_out", []) == (ranges if step > 3 else [])
-        if step <= 3:  # before it went back, a checkpoint is what it was
+        if step <= 3:  # before it went back, checkpoints are unchanged
             assert state == stopped(settings, step)[1]
         again = stream(settings)
         assert again.set_state(state) == ""
@@ -141,7 +141,7 @@ def test_a_state_of_any_step_goes_on_with_what_was_left_out(phases):
             assert_same(take(again, min(5, plan.total_steps - step)), whole[step : step + 5])
         next(once)
         if step == 4:
-            once.close()  # what was fetched ahead comes again, and the same
+            once.close()  # batches fetched ahead come again, and the same
             assert once.set_state(state := once.get_state()) == "" and once.get_state() == state
     once.close()
 

@@ -1,4 +1,4 @@
-"""Preparing: every input format, restarting after kill -9, and what is refused in one line."""
+"""Preparing: every input format, restarting after kill -9, and refusals in one line."""
 
 import gzip
 import json

@@ -1,4 +1,4 @@
-"""Text corpora: what is found, what is left out, what is held out."""
+"""Text corpora: which files are found, left out and held out."""
 
 import itertools
 import os
@@ -91,7 +91,7 @@ def test_a_file_is_taken_once_under_all_its_names_and_linked_folders_are_read(li
     ]
     assert "web/h.txt" in [name for name, _ in found] and "f.txt" in [name for name, _ in found]
     (said,) = caplog.messages
-    assert f"{pattern}: left out 4 names of what is there under another one (" in said
+    assert f"{pattern}: left out 4 names of files that are there under another name (" in said
 
 
 @pytest.mark.parametrize(

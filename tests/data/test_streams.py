@@ -274,7 +274,7 @@ def test_a_worker_that_dies_is_named_and_leaves_nothing(make_config, directories
 
 
 def test_a_start_on_a_huge_index_is_quick_and_small(make_config, tmp_path):
-    """12T tokens in 120,000 shards, of which none is opened: a start reads their table."""
+    """12T tokens in 120,000 shards; a start opens no shard, and reads their table."""
     table = np.zeros(120_000, tokens.SHARD_TYPE)
     table["task"], table["tokens"] = np.arange(len(table)), 100_000_007
     table["bundles"] = -(-100_000_007 // 32768)

@@ -53,7 +53,7 @@ def test_another_id_than_the_tokenizers_is_refused(bpe, key):
 
 @pytest.mark.parametrize("pad", ["", "<|end_turn|>", "a", "<|eos|>"])
 def test_padding_that_stands_for_something_else_freezes_nothing(bpe, tmp_path, pad):
-    """Its own, named beside the tokenizer, or none, when it is the end of documents."""
+    """Its own, named next to the tokenizer, or none, when it is the end of documents."""
     if pad:
         (tmp_path / "tokenizer.json").write_bytes(bpe._content)
         (tmp_path / tokenizers.META_FILE).write_text(json.dumps({"pad_id": bpe._id(pad)}))

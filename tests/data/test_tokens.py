@@ -1,4 +1,4 @@
-"""The shard format: what is written is read again, bit for bit, and nothing else passes for it."""
+"""The shard format: reading gives the bits that were written, and nothing else passes for them."""
 
 import itertools
 

@@ -162,7 +162,7 @@ BAD = {
     "no answer": ('{"messages": [{"role": "user", "content": "a"}]}\n', NO_ANSWER),
     "empty": ("", "has no chat"),
     "other fields": ('{"prompt": "a"}\n', "under messages, conversations, conversation; mend it, or let prepare_data"),
-    "too long": (json.dumps({"messages": [ask(1)[1] | {"content": "x" * 200}]}) + "\n", "none of its 1 chats fits"),
+    "too long": (json.dumps({"messages": [ask(1)[1] | {"content": "x" * 200}]}) + "\n", "its 1 chats are all longer"),
 }
 
 
@@ -183,7 +183,7 @@ def test_other_bad_input_is_one_line(folder, tmp_path):
     prepare.prepare(Options([str(folder / "text")]), str(prepared), 1, lambda *_: None)
     chats = str(folder / "chats.jsonl")
     for keys, message in (
-        ({"data__tokenizer": str(bare)}, "has no chat marks: none of <|turn|>, <start_of_turn>"),
+        ({"data__tokenizer": str(bare)}, "has no chat marks: it needs one of <|turn|>, <start_of_turn>"),
         ({"data__path": str(folder / "text")}, "0.txt is neither JSONL nor Parquet"),
         ({"data__path": str(prepared)}, "was prepared from text and holds no chats"),
         ({"data__path": str(tmp_path / "none.jsonl")}, "holds no file; give a directory, a file or a glob"),

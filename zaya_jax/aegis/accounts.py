@@ -11,7 +11,7 @@ From the first start to the last event there is always one of these uses:
     silent     from a fault until it was noticed
     stopping   from there until nothing ran, and the pause before the next start
     again      start-up, restoring and compiling after a fault, until the first new step
-    idle       between an end and the next start: nobody supervised
+    idle       between an end and the next start: no agent ran
     untold     a start that reported nothing
 
 A start that follows a fault owes its time to that fault, whichever section it was in.
@@ -93,8 +93,8 @@ class Account:
         """Of the supervised time the share of steps that counted; NaN where no start reported anything."""
         totals = self.totals
         whole = sum(totals.values()) - totals["idle"]
-        told = whole - totals["untold"]
-        return totals["step"] / whole if told > 0 and whole > 0 else float("nan")
+        reported = whole - totals["untold"]
+        return totals["step"] / whole if reported > 0 and whole > 0 else float("nan")
 
 
 @dataclasses.dataclass
@@ -243,7 +243,7 @@ def _live(account: Account, begin: float, end: float, mine: Sequence[Event]) -> 
 
 
 def _go_back(account: Account, time: float, step: int, cause: int | None) -> None:
-    """The run goes on from this step: what was computed beyond it before that time is done again."""
+    """The run goes on from this step: later steps that were computed before that time are done again."""
     pieces: list[Piece] = []
     for piece in account.pieces:
         before, after = piece.steps

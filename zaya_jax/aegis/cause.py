@@ -42,7 +42,7 @@ class Cause:
     code: int = 1
     group: str = "note"
     exclude: bool = False
-    free: bool = False  # costs none of the restarts
+    free: bool = False  # does not count as a restart
     seconds: float = 0.0  # until it was noticed
 
 
@@ -134,11 +134,11 @@ def _name_process(cause: Cause, said: Iterable[Finding], node_of: Callable[[int]
     wrong = cause.code == HARDWARE
     cause.group, cause.exclude = ("critical", True) if wrong else ("storage", False)
     cause.concluded = "a device computes wrongly" if wrong else "the storage fails"
-    told = [f for f in said if f.group == cause.group and (not wrong or f.name.endswith(WRONG))]
-    if not told:
+    lines = [f for f in said if f.group == cause.group and (not wrong or f.name.endswith(WRONG))]
+    if not lines:
         return
-    cause.seen, cause.process = f"{cause.seen}; {told[-1].seen}", told[-1].process
-    if wrong and told[-1].name != WRONG:  # one of several
+    cause.seen, cause.process = f"{cause.seen}; {lines[-1].seen}", lines[-1].process
+    if wrong and lines[-1].name != WRONG:  # one of several
         cause.process, cause.node, cause.exclude = -1, -1, False
     elif (node := node_of(cause.process)) >= 0:
         cause.node = node

@@ -56,7 +56,7 @@ class Rules:
 
 
 class State(enum.StrEnum):
-    """What the run is doing."""
+    """The state of the run."""
 
     GATHERING = "gathering"  # agents come
     CHECKING = "checking"  # the nodes of the next start are tried
@@ -271,7 +271,7 @@ class Decider:
             if self.state == State.STOPPING:
                 for node in [n for n in self.nodes if n not in self._idle and n not in self._lost]:
                     self._lost.add(node)
-                    self._say("lost", node, seen=f"no answer within {STOP:g} s of being told to stop")
+                    self._say("lost", node, seen=f"no answer within {STOP:g} s of the order to stop")
                     self._out.append(facts.Drop(node))
                 return self._conclude()
             if self.state == State.ENDING and {e.code for _, e in self._exits} <= {DONE, PREEMPTED}:

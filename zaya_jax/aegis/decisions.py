@@ -39,7 +39,7 @@ def read(workdir: str | os.PathLike) -> list[Decision]:
     except (OSError, ValueError) as error:
         raise StorageError(
             f"{path} cannot be read ({error}); it says which checkpoints are given up: restore it, each checkpoint has "
-            'what was decided before it, in meta/data.json under "decisions"'
+            'the decisions made before it, in meta/data.json under "decisions"'
         ) from None
 
 
@@ -76,7 +76,7 @@ def agreed(here: Sequence[Decision], saved: Sequence[Decision], place: str | Pat
     if list(longer[: len(shorter)]) != list(shorter):
         raise UserError(
             f"{place}/{events.FOLDER}/{FILE} and the newest checkpoint tell of other decisions; restore the file "
-            'that belongs to it, or write there what the checkpoint has in meta/data.json under "decisions"'
+            'that belongs to it, or copy "decisions" of the checkpoint\'s meta/data.json into it'
         )
     return list(longer)
 
@@ -116,10 +116,10 @@ def spikes(made: Sequence[Decision]) -> int:
 
 def write_events(workdir: str | Path, made: Sequence[Decision]) -> None:
     """Writes an event for each decision that has none yet: it may have been made just before a kill."""
-    told = {event.facts.get("decision") for event in events.read(workdir)}
+    written = {event.facts.get("decision") for event in events.read(workdir)}
     log = events.Log(workdir, "run")
     for number, one in enumerate(made):
-        if number not in told:
+        if number not in written:
             group = "critical" if one["kind"] == "corrupt" else "numbers"
             log.add(
                 one["kind"], group=group, step=one["at"], seen=one.get("seen", ""),

@@ -1,4 +1,4 @@
-"""Writes an agent's files and terminal output and runs its command, each in a thread, so that none of them delays it.
+"""Writes an agent's files and terminal output and runs its command, each in a thread, so that the agent never waits.
 
     terminal = Terminal(); terminal.show(1, b"...")         the processes' output
     keeper = Keeper(workdir); keeper.append(name, data)     files below WORKDIR/aegis

@@ -127,10 +127,10 @@ class Leader:
 
     def _wait_out(self, found: Hang | None) -> bool:
         """Whether a hang that all share is given time; reports when that begins, and when it has ended well."""
-        nobody: dict[str, Any] = {"process": -1, "node": "", "facts": {}}
+        no_process: dict[str, Any] = {"process": -1, "node": "", "facts": {}}
         if self._awaited and (found is None or found.seconds < self._awaited.seconds):
             self._event(
-                "waited", nobody | {"concluded": "a link or a device was away", "done": "it goes on"}
+                "waited", no_process | {"concluded": "a link or a device was away", "done": "it goes on"}
                 | {"seconds": round(self._awaited.seconds, 3)},
             )  # fmt: skip
             self._awaited = None
@@ -139,8 +139,8 @@ class Leader:
             return False
         if self._awaited is None:
             done = f"waits up to {self._plan.patience:g} s for the link"
-            told = {"seen": found.seen, "concluded": found.concluded, "done": done}
-            self._event("waits", nobody | told | {"seconds": round(found.seconds, 3)})
+            words = {"seen": found.seen, "concluded": found.concluded, "done": done}
+            self._event("waits", no_process | words | {"seconds": round(found.seconds, 3)})
         self._awaited = found
         return True
 
@@ -208,15 +208,15 @@ class Leader:
     def _where(self) -> str:
         """In which lines the processes are, the first silent one before the others."""
         first = self._stacks.get(self._first)
-        told = [f"process {self._first} is at {first[1]} ({first[0]})"] if first else []
+        places = [f"process {self._first} is at {first[1]} ({first[0]})"] if first else []
         others: dict[str, list[int]] = {}
         for process, (_, line) in sorted(self._stacks.items()):
             if process != self._first:
                 others.setdefault(line, []).append(process)
         for line, processes in sorted(others.items(), key=lambda item: -len(item[1]))[:3]:
             named = ", ".join(map(str, processes[:NAMED])) + (" ..." if len(processes) > NAMED else "")
-            told.append(f"{named} at {line}")
-        return "; ".join(told)
+            places.append(f"{named} at {line}")
+        return "; ".join(places)
 
     def _event(self, kind: str, given: dict[str, Any]) -> None:
         event = events.Event(kind, time.time(), **given)

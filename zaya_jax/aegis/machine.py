@@ -1,7 +1,7 @@
 """Finds the node's accelerators, and builds the commands that start programs near them.
 
 gpus(os.environ)           the NUMA node of each accelerator
-beside(numa)               words before a command, to run it on that NUMA node
+on_numa_node(numa)         words before a command, to run it on that NUMA node
 ends_with_this()           words before a command, to have it end with this process
 time_outs(patience)        variables for collectives that outlast a link's absence
 """
@@ -17,7 +17,7 @@ PCI = "/sys/bus/pci/devices"
 RETRIES = 7  # the most that a queue pair can do
 ACCELERATORS = ("0x1200", "0x0302")  # processing accelerator (MI300X), 3D controller (H100, H200)
 # The system kills the program when the agent ends, however that ends: nothing trains on alone. It is no function called
-# between fork and exec, since the agent has threads, one of which may hold a lock at that moment.
+# between fork and exec, since the agent has threads, and one may hold a lock at that moment.
 BECOME = """
 import ctypes, os, signal, sys
 if sys.platform == "linux":
@@ -63,7 +63,7 @@ def time_outs(patience: float) -> dict[str, str]:
     return {"NCCL_IB_TIMEOUT": str(min(max(exponent, 14), 31)), "NCCL_IB_RETRY_CNT": str(RETRIES)}
 
 
-def beside(numa: int) -> list[str]:
+def on_numa_node(numa: int) -> list[str]:
     """Starts a program on this NUMA node; else batches and checkpoints pass the link between the sockets."""
     if numa < 0 or not shutil.which("numactl"):
         return []

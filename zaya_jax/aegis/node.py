@@ -39,7 +39,7 @@ LOOK = 0.25  # seconds between two looks at the beats
 WATCH = 5.0  # seconds between two looks at the hardware
 LINE = 1 << 16  # bytes; a longer one is taken in pieces
 PIPE = 1 << 18  # bytes; Linux gives a pipe 64 KiB
-ROOT = "ZAYA_WATCH_ROOT"  # the variable: another root than / for what is watched, for tests
+ROOT = "ZAYA_WATCH_ROOT"  # the variable: the root of the watched files in place of /, for tests
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Node:
             }  # fmt: skip
             near: list[str] = []
             if len(self._numa) >= self._plan.rules.processes:
-                near = machine.beside(self._numa[i])
+                near = machine.on_numa_node(self._numa[i])
                 if self._plan.rules.processes > 1:
                     variables["JAX_LOCAL_DEVICE_IDS"] = str(i)
             popen = subprocess.Popen(
@@ -210,7 +210,7 @@ class Node:
         return View(process.index, beat.section, beat.step, beat.mark, now - beat.since, now - beat.pulse, state, laps)
 
     def _hear(self, process: Process, stream: int, pipe: Any, last: bool = False) -> None:
-        """Takes what a process has printed. After its end that is no more than a pipe holds: a child of its own that
+        """Takes a process's output. After its end that is no more than a pipe holds: a child of its own that
         left its group, and has the pipe too, may print for ever."""
         if pipe.closed:
             return

@@ -76,7 +76,7 @@ class Tried(NamedTuple):
 def rounds(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     """Rounds of disjoint pairs along a ring: each node tries two others, so that judge can tell nodes from links.
 
-    Two rounds, three for an odd number of nodes; one for two nodes, whose fault cannot be told apart.
+    Two rounds, three for an odd number of nodes; one for two nodes, whose faults look alike.
     """
     count = len(nodes)
     if count < 2:
@@ -120,8 +120,8 @@ def judge(results: Iterable[tuple[str, str, Tried]]) -> list[Finding]:
     rates = {pair: min(t.bandwidth for t in tried) for pair, tried in pairs.items() if pair not in bad}
     usual = statistics.median(rates.values()) if len(rates) > 2 else 0.0
     slow = {pair for pair, rate in rates.items() if rate < SLOW_LINK * usual}
-    told = {pair: f"{rates[pair] / 1e9:.1f} GB/s, the median is {usual / 1e9:.1f}" for pair in slow}
-    return found + _named(slow, set(rates), told, "links of a node are slow", "link is slow", "warn")
+    words = {pair: f"{rates[pair] / 1e9:.1f} GB/s, the median is {usual / 1e9:.1f}" for pair in slow}
+    return found + _named(slow, set(rates), words, "links of a node are slow", "link is slow", "warn")
 
 
 def _named(

@@ -90,8 +90,8 @@ class Judge:
         self.first = True  # the first look only remembers
         self.now = 0.0
         self._counters: dict[tuple[str, str, str], deque[tuple[float, float]]] = {}
-        self._told: dict[tuple[str, str, str], tuple[float, float]] = {}  # when, and how many
-        self._states: dict[tuple[str, str], tuple[int, float, bool]] = {}  # looks in a row, since, told
+        self._reported: dict[tuple[str, str, str], tuple[float, float]] = {}  # when, and how many
+        self._states: dict[tuple[str, str], tuple[int, float, bool]] = {}  # looks in a row, since, reported
 
     def counter(self, name: str, device: str, source: str, value: float | None) -> Iterator[Finding]:
         """A counter's value now; a finding where it has grown too much within its window."""
@@ -101,18 +101,18 @@ class Judge:
         past = self._counters.setdefault(key, deque())
         if past and value < past[-1][1]:
             past.clear()
-            self._told.pop(key, None)
+            self._reported.pop(key, None)
         if not past or value != past[-1][1]:
             past.append((self.now, value))
         while len(past) > 1 and past[1][0] <= self.now - limit.within:
             past.popleft()
         grown, before = value - past[0][1], past[0]
-        told_at, told = self._told.get(key, (-1e18, 0.0))
+        last, reported = self._reported.get(key, (-1e18, 0.0))
         if grown < limit.at:
             return
-        if self.now - told_at < limit.within and grown < 10 * told:
+        if self.now - last < limit.within and grown < 10 * reported:
             return
-        self._told[key] = self.now, grown
+        self._reported[key] = self.now, grown
         yield Finding(
             name, limit.group, limit.action,
             f"{source}: {before[1]:g} -> {value:g} in {_time(min(self.now - before[0], limit.within))}; "
@@ -124,16 +124,16 @@ class Judge:
         if on is None:
             return
         limit, key = BY_NAME[name], (name, device)
-        looks, since, told = self._states.get(key, (0, self.now, False))
+        looks, since, reported = self._states.get(key, (0, self.now, False))
         if on:
             looks, since = looks + 1, since if looks else self.now
             needed = limit.within if limit.within < 60 else 1
-            if looks >= needed and not told and not self.first:
-                told = True
+            if looks >= needed and not reported and not self.first:
+                reported = True
                 yield Finding(name, limit.group, limit.action, seen, -1, device)
-            self._states[key] = looks, since, told
+            self._states[key] = looks, since, reported
         else:
-            if told:
+            if reported:
                 words = f"{name} is over, after {_time(self.now - since)}; {seen}"
                 yield Finding(f"{name}: over", "note", "note", words, -1, device)
             self._states.pop(key, None)

@@ -3,11 +3,11 @@
     replay = Replay(config, mesh)                   of a phase; `faults` on purpose go through `hook`
     finding = replay(params, bias, batch)           None, or a Mismatch, the same in all processes
 
-Every device hashes the gradient of each weight as it leaves its layer, before anything is summed over data, and what it
-computed of the loss. That is done twice on the same devices, and once with the batch moved on by one along the data
+Every device hashes the gradient of each weight as it leaves its layer, before anything is summed over data, and its
+share of the loss. That is done twice on the same devices, and once with the batch moved on by one along the data
 axis: all data shards have the same weights, so sound devices give the same bits wherever a part of the batch lies. One
 that differs from itself does not reproduce. Otherwise two places differ about a part of the batch, and a third one
-tells which of them is wrong; with two data shards both are named, with one nobody but the device itself can tell.
+tells which of them is wrong; with two data shards both are named, with one the device can only differ from itself.
 
 Devices that compute a part together (the axes expert, context and tensor; with fsdp all) are named as a group, since
 an error of one is in the others' results. With fsdp gradients are summed over data before they can be seen,
@@ -115,7 +115,7 @@ class Replay:
 
 
 class _Hashed:
-    """In the place of a way in which a layer's gradients travel (`optim.by_layer`): what is left of them is a hash."""
+    """Takes the place of a way in which a layer's gradients travel (`optim.by_layer`), and keeps only their hash."""
 
     def __init__(self, layers: int):
         self.shape = (layers, HALVES)

@@ -44,13 +44,13 @@ def state(pid: int) -> str:
 
 def collect(targets: dict[int, Target]) -> dict[int, Stack]:
     """The stacks of all, asked at once."""
-    told = _ask(targets)
+    dumps = _ask(targets)
     found = {}
     for process, target in targets.items():
-        text = told.get(process, "")
+        text = dumps.get(process, "")
         line = _line(text) or _where_in_kernel(target.pid)
         text = text or _system(target.pid)
-        found[process] = Stack("faulthandler" if process in told else "/proc", line, text.strip() + "\n")
+        found[process] = Stack("faulthandler" if process in dumps else "/proc", line, text.strip() + "\n")
     return found
 
 
@@ -63,18 +63,18 @@ def _ask(targets: dict[int, Target]) -> dict[int, str]:
         with contextlib.suppress(OSError):
             begun[process] = target.log.stat().st_size
             os.kill(target.pid, signal.SIGUSR1)
-    told, until = dict[int, str](), time.monotonic() + ANSWER
+    dumps, until = dict[int, str](), time.monotonic() + ANSWER
     while begun and time.monotonic() < until:
         time.sleep(0.05)
         for process, size in list(begun.items()):
             with contextlib.suppress(OSError), targets[process].log.open("rb") as file:
                 file.seek(size)
                 text = file.read(1 << 20).decode(errors="replace")
-                if text and text == told.get(process):
+                if text and text == dumps.get(process):
                     del begun[process]  # it grows no more
                 elif text:
-                    told[process] = text
-    return told
+                    dumps[process] = text
+    return dumps
 
 
 def _listens(pid: int) -> bool:

@@ -45,11 +45,11 @@ class Stragglers:
 
     def add(self, process: int, step: int, whole: float, own: float) -> None:
         """A process has ended a step."""
-        told = self._waiting.setdefault(step, {})
-        told[process] = whole, own
-        if len(told) == len(self._nodes) > 1:
+        laps = self._waiting.setdefault(step, {})
+        laps[process] = whole, own
+        if len(laps) == len(self._nodes) > 1:
             del self._waiting[step]
-            wholes, owns = np.array([told[p] for p in range(len(self._nodes))]).T
+            wholes, owns = np.array([laps[p] for p in range(len(self._nodes))]).T
             others = _median_of_others(owns)
             more = owns - others
             more[0] -= FIGURES

@@ -1,7 +1,7 @@
 """Watches the node's hardware: GPUs, network cards, memory and disks, all below a given root.
 
     watchers = Watchers("/", folders=[workdir, "/tmp"])
-    watchers.look()        list[Finding]; the first call only remembers what is there
+    watchers.look()        list[Finding]; the first call only remembers the state that it finds
 
 The limits are in `limits`; `reading` compares counters and states with them. Each watcher has a thread of its own: a
 driver that hangs is a finding, and delays nothing else.
@@ -194,7 +194,7 @@ class _Slot:
         self._watcher, self._tree, self._judge = watcher, tree, Judge()
         self._thread: threading.Thread | None = None
         self._found: list[Finding] = []
-        self._since, self._running, self._told = 0.0, False, False
+        self._since, self._running, self._reported = 0.0, False, False
 
     def begin(self, now: float) -> None:
         """Starts reading, unless the last time goes on still."""
@@ -208,13 +208,13 @@ class _Slot:
     def end(self, seconds: float) -> list[Finding]:
         """The findings, or once that it takes too long."""
         assert self._thread
-        self._thread.join(0.0 if self._told else seconds)  # one that hangs is waited for once
+        self._thread.join(0.0 if self._reported else seconds)  # one that hangs is waited for once
         if self._thread.is_alive():
-            if self._told:
+            if self._reported:
                 return []
-            self._told = True
+            self._reported = True
             return [self._late()]
-        found, self._found, self._running, self._told = self._found, [], False, False
+        found, self._found, self._running, self._reported = self._found, [], False, False
         self._judge.first = False
         return found + self._tree.notes()
 

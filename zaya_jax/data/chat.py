@@ -24,9 +24,9 @@ VERSION = 3  # of how chats are spelt: 1 kept the roles' own names, 2 spelt tool
 MODEL_ROLES = ("assistant", "model", "gpt", "bot", "chatgpt", "function_call")
 USER_ROLES = ("user", "human", "prompter")
 REASONING_KEYS = ("reasoning", "reasoning_content", "thinking")
-# Fields of a chat's record beside its turns: descriptions of tools, a text. In this order, since a template has
+# Fields of a chat's record before its turns: descriptions of tools, a text. In this order, since a template has
 # tools before all turns, and the system text is one.
-BESIDE = ("tools", "system")
+LEADING_FIELDS = ("tools", "system")
 RESULT_ROLES = ("tool", "function", "observation")
 ARGUMENTS = ("arguments", "parameters")  # of a call: OpenAI's name, Llama's
 REASONING_PARTS = ("thinking", "reasoning")
@@ -36,7 +36,7 @@ _THINK = re.compile(r"\s*<think>(.*?)</think>\s*", re.DOTALL)
 
 
 class BadChat(ValueError):
-    """A conversation that is not a list of turns with role and content; says what it is instead."""
+    """A conversation that is not a list of turns with role and content; its message names the kind found."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Message:
 def read(messages: Any) -> list[Message]:
     """The turns of a chat sample as text: a list of {"role", "content"} or of {"from", "value"}.
 
-    Content is a text, or a list of parts of text; the reasoning stands inside it or beside it.
+    Content is a text, or a list of parts of text; the reasoning stands inside it or in a field of its own.
     """
     if not isinstance(messages, list) or not messages:
         raise BadChat(f"a conversation is a list of turns, not {_kind(messages)}")
@@ -66,9 +66,9 @@ def read(messages: Any) -> list[Message]:
     return found
 
 
-def beside(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+def leading_turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tools and system text of a chat's record, as turns of these roles before the first."""
-    found = {role: record[role] for role in BESIDE if record.get(role)}
+    found = {role: record[role] for role in LEADING_FIELDS if record.get(role)}
     return [
         {"role": role, "content": value if isinstance(value, str) else _json(value)} for role, value in found.items()
     ]
@@ -104,7 +104,7 @@ class Format:
         self._newline = self._encode("\n")
 
     def document(self, turns: Sequence[Turn]) -> Document:
-        """The document of turns, the model's own marked as what is to be learnt."""
+        """The document of turns, the model's own marked to be learnt."""
         ids: list[int] = [self._tokenizer.bos_id]
         learn: list[bool] = [False]
         for turn in turns:
@@ -155,7 +155,7 @@ class Format:
 
 
 def prepare(chat: Format, messages: Sequence[Message], context: int | None) -> tuple[Document | None, str]:
-    """(the document of a chat sample fitted to a context, what was done to it); None where it is dropped."""
+    """(the document of a chat sample fitted to a context, KEPT or how it changed); None where it is dropped."""
     turns = [chat.turn(message) for message in messages]
     if context is None:
         return chat.document(turns), KEPT
@@ -164,7 +164,7 @@ def prepare(chat: Format, messages: Sequence[Message], context: int | None) -> t
 
 
 def trim(turns: Sequence[Turn], context: int) -> tuple[list[Turn], str]:
-    """(the turns that fit into `context` tokens, what was done); no turns where the sample is dropped.
+    """(the turns that fit into `context` tokens, KEPT or how they changed); no turns where the sample is dropped.
 
     A sample that fits is kept. Otherwise all answers but the last lose their reasoning (reduced); where that is not
     enough, or there is one answer only, the end of the last reasoning is cut, just before the answer (trimmed). A
@@ -215,12 +215,12 @@ def _message(given: Any) -> Message:
     content = given.get("content")
     content = given.get("value") if content is None else content
     calls = _calls(given)
-    beside = next((given[key] for key in REASONING_KEYS if given.get(key)), None)
-    if content is None and not calls and beside is None:
+    field = next((given[key] for key in REASONING_KEYS if given.get(key)), None)
+    if content is None and not calls and field is None:
         raise BadChat(f"a turn needs content, this one has {_fields(given)}")
     reasoning, text = _text(content, role)
-    if beside is not None:
-        reasoning = "".join(_text(beside, "")) if isinstance(beside, (str, list)) else _no_text(beside)
+    if field is not None:
+        reasoning = "".join(_text(field, "")) if isinstance(field, (str, list)) else _no_text(field)
     message = Message(_spelt(role), "", text)
     if message.answer and not reasoning:
         found = _THINK.match(text)
@@ -243,7 +243,7 @@ def _spelt(role: str) -> str:
 
 
 def _text(content: Any, role: str) -> tuple[str, str]:
-    """(reasoning, text) of a turn's content: text, parts, or what a tool gave."""
+    """(reasoning, text) of a turn's content: text, parts, or a tool's result."""
     if content is None or isinstance(content, str):
         return "", content or ""
     if isinstance(content, dict) and role.lower() in RESULT_ROLES:

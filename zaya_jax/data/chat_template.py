@@ -48,11 +48,11 @@ TEMPLATE = r"""
         {%- set at.reasoning = parts(content, REASONING_KINDS) -%}
         {%- set at.text = parts(content, TEXT_KINDS) -%}
     {%- endif -%}
-    {%- set beside = REASONING_KEYS -%}
-    {%- if beside is string and beside -%}
-        {%- set at.reasoning = beside -%}
-    {%- elif beside -%}
-        {%- set at.reasoning = parts(beside, REASONING_KINDS) + parts(beside, TEXT_KINDS) -%}
+    {%- set field = REASONING_KEYS -%}
+    {%- if field is string and field -%}
+        {%- set at.reasoning = field -%}
+    {%- elif field -%}
+        {%- set at.reasoning = parts(field, REASONING_KINDS) + parts(field, TEXT_KINDS) -%}
     {%- endif -%}
     {%- set rest = at.text.lstrip() -%}
     {%- if at.answer and not at.reasoning and rest.startswith('<think>') and '</think>' in rest -%}

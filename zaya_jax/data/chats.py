@@ -76,8 +76,8 @@ def require_marks(tokenizer: Tokenizer, named: str) -> None:
     for role in ("turn", "end_turn"):
         if len(tokenizer.chat_token(role)) != 1:
             raise UserError(
-                f"config.data.tokenizer={named!r} has no chat marks: none of {', '.join(CHAT_TOKENS[role])} is a token "
-                "of its own; give unused ids of its tokenizer.json these names, as special tokens"
+                f"config.data.tokenizer={named!r} has no chat marks: it needs one of {', '.join(CHAT_TOKENS[role])} "
+                "as a token; give unused ids of its tokenizer.json these names, as special tokens"
             )
 
 
@@ -110,8 +110,8 @@ def read_chats(path: str, tokenizer: Tokenizer, context: int) -> Chats:
         raise UserError(f"config.data.path={path!r} has no chat; give records with a list of turns under {FIELDS}")
     if not documents:
         raise UserError(
-            f"config.data.path={path!r}: none of its {sum(counts.values()):,} chats fits "
-            f"config.data.seq_len={context}, since prompts and answers are never cut; give a longer context"
+            f"config.data.path={path!r}: its {sum(counts.values()):,} chats are all longer than "
+            f"config.data.seq_len={context}, and prompts and answers are never cut; give a longer context"
         )
     return Chats(path, documents, frozenset(hashes), counts, tokenizer)
 
@@ -142,7 +142,7 @@ def _bundle(documents: list[Document], tokenizer: Tokenizer) -> Bundle:
 
 
 def are_here(path: str) -> bool:
-    """Whether files of records, which are chats, lie at a path; UserError where text lies beside them."""
+    """Whether files of records, which are chats, lie at a path; UserError where text lies there too."""
     records = {inputs.kind_of(str(file)) != "text" for _, file in sources.list_files(path)}
     if len(records) > 1:
         raise UserError(

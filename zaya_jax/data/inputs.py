@@ -131,7 +131,7 @@ def split(files: Sequence[tuple[str, int, int]], part_bytes: int, skip_bad: bool
 
 
 def samples(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
-    """The samples of a part of an input file, each with its name, and what of it cannot be read.
+    """The samples of a part of an input file, each with its name, and its unreadable parts as BadInput.
 
     A text above PIECE bytes comes in pieces, to be taken before the next sample; they raise BadInput themselves.
     """
@@ -285,7 +285,7 @@ def _jsonl(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
         number = 0
 
         def place() -> str:
-            """The line, or in a later part of a file the byte where it begins: nobody has counted the lines before."""
+            """The line, or in a later part of a file the byte where it begins: the lines before are not counted."""
             return f"{part}, byte {at}" if part.start else f"{part}, line {number:,}"
 
         while compressed or at < part.stop:
@@ -327,7 +327,7 @@ def _parquet(part: InputRange, text_field: str) -> Iterator[Sample | BadInput]:
                     return
                 held = ascii(", ".join(names[:8]))[1:-1][:200]
                 raise BadInput(f"{part} has columns {held}, but {_wanted(text_field)}")
-            columns = [c for c in (text_field, *CHAT_FIELDS, *chat.BESIDE) if c in names]
+            columns = [c for c in (text_field, *CHAT_FIELDS, *chat.LEADING_FIELDS) if c in names]
             for group in range(part.start, part.stop):
                 try:
                     batches = file.iter_batches(256, [group], columns)
@@ -379,7 +379,7 @@ def _record(record: Any, name: str, text_field: str) -> Sample:
         raise BadInput(f"a JSON {type(record).__name__}, but {_wanted(text_field)}")
     for field in CHAT_FIELDS:
         if isinstance(record.get(field), list):
-            return name, chat.read(chat.beside(record) + record[field])
+            return name, chat.read(chat.leading_turns(record) + record[field])
     text = record.get(text_field)
     if isinstance(text, str):
         try:

@@ -4,7 +4,7 @@ A source is a tape of tokens. Its *layout* cuts the tape into numbered rows (`Ta
 `Packed`: whole documents, packed), its *order* says which of them comes when: each once an epoch, exactly, for any
 number of rows, in closed form. No list of rows exists, and none is shuffled.
 
-An epoch's order has locality, since a read brings a whole bundle, of which a short row is a small part:
+An epoch's order has locality, since a read brings a whole bundle, and a short row is a small part of it:
 
 - Rows are taken in *blocks* of R neighbours, some bundles long. Rows that fill no block are spread over the epoch.
 - Blocks are permuted anew each epoch and opened L at a time, a *round*; rows go round its blocks, so that one batch has

@@ -172,7 +172,7 @@ class Batches:
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     def part(self, index: int, count: int) -> "Batches":
-        """The same batches, of which element t has only the index-th of `count` parts of this process's rows."""
+        """The same batches, but element t has only the index-th of `count` parts of this process's rows."""
         one = copy.copy(self)
         one._part = index, count
         return one
@@ -201,7 +201,7 @@ class Batches:
         made = self._sources.get((era.number, k))
         if made is None:
             store = self._all_stores[k]
-            # By what it holds, not by its place among all sources: a path that moves may change that.
+            # By its content, not by its place among all sources: a path that moves may change that.
             content = hashlib.sha256(store.fingerprint.encode()).digest()
             key = shuffle.key(self._seed, int.from_bytes(content[:8], "little"), era.number, *self._fork)
             made = Source(store, era.seq_len, era.packing, era.mixture.rows_of(k), key, self._rounds)

@@ -27,7 +27,7 @@ from zaya_jax.data.tokenizers import Tokenizer
 OURS = (WORK, tokens_lib.MANIFEST, tokens_lib.SHARDS, tokens_lib.SOURCES, tokens_lib.TOKENIZER)
 BPE_BYTES = 64 << 20  # of input that a BPE is trained on at most, spread over all of it
 PLAN = "plan.json"
-GOES_ON = "; what was done stays, and the same command goes on from there"
+GOES_ON = "; finished parts stay, and the same command goes on from there"
 
 
 @dataclasses.dataclass
@@ -45,7 +45,7 @@ Tell = Callable[[Progress], None]
 
 
 class Preparation:
-    """A preparation in one directory: its options, the plan that follows from them, and what is done of it."""
+    """A preparation in one directory: its options, the plan that follows from them, and its progress."""
 
     def __init__(self, options: Options, out: str, engine: str = "processes") -> None:
         if engine == "ray" and importlib.util.find_spec("ray") is None:
@@ -160,7 +160,7 @@ def prepare(
 def prepare_part(
     options: Options, out: str, part: tuple[int, int], processes: int, tell: Tell, engine: str = "processes"
 ) -> tuple[int, int] | None:
-    """Do the tasks of part (index, count), beside machines that do other parts, or this one.
+    """Do the tasks of part (index, count), while other machines do other parts, or this one too.
 
     Returns how many they are, of how many; None where `out` is complete already.
     """

@@ -29,7 +29,7 @@ from zaya_jax.data.tokens import Document, ShardWriter
 Plan = dict[str, Any]  # everything that a prepared directory's content depends on
 File = tuple[str, int, int]  # path, bytes, time of change in ns; zeros where it cannot be read
 WORK = ".work"
-EXAMPLES = 20  # of what was left out, named in the manifest
+EXAMPLES = 20  # of left-out input, named in the manifest
 AT_ONCE = 16  # records read at a time: each is a wait on a network file system
 RETRIES = 3  # of a task whose Ray worker or node died: a task that always kills its worker must end some day
 
@@ -104,7 +104,7 @@ def make_job(directory: pathlib.Path, options: Options, plan: Plan, tokenizer: T
 
 
 def _versions(tokenizer: Tokenizer) -> list[Any]:
-    """Everything beside the plan that decides which ids a text becomes."""
+    """Everything but the plan that decides which ids a text becomes."""
     return [tokenizer.sha256, chat.VERSION, importlib.metadata.version("tokenizers")]
 
 
@@ -156,7 +156,7 @@ def _wrong(job: Job, number: int) -> str:
 
 @dataclasses.dataclass
 class LeftOut:
-    """Counts of input that is in no shard, beside dropped chats."""
+    """Counts of input that is in no shard, except dropped chats."""
 
     bad: int = 0  # records and files that could not be read
     not_text: int = 0  # files among texts that are none, such as pictures
@@ -172,7 +172,7 @@ class LeftOut:
             examples.append(example)
 
     def take(self, other: dict[str, Any]) -> None:
-        """Add what a task recorded."""
+        """Add a task's record."""
         for kind, held in other.items():
             if isinstance(held, list):
                 setattr(self, kind, (getattr(self, kind) + held)[:EXAMPLES])
@@ -215,7 +215,7 @@ class _Writing:
         self._add_texts(part, texts)
 
     def close(self) -> None:
-        """Let go of the files; of what was not committed nothing stays, but for a kill."""
+        """Let go of the files, and delete those that were not committed."""
         for writer in self._writers.values():
             writer.discard()
 

@@ -54,7 +54,7 @@ def _feistel(values: np.ndarray, round_keys: list[np.ndarray], half: np.ndarray)
 def _mix(value):
     """The finalising mix of the splitmix64 generator: every input bit moves about half of the output's.
 
-    The caller ignores overflow, of which NumPy warns for single numbers.
+    The caller ignores overflow, since NumPy warns of it for single numbers.
     """
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -36,7 +36,7 @@ class Bundle:
     tokens: np.ndarray  # unsigned
     targets: np.ndarray  # unsigned: the token after each (whatever it is where `learn` is false)
     starts: np.ndarray  # bool: a document begins here
-    learn: np.ndarray  # bool: the target is real and belongs to what is to be learnt
+    learn: np.ndarray  # bool: the target is real and is to be learnt
     real: bool = True  # False: the tokens could not be read, padding takes their place
 
     @property
@@ -105,10 +105,10 @@ def once(paths: Iterable[pathlib.Path]) -> tuple[list[pathlib.Path], list[pathli
 
 
 def say_again(where: str, again: list[pathlib.Path]) -> None:
-    """Log how many names were left out because they lead to files that are taken under another name."""
+    """Log how many names were left out because another name leads to the same file."""
     if again:
         some = ", ".join([ascii(str(p))[1:-1] for p in again[:NAMED]] + ["..."] * (len(again) > NAMED))
-        _log.warning("%s: left out %d names of what is there under another one (%s)", where, len(again), some)
+        _log.warning("%s: left out %d names of files that are there under another name (%s)", where, len(again), some)
 
 
 def _folders(root: pathlib.Path, again: list[pathlib.Path], skip: Collection[str] = ()) -> Iterator[pathlib.Path]:

@@ -2,7 +2,7 @@
 
 A start reads the manifest and the table of shards, some fifty bytes per shard; a shard's own tables are read when they
 are needed. A failed read is retried with a growing pause and counted. Only bytes prove damage: a record that differs
-from what was written is named, and then either ends the run or becomes padding, as the caller chose.
+from the one written is named, and then either ends the run or becomes padding, as the caller chose.
 """
 
 import collections
@@ -55,7 +55,7 @@ class Counters:
 
 
 class Lru[K, V]:
-    """A thread-safe cache that forgets what was used longest ago once the sum of all sizes is above `limit`.
+    """A thread-safe cache that forgets the value used longest ago once the sum of all sizes is above `limit`.
 
     Pickled, it is empty.
     """
@@ -116,7 +116,7 @@ class Prepared:
         self.shards = table[table["split"] == tokens_lib.SPLITS.index(split)]
         self.first_token = np.append(0, np.cumsum(self.shards["tokens"].astype(np.int64)))
         self.bundle_tokens = int(self.manifest["bundle_tokens"])
-        # Of what is in it, not of where its input lay: prepared again, it is the same.
+        # Of its content, not of its input's place: prepared again, it is the same.
         names = ("version", "corpus", "tokenizer", "token_bytes", "totals", "shards_crc32c")
         facts = tokens_lib.manifest_hash({name: self.manifest[name] for name in names})
         self.fingerprint = f"{facts}/{split}"
@@ -126,7 +126,7 @@ class Prepared:
         self._lengths: Lru[int, np.ndarray] = Lru(LENGTHS)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"counters": Counters()}  # a worker counts what it reads itself
+        return self.__dict__ | {"counters": Counters()}  # a worker counts its own reads
 
     def require_tokenizer(self, sha256: str, what: str, other: str, way_out: str) -> None:
         """UserError where `what` was prepared with another tokenizer than `other`."""
@@ -284,7 +284,7 @@ class Prepared:
 
 
 def retried[T](read: Callable[[], T], what: str, count: Callable[[], None] = lambda: None) -> T:
-    """The result of `read`, tried again where it fails, which `count` is told; StorageError at the end."""
+    """The result of `read`, tried again, and counted by `count`, where it fails; StorageError at the end."""
     pause = FIRST_PAUSE
     for attempt in range(2, ATTEMPTS + 2):
         try:
@@ -327,7 +327,7 @@ def is_prepared(directory: str) -> bool:
     remains = sorted(path.glob(f"*{tokens_lib.SUFFIX}*")) or sorted(path.glob(tokens_lib.SHARDS))
     if remains:
         raise UserError(
-            f"{directory} holds {remains[0].name} and no {tokens_lib.MANIFEST}: what is left of a prepared "
+            f"{directory} holds {remains[0].name} and no {tokens_lib.MANIFEST}: it is the rest of a prepared "
             f"directory; restore the manifest, or prepare into a new directory"
         )
     return False
@@ -413,7 +413,7 @@ def _fetch(directory: str, name: str) -> bytes:
                 f"{directory} is no address: {protocol}:// is unknown; give a folder, or one such as s3://bucket/folder"
             ) from None
         except ImportError:
-            pass  # it is told below, by what is missing
+            pass  # the error below names the missing package
         try:
             with fsspec.open(url, "rb") as file:
                 return file.read()

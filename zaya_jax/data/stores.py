@@ -12,7 +12,7 @@ from zaya_jax.data.sources import Bundle
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.data.tokens import SPLITS
 
-_tokenised: dict[tuple, tuple[tuple, object]] = {}  # {what was made: (the files it was made of, it)}
+_tokenised: dict[tuple, tuple[tuple, object]] = {}  # {arguments: (the files that it was made of, the store)}
 
 
 class Memory:

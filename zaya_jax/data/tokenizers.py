@@ -19,7 +19,7 @@ from zaya_jax.config import Config, UserError, files
 
 META_FILE = "zaya_tokenizer.json"
 FILE = "tokenizer.json"
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+EXTRA_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 
 # The roles a special token plays in chats, and the names under which vocabularies have it, ours first.
 CHAT_TOKENS = {
@@ -66,7 +66,7 @@ class Tokenizer:
     eos_id: int
     pad_id: int
     sha256: str  # of everything that decides which ids a text becomes
-    beside: Mapping[str, bytes] = types.MappingProxyType({})  # the files BESIDE it, which other programs read
+    extra_files: Mapping[str, bytes] = types.MappingProxyType({})  # EXTRA_FILES, which other programs read
 
     def encode(self, text: str) -> list[int]:
         """The ids of a text, without begin or end of document."""
@@ -123,7 +123,7 @@ class Tokenizer:
         """Write the tokenizer as plain files; `load(directory)` gives an equal one."""
         directory = pathlib.Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        for name, content in {**self.beside, **self._files()}.items():
+        for name, content in {**self.extra_files, **self._files()}.items():
             (directory / name).write_bytes(content)
         meta = {
             "kind": self.kind, "vocab_size": self.vocab_size, "bos_id": self.bos_id, "eos_id": self.eos_id,
@@ -297,10 +297,10 @@ def load(spec: str | pathlib.Path) -> Tokenizer:
         raise UserError(f"cannot read tokenizer {path}: {error.strerror}") from None
     tokenizer = HuggingFace(content, ids, str(path))
     if "sha256" in meta and meta["sha256"] != tokenizer.sha256:
-        raise UserError(f"{path} is not the file that {META_FILE} beside it describes (SHA-256 differs); restore it")
+        raise UserError(f"{path} is not the file that {META_FILE} next to it describes (SHA-256 differs); restore it")
     if path.name == FILE:
-        beside = {name: directory / name for name in BESIDE}
-        tokenizer.beside = {name: files.read(file) for name, file in beside.items() if file.is_file()}
+        extra = {name: directory / name for name in EXTRA_FILES}
+        tokenizer.extra_files = {name: files.read(file) for name, file in extra.items() if file.is_file()}
     return tokenizer
 
 
@@ -405,7 +405,7 @@ def _special_ids(lookup, given: dict[str, int], where: str, vocab_size: int) -> 
         raise UserError(
             f"tokenizer {where} has no begin- or end-of-document token under a known name "
             f"({', '.join(BOS_NAMES)}); "
-            f"write its ids as bos_id, eos_id, pad_id into {META_FILE} beside it"
+            f"write its ids as bos_id, eos_id, pad_id into {META_FILE} next to it"
         )
     bos = eos if bos is None else bos
     eos = bos if eos is None else eos
@@ -415,13 +415,13 @@ def _special_ids(lookup, given: dict[str, int], where: str, vocab_size: int) -> 
         if type(value) is not int or not 0 <= value < vocab_size:
             raise UserError(
                 f"tokenizer {where} has ids below {vocab_size:,}, but {key}={value!r} in {META_FILE} or config.json "
-                f"beside it; write the right one into {META_FILE}"
+                f"next to it; write the right one into {META_FILE}"
             )
     return found["bos_id"], found["eos_id"], found["pad_id"]
 
 
 def _config_ids(directory: pathlib.Path, path: pathlib.Path) -> dict[str, int]:
-    """The ids that transformers' config.json beside a tokenizer file gives to begin, end and padding."""
+    """The ids that transformers' config.json next to a tokenizer file gives to begin, end and padding."""
     config = directory / "config.json"
     if path.name != FILE or not config.exists():
         return {}

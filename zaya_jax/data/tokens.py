@@ -234,7 +234,7 @@ class ShardWriter:
         self._partial.unlink(missing_ok=True)
 
     def _flush(self, last: bool = False) -> None:
-        """Write all full bundles of what is pending, at last the rest too."""
+        """Write all full pending bundles, at last the rest too."""
         if not self._pending:
             return
         tokens, starts, learn = (np.concatenate(parts) for parts in zip(*self._pending, strict=True))
@@ -276,7 +276,7 @@ def checksum(path: pathlib.Path) -> tuple[int, int]:
 
 
 def write_atomically(path: pathlib.Path, content: bytes, folder: pathlib.Path | None = None) -> None:
-    """Write a file so that it is there whole or not at all; until then it lies beside its place, or in `folder`."""
+    """Write a file so that it is there whole or not at all; until then it has another name there, or in `folder`."""
     partial = partial_path((folder or path.parent) / path.name)
     with partial.open("wb") as file:
         file.write(content)

@@ -79,7 +79,7 @@ def named_paths(config: Config) -> dict[str, str]:
         if not path or not name.replace("-", "_").isidentifier():
             raise UserError(f"{where} is no name=path, such as python=data/python; a name has letters, digits, _ and -")
         if name in found or name == "loss":
-            taken = "the loss on what the run holds out" if name == "loss" else "another one's"
+            taken = "the loss on the run's held-out data" if name == "loss" else "another one's"
             raise UserError(f"{where}: {name} is {taken}; give each a name of its own")
         found[name] = path
     return found

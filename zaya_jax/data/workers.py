@@ -102,7 +102,7 @@ class Workers:
 
 
 def work(descriptor: int, parent: int) -> None:
-    """In a worker: computes its part of each batch, a few ahead of what was sent, until nobody listens."""
+    """In a worker: computes its part of each batch, a few ahead of the last one sent, until the reader is gone."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the training decides when it ends, and closes the pipe
         signal.signal(number, signal.SIG_IGN)
 

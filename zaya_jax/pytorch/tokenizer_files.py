@@ -14,7 +14,7 @@ from zaya_jax.config import Config, files
 from zaya_jax.data import chat_template, tokenizers
 
 CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
-FILES = (tokenizers.FILE, *tokenizers.BESIDE, "vocab.json", "merges.txt")
+FILES = (tokenizers.FILE, *tokenizers.EXTRA_FILES, "vocab.json", "merges.txt")
 OWN = "Written by zaya_jax"
 
 
