@@ -13,7 +13,7 @@ from zaya_jax import cli
 
 ROOT = Path(__file__).resolve().parent.parent
 STORAGE = "error: No space left on device; mend the storage and start the same command again\n"
-UNREAD = "error: broken pipe: nobody reads the output any more\n"
+UNREAD = "error: broken pipe: the output is no longer read\n"
 PROGRAM = """
 import sys
 from zaya_jax import cli

@@ -5,7 +5,7 @@
     model = zj.create("tiny", seed=0)        fresh weights
     model.logits(ids), model.loss(ids, labels), model.loss_and_grads(ids, labels)
     model.generate("def "), model.trace(ids), model.save(DIR), model.to_hf(DIR)
-    model = zj.train("tiny", "runs/tiny")    what experiments.pretrain does
+    model = zj.train("tiny", "runs/tiny")    the run of experiments.pretrain
 
 Arrays go in and come out as NumPy arrays, except parameters and gradients, which stay on the devices. docs/library.md.
 """

@@ -1,4 +1,4 @@
-"""What each step of a run is: its phase, its batch, its learning rate; pure functions of the tokens seen.
+"""Computes each step's phase, batch and learning rate, as pure functions of the tokens seen.
 
 Progress is counted in tokens (positions, padding included), in Python's integers: 12T of them are no float32.
 A run is a row of phases (context length, RoPE base, mixture and batch, `config.schedule.phases`), a phase a
@@ -10,7 +10,7 @@ neither a phase's borders nor the learning rate, since both are given in tokens.
     plan = schedule.make_plan(config)
     step = plan.step(number)
     step.micro_batches, step.lr, step.tokens_after, step.phase
-    here = schedule.phase_config(config, step.phase)    # what model, data and mesh see in that phase
+    here = schedule.phase_config(config, step.phase)    # for the model, the data and the mesh in that phase
 
 A step belongs to the phase and segment in which it starts; phases and segments end with the first step that
 reaches their border, so their lengths are rounded up to whole steps.
@@ -179,7 +179,7 @@ def _decay_tokens(plan: Plan, whole_run: Plan, config: Config) -> int | None:
 
 
 def _after(segments: list[Segment], steps: int, tokens: int, config: Config) -> tuple[Segment, ...]:
-    """What is left of some segments when a run has seen so many tokens in so many steps, its own or its parent's."""
+    """The rest of some segments when a run has seen so many tokens in so many steps, its own or its parent's."""
     left = []
     for segment in segments:
         end = segment.first_token + segment.num_steps * segment.tokens_per_step

@@ -1,4 +1,4 @@
-"""Trees of nested dicts and the names of what is in them: "layers.cca.q.kernel"."""
+"""Trees of nested dicts, and the names of their leaves: "layers.cca.q.kernel"."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -82,7 +82,7 @@ def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
 
 OTHERS = {  # what the checkpoints know, what the file says, and why that is not theirs
     # Steps 6 and 8 come after the step at which another run decided to go back: it is not this run's past.
-    "later": ([], [BACK | {"step": 1, "at": 5}], "does not know what was decided at step 5"),
+    "later": ([], [BACK | {"step": 1, "at": 5}], "does not know the decision at step 5"),
     # Not even where another of its decisions is later than all steps of this run.
     "later than one": ([], [BACK | {"step": 1, "at": 5}, AGAIN | {"at": 900}], "decided at step 5"),
     "later than the second": ([BACK], [BACK, AGAIN | {"step": 1, "at": 7}], "decided at step 7"),

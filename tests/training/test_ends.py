@@ -97,7 +97,7 @@ def test_a_place_that_cannot_be_written_ends_the_run_and_once_it_is_back_the_run
     def go():
         latest = time.monotonic() + 60
         while not away.exists() and 8 not in writing.steps_in(root) and time.monotonic() < latest:
-            time.sleep(0.01)  # it is saved beside the steps
+            time.sleep(0.01)  # it is saved while the steps go on
         if not away.exists():
             root.rename(away)
             root.write_text("no folder any more")

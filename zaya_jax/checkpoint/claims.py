@@ -169,9 +169,9 @@ def new_folder(path: str | os.PathLike, option: str) -> Path:
 
 @contextlib.contextmanager
 def whole_or_nothing(target: Path) -> Iterator[Path]:
-    """A folder beside `target` that takes its name when the block is over, and disappears if it fails.
+    """A folder next to `target` that takes its name when the block is over, and disappears if it fails.
 
-    One program at a time: a second is refused, or sees what the first has made.
+    One program at a time: a second is refused, or sees the first one's folder.
     """
     part = target.parent / f".{target.name}.part"
     made = [folder for folder in part.parents if not folder.exists()]

@@ -96,11 +96,11 @@ class Durable:
             self._here.copy(step, mine, self.vault)
             return [{"write": time.perf_counter() - clock}, sum(sums[name][0] for name in mine)]
 
-        def end(told: list) -> None:
+        def end(parts: list) -> None:
             clock = time.perf_counter()
             self.vault.complete(step, self._here.seal(step))
             commit = {"commit": time.perf_counter() - clock}
-            self._log.add("copy", step, begun, [part[0] | commit for part in told], [part[1] for part in told])
+            self._log.add("copy", step, begun, [part[0] | commit for part in parts], [part[1] for part in parts])
             while self.obsolete:
                 self.vault.remove(self.obsolete[0])
                 self.obsolete.pop(0)

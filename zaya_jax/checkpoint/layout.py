@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-CHUNK_BYTES = 32 << 20  # at most this much in a chunk: what a reader of a part must read at least
+CHUNK_BYTES = 32 << 20  # at most this much in a chunk, since a reader of any part must read a whole one
 PART_BYTES = 4 << 20  # arrays are cut over replicas, and layers into chunks of their own, down to this size
 MARKER = "checksums.json"
 COMMITTED, DONE = "commit_success.txt", b"done\n"  # Orbax's own marker, where folders cannot be renamed

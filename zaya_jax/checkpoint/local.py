@@ -104,9 +104,9 @@ class Local:
                 sums |= its
             return sums
 
-        def end(told: list[Sums]) -> None:
+        def end(listed: list[Sums]) -> None:
             if not (self.root / str(step)).exists():
-                whole = {name: entry for part in told for name, entry in part.items()}
+                whole = {name: entry for part in listed for name, entry in part.items()}
                 writing.commit(folder, self.root / str(step), Seal(whole, step, writing.run_of(self.root)))
 
         error = writing.together(name, work, end)
@@ -117,14 +117,14 @@ class Local:
     def rescue_newest(self, here: int) -> None:
         """Puts together the newest step that only the local folders have, after step `here`."""
         writing.clear(self.mine)
-        told = multihost.to_first("local", self._seen())
+        views = multihost.to_first("local", self._seen()) or []
 
         def choose(failed: list[int]) -> list:
             """[the newest step that all parts of are seen and that has not failed, by part the process to copy it]."""
-            for step in sorted({int(s) for view in told or [] for s in view}, reverse=True):
-                views = [view.get(str(step), []) for view in told or []]
-                count = max(count for parts in views for _, count in parts)
-                who = {p: i for i, parts in reversed(list(enumerate(views))) for p, c in parts if c == count}
+            for step in sorted({int(s) for view in views for s in view}, reverse=True):
+                seen = [view.get(str(step), []) for view in views]
+                count = max(count for parts in seen for _, count in parts)
+                who = {p: i for i, parts in reversed(list(enumerate(seen))) for p, c in parts if c == count}
                 if step > here and step not in failed and len(who) == count:
                     return [step, who]
             return [None, {}]

@@ -10,7 +10,7 @@ from zaya_jax.checkpoint import layout, retention, writing
 from zaya_jax.checkpoint.source import Source
 from zaya_jax.config import StorageError, UserError
 
-# What the names of other folders among the checkpoints begin with, and what that means.
+# Beginnings of the names of other folders among the checkpoints, and their meaning.
 OTHERS = {
     (writing.SAVING, writing.DELETING): "Not complete (being written or deleted, or left by a run that was killed)",
     (writing.DAMAGED,): "Set aside as damaged",

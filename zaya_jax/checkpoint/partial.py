@@ -54,7 +54,7 @@ def read(
 class InitialWeights:
     """A checkpoint whose parameters and balancing biases a run begins with, found and checked before any is read.
 
-    `place` is WORKDIR, WORKDIR@STEP, a folder or a URL, `held` says what the run has and where. UserError where they
+    `place` is WORKDIR, WORKDIR@STEP, a folder or a URL, `held` the run's arrays and their places. UserError where they
     do not fit, unless `grow` is set; StorageError where it is damaged.
     """
 
@@ -85,7 +85,7 @@ class InitialWeights:
         self._left = [name for name in ours if name not in taken]
 
     def of(self, fresh: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-        """A copy of a fresh state (`training.snapshot`), with what is taken in its place."""
+        """A copy of a fresh state (`training.snapshot`), with the arrays taken from the checkpoint."""
         taken, theirs = self._taken, self._theirs
         parts = [x for part in self._held.parts if part.name in taken for x in _moved(part, taken[part.name])]
         leaves = {name: self._held.leaves[name] for name in trees.flat(fresh) if name in taken}

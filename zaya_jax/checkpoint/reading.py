@@ -1,7 +1,7 @@
 """Puts a checkpoint's arrays onto devices: each process reads its devices' parts, verifying each chunk, once.
 
-Each device's part of an array is filled on the host and handed over, one array after the other: beside the
-state the host holds one array and the chunks under way. Places that no part fills, ZeRO-1's padding, are zeros.
+Each device's part of an array is filled on the host and handed over, one array after the other: on top of
+the state the host holds one array and the chunks under way. Places that no part fills, ZeRO-1's padding, are zeros.
 """
 
 import concurrent.futures

@@ -26,7 +26,7 @@ from zaya_jax.config import UserError, files
 Put = Callable[[str, bytes | memoryview], None]
 MOST_MB = 1e6
 # Files outside of the checkpoints that a run needs to continue.
-BESIDE = ("config.json", "environment.json", "lineage.json", IMPORTED, "tokenizer")
+COPIED = ("config.json", "environment.json", "lineage.json", IMPORTED, "tokenizer")
 
 
 def reshard(
@@ -134,8 +134,8 @@ def _to_workdir(source: Source, target: str) -> Iterator[tuple[Put, Callable[[Su
         folder = part / "checkpoints" / f"{writing.SAVING}{step}"
 
         def finish(sums: Sums) -> None:
-            beside = [source.workdir / name for name in BESIDE] if source.workdir else []
-            for path in filter(Path.exists, beside):
+            paths = [source.workdir / name for name in COPIED] if source.workdir else []
+            for path in filter(Path.exists, paths):
                 if path.is_dir():
                     shutil.copytree(path, part / path.name)
                 else:

@@ -3,8 +3,8 @@
     checksums.json    {"format": 2, "run": ..., "step": ..., "files": {NAME: [bytes, crc32c, tail]}, "crc32c": ...}
 
 A chunk ends in its own crc32c, a tail of four bytes. A checksum taken over both would be the same for every chunk, so
-it is the raw numbers' that is listed, and the tail must be equal to it. So a chunk in another's place is found, be it
-another array's, step's or run's.
+it is the raw numbers' that is listed, and the tail must be equal to it. So a chunk of another
+array, step or run is found.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from zaya_jax.config.fields import parse_json
 
 FORMAT = 2
 TAIL = 4  # bytes
-RUN = ".run"  # beside the steps: the name of their run
+RUN = ".run"  # the file next to the steps with the name of their run
 BLOCK = 4 << 20  # summed at a time: the checksum holds the interpreter's lock meanwhile
 
 Sums = dict[str, list[int]]  # a file's [bytes, crc32c of its content, bytes of the tail that repeats it]

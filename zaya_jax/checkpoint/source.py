@@ -130,7 +130,7 @@ class Source:
         """Fills `out` with a part of an array, in `out`'s own type, of files that were checked before."""
         for index, holds in array.touched(box):
             for slab in _slabs(layout.overlap(holds, box), np.dtype(array.dtype).itemsize):
-                # Mapped anew for each, so that the memory of what was copied can go.
+                # Mapped anew for each, so that the memory of copied slabs is freed.
                 out[layout.within(slab, box)] = self._mapped(array, index)[layout.within(slab, holds)]
 
     def _mapped(self, array: Array, index: tuple[int, ...]) -> np.ndarray:

@@ -39,17 +39,17 @@ def conflict(checkpoints: Iterable[Known], decisions: Decisions) -> str:
             return f"{place} has other decisions"
         later = decisions[len(known)]["at"] if len(known) < len(decisions) else step
         if step > later:
-            return f"{place} does not know what was decided at step {later}, before it was saved"
+            return f"{place} does not know the decision at step {later}, before it was saved"
     return ""
 
 
 def drop(tiers: Any, decisions: Decisions) -> list[int]:
     """Cleans all tiers and returns the steps set aside. UserError, before deleting, if these are another run's."""
     parts = list(tiers.local.known()) if tiers.local else []
-    told = multihost.to_first("stale parts", conflict(parts, decisions))
+    conflicts = multihost.to_first("stale parts", conflict(parts, decisions))
 
     def check() -> None:
-        why = conflict(known_in(Vault(tiers.root), decisions), decisions) or next(filter(None, told or []), "")
+        why = conflict(known_in(Vault(tiers.root), decisions), decisions) or next(filter(None, conflicts or []), "")
         if tiers.durable and not why:
             try:
                 why = conflict(known_in(tiers.durable.vault, decisions), decisions)

@@ -204,7 +204,7 @@ class Tiers:
                 writing.begin_run(self.root, known)
         except OSError as error:
             raise StorageError(
-                f"{self.root} cannot be used for checkpoints ({writing.reason(error)}); move away what is in its place"
+                f"{self.root} cannot be used for checkpoints ({writing.reason(error)}); move the file there away"
             ) from None
         return newest
 

@@ -76,7 +76,7 @@ def read(workdir: Path) -> dict[str, dict[int, Event]]:
 
 
 def _take(raw: bytes, found: dict[str, dict[int, Event]]) -> None:
-    begin = raw.rfind(b'{"kind"')  # after what a kill has cut short the next line goes on in the same one
+    begin = raw.rfind(b'{"kind"')  # a line cut short by a kill has the next one at its end
     try:
         line = json.loads(raw[max(begin, 0) :])
         kind, step, process = str(line["kind"]), int(line["step"]), int(line["process"])

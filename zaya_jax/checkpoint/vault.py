@@ -247,8 +247,8 @@ class Vault:
         else:
             damages = self.check(step, {name: found.files[name] for name in share(found.files)})
             damages += self._foreign(step, found) if multihost.is_writer() else []
-        told = multihost.to_first(name, [str(damage) for damage in damages[:100]])
-        return multihost.from_first(f"{name}: all", lambda: sorted({d for part in told or [] for d in part}))
+        reports = multihost.to_first(name, [str(damage) for damage in damages[:100]])
+        return multihost.from_first(f"{name}: all", lambda: sorted({d for part in reports or [] for d in part}))
 
     def holds(self, step: int, whole: Seal) -> bool:
         """Whether it has a copy of `whole`, all files of the right size; their content is checked by `verify`."""

@@ -104,7 +104,7 @@ def write_parts(folder: Path, plan: Writers, parts: Sequence[HeldBox], copies: C
                         continue
                     chunk = buffer
                 waiting.append((name, pool.submit(write_chunk, folder / name, chunk, times)))
-            # Otherwise a fast device would fill the host's memory with what a slow disk has yet to take.
+            # Otherwise a fast device would fill the host's memory with chunks that a slow disk has yet to take.
             while len(waiting) > 4 * THREADS:
                 name, done = waiting.pop(0)
                 sums[name] = done.result()
@@ -205,11 +205,11 @@ def together(name: str, work: Callable[[], Any], end: Callable[[list[Any]], None
         except (OSError, ValueError, StorageError) as failure:
             return reason(failure), None
 
-    told = multihost.to_first(name, tried(work)) or []
+    results = multihost.to_first(name, tried(work)) or []
 
     def last() -> str | None:
-        error = next((error for error, _ in told if error), None)
-        return error or tried(end, [given for _, given in told])[0]
+        error = next((error for error, _ in results if error), None)
+        return error or tried(end, [given for _, given in results])[0]
 
     return multihost.from_first(f"{name}: end", last)
 

@@ -124,7 +124,7 @@ def code_of(error: BaseException) -> tuple[int, str]:
         case LostProcess():
             return FAILED, str(error)
         case BrokenPipeError():
-            return SIGNALLED + signal.SIGPIPE, "broken pipe: nobody reads the output any more"
+            return SIGNALLED + signal.SIGPIPE, "broken pipe: the output is no longer read"
         case OSError() if error.errno in OF_STORAGE or (error.errno in IN_THE_WAY and error.filename):
             where = f" ({error.filename})" if error.filename else ""
             return STORAGE, f"{error.strerror}{where}; mend the storage and start the same command again"

@@ -29,7 +29,7 @@ from zaya_jax.config import UserError
 
 ALLOWED = 0.9  # of the seconds of silence; the rest is for noticing and leaving
 GOODBYE = 10.0  # seconds that process 0 waits for the others to hang up
-NOBODY = -1  # for a process's index: process 0 found it out
+NO_PROCESS = -1  # in place of a process's index: process 0 found it out
 _log = logging.getLogger("zaya_jax")
 
 
@@ -145,7 +145,7 @@ class Lifelines:
         if not self._called.is_set() and self.index == 0 and now > self._deadline:
             absent = [i for i in range(self._place.count) if i and i not in self._lines]
             text = f"{name_processes(absent)} of {self._place.count} did not come within {self._allowed:.0f} s"
-            return self._end(End(1, NOBODY, self._host, text))
+            return self._end(End(1, NO_PROCESS, self._host, text))
         limit = ALLOWED * self._seconds
         if any(now - line.heard > limit for line in self._lines.values()):
             silent = [line for line in self._lines.values() if now - line.heard > 0.8 * limit]
@@ -165,7 +165,7 @@ class Lifelines:
                 else:
                     self._take(line, *message)
         except lines.Refused as error:  # a process of this job: all must know
-            return self._end(End(2, NOBODY, self._host, str(error)))
+            return self._end(End(2, NO_PROCESS, self._host, str(error)))
         except (ValueError, TypeError):
             messages = None
         if messages is None and not self._ended.is_set():
@@ -203,8 +203,8 @@ class Lifelines:
         if line.index in self._lines:
             there = self._lines[line.index].host
             text = f"process {line.index} is there twice, on {there} and on {host}"
-            line.say("end", *End(2, NOBODY, self._host, text))
-            return self._end(End(2, NOBODY, self._host, text))
+            line.say("end", *End(2, NO_PROCESS, self._host, text))
+            return self._end(End(2, NO_PROCESS, self._host, text))
         line.host, self._lines[line.index] = host, line
         if len(self._lines) < self._place.count - 1:
             return None
@@ -239,7 +239,7 @@ class Lifelines:
         for line in lost:
             self._lines.pop(line.index or 0, None)
         self.lost = [line.index or 0 for line in lost]
-        self._end(End(1, NOBODY, self._host, text))
+        self._end(End(1, NO_PROCESS, self._host, text))
 
     def _end(self, end: End) -> None:
         """Ends all processes; the first call counts."""

@@ -30,7 +30,7 @@ import jax
 import numpy as np
 
 from zaya_jax.cluster import beats, jax_repairs, leaving
-from zaya_jax.cluster.lifelines import NOBODY, End, Lifelines
+from zaya_jax.cluster.lifelines import NO_PROCESS, End, Lifelines
 from zaya_jax.cluster.rank import NAMES, LostProcess, Rank, find_rank, name_processes
 from zaya_jax.config import UserError, first_line
 
@@ -193,19 +193,19 @@ class _Ahead:
     """
 
     def __init__(self, name: str):
-        self._key, self._told = f"{_PREFIX}/{name}/{_turn(name)}", False
+        self._key, self._known = f"{_PREFIX}/{name}/{_turn(name)}", False
 
     def after(self, step: int, wish: str) -> str:
         """The wish to follow after this step, "" where none is; `wish` is this process's own."""
         if jax.process_count() == 1:
             return wish
-        if wish and not self._told:
+        if wish and not self._known:
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
                 _client().key_value_set(self._key, json.dumps([step + 2, wish]))
         found = _try_get(self._key)
         if found is None:
             return ""
-        self._told = True
+        self._known = True
         last, wish = json.loads(found)
         return wish if step >= last else ""
 
@@ -265,7 +265,7 @@ def _leave(end: End) -> None:
     lines = _lines[-1]
     me = lines.index  # JAX may not have begun
     mine = end.process == me
-    who = "" if mine or end.process == NOBODY else f"process {end.process} on {end.host}: "
+    who = "" if mine or end.process == NO_PROCESS else f"process {end.process} on {end.host}: "
     line = f"error: {who}{end.text}"
 
     def say() -> None:

@@ -1,7 +1,7 @@
 """The config: an ml_collections ConfigDict at the border, frozen dataclasses inside, every key checked.
 
-A config file's `get_config()` starts from `default()` and changes what it needs; `check()` turns the result into a
-`Config`, or raises one `UserError` that names the key, what was given, what was expected and the way out. keys.py
+A config file's `get_config()` starts from `default()` and sets its own values; `check()` turns the result into a
+`Config`, or raises one `UserError` that names the key, the value given, those expected and the way out. keys.py
 declares the keys, fields.py how a key is declared, checks.py holds rules between keys, page.py lists them for people,
 and load.py reads config files.
 """

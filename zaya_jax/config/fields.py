@@ -27,7 +27,7 @@ class StorageError(RuntimeError):
 
 # Of strings; a path may be an address, a source is "path=weight".
 KINDS = ("name", "folder", "path", "text", "source")
-ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, of which pathlib leaves s3:/bucket/run
+ADDRESS = re.compile(r"[A-Za-z][\w+.-]+:/")  # s3://bucket/run, which pathlib makes s3:/bucket/run
 LONGEST_LINE = 1500  # characters of a message
 LONGEST = 80  # characters of a value in a message
 

@@ -237,7 +237,7 @@ class Precision:
     # its product in float32; that of experts on a GPU rounded once to bfloat16, for each micro-batch, and is float32
     # from there on.
     compute: str = choice("bfloat16", FLOATS, "what matrices multiply in, and layers send between devices")
-    router: str = choice("float32", FLOATS, "what the router's matrices multiply in; float32 is never TF32")
+    router: str = choice("float32", FLOATS, "format of the router's products; float32 is never TF32")
     # With "default" and "high" TF32 if the chip has it, with "highest" float32. Nothing else depends on it.
     matmul: str = choice("default", MATMULS, 'float32 where compute is "float32": TF32, or "highest"')
     newton_schulz: str = choice(
@@ -253,7 +253,7 @@ class Log:
     """Output during the run, and the sample at the end."""
 
     every: int = ranged(10, 1, MOST, "steps between lines on the terminal; the files get every step")
-    sample_prompt: str = text("def ", "text", "what the sample continues; with data.chats, what a user asks")
+    sample_prompt: str = text("def ", "text", "text that the sample continues; with data.chats, the user's turn")
     sample_tokens: int = ranged(256, 0, 2**20, "its length")
     sample_temperature: float = ranged(0.7, 0, 1000, "of its sampling; 0: greedy")
 

@@ -46,7 +46,7 @@ def model_flops(model: Model, seq_len: int) -> float:
     """FLOPs a token of one training step (forward, and twice that backward), from the real shapes.
 
     Attention counts the causal half, and a sliding layer's window; linear attention counts a state written and read a
-    token; a token counts one expert, as if none were skipped; norms, softmaxes and what is recomputed count nothing.
+    token; a token counts one expert, as if none were skipped; norms, softmaxes and recomputation count nothing.
     """
     return sum(flops_by_scope(model, seq_len).values())
 

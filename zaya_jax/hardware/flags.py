@@ -15,7 +15,7 @@ Flags = Mapping[str, str | int]
 
 BOTH: Flags = {
     # Starts a collective as early and awaits it as late as its data allow: fsdp's gathers, the ring's and TSP's
-    # exchanges run under the matmuls beside them.
+    # exchanges run under the matmuls around them.
     "xla_gpu_enable_latency_hiding_scheduler": "true",
     # With XLA's 1, of two exchanges that could travel together one stands before the compute: the ring's backward pass
     # sends keys and values and their gradients, a halo goes both ways (benchmarks/context.md).
@@ -34,7 +34,7 @@ def _combining(size: int) -> Flags:
 
     The gradient itself is in buckets of one array already (zaya_jax/optim/zero.py: 2 GB and more at ZAYA1's size) and
     passes every threshold; what remains to combine are the weights of one layer under fsdp, or AdamW's and Muon's
-    buckets of a small model. What is gathered together also lies in memory together (a layer of ZAYA1 is 0.4 GB in
+    buckets of a small model. Arrays gathered together also lie in memory together (a layer of ZAYA1 is 0.4 GB in
     bfloat16). The halos of one layer (convolution, delayed value) are kilobytes each and go together; the ring's blocks
     of keys and values must not wait for each other.
     """
@@ -51,7 +51,7 @@ PLATFORMS: dict[str, Flags] = {
     "cuda": {**BOTH, **_combining(128 * MIB)},
 }
 
-# JAX takes three quarters of a GPU's memory unless it is told otherwise; RCCL, NCCL and the kernels' own need the rest.
+# JAX takes three quarters of a GPU's memory by default; RCCL, NCCL and the kernels' own need the rest.
 MEMORY_SHARE = 0.90
 
 

@@ -54,8 +54,8 @@ class Collective:
 
     kind: str
     name: str
-    operands: tuple[Array, ...]  # what the device puts in
-    results: tuple[Array, ...]  # what it gets out
+    operands: tuple[Array, ...]  # that the device puts in
+    results: tuple[Array, ...]  # that it gets out
     group_size: int  # devices that take part together
     in_loop: bool  # inside the body of a while loop
     times: int | None  # how often it runs: the product of the loops' known lengths; None if one is unknown
@@ -64,12 +64,12 @@ class Collective:
 
     @property
     def bytes(self) -> int:
-        """Its payload: the larger of what a device puts in and gets out."""
+        """Its payload: the larger of a device's operands and results."""
         return max(sum(a.bytes for a in self.operands), sum(a.bytes for a in self.results))
 
     @property
     def wire_bytes(self) -> float:
-        """What a device must at least send: (g - 1) / g of the payload, twice that for an all-reduce."""
+        """The least that a device must send: (g - 1) / g of the payload, twice that for an all-reduce."""
         if self.kind in ("collective-permute", "collective-broadcast"):
             return float(self.bytes)
         return self.bytes * (self.group_size - 1) / self.group_size * (2 if self.kind == "all-reduce" else 1)
@@ -91,7 +91,7 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """Where in the Python program it comes from; "" for what the compiler added."""
+        """Where in the Python program it comes from; "" if the compiler added it."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found.group(1) if found else ""
 

@@ -79,7 +79,7 @@ def for_one_call(target: Chip) -> dict[str, int]:
 
 
 def require_x32() -> None:
-    """UserError where JAX was told to make 64-bit numbers: weights, sums and indices are float32 and int32."""
+    """UserError where JAX is set to make 64-bit numbers: weights, sums and indices are float32 and int32."""
     if jax.config.jax_enable_x64:
         raise UserError(
             "JAX makes float64 and int64 here, but a training step is of float32 and int32; unset JAX_ENABLE_X64, or "

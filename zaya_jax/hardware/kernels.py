@@ -10,8 +10,8 @@ the scope says so (`turning` and `visiting` in `pallas_kernels.loops`). `unknown
 number; each counts as one turn.
 
 A fusion reads its operands and writes its results once each: only the slices or rows that it takes of an operand, and
-only the update of an operand that it updates in place. Caches do not count: a second kernel reads again what the first
-one wrote. FLOPs are those of matrix products. A Pallas kernel states its own (`pallas_kernels.tiles`).
+only the update of an operand that it updates in place. Caches do not count: a kernel's results are read again by the
+next. FLOPs are those of matrix products. A Pallas kernel states its own (`pallas_kernels.tiles`).
 """
 
 import collections
@@ -47,7 +47,7 @@ class Kernel:
 
     name: str
     op: str
-    op_name: str  # where in the Python program it comes from; "" for what the compiler added
+    op_name: str  # where in the Python program it comes from; "" if the compiler added it
     line: str  # FILE:LINE of the project, as far as the program says
     times: float  # how often it runs in a run of the program
     reads: int  # bytes, each time

@@ -76,11 +76,11 @@ def bound(
             rate = min((cluster.bandwidth(group) for group in c.groups), default=math.inf)
         latency = cluster.latency if cluster else 0.0
         time = c.wire_bytes / rate + latency
-        beside = program.kernels[slice(*program.under.get(c.name, (0, 0)))]
+        under = program.kernels[slice(*program.under.get(c.name, (0, 0)))]
         times = by_name[c.name].times if c.name in by_name else 1.0
         if not times:  # in a loop that does not turn, as a rule: experts' further rounds
             continue
-        cover = sum(seconds(k)[1] * k.times / times for k in beside if not k.collective)
+        cover = sum(seconds(k)[1] * k.times / times for k in under if not k.collective)
         hidden += times * min(cover, time)
         exposed += times * max(time - cover, 0.0)
     return Bound(**totals, links=exposed, hidden=hidden)

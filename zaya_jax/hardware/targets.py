@@ -68,7 +68,7 @@ def _lds(size: int) -> str:
     return " ".join(f"shared_memory_per_{part}: {size}" for part in ("block", "block_optin", "core"))
 
 
-# Cores, clock and bandwidth: the vendors' data sheets. Memory: what a process finds, a little less than is sold.
+# Cores, clock and bandwidth: the vendors' data sheets. Memory: as a process finds it, a little less than is sold.
 TARGETS = {
     "mi300x": _amd(
         192 * GIB, "AMD Instinct MI300X",

@@ -111,7 +111,7 @@ class Held:
 def group_sums(
     pieces: Sequence[tuple[Weight, int]], number: jax.Array, values: jax.Array
 ) -> Iterator[tuple[str, jax.Array]]:
-    """Sums of values by group; value i is the number[i]-th of all, of which `pieces` gives each weight's count."""
+    """Sums of values by group; value i is the number[i]-th of all, and `pieces` gives each weight's count."""
     start = 0
     for w, count in pieces:
         inside = (number >= start) & (number < start + count)

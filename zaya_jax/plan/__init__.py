@@ -1,1 +1,1 @@
-"""A run on a cluster by formulas: memory, work, traffic and time of a step, and what a whole run takes."""
+"""Estimates a run on a cluster by formulas: memory, work, traffic and time of a step, and days of the whole run."""

@@ -4,7 +4,7 @@
     found.peak, found.at_peak, found.phases
 
 The state is always there. The rest is largest in one of five places: the head (a chunk's logits), the
-backward pass (all gradients, what was kept, a layer's working set), its end (the table's gradients from both sides),
+backward pass (all gradients, kept activations, a layer's working set), its end (the table's gradients from both sides),
 the sums over devices, or the directions, gathered again. Each is a sum of arrays as the compiled program has them.
 """
 

@@ -19,7 +19,7 @@ MTBF_HOURS = Rate(
 )
 RESTART = Rate(300.0, f"{ASSUMED}: five minutes until a failure is seen and the processes run again, state not read")
 SAVE = Rate(1.0, f"{ASSUMED}: a second for the processes' agreement and the plan, on top of the copy to the host")
-HOST_LINK = Rate(25e9, f"{ASSUMED}: to the host, where PCIe 5 carries 64 GB/s; writing runs beside training")
+HOST_LINK = Rate(25e9, f"{ASSUMED}: to the host, where PCIe 5 carries 64 GB/s; writing overlaps training")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,7 +23,7 @@ GRADIENTS, DIRECTIONS, LAYERS, FETCHING = "gradients", "directions", "layers", "
 class Flow:
     """Collectives of one kind over one kind of group."""
 
-    what: str  # GRADIENTS and DIRECTIONS: the optimizer's; LAYERS: a layer waits for it; FETCHING: beside layers
+    what: str  # GRADIENTS and DIRECTIONS: the optimizer's; LAYERS: a layer waits for it; FETCHING: under layers
     kind: str
     wire: float  # bytes that a device sends in a step
     axes: tuple[str, ...]

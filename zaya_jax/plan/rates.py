@@ -1,7 +1,7 @@
 """The shares of a chip's and a network's peak that a program reaches: one table, each number with its source.
 
 Peaks are the vendors' (`hardware.chips`, `hardware.clusters`). An assumed rate that decides a step has a fast and a
-slow end beside its likely value, from which the plan's range follows. Figures that `experiments.characterize` measured
+slow end around its likely value; the plan's range follows from them. Figures that `experiments.characterize` measured
 take the place of these rates; those marked "assumed" should be measured first.
 """
 
@@ -19,7 +19,7 @@ ASSUMED = "assumed"
 AMD = "AMD's own measurements, 708 of 1,307 TFLOP/s in bfloat16 (ROCm blog on max-achievable FLOPs)"
 SEMIANALYSIS = "SemiAnalysis, December 2024: some 720 of 989 TFLOP/s in bfloat16"
 ZAYA1 = "ZAYA1 on MI300X, arXiv:2511.17127: 4.33 of 5.3 TB/s"
-MODELLED = f"{ASSUMED}; fast: half of what the kernels' inner loops are modelled at"
+MODELLED = f"{ASSUMED}; fast: half of the modelled rate of the kernels' inner loops"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _amd(memory: Rate) -> Rates:
         Rate(0.54, AMD), Rate(0.27, f"{ASSUMED}: half of dense; fast: two thirds", (0.36, 0.19)),
         Rate(0.15, MODELLED, (0.2, 0.1)),
         Rate(0.5, ASSUMED), memory, Rate(0.7, f"{ASSUMED}: RCCL inside a node"),
-        Rate(0.72, f"{ASSUMED}: RCCL on Pollara, beside kernels", (0.8, 0.62)),
+        Rate(0.72, f"{ASSUMED}: RCCL on Pollara, with kernels running", (0.8, 0.62)),
     )  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def _nvidia() -> Rates:
         Rate(0.73, SEMIANALYSIS), Rate(0.36, f"{ASSUMED}: half of dense; fast: two thirds", (0.45, 0.25)),
         Rate(0.19, MODELLED, (0.25, 0.12)),
         Rate(0.5, ASSUMED), Rate(0.9, ASSUMED), Rate(0.8, f"{ASSUMED}: NCCL inside a node"),
-        Rate(0.78, f"{ASSUMED}: NCCL on InfiniBand, beside kernels", (0.85, 0.7)),
+        Rate(0.78, f"{ASSUMED}: NCCL on InfiniBand, with kernels running", (0.85, 0.7)),
     )  # fmt: skip
 
 

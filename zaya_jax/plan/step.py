@@ -110,6 +110,6 @@ def _communication(
         exposed[network.DIRECTIONS] -= overlap * min(others, by_scope["optimizer"])
     if network.FETCHING in taken:
         layers = sum(by_scope.get(name, 0.0) for name in ("cca", "attention", "router", "experts", "mlp"))
-        rest = 1 - 1 / case.model.num_hidden_layers  # nothing runs beside the first
+        rest = 1 - 1 / case.model.num_hidden_layers  # nothing runs during the first
         exposed[network.FETCHING] -= overlap * min(taken[network.FETCHING] * rest, layers)
     return taken, exposed

@@ -41,7 +41,7 @@ PASSES: dict[str, dict[str, tuple[str, str, float, float]]] = {
         "elementwise": ("", "x4 x2 7v2", 6, 0),
         BACKWARD: ("4x2 2c2 2q2 w2 2w4", "3x4 x2 2v2 w4", 12, 2),
     },
-    "mix": {  # convolutions, norms and rotation by their own kernels: three for gradients, two of which convolve again
+    "mix": {  # convolutions, norms and rotation by their own kernels: three for gradients, two convolve again
         FORWARD: ("", "2.1p2", 1, 0), AGAIN: ("", "2.1p2", 1, 0), BACKWARD: ("", "9.3p2", 4, 2),
     },
     "mix by XLA": {  # where columns come from a neighbour too, or layers have several rotary tables
@@ -85,8 +85,8 @@ RATES = {"experts": "grouped", "router": "float32", "softmax": "attention", "lin
 # Where experts lie over devices, buffers have more rows than an even load (`parallel.dispatch.SLACK`): rows of
 # products, as they come sorted by expert, and back. And each exchange: into slots, through two all-to-alls, and out.
 ROUND, SENT = "10x2", "13x2"
-# What is kept of a layer for the backward pass: written forward, read backward. "products": over fsdp and TSP, where
-# nothing is computed again, what products gave, and nothing made of gathered weights.
+# Arrays of a layer kept for the backward pass: written forward, read backward. "products": over fsdp and TSP, where
+# nothing is computed again, the products' results, and nothing made of gathered weights.
 KEPT = {
     "zaya": {
         "layer": "x4 r4", "attention": "x4 r4 q2", "elementwise": "x4 2x2 h2 c2 q2 4r4",
@@ -254,14 +254,14 @@ def head_chunks(case: Case) -> tuple[int, int]:
 
 
 def _around(case: Case) -> Iterator[Part]:
-    """Embedding, head, what is stacked over the layers, and what has no scope."""
+    """Embedding, head, arrays stacked over the layers, and work without a scope."""
     m, mb, layers = case.model, case.micro_batches, case.model.num_hidden_layers
     b, several, fsdp = size(case.here.precision.compute), mb > 1, case.spread.fsdp
     x4 = sizes(case)["x4"]
     table4, table2 = 4.0 * m.vocab_size * m.hidden_size, b * m.vocab_size * m.hidden_size
     chunk, chunks = head_chunks(case)
     logits4, logits2 = 4.0 * chunk * chunks * m.vocab_size, b * chunk * chunks * m.vocab_size
-    # The sum over equal words turns as often as the longest run needs; each turn adds, and copies what it carries.
+    # The sum over equal words turns as often as the longest run needs; each turn adds, and copies its carry.
     turns = math.ceil(math.log2(max(COMMONEST * case.tokens, 1)))
     # The look-ups' gradient onto the head's: where that lies, or under the head's last product.
     onto = (4 if several else 3 if case.layout.sharded or fsdp else 0) * (table4 if chunks > 1 else 0.0)
@@ -275,12 +275,12 @@ def _around(case: Case) -> Iterator[Part]:
     )  # fmt: skip
     held = kept(case) * layers
     # Each layer's gradient is read, added and put into zeros, or, with several micro-batches, put back: not those whose
-    # kernels write them where all layers' lie, nor those that leave with their layer. What is kept goes in and out.
+    # kernels write them where all layers' lie, nor those that leave with their layer. Kept arrays go in and out.
     own = sum(case.layer.values()) * layers
     large = case.layer.get("experts", case.layer.get("mlp", 0.0)) * layers
     stacked = own - (large if in_place(case) or fsdp else case.leaving)
     yield Part("stacks", BACKWARD, 0, 0, mb * (28.0 * stacked + 4 * held), mb * 72 * layers)
-    # Zeros for what is kept and for the table's gradient; what the embedding's sum carries; o's weights converted.
+    # Zeros for kept arrays and for the table's gradient; the carry of the embedding's sum; o's weights converted.
     rest = mb * (2.0 * case.layer[case.mixer] * layers + held + 2 * turns * x4) + min(chunks, 2) * table4
     if several:  # zeros to add to, and the table's sum, carried from one to the next; fsdp adds up parts of it alone
         rest += 4.0 * case.numbers["layers"] + mb * (0 if fsdp else 3 if chunks > 1 else 1) * table4

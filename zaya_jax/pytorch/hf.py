@@ -44,7 +44,7 @@ class Directory:
             raise UserError(f"{index} has no weight_map, a map from tensor names to files; {ANEW}")
         for name, file in where.items():
             if not isinstance(file, str) or path_problem(file) or Path(file).name != file:
-                raise UserError(f"{index} places {name} in {shown(file)}, which is not a file beside it; {ANEW}")
+                raise UserError(f"{index} places {name} in {shown(file)}, which is not a file next to it; {ANEW}")
         files = {file: self._open(file) for file in sorted(set(where.values()))}
         held = [(name, file) for file, opened in files.items() for name in opened.names()]
         if odd := sorted({*held} ^ {*where.items()}):

@@ -16,7 +16,7 @@ from zaya_jax.report.svg import FLOOR, LEFT, RIGHT, TOP, WIDTH, Axis, figure, lo
 from zaya_jax.report.text import duration, escape, percent
 
 BINS = 96  # columns of the timeline
-# What is drawn as one: label, its uses, the colour's class. The first lies at the bottom.
+# Bands of the drawing: label, its uses, the colour's class. The first lies at the bottom.
 GROUPS = (
     ("training", ("step",), 2),
     ("starting, compiling, ending", ("start", "compile", "end"), 3),

@@ -2,7 +2,7 @@
 
     config = settle(config, find(config, workdir))   fills in the step, and how many tokens had been seen there
     parent = Parent(config, tokenizer)               its files are checked; UserError where its tokenizer is another
-    parent.meta, parent.load(like, held)             what the fork begins with; UserError where the state does not fit
+    parent.meta, parent.load(like, held)             the fork's first state; UserError where it does not fit
 
 Weights, optimizer, balancing and the data's position are the parent's, and its steps and tokens are counted on. The
 parent is only read, and its lock is not touched, so it may be running. The fork's first save is of the state that it

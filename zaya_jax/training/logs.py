@@ -34,7 +34,7 @@ def open_log(workdir: Path) -> None:
         _handler.close()
     folder = workdir / "logs"
     folder.mkdir(exist_ok=True)
-    logging.raiseExceptions = False  # a full disk: what the file lacks is on the terminal too
+    logging.raiseExceptions = False  # a full disk: lines missing in the file are on the terminal too
     _handler = logging.FileHandler(folder / f"process-{jax.process_index():05d}.log", encoding="utf-8")
     _handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(name)s: %(message)s"))
     _handler.addFilter(lambda record: record.levelno >= logging.WARNING or record.name.startswith(_log.name))

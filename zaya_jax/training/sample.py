@@ -1,7 +1,7 @@
 """Writes the continuation of the config's prompt that a run ends with, for its report.
 
 Process 0 makes it alone, with the weights of the checkpoint that has just been saved: no other device gives up memory
-for it, and none at all where the weights are larger than what the one device has free.
+for it. There is no sample where the weights are larger than the free memory of that device.
 """
 
 import json

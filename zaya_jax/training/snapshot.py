@@ -65,7 +65,7 @@ class Copies:
         how = "made there" if needed <= least else "made on the host, array by array, while the training waits"
         self.say(
             f"the copy that a checkpoint is saved from takes {needed / 2**30:.2f} GiB of each device, "
-            f"{least / 2**30:.2f} GiB are free beside the steps: it is {how}"
+            f"{least / 2**30:.2f} GiB are free during the steps: it is {how}"
         )
         return needed <= least
 
@@ -121,7 +121,7 @@ def of_run(
 
 
 def _share(x: Any) -> Any:
-    """An array of which each device that has it keeps a share."""
+    """An array cut into shares for the devices that have it."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.spread(x.shape, x.dtype, x.sharding))
 
 

@@ -4,10 +4,10 @@ config.json        the recorded config            tokenizer/         the tokeniz
 checkpoints/STEP/  complete checkpoints           metrics.jsonl      one object per step
 events.out.*       TensorBoard's                  report.html        the picture of it all
 logs/              one file per process, see `logs`  environment.json   devices, versions
-sample.txt         what the model wrote at the end   samples.jsonl      that of all ends
+sample.txt         the model's text at the end       samples.jsonl      the texts of all ends
 lineage.json       a fork's: the runs that it comes from, see `fork`
 .lock              the process that writes here now, see `checkpoint.claims`
-imported.json      where the weights came from PyTorch: what their config says beyond ours, their dtypes
+imported.json      where the weights came from PyTorch: their config's further keys, their dtypes
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from zaya_jax.training import logs, notes
 
 LINEAGE = "lineage.json"
 
-# What may differ from the recorded config when a run goes on, beside phases that have not begun.
+# Keys that may differ from the recorded config when a run goes on, as may phases that have not begun.
 CHANGES_NOTHING = (  # that a step computes
     "name", "run.num_steps", "log", "eval", "checkpoint", "guard", "data.workers", "data.on_corrupt",
     "phases.eval_seq_len", "phases.name", "model.max_position_embeddings",
@@ -60,8 +60,8 @@ def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
 def open_workdir(path: str | os.PathLike, config: Config, locked: Callable[[], None] = lambda: None) -> Path:
     """Creates the folder, with the config in it, or checks that it is this run's; UserError otherwise.
 
-    `locked` is called when no other run writes there and nothing is written yet. What a run that goes on may change is
-    recorded later, by `record_start`. Of several processes the first opens it; the others must have the same config and
+    `locked` is called when no other run writes there and nothing is written yet. Keys that a run may change when it goes
+    on are recorded later, by `record_start`. Of several processes the first opens it; the others must have the same config and
     see the same folder.
     """
     here = config_lib.to_dict(config)
@@ -124,7 +124,7 @@ def _check_whose(workdir: Path, config: Config) -> None:
 
 
 def without_config(workdir: Path) -> str:
-    """The message for a run's folder without config.json: what is wrong, and how to mend it."""
+    """The message for a run's folder without config.json: the defect, and how to mend it."""
     steps = writing.steps_in(workdir / "checkpoints")
     if not steps:
         return f"--workdir={workdir} has no config.json; give the folder of a run"

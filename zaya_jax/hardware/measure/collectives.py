@@ -111,7 +111,7 @@ def measure_collectives(
 
 
 def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[Collective]:
-    """One collective by size. A process without a device of the set takes part in what is decided, and no more."""
+    """One collective by size. A process without a device of the set takes part in decisions alone."""
     queue = group.devices[0].platform != "cpu"
     mine = any(d.process_index == jax.process_index() for d in group.devices)
     n = len(group.devices)
