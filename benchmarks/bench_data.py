@@ -1,5 +1,5 @@
-"""Preparing and reading beside datatrove, MosaicML streaming, Megatron and Grain's own packing: the same corpus, the
-same tokenizer, one core.
+"""Compares preparing and reading with datatrove, MosaicML streaming, Megatron and Grain's own packing: the same
+corpus and tokenizer, one core.
 
     python benchmarks/bench_data.py --work=DIR [--stages prepare read same] [--mib=16] [--rounds=5] [--seconds=3]
 
@@ -39,7 +39,7 @@ NEEDS = {
     "grain": "grain",
 }  # fmt: skip
 PREPARE = ("ours", "datatrove", "streaming", "megatron")
-READ = {"concat": ("streaming", "megatron"), "first_fit": ("grain",), "best_fit": ()}  # ours: beside which others
+READ = {"concat": ("streaming", "megatron"), "first_fit": ("grain",), "best_fit": ()}  # our packing: others with it
 
 
 def make_corpus(work: pathlib.Path, size: int, vocabulary: int) -> None:
@@ -67,7 +67,7 @@ def encoded(work: pathlib.Path, kind: str) -> Iterator[list[int]]:
 
 
 def prepare_one(name: str, work: pathlib.Path, kind: str) -> int:
-    """Prepare the corpus with one library; the tokens of its texts, counted in what was written."""
+    """Prepare the corpus with one library; the tokens of its texts, counted in its output."""
     out = work / f"{kind}-{name}"
     if name == "ours":
         options = prepare.Options([str(work / "corpus.jsonl")], str(work / kind), held_out=0.0)
@@ -137,7 +137,7 @@ def read_grain(work: pathlib.Path, process: tuple[int, int]) -> Iterator:
 
 
 def read_streaming(work: pathlib.Path, process: tuple[int, int]) -> Iterator:
-    """MosaicML's shuffled rows, joined before they were written; documents are told by their end marks."""
+    """MosaicML's shuffled rows, joined before they were written; documents are found by their end marks."""
     from streaming import StreamingDataset
 
     rows, eos = BATCH // process[1], tokenizers.load(work / "bpe").eos_id
@@ -175,7 +175,7 @@ def read_megatron(work: pathlib.Path, process: tuple[int, int]) -> Iterator:
 
 
 def with_targets(tokens, segment_ids, positions) -> dict[str, np.ndarray]:
-    """A batch with what training needs beside tokens, for libraries that leave that to their user."""
+    """A batch with targets, positions and masks, for libraries that leave these to their user."""
     targets = np.zeros(tokens.shape, np.int32)
     targets[:, :-1] = tokens[:, 1:]
     mask = np.zeros(tokens.shape, np.float32)

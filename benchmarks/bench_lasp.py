@@ -4,7 +4,7 @@
 
 One layer's attention alone (queries, keys and values given) on 8 devices of one CPU, forward and backward, for shapes:
 nothing is allocated or run. Linear attention by LASP-2 and by LASP-1's ring; softmax attention with gathered keys and
-values and in a ring. Of each, per device: the collectives (none of a scheme's overlap: each waits for the one before),
+values and in a ring. Of each, per device: the collectives (no two overlap: each waits for the one before),
 their bytes, the memory for temporaries, the multiplications. Float32, because a CPU's collectives have no bfloat16.
 """
 

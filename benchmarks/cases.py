@@ -130,7 +130,7 @@ class Case:
 
 
 def function(case: Case, direction: str, dtype: Any = jnp.bfloat16) -> Callable:
-    """What a direction computes: of the arguments, or for "backward" of what `linearized` left and the cotangent."""
+    """The function of a direction: of the arguments, or for "backward" of `linearized`'s results and the cotangent."""
     plain = case.call(dtype)
     if direction == "alone":
         return plain
@@ -235,7 +235,7 @@ def _experts_flops(size: Size) -> dict[str, float]:
 
 
 def _stream(size: Size) -> tuple[Array, ...]:
-    """What a block gave, the stream, and the join's scales and biases."""
+    """A block's output, the stream, and the join's scales and biases."""
     d = size.model.hidden_size
     wide = normal(size.batch, size.length, d), normal(size.batch, size.length, d, dtype=jnp.float32)
     return *wide, *(normal(d, dtype=jnp.float32) for _ in range(4))

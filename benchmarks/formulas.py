@@ -52,7 +52,7 @@ def blocks_visited(length: int, parts: int, block: int, window: int | None = Non
 
 
 def gathered_bytes(devices: int, batch: int, num_kv: int, channels: int, zigzag: bool = True) -> tuple[int, int]:
-    """What a device's all-gather of `lasp2` gives it, forward and backward."""
+    """The result of a device's all-gather in `lasp2`, forward and backward."""
     states, numbers = devices * (2 if zigzag else 1) * batch, num_kv * channels * (channels + 1)
     return states * (numbers + 2) * 4, states * numbers * 4
 

@@ -246,8 +246,8 @@ def _llvm(tool: str, least: int) -> str:
         if found := shutil.which(f"llvm-{tool}-{version}"):
             return found
     found = shutil.which(f"llvm-{tool}") or ""
-    told = re.search(r"version (\d+)", _run(found, "--version")) if found else None
-    return found if told and int(told[1]) >= least else ""
+    match = re.search(r"version (\d+)", _run(found, "--version")) if found else None
+    return found if match and int(match[1]) >= least else ""
 
 
 def _nvdisasm() -> str:

@@ -22,17 +22,17 @@ from flax import serialization
 
 ELF = b"\x7fELF"
 _CALL = re.compile(r'custom_call_target="__gpu\$xla\.gpu\.triton".*?\bname = \\?"([^"\\]+)')
-_FILE = bytes.fromhex("83af70d10d884a3f")  # with what a Riegeli file begins
+_FILE = bytes.fromhex("83af70d10d884a3f")  # a Riegeli file's first bytes
 _BLOCK, _BLOCK_HEADER, _CHUNK_HEADER = 1 << 16, 24, 40
 _CODECS = {ord("s"): "snappy", ord("z"): "zstd", ord("b"): "brotli"}
 _AMD, _NVIDIA = 224, 190  # of an ELF file, its machine
-_NO_BITS = 8  # of a section, that the file holds none of it
+_NO_BITS = 8  # of a section, that the file has no bytes for it
 _SIZED = 4  # of an attribute, that a length stands before it
-_REGISTERS, _FRAME = (0x2F, 0x11)  # of what a cubin's .nv.info says of a kernel: registers, bytes of its local frame
+_REGISTERS, _FRAME = (0x2F, 0x11)  # attributes of a kernel in a cubin's .nv.info: registers, bytes of its local frame
 
 
 class Core(NamedTuple):
-    """What blocks of threads share: a compute unit of AMD, a multiprocessor of NVIDIA."""
+    """Resources that blocks of threads share: a compute unit of AMD, a multiprocessor of NVIDIA."""
 
     warp: int  # threads
     schedulers: int  # each issues for its own warps
@@ -43,7 +43,7 @@ class Core(NamedTuple):
     shared: int  # bytes
     a_block: int  # bytes that one block may have
     reserved: int  # bytes that each block takes besides
-    flops: int  # of bfloat16 products a clock, of which the data sheets' peaks are made
+    flops: int  # of bfloat16 products a clock, as the data sheets' peaks count them
 
 
 # The vendors' ISA and tuning guides. MI300X: 304 x 2,048 x 2.1 GHz = 1,307 TFLOP/s; MI355X: 256 x 4,096 x 2.4 GHz =
@@ -74,7 +74,7 @@ class Code:
 
     @property
     def core(self) -> Core:
-        """What it runs on."""
+        """The chip that it runs on."""
         return CORES[self.arch]
 
     @property
@@ -160,7 +160,7 @@ def _of_elf(name: str, shared: int, elf: bytes) -> dict[str, Any]:
 
 
 def _sections(elf: bytes) -> dict[str, bytes]:
-    """What the sections of an ELF file of 64 bits hold, by name."""
+    """The contents of an ELF file's sections, by name; 64 bits."""
     (start,) = struct.unpack_from("<Q", elf, 40)
     size, count, of_names = struct.unpack_from("<3H", elf, 58)
     headers = [struct.unpack_from("<2I4Q", elf, start + i * size) for i in range(count)]

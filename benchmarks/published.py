@@ -2,7 +2,7 @@
 
     python -m benchmarks.published
 
-Nobody outside knows that program. The account asks what such a step costs that a program written kernel by kernel takes
+That program is not public. The account estimates the step of a program written kernel by kernel
 for the same work: the same layers with everything recomputed, one sequence at a time, nothing fused by a compiler.
 """
 
@@ -21,7 +21,7 @@ from zaya_jax.plan.rates import Rate, Rates
 
 SECONDS, DEVICES = 2.5, 1024  # arXiv:2511.17127
 EAGER = 6e-6  # seconds from one kernel's start to the next, started from Python
-# What a program makes where kernels of our own make one, attention's aside: XLA 2.4 passes over HBM and 1.5 kernels
+# In place of one pass and one kernel of our own, attention's aside: XLA makes 2.4 passes over HBM and 1.5 kernels
 # (layers of a step of 1,179 GB and 10,298 launches against 789 and 8,493); without any fusion twice as many.
 PASSES, KERNELS = 2 * 2.4, 2 * 1.5
 

@@ -6,7 +6,7 @@ key-value heads (compare `tree_attention`, which is `zaya_jax.parallel.tree.Part
     ring_of_parts    N - 1 collective-permutes one after the other, of outputs and log-sum-exps: 4 B H (C + 1) each
     ring_of_keys     N - 1 of the keys and values: 2 B T / N K C numbers each, in the cache's own format
 
-For linear attention over pieces of a sequence, P a device, X = K C (C + 1) numbers per state (beside
+For linear attention over pieces of a sequence, P a device, X = K C (C + 1) numbers per state (the rival of
 `zaya_jax.parallel.linear.lasp2`):
 
     lasp1            P (N - 1) collective-permutes one after the other, B (X + 1) 4 bytes each, and as many backward

@@ -1,4 +1,4 @@
-"""What the compilers make of each kernel for chips that are not here: pallas_kernels/TARGETS.md.
+"""Reports the compilers' code of each kernel for chips that are not here: pallas_kernels/TARGETS.md.
 
     make setup-targets                          # once
     python -m benchmarks.targets [--chips mi300x mi355x h200] [--operators NAME ...] [--out FILE]
@@ -37,7 +37,7 @@ HEAD = """\
 
 {date}, jax {jax}, for {chips}. **No GPU was measured.** Registers, spills, shared memory, matrix instructions, bytes
 and launches are read from compiled programs; occupancy follows from these by the chips' rules; the modelled rate is a
-model. Where a GPU can be had, `python -m benchmarks.kernels` measures, and what it says counts.
+model. Where a GPU can be had, `python -m benchmarks.kernels` measures, and its figures count.
 
 Sizes are ZAYA1-base's on one device: 4K is four sequences of 4,096 tokens, 32K one of 32,768.
 
@@ -48,7 +48,7 @@ Sizes are ZAYA1-base's on one device: 4K is four sequences of 4,096 tokens, 32K 
 | spills | registers for which there was no room; NVIDIA's compiler tells bytes of the frame, here in words of four |
 | shared | shared memory of a block, on AMD LDS |
 | occupancy | warps at once for which a scheduler has registers and shared memory, of those that it can have |
-| matrix | matrix instructions in a turn of the inner loop, and of which kind |
+| matrix | matrix instructions in a turn of the inner loop, and their kind |
 | modelled | share of the data sheet's bfloat16 rate at which the inner loop would turn, and what bounds it |
 | moves | bytes of HBM in one call, read and written, each operand and result once unless the kernel says otherwise |
 | least | the operator's arguments and results, each once |

@@ -48,7 +48,7 @@ def lower(config: Config, mesh: Mesh, sequences: int, micro_batches: int) -> jax
 def measure(
     config: Config, mesh: Mesh, sequences: int, micro_batches: int, cluster: Cluster | None, capacity: int | None = None
 ) -> dict[str, Any]:
-    """Compiles the step and says what it takes: memory, traffic, launches, FLOPs, collectives, a bound on its time.
+    """Compiles the step and returns its costs: memory, traffic, launches, FLOPs, collectives, a bound on its time.
 
     All of one device and one step, in bytes and seconds, as plain numbers for JSON.
     """
@@ -86,7 +86,7 @@ def measure(
 
 
 def _memory(memory: buffers.Memory, state: dict[str, Any], program: kernels.Program) -> dict[str, Any]:
-    """Bytes by kind where most are in use. Beside the state, shape and scope decide: as large as a weight, with its
+    """Bytes by kind where most are in use. Outside the state, shape and scope decide: as large as a weight, with its
     dims, and float32 or bfloat16: a gradient; stacked over the layers: kept for the backward pass."""
     weights, optimizer = (
         sum(map(states.bytes_per_device, jax.tree.leaves(state[part]))) for part in ("params", "optimizer")
@@ -129,13 +129,13 @@ def _memory(memory: buffers.Memory, state: dict[str, Any], program: kernels.Prog
 
 
 def _by_scope(program: kernels.Program, config: Config, tokens: float) -> list[dict[str, Any]]:
-    """A row a scope: launches, bytes and FLOPs, and of these what the model needs by its formula (`chips`)."""
+    """A row a scope: launches, bytes and FLOPs, and the FLOPs that the model needs by its formula (`chips`)."""
     needed = {s: f * tokens for s, f in chips.flops_by_scope(config.model, config.data.seq_len).items()}
     by_stage = kernels.table(program)
     rows = []
     for scope, row in kernels.table(program, lambda k: k.scope).items():
         stages = {stage: part["flops"] for (of, stage), part in by_stage.items() if of == scope and part["flops"]}
-        around = scope.split("/")[0]  # what is needed there is needed once, whatever scopes lie in it
+        around = scope.split("/")[0]  # its need counts once, whatever scopes lie in it
         of_use = min(needed.get(around, row["flops"]), row["flops"])
         if around in needed:
             needed[around] -= of_use

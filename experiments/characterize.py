@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def measure(args: argparse.Namespace, reading: argparse.Namespace | None) -> int:
-    """What the options ask for. Of several processes the first reads and writes files, and looks whether it can."""
+    """Measures as the options ask. Of several processes the first reads and writes files, and checks that it can."""
     if multihost.is_writer():
         cli.out_folder(args.out, "figures")
         if reading is not None:
@@ -133,7 +133,7 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
 def measure_parts(
     args: argparse.Namespace, config: Config, nodes: list[int], say: Callable[[str], None]
 ) -> tuple[figures.Figures, list[str]]:
-    """What was asked for, and remarks on what was left out. Products and memory are of the first device alone."""
+    """The figures asked for, and remarks on omissions. Products and memory are of the first device alone."""
     devices, remarks = jax.devices(), []
     first, wanted = devices[0], tuple(PARTS) if args.what == "all" else (args.what,)
     found = figures.Figures(
@@ -225,7 +225,7 @@ def measure_storage(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def made(out: pathlib.Path) -> Iterator[None]:
-    """The folder, for what is written inside; UserError where nothing can be, before anything is measured."""
+    """Makes the folder; UserError where it cannot be written, before anything is measured."""
     new = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -271,7 +271,7 @@ def measure_reading(config: Config, directory: str, seconds: float, cold: bool) 
     if tokenizer.vocab_size > config.model.vocab_size:
         model = dataclasses.replace(config.model, vocab_size=tokenizer.vocab_size)
         config = dataclasses.replace(config, model=model)
-    # As in a large source: blocks of several bundles, and what is open stays in memory.
+    # As in a large source: blocks of several bundles, and open ones stay in memory.
     batches = pipeline.Batches(config, tokenizer, rounds=1)
     (store,) = batches.stores
     store.cache.limit = 0
@@ -311,7 +311,7 @@ def _io() -> dict[str, int]:
 
 
 def storage_document(readings: list[Reading], manifest: dict, need: Need, budget: float, whose: str) -> Document:
-    """The measurements by the state of the page cache, and what the formula says of the run that is sized."""
+    """The measurements by the state of the page cache, and the formula's figures for the run that is sized."""
     rows = [
         ["tokens/s", *(f"{r.tokens / r.seconds:,.0f}" for r in readings)],
         [f"page reads/s ({PAGE_BYTES} B)", *(f"{r.pages_per_second:,.0f}" for r in readings)],

@@ -46,7 +46,7 @@ def _parser() -> cli.Parser:
         add.set_defaults(function=function)
         return add
 
-    add = command("inspect", inspect, "what the checkpoints of a run hold, and what saving them took")
+    add = command("inspect", inspect, "list the checkpoints of a run, their contents and times")
     add.add_argument("--workdir", required=True, type=cli.path, metavar="DIR", help="the run's folder")
     add.add_argument("--step", type=int, metavar="N", help="step whose arrays are listed; by default the newest")
     add.add_argument(

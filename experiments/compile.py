@@ -135,7 +135,7 @@ def _program(config: Config, segment: Segment, devices: list, at_once: int) -> t
 def _what_fits(
     here: Config, mesh: Any, sequences: int, micro_batches: int, cluster: Any, capacity: int
 ) -> dict[str, Any] | None:
-    """Changes, one after another on top of each other, until the step fits: what they are and what it then takes."""
+    """Changes, one after another on top of each other, until the step fits: their names, and the costs of that step."""
     devices, changes = list(mesh.devices.flat), []
     rows = mesh.shape["data"] * mesh.shape["expert"]
 

@@ -4,7 +4,7 @@
 
 --model is a run's folder (FOLDER@STEP for one of its steps) or a directory of transformers. Without --data and --tasks
 the run's held-out text is scored. --data takes files, quoted globs and directories as prepare_data does, or its output
-(of which the held-out part is used), and may be repeated: each is a row of the table. The program writes evaluation.md,
+(then the held-out part is used), and may be repeated: each is a row of the table. The program writes evaluation.md,
 evaluation.json, evaluation.html and, with tasks, samples.jsonl. Several processes, started as for pretrain
 (docs/clusters.md), share the work; each loads the whole model. docs/evaluation.md says which tokens count.
 """

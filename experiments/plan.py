@@ -214,7 +214,7 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
         rows = [[part, _ms(s), f"{s / step['seconds']:.1%}"] for part, s in parts.items()]
         yield Table(title, (name, "ms", "share"), [*rows, ["all", _ms(step["seconds"]), ""]])
     rows = [[name, _ms(low), _ms(step["seconds"]), _ms(high)] for name, (low, high) in step["between"].items()]
-    yield Table("The step by what is assumed", ("rate at its ends", "low, ms", "likely", "high"), rows)
+    yield Table("The step by assumption", ("rate at its ends", "low, ms", "likely", "high"), rows)
     kinds = [[n, f"{x / 1e9:,.2f}", f"{x / memory['peak']:.1%}"] for n, x in memory["at_peak"].items()]
     yield Table(f"Memory where it is highest: {memory['place']}", ("kind", "GB", "share"), kinds)
     work = [
@@ -262,7 +262,7 @@ def _closing(result: dict[str, Any]) -> Iterable[Table]:
     title = f"Weak scaling of {result['scaling']['phase']}"
     yield Table(title, ("devices", "ms a step", "exposed communication in it, ms"), rows)
     assumed = [[n, f"{v:.3g}", source] for n, v, source in result["assumed"]]
-    yield Table("What is assumed", ("rate", "value", "source"), assumed, "code")
+    yield Table("Assumptions", ("rate", "value", "source"), assumed, "code")
 
 
 def _scaling(points: list[tuple[int, float, float]]) -> str:

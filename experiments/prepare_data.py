@@ -23,7 +23,7 @@ from zaya_jax.config import UserError, fields, shown
 from zaya_jax.data import chat, inputs, prepare, storage
 
 SAY_EVERY = 60.0  # seconds between lines without a terminal
-OF_OUT = object()  # what a bare --verify stands for
+OF_OUT = object()  # the value of a bare --verify
 
 
 def main() -> int:
@@ -175,7 +175,7 @@ class Display:
 
 
 def summarise(manifest: dict, out: str) -> None:
-    """Print what a prepared directory holds."""
+    """Print the contents of a prepared directory."""
     for split, total in manifest["totals"].items():
         print(
             f"{split:9s} {total['tokens']:>16,} tokens  {total['documents']:>12,} documents  "

@@ -65,7 +65,7 @@ def of_data(batch: dict[str, np.ndarray], step: int, left_out: list[list[int]]) 
 
 
 def given() -> "Faults | None":
-    """What a program hands to its run; None where no faults are asked for."""
+    """The hook that a program hands to its run; None where no faults are asked for."""
     return Faults() if asked() else None
 
 
@@ -81,12 +81,12 @@ class Faults:
         return of_data(batch, number, left_out)
 
     def gradients(self, mesh: jax.sharding.Mesh, again: bool = False) -> Any:
-        """What a program does to a device's gradients."""
+        """The change of a device's gradients."""
         return hook(mesh.axis_names, mesh.devices.shape, again)
 
 
 def hook(axes: Sequence[str], sizes: Sequence[int], again: bool = False) -> Any:
-    """What a program does to a device's gradients before anything is summed; None where no faults are asked for.
+    """The change of a device's gradients before anything is summed; None where no faults are asked for.
 
     Devices go by their places in a mesh of these axes. `again`: of gradients that are computed again, to be compared.
     """

@@ -3,7 +3,7 @@
     python tools/run_notebooks.py [--write] [NOTEBOOK.ipynb ...]      without a name: all of experiments/notebooks
 
 The output is the cell's printed text, the value of its last line (unless that ends with a semicolon, as in Jupyter) and
-its figures as PNG. With --write that becomes the notebook's stored outputs. What a training run says on stderr goes to
+its figures as PNG. With --write that becomes the notebook's stored outputs. A training run's stderr goes to
 stderr and is not stored. A cell that raises ends with 1, its notebook, number and traceback, and nothing is written.
 """
 

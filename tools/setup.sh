@@ -2,10 +2,10 @@
 # Makes a virtual environment with a pinned set and the project in it, or leaves a good one alone.
 #
 #   tools/setup.sh .venv requirements/dev.txt
-#   tools/setup.sh .venv-docs requirements/docs.txt     what the site needs, without the project
+#   tools/setup.sh .venv-docs requirements/docs.txt     for the site, without the project
 #   tools/setup.sh .venv requirements/base.txt     what training needs alone; one with the larger set serves as it is
 #
-# The environment holds a stamp, written last: where it lies, its extras, a hash of what it was made from, and which set
+# The environment holds a stamp, written last: where it lies, its extras, a hash of its requirements, and which set
 # it has. Without a stamp it is half made, and is made anew; with another hash the changed set is installed over the old one. Of two
 # that start at once the second waits. EXTRAS=cuda (or rocm, hf,...; with commas) adds optional sets, and is remembered.
 set -euo pipefail

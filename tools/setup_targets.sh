@@ -5,7 +5,7 @@
 #
 #   tools/setup_targets.sh .venv .venv-targets
 #
-# XLA's plugin for ROCm is linked to ROCm's libraries. Where a machine has none of them, stand-ins take their place: they
+# XLA's plugin for ROCm is linked to ROCm's libraries. Where a machine lacks them, stand-ins take their place: they
 # hold the names, and every call of them returns an error. Compiling calls none but a few, which it survives.
 set -euo pipefail
 cd "$(dirname "$0")/.."

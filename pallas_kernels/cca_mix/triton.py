@@ -1,7 +1,7 @@
 """CCA's mixing on a GPU: one kernel from projected columns to queries and keys, three for the gradients.
 
 A program has some tokens of one head: it loads them as often as there are taps, and the heads of its means, whose
-programs run beside it. Values between the two convolutions, and up to the norm, stay in registers.
+programs run at the same time. Values between the two convolutions, and up to the norm, stay in registers.
 
     mix            columns → q, k
     mix_sums       the gradient of the norm's input, from dq and dk; all before it is computed again

@@ -1,6 +1,6 @@
 """Calls a program, in this process through its own main or in a process of its own, and checks how it ends.
 
-ended = call("generate", ["--workdir=x"], cwd)       code, what it printed, and whether the tree is as it was
+ended = call("generate", ["--workdir=x"], cwd)       code, output, and whether the tree is unchanged
 ended.check()                                        the promise: see there
 """
 

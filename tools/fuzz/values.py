@@ -33,7 +33,7 @@ def odd(sandbox: Path) -> st.SearchStrategy:
 
 @functools.cache
 def good(field: dataclasses.Field, sandbox: Path) -> st.SearchStrategy:
-    """What a key is declared to be, the borders among it."""
+    """Values that a key allows, the borders among them."""
     one = _good_item(field, sandbox)
     if isinstance(field.default, tuple):
         return st.lists(one, max_size=3)

@@ -60,9 +60,9 @@ def folder_of(config: Config, workdir: str | os.PathLike | None) -> Path:
 def open_workdir(path: str | os.PathLike, config: Config, locked: Callable[[], None] = lambda: None) -> Path:
     """Creates the folder, with the config in it, or checks that it is this run's; UserError otherwise.
 
-    `locked` is called when no other run writes there and nothing is written yet. Keys that a run may change when it goes
-    on are recorded later, by `record_start`. Of several processes the first opens it; the others must have the same config and
-    see the same folder.
+    `locked` is called when no other run writes there and nothing is written yet. Changed keys of a run that goes on
+    are recorded later, by `record_start`. Of several processes the first opens it; the others must have the same config
+    and see the same folder.
     """
     here = config_lib.to_dict(config)
     chosen, first = multihost.from_first("workdir", lambda: [str(_open(Path(path), config, locked)), here])
