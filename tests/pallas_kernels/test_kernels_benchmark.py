@@ -48,16 +48,3 @@ def test_what_is_wrong_is_not_timed(monkeypatch):
     assert rows["half"].seconds is None and "not timed" in rows["half"].note
     assert rows["none"].seconds is None and rows["none"].note.startswith("failed: ")
     assert rows["ours"].seconds and rows["XLA"].seconds
-
-
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: f"{case.operator}, {case.label}")
-def test_useful_work_of_zaya(case):
-    """By the sizes' own arithmetic: the FLOPs of one layer, or of four matrices, for a step of 16,384 tokens."""
-    flops = case.flops(cases.SIZES["4K"])
-    expected = {
-        ("attention", "causal"): {"forward": 2 * 2 * 8 * 128 * 4 * 4096 * 4097 / 2},
-        ("grouped_mlp", "tokens where they lie"): {"forward": 2 * 3 * 16384 * 2048 * 2048},
-        ("cross_entropy", "tied head"): {"gradients": 3 * 2 * 16384 * 2048 * 262_272},
-        ("newton_schulz", "gate and up of four experts"): {"alone": 5 * 4 * (4 * 2048**2 * 4096 + 2 * 2048**3)},
-    }.get((case.operator, case.label), {})
-    assert {direction: flops[direction] for direction in expected} == expected

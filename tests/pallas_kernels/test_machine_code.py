@@ -1,4 +1,4 @@
-"""Readings of kernels' machine code: registers, spills, shared memory, occupancy; the inner loop, modelled."""
+"""Readings of the machine code of compiled kernels: registers, spills, shared memory, occupancy, the inner loop."""
 
 import os
 
@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import absent, inner_loop, machine_code
-from benchmarks.inner_loop import Instruction
 from benchmarks.machine_code import CORES, Code
 from pallas_kernels import tiles
 from zaya_jax.hardware import chips, targets
@@ -25,17 +24,12 @@ def code(arch="gfx942", registers=64, shared=0, threads=256, **more) -> Code:
     [
         (code(registers=64), 8),
         (code(registers=65), 7),  # 72 are given
-        (code(registers=128), 4),
-        (code(registers=129), 3),
-        (code(registers=512), 1),
         (code(registers=64, shared=16 << 10), 4),
         (code(registers=64, shared=(32 << 10) + 1), 1),
         (code(registers=64, shared=(64 << 10) + 1), 0),
         (code(registers=512, threads=512), 0),
         (code("gfx950", registers=64, shared=(64 << 10) + 1), 2),
-        (code("sm_90", registers=128, threads=128), 4),
         (code("sm_90", registers=168, threads=128), 3),
-        (code("sm_90", registers=64, threads=256, shared=100 << 10), 4),
         (code("sm_90", registers=64, threads=128, shared=227 << 10), 1),
         (code("sm_90", registers=64, threads=128, shared=(227 << 10) + 1), 0),
     ],
@@ -50,84 +44,6 @@ def test_how_many_warps_fit(of, occupancy):
 def test_a_core_of_the_model_has_the_rate_of_the_data_sheet(arch, cores, clock):
     sheet = chips.CHIPS[{"gfx942": "mi300x", "gfx950": "mi355x", "sm_90": "h200"}[arch]].peaks["bfloat16"]
     assert CORES[arch].flops * cores * clock == pytest.approx(sheet, rel=0.002)
-
-
-AMD = """
-k.elf:	file format elf64-amdgpu
-
-0000000000001600 <k>:
-	s_load_dwordx2 s[0:1], s[4:5], 0x0                         // 000000001600: C0060002 00000000
-	v_mov_b32_e32 v1, 0                                        // 000000001608: 7E020280
-	v_mfma_f32_32x32x8_bf16 v[0:15], v[98:99], v[82:83], v[0:15]// 00000000160C: D3E00000 0402A562
-	s_cbranch_scc1 65533                                       // 000000001614: BF85FFFD <k+0xc>
-	v_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:7], v[0:3]    // 000000001618: D3E10000 04020D04
-	s_cbranch_vccz 2                                           // 000000001620: BF860002 <k+0x2c>
-	s_cbranch_scc1 65529                                       // 000000001624: BF85FFF9 <k+0x8>
-	s_nop 0                                                    // 000000001628: BF800000
-	s_endpgm                                                   // 00000000162C: BF810000
-"""
-NVIDIA = """
-k:
-.text.k:
-        /*0000*/                   LDC R1, c[0x0][0x28] ;
-.L_x_1:
-        /*0010*/                   MUFU.EX2 R3, R3 ;
-.L_x_0:
-        /*0020*/                   HGMMA.64x128x16.F32.BF16 R88, gdesc[UR16].tnspB, R88 ;
-        /*0030*/                   HGMMA.64x128x16.F32.BF16 R88, R4, gdesc[UR8], R88, gsb0 ;
-        /*0040*/                   LDSM.16.M88.4 R32, [R76+UR20] ;
-        /*0050*/                   LDS.U.128 R4, [R2] ;
-        /*0060*/              @P0 BRA `(.L_x_0) ;
-        /*0070*/              @P1 BRA `(.L_x_1) ;
-        /*0080*/                   EXIT ;
-.L_x_2:
-        /*0090*/                   BRA `(.L_x_2);
-"""
-
-
-def test_the_inner_loop_is_the_innermost_with_products():
-    amd = inner_loop._read_amd(AMD)
-    assert len(amd) == 9 and [i.target for i in amd if i.target] == [0x160C, 0x162C, 0x1608]
-    assert inner_loop.body_of(amd) == amd[2:4]
-    nvidia = inner_loop._read_nvidia(NVIDIA)
-    assert [i.address for i in nvidia] == list(range(0, 0xA0, 16))[: len(nvidia)]
-    body = inner_loop.body_of(nvidia)
-    assert body == nvidia[2:7]
-    assert inner_loop.body_of([i for i in nvidia if "HGMMA" not in i.text]) is None
-
-
-def test_what_a_turn_takes_of_a_scheduler_of_nvidia():
-    body = inner_loop.body_of(inner_loop._read_nvidia(NVIDIA))
-    found = inner_loop._on_nvidia(code("sm_90"), body)
-    assert (found.matrix, found.kind, found.instructions) == (2, "wgmma", 5)
-    assert found.least == found.clocks["matrix cores"] == 2 * 64  # 64 x 128 x 16 in 64 clocks
-    # Both operands from shared memory (6 KB), then the right one alone (4 KB); four warps load 2 KB each, twice.
-    assert found.clocks["shared memory"] == (6 + 4 + 2 * 2) * 1024 / 128
-    assert found.bound == "matrix cores" and found.share == 1
-
-
-def test_what_shared_memory_gives_a_thread():
-    said = {
-        "ds_read_b128 v[0:3], v4": 16, "ds_read2st64_b64 v[0:3], v4 offset1:8": 16, "ds_write_b32 v1, v2": 4,
-        "ds_read_u16 v1, v2": 4, "ds_write_b8 v1, v2": 4, "ds_bpermute_b32 v1, v2, v3": 4, "v_add_u32 v1, v2, v3": 0,
-    }  # fmt: skip
-    assert {text: inner_loop._lds_bytes(text) for text in said} == said
-
-
-@pytest.mark.skipif(bool(inner_loop.missing("gfx942")), reason="LLVM 19 is not installed")
-def test_a_loop_of_matrix_instructions_alone_runs_at_the_peak():
-    def body(*texts):
-        return [Instruction(4 * n, text, None) for n, text in enumerate(texts)]
-
-    products = [f"v_mfma_f32_32x32x8_bf16 a[{n}:{n + 15}], v[0:1], v[2:3], a[{n}:{n + 15}]" for n in range(0, 128, 16)]
-    found = inner_loop._on_amd(code(registers=128), body(*products))
-    assert found.matrix == 8 and found.bound == "matrix cores" and found.share == 1
-    # 8,192 FLOPs a thread of 64 on one of four schedulers that share 2,048 a clock.
-    assert found.least == 8 * 2 * 32 * 32 * 8 / 512
-    more = ["v_exp_f32_e32 v9, v10"] * 40 + ["buffer_load_dwordx4 v[12:15], v9, s[4:7], 0 offen"]
-    slower = inner_loop._on_amd(code(registers=128), body(*products, *more))
-    assert slower.bound == "vector unit" and slower.clocks["vector unit"] == 4 * (8 + 160)
-    assert slower.share == pytest.approx(64 / 168)
 
 
 def product(x, y, *, tile, warps=4):

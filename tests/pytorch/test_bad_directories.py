@@ -16,7 +16,6 @@ MODEL = Model(
 )  # fmt: skip
 NORM = "model.layers.1.input_layernorm.weight"
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
-TRUNCATED = r"model\.safetensors cannot be read, it is truncated or damaged"
 
 
 @pytest.fixture
@@ -57,20 +56,10 @@ def refused(folder, says):
     assert [p.name for p in folder.parent.iterdir()] == [folder.name]
 
 
-def change_tensors(folder, change):
-    tensors = load_file(folder / FILE)
-    change(tensors)
-    save_file(tensors, folder / FILE)
-
-
 def change_config(folder, **changes):
     found = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({k: v for k, v in found.items() if v is not ...}))
+    (folder / "config.json").write_text(json.dumps(found))
 
-
-########################################################################################################################
-# Tensors
-########################################################################################################################
 
 TENSORS = {
     "one is missing": (lambda t: t.pop(NORM), f"lacks tensor {NORM}:"),
@@ -96,42 +85,24 @@ TENSORS = {
 @pytest.mark.parametrize("how", TENSORS)
 def test_wrong_tensors(source, how):
     change, says = TENSORS[how]
-    change_tensors(source, change)
+    tensors = load_file(source / FILE)
+    change(tensors)
+    save_file(tensors, source / FILE)
     refused(source, says)
 
 
-########################################################################################################################
-# Files
-########################################################################################################################
-
-
-def with_header(header):
-    return len(header).to_bytes(8, "little") + header + bytes(8)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        *(lambda raw, n=n: raw[:n] for n in (0, 7, 100, -1)),
-        lambda raw: raw[: len(raw) // 2],
-        lambda raw: with_header(b'{"a": 1}'),
-        lambda raw: with_header(b'{"a": {"dtype": "F32", "shape": [4], "data_offsets": [0, 8]}}'),
-        lambda raw: with_header(b'{"a": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]}}'),
-    ],
-)
-def test_a_damaged_file(source, change):
-    (source / FILE).write_bytes(change((source / FILE).read_bytes()))
-    refused(source, TRUNCATED)
+@pytest.mark.parametrize("kept", [0, 100, -1])
+def test_a_file_that_was_cut_off(source, kept):
+    (source / FILE).write_bytes((source / FILE).read_bytes()[:kept])
+    refused(source, r"model\.safetensors cannot be read, it is truncated or damaged")
 
 
 def test_files_that_are_missing(tmp_path, source):
     with pytest.raises(UserError, match="nowhere is not a directory"):
         hf.Directory(tmp_path / "nowhere")
-    for pickle in ("pytorch_model.bin", "pytorch_model-00001-of-00002.bin", "model.pt"):
-        (source / FILE).rename(source / pickle)
-        refused(source, rf"no safetensors but {pickle}, which may run code .* safe_serialization=True")
-        (source / pickle).rename(source / FILE)
-    (source / FILE).unlink()
+    (source / FILE).rename(source / "pytorch_model.bin")
+    refused(source, "no safetensors but pytorch_model.bin, which may run code .* safe_serialization=True")
+    (source / "pytorch_model.bin").unlink()
     refused(source, r"model\.safetensors is missing")
     (source / "config.json").unlink()
     refused(source, r"config\.json is missing")
@@ -143,7 +114,7 @@ def test_files_that_are_missing(tmp_path, source):
         ("model-9.safetensors", r"model-9\.safetensors is missing"),
         ("model-2.safetensors", f"disagree about {NORM};"),
         (None, rf"model-1\.safetensors disagree about {NORM};"),
-        *((elsewhere, rf"places {NORM} in|is missing") for elsewhere in ("../model-1.safetensors", "/x", "", "..", 3)),
+        ("../model-1.safetensors", f"places {NORM} in"),
     ],
 )
 def test_an_index_that_names_wrong_files(sharded, file, says):
@@ -154,11 +125,6 @@ def test_an_index_that_names_wrong_files(sharded, file, says):
     refused(folder, says)
 
 
-########################################################################################################################
-# The config
-########################################################################################################################
-
-
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -166,21 +132,12 @@ def test_an_index_that_names_wrong_files(sharded, file, says):
         ({"tie_word_embeddings": False}, "tie_word_embeddings=False is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config is set"),
         ({"model_type": "llama"}, "model_type is 'llama'; only models of transformers' 'zaya'"),
-        ({"model_type": ...}, "it has no model_type; only models of transformers' 'zaya'"),
         ({"num_hidden_layers": 3, "layer_types": None}, r"lacks tensor model\.layers\.2\."),
-        ({"num_hidden_layers": 1, "layer_types": None}, r"unknown tensor model\.layers\.1\."),
         ({"eos_token_id": 20}, "eos_token_id=20 is outside the vocabulary"),
         ({"num_shared_experts": 1}, "unknown key 'num_shared_experts'=1"),
-        ({"num_key_value_heads": 3}, "is not a multiple"),
-        ({"layer_types": ["hybrid", "mamba"]}, "'mamba'"),
-        ({"layer_types": ["hybrid", "hybrid_sliding"]}, "sliding_window=None"),
         ({"layer_types": ["hybrid", "hybrid_linear"]}, "layer 1 is hybrid_linear, which PyTorch's zaya does not"),
-        ({"layer_types": ["hybrid"]}, "names 1 layers"),
         ({"rope_parameters": {"hybrid": {"rope_type": "yarn", "rope_theta": 1e4}}}, "rope_type='yarn'"),
         ({"rope_parameters": {"hybrid": {"rope_theta": 1e4, "factor": 8.0}}}, "rope_parameters.hybrid.factor"),
-        ({"rope_parameters": {"full": {"rope_theta": 1e4}}}, "rope_parameters.full is unknown"),
-        ({"num_experts": 3}, r"gate_up_proj has shape|gate\..* has shape"),
-        ({"attention_bias": True}, "lacks tensor model.layers.0.self_attn"),
     ],
 )
 def test_a_config_with_a_trait_that_is_not_zaya_s(source, changes, says):
