@@ -80,7 +80,9 @@ class Beginning:
 
 
 def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitStack) -> Beginning:
-    """Checks what can be checked before anything is compiled, opens the folder, and finds out how the run begins.
+    """Opens the folder, finds out how the run begins, and checks all that can be checked before anything is compiled.
+
+    A new folder goes again if a check fails.
 
     The first of these that applies:
     1. resumed: from its own newest checkpoint, on this machine's disks or in the durable store;
@@ -91,9 +93,8 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     If the run has gone back before, the checkpoints that it gave up are set aside before the newest is looked for, and
     the batches that it leaves out are taken out of the stream at the end.
     """
-    planned = start.plan_start(config, folder := folder_of(config, workdir))
-    multihost.barrier("checks")  # no process writes before all have passed theirs
-    config = planned.recipe.config  # with what a fork and a tokenizer fill in
+    recipe, tokenizer = start.plan_run(config, folder := folder_of(config, workdir))
+    config = recipe.config  # with what a fork and a tokenizer fill in
     folder, cleanup, store, decided = _open(folder, config, at_end)
     way: Way = "fresh"
     newest, reached, parent, meta = store.newest(), 0, None, dict[str, Any]()
@@ -102,19 +103,18 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     elif newest == 0:
         way = "imported"
     elif config.run.fork:
-        parent = fork.Parent(config, planned.tokenizer)
+        parent = fork.Parent(config, tokenizer)
         way, reached, meta = "forked", config.run.fork_step, parent.meta
     elif config.run.init_from:
         way = "initial weights"
-    if reached != planned.reached:  # the checkpoint was in another tier, or turned out invalid
-        planned = start.start_after(reached, planned.recipe, planned.tokenizer)
+    planned = start.plan_start(reached, recipe, tokenizer)
     if parent:
-        planned.notes.append(parent.note(planned.recipe.plan))
-    if 0 < reached < planned.recipe.last_step:
+        planned.notes.append(parent.note(recipe.plan))
+    if 0 < reached < recipe.last_step:
         # The checkpoint's config, since config.json may have been written by a start that never saved.
         planned.notes.append(check_same(config_lib.check(meta["config"]), config, folder, reached))
         planned.notes.append(planned.stream.set_state(meta["data"]))
-        planned.notes.append(notes.new_length(meta, config, planned.recipe.last_step))
+        planned.notes.append(notes.new_length(meta, config, recipe.last_step))
     decided = decisions.agreed(decided, meta.get("decisions", []), folder)
     if decided:
         planned.stream.leave_out(decisions.left_out(decided))
@@ -173,20 +173,20 @@ class Loop:
         self.begun, self.planned, self.faults = begun, planned, faults
         self.config, self.plan = planned.recipe.config, planned.recipe.plan
         self.store, self.workdir, self.mesh = begun.store, begun.workdir, here.mesh
+        self.pace = Pace(jax.devices()[0])  # reported to the agent, if one watches this process
+        self.evaluation = Evaluation(planned.recipe, here, planned.tokenizer, planned.optimizer, self.pace)
         record_start(self.workdir, self.config, planned.tokenizer, begun.meta.get("lineage", []))
         if begun.decided and multihost.is_writer():
             decisions.write(self.workdir, begun.decided)
         multihost.barrier("set-up")
-        self.pace = Pace(jax.devices()[0])  # reported to the agent, if one watches this process
         self.copies = snapshot.of_run(here.config, planned.optimizer, self.mesh, logs.say)
         self.state = first_state(begun, self.copies)
         self.program = functools.cache(self._program)
         self.stream = planned.stream
         self.stream.send_by(self._put)
-        self.evaluation = Evaluation(planned.recipe, here, planned.tokenizer, planned.optimizer, self.pace)
         self.evaluation.windows(self.plan.step(planned.reached + 1).phase)  # fail now if one is unreadable
         multihost.barrier("the first step")
-        notes.describe_start(planned.recipe, here, self.workdir, planned.reached, planned.notes)
+        notes.describe_start(planned.recipe, here, self.workdir, planned.reached, planned.notes + self.evaluation.notes)
         begun.cleanup.keep()
         own = {} if begun.parent else begun.meta  # a fork counts anew
         self.guard = Guard(self.config.guard, self.workdir, begun.decided, own, planned.reached)

@@ -145,13 +145,14 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     places = (f"other={other}", f"own={own}", f"text={text}", f"long={long}")
     c = settings(folder / "base", own, eval__named=places, eval__windows=9)
     tok = tokenizers.Bytes()
-    found = {name: store.bundle for name, store in windows.named_stores(c, tok).items()}
+    named = windows.named_stores(c, tok)
+    found = {name: store.bundle for name, store in named.items()}
     documents = [chat.prepare(chat.Format(tok), chat.read(ask(i)), None)[0] for i in range(100, 120)]
     assert found["other"].tokens.tolist() == np.concatenate([one.tokens for one in documents]).tolist()
     assert found["other"].learn.sum() == sum(len(a["content"]) + 2 for _, a in map(ask, range(100, 120)))
     assert found["own"].tokens.tolist() == stores.open_stores(c, own, tok)[1].bundle.tokens.tolist()
     assert found["text"].learn.mean() > 0.9
-    said = windows.named_notes(c, tok)
+    said = stores.notes_on(named.values())
     assert f"{other}: 20 chats to evaluate on (20 kept, 0 trimmed, 0 reduced, 0 dropped)" in said
     assert f"{long}: 1 chats to evaluate on (1 kept, 0 trimmed, 0 reduced, 1 dropped)" in said
 

@@ -27,7 +27,7 @@ from zaya_jax import config as config_lib
 from zaya_jax.config import Config, UserError
 from zaya_jax.data import mix, order, pack, shuffle, storage, tokenizers, windows, workers
 from zaya_jax.data.pack import Batch, Span
-from zaya_jax.data.stores import Memory, TokenStore, check_tokenizer, fill, local_rows, open_stores
+from zaya_jax.data.stores import TokenStore, check_tokenizer, fill, local_rows, notes_on, open_stores
 from zaya_jax.data.tokenizers import Tokenizer
 
 PREFETCH_BATCHES, DEVICE_BATCHES = 4, 2
@@ -112,10 +112,11 @@ class Batches:
         self.data, self.process, self.pad_id = config.data, process, tokenizer.pad_id
         self._rounds, self._seed, self._tokenizer = rounds, config.run.seed, tokenizer.sha256
         self._part = 0, 1  # of the process's rows: a worker has its own
+        check_tokenizer(config, tokenizer)
         paths, stretches = mix.plan_sources(config)
         self._all_stores = [open_stores(config, path, tokenizer)[0] for path in paths]
         self.stores = [store for store in self._all_stores if isinstance(store, storage.Prepared)]
-        self.notes = [s.said for s in self._all_stores if isinstance(s, Memory) and s.said]
+        self.notes = notes_on(self._all_stores)
         self._refuse_doubles(paths, stretches)
         # A fork's rows come in another order than its parent's.
         self._fork = (config.run.fork_step,) if config.run.fork_step else ()
@@ -366,7 +367,6 @@ def train_stream(config: Config, tokenizer: Tokenizer, process: tuple[int, int] 
     """The training batches of a config; `process` is (index, count), and each gets its rows of every global
     batch.
     """
-    check_tokenizer(config, tokenizer)
     return Stream(Batches(config, tokenizer, process), config.data.workers)
 
 
@@ -376,5 +376,4 @@ def dataset(config: Any, process: tuple[int, int] = (0, 1)) -> Any:
 
     checked = config if isinstance(config, Config) else config_lib.check(config)
     tokenizer = tokenizers.load(checked.data.tokenizer)
-    check_tokenizer(checked, tokenizer)
     return grain.MapDataset.source(Batches(checked, tokenizer, process))

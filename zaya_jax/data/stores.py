@@ -1,7 +1,7 @@
 """Opens the data behind a path of the config, once per program, as a training and a held-out store."""
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -39,6 +39,11 @@ class Memory:
 
 
 TokenStore = Memory | storage.Prepared
+
+
+def notes_on(stores: Iterable[TokenStore]) -> list[str]:
+    """Notes for the user on how chats among these were fitted."""
+    return [store.said for store in stores if isinstance(store, Memory) and store.said]
 
 
 def tokenised[T](paths: Sequence[str], what: tuple, make: Callable[[], T]) -> T:

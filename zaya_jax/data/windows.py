@@ -14,7 +14,7 @@ from zaya_jax import schedule
 from zaya_jax.config import Config, Phase, UserError, shown
 from zaya_jax.data import chats, mix, order, pack, sources, storage, tokenizers
 from zaya_jax.data.pack import Batch, Span
-from zaya_jax.data.stores import Memory, TokenStore, check_tokenizer, fill, local_rows, open_stores, tokenised
+from zaya_jax.data.stores import Memory, TokenStore, fill, local_rows, open_stores, tokenised
 from zaya_jax.data.tokenizers import Tokenizer
 
 damaged: set[str] = set()  # pieces of data that could not be read, since the last training stream was made
@@ -28,7 +28,6 @@ def eval_batches(
     A batch has `rows` rows over all processes (otherwise the global batch's). The last is filled up with empty rows;
     without held-out text the list is empty.
     """
-    check_tokenizer(config, tokenizer)
     stores = [open_stores(config, path, tokenizer)[1] for path in mix.plan_sources(config)[0]]
     return spread_windows(config, [s for s in stores if s.num_tokens], tokenizer.pad_id, process, rows)
 
@@ -88,20 +87,6 @@ def named_paths(config: Config) -> dict[str, str]:
 def named_stores(config: Config, tokenizer: Tokenizer) -> dict[str, TokenStore]:
     """The tokens of each; UserError for what cannot be evaluated on."""
     return {name: _open(config, name, path, tokenizer) for name, path in named_paths(config).items()}
-
-
-def named_notes(config: Config, tokenizer: Tokenizer) -> list[str]:
-    """Notes for the user on how chats among them were fitted; UserError as `named_stores`."""
-    found = named_stores(config, tokenizer).values()
-    return [store.said for store in found if isinstance(store, Memory) and store.said]
-
-
-def named_batches(config: Config, tokenizer: Tokenizer, process: tuple[int, int], rows: int) -> dict[str, list[Batch]]:
-    """{eval/name: fixed batches}, as `eval_batches` makes them."""
-    return {
-        f"eval/{name}": spread_windows(config, [store], tokenizer.pad_id, process, rows)
-        for name, store in named_stores(config, tokenizer).items()
-    }
 
 
 def _open(config: Config, name: str, path: str, tokenizer: Tokenizer) -> TokenStore:

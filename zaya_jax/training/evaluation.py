@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from zaya_jax.config import Phase
-from zaya_jax.data import windows
+from zaya_jax.data import stores, windows
 from zaya_jax.data.tokenizers import Tokenizer
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.schedule import Step
@@ -24,6 +24,8 @@ class Evaluation:
     def __init__(self, run: Recipe, here: PlacedPhase, tokenizer: Tokenizer, optimizer: Optimizer, pace: Pace):
         self._recipe, self._here, self._tokenizer, self._pace = run, here, tokenizer, pace
         self._optimizer = optimizer
+        self._named = windows.named_stores(run.config, tokenizer)
+        self.notes = stores.notes_on(self._named.values())
         self.windows = functools.lru_cache(1)(self._windows)
         self._program = functools.cache(self._make)
 
@@ -70,6 +72,7 @@ class Evaluation:
         rows, count = self._here.rows, recipe.eval_rows(config, phase, spread)
         own = windows.eval_config(config, phase)
         found = {"eval/loss": windows.eval_batches(own, self._tokenizer, rows, count)}
-        found |= windows.named_batches(own, self._tokenizer, rows, count)
+        for name, store in self._named.items():
+            found[f"eval/{name}"] = windows.spread_windows(own, [store], self._tokenizer.pad_id, rows, count)
         put = functools.partial(steps.put_batch, mesh, micro_batches=1, spread=spread)
         return {name: [put(batch) for batch in batches] for name, batches in found.items() if batches}

@@ -7,11 +7,9 @@ saves and ends, and the same command goes on there (`Recipe.last_step_here`).
 import dataclasses
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from zaya_jax import schedule
-from zaya_jax.checkpoint import writing
 from zaya_jax.config import Config, Phase, UserError
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh, rows_of_process, shape_of
@@ -149,11 +147,6 @@ def portion(config: Config, segment: Segment, devices: int, at_once: int = 0) ->
     except UserError as error:
         raise UserError(f"phase {phase.name!r}: {error}; or give --at_once=N") from None
     return here, spread, segment.sequences, segment.micro_batches
-
-
-def peek(workdir: Path) -> int:
-    """The step that a run goes on from if its newest checkpoint is here and whole; touches nothing."""
-    return max(writing.numbered(workdir / "checkpoints"), default=0)
 
 
 def eval_rows(config: Config, phase: Phase, spread: Spread) -> int:

@@ -1,4 +1,4 @@
-"""Plans a start: its phases, mesh, optimizer, tokenizer and data, all checked before anything is compiled or written.
+"""Plans a start: its phases, mesh, optimizer, tokenizer and data, all checked before anything is compiled.
 
 The memory checks use a lower bound: a step's batch on the host, weights and optimizer state on the devices. Activations
 and gradients come on top (`experiments.plan`).
@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from zaya_jax.cluster import multihost
 from zaya_jax.config import Config, UserError
-from zaya_jax.data import pipeline, tokenizers, windows
+from zaya_jax.data import pipeline, tokenizers
 from zaya_jax.model import zaya
 from zaya_jax.optim.chain import Optimizer
 from zaya_jax.training import fork, recipe
@@ -37,18 +37,15 @@ class PlannedStart:
     notes: list[str]
 
 
-def plan_start(config: Config, folder: Path) -> PlannedStart:
-    """The start from the newest checkpoint in the folder; UserError where something is wrong."""
-    found, newest = multihost.from_first("fork", lambda: [fork.find(config, folder), recipe.peek(folder)])
-    config = fork.settle(config, found)
+def plan_run(config: Config, folder: Path) -> tuple[Recipe, tokenizers.Tokenizer]:
+    """The run's recipe, with what a fork and the tokenizer fill into its config, and the tokenizer."""
+    config = fork.settle(config, multihost.from_first("fork", lambda: fork.find(config, folder)))
     tokenizer = tokenizers.load(config.data.tokenizer)
-    config = tokenizers.with_model_ids(config, tokenizer)
-    run = recipe.place(config, jax.devices())
-    return start_after(min(newest or config.run.fork_step, run.last_step), run, tokenizer)
+    return recipe.place(tokenizers.with_model_ids(config, tokenizer), jax.devices()), tokenizer
 
 
-def start_after(reached: int, run: Recipe, tokenizer: tokenizers.Tokenizer) -> PlannedStart:
-    """The start after this step."""
+def plan_start(reached: int, run: Recipe, tokenizer: tokenizers.Tokenizer) -> PlannedStart:
+    """The start after step `reached`; UserError where something is wrong."""
     if reached > run.last_step:
         raise UserError(
             f"config.run.num_steps={run.last_step}, but the run has already reached step {reached}; "
@@ -62,8 +59,7 @@ def start_after(reached: int, run: Recipe, tokenizer: tokenizers.Tokenizer) -> P
     optimizer = states.build_optimizer(here.config, here.mesh)
     check_memory(here.config, optimizer, here.mesh, here.key("mesh"))
     stream = pipeline.train_stream(run.config, tokenizer, here.rows)
-    notes += stream.batches.notes + windows.named_notes(run.config, tokenizer)
-    return PlannedStart(reached, run, here, end, optimizer, tokenizer, stream, notes)
+    return PlannedStart(reached, run, here, end, optimizer, tokenizer, stream, notes + stream.batches.notes)
 
 
 def check_batch_memory(here: PlacedPhase) -> None:
