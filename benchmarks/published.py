@@ -14,8 +14,9 @@ from experiments.configs import zaya1_base
 from zaya_jax import config as config_lib
 from zaya_jax.hardware import chips
 from zaya_jax.hardware.clusters import CLUSTERS, Cluster
+from zaya_jax.plan import phases as planned_phases
 from zaya_jax.plan import rates as rates_lib
-from zaya_jax.plan import run, step, work
+from zaya_jax.plan import step_time, work
 from zaya_jax.plan.case import Case
 from zaya_jax.plan.rates import Rate, Rates
 
@@ -30,7 +31,7 @@ def account(case: Case, cluster: Cluster, rates: Rates) -> list[tuple[str, float
     """The published step, part by part, and the unexplained rest: (part, seconds, reason)."""
     each = case.rows * case.micro_batches
     theirs = dataclasses.replace(case, here=dataclasses.replace(case.here, remat="layer"), micro_batches=each)
-    found = step.estimate(theirs, cluster, rates)
+    found = step_time.estimate(theirs, cluster, rates)
     parts = work.parts(theirs)
     peak = chips.CHIPS["mi300x"].peaks["bfloat16"]
     hbm = chips.CHIPS["mi300x"].bandwidth * rates.memory.value
@@ -40,7 +41,7 @@ def account(case: Case, cluster: Cluster, rates: Rates) -> list[tuple[str, float
     started = KERNELS * sum(p.launches for p in parts)
     waiting = sum(
         max(KERNELS * p.launches * EAGER - PASSES * p.others / hbm - (seconds - p.others / hbm), 0.0)
-        for p, seconds in step.estimate(theirs, cluster, dataclasses.replace(rates, launch=Rate(0.0, ""))).parts
+        for p, seconds in step_time.estimate(theirs, cluster, dataclasses.replace(rates, launch=Rate(0.0, ""))).parts
     )
     moving = PASSES * others / hbm
     rows = [
@@ -79,7 +80,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
     cluster = CLUSTERS["mi300x_pollara"]
     rates = rates_lib.for_cluster(cluster)
-    phases, _ = run.phases(config_lib.check(zaya1_base.get_config()), DEVICES, cluster, rates)
+    phases, _ = planned_phases.phases(config_lib.check(zaya1_base.get_config()), DEVICES, cluster, rates)
     print("| part | s | because |\n|---|---|---|")
     for part, seconds, because in account(phases[0].case, cluster, rates):
         print(f"| {part} | {seconds:.2f} | {because} |")

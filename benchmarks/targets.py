@@ -68,7 +68,7 @@ class Made(NamedTuple):
     codes: list[Code]
     least: int  # bytes of its arguments and results, each once
 
-    def calls(self, name: str) -> list[kernels.Kernel]:
+    def calls(self, name: str) -> list[kernels.GpuKernel]:
         """Those of the program's kernels that are this one of ours."""
         return [k for k in self.program.kernels if f"/{name}/pallas_call" in k.op_name]
 

@@ -85,7 +85,7 @@ def measure(
     }
 
 
-def _memory(memory: buffers.Memory, state: dict[str, Any], program: kernels.Program) -> dict[str, Any]:
+def _memory(memory: buffers.ProgramMemory, state: dict[str, Any], program: kernels.Program) -> dict[str, Any]:
     """Bytes by kind where most are in use. Outside the state, shape and scope decide: as large as a weight, with its
     dims, and float32 or bfloat16: a gradient; stacked over the layers: kept for the backward pass."""
     weights, optimizer = (
@@ -143,7 +143,7 @@ def _by_scope(program: kernels.Program, config: Config, tokens: float) -> list[d
     return rows
 
 
-def _kernel(k: kernels.Kernel) -> dict[str, Any]:
+def _kernel(k: kernels.GpuKernel) -> dict[str, Any]:
     return {
         "name": k.name, "scope": k.scope, "stage": k.stage, "line": k.line, "times": k.times, "reads": k.reads,
         "writes": k.writes,

@@ -35,13 +35,13 @@ from zaya_jax.data import pipeline, storage, tokenizers
 from zaya_jax.data.order import TURNS
 from zaya_jax.data.tokens import PAGE_BYTES, SUFFIX
 from zaya_jax.hardware import chips, host, sizing_rules
-from zaya_jax.hardware.measure import collectives, figures, products, streams
-from zaya_jax.hardware.measure.figures import BUS, MOVED, Collective, Figures, Product
+from zaya_jax.hardware.measure import collectives, products, results, streams
+from zaya_jax.hardware.measure.results import BUS, MOVED, CollectiveTiming, Measured, Product
 from zaya_jax.hardware.measure.timing import Timing
 from zaya_jax.hardware.sizing_rules import Advice
-from zaya_jax.plan.run import Need
-from zaya_jax.report.document import Document, Section, Table
-from zaya_jax.report.svg import Chart, Line
+from zaya_jax.plan.phases import Need
+from zaya_jax.report.document import Page, Section, Table
+from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import duration, number
 
 CONFIG = str(pathlib.Path(__file__).parent / "configs" / "zaya1_base.py")
@@ -120,7 +120,7 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
             advice = sizing_rules.advise(config, chip, count, found)
             rules_for = f"{config.name} on {count:,} {chip}"
             name = pathlib.Path(args.out) / args.what
-            files.write(name.with_suffix(".json"), figures.to_json(found).encode())
+            files.write(name.with_suffix(".json"), results.to_json(found).encode())
             files.write(name.with_suffix(".html"), document(found, advice, rules_for, remarks).html().encode())
             say(f"sizing rules for {rules_for}:" if advice else f"no sizing rule is broken by {rules_for}")
             for line in (*advice, *(f"note: {remark}" for remark in remarks)):
@@ -132,11 +132,11 @@ def measure_devices(args: argparse.Namespace, config: Config, reading: argparse.
 
 def measure_parts(
     args: argparse.Namespace, config: Config, nodes: list[int], say: Callable[[str], None]
-) -> tuple[figures.Figures, list[str]]:
+) -> tuple[results.Measured, list[str]]:
     """The figures asked for, and remarks on omissions. Products and memory are of the first device alone."""
     devices, remarks = jax.devices(), []
     first, wanted = devices[0], tuple(PARTS) if args.what == "all" else (args.what,)
-    found = figures.Figures(
+    found = results.Measured(
         first.device_kind, first.platform, len(devices), max(nodes) + 1, jax.process_count(), jax.__version__,
         time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         chips.peak_flops(first.device_kind, Precision(compute="bfloat16")),
@@ -310,7 +310,7 @@ def _io() -> dict[str, int]:
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
-def storage_document(readings: list[Reading], manifest: dict, need: Need, budget: float, whose: str) -> Document:
+def storage_document(readings: list[Reading], manifest: dict, need: Need, budget: float, whose: str) -> Page:
     """The measurements by the state of the page cache, and the formula's figures for the run that is sized."""
     rows = [
         ["tokens/s", *(f"{r.tokens / r.seconds:,.0f}" for r in readings)],
@@ -339,9 +339,9 @@ def storage_document(readings: list[Reading], manifest: dict, need: Need, budget
     times = [step * 2 ** (i / 4 - 4) for i in range(33)]
     values = [need.pages / t for t in times]
     lines = [
-        Line("needed", list(zip(times, values, strict=True))),
-        Line("this step", [(step, need.pages_per_second)], 2),
-        Line("budget", [(times[0], budget), (times[-1], budget)], 1, dash=1),
+        Curve("needed", list(zip(times, values, strict=True))),
+        Curve("this step", [(step, need.pages_per_second)], 2),
+        Curve("budget", [(times[0], budget), (times[-1], budget)], 1, dash=1),
     ]
     chart = Chart(
         "Page reads a second by step time", lines, (times[0], times[-1]),
@@ -350,10 +350,10 @@ def storage_document(readings: list[Reading], manifest: dict, need: Need, budget
     )  # fmt: skip
     head = ("", *(f"{r.cache} page cache" for r in readings))
     read = Section("Reading", "", [Table("By the state of the page cache", head, rows)], notes)
-    return Document("Storage", sections=[read, Section("A run", text, pictures=chart.draw())])
+    return Page("Storage", sections=[read, Section("A run", text, pictures=chart.draw())])
 
 
-def document(figures: Figures, advice: Sequence[Advice], rules_for: str, remarks: Sequence[str] = ()) -> Document:
+def document(figures: Measured, advice: Sequence[Advice], rules_for: str, remarks: Sequence[str] = ()) -> Page:
     """All of it; `rules_for` says which model, chip and number of devices the sizing rules are for."""
     nodes = "one node" if figures.num_nodes == 1 else f"{figures.num_nodes} nodes"
     processes = "" if figures.num_processes == 1 else f" · {figures.num_processes} processes"
@@ -363,7 +363,7 @@ def document(figures: Figures, advice: Sequence[Advice], rules_for: str, remarks
         warnings.append("All devices are in one node: nothing was measured across nodes.")
     sections = [_rules(advice, rules_for), _collectives(figures), _products(figures), _memory(figures)]
     footer = "Lines are medians, bands the 10th to 90th of 100 samples. docs/hardware.md says how it was measured."
-    return Document(figures.device, "measured figures", about, sections, (), [*warnings, *remarks], footer)
+    return Page(figures.device, "measured figures", about, sections, (), [*warnings, *remarks], footer)
 
 
 def _rules(advice: Sequence[Advice], rules_for: str) -> Section:
@@ -379,7 +379,7 @@ def _rules(advice: Sequence[Advice], rules_for: str) -> Section:
     return Section("Sizing rules", f"Dimensions off the fast path: {rules_for}.", tables, [] if rows else ["None."])
 
 
-def _collectives(figures: Figures) -> Section:
+def _collectives(figures: Measured) -> Section:
     if not figures.collectives:
         return Section("Collectives")
     pictures, rows = "", []
@@ -407,11 +407,11 @@ def _collectives(figures: Figures) -> Section:
     return Section("Collectives", text, [Table("Best rates", head, rows)], pictures=pictures)
 
 
-def _devices(c: Collective) -> str:
+def _devices(c: CollectiveTiming) -> str:
     return f"{c.num_devices} devices" + ("" if c.num_nodes == 1 else f" over {c.num_nodes} nodes")
 
 
-def _products(figures: Figures) -> Section:
+def _products(figures: Measured) -> Section:
     if not figures.products:
         return Section("Matrix products")
 
@@ -442,7 +442,7 @@ def _products(figures: Figures) -> Section:
     return Section("Matrix products", text, [Table("Rates", head, rows)], pictures=pictures)
 
 
-def _memory(figures: Figures) -> Section:
+def _memory(figures: Measured) -> Section:
     if not figures.streams:
         return Section("Memory")
     lines, rows = [], []
@@ -470,12 +470,12 @@ def _point(size: float, median: float, seconds: Timing) -> Point:
     return size, median, median * seconds.median / seconds.high, median * seconds.median / seconds.low
 
 
-def _line(label: str, color: int, points: Sequence[Point]) -> Line:
+def _line(label: str, color: int, points: Sequence[Point]) -> Curve:
     band = [(size, low, high) for size, _, low, high in points]
-    return Line(label, [(size, median) for size, median, *_ in points], color, band=band)
+    return Curve(label, [(size, median) for size, median, *_ in points], color, band=band)
 
 
-def _chart(title: str, lines: Sequence[Line], unit: str, text: Callable[[float], str], note: str = "") -> str:
+def _chart(title: str, lines: Sequence[Curve], unit: str, text: Callable[[float], str], note: str = "") -> str:
     """Rates over a size, both axes logarithmic."""
     lines = [line for line in lines if line.points]
     if not lines:

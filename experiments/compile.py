@@ -30,8 +30,8 @@ from zaya_jax.hardware import clusters, host, targets
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.mesh import make_mesh
 from zaya_jax.parallel.spread import spread_of
-from zaya_jax.report.document import Document, Section, Table, Tile
-from zaya_jax.report.svg import Chart, Line
+from zaya_jax.report.document import Page, Section, Table, Tile
+from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import byte_size, duration, number, shape_of_step
 from zaya_jax.schedule import Segment
 from zaya_jax.training import recipe
@@ -182,13 +182,13 @@ def _what_fits(
     return None
 
 
-def document(result: dict[str, Any]) -> Document:
+def document(result: dict[str, Any]) -> Page:
     """A section a phase."""
     title = f"{result['config']} compiled for {result['devices']:,} {result['target']}"
     host = " (the CPU's program: its own algorithms, no account of kernels)" if result["target"] == "cpu" else ""
     about = f"{result['date']}, jax {result['jax']}; per device and step{host}"
     footer = "Read from the compiled program; docs/compiling.md says how."
-    return Document(title, "", about, [_phase(row) for row in result["phases"]], footer=footer)
+    return Page(title, "", about, [_phase(row) for row in result["phases"]], footer=footer)
 
 
 def headline(row: dict[str, Any]) -> str:
@@ -285,8 +285,8 @@ def _memory_curve(row: dict[str, Any]) -> str:
     """Memory over the program, with the chip's capacity."""
     curve = [(float(at), value / 1e9) for at, value in row["memory"]["curve"]]
     end, capacity = curve[-1][0] if len(curve) > 1 else 1.0, (row["memory"]["capacity"] or 0) / 1e9
-    lines = [Line("in use", curve)]
-    lines += [Line("the chip's", [(0.0, capacity), (end, capacity)], color=1)] if capacity else []
+    lines = [Curve("in use", curve)]
+    lines += [Curve("the chip's", [(0.0, capacity), (end, capacity)], color=1)] if capacity else []
     highest = max(capacity, *(value for _, value in curve))
     return Chart(
         f"Memory over the program: {row['phase']}", lines, (0.0, end), (0.0, highest * 1.05), unit=" GB",

@@ -32,8 +32,8 @@ from zaya_jax.data import sources as file_sources
 from zaya_jax.evaluate import harness, scorer, texts
 from zaya_jax.hardware import host
 from zaya_jax.model import zaya
-from zaya_jax.report.document import Document, Section, Table
-from zaya_jax.report.svg import Chart, Line
+from zaya_jax.report.document import Page, Section, Table
+from zaya_jax.report.svg import Chart, Curve
 
 ALL = "all"  # the row of all --data
 
@@ -230,7 +230,7 @@ def usual_context(config: Config) -> int:
     return max(segment.phase.eval_seq_len for segment in schedule.make_plan(config).segments)
 
 
-def document(result: dict[str, Any]) -> Document:
+def document(result: dict[str, Any]) -> Page:
     """Losses by data, figures by task, the loss by place in the document."""
     about = f"{result['date']}, {result['device']}, jax {result['jax']}, {result['seconds']:,.1f} s"
     tasks = [
@@ -244,7 +244,7 @@ def document(result: dict[str, Any]) -> Document:
     tables += [Table("Tasks", ("task", "metric", "value", "standard error"), tasks)] if tasks else []
     sections = [Section("Figures", "", tables), _by_place(result["data"])]
     footer = "docs/evaluation.md says which tokens count."
-    return Document(f"Evaluation of {result['model']}", "", about, sections, warnings=result["notes"], footer=footer)
+    return Page(f"Evaluation of {result['model']}", "", about, sections, warnings=result["notes"], footer=footer)
 
 
 def _loss(name: str, found: dict[str, Any]) -> list[str]:
@@ -261,7 +261,7 @@ def _by_place(data: dict[str, Any]) -> Section:
         name: [(one["from"], one["loss"]) for one in found["by_position"] if math.isfinite(one["loss"])]
         for name, found in list(data.items())[:COLORS]
     }
-    lines = [Line(name, own, i) for i, (name, own) in enumerate(points.items()) if len(own) > 1]
+    lines = [Curve(name, own, i) for i, (name, own) in enumerate(points.items()) if len(own) > 1]
     if not lines:
         return Section("By place")
     xs, ys = zip(*(point for line in lines for point in line.points), strict=True)

@@ -22,13 +22,13 @@ from zaya_jax import cli
 from zaya_jax.config.files import write
 from zaya_jax.hardware import chips, clusters
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.plan import goodput, network, run, search
+from zaya_jax.plan import goodput, network, search, step_time
+from zaya_jax.plan import phases as planned_phases
 from zaya_jax.plan import rates as rates_lib
-from zaya_jax.plan import step as step_lib
+from zaya_jax.plan.phases import PlannedPhase
 from zaya_jax.plan.rates import Rates
-from zaya_jax.plan.run import Phase
-from zaya_jax.report.document import Document, Section, Table
-from zaya_jax.report.svg import Chart, Line
+from zaya_jax.report.document import Page, Section, Table
+from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import byte_size, duration, shape_of_step
 
 
@@ -59,7 +59,7 @@ def main() -> int:
     jax.config.update("jax_platforms", "cpu")  # shapes alone are asked of JAX
     cluster = clusters.CLUSTERS[args.cluster]
     rates = rates_lib.for_cluster(cluster, args.figures)
-    phases, notes = run.phases(config, args.devices, cluster, rates, args.at_once, args.mtbf_hours)
+    phases, notes = planned_phases.phases(config, args.devices, cluster, rates, args.at_once, args.mtbf_hours)
     result = {
         "config": config.name, "cluster": args.cluster, "source": cluster.source, "devices": args.devices,
         "date": time.strftime("%Y-%m-%d"), "notes": notes,
@@ -77,7 +77,7 @@ def main() -> int:
     return cli.DONE
 
 
-def _phase(p: Phase, cluster: Cluster, rates: Rates, searched: bool) -> dict[str, Any]:
+def _phase(p: PlannedPhase, cluster: Cluster, rates: Rates, searched: bool) -> dict[str, Any]:
     case, step = p.case, p.step
     mesh = {**case.axes, **{x: True for x in ("fsdp", "tsp", "ring") if getattr(case.spread, x)}}
     return {
@@ -90,7 +90,7 @@ def _phase(p: Phase, cluster: Cluster, rates: Rates, searched: bool) -> dict[str
             "places": p.memory.phases,
         },
         "step": {
-            "seconds": step.seconds, "between": step_lib.seconds_between(case, cluster, rates),
+            "seconds": step.seconds, "between": step_time.seconds_between(case, cluster, rates),
             "mfu": step.mfu, "by_scope": step.by_scope, "by_kind": step.by_kind,
             "links": step.links, "exposed": step.exposed,
             "hbm_bytes": step.hbm_bytes, "launches": step.launches,
@@ -105,7 +105,7 @@ def _phase(p: Phase, cluster: Cluster, rates: Rates, searched: bool) -> dict[str
     }  # fmt: skip
 
 
-def _work(p: Phase) -> list[dict[str, Any]]:
+def _work(p: PlannedPhase) -> list[dict[str, Any]]:
     """Launches, bytes and FLOPs by scope, with the useful FLOPs."""
     case = p.case
     useful = chips.flops_by_scope(case.model, case.here.data.seq_len)
@@ -124,7 +124,7 @@ def _work(p: Phase) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _search(p: Phase, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
+def _search(p: PlannedPhase, cluster: Cluster, rates: Rates) -> list[dict[str, Any]]:
     found = search.best(p.case.here, p.case.devices, p.case.sequences, cluster, rates)
     return [
         {
@@ -151,11 +151,11 @@ def _assumed(rates: Rates, mtbf_hours: float) -> list[tuple[str, float, str]]:
         ("seconds of a restart", goodput.RESTART.value, goodput.RESTART.source),
         ("seconds of any save", goodput.SAVE.value, goodput.SAVE.source),
         ("bytes/s to a device's host", goodput.HOST_LINK.value, goodput.HOST_LINK.source),
-        ("page reads for one that tokens fill", run.SIGMA, "the most of well-packed shards: docs/data.md"),
+        ("page reads for one that tokens fill", planned_phases.SIGMA, "the most of well-packed shards: docs/data.md"),
     ]
 
 
-def document(result: dict[str, Any]) -> Document:
+def document(result: dict[str, Any]) -> Page:
     """A table of the phases, a section each, and how the whole scales."""
     title = f"{result['config']} planned for {result['devices']:,} devices of {result['cluster']}"
     about = f"{result['date']}; per device and step unless it says otherwise. {result['source']}"
@@ -168,7 +168,7 @@ def document(result: dict[str, Any]) -> Document:
         Section("The whole", "", list(_closing(result)), pictures=_scaling(result["scaling"]["points"])),
     ]
     footer = "Formulas, nothing was compiled or run; docs/planning.md says what they assume."
-    return Document(title, "", about, sections, footer=footer)
+    return Page(title, "", about, sections, footer=footer)
 
 
 def headline(phase: dict[str, Any]) -> str:
@@ -270,8 +270,8 @@ def _scaling(points: list[tuple[int, float, float]]) -> str:
     if not points:
         return ""
     lines = [
-        Line("a step", [(n, s) for n, s, _ in points]),
-        Line("exposed communication", [(n, exposed) for n, _, exposed in points], 1, look="raw"),
+        Curve("a step", [(n, s) for n, s, _ in points]),
+        Curve("exposed communication", [(n, exposed) for n, _, exposed in points], 1, look="raw"),
     ]
     counts, most = [n for n, *_ in points], max(s for _, s, _ in points)
     return Chart(

@@ -56,7 +56,9 @@ def test_what_a_scope_needs_is_needed_once_whatever_lies_in_it():
     needed = chips.flops_by_scope(config.model, config.data.seq_len)["cca"] * 1000
     flops = {"jit(step)/cca/dot": 0.6 * needed, "jit(step)/cca/attention/pallas_call": 0.9 * needed}
     found = kernels.Program(
-        tuple(kernels.Kernel("k", "fusion", path, "", 1.0, 0, 0, n, False, None) for path, n in flops.items()), {}, {}
+        tuple(kernels.GpuKernel("k", "fusion", path, "", 1.0, 0, 0, n, False, None) for path, n in flops.items()),
+        {},
+        {},
     )
     rows = compiling._by_scope(found, config, 1000)
     assert {row["scope"] for row in rows} == {"cca", "cca/attention"}

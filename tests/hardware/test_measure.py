@@ -14,9 +14,9 @@ from experiments import characterize
 from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import targets
-from zaya_jax.hardware.measure import collectives, figures, products, streams, timing
-from zaya_jax.hardware.measure.collectives import AXIS, Kind
-from zaya_jax.hardware.measure.figures import Collective, Figures, Product, Stream
+from zaya_jax.hardware.measure import collectives, products, results, streams, timing
+from zaya_jax.hardware.measure.collectives import AXIS, CollectiveKind
+from zaya_jax.hardware.measure.results import CollectiveTiming, Measured, MemoryPass, Product
 from zaya_jax.hardware.measure.timing import Course, Timing
 from zaya_jax.report.text import escape
 
@@ -37,7 +37,7 @@ def small_model():
 
 
 def measured(**changes):
-    of_cpu = Figures("cpu", "cpu", 8, 1, 1, "0.12.0", "2026-11-22T18:00:00+00:00")
+    of_cpu = Measured("cpu", "cpu", 8, 1, 1, "0.12.0", "2026-11-22T18:00:00+00:00")
     return dataclasses.replace(of_cpu, **changes)
 
 
@@ -69,9 +69,12 @@ def test_a_series_ends_where_calls_take_too_long():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (Kind("all-reduce", lambda x, n: x), "became no collective"),
-        (Kind("all-reduce", lambda x, n: jax.lax.ppermute(x, AXIS, [(0, 1), (1, 0)])), "became collective-permute"),
-        (Kind("all-reduce", lambda x, n: jax.lax.psum(x[:8], AXIS)), "became all-reduce of 32 bytes over 2"),
+        (CollectiveKind("all-reduce", lambda x, n: x), "became no collective"),
+        (
+            CollectiveKind("all-reduce", lambda x, n: jax.lax.ppermute(x, AXIS, [(0, 1), (1, 0)])),
+            "became collective-permute",
+        ),
+        (CollectiveKind("all-reduce", lambda x, n: jax.lax.psum(x[:8], AXIS)), "became all-reduce of 32 bytes over 2"),
     ],
 )
 def test_what_is_not_the_collective_is_never_timed(monkeypatch, kind, message):
@@ -84,10 +87,10 @@ def test_what_is_not_the_collective_is_never_timed(monkeypatch, kind, message):
 def test_bandwidths_are_those_of_nccl_tests():
     """doc/PERFORMANCE.md there: a ring of n moves so much over each link."""
     n, size = 8, 8e9
-    bus = {name: Collective(name, n, 1, int(size), SECOND).bus_bandwidth / 1e9 for name in figures.BUS}
+    bus = {name: CollectiveTiming(name, n, 1, int(size), SECOND).bus_bandwidth / 1e9 for name in results.BUS}
     assert bus == {"all-reduce": 14, "reduce-scatter": 7, "all-gather": 7, "all-to-all": 7, "neighbour": 8}
-    assert Collective("all-reduce", n, 1, int(size), SECOND).algorithm_bandwidth == size
-    assert Stream("add", 100, SECOND).bandwidth == 300 and Stream("read", 100, SECOND).bandwidth == 100
+    assert CollectiveTiming("all-reduce", n, 1, int(size), SECOND).algorithm_bandwidth == size
+    assert MemoryPass("add", 100, SECOND).bandwidth == 300 and MemoryPass("read", 100, SECOND).bandwidth == 100
     dense = Product("dense", "", 2, 3, 5, 1, "float32", SECOND)
     assert dense.rate == 60
     # Gate, up and down: three products of each expert's rows, and twice as many backward.
@@ -108,7 +111,7 @@ def test_samples_fill_the_time_and_queue_where_they_may():
 def test_memory_is_read_and_written(monkeypatch):
     monkeypatch.setattr(streams, "room", lambda device: 12 << 22)
     found = streams.measure_streams(jax.devices()[0], 0.001, lambda text: None)
-    assert {s.name for s in found} == set(figures.MOVED)
+    assert {s.name for s in found} == set(results.MOVED)
     assert {s.bytes for s in found} <= {1 << 20, 1 << 21, 1 << 22}
 
 
@@ -131,8 +134,8 @@ def test_products_of_a_model_and_its_experts(monkeypatch):
 FULL = measured(
     peak=1e12,
     collectives=tuple(
-        Collective(name, n, nodes, size, Timing(1e-5 + size / rate, 1e-5, 1.0, 9))
-        for name in figures.BUS
+        CollectiveTiming(name, n, nodes, size, Timing(1e-5 + size / rate, 1e-5, 1.0, 9))
+        for name in results.BUS
         for n, nodes in ((2, 1), (8, 1), (16, 2))
         for size, rate in ((1024, 1e9), (1 << 20, 2e9))
     ),
@@ -140,13 +143,13 @@ FULL = measured(
         *(Product("dense", label, 64, 96, 32, 1, "float32", SECOND) for label in ("o", "head")),
         *(Product("grouped forward", "experts", m, 24, 32, 4, "float32", SECOND) for m in (16, 64, 256)),
     ),
-    streams=tuple(Stream("copy", 1 << i, Timing(2.0 ** (i - 30), 1e-9, 1e3, 5)) for i in range(20, 25)),
+    streams=tuple(MemoryPass("copy", 1 << i, Timing(2.0 ** (i - 30), 1e-9, 1e3, 5)) for i in range(20, 25)),
 )  # fmt: skip
 
 
 def test_figures_are_read_as_they_were_written(tmp_path):
-    (tmp_path / "all.json").write_text(figures.to_json(FULL))
-    assert figures.load(tmp_path / "all.json") == FULL
+    (tmp_path / "all.json").write_text(results.to_json(FULL))
+    assert results.load(tmp_path / "all.json") == FULL
     given = json.loads((tmp_path / "all.json").read_text())
     assert given["collectives"][0]["bus_bandwidth"] > 0
     # The knee: the least size at 80% of the best rate.
@@ -163,15 +166,15 @@ def test_figures_are_read_as_they_were_written(tmp_path):
 ])  # fmt: skip
 def test_what_are_no_figures_is_a_line(tmp_path, change):
     path = tmp_path / "f.json"
-    path.write_text(change(json.loads(figures.to_json(FULL))))
+    path.write_text(change(json.loads(results.to_json(FULL))))
     for file in (path, tmp_path / "nowhere.json"):
         with pytest.raises(UserError, match="cannot be read"):
-            figures.load(file)
+            results.load(file)
 
 
 def test_the_page_shows_all_and_says_what_it_is_of():
     html = characterize.document(FULL, [], "nothing", ["storage was left out"]).html()
-    assert html.count("<figure") == len(figures.BUS) + 3
+    assert html.count("<figure") == len(results.BUS) + 3
     assert all(text in html for text in (escape(characterize.HOST), "storage was left out", "16 devices over 2 nodes"))
     of_gpu = characterize.document(measured(platform="cuda", device="NVIDIA H200"), [], "nothing").html()
     assert escape(characterize.HOST) not in of_gpu
@@ -184,9 +187,9 @@ def test_two_processes_measure_as_one(tmp_path):
         results = run.wait(200)
     assert [r.code for r in results] == [0, 0], results
     assert "4 x cpu in 1 node(s) of 2 process(es)" in results[0].out and not results[1].out.strip()
-    found = figures.load(tmp_path / "out" / "collectives.json")
+    found = results.load(tmp_path / "out" / "collectives.json")
     assert found.groups() == [(2, 1), (4, 1)] and found.num_processes == 2
-    assert {c.name for c in found.collectives} == set(figures.BUS)
+    assert {c.name for c in found.collectives} == set(results.BUS)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from test_measure import measured
 from zaya_jax import config
 from zaya_jax.config import UserError
 from zaya_jax.hardware import sizing_rules
-from zaya_jax.hardware.measure.figures import Product
+from zaya_jax.hardware.measure.results import Product
 from zaya_jax.hardware.measure.timing import Timing
 
 CONFIGS = Path(__file__).resolve().parents[2] / "experiments" / "configs"

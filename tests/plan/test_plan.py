@@ -11,11 +11,11 @@ from zaya_jax import config as config_lib
 from zaya_jax import schedule
 from zaya_jax.config import Mesh, UserError
 from zaya_jax.hardware import chips, clusters, targets
-from zaya_jax.hardware.measure import figures
+from zaya_jax.hardware.measure import results
 from zaya_jax.hardware.measure.timing import Timing
 from zaya_jax.parallel.mesh import shape_of
 from zaya_jax.parallel.spread import spread_of
-from zaya_jax.plan import footprint, goodput, network, rates, search, step, work
+from zaya_jax.plan import footprint, goodput, network, rates, search, step_time, work
 from zaya_jax.plan.case import Case
 
 CLUSTER = clusters.CLUSTERS["mi300x_pollara"]
@@ -107,7 +107,7 @@ def test_the_exchange_sends_a_float32_gradient_and_a_bfloat16_direction_a_number
 
 
 def test_each_second_of_a_step_is_accounted_for():
-    found = step.estimate(case(1024), CLUSTER, RATES)
+    found = step_time.estimate(case(1024), CLUSTER, RATES)
     assert sum(found.by_kind.values()) == pytest.approx(found.seconds, rel=0.02)
     assert found.seconds == sum(found.by_scope.values()) > found.flops / found.peak
     for name, exposed in found.exposed.items():
@@ -115,8 +115,8 @@ def test_each_second_of_a_step_is_accounted_for():
 
 
 def test_the_range_has_each_assumption_at_its_ends():
-    found, likely = case(1024), step.estimate(case(1024), CLUSTER, RATES).seconds
-    between = step.seconds_between(found, CLUSTER, RATES)
+    found, likely = case(1024), step_time.estimate(case(1024), CLUSTER, RATES).seconds
+    between = step_time.seconds_between(found, CLUSTER, RATES)
     assert between.keys() == {"grouped", "attention", "across", "overlap", "ring", "launch", "all"}
     assert all(low < likely < high for low, high in between.values())
     assert min(low for low, _ in between.values()) == between["all"][0]
@@ -170,19 +170,19 @@ def test_zaya1s_published_step_is_accounted_for():
     rows = published.account(found, CLUSTER, RATES)
     assert sum(seconds for _, seconds, _ in rows) == pytest.approx(published.SECONDS)
     assert rows[0][1] == pytest.approx(0.11, abs=0.005)
-    assert step.estimate(found, CLUSTER, RATES).seconds < 1.0
+    assert step_time.estimate(found, CLUSTER, RATES).seconds < 1.0
 
 
 def measured(device: str, path) -> str:
     """A file of figures of 8 devices of this name."""
     second = Timing(1.0, 1.0, 1.0, 5)
-    found = figures.Figures(
+    found = results.Measured(
         device, "gpu", 8, 1, 1, "0.12.0", "2026-11-22T18:00:00Z",
-        collectives=(figures.Collective("reduce-scatter", 8, 1, int(2e11), second),),
-        products=(figures.Product("dense", "", 10**4, 10**4, 10**6, 1, "bfloat16", second),),
-        streams=tuple(figures.Stream("copy", int(n * 1e12), second) for n in (1.9, 2.0, 2.1)),
+        collectives=(results.CollectiveTiming("reduce-scatter", 8, 1, int(2e11), second),),
+        products=(results.Product("dense", "", 10**4, 10**4, 10**6, 1, "bfloat16", second),),
+        streams=tuple(results.MemoryPass("copy", int(n * 1e12), second) for n in (1.9, 2.0, 2.1)),
     )  # fmt: skip
-    path.write_text(figures.to_json(found))
+    path.write_text(results.to_json(found))
     return str(path)
 
 

@@ -6,7 +6,7 @@ import pytest
 from made_run import checked
 
 from zaya_jax.config import UserError
-from zaya_jax.report.document import Document, Section, Table, check_target, write_page
+from zaya_jax.report.document import Page, Section, Table, check_target, write_page
 from zaya_jax.report.text import Markup, byte_size, duration, escape, number, percent
 
 
@@ -48,7 +48,7 @@ def test_a_table_is_text_markdown_and_html():
 
 def test_a_document_leaves_out_sections_without_content():
     full = Section("S", "words", [TABLE], ["note"], pictures="<figure></figure>")
-    whole = Document("D", "kind", "about <x>", [Section("empty"), full], [("tile", "1", "of 2")], ["careful"], "foot")
+    whole = Page("D", "kind", "about <x>", [Section("empty"), full], [("tile", "1", "of 2")], ["careful"], "foot")
     text = checked(whole.html())
     for words in ("D kind", "about <x>", "S", "words", "note", "tile1of 2", "careful", "foot"):
         assert words in text, words

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from made_run import checked
 
-from zaya_jax.report import experts, write_report
+from zaya_jax.report import expert_load, write_report
 
 
 def drawn(workdir):
@@ -154,8 +154,8 @@ def test_dead_experts_and_uneven_layers_are_named(tmp_path):
 
 
 def test_shares_and_entropy_are_of_the_experts_alone():
-    fair = experts.fair_shares(np.array([[0.0, np.nan, 1.0], [0.0, 0.0, 1.0], [0.2, 0.6, 0.2]]))
+    fair = expert_load.fair_shares(np.array([[0.0, np.nan, 1.0], [0.0, 0.0, 1.0], [0.2, 0.6, 0.2]]))
     np.testing.assert_allclose(fair, [[np.nan, np.nan], [0, 0], [0.5, 1.5]])
     load = np.array([[0.25, 0.25, 0.5], [0.1, 0.3, 0.6], [0.0, 0.4, 0.6], [0.0, 0.0, 1.0]])
     quarter = -(0.25 * math.log(0.25) + 0.75 * math.log(0.75)) / math.log(2)
-    np.testing.assert_allclose(experts.entropies(load), [1.0, quarter, 0.0, np.nan])
+    np.testing.assert_allclose(expert_load.entropies(load), [1.0, quarter, 0.0, np.nan])

@@ -8,7 +8,7 @@ import pytest
 from zaya_jax.report import heat, svg
 from zaya_jax.report.heat import HeatMap, Scale, grouped
 from zaya_jax.report.style import LEVELS
-from zaya_jax.report.svg import Chart, Line, ticks
+from zaya_jax.report.svg import Chart, Curve, ticks
 
 
 def parsed(picture):
@@ -25,14 +25,14 @@ def test_ticks_are_few_round_and_inside(low, high):
 
 
 def test_a_chart_is_well_formed_and_can_be_announced():
-    figure = parsed(Chart("A <b>", [Line("x & y", [(1, 2.0), (2, 3.0)])], (1, 2), (2, 3)))
+    figure = parsed(Chart("A <b>", [Curve("x & y", [(1, 2.0), (2, 3.0)])], (1, 2), (2, 3)))
     words = "A <b>. x & y: last 3, between 2 and 3."  # for those who do not see it
     assert figure.find("svg").get("aria-label") == words and figure.find("svg").get("role") == "img"
 
 
 def test_nan_breaks_a_curve_and_a_lone_point_is_still_seen():
     points = [(1, 1.0), (2, 2.0), (3, math.nan), (4, 2.0), (5, math.nan), (6, 1.0), (7, 1.0)]
-    figure = parsed(Chart("t", [Line("l", points)], (1, 7), (1, 2), bad_steps=[3, 5]))
+    figure = parsed(Chart("t", [Curve("l", points)], (1, 7), (1, 2), bad_steps=[3, 5]))
     assert len(figure.findall(".//polyline")) == 2
     assert len(figure.findall(".//circle[@class='alone c0']")) == 1
     marks = [t.text for t in figure.findall(".//g[@class='bad']/title")]
@@ -41,7 +41,7 @@ def test_nan_breaks_a_curve_and_a_lone_point_is_still_seen():
 
 def test_points_lie_at_their_values():
     values = [(1, 5.4321), (50, 1.2345), (100, 1.6543)]
-    figure = parsed(Chart("t", [Line("l", values)], (1, 100), (1, 6)))
+    figure = parsed(Chart("t", [Curve("l", values)], (1, 100), (1, 6)))
     pairs = [map(float, p.split(",")) for p in figure.find(".//polyline").get("points").split()]
     for (px, py), (step, value) in zip(pairs, values, strict=True):
         assert px == pytest.approx(svg.LEFT + (step - 1) / 99 * (svg.WIDTH - svg.RIGHT - svg.LEFT), abs=0.06)
@@ -50,7 +50,7 @@ def test_points_lie_at_their_values():
 
 def test_held_out_labels_do_not_overlap():
     points = [(s, 2 - s / 1000) for s in range(0, 501, 10)]
-    figure = parsed(Chart("t", [Line("l", points, 1, "dots")], (0, 500), (1.4, 2.1)))
+    figure = parsed(Chart("t", [Curve("l", points, 1, "dots")], (0, 500), (1.4, 2.1)))
     labels = [(float(t.get("x")), float(t.get("y"))) for t in figure.findall(".//text[@class='value']")]
     assert 2 <= len(labels) <= svg.MOST_LABELS
     for i, (x, y) in enumerate(labels):
@@ -58,7 +58,7 @@ def test_held_out_labels_do_not_overlap():
 
 
 def test_an_axis_may_have_named_places():
-    figure = parsed(Chart("t", [Line("l", [(1024, 1.0), (2048, 2.0)])], (1024, 2048), (0, 2), log_x=True,
+    figure = parsed(Chart("t", [Curve("l", [(1024, 1.0), (2048, 2.0)])], (1024, 2048), (0, 2), log_x=True,
                           named=[(1024, "1 KiB"), (2048, "2 KiB")]))  # fmt: skip
     assert {"1 KiB", "2 KiB"} <= {text.text for text in figure.findall(".//text")}
 

@@ -38,7 +38,7 @@ class Buffer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class ProgramMemory:
     """The memory of a program on one device, in bytes."""
 
     arguments: int  # and donated results, which lie in their place
@@ -89,7 +89,7 @@ class Memory:
         return self.live(self.highest())
 
 
-def compile_watched(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, Memory]:
+def compile_watched(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, ProgramMemory]:
     """Compiles a program, never from JAX's cache, and reads XLA's record of its buffers."""
     with uncached(), tempfile.TemporaryDirectory(prefix="zaya_jax-compile-") as folder:
         compiled = lowered.compile(compiler_options={"xla_dump_to": folder, "xla_dump_hlo_as_text": True})
@@ -112,7 +112,7 @@ def _cache(enabled: bool) -> None:
     compilation_cache.reset_cache()  # otherwise JAX does not look at the setting again
 
 
-def _read_memory(folder: Path) -> Memory:
+def _read_memory(folder: Path) -> ProgramMemory:
     """The memory of the program with a record in this folder; of several, the largest one's."""
     files = sorted(folder.glob("*after_optimizations-buffer-assignment.txt"), key=lambda f: f.stat().st_size)
     assert files, f"XLA wrote no buffer assignment into {folder}"
@@ -129,7 +129,7 @@ def _read_memory(folder: Path) -> Memory:
             name = name if name.endswith("}") else name + "{}"
             if name in ranges and hlo.arrays(shape):
                 found.append(Buffer(name.split("{")[0], shape, int(offset), int(size), *ranges[name]))
-    return Memory(**sizes, buffers=tuple(found), instructions=order)
+    return ProgramMemory(**sizes, buffers=tuple(found), instructions=order)
 
 
 def _kind(about: str) -> str:

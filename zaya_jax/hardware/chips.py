@@ -7,7 +7,7 @@ from zaya_jax.config import Model, Precision
 
 
 @dataclasses.dataclass(frozen=True)
-class Chip:
+class DataSheet:
     """A chip by its vendor's data sheet."""
 
     peaks: Mapping[str, float]  # dense FLOP/s by format, without sparsity; AMD calls TF32 XF32, which MI355X has not
@@ -18,10 +18,10 @@ class Chip:
 
 _HOPPER = {"bfloat16": 989.4e12, "tf32": 494.7e12, "float32": 66.9e12}
 CHIPS = {
-    "mi300x": Chip({"bfloat16": 1307.4e12, "tf32": 653.7e12, "float32": 163.4e12}, 5.3e12, 4.33e12, 256),
-    "mi355x": Chip({"bfloat16": 2516.6e12, "tf32": 157.3e12, "float32": 157.3e12}, 8.0e12, 8.0e12, 256),
-    "h200": Chip(_HOPPER, 4.8e12, 4.8e12, 128),
-    "h100": Chip(_HOPPER, 3.35e12, 3.35e12, 128),
+    "mi300x": DataSheet({"bfloat16": 1307.4e12, "tf32": 653.7e12, "float32": 163.4e12}, 5.3e12, 4.33e12, 256),
+    "mi355x": DataSheet({"bfloat16": 2516.6e12, "tf32": 157.3e12, "float32": 157.3e12}, 8.0e12, 8.0e12, 256),
+    "h200": DataSheet(_HOPPER, 4.8e12, 4.8e12, 128),
+    "h100": DataSheet(_HOPPER, 3.35e12, 3.35e12, 128),
 }
 
 

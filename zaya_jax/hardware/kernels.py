@@ -42,7 +42,7 @@ _VISITS = re.compile(r"visits=([\d.e+-]+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class GpuKernel:
     """One kernel, as one device sees it."""
 
     name: str
@@ -82,7 +82,7 @@ class Kernel:
 class Program:
     """All kernels in the order of the text, and the loops of unknown length by `op_name`."""
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[GpuKernel, ...]
     unknown: Mapping[str, int]
     under: Mapping[str, tuple[int, int]]  # by a collective's name: the kernels [from, to) between its start and end
 
@@ -109,7 +109,9 @@ def read_program(compiled: Any) -> Program:
     return Program(tuple(reader.kernels), dict(reader.unknown), reader.under)
 
 
-def table(program: Program, key: Callable[[Kernel], Any] = lambda k: (k.scope, k.stage)) -> dict[Any, dict[str, float]]:
+def table(
+    program: Program, key: Callable[[GpuKernel], Any] = lambda k: (k.scope, k.stage)
+) -> dict[Any, dict[str, float]]:
     """Sums over the kernels that share a key: launches, reads, writes, flops; most bytes first."""
     rows: dict[Any, dict[str, float]] = {}
     for k in program.kernels:
@@ -137,7 +139,7 @@ class _Reader:
         assert found, "no ENTRY in the program's text"
         self.entry = found.group(1)
         self.lines = _lines(text)
-        self.kernels: list[Kernel] = []
+        self.kernels: list[GpuKernel] = []
         self.under: dict[str, tuple[int, int]] = {}
         self.unknown: collections.Counter[str] = collections.Counter()
         for question in ("_users", "_share", "_reads", "_writes", "_flops"):  # asked again for each loop
@@ -180,7 +182,7 @@ class _Reader:
         visits = _VISITS.findall(loop.op_name) if said[2] else []
         return float(visits[-1]) * int(said[2]) if visits else float(said[1])
 
-    def _kernel(self, i: Instruction, shapes: Mapping[str, str], times: float) -> Kernel:
+    def _kernel(self, i: Instruction, shapes: Mapping[str, str], times: float) -> GpuKernel:
         given = [shapes.get(name, "") for name in hlo.operands(i)]
         kind = i.op.removesuffix("-start")
         if kind == "fusion":
@@ -204,7 +206,7 @@ class _Reader:
         frame = re.search(r"stack_frame_id=(\d+)", i.rest)
         line = self.lines.get(int(frame.group(1)), "") if frame else ""
         collective = kind if kind in hlo.KINDS else None
-        return Kernel(i.name, i.op, i.op_name, line, times, reads, max(writes, 0), flops, wide, collective)
+        return GpuKernel(i.name, i.op, i.op_name, line, times, reads, max(writes, 0), flops, wide, collective)
 
     def _users(self, fused: str) -> dict[str, list[tuple[Instruction, int]]]:
         users: dict[str, list[tuple[Instruction, int]]] = {}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from zaya_jax.hardware import chips
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.hardware.hlo import Collective
-from zaya_jax.hardware.kernels import Kernel, Program
+from zaya_jax.hardware.kernels import GpuKernel, Program
 
 # Seconds from one kernel's start to the next one's, where they do next to nothing; an assumption.
 LAUNCH = 3e-6
@@ -55,7 +55,7 @@ def bound(
     wide = peaks["float32" if matmul == "highest" else "tf32"]
     totals = dict.fromkeys(("compute", "memory", "launches"), 0.0)
 
-    def seconds(k: Kernel) -> tuple[str, float]:
+    def seconds(k: GpuKernel) -> tuple[str, float]:
         each = {
             "compute": k.flops / (wide if k.wide else peaks["bfloat16"]),
             "memory": k.bytes / bandwidth,

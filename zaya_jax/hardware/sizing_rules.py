@@ -15,8 +15,8 @@ from typing import NamedTuple
 from zaya_jax import schedule
 from zaya_jax.config import Config, UserError
 from zaya_jax.hardware import chips
-from zaya_jax.hardware.measure.figures import Figures
 from zaya_jax.hardware.measure.products import of_model
+from zaya_jax.hardware.measure.results import Measured
 from zaya_jax.model import zaya
 from zaya_jax.parallel.mesh import shape_of
 
@@ -55,7 +55,7 @@ def notes(config: Config, devices: list) -> list[str]:
     return [] if name is None else [str(advice) for advice in _of_phase(config, name, len(devices), None)[:3]]
 
 
-def advise(config: Config, name: str, num_devices: int, figures: Figures | None = None) -> list[Advice]:
+def advise(config: Config, name: str, num_devices: int, figures: Measured | None = None) -> list[Advice]:
     """Advice for every phase that fits the devices, worst first; the same advice for two phases is given once."""
     found: dict[tuple, Advice] = {}
     judged, misfit = 0, None
@@ -78,7 +78,7 @@ def advise(config: Config, name: str, num_devices: int, figures: Figures | None 
     return sorted(found.values(), key=lambda a: -a.cost)
 
 
-def _of_phase(config: Config, name: str, num_devices: int, figures: Figures | None) -> list[Advice]:
+def _of_phase(config: Config, name: str, num_devices: int, figures: Measured | None) -> list[Advice]:
     here = _Phase(config, name, num_devices, figures)
     found = [a for rule in (_widths, _head_dim, _rows_of_experts, _micro_batches) for a in rule(here)]
     return sorted((a for a in found if a.cost >= LEAST), key=lambda a: -a.cost)
@@ -98,7 +98,7 @@ class _Product(NamedTuple):
 class _Phase:
     """Sizes of a phase on one device."""
 
-    def __init__(self, config: Config, name: str, num_devices: int, figures: Figures | None):
+    def __init__(self, config: Config, name: str, num_devices: int, figures: Measured | None):
         self.config, self.model, self.chip = config, config.model, chips.CHIPS[name]
         self.figures = figures if figures and chips.named(figures.device) == name else None
         self.mesh = shape_of(config.mesh, num_devices)

@@ -13,7 +13,7 @@ from pathlib import Path
 from zaya_jax.config import UserError
 from zaya_jax.hardware import chips
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.hardware.measure import figures as figures_lib
+from zaya_jax.hardware.measure import results
 
 ASSUMED = "assumed"
 AMD = "AMD's own measurements, 708 of 1,307 TFLOP/s in bfloat16 (ROCm blog on max-achievable FLOPs)"
@@ -101,7 +101,7 @@ def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
         return rates
     path = Path(figures)
     path = path / "all.json" if path.is_dir() else path
-    found = figures_lib.load(path)
+    found = results.load(path)
     name = chips.named(found.device)
     if name != cluster.chip:
         raise UserError(
@@ -111,7 +111,7 @@ def for_cluster(cluster: Cluster, figures: str | os.PathLike = "") -> Rates:
     return dataclasses.replace(rates, **_measured(found, cluster))
 
 
-def _measured(found: figures_lib.Figures, cluster: Cluster) -> dict[str, Rate]:
+def _measured(found: results.Measured, cluster: Cluster) -> dict[str, Rate]:
     """The shares that figures give."""
     chip = chips.CHIPS[cluster.chip]
     source, result = f"measured on {found.num_devices} x {found.device}, {found.date[:10]}", {}

@@ -12,11 +12,11 @@ from zaya_jax.hardware import targets
 from zaya_jax.hardware.clusters import Cluster
 from zaya_jax.parallel import sharding
 from zaya_jax.parallel.spread import AXES, Spread, spread_of
-from zaya_jax.plan import footprint, step
+from zaya_jax.plan import footprint, step_time
 from zaya_jax.plan.case import Case
 from zaya_jax.plan.footprint import Footprint
 from zaya_jax.plan.rates import Rates
-from zaya_jax.plan.step import Step
+from zaya_jax.plan.step_time import StepTime
 
 SIZES = (1, 2, 4, 8)  # of expert, context and tensor, which should stay within a node
 BEST = 10  # ways that are given
@@ -29,14 +29,14 @@ class Choice:
     """One way to run a phase."""
 
     case: Case
-    step: Step
+    step: StepTime
     memory: Footprint
 
 
 def best(here: Config, devices: int, sequences: int, cluster: Cluster, rates: Rates) -> list[Choice]:
     """The fastest that fit the chip's memory, fastest first; [] where nothing fits."""
     found = [
-        Choice(case, step.estimate(case, cluster, rates), memory)
+        Choice(case, step_time.estimate(case, cluster, rates), memory)
         for case in candidates(here, devices, sequences, cluster.chip)
         if (memory := _fitting(case))
     ]
@@ -90,5 +90,5 @@ def scaling(case: Case, cluster: Cluster, rates: Rates) -> Iterator[tuple[int, f
             rows = case.rows * case.micro_batches * data * mesh.expert
             other = Case(*accepted, case.chip, rows, case.micro_batches)
             if _fitting(other):
-                time = step.estimate(other, cluster, rates)
-                yield devices, time.seconds, time.by_scope[step.LINKS]
+                time = step_time.estimate(other, cluster, rates)
+                yield devices, time.seconds, time.by_scope[step_time.LINKS]

@@ -100,7 +100,7 @@ KEPT = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
+class ScopeWork:
     """Kernels of one scope and stage."""
 
     scope: str
@@ -117,7 +117,7 @@ class Part:
         return self.products + self.others
 
 
-def parts(case: Case) -> list[Part]:
+def parts(case: Case) -> list[ScopeWork]:
     """All parts of a step."""
     found = [*_layers(case), *_around(case), *_optimizer(case)]
     return [p for p in found if p.bytes or p.flops]
@@ -169,7 +169,7 @@ def repeats(case: Case) -> bool:
     return case.here.remat != "none" or fetched(case)
 
 
-def _layers(case: Case) -> Iterator[Part]:
+def _layers(case: Case) -> Iterator[ScopeWork]:
     """Of all layers and micro-batches."""
     layers, mixer = case.model.num_hidden_layers, case.mixer
     found = [("softmax", mixer, layers - case.linear_layers), ("linear", mixer, case.linear_layers)]
@@ -183,7 +183,7 @@ def _layers(case: Case) -> Iterator[Part]:
             yield from _part_of_layers(case, name, scope, case.micro_batches * count)
 
 
-def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[Part]:
+def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[ScopeWork]:
     """One part, at each stage at which it runs."""
     weights = case.layer.get(name, 0.0)
     have = sizes(case) | {"w4": 4 * weights, "w2": size(case.here.precision.compute) * weights}
@@ -200,10 +200,10 @@ def _part_of_layers(case: Case, name: str, scope: str, times: int) -> Iterator[P
             others += " 2x2"
         if over_devices:
             others += " " + ROUND
-            yield Part("experts/exchange", stage, 0.0, 0.0, times * moved(SENT, have), 5 * times)
+            yield ScopeWork("experts/exchange", stage, 0.0, 0.0, times * moved(SENT, have), 5 * times)
         if name == "experts" and stage == BACKWARD and case.micro_batches > 1 and in_place(case):
             others += " w4"  # the sum so far
-        yield Part(
+        yield ScopeWork(
             scope, stage, times * flops * _forward_flops(case, name), times * moved(products, have),
             times * moved(others, have), times * launches, RATES.get(name, "products"),
         )  # fmt: skip
@@ -253,7 +253,7 @@ def head_chunks(case: Case) -> tuple[int, int]:
     return chunk, -(-n // chunk)
 
 
-def _around(case: Case) -> Iterator[Part]:
+def _around(case: Case) -> Iterator[ScopeWork]:
     """Embedding, head, arrays stacked over the layers, and work without a scope."""
     m, mb, layers = case.model, case.micro_batches, case.model.num_hidden_layers
     b, several, fsdp = size(case.here.precision.compute), mb > 1, case.spread.fsdp
@@ -265,8 +265,8 @@ def _around(case: Case) -> Iterator[Part]:
     turns = math.ceil(math.log2(max(COMMONEST * case.tokens, 1)))
     # The look-ups' gradient onto the head's: where that lies, or under the head's last product.
     onto = (4 if several else 3 if case.layout.sharded or fsdp else 0) * (table4 if chunks > 1 else 0.0)
-    yield Part("embed", BACKWARD, 0, 0, mb * ((2 * turns + 7) * x4 + onto), mb * (turns + 41))
-    yield Part(
+    yield ScopeWork("embed", BACKWARD, 0, 0, mb * ((2 * turns + 7) * x4 + onto), mb * (turns + 41))
+    yield ScopeWork(
         "head", FORWARD, mb * 3 * 2.0 * chunk * chunks * m.hidden_size * m.vocab_size,
         # Logits w; their gradient r twice; the table r twice, its gradient rw; rows.
         mb * (logits4 + 2 * logits2 + chunks * (2 * table2 + 2 * table4) + 3 * x4),
@@ -288,10 +288,10 @@ def _around(case: Case) -> Iterator[Part]:
         # Gathers of a layer to compute with, and again in float32; its gradient packed and scattered; the table's both.
         gathered = 4.0 * own
         rest += mb * ((gathered * (2 + b / 4) + 2 * table4) * (1 + 1 / case.spread.data) + 8 * gathered)
-    yield Part("other", FORWARD, 0, 0, rest, mb * (14.5 * layers + 85))
+    yield ScopeWork("other", FORWARD, 0, 0, rest, mb * (14.5 * layers + 85))
 
 
-def _optimizer(case: Case) -> Iterator[Part]:
+def _optimizer(case: Case) -> Iterator[ScopeWork]:
     """Muon and AdamW on a device's share, the exchange around them, and the new weights."""
     layout, step, rounds = case.layout, case.step_bytes, case.here.optim.newton_schulz_steps
     shapes = layout.state_shapes()
@@ -314,9 +314,9 @@ def _optimizer(case: Case) -> Iterator[Part]:
     # The states; weights rw, directions r; norms of each device's part, or gradients weighed, cut and put away whole.
     others = (10 + 3 * step / 4) * x4 + 7 * adamw4 + 8.0 * local + directions(case)
     others += (4.0 * local + directions(case)) / case.devices + (20.0 * local if case.devices == 1 else 0.0)
-    yield Part("optimizer", "", flops, products, others, launches)
+    yield ScopeWork("optimizer", "", flops, products, others, launches)
     if layout.sharded:
-        yield Part("optimizer/exchange", "", 0, 0, _exchanged(case, layout), 24 if case.devices <= 8 else 160)
+        yield ScopeWork("optimizer/exchange", "", 0, 0, _exchanged(case, layout), 24 if case.devices <= 8 else 160)
 
 
 def _exchanged(case: Case, layout: Layout) -> float:

@@ -17,7 +17,7 @@ from zaya_jax.checkpoint import look, times, writing
 from zaya_jax.checkpoint.times import Event
 from zaya_jax.config import StorageError, UserError
 from zaya_jax.report.curves import WAITS, save_curves
-from zaya_jax.report.document import Document, Section, Table, Tile
+from zaya_jax.report.document import Page, Section, Table, Tile
 from zaya_jax.report.heat import HeatMap, Scale, columns, grouped
 from zaya_jax.report.text import byte_size, counted, duration
 
@@ -33,7 +33,7 @@ SLOW = 1.5  # times the others' median: a process that is named as slow
 FEWEST_SAVES, FEWEST_PROCESSES = 3, 3  # to name one
 
 
-def checkpoints_document(workdir: Path) -> Document:
+def checkpoints_document(workdir: Path) -> Page:
     """The page of a run's checkpoints."""
     found = times.read(workdir)
     saves, loads = (list(found.get(kind, {}).values()) for kind in ("save", "load"))
@@ -50,7 +50,7 @@ def checkpoints_document(workdir: Path) -> Document:
         Section("The last load", pictures=_load_map(load)),
         Section("Complete checkpoints", tables=[steps_table(seen, found.get("save", {}))] if seen else []),
     ]
-    return Document(
+    return Page(
         workdir.resolve().name, "checkpoints", "", sections, _tiles(seen, saves), slow_processes(saves),
         "Drawn from checkpoint_times.jsonl and the checkpoints of the workdir.",
     )  # fmt: skip

@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from zaya_jax.report import curves
-from zaya_jax.report.document import Document, Section, Table
+from zaya_jax.report.document import Page, Section, Table
 from zaya_jax.report.read import Series, Workdir
 from zaya_jax.report.run_page import flat, median_speed
-from zaya_jax.report.svg import Chart, Line
+from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import Markup, duration, escape, number, percent
 
 MOST_RUNS = 16  # eight colours, each whole and dashed
@@ -27,7 +27,7 @@ FIRST = (*LOSSES, "grad_norm", "lr", *curves.SPEED_KEYS)
 TITLES = {**curves.TITLES, "loss": "Train loss", "eval/loss": "Held-out loss"}
 
 
-class Run(NamedTuple):
+class ComparedRun(NamedTuple):
     """A run with its place among the runs and a name of its own, and its metrics of one number a step."""
 
     place: int
@@ -36,13 +36,13 @@ class Run(NamedTuple):
     series: dict[str, Series]
 
 
-def comparison(workdirs: Sequence[Workdir]) -> Document:
+def comparison(workdirs: Sequence[Workdir]) -> Page:
     """The page of several runs."""
     called = [run.name for run in workdirs]
     names = [
         name if called.count(name) == 1 else f"{name} ({run.path})" for name, run in zip(called, workdirs, strict=True)
     ]
-    runs = [Run(i, names[i], run, _numbers(run)) for i, run in enumerate(workdirs)]
+    runs = [ComparedRun(i, names[i], run, _numbers(run)) for i, run in enumerate(workdirs)]
     found = {key for run in runs for key in run.series} - {"tokens"}
     keys = [key for key in FIRST if key in found] + sorted(found.difference(FIRST))
     near = near_common_step([run.read for run in runs])
@@ -53,7 +53,7 @@ def comparison(workdirs: Sequence[Workdir]) -> Document:
         Section("Environment", tables=_differences(runs, [run.read.environment for run in runs])),
     ]
     footer = "Drawn from the files of the runs’ workdirs."
-    return Document(f"{len(runs)} runs", "compared", ", ".join(names), sections, (), _warnings(runs), footer)
+    return Page(f"{len(runs)} runs", "compared", ", ".join(names), sections, (), _warnings(runs), footer)
 
 
 def _numbers(run: Workdir) -> dict[str, Series]:
@@ -95,7 +95,7 @@ def near_common_step(runs: Sequence[Workdir]) -> Near:
     return Near(shared, f"{max(begun, first * width):,} to {(last + 1) * width - 1:,}", values)
 
 
-def _ends(runs: Sequence[Run], near: Near) -> Table:
+def _ends(runs: Sequence[ComparedRun], near: Near) -> Table:
     """How each run ended; the lowest loss of a row is bold where all are of one unit."""
     comparable = len({run.read.unit for run in runs}) == 1
 
@@ -146,7 +146,7 @@ def _steps(run: Workdir) -> str:
     return f"{begun}{run.last_step:,}, " + ("complete" if run.last_step >= planned else f"of {planned:,} planned")
 
 
-def _warnings(runs: Sequence[Run]) -> list[str]:
+def _warnings(runs: Sequence[ComparedRun]) -> list[str]:
     """Notes of the runs' readers, and a warning about losses in different units."""
     warnings = [f"{run.name}: {note}" for run in runs for note in run.read.notes]
     units: dict[str, list[str]] = {}
@@ -158,7 +158,7 @@ def _warnings(runs: Sequence[Run]) -> list[str]:
     return warnings
 
 
-def _left_out(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
+def _left_out(runs: Sequence[ComparedRun], keys: Sequence[str]) -> list[str]:
     """Notes on recorded figures that are not on the page."""
     notes = []
     if more := keys[MOST_PICTURES:]:
@@ -168,7 +168,7 @@ def _left_out(runs: Sequence[Run], keys: Sequence[str]) -> list[str]:
     return notes
 
 
-def _pictures(runs: Sequence[Run], keys: Sequence[str]) -> str:
+def _pictures(runs: Sequence[ComparedRun], keys: Sequence[str]) -> str:
     """Each metric over steps; the losses over tokens too, to compare runs with different batch sizes."""
     count = sum(key in run.series for run in runs for key in keys) or 1
     points = max(FEWEST_POINTS, min(POINTS, ALL_POINTS // count))
@@ -179,7 +179,7 @@ def _pictures(runs: Sequence[Run], keys: Sequence[str]) -> str:
     return "".join(_picture(runs, key, some, over, points) for key, some, over in pictures)
 
 
-def _picture(runs: Sequence[Run], key: str, drawn: Sequence[Run], over: str, points: int) -> str:
+def _picture(runs: Sequence[ComparedRun], key: str, drawn: Sequence[ComparedRun], over: str, points: int) -> str:
     """One metric of all runs that recorded it."""
     unit, factor = (" %", 100.0) if key in curves.PERCENT else ("", 1.0)
     known = [run for run in drawn if key in run.series]
@@ -197,7 +197,7 @@ def _picture(runs: Sequence[Run], key: str, drawn: Sequence[Run], over: str, poi
         places = tokens_at(run.read, places) if over == "tokens" else places
         values = [(place, value * factor) for place, (_, value) in zip(places, course, strict=True)]
         look = "dots" if key == "eval/loss" and run.place < COLORS and len(values) <= 64 else "line"
-        lines.append(Line(run.name, values, run.place % COLORS, look, dash=run.place // COLORS))
+        lines.append(Curve(run.name, values, run.place % COLORS, look, dash=run.place // COLORS))
     ends = [place for line in lines for place, _ in line.points if math.isfinite(place)]
     if not ends:
         return ""
@@ -226,7 +226,7 @@ def tokens_at(run: Workdir, steps: Sequence[float]) -> list[float]:
     return [float(v) for v in np.interp(steps, at, tokens)]
 
 
-def _differences(runs: Sequence[Run], trees: Sequence[dict]) -> list[Table]:
+def _differences(runs: Sequence[ComparedRun], trees: Sequence[dict]) -> list[Table]:
     """Keys that differ, with their values in each run or a dash; 1, 1.0, "1" and true are four values."""
     trees = [{key: json.dumps(v, ensure_ascii=False, sort_keys=True) for key, v in flat(tree)} for tree in trees]
     keys = list(dict.fromkeys(key for tree in trees for key in tree))

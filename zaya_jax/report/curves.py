@@ -9,7 +9,7 @@ from zaya_jax.checkpoint import times
 from zaya_jax.report.document import Section
 from zaya_jax.report.heat import Scale, columns, numbered_rows
 from zaya_jax.report.read import Bin, Series, Workdir
-from zaya_jax.report.svg import Chart, Line
+from zaya_jax.report.svg import Chart, Curve
 from zaya_jax.report.text import number
 
 POINTS = 480  # of a curve
@@ -46,7 +46,7 @@ def loss_section(run: Workdir) -> Section:
         return Section("Loss")
     lines = _lines("train, each step", train, POINTS, smooth=True) if train else []
     if held_out:
-        lines.append(Line("held-out", [(b.step, b.mean) for b in held_out.coarse(160)], 1, "dots"))
+        lines.append(Curve("held-out", [(b.step, b.mean) for b in held_out.coarse(160)], 1, "dots"))
     bad = sorted({step for series in (train, held_out) if series for step in bad_steps(series)})
     first = next((v for line in lines for _, v in line.points if math.isfinite(v)), math.nan)
     low, high = _range(_drawn(lines), keep=first)
@@ -109,7 +109,7 @@ def save_curves(saves: Sequence[times.Event]) -> str:
             continue
         longest = float(np.nanmax(slowest))
         unit, scale = (" s", 1.0) if longest >= 0.1 else (" ms", 1e3)
-        line = Line(label, list(zip(steps, (slowest * scale).tolist(), strict=True)), color, look)
+        line = Curve(label, list(zip(steps, (slowest * scale).tolist(), strict=True)), color, look)
         y_range = (0.0, longest * scale * 1.08 or 1.0)
         pictures += Chart(title, [line], (steps[0], steps[-1]), y_range, unit=unit, note=note).draw()
     return pictures
@@ -125,7 +125,7 @@ def _groups(run: Workdir) -> dict[str, list[str]]:
     return groups
 
 
-def _lines(label: str, series: Series, points: int, *, smooth: bool = False, factor: float = 1.0) -> list[Line]:
+def _lines(label: str, series: Series, points: int, *, smooth: bool = False, factor: float = 1.0) -> list[Curve]:
     """A series as curves: each step faint below its smoothed course, or plain; a band over shared bins."""
     bins = series.coarse(points)
     merged = any(b.count > 1 for b in bins)
@@ -134,8 +134,8 @@ def _lines(label: str, series: Series, points: int, *, smooth: bool = False, fac
     if smooth and sum(b.count > 0 for b in bins) >= 10:
         label = label.replace("each step", "mean and range") if merged else label
         course = [(step, mean * factor) for step, mean in smoothed(bins)]
-        return [Line(label, plain, 0, "raw", band), Line("smoothed", course)]
-    return [Line("mean and range" if merged else label, plain, 0, "line", band)]
+        return [Curve(label, plain, 0, "raw", band), Curve("smoothed", course)]
+    return [Curve("mean and range" if merged else label, plain, 0, "line", band)]
 
 
 def smoothed(bins: Sequence[Bin], length: int = 0) -> list[tuple[float, float]]:
@@ -152,9 +152,9 @@ def smoothed(bins: Sequence[Bin], length: int = 0) -> list[tuple[float, float]]:
     return out
 
 
-def _later(line: Line, step: float) -> Line:
+def _later(line: Curve, step: float) -> Curve:
     points = [p for p in line.points if not p[0] < step]
-    return Line(line.label, points, line.color, line.look, [p for p in line.band if not p[0] < step])
+    return Curve(line.label, points, line.color, line.look, [p for p in line.band if not p[0] < step])
 
 
 def _range(values: Sequence[float], zero: bool = False, keep: float = math.nan) -> tuple[float, float]:
@@ -175,14 +175,14 @@ def _range(values: Sequence[float], zero: bool = False, keep: float = math.nan) 
     return low - room, high + room
 
 
-def _drawn(lines: Sequence[Line]) -> list[float]:
+def _drawn(lines: Sequence[Curve]) -> list[float]:
     """All finite values of the curves and their bands."""
     values = [v for line in lines for _, v in line.points]
     values += [v for line in lines for _, *ends in line.band for v in ends]
     return [v for v in values if math.isfinite(v)]
 
 
-def axis_range(lines: Sequence[Line], zero: bool = False) -> tuple[tuple[float, float], bool]:
+def axis_range(lines: Sequence[Curve], zero: bool = False) -> tuple[tuple[float, float], bool]:
     """The values' range and whether its axis is logarithmic."""
     values = _drawn(lines)
     if not zero and values and min(values) > 0 and max(values) > LOG_ABOVE * min(values):
@@ -234,7 +234,7 @@ def _grouped(run: Workdir, prefix: str, keys: Sequence[str]) -> str:
         lines = []
         for color, key in enumerate(part):
             *_, line = _lines("", run.series[key], _points(run), smooth=True)
-            lines.append(Line(key.partition("/")[2], line.points, color))
+            lines.append(Curve(key.partition("/")[2], line.points, color))
         y_range, log = axis_range(lines)
         pictures += Chart(
             f"{prefix}/…" + (f" ({start // GROUP + 1})" if start else ""), lines, run.steps, y_range, log,

@@ -1,6 +1,6 @@
 """A document: a title, and sections with tables and pictures, from which one renderer makes Markdown and a page.
 
-    document = Document("A run", sections=[Section("Loss", tables=[Table("By phase", head, rows)])])
+    document = Page("A run", sections=[Section("Loss", tables=[Table("By phase", head, rows)])])
     document.markdown()                for a terminal, and for files next to the page
     write_page(target, document.html)  one HTML file without scripts, for any browser
 
@@ -98,7 +98,7 @@ class Section:
 
 
 @dataclasses.dataclass(frozen=True)
-class Document:
+class Page:
     """The whole."""
 
     title: str

@@ -15,8 +15,8 @@ import pathlib
 from collections.abc import Iterator
 
 from zaya_jax import config as config_module
-from zaya_jax.report import curves, experts, supervised
-from zaya_jax.report.document import OPEN_ROWS, Document, Section, Table, Tile, fold, write_page
+from zaya_jax.report import curves, expert_load, supervised
+from zaya_jax.report.document import OPEN_ROWS, Page, Section, Table, Tile, fold, write_page
 from zaya_jax.report.read import Workdir, read_workdir
 from zaya_jax.report.text import counted, duration, escape, number
 
@@ -32,7 +32,7 @@ def write_report(workdir: str | os.PathLike) -> pathlib.Path:
     return write_page(path / "report.html", lambda: run_document(read_workdir(path)).html())
 
 
-def run_document(run: Workdir) -> Document:
+def run_document(run: Workdir) -> Page:
     """The whole page."""
     model, data = run.config.get("model"), run.config.get("data")
     facts = [str(run.environment["device"])] if run.environment.get("device") else []
@@ -41,7 +41,7 @@ def run_document(run: Workdir) -> Document:
         facts.append(f"{model['num_hidden_layers']} layers{kind}, width {model.get('hidden_size', '?')}")
     if isinstance(data, dict) and data.get("seq_len"):
         facts.append(f"{data.get('global_batch', '?')} × {data['seq_len']} tokens per step")
-    return Document(
+    return Page(
         run.name, "training report", " · ".join(facts), [section(run) for section in SECTIONS], _tiles(run),
         _warnings(run), "Drawn from the files of the run’s workdir.",
     )  # fmt: skip
@@ -179,7 +179,7 @@ def value_text(value: object) -> str:
 SECTIONS = (
     _lineage,
     curves.loss_section,
-    experts.experts_section,
+    expert_load.experts_section,
     curves.optimiser_section,
     curves.speed_section,
     curves.saves_section,

@@ -18,7 +18,7 @@ FAR = 9000.0  # pixels: where values far outside the picture are put
 
 
 @dataclasses.dataclass
-class Line:
+class Curve:
     """One curve: its points as (step, value), NaN breaking it; `look` is line, raw or dots."""
 
     label: str
@@ -124,7 +124,7 @@ def _unbroken(points: Sequence[tuple[float, ...]]) -> list[list[tuple[float, ...
     return [run for run in runs if run]
 
 
-def draw(line: Line, x: Axis, y: Axis) -> str:
+def draw(line: Curve, x: Axis, y: Axis) -> str:
     """One curve, with its band."""
     parts, look = [], line.look + (f" dash{line.dash}" if line.dash else "")
     for run in _unbroken(line.band):
@@ -147,7 +147,7 @@ def draw(line: Line, x: Axis, y: Axis) -> str:
     return "".join(parts)
 
 
-def _point_labels(line: Line, x: Axis, y: Axis) -> str:
+def _point_labels(line: Curve, x: Axis, y: Axis) -> str:
     """Values next to points: the last, the lowest, and others if there is room."""
     good = [(s, v) for s, v in line.points if math.isfinite(v) and y.low <= v <= y.high]
     if not good:
@@ -168,7 +168,7 @@ class Chart:
     """Curves over steps, or over what `over` names."""
 
     title: str
-    lines: Sequence[Line]
+    lines: Sequence[Curve]
     x_range: tuple[float, float]
     y_range: tuple[float, float]
     log: bool = False
@@ -199,14 +199,14 @@ class Chart:
         legend += '<li><i class="key bad">✕</i>not finite</li>' if self.bad_steps else ""
         return figure(self.title, legend, svg, describe=" ".join(map(self._words, self.lines)), note=self.note)
 
-    def _legend(self, line: Line) -> str:
+    def _legend(self, line: Curve) -> str:
         last = next((v for _, v in reversed(line.points) if math.isfinite(v)), math.nan)
         text = number(last) + self.unit if math.isfinite(last) else "–"
         dash = f" dash{line.dash}" if line.dash else ""
         key = f'<i class="key {line.look}{dash} c{line.color}"></i>'
         return f"<li>{key}{escape(line.label)} <b>{text}</b></li>"
 
-    def _words(self, line: Line) -> str:
+    def _words(self, line: Curve) -> str:
         """A curve for those who do not see it."""
         values = [v for _, v in line.points if math.isfinite(v)]
         if not values:

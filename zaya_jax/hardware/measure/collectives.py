@@ -1,6 +1,6 @@
 """Measures collectives over the devices of this run: each alone in a program, over messages of 1 KiB to GiBs.
 
-Sizes and bandwidths are those of nccl-tests and rccl-tests (`figures.BUS`). Devices are taken in sets: in one node 2,
+Sizes and bandwidths are those of nccl-tests and rccl-tests (`results.BUS`). Devices are taken in sets: in one node 2,
 4, ... and all of it; across nodes 2, 4, ... and all of these, with one device of each and with all. A node is a host.
 """
 
@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from zaya_jax.cluster import multihost
 from zaya_jax.hardware import hlo
 from zaya_jax.hardware.measure import timing
-from zaya_jax.hardware.measure.figures import BUS, Collective
+from zaya_jax.hardware.measure.results import BUS, CollectiveTiming
 from zaya_jax.hardware.measure.timing import Timing
 
 LEAST, MOST, STEP = 1 << 10, 1 << 32, 4  # bytes of a message
@@ -34,7 +34,7 @@ class Group(NamedTuple):
     num_nodes: int
 
 
-class Kind(NamedTuple):
+class CollectiveKind(NamedTuple):
     """A collective: XLA's name for it, and what one device does; a device puts in all `bytes`, or one n-th."""
 
     hlo: str
@@ -44,11 +44,15 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "all-reduce": Kind("all-reduce", lambda x, n: lax.psum(x, AXIS), in_place=True),
-    "reduce-scatter": Kind("reduce-scatter", lambda x, n: lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)),
-    "all-gather": Kind("all-gather", lambda x, n: lax.all_gather(x, AXIS, tiled=True), puts_in_all=False),
-    "all-to-all": Kind("all-to-all", lambda x, n: lax.all_to_all(x, AXIS, 0, 0, tiled=True)),
-    "neighbour": Kind("collective-permute", lambda x, n: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)])),
+    "all-reduce": CollectiveKind("all-reduce", lambda x, n: lax.psum(x, AXIS), in_place=True),
+    "reduce-scatter": CollectiveKind(
+        "reduce-scatter", lambda x, n: lax.psum_scatter(x, AXIS, scatter_dimension=0, tiled=True)
+    ),
+    "all-gather": CollectiveKind("all-gather", lambda x, n: lax.all_gather(x, AXIS, tiled=True), puts_in_all=False),
+    "all-to-all": CollectiveKind("all-to-all", lambda x, n: lax.all_to_all(x, AXIS, 0, 0, tiled=True)),
+    "neighbour": CollectiveKind(
+        "collective-permute", lambda x, n: lax.ppermute(x, AXIS, [(i, (i + 1) % n) for i in range(n)])
+    ),
 }
 assert KINDS.keys() == BUS.keys()
 
@@ -90,12 +94,12 @@ def sizes(num_devices: int, room: int) -> Iterator[int]:
 
 def measure_collectives(
     devices: Sequence[Any], nodes: Sequence[int], room: int, seconds: float, say: Callable[[str], None]
-) -> tuple[Collective, ...]:
+) -> tuple[CollectiveTiming, ...]:
     """Every collective on every set of devices, in all processes together; each counts the slowest one's time.
 
     A series ends where a call takes longer than `seconds`, or messages no longer fit.
     """
-    found: list[Collective] = []
+    found: list[CollectiveTiming] = []
     for group in groups(devices, nodes):
         for name in KINDS:
             series = list(_series(name, group, room, seconds))
@@ -110,7 +114,7 @@ def measure_collectives(
     return tuple(found)
 
 
-def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[Collective]:
+def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[CollectiveTiming]:
     """One collective by size. A process without a device of the set takes part in decisions alone."""
     queue = group.devices[0].platform != "cpu"
     mine = any(d.process_index == jax.process_index() for d in group.devices)
@@ -122,7 +126,7 @@ def _series(name: str, group: Group, room: int, seconds: float) -> Iterator[Coll
         all_taken = multihost.to_first("timing", timing.sample(call, course) if call else None)
         longest = max(tuple(t) for t in all_taken if t) if all_taken else None
         slowest = Timing(*_from_first("slowest", longest))
-        yield Collective(name, n, group.num_nodes, size, slowest)
+        yield CollectiveTiming(name, n, group.num_nodes, size, slowest)
         if slowest.median > seconds:
             return
 
@@ -147,7 +151,7 @@ def _program(name: str, group: Group, size: int) -> Callable[[], jax.Array]:
     return call
 
 
-def compile_one(name: str, kind: Kind, devices: Sequence[Any], size: int) -> tuple[Any, jax.ShapeDtypeStruct]:
+def compile_one(name: str, kind: CollectiveKind, devices: Sequence[Any], size: int) -> tuple[Any, jax.ShapeDtypeStruct]:
     """A collective alone in a program, and its argument; RuntimeError where the compiler made anything else of it."""
     n, numbers = len(devices), size // NUMBER.itemsize
     mesh = Mesh(np.array(devices), (AXIS,), axis_types=(AxisType.Auto,))

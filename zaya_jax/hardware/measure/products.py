@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from pallas_kernels import chip, grouped_mlp, products
 from zaya_jax.config import Model
 from zaya_jax.hardware.measure import timing
-from zaya_jax.hardware.measure.figures import Product
+from zaya_jax.hardware.measure.results import Product
 from zaya_jax.hardware.measure.timing import Timing
 
 ROWS = {True: (64, 256, 1024), False: (256, 1024, 4096, 16384)}  # tokens at once, on a host and on an accelerator
@@ -21,7 +21,7 @@ ROWS_OF_EXPERTS = {True: tuple(1 << i for i in range(4, 10)), False: tuple(1 << 
 MODEST = 1e9  # FLOP/s that a chip reaches in any case, until something has been measured
 
 
-class Shape(NamedTuple):
+class ProductShape(NamedTuple):
     """A product that is measured."""
 
     name: str
@@ -43,13 +43,13 @@ def of_model(model: Model) -> dict[str, tuple[int, int]]:
     return found | {"router": (d, model.router_hidden_size)}
 
 
-def shapes(model: Model, host: bool) -> list[Shape]:
+def shapes(model: Model, host: bool) -> list[ProductShape]:
     """All measured products, small ones first, so that the rate is known before the large ones."""
-    found = [Shape("dense", name, m, n, k) for m in ROWS[host] for name, (k, n) in of_model(model).items()]
+    found = [ProductShape("dense", name, m, n, k) for m in ROWS[host] for name, (k, n) in of_model(model).items()]
     if model.model_type != "dense":
         d, f, e = model.hidden_size, model.moe_intermediate_size, model.num_experts
         names = ("grouped forward", "grouped backward")
-        found += [Shape(name, "experts", m, f, d, e) for m in ROWS_OF_EXPERTS[host] for name in names]
+        found += [ProductShape(name, "experts", m, f, d, e) for m in ROWS_OF_EXPERTS[host] for name in names]
     return sorted(found, key=lambda s: (_flops(s), s))
 
 
@@ -74,11 +74,11 @@ def measure_products(
     return tuple(found), left_out
 
 
-def _flops(shape: Shape) -> float:
+def _flops(shape: ProductShape) -> float:
     return Product(*shape, "", Timing(1, 1, 1, 1)).flops
 
 
-def _time(shape: Shape, dtype: Any, seconds: float, queue: bool) -> Timing:
+def _time(shape: ProductShape, dtype: Any, seconds: float, queue: bool) -> Timing:
     """Compiles and times one, on random numbers: the power that a chip draws depends on them."""
 
     def numbers(*shape: int) -> jax.Array:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from zaya_jax.hardware.measure import timing
-from zaya_jax.hardware.measure.figures import MOVED, Stream
+from zaya_jax.hardware.measure.results import MOVED, MemoryPass
 
 LEAST, MOST = 1 << 20, 1 << 32  # bytes of an array
 
@@ -37,9 +37,9 @@ def sizes(free: int) -> Iterator[int]:
         size *= 2
 
 
-def measure_streams(device: Any, seconds: float, say: Callable[[str], None]) -> tuple[Stream, ...]:
+def measure_streams(device: Any, seconds: float, say: Callable[[str], None]) -> tuple[MemoryPass, ...]:
     """Every pass over every size on one device. A series ends where a call takes longer than `seconds`."""
-    found: list[Stream] = []
+    found: list[MemoryPass] = []
     for name in PASSES:
         series = list(_series(name, device, seconds))
         found += series
@@ -49,7 +49,7 @@ def measure_streams(device: Any, seconds: float, say: Callable[[str], None]) -> 
     return tuple(found)
 
 
-def _series(name: str, device: Any, seconds: float) -> Iterator[Stream]:
+def _series(name: str, device: Any, seconds: float) -> Iterator[MemoryPass]:
     for size in sizes(room(device)):
         with jax.default_device(device):
             x = jax.jit(lambda: (jnp.arange(size // 4) % 7).astype(jnp.float32))()  # noqa: B023
@@ -57,6 +57,6 @@ def _series(name: str, device: Any, seconds: float) -> Iterator[Stream]:
             c = jnp.float32(3)
         compiled = jax.jit(PASSES[name], keep_unused=True).lower(x, y, c).compile()
         taken = timing.time_call(lambda: compiled(x, y, c), seconds, device.platform != "cpu")  # noqa: B023
-        yield Stream(name, size, taken)
+        yield MemoryPass(name, size, taken)
         if taken.median > seconds:
             return

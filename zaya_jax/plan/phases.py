@@ -7,12 +7,12 @@ from zaya_jax.config import Config, UserError
 from zaya_jax.data.tokens import PAGE_BYTES
 from zaya_jax.hardware import targets
 from zaya_jax.hardware.clusters import Cluster
-from zaya_jax.plan import footprint, goodput, step
+from zaya_jax.plan import footprint, goodput, step_time
 from zaya_jax.plan.case import Case
 from zaya_jax.plan.footprint import Footprint
 from zaya_jax.plan.goodput import Saving
 from zaya_jax.plan.rates import Rates
-from zaya_jax.plan.step import Step
+from zaya_jax.plan.step_time import StepTime
 from zaya_jax.training import recipe
 
 SIGMA = 2.0  # page reads for one that the tokens fill: the most of well-packed shards (SPEC: 1 to 2)
@@ -49,12 +49,12 @@ class Need:
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class PlannedPhase:
     """One phase, its ramp's smaller steps with it."""
 
     name: str
     case: Case  # of the full batch
-    step: Step
+    step: StepTime
     memory: Footprint
     capacity: int  # bytes that the chip has for it
     saving: Saving
@@ -82,12 +82,12 @@ class Phase:
 def phases(
     config: Config, devices: int, cluster: Cluster, rates: Rates, at_once: int = 0,
     mtbf_hours: float = goodput.MTBF_HOURS.value,
-) -> tuple[list[Phase], list[str]]:  # fmt: skip
+) -> tuple[list[PlannedPhase], list[str]]:  # fmt: skip
     """All phases of a run that so many devices can train, and a note on each that needs another number of them;
     UserError where none can be trained."""
     capacity = targets.usable(cluster.chip)
     assert capacity is not None
-    found: list[Phase] = []
+    found: list[PlannedPhase] = []
     wrong: list[UserError] = []
     for _, segments, *_ in schedule.phases_of(config, schedule.make_plan(config)):
         seconds, steps, tokens = 0.0, 0, 0
@@ -98,14 +98,14 @@ def phases(
             continue
         for segment, (here, spread, sequences, micro_batches) in zip(segments, portions, strict=True):
             case = Case(here, spread, cluster.chip, sequences, micro_batches)
-            time = step.estimate(case, cluster, rates)
+            time = step_time.estimate(case, cluster, rates)
             whole = segment.num_steps * segment.tokens_per_step
             number = -(-whole // (case.sequences * case.here.data.seq_len))
             seconds, steps, tokens = seconds + number * time.seconds, steps + number, tokens + whole
         m = case.model
         need = Need(SIGMA, case.sequences, case.here.data.seq_len, 2 if m.vocab_size <= 2**16 else 4, time.seconds)
         found.append(
-            Phase(
+            PlannedPhase(
                 segments[0].phase.name, case, time, footprint.estimate(case), capacity,
                 goodput.saving(case, cluster, mtbf_hours), tokens, steps, seconds, need,
             )

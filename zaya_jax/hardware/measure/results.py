@@ -27,7 +27,7 @@ MOVED = {"copy": 2, "read": 1, "write": 1, "add": 3}  # bytes moved for one of t
 
 
 @dataclasses.dataclass(frozen=True)
-class Collective:
+class CollectiveTiming:
     """One collective over some devices."""
 
     name: str
@@ -76,7 +76,7 @@ class Product:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stream:
+class MemoryPass:
     """One pass over arrays of `bytes` in a device's memory."""
 
     name: str
@@ -89,12 +89,12 @@ class Stream:
         return self.bytes * MOVED[self.name] / self.seconds.median
 
 
-LISTS: dict[str, type] = {"collectives": Collective, "products": Product, "streams": Stream}
+LISTS: dict[str, type] = {"collectives": CollectiveTiming, "products": Product, "streams": MemoryPass}
 RATES = ("algorithm_bandwidth", "bus_bandwidth", "rate", "bandwidth")  # which follow from seconds, for readers
 
 
 @dataclasses.dataclass(frozen=True)
-class Figures:
+class Measured:
     """All that one run of characterize measured, and on what."""
 
     device: str  # JAX's device_kind
@@ -105,9 +105,9 @@ class Figures:
     jax: str
     date: str
     peak: float | None = None  # FLOP/s of a device for bfloat16, where chips.py knows it
-    collectives: tuple[Collective, ...] = ()
+    collectives: tuple[CollectiveTiming, ...] = ()
     products: tuple[Product, ...] = ()
-    streams: tuple[Stream, ...] = ()
+    streams: tuple[MemoryPass, ...] = ()
 
     @property
     def of_host(self) -> bool:
@@ -123,7 +123,7 @@ class Figures:
         """Rows of an expert from which on a grouped product is within 20% of its best."""
         return knee((p.m, p.rate) for p in self.products if p.name == "grouped forward")
 
-    def over(self, name: str, num_devices: int, num_nodes: int) -> list[Collective]:
+    def over(self, name: str, num_devices: int, num_nodes: int) -> list[CollectiveTiming]:
         """One collective on one set of devices, by size."""
         wanted = (name, num_devices, num_nodes)
         found = [c for c in self.collectives if (c.name, c.num_devices, c.num_nodes) == wanted]
@@ -138,7 +138,7 @@ class Figures:
         return knee((c.bytes, c.bus_bandwidth) for c in self.over(name, num_devices, num_nodes))
 
 
-def to_json(figures: Figures) -> str:
+def to_json(figures: Measured) -> str:
     """The file."""
     about: dict[str, Any] = {"format": FORMAT}
     for field in dataclasses.fields(figures):
@@ -152,20 +152,20 @@ def _entry(measured: Any) -> dict[str, Any]:
     return dataclasses.asdict(measured) | {"seconds": measured.seconds._asdict()} | rates
 
 
-def load(path: str | os.PathLike) -> Figures:
+def load(path: str | os.PathLike) -> Measured:
     """The figures of a file; UserError where it holds none."""
     try:
         given = files.read_json(path)
         if given["format"] != FORMAT:
             raise ValueError(f"format {given['format']!r}, expected {FORMAT}")
-        found = {field.name: given[field.name] for field in dataclasses.fields(Figures)}
+        found = {field.name: given[field.name] for field in dataclasses.fields(Measured)}
         lists = {name: tuple(_read(kind, entry) for entry in given[name]) for name, kind in LISTS.items()}
     except (OSError, KeyError, TypeError, ValueError) as error:
         raise UserError(
             f"{path} cannot be read as figures of experiments.characterize ({type(error).__name__}: {error}); give its "
             "all.json, collectives.json, matmul.json or memory.json, or measure again"
         ) from None
-    return Figures(**found | lists)
+    return Measured(**found | lists)
 
 
 def _read(kind: type, entry: dict[str, Any]) -> Any:

@@ -1,6 +1,6 @@
 """Estimates the time of a step and accounts for each second: a roofline with stated shares of the peaks and overlaps.
 
-    found = step.estimate(case, clusters.CLUSTERS["mi300x_pollara"], rates.for_cluster(cluster))
+    found = step_time.estimate(case, clusters.CLUSTERS["mi300x_pollara"], rates.for_cluster(cluster))
     found.seconds, found.by_scope, found.by_kind, found.exposed
 
 Products take the longer of their FLOPs at their rate and their bytes; all other kernels take their bytes; and each
@@ -23,14 +23,14 @@ LINKS = "links"
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class StepTime:
     """Seconds of a step, by purpose and by bottleneck."""
 
     by_scope: dict[str, float]  # of kernels; and "links", exposed
     by_kind: dict[str, float]  # products, HBM, launches, links
     links: dict[str, float]  # each kind of collective as long as it takes
     exposed: dict[str, float]  # the part of it that no kernel covers
-    parts: tuple[tuple[work.Part, float], ...]  # with its seconds
+    parts: tuple[tuple[work.ScopeWork, float], ...]  # with its seconds
     flops: float  # useful ones of a device, by the model's formula
     peak: float  # the chip's, for most products
 
@@ -55,7 +55,7 @@ class Step:
         return sum(part.launches for part, _ in self.parts)
 
 
-def estimate(case: Case, cluster: Cluster, rates: Rates) -> Step:
+def estimate(case: Case, cluster: Cluster, rates: Rates) -> StepTime:
     """The time of a case's step."""
     chip, best = chips.CHIPS[case.chip], chips.peak_flops(case.chip, case.here.precision)
     assert best
@@ -78,7 +78,7 @@ def estimate(case: Case, cluster: Cluster, rates: Rates) -> Step:
     links, exposed = _communication(case, cluster, rates, parts, by_scope)
     by_scope[LINKS] = by_kind[LINKS] = sum(exposed.values())
     useful = chips.model_flops(case.model, case.here.data.seq_len) * case.tokens_per_device
-    return Step(by_scope, by_kind, links, exposed, tuple(parts), useful, best)
+    return StepTime(by_scope, by_kind, links, exposed, tuple(parts), useful, best)
 
 
 def seconds_between(case: Case, cluster: Cluster, rates: Rates) -> dict[str, tuple[float, float]]:
@@ -92,7 +92,7 @@ def seconds_between(case: Case, cluster: Cluster, rates: Rates) -> dict[str, tup
 
 
 def _communication(
-    case: Case, cluster: Cluster, rates: Rates, parts: list[tuple[work.Part, float]], by_scope: Mapping[str, float]
+    case: Case, cluster: Cluster, rates: Rates, parts: list[tuple[work.ScopeWork, float]], by_scope: Mapping[str, float]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Seconds of each kind of collective, and the part that nothing covers."""
     taken: dict[str, float] = {}
