@@ -279,7 +279,7 @@ def _around(case: Case) -> Iterator[ScopeWork]:
     own = sum(case.layer.values()) * layers
     large = case.layer.get("experts", case.layer.get("mlp", 0.0)) * layers
     stacked = own - (large if in_place(case) or fsdp else case.leaving)
-    yield Part("stacks", BACKWARD, 0, 0, mb * (28.0 * stacked + 4 * held), mb * 72 * layers)
+    yield ScopeWork("stacks", BACKWARD, 0, 0, mb * (28.0 * stacked + 4 * held), mb * 72 * layers)
     # Zeros for kept arrays and for the table's gradient; the carry of the embedding's sum; o's weights converted.
     rest = mb * (2.0 * case.layer[case.mixer] * layers + held + 2 * turns * x4) + min(chunks, 2) * table4
     if several:  # zeros to add to, and the table's sum, carried from one to the next; fsdp adds up parts of it alone
