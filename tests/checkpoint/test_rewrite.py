@@ -97,14 +97,14 @@ print(memory("VmHWM") - before)
 
 
 @pytest.mark.parametrize("chunk_to", [32, pytest.param(8, marks=pytest.mark.slow)])
-def test_memory_is_below_two_chunks(tmp_path, chunk_to):
+def test_memory_is_below_three_chunks(tmp_path, chunk_to):
     folder = open_workdir(tmp_path / "run", config.check(config.default()))
     checkpoints = store.Store(folder, Checkpoint())
     checkpoints.save(1, {"params": {"w": jnp.ones((64, 1024, 1024), jnp.float32)}}, {"step": 1, "tokens": 1})
     checkpoints.close()
     command = [sys.executable, "-c", MEASURE, folder, tmp_path / "to", str(chunk_to)]
     grown = float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    assert 0.5 * chunk_to < grown < 2 * 32, "MiB over the baseline"
+    assert 0.5 * chunk_to < grown < 32 + 1.5 * chunk_to, f"{grown} MiB over the baseline"
 
 
 NOTEBOOK = """

@@ -97,12 +97,6 @@ class Foreign(Source):
             raise UserError(f"{self.name} has no array {name}{self.nearest(name)}")
         return theirs[name]
 
-    def _mapped(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
-        if self._kept is None or self._kept[0] != array.name:
-            self._kept = None  # before the next is read
-            self._kept = array.name, self._chunk(array, index)
-        return self._kept[1]
-
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
         like = {array.name: np.broadcast_to(np.zeros((), array.dtype), array.shape)}
         flat = array.name in self._tree  # as safetensors are

@@ -3,8 +3,7 @@
     reshard(source, target, step, chunk_mb)         a workdir, or a place such as s3://bucket/run, to another
     export_params(workdir, out, step, dtype)        an Orbax checkpoint for readers that have no use for the rest
 
-Memory holds one chunk of the result and, while it is filled, a slab of one chunk of the source. Sources are checked
-whole before anything is written.
+Memory holds one chunk of the result and one of the source. Sources are checked whole before anything is written.
 """
 
 import contextlib

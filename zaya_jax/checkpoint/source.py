@@ -9,7 +9,6 @@ source.restore(like, held)                      a tree of arrays on devices (`re
 
 import contextlib
 import difflib
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -26,8 +25,6 @@ from zaya_jax.checkpoint.seal import Sums
 from zaya_jax.checkpoint.vault import Progress, Step, Vault, vault_at
 from zaya_jax.config import StorageError, UserError, shown
 from zaya_jax.config.fields import parse_json
-
-SLAB = 4 << 20  # bytes of a chunk that are mapped at once
 
 
 class Source:
@@ -127,20 +124,13 @@ class Source:
         return out if index is None else out[0]
 
     def fill(self, array: Array, box: Box, out: np.ndarray) -> None:
-        """Fills `out` with a part of an array, in `out`'s own type, of files that were checked before."""
+        """Fills `out` with a part of an array, in `out`'s own type; holds one chunk, until the next is read."""
         for index, holds in array.touched(box):
-            for slab in _slabs(layout.overlap(holds, box), np.dtype(array.dtype).itemsize):
-                # Mapped anew for each, so that the memory of copied slabs is freed.
-                out[layout.within(slab, box)] = self._mapped(array, index)[layout.within(slab, holds)]
-
-    def _mapped(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
-        name = array.file(index)
-        if self._vault.folder:
-            return np.memmap(self._vault.folder / str(self._name) / name, array.dtype, "r", shape=array.chunk)
-        if self._kept is None or self._kept[0] != name:
-            self._kept = None  # before the next is fetched
-            self._kept = name, self._chunk(array, index)
-        return self._kept[1]
+            if self._kept is None or self._kept[0] != array.file(index):
+                self._kept = None  # before the next is read
+                self._kept = array.file(index), self._chunk(array, index)
+            inside = layout.overlap(holds, box)
+            out[layout.within(inside, box)] = self._kept[1][layout.within(inside, holds)]
 
     def _chunk(self, array: Array, index: tuple[int, ...]) -> np.ndarray:
         """One chunk, verified by its own checksum."""
@@ -207,15 +197,3 @@ def latest_step(workdir: str | os.PathLike, step: int | None = None) -> int:
 def read_meta(workdir: str | os.PathLike, step: int) -> dict[str, Any]:
     """The JSON part of a checkpoint alone, checked; touches nothing, so a run may be writing there."""
     return Vault(Path(workdir) / "checkpoints").meta(step)
-
-
-def _slabs(box: Box, itemsize: int) -> Iterator[Box]:
-    """A box in slabs of about SLAB bytes, along its first dim that has a length."""
-    sizes = layout.sizes(box)
-    dim = next((d for d, n in enumerate(sizes) if n > 1), None)
-    if dim is None:
-        yield box
-        return
-    rows = max(1, SLAB // (math.prod(sizes) // sizes[dim] * itemsize))
-    for begin in range(box[dim].start, box[dim].stop, rows):
-        yield (*box[:dim], slice(begin, min(begin + rows, box[dim].stop)), *box[dim + 1 :])
