@@ -84,8 +84,8 @@ OTHERS = {  # what the checkpoints know, what the file says, and why that is not
     # Steps 6 and 8 come after the step at which another run decided to go back: it is not this run's past.
     "later": ([], [BACK | {"step": 1, "at": 5}], "does not know the decision at step 5"),
     # Not even where another of its decisions is later than all steps of this run.
-    "later than one": ([], [BACK | {"step": 1, "at": 5}, AGAIN | {"at": 900}], "decided at step 5"),
-    "later than the second": ([BACK], [BACK, AGAIN | {"step": 1, "at": 7}], "decided at step 7"),
+    "later than one": ([], [BACK | {"step": 1, "at": 5}, AGAIN | {"at": 900}], "the decision at step 5"),
+    "later than the second": ([BACK], [BACK, AGAIN | {"step": 1, "at": 7}], "the decision at step 7"),
     # As many decisions as the checkpoints have, or more, but others.
     "as many": ([BACK], [AGAIN | {"step": 1}], "has other decisions"),
     "more": ([BACK], [BACK | {"step": 1}, AGAIN | {"at": 9}], "has other decisions"),
