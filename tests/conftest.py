@@ -70,7 +70,7 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def golden_dir() -> Path:
-    """The folder of golden cases, what the public PyTorch implementation computed: base, sliding, taps, mixed."""
+    """The folder of golden cases, computed by the public PyTorch implementation: base, sliding, taps, mixed."""
     return ROOT / "tests" / "golden"
 
 

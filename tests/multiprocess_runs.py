@@ -21,7 +21,7 @@ GLOO = re.compile(r"^\[Gloo\].*\n", re.M)  # says on stdout that it is connected
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """How a process ended, and what it said."""
+    """A process's exit code and output."""
 
     code: int
     out: str
@@ -35,7 +35,7 @@ class Run:
         self.processes, self._folder = processes, folder
 
     def out(self, index: int) -> str:
-        """What a process has printed so far."""
+        """A process's output so far."""
         return GLOO.sub("", (self._folder / f"{index}.out").read_text())
 
     def wait_for(self, text: str, index: int = 0, seconds: float = 600) -> None:
@@ -43,8 +43,8 @@ class Run:
         deadline = time.monotonic() + seconds
         while text not in self.out(index):
             ended = self.processes[index].poll()
-            assert ended is None, f"ended with {ended} before {text!r}:\n{self._told(index)}"
-            assert time.monotonic() < deadline, f"no {text!r} within {seconds} s:\n{self._told(index)}"
+            assert ended is None, f"ended with {ended} before {text!r}:\n{self._output(index)}"
+            assert time.monotonic() < deadline, f"no {text!r} within {seconds} s:\n{self._output(index)}"
             time.sleep(0.05)
 
     def wait(self, seconds: float = 600, indices: Sequence[int] | None = None) -> list[Result]:
@@ -56,12 +56,12 @@ class Run:
             try:
                 code = process.wait(max(deadline - time.monotonic(), 0.1))
             except subprocess.TimeoutExpired:
-                told = "\n".join(self._told(i) for i in range(len(self.processes)))
-                raise AssertionError(f"process {index} still runs after {seconds} s:\n{told}") from None
+                outputs = "\n".join(self._output(i) for i in range(len(self.processes)))
+                raise AssertionError(f"process {index} still runs after {seconds} s:\n{outputs}") from None
             results.append(Result(code, self.out(index), (self._folder / f"{index}.err").read_text()))
         return results
 
-    def _told(self, index: int) -> str:
+    def _output(self, index: int) -> str:
         return f"--- {index}\n{self.out(index)}\n{(self._folder / f'{index}.err').read_text()[-3000:]}"
 
 
@@ -130,6 +130,6 @@ def flags(devices: int) -> str:
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
+    """A port without a listener now."""
     with socket.create_server(("localhost", 0)) as server:
         return server.getsockname()[1]

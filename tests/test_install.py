@@ -183,8 +183,8 @@ def test_an_installed_program_trains(installed, tmp_path):
     options = [f"--config.{key}={value}" for key, value in keys.items()]
     code, out, err = started([installed / "zaya-pretrain", "--workdir=run", *options], tmp_path)
     assert (code, err) == (0, "") and "done: 2 steps" in out
-    told = ["--config=experiments/configs/zaya1_base.py", "--describe"]  # as the pages name it
-    code, out, err = started([installed / "zaya-pretrain", *told], tmp_path)
+    options = ["--config=experiments/configs/zaya1_base.py", "--describe"]  # as the pages name it
+    code, out, err = started([installed / "zaya-pretrain", *options], tmp_path)
     assert (code, err) == (0, "") and "838,044 steps" in out
     code, out, err = started([installed / "zaya-checkpoint", "verify", "--workdir=run"], tmp_path)
     assert (code, err) == (0, "") and "step 2" in out and "whole" in out

@@ -166,7 +166,7 @@ def test_the_gradient_is_of_the_value_whatever_the_z_loss(model, ids):
 
 
 ########################################################################################################################
-# What it sees, and on any mesh
+# The tokens that it sees, and any mesh
 ########################################################################################################################
 
 
@@ -243,7 +243,7 @@ def test_a_mesh_gives_the_same_numbers(model, settings, ids, segments, mesh):
 
 
 def test_weights_from_other_devices_are_brought_to_the_model_s(settings, model, trained, ids):
-    """What a run on eight devices made, in a model of one device, and back."""
+    """Weights of a run on eight devices, in a model of one device, and back."""
     one = dataclasses.replace(model, params=trained.params, balance=trained.balance)
     assert one.loss(ids, ids) == pytest.approx(trained.loss(ids, ids), rel=1e-6)
     own = model.loss(ids, ids)

@@ -1,4 +1,4 @@
-"""What a program's memory on a CPU does: kept from step to step, in huge pages, and not growing."""
+"""A program's memory on a CPU: kept from step to step, in huge pages, and not growing."""
 
 import json
 import os

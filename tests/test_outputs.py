@@ -1,4 +1,4 @@
-"""What a program prints may find a full disk or no reader: the exit code says what became of the work, never 120."""
+"""A program's output may find a full disk or no reader: the exit code reports the work's success, and is never 120."""
 
 import io
 import os

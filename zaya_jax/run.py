@@ -94,7 +94,7 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
     the batches that it leaves out are taken out of the stream at the end.
     """
     recipe, tokenizer = start.plan_run(config, folder := folder_of(config, workdir))
-    config = recipe.config  # with what a fork and a tokenizer fill in
+    config = recipe.config  # with the keys that a fork and a tokenizer fill in
     folder, cleanup, store, decided = _open(folder, config, at_end)
     way: Way = "fresh"
     newest, reached, parent, meta = store.newest(), 0, None, dict[str, Any]()
@@ -122,7 +122,7 @@ def begin(config: Config, workdir: str | Path | None, at_end: contextlib.ExitSta
 
 
 def _open(folder: Path, config: Config, at_end: contextlib.ExitStack) -> tuple:
-    """(folder, what a refused start undoes, checkpoints, the run's decisions); locked until this start ends."""
+    """(folder, cleanup of a refused start, checkpoints, the run's decisions); locked until this start ends."""
     cleanup = CleanupIfRefused(folder)
     folder = open_workdir(folder, config, cleanup.locked)
     at_end.push(cleanup)

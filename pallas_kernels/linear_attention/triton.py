@@ -8,8 +8,8 @@
     linear_carry         again, from the last chunk to the first: the gradient of each chunk's contribution
     linear_d_keys        dk and dv, from the chunk's own queries and from that
 
-A state is never as long as the sequence, and each is written once, alone and summed. The sum is in float32; what a
-chunk reads is rounded to the number format of the products, as it is for XLA. In each kernel that has queries a
+A state is never as long as the sequence, and each is written once, alone and summed. The sum is in float32; a
+chunk reads it rounded to the number format of the products, as it does in XLA. In each kernel that has queries a
 program's rows are some queries times the heads of their group, as in `pallas_kernels.attention.triton`.
 
 `linear_attention` has everything in them, quotient and features too, and keeps the output and each row's denominator

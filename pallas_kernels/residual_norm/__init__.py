@@ -8,8 +8,8 @@ All are cheap arithmetic on a layer's widest array: the number of its passes thr
 stream goes through `read` and comes out again so that one pass of the backward can add up both its gradients.
 Backward passes repeat the arithmetic instead of reading its results.
 
-An implementation (`xla`, `triton`; `reference` is the definition) has these three, with gradients of its own: what is
-worth keeping for them differs.
+An implementation (`xla`, `triton`; `reference` is the definition) has these three, with gradients of its own: the
+values worth keeping for them differ.
 """
 
 from typing import Any

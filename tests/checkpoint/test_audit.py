@@ -133,7 +133,7 @@ def test_any_byte_of_the_list_itself(runs):
 
 @pytest.fixture
 def verify(monkeypatch, capsys):
-    """The exit code of the command, and what it printed."""
+    """The exit code of the command, and its output."""
 
     def call(workdir):
         monkeypatch.setattr("sys.argv", ["checkpoint", "verify", f"--workdir={workdir}"])

@@ -50,7 +50,7 @@ def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
     (tmp_path / "link").symlink_to(workdir)
     for refused in (
         lambda: open_workdir(workdir, settings),
-        lambda: open_workdir(workdir, settings),  # to be refused gives nobody else's lock back
+        lambda: open_workdir(workdir, settings),  # a refusal gives back no other's lock
         lambda: open_workdir(tmp_path / "link", settings),
         lambda: claims.require_free(workdir),
         lambda: claims.whole_or_nothing(tmp_path / "new").__enter__(),  # as two imports into one folder

@@ -264,7 +264,7 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     place.put(name, place.get(name)[:-1] + b"?")
     with pytest.raises(StorageError, match=r"no copy in .* is whole: restore one"):  # nor a fresh start made
         store.Store(tmp_path / "fourth", careful, said.append).newest()
-    # What the rules delete goes there too.
+    # Steps that the rules delete go there too.
     train(tmp_path / "run", 7, durable=place.url, keep=1)
     assert Vault(place.url).steps() == [7]
 
@@ -322,7 +322,7 @@ def test_another_run_s_place_is_refused_before_anything_is_copied(place, tmp_pat
     assert store.Store(tmp_path / "same", Checkpoint(durable=place.url), print, asked.append).newest() == 5
     assert asked[0]["step"] == 5
     assert {name: place.get(name) for name in place.names()} == before
-    # Where the name is lost, nobody takes the place.
+    # Where the name is lost, no run takes the place.
     place.delete(seal.RUN)
     for workdir in ("run", "stranger", "another"):
         with pytest.raises(UserError, match=r"holds step 5, and no \.run tells whose it is"):
@@ -451,7 +451,7 @@ def test_a_run_goes_on_from_what_is_here_while_the_place_is_dead(run, tmp_path, 
     checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), said.append)
     assert checkpoints.newest() == 6
     assert any("going on from step 6, which is here" in line for line in said)
-    assert checkpoints.close() == [2, 4, 6]  # nobody knows
+    assert checkpoints.close() == [2, 4, 6]  # the place does not answer
     with pytest.raises(StorageError, match="cannot list"):  # nothing is here to go on from
         start(tmp_path / "new" / "checkpoints", copies)
 

@@ -40,7 +40,7 @@ def workdir(tmp_path_factory):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """The program's exit code, and what it printed."""
+    """The program's exit code and output."""
 
     def call(*options):
         monkeypatch.setattr("sys.argv", ["checkpoint", *map(str, options)])

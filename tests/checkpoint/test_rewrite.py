@@ -159,7 +159,7 @@ def test_reading_a_part(workdir, tmp_path):
     same(partial.read(f"{workdir}@4"), partial.read(workdir, step=4))
     victim = next((workdir / "checkpoints" / "9").rglob("params.embed.embedding/c.0.0"))
     victim.write_bytes(victim.read_bytes()[:-1])
-    partial.read(workdir, "*.router.*")  # what it does not read may be damaged
+    partial.read(workdir, "*.router.*")  # other files may be damaged
     with pytest.raises(StorageError, match=r"array params.embed.embedding\) is truncated"):
         partial.read(workdir)
 
@@ -229,6 +229,6 @@ def test_a_step_that_its_run_deletes_meanwhile(workdir, tmp_path, monkeypatch, m
             with pytest.raises(UserError, match=GONE):
                 read()
         assert not (tmp_path / "out").exists()
-    (workdir / "checkpoints" / "4" / layout.META).unlink()  # what is damaged and there stays damaged
+    (workdir / "checkpoints" / "4" / layout.META).unlink()  # a damaged one stays damaged
     with pytest.raises(StorageError, match="is damaged"):
         rewrite.export_params(workdir, tmp_path / "out", 4)

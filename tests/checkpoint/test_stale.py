@@ -80,7 +80,7 @@ def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
     assert sorted(p.name for p in root.glob(".stale-*")) == [".stale-2-6"]
 
 
-OTHERS = {  # what the checkpoints know, what the file says, and why that is not theirs
+OTHERS = {  # decisions that the checkpoints know, those in the file, and why these are another run's
     # Steps 6 and 8 come after the step at which another run decided to go back: it is not this run's past.
     "later": ([], [BACK | {"step": 1, "at": 5}], "does not know the decision at step 5"),
     # Not even where another of its decisions is later than all steps of this run.

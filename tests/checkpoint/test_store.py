@@ -1,4 +1,4 @@
-"""The engine of checkpoints: complete or absent, failing storage, damage, what is kept, the local tier."""
+"""The engine of checkpoints: complete or absent, failing storage, damage, retention, the local tier."""
 
 import errno
 import gc
@@ -39,7 +39,7 @@ def like(tree):
 
 
 class Run:
-    """A store in a folder, and what it said."""
+    """A store in a folder, and its messages."""
 
     def __init__(self, folder, **settings):
         self.said = []
@@ -132,8 +132,8 @@ def test_the_plan_gives_each_process_its_part():
 @pytest.mark.parametrize(
     ("total", "cut", "each", "chunk"),
     [
-        (64, 16, 2, 16),  # a chunk is what a device has
-        (64, 4, 2, 8),  # what a process has, where a device has little
+        (64, 16, 2, 16),  # a chunk is a device's part
+        (64, 4, 2, 8),  # a process's part, where a device's is small
         (64, 4, 16, 64),  # one process has it all
         (50, 7, 2, 14),  # the last chunk is filled up, where no other would be as large
     ],
@@ -208,7 +208,7 @@ def test_killed_at_any_operation_it_is_complete_or_absent(tmp_path):
         for step in map(int, steps):
             same(again.store.restore(step, like(state(step)))[0], state(step))
         left = {p.name for p in (folder / "checkpoints").iterdir()} - set(steps)
-        assert left == {".run"}, "what was half-done is cleared"
+        assert left == {".run"}, "half-done work is cleared"
         stop_at += 1
     assert total > 10
 
@@ -343,7 +343,7 @@ SKIPPED = [True] * 3 + [False] * 50
         (LOSSES, {"keep": 1, "keep_best": 2}, [1, 3, 4, 6, 7, 8, 9]),
         (LOSSES, {"keep": 1, "keep_tokens": 350}, [1, 2, 3, 5, 6, 8, 9]),
         (LOSSES, {"keep": 20}, []),
-        # What is not finite is never the best, wherever it stands in the order that a sort would go through.
+        # A loss that is not finite is never the best, wherever it stands in the order that a sort would go through.
         *(([*[3.0, 1.0, 2.0][:at], bad, *[3.0, 1.0, 2.0][at:], 9.0], {"keep": 1, "keep_best": 9}, [at + 1])
           for bad in (NAN, INF, -INF, None) for at in range(4)),
         ([NAN, NAN, NAN], {"keep": 1, "keep_best": 2}, [1, 2]),  # with none evaluated the newest stays

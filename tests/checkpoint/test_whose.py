@@ -1,4 +1,4 @@
-"""Whose a folder is: seen under the lock, told by the checkpoints, and never changed by a step of another run."""
+"""The owner of a folder: seen under the lock, named by the checkpoints, never changed by a step of another run."""
 
 import json
 import shutil
@@ -63,7 +63,7 @@ def test_a_refused_start_that_waited_takes_nothing_of_the_run_that_came_first(tm
     cleanup(UserError)
     assert content(place) == before and (place / "config.json").exists()
 
-    # One that may go on there is refused later, for another reason: it began none of this either.
+    # One that may go on there is refused later, for another reason: it did not begin this either.
     shutil.rmtree(place)
     cleanup = CleanupIfRefused(place)
     then_waits(place, run__seed=1)

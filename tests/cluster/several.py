@@ -31,7 +31,7 @@ def main() -> int:
         case "stop":
             stop = multihost.StopSignal()
             for step in range(1, 100_000):
-                multihost.from_first("step", lambda step=step: step)  # like a step's figures: nobody is ahead
+                multihost.from_first("step", lambda step=step: step)  # like a step's figures: no process is ahead
                 multihost.barrier("step")
                 print("step", step, flush=True)
                 if stop.after(step):

@@ -18,7 +18,7 @@ HOST = socket.gethostname()
 
 
 class Run:
-    """Processes of one run as threads: `ends` has what each was told at the end."""
+    """Processes of one run as threads: `ends` has each one's reason for its end."""
 
     def __init__(self, count, seconds):
         self.address, self.count, self.ends = f"localhost:{free_port()}", count, {}
@@ -105,7 +105,7 @@ def test_a_process_lost_during_the_roll_call_is_named_by_those_who_came():
     threads = [threading.Thread(target=call, args=(one,)) for one in run.lines[:2]]
     for thread in threads:
         thread.start()
-    while 1 not in run.lines[0]._lines:  # what is lost before a process comes is nothing to it
+    while 1 not in run.lines[0]._lines:  # losses before a process comes do not concern it
         time.sleep(0.01)
     bare(run, 2).close()
     for thread in threads:

@@ -25,7 +25,7 @@ def lose(scene, victim, number, folder, count, seconds=5):
     with start([SEVERAL, scene, victim], count, folder, variables=heartbeat) as run:
         for index in range(count):
             run.wait_for("here", index)
-        time.sleep(1)  # into what the scene is about
+        time.sleep(1)  # into the middle of the scene
         run.processes[victim].send_signal(number)
         others = [i for i in range(count) if i != victim]
         results = run.wait(90, others)

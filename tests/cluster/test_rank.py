@@ -1,4 +1,4 @@
-"""Where a process stands: from flags, variables, Slurm, a pod; what is refused; who is missing at the roll call."""
+"""A process's rank, from flags, variables, Slurm, a pod; refusals; the processes missing at the roll call."""
 
 import threading
 
@@ -62,7 +62,7 @@ def test_what_is_incomplete_or_contradicts_itself_is_one_line(environ, given, wo
 
 
 def call(ranks, seconds):
-    """What the roll call raised for each rank, all at once."""
+    """The roll call's error for each rank, all at once."""
     raised: dict[int, Exception | None] = {}
 
     def one(i, rank):

@@ -21,7 +21,7 @@ def config(make_config, prepare_text):
 
 @pytest.fixture
 def whole(config):
-    """What a run of this config reads."""
+    """The data that a run of this config reads."""
     stream = pipeline.train_stream(config, tokenizers.load("bytes"))
     batches = [next(stream) for _ in range(24)]
     stream.close()

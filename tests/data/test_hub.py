@@ -20,7 +20,7 @@ def without_workers(in_process):
 
 
 def saved(folder, columns):
-    """A file as `datasets.save_to_disk` writes it, and those beside it."""
+    """A file as `datasets.save_to_disk` writes it, and its companions."""
     folder.mkdir(parents=True)
     table = pyarrow.table(columns)
     path = str(folder / "data-00000-of-00001.arrow")

@@ -29,7 +29,7 @@ def call(monkeypatch, capsys):
 
 @pytest.fixture
 def score(call, folder, tmp_path):
-    """What it printed on paths and options that will do, and the rows of evaluation.json."""
+    """The output for valid paths and options, and the rows of evaluation.json."""
 
     def scored(*options, model=folder):
         code, out, err = call(f"--model={model}", f"--out={tmp_path / 'out'}", *options)
@@ -102,7 +102,7 @@ def test_text_in_two_rows_is_summed_in_none(score, data, monkeypatch):
 def test_samples_are_of_the_evaluation_beside_them_and_a_run_keeps_its_own(call, folder, data, tmp_path, monkeypatch):
     out, options = tmp_path / "out", [f"--model={folder}", f"--data={data}/a.txt"]
     out.mkdir()
-    (out / "samples.jsonl").write_text("of somebody else\n")
+    (out / "samples.jsonl").write_text("of another user\n")
     assert call(*options, f"--out={out}")[0] == cli.DONE and (out / "samples.jsonl").exists()
     assert call(*options, f"--out={out}")[0] == cli.DONE and not (out / "samples.jsonl").exists()
     (out / "metrics.jsonl").write_text("")

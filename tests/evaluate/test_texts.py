@@ -46,27 +46,27 @@ def test_each_document_s_tokens_are_counted_once_whatever_the_portions(tmp_path,
     for at_once, context in itertools.product((1, 30, 1 << 20), (1, 7, 64)):
         monkeypatch.setattr(texts, "AT_ONCE", at_once)
         loss = texts.evaluate(Even(), texts.documents(str(tmp_path / "a.jsonl"), tokenizer), context)
-        told = loss.figures()
-        assert told["documents"] == 4 and told["tokens"] == 146 + 4 and told["bytes"] == 146
+        figures = loss.figures()
+        assert figures["documents"] == 4 and figures["tokens"] == 146 + 4 and figures["bytes"] == 146
         assert loss.nats == pytest.approx(146 * 0.97 + 4 * 2.57, rel=1e-5)
-        assert sum(bucket["tokens"] for bucket in told["by_position"]) == 150
-        assert [b["from"] for b in told["by_position"]] == [1, 2, 4, 8, 16, 32, 64]
+        assert sum(bucket["tokens"] for bucket in figures["by_position"]) == 150
+        assert [b["from"] for b in figures["by_position"]] == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_bits_per_byte_by_hand(tmp_path, tokenizer, model):
     """With bytes as ids each byte is a token, and the end of the document is another one without a byte."""
     text = "é and ü"
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    told = texts.evaluate(Scorer(model), texts.documents(str(tmp_path / "a.txt"), tokenizer), 64).figures()
-    assert (told["bytes"], told["tokens"]) == (9, 10)
+    figures = texts.evaluate(Scorer(model), texts.documents(str(tmp_path / "a.txt"), tokenizer), 64).figures()
+    assert (figures["bytes"], figures["tokens"]) == (9, 10)
     ids = np.array([[256, *text.encode(), 257]])
     logits = model.logits(ids)[0, :-1].astype(np.float64)
     wanted = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
     nats = -wanted[np.arange(10), ids[0, 1:]].sum()
-    assert told["bits_per_byte"] == pytest.approx(nats / math.log(2) / 9, rel=1e-5)
-    assert told["loss"] == pytest.approx(nats / 10, rel=1e-5)
-    assert told["perplexity"] == pytest.approx(math.exp(nats / 10), rel=1e-4)
-    assert told["accuracy"] == pytest.approx((wanted.argmax(-1) == ids[0, 1:]).mean())
+    assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / 9, rel=1e-5)
+    assert figures["loss"] == pytest.approx(nats / 10, rel=1e-5)
+    assert figures["perplexity"] == pytest.approx(math.exp(nats / 10), rel=1e-4)
+    assert figures["accuracy"] == pytest.approx((wanted.argmax(-1) == ids[0, 1:]).mean())
 
 
 @pytest.mark.parametrize("kind", ["bytes", "bpe"])
@@ -79,9 +79,9 @@ def test_of_a_chat_answers_alone_are_predicted(tmp_path, kind):
     learnt = [i for i, predicted in zip(document.tokens.tolist(), document.learn, strict=True) if predicted]
     assert learnt == [i for i, predicted in zip(made.tokens, made.learn, strict=True) if predicted]
     assert own.decode(learnt).replace("\n", "") == "46" or kind == "bpe"
-    told = texts.evaluate(Even(), [document], 16).figures()
-    assert told["tokens"] == len(learnt) < len(document.tokens) - 10
-    assert told["bytes"] == len(own.decode(learnt).encode())
+    figures = texts.evaluate(Even(), [document], 16).figures()
+    assert figures["tokens"] == len(learnt) < len(document.tokens) - 10
+    assert figures["bytes"] == len(own.decode(learnt).encode())
 
 
 def test_prepared_data_are_their_files(tmp_path, tokenizer, model):

@@ -1,4 +1,4 @@
-"""The exchange from the command line, and training on from what was imported."""
+"""The exchange from the command line, and training on from an import."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ from zaya_jax.training.workdir import read_config
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """The program's exit code, and what it printed."""
+    """The program's exit code and output."""
 
     def call(*options):
         monkeypatch.setattr("sys.argv", ["checkpoint", *map(str, options)])

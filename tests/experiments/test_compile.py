@@ -1,4 +1,4 @@
-"""experiments.compile: it is pretrain's own step, and what it writes of it adds up."""
+"""experiments.compile: it compiles pretrain's own step, and its figures add up."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Continuing a prompt from the command line: what is printed, where it stops, and what is refused."""
+"""Continuing a prompt from the command line: its output, where it stops, and refusals."""
 
 import dataclasses
 import io
@@ -53,7 +53,7 @@ def tree(folder):
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """The program's exit code, and what it printed."""
+    """The program's exit code and output."""
 
     def call(*options):
         monkeypatch.setattr("sys.argv", ["generate", *map(str, options)])

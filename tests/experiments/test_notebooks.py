@@ -27,14 +27,14 @@ def code_of(notebook):
 
 
 def text_of(output):
-    """What a person reads of an output: lines, or none of a figure."""
+    """The lines of an output that a person reads; a figure has none."""
     if output["output_type"] == "stream":
         return "".join(output["text"])
     return "".join(output["data"].get("text/plain", []))
 
 
 def faults(notebook):
-    """What is wrong with a notebook as it is stored, each as a line."""
+    """The defects of a notebook as it is stored, each as a line."""
     found = []
     cells = notebook["cells"]
     if cells[0]["cell_type"] != "markdown" or not cells[0]["source"][0].startswith("# "):
@@ -74,7 +74,7 @@ def files_in(notebook):
 
 
 def run(path, folder, steps=None):
-    """A copy of a notebook, run by the tool on one device; what it then holds."""
+    """The contents of a copy of a notebook, after a run by the tool on one device."""
     copy = folder / path.name
     copy.write_bytes(path.read_bytes())
     environment = {name: value for name, value in os.environ.items() if name != "ZAYA_NOTEBOOK_STEPS"}

@@ -1,4 +1,4 @@
-"""The program that draws reports: what it writes where, and one clear line for what it cannot draw."""
+"""The program that draws reports: its files, and one clear line for a run that it cannot draw."""
 
 import json
 import sys

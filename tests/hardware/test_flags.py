@@ -16,17 +16,17 @@ PROGRAMS = sorted(
 )
 COMMANDS = {"characterize": ["storage"]}  # what must come before a program's options
 # Runs a program with a bad option, as a user would, where ROCm is asked for and is not there: one that touched a
-# device before its options were read would say so. Then what the compiler would have got.
+# device before its options were read would say so. Then prints the compiler's flags.
 START = """
 import atexit, os, runpy, sys
 from jax._src import xla_bridge
 from zaya_jax.hardware import flags
 
-def told(*args, before=flags.set_for_platform):
+def checked(*args, before=flags.set_for_platform):
     assert not xla_bridge.backends_are_initialized()
     before(*args)
 
-flags.set_for_platform = told
+flags.set_for_platform = checked
 atexit.register(lambda: print(os.environ.get("XLA_FLAGS")))
 sys.argv = [*sys.argv[1:], "--no_such_option=1"]
 runpy.run_module(f"experiments.{sys.argv[0]}", run_name="__main__")

@@ -39,7 +39,7 @@ def rounded(x):
     ],
 )
 def test_an_absent_chip_gets_the_program_of_a_real_one(name, kind, capability, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", "")  # what is set there ends with this test
+    monkeypatch.setenv("XLA_FLAGS", "")  # its value ends with this test
     (device,) = targets.devices(name, 1)
     real = chip.chip_of(SimpleNamespace(platform="gpu", device_kind=kind, compute_capability=capability))
     mesh = Mesh(np.array([device]), ("x",))

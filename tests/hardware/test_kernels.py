@@ -1,4 +1,4 @@
-"""What is read from a compiled program: kernels, bytes, FLOPs, loops, lines; and the memory that it takes."""
+"""Reading a compiled program: kernels, bytes, FLOPs, loops, lines; and the memory that it takes."""
 
 import itertools
 from pathlib import Path
@@ -51,7 +51,7 @@ def test_scopes_stages_and_lines():
 
 
 def test_what_a_scope_needs_is_needed_once_whatever_lies_in_it():
-    """A kernel's own name may be a scope's too; its FLOPs are no use beyond what the model's formula has."""
+    """A kernel's own name may be a scope's too; its FLOPs are of use only up to those of the model's formula."""
     config = config_lib.Config()
     needed = chips.flops_by_scope(config.model, config.data.seq_len)["cca"] * 1000
     flops = {"jit(step)/cca/dot": 0.6 * needed, "jit(step)/cca/attention/pallas_call": 0.9 * needed}
@@ -113,12 +113,12 @@ ALL, PART = 100 * 64 * 4, 4 * 64 * 4
         "  ROOT %e = f32[100,64]{1,0} exponential(%u)",
         "f32[100,64]{1,0}", ALL + PART + 4, ALL,
     ),
-    (  # a slice of what is made of it element by element takes that slice
+    (  # a slice of an array made of it element by element takes that slice
         "  %e = bf16[100,64]{1,0} convert(%a)\n"
         "  ROOT %s = bf16[4,64]{1,0} dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={4,64}",
         "bf16[4,64]{1,0}", PART + 4, PART // 2,
     ),
-    (  # and what is also given whole, all
+    (  # and where that array is also a result, all
         "  %e = f32[100,64]{1,0} negate(%a)\n"
         "  %s = f32[4,64]{1,0} dynamic-slice(%e, %i, %zero), dynamic_slice_sizes={4,64}\n"
         "  ROOT %t = (f32[100,64]{1,0}, f32[4,64]{1,0}) tuple(%e, %s)",
@@ -169,7 +169,7 @@ def test_a_bound_takes_each_kernel_for_what_it_is_bound_by():
     assert roofline.bound(program, collectives, "no such chip") is None
     found = roofline.bound(program, collectives, "AMD Instinct MI300X", CLUSTERS["mi300x_pollara"])
     assert found is not None
-    # All of these are tiny: a launch each, but for the collective, which one copy runs beside.
+    # All of these are tiny: a launch each, but for the collective, which has one copy under it.
     assert found.launches == pytest.approx((program.launches - 1) * roofline.LAUNCH)
     assert found.compute == found.memory == 0
     cluster = CLUSTERS["mi300x_pollara"]
@@ -179,7 +179,7 @@ def test_a_bound_takes_each_kernel_for_what_it_is_bound_by():
 
 
 def test_memory_over_a_program_is_the_compilers():
-    """It adds up to what the compiler says, and no byte counts twice."""
+    """It adds up to the compiler's own sum, and no byte counts twice."""
 
     def f(w, x):
         def layer(h, w):

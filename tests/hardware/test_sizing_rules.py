@@ -1,4 +1,4 @@
-"""Sizing rules: what is off a chip's fast path is found, worst first, and what is on it is not."""
+"""Sizing rules: sizes off a chip's fast path are found, worst first, and no others."""
 
 import dataclasses
 import runpy
@@ -49,7 +49,7 @@ def test_zaya1s_own_dimensions_are_on_mi300xs_fast_path():
     assert not [f for f in found if f.key.startswith("model.")]
     assert [f.cost for f in found] == sorted((f.cost for f in found), reverse=True)
     passes = by_rule(found)["micro-batches"]
-    # 28 bytes of 8.84B weights at 4.33 TB/s: four times 57 ms beside 4 x 27 ms of products; two fewer would do.
+    # 28 bytes of 8.84B weights at 4.33 TB/s: four times 57 ms for 4 x 27 ms of products; two fewer would do.
     assert passes.better == 2048 and passes.cost == pytest.approx(2 * 57.2 / (4 * (57.2 + 27.4)), rel=0.02)
     assert "4 micro-batches a step; each moves 248 GB" in passes.reason
     experts = by_rule(found)["tokens per expert"]

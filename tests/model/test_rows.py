@@ -203,9 +203,9 @@ def test_the_cache_of_the_published_model():
     ],
 )
 def test_bad_input_is_one_line(weights, given, says):
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as refused:
         decode.generate(Decoder(*weights, EXACT), **({"prompts": [[1]], "num_tokens": 5} | given))
-    assert says in str(told.value) and "\n" not in str(told.value)
+    assert says in str(refused.value) and "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def test_bfloat16_errs_as_xlas_does():
 @pytest.mark.parametrize(
     ("heads", "num_kv", "channels", "values", "taps", "turned"),
     [(4, 2, 16, 32, (2, 1), 0), (1, 1, 128, 0, (2, 1), 64)],
-    ids=["two groups, two heads of values", "channels in two blocks, half of which turn"],
+    ids=["two groups, two heads of values", "channels in two blocks, and half of them turn"],
 )
 def test_groups_and_blocks_of_channels(heads, num_kv, channels, values, taps, turned):
     """Rows of one segment, which do not see each other, and of a few tokens."""

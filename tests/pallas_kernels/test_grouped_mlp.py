@@ -110,8 +110,8 @@ def assert_routed_equals_the_reference(sizes, more, dim, width, gated, dtype, ki
     ("add", "shares", "gated"), [(False, None, True), (True, None, False), (False, (jnp.negative, jnp.negative), True)]
 )
 def test_a_layers_gradients_are_written_in_its_place(add, shares, gated):
-    """In a loop over checkpointed layers, whose gradients' stack nobody has filled, or whose sums are added to; or what
-    is made of a layer's."""
+    """In a loop over checkpointed layers, whose gradients' stack is not yet filled, or whose sums are added to; or
+    whose gradients are converted."""
     layers, num, sizes = 3, 40, jnp.asarray([11, 0, 20, 5], jnp.int32)
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (num, D))

@@ -27,7 +27,7 @@ def normals(seed=0):
 
 
 def block(module, gated, dtype, wide):
-    """What a layer does with its stream: read, joined and read, joined; everything that comes out, and gradients."""
+    """A layer's operations on its stream: read, joined and read, joined; every result, and gradients."""
     read, join, join_and_read = module
 
     def objective(arrays, d):

@@ -40,7 +40,7 @@ def test_the_guards_show_reads_and_writes_beyond_an_array(length):
 
 
 def test_products_of_float32_ask_for_all_its_bits():
-    """What the interpreter on a CPU gives anyway, and a GPU does not."""
+    """The interpreter on a CPU gives them anyway, a GPU does not."""
     precisions = {
         dtype: jax.make_jaxpr(tiles.dot)(*[jnp.ones((16, 16), dtype)] * 2).eqns[0].params["precision"]
         for dtype in ("float32", "bfloat16")

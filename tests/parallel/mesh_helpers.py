@@ -109,7 +109,7 @@ def program(settings: config.Config, num_devices: int):
 
 
 def arguments(settings: config.Config, mesh: jax.sharding.Mesh, host: dict, bias=None) -> tuple:
-    """What the program is called with."""
+    """The program's arguments."""
     spread = spread_of(settings.mesh, mesh.shape)
     params = sharding.arrange(parameters(settings), spread.heads)
     bias = zaya.init_balance(settings.model) if bias is None else bias

@@ -1,4 +1,4 @@
-"""What a mesh cannot divide is refused in one line that names both sides and a way out."""
+"""Sizes that a mesh cannot divide are refused in one line that names both sides and a way out."""
 
 import dataclasses
 
@@ -31,9 +31,9 @@ NARROW = dataclasses.replace(helpers.DENSE, model=dataclasses.replace(helpers.DE
     (NARROW, Spread(tensor=4), 64, r"intermediate_size=50 does not divide over config\.mesh\.tensor=4"),
 ])  # fmt: skip
 def test_what_does_not_divide_is_refused(settings, spread, seq_len, words):
-    with pytest.raises(UserError, match=words) as told:
+    with pytest.raises(UserError, match=words) as refused:
         sharding.check(settings, spread, lengths={"seq_len": seq_len})
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(refused.value)
 
 
 def test_a_batch_that_does_not_divide_names_the_nearest_that_does():

@@ -89,7 +89,7 @@ def test_two_runs_that_do_the_same_are_drawn_the_same_whatever_their_lengths(tmp
     ("steps", "first", "compared_steps"),
     [
         ((60, 48), 1, range(39, 49)),
-        ((30_000, 48), 1, range(1, 32)),  # bins of 32 steps: steps 32 to 63 are one, of which it has not all
+        ((30_000, 48), 1, range(1, 32)),  # bins of 32 steps: steps 32 to 63 are one, and it has not all of them
         ((30_000, 130), 1, range(96, 128)),
         ((30_000, 600, 80), 1, range(32, 64)),
         ((100, 60), 55, range(55, 61)),  # a fork has no steps before

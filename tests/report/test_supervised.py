@@ -84,15 +84,15 @@ def test_every_use_but_idle_is_drawn_in_one_group():
 def test_tables_are_what_the_account_says(make_run):
     folder = write(make_run(20), befallen(6))
     account = accounts.account_of(befallen(6))
-    source, told = write_report(folder).read_text(), supervised.account_text(account)
+    source, text = write_report(folder).read_text(), supervised.account_text(account)
     part, rows = section(source), accounts.by_cause(account)
     assert math.isclose(sum(row.lost for row in rows), sum(cause.lost for cause in account.causes))
     for row in rows:
         assert f'<th scope="row">{row.label}</th><td>{row.group}</td><td>{len(row.causes)}</td>' in part
-        assert supervised.duration(row.lost) in part and row.label in told
+        assert supervised.duration(row.lost) in part and row.label in text
     whole = supervised.duration(account.end - account.begin)
-    assert f"<td>{whole}</td><td>100 %</td>" in part and re.search(f"together +{whole} +100 %", told)
-    assert supervised.percent(account.goodput) in told.splitlines()[0]
+    assert f"<td>{whole}</td><td>100 %</td>" in part and re.search(f"together +{whole} +100 %", text)
+    assert supervised.percent(account.goodput) in text.splitlines()[0]
     assert supervised.account_text(None) == "No agent has recorded a start here.\n"
 
 

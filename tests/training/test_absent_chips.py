@@ -116,9 +116,9 @@ def equations(jaxpr) -> Iterator:
 
 
 def tricks_of_cpus(traced) -> collections.Counter:
-    """What only algorithms for CPUs write down: barriers, orders in memory, choices among blocks.
+    """Operations that only algorithms for CPUs have: barriers, orders in memory, choices among blocks.
 
-    The barriers with which `jax.checkpoint` keeps what it repeats apart come with lowering, and are no part of this;
+    The barriers with which `jax.checkpoint` keeps repeated work apart come with lowering, and are no part of this;
     nor is the optimizer's one barrier, between reading the weights for their norms and writing them.
     """
     found: collections.Counter = collections.Counter()

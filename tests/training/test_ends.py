@@ -1,4 +1,4 @@
-"""However a run ends, what it knew by then is on the disk: the figures of its last step, and a report."""
+"""However a run ends, its results up to then are on the disk: the figures of its last step, and a report."""
 
 import json
 import os
@@ -126,7 +126,7 @@ def test_a_disk_that_hangs_holds_up_no_error(run, tmp_path, monkeypatch):
     "figures", [{"loss": float("nan")}, pytest.param({}, marks=pytest.mark.slow)], ids=["never", "skipped"]
 )
 def test_unhealthy(run, tmp_path, capsys, monkeypatch, figures):
-    """Also with skip_update=never, where nothing is skipped and the loss stays what it is: not a number."""
+    """Also with skip_update=never, where nothing is skipped and the loss stays NaN."""
     monkeypatch.setattr(run_lib, "UNHEALTHY_AFTER", 6)
     what = bad(**figures)
     if figures:

@@ -1,4 +1,4 @@
-"""What is kept and said of a run's steps: its lines when it goes on, where it is, and the time that it still takes."""
+"""A run's figures: its lines when it goes on, where it is, and the time that it still takes."""
 
 import collections
 import itertools

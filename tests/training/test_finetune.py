@@ -1,4 +1,4 @@
-"""Fine-tuning: a run's weights learn to answer as chats do, and only that; what is no chat is one line."""
+"""Fine-tuning: a run's weights learn to answer as chats do, and only that; others are refused in one line."""
 
 import json
 import re
@@ -81,7 +81,7 @@ def test_held_out_answers_are_learnt(folder):
     assert "72 chats to learn and 8 held out (80 kept, 0 trimmed, 0 reduced, 0 dropped)" in said
     before = float(re.search(r"step 0 \| held-out ([0-9.]+), with the weights as they came", said)[1])
     lines = [json.loads(line) for line in (folder / "tuned" / "metrics.jsonl").read_text().splitlines()]
-    # Bytes at the start: ln 264 = 5.6 nats. It cannot fall to half of that without what the answers have in common.
+    # Bytes at the start: ln 264 = 5.6 nats. It cannot fall to half of that unless it learns what answers share.
     assert before > 4 and lines[-1]["eval/loss"] < before / 2
 
 
@@ -229,15 +229,15 @@ def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):
     made = exchange.to_hf(folder / "tuned", tmp_path / "hf")
     assert (made / "chat_template.jinja").read_text() == chat_template.make_template(tokenizers.Bytes())
     assert (made / "tokenizer.json").read_text() == tokenizers.Bytes().json()
-    told = json.loads((made / "tokenizer_config.json").read_text())
-    assert (told["bos_token"], told["eos_token"], told["pad_token"]) == ("<|bos|>", "<|eos|>", "<|pad|>")
+    settings = json.loads((made / "tokenizer_config.json").read_text())
+    assert (settings["bos_token"], settings["eos_token"], settings["pad_token"]) == ("<|bos|>", "<|eos|>", "<|pad|>")
     assert "as fine-tuning does here" in tokenizer_files.said(made)
     for name in ("config.json", "generation_config.json"):  # an answer ends at the end of its turn
         assert json.loads((made / name).read_text())["eos_token_id"] == [257, 260]
     back = exchange.from_hf(made, tmp_path / "imported")
     c = config.check(finetune.get_config(str(back)))
     assert (c.optim.lr, c.data.seq_len, c.model.vocab_size) == (finetune.IMPORTED_LR, 128, 264)
-    again = exchange.to_hf(back, tmp_path / "again")  # what was not trained goes out as it came in
+    again = exchange.to_hf(back, tmp_path / "again")  # untrained weights go out as they came in
     for name in ("chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (again / name).read_bytes() == (made / name).read_bytes()
 

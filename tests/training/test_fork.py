@@ -41,7 +41,7 @@ def parent(tmp_path_factory):
 
 
 def tree(folder):
-    """Every file with its content's time: what a run that only reads leaves alike."""
+    """Every file with its content's time: a run that only reads leaves them alike."""
     return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.rglob("*") if not p.is_dir()}
 
 

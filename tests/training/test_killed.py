@@ -35,7 +35,7 @@ def losses(workdir):
 
 
 def complete_steps(workdir):
-    """The steps that a reader sees, all of which must be whole."""
+    """The steps that a reader sees; all must be whole."""
     root = workdir / "checkpoints"
     steps = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit()) if root.is_dir() else []
     for step in steps:

@@ -1,4 +1,4 @@
-"""Named evaluations: their losses beside the held-out one, the same after a stop, drawn, and checked at the start."""
+"""Named evaluations: their losses next to the held-out one, the same after a stop, drawn, and checked at the start."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, keys, tmp_pa
         assert row["loss"] == pytest.approx(found[6][f"eval/{name}"], rel=1e-5), name
     changed = tmp_path / "trained" / "7.txt"
     before = changed.read_text()
-    changed.write_text("what the run has seen is not known any more")
+    changed.write_text("other text than the run has seen")
     monkeypatch.setattr("sys.argv", ["evaluate", f"--model={tmp_path / 'run'}", f"--out={tmp_path / 'out'}"])
     assert cli.exit_code(evaluate.main) == cli.BAD_INPUT
     assert "was trained on other data than its sources now have" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(run, tmp_path, capsys):
     whole, halves = tmp_path / "whole", tmp_path / "halves"
     assert run(whole, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
     assert run(halves, run__num_steps=3, schedule__decay_fraction=0.0) == cli.DONE
-    with (halves / "metrics.jsonl").open("a") as f:  # what a run killed after step 4, before its checkpoint, leaves
+    with (halves / "metrics.jsonl").open("a") as f:  # as a run killed after step 4, before its checkpoint, leaves it
         f.write(json.dumps({"step": 4, "loss": 0.0}) + "\n" + '{"step": 5, "lo')
     assert run(halves, run__num_steps=5, schedule__decay_fraction=0.0) == cli.DONE
     tiny_runs.same_state(whole, halves)
@@ -84,7 +84,7 @@ def test_each_step_is_given_its_own_time(run, tmp_path, monkeypatch):
 
 
 class Asked(dict):
-    """A dict that remembers what it was asked for and does not hold."""
+    """A dict that remembers the missing keys that it was asked for."""
 
     def __init__(self, content, missed):
         super().__init__(content)

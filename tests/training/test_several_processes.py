@@ -56,7 +56,7 @@ def test_two_processes_train_as_one_does(pretrain, tmp_path):
     results = done(pretrain(tmp_path / "two", 2, 1, adamw | {"checkpoint.every_minutes": 1e-4}, **watched))
     done(pretrain(tmp_path / "one", 1, 1, adamw))
     same_training(tiny_runs.lines(tmp_path / "two"), tiny_runs.lines(tmp_path / "one"))
-    for index in (0, 1):  # where they were, as they said to whoever watched
+    for index in (0, 1):  # where they were, as they reported it
         last = beats.read(tmp_path / "beats", index)
         assert last and (last.section, last.step) == ("end", 3)
         assert [one.step for one in last.laps] == [3], last  # the first two compiled, step and evaluation

@@ -1,4 +1,4 @@
-"""Starts: what is refused leaves nothing behind, and what a message names as the way out is one."""
+"""Starts: a refused one leaves nothing behind, and the way out that its message names works."""
 
 import json
 import math

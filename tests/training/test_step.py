@@ -121,7 +121,7 @@ def test_no_weight_crosses_devices_inside_the_accumulation(compiled):
         collectives = hlo.collectives(program)
         assert not [c for c in collectives if c.in_loop and not c.scalar], "a weight is reduced once a micro-batch"
         found[micro_batches] = sorted((c.kind, c.bytes) for c in collectives if not c.scalar)
-    # The compiler lets scalars, of which two micro-batches have ten more, ride along in the sum of what is small.
+    # The compiler sums scalars together with other small arrays, and two micro-batches have ten scalars more.
     assert [kind for kind, _ in found[1]] == [kind for kind, _ in found[2]]
     assert all(abs(a - b) < 256 for (_, a), (_, b) in zip(found[1], found[2], strict=True)), found
     # One reduce-scatter and one all-gather a bucket that is not small, and the small ones together in one sum each way.

@@ -25,7 +25,7 @@ READ_BYTES = 96 << 20  # under way at once: without a limit Orbax takes 1.67 sta
 
 
 def open_source(place: str | Path, step: int | None = None) -> Source:
-    """The checkpoint at a place, whoever wrote it; UserError where there is none."""
+    """The checkpoint at a place, by any writer; UserError where there is none."""
     folder = foreign_folder(place, step)
     return Foreign(folder) if folder else Source(place, step)
 

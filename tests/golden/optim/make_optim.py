@@ -5,7 +5,7 @@ Run with Python 3.11, torch 2.13.0 and numpy:  python tests/golden/optim/make_op
 Matrices and gradients come from NumPy's RandomState, whose streams are frozen, so that only results are kept.
 torch's Muon runs its Newton-Schulz iteration in bfloat16; `copy` is the same arithmetic in a number format of
 choice, shown here to be the same by running it in bfloat16, where it must give torch's parameters bit for
-bit. What a float32 iteration is compared with is the copy in float32; torch's distance from that is the
+bit. A float32 iteration is compared with the copy in float32; torch's distance from that is the
 measure for a bfloat16 one. Weights here are [out, in], as PyTorch has them.
 """
 
