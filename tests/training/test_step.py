@@ -88,6 +88,14 @@ def assert_same(one, whole):
         np.testing.assert_allclose(a, b, atol=2e-5)
 
 
+def test_shapes_are_known_without_a_program_of_fresh_weights(monkeypatch):
+    """That program has a compiler option of its own where XLA_FLAGS has none; a traced one may have none."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    mesh, optimizer, _ = program(1)
+    like, made = states.abstract(SETTINGS, optimizer, mesh), states.init(SETTINGS, optimizer, mesh)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), like) == jax.tree.map(lambda x: (x.shape, x.dtype), made)
+
+
 @pytest.fixture(scope="module")
 def compiled():
     """(optimizer, the step's program on eight devices by its number of micro-batches): those that run above."""

@@ -49,26 +49,26 @@ def shardings(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), prefix, is_leaf=is_spec)
 
 
+def _fresh(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
+    params = zaya.init(config.model, jax.random.key(config.run.seed), config.precision)
+    return {
+        "params": sharding.arrange(params, spread_of(config.mesh, mesh.shape).heads),
+        "optimizer": optimizer.init(),
+        "balance": balance.init(config.model.num_hidden_layers, config.model.num_experts, zaya.SKIP_BIAS),
+    }
+
+
 def init(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     """The state before the first step: a function of the seed alone, whatever the mesh."""
-    parts = spread_of(config.mesh, mesh.shape).heads
-
-    def init():
-        params = zaya.init(config.model, jax.random.key(config.run.seed), config.precision)
-        return {
-            "params": sharding.arrange(params, parts),
-            "optimizer": optimizer.init(),
-            "balance": balance.init(config.model.num_hidden_layers, config.model.num_experts, zaya.SKIP_BIAS),
-        }
-
+    fresh = functools.partial(_fresh, config, optimizer, mesh)
     with jax.default_matmul_precision(config.precision.matmul):
         options = host.for_one_call(chip.made_for(mesh))
-        return jax.jit(init, out_shardings=shardings(config, optimizer, mesh), compiler_options=options)()
+        return jax.jit(fresh, out_shardings=shardings(config, optimizer, mesh), compiler_options=options)()
 
 
 def abstract(config: Config, optimizer: Optimizer, mesh: Mesh) -> dict[str, Any]:
     """The state as ShapeDtypeStructs with their shardings: nothing is allocated."""
-    shapes = jax.eval_shape(functools.partial(init, config, optimizer, mesh))
+    shapes = jax.eval_shape(functools.partial(_fresh, config, optimizer, mesh))
 
     def placed(sharding, part):
         return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), part)
