@@ -162,14 +162,14 @@ def _on_amd(code: Code, body: list[Instruction]) -> Loop:
     core, turns = code.core, 50
     texts = [_for_mca(i.text) for i in body]
     tool = _llvm("mca", _LEAST_LLVM[code.arch])
-    said = json.loads(
+    report = json.loads(
         _run(
             tool, "-mtriple=amdgcn-amd-amdhsa", f"-mcpu={code.arch}", f"-iterations={turns}", "-json",
             given="\n".join(texts) + "\n",
         )
     )  # fmt: skip
-    (region,) = said["CodeRegions"]
-    names = said["TargetInfo"]["Resources"]
+    (region,) = report["CodeRegions"]
+    names = report["TargetInfo"]["Resources"]
     taken = {
         names[use["ResourceIndex"]]: use["ResourceUsage"]
         for use in region["ResourcePressureView"]["ResourcePressureInfo"]

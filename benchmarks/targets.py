@@ -184,8 +184,8 @@ def _program(own: Made, xla: Made) -> list[str]:
         used = "XLA's: its `triton.py` leaves this shape to it"
     else:
         work = own.program.flops / xla.program.flops if xla.program.flops else 1.0
-        said = [f"{less:.0%} of the bytes", f"{fewer:.0%} of the launches"]
-        used = "ours: " + ", ".join([*said, *([f"{work:.0%} of the FLOPs"] if abs(work - 1) > 0.02 else [])])
+        words = [f"{less:.0%} of the bytes", f"{fewer:.0%} of the launches"]
+        used = "ours: " + ", ".join([*words, *([f"{work:.0%} of the FLOPs"] if abs(work - 1) > 0.02 else [])])
     return [
         _bytes(own.least),
         _bytes(own.program.bytes),

@@ -231,7 +231,7 @@ def to_hf(args: Any) -> int:
     """See `exchange`."""
     with _progress() as progress:
         made = exchange.to_hf(args.workdir, args.out, args.step, args.dtype, args.shard_gb, progress)
-    print(f"note: {tokenizer_files.said(made)}")
+    print(f"note: {tokenizer_files.describe_template(made)}")
     print(f"written: {made}")
     return cli.DONE
 

@@ -107,7 +107,7 @@ def talk(model: library.LanguageModel, args: argparse.Namespace, rows: Callable,
     """Answers the lines of the input until it ends, and ignores empty lines."""
     assert model.tokenizer is not None
     conversation = generation.Conversation(model.tokenizer)
-    context, said = model.config.model.max_position_embeddings, False
+    context, shown = model.config.model.max_position_embeddings, False
     for number, raw in enumerate(sys.stdin.buffer, 1):
         line = text_of(raw, f"line {number} of the input").strip()
         if not line:
@@ -119,9 +119,9 @@ def talk(model: library.LanguageModel, args: argparse.Namespace, rows: Callable,
                 f"model's max_position_embeddings={context:,}; start a new one, or give a smaller --num_tokens"
             )
         going = rows([asked], conversation.ends)
-        if not said:
+        if not shown:
             say_cache(going, 1)
-        said, stop = True, [*args.stop, *conversation.stop]
+        shown, stop = True, [*args.stop, *conversation.stop]
         for (new,) in generation.stream(going, model.tokenizer, [asked], stop, follows=False):
             print(new, end="", flush=True)
             answer += new

@@ -161,16 +161,16 @@ class Display:
     def tell(self, now: prepare.Progress) -> None:
         """Show it, if it is time."""
         seconds = time.perf_counter() - self._began
-        said = f"{now.tasks:,}/{now.total_tasks:,} tasks, {now.tokens / seconds / 1e6:.2f} M tokens/s"
+        text = f"{now.tasks:,}/{now.total_tasks:,} tasks, {now.tokens / seconds / 1e6:.2f} M tokens/s"
         if self._bar.disable:
             if time.perf_counter() - self._said >= SAY_EVERY:
                 self._said = time.perf_counter()
-                print(f"{self._title}{said}, {now.done / 1e9:,.1f} of {now.total / 1e9:,.1f} GB", flush=True)
+                print(f"{self._title}{text}, {now.done / 1e9:,.1f} of {now.total / 1e9:,.1f} GB", flush=True)
             return
         self._bar.total = now.total
         if self._bar.n == 0:  # the work of an earlier run says nothing of speed
             self._bar.initial = self._bar.n = self._bar.last_print_n = now.done
-        self._bar.set_postfix_str(said, refresh=False)
+        self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(now.done - self._bar.n)
 
 

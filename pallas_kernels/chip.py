@@ -118,9 +118,9 @@ def chip_of(device: Any) -> Chip:
     """The chip that a device is, also one of an abstract mesh."""
     # ROCm's devices have product names ("AMD Instinct MI300X"); their abilities follow from the architecture.
     kind = device.device_kind
-    said = str(getattr(device, "compute_capability", "")).split(":")[0]
-    if said.startswith("gfx"):
-        return Chip(device.platform, said)
+    capability = str(getattr(device, "compute_capability", "")).split(":")[0]
+    if capability.startswith("gfx"):
+        return Chip(device.platform, capability)
     named = (architecture for name, architecture in ARCHITECTURES.items() if name in kind)
     return Chip(device.platform, next(named, kind) if "AMD" in kind else kind)
 

@@ -41,8 +41,8 @@ class Work(NamedTuple):
 
     @property
     def scope(self) -> str:
-        said = f"flops={self.flops:g}" + (f"of{self.most:g}" if self.most else "")
-        return said if self.moved is None else f"{said},reads={self.moved[0]:g},writes={self.moved[1]:g}"
+        words = f"flops={self.flops:g}" + (f"of{self.most:g}" if self.most else "")
+        return words if self.moved is None else f"{words},reads={self.moved[0]:g},writes={self.moved[1]:g}"
 
 
 NOTHING_SAID = Work()

@@ -76,7 +76,7 @@ class Outcome:
     step: int
     found: float = -1.0
     recovered: float = -1.0
-    said: str = ""
+    cause: str = ""
 
 
 class Chaos:
@@ -199,7 +199,7 @@ class Chaos:
             undo()
         if found:
             outcome.found = max(found.time - began, 0.0)
-            outcome.said = ": ".join(filter(None, (found.kind, found.concluded or found.seen)))
+            outcome.cause = ": ".join(filter(None, (found.kind, found.concluded or found.seen)))
             if fault.ends:
                 again = self._event(lambda e: e.kind == "restarted" and e.time >= began)
                 outcome.recovered = again.time - began if again else -1.0
@@ -210,7 +210,7 @@ class Chaos:
                     outcome.recovered = self._past(found.step) - began
                     self._settle(SETTLED)
         self.outcomes.append(outcome)
-        self._say(f"  {outcome.said or 'NOT FOUND'}; found {outcome.found:.1f} s, went on {outcome.recovered:.1f} s")
+        self._say(f"  {outcome.cause or 'NOT FOUND'}; found {outcome.found:.1f} s, went on {outcome.recovered:.1f} s")
 
     def _event(self, fits: Callable[[Event], bool]) -> Event | None:
         until = time.monotonic() + PATIENCE

@@ -294,9 +294,9 @@ def _place_of_queries(at: _Shape) -> tuple:
 
 
 def _forward(at: _Shape, q, k, v, *refs):
-    *said, out, lse = refs
+    *mask_refs, out, lse = refs
     batch, kv_head, head, i = _place_of_queries(at)
-    masks, rows = _Masks(at, said, batch), _rows(at, batch, head, i)
+    masks, rows = _Masks(at, mask_refs, batch), _rows(at, batch, head, i)
     q_i, q_ids, factor = rows.load(q), rows.ids(masks.q_ids), at.scale * LOG2E
 
     def step(j, carry, masked):
@@ -329,9 +329,9 @@ def _weights(scores, lse, factor, seen):
 
 
 def _queries(has_d_lse: bool, at: _Shape, q, k, v, out, lse, d_out, *refs):
-    (d_lse, *said), (dq, delta) = refs[:-2] if has_d_lse else (None, *refs[:-2]), refs[-2:]
+    (d_lse, *mask_refs), (dq, delta) = refs[:-2] if has_d_lse else (None, *refs[:-2]), refs[-2:]
     batch, kv_head, head, i = _place_of_queries(at)
-    masks, rows = _Masks(at, said, batch), _rows(at, batch, head, i)
+    masks, rows = _Masks(at, mask_refs, batch), _rows(at, batch, head, i)
     q_i, d_i, q_ids = rows.load(q), rows.load(d_out), rows.ids(masks.q_ids)
     delta_i = (d_i.astype(jnp.float32) * rows.load(out).astype(jnp.float32)).sum(1)
     if d_lse is not None:
@@ -353,10 +353,10 @@ def _queries(has_d_lse: bool, at: _Shape, q, k, v, out, lse, d_out, *refs):
 
 
 def _keys(at: _Shape, q, k, v, d_out, lse, delta, *refs):
-    *said, dk, dv = refs
+    *mask_refs, dk, dv = refs
     n, j = tiles.program_id(0), tiles.program_id(1)  # the first blocks meet the most queries
     batch, kv_head = lax.div(n, at.num_kv), lax.rem(n, at.num_kv)
-    masks, keys = _Masks(at, said, batch), _keys_of(at, batch, kv_head, j)
+    masks, keys = _Masks(at, mask_refs, batch), _keys_of(at, batch, kv_head, j)
     k_j, v_j, k_ids, factor = keys.load(k), keys.load(v), keys.ids(masks.k_ids), at.scale * LOG2E
 
     def step(part, i, carry, masked):

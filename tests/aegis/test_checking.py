@@ -81,16 +81,16 @@ def test_a_node_all_of_whose_links_fail_is_named_by_its_number():
 
 def test_time_that_the_leader_stood_still_is_nobody_s_silence(tmp_path):
     """A job that was suspended during a check found all of its nodes hanging."""
-    orders, said = [], []
+    orders, messages = [], []
     plan = Plan(Rules(nodes=1, check=True), tmp_path)
-    leader = Leader(plan, Keeper(tmp_path), said.append, lambda node, message: orders.append(message), 0.0)
+    leader = Leader(plan, Keeper(tmp_path), messages.append, lambda node, message: orders.append(message), 0.0)
     leader.came(0, "host", "localhost", 0.0)
     leader.hear(0, ["ready", 1], 0.0)
     leader.woke(500.0, 500.0)
     leader.turn(500.1)
     leader.hear(0, ["checked", 1, [], 2], 501.0)
     leader.turn(501.1)
-    assert [order[0] for order in orders] == ["check", "start"] and "0 findings" in said[0]
+    assert [order[0] for order in orders] == ["check", "start"] and "0 findings" in messages[0]
 
 
 @pytest.mark.slow

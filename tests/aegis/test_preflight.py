@@ -68,18 +68,18 @@ def test_sums_of_products_have_one_value_in_any_order(turn):
     assert np.array_equal(np.cumsum(one[:, order] * other[order, 7], axis=1)[:, -1], (a @ b)[:, 7])
 
 
-class Said:
-    """A probe that has said this."""
+class Answering:
+    """A probe that has reported this."""
 
-    def __init__(self, **said):
-        self.said = {"devices": {"count": 8, "platform": "gpu"}} | said
+    def __init__(self, **reports):
+        self.reports = {"devices": {"count": 8, "platform": "gpu"}} | reports
 
     def end(self, group, action):
         return []
 
 
 @pytest.mark.parametrize(
-    ("said", "name", "device"),
+    ("reports", "name", "device"),
     [
         (
             {"bandwidth": {"rates": {str(i): 2e12 if i == 5 else 4.1e12 for i in range(8)}}},
@@ -89,8 +89,8 @@ class Said:
         ({"products": {"wrong": ["device 3: 1 of 9 sums ..."]}}, "gpu computes wrongly", "device 3"),
     ],
 )
-def test_a_faulty_device_is_named_and_excluded(said, name, device):
-    (found,) = preflight.judge_devices(Said(**said), 8)
+def test_a_faulty_device_is_named_and_excluded(reports, name, device):
+    (found,) = preflight.judge_devices(Answering(**reports), 8)
     assert (found.name, found.device, found.action) == (name, device, "exclude")
 
 

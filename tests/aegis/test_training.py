@@ -22,7 +22,7 @@ KEYS = {
 
 
 def test_a_killed_run_goes_on_and_does_each_step_once(tmp_path):
-    corpus, workdir, said = tmp_path / "corpus", tmp_path / "run", tmp_path / "said"
+    corpus, workdir, output = tmp_path / "corpus", tmp_path / "run", tmp_path / "said"
     corpus.mkdir()
     for i in range(60):
         (corpus / f"{i}.txt").write_text("".join(f"line {j} of file {i}, {i * j % 97}\n" for j in range(20)))
@@ -30,17 +30,17 @@ def test_a_killed_run_goes_on_and_does_each_step_once(tmp_path):
     environ = os.environ | {"XLA_FLAGS": multiprocess_runs.flags(1), "PCI_DEVICES": "none"}
     command = [sys.executable, "-m", "experiments.supervise", "--", f"--workdir={workdir}", *options]
     with (
-        said.open("w") as out,
+        output.open("w") as out,
         subprocess.Popen(command, cwd=multiprocess_runs.ROOT, env=environ, stdout=out, stderr=out) as agent,
     ):
         try:
             until = time.monotonic() + 240
             while not steps_in(workdir / "checkpoints"):
-                assert agent.poll() is None and time.monotonic() < until, said.read_text()
+                assert agent.poll() is None and time.monotonic() < until, output.read_text()
                 time.sleep(0.01)
             (child,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
             os.kill(int(child), signal.SIGKILL)
-            assert agent.wait(240) == 0, said.read_text()
+            assert agent.wait(240) == 0, output.read_text()
         finally:
             agent.kill()
     found = {event.kind: event for event in events.read(workdir)}

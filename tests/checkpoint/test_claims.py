@@ -46,7 +46,7 @@ def holder(tmp_path, monkeypatch):
 
 def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
     workdir, settings = tmp_path / "run", config.check(config.default())
-    said = rf"in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S*; wait until"
+    message = rf"in use by process {holder.pid} on \S+ since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d\S*; wait until"
     (tmp_path / "link").symlink_to(workdir)
     for refused in (
         lambda: open_workdir(workdir, settings),
@@ -55,7 +55,7 @@ def test_the_second_is_told_who_has_it_until_that_has_ended(tmp_path, holder):
         lambda: claims.require_free(workdir),
         lambda: claims.whole_or_nothing(tmp_path / "new").__enter__(),  # as two imports into one folder
     ):
-        with pytest.raises(UserError, match=said):
+        with pytest.raises(UserError, match=message):
             refused()
     assert sorted(p.name for p in workdir.iterdir()) == [claims.LOCK], "nothing was written"
     holder.kill()

@@ -148,8 +148,8 @@ def test_deleting_takes_the_marker_first(place, tmp_path, monkeypatch):
 
 def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_path, monkeypatch):
     place, folder = bucket("flaky"), train(tmp_path / "run", 5) / "5"
-    here, vault, fails, said = Vault(folder.parent), Vault(place.url), [2], []
-    name, pipe, vault.tell = layout.META, vault._files.pipe_file, said.append
+    here, vault, fails, messages = Vault(folder.parent), Vault(place.url), [2], []
+    name, pipe, vault.tell = layout.META, vault._files.pipe_file, messages.append
 
     def sometimes(*args):
         if fails[0]:
@@ -160,7 +160,7 @@ def test_a_passing_failure_is_tried_again_and_a_lasting_one_said(s3_server, tmp_
     monkeypatch.setattr(vault._files, "pipe_file", sometimes)
     here.copy(5, [name], vault)
     assert place.names() == [f"5/{name}"]
-    assert said == [f"warning: cannot write s3://flaky/run/5/{name} yet: reset by peer; trying again"]
+    assert messages == [f"warning: cannot write s3://flaky/run/5/{name} yet: reset by peer; trying again"]
     fails[0] = 1000
     with pytest.raises(StorageError, match=r"cannot write s3://flaky/run/5/.* after 3 attempts: reset by peer"):
         here.copy(5, [name], vault)
@@ -246,9 +246,9 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     found = vault_lib.vault_at(place.url)
     assert found is not None and found.steps() == [5, 6] and vault_lib.vault_at(tmp_path / "run") is None
     # Another machine, and an empty folder.
-    said = []
-    other = store.Store(tmp_path / "other", Checkpoint(durable=place.url), said.append)
-    assert other.newest() == 6 and "fetched from" in said[0]
+    messages = []
+    other = store.Store(tmp_path / "other", Checkpoint(durable=place.url), messages.append)
+    assert other.newest() == 6 and "fetched from" in messages[0]
     one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = {"params": {n: jax.ShapeDtypeStruct((m,), np.float32, sharding=one) for n, m in (("w", 1000), ("v", 7))}}
     np.testing.assert_array_equal(other.restore(6, like)[0]["params"]["w"], np.arange(1000.0) + 6)
@@ -257,13 +257,13 @@ def test_a_run_keeps_a_copy_and_comes_back_from_it(place, tmp_path):
     place.put(name, place.get(name)[:-1] + b"?")
     third = tmp_path / "third"
     with pytest.raises(StorageError, match=r"/6 is damaged: .*/c.0 \(array params.w\) is changed.*=previous"):
-        store.Store(third, Checkpoint(durable=place.url), said.append).newest()
+        store.Store(third, Checkpoint(durable=place.url), messages.append).newest()
     careful = Checkpoint(durable=place.url, on_corrupt="previous")
-    assert store.Store(third, careful, said.append).newest() == 5 and "WARNING: step 6" in said[1]
+    assert store.Store(third, careful, messages.append).newest() == 5 and "WARNING: step 6" in messages[1]
     name = "5/state/params.w/c.0"
     place.put(name, place.get(name)[:-1] + b"?")
     with pytest.raises(StorageError, match=r"no copy in .* is whole: restore one"):  # nor a fresh start made
-        store.Store(tmp_path / "fourth", careful, said.append).newest()
+        store.Store(tmp_path / "fourth", careful, messages.append).newest()
     # Steps that the rules delete go there too.
     train(tmp_path / "run", 7, durable=place.url, keep=1)
     assert Vault(place.url).steps() == [7]
@@ -283,9 +283,9 @@ def test_copies_that_are_missing_are_made_up(place, tmp_path, monkeypatch, capsy
         patch.setattr(vault_lib, "PAUSES", ())
         patch.setattr(Vault, "_write", cut_off)
         assert start(root, place.url) == (6, [5, 6])
-        said = capsys.readouterr().out
-        assert "warning: step 6 is saved, but its copy is NOT: cannot write" in said
-        assert re.search(f"error: {place.url} has no whole copy of step 5, 6: .*; the same command tries again", said)
+        out = capsys.readouterr().out
+        assert "warning: step 6 is saved, but its copy is NOT: cannot write" in out
+        assert re.search(f"error: {place.url} has no whole copy of step 5, 6: .*; the same command tries again", out)
     checkpoints = store.Store(root.parent, Checkpoint(durable=place.url, keep=9), print)
     checkpoints.newest()
     checkpoints.tiers.settle()
@@ -384,8 +384,8 @@ def test_a_whole_copy_is_not_given_up_for_a_damaged_step_of_another_content(run,
     os.truncate(root / "4" / CHUNK, 10)
     before = content(copies)
     assert start(root, copies) == (6, [4]) and content(copies) == before
-    said = capsys.readouterr().out
-    assert re.search(r"has no whole copy of step 4: .*/4 is damaged: .*c\.0 .* truncated", said)
+    out = capsys.readouterr().out
+    assert re.search(r"has no whole copy of step 4: .*/4 is damaged: .*c\.0 .* truncated", out)
     shutil.rmtree(root / "4")
     shutil.copytree(anew / "4", root / "4")
     assert start(root, copies) == (6, []) and Vault(str(copies)).seal(4) == writing.read_seal(root / "4")
@@ -405,7 +405,7 @@ def test_two_runs_that_begin_on_one_empty_place(tmp_path, capsys):
 @pytest.mark.parametrize("local", [False, True])
 def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch, local):
     """It had: the next save waited for max_wait, counted as failed, and the third one ended the run."""
-    alive, said, copy = threading.Event(), [], Vault.copy
+    alive, messages, copy = threading.Event(), [], Vault.copy
 
     def waits(*args):
         assert alive.wait(60)
@@ -414,7 +414,7 @@ def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch, local):
     monkeypatch.setattr(Vault, "copy", waits)
     copies, fast = tmp_path / "copies", str(tmp_path / "fast") if local else ""
     settings = Checkpoint(durable=str(copies), local=fast, keep=2, max_wait=0.1, max_failures=1)
-    checkpoints = store.Store(tmp_path / "run", settings, said.append)
+    checkpoints = store.Store(tmp_path / "run", settings, messages.append)
     checkpoints.newest()
     for step in range(1, 6):
         assert checkpoints.free(step)
@@ -423,7 +423,7 @@ def test_a_dead_place_holds_no_save_up(tmp_path, monkeypatch, local):
         while not checkpoints._collect(0) or step not in checkpoints.steps():
             assert time.monotonic() < until, "publishing waits for the copy"
             time.sleep(0.01)
-    assert said == []
+    assert messages == []
     alive.set()
     assert checkpoints.close() == []
     assert {4, 5} <= set(checkpoints.steps()) <= {1, 3, 4, 5}  # the one that is on its way stays
@@ -447,10 +447,10 @@ def dead(monkeypatch):
 def test_a_run_goes_on_from_what_is_here_while_the_place_is_dead(run, tmp_path, dead):
     """A process that was killed meanwhile had ended the run with 4: its start looked for newer copies."""
     root, copies = run
-    said = []
-    checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), said.append)
+    messages = []
+    checkpoints = store.Store(root.parent, Checkpoint(keep=9, durable=str(copies)), messages.append)
     assert checkpoints.newest() == 6
-    assert any("going on from step 6, which is here" in line for line in said)
+    assert any("going on from step 6, which is here" in line for line in messages)
     assert checkpoints.close() == [2, 4, 6]  # the place does not answer
     with pytest.raises(StorageError, match="cannot list"):  # nothing is here to go on from
         start(tmp_path / "new" / "checkpoints", copies)
@@ -473,11 +473,11 @@ def test_what_was_given_up_is_not_fetched_from_a_place_that_was_dead_meanwhile(r
 
 def test_a_stop_waits_for_no_dead_place(tmp_path, monkeypatch):
     """All attempts of all copies that were on their way were made first: an hour, where the place took requests."""
-    said, settings = [], Checkpoint(keep=9, max_wait=0.1, durable=str(tmp_path / "copies"))
+    messages, settings = [], Checkpoint(keep=9, max_wait=0.1, durable=str(tmp_path / "copies"))
     with monkeypatch.context() as patch:
         patch.setattr(vault_lib, "PAUSES", (100.0,))
         patch.setattr(Vault, "_write", cut_off)
-        checkpoints = store.Store(tmp_path / "run", settings, said.append)
+        checkpoints = store.Store(tmp_path / "run", settings, messages.append)
         checkpoints.newest()
         for step in (1, 2):
             assert checkpoints.free(step)
@@ -485,7 +485,7 @@ def test_a_stop_waits_for_no_dead_place(tmp_path, monkeypatch):
             checkpoints.wait(copies=False)
         assert checkpoints.steps() == [1, 2]
         assert checkpoints.close(again=False) == [1, 2]
-    assert any("step 1 is saved, but its copy is NOT" in line and "may not wait" in line for line in said)
-    assert "has no whole copy of step 1, 2" in said[-1] and "the same command tries again" in said[-1]
+    assert any("step 1 is saved, but its copy is NOT" in line and "may not wait" in line for line in messages)
+    assert "has no whole copy of step 1, 2" in messages[-1] and "the same command tries again" in messages[-1]
     assert start(tmp_path / "run" / "checkpoints", tmp_path / "copies") == (2, [])
     assert Vault(str(tmp_path / "copies")).steps() == [1, 2]

@@ -73,10 +73,10 @@ def test_each_layout_comes_in(model, saved, layout, tmp_path):
     place = saved / layout
     same(partial.read(place)["params"], jax.tree.map(np.asarray, model.params))
     fresh = jax.tree.map(np.zeros_like, {"params": model.params, "balance": {"bias": model.balance}})
-    fresh, said = jax.tree.map(jax.numpy.asarray, fresh), []
-    begun = partial.InitialWeights(str(place), boxes.of_tree(fresh), False).of(fresh, said.append)
+    fresh, messages = jax.tree.map(jax.numpy.asarray, fresh), []
+    begun = partial.InitialWeights(str(place), boxes.of_tree(fresh), False).of(fresh, messages.append)
     same(begun, {"params": model.params, "balance": {"bias": model.balance}})
-    assert "without checksums" in said[0]
+    assert "without checksums" in messages[0]
     assert "without checksums" in rewrite.reshard(place, tmp_path / "run")
     step = 4 if layout == "steps" else 0
     assert Vault(tmp_path / "run" / "checkpoints").verify(step) == []

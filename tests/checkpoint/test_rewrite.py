@@ -165,23 +165,23 @@ def test_reading_a_part(workdir, tmp_path):
 
 
 def test_a_run_begins_from_another_s_weights(workdir):
-    said, fresh = [], params(seed=77)
-    begun = partial.InitialWeights(f"{workdir}@4", boxes.of_tree(fresh), False).of(fresh, said.append)
+    messages, fresh = [], params(seed=77)
+    begun = partial.InitialWeights(f"{workdir}@4", boxes.of_tree(fresh), False).of(fresh, messages.append)
     expected = {**fresh, "params": params(seed=4)["params"]}
     expected["balance"] = {"bias": params(seed=4)["balance"]["bias"], "steps": fresh["balance"]["steps"]}
     same(begun, expected)
-    assert said == [f"begins from step 4 of {workdir}: 5 of 5 arrays taken, 0 of them in part"]
+    assert messages == [f"begins from step 4 of {workdir}: 5 of 5 arrays taken, 0 of them in part"]
 
 
 def test_a_larger_model_takes_what_fits(workdir):
-    fresh, old, said = params(layers=3, experts=5, seed=77), params(seed=9), []
+    fresh, old, messages = params(layers=3, experts=5, seed=77), params(seed=9), []
     with pytest.raises(UserError, match=r"of balance.bias it has \(2, 4\), the model needs \(3, 6\).*init_grow=True"):
-        partial.InitialWeights(str(workdir), boxes.of_tree(fresh), False).of(fresh, said.append)
+        partial.InitialWeights(str(workdir), boxes.of_tree(fresh), False).of(fresh, messages.append)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:5]), ("expert",))
     down = fresh["params"]["layers"]["experts"]["down"]
     cut = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "expert"))
     fresh["params"]["layers"]["experts"]["down"] = jax.device_put(down, cut)
-    begun = partial.InitialWeights(str(workdir), boxes.of_tree(fresh), True).of(fresh, said.append)
+    begun = partial.InitialWeights(str(workdir), boxes.of_tree(fresh), True).of(fresh, messages.append)
     got, taken = begun["params"]["layers"], old["params"]["layers"]
     assert got["experts"]["down"].sharding == cut
     np.testing.assert_array_equal(np.asarray(got["experts"]["down"])[:2, :3], taken["experts"]["down"])
@@ -195,13 +195,13 @@ def test_a_larger_model_takes_what_fits(workdir):
     np.testing.assert_array_equal(bias[:2, [0, 1, 2, 5]], old["balance"]["bias"])
     np.testing.assert_array_equal(bias[2], fresh["balance"]["bias"][2])
     np.testing.assert_array_equal(begun["optimizer"]["momentum"], fresh["optimizer"]["momentum"])
-    assert "5 of 5 arrays taken, 4 of them in part" in said[0] and "taken in part: balance.bias" in said[1]
+    assert "5 of 5 arrays taken, 4 of them in part" in messages[0] and "taken in part: balance.bias" in messages[1]
 
-    other, said = params(width=12, seed=77), []
-    begun = partial.InitialWeights(str(workdir), boxes.of_tree(other), True).of(other, said.append)
+    other, messages = params(width=12, seed=77), []
+    begun = partial.InitialWeights(str(workdir), boxes.of_tree(other), True).of(other, messages.append)
     same(begun["params"]["embed"], other["params"]["embed"])
-    assert "left fresh: params.embed.embedding, params.layers.experts.down" in said[1]
-    assert "not used: params.embed.embedding, params.layers.experts.down" in said[2]
+    assert "left fresh: params.embed.embedding, params.layers.experts.down" in messages[1]
+    assert "not used: params.embed.embedding, params.layers.experts.down" in messages[2]
 
 
 GONE = r"^step 9 of \S*/run is gone meanwhile, its run has deleted it; it has 4$"

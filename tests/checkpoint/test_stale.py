@@ -18,9 +18,9 @@ AGAIN = {"kind": "corrupt", "step": 5, "batches": 0, "at": 6, "seen": "a device"
 def opened(tmp_path):
     """Opens the store of a run with all tiers."""
 
-    def call(said=print):
+    def call(messages=print):
         settings = Checkpoint(keep=9, local=str(tmp_path / "fast"), durable=str(tmp_path / "safe"))
-        return store.Store(tmp_path / "run", settings, said)
+        return store.Store(tmp_path / "run", settings, messages)
 
     return call
 
@@ -53,7 +53,7 @@ def test_only_those_that_know_less_than_they_should_are(step, known, decisions, 
 @pytest.mark.parametrize("done", ["nothing", "copies", "some of the folder", "the folder"])
 def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
     save(opened(), (2, 4, 6))
-    root, said = tmp_path / "run" / "checkpoints", []
+    root, messages = tmp_path / "run" / "checkpoints", []
     if done == "copies":
         for step in (4, 6):
             Vault(str(tmp_path / "safe")).remove(step)
@@ -62,13 +62,13 @@ def test_none_of_them_is_gone_on_from(tmp_path, opened, done):
     elif done == "the folder":
         shutil.rmtree(root / "4")
         shutil.rmtree(root / "6")
-    checkpoints = opened(said.append)
+    checkpoints = opened(messages.append)
     checkpoints.drop_stale([BACK])
     assert checkpoints.newest() == 2
     checkpoints.close()
     assert tiers(tmp_path) == ([], [2], [2])
     if done == "nothing":
-        assert "step 4, 6, of a past that was given up" in said[0]
+        assert "step 4, 6, of a past that was given up" in messages[0]
         assert "went back behind them: .stale-1-4, .stale-1-6" in look.remarks(tmp_path / "run", [], [])[0]
     # Its own later ones stay, whatever the file says; another decision's take the place of the first's.
     save(opened(), (4, 6), BACK)

@@ -42,8 +42,8 @@ class Run:
     """A store in a folder, and its messages."""
 
     def __init__(self, folder, **settings):
-        self.said = []
-        self.store = store.Store(folder, Checkpoint(**{"max_wait": 0.2, **settings}), self.said.append)
+        self.messages = []
+        self.store = store.Store(folder, Checkpoint(**{"max_wait": 0.2, **settings}), self.messages.append)
 
     def save(self, step, tree=None, **meta):
         self.store.save(step, tree or state(step), META | {"step": step, "tokens": step} | meta)
@@ -57,7 +57,7 @@ def visible(folder):
 def test_what_is_saved_comes_back_on_other_meshes(tmp_path):
     run, tree = Run(tmp_path), state(7)
     run.save(3, tree)
-    assert run.said == [] and run.store.newest() == 3
+    assert run.messages == [] and run.store.newest() == 3
     got, meta = run.store.restore(3, like(tree))
     same(got, tree)
     assert meta["step"] == 3 and meta["processes"] == 1
@@ -225,20 +225,20 @@ def test_a_full_disk_is_said_each_time_and_ends_the_run_after_so_many(tmp_path, 
         run.save(2)
         assert run.store.free(3)
         assert visible(tmp_path) == ["1"] and not (tmp_path / "checkpoints" / ".saving-2").exists()
-        assert "step 2 is NOT saved: No space left on device" in run.said[0]
-        assert "newest complete checkpoint is step 1's; training goes on" in run.said[0]
+        assert "step 2 is NOT saved: No space left on device" in run.messages[0]
+        assert "newest complete checkpoint is step 1's; training goes on" in run.messages[0]
     run.save(3)
     assert run.store.free(4), "a success forgets the failures"
     monkeypatch.setattr(writing, "write_file", full)
     run.save(4)
     run.save(5)
-    assert len(run.said) == 3
+    assert len(run.messages) == 3
     with pytest.raises(StorageError, match=r"2 saves failed in a row.*No space left.*step 3's"):
         run.store.free(6)
     monkeypatch.setattr(store, "RETRY_SECONDS", 0)
     with pytest.raises(StorageError, match="No space left"):
         run.store.save_now(6, state(6), META)
-    assert len(run.said) == 5
+    assert len(run.messages) == 5
     monkeypatch.undo()
     run.store.save_now(7, state(7), META)
     assert visible(tmp_path) == ["1", "3", "7"]
@@ -253,12 +253,12 @@ def test_a_slow_store_is_waited_for_a_while(tmp_path, monkeypatch):
 
     monkeypatch.setattr(writing, "write_file", waits)
     run.store.save(1, state(1), META)
-    assert not run.store.free(2) and "still being written" in run.said[0]
+    assert not run.store.free(2) and "still being written" in run.messages[0]
     with pytest.raises(StorageError, match="2 saves failed in a row"):
         run.store.free(3)
     threading.Timer(1.5, slow.set).start()
     run.store.wait()
-    assert "the last save is still being written" in run.said[-1]
+    assert "the last save is still being written" in run.messages[-1]
     assert run.store.free(4)
     run.store.wait()
     assert visible(tmp_path) == ["1"]
@@ -282,7 +282,7 @@ def test_damage_stops_or_goes_one_back(tmp_path):
         run.store.restore(2, like(state(2)))
     other = Run(tmp_path, on_corrupt="previous")
     assert other.store.newest() == 1 and visible(tmp_path) == ["1"]
-    assert "WARNING" in other.said[0] and (tmp_path / "checkpoints" / ".damaged-2").is_dir()
+    assert "WARNING" in other.messages[0] and (tmp_path / "checkpoints" / ".damaged-2").is_dir()
     other.save(2)
     assert other.store.newest() == 2
     gc.collect()
@@ -422,7 +422,7 @@ def test_a_local_folder_comes_first(tmp_path, monkeypatch):
 
     # A run that was killed with its newest step in the local folder alone.
     again = Run(tmp_path / "run", local=str(fast))
-    assert again.store.newest() == 1 and "only in the local folders" in again.said[0]
+    assert again.store.newest() == 1 and "only in the local folders" in again.messages[0]
     same(again.store.restore(1, like(state(1)))[0], state(1))
 
     # Damaged there, it is not put together.
@@ -430,12 +430,12 @@ def test_a_local_folder_comes_first(tmp_path, monkeypatch):
     victim = next(fast.rglob("c.0.0.0"))
     victim.write_bytes(victim.read_bytes()[:-1] + b"?")
     worse = Run(tmp_path / "run", local=str(fast))
-    assert worse.store.newest() is None and "could not be put together" in worse.said[0]
+    assert worse.store.newest() is None and "could not be put together" in worse.messages[0]
 
     # Another run's are not taken.
     shutil.rmtree(tmp_path / "run")
     other = Run(tmp_path / "run", local=str(fast))
-    assert other.store.newest() is None and other.said == []
+    assert other.store.newest() is None and other.messages == []
     assert not list(fast.rglob("c.0.0.0"))
 
 

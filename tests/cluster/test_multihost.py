@@ -117,5 +117,5 @@ def test_a_signal_to_one_stops_all_after_the_same_step(tmp_path):
         run.processes[2].send_signal(signal.SIGTERM)
         results = run.wait(90)
     assert [result.code for result in results] == [cli.PREEMPTED] * 3, results
-    said = {re.search(r"stopped after \d+ by .*", result.out)[0] for result in results}
-    assert len(said) == 1 and said.pop().endswith("by SIGTERM to process 2")
+    stops = {re.search(r"stopped after \d+ by .*", result.out)[0] for result in results}
+    assert len(stops) == 1 and stops.pop().endswith("by SIGTERM to process 2")

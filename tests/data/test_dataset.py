@@ -60,5 +60,5 @@ def test_one_integer_is_the_state_of_any_number_of_processes(config, whole, tmp_
 
 
 def test_the_package_stays_light():
-    said = "import sys, zaya_jax as zj; zj.data.dataset; assert not {'jax', 'grain', 'orbax'} & {*sys.modules}"
-    assert subprocess.run([sys.executable, "-c", said], check=False).returncode == 0
+    code = "import sys, zaya_jax as zj; zj.data.dataset; assert not {'jax', 'grain', 'orbax'} & {*sys.modules}"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -192,9 +192,9 @@ def test_a_merge_names_the_parts_that_are_missing_and_the_way_out(tmp_path, sour
         part(options, out, index, 4)
     victim = sorted(out.glob("train-*.tokens"))[3]
     victim.unlink()
-    with pytest.raises(UserError, match=rf"lacks 1 of .* (\d+) \(without its shard {victim.name}\)") as said:
+    with pytest.raises(UserError, match=rf"lacks 1 of .* (\d+) \(without its shard {victim.name}\)") as refused:
         merge(options, out)
-    part(options, out, int(re.search(r"tasks: (\d+)", str(said.value))[1]) % 4, 4)
+    part(options, out, int(re.search(r"tasks: (\d+)", str(refused.value))[1]) % 4, 4)
     merge(options, out)
     assert contents(out) == whole
 

@@ -42,8 +42,8 @@ def test_jsonl_that_is_taken_for_text_is_said(tmp_path, caplog):
     (tmp_path / "a.txt").write_text("plain")
     (tmp_path / "b.jsonl").write_text('{"text": "a"}\n')
     assert len(sources.named_texts(str(tmp_path))) == 2
-    (said,) = caplog.messages
-    assert "1 of 2 files are JSONL, taken as they stand" in said and "such as b.jsonl" in said
+    (message,) = caplog.messages
+    assert "1 of 2 files are JSONL, taken as they stand" in message and "such as b.jsonl" in message
 
 
 def test_what_is_left_out_is_said(corpus, caplog):
@@ -90,8 +90,8 @@ def test_a_file_is_taken_once_under_all_its_names_and_linked_folders_are_read(li
         f"text of {p}" for p in ("big/h.txt", "d/f.txt", "d/g.txt")
     ]
     assert "web/h.txt" in [name for name, _ in found] and "f.txt" in [name for name, _ in found]
-    (said,) = caplog.messages
-    assert f"{pattern}: left out 4 names of files that are there under another name (" in said
+    (message,) = caplog.messages
+    assert f"{pattern}: left out 4 names of files that are there under another name (" in message
 
 
 @pytest.mark.parametrize(

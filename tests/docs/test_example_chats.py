@@ -35,6 +35,6 @@ def test_the_same_python_gives_the_same_file(tmp_path):
 
 @pytest.mark.parametrize("options", [[], ["--help"], ["a.jsonl", "b.jsonl"]])
 def test_without_a_name_it_says_how(tmp_path, options):
-    code, said = made(sys.executable, tmp_path, *options)
-    assert (code, said) == (2, "python tools/example_chats.py chats.jsonl\n")
+    code, err = made(sys.executable, tmp_path, *options)
+    assert (code, err) == (2, "python tools/example_chats.py chats.jsonl\n")
     assert not list(tmp_path.iterdir())

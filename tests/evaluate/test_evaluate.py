@@ -63,7 +63,7 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (["--model={golden}", "--data={data}"], "has no tokenizer"),
         (["--model={golden}"], "has no held-out text; give --data or --tasks"),
@@ -81,11 +81,11 @@ def test_a_row_for_each_data_and_one_for_all(score, data, tmp_path):
         (["--bos", "--data={data}"], "--bos applies to tasks; give --tasks or omit it"),
     ],
 )
-def test_wrong_options_are_one_line_and_nothing_is_written(call, folder, data, golden_dir, tmp_path, given, said):
+def test_wrong_options_are_one_line_and_nothing_is_written(call, folder, data, golden_dir, tmp_path, given, message):
     (data / "empty.txt").write_text("")
     given = [option.format(data=data, golden=golden_dir / "base") for option in given]
     code, _, err = call(f"--model={folder}", f"--out={tmp_path / 'out'}", *given)
-    assert code == cli.BAD_INPUT and err.count("\n") == 1 and re.search(said, err), err
+    assert code == cli.BAD_INPUT and err.count("\n") == 1 and re.search(message, err), err
     assert not (tmp_path / "out").exists()
 
 

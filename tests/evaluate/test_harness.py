@@ -110,7 +110,7 @@ def test_generations_end_before_their_stop_strings_and_are_a_seed_s_own(lm, mode
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"num_beams": 4}, "num_beams=4, which is not supported"),
         ({"repetition_penalty": 1.2}, "repetition_penalty=1.2"),
@@ -118,8 +118,8 @@ def test_generations_end_before_their_stop_strings_and_are_a_seed_s_own(lm, mode
         ({"do_sample": True}, "without a temperature"),
     ],
 )
-def test_generation_that_there_is_not_is_refused(lm, options, said):
-    with pytest.raises(UserError, match=said):
+def test_generation_that_there_is_not_is_refused(lm, options, message):
+    with pytest.raises(UserError, match=message):
         lm.generate_until(
             requests("generate_until", ("a", {"until": [], "max_gen_toks": 4} | options)), disable_tqdm=True
         )

@@ -92,12 +92,12 @@ def test_prepared_data_are_their_files(tmp_path, tokenizer, model):
     options = Options([str(tmp_path / "in")], "bytes", held_out=0.5)
     prepare(options, str(tmp_path / "out"), 1, lambda *_: None)
     plain = lambda document: (document.tokens.tolist(), document.learn.tolist(), document.bytes)  # noqa: E731
-    said = []
+    notes = []
     files = {
         str(plain(document)): document
-        for document in texts.documents(str(tmp_path / "in"), tokenizer, skipped=said.append)
+        for document in texts.documents(str(tmp_path / "in"), tokenizer, skipped=notes.append)
     }
-    assert len(said) == len(blank) and all("empty" in one for one in said)
+    assert len(notes) == len(blank) and all("empty" in one for one in notes)
     held_out = list(texts.documents(str(tmp_path / "out"), tokenizer))
     train = list(texts._of_store(storage.Prepared(str(tmp_path / "out"), "train"), tokenizer))
     assert held_out and train and len(held_out) + len(train) == len(lines)
@@ -113,10 +113,10 @@ def test_what_is_left_out_is_said_and_what_is_damaged_refused(tmp_path, tokenize
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "one.txt").write_text("x")
     (tmp_path / "picture.txt").write_bytes(b"\x89PNG\0\0\xff" * 9)
-    said = []
-    (document,) = texts.documents(str(tmp_path), tokenizer, skipped=said.append)
+    notes = []
+    (document,) = texts.documents(str(tmp_path), tokenizer, skipped=notes.append)
     assert document.tokens.tolist() == [256, ord("x"), 257]
-    assert len(said) == 2 and "empty.txt" in said[0] + said[1] and "picture.txt" in said[0] + said[1]
+    assert len(notes) == 2 and "empty.txt" in notes[0] + notes[1] and "picture.txt" in notes[0] + notes[1]
     nothing = texts.evaluate(Even(), texts.documents(str(tmp_path / "empty.txt"), tokenizer), 8).figures()
     assert nothing["tokens"] == nothing["documents"] == 0 and nothing["bits_per_byte"] is None
     with pytest.raises(UserError, match=r"--data=.*nowhere.* names no file"):

@@ -205,10 +205,10 @@ def test_an_address_in_the_place_of_a_folder_is_refused_by_every_program(tmp_pat
     done = subprocess.run(
         [sys.executable, "-c", IN_FORKS, *commands], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
-    said = done.stderr.splitlines()
-    assert len(said) == len(PROGRAMS), done.stderr
-    for command, code, line in zip(PROGRAMS, done.stdout.split(), said, strict=True):
+    errors = done.stderr.splitlines()
+    assert len(errors) == len(PROGRAMS), done.stderr
+    for command, code, line in zip(PROGRAMS, done.stdout.split(), errors, strict=True):
         assert code == "2" and line.startswith("error: ") and f"{ADDRESS}" in line, (command, code, line)
         assert "is an address" in line or "--config.name" in command, (command, line)
-    assert "--workdir=" in said[0]
+    assert "--workdir=" in errors[0]
     assert not any(tmp_path.iterdir())

@@ -69,8 +69,8 @@ def shape_of(notebook):
 
 def files_in(notebook):
     """The files that a notebook's outputs list, each line's first word."""
-    said = "\n".join(text_of(output) for cell in code_of(notebook) for output in cell["outputs"])
-    return re.findall(r"^\w+\.(?:html|jinja|jsonl?|safetensors|txt)\b", said, re.MULTILINE)
+    text = "\n".join(text_of(output) for cell in code_of(notebook) for output in cell["outputs"])
+    return re.findall(r"^\w+\.(?:html|jinja|jsonl?|safetensors|txt)\b", text, re.MULTILINE)
 
 
 def run(path, folder, steps=None):
@@ -115,8 +115,8 @@ def test_the_first_one_runs_at_three_steps(tmp_path):
     stored, again = read(FOLDER / "first_model.ipynb"), run(FOLDER / "first_model.ipynb", tmp_path, steps=3)
     assert not faults(again)
     assert shape_of(again) == shape_of(stored) and files_in(again) == files_in(stored) != []
-    said = "".join(text_of(output) for cell in code_of(again) for output in cell["outputs"])
-    assert "done: 3 steps" in said and re.search(r"held out at the end [45]\.\d\d", said)
+    text = "".join(text_of(output) for cell in code_of(again) for output in cell["outputs"])
+    assert "done: 3 steps" in text and re.search(r"held out at the end [45]\.\d\d", text)
 
 
 def test_the_plan_of_a_cluster_is_as_stored(tmp_path):

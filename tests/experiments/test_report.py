@@ -17,8 +17,8 @@ def run(tmp_path, monkeypatch, capsys):
     def call(*arguments):
         monkeypatch.setattr(sys, "argv", ["report", *map(str, arguments)])
         code = cli.exit_code(report.main)
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
 
     return call
 

@@ -76,8 +76,8 @@ def test_a_step_of_the_model_sends_nothing_else():
     model = model_helpers.small()
     params, bias = model_helpers.weights(model)
     rows = decode.Generation(decode.Decoder(model, params, bias, EXACT, InParts(mesh_of(8))), [[0] * 20], 5)
-    said = decode.cache_bytes(model, EXACT, 1, rows.columns, InParts(mesh_of(8)))
-    assert rows.cache_bytes == 8 * said.total
+    sizes = decode.cache_bytes(model, EXACT, 1, rows.columns, InParts(mesh_of(8)))
+    assert rows.cache_bytes == 8 * sizes.total
     rows.more()
     program = rows.lowered()
     assert program.as_text().count("stablehlo.all_reduce") == 3

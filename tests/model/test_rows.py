@@ -166,18 +166,18 @@ def test_a_cache_takes_the_bytes_that_are_said(kinds, devices):
     model = model_helpers.small(**(dense if kinds == "dense" else {"layer_types": kinds}))
     mesh = jax.make_mesh((devices,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices])
     where = InParts(mesh)
-    said = decode.cache_bytes(model, EXACT, 3, 40, where)
+    sizes = decode.cache_bytes(model, EXACT, 3, 40, where)
     held = decode._empty_cache(model, EXACT, 3, where.cache().columns(40))
-    assert said.total == sum(x.nbytes for x in held.values())
-    assert said.total == 3 * (said.a_row + said.a_token * where.cache().columns(40))
-    assert said.a_token == 2 * 4 * 2 * 8 * (1 if LINEAR in kinds else 2)  # K and V, float32, 2 heads of 8, layers
+    assert sizes.total == sum(x.nbytes for x in held.values())
+    assert sizes.total == 3 * (sizes.a_row + sizes.a_token * where.cache().columns(40))
+    assert sizes.a_token == 2 * 4 * 2 * 8 * (1 if LINEAR in kinds else 2)  # K and V, float32, 2 heads of 8, layers
 
 
 def test_the_cache_of_the_published_model():
     """40 layers of 2 heads of 128 in bfloat16: an eighth of what full attention with 8 heads of 256 would keep."""
-    said = decode.cache_bytes(Model(), model_helpers.Precision(), 1, 131_072)
-    assert said.a_token == 40 * 2 * 2 * 128 * 2 == 40_960
-    assert said.a_row == 40 * (2 * 10 * 128 + 128) * 2
+    sizes = decode.cache_bytes(Model(), model_helpers.Precision(), 1, 131_072)
+    assert sizes.a_token == 40 * 2 * 2 * 128 * 2 == 40_960
+    assert sizes.a_row == 40 * (2 * 10 * 128 + 128) * 2
 
 
 @pytest.mark.parametrize(

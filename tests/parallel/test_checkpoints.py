@@ -112,18 +112,18 @@ def test_nothing_travels_for_a_copy(name):
 @pytest.mark.parametrize("name", [ONE, "data x expert x tensor"])
 def test_a_copy_on_the_host_is_the_same_and_stays(tmp_path, monkeypatch, name):
     """Where a copy does not fit the devices by their own figures; the next step takes the state's memory meanwhile."""
-    here, said = run(name), []
+    here, messages = run(name), []
     here.restart()
     here.train(range(2))
     logical = here.logical()
     for free, where in ((10**12, "made there"), (1000, "made on the host, array by array")):
         monkeypatch.setattr(snapshot, "unused_bytes", lambda device, free=free: free)
-        copies = dataclasses.replace(here.copies, say=said.append)
+        copies = dataclasses.replace(here.copies, say=messages.append)
         copy = copies.take(here.state)
         assert isinstance(copy, OnHost) == (free == 1000)
-        assert where in said[-1] and len(said) == 1 + (free == 1000)
+        assert where in messages[-1] and len(messages) == 1 + (free == 1000)
     copies.take(here.state)
-    assert len(said) == 2, "it is decided once"
+    assert len(messages) == 2, "it is decided once"
     here.train(range(2, 4))
     store = Store(tmp_path)
     store.save(2, copy, {"step": 2, "tokens": 2}, copies.held)

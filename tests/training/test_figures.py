@@ -75,21 +75,21 @@ def test_the_time_that_is_left_is_that_of_the_newest_steps_by_their_tokens():
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """Everything that is said: places, and laps."""
+def reports(monkeypatch):
+    """All reports of the run: places, and laps."""
     places, laps = [], []
     monkeypatch.setattr(beats, "at", lambda *place: places.append(place))
     monkeypatch.setattr(beats, "lap", lambda *lap: laps.append(beats.Lap(*lap)))
     return places, laps
 
 
-def test_a_run_says_each_place_that_it_comes_to(said, tmp_path, capsys):
+def test_a_run_says_each_place_that_it_comes_to(reports, tmp_path, capsys):
     keys = {"eval__every": 2, "checkpoint__every_steps": 3, "run__num_steps": 6}
     corpus = tiny_runs.write_corpus(tmp_path / "text")
     assert tiny_runs.train(tmp_path / "run", data__path=corpus, **keys) == cli.DONE
     etas = dict(re.findall(r"step +(\d)/6 .* eta (\S+)", capsys.readouterr().out))
     assert etas["1"] == "?" and etas["6"] == "0s" and len(etas) == 6
-    places, laps = said
+    places, laps = reports
     sections = {n: [s for s, _ in itertools.groupby(p[0] for p in places if p[1] == n)] for n in range(1, 7)}
     assert sections == {
         1: ["compile", "step"],
@@ -105,7 +105,7 @@ def test_a_run_says_each_place_that_it_comes_to(said, tmp_path, capsys):
     assert all(lap.whole >= lap.own + lap.data and min(lap[1:]) > 0 for lap in laps), laps
 
 
-def test_own_time_is_what_is_left_of_a_step_without_waiting(said, monkeypatch):
+def test_own_time_is_what_is_left_of_a_step_without_waiting(reports, monkeypatch):
     clock = 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: clock)
     pace = Pace(SimpleNamespace(platform="gpu"))
@@ -121,7 +121,7 @@ def test_own_time_is_what_is_left_of_a_step_without_waiting(said, monkeypatch):
         ):
             clock += seconds
             done()
-    places, laps = said
+    places, laps = reports
     assert ("step", 2, "dispatch") in places  # an accelerator's call is short
     # Fetching took 2, the call 4, figures 16; waiting is not its own, evaluation not the step's.
     assert laps == [beats.Lap(2, 2 + 4 + 8 + 16, 4 + 16, 2)]

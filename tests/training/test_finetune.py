@@ -77,9 +77,9 @@ IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def test_held_out_answers_are_learnt(folder):
-    said = (folder / "tuned" / "logs" / "process-00000.log").read_text()
-    assert "72 chats to learn and 8 held out (80 kept, 0 trimmed, 0 reduced, 0 dropped)" in said
-    before = float(re.search(r"step 0 \| held-out ([0-9.]+), with the weights as they came", said)[1])
+    log = (folder / "tuned" / "logs" / "process-00000.log").read_text()
+    assert "72 chats to learn and 8 held out (80 kept, 0 trimmed, 0 reduced, 0 dropped)" in log
+    before = float(re.search(r"step 0 \| held-out ([0-9.]+), with the weights as they came", log)[1])
     lines = [json.loads(line) for line in (folder / "tuned" / "metrics.jsonl").read_text().splitlines()]
     # Bytes at the start: ln 264 = 5.6 nats. It cannot fall to half of that unless it learns what answers share.
     assert before > 4 and lines[-1]["eval/loss"] < before / 2
@@ -152,9 +152,9 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     assert found["other"].learn.sum() == sum(len(a["content"]) + 2 for _, a in map(ask, range(100, 120)))
     assert found["own"].tokens.tolist() == stores.open_stores(c, own, tok)[1].bundle.tokens.tolist()
     assert found["text"].learn.mean() > 0.9
-    said = stores.notes_on(named.values())
-    assert f"{other}: 20 chats to evaluate on (20 kept, 0 trimmed, 0 reduced, 0 dropped)" in said
-    assert f"{long}: 1 chats to evaluate on (1 kept, 0 trimmed, 0 reduced, 1 dropped)" in said
+    log = stores.notes_on(named.values())
+    assert f"{other}: 20 chats to evaluate on (20 kept, 0 trimmed, 0 reduced, 0 dropped)" in log
+    assert f"{long}: 1 chats to evaluate on (1 kept, 0 trimmed, 0 reduced, 1 dropped)" in log
 
 
 NO_ANSWER = "line 1: a conversation without an answer"
@@ -231,7 +231,7 @@ def test_export_has_the_template_of_what_was_learnt(folder, tmp_path):
     assert (made / "tokenizer.json").read_text() == tokenizers.Bytes().json()
     settings = json.loads((made / "tokenizer_config.json").read_text())
     assert (settings["bos_token"], settings["eos_token"], settings["pad_token"]) == ("<|bos|>", "<|eos|>", "<|pad|>")
-    assert "as fine-tuning does here" in tokenizer_files.said(made)
+    assert "as fine-tuning does here" in tokenizer_files.describe_template(made)
     for name in ("config.json", "generation_config.json"):  # an answer ends at the end of its turn
         assert json.loads((made / name).read_text())["eos_token_id"] == [257, 260]
     back = exchange.from_hf(made, tmp_path / "imported")
@@ -256,4 +256,4 @@ def test_a_template_that_came_stays_unless_chats_were_learnt(folder, tmp_path, t
     tokenizer_files.write(target, kept, tokenizers.load(run), config)
     theirs = trained != "on chats"
     assert tokenizer_files.came_with_template(target) == theirs
-    assert theirs == ("came with" in tokenizer_files.said(target))
+    assert theirs == ("came with" in tokenizer_files.describe_template(target))

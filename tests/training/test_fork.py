@@ -48,9 +48,9 @@ def tree(folder):
 def test_it_goes_on_from_the_parent_s_state_in_an_order_of_its_own(parent, tmp_path, capsys):
     before, name = tree(parent / "run"), f"{parent / 'run'}@2"
     assert train(parent, tmp_path / "fork", run__fork=name) == cli.DONE
-    said = capsys.readouterr().out
-    assert f"note: fork of {name} (2 steps, 256 tokens): learning rate 0.003 at step 2 there, 0.003 at step 3" in said
-    assert "note: the data begins anew, in an order of its own" in said
+    out = capsys.readouterr().out
+    assert f"note: fork of {name} (2 steps, 256 tokens): learning rate 0.003 at step 2 there, 0.003 at step 3" in out
+    assert "note: the data begins anew, in an order of its own" in out
     assert tree(parent / "run") == before
     theirs, ours = tiny_runs.lines(parent / "run")[2:], tiny_runs.lines(tmp_path / "fork")
     for key in ("step", "tokens", "lr"):

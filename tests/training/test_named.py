@@ -77,7 +77,7 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, keys, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ("one", "is no name=path, such as"),
         ("a/b={}/one", "letters, digits, _ and -"),
@@ -88,14 +88,14 @@ def test_named_losses_are_evaluate_s_and_the_same_after_a_stop(run, keys, tmp_pa
         ("x={}/links", r"2 of its 2 files are trained on as part of .*trained, such as .*links/hard\.txt"),
     ],
 )
-def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(keys, tmp_path, given, said):
+def test_what_cannot_be_evaluated_on_is_refused_before_anything_is_written(keys, tmp_path, given, message):
     (tmp_path / "links").mkdir()
     (tmp_path / "links" / "hard.txt").hardlink_to(tmp_path / "trained" / "4.txt")
     (tmp_path / "links" / "soft.txt").symlink_to(tmp_path / "trained" / "5.txt")
     settings = tiny.get_config()
     settings.update_from_flattened_dict({"data.path": keys["data__path"], "data.tokenizer": "bytes"})
     settings.eval.named = (f"first={tmp_path}/two", given.format(tmp_path))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         pretrain.train(config.check(settings), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

@@ -94,10 +94,10 @@ PHASES = [
 def test_a_run_ends_at_each_border_to_another_mesh_and_the_same_command_goes_on(unbroken):
     workdir, ends = unbroken
     assert [end[:2] for end in ends] == [(cli.PREEMPTED, n) for n in BORDERS] + [(cli.DONE, LAST)]
-    said = [out for *_, out in ends]
-    for step, out, phase in zip(BORDERS, said[:-1], PHASES, strict=True):
+    outputs = [out for *_, out in ends]
+    for step, out, phase in zip(BORDERS, outputs[:-1], PHASES, strict=True):
         assert f"saved after step {step}; {phase}: the same command goes on." in out
-    assert all("micro-batches" in out and "best_fit" in out for out in said)  # the table of phases
+    assert all("micro-batches" in out and "best_fit" in out for out in outputs)  # the table of phases
     found = tiny_runs.lines(workdir)
     plan = schedule.make_plan(settings())
     assert [line["tokens"] for line in found] == [plan.tokens_of_step(n) for n in range(1, LAST + 1)]

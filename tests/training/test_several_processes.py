@@ -93,10 +93,10 @@ def test_a_signal_to_one_stops_all_and_another_number_goes_on(pretrain, tmp_path
         run.processes[1].send_signal(signal.SIGTERM)
         results = run.wait()
     assert [result.code for result in results] == [cli.PREEMPTED] * 2, results
-    said = re.search(r"stopped by SIGTERM to process 1 after step (\d+); saved", results[0].out)
-    assert said, results[0].out
-    step = int(said[1])
-    assert said[0] in (workdir / "logs" / "process-00001.log").read_text()
+    match = re.search(r"stopped by SIGTERM to process 1 after step (\d+); saved", results[0].out)
+    assert match, results[0].out
+    step = int(match[1])
+    assert match[0] in (workdir / "logs" / "process-00001.log").read_text()
     assert [path.name for path in (workdir / "checkpoints").iterdir() if path.name.isdigit()] == [str(step)]
     assert read_meta(workdir, step)["step"] == step == tiny_runs.lines(workdir)[-1]["step"]
     for count, devices in ((1, 1), (4, 1)):

@@ -47,14 +47,14 @@ class Ended:
 
     def check(self, codes: tuple[int, ...] = (0, 2, 4)) -> "Ended":
         """Exit code 0, 2 or 4; at most two lines on stderr; no traceback; after a 2 everything is as it was."""
-        said = f"{self.what}\ncode {self.code}, stdout {self.out[-500:]!r}, stderr {self.err[-3000:]!r}"
-        assert self.code in codes, said
-        assert stat.S_ISCHR(os.stat(os.devnull).st_mode), said  # root can replace it
+        words = f"{self.what}\ncode {self.code}, stdout {self.out[-500:]!r}, stderr {self.err[-3000:]!r}"
+        assert self.code in codes, words
+        assert stat.S_ISCHR(os.stat(os.devnull).st_mode), words  # root can replace it
         lines = self.err.splitlines()
-        assert len(lines) <= 2 and "Traceback" not in self.err, said
+        assert len(lines) <= 2 and "Traceback" not in self.err, words
         if self.code == cli.BAD_INPUT:
-            assert lines[-1].startswith("error: ") and len(lines[-1]) < 2000, said
-            assert self.changed == [], f"{said}\nchanged: {self.changed[:10]}"
+            assert lines[-1].startswith("error: ") and len(lines[-1]) < 2000, words
+            assert self.changed == [], f"{words}\nchanged: {self.changed[:10]}"
         return self
 
 

@@ -94,15 +94,15 @@ def first_end(exits: Exits, findings: Findings, saved: bool, node_of: Callable[[
         return cause
     cause.group = "distributed"
     before = [(when, f) for when, f in findings if when - bad[0][0] >= -EXPLAINS]
-    said = [f.finding for _, f in before]
+    reported = [f.finding for _, f in before]
     if first.code in (HARDWARE, STORAGE):
-        _name_process(cause, said, node_of)
+        _name_process(cause, reported, node_of)
     elif first.code not in SAYS_WHY and (found := _explanation(first, before)):
         better = cause_of(found, time)
         better.kind, better.code = "died", cause.code
         better.seen = f"{cause.seen} of process {cause.process}; {found.finding.seen}"
         return better
-    elif _rank(first.code) == 4 and (broken := _accuse_each_other(said)):
+    elif _rank(first.code) == 4 and (broken := _accuse_each_other(reported)):
         cause.process = broken[0]
         cause.concluded = f"the connection between processes {broken[0]} and {broken[1]} broke"
     return cause
@@ -118,23 +118,23 @@ def _explanation(first: facts.Exited, before: Findings) -> facts.Found | None:
     return min(worst, key=lambda e: e[0], default=(0.0, None))[1]
 
 
-def _accuse_each_other(said: Iterable[Finding]) -> tuple[int, int] | None:
+def _accuse_each_other(reported: Iterable[Finding]) -> tuple[int, int] | None:
     """Two processes that each say that the other is gone, and were there to say so: their connection broke."""
     gone = {
         (f.process, int(other))
-        for f in said
+        for f in reported
         if f.name == "process gone"
         for other in re.findall(r"process (\d+) on ", f.seen)
     }
     return next(((a, b) for a, b in sorted(gone) if a < b and (b, a) in gone), None)
 
 
-def _name_process(cause: Cause, said: Iterable[Finding], node_of: Callable[[int], int]) -> None:
+def _name_process(cause: Cause, reported: Iterable[Finding], node_of: Callable[[int], int]) -> None:
     """All processes end with these codes together; a line of one of them names the culprit."""
     wrong = cause.code == HARDWARE
     cause.group, cause.exclude = ("critical", True) if wrong else ("storage", False)
     cause.concluded = "a device computes wrongly" if wrong else "the storage fails"
-    lines = [f for f in said if f.group == cause.group and (not wrong or f.name.endswith(WRONG))]
+    lines = [f for f in reported if f.group == cause.group and (not wrong or f.name.endswith(WRONG))]
     if not lines:
         return
     cause.seen, cause.process = f"{cause.seen}; {lines[-1].seen}", lines[-1].process

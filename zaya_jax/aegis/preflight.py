@@ -49,14 +49,14 @@ def check(
 def judge_devices(probe: "_Probe", expected: int | None) -> list[Finding]:
     """Findings by the devices' probe, or about the point where it stopped."""
     found = []
-    there = probe.said.get("devices", {})
+    there = probe.reports.get("devices", {})
     if "count" in there and expected is not None and there["count"] != expected:
         seen = f"{there['count']} devices ({there['platform']}) are there, {expected} are expected"
         found.append(Finding("gpu missing", "critical", "exclude", seen))
-    for words in probe.said.get("products", {}).get("wrong", []):
+    for words in probe.reports.get("products", {}).get("wrong", []):
         device = words.partition(":")[0]
         found.append(Finding("gpu computes wrongly", "critical", "exclude", words, -1, device))
-    rates = probe.said.get("bandwidth", {}).get("rates", {})
+    rates = probe.reports.get("bandwidth", {}).get("rates", {})
     # Devices of a CPU are threads that share its memory.
     usual = statistics.median(rates.values()) if len(rates) > 2 and there["platform"] != "cpu" else 0.0
     for number, rate in rates.items():
@@ -94,12 +94,12 @@ def link(
     """One of a pair, 0 at the coordinator's address: joins the other, exchanges known numbers and checks them."""
     probe = _Probe("link", coordinator, str(index), str(max(int(seconds - 10), 5)), environ=environ)
     probe.wait(time.monotonic() + seconds)
-    wrong = probe.said.get("exchanged", {}).get("wrong", [])
+    wrong = probe.reports.get("exchanged", {}).get("wrong", [])
     if wrong:
         return Tried(0.0, "; ".join(wrong))
     # A probe that reports a bandwidth has done its work, however its process ends.
-    if "measured" in probe.said:
-        return Tried(probe.said["measured"]["bandwidth"])
+    if "measured" in probe.reports:
+        return Tried(probe.reports["measured"]["bandwidth"])
     (end,) = probe.end("distributed", "warn")
     return Tried(0.0, end.seen)
 
@@ -148,7 +148,7 @@ class _Probe:
     """A process that reports each part of its work as a line."""
 
     def __init__(self, *arguments: str, environ: Mapping[str, str] | None = None):
-        self.what, self.said = arguments[0], dict[str, Any]()
+        self.what, self.reports = arguments[0], dict[str, Any]()
         # Files, closed by wait: a pipe would be full when a library has much to say.
         self._out = tempfile.TemporaryFile()  # noqa: SIM115
         self._err = tempfile.TemporaryFile()  # noqa: SIM115
@@ -179,7 +179,7 @@ class _Probe:
             # A library prints lines too, and a kill leaves half of one.
             with contextlib.suppress(ValueError, TypeError, AttributeError, KeyError):
                 given = json.loads(line)
-                self.said[given.pop("part")] = given
+                self.reports[given.pop("part")] = given
         last = [line for line in self._err.read().decode(errors="replace").splitlines() if line.strip()]
         self._error = self._error or (last[-1].strip()[-TAIL:] if last else "")
         self._out.close()
@@ -187,9 +187,9 @@ class _Probe:
 
     def end(self, group: str, action: str) -> list[Finding]:
         """A finding where it did not come to its end."""
-        if "end" in self.said and self._code == 0:
+        if "end" in self.reports and self._code == 0:
             return []
-        after = f"after {next(reversed(self.said))!r}" if self.said else "before anything was done"
+        after = f"after {next(reversed(self.reports))!r}" if self.reports else "before anything was done"
         if self._code is None:
             seen = f"no answer for {self._seconds:.0f} s, {after}"
             return [Finding(f"check of {self.what} hangs", group, action, f"{seen}. {self._error}".strip())]

@@ -117,10 +117,10 @@ def _line(text: str) -> str:
         return ""
     first = frames[0]
     ours = next((frame for frame in frames if OURS.search(frame[0])), None)
-    said = "{}:{} in {}".format(*first)
+    words = "{}:{} in {}".format(*first)
     if ours and ours != first:
-        said += ", from {}:{} in {}".format(*ours)
-    return said
+        words += ", from {}:{} in {}".format(*ours)
+    return words
 
 
 def _main_thread(text: str) -> list[tuple[str, int, str]]:

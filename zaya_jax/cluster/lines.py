@@ -34,8 +34,8 @@ def key() -> bytes:
     return (os.environ.get(SECRET) or os.environ.get("SLURM_JOB_ID") or "zaya_jax").encode()
 
 
-def _proof(secret: bytes, *said: Any) -> str:
-    return hmac.new(secret, json.dumps(said).encode(), "sha256").hexdigest()
+def _proof(secret: bytes, *parts: Any) -> str:
+    return hmac.new(secret, json.dumps(parts).encode(), "sha256").hexdigest()
 
 
 class Line:
@@ -172,17 +172,17 @@ def call(address: str, index: int, digest: str, secret: bytes, seconds: float, k
         connection = None
         try:
             connection = socket.create_connection((host, int(port)), timeout=GREETING)
-            said, theirs = _first(connection)
+            answer, theirs = _first(connection)
             nonce = secrets.token_hex(16)
-            if said == "who":
+            if answer == "who":
                 shown = _proof(secret, "caller", theirs, index, here, digest)
                 connection.sendall(json.dumps(["here", index, here, digest, nonce, shown]).encode() + b"\n")
                 # From here on it knows this end and would count a hang-up as a loss.
                 connection.settimeout(max(until - time.monotonic(), GREETING))
-                said, word = _first(connection)
-                if said == "refused":
+                answer, word = _first(connection)
+                if answer == "refused":
                     raise UserError(f"{whom} at {address} refuses {who}: {word}")
-                if said == "welcome" and hmac.compare_digest(word, _proof(secret, "called", nonce)):
+                if answer == "welcome" and hmac.compare_digest(word, _proof(secret, "called", nonce)):
                     line = Line(connection, host, answers=True)
                     line.index, connection = 0, None
                     return line

@@ -175,12 +175,12 @@ class _Reader:
     def _turns(self, loop: Instruction) -> float:
         if loop.trip_count is not None:
             return loop.trip_count
-        said = _TURNS.search(loop.op_name)
-        if not said:
+        stated = _TURNS.search(loop.op_name)
+        if not stated:
             self.unknown[loop.op_name] += 1
             return 1
-        visits = _VISITS.findall(loop.op_name) if said[2] else []
-        return float(visits[-1]) * int(said[2]) if visits else float(said[1])
+        visits = _VISITS.findall(loop.op_name) if stated[2] else []
+        return float(visits[-1]) * int(stated[2]) if visits else float(stated[1])
 
     def _kernel(self, i: Instruction, shapes: Mapping[str, str], times: float) -> GpuKernel:
         given = [shapes.get(name, "") for name in hlo.operands(i)]
@@ -198,10 +198,10 @@ class _Reader:
                 reads = writes = size(given[1])
             elif i.op in SLICES:
                 reads = writes
-        if (said := _SAID.search(i.op_name)) and i.op == "custom-call":
-            visits = _VISITS.findall(i.op_name) if said[2] else []
-            flops = float(visits[-1]) * float(said[2]) if visits else float(said[1])
-            reads, writes = (int(float(said[3])), int(float(said[4]))) if said[3] else (reads, writes)
+        if (stated := _SAID.search(i.op_name)) and i.op == "custom-call":
+            visits = _VISITS.findall(i.op_name) if stated[2] else []
+            flops = float(visits[-1]) * float(stated[2]) if visits else float(stated[1])
+            reads, writes = (int(float(stated[3])), int(float(stated[4]))) if stated[3] else (reads, writes)
             wide = flops > 0 and hlo.arrays(given[0])[0].dtype == "f32"
         frame = re.search(r"stack_frame_id=(\d+)", i.rest)
         line = self.lines.get(int(frame.group(1)), "") if frame else ""

@@ -52,7 +52,7 @@ def came_with_template(folder: Path) -> bool:
     return bool(_read_config(folder).get("chat_template"))
 
 
-def said(folder: Path) -> str:
+def describe_template(folder: Path) -> str:
     """The chat template of a model directory, in words."""
     if came_with_template(folder):
         return "the chat template is the one that the model came with"

@@ -44,8 +44,8 @@ def measure_streams(device: Any, seconds: float, say: Callable[[str], None]) -> 
         series = list(_series(name, device, seconds))
         found += series
         if series:
-            said = (f"{s.bandwidth / 1e9:,.1f} GB/s at {s.bytes / 2**20:,.0f} MiB" for s in series[::3])
-            say(f"memory {name}: {', '.join(said)}")
+            rates = (f"{s.bandwidth / 1e9:,.1f} GB/s at {s.bytes / 2**20:,.0f} MiB" for s in series[::3])
+            say(f"memory {name}: {', '.join(rates)}")
     return tuple(found)
 
 
