@@ -152,9 +152,9 @@ def test_named_chats_are_judged_by_their_answers_and_named_text_by_all_of_it(fol
     assert found["other"].learn.sum() == sum(len(a["content"]) + 2 for _, a in map(ask, range(100, 120)))
     assert found["own"].tokens.tolist() == stores.open_stores(c, own, tok)[1].bundle.tokens.tolist()
     assert found["text"].learn.mean() > 0.9
-    log = stores.notes_on(named.values())
-    assert f"{other}: 20 chats to evaluate on (20 kept, 0 trimmed, 0 reduced, 0 dropped)" in log
-    assert f"{long}: 1 chats to evaluate on (1 kept, 0 trimmed, 0 reduced, 1 dropped)" in log
+    notes = stores.notes_on(named.values())
+    assert f"{other}: 20 chats to evaluate on (20 kept, 0 trimmed, 0 reduced, 0 dropped)" in notes
+    assert f"{long}: 1 chats to evaluate on (1 kept, 0 trimmed, 0 reduced, 1 dropped)" in notes
 
 
 NO_ANSWER = "line 1: a conversation without an answer"
