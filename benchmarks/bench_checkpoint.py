@@ -1,4 +1,4 @@
-"""What saving and loading cost: the step's wait, several processes on a slow store, and reading once or everywhere.
+"""The cost of saving and loading: the step's wait, several processes on a slow store, and reading once or everywhere.
 
     python benchmarks/bench_checkpoint.py stall     [--gb=2] [--folder=DIR]     one process
     python benchmarks/bench_checkpoint.py processes [--gb=2] [--count=8] [--rate=50]
@@ -6,7 +6,7 @@
     python benchmarks/bench_checkpoint.py model     [--model=1M|100M|1B] [--folder=DIR]
 
 `stall` compares with one copy of the state into memory that was touched before, with saving while the step waits, and
-with what Orbax does by itself (its asynchronous save). `processes` gives each process a store of RATE MB/s and compares
+with Orbax's own asynchronous save. `processes` gives each process a store of RATE MB/s and compares
 with gathering everything in process 0, which writes. `load` reads a state that all devices hold: each process its part,
 handed on between devices, against each process all of it. `model` saves and loads the state of a whole model on one
 device, as the training does, each in a process of its own: seconds, files and peak memory. Prints Markdown; timings in

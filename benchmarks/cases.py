@@ -3,8 +3,8 @@
 `benchmarks.targets` compiles them for chips that are not here, tests/pallas_kernels/test_targets.py holds what must be
 true of that, and `benchmarks.kernels` times them on a chip. A new kernel needs one more row of CASES.
 
-A case is the operator as the model calls it, so whichever implementation the chip takes runs. Its backward pass is what
-`jax.vjp` leaves to do once the forward pass has run.
+A case is the operator as the model calls it, so whichever implementation the chip takes runs. Its backward pass is the
+work that `jax.vjp` leaves once the forward pass has run.
 """
 
 import dataclasses

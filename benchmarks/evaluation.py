@@ -84,7 +84,7 @@ def exported(run: Path, out: Path) -> Path:
 
 
 def theirs(python: str, model: Path, work: Path) -> dict[str, Any]:
-    """What lm-eval's hf model gives, in another interpreter."""
+    """The results of lm-eval's hf model, in another interpreter."""
     out = work / "theirs.json"
     command = [python, "-c", TORCH, str(model), str(TASKS), ",".join(NAMES), str(out)]
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(work / "hf"), "PYTHONPATH": ""}
@@ -94,7 +94,7 @@ def theirs(python: str, model: Path, work: Path) -> dict[str, Any]:
 
 
 def ours(model: Path, work: Path) -> dict[str, Any]:
-    """What experiments.evaluate gives."""
+    """The results of experiments.evaluate."""
     out = work / "ours"
     command = [
         sys.executable, "-m", "experiments.evaluate", f"--model={model}", f"--tasks={','.join(NAMES)}",

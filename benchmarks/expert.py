@@ -1,4 +1,4 @@
-"""What spread experts send and keep, from the compiler: bounded slots, the ragged exchange, and gathering all tokens.
+"""Bytes that spread experts send and keep, by the compiler: bounded slots, the ragged exchange, and gathered tokens.
 
     .venv/bin/python benchmarks/dispatch.py [--tokens=8192] [--devices=2,4,8,16] [--target=h200]
 
@@ -79,7 +79,7 @@ def moved(program: jax.stages.Compiled, rounds: int) -> float:
 def moved_ragged(num: int, size: int, worst: bool, itemsize: int) -> float:
     """The same of the ragged form, whose program does not tell: rows that exist, four times where the load is even.
 
-    At the worst load, what comes to the device that has to compute all: tokens of the others forward, their cotangents
+    At the worst load, bytes that reach the device that computes all: tokens of the others forward, their cotangents
     backward, and once more the tokens that did not come in the first round, which has room for those of two devices.
     """
     rows = 2 * (size - 1) + max(size - 3, 0) if worst else 4 * (size - 1) / size

@@ -1,4 +1,4 @@
-"""What `zaya_jax.parallel` sends and holds, by formulas: tests and benchmarks compare programs with them."""
+"""Bytes that `zaya_jax.parallel` sends and holds, by formulas: tests and benchmarks compare programs with them."""
 
 import numpy as np
 

@@ -57,7 +57,7 @@ class Loop(NamedTuple):
 
     @property
     def bound(self) -> str:
-        """What takes longest."""
+        """The unit that takes longest."""
         return max(self.clocks, key=lambda unit: self.clocks[unit])
 
     @property
@@ -67,7 +67,7 @@ class Loop(NamedTuple):
 
 
 def missing(arch: str) -> str:
-    """What must be installed to read a chip's instructions, in words; "" where it is there."""
+    """The missing program that reads a chip's instructions, in words; "" where it is there."""
     if arch.startswith("sm_"):
         return "" if _nvdisasm() else "nvdisasm (make setup-targets installs it)"
     least = _LEAST_LLVM[arch]

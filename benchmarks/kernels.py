@@ -36,7 +36,7 @@ from zaya_jax.report.document import Table
 CHECKED = cases.Size("1K", 1, 1024)  # tokens at which values and gradients are compared
 # Of a norm, by which all may differ; beyond that an error is held against XLA's in the same format.
 NOISE = 1e-3
-OTHERS = 0.1  # and what XLA and others may be off: it is shown
+OTHERS = 0.1  # and the error of XLA and others, which is shown
 HEAD = ("operator", "direction", "implementation", "ms", "10% to 90%", "rate", "share", "temporaries", "note")
 
 
@@ -63,7 +63,7 @@ class Row:
 
 
 def rivals(case: cases.Case, here: Chip) -> dict[str, Callable[[Any], Callable]]:
-    """What else is importable, by name: `call(dtype)` as a case has it."""
+    """Other importable implementations, by name: `call(dtype)` as a case has it."""
     found: dict[str, Callable[[Any], Callable]] = {}
     if (case.operator, case.label) == ("attention", "causal"):
         how: Any = "cudnn" if here.maker == "cuda" and not here.is_host else "xla"

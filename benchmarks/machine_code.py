@@ -66,7 +66,7 @@ class Code:
     threads: int  # of a block
     registers: int  # of a thread; AMD's vector registers, those for matrices counted
     spills: int  # registers for which there was no room; of NVIDIA, which does not say, the 4-byte words of the frame
-    private: int  # bytes of HBM that each thread has for what lies in no register
+    private: int  # bytes of HBM that each thread has for values in no register
     scalar_spills: int  # AMD's scalar registers, which go to lanes of a vector register
     shared: int  # bytes of LDS, or shared memory, of a block
     times: int  # how many calls of the program have this very code

@@ -84,7 +84,7 @@ def here_of(config: Config) -> Config:
 
 
 def compiled(name: str, folder: Path) -> dict[str, Any]:
-    """What `experiments.compile` says of a case; from the folder where it is there."""
+    """The figures of `experiments.compile` for a case; from the folder where it is there."""
     path = folder / f"{name.replace(' ', '_').replace(',', '')}.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -130,7 +130,7 @@ def table(folder: Path, names: list[str]) -> str:
 def main() -> None:
     """The table."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--out", type=Path, required=True, help="a folder for what compiling found")
+    parser.add_argument("--out", type=Path, required=True, help="a folder for the compiled figures")
     parser.add_argument("--only", nargs="*", choices=list(CASES), default=list(CASES), help="some of the cases")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")

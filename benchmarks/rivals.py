@@ -78,7 +78,7 @@ def lasp1(q, k, v, segments=None, *, axis, zigzag: bool = True, chunk: int | Non
 
 
 def passed_bytes(batch: int, num_kv: int, channels: int) -> int:
-    """What one of `lasp1`'s collective-permutes moves."""
+    """The bytes of one of `lasp1`'s collective-permutes."""
     return batch * (num_kv * channels * (channels + 1) + 1) * 4
 
 

@@ -49,7 +49,7 @@ Sizes are ZAYA1-base's on one device: 4K is four sequences of 4,096 tokens, 32K 
 | shared | shared memory of a block, on AMD LDS |
 | occupancy | warps at once for which a scheduler has registers and shared memory, of those that it can have |
 | matrix | matrix instructions in a turn of the inner loop, and their kind |
-| modelled | share of the data sheet's bfloat16 rate at which the inner loop would turn, and what bounds it |
+| modelled | share of the data sheet's bfloat16 rate at which the inner loop would turn, and its bound |
 | moves | bytes of HBM in one call, read and written, each operand and result once unless the kernel says otherwise |
 | least | the operator's arguments and results, each once |
 

@@ -47,7 +47,7 @@ from zaya_jax.report.text import duration, number
 CONFIG = str(pathlib.Path(__file__).parent / "configs" / "zaya1_base.py")
 DEVICES = 1024  # ZAYA1's, where only a CPU is here
 PARTS = {
-    "collectives": "what travels between devices: seconds and bandwidth over size and devices",
+    "collectives": "messages between devices: seconds and bandwidth over size and devices",
     "matmul": "matrix products: rates of the model's shapes over tokens, and over tokens an expert",
     "memory": "a device's memory: bandwidth of copying, reading, writing and adding over size",
 }

@@ -167,7 +167,7 @@ def document(result: dict[str, Any]) -> Page:
         ),
         Section("The whole", "", list(_closing(result)), pictures=_scaling(result["scaling"]["points"])),
     ]
-    footer = "Formulas, nothing was compiled or run; docs/planning.md says what they assume."
+    footer = "Formulas, nothing was compiled or run; docs/planning.md lists their assumptions."
     return Page(title, "", about, sections, footer=footer)
 
 
@@ -209,7 +209,7 @@ def _tables(phase: dict[str, Any]) -> Iterable[Table]:
     step, memory, saving = phase["step"], phase["memory"], phase["saving"]
     for title, name, parts in (
         ("Where the step goes", "scope", step["by_scope"]),
-        ("What binds it", "bound by", step["by_kind"]),
+        ("Its bounds", "bound by", step["by_kind"]),
     ):
         rows = [[part, _ms(s), f"{s / step['seconds']:.1%}"] for part, s in parts.items()]
         yield Table(title, (name, "ms", "share"), [*rows, ["all", _ms(step["seconds"]), ""]])

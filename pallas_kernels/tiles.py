@@ -3,7 +3,7 @@
     tiles.call(body, x, y, name="add", grid=(n,), out_shapes=like, work=tiles.Work(flops))
 
 One source serves CUDA (sm_90) and ROCm (gfx942, gfx950). JAX calls this backend deprecated and has no other one for
-AMD, so bodies are kept to what any tiled language has: loads and stores of tiles, products, reductions, loops. A
+AMD, so bodies use only the operations of any tiled language: loads and stores of tiles, products, reductions, loops. A
 program made for a CPU interprets them (`chip.Chip("cpu", "gfx942")`): as right, some 20 times slower than XLA.
 
 Who reads a compiled program (`zaya_jax.hardware.kernels`) cannot look into a kernel. So each call says its FLOPs, and
@@ -136,7 +136,7 @@ def narrow(x: jax.Array, dtype: Any) -> jax.Array:
     """x in the format of a product, rounded to the nearest, of ties to the even one. A NaN has to be one that
     arithmetic makes: one whose upper fraction is all ones, as in memory full of 0xFF, becomes a zero.
 
-    CDNA3 has no instruction for float32 to bfloat16. What LLVM puts there takes twice as long as this, since it looks
+    CDNA3 has no instruction for float32 to bfloat16. LLVM's own takes twice as long as this, since it looks
     for NaNs: in a product of 128 x 128 tiles longer than the matrix instructions do.
     """
     if x.dtype != jnp.float32 or dtype != jnp.bfloat16 or not chip.current().kind.startswith("gfx94"):

@@ -69,7 +69,7 @@ class Fault:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of one fault; -1 seconds: it did not happen."""
+    """The outcome of one fault; -1 seconds: it did not happen."""
 
     fault: str
     process: int
@@ -88,7 +88,7 @@ class Chaos:
         self.folder, self.workdir, self.tree = folder, folder / "hurt", folder / "tree"
         self.processes, self._say, self._random = processes, say, random.Random(seed)
         self.store: hurt.Store | None = None
-        self.orders: list[dict] = []  # what `faults` is asked for
+        self.orders: list[dict] = []  # the faults asked of `faults`
         self.outcomes: list[Outcome] = []
         self._agent: subprocess.Popen
         corpus(folder / "corpus")
@@ -156,7 +156,7 @@ class Chaos:
         """Whether all faults were found, and the run went on from each."""
         return all(o.found >= 0 and o.recovered >= 0 for o in self.outcomes)
 
-    # What faults do
+    # The faults
 
     def write(self, name: str, content: str) -> None:
         """A file of the tree that the watchers look at."""

@@ -37,7 +37,7 @@ WORDINGS = (
 )
 LONGEST = 110  # characters of a signature, so that a chat fits into 256 bytes
 SYSTEM = "Answer with names alone."
-# What signatures quote of the Python that runs this, and not of its library.
+# Parts of signatures that quote the Python that runs this, and not its library.
 PLACES = {sys.executable: "python", sysconfig.get_path("stdlib"): "lib", sysconfig.get_default_scheme(): "posix_prefix"}
 
 

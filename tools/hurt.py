@@ -1,4 +1,4 @@
-"""What can be done to a run of this machine on purpose: to its processes, their connections, their files.
+"""Faults done on purpose to a run of this machine: to its processes, their connections, their files.
 
     for process in processes_of(agent): ...     the training's processes, by their index
     kill(victim), stop(victim), fill_disk(victim), cut(victim, other)

@@ -98,7 +98,7 @@ def forward(
     attention: bool = False,
 ) -> dict[str, Array]:
     """`logits`, with `trace` the residual stream after each layer [L, B, S, D] and router logits [L, B, S, E + 1], and
-    with `attention` what each head gives each token [L, B, H, S, S] (of one device, and no linear layers)."""
+    with `attention` each head's weight for each token [L, B, H, S, S] (of one device, and no linear layers)."""
     model, precision = config.model, config.precision
     spread = _spread(config, mesh)
     devices = _Seeing() if attention else Over(spread)
@@ -246,7 +246,7 @@ def _on(config: Config, mesh: Mesh | None, run: Callable, outs: Any, params, bal
     specs = sharding.param_specs(config.model, config.precision, spread)
     of_batch = PartitionSpec(BATCH_AXES, spread.sequence_axes or None)
     params = sharding.arrange(params, spread.heads)
-    # As in training, without the check of replicated values: `loss` sums what each device counts.
+    # As in training, without the check of replicated values: `loss` sums the devices' own counts.
     mapped = jax.shard_map(precise, mesh=mesh, in_specs=(specs, REPLICATED, of_batch), out_specs=outs, check_vma=False)
     return mapped(params, balance, batch)
 

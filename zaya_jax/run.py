@@ -139,7 +139,7 @@ def already_complete(begun: Beginning) -> int:
     run, reached = begun.planned.recipe, begun.planned.reached
     figures, updates = begun.meta.get("metrics") or {}, reached - run.plan.begin
     code = final_code(figures, begun.meta.get("unsound", 0), updates)
-    code = cli.STORAGE if begun.store.close() else code  # it returns what has no durable copy
+    code = cli.STORAGE if begun.store.close() else code  # it returns the steps without a durable copy
     if multihost.is_writer():
         logs.say(notes.complete(run, begun.workdir, write_report(begun.workdir)))
     return code
@@ -317,7 +317,7 @@ class Loop:
         self.figures.close()
         self.stream.close()
         code = final_code(self.kept, self.figures.unsound, last - self.plan.begin)
-        code = cli.STORAGE if self.store.close() else code  # it returns what has no durable copy
+        code = cli.STORAGE if self.store.close() else code  # it returns the steps without a durable copy
         self.state = None  # its memory is the sample's
 
         def round_off() -> None:

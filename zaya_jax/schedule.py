@@ -89,7 +89,7 @@ class Plan:
         return self.tokens_of_step(self.total_steps)
 
     def tokens_of_step(self, number: int) -> int:
-        """Tokens seen after step `number`; 0 steps have seen none, those before a fork's first what its parent has."""
+        """Tokens seen after step `number`; 0 steps have seen none, those before a fork's first its parent's."""
         if not self.begin <= number <= self.total_steps:
             raise ValueError(f"step {number} is outside the run's steps {self.begin} to {self.total_steps}")
         segment = self._segment_at(number)

@@ -8,7 +8,7 @@ precision are those of the weights; so is the context, up to 4,096 tokens. The c
 glob of them, or a directory that prepare_data made of them with --context (docs/data.md says which forms). Only
 answers are learnt; chats are fitted to the context without cutting questions or answers, and packed whole into rows.
 
-Hardware: what trained the weights. Expected: a held-out loss of the answers before the first step and at every 50th;
+Hardware: as for pretraining. Expected: a held-out loss of the answers before the first step and at every 50th;
 docs/finetuning.md has a run on a laptop. An epoch is about (tokens of the chats) / (seq_len x global_batch) steps: two
 or three of them are enough as a rule, and the held-out loss says when it was too many.
 """

@@ -32,7 +32,7 @@ def get_config() -> ConfigDict:
     c.model.max_position_embeddings = 131_072
 
     c.data.path = "data/zaya1"
-    root = c.data.get_ref("path")  # what --config.data.path says, wherever it stands below
+    root = c.data.get_ref("path")  # the value of --config.data.path, wherever it stands below
     c.data.tokenizer = root + "/tokenizer"
 
     c.optim.lr = 1e-3
@@ -47,7 +47,7 @@ def get_config() -> ConfigDict:
     c.schedule.warmup_fraction = 0.002
     c.schedule.decay_fraction = 0.15
     # A step has 2**24 tokens throughout, on 1,024 devices 16,384 of each in one micro-batch: benchmarks/compile.md says
-    # what that takes, and what several of them would. On fewer devices give --config.data.micro_batch=N.
+    # its costs, and those of several of them. On fewer devices give --config.data.micro_batch=N.
     c.schedule.phases = (
         config.Phase(
             name="pretrain 1", tokens=8 * TRILLION, seq_len=4096, rope_theta=1e4, global_batch=4096,

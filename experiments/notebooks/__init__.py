@@ -1,1 +1,1 @@
-"""Notebooks for researchers; README.md there says what each shows, and `tools/run_notebooks.py` runs them."""
+"""Notebooks for researchers; README.md there lists them, and `tools/run_notebooks.py` runs them."""

@@ -52,7 +52,7 @@ def linear_attention(q, k, v, segments, chunk) -> jax.Array:
 def sums(q, k, v, segments, chunk) -> tuple[jax.Array, jax.Array]:
     """See `pallas_kernels.linear_attention`."""
     batch, num_kv, group, seq, channels = q.shape
-    # The kernels' order is that of the model. XLA takes these for what `heads_first` and `finish` do, turned back.
+    # The kernels' order is that of the model. XLA takes these for `heads_first` and `finish`, turned back.
     q = q.transpose(0, 3, 1, 2, 4).reshape(batch, seq, num_kv * group, channels)
     k, v = (x.transpose(0, 2, 1, 3) for x in (k, v))
     numerator, denominator = _parts(q, k, v, segments, chunk_of(chunk, seq))

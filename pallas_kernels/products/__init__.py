@@ -21,7 +21,7 @@ from pallas_kernels import chip
 from pallas_kernels.products import cpu, xla
 
 IMPLEMENTATIONS = {"xla": xla, "cpu": cpu}
-GIVEN = "products"  # the name under which a remat policy finds what `einsum` and `dot` gave
+GIVEN = "products"  # the name under which a remat policy finds the results of `einsum` and `dot`
 
 
 def whole(dtype: Any) -> Precision | None:

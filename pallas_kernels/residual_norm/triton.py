@@ -330,7 +330,7 @@ def _backward(
 
 
 def _operands(tile, h, d_h, scale, d_x, joined) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """What `_backward`'s kernel is given and makes, by name, and the names of the sums, which it makes side by side."""
+    """Operands and results of `_backward`'s kernel, by name, and the names of the sums, which it makes side by side."""
     y, how, gate = joined or (h, None, None)
     given: dict[str, Any] = {"h": _flat(h), "d_h": _flat(d_h)}
     given |= {f"d_x{i}": _flat(d) for i, d in enumerate(d_x)}

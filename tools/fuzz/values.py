@@ -71,7 +71,7 @@ def _good_item(field: dataclasses.Field, sandbox: Path) -> st.SearchStrategy:
 
 @functools.cache
 def group(cls: type, sandbox: Path) -> st.SearchStrategy:
-    """A group as a dict: some of its keys, each good or odd; what must be given is."""
+    """A group as a dict: some of its keys, each good or odd; required keys are always there."""
     found = {f.name: any_value(f, sandbox) for f in dataclasses.fields(cls) if not dataclasses.is_dataclass(f.type)}
     some = st.lists(st.sampled_from(sorted(found)), max_size=4, unique=True).flatmap(
         lambda names: st.fixed_dictionaries({name: found[name] for name in names})

@@ -31,7 +31,7 @@ _log = logging.getLogger("zaya_jax")
 
 
 class _Worker:
-    """A queue, and the thread that empties it. `lost` counts what came while `most` was waiting, or failed."""
+    """A queue, and the thread that empties it. `lost` counts items that came while `most` were waiting, or failed."""
 
     def __init__(self, name: str, most: int):
         self._most, self.lost = most, 0

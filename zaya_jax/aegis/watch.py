@@ -188,7 +188,7 @@ class Watchers:
 
 
 class _Slot:
-    """A watcher, what it remembers, and the thread that reads it."""
+    """A watcher, its memory, and the thread that reads it."""
 
     def __init__(self, watcher: Watcher, tree: Tree):
         self._watcher, self._tree, self._judge = watcher, tree, Judge()

@@ -73,7 +73,7 @@ class Holding:
             (layout.volume(box) * itemsize[name], of, len({part.device.process_index for part in of}) > 1)
             for (name, box), of in holders.items()
         ]
-        # First what only one process can write, then the greatest first.
+        # First the parts that only one process can write, then the greatest first.
         found.sort(key=lambda f: (f[2], -f[0]))
         load: dict[int, int] = defaultdict(int)
         chosen: dict[str, list[HeldBox]] = defaultdict(list)

@@ -195,7 +195,7 @@ def whole_or_nothing(target: Path) -> Iterator[Path]:
         raise UserError(f"{target} cannot be written ({error.strerror}); give a folder that can") from None
     try:
         new_folder(target, "the folder")  # which another may have made meanwhile
-        for left in part.iterdir():  # what an interrupted attempt left
+        for left in part.iterdir():  # the rest of an interrupted attempt
             if left.is_dir() and not left.is_symlink():
                 shutil.rmtree(left)
             elif left.name != LOCK:

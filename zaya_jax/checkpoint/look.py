@@ -67,7 +67,7 @@ def see_all(workdir: str | Path) -> tuple[list[Seen], list[int]]:
 
 
 def remarks(workdir: str | Path, seen_all: list[Seen], damaged: list[int]) -> list[str]:
-    """Sentences on steps that are damaged or doubtful, and on what else lies among them."""
+    """Sentences on steps that are damaged or doubtful, and on other folders among them."""
     root = Path(workdir) / "checkpoints"
     figures = {str(seen.step): seen.meta.get("metrics") or {} for seen in seen_all}
     doubtful = [step for step, of_step in figures.items() if of_step.get("suspicious")]

@@ -33,8 +33,8 @@ def read(
 ) -> dict[str, Any]:
     """The arrays of a checkpoint whose names fit a pattern (params.layers.router.*), on the host.
 
-    `place` is a workdir, the folder of one checkpoint or of exported parameters, or a URL; `dtype` is what floating
-    point numbers become.
+    `place` is a workdir, the folder of one checkpoint or of exported parameters, or a URL; floating
+    point numbers become `dtype`.
     """
     source = open_source(place, step)
     chosen = [array for name, array in source.arrays().items() if fnmatch.fnmatchcase(name, pattern)]

@@ -58,7 +58,7 @@ def drop(tiers: Any, decisions: Decisions) -> list[int]:
         if why:
             raise UserError(
                 f"{tiers.root.parent / FILE} is not that of these checkpoints: {why}. Nothing was deleted; restore the "
-                "run's own file, or move this one away: then it goes on from its newest checkpoint, and what that knows"
+                "run's own file, or move this one away: then it goes on from its newest checkpoint and its decisions"
             )
 
     multihost.from_first("stale checked", check)

@@ -210,7 +210,7 @@ class Tiers:
 
 
 def _wait(jobs: Jobs, seconds: float | None = None) -> bool:
-    """Whether all are done in time; what went wrong in one is raised."""
+    """Whether all are done in time; raises the error of one that failed."""
     done, late = concurrent.futures.wait(jobs, seconds)
     for job in done:
         job.result()

@@ -30,7 +30,7 @@ from zaya_jax.config import StorageError, files, first_line
 THREADS = 4
 SAVING, DELETING, DAMAGED, STALE = ".saving-", ".deleting-", ".damaged-", ".stale-"
 
-Copies = Mapping[str, Mapping[jax.Device, jax.Array | np.ndarray]]  # of each array what each device has of it
+Copies = Mapping[str, Mapping[jax.Device, jax.Array | np.ndarray]]  # of each array each device's part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Times:
 def write_parts(folder: Path, plan: Writers, parts: Sequence[HeldBox], copies: Copies, times: Times) -> Sums:
     """Writes one process's parts below a folder, fetching arrays from devices one by one.
 
-    Beyond the copies it needs the memory of what one device has of one array, of THREADS chunks, and of those that
+    Beyond the copies it needs the memory of one device's part of one array, of THREADS chunks, and of those that
     are put together of several devices' parts: these are at most PART_BYTES each, unless no device has as much.
     """
     sums: Sums = {}
@@ -196,7 +196,7 @@ class Builder:
 def together(name: str, work: Callable[[], Any], end: Callable[[list[Any]], None]) -> str | None:
     """Runs `work` in all processes, then `end` in process 0 if all succeeded; returns any error in every process.
 
-    `end` gets what `work` gave in each process (JSON).
+    `end` gets the results of `work` in all processes (JSON).
     """
 
     def tried(function: Callable[..., Any], *given: Any) -> tuple[str | None, Any]:

@@ -43,7 +43,7 @@ def before(function: Callable[[], None], code: int | None = None) -> None:
 
 
 def forget(function: Callable[[], None]) -> None:
-    """Takes back what `before` was given."""
+    """Removes the function given to `before`."""
     _functions[:] = [item for item in _functions if item[0] != function]
 
 

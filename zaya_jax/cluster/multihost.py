@@ -179,7 +179,7 @@ def collect_garbage(step: int) -> None:
     if gc.isenabled():
         gc.disable()
         gc.collect()
-        gc.freeze()  # modules and what set-up left: never looked through again
+        gc.freeze()  # modules and objects of the set-up: never looked through again
     elif step % GARBAGE_EVERY == 0:
         gc.collect()
 

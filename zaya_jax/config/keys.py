@@ -16,7 +16,7 @@ MATMULS = ("default", "high", "highest")
 ITERATIONS = ("keller_jordan", "polar_express")
 REMATS = ("none", "elementwise", "attention", "layer", "offload")
 
-MOST = 2**31 - 1  # of what 32 bits count on the devices
+MOST = 2**31 - 1  # for counts in 32 bits on the devices
 TOKENS = 10**16  # a thousand times the largest corpus
 BELOW_ONE = 0.99999  # of decay rates: at 1 nothing would ever be forgotten
 MINUTES = 60 * 24 * 365
@@ -174,7 +174,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """How long, and from what."""
+    """The run's length and its beginning."""
 
     # Above that, random keys take the number modulo 2**32: two seeds would begin with the same weights.
     seed: int = ranged(0, 0, 2**32 - 1, "of weights, data order and sampling")
@@ -226,17 +226,17 @@ class Guard:
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
-    """The one table of number formats, and what they are on each chip.
+    """The one table of number formats, and their meaning on each chip.
 
     Weights, residual stream, norms, softmaxes and losses are always float32, and a product adds up in float32. TF32 is
-    float32 cut to 10 bits in front of a product: what XLA takes for float32 on NVIDIA and, as XF32, on MI300X, unless
+    float32 cut to 10 bits in front of a product: XLA's choice for float32 on NVIDIA and, as XF32, on MI300X, unless
     it is asked for more. CPUs have none.
     """
 
     # Partial sums over tensor, and gradients of keys and values over context, add up in it. A weight's gradient leaves
     # its product in float32; that of experts on a GPU rounded once to bfloat16, for each micro-batch, and is float32
     # from there on.
-    compute: str = choice("bfloat16", FLOATS, "what matrices multiply in, and layers send between devices")
+    compute: str = choice("bfloat16", FLOATS, "format of matrix products, and of layers' messages between devices")
     router: str = choice("float32", FLOATS, "format of the router's products; float32 is never TF32")
     # With "default" and "high" TF32 if the chip has it, with "highest" float32. Nothing else depends on it.
     matmul: str = choice("default", MATMULS, 'float32 where compute is "float32": TF32, or "highest"')
@@ -245,7 +245,7 @@ class Precision:
         ("compute", "bfloat16", "float32"),
         "Muon's iteration and, between devices, its directions; compute: like compute. float32 is never TF32",
     )
-    momentum: str = choice("float32", FLOATS, "in what Muon keeps its momentum")
+    momentum: str = choice("float32", FLOATS, "format of Muon's momentum")
 
 
 @dataclasses.dataclass(frozen=True)

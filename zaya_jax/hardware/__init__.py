@@ -1,1 +1,1 @@
-"""Chips, and what programs compiled for them contain."""
+"""Describes chips, and reads the programs compiled for them."""

@@ -70,7 +70,7 @@ class GpuKernel:
 
     @property
     def stage(self) -> str:
-        """ "forward", "again" (recomputed), "backward", or "" for what follows these."""
+        """ "forward", "again" (recomputed), "backward", or "" for work after these."""
         if self.scope.startswith(("optimizer", "balance", "accumulation")):
             return ""
         if "rematted_computation" in self.op_name:

@@ -20,7 +20,7 @@ LAUNCH = 3e-6
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """Seconds of a step, by what each kernel is bound by."""
+    """Seconds of a step, by the bound of each kernel."""
 
     compute: float
     memory: float

@@ -70,7 +70,7 @@ def estimate(case: Case) -> Footprint:
             "activations": kept, "working set": logits4 + logits2 + table4 * compute / 4 + 3 * x4, "exchange": gathered,
             "gradients": sums + (table4 * (2 if several and not spread.fsdp else 1) if chunks > 1 else 0.0),
         },
-        "backward": {  # a layer's rows of experts, their gradients, the stream; of what leaves, a layer twice
+        "backward": {  # a layer's rows of experts, their gradients, the stream; of gradients that leave, a layer twice
             "activations": kept, "gradients": held + table4, "working set": 8 * x4 + 2 * have["h2"] + late,
             "exchange": gathered + (layer4 if fetched else 0.0) + 8.0 * case.leaving / layers,
         },
@@ -83,7 +83,7 @@ def estimate(case: Case) -> Footprint:
         places["directions"] = {"gradients": weights4, "working set": work.directions(case)}
     else:
         share = weights4 / case.devices
-        to_owners = 8.0 * sum(way.sent / way.rounds for way in case.ways.values())  # and what came
+        to_owners = 8.0 * sum(way.sent / way.rounds for way in case.ways.values())  # and received ones
         embedding4 = weights4 - local4
         places["sums"] = {"gradients": weights4 + left4, "exchange": share + embedding4 + to_owners}
         places["directions"] = {"gradients": 2 * share, "exchange": work.directions(case)}

@@ -4,7 +4,7 @@
     found.seconds, found.by_scope, found.by_kind, found.exposed
 
 Products take the longer of their FLOPs at their rate and their bytes; all other kernels take their bytes; and each
-launch adds its time. Collectives of the optimizer are what they take on the links: gradients stand wholly
+launch adds its time. Collectives of the optimizer take their time on the links: gradients stand wholly
 exposed, since the norm of all of them comes before any update; directions run under the Newton–Schulz of other buckets,
 but for the largest one's. Fetches ahead of a layer run under the layers; exchanges that a layer waits
 for do not.

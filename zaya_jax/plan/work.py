@@ -104,7 +104,7 @@ class ScopeWork:
     """Kernels of one scope and stage."""
 
     scope: str
-    stage: str  # "" for what follows the backward pass
+    stage: str  # "" for work after the backward pass
     flops: float
     products: float  # bytes that products read and write
     others: float  # bytes of all other kernels
@@ -236,8 +236,8 @@ def _forward_flops(case: Case, name: str) -> float:
 
 
 def _area(case: Case) -> float:
-    """Scores of one head and sequence that a device computes, the mean of layers with a softmax: what causality and
-    windows leave."""
+    """Scores of one head and sequence that a device computes, the mean of layers with a softmax, after causality
+    and windows."""
     m, whole, parts = case.model, case.here.data.seq_len, case.spread.sequence_parts
     chunk = whole // (2 * parts) if parts > 1 else whole
     windows = [m.sliding_window if kind == "hybrid_sliding" else None for kind in m.kinds if kind != "hybrid_linear"]
@@ -321,7 +321,7 @@ def _optimizer(case: Case) -> Iterator[ScopeWork]:
 
 def _exchanged(case: Case, layout: Layout) -> float:
     """Bytes that the optimizer's exchange reads and writes on the device itself."""
-    # What goes to owners: zeros, put in order, sent; in two rounds again, and in another order.
+    # Gradients for owners: zeros, put in order, sent; in two rounds again, and in another order.
     found = sum(4.0 * way.sent / way.rounds * (8 if way.rounds > 1 else 5) for way in case.ways.values())
     weights = {"reduce-scatter": 1, "all-gather": 1, "all-to-all": 2, "exchange": 4, "all-reduce": 2}
     for name, method in layout.methods.items():

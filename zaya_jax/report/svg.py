@@ -165,7 +165,7 @@ def _point_labels(line: Curve, x: Axis, y: Axis) -> str:
 
 @dataclasses.dataclass
 class Chart:
-    """Curves over steps, or over what `over` names."""
+    """Curves over steps, or over the axis that `over` names."""
 
     title: str
     lines: Sequence[Curve]

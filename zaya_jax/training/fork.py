@@ -45,7 +45,7 @@ def find(config: Config, workdir: Path) -> list | None:
 
 
 def settle(config: Config, found: list | None) -> Config:
-    """The config with what `find` gave filled in."""
+    """The config with the results of `find` filled in."""
     if found is None:
         return config
     given = (config.run.fork_step, config.run.fork_tokens)

@@ -1,4 +1,4 @@
-"""Reports where the loop is (`cluster.beats`), and measures what each step's seconds are spent on.
+"""Reports where the loop is (`cluster.beats`), and measures the parts of each step's seconds.
 
     pace.fetch(number, program)      waits for a batch; the first step of a program counts as "compile"
     pace.dispatch(), pace.called()  the program is called; the call has come back

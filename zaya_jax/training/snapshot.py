@@ -5,7 +5,7 @@
     state, _ = store.restore(step, copies.like, copies.held, copies.place)
 
 A copy has the run's own arrays, each device's own part, so that nothing travels for a save: ZeRO-1's buckets as they
-are, and a share each of what several devices have (`layout.spread`). A checkpoint's arrays are logical: one for each
+are, and a share each of arrays on several devices (`layout.spread`). A checkpoint's arrays are logical: one for each
 weight, and for each of its moments, whatever the mesh. `held` says where they lie in the run's own. At a start each
 device reads its share, and devices that have the same hand it on.
 

@@ -38,7 +38,7 @@ class PlannedStart:
 
 
 def plan_run(config: Config, folder: Path) -> tuple[Recipe, tokenizers.Tokenizer]:
-    """The run's recipe, with what a fork and the tokenizer fill into its config, and the tokenizer."""
+    """The run's recipe, its config filled in by a fork and the tokenizer, and the tokenizer."""
     config = fork.settle(config, multihost.from_first("fork", lambda: fork.find(config, folder)))
     tokenizer = tokenizers.load(config.data.tokenizer)
     return recipe.place(tokenizers.with_model_ids(config, tokenizer), jax.devices()), tokenizer

@@ -129,8 +129,8 @@ def without_config(workdir: Path) -> str:
     if not steps:
         return f"--workdir={workdir} has no config.json; give the folder of a run"
     return (
-        f"--workdir={workdir} has checkpoints and no config.json, the recorded config of the run: write there what "
-        f'stands under "config" in {workdir / "checkpoints" / str(steps[-1]) / META}'
+        f"--workdir={workdir} has checkpoints and no config.json, the recorded config of the run: write "
+        f'there the value of "config" in {workdir / "checkpoints" / str(steps[-1]) / META}'
     )
 
 

@@ -35,7 +35,7 @@ class Group(NamedTuple):
 
 
 class CollectiveKind(NamedTuple):
-    """A collective: XLA's name for it, and what one device does; a device puts in all `bytes`, or one n-th."""
+    """A collective: XLA's name for it, and one device's program; a device puts in all `bytes`, or one n-th."""
 
     hlo: str
     call: Callable[[jax.Array, int], jax.Array]
@@ -83,7 +83,7 @@ def _counts(most: int) -> list[int]:
 
 
 def sizes(num_devices: int, room: int) -> Iterator[int]:
-    """Bytes of messages that divide into one number for each device at least, and fit `room` with what comes out."""
+    """Bytes of messages that divide into one number for each device at least, and fit `room` with the results."""
     size = LEAST
     while size <= MOST and 2 * size <= room:
         whole = size - size % (num_devices * NUMBER.itemsize)

@@ -15,13 +15,13 @@ from zaya_jax.hardware.measure.timing import Timing, knee
 
 FORMAT = 1
 
-# Bus bandwidth over algorithm bandwidth for n devices, and what `bytes` counts: nccl-tests, doc/PERFORMANCE.md.
+# Bus bandwidth over algorithm bandwidth for n devices, and the bytes that count: nccl-tests, doc/PERFORMANCE.md.
 BUS = {
-    "all-reduce": lambda n: 2 * (n - 1) / n,  # bytes: what each device puts in, and gets
-    "reduce-scatter": lambda n: (n - 1) / n,  # what each puts in; it gets one n-th
-    "all-gather": lambda n: (n - 1) / n,  # what each gets; it puts in one n-th
-    "all-to-all": lambda n: (n - 1) / n,  # what each puts in, its own n-th counted, and gets
-    "neighbour": lambda n: 1.0,  # what each sends to the next
+    "all-reduce": lambda n: 2 * (n - 1) / n,  # bytes that each device puts in, and gets
+    "reduce-scatter": lambda n: (n - 1) / n,  # that each puts in; it gets one n-th
+    "all-gather": lambda n: (n - 1) / n,  # that each gets; it puts in one n-th
+    "all-to-all": lambda n: (n - 1) / n,  # that each puts in, its own n-th counted, and gets
+    "neighbour": lambda n: 1.0,  # that each sends to the next
 }
 MOVED = {"copy": 2, "read": 1, "write": 1, "add": 3}  # bytes moved for one of the array
 
@@ -95,7 +95,7 @@ RATES = ("algorithm_bandwidth", "bus_bandwidth", "rate", "bandwidth")  # which f
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """All that one run of characterize measured, and on what."""
+    """All that one run of characterize measured, and the machine."""
 
     device: str  # JAX's device_kind
     platform: str

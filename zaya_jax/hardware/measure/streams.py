@@ -1,4 +1,4 @@
-"""Measures how fast a device reads and writes its memory: a pass over arrays of 1 MiB to a share of what there is."""
+"""Measures how fast a device reads and writes its memory: a pass over arrays of 1 MiB to a share of that memory."""
 
 import os
 from collections.abc import Callable, Iterator

@@ -63,7 +63,7 @@ def sample(call: Callable[[], Any], how: Course) -> Timing:
 
 
 def time_call(call: Callable[[], Any], seconds: float, queue: bool) -> Timing:
-    """Warms up and times what one process does alone."""
+    """Warms up and times work of one process alone."""
     return sample(call, course(warm_up(call), seconds, queue))
 
 
